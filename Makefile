@@ -1,0 +1,48 @@
+# The commands anyone needs. Both of the first two set up everything they use.
+#
+#   make demo    the e-mail sender on the embedded default, against a real SMTP server
+#   make test    every test, lint and type check
+#   make check   the same without setting up
+#   make chaos   workers are killed for minutes;  make bench: measured figures
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test check lint types unit chaos bench clean
+
+demo: $(STAMP)
+	$(BIN)/python -m examples.email_sender.demo
+
+test: $(STAMP)
+	$(MAKE) --no-print-directory check
+
+check: lint types unit
+
+lint:
+	$(BIN)/ruff check .
+
+types:
+	$(BIN)/mypy
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+unit:
+	$(BIN)/python -m pytest
+
+chaos: $(STAMP)
+	CHAOS_ROUNDS=$${CHAOS_ROUNDS:-20} $(BIN)/python -m pytest tests/system/test_kills.py tests/stores/test_model.py -v
+
+bench: $(STAMP)
+	$(BIN)/python -m benchmarks
+
+# The environment is made anew when what it consists of has changed.
+$(STAMP): setup.cfg pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit("machinery_py needs Python 3.11 or newer; this is " + sys.version.split()[0] + " (make PYTHON=python3.12 …)" if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip setuptools
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
