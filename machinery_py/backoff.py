@@ -1,0 +1,67 @@
+"""How long to wait before the next try: numbers in, seconds out."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+MAX_DELAY = 86400.0  # seconds; no back-off of ours waits longer than a day
+
+#: How a task waits between its tries: "fibonacci" (Go's), "exponential", seconds for each try, or a function.
+Backoff = str | Sequence[float] | Callable[[int], float]
+
+
+def next_fibonacci(after: int) -> int:
+    """The smallest Fibonacci number above `after`: Go's rule for the next RetryTimeout (from 0: 1, 2, 3, 5, 8 …)."""
+    a, b = 1, 1
+    while b <= after:
+        a, b = b, a + b
+    return b
+
+
+def exponential(attempt: int, *, base: float = 1.0, cap: float = 600.0) -> float:
+    """`base` doubled for each attempt after the first, at most `cap` seconds."""
+    return min(cap, base * 2.0 ** min(attempt - 1, 60))
+
+
+def full_jitter(delay: float, rng: random.Random | None = None) -> float:
+    """A random time up to `delay`, so that many waiters do not come back together."""
+    return (rng or random).uniform(0.0, delay)
+
+
+def check_backoff(backoff: Backoff) -> None:
+    """Refuse a back-off that could never say how long to wait.
+
+    Raises:
+        ValueError: it is of no known form.
+    """
+    if isinstance(backoff, str):
+        if backoff not in ("fibonacci", "exponential"):
+            raise ValueError(f"backoff {backoff!r}: unknown (known: 'fibonacci', 'exponential', seconds, a function)")
+    elif isinstance(backoff, Sequence) and not backoff:
+        raise ValueError("backoff is empty (expected seconds for each try)")
+
+
+def delay_for(backoff: Backoff, attempt: int, previous: int) -> float:
+    """Seconds to wait after the failed try number `attempt` (1 for the first).
+
+    Args:
+        previous: the signature's RetryTimeout, from which Go's Fibonacci goes on.
+
+    Raises:
+        ValueError: the back-off is of no known form.
+    """
+    match backoff:
+        case "fibonacci":
+            return float(next_fibonacci(previous))
+        case "exponential":
+            delay = exponential(attempt)
+            return delay / 2 + full_jitter(delay / 2)
+        case str():
+            check_backoff(backoff)
+            raise AssertionError(backoff)
+        case Sequence():
+            delay = float(backoff[min(attempt, len(backoff)) - 1])
+        case _:
+            delay = float(backoff(attempt))
+    return min(MAX_DELAY, max(0.0, delay))

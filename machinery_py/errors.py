@@ -1,0 +1,182 @@
+"""Everything that can go wrong, as one tree.
+
+    MachineryError
+    ├── ConfigError (ValueError)              a setting, URL or file cannot be used
+    │   └── AppNotFound                       the command line cannot find or import the user's Server
+    ├── TaskNotRegistered (LookupError)       a signature names a task that is not known here
+    ├── TaskAlreadyRegistered (ValueError)    two functions want one name
+    ├── ArgumentError (TypeError)             a value cannot be sent, or does not fit the task
+    ├── WorkflowError (ValueError)            a chain, group or chord that could never work
+    ├── DecodeError (ValueError)              bytes that are no signature or no state
+    ├── PublishRefused                        nothing was stored; sending again is safe
+    │   └── BrokerUnavailable (ConnectionError)
+    ├── PublishUnknown                        it may have been stored
+    ├── BackendUnavailable (ConnectionError)  the result backend does not answer
+    ├── StoreUnusable                         the store is there but cannot be worked with (schema, disk, rights)
+    ├── StateNotFound (LookupError)           the backend has no state under this UUID
+    ├── Unsupported (NotImplementedError)     this store cannot do that, see its features
+    ├── TaskFailed                            the task whose result is wanted ended in FAILURE
+    ├── ResultTimeout (TimeoutError)          no result in time
+    ├── ResultExpired (LookupError)           there is no state (any more)
+    ├── RetryTaskLater                        raised by a task: run me again after a while
+    ├── NoRetry                               raised by a task: fail for good
+    └── TimeLimitExceeded                     raised in a task that runs past its time limit
+
+The text of each says what failed, on which thing: what was found (what to do). No text holds a password.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import difflib
+from collections.abc import Iterable
+
+
+class MachineryError(Exception):
+    """The base of every error of this library."""
+
+
+class ConfigError(MachineryError, ValueError):
+    """A setting, URL or configuration file cannot be used."""
+
+
+class AppNotFound(ConfigError):
+    """The module or Server that a command names cannot be found or imported."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The part of an error text that offers the most similar known name, or nothing."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+class TaskNotRegistered(MachineryError, LookupError):
+    """A signature names a task that this server does not know."""
+
+    def __init__(self, name: str, known: Iterable[str]) -> None:
+        self.name = name
+        self.known = sorted(known)
+        listing = ", ".join(self.known) or "none"
+        super().__init__(f"task {name!r} is not registered (registered: {listing}{nearest(name, self.known)})")
+
+
+class TaskAlreadyRegistered(MachineryError, ValueError):
+    """Two different functions were registered under one name."""
+
+    def __init__(self, name: str, *, where: str) -> None:
+        self.name = name
+        super().__init__(
+            f"task {name!r} is already registered ({where}; "
+            f'give this one a name: @server.task("{name}_2"))'
+        )
+
+
+class ArgumentError(MachineryError, TypeError):
+    """An argument cannot be sent, or the arguments do not fit the task's parameters."""
+
+
+class WorkflowError(MachineryError, ValueError):
+    """A chain, group or chord that could never work, refused where it is made."""
+
+
+class DecodeError(MachineryError, ValueError):
+    """Bytes that are no signature, task state or group record."""
+
+
+class PublishRefused(MachineryError):
+    """The message was not stored. Sending it again is safe."""
+
+
+class BrokerUnavailable(PublishRefused, ConnectionError):
+    """The broker could not be reached in time; nothing was stored."""
+
+
+class PublishUnknown(MachineryError):
+    """The reply was lost: the message may or may not have been stored.
+
+    `send` has repeated it for `publish_timeout`, which cannot double it. Sending it once more makes a second task.
+    """
+
+
+class BackendUnavailable(MachineryError, ConnectionError):
+    """The result backend could not be reached in time."""
+
+
+class StoreUnusable(MachineryError):
+    """The store answers but cannot be worked with: a newer schema, a read-only file, a full disk."""
+
+
+class StateNotFound(MachineryError, LookupError):
+    """The backend keeps no state under this UUID: it expired, or there never was one."""
+
+    def __init__(self, uuid: str) -> None:
+        self.uuid = uuid
+        super().__init__(f"no state of {uuid}: it expired, or it was never sent")
+
+
+class Unsupported(MachineryError, NotImplementedError):
+    """A store was asked for something that its `features` say it cannot do."""
+
+
+class TaskFailed(MachineryError):
+    """The task ended in FAILURE.
+
+    Attributes:
+        uuid: of the task that failed; in a chain or chord, of the member that broke it.
+        error: the error text, as Go's `Error`.
+        error_type: the qualified name of the exception's class, or "" if a Go worker ran the task.
+        traceback: as text, or "" if a Go worker ran the task.
+    """
+
+    def __init__(self, uuid: str, name: str, error: str, *, error_type: str = "", traceback: str = "") -> None:
+        self.uuid = uuid
+        self.name = name
+        self.error = error
+        self.error_type = error_type
+        self.traceback = traceback
+        kind = f"{error_type}: " if error_type else ""
+        super().__init__(f"task {name or '?'} {uuid} failed: {kind}{error}")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _task_failed, (self.uuid, self.name, self.error, self.error_type, self.traceback)
+
+
+def _task_failed(uuid: str, name: str, error: str, error_type: str, traceback: str) -> TaskFailed:
+    return TaskFailed(uuid, name, error, error_type=error_type, traceback=traceback)
+
+
+class ResultTimeout(MachineryError, TimeoutError):
+    """There was no result in time. The task goes on; ask again later."""
+
+
+class ResultExpired(MachineryError, LookupError):
+    """The backend has no state (any more) under this UUID."""
+
+    def __init__(self, uuid: str, *, kept_for: float) -> None:
+        self.uuid = uuid
+        super().__init__(
+            f"no state of {uuid}: it expired (results are kept {kept_for:g} s, see results_expire_in), "
+            "was purged, or was never sent"
+        )
+
+
+class RetryTaskLater(MachineryError):
+    """Raised by a task to be run again after a delay; not counted as a try (Go's `ErrRetryTaskLater`).
+
+    Args:
+        message: why; shown while the task waits.
+        delay: seconds, or a timedelta.
+    """
+
+    def __init__(self, message: str, delay: float | dt.timedelta) -> None:
+        self.message = message
+        self.delay = delay.total_seconds() if isinstance(delay, dt.timedelta) else float(delay)
+        super().__init__(f"{message} (to be retried in {self.delay:g} s)")
+
+
+class NoRetry(MachineryError):
+    """Raised by a task to fail for good, whatever its retries."""
+
+
+class TimeLimitExceeded(MachineryError):
+    """The task ran past its time limit; also raised inside it, so that it can clean up."""

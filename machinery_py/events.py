@@ -1,0 +1,128 @@
+"""What a program may react to, as records, and the bus that brings them. The log is for people, events are for programs.
+
+Handlers run in the thread that the event happens in, and must be quick. One that raises is logged and goes on being called.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import msgspec
+
+from machinery_py.signature import Signature
+
+logger = logging.getLogger(__name__)
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True):
+    """The base of all events."""
+
+
+class TaskEvent(Event, frozen=True, kw_only=True):
+    """Something happened to a task."""
+
+    signature: Signature[Any]
+
+
+class TaskSent(TaskEvent, frozen=True, kw_only=True):
+    """A task was published: by a sender, or by a worker as a callback."""
+
+
+class TaskStarted(TaskEvent, frozen=True, kw_only=True):
+    """A worker calls the function now."""
+
+    worker: str
+
+
+class TaskSucceeded(TaskEvent, frozen=True, kw_only=True):
+    """SUCCESS was stored. `runtime`: seconds in the function."""
+
+    worker: str
+    runtime: float
+
+
+class TaskRetried(TaskEvent, frozen=True, kw_only=True):
+    """A try failed or asked to be repeated, and another one was published. `delay`: seconds until it is due."""
+
+    worker: str
+    error: str
+    delay: float
+
+
+class TaskFailed(TaskEvent, frozen=True, kw_only=True):
+    """FAILURE was stored."""
+
+    worker: str
+    error: str
+    error_type: str
+
+
+class TaskFenced(TaskEvent, frozen=True, kw_only=True):
+    """A run ended, but its lease was lost or the task finished before: nothing was written."""
+
+    worker: str
+
+
+class MessageDead(Event, frozen=True, kw_only=True):
+    """A message went to the dead letters."""
+
+    uuid: str
+    name: str
+    queue: str
+    reason: str
+    error: str
+
+
+class WorkerEvent(Event, frozen=True, kw_only=True):
+    """Something about a worker. `active`: tasks that run; `processed`: tasks that ended in it so far."""
+
+    worker: str
+    active: int = 0
+    processed: int = 0
+
+
+class WorkerOnline(WorkerEvent, frozen=True, kw_only=True):
+    """A worker has registered and takes tasks."""
+
+
+class WorkerHeartbeat(WorkerEvent, frozen=True, kw_only=True):
+    """A worker has told its store that it lives."""
+
+
+class WorkerOffline(WorkerEvent, frozen=True, kw_only=True):
+    """A worker has ended in good order. Sent once."""
+
+
+E = TypeVar("E", bound=Event)
+Handler = Callable[[E], object]
+
+
+class EventBus:
+    """Brings events to whoever asked for their class (or a base of it). May be called from any thread."""
+
+    def __init__(self) -> None:
+        self._handlers: dict[type[Event], list[Callable[[Any], object]]] = {}
+
+    def subscribe(self, kind: type[E], handler: Handler[E]) -> Callable[[], None]:
+        """Call the handler for each event of this class. Returns a function that ends it."""
+        handlers = self._handlers.setdefault(kind, [])
+        self._handlers[kind] = [*handlers, handler]
+
+        def end() -> None:
+            self._handlers[kind] = [one for one in self._handlers[kind] if one is not handler]
+
+        return end
+
+    def wants(self, kind: type[Event]) -> bool:
+        """Whether anybody listens, so that no record is made for nobody."""
+        return bool(self._handlers) and any(self._handlers.get(base) for base in kind.__mro__)
+
+    def emit(self, event: Event) -> None:
+        for base in type(event).__mro__:
+            for handler in self._handlers.get(base, ()):
+                try:
+                    handler(event)
+                except Exception:  # user code: its fault must not become the task's
+                    logger.exception("event handler %r failed on %s", handler, type(event).__name__)

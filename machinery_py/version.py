@@ -1,0 +1,3 @@
+"""The version, where setup.cfg can read it without importing anything else."""
+
+__version__ = "1.0.0"

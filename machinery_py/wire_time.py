@@ -1,0 +1,63 @@
+"""Moments on the wire: RFC 3339, written as Go writes it and read as Go reads it."""
+
+from __future__ import annotations
+
+import datetime as dt
+import re
+
+from machinery_py.errors import ArgumentError, DecodeError
+
+_FIRST = dt.datetime.min.replace(tzinfo=dt.UTC)
+_LAST = dt.datetime.max.replace(tzinfo=dt.UTC)
+_RFC3339 = re.compile(
+    # Go 1.24 is laxer than the RFC: an hour of one digit, a comma, an offset of 24 hours or 60 minutes.
+    r"(\d{4})-(\d\d)-(\d\d)T(\d\d?):(\d\d):(\d\d)(?:[.,](\d+))?(?:Z|([+-])(\d\d):(\d\d))",
+    re.ASCII,
+)
+
+
+def parse_time(text: str) -> dt.datetime:
+    """The moment, in UTC, cut to microseconds; what Python cannot hold becomes the nearest moment that it can.
+
+    Raises:
+        DecodeError: Go would not read it.
+    """
+    match = _RFC3339.fullmatch(text)
+    if match is None:
+        raise DecodeError(f"{text[:100]!r} is no RFC 3339 time (2026-01-02T03:04:05Z)")
+    year, month, day, hour, minute, second = map(int, match.group(1, 2, 3, 4, 5, 6))
+    fraction, sign, hours, minutes = match.group(7, 8, 9, 10)
+    try:
+        # Python has no year 0; the year 4 has its leap day.
+        moment = dt.datetime(year or 4, month, day, hour, minute, second, tzinfo=dt.UTC)
+    except ValueError as error:
+        raise DecodeError(f"{text[:100]!r} is no time: {error}") from None
+    if fraction:
+        moment = moment.replace(microsecond=int(fraction[:6].ljust(6, "0")))
+    if sign:
+        if int(hours) > 24 or int(minutes) > 60:
+            raise DecodeError(f"{text[:100]!r} is no time: its offset is out of range")
+        offset = dt.timedelta(hours=int(hours), minutes=int(minutes))
+        try:
+            moment -= offset if sign == "+" else -offset
+        except OverflowError:
+            return _FIRST if sign == "+" else _LAST
+    return moment if year else _FIRST
+
+
+def format_time(moment: dt.datetime) -> str:
+    """The moment in UTC, with the digits of the fraction that it needs: `2026-01-02T03:04:05.12Z`.
+
+    Raises:
+        ArgumentError: it has no time zone.
+    """
+    if moment.tzinfo is not dt.UTC:
+        offset = moment.utcoffset()
+        if offset is None:
+            raise ArgumentError(f"{moment!r} has no time zone (use datetime.now(timezone.utc))")
+        try:
+            moment = moment.replace(tzinfo=dt.UTC) - offset
+        except OverflowError:
+            moment = _FIRST if offset > dt.timedelta(0) else _LAST
+    text = moment.isoformat()[:-6]
+    return (text.rstrip("0") if moment.microsecond else text) + "Z"
