@@ -1,0 +1,305 @@
+from __future__ import annotations
+
+import pickle
+from dataclasses import FrozenInstanceError
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from machinery_py.errors import ConfigError
+from machinery_py.urls import (
+    EMBEDDED,
+    NOT_YET,
+    SCHEMES,
+    Role,
+    StoreUrl,
+    check_url,
+    redact,
+    scheme_of,
+    serves,
+    split_urls,
+)
+
+ROLES: tuple[Role, ...] = get_args(Role)
+
+
+# redact
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("redis://localhost:6379/0", "redis://localhost:6379/0"),
+        ("redis://secret@host:6379/0", "redis://***@host:6379/0"),
+        ("redis://:secret@host", "redis://***@host"),
+        ("redis://user:secret@host", "redis://***@host"),
+        ("redis://:p@ss/w:o%r#d@host:6379/0", "redis://***@host:6379/0"),
+        ("redis://:secret@h1:7000,h2:7001,h3/0", "redis://***@h1:7000,h2:7001,h3/0"),
+        ("redis://[::1]:6379/0", "redis://[::1]:6379/0"),
+        ("redis+socket://secret@/run/redis.sock:/0", "redis+socket://***@/run/redis.sock:/0"),
+        ("amqp://guest:secret@localhost:5672/", "amqp://guest:***@localhost:5672/"),
+        ("amqp://secret@localhost", "amqp://***@localhost"),
+        ("amqp://u:secret@h1;amqp://u:secret@h2", "amqp://u:***@h2"),
+        ("mongodb://u:secret@h1,h2/db?replicaSet=rs0&tls=true", "mongodb://u:***@h1,h2/db?replicaSet=rs0&tls=true"),
+        ("mongodb://h/db?replicaSet=rs0&password=secret&w=1", "mongodb://h/db?replicaSet=rs0&password=***"),
+        ("redis://h/0?PASSWORD=secret", "redis://h/0?PASSWORD=***"),
+        ("redis://h/0?ssl=true;redis://h2?password=secret", "redis://h/0?ssl=***"),
+        ("redis://h/0?secret", "redis://h/0?***"),
+        ("redis://h/0?password=sec@ret", "redis://***"),
+        ("redis://h#secret", "redis://h#***"),
+        ("redis://user:secret/0", "redis://user:***"),
+        ("amqp://h/v;amqp://user:secret", "amqp://h/***"),
+        ("redis://secret%40host", "redis://***"),
+        ("user:secret@host/db", "***@host/db"),
+        ("a secret://host", "***"),
+        ("sqlite:////home/ada@home/a#1.db?synchronous=full", "sqlite:////home/ada@home/a#1.db?synchronous=full"),
+        ("sqlite:///a.db?key=secret", "sqlite:///a.db?key=***"),
+        ("sqlite://:memory:", "sqlite://:memory:"),
+        ("eager", "eager"),
+        ("", ""),
+    ],
+)
+def test_a_url_is_shown_without_its_secrets(url: str, shown: str) -> None:
+    assert redact(url) == shown
+
+
+def test_secrets_are_masked_and_nothing_else_in_a_url_that_a_tool_encoded() -> None:
+    assert redact("amqp://ada:s%40cret%2F@mq.example.com:5672/shop") == "amqp://ada:***@mq.example.com:5672/shop"
+
+
+# Words that stand nowhere else in the URLs, joined by what breaks parsers. None of them may be seen.
+WORDS = ("KILO", "LIMA", "MIKE")
+PASSWORDS = st.lists(
+    st.sampled_from([*WORDS, "@", "/", ":", "%", "#", "?", "&", "=", ",", ";", "%40", "//", "://", " ", "é", "[", "]"]),
+    min_size=1,
+    max_size=8,
+).map("".join)
+SHAPES = (
+    "redis://{}@host:6379/0",
+    "redis://:{}@host",
+    "redis://user:{}@host/0?ssl=true",
+    "rediss://:{}@h1:1,h2:2,h3:3/0",
+    "redis+socket://{}@/run/redis.sock:/1",
+    "amqp://guest:{}@localhost:5672/",
+    "mongodb://u:{}@h1,h2/db?replicaSet=rs0",
+    "sqlite://u:{}@h/x.db",
+    "redis://host/0?password={}",
+    "redis://host/0?ssl=true&password={}&w=1",
+    "sqlite:///x.db?key={}",
+    "reddis://user:{}@host",
+    "user:{}@host",
+)
+
+
+@given(shape=st.sampled_from(SHAPES), password=PASSWORDS)
+def test_no_part_of_a_password_is_ever_shown(shape: str, password: str) -> None:
+    shown = redact(shape.format(password))
+
+    assert not any(word in shown for word in WORDS), shown
+
+
+@given(shape=st.sampled_from(SHAPES), password=PASSWORDS, role=st.sampled_from(ROLES))
+def test_no_error_text_of_a_url_shows_its_password(shape: str, password: str, role: Role) -> None:
+    try:
+        check_url(shape.format(password), role)
+    except ConfigError as error:
+        assert not any(word in str(error) for word in WORDS), error
+
+
+@given(st.one_of(st.text(), st.tuples(st.sampled_from(SHAPES), PASSWORDS).map(lambda two: two[0].format(two[1]))))
+def test_masking_a_masked_url_changes_nothing(url: str) -> None:
+    assert redact(redact(url)) == redact(url)
+
+
+# scheme_of, split_urls, serves
+
+
+@pytest.mark.parametrize(
+    ("url", "scheme"),
+    [
+        ("sqlite:///a.db", "sqlite"),
+        ("Redis+Socket:///a.sock", "redis+socket"),
+        ("mongodb+srv://h", "mongodb+srv"),
+        ("eager", "eager"),
+        ("null", "null"),
+        ("memory", ""),
+        ("localhost:6379", ""),
+        ("a b://c", ""),
+        ("://c", ""),
+        ("", ""),
+    ],
+)
+def test_the_scheme_of_a_url_is_in_lower_case_or_empty(url: str, scheme: str) -> None:
+    assert scheme_of(url) == scheme
+
+
+def test_several_urls_are_split_at_the_separator_only_if_every_part_is_a_url() -> None:
+    assert split_urls("amqp://a; amqp://b;", ";") == ("amqp://a", "amqp://b")
+    assert split_urls("amqp://a;amqp://b", "") == ("amqp://a;amqp://b",)
+    assert split_urls("amqp://u:pass;word@a", ";") == ("amqp://u:pass;word@a",)
+    assert split_urls("", ";") == ("",)
+
+
+def test_the_tables_of_schemes_agree() -> None:
+    assert set(NOT_YET) <= set(SCHEMES)
+    assert set(SCHEMES) >= EMBEDDED
+    assert not EMBEDDED & set(NOT_YET)
+    assert serves("redis://h", "lock")
+    assert not serves("amqp://h", "lock")
+    assert not serves("reddis://h", "broker")
+
+
+# check_url
+
+
+def refusal(url: str, role: Role) -> str:
+    with pytest.raises(ConfigError) as caught:
+        check_url(url, role)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize(
+    "url", ["sqlite:///a.db", "sqlite:////a/b.db", "memory://", "memory://shop", "eager", "eager://"]
+)
+def test_the_embedded_stores_can_be_everything(url: str, role: Role) -> None:
+    check_url(url, role)
+
+
+def test_null_is_a_result_backend_and_nothing_else() -> None:
+    check_url("null", "result backend")
+    check_url("null://", "result backend")
+
+    assert refusal("null", "broker") == (
+        "broker URL 'null': 'null' works as result backend only (as broker: eager, memory, sqlite)"
+    )
+    assert "works as result backend only" in refusal("null://", "lock")
+
+
+def test_an_unknown_scheme_names_the_known_and_the_nearest() -> None:
+    assert refusal("reddis://host", "broker") == (
+        "broker URL 'reddis://host': unknown scheme 'reddis' (known: eager, memory, sqlite; did you mean 'redis'?)"
+    )
+    assert "(known: eager, memory, null, sqlite" in refusal("x://", "result backend")
+
+
+@pytest.mark.parametrize("scheme", NOT_YET)
+def test_a_scheme_of_a_later_release_says_so(scheme: str) -> None:
+    for role in SCHEMES[scheme]:
+        text = refusal(f"{scheme}://u:secret@host", role)
+
+        assert text.startswith(f"{role} URL '{scheme}://")
+        assert "not in this release" in text
+        assert "secret" not in text
+
+
+@pytest.mark.parametrize(("url", "role"), [("amqp://h", "lock"), ("memcache://h", "broker"), ("memcache://h", "lock")])
+def test_a_scheme_of_a_later_release_is_refused_in_a_role_that_it_never_has(url: str, role: Role) -> None:
+    assert "only (as" in refusal(url, role)
+
+
+@pytest.mark.parametrize("url", ["https://sqs.eu.amazonaws.com/1/q", "gcppubsub://p/s"])
+def test_stores_of_go_that_do_not_exist_here_are_named(url: str) -> None:
+    assert "is not supported" in refusal(url, "broker")
+
+
+@pytest.mark.parametrize("url", ["", " "])
+def test_an_empty_url_is_refused(url: str) -> None:
+    assert "broker URL is empty" in refusal(url, "broker")
+
+
+@pytest.mark.parametrize("url", ["localhost:6379", "memory", "tasks.db"])
+def test_a_text_without_a_scheme_is_refused(url: str) -> None:
+    assert f"broker URL {url!r}: no scheme (expected scheme://…" in refusal(url, "broker")
+
+
+@pytest.mark.parametrize("url", ["eager://host", "null://host"])
+def test_eager_and_null_take_nothing_after_the_scheme(url: str) -> None:
+    assert "found something after" in refusal(url, "result backend")
+
+
+# StoreUrl
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("sqlite:///relative.db", StoreUrl(scheme="sqlite", path="relative.db")),
+        ("sqlite:///sub/dir/x.db", StoreUrl(scheme="sqlite", path="sub/dir/x.db")),
+        ("sqlite:////abs/path.db", StoreUrl(scheme="sqlite", path="/abs/path.db")),
+        ("SQLite:///my%20tasks%3F.db", StoreUrl(scheme="sqlite", path="my tasks?.db")),
+        ("sqlite:///a.db?", StoreUrl(scheme="sqlite", path="a.db")),
+        ("sqlite:///a.db?synchronous=NORMAL", StoreUrl(scheme="sqlite", path="a.db", synchronous="normal")),
+        (
+            "sqlite:///a.db?busy_timeout=0.5&synchronous=full",
+            StoreUrl(scheme="sqlite", path="a.db", synchronous="full", busy_timeout=0.5),
+        ),
+        ("memory://", StoreUrl(scheme="memory")),
+        ("memory://Shop-1", StoreUrl(scheme="memory", name="Shop-1")),
+        ("eager", StoreUrl(scheme="eager")),
+        ("eager://", StoreUrl(scheme="eager")),
+        ("null", StoreUrl(scheme="null")),
+        ("null://", StoreUrl(scheme="null")),
+    ],
+)
+def test_an_embedded_url_is_read(url: str, expected: StoreUrl) -> None:
+    assert StoreUrl.parse(url) == expected
+
+
+@pytest.mark.parametrize(
+    "url", ["sqlite://:memory:", "sqlite:///:memory:", "sqlite://", "sqlite:///", "sqlite://?synchronous=full"]
+)
+def test_sqlite_without_a_file_is_refused_with_the_offer_of_memory(url: str) -> None:
+    assert "found no file (for a store inside this process: memory://)" in refusal(url, "broker")
+
+
+@pytest.mark.parametrize(
+    ("url", "text"),
+    [
+        ("sqlite://x.db", "found a host (expected sqlite:///relative.db or sqlite:////absolute/path.db)"),
+        ("sqlite:///folder/", "found a folder"),
+        ("sqlite:///a%00b", "NUL"),
+        (
+            "sqlite:///a.db?synchronus=full",
+            "unknown option 'synchronus' (known: busy_timeout, synchronous; did you mean 'synchronous'?)",
+        ),
+        ("sqlite:///a.db?synchronous=off", "option 'synchronous' is 'off' (expected full or normal)"),
+        ("sqlite:///a.db?synchronous", "option 'synchronous' is '' (expected full or normal)"),
+        ("sqlite:///a.db?busy_timeout=-1", "option 'busy_timeout' is '-1' (expected 0 to 3600 seconds)"),
+        ("sqlite:///a.db?busy_timeout=nan", "expected 0 to 3600 seconds"),
+        ("sqlite:///a.db?busy_timeout=soon", "expected 0 to 3600 seconds"),
+        ("sqlite:///a.db?busy_timeout=1&busy_timeout=2", "option 'busy_timeout' is given twice"),
+        ("memory://a/b", "the name of a memory store is letters"),
+        ("memory://a?size=3", "unknown option 'size' (memory has none)"),
+    ],
+)
+def test_an_embedded_url_that_makes_no_sense_is_refused(url: str, text: str) -> None:
+    assert text in refusal(url, "broker")
+
+
+def test_only_an_embedded_url_is_read() -> None:
+    with pytest.raises(ConfigError, match="store URL 'redis://h': 'redis' is no embedded store"):
+        StoreUrl.parse("redis://h")
+
+
+def test_a_store_url_does_not_change_and_can_be_sent_to_another_process() -> None:
+    url = StoreUrl.parse("sqlite:///a.db")
+
+    with pytest.raises(FrozenInstanceError):
+        url.path = "b.db"  # type: ignore[misc]  # what is tested
+    assert pickle.loads(pickle.dumps(url)) == url
+
+
+def test_the_reference_page_says_which_scheme_can_be_what() -> None:
+    page = Path(__file__).parents[2] / "docs" / "reference" / "config.md"
+    found: dict[str, tuple[set[str], bool]] = {}
+    for line in page.read_text("utf-8").partition("\n## URLs")[2].splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) == 3 and cells[2] in {"yes", "no"}:
+            for url in cells[0].split(", "):
+                found[scheme_of(url.strip("`"))] = set(cells[1].split(", ")), cells[2] == "yes"
+
+    assert found == {scheme: (set(roles), scheme not in NOT_YET) for scheme, roles in SCHEMES.items()}
