@@ -1,0 +1,1 @@
+"""One file a service, shared by its broker, backend and lock."""

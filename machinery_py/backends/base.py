@@ -1,0 +1,270 @@
+"""The contract of a result backend: task states, groups, and what a settlement must change in them as one step.
+
+No store decides which state may follow which: each change goes through `states.advance`.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import ClassVar
+
+import msgspec
+
+from machinery_py.errors import StateNotFound
+from machinery_py.signature import Arg, Signature
+from machinery_py.states import Arrival, GroupMeta, State, TaskState
+
+
+class BackendFeatures(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """What a backend can do. What it cannot is refused with Unsupported, in words."""
+
+    name: str
+    durable: bool = True
+    shared: bool = True
+    embedded: bool = False
+    listing: bool = True  # states can be listed by name and state
+    conditional: bool = True  # a change can depend on the epoch: completion once, also with two stores
+    keeps: bool = True  # False: the null backend
+
+
+class ReadyGroup(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """A group whose callback is to be sent (all members are in), or to be failed (one member failed)."""
+
+    group_uuid: str
+    callback: bytes
+    failed_member: str = ""
+
+
+class Change(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """What becomes true in the backend as one step.
+
+    Attributes:
+        key: the task (or group) that the change belongs to.
+        mark: names the delivery that makes the change. The same mark again is a repeat after a lost reply.
+        epoch: from `Backend.begin`; the change is refused when a later delivery has begun. 0: not checked.
+        states: through `advance`, each; the one that bears `key`, if any, decides whether the task was finished already.
+        groups: created if they are not there.
+        arrivals: members that are finished.
+        fires: a group whose callback this change settles; refused if that was done before.
+        outbox: messages still to be published, kept with the change until `clear_outbox`.
+        force: states are written as they are, for a replay.
+    """
+
+    key: str
+    mark: str = ""
+    epoch: int = 0
+    states: Sequence[TaskState] = ()
+    groups: Sequence[GroupMeta] = ()
+    arrivals: Sequence[Arrival] = ()
+    fires: str = ""
+    outbox: Sequence[bytes] = ()
+    force: bool = False
+
+
+class Verdict(msgspec.Struct, frozen=True, gc=False):
+    """What became of a settlement. Compare with SETTLED, ALREADY and FENCED."""
+
+    word: str
+
+
+SETTLED = Verdict("settled")  #: it is true now
+ALREADY = Verdict("already")  #: it was true before: our own repeat after a lost reply
+FENCED = Verdict("fenced")  #: the lease was lost or the task is finished: nothing was written
+
+
+class Begun(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """How a delivery stands when it begins, on a backend that is not the broker's store.
+
+    Attributes:
+        epoch: to be handed in with the change that ends the delivery.
+        finished: this run was settled before; only its outbox may be left to do.
+    """
+
+    epoch: int = 0
+    finished: bool = False
+    outbox: Sequence[bytes] = ()
+
+
+class Listener(ABC):
+    """Tells a waiting thread that tasks may have finished. Owned by one thread, but `wake` and `watch` may be called from any."""
+
+    @abstractmethod
+    def watch(self, uuids: Iterable[str]) -> None:
+        """Tell me about these as well."""
+
+    @abstractmethod
+    def unwatch(self, uuids: Iterable[str]) -> None:
+        """I do not want to know any more."""
+
+    @abstractmethod
+    def wait(self, timeout: float) -> None:
+        """Return when one of the watched tasks may have finished, after `wake`, or after `timeout` seconds."""
+
+    @abstractmethod
+    def wake(self) -> None: ...
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+
+class Backend(ABC):
+    """Remembers how far each task is. Reads change nothing. All methods may be called from any thread."""
+
+    features: ClassVar[BackendFeatures]
+
+    @abstractmethod
+    def apply(self, changes: Sequence[Change]) -> list[Verdict]:
+        """Make the changes, each as one step.
+
+        A change is FENCED when its epoch is old, when its group was fired before, or when `advance` drops the state of its
+        key and the mark is not the one that wrote it (then it is ALREADY). A FENCED or ALREADY change writes nothing.
+        """
+
+    @abstractmethod
+    def begin(self, keys: Sequence[tuple[str, int]]) -> list[Begun]:
+        """Take the next epoch for deliveries of (task UUID, run). Asked only when broker and backend are two stores."""
+
+    @abstractmethod
+    def outboxes(self, keys: Sequence[str]) -> list[Sequence[bytes]]:
+        """What is still to be published for each of these changes."""
+
+    @abstractmethod
+    def clear_outbox(self, keys: Sequence[str]) -> None:
+        """The outboxes of these changes have been published."""
+
+    @abstractmethod
+    def unsent(self, limit: int, *, older_than: float) -> list[tuple[str, Sequence[bytes]]]:
+        """Outboxes that nobody has cleared for that many seconds: their owner died between two stores."""
+
+    @abstractmethod
+    def settled_by(self, uuids: Sequence[str]) -> list[str]:
+        """The mark that last changed each task's state, or ""."""
+
+    @abstractmethod
+    def get_states(self, uuids: Sequence[str]) -> dict[str, TaskState]:
+        """The states that there are."""
+
+    @abstractmethod
+    def get_group(self, group_uuid: str) -> GroupMeta | None: ...
+
+    @abstractmethod
+    def ready_groups(self, limit: int) -> list[ReadyGroup]:
+        """Groups whose callback nobody has settled yet. Any worker may do it; `Change.fires` lets one through."""
+
+    @abstractmethod
+    def list_states(
+        self, *, state: State | None = None, name: str = "", since: dt.datetime | None = None, limit: int = 100
+    ) -> list[TaskState]:
+        """The newest states. `since`: changed at or after that moment."""
+
+    @abstractmethod
+    def find(self, prefix: str, limit: int = 2) -> list[str]:
+        """UUIDs that begin like this."""
+
+    @abstractmethod
+    def finished_since(self, moment: dt.datetime) -> dict[str, tuple[int, int]]:
+        """For each queue, how many tasks (succeeded, failed) since then."""
+
+    @abstractmethod
+    def revoke(self, uuids: Sequence[str]) -> None:
+        """Remember that these are not to be started."""
+
+    @abstractmethod
+    def revoked(self, uuids: Sequence[str]) -> set[str]:
+        """Which of these have been revoked."""
+
+    @abstractmethod
+    def purge_state(self, task_uuid: str) -> None: ...
+
+    @abstractmethod
+    def purge_group_meta(self, group_uuid: str) -> None: ...
+
+    @abstractmethod
+    def listener(self) -> Listener: ...
+
+    @abstractmethod
+    def tend(self) -> float:
+        """Forget what has expired. Returns the seconds after which it wants to be called again."""
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+    # Go Machinery's names, written once for every store.
+
+    def get_state(self, task_uuid: str) -> TaskState:
+        """The task's state.
+
+        Raises:
+            StateNotFound: it expired, or it was never sent.
+        """
+        state = self.get_states([task_uuid]).get(task_uuid)
+        if state is None:
+            raise StateNotFound(task_uuid)
+        return state
+
+    def set_state_pending(self, signature: Signature[object]) -> None:
+        self._set(signature, State.PENDING)
+
+    def set_state_received(self, signature: Signature[object]) -> None:
+        self._set(signature, State.RECEIVED)
+
+    def set_state_started(self, signature: Signature[object]) -> None:
+        self._set(signature, State.STARTED)
+
+    def set_state_retry(self, signature: Signature[object]) -> None:
+        self._set(signature, State.RETRY)
+
+    def set_state_success(self, signature: Signature[object], results: Sequence[Arg]) -> None:
+        self._set(signature, State.SUCCESS, results=tuple(results))
+
+    def set_state_failure(self, signature: Signature[object], error: str) -> None:
+        self._set(signature, State.FAILURE, error=error)
+
+    def _set(self, signature: Signature[object], state: State, results: Sequence[Arg] = (), error: str = "") -> None:
+        change = TaskState(
+            task_uuid=signature.uuid, task_name=signature.name, state=state, results=results, error=error,
+            run=signature.run, attempt=signature.attempt,
+            created_at=self.now(), queue=signature.routing_key,
+        )
+        self.apply([Change(key=signature.uuid, states=(change,))])
+
+    @abstractmethod
+    def now(self) -> dt.datetime:
+        """The moment by this backend's clock."""
+
+    def init_group(self, group_uuid: str, task_uuids: Sequence[str]) -> None:
+        group = GroupMeta(group_uuid=group_uuid, task_uuids=tuple(task_uuids), created_at=self.now())
+        self.apply([Change(key=group_uuid, groups=(group,))])
+
+    def group_task_states(self, group_uuid: str) -> list[TaskState]:
+        """The states of the members, in the group's order.
+
+        Raises:
+            StateNotFound: there is no such group, or a member has no state (any more).
+        """
+        group = self.get_group(group_uuid)
+        if group is None:
+            raise StateNotFound(group_uuid)
+        states = self.get_states(group.task_uuids)
+        for uuid in group.task_uuids:
+            if uuid not in states:
+                raise StateNotFound(uuid)
+        return [states[uuid] for uuid in group.task_uuids]
+
+    def group_completed(self, group_uuid: str) -> bool:
+        """Whether every member has ended in SUCCESS or FAILURE.
+
+        Raises:
+            StateNotFound: there is no such group.
+        """
+        group = self.get_group(group_uuid)
+        if group is None:
+            raise StateNotFound(group_uuid)
+        states = self.get_states(group.task_uuids)
+        return all(uuid in states and states[uuid].is_finished for uuid in group.task_uuids)
+
+    def trigger_chord(self, group_uuid: str) -> bool:
+        """True for exactly one caller: the one that is to send the callback."""
+        return self.apply([Change(key=group_uuid, fires=group_uuid)]) == [SETTLED]

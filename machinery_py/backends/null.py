@@ -1,0 +1,128 @@
+"""A backend that keeps nothing: for tasks whose results nobody wants.
+
+Limits: states cannot be read, and groups with a callback are refused, since nobody would count their members. (Go calls the
+callback once for each member, without results.)
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Iterable, Sequence
+
+from machinery_py.backends.base import (
+    SETTLED,
+    Backend,
+    BackendFeatures,
+    Begun,
+    Change,
+    Listener,
+    ReadyGroup,
+    Verdict,
+)
+from machinery_py.clock import Clock
+from machinery_py.errors import Unsupported
+from machinery_py.states import GroupMeta, State, TaskState
+
+_FOREVER = 3600.0  # seconds; there is nothing to tend
+
+
+class NullBackend(Backend):
+    """Accepts every change and forgets it."""
+
+    features = BackendFeatures(
+        name="null", durable=False, shared=False, embedded=False, listing=False, conditional=False, keeps=False
+    )
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+
+    def now(self) -> dt.datetime:
+        return self._clock.now()
+
+    def apply(self, changes: Sequence[Change]) -> list[Verdict]:
+        for change in changes:
+            if change.groups or change.arrivals or change.fires:
+                raise Unsupported(
+                    "the null backend cannot count the members of a group "
+                    "(name a result backend, or send the tasks one by one)"
+                )
+        return [SETTLED] * len(changes)
+
+    def begin(self, keys: Sequence[tuple[str, int]]) -> list[Begun]:
+        return [Begun()] * len(keys)
+
+    def outboxes(self, keys: Sequence[str]) -> list[Sequence[bytes]]:
+        return [()] * len(keys)
+
+    def clear_outbox(self, keys: Sequence[str]) -> None:
+        pass  # there is none
+
+    def unsent(self, limit: int, *, older_than: float) -> list[tuple[str, Sequence[bytes]]]:
+        return []
+
+    def settled_by(self, uuids: Sequence[str]) -> list[str]:
+        return [""] * len(uuids)
+
+    def get_states(self, uuids: Sequence[str]) -> dict[str, TaskState]:
+        raise self._unsupported("states")
+
+    def get_group(self, group_uuid: str) -> GroupMeta | None:
+        raise self._unsupported("groups")
+
+    def ready_groups(self, limit: int) -> list[ReadyGroup]:
+        return []
+
+    def list_states(
+        self, *, state: State | None = None, name: str = "", since: dt.datetime | None = None, limit: int = 100
+    ) -> list[TaskState]:
+        raise self._unsupported("states")
+
+    def find(self, prefix: str, limit: int = 2) -> list[str]:
+        return []
+
+    def finished_since(self, moment: dt.datetime) -> dict[str, tuple[int, int]]:
+        return {}
+
+    def revoke(self, uuids: Sequence[str]) -> None:
+        raise self._unsupported("revocations")
+
+    def revoked(self, uuids: Sequence[str]) -> set[str]:
+        return set()
+
+    def purge_state(self, task_uuid: str) -> None:
+        pass  # there is none
+
+    def purge_group_meta(self, group_uuid: str) -> None:
+        pass  # there is none
+
+    def listener(self) -> Listener:
+        return _Deaf()
+
+    def tend(self) -> float:
+        return _FOREVER
+
+    def close(self) -> None:
+        pass  # nothing was opened
+
+    @staticmethod
+    def _unsupported(what: str) -> Unsupported:
+        return Unsupported(f"the null backend keeps no {what} (name a result backend: Server(result_backend=…))")
+
+
+class _Deaf(Listener):
+    """Never hears anything; whoever waits with it is told by get_states that it is in vain."""
+
+    def watch(self, uuids: Iterable[str]) -> None:
+        pass
+
+    def unwatch(self, uuids: Iterable[str]) -> None:
+        pass
+
+    def wait(self, timeout: float) -> None:
+        pass
+
+    def wake(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,145 @@
+"""The contract of Backend.apply carried out once, for stores that have transactions: memory and SQL.
+
+Such a store brings the small steps (`_load`, `_save`, …), which are called inside `_transaction()`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from machinery_py.backends.base import ALREADY, FENCED, SETTLED, Backend, Begun, Change, Verdict
+from machinery_py.states import Arrival, GroupMeta, State, TaskState, advance
+
+
+class Row(msgspec.Struct, kw_only=True):
+    """What is kept of a task: its state, the mark that wrote it, and the epoch of its last delivery."""
+
+    state: TaskState | None = None
+    mark: str = ""
+    epoch: int = 0
+    changed: bool = False
+
+
+class TransactionalBackend(Backend):
+    """A backend whose steps can be grouped into one that happens wholly or not at all."""
+
+    @abstractmethod
+    def _transaction(self) -> contextlib.AbstractContextManager[object]:
+        """Joins the one that this thread is in already."""
+
+    @abstractmethod
+    def _load(self, uuids: Iterable[str]) -> dict[str, Row]:
+        """The rows that there are."""
+
+    @abstractmethod
+    def _save(self, rows: Sequence[tuple[str, Row]]) -> None: ...
+
+    @abstractmethod
+    def _add_groups(self, groups: Sequence[GroupMeta]) -> None:
+        """Those that are not there yet."""
+
+    @abstractmethod
+    def _arrive(self, arrivals: Sequence[Arrival]) -> None:
+        """Count each member once, and make the group ready when it is complete or broken."""
+
+    @abstractmethod
+    def _fire(self, group_uuid: str) -> bool:
+        """Mark the group as fired; False when it was."""
+
+    @abstractmethod
+    def _keep_outbox(self, key: str, bodies: Sequence[bytes]) -> None: ...
+
+    @abstractmethod
+    def _outbox(self, key: str) -> Sequence[bytes]: ...
+
+    @abstractmethod
+    def _finished(self, uuids: Sequence[str]) -> None:
+        """These tasks have just become SUCCESS or FAILURE: tell the listeners once the transaction is over."""
+
+    def apply(self, changes: Sequence[Change]) -> list[Verdict]:
+        with self._transaction():
+            rows = self._load({state.task_uuid for change in changes for state in change.states})
+            verdicts = [self._apply(change, rows) for change in changes]
+            saved = [(uuid, row) for uuid, row in rows.items() if row.changed]
+            if saved:
+                self._save(saved)
+            finished = [uuid for uuid, row in saved if row.state is not None and row.state.is_finished]
+            if finished:
+                self._finished(finished)
+            return verdicts
+
+    def _apply(self, change: Change, rows: dict[str, Row]) -> Verdict:
+        verdict, new = _decide(change, rows)
+        if verdict is not SETTLED:
+            return verdict
+        if change.fires and not self._fire(change.fires):
+            return FENCED
+        for state in new:
+            row = rows.setdefault(state.task_uuid, Row())
+            row.state, row.changed = state, True
+            if state.task_uuid == change.key and change.mark:
+                row.mark = change.mark
+        if change.groups:
+            self._add_groups(change.groups)
+        if change.arrivals:
+            self._arrive(change.arrivals)
+        if change.outbox:
+            self._keep_outbox(change.key, change.outbox)
+        return SETTLED
+
+    def begin(self, keys: Sequence[tuple[str, int]]) -> list[Begun]:
+        with self._transaction():
+            rows = self._load({uuid for uuid, _ in keys})
+            begun = [self._begin(rows.setdefault(uuid, Row()), uuid, run) for uuid, run in keys]
+            self._save([(uuid, row) for uuid, row in rows.items() if row.changed])
+            return begun
+
+    def _begin(self, row: Row, uuid: str, run: int) -> Begun:
+        state = row.state
+        # RETRY ends a run as well: the next one travels as a message of its own.
+        over = state is not None and (
+            state.is_finished or state.run > run or (state.run == run and state.state is State.RETRY)
+        )
+        if over:
+            return Begun(epoch=row.epoch, finished=True, outbox=self._outbox(uuid))
+        row.epoch, row.changed = row.epoch + 1, True
+        return Begun(epoch=row.epoch)
+
+    def outboxes(self, keys: Sequence[str]) -> list[Sequence[bytes]]:
+        with self._transaction():
+            return [self._outbox(key) for key in keys]
+
+    def settled_by(self, uuids: Sequence[str]) -> list[str]:
+        with self._transaction():
+            rows = self._load(set(uuids))
+            return [rows[uuid].mark if uuid in rows else "" for uuid in uuids]
+
+
+def _decide(change: Change, rows: dict[str, Row]) -> tuple[Verdict, Iterable[TaskState]]:
+    """Whether the change may be made, and the states after it."""
+    if change.epoch and (row := rows.get(change.key)) is not None and row.epoch != change.epoch:
+        return (ALREADY if change.mark and row.mark == change.mark else FENCED), []
+    new: dict[str, TaskState] = {}
+    for state in change.states:
+        uuid = state.task_uuid
+        row = rows.get(uuid)
+        current = new.get(uuid) or (row.state if row else None)
+        after = state if change.force else advance(current, state)
+        decides = uuid == change.key and uuid not in new
+        ours = decides and row is not None and change.mark != "" and row.mark == change.mark
+        if ours and (after is None or _is_at(current, state)):
+            return ALREADY, []
+        if after is not None:
+            new[uuid] = after
+        elif decides:
+            return FENCED, []
+    return SETTLED, new.values()
+
+
+def _is_at(current: TaskState | None, state: TaskState) -> bool:
+    """Whether the task is there: `advance` lets RETRY follow RETRY, and a repeat must not send the next run twice."""
+    return current is not None and current.state is state.state and current.run == state.run

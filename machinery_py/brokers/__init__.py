@@ -1,0 +1,5 @@
+"""Brokers hold messages until a worker has dealt with them. A store is imported from its own file."""
+
+from machinery_py.brokers.base import Broker, BrokerFeatures, Consumer, Delivery, Message
+
+__all__ = ["Broker", "BrokerFeatures", "Consumer", "Delivery", "Message"]

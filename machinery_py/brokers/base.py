@@ -1,0 +1,256 @@
+"""The contract of a broker: messages are put, claimed by consumers, and disposed of once.
+
+A message is at every moment in exactly one place: waiting, delayed, held by one consumer, or among the dead letters. Claiming
+moves it into the consumer's hold, from where it comes back by itself when the consumer's process dies.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from enum import Enum
+from typing import Any, ClassVar
+
+import msgspec
+
+from machinery_py.errors import DecodeError
+from machinery_py.signature import Signature
+from machinery_py.wire import decode_signature
+
+
+class BrokerFeatures(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """What a broker can do. What it cannot is refused with Unsupported, in words."""
+
+    name: str
+    durable: bool = True  # messages survive the end of every process
+    shared: bool = True  # other processes can consume from it
+    embedded: bool = False  # it needs no server
+    priorities: bool = True
+    peeking: bool = True  # waiting and delayed messages can be listed without taking them
+    sees_runs: bool = False  # of what a dead consumer held, only what it ran gets a strike
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """Bytes on their way to a queue. The engine alone knows what they mean.
+
+    Attributes:
+        uuid, name: of the task, for listings; empty when the bytes are no signature.
+        eta: not handed out before; None or past is at once.
+        priority: 0 to 255, the higher first, within one queue.
+        parks: how often a worker that did not know the task has put it back.
+    """
+
+    uuid: str
+    name: str
+    queue: str
+    body: bytes
+    eta: dt.datetime | None = None
+    priority: int = 0
+    parks: int = 0
+
+
+class Delivery(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """One handing-over of a message to a consumer.
+
+    Attributes:
+        receipt: hashable; means something to the store alone. Unique for this handing-over.
+        fence: grows with each delivery of the message.
+        strikes: how many consumers died (or lost their lease) while they ran it; where the broker cannot know what ran
+            (see BrokerFeatures.sees_runs), while they held it.
+        sent_at: when it was put on the queue, if the broker knows.
+    """
+
+    body: bytes
+    queue: str
+    receipt: Any
+    fence: int = 1
+    strikes: int = 0
+    parks: int = 0
+    priority: int = 0
+    sent_at: dt.datetime | None = None
+
+    @property
+    def redelivered(self) -> bool:
+        return self.fence > 1
+
+
+class Fate(Enum):
+    """What becomes of a held message."""
+
+    DONE = "done"  # it is gone
+    BACK = "back"  # it goes back to where it was in its queue; nobody is blamed
+    LATER = "later"  # it goes back and waits until the disposal's eta; parks + 1
+    DEAD = "dead"  # it goes to the dead letters
+
+
+class Disposal(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """The end of one delivery. `uuid`, `name`, `reason` and `error` are kept with a dead letter."""
+
+    delivery: Delivery
+    fate: Fate = Fate.DONE
+    eta: dt.datetime | None = None
+    reason: str = ""
+    error: str = ""
+    uuid: str = ""
+    name: str = ""
+
+
+class DeadLetter(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """A message that nobody could deal with, with its original bytes."""
+
+    id: str
+    uuid: str
+    name: str
+    queue: str
+    body: bytes
+    reason: str
+    error: str = ""
+    strikes: int = 0
+    died_at: dt.datetime
+
+
+class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """A consumer that has registered with the broker."""
+
+    session: str
+    name: str
+    host: str
+    pid: int
+    queues: Sequence[str]
+    started_at: dt.datetime
+    beat_at: dt.datetime
+    holding: int = 0
+
+
+class QueueStats(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """How full a queue is. `oldest_at`: when its oldest waiting message was put there."""
+
+    queue: str
+    waiting: int = 0
+    running: int = 0
+    delayed: int = 0
+    dead: int = 0
+    oldest_at: dt.datetime | None = None
+
+
+class Consumer(ABC):
+    """One worker's hold on some queues. `receive` belongs to one thread; the rest may be called from any."""
+
+    @abstractmethod
+    def receive(self, limit: int, timeout: float) -> list[Delivery]:
+        """Claim up to `limit` waiting messages, the first queue's before the second's, the oldest first.
+
+        Returns at once with what there is; waits up to `timeout` seconds (or until `wake`) only when there is nothing.
+        """
+
+    @abstractmethod
+    def dispose(self, disposals: Sequence[Disposal]) -> list[bool]:
+        """End these deliveries, all in one step.
+
+        Returns, for each, whether it was still ours. False: the lease was lost (or it was disposed of before), and nothing
+        was done with it.
+        """
+
+    @abstractmethod
+    def holds(self, deliveries: Sequence[Delivery]) -> list[bool]:
+        """Whether each delivery is still ours."""
+
+    def run_begins(self, delivery: Delivery) -> None:  # noqa: B027 - not every broker can make use of it
+        """The task is called now: if this consumer dies before `run_ends`, it gets a strike. No round trip is made."""
+
+    def run_ends(self, delivery: Delivery) -> None:  # noqa: B027
+        """The call has come back."""
+
+    @abstractmethod
+    def beat(self) -> bool:
+        """Say that this consumer lives. False: it had been given up, what it held belongs to others now, and it has
+        started again as a new one."""
+
+    @abstractmethod
+    def wake(self) -> None:
+        """Let a waiting `receive` return."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back at once what is still held, to the head of its queue. May be called twice."""
+
+
+class Broker(ABC):
+    """Holds messages until a worker has dealt with them. All methods may be called from any thread."""
+
+    features: ClassVar[BrokerFeatures]
+
+    @abstractmethod
+    def put(self, messages: Sequence[Message], *, token: str) -> bool:
+        """Store all the messages or none.
+
+        With a token that was used before (within 10 minutes) it does nothing and returns False; "" is no token.
+
+        Raises:
+            PublishRefused: nothing was stored.
+            PublishUnknown: they may have been; putting them again with the same token is safe.
+        """
+
+    @abstractmethod
+    def consume(self, queues: Sequence[str], *, worker: str) -> Consumer:
+        """Register a consumer. Nothing is claimed yet."""
+
+    @abstractmethod
+    def tend(self) -> float:
+        """Do the house-keeping that is due: delayed messages to their queues, messages of dead consumers back.
+
+        Any number of processes may do it. Returns the seconds after which it wants to be called again.
+        """
+
+    @abstractmethod
+    def pending(self, queue: str, limit: int) -> list[Message]:
+        """The first waiting messages of a queue, without taking them."""
+
+    @abstractmethod
+    def delayed(self, limit: int) -> list[Message]:
+        """The first delayed messages of all queues, the next due first."""
+
+    @abstractmethod
+    def stats(self) -> list[QueueStats]:
+        """One line for each queue that has ever held something or has a consumer."""
+
+    @abstractmethod
+    def workers(self) -> list[WorkerInfo]:
+        """The consumers that live."""
+
+    @abstractmethod
+    def purge(self, queue: str) -> int:
+        """Delete the waiting and delayed messages of a queue; how many they were."""
+
+    @abstractmethod
+    def dead_letters(self, *, limit: int, queue: str = "") -> list[DeadLetter]:
+        """The newest dead letters."""
+
+    @abstractmethod
+    def take_dead(self, ids: Sequence[str]) -> list[DeadLetter]:
+        """Remove dead letters, and return those that were there."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give everything back to the operating system. May be called twice."""
+
+    # Go Machinery's names, written once for every broker.
+
+    def get_pending_tasks(self, queue: str = "machinery_tasks", limit: int = 10_000) -> list[Signature[Any]]:
+        """The tasks that wait in a queue, the next to run first; bytes that are no signature are left out."""
+        return _signatures(self.pending(queue, limit))
+
+    def get_delayed_tasks(self, limit: int = 10_000) -> list[Signature[Any]]:
+        """The delayed tasks of all queues, the next due first; bytes that are no signature are left out."""
+        return _signatures(self.delayed(limit))
+
+
+def _signatures(messages: Sequence[Message]) -> list[Signature[Any]]:
+    found: list[Signature[Any]] = []
+    for message in messages:
+        try:
+            found.append(decode_signature(message.body))
+        except DecodeError:
+            continue
+    return found

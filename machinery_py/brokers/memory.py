@@ -1,0 +1,342 @@
+"""Messages in this process: for tests, and the reference that the other brokers are compared with.
+
+Limits: nothing survives the process, and no other process sees it.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import heapq
+import itertools
+import os
+import socket
+import threading
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from machinery_py._drivers.memory import MemoryHub
+from machinery_py._drivers.tokens import RecentTokens
+from machinery_py.brokers.base import (
+    Broker,
+    BrokerFeatures,
+    Consumer,
+    DeadLetter,
+    Delivery,
+    Disposal,
+    Fate,
+    Message,
+    QueueStats,
+    WorkerInfo,
+)
+
+LEASE = 10.0  # seconds without a beat until a consumer is given up
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    """A message where it is. `order` is its place in its queue, for life."""
+
+    message: Message
+    order: tuple[int, int]
+    sent_at: dt.datetime
+    fence: int = 0
+    strikes: int = 0
+
+    def __lt__(self, other: _Entry) -> bool:
+        return self.order < other.order
+
+
+@dataclass(slots=True)
+class _Hold:
+    """A registered consumer and the entries that it has, by receipt."""
+
+    info: WorkerInfo
+    beat: float
+    beat_at: dt.datetime
+    suspected: bool = False
+    entries: dict[int, _Entry] = field(default_factory=dict)
+    running: set[int] = field(default_factory=set)
+
+    def listed(self) -> WorkerInfo:
+        return msgspec.structs.replace(self.info, beat_at=self.beat_at, holding=len(self.entries))
+
+
+class MemoryBroker(Broker):
+    """Queues as heaps under the hub's lock."""
+
+    features = BrokerFeatures(name="memory", durable=False, shared=False, embedded=True, sees_runs=True)
+
+    def __init__(self, hub: MemoryHub, *, lease: float = LEASE) -> None:
+        self.hub = hub
+        self.lease = lease
+        self._tokens = RecentTokens(hub.clock)
+        self._sequence = itertools.count(1)
+        self._queues: dict[str, list[_Entry]] = {}
+        self._delayed: list[tuple[dt.datetime, _Entry]] = []
+        self._holds: dict[str, _Hold] = {}
+        self._dead: dict[str, DeadLetter] = {}
+
+    def put(self, messages: Sequence[Message], *, token: str) -> bool:
+        with self.hub.lock:
+            if not self._tokens.add(token):
+                return False
+            now = self.hub.clock.now()
+            for message in messages:
+                entry = _Entry(message, (-message.priority, next(self._sequence)), now)
+                self._place(entry, message.eta, now)
+            self.hub.ring()
+            return True
+
+    def _place(self, entry: _Entry, eta: dt.datetime | None, now: dt.datetime) -> None:
+        queue = self._queues.setdefault(entry.message.queue, [])
+        if eta is not None and eta > now:
+            heapq.heappush(self._delayed, (eta, entry))
+        else:
+            heapq.heappush(queue, entry)
+
+    def consume(self, queues: Sequence[str], *, worker: str) -> MemoryConsumer:
+        return MemoryConsumer(self, tuple(queues), worker)
+
+    def tend(self) -> float:
+        with self.hub.lock:
+            promoted = self._promote()
+            if self._reap() or promoted:
+                self.hub.ring()
+            return self._next_due()
+
+    def _promote(self) -> bool:
+        now = self.hub.clock.now()
+        found = False
+        while self._delayed and self._delayed[0][0] <= now:
+            _, entry = heapq.heappop(self._delayed)
+            heapq.heappush(self._queues[entry.message.queue], entry)
+            found = True
+        return found
+
+    def _reap(self) -> bool:
+        """Give up consumers that have missed their beats, at the second look."""
+        now = self.hub.clock.monotonic()
+        found = False
+        for session, hold in list(self._holds.items()):
+            if now - hold.beat <= self.lease:
+                hold.suspected = False
+            elif not hold.suspected:
+                hold.suspected = True
+            else:
+                del self._holds[session]
+                for receipt, entry in hold.entries.items():
+                    entry.strikes += receipt in hold.running
+                    heapq.heappush(self._queues[entry.message.queue], entry)
+                    found = True
+        return found
+
+    def _next_due(self) -> float:
+        quarter = self.lease / 4
+        if not self._delayed:
+            return quarter
+        until = (self._delayed[0][0] - self.hub.clock.now()).total_seconds()
+        return min(quarter, max(0.0, until))
+
+    def claim(self, hold: _Hold, queues: Sequence[str], limit: int) -> list[Delivery]:
+        """What `receive` finds without waiting. Called with the lock held."""
+        self._promote()
+        deliveries: list[Delivery] = []
+        for name in queues:
+            queue = self._queues.get(name)
+            while queue and len(deliveries) < limit:
+                entry = heapq.heappop(queue)
+                entry.fence += 1
+                receipt = next(self._sequence)
+                hold.entries[receipt] = entry
+                deliveries.append(Delivery(
+                    body=entry.message.body, queue=name, receipt=receipt, fence=entry.fence, strikes=entry.strikes,
+                    parks=entry.message.parks, priority=entry.message.priority, sent_at=entry.sent_at,
+                ))
+        return deliveries
+
+    def dispose(self, hold: _Hold, disposal: Disposal) -> bool:
+        """End one delivery. Called with the lock held."""
+        entry = hold.entries.pop(disposal.delivery.receipt, None)
+        if entry is None:
+            return False
+        match disposal.fate:
+            case Fate.DONE:
+                pass
+            case Fate.BACK:
+                heapq.heappush(self._queues[entry.message.queue], entry)
+            case Fate.LATER:
+                # The listings show the message as it waits now, not as it was sent.
+                message = entry.message
+                entry.message = msgspec.structs.replace(message, eta=disposal.eta, parks=message.parks + 1)
+                self._place(entry, disposal.eta, self.hub.clock.now())
+            case Fate.DEAD:
+                self._bury(entry, disposal)
+        return True
+
+    def _bury(self, entry: _Entry, disposal: Disposal) -> None:
+        message = entry.message
+        letter = DeadLetter(
+            id=uuid.uuid4().hex, uuid=disposal.uuid or message.uuid, name=disposal.name or message.name,
+            queue=message.queue, body=message.body, reason=disposal.reason, error=disposal.error,
+            strikes=entry.strikes, died_at=self.hub.clock.now(),
+        )
+        self._dead[letter.id] = letter
+
+    def register(self, session: str, info: WorkerInfo) -> _Hold:
+        hold = _Hold(info, self.hub.clock.monotonic(), info.beat_at)
+        self._holds[session] = hold
+        for queue in info.queues:
+            self._queues.setdefault(queue, [])
+        return hold
+
+    def hold(self, session: str) -> _Hold | None:
+        return self._holds.get(session)
+
+    def give_up(self, session: str) -> None:
+        """Unregister a consumer that ends in good order; what it held goes back."""
+        hold = self._holds.pop(session, None)
+        if hold is not None:
+            for entry in hold.entries.values():
+                heapq.heappush(self._queues[entry.message.queue], entry)
+            self.hub.ring()
+
+    def pending(self, queue: str, limit: int) -> list[Message]:
+        with self.hub.lock:
+            self._promote()
+            return [entry.message for entry in heapq.nsmallest(limit, self._queues.get(queue, []))]
+
+    def delayed(self, limit: int) -> list[Message]:
+        with self.hub.lock:
+            due = heapq.nsmallest(limit, self._delayed, key=lambda item: (item[0], item[1].order))
+            return [entry.message for _, entry in due]
+
+    def stats(self) -> list[QueueStats]:
+        with self.hub.lock:
+            self._promote()
+            return [self._stats(queue) for queue in sorted(self._queues)]
+
+    def _stats(self, queue: str) -> QueueStats:
+        waiting = self._queues[queue]
+        return QueueStats(
+            queue=queue, waiting=len(waiting),
+            running=sum(entry.message.queue == queue for entry in self._held()),
+            delayed=sum(entry.message.queue == queue for _, entry in self._delayed),
+            dead=sum(letter.queue == queue for letter in self._dead.values()),
+            oldest_at=min((entry.sent_at for entry in waiting), default=None),
+        )
+
+    def _held(self) -> Iterator[_Entry]:
+        for hold in self._holds.values():
+            yield from hold.entries.values()
+
+    def workers(self) -> list[WorkerInfo]:
+        with self.hub.lock:
+            return [hold.listed() for hold in self._holds.values()]
+
+    def purge(self, queue: str) -> int:
+        with self.hub.lock:
+            waiting = self._queues.get(queue, [])
+            kept = [item for item in self._delayed if item[1].message.queue != queue]
+            count = len(waiting) + len(self._delayed) - len(kept)
+            waiting.clear()
+            heapq.heapify(kept)
+            self._delayed = kept
+            return count
+
+    def dead_letters(self, *, limit: int, queue: str = "") -> list[DeadLetter]:
+        with self.hub.lock:
+            letters = [letter for letter in reversed(self._dead.values()) if queue in ("", letter.queue)]
+            return letters[:limit]
+
+    def take_dead(self, ids: Sequence[str]) -> list[DeadLetter]:
+        with self.hub.lock:
+            return [self._dead.pop(id) for id in ids if id in self._dead]
+
+    def close(self) -> None:
+        pass  # the hub belongs to whoever made it
+
+
+class MemoryConsumer(Consumer):
+    """A registered hold, and the bell that ends its waiting."""
+
+    def __init__(self, broker: MemoryBroker, queues: tuple[str, ...], worker: str) -> None:
+        self._broker = broker
+        self._hub = broker.hub
+        self._queues = queues
+        self._worker = worker
+        self._bell = threading.Event()
+        self._woken = False
+        self._closed = False
+        self._hub.add_bell(self._bell)
+        self._start_session()
+
+    def _start_session(self) -> None:
+        now = self._hub.clock.now()
+        self.session = uuid.uuid4().hex[:24]
+        info = WorkerInfo(
+            session=self.session, name=self._worker, host=socket.gethostname(), pid=os.getpid(),
+            queues=self._queues, started_at=now, beat_at=now,
+        )
+        with self._hub.lock:
+            self._hold = self._broker.register(self.session, info)
+
+    def receive(self, limit: int, timeout: float) -> list[Delivery]:
+        deliveries = self._claim(limit)
+        if not deliveries and timeout > 0 and not self._woken:
+            self._bell.wait(timeout)
+            deliveries = self._claim(limit)
+        self._woken = False
+        return deliveries
+
+    def _claim(self, limit: int) -> list[Delivery]:
+        with self._hub.lock:
+            self._bell.clear()
+            if self._closed or self._broker.hold(self.session) is not self._hold:
+                return []
+            return self._broker.claim(self._hold, self._queues, limit)
+
+    def dispose(self, disposals: Sequence[Disposal]) -> list[bool]:
+        with self._hub.lock:
+            if self._broker.hold(self.session) is not self._hold:
+                return [False] * len(disposals)
+            done = [self._broker.dispose(self._hold, disposal) for disposal in disposals]
+            if any(disposal.fate in (Fate.BACK, Fate.LATER) for disposal in disposals):
+                self._hub.ring()
+            return done
+
+    def holds(self, deliveries: Sequence[Delivery]) -> list[bool]:
+        with self._hub.lock:
+            alive = self._broker.hold(self.session) is self._hold
+            return [alive and delivery.receipt in self._hold.entries for delivery in deliveries]
+
+    def run_begins(self, delivery: Delivery) -> None:
+        self._hold.running.add(delivery.receipt)
+
+    def run_ends(self, delivery: Delivery) -> None:
+        self._hold.running.discard(delivery.receipt)
+
+    def beat(self) -> bool:
+        with self._hub.lock:
+            if self._closed:
+                return True
+            if self._broker.hold(self.session) is not self._hold:
+                self._start_session()
+                return False
+            self._hold.beat = self._hub.clock.monotonic()
+            self._hold.beat_at = self._hub.clock.now()
+            self._hold.suspected = False
+            return True
+
+    def wake(self) -> None:
+        self._woken = True
+        self._bell.set()
+
+    def close(self) -> None:
+        self._closed = True
+        self._hub.remove_bell(self._bell)
+        with self._hub.lock:
+            self._broker.give_up(self.session)
+        self._bell.set()

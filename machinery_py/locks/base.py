@@ -1,0 +1,52 @@
+"""The contract of a lock: names, each held by one at most, until it is released or its time is over."""
+
+from __future__ import annotations
+
+import datetime as dt
+from abc import ABC, abstractmethod
+
+import msgspec
+
+
+class Held(msgspec.Struct, frozen=True, kw_only=True):
+    """One holding of a name.
+
+    Attributes:
+        token: random; who has it may renew and release.
+        fence: grows with each acquisition of the name. A resource that remembers the greatest it has seen can refuse a
+            holder that was too slow.
+        expires_at: when it ends by itself, by the store's clock.
+    """
+
+    name: str
+    token: str
+    fence: int
+    expires_at: dt.datetime
+
+
+class Lock(ABC):
+    """Gives out names. All methods may be called from any thread.
+
+    Raises (each method):
+        BackendUnavailable: the store did not answer in time.
+        StoreUnusable: the store cannot be worked with.
+    """
+
+    @abstractmethod
+    def acquire(self, name: str, *, ttl: float) -> Held | None:
+        """Take the name for `ttl` seconds, or None if somebody has it. Of many who try at once one succeeds.
+
+        Does not wait for the holder.
+        """
+
+    @abstractmethod
+    def renew(self, held: Held, *, ttl: float) -> bool:
+        """Hold it for `ttl` seconds from now. False: its time was over or it was released, and nothing was done."""
+
+    @abstractmethod
+    def release(self, held: Held) -> bool:
+        """Let others have it. False: it was not ours any more, and nothing was done."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give everything back to the operating system; what is held stays so. May be called twice."""

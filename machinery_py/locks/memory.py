@@ -1,0 +1,69 @@
+"""Locks in this process: for tests, and the reference that the others are compared with.
+
+Limits: nothing survives the process, and no other process sees it.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import heapq
+import itertools
+import secrets
+
+from machinery_py._drivers.memory import MemoryHub
+from machinery_py.locks.base import Held, Lock
+
+
+class MemoryLock(Lock):
+    """A dict under the hub's lock."""
+
+    def __init__(self, hub: MemoryHub) -> None:
+        self._hub = hub
+        self._fences = itertools.count(1)
+        self._held: dict[str, tuple[str, float]] = {}  # name → token, and the monotonic second at which it ends
+        self._ends: list[tuple[float, str]] = []
+
+    def acquire(self, name: str, *, ttl: float) -> Held | None:
+        with self._hub.lock:
+            self._forget()
+            if name in self._held:
+                return None
+            token = secrets.token_hex(16)
+            self._hold(name, token, ttl)
+            expires_at = self._hub.clock.now() + dt.timedelta(seconds=ttl)
+            return Held(name=name, token=token, fence=next(self._fences), expires_at=expires_at)
+
+    def renew(self, held: Held, *, ttl: float) -> bool:
+        with self._hub.lock:
+            if not self._is_ours(held):
+                return False
+            self._hold(held.name, held.token, ttl)
+            return True
+
+    def release(self, held: Held) -> bool:
+        with self._hub.lock:
+            if not self._is_ours(held):
+                return False
+            del self._held[held.name]
+            return True
+
+    def _hold(self, name: str, token: str, ttl: float) -> None:
+        end = self._hub.clock.monotonic() + ttl
+        self._held[name] = token, end
+        heapq.heappush(self._ends, (end, name))
+
+    def _is_ours(self, held: Held) -> bool:
+        self._forget()
+        return self._held.get(held.name, ("", 0.0))[0] == held.token
+
+    def _forget(self) -> None:
+        """Drop what is over. Called with the lock held."""
+        now = self._hub.clock.monotonic()
+        while self._ends and self._ends[0][0] <= now:
+            _, name = heapq.heappop(self._ends)
+            # It may have been renewed, or released and taken again.
+            if name in self._held and self._held[name][1] <= now:
+                del self._held[name]
+
+    def close(self) -> None:
+        pass  # the hub belongs to whoever made it

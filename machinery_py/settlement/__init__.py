@@ -1,0 +1,1 @@
+"""A broker and a backend, changed together."""

@@ -1,0 +1,153 @@
+"""The contract that keeps tasks from being lost or doubled: submit, receive, settle.
+
+A settlement is everything that must become true when a delivery is over. Its invariants, on every store:
+
+- A message that was accepted is waiting, delayed, held, dead or done; never in two of these, never in none.
+- Of all deliveries of a message at most one settlement is SETTLED. A worker that lost its lease writes nothing.
+- State, callbacks, group arrival and the end of the delivery become true together (one store), or each of them
+  becomes true in the end (two stores, see two_stores.py).
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from machinery_py.backends.base import Backend, ReadyGroup, Verdict
+from machinery_py.brokers.base import Broker, Delivery, Fate, Message
+from machinery_py.states import Arrival, GroupMeta, TaskState
+
+
+class Submission(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """Messages to be published, with the states and groups that go with them, all or none.
+
+    Attributes:
+        token: the same when the submission is repeated after a lost reply; it is then carried out once.
+        states: normally PENDING for each message.
+        replay: the states replace finished ones.
+    """
+
+    token: str
+    messages: Sequence[Message]
+    states: Sequence[TaskState] = ()
+    groups: Sequence[GroupMeta] = ()
+    replay: bool = False
+
+
+class Settlement(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """The end of a delivery and all that follows from it.
+
+    Attributes:
+        uuid, name: of the task; empty when the bytes were no signature.
+        states: the task's own first, then others that follow (PENDING of a callback, FAILURE of a chord).
+        send: callbacks, or the retry itself.
+        groups: that the messages in `send` belong to; created if they are not there.
+        eta, reason, error: for Fate.LATER and Fate.DEAD.
+    """
+
+    delivery: Delivery
+    uuid: str = ""
+    name: str = ""
+    fate: Fate = Fate.DONE
+    states: Sequence[TaskState] = ()
+    send: Sequence[Message] = ()
+    groups: Sequence[GroupMeta] = ()
+    arrivals: Sequence[Arrival] = ()
+    eta: dt.datetime | None = None
+    reason: str = ""
+    error: str = ""
+
+
+class Mark(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """RECEIVED, STARTED or progress of a delivery that is not over. Dropped if the delivery is not ours any more."""
+
+    delivery: Delivery
+    state: TaskState
+
+
+class Firing(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """The settling of a group: its callback is sent, or failed, once."""
+
+    group_uuid: str
+    states: Sequence[TaskState] = ()
+    send: Sequence[Message] = ()
+    groups: Sequence[GroupMeta] = ()
+    arrivals: Sequence[Arrival] = ()
+
+
+class Session(ABC):
+    """A worker's hold on a store. `receive` belongs to one thread; the rest may be called from any."""
+
+    @abstractmethod
+    def receive(self, limit: int, timeout: float) -> list[Delivery]:
+        """As Consumer.receive, less the deliveries that were settled before: those are finished here and not handed out."""
+
+    @abstractmethod
+    def settle(self, settlements: Sequence[Settlement], marks: Sequence[Mark] = ()) -> list[Verdict]:
+        """Make it all true, in as few round trips as the store allows. Returns a verdict for each settlement.
+
+        May be repeated with the same settlements after any error: what was settled then is ALREADY now.
+
+        Raises:
+            BrokerUnavailable, BackendUnavailable, StoreUnusable: some of it may have become true.
+        """
+
+    @abstractmethod
+    def run_begins(self, delivery: Delivery) -> None:
+        """As Consumer.run_begins."""
+
+    @abstractmethod
+    def run_ends(self, delivery: Delivery) -> None:
+        """As Consumer.run_ends."""
+
+    @abstractmethod
+    def beat(self) -> bool:
+        """As Consumer.beat."""
+
+    @abstractmethod
+    def wake(self) -> None: ...
+
+    @abstractmethod
+    def close(self) -> None:
+        """As Consumer.close."""
+
+
+class Store(ABC):
+    """A broker and a backend, changed together. All methods may be called from any thread."""
+
+    broker: Broker
+    backend: Backend
+
+    @abstractmethod
+    def submit(self, submission: Submission) -> None:
+        """Publish.
+
+        Raises:
+            PublishRefused: nothing is true.
+            PublishUnknown: it may be; submitting again with the same token is safe.
+        """
+
+    @abstractmethod
+    def open_session(self, queues: Sequence[str], *, worker: str) -> Session: ...
+
+    @abstractmethod
+    def fire(self, firing: Firing) -> bool:
+        """Settle a group. True for one caller; for all others nothing is written."""
+
+    def ready_groups(self, limit: int = 100) -> list[ReadyGroup]:
+        """Groups that wait for `fire`: normally only those that completed just now."""
+        return self.backend.ready_groups(limit)
+
+    @abstractmethod
+    def tend(self) -> float:
+        """House-keeping of both; the seconds after which it wants to be called again."""
+
+    def attach(self, drain: Callable[[], object]) -> None:  # noqa: B027 - most stores leave running to workers
+        """Hand over a function that runs what is waiting. Only the eager store calls it, inside `submit`."""
+
+    def close(self) -> None:
+        self.broker.close()
+        self.backend.close()

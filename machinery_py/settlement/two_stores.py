@@ -1,0 +1,196 @@
+"""Settlement where the messages are in one store and the states in another.
+
+The order of the steps is what makes it safe; each may be the last one before a crash:
+
+    1  backend: the new state, the group arrivals, and an outbox of what is to be published, if the epoch is still ours
+    2  broker:  the messages of the outbox, with UUIDs that were fixed in step 1
+    3  backend: the outbox is cleared
+    4  broker:  the delivery is acknowledged
+
+    crash after   what there is                    who goes on
+    1             final state, full outbox         the redelivery: `begin` says finished, steps 2 to 4, the task is not run again
+    2             final state, full outbox         the same; the messages are published twice with the same UUIDs, and `begin`
+                                                   lets one of each be finished
+    3             final state, empty outbox        the redelivery is acknowledged
+
+An outbox whose delivery never comes back (its broker lost it) is sent by `tend` when it is old.
+
+Limits: with a backend that has no conditional changes (its features say so) callbacks are sent at least once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import msgspec
+
+from machinery_py._drivers.tokens import RecentTokens
+from machinery_py.backends.base import ALREADY, FENCED, SETTLED, Backend, Change, Verdict
+from machinery_py.brokers.base import Broker, Consumer, Delivery, Disposal, Message
+from machinery_py.clock import Clock
+from machinery_py.errors import DecodeError, PublishRefused
+from machinery_py.settlement.base import Firing, Mark, Session, Settlement, Store, Submission
+from machinery_py.settlement.one_store import disposal_of, mark_of
+from machinery_py.wire import decode_signature
+
+logger = logging.getLogger(__name__)
+
+OUTBOX_AGE = 5.0  # seconds; by then the one who is at it is dead, or in trouble (overtaking it does no harm)
+
+_pack = msgspec.json.Encoder().encode
+_unpack = msgspec.json.Decoder(Message).decode
+
+
+class TwoStores(Store):
+    """A broker and a backend that know nothing of each other."""
+
+    def __init__(self, broker: Broker, backend: Backend, clock: Clock) -> None:
+        self.broker = broker
+        self.backend = backend
+        self._clock = clock
+        self._swept = clock.monotonic()
+        self._replayed = RecentTokens(clock)
+
+    def submit(self, submission: Submission) -> None:
+        made = self._prepare(submission)
+        try:
+            self.broker.put(submission.messages, token=submission.token)
+        except PublishRefused:
+            # Only what this very call has made: after a lost reply the first call may have been carried out.
+            for uuid in made:
+                self.backend.purge_state(uuid)
+            raise
+
+    def _prepare(self, submission: Submission) -> list[str]:
+        """Write states and groups, before a worker can see the messages; which states are new."""
+        if submission.replay and not self._replayed.add(submission.token):
+            return []  # carried out before, and the task may have ended since
+        changes = [
+            Change(key=state.task_uuid, mark=f"submit {submission.token}", states=(state,), force=submission.replay)
+            for state in submission.states
+        ]
+        if submission.groups:
+            changes.append(Change(key=f"submit {submission.token}", groups=submission.groups))
+        verdicts = self.backend.apply(changes)
+        if submission.replay:
+            return []
+        return [change.key for change, verdict in zip(changes, verdicts, strict=True) if change.states and verdict is SETTLED]
+
+    def open_session(self, queues: Sequence[str], *, worker: str) -> Session:
+        return TwoSession(self, self.broker.consume(queues, worker=worker))
+
+    def fire(self, firing: Firing) -> bool:
+        change = Change(
+            key=firing.group_uuid, fires=firing.group_uuid, states=firing.states, groups=firing.groups,
+            arrivals=firing.arrivals, outbox=[_pack(message) for message in firing.send],
+        )
+        if self.backend.apply([change]) != [SETTLED]:
+            return False
+        self.publish([(firing.group_uuid, change.outbox)])
+        return True
+
+    def publish(self, outboxes: Sequence[tuple[str, Sequence[bytes]]]) -> None:
+        """Steps 2 and 3."""
+        filled = [(key, bodies) for key, bodies in outboxes if bodies]
+        if filled:
+            self.broker.put([_unpack(body) for _, bodies in filled for body in bodies], token="")
+            self.backend.clear_outbox([key for key, _ in filled])
+
+    def tend(self) -> float:
+        if self._clock.monotonic() - self._swept >= OUTBOX_AGE:
+            self._swept = self._clock.monotonic()
+            self.publish(self.backend.unsent(100, older_than=OUTBOX_AGE))
+        return min(self.broker.tend(), self.backend.tend(), OUTBOX_AGE)
+
+
+class TwoSession(Session):
+    """A consumer whose deliveries are begun in the backend before they are handed out."""
+
+    def __init__(self, store: TwoStores, consumer: Consumer) -> None:
+        self._store = store
+        self._consumer = consumer
+        self._epochs: dict[object, int] = {}  # receipt → epoch, until the delivery is settled
+
+    def receive(self, limit: int, timeout: float) -> list[Delivery]:
+        deliveries = self._consumer.receive(limit, timeout)
+        if not deliveries:
+            return deliveries
+        known: list[tuple[Delivery, str, int]] = []
+        fresh: list[Delivery] = []
+        for delivery in deliveries:
+            try:
+                signature = decode_signature(delivery.body)
+            except DecodeError:
+                fresh.append(delivery)  # the engine knows what to do with it
+            else:
+                known.append((delivery, signature.uuid, signature.run))
+        begun = self._store.backend.begin([(uuid, run) for _, uuid, run in known])
+        over: list[Delivery] = []
+        outboxes: list[tuple[str, Sequence[bytes]]] = []
+        for (delivery, uuid, _), start in zip(known, begun, strict=True):
+            if start.finished:
+                over.append(delivery)
+                outboxes.append((uuid, start.outbox))
+            else:
+                self._epochs[delivery.receipt] = start.epoch
+                fresh.append(delivery)
+        if over:
+            self._store.publish(outboxes)
+            self._consumer.dispose([Disposal(delivery=delivery) for delivery in over])
+        return fresh
+
+    def settle(self, settlements: Sequence[Settlement], marks: Sequence[Mark] = ()) -> list[Verdict]:
+        if marks:
+            self._mark(marks)
+        stated = [settlement for settlement in settlements if settlement.states]
+        changes = [self._change(settlement) for settlement in stated]
+        verdicts = dict(zip((id(one) for one in stated), self._store.backend.apply(changes), strict=True))
+        self._store.publish([
+            (change.key, change.outbox)
+            for settlement, change in zip(stated, changes, strict=True)
+            if verdicts[id(settlement)] is SETTLED
+        ])
+        # Our own repeat: what the first try left undone is done now, with the same UUIDs.
+        again = [settlement.uuid for settlement in stated if verdicts[id(settlement)] is ALREADY]
+        if again:
+            self._store.publish(list(zip(again, self._store.backend.outboxes(again), strict=True)))
+        ours = self._consumer.dispose([disposal_of(settlement) for settlement in settlements])
+        result: list[Verdict] = []
+        for settlement, mine in zip(settlements, ours, strict=True):
+            verdict = verdicts.get(id(settlement), SETTLED if mine else FENCED)
+            if verdict is not FENCED:  # else a repeat would carry no epoch, and not be fenced
+                self._epochs.pop(settlement.delivery.receipt, None)
+            result.append(verdict)
+        return result
+
+    def _change(self, settlement: Settlement) -> Change:
+        return Change(
+            key=settlement.uuid, mark=mark_of(settlement.delivery),
+            epoch=self._epochs.get(settlement.delivery.receipt, 0),
+            states=settlement.states, groups=settlement.groups, arrivals=settlement.arrivals,
+            outbox=[_pack(message) for message in settlement.send],
+        )
+
+    def _mark(self, marks: Sequence[Mark]) -> None:
+        self._store.backend.apply([
+            Change(key=mark.state.task_uuid, states=(mark.state,), epoch=self._epochs.get(mark.delivery.receipt, 0))
+            for mark in marks
+        ])
+
+    def run_begins(self, delivery: Delivery) -> None:
+        self._consumer.run_begins(delivery)
+
+    def run_ends(self, delivery: Delivery) -> None:
+        self._consumer.run_ends(delivery)
+
+    def beat(self) -> bool:
+        return self._consumer.beat()
+
+    def wake(self) -> None:
+        self._consumer.wake()
+
+    def close(self) -> None:
+        self._consumer.close()
+
+
