@@ -1,0 +1,62 @@
+"""How values go into the SQLite stores: moments as numbers, and many rows in one statement.
+
+Limits: a moment is kept to the microsecond.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import functools
+import sqlite3
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+import msgspec
+
+from machinery_py.clock import UTC
+
+_EPOCH = dt.datetime(1970, 1, 1, tzinfo=UTC)
+
+Rows = list[tuple[Any, ...]]
+
+
+def micros(moment: dt.datetime) -> int:
+    """A moment as the file keeps it."""
+    passed = moment - _EPOCH
+    return (passed.days * 86400 + passed.seconds) * 1_000_000 + passed.microseconds
+
+
+def moment_of(number: int) -> dt.datetime:
+    return _EPOCH + dt.timedelta(microseconds=number)
+
+
+def printable(text: str) -> str:
+    """The text with what has no UTF-8 written out: half a surrogate pair, as it stands in the names of odd files."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def as_json(values: Sequence[str] | Sequence[int]) -> str:
+    """For `json_each(?)`: any number of ids in one parameter."""
+    try:
+        return msgspec.json.encode(values).decode()
+    except UnicodeEncodeError:
+        return msgspec.json.encode([printable(str(value)) for value in values]).decode()
+
+
+def insert_rows(connection: sqlite3.Connection, head: str, rows: Sequence[tuple[Any, ...]], tail: str = "") -> int:
+    """Run `head VALUES (?, …), … tail` in few big statements; returns how many rows were changed."""
+    changed = start = 0
+    for size in (128, 32, 8, 1):
+        while len(rows) - start >= size:
+            sql = _insert(head, len(rows[0]), size, tail)
+            parameters = tuple(chain.from_iterable(rows[start : start + size]))
+            changed += connection.execute(sql, parameters).rowcount
+            start += size
+    return changed
+
+
+@functools.lru_cache(maxsize=256)
+def _insert(head: str, columns: int, rows: int, tail: str) -> str:
+    row = "(" + ",".join("?" * columns) + ")"
+    return f"{head} VALUES {','.join([row] * rows)} {tail}"

@@ -1,0 +1,65 @@
+"""Locks in a SQLite file.
+
+    locks    a row while a name is held: token, expires_at; its id is the fence
+
+Limits: one machine. Time is the clock's on the wall: who sets it ahead ends what is held.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import secrets
+
+from machinery_py._drivers.sqlite import SQLiteDriver
+from machinery_py._drivers.sqlite_rows import moment_of
+from machinery_py.errors import BackendUnavailable
+from machinery_py.locks.base import Held, Lock
+
+# In: name, token, until when. Out: a row, unless somebody has the name.
+_ACQUIRE = "INSERT INTO locks (name, token, expires_at) VALUES (?, ?, ?) ON CONFLICT (name) DO NOTHING"
+
+
+class SQLiteLock(Lock):
+    """Rows in the driver's file. The driver belongs to whoever made it."""
+
+    def __init__(self, driver: SQLiteDriver) -> None:
+        self._driver = driver
+
+    def acquire(self, name: str, *, ttl: float) -> Held | None:
+        now = self._driver.now()
+        with self._driver.reading() as connection:
+            # Most who lose find out here, without keeping a writer waiting.
+            taken = connection.execute("SELECT 1 FROM locks WHERE name = ? AND expires_at > ?", (name, now)).fetchone()
+        if taken is not None:
+            return None
+        token = secrets.token_hex(16)
+        with self._driver.transaction(BackendUnavailable) as connection:
+            now = self._driver.now()
+            until = now + _micros(ttl)
+            connection.execute("DELETE FROM locks WHERE expires_at <= ?", (now,))
+            cursor = connection.execute(_ACQUIRE, (name, token, until))
+        if cursor.rowcount == 0 or cursor.lastrowid is None:
+            return None
+        return Held(name=name, token=token, fence=cursor.lastrowid, expires_at=moment_of(until))
+
+    def renew(self, held: Held, *, ttl: float) -> bool:
+        with self._driver.transaction(BackendUnavailable) as connection:
+            now = self._driver.now()
+            return connection.execute(
+                "UPDATE locks SET expires_at = ? WHERE name = ? AND token = ? AND expires_at > ?",
+                (now + _micros(ttl), held.name, held.token, now),
+            ).rowcount > 0
+
+    def release(self, held: Held) -> bool:
+        with self._driver.transaction(BackendUnavailable) as connection:
+            return connection.execute(
+                "DELETE FROM locks WHERE name = ? AND token = ? AND expires_at > ?",
+                (held.name, held.token, self._driver.now()),
+            ).rowcount > 0
+
+    def close(self) -> None:
+        pass  # the driver belongs to whoever made it
+
+
+def _micros(seconds: float) -> int:
+    return dt.timedelta(seconds=seconds) // dt.timedelta(microseconds=1)
