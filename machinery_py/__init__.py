@@ -1,0 +1,82 @@
+"""Background tasks for Python: functions that you call now and that run elsewhere, now or later."""
+
+import logging
+
+from machinery_py.config import Config
+from machinery_py.context import Context, current_task
+from machinery_py.errors import (
+    ArgumentError,
+    BackendUnavailable,
+    BrokerUnavailable,
+    ConfigError,
+    DecodeError,
+    MachineryError,
+    NoRetry,
+    PublishRefused,
+    PublishUnknown,
+    ResultExpired,
+    ResultTimeout,
+    RetryTaskLater,
+    StateNotFound,
+    StoreUnusable,
+    TaskAlreadyRegistered,
+    TaskFailed,
+    TaskNotRegistered,
+    TimeLimitExceeded,
+    Unsupported,
+    WorkflowError,
+)
+from machinery_py.registry import Task
+from machinery_py.results import AsyncResult, ChainResult, ChordResult, GroupResult
+from machinery_py.server import Server
+from machinery_py.signature import Arg, Chain, Signature
+from machinery_py.states import State, TaskState
+from machinery_py.version import __version__
+from machinery_py.worker.worker import Worker
+from machinery_py.workflow import Group, chain, chord, group
+
+__all__ = [
+    "Arg",
+    "ArgumentError",
+    "AsyncResult",
+    "BackendUnavailable",
+    "BrokerUnavailable",
+    "Chain",
+    "ChainResult",
+    "ChordResult",
+    "Config",
+    "ConfigError",
+    "Context",
+    "DecodeError",
+    "Group",
+    "GroupResult",
+    "MachineryError",
+    "NoRetry",
+    "PublishRefused",
+    "PublishUnknown",
+    "ResultExpired",
+    "ResultTimeout",
+    "RetryTaskLater",
+    "Server",
+    "Signature",
+    "State",
+    "StateNotFound",
+    "StoreUnusable",
+    "Task",
+    "TaskAlreadyRegistered",
+    "TaskFailed",
+    "TaskNotRegistered",
+    "TaskState",
+    "TimeLimitExceeded",
+    "Unsupported",
+    "Worker",
+    "WorkflowError",
+    "__version__",
+    "chain",
+    "chord",
+    "current_task",
+    "group",
+]
+
+# The library configures no logging; without this, a program that does not either would see its warnings on stderr.
+logging.getLogger(__name__).addHandler(logging.NullHandler())

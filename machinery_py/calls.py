@@ -1,0 +1,237 @@
+"""How a task's function is called: its parameters, from a Python call to Args, and from Args to the call."""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from machinery_py.context import Context
+from machinery_py.errors import ArgumentError
+from machinery_py.signature import Arg
+from machinery_py.values import converter, describe, result_of, to_python
+
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_PLAIN = {int: "int64", str: "string", bool: "bool"}  # sent as they are; ints are checked for 64 bits when encoded
+
+
+class _Parameter(msgspec.Struct, frozen=True):
+    """One parameter: its annotation, and how a received value becomes what the annotation says."""
+
+    name: str
+    hint: Any
+    convert: Callable[[Any], Any] | None
+
+
+class Call:
+    """The calling side of one function. Looked at when it is first needed: annotations may name things defined below it."""
+
+    def __init__(self, name: str, function: Callable[..., Any]) -> None:
+        self.name = name
+        self.function = function
+        self.is_async = inspect.iscoroutinefunction(function)
+        try:
+            self._signature = inspect.signature(function)
+        except (TypeError, ValueError):  # some functions written in C do not tell
+            self._signature = inspect.Signature([
+                inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL),
+                inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD),
+            ])
+        parameters = list(self._signature.parameters.values())
+        self.takes_context = bool(parameters) and _is_context(parameters[0], function)
+        self._given = parameters[1:] if self.takes_context else parameters
+        self._required = sum(p.kind in _POSITIONAL and p.default is p.empty for p in self._given)
+        self._positional_count = sum(p.kind in _POSITIONAL for p in self._given)
+        self._takes_any = any(p.kind is p.VAR_POSITIONAL for p in self._given)
+        self._keyword_names = {p.name for p in self._given if p.kind is p.KEYWORD_ONLY}
+        self._required_keywords = {p.name for p in self._given if p.kind is p.KEYWORD_ONLY and p.default is p.empty}
+        self._takes_keywords = any(p.kind is p.VAR_KEYWORD for p in self._given)
+        self._named = bool(self._keyword_names) or self._takes_keywords
+        self._hints: dict[str, Any] | None = None
+        self._parameters: list[_Parameter] = []
+        self._rest = _Parameter("", Any, None)
+        self._keywords: dict[str, _Parameter] = {}
+        self._convert_any = False
+        self._result_converter: Callable[[Any], Any] | None = None
+
+    def _learn(self) -> dict[str, Any]:
+        """Resolve the annotations, once."""
+        try:
+            hints = typing.get_type_hints(self.function, include_extras=True)
+        except Exception:  # a name that is only there for type checkers: then nothing is known about any
+            hints = {}
+        for p in self._given:
+            hint = hints.get(p.name, Any)
+            parameter = _Parameter(p.name, hint, converter(hint))
+            self._convert_any = self._convert_any or parameter.convert is not None
+            if p.kind in _POSITIONAL:
+                self._parameters.append(parameter)
+            elif p.kind is p.VAR_POSITIONAL:
+                self._rest = parameter
+            else:
+                self._keywords[p.name] = parameter
+        self._result_converter = converter(hints.get("return", Any))
+        self._hints = hints
+        return hints
+
+    # From a Python call to what travels
+
+    def arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, partial: bool = False) -> tuple[Arg, ...]:
+        """The arguments as they travel, each under its type name.
+
+        Raises:
+            ArgumentError: they do not fit the parameters (unless `partial`), or one cannot be sent.
+        """
+        if self._hints is None:
+            self._learn()
+        if kwargs or not (self._required <= len(args) and (self._takes_any or len(args) <= self._positional_count)):
+            args, kwargs = self._bind(args, kwargs, partial=partial)
+        elif self._required_keywords and not partial:
+            self._check(args, kwargs)
+        described = [self._describe(self._parameter(index), value) for index, value in enumerate(args)]
+        for name, value in kwargs.items():
+            described.append(self._describe(self._keyword(name), value, name=name))
+        return tuple(described)
+
+    def _bind(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], *, partial: bool
+    ) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        """Sort keywords into their places, so that only keyword-only parameters travel by name."""
+        shape = self._signature.replace(parameters=self._given)
+        try:
+            bound = (shape.bind_partial if partial else shape.bind)(*args, **kwargs)
+        except TypeError as error:
+            raise ArgumentError(f"{self.name}: {_bind_text(error)}") from None
+        skipped = [p.name for p in self._given if p.kind in _POSITIONAL and p.name not in bound.arguments]
+        given_after = [p.name for p in self._given if p.kind in _POSITIONAL and p.name in bound.arguments and skipped
+                       and list(self._signature.parameters).index(p.name) > list(self._signature.parameters).index(skipped[0])]
+        if given_after:
+            # Positions cannot have holes on the wire: what is left out in between gets its default.
+            bound.apply_defaults()
+            if partial and any(p.name in skipped and p.default is p.empty for p in self._given):
+                raise ArgumentError(f"{self.name}: argument {given_after[0]!r} leaves {skipped[0]!r} open before it; "
+                                    "results are added at the end")
+        return bound.args, bound.kwargs
+
+    def _check(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        try:
+            self._signature.replace(parameters=self._given).bind(*args, **kwargs)
+        except TypeError as error:
+            raise ArgumentError(f"{self.name}: {_bind_text(error)}") from None
+
+    def _parameter(self, index: int) -> _Parameter:
+        return self._parameters[index] if index < len(self._parameters) else self._rest
+
+    def _keyword(self, name: str) -> _Parameter:
+        return self._keywords.get(name) or _Parameter(name, Any, None)
+
+    def _describe(self, parameter: _Parameter, value: Any, *, name: str = "") -> Arg:
+        plain = _PLAIN.get(type(value))
+        if plain is not None and (parameter.hint is type(value) or parameter.hint is Any):
+            return Arg(type=plain if plain != "int64" or -(2**63) <= value < 2**63 else _wide(self.name, parameter, value),
+                       value=value, name=name)
+        try:
+            type_name, wire = describe(value, parameter.hint)
+        except ArgumentError as error:
+            raise ArgumentError(f"{self.name} argument {parameter.name!r}: {error}") from None
+        return Arg(type=type_name, value=wire, name=name)
+
+    # From what travelled to the call
+
+    def values(self, args: Sequence[Arg]) -> tuple[list[Any], dict[str, Any]]:
+        """The arguments for the function.
+
+        Raises:
+            ArgumentError: one has the wrong form for its type or its parameter, or there are too few or too many.
+        """
+        if self._hints is None:
+            self._learn()
+        named: dict[str, Any] = {}
+        try:
+            if self._named and any(arg.name for arg in args):
+                args, named = self._split(args)
+            values = [to_python(arg.type, arg.value) for arg in args]
+        except ArgumentError as error:
+            # Go's words: other programs see this text in the state.
+            raise ArgumentError(f"Reflect task args error: {error}") from None
+        if self._convert_any:
+            values = [self._converted(self._parameter(index), value) for index, value in enumerate(values)]
+            named = {name: self._converted(self._keyword(name), value) for name, value in named.items()}
+        count = len(values)
+        if count < self._required or (count > self._positional_count and not self._takes_any) or self._required_keywords:
+            self._check(values, named)
+        return values, named
+
+    def _split(self, args: Sequence[Arg]) -> tuple[list[Arg], dict[str, Any]]:
+        # Go ignores Arg.Name, and senders fill it with anything: it counts for keyword parameters alone.
+        positional: list[Arg] = []
+        named: dict[str, Any] = {}
+        places = {parameter.name for parameter in self._parameters}
+        for arg in args:
+            if arg.name and (arg.name in self._keyword_names or (self._takes_keywords and arg.name not in places)):
+                named[arg.name] = to_python(arg.type, arg.value)
+            else:
+                positional.append(arg)
+        return positional, named
+
+    def _converted(self, parameter: _Parameter, value: Any) -> Any:
+        if parameter.convert is None:
+            return value
+        try:
+            return parameter.convert(value)
+        except ArgumentError as error:
+            raise ArgumentError(f"{self.name} argument {parameter.name!r}: {error}") from None
+
+    # Results
+
+    def results(self, value: Any) -> tuple[Arg, ...]:
+        """What the function returned, as it is stored: nothing for None, one for each item of a tuple.
+
+        Raises:
+            ArgumentError: it cannot be stored.
+        """
+        if value is None:
+            return ()
+        plain = _PLAIN.get(type(value))
+        if plain is not None and (plain != "int64" or -(2**63) <= value < 2**63):
+            return (Arg(type=plain, value=value),)
+        try:
+            return tuple(Arg(type=type_name, value=wire) for type_name, wire in result_of(value))
+        except ArgumentError as error:
+            raise ArgumentError(f"{self.name} result: {error}") from None
+
+    def result(self, value: Any) -> Any:
+        """A received result as the function's annotation says, if it says anything."""
+        if self._hints is None:
+            self._learn()
+        if self._result_converter is None or value is None:
+            return value
+        return self._result_converter(value)
+
+
+def _wide(name: str, parameter: _Parameter, value: int) -> str:
+    if 0 <= value < 2**64:
+        return "uint64"
+    raise ArgumentError(f"{name} argument {parameter.name!r}: cannot send {value}: it does not fit into 64 bits "
+                        "(send it as a string)")
+
+
+def _bind_text(error: TypeError) -> str:
+    text = str(error)
+    return text.replace("missing a required argument:", "missing argument").replace(
+        "missing a required keyword-only argument:", "missing argument")
+
+
+def _is_context(parameter: inspect.Parameter, function: Callable[..., Any]) -> bool:
+    hint = parameter.annotation
+    if isinstance(hint, str):
+        # With postponed annotations the name is looked up where the function was written.
+        hint = hint.strip("'\"")
+        found = getattr(function, "__globals__", {}).get(hint.split(".")[0])
+        for part in hint.split(".")[1:]:
+            found = getattr(found, part, None)
+        hint = found
+    return hint is Context

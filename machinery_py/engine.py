@@ -1,0 +1,200 @@
+"""What sending and running share: the tasks, the stores, the clock, the hooks, and the way from a signature to a message."""
+
+from __future__ import annotations
+
+import datetime as dt
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from machinery_py.backoff import full_jitter
+from machinery_py.brokers.base import Message
+from machinery_py.clock import Clock
+from machinery_py.config import Config
+from machinery_py.errors import ArgumentError, BackendUnavailable, BrokerUnavailable, MachineryError, PublishUnknown
+from machinery_py.events import EventBus, TaskSent
+from machinery_py.factory import Stores
+from machinery_py.outcomes import Arrived
+from machinery_py.registry import Registry
+from machinery_py.settlement.base import Store, Submission
+from machinery_py.signature import Signature, new_uuid
+from machinery_py.states import Arrival, GroupMeta, State, TaskState
+from machinery_py.wire import encode_signature
+
+PrePublish = Callable[[Signature[Any]], Signature[Any] | None]
+Around = Callable[[Signature[Any]], Iterator[None]]
+
+
+class Outgoing(msgspec.Struct, frozen=True):
+    """Signatures ready to be published: their messages, and PENDING for each."""
+
+    messages: Sequence[Message]
+    states: Sequence[TaskState]
+    groups: Sequence[GroupMeta]
+
+
+NOTHING = Outgoing((), (), ())
+
+FIRST_PAUSE = 0.05  # seconds until a submission is repeated
+
+
+class Engine:
+    """One application: its tasks and its stores. May be used from any thread; opens nothing before it is needed."""
+
+    def __init__(self, config: Config, clock: Clock) -> None:
+        self.config = config
+        self.clock = clock
+        self.registry = Registry()
+        self.events = EventBus()
+        self.pre_publish: PrePublish | None = None
+        self.around: list[Around] = []
+        self._stores: Stores | None = None
+        self._lock = threading.Lock()
+        self._attached: Callable[[], object] | None = None
+
+    @property
+    def stores(self) -> Stores:
+        """Opened at the first use."""
+        stores = self._stores
+        if stores is None:
+            with self._lock:
+                stores = self._stores
+                if stores is None:
+                    stores = Stores(self.config, self.clock)
+                    if self._attached is not None:
+                        stores.store.attach(self._attached)
+                    self._stores = stores
+        return stores
+
+    @property
+    def store(self) -> Store:
+        return self.stores.store
+
+    def attach(self, drain: Callable[[], object]) -> None:
+        """What the eager store calls to run what it was given."""
+        self._attached = drain
+
+    def swap(self, config: Config, clock: Clock, stores: Stores | None = None) -> tuple[Config, Clock, Stores | None]:
+        """Work with another configuration, clock and stores from now on, for tests. Returns those before, which stay open;
+        to put them back: `swap(*before)`.
+
+        Args:
+            stores: opened from the configuration at the first use, if they are not given.
+        """
+        with self._lock:
+            before = self.config, self.clock, self._stores
+            self.config, self.clock, self._stores = config, clock, stores
+            if stores is not None and self._attached is not None:
+                stores.store.attach(self._attached)
+        return before
+
+    def close(self) -> None:
+        """Give the stores back. May be called twice; the next use opens them again."""
+        with self._lock:
+            stores, self._stores = self._stores, None
+        if stores is not None:
+            stores.close()
+
+    def outgoing(self, signatures: Sequence[Signature[Any]], groups: Sequence[GroupMeta] = ()) -> Outgoing:
+        """Make messages: fill in UUID and queue, let the pre-publish hook look, encode, check the size.
+
+        Raises:
+            ArgumentError: something in a signature cannot be sent.
+        """
+        if not signatures and not groups:
+            return NOTHING
+        now = self.clock.now()
+        messages: list[Message] = []
+        states: list[TaskState] = []
+        for given in signatures:
+            signature = self.completed(given)
+            message = self.message(signature)
+            messages.append(message)
+            states.append(pending(signature, now))
+            if self.events.wants(TaskSent):
+                self.events.emit(TaskSent(signature=signature))
+        return Outgoing(messages, states, groups)
+
+    def completed(self, signature: Signature[Any]) -> Signature[Any]:
+        """With UUID and queue; passed through the pre-publish hook, which may return another one."""
+        if not signature.uuid or not signature.routing_key:
+            signature = signature.replace(
+                uuid=signature.uuid or new_uuid(),
+                routing_key=signature.routing_key or self.config.default_queue,
+            )
+        if self.pre_publish is not None:
+            signature = self.pre_publish(signature) or signature
+        return signature
+
+    def message(self, signature: Signature[Any]) -> Message:
+        body = encode_signature(signature)
+        limit = self.config.max_message_size
+        if len(body) > limit:
+            raise ArgumentError(
+                f"{signature.name}: the message has {len(body):,} bytes, more than max_message_size = {limit:,} "
+                "(send an id and load the data in the task)"
+            )
+        return Message(
+            uuid=signature.uuid, name=signature.name, queue=signature.routing_key, body=body,
+            eta=signature.eta, priority=signature.priority,
+        )
+
+    def submit(
+        self, signatures: Sequence[Signature[Any]], groups: Sequence[GroupMeta] = (), *, replay: bool = False
+    ) -> None:
+        """Publish.
+
+        Raises:
+            ArgumentError, PublishRefused, PublishUnknown: as Server.send_task.
+        """
+        out = self.outgoing(signatures, groups)
+        if out.messages:
+            self._submit(Submission(
+                token=new_uuid(""), messages=out.messages, states=out.states, groups=out.groups, replay=replay,
+            ))
+
+    def _submit(self, submission: Submission) -> None:
+        """Repeat it while the store is away, for at most `publish_timeout`; its token keeps it from being doubled."""
+        deadline = time.monotonic() + self.config.publish_timeout
+        pause = FIRST_PAUSE
+        unknown: PublishUnknown | None = None
+        failure: MachineryError
+        while True:
+            try:
+                self.store.submit(submission)
+                return
+            except PublishUnknown as error:
+                unknown = failure = error
+            except (BrokerUnavailable, BackendUnavailable) as error:
+                failure = error
+            if time.monotonic() + pause >= deadline:
+                # After a lost reply, a refusal of the repeat does not say that nothing was stored.
+                raise unknown or failure
+            time.sleep(full_jitter(pause))
+            pause = min(1.0, pause * 2)
+
+    def arrivals(self, arrived: Sequence[Arrived]) -> list[Arrival]:
+        """Group arrivals as the stores keep them."""
+        found: list[Arrival] = []
+        for one in arrived:
+            member, callback = one.member, one.member.chord_callback
+            if callback is not None and member.group_uuid:
+                found.append(Arrival(
+                    group_uuid=member.group_uuid, task_uuid=member.uuid, total=member.group_task_count, ok=one.ok,
+                    callback=encode_signature(callback),
+                ))
+        return found
+
+    def now(self) -> dt.datetime:
+        return self.clock.now()
+
+
+def pending(signature: Signature[Any], now: dt.datetime) -> TaskState:
+    """The state that a signature has when it is published."""
+    return TaskState(
+        task_uuid=signature.uuid, task_name=signature.name, state=State.PENDING, created_at=now,
+        run=signature.run, attempt=signature.attempt, queue=signature.routing_key, eta=signature.eta,
+    )

@@ -1,0 +1,67 @@
+"""From a configuration to its stores. Stores are named here as strings, and loaded when a URL needs them."""
+
+from __future__ import annotations
+
+import importlib
+from typing import cast
+
+from machinery_py.clock import Clock
+from machinery_py.config import Config
+from machinery_py.errors import ConfigError
+from machinery_py.families.base import Family, FamilyOptions
+from machinery_py.locks.base import Lock
+from machinery_py.settlement.base import Store
+from machinery_py.settlement.two_stores import TwoStores
+from machinery_py.urls import redact, scheme_of
+
+#: URL scheme → the class that opens it.
+FAMILIES: dict[str, str] = {
+    "memory": "machinery_py.families.memory:MemoryFamily",
+    "eager": "machinery_py.families.eager:EagerFamily",
+    "sqlite": "machinery_py.families.sqlite:SQLiteFamily",
+    "null": "machinery_py.families.null:NullFamily",
+}
+
+
+def open_family(url: str, options: FamilyOptions) -> Family:
+    """The stores behind a URL; nothing is connected yet.
+
+    Raises:
+        ConfigError: the scheme is unknown.
+    """
+    target = FAMILIES.get(scheme_of(url))
+    if target is None:
+        raise ConfigError(f"URL {redact(url)!r}: unknown scheme (known: {', '.join(sorted(FAMILIES))})")
+    module, _, name = target.partition(":")
+    return cast(Family, getattr(importlib.import_module(module), name)(url, options))
+
+
+class Stores:
+    """What one Server works with: its store, its lock, and the families that own their connections."""
+
+    def __init__(self, config: Config, clock: Clock) -> None:
+        options = FamilyOptions(
+            clock=clock, lease=config.lease, expire_in=float(config.results_expire_in), timeout=config.publish_timeout
+        )
+        self._families: dict[str, Family] = {}
+        for url in (config.broker, config.backend_url, config.lock_url):
+            if url not in self._families:
+                self._families[url] = open_family(url, options)
+        broker = self._families[config.broker]
+        backend = self._families[config.backend_url]
+        together = broker.together() if broker is backend else None
+        self.store: Store = together or TwoStores(broker.broker(), backend.backend(), clock)
+        self._lock_family = self._families[config.lock_url]
+        self._lock: Lock | None = None
+
+    @property
+    def lock(self) -> Lock:
+        if self._lock is None:
+            self._lock = self._lock_family.lock()
+        return self._lock
+
+    def close(self) -> None:
+        """Give everything back. May be called twice."""
+        self.store.close()
+        for family in self._families.values():
+            family.close()

@@ -1,0 +1,1 @@
+"""What one URL opens: broker, backend, lock, and all of them as one store where that is possible."""

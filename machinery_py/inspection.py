@@ -1,0 +1,214 @@
+"""Looking at a running application, and acting on what is seen: `server.inspect`. The CLI can do nothing more."""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Sequence
+
+import msgspec
+
+from machinery_py.brokers.base import DeadLetter, Message, QueueStats, WorkerInfo
+from machinery_py.engine import Engine, pending
+from machinery_py.errors import DecodeError, MachineryError, StateNotFound, Unsupported
+from machinery_py.settlement.base import Submission
+from machinery_py.signature import HEADER_ATTEMPT, HEADER_RUN, Signature, new_uuid
+from machinery_py.states import State, TaskState
+from machinery_py.wire import decode_signature, encode_signature
+
+RATE_WINDOW = 60.0  # seconds that "per minute" is counted over
+
+
+class QueueReport(msgspec.Struct, frozen=True, kw_only=True):
+    """One queue. `failed`: dead letters and tasks that failed and are still remembered. `oldest`: seconds its oldest
+    waiting message has waited. `per_minute`: tasks that ended in the last minute."""
+
+    queue: str
+    waiting: int
+    running: int
+    delayed: int
+    dead: int
+    failed: int
+    oldest: float
+    per_minute: int
+
+
+class TaskReport(msgspec.Struct, frozen=True, kw_only=True):
+    """All that is known of a task. `signature`: of a failed one, or one that waits in a queue; None for others."""
+
+    state: TaskState
+    signature: Signature[object] | None = None
+
+
+class Inspector:
+    """What `server.inspect` can do. May be used from any thread; reads change nothing."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def queues(self) -> list[QueueReport]:
+        """One line for each queue that has ever been used."""
+        store, now = self._engine.store, self._engine.clock.now()
+        rates = store.backend.finished_since(now - dt.timedelta(seconds=RATE_WINDOW))
+        kept = dt.timedelta(seconds=self._engine.config.results_expire_in)
+        failures = store.backend.finished_since(now - kept)
+        return [self._queue(stats, rates, failures, now) for stats in store.broker.stats()]
+
+    @staticmethod
+    def _queue(
+        stats: QueueStats, rates: dict[str, tuple[int, int]], failures: dict[str, tuple[int, int]], now: dt.datetime
+    ) -> QueueReport:
+        oldest = (now - stats.oldest_at).total_seconds() if stats.oldest_at else 0.0
+        return QueueReport(
+            queue=stats.queue, waiting=stats.waiting, running=stats.running, delayed=stats.delayed, dead=stats.dead,
+            failed=failures.get(stats.queue, (0, 0))[1], oldest=max(0.0, oldest),
+            per_minute=sum(rates.get(stats.queue, (0, 0))),
+        )
+
+    def workers(self) -> list[WorkerInfo]:
+        """The workers that live."""
+        return self._engine.store.broker.workers()
+
+    def tasks(
+        self, *, state: str | State | None = None, name: str = "", since: dt.datetime | float | None = None,
+        queue: str = "", limit: int = 50,
+    ) -> list[TaskState]:
+        """The states of tasks, the last changed first.
+
+        Args:
+            since: changed at or after this moment, or at most that many seconds ago.
+            queue: with it and no other filter, the waiting tasks of the queue, the next to run first.
+        """
+        if queue and state is None and not name and since is None:
+            messages = self._engine.store.broker.pending(queue, limit)
+            states = self._engine.store.backend.get_states([message.uuid for message in messages])
+            return [states[message.uuid] for message in messages if message.uuid in states]
+        if isinstance(since, int | float):
+            since = self._engine.clock.now() - dt.timedelta(seconds=since)
+        wanted = State(state.upper()) if isinstance(state, str) else state
+        found = self._engine.store.backend.list_states(
+            state=wanted, name=name, since=since, limit=limit if not queue else 100_000)
+        return [one for one in found if queue in ("", one.queue)][:limit]
+
+    def find(self, prefix: str) -> str:
+        """The one UUID that begins like this.
+
+        Raises:
+            StateNotFound: none does.
+            MachineryError: several do.
+        """
+        found = self._engine.store.backend.find(prefix, 2)
+        if not found:
+            raise StateNotFound(prefix)
+        if len(found) > 1 and prefix not in found:
+            raise MachineryError(f"several tasks begin with {prefix!r}: {', '.join(found)}, … (give more of it)")
+        return prefix if prefix in found else found[0]
+
+    def task(self, uuid: str) -> TaskReport:
+        """All that is known of a task; the start of its UUID is enough.
+
+        Raises:
+            StateNotFound: nothing is.
+        """
+        state = self._engine.store.backend.get_state(self.find(uuid))
+        return TaskReport(state=state, signature=self._signature(state))
+
+    def _signature(self, state: TaskState) -> Signature[object] | None:
+        body = state.message
+        if not body and not state.is_finished:
+            body = self._waiting_body(state)
+        try:
+            return decode_signature(body) if body else None
+        except DecodeError:
+            return None
+
+    def _waiting_body(self, state: TaskState) -> bytes:
+        broker = self._engine.store.broker
+        try:
+            waiting = [*broker.pending(state.queue, 1000), *broker.delayed(1000)]
+        except Unsupported:
+            return b""
+        return next((message.body for message in waiting if message.uuid == state.task_uuid), b"")
+
+    def retry(
+        self, uuids: Sequence[str] = (), *, state: str | State = State.FAILURE, name: str = "",
+        since: dt.datetime | float | None = None, limit: int = 10_000,
+    ) -> list[str]:
+        """Send failed tasks again, at once and with all their retries, under the same UUIDs; which.
+
+        Args:
+            uuids: these; or else all that the filter finds.
+        """
+        if uuids:
+            found = list(self._engine.store.backend.get_states(list(uuids)).values())
+        else:
+            found = self.tasks(state=state, name=name, since=since, limit=limit)
+        bodies = [encode_signature(_anew(decode_signature(one.message)))
+                  for one in found if one.state is State.FAILURE and one.message]
+        return self._replay(bodies)
+
+    def _replay(self, bodies: Sequence[bytes]) -> list[str]:
+        signatures = [decode_signature(body) for body in bodies]
+        now = self._engine.clock.now()
+        for start in range(0, len(signatures), 1000):
+            batch = signatures[start:start + 1000]
+            self._engine.store.submit(Submission(
+                token=new_uuid(""),
+                messages=[
+                    Message(uuid=one.uuid, name=one.name, queue=one.routing_key, body=body, priority=one.priority)
+                    for one, body in zip(batch, bodies[start:start + 1000], strict=True)
+                ],
+                states=[pending(one, now) for one in batch], replay=True,
+            ))
+        return [one.uuid for one in signatures]
+
+    def purge(self, queue: str) -> int:
+        """Delete all waiting and delayed messages of a queue; how many."""
+        return self._engine.store.broker.purge(queue)
+
+    # Dead letters
+
+    def dead(self, *, limit: int = 50, queue: str = "") -> list[DeadLetter]:
+        """The newest dead letters."""
+        return self._engine.store.broker.dead_letters(limit=limit, queue=queue)
+
+    def dead_letter(self, id: str) -> DeadLetter:
+        """One dead letter, by the start of its id or of its task's UUID.
+
+        Raises:
+            StateNotFound: there is none.
+        """
+        for letter in self.dead(limit=100_000):
+            if letter.id.startswith(id) or (letter.uuid and letter.uuid.startswith(id)):
+                return letter
+        raise StateNotFound(id)
+
+    def replay_dead(self, ids: Sequence[str]) -> list[str]:
+        """Put dead letters back into their queues, byte for byte, without strikes; which tasks.
+
+        Those that are no signature stay: nobody could run them.
+        """
+        letters = [self.dead_letter(id) for id in ids]
+        usable = [letter for letter in letters if _is_signature(letter.body)]
+        # Published first, removed then: a crash in between leaves a letter too many, never one too few.
+        sent = self._replay([letter.body for letter in usable])
+        self._engine.store.broker.take_dead([letter.id for letter in usable])
+        return sent
+
+    def delete_dead(self, ids: Sequence[str]) -> int:
+        """Delete dead letters; how many."""
+        return len(self._engine.store.broker.take_dead([self.dead_letter(id).id for id in ids]))
+
+
+def _anew(signature: Signature[object]) -> Signature[object]:
+    """As it was before its first try: each counted try took one from RetryCount."""
+    headers = {key: value for key, value in signature.headers.items() if key not in (HEADER_RUN, HEADER_ATTEMPT)}
+    return signature.replace(
+        headers=headers, retry_count=signature.retry_count + signature.attempt - 1, retry_timeout=0, eta=None
+    )
+
+
+def _is_signature(body: bytes) -> bool:
+    try:
+        return bool(decode_signature(body).name)
+    except DecodeError:
+        return False

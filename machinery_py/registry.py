@@ -1,0 +1,266 @@
+"""Tasks by their names: functions, how they are called, and how they are sent."""
+
+from __future__ import annotations
+
+import datetime as dt
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Generic, ParamSpec, Protocol, TypedDict, TypeVar, Unpack, cast
+
+import msgspec
+
+from machinery_py.backoff import Backoff
+from machinery_py.calls import Call
+from machinery_py.context import Context
+from machinery_py.errors import TaskAlreadyRegistered, TaskNotRegistered, nearest
+from machinery_py.results import AsyncResult
+from machinery_py.signature import HEADER_EXPIRES, Arg, Signature, Step
+
+logger = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class SendOptions(TypedDict, total=False):
+    """How one call is sent.
+
+    delay: seconds or a timedelta, from now. eta: aware. queue: its name. priority: 0 to 255, the higher first. expires: not
+    started later than that many seconds (or timedelta) from now, or that moment. retries: tries after the first. headers:
+    strings that travel with the task. uuid: instead of a random one.
+    """
+
+    delay: float | dt.timedelta
+    eta: dt.datetime
+    queue: str
+    priority: int
+    expires: float | dt.timedelta | dt.datetime
+    retries: int
+    headers: Mapping[str, str]
+    uuid: str
+
+
+OPTION_NAMES = frozenset(SendOptions.__annotations__)
+
+
+class TaskSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What was said about a task where it was registered.
+
+    Attributes:
+        retries: tries after the first, for each call that does not say otherwise.
+        backoff: how long to wait between them.
+        retry_on: which exceptions are retried; None: all but NoRetry and wrong arguments.
+        time_limit: seconds one run may take.
+        ignore_result: no results are kept, only the state.
+    """
+
+    queue: str = ""
+    retries: int = 0
+    backoff: Backoff = "fibonacci"
+    retry_on: tuple[type[BaseException], ...] | None = None
+    time_limit: float | None = None
+    priority: int = 0
+    ignore_result: bool = False
+
+
+class TaskSender(Protocol):
+    """What a task needs of its Server."""
+
+    def send(self, step: Step[Any]) -> Any: ...
+    async def send_async(self, step: Step[Any]) -> Any: ...
+    def now(self) -> dt.datetime: ...
+
+
+class Task(Generic[P, R]):
+    """A registered function. It can still be called as before; `send` lets a worker call it."""
+
+    def __init__(self, name: str, function: Callable[..., Any], settings: TaskSettings, sender: TaskSender) -> None:
+        self.name = name
+        self.function = function
+        self.settings = settings
+        self.call = Call(name, function)
+        self._sender = sender
+        self.__doc__ = function.__doc__
+        self.__name__ = getattr(function, "__name__", name)
+        self.__module__ = getattr(function, "__module__", __name__)
+        self.__wrapped__ = function
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Call the function here and now; a Context parameter is not given by the caller."""
+        if self.call.takes_context:
+            return cast(R, self.function(_bare_context(self.name), *args, **kwargs))
+        return cast(R, self.function(*args, **kwargs))
+
+    def send(self, *args: P.args, **kwargs: P.kwargs) -> AsyncResult[R]:
+        """Publish a call of this task.
+
+        Raises:
+            ArgumentError: the arguments do not fit, or one cannot be sent.
+            PublishRefused, PublishUnknown: as Server.send_task.
+        """
+        return cast("AsyncResult[R]", self._sender.send(self._signature(args, kwargs, {})))
+
+    async def send_async(self, *args: P.args, **kwargs: P.kwargs) -> AsyncResult[R]:
+        """`send` for coroutines."""
+        return cast("AsyncResult[R]", await self._sender.send_async(self._signature(args, kwargs, {})))
+
+    def signature(self, *args: P.args, **kwargs: P.kwargs) -> Signature[R]:
+        """The call as an object: to be sent, chained, put into a group."""
+        return self._signature(args, kwargs, {})
+
+    def partial(self, *args: Any, **kwargs: Any) -> Signature[R]:
+        """As `signature`, with room for the results that a chain or chord adds; so the count is not checked."""
+        return self._signature(args, kwargs, {}, partial=True)
+
+    def options(self, **options: Unpack[SendOptions]) -> Bound[P, R]:
+        """The same task, to be sent in another way.
+
+        Raises:
+            TypeError: there is no such option.
+        """
+        for name in options:
+            if name not in OPTION_NAMES:
+                raise TypeError(f"{self.name}: no option {name!r} (known: {', '.join(sorted(OPTION_NAMES))}"
+                                f"{nearest(name, OPTION_NAMES)})")
+        return Bound(self, options)
+
+    def _signature(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], options: SendOptions, *, partial: bool = False
+    ) -> Signature[R]:
+        settings = self.settings
+        arguments = self.call.arguments(args, kwargs, partial=partial)
+        if not options:
+            return Signature(
+                name=self.name, args=arguments, routing_key=settings.queue, priority=settings.priority,
+                retry_count=settings.retries, sender=self._sender,
+            )
+        return self._with_options(arguments, options)
+
+    def _with_options(self, arguments: Sequence[Arg], options: SendOptions) -> Signature[R]:
+        settings, now = self.settings, self._sender.now()
+        eta = options.get("eta")
+        if (delay := options.get("delay")) is not None:
+            eta = now + _timedelta(delay)
+        _check_zone(self.name, "eta", eta)
+        headers = dict(options.get("headers", {}))
+        if (expires := options.get("expires")) is not None:
+            moment = expires if isinstance(expires, dt.datetime) else now + _timedelta(expires)
+            _check_zone(self.name, "expires", moment)
+            headers[HEADER_EXPIRES] = repr(moment.timestamp())
+        retries, priority = options.get("retries", settings.retries), options.get("priority", settings.priority)
+        check_numbers(self.name, retries=retries, priority=priority)
+        return Signature(
+            name=self.name, args=arguments, uuid=options.get("uuid", ""), eta=eta, headers=headers,
+            routing_key=options.get("queue", settings.queue), priority=priority, retry_count=retries, sender=self._sender,
+        )
+
+    def __repr__(self) -> str:
+        return f"<Task {self.name!r}>"
+
+
+class AsyncTask(Task[P, R]):
+    """A task whose function is a coroutine function; workers run it on their event loop."""
+
+
+class Bound(Generic[P, R]):
+    """A task with options: what `task.options(…)` returns."""
+
+    __slots__ = ("_options", "_task")
+
+    def __init__(self, task: Task[P, R], options: SendOptions) -> None:
+        self._task = task
+        self._options = options
+
+    def send(self, *args: P.args, **kwargs: P.kwargs) -> AsyncResult[R]:
+        """As Task.send."""
+        return cast("AsyncResult[R]", self._task._sender.send(self._task._signature(args, kwargs, self._options)))
+
+    async def send_async(self, *args: P.args, **kwargs: P.kwargs) -> AsyncResult[R]:
+        """As Task.send_async."""
+        signature = self._task._signature(args, kwargs, self._options)
+        return cast("AsyncResult[R]", await self._task._sender.send_async(signature))
+
+    def signature(self, *args: P.args, **kwargs: P.kwargs) -> Signature[R]:
+        """As Task.signature."""
+        return self._task._signature(args, kwargs, self._options)
+
+    def partial(self, *args: Any, **kwargs: Any) -> Signature[R]:
+        """As Task.partial."""
+        return self._task._signature(args, kwargs, self._options, partial=True)
+
+
+class Registry:
+    """The tasks of one Server. May be used from any thread."""
+
+    def __init__(self) -> None:
+        self._tasks: dict[str, Task[..., Any]] = {}
+        self._lock = threading.Lock()
+
+    def add(self, task: Task[..., Any]) -> None:
+        """Take the task in.
+
+        Raises:
+            TaskAlreadyRegistered: its name belongs to a different function. The same function again (a module that is
+                imported under two names, say) replaces it.
+        """
+        with self._lock:
+            old = self._tasks.get(task.name)
+            if old is not None and _place(old.function) != _place(task.function):
+                raise TaskAlreadyRegistered(task.name, where=_place(old.function))
+            self._tasks[task.name] = task
+
+    def find(self, name: str) -> Task[..., Any] | None:
+        return self._tasks.get(name)
+
+    def get(self, name: str) -> Task[..., Any]:
+        """The task.
+
+        Raises:
+            TaskNotRegistered: with the names that there are.
+        """
+        task = self._tasks.get(name)
+        if task is None:
+            raise TaskNotRegistered(name, self._tasks)
+        return task
+
+    def names(self) -> list[str]:
+        return sorted(self._tasks)
+
+    def __iter__(self) -> Iterator[Task[..., Any]]:
+        return iter(list(self._tasks.values()))
+
+
+def _place(function: Callable[..., Any]) -> str:
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return repr(function)
+    return f"{code.co_filename}:{code.co_firstlineno}"
+
+
+def _timedelta(value: float | dt.timedelta) -> dt.timedelta:
+    return value if isinstance(value, dt.timedelta) else dt.timedelta(seconds=value)
+
+
+def _check_zone(name: str, option: str, moment: dt.datetime | None) -> None:
+    if moment is not None and moment.tzinfo is None:
+        raise ValueError(f"{name}: {option} {moment!r} has no time zone (use datetime.now(timezone.utc) + …)")
+
+
+def check_numbers(name: str, *, retries: int, priority: int, time_limit: float | None = None) -> None:
+    """Refuse what no worker could make sense of.
+
+    Raises:
+        ValueError: with the option, what was found and what is expected.
+    """
+    if retries < 0:
+        raise ValueError(f"{name}: retries={retries!r} (expected 0 or more)")
+    if not 0 <= priority <= 255:
+        raise ValueError(f"{name}: priority={priority!r} (expected 0 to 255, the higher first)")
+    if time_limit is not None and time_limit <= 0:
+        raise ValueError(f"{name}: time_limit={time_limit!r} (expected seconds, more than 0)")
+
+
+def _bare_context(name: str) -> Context:
+    # A direct call, as in a unit test: there is a context, but nobody to report to.
+    return Context(Signature(name=name), queue="", delivery=1, worker="", report=None)

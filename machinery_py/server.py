@@ -1,0 +1,386 @@
+"""The Server: where tasks are registered and sent from. It opens nothing and starts no thread before it is needed."""
+
+from __future__ import annotations
+
+import datetime as dt
+import logging
+import sys
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast, overload
+
+from machinery_py.backends.base import Backend, Listener
+from machinery_py.backoff import Backoff, check_backoff
+from machinery_py.brokers.base import Broker
+from machinery_py.clock import SYSTEM_CLOCK, Clock
+from machinery_py.config import Config
+from machinery_py.context import Context
+from machinery_py.engine import Engine
+from machinery_py.errors import MachineryError
+from machinery_py.events import EventBus
+from machinery_py.hub import Hub
+from machinery_py.inspection import Inspector
+from machinery_py.registry import AsyncTask, Task, TaskSettings, check_numbers
+from machinery_py.results import AsyncResult, ChainResult, ChordResult, GroupResult
+from machinery_py.settings import resolve
+from machinery_py.signature import Chain, Signature, Step
+from machinery_py.worker.inline import Inline
+from machinery_py.worker.worker import Worker
+from machinery_py.workflow import Group, Plan, PlannedStep, link
+
+logger = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+R = TypeVar("R")
+AroundTask = Callable[[Signature[object]], Iterator[None]]
+
+
+class _Anything:
+    """For type checkers: a first parameter that takes even this is untyped, Any or object, and would pass for a Context."""
+
+
+class TaskDecorator(Protocol):
+    """What `server.task(…)` with options returns. Keeps the function's parameters and result for type checkers."""
+
+    @overload
+    def __call__(self, function: Callable[Concatenate[_Anything, P], Coroutine[Any, Any, R]], /) -> AsyncTask[..., R]: ...
+    @overload
+    def __call__(self, function: Callable[Concatenate[_Anything, P], R], /) -> Task[..., R]: ...
+    @overload
+    def __call__(self, function: Callable[Concatenate[Context, P], Coroutine[Any, Any, R]], /) -> AsyncTask[P, R]: ...
+    @overload
+    def __call__(self, function: Callable[Concatenate[Context, P], R], /) -> Task[P, R]: ...
+    @overload
+    def __call__(self, function: Callable[P, Coroutine[Any, Any, R]], /) -> AsyncTask[P, R]: ...
+    @overload
+    def __call__(self, function: Callable[P, R], /) -> Task[P, R]: ...
+
+
+class Server:
+    """One application: its tasks, and the stores that they go through. May be used from any thread.
+
+    Args:
+        config: a URL that is broker, result backend and lock at once, or a Config; without it MACHINERY_* variables and
+            the file that MACHINERY_CONFIG names are asked, and last the embedded default, `sqlite:///machinery.db`.
+        broker, result_backend, lock: URLs, each for itself.
+        clock: where the time is taken from; tests have their own.
+
+    Raises:
+        ConfigError: a setting or URL cannot be used. Nothing is connected yet.
+    """
+
+    def __init__(
+        self, config: Config | str | None = None, *, broker: str | None = None, result_backend: str | None = None,
+        lock: str | None = None, clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
+        resolved = resolve(
+            config if isinstance(config, str) else None, config=config if isinstance(config, Config) else None,
+            broker=broker, result_backend=result_backend, lock=lock,
+        )
+        self.engine = Engine(resolved, clock)
+        self.inspect = Inspector(self.engine)
+        self._hub: Hub | None = None
+        self._inline = Inline(self.engine, self._all_queues, name="eager")
+        self._told_loop = False
+        self.engine.attach(self._inline.drain)
+
+    # What it consists of
+
+    @property
+    def config(self) -> Config:
+        return self.engine.config
+
+    @property
+    def broker(self) -> Broker:
+        return self.engine.store.broker
+
+    @property
+    def backend(self) -> Backend:
+        return self.engine.store.backend
+
+    @property
+    def clock(self) -> Clock:
+        return self.engine.clock
+
+    @property
+    def events(self) -> EventBus:
+        """What happens in this process, for programs."""
+        return self.engine.events
+
+    def now(self) -> dt.datetime:
+        return self.engine.clock.now()
+
+    def close(self) -> None:
+        """Give the stores' connections back. May be called twice; the next use opens them again."""
+        hub, self._hub = self._hub, None
+        if hub is not None:
+            hub.close()
+        self.engine.close()
+
+    # Registering
+
+    @overload
+    def task(self, function: Callable[Concatenate[_Anything, P], Coroutine[Any, Any, R]], /) -> AsyncTask[..., R]: ...
+    @overload
+    def task(self, function: Callable[Concatenate[_Anything, P], R], /) -> Task[..., R]: ...
+    @overload
+    def task(self, function: Callable[Concatenate[Context, P], Coroutine[Any, Any, R]], /) -> AsyncTask[P, R]: ...
+    @overload
+    def task(self, function: Callable[Concatenate[Context, P], R], /) -> Task[P, R]: ...
+    @overload
+    def task(self, function: Callable[P, Coroutine[Any, Any, R]], /) -> AsyncTask[P, R]: ...
+    @overload
+    def task(self, function: Callable[P, R], /) -> Task[P, R]: ...
+    @overload
+    def task(
+        self, name: str | None = None, /, *, queue: str = "", retries: int = 0, backoff: Backoff = "fibonacci",
+        retry_on: type[BaseException] | tuple[type[BaseException], ...] | None = None,
+        time_limit: float | None = None, priority: int = 0, ignore_result: bool = False,
+    ) -> TaskDecorator: ...
+    def task(
+        self, function: Any = None, /, *, queue: str = "", retries: int = 0, backoff: Backoff = "fibonacci",
+        retry_on: type[BaseException] | tuple[type[BaseException], ...] | None = None,
+        time_limit: float | None = None, priority: int = 0, ignore_result: bool = False,
+    ) -> Any:
+        """Register a function as a task; it can still be called as before.
+
+        Its name is the function's, unless one is given: `@server.task("billing.charge")`.
+
+        Args:
+            queue: where its calls go; by default the configured queue.
+            retries: tries after the first (Go's RetryCount).
+            backoff: "fibonacci" (Go's: 1, 2, 3, 5 s …), "exponential", seconds for each try, or a function of the try.
+            retry_on: only these exceptions are retried; by default all but NoRetry and wrong arguments.
+            time_limit: seconds one run may take.
+            priority: 0 to 255, the higher first.
+            ignore_result: keep no results, only the state.
+
+        Raises:
+            TaskAlreadyRegistered: the name belongs to another function.
+        """
+        settings = TaskSettings(
+            queue=queue, retries=retries, backoff=backoff, time_limit=time_limit, priority=priority,
+            retry_on=retry_on if retry_on is None or isinstance(retry_on, tuple) else (retry_on,),
+            ignore_result=ignore_result,
+        )
+        if callable(function):
+            return self._register(None, function, settings)
+        return lambda decorated: self._register(function, decorated, settings)
+
+    def _register(self, name: str | None, function: Callable[..., Any], settings: TaskSettings) -> Task[..., Any]:
+        if isinstance(function, Task):
+            function = function.function
+        if not callable(function):
+            raise TypeError(f"{function!r} cannot be a task: Task must be a func type")
+        name = name or getattr(function, "__name__", "")
+        if not name or name == "<lambda>":
+            raise TypeError(f"{function!r} has no name of its own: server.register_task(name, function)")
+        check_numbers(name, retries=settings.retries, priority=settings.priority, time_limit=settings.time_limit)
+        check_backoff(settings.backoff)
+        task: Task[..., Any] = Task(name, function, settings, self)
+        if task.call.is_async:
+            task = AsyncTask(name, function, settings, self)
+        self.engine.registry.add(task)
+        return task
+
+    def register_task(self, name: str, function: Callable[P, R]) -> Task[P, R]:
+        """Register a function that you cannot or will not decorate.
+
+        Raises:
+            TaskAlreadyRegistered: the name belongs to another function.
+        """
+        return cast("Task[P, R]", self._register(name, function, TaskSettings()))
+
+    def register_tasks(self, tasks: Mapping[str, Callable[..., Any]]) -> None:
+        """Register several functions under their names."""
+        for name, function in tasks.items():
+            self.register_task(name, function)
+
+    def get_registered_task_names(self) -> list[str]:
+        return self.engine.registry.names()
+
+    def is_task_registered(self, name: str) -> bool:
+        return self.engine.registry.find(name) is not None
+
+    def get_registered_task(self, name: str) -> Task[..., Any]:
+        """The task.
+
+        Raises:
+            TaskNotRegistered: there is none of that name.
+        """
+        return self.engine.registry.get(name)
+
+    def set_pre_publish_handler(
+        self, handler: Callable[[Signature[Any]], Signature[Any] | None]
+    ) -> Callable[[Signature[Any]], Signature[Any] | None]:
+        """Look at each signature before it is published, also callbacks and retries; return another one to change it.
+
+        Go calls this SetPreTaskHandler, and leaves out group members; here they pass, too.
+        """
+        self.engine.pre_publish = handler
+        return handler
+
+    def around_task(self, function: AroundTask) -> AroundTask:
+        """Run each task, in the worker, between the halves of this generator function."""
+        self.engine.around.append(function)
+        return function
+
+    # Sending
+
+    def send_task(self, signature: Signature[R]) -> AsyncResult[R]:
+        """Publish one call.
+
+        Raises:
+            ArgumentError: something in it cannot be sent.
+            PublishRefused (BrokerUnavailable): nothing was stored.
+            PublishUnknown: it may have been stored.
+        """
+        self._note_loop()
+        signature = signature.with_uuid()
+        self.engine.submit([signature])
+        return AsyncResult(self, signature.uuid, name=signature.name, queue=self._queue(signature))
+
+    def send_chain(self, chain: Chain[R]) -> ChainResult[R]:
+        """Publish the first step; each step's worker publishes the next. Raises as `send_task`."""
+        return self._send_workflow(chain)
+
+    def send_group(self, group: Group[R], send_concurrency: int = 0) -> GroupResult[R]:
+        """Publish all members in one batch; `send_concurrency` is Go's and is not needed here. Raises as `send_task`."""
+        del send_concurrency
+        return cast("GroupResult[R]", self._send_workflow(Chain((group,))).steps[0])
+
+    def send_chord(self, chord: Chain[R], send_concurrency: int = 0) -> ChordResult[R]:
+        """Publish a group whose callback is sent when all members have succeeded. Raises as `send_task`."""
+        del send_concurrency
+        return cast("ChordResult[R]", self._send_workflow(chord))
+
+    def send(self, step: Step[Any]) -> Any:
+        """Publish whatever it is: a signature, chain, group or chord."""
+        if isinstance(step, Signature):
+            return self.send_task(step)
+        if isinstance(step, Group):
+            return self.send_group(step)
+        return self.send_chain(cast("Chain[Any]", step))
+
+    def _send_workflow(self, chain: Chain[R]) -> ChainResult[R]:
+        self._note_loop()
+        plan = link(chain, now=self.now())
+        self.engine.submit(plan.first, plan.groups)
+        return self._results(plan)
+
+    def _results(self, plan: Plan) -> ChainResult[Any]:
+        steps = [self._step_result(step, plan) for step in plan.steps]
+        is_chord = len(steps) == 2 and plan.steps[0].is_group and not plan.steps[1].is_group
+        return (ChordResult if is_chord else ChainResult)(self, steps)
+
+    def _step_result(self, step: PlannedStep, plan: Plan) -> AsyncResult[Any] | GroupResult[Any]:
+        queue = self._queue(plan.first[0])
+        if not step.is_group:
+            return AsyncResult(self, step.uuids[0], name=step.names[0], queue=queue)
+        uuid = next((one.group_uuid for one in plan.groups if tuple(one.task_uuids) == tuple(step.uuids)), "")
+        return GroupResult(self, uuid, step.uuids, step.names, queue=queue, leading=step.leading)
+
+    async def send_async(self, step: Step[Any]) -> Any:
+        """`send` for coroutines."""
+        return await _in_thread(self.send, step)
+
+    async def send_task_async(self, signature: Signature[R]) -> AsyncResult[R]:
+        """`send_task` for coroutines."""
+        return await _in_thread(self.send_task, signature)
+
+    async def send_chain_async(self, chain: Chain[R]) -> ChainResult[R]:
+        """`send_chain` for coroutines."""
+        return await _in_thread(self.send_chain, chain)
+
+    async def send_group_async(self, group: Group[R], send_concurrency: int = 0) -> GroupResult[R]:
+        """`send_group` for coroutines."""
+        return await _in_thread(self.send_group, group, send_concurrency)
+
+    async def send_chord_async(self, chord: Chain[R], send_concurrency: int = 0) -> ChordResult[R]:
+        """`send_chord` for coroutines."""
+        return await _in_thread(self.send_chord, chord, send_concurrency)
+
+    def _queue(self, signature: Signature[Any]) -> str:
+        return signature.routing_key or self.config.default_queue
+
+    def _note_loop(self) -> None:
+        asyncio = sys.modules.get("asyncio")
+        if self._told_loop or asyncio is None:
+            return
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return
+        self._told_loop = True
+        logger.debug("send() was called in a running event loop; it blocks it for one write (use send_async)")
+
+    # Results
+
+    def result(self, uuid: str) -> AsyncResult[Any]:
+        """The result of a task that was sent some time, by any process."""
+        return AsyncResult(self, uuid)
+
+    @property
+    def kept_for(self) -> float:
+        """Seconds that results are kept."""
+        return float(self.config.results_expire_in)
+
+    @property
+    def hub(self) -> Hub:
+        """Wakes coroutines that wait for results."""
+        if self._hub is None:
+            self._hub = Hub(self._listener)
+        return self._hub
+
+    def _listener(self) -> Listener:
+        return self.backend.listener()
+
+    def convert(self, name: str, value: Any) -> Any:
+        """A received result as the task's annotation says, if the task is known here."""
+        task = self.engine.registry.find(name)
+        return task.call.result(value) if task is not None else value
+
+    def worker_hint(self, queue: str) -> str:
+        """Says that nobody works on the queue, if so."""
+        queue = queue or self.config.default_queue
+        try:
+            served = any(queue in worker.queues for worker in self.broker.workers())
+        except MachineryError:
+            return ""
+        return "" if served else f"no worker on queue {queue!r}"
+
+    def revoke(self, uuids: Sequence[str]) -> None:
+        """These tasks are not started any more; those that run are asked to stop."""
+        self.backend.revoke(list(uuids))
+
+    # Workers
+
+    def new_worker(
+        self, name: str = "", concurrency: int = 0, *, queues: Sequence[str] = (), burst: bool = False,
+        shutdown_timeout: float | None = None,
+    ) -> Worker:
+        """A worker in this process, not started yet: `worker.launch()`, or `with worker:`.
+
+        Args:
+            name: of the worker; by default host and process.
+            concurrency: tasks at a time; 0 is two for each processor.
+            queues: in strict order; by default the configured queue.
+            burst: end when there is nothing left to do.
+            shutdown_timeout: seconds that running tasks get at the end.
+        """
+        return Worker(self.engine, name, concurrency=concurrency, queues=queues, burst=burst,
+                      shutdown_timeout=shutdown_timeout)
+
+    def new_custom_queue_worker(self, name: str, concurrency: int, queue: str) -> Worker:
+        """A worker on one other queue; Go's name."""
+        return self.new_worker(name, concurrency, queues=(queue,))
+
+    def _all_queues(self) -> list[str]:
+        names = {stats.queue for stats in self.broker.stats()} | {self.config.default_queue}
+        return sorted(names)
+
+
+async def _in_thread(function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+    """The same code in a thread, so that the loop goes on."""
+    import asyncio  # loaded by now: we are in a coroutine
+
+    return await asyncio.to_thread(function, *args, **kwargs)

@@ -1,0 +1,193 @@
+"""Where tasks run: threads for functions, one event loop for coroutine functions. They run user code and nothing else.
+
+Threads and coroutines share `concurrency` slots. Threads are made when they are needed, the loop with the first coroutine.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from machinery_py.errors import TimeLimitExceeded
+from machinery_py.settlement.base import Session
+from machinery_py.worker.execution import Execution
+
+if TYPE_CHECKING:
+    import asyncio
+
+logger = logging.getLogger(__name__)
+
+Report = Callable[[Execution], None]
+
+END_TIMEOUT = 2.0  # seconds for an idle thread to end
+
+
+class Executors:
+    """Runs executions, at most `concurrency` at a time, in the order they come.
+
+    Args:
+        on_done: called in the executor's thread when an execution has been settled by its task.
+        report: called when the state of an execution is worth a mark.
+    """
+
+    def __init__(self, concurrency: int, session: Session, *, name: str, on_done: Report, report: Report) -> None:
+        self.concurrency = concurrency
+        self._session = session
+        self._name = name
+        self._on_done = on_done
+        self._report = report
+        self._queue: queue.SimpleQueue[Execution | None] = queue.SimpleQueue()
+        # A queue of tokens is a semaphore that costs a tenth of threading's.
+        self._slots: queue.SimpleQueue[None] = queue.SimpleQueue()
+        for _ in range(concurrency):
+            self._slots.put(None)
+        self._threads: list[threading.Thread] = []
+        self._lock = threading.Lock()
+        self._running: dict[int, Execution] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop_thread: threading.Thread | None = None
+        self._tasks: dict[int, Any] = {}
+        self._closed = False
+
+    def submit(self, execution: Execution) -> None:
+        """Run it as soon as a slot is free."""
+        self._queue.put(execution)
+        threads = len(self._threads)
+        if threads < self.concurrency and self._queue.qsize() > threads - len(self._running):
+            self._add_thread()
+
+    def running(self) -> list[Execution]:
+        """What runs now."""
+        return list(self._running.values())
+
+    def _add_thread(self) -> None:
+        with self._lock:
+            number = len(self._threads) + 1
+            thread = threading.Thread(target=self._work, name=f"{self._name}-{number}", daemon=True)
+            self._threads.append(thread)
+        thread.start()
+
+    def _work(self) -> None:
+        while True:
+            execution = self._queue.get()
+            if execution is None:
+                return
+            self._slots.get()
+            if not execution.begin():  # handed back while it waited
+                self._slots.put(None)
+                continue
+            self._running[id(execution)] = execution
+            self._session.run_begins(execution.delivery)
+            if execution.is_async:
+                self._start_coroutine(execution)
+                continue
+            try:
+                execution.run(self._report)
+                if not self._finish(execution):
+                    return
+            except TimeLimitExceeded:  # it came when the task was over: this thread has been replaced
+                return
+
+    def _finish(self, execution: Execution) -> bool:
+        """After the run. False: this thread was replaced while it was stuck, and must end."""
+        self._session.run_ends(execution.delivery)
+        abandoned = self._running.pop(id(execution), None) is None
+        if abandoned:
+            logger.warning("task %s came back after its time was up", execution.signature.uuid)
+            return False
+        self._slots.put(None)
+        self._on_done(execution)
+        return True
+
+    def abandon(self, execution: Execution) -> None:
+        """Its time is up and it was settled; whatever it still does counts no more."""
+        if self._running.pop(id(execution), None) is None:
+            return  # it came to its end just now
+        if execution.is_async:
+            self.cancel(execution)
+        else:
+            interrupt(execution.thread_id)
+            # The thread may be stuck for long: another one takes its place and its slot.
+            self._slots.put(None)
+            self._add_thread()
+        self._on_done(execution)
+
+    def cancel(self, execution: Execution) -> None:
+        """Ask a running task to stop: coroutines are cancelled, functions see `Context.cancelled`."""
+        if execution.context is not None:
+            execution.context.cancel()
+        task = self._tasks.get(id(execution))
+        if task is not None and self._loop is not None:
+            self._loop.call_soon_threadsafe(task.cancel)
+
+    # Coroutines
+
+    def _start_coroutine(self, execution: Execution) -> None:
+        import asyncio
+
+        loop = self._loop or self._start_loop()
+
+        async def run() -> None:
+            self._tasks[id(execution)] = asyncio.current_task()
+            try:
+                await execution.run_async(self._report)
+            finally:
+                self._tasks.pop(id(execution), None)
+                self._session.run_ends(execution.delivery)
+                self._slots.put(None)
+                if self._running.pop(id(execution), None) is not None:
+                    self._on_done(execution)
+
+        asyncio.run_coroutine_threadsafe(run(), loop)
+
+    def _start_loop(self) -> asyncio.AbstractEventLoop:
+        import asyncio
+
+        with self._lock:
+            if self._loop is None:
+                loop = asyncio.new_event_loop()
+                thread = threading.Thread(target=_run_loop, args=(loop,), name=f"{self._name}-loop", daemon=True)
+                self._loop_thread = thread
+                thread.start()
+                self._loop = loop
+            return self._loop
+
+    def close(self) -> None:
+        """Let idle threads and the loop end. Threads that are stuck in tasks are left: they are daemons."""
+        if self._closed:
+            return
+        self._closed = True
+        for _ in self._threads:
+            self._queue.put(None)
+        if self._loop is not None and self._loop_thread is not None:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._loop_thread.join(timeout=END_TIMEOUT)
+        stuck = len(self._running)
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(timeout=0.0 if stuck else END_TIMEOUT)
+
+
+def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
+    """The loop's thread: runs until it is stopped, and cancels what is left."""
+    import asyncio
+
+    try:
+        loop.run_forever()
+    finally:
+        left = asyncio.all_tasks(loop)
+        for task in left:
+            task.cancel()
+        if left:
+            loop.run_until_complete(asyncio.wait(left, timeout=END_TIMEOUT))
+        loop.close()
+
+
+def interrupt(thread_id: int) -> None:
+    """Raise TimeLimitExceeded in a thread, as soon as it runs Python code again."""
+    import ctypes  # 10 ms that only workers with time limits pay
+
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread_id), ctypes.py_object(TimeLimitExceeded))

@@ -1,0 +1,79 @@
+"""Chords: when a group is complete its callback is sent, when a member failed the callback fails. Once, by any worker.
+
+A group that is ready stays on the store's list until somebody has settled it, so a crash at any point here loses nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from machinery_py.backends.base import ReadyGroup
+from machinery_py.engine import Engine, Outgoing
+from machinery_py.errors import ArgumentError, DecodeError, StateNotFound
+from machinery_py.outcomes import Failed, follow_up
+from machinery_py.settlement.base import Firing
+from machinery_py.signature import Signature
+from machinery_py.states import State, TaskState
+from machinery_py.wire import decode_signature
+from machinery_py.workflow import chord_callback
+
+logger = logging.getLogger(__name__)
+
+
+def fire_ready_groups(engine: Engine) -> int:
+    """Settle the groups that wait for it; how many this caller settled."""
+    fired = 0
+    while ready := engine.store.ready_groups(100):
+        settled = [engine.store.fire(firing_of(engine, group)) for group in ready]
+        fired += sum(settled)
+        if not any(settled):
+            break  # another worker is at them
+    return fired
+
+
+def firing_of(engine: Engine, ready: ReadyGroup) -> Firing:
+    """What becomes true when this group is settled."""
+    try:
+        callback = decode_signature(ready.callback).with_uuid("chord_")
+    except DecodeError as error:
+        # The members carried bytes that are no callback: there is nobody to tell, but the group must end.
+        logger.error("the callback of %s cannot be decoded: %s", ready.group_uuid, error)
+        return Firing(group_uuid=ready.group_uuid)
+    if ready.failed_member:
+        return _failed(engine, ready, callback, _why(engine, ready.failed_member))
+    try:
+        states = engine.store.backend.group_task_states(ready.group_uuid)
+        filled = chord_callback(callback, [state.results for state in states])
+        out = engine.outgoing([filled])
+    except StateNotFound as error:
+        return _failed(engine, ready, callback, f"the results of the chord's members are not there any more: {error}")
+    except ArgumentError as error:
+        return _failed(engine, ready, callback, f"the chord's callback cannot be sent: {error}")
+    return Firing(group_uuid=ready.group_uuid, states=out.states, send=out.messages, groups=out.groups)
+
+
+def _why(engine: Engine, member: str) -> str:
+    state = engine.store.backend.get_states([member]).get(member)
+    if state is None:
+        # A step in front of the member failed, so the member itself never ran.
+        return f"chord member {member} never ran, because a task in front of it failed"
+    return f"chord member {state.task_name} {member} failed: {state.error}"
+
+
+def _failed(engine: Engine, ready: ReadyGroup, callback: Signature[object], error: str) -> Firing:
+    now = engine.clock.now()
+    then = follow_up(callback, Failed(error=error, error_type="ChordMemberFailed", retryable=False), now=now)
+    state = TaskState(
+        task_uuid=callback.uuid, task_name=callback.name, state=State.FAILURE, error=error,
+        error_type=then.error_type, created_at=now, finished_at=now, run=callback.run, attempt=callback.attempt,
+        queue=callback.routing_key or engine.config.default_queue,
+    )
+    try:
+        out = engine.outgoing(then.send)
+    except ArgumentError:
+        logger.exception("the error callbacks of chord %s cannot be sent", callback.uuid)
+        out = Outgoing((), (), ())
+    return Firing(
+        group_uuid=ready.group_uuid, states=(state, *out.states), send=out.messages,
+        arrivals=engine.arrivals(then.arrived),
+    )

@@ -1,0 +1,88 @@
+"""Running what is due here and now, in the caller's thread: for the eager store and for tests."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+from machinery_py.engine import Engine
+from machinery_py.settlement.base import Session
+from machinery_py.worker.acceptance import accept, peek
+from machinery_py.worker.execution import Execution
+from machinery_py.worker.firing import fire_ready_groups
+from machinery_py.worker.usercode import Hooks
+from machinery_py.worker.worker import tell
+
+
+class Inline:
+    """A worker without threads. Belongs to one thread at a time.
+
+    Args:
+        queues: asked at each drain, so that all queues that came to be are run.
+    """
+
+    def __init__(self, engine: Engine, queues: Callable[[], Sequence[str]], *, name: str = "inline") -> None:
+        self._engine = engine
+        self._queues = queues
+        self._name = name
+        self._hooks = Hooks()
+        self._lock = threading.Lock()
+        self._owner = 0  # the thread that drains
+
+    def drain(self) -> list[Execution]:
+        """Run what is due, and what comes of it, until nothing is; what was run. Called inside a task, it does nothing:
+        the drain that runs the task goes on with whatever the task sends."""
+        if self._owner == threading.get_ident():
+            return []
+        with self._lock:
+            self._owner = threading.get_ident()
+            try:
+                return self._drain()
+            finally:
+                self._owner = 0
+
+    def _drain(self) -> list[Execution]:
+        done: list[Execution] = []
+        queues: tuple[str, ...] = ()
+        while (now := tuple(self._queues())) != queues:  # tasks may have been sent to queues that are new
+            queues = now
+            session = self._engine.store.open_session(queues, worker=self._name)
+            try:
+                while self._round(session, done):
+                    pass
+            finally:
+                session.close()
+        return done
+
+    def _round(self, session: Session, done: list[Execution]) -> bool:
+        """Run what is there now; whether there was anything."""
+        deliveries = session.receive(100, 0.0)
+        for delivery in deliveries:
+            execution = Execution(self._engine, self._hooks, delivery, self._name)
+            done.append(execution)
+            self._run(session, execution)
+        return bool(fire_ready_groups(self._engine)) or bool(deliveries)
+
+    def _run(self, session: Session, execution: Execution) -> None:
+        uuid = peek(execution)
+        revoked = self._engine.store.backend.revoked([uuid]) if uuid else set()
+        if accept(execution, revoked):
+            mark = execution.mark()
+            if mark is not None:
+                session.settle([], [mark])
+            if execution.is_async:
+                _run_coroutine(execution)
+            else:
+                execution.run()
+        if execution.settlement is not None:
+            [verdict] = session.settle([execution.settlement])
+            tell(self._engine, execution, verdict)
+
+
+def _run_coroutine(execution: Execution) -> None:
+    """On a loop of its own, in a thread of its own: the caller may be inside a running loop."""
+    import asyncio  # only those with coroutine tasks load it
+
+    thread = threading.Thread(target=lambda: asyncio.run(execution.run_async()), name="machinery-inline")
+    thread.start()
+    thread.join()

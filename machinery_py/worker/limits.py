@@ -1,0 +1,57 @@
+"""Time limits: one thread that sleeps until the next running task's time is up."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import threading
+import time
+
+from machinery_py.worker.execution import Execution
+from machinery_py.worker.executors import Executors
+
+
+class TimeLimits:
+    """Watches the runs of tasks that have a time limit. The thread starts with the first of them."""
+
+    def __init__(self, executors: Executors, *, name: str) -> None:
+        self._executors = executors
+        self._name = name
+        self._deadlines: list[tuple[float, int, Execution]] = []
+        self._numbers = itertools.count()
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def watch(self, execution: Execution) -> None:
+        """It has started just now."""
+        limit = execution.time_limit
+        if limit is None:
+            return
+        with self._changed:
+            heapq.heappush(self._deadlines, (time.monotonic() + limit, next(self._numbers), execution))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name=f"{self._name}-limits", daemon=True)
+                self._thread.start()
+            self._changed.notify()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                while self._deadlines and self._deadlines[0][2].is_over:
+                    heapq.heappop(self._deadlines)
+                if self._closed:
+                    return
+                pause = self._deadlines[0][0] - time.monotonic() if self._deadlines else None
+                if pause is None or pause > 0:
+                    self._changed.wait(pause)
+                    continue
+                _, _, execution = heapq.heappop(self._deadlines)
+            limit = execution.time_limit
+            if limit is not None and execution.time_out(limit):
+                self._executors.abandon(execution)
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify()

@@ -1,0 +1,180 @@
+"""The receiver: one thread that claims as many deliveries as there is room for, and hands them to the executors.
+
+Room is the free slots and a little more, so that short tasks never wait for a round trip: as much as is worked off in
+PREFETCH_WINDOW at the pace of the last tasks. A worker whose tasks are long holds none in advance.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from machinery_py.backoff import full_jitter
+from machinery_py.brokers.base import Delivery
+from machinery_py.engine import Engine
+from machinery_py.errors import MachineryError
+from machinery_py.settlement.base import Session
+from machinery_py.worker.acceptance import accept, peek
+from machinery_py.worker.execution import Execution
+from machinery_py.worker.executors import Executors
+from machinery_py.worker.settler import Settler
+from machinery_py.worker.usercode import Hooks
+
+logger = logging.getLogger(__name__)
+
+PREFETCH_WINDOW = 0.1  # seconds of work that is held in advance
+RECEIVE_TIMEOUT = 1.0  # seconds of one waiting claim
+SMOOTHING = 0.1  # weight of the newest run in the average
+LONELY_STRIKES = 2  # a task that this many dying workers ran is run with nothing beside it
+MAX_PAUSE = 10.0  # seconds between two tries while the broker is away
+
+
+class Receiver:
+    """Claims, decodes and hands over. `outstanding` counts what is held and not settled yet."""
+
+    def __init__(
+        self, engine: Engine, hooks: Hooks, session: Session, executors: Executors, settler: Settler, *,
+        name: str, worker: str, may_consume: Callable[[], bool],
+    ) -> None:
+        self._engine = engine
+        self._hooks = hooks
+        self._session = session
+        self._executors = executors
+        self._settler = settler
+        self._worker = worker
+        self._may_consume = may_consume
+        self._thread = threading.Thread(target=self._work, name=f"{name}-receiver", daemon=True)
+        self._room = threading.Condition()
+        self._stop = threading.Event()
+        self._mean = 0.0  # seconds a run takes, of late
+        self._held: dict[int, Execution] = {}
+        self._lonely: list[Execution] = []
+        self.connected = False
+        self.received_at = time.monotonic()  # of the last round trip that worked
+        self.idle_since: float | None = None  # since when there was nothing to claim and nothing held
+        self.failure: BaseException | None = None
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Claim no more. Returns when the thread has ended."""
+        self._stop.set()
+        self._session.wake()
+        with self._room:
+            self._room.notify_all()
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(timeout=RECEIVE_TIMEOUT + 10.0)
+
+    @property
+    def outstanding(self) -> int:
+        return len(self._held)
+
+    def held(self) -> list[Execution]:
+        return list(self._held.values())
+
+    def settled(self, execution: Execution) -> None:
+        """It is over: there is room for another. Called in the settler's thread."""
+        self._held.pop(id(execution), None)
+        if execution.runtime:
+            self._mean += SMOOTHING * (execution.runtime - self._mean)
+        with self._room:
+            self._room.notify()
+
+    def _limit(self) -> int:
+        """How many may be held."""
+        concurrency = self._executors.concurrency
+        mean = self._mean
+        if mean <= 0.0:
+            return concurrency
+        running = self._executors.running()
+        if len(running) >= concurrency:
+            # All slots are busy: the next one is not free sooner than the youngest run is old.
+            mean = max(mean, time.perf_counter() - max(execution.call_started for execution in running))
+        ahead = int(concurrency * PREFETCH_WINDOW / mean)
+        return concurrency + min(ahead, self._engine.config.prefetch)
+
+    def _free(self) -> int:
+        """How many to claim now: none until half of what may be held in advance is gone, so that claims stay large."""
+        limit = self._limit()
+        free = limit - len(self._held)
+        spare = limit - self._executors.concurrency
+        return free if free > spare // 2 else 0
+
+    def _work(self) -> None:
+        try:
+            pause = 0.05
+            while not self._stop.is_set():
+                self._run_lonely()
+                free = self._free() if self._settler.healthy and not self._lonely else 0
+                if free <= 0 or not self._may_consume():
+                    self._wait_for_room()
+                    continue
+                try:
+                    deliveries = self._session.receive(free, RECEIVE_TIMEOUT)
+                    self._accept_all(deliveries)
+                    self._came_back()
+                    pause = 0.05
+                except MachineryError as error:
+                    self._went_away(error)
+                    self._stop.wait(full_jitter(pause))
+                    pause = min(MAX_PAUSE, pause * 2)
+        except BaseException as error:  # a receiver that dies in silence would stop everything: the worker looks at this
+            self.failure = error
+            logger.exception("the receiver has died")
+
+    def _wait_for_room(self) -> None:
+        with self._room:
+            if not self._stop.is_set():
+                # Woken when something is settled; the timeout is for the hook, and for a store that has come back.
+                self._room.wait(0.05 if not self._held else 0.25)
+
+    def _came_back(self) -> None:
+        if not self.connected:
+            self.connected = True
+            logger.debug("tasks can be received")
+        self.received_at = time.monotonic()
+
+    def _went_away(self, error: MachineryError) -> None:
+        if self.connected:
+            logger.error("no tasks can be received: %s; trying again", error)
+        self.connected = False
+
+    def _accept_all(self, deliveries: list[Delivery]) -> None:
+        if not deliveries:
+            if not self._held and self.idle_since is None:
+                self.idle_since = time.monotonic()
+            return
+        self.idle_since = None
+        executions = [Execution(self._engine, self._hooks, delivery, self._worker) for delivery in deliveries]
+        for execution in executions:
+            self._held[id(execution)] = execution
+        revoked = self._revoked(executions)
+        for execution in executions:
+            if accept(execution, revoked):
+                if execution.delivery.strikes >= LONELY_STRIKES:
+                    self._lonely.append(execution)
+                    continue
+                self._settler.mark(execution)
+                self._executors.submit(execution)
+            else:
+                self._settler.put(execution)
+
+    def _revoked(self, executions: list[Execution]) -> frozenset[str]:
+        uuids = [uuid for execution in executions if (uuid := peek(execution))]
+        return frozenset(self._engine.store.backend.revoked(uuids)) if uuids else frozenset()
+
+    def _run_lonely(self) -> None:
+        """Run a suspect when nothing else is held: if it kills this process, no other task is blamed for it."""
+        if self._lonely and len(self._held) == len(self._lonely):
+            execution = self._lonely.pop()
+            # Held, and no longer among the lonely: nothing is claimed or run until it is settled.
+            logger.warning("task %s runs alone: %d workers died while they ran it",
+                           execution.signature.uuid, execution.delivery.strikes)
+            self._settler.mark(execution)
+            self._executors.submit(execution)
+            with self._room:
+                while id(execution) in self._held and not self._stop.is_set():
+                    self._room.wait(0.25)

@@ -1,0 +1,173 @@
+"""The settler: one thread that commits what has ended, all that is waiting in one round trip.
+
+There is no timer: while one commit is on its way the next batch gathers; an idle worker commits at once. RECEIVED and
+STARTED go the same way, and are left out when the task has ended by the time they would be written.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Sequence
+
+from machinery_py.backends.base import FENCED, Verdict
+from machinery_py.backoff import full_jitter
+from machinery_py.brokers.base import Fate
+from machinery_py.errors import BackendUnavailable, PublishRefused, PublishUnknown, StoreUnusable
+from machinery_py.settlement.base import Mark, Session, Settlement
+from machinery_py.worker.execution import Execution
+
+logger = logging.getLogger(__name__)
+
+MAX_BATCH = 512  # executions; bounds how long one commit holds the store
+MAX_PAUSE = 10.0  # seconds between two tries while the store is away
+
+TROUBLE = (PublishRefused, PublishUnknown, BackendUnavailable, StoreUnusable)  # the store's, not the settlement's
+
+
+class Settler:
+    """Takes executions from any thread, and commits them in its own.
+
+    Args:
+        on_settled: called in the settler's thread with each execution and its verdict.
+        after_batch: called after a commit that had group arrivals in it.
+    """
+
+    def __init__(
+        self, session: Session, *, name: str,
+        on_settled: Callable[[Execution, Verdict], None], after_batch: Callable[[], object],
+    ) -> None:
+        self._session = session
+        self._on_settled = on_settled
+        self._after_batch = after_batch
+        self._queue: queue.SimpleQueue[Execution | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name=f"{name}-settler", daemon=True)
+        self._give_up = threading.Event()
+        self.healthy = True  # False while the store is away; nothing is claimed then
+        self.failure: BaseException | None = None
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def put(self, execution: Execution) -> None:
+        """Commit what has become of it: its settlement, or a mark if it is not over."""
+        self._queue.put(execution)
+
+    def mark(self, execution: Execution) -> None:
+        """As `put`, unless a mark for it is waiting already."""
+        if not execution.queued:
+            execution.queued = True
+            self._queue.put(execution)
+
+    def close(self, timeout: float) -> bool:
+        """Commit what is there and end. False: the store was away for so long that some of it was given up."""
+        self._queue.put(None)
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            self._give_up.set()
+            self._thread.join(1.0)
+            return False
+        return True
+
+    def _work(self) -> None:
+        try:
+            late: list[Execution] = []  # executions whose mark has waited for one batch
+            ended = False
+            while not ended:
+                batch, ended = self._gather(wait=not late)
+                late = self._commit(batch, late)
+        except BaseException as error:  # a settler that dies in silence would stop everything: the worker looks at this
+            self.failure = error
+            logger.exception("the settler has died")
+
+    def _gather(self, *, wait: bool) -> tuple[list[Execution], bool]:
+        """Take all that are there, and whether the end has come. With `wait`, at least one."""
+        batch: list[Execution] = []
+        try:
+            while len(batch) < MAX_BATCH:
+                one = self._queue.get(block=wait and not batch)
+                if one is None:
+                    return batch, True
+                batch.append(one)
+        except queue.Empty:
+            pass
+        return batch, False
+
+    def _commit(self, batch: Sequence[Execution], late: Sequence[Execution]) -> list[Execution]:
+        """Commit the settlements of the batch and the marks of the one before; its own marks are returned, to come later.
+
+        So a short task has ended before its mark's turn comes, and the mark is never written; and when nothing else is to
+        be done, the next batch is empty, and the marks come at once.
+        """
+        over: list[Execution] = []
+        marked: list[Execution] = []
+        for execution in batch:
+            if execution.settlement is None:
+                marked.append(execution)
+            elif not execution.committed:
+                execution.committed = True
+                over.append(execution)
+        for execution in late:
+            execution.queued = False
+        marks = [mark for execution in late if (mark := execution.mark()) is not None]
+        settlements = [execution.settlement for execution in over if execution.settlement is not None]
+        if not settlements and not marks:
+            return marked
+        verdicts = self._settle(settlements, marks)
+        if any(settlement.arrivals for settlement in settlements):
+            # Before anybody is told that these are over: a worker that ends when it has nothing left must see the callback.
+            self._fire()
+        for execution, verdict in zip(over, verdicts, strict=True):
+            self._on_settled(execution, verdict)
+        return marked
+
+    def _fire(self) -> None:
+        try:
+            self._after_batch()
+        except TROUBLE as error:
+            logger.warning("a group could not be settled: %s; it will be tried again", error)
+        except Exception:  # upkeep tries again; the settler must live on
+            logger.exception("a group could not be settled; it will be tried again")
+
+    def _settle(self, settlements: Sequence[Settlement], marks: Sequence[Mark]) -> Sequence[Verdict]:
+        pause = 0.05
+        while True:
+            try:
+                verdicts = self._session.settle(settlements, marks)
+            except TROUBLE as error:
+                # Nothing is lost: the deliveries are still ours, and what was written already is ALREADY the next time.
+                if self.healthy:
+                    logger.error("results cannot be stored: %s; no new tasks are taken until they can", error)
+                self.healthy = False
+                if self._give_up.wait(full_jitter(pause)):
+                    return [FENCED] * len(settlements)
+                pause = min(MAX_PAUSE, pause * 2)
+            except Exception:
+                # One of them is at fault, and must not keep the others from being settled.
+                logger.exception("a batch of %d settlements failed; trying them one by one", len(settlements))
+                return self._one_by_one(settlements)
+            else:
+                if not self.healthy:
+                    logger.warning("results can be stored again")
+                self.healthy = True
+                return verdicts
+
+    def _one_by_one(self, settlements: Sequence[Settlement]) -> Sequence[Verdict]:
+        verdicts: list[Verdict] = []
+        for settlement in settlements:
+            try:
+                verdicts.extend(self._session.settle([settlement]))
+            except TROUBLE:
+                verdicts.extend(self._settle([settlement], ()))
+            except Exception as error:
+                logger.exception("the settlement of task %s cannot be stored; its message goes to the dead letters",
+                                 settlement.uuid, extra={"task_uuid": settlement.uuid})
+                dead = Settlement(
+                    delivery=settlement.delivery, uuid=settlement.uuid, name=settlement.name, fate=Fate.DEAD,
+                    reason="unstorable", error=f"{type(error).__name__}: {error}",
+                )
+                verdicts.extend(self._session.settle([dead]))
+        return verdicts
+
+

@@ -1,0 +1,65 @@
+"""Where the user's code is called, and what it raises is turned into text. It may raise anything, anywhere."""
+
+from __future__ import annotations
+
+import contextlib
+import traceback as tb
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import Any
+
+from machinery_py.signature import Signature
+
+Around = Callable[[Signature[Any]], Iterator[None]]
+
+MAX_TRACEBACK = 20_000  # characters; the end of a longer one is kept, where the error is
+
+
+class Hooks:
+    """What a worker's user wants called around each task. See Worker for the setters."""
+
+    def __init__(self) -> None:
+        self.pre_task: Callable[[Signature[Any]], object] | None = None
+        self.post_task: Callable[[Signature[Any]], object] | None = None
+        self.error: Callable[[Exception], object] | None = None
+
+
+def call_around(arounds: Sequence[Around], signature: Signature[Any], call: Callable[[], Any]) -> Any:
+    """Call between the halves of the generators, the first registered outermost."""
+    with contextlib.ExitStack() as stack:
+        for around in arounds:
+            stack.enter_context(_halves(around, signature))
+        return call()
+
+
+async def await_around(arounds: Sequence[Around], signature: Signature[Any], call: Callable[[], Awaitable[Any]]) -> Any:
+    """As `call_around`, for a coroutine function."""
+    with contextlib.ExitStack() as stack:
+        for around in arounds:
+            stack.enter_context(_halves(around, signature))
+        return await call()
+
+
+def _halves(around: Around, signature: Signature[Any]) -> contextlib.AbstractContextManager[None]:
+    return contextlib.contextmanager(around)(signature)
+
+
+def text_of(error: BaseException) -> str:
+    """The error as text; Go's `Error`. The class's name when it says nothing."""
+    try:
+        text = str(error)
+    except BaseException as broken:  # user code in __str__
+        text = f"(its text cannot be had: {type(broken).__name__})"
+    return (text or type(error).__name__).encode("utf-8", "replace").decode()
+
+
+def type_name_of(error: BaseException) -> str:
+    kind = type(error)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def traceback_of(error: BaseException) -> str:
+    try:
+        lines = tb.format_exception(error)
+    except BaseException:  # user code in __str__ or a broken cause
+        return ""
+    return "".join(lines)[-MAX_TRACEBACK:].encode("utf-8", "replace").decode()

@@ -1,0 +1,335 @@
+"""The worker: starts its parts in order, runs until it is told to stop, and stops them in order.
+
+Claims stop first, so that nothing new comes; running tasks may finish, for at most `shutdown_timeout`; what is not finished
+goes back to its queue; the settler ends when all that is over has been committed; the session is closed last.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any, TypeVar
+
+from machinery_py.backends.base import ALREADY, FENCED, SETTLED, Verdict
+from machinery_py.brokers.base import Fate
+from machinery_py.engine import Engine
+from machinery_py.errors import MachineryError
+from machinery_py.events import (
+    MessageDead,
+    TaskFailed,
+    TaskFenced,
+    TaskRetried,
+    TaskStarted,
+    TaskSucceeded,
+    WorkerHeartbeat,
+    WorkerOffline,
+    WorkerOnline,
+)
+from machinery_py.settlement.base import Session
+from machinery_py.signature import Signature
+from machinery_py.states import State
+from machinery_py.worker.execution import Execution
+from machinery_py.worker.executors import Executors
+from machinery_py.worker.firing import fire_ready_groups
+from machinery_py.worker.limits import TimeLimits
+from machinery_py.worker.receiver import Receiver
+from machinery_py.worker.settler import Settler
+from machinery_py.worker.upkeep import Upkeep
+from machinery_py.worker.usercode import Hooks
+
+logger = logging.getLogger(__name__)
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+GRACEFUL, ABRUPT = 0, 1  # what `launch` returns; the exit codes of the command line
+
+
+class Worker:
+    """Runs the tasks of one or more queues. Made by `Server.new_worker`; not started until `launch`, `start` or `with`.
+
+    Args:
+        concurrency: tasks at a time; 0 is two for each processor, as with Go's Redis broker.
+        queues: in strict order: the second is looked at when the first is empty.
+        burst: end when there is nothing left to do.
+    """
+
+    def __init__(
+        self, engine: Engine, name: str = "", *, concurrency: int = 0, queues: Sequence[str] = (), burst: bool = False,
+        shutdown_timeout: float | None = None,
+    ) -> None:
+        self.engine = engine
+        self.name = name or f"{hostname()}-{os.getpid()}"
+        self.concurrency = concurrency if concurrency > 0 else 2 * (os.cpu_count() or 1)
+        self.queues = tuple(queues) or (engine.config.default_queue,)
+        self.burst = burst
+        self.shutdown_timeout = engine.config.shutdown_timeout if shutdown_timeout is None else shutdown_timeout
+        self.processed = 0  # tasks that ended here
+        self.on_beat: Callable[[], object] | None = None
+        self._hooks = Hooks()
+        self._pre_consume: Callable[[Worker], bool] | None = None
+        self._quit = threading.Event()
+        self._abrupt = threading.Event()
+        self._stopped = threading.Lock()
+        self._session: Session | None = None
+
+    # The setters, usable as decorators; Go's names
+
+    def set_error_handler(self, handler: Callable[[Exception], object]) -> Callable[[Exception], object]:
+        """Called with the exception of each task that fails for good, instead of the log line. In the task's thread."""
+        self._hooks.error = handler
+        return handler
+
+    def set_pre_task_handler(self, handler: Callable[[Signature[Any]], object]) -> Callable[[Signature[Any]], object]:
+        """Called before each run; what it raises fails the run."""
+        self._hooks.pre_task = handler
+        return handler
+
+    def set_post_task_handler(self, handler: Callable[[Signature[Any]], object]) -> Callable[[Signature[Any]], object]:
+        """Called after each run, whatever came of it."""
+        self._hooks.post_task = handler
+        return handler
+
+    def set_pre_consume_handler(self, handler: Callable[[Worker], bool]) -> Callable[[Worker], bool]:
+        """Asked before each claim: while it says False, nothing is taken."""
+        self._pre_consume = handler
+        return handler
+
+    # Running
+
+    def launch(self, *, signals: bool | None = None) -> int:
+        """Run until SIGTERM, SIGINT or `quit`; 0 after an orderly end, 1 when a second signal cut it short.
+
+        Args:
+            signals: whether to handle signals; by default as `no_unix_signals` says, and only in the main thread.
+
+        Raises:
+            BrokerUnavailable, StoreUnusable: the worker could not start.
+        """
+        handle = not self.engine.config.no_unix_signals if signals is None else signals
+        previous = self._handle_signals() if handle and threading.current_thread() is threading.main_thread() else {}
+        try:
+            self.start()
+            try:
+                self._wait()
+            finally:
+                clean = self.stop()
+            return GRACEFUL if clean else ABRUPT
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    def launch_async(self, errors: Callable[[BaseException], object] | None = None) -> threading.Thread:
+        """`launch` in a thread of its own (Go's LaunchAsync); `errors` is called with what it raises."""
+
+        def run() -> None:
+            try:
+                self.launch(signals=False)
+            except BaseException as error:  # handed to the caller's function; a thread has nobody else to tell
+                if errors is None:
+                    logger.exception("worker %s has ended", self.name)
+                else:
+                    errors(error)
+
+        thread = threading.Thread(target=run, name=f"{self.name}-launch", daemon=True)
+        thread.start()
+        return thread
+
+    def __enter__(self) -> Worker:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Start all parts in the background."""
+        if self._session is not None:
+            raise MachineryError(f"worker {self.name} runs already (make another one)")
+        engine = self.engine
+        session = engine.store.open_session(self.queues, worker=self.name)
+        self._session = session
+        self._settler = Settler(
+            session, name=self.name, on_settled=self._on_settled, after_batch=lambda: fire_ready_groups(engine)
+        )
+        self._executors = Executors(
+            self.concurrency, session, name=self.name, on_done=self._settler.put, report=self._on_report
+        )
+        self._limits = TimeLimits(self._executors, name=self.name)
+        self._receiver = Receiver(
+            engine, self._hooks, session, self._executors, self._settler, name=self.name, worker=self.name,
+            may_consume=self._may_consume,
+        )
+        self._upkeep = Upkeep(
+            engine, session, self._receiver, self._executors, self._settler, name=self.name, on_beat=self._on_beat
+        )
+        # What a worker before us left behind: its messages go back, the groups it was about to settle are settled.
+        engine.store.tend()
+        fire_ready_groups(engine)
+        self._settler.start()
+        self._upkeep.start()
+        self._receiver.start()
+        engine.events.emit(WorkerOnline(worker=self.name))
+
+    def quit(self) -> None:
+        """Ask it to end: `launch` returns when the running tasks are done. May be called from anywhere, and twice."""
+        self._quit.set()
+
+    def abort(self) -> None:
+        """Ask it to end now: what runs goes back to its queue."""
+        self._abrupt.set()
+        self._quit.set()
+
+    def stop(self) -> bool:
+        """End it in order. False: it was cut short by `abort`."""
+        with self._stopped:
+            session, self._session = self._session, None
+            if session is None:
+                return True
+            self._quit.set()
+            self._receiver.stop()
+            self._hand_back(started=False)
+            self._let_finish()
+            unfinished = self._hand_back(started=True)
+            if unfinished:
+                logger.warning("%d unfinished tasks go back to their queues: %s", len(unfinished),
+                               ", ".join(one.signature.uuid for one in unfinished[:5]))
+            if not self._settler.close(timeout=max(5.0, self.shutdown_timeout)):
+                logger.error("some results could not be stored; their tasks will run again")
+            self._limits.close()
+            self._upkeep.close()
+            self._executors.close()
+            session.close()
+            self.engine.events.emit(WorkerOffline(worker=self.name, processed=self.processed))
+            return not self._abrupt.is_set()
+
+    @property
+    def ready(self) -> bool:
+        """Whether the store answers: tasks can be received and settled."""
+        return self._session is not None and self._receiver.connected and self._settler.healthy
+
+    @property
+    def active(self) -> int:
+        """How many tasks run now."""
+        return len(self._executors.running()) if self._session is not None else 0
+
+    # Inside
+
+    def _wait(self) -> None:
+        while not self._quit.wait(0.1 if self.burst else 0.5):
+            failure = self._receiver.failure or self._settler.failure
+            if failure is not None:
+                raise MachineryError(f"worker {self.name} cannot go on: {failure!r}") from failure
+            if self.burst and self._receiver.idle_since is not None and not self._receiver.outstanding:
+                return
+
+    def _let_finish(self) -> None:
+        deadline = time.monotonic() + self.shutdown_timeout
+        while self._executors.running() and time.monotonic() < deadline:
+            if self._abrupt.wait(0.02):
+                return
+
+    def _hand_back(self, *, started: bool) -> list[Execution]:
+        given = [execution for execution in self._receiver.held() if execution.hand_back(started=started)]
+        for execution in given:
+            if started:
+                self._executors.cancel(execution)
+            self._settler.put(execution)
+        return given
+
+    def _may_consume(self) -> bool:
+        if self._pre_consume is None:
+            return True
+        try:
+            return self._pre_consume(self)
+        except Exception:  # user code
+            logger.exception("the pre-consume handler failed; nothing is taken")
+            return False
+
+    def _on_report(self, execution: Execution) -> None:
+        if execution.progress is None:
+            if execution.time_limit is not None:
+                self._limits.watch(execution)
+            if self.engine.events.wants(TaskStarted):
+                self.engine.events.emit(TaskStarted(signature=execution.signature, worker=self.name))
+        self._settler.mark(execution)
+
+    def _on_beat(self) -> None:
+        if self.on_beat is not None:
+            self.on_beat()
+        if self.engine.events.wants(WorkerHeartbeat):
+            self.engine.events.emit(
+                WorkerHeartbeat(worker=self.name, active=self.active, processed=self.processed)
+            )
+
+    def _on_settled(self, execution: Execution, verdict: Verdict) -> None:
+        self._receiver.settled(execution)
+        if verdict is SETTLED or verdict is ALREADY:
+            settlement = execution.settlement
+            if settlement is not None and settlement.states and settlement.states[0].is_finished:
+                self.processed += 1
+        if self.engine.events.wants(TaskFenced) or verdict is FENCED:
+            _log_fenced(execution, verdict)
+        tell(self.engine, execution, verdict)
+
+    def _handle_signals(self) -> dict[signal.Signals, Any]:
+        def on_signal(number: int, _: FrameType | None) -> None:
+            if self._quit.is_set():
+                logger.warning("second %s: stopping now", signal.Signals(number).name)
+                self.abort()
+            else:
+                logger.info("%s: stopping when the running tasks are done (at most %g s; once more to stop now)",
+                            signal.Signals(number).name, self.shutdown_timeout)
+                self.quit()
+
+        wanted = (signal.SIGINT, signal.SIGTERM)
+        return {number: signal.signal(number, on_signal) for number in wanted}
+
+
+def hostname() -> str:
+    """This machine's name."""
+    from socket import gethostname  # 2 ms that only workers pay
+
+    return gethostname()
+
+
+def _log_fenced(execution: Execution, verdict: Verdict) -> None:
+    if verdict is FENCED:
+        logger.warning(
+            "a run of task %s came to nothing: its lease was lost, or it was finished before",
+            execution.signature.uuid, extra={"task_uuid": execution.signature.uuid},
+        )
+
+
+def tell(engine: Engine, execution: Execution, verdict: Verdict) -> None:
+    """Emit the event that goes with a settled execution."""
+    settlement, signature = execution.settlement, execution.signature
+    if settlement is None:
+        return
+    if verdict is FENCED:
+        if engine.events.wants(TaskFenced):
+            engine.events.emit(TaskFenced(signature=signature, worker=execution.worker))
+        return
+    if settlement.fate is Fate.DEAD and engine.events.wants(MessageDead):
+        engine.events.emit(MessageDead(
+            uuid=settlement.uuid, name=settlement.name, queue=settlement.delivery.queue,
+            reason=settlement.reason, error=settlement.error,
+        ))
+    if not settlement.states:
+        return
+    state = settlement.states[0]
+    if state.state is State.SUCCESS and engine.events.wants(TaskSucceeded):
+        engine.events.emit(TaskSucceeded(signature=signature, worker=execution.worker, runtime=execution.runtime))
+    elif state.state is State.FAILURE and engine.events.wants(TaskFailed):
+        engine.events.emit(TaskFailed(
+            signature=signature, worker=execution.worker, error=state.error, error_type=state.error_type
+        ))
+    elif state.state is State.RETRY and engine.events.wants(TaskRetried):
+        delay = (state.eta - state.created_at).total_seconds() if state.eta else 0.0
+        engine.events.emit(TaskRetried(
+            signature=signature, worker=execution.worker, error=state.error, delay=max(0.0, delay)
+        ))
