@@ -1,0 +1,204 @@
+"""`machinery doctor`: is everything as it should be? One line for each thing that was looked at; never a traceback."""
+
+from __future__ import annotations
+
+import argparse
+import datetime as dt
+import os
+import platform
+import shutil
+import sqlite3
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from machinery_py.cli import apps, logs
+from machinery_py.cli.banner import shown_url
+from machinery_py.cli.tables import clean, length, many, size, to_json
+from machinery_py.errors import MachineryError
+from machinery_py.signature import new_uuid
+from machinery_py.urls import StoreUrl, scheme_of
+from machinery_py.version import __version__
+
+if TYPE_CHECKING:
+    from machinery_py.server import Server
+
+SKEW = 5.0  # seconds that a worker's clock may be ahead
+LOW_SPACE = 256 << 20  # bytes
+SLOW = 1.0  # seconds of one question to a store
+EARLIEST = 2024  # a clock that shows an earlier year was never set
+PACKAGES = ("msgspec", "redis", "pymongo", "pika", "croniter")
+
+
+class Mark(StrEnum):
+    """How a thing is. Only WRONG makes the exit code 1."""
+
+    OK = "ok"
+    NOTE = "note"
+    WRONG = "WRONG"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the report."""
+
+    check: str
+    mark: Mark
+    text: str
+
+
+def doctor(args: argparse.Namespace) -> int:
+    """`machinery doctor`: 0 all is well, 1 something is wrong, 2 there is no such app."""
+    logs.configure_short()
+    findings = list(_versions())
+    wrong = 1
+    try:
+        server = apps.load(args.app, args.app_dir, command="doctor")
+    except MachineryError as error:
+        findings.append(Finding("app", Mark.WRONG, str(error)))
+        wrong = 2  # as from any other command
+    else:
+        names = server.get_registered_task_names()
+        findings.append(Finding("app", Mark.OK if names else Mark.NOTE,
+                                f"{args.app}: {many(len(names), 'task')}" + ("" if names else "; is their module imported?")))
+        for check in (_settings, _file, _broker, _backend, _clock, _queues, _dead):
+            findings += _guarded(check, server)
+    if args.json:
+        print(to_json([asdict(one) for one in findings]))
+    else:
+        for one in findings:
+            print(f"{one.mark:<6} {one.check:<9} {clean(one.text)}")
+    return wrong if any(one.mark is Mark.WRONG for one in findings) else 0
+
+
+def _guarded(check: Callable[[Server], Iterator[Finding]], server: Server) -> list[Finding]:
+    name = check.__name__.strip("_")
+    try:
+        return list(check(server))
+    except MachineryError as error:
+        return [Finding(name, Mark.WRONG, str(error))]
+    except Exception as error:  # whatever is wrong here is what is to be shown
+        return [Finding(name, Mark.WRONG, f"cannot be checked: {type(error).__name__}: {error}")]
+
+
+def _versions() -> Iterator[Finding]:
+    yield Finding("versions", Mark.OK, f"machinery_py {__version__}, Python {platform.python_version()}, "
+                                       f"SQLite {sqlite3.sqlite_version}, {sys.platform} {platform.machine()}")
+    found = [f"{name} {apps.installed_version(name) or 'missing'}" for name in PACKAGES]
+    yield Finding("packages", Mark.OK, ", ".join(found))
+
+
+def _settings(server: Server) -> Iterator[Finding]:
+    config = server.config
+    for name, url in (("broker", config.broker), ("results", config.backend_url), ("lock", config.lock_url)):
+        shown = shown_url(url, config.multiple_broker_separator) or "none"
+        yield Finding("settings", Mark.OK, f"{name} {shown} (from {config.sources.get(_KEYS[name], 'default')})")
+    if os.environ.get("MACHINERY_URL") and config.sources.get("broker") == "argument":
+        yield Finding("settings", Mark.NOTE, "MACHINERY_URL is set, but the Server is given its broker in the code")
+
+
+_KEYS = {"broker": "broker", "results": "result_backend", "lock": "lock"}
+
+
+def _file(server: Server) -> Iterator[Finding]:
+    """The file of the SQLite stores, looked at from outside."""
+    for url in sorted({url for url in (server.config.broker, server.config.backend_url) if scheme_of(url) == "sqlite"}):
+        parsed = StoreUrl.parse(url)
+        yield from _sqlite_file(os.path.abspath(parsed.path), parsed.synchronous)
+
+
+def _sqlite_file(path: str, synchronous: str) -> Iterator[Finding]:
+    from machinery_py._drivers.sqlite_open import network_kind
+    from machinery_py._drivers.sqlite_schema import VERSION
+
+    folder = os.path.dirname(path)
+    kind = network_kind(path)
+    if kind:
+        yield Finding("file", Mark.WRONG, f"{path} is on a network file system ({kind}), where locks do not hold")
+    if not os.path.exists(path):
+        writable = os.access(folder, os.W_OK)
+        yield Finding("file", Mark.OK if writable else Mark.WRONG,
+                      f"{path} is not there yet" + ("" if writable else f", and {folder} cannot be written"))
+        return
+    rights = os.access(path, os.W_OK) and os.access(folder, os.W_OK)
+    connection = sqlite3.connect(f"file:{path.replace('?', '%3f').replace('#', '%23')}?mode=ro", uri=True, timeout=SLOW)
+    try:
+        schema, journal = (connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("user_version", "journal_mode"))
+    except sqlite3.Error as error:
+        yield Finding("file", Mark.WRONG, f"{path}: {error}")
+        return
+    finally:
+        connection.close()
+    yield Finding("file", Mark.OK if rights else Mark.WRONG, f"{path}: {size(os.path.getsize(path))}, schema {schema} "
+                  f"(known {VERSION}), journal {journal}, synchronous {synchronous}" + ("" if rights else ", cannot be written"))
+    free = shutil.disk_usage(folder).free
+    yield Finding("file", Mark.OK if free >= LOW_SPACE else Mark.WRONG, f"{size(free)} free on its disk")
+
+
+def _broker(server: Server) -> Iterator[Finding]:
+    seconds = _timed(server.broker.stats)
+    yield _speed("broker", "answers", seconds)
+    # A batch of nothing: all that is written is its token, which is forgotten after a while.
+    server.broker.put([], token=new_uuid(""))
+    yield Finding("broker", Mark.OK, "can be written")
+    if server.broker.features.embedded:
+        yield Finding("broker", Mark.NOTE, "embedded: for one machine (set MACHINERY_URL for a server)")
+
+
+def _backend(server: Server) -> Iterator[Finding]:
+    features = server.backend.features
+    if not features.keeps:
+        yield Finding("backend", Mark.NOTE, "keeps no results")
+        return
+    yield _speed("backend", "answers", _timed(lambda: server.backend.get_states([new_uuid()])))
+    server.backend.purge_state(new_uuid())  # of a task that was never sent: a write that changes nothing
+    yield Finding("backend", Mark.OK, "can be written")
+
+
+def _timed(ask: Callable[[], object]) -> float:
+    ask()  # the first one opens the connection
+    start = time.perf_counter()
+    ask()
+    return time.perf_counter() - start
+
+
+def _speed(check: str, text: str, seconds: float) -> Finding:
+    return Finding(check, Mark.OK if seconds < SLOW else Mark.WRONG, f"{text} in {length(seconds)}")
+
+
+def _clock(server: Server) -> Iterator[Finding]:
+    now = server.now()
+    year = now.year
+    yield Finding("clock", Mark.OK if year >= EARLIEST else Mark.WRONG,
+                  f"{now.isoformat(sep=' ', timespec='seconds')}, here {time.strftime('%H:%M %Z')}")
+    for worker in server.broker.workers():
+        ahead = (worker.beat_at - now).total_seconds()
+        if ahead > SKEW:
+            yield Finding("clock", Mark.WRONG, f"the clock of {worker.host} is {length(ahead)} ahead of this one")
+
+
+def _queues(server: Server) -> Iterator[Finding]:
+    workers = server.inspect.workers()
+    served = {queue for worker in workers for queue in worker.queues}
+    text = f"{many(len(workers), 'worker')}: {', '.join(worker.name for worker in workers)}" if workers else "no worker lives"
+    yield Finding("workers", Mark.OK if workers else Mark.NOTE, text)
+    now = server.now()
+    for stats in server.broker.stats():
+        if not stats.waiting:
+            continue
+        oldest = dt.timedelta() if stats.oldest_at is None else now - stats.oldest_at
+        text = f"{stats.queue!r}: {many(stats.waiting, 'task')} waiting, the oldest for {length(oldest.total_seconds())}"
+        if stats.queue in served:
+            yield Finding("queues", Mark.OK, text)
+        else:
+            yield Finding("queues", Mark.WRONG, f"{text}; no worker on this queue (start one: machinery worker APP "
+                                                f"-Q {stats.queue})")
+
+
+def _dead(server: Server) -> Iterator[Finding]:
+    dead = sum(stats.dead for stats in server.broker.stats())
+    yield Finding("dead", Mark.NOTE if dead else Mark.OK,
+                  f"{many(dead, 'dead letter')}" + (" (see: machinery dead list)" if dead else ""))

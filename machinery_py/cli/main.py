@@ -1,0 +1,158 @@
+"""`machinery`: from the words on the line to a command and its exit code.
+
+    0    done, or as asked
+    1    the answer is no: a task failed, nothing lives, something is wrong; a worker: it was cut short by a second signal
+    2    it cannot be done as asked: wrong words, no such app, a wrong setting, no such task
+    3    the broker or the result backend cannot be used
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import io
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import NoReturn, cast
+
+from machinery_py.cli.commands import COMMANDS, GROUPS, Command, split_words
+from machinery_py.errors import BackendUnavailable, BrokerUnavailable, MachineryError, PublishRefused, PublishUnknown, StoreUnusable
+from machinery_py.version import __version__
+
+DONE, NO, WRONG, UNUSABLE = 0, 1, 2, 3
+INTERRUPTED = 130  # what shells say of a program that Ctrl+C has ended
+
+STORE_TROUBLE = (PublishRefused, PublishUnknown, BackendUnavailable, StoreUnusable)
+
+_MAIN_EXAMPLES = (
+    "machinery worker tasks               run the tasks of tasks.py",
+    "machinery send tasks add 20 22 --wait",
+    "machinery queues tasks",
+    "machinery worker --help              options and examples of a command",
+    "MACHINERY_APP=tasks                  in the environment: stands in for the first argument",
+)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Errors are one line, like all of ours."""
+
+    def error(self, message: str) -> NoReturn:
+        sys.stderr.write(f"machinery: {message} (see: {self.prog} --help)\n")
+        raise SystemExit(WRONG)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command, and return its exit code."""
+    _soften(sys.stdout)
+    _soften(sys.stderr)
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _run(words)
+    except MachineryError as error:
+        trace = getattr(error, "trace", "")
+        return complain(f"{trace}machinery: {error}", UNUSABLE if isinstance(error, STORE_TROUBLE) else WRONG)
+    except BrokenPipeError:
+        # Whoever read our output has gone. What is still in the buffer must not raise once more at the end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return DONE
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except SystemExit as end:  # argparse: help and version, or a usage error
+        return end.code if isinstance(end.code, int) else DONE
+
+
+def complain(text: str, code: int) -> int:
+    """Write the text to stderr, and hand the code through."""
+    sys.stdout.flush()
+    sys.stderr.write(text.rstrip("\n") + "\n")
+    return code
+
+
+def _soften(stream: object) -> None:
+    """Let no character that the terminal lacks end the program."""
+    if isinstance(stream, io.TextIOWrapper):
+        stream.reconfigure(errors="backslashreplace")
+
+
+def _run(words: list[str]) -> int:
+    command, rest = _command(words)
+    if command is None:
+        parser = main_parser()
+        if not words:
+            parser.print_help()
+            return WRONG
+        parser.parse_args(words)  # help, version, or an unknown command
+        parser.error("no command named")
+    parser = command_parser(command)
+    args = parser.parse_intermixed_args(rest)
+    try:
+        args.app, args.rest = split_words(
+            args.words, os.environ.get("MACHINERY_APP", "").strip(), least=command.least, most=command.most
+        )
+    except ValueError as error:
+        parser.error(str(error))
+    args.argv = rest
+    try:
+        return _function(command.target)(args)
+    except (BrokerUnavailable, BackendUnavailable) as error:
+        text = str(error)
+        hint = "" if text.endswith(")") else f" (is it running? machinery doctor {args.app})"
+        return complain(f"machinery: {text}{hint}", UNUSABLE)
+
+
+def _command(words: Sequence[str]) -> tuple[Command | None, list[str]]:
+    for length in (2, 1):
+        command = COMMANDS.get(" ".join(words[:length]))
+        if command is not None and len(words) >= length:
+            return command, list(words[length:])
+    return None, []
+
+
+def _function(target: str) -> Callable[[argparse.Namespace], int]:
+    # By name, so that no command pays for the imports of another.
+    module, _, name = target.partition(":")
+    return cast("Callable[[argparse.Namespace], int]", getattr(importlib.import_module(f"machinery_py.cli.{module}"), name))
+
+
+def main_parser() -> argparse.ArgumentParser:
+    """The parser of `machinery` itself: help, version, and an error for what is no command."""
+    parser = _Parser(
+        prog="machinery", description="Background tasks: run them, send them, look at them.", epilog=_examples(_MAIN_EXAMPLES),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"machinery {__version__}")
+    kinds = parser.add_subparsers(metavar="COMMAND", title="commands")
+    groups: dict[str, argparse._SubParsersAction[_Parser]] = {}
+    for command in COMMANDS.values():
+        group, _, name = command.name.rpartition(" ")
+        if not group:
+            kinds.add_parser(name, help=command.help, add_help=False)
+            continue
+        if group not in groups:
+            members = [one for one in COMMANDS.values() if one.name.startswith(f"{group} ")]
+            inner = kinds.add_parser(
+                group, help=GROUPS[group], prog=f"machinery {group}", formatter_class=argparse.RawDescriptionHelpFormatter,
+                epilog=_examples([example for one in members for example in one.examples]),
+            )
+            groups[group] = inner.add_subparsers(metavar="COMMAND", title="commands", required=True)
+        groups[group].add_parser(name, help=command.help, add_help=False)
+    return parser
+
+
+def command_parser(command: Command) -> argparse.ArgumentParser:
+    """The parser of one command."""
+    usage = " ".join(part for part in (f"machinery {command.name} APP", command.words, "[option …]") if part)
+    parser = _Parser(
+        prog=f"machinery {command.name}", usage=usage, description=command.help, epilog=_examples(command.examples),
+        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+    )
+    parser.add_argument("words", nargs="*", metavar="APP",
+                        help="MODULE or MODULE:OBJECT of your Server; MACHINERY_APP stands in for it")
+    for add in command.options:
+        add(parser)
+    return parser
+
+
+def _examples(lines: Sequence[str]) -> str:
+    return "examples:\n" + "\n".join(f"  {line}" for line in lines)

@@ -1,0 +1,218 @@
+"""`-p N`: worker processes that are started again when they die. The supervisor imports none of the user's code.
+
+A process that dies is replaced at once; one that keeps dying, after pauses that double up to LONGEST_PAUSE. What it ran is taken
+over by the others: their upkeep finds dead workers. A process that cannot start at all (exit code 2 or 3) ends everything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import math
+import os
+import select
+import signal
+import threading
+import time
+from contextlib import ExitStack, suppress
+from types import FrameType
+
+from machinery_py.cli import health
+from machinery_py.cli.banner import READY, say
+from machinery_py.cli.processes import RUN, STOP, STOP_NOW, Child, Link, Orders, how_it_ended
+
+logger = logging.getLogger(__name__)
+
+FIRST_PAUSE = 0.5  # seconds before the second restart in a row; the first is at once
+LONGEST_PAUSE = 30.0  # seconds
+HEALTHY = 60.0  # seconds of life after which a death is the first one again
+PATIENCE = 5.0  # seconds beyond the shutdown timeout until a process that does not end is killed
+DEFAULT_GRACE = 30.0  # seconds; until a process has told its shutdown timeout
+CANNOT_START = (2, 3)
+
+
+class _Slot:
+    """One of the N: the process in it, and how its predecessors fared."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.child: Child | None = None
+        self.started_at = 0.0
+        self.start_at: float | None = 0.0  # when to start one; None: there is one, or there is no more to do
+        self.deaths = 0  # in a row
+        self.has_been_ready = False
+
+
+def pause_after(deaths: int) -> float:
+    """Seconds to wait before a process that has died so often in a row is started again."""
+    return 0.0 if deaths <= 1 else min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(deaths - 2, 10))
+
+
+class Supervisor:
+    """Runs in the main thread of a process of its own."""
+
+    def __init__(self, args: argparse.Namespace, link: Link) -> None:
+        self._args = args
+        self._link = link
+        self._slots = [_Slot(number) for number in range(1, args.processes + 1)]
+        self._grace: float = DEFAULT_GRACE if args.shutdown_timeout is None else args.shutdown_timeout
+        self._level = RUN
+        self._kill_at: float | None = None
+        self._code = 0
+        self._is_ready = False
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_read, False)
+        os.set_blocking(self._wake_write, False)
+
+    def run(self) -> int:
+        """Until all have ended: 0 in good order, 1 when they were cut short, 2 or 3 when they cannot start."""
+        previous = signal.getsignal(signal.SIGCHLD)
+        signal.signal(signal.SIGCHLD, self._on_child)
+        try:
+            Orders(self._link).follow(self._on_order)
+            with ExitStack() as stack:
+                if self._args.health_port is not None:
+                    stack.enter_context(
+                        health.serve(self._args.health_host, self._args.health_port, self._is_live, self._answers)
+                    )
+                while self._start_due() or self._running():
+                    self._wait()
+                    self._look()
+            return self._code
+        finally:
+            for slot in self._running():
+                assert slot.child is not None
+                slot.child.kill()
+            signal.signal(signal.SIGCHLD, previous)
+
+    # Woken by: a child's end, a child's news, an order, or the time
+
+    def _on_child(self, _: int, __: FrameType | None) -> None:
+        self._wake()
+
+    def _on_order(self, level: int) -> None:
+        self._level = max(self._level, level)
+        self._wake()
+
+    def _wake(self) -> None:
+        with suppress(OSError):  # full: it is awake
+            os.write(self._wake_write, b"!")
+
+    def _wait(self) -> None:
+        moments = [slot.start_at for slot in self._slots if slot.start_at is not None]
+        if self._kill_at is not None:
+            moments.append(self._kill_at)
+        timeout = min([1.0, *(max(0.0, moment - time.monotonic()) for moment in moments)])
+        news = [slot.child.news for slot in self._running() if slot.child is not None and not slot.has_been_ready]
+        with suppress(OSError):
+            if self._wake_read in select.select([self._wake_read, *news], [], [], timeout)[0]:
+                os.read(self._wake_read, 4096)
+
+    # Starting
+
+    def _running(self) -> list[_Slot]:
+        return [slot for slot in self._slots if slot.child is not None]
+
+    def _start_due(self) -> bool:
+        """Start what is due; whether anything is still to be started."""
+        if self._level:
+            return False
+        now = time.monotonic()
+        for slot in self._slots:
+            if slot.start_at is not None and slot.start_at <= now:
+                self._start(slot)
+        return any(slot.start_at is not None for slot in self._slots)
+
+    def _start(self, slot: _Slot) -> None:
+        args = self._args
+        quiet = slot.number > 1 or slot.deaths > 0
+        slot.child = Child(
+            ["--no-banner", *args.argv] if quiet else args.argv, label=str(slot.number),
+            pass_on=[] if args.reloaded is None else [args.reloaded],
+        )
+        slot.started_at = time.monotonic()
+        slot.start_at = None
+
+    # Looking
+
+    def _look(self) -> None:
+        self._obey()
+        for slot in self._running():
+            child = slot.child
+            assert child is not None
+            code = child.ended()  # before the news, which are complete then
+            self._read_news(slot, child)
+            if code is not None:
+                child.close()
+                slot.child = None
+                self._has_ended(slot, child.pid, code)
+        if not self._is_ready and all(slot.has_been_ready for slot in self._slots):
+            self._is_ready = True
+            self._link.tell(f"ready {self._grace}")
+            if not self._args.no_banner:
+                say(self._args, READY)
+
+    def _read_news(self, slot: _Slot, child: Child) -> None:
+        for line in child.read_news():
+            word, _, value = line.partition(" ")
+            if word == "ready":
+                slot.has_been_ready = True
+                if self._args.shutdown_timeout is None:
+                    self._grace = float(value)
+
+    def _has_ended(self, slot: _Slot, pid: int, code: int) -> None:
+        how = how_it_ended(code)
+        if self._level or (self._args.burst and code == 0):
+            logger.debug("worker process %d (pid %d) has ended: %s", slot.number, pid, how)
+            return
+        if code in CANNOT_START and not slot.has_been_ready:
+            self._code = self._code or code
+            self._on_order(STOP)
+            return
+        if time.monotonic() - slot.started_at >= HEALTHY:
+            slot.deaths = 0
+        slot.deaths += 1
+        pause = pause_after(slot.deaths)
+        slot.start_at = time.monotonic() + pause
+        logger.log(
+            logging.INFO if code == 0 else logging.ERROR, "worker process %d (pid %d) has ended: %s; starting another one%s",
+            slot.number, pid, how, f" in {pause:g} s" if pause else "",
+        )
+
+    # Stopping
+
+    def _obey(self) -> None:
+        if not self._level:
+            return
+        now = time.monotonic()
+        grace = self._grace
+        if self._level == STOP_NOW:
+            self._code = self._code or 1
+            grace = 0.0
+        # The second signal comes before the time of the first is up.
+        self._kill_at = min(self._kill_at or math.inf, now + grace + PATIENCE)
+        for slot in self._slots:
+            slot.start_at = None
+        for slot in self._running():
+            assert slot.child is not None
+            slot.child.order(self._level)
+            if now >= self._kill_at:
+                logger.error("worker process %d (pid %d) does not end: killing it; its tasks will run again",
+                             slot.number, slot.child.pid)
+                slot.child.process.kill()
+                self._code = self._code or 1
+
+    # Health
+
+    def _is_live(self) -> bool:
+        return self._level > RUN or bool(self._running())
+
+    def _answers(self) -> bool:
+        pids = {slot.child.pid for slot in self._running() if slot.child is not None}
+        return bool(pids) and health.look(health.place_of(self._args), pids=pids).is_ready
+
+
+def run(args: argparse.Namespace, link: Link) -> int:
+    """`machinery worker -p N`."""
+    assert threading.current_thread() is threading.main_thread()
+    return Supervisor(args, link).run()

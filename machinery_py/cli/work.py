@@ -1,0 +1,145 @@
+"""`machinery worker`: one worker, from its signals to its exit code. With -p and --reload this is what runs in each child."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+from machinery_py.cli import health, logs, reload
+from machinery_py.cli.banner import READY, banner, say
+from machinery_py.cli.processes import STOP_NOW, Link, Orders
+from machinery_py.errors import MachineryError
+from machinery_py.events import WorkerOnline
+
+if TYPE_CHECKING:
+    from machinery_py.server import Server
+    from machinery_py.worker.worker import Worker
+
+logger = logging.getLogger(__name__)
+
+LOOK_FOR_READY = 0.01  # seconds between two looks whether the worker is ready
+BROKEN = 1  # exit code of a worker that could not go on
+
+
+def worker(args: argparse.Namespace) -> int:
+    """`machinery worker`; returns its exit code."""
+    logs.configure(args.log_level, args.log_format)
+    link = Link(args.child)
+    try:
+        if args.reload and args.reloaded is None:
+            return reload.run(args, link)
+        if args.processes > 1 and not link.is_numbered:
+            from machinery_py.cli import supervisor
+
+            return supervisor.run(args, link)
+        return _work(args, link)
+    except KeyboardInterrupt:  # asked to stop before there was anything to stop
+        return 0
+
+
+def _work(args: argparse.Namespace, link: Link) -> int:
+    orders = Orders(link)
+    with reload.telling_files(args.reloaded):
+        from machinery_py.cli import apps  # loads the library; a signal may interrupt that from here on
+
+        server = apps.load(args.app, args.app_dir)
+    one = new_worker(server, args, link)
+    if not args.no_banner:
+        say(args, banner(server, one, args.processes))
+    vital = Vital(one)
+    watch = ReadyWatch(one, lambda: _on_ready(args, link, one))
+    label = link.label if link.is_numbered else ""
+    with ExitStack() as stack:
+        stack.enter_context(watch)
+        stack.enter_context(health.Pulse(health.place_of(args), label=label, worker=one.name, is_ready=vital.is_ready))
+        if args.health_port is not None and not link.is_numbered:
+            stack.enter_context(health.serve(args.health_host, args.health_port, lambda: True, vital.is_ready))
+        orders.follow(lambda level: one.abort() if level == STOP_NOW else one.quit(),
+                      grace=f" (at most {one.shutdown_timeout:g} s; once more to stop now)")
+        code = _launch(one, watch)
+    server.close()
+    return code
+
+
+def new_worker(server: Server, args: argparse.Namespace, link: Link) -> Worker:
+    """The worker that the options ask for."""
+    name = args.name and (f"{args.name}-{link.label}" if link.is_numbered else args.name)
+    return server.new_worker(
+        name or f"{socket.gethostname()}-{os.getpid()}",
+        server.config.concurrency if args.concurrency is None else args.concurrency,
+        queues=args.queues, burst=args.burst, shutdown_timeout=args.shutdown_timeout,
+    )
+
+
+def _launch(one: Worker, watch: ReadyWatch) -> int:
+    try:
+        return one.launch(signals=False)
+    except MachineryError as error:
+        if not watch.was_ready:
+            raise  # it could not even start: 2 or 3, see main
+        logger.error("%s", error)
+        return BROKEN
+
+
+def _on_ready(args: argparse.Namespace, link: Link, one: Worker) -> None:
+    link.tell(f"ready {one.shutdown_timeout}")
+    if not args.no_banner and not link.is_numbered:
+        say(args, READY)
+
+
+class ReadyWatch:
+    """Calls a function, once, when the worker has made its first round trip. A context; in a thread of its own."""
+
+    def __init__(self, one: Worker, then: Callable[[], object]) -> None:
+        self.was_ready = False
+        self._worker = one
+        self._then = then
+        self._online = threading.Event()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._look, name="machinery-ready", daemon=True)
+        one.engine.events.subscribe(WorkerOnline, lambda _: self._online.set())
+
+    def __enter__(self) -> ReadyWatch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._online.set()
+        self._thread.join(timeout=5.0)
+
+    def _look(self) -> None:
+        # Worker.ready may be asked once it has started, and then it is online.
+        self._online.wait()
+        while not self._worker.ready:
+            if self._ended.wait(LOOK_FOR_READY):
+                return
+        self.was_ready = True
+        self._then()
+
+
+class Vital:
+    """Whether the broker answered at the worker's last beat."""
+
+    def __init__(self, one: Worker) -> None:
+        self._worker = one
+        self._answered_at: float | None = None
+        one.on_beat = self._on_beat
+
+    def _on_beat(self) -> None:
+        self._answered_at = time.monotonic()
+
+    def is_ready(self) -> bool:
+        """Beats come each quarter of a lease; where a store hangs they stay away without an error."""
+        return (
+            self._answered_at is not None
+            and time.monotonic() - self._answered_at <= self._worker.engine.config.lease
+            and self._worker.ready
+        )
