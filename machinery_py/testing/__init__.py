@@ -1,0 +1,37 @@
+"""What tests of tasks and of stores need: a Server under test, a clock that is told the time, faults on command.
+
+    harness       Harness: what was sent, and running it when the test says so
+    plugin        the pytest fixtures `machinery` and `machinery_worker`
+    clocks        ManualClock
+    waiting       wait_until, together: tests without sleep
+    flaky         stores that fail on command
+    conformance   what every broker, backend and store must pass
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from machinery_py.testing.clocks import ManualClock
+    from machinery_py.testing.harness import Harness
+    from machinery_py.testing.waiting import wait_until
+
+__all__ = ["Harness", "ManualClock", "wait_until"]
+
+
+def __getattr__(name: str) -> object:
+    # Every pytest run imports this package for its plug-in: what only some tests need is loaded when they ask for it.
+    if name == "Harness":
+        from machinery_py.testing.harness import Harness
+
+        return Harness
+    if name == "ManualClock":
+        from machinery_py.testing.clocks import ManualClock
+
+        return ManualClock
+    if name == "wait_until":
+        from machinery_py.testing.waiting import wait_until
+
+        return wait_until
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

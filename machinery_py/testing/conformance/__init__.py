@@ -1,0 +1,24 @@
+"""What every store is held to. Subclass a suite, say how your store is opened and how its consumers die; run pytest.
+
+    class TestMyBroker(BrokerConformance):
+        @pytest.fixture
+        def open_broker(self, clock: ManualClock) -> OpenBroker:
+            return lambda: MyBroker("my://localhost", clock=clock)
+
+    brokers      BrokerConformance
+    backends     BackendConformance
+    settlement   SettlementConformance
+    workflows    WorkflowConformance: a Server on these stores with real workers; LinkedConformance for `eager`
+
+No test asks which class it got. What a store cannot do it declares in its `features`; then the suite checks that it is
+refused with Unsupported. A store whose time is its server's gives a `clock` whose `advance` moves that time (or waits).
+"""
+
+from __future__ import annotations
+
+import pytest
+
+# Before the suites are imported, so that their assertions say what was found.
+_SUITES = ("leases", "brokers", "groups", "changes", "backends", "fencing", "settlement",
+           "application", "tasks", "messages", "workers", "workflows")
+pytest.register_assert_rewrite(*(f"{__name__}.{suite}" for suite in _SUITES))

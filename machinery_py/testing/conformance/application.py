@@ -1,0 +1,122 @@
+"""The application that the suites of this folder run: a Server with some tasks, and what a test watches it by."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+from typing import Any
+
+from machinery_py import Server, State, Worker, current_task
+from machinery_py.testing.waiting import HANG, wait_until
+
+THREADS = 4
+
+
+class App:
+    """A Server with some tasks. `calls` has what they were called with; `gate(name)` holds those that wait for it.
+
+    Args:
+        first: another App, whose calls and gates are shared.
+    """
+
+    def __init__(self, server: Server, first: App | None = None) -> None:
+        self.server = server
+        self.calls: list[tuple[Any, ...]] = first.calls if first is not None else []
+        self.gates: dict[str, threading.Event] = first.gates if first is not None else {}
+        self.add = server.task(_add)
+        self.multiply = server.task(_multiply)
+        self.echo = server.task(_echo)
+        self.pair = server.task(_pair)
+        self.total = server.task(_total)
+        self.fetch = server.task(_fetch)
+        self.note = server.register_task("note", self._note)
+        self.fail = server.register_task("fail", self._fail)
+        self.wait = server.register_task("wait", self._wait)
+        self.count = server.register_task("count", self._count)
+
+    def _note(self, *args: Any) -> None:
+        self.calls.append(args)
+
+    def _fail(self, text: str, *rest: Any) -> int:
+        self.calls.append(("fail", text))
+        raise ValueError(text)
+
+    def _count(self, *args: Any) -> int:
+        return len(args)
+
+    def _wait(self, name: str) -> str:
+        self.calls.append(("wait", name))
+        if not self.gate(name).wait(HANG):
+            raise TimeoutError(f"nobody opened gate {name!r}")
+        return name
+
+    def gate(self, name: str) -> threading.Event:
+        return self.gates.setdefault(name, threading.Event())
+
+    def running(self, **options: Any) -> Worker:
+        """A worker, for `with`."""
+        options = {"concurrency": THREADS, "shutdown_timeout": HANG, **options}
+        return self.server.new_worker(**options)
+
+    def another(self) -> App:
+        """The same application in another Server on the same stores, as another process would have it."""
+        return App(Server(self.server.config), self)
+
+    def wait_until_idle(self) -> None:
+        """Return when nothing waits, is delayed or runs, and no group waits for its callback."""
+        store = self.server.engine.store
+        wait_until(
+            lambda: not store.ready_groups(1) and not any(
+                one.waiting + one.delayed + one.running for one in self.server.inspect.queues()
+            ),
+            what="empty queues",
+        )
+
+    def wait_for(self, tag: str) -> list[tuple[Any, ...]]:
+        """The calls of `note` whose last argument is the tag, when there is one and nothing is left to run."""
+        wait_until(lambda: any(call[-1:] == (tag,) for call in self.calls), what=f"a call with {tag!r}")
+        self.wait_until_idle()
+        return [call for call in self.calls if call[-1:] == (tag,)]
+
+    def wait_for_state(self, uuid: str, state: State) -> None:
+        """Return when the task, which may not be known yet, is in this state."""
+        def reached() -> bool:
+            found = self.server.backend.get_states([uuid]).get(uuid)
+            return found is not None and found.state is state
+
+        wait_until(reached, what=f"{state} of {uuid}")
+
+    def close(self) -> None:
+        for gate in self.gates.values():
+            gate.set()
+        self.server.close()
+
+
+def _add(a: int, b: int, *more: int) -> int:
+    return a + b + sum(more)
+
+
+def _multiply(*numbers: int) -> int:
+    return math.prod(numbers)
+
+
+def _echo(value: Any) -> Any:
+    return value
+
+
+def _pair(a: str, b: int) -> tuple[str, int]:
+    return a, b
+
+
+def _total(numbers: list[int]) -> int:
+    return sum(numbers)
+
+
+async def _fetch(url: str) -> str:
+    await asyncio.sleep(0)
+    return f"{current_task().name} {url}"
+
+
+for _function in (_add, _multiply, _echo, _pair, _total, _fetch):
+    _function.__name__ = _function.__name__.removeprefix("_")

@@ -1,0 +1,313 @@
+"""What every backend promises: legal steps, values, expiry, listings and listeners.
+
+    class TestMyBackend(BackendConformance):
+        @pytest.fixture
+        def open_backend(self, clock: ManualClock) -> OpenBackend:
+            return lambda: MyBackend("my://localhost", clock=clock, expire_in=self.expire_in)
+
+The rest of it is in changes.py and groups.py.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import time
+from typing import Any
+
+import pytest
+
+from machinery_py.backends.base import FENCED, SETTLED, Backend, Change
+from machinery_py.errors import Unsupported
+from machinery_py.signature import Arg, Signature
+from machinery_py.states import LEGAL, State, TaskState
+from machinery_py.testing.clocks import ManualClock
+from machinery_py.testing.conformance.changes import ChangeConformance
+from machinery_py.testing.conformance.groups import MOMENT, OpenBackend, state_of, write
+from machinery_py.testing.waiting import HANG, together
+from machinery_py.values import from_result
+
+__all__ = ["BackendConformance", "OpenBackend"]
+
+VALUES: list[tuple[str, Any]] = [
+    ("bool", True), ("bool", False), ("string", ""), ("string", "日本 🎉 \x00 \" \\ \u2028"),
+    ("int", 2**63 - 1), ("int8", -128), ("int16", 32767), ("int32", -(2**31)), ("int64", 2**63 - 1),
+    ("int64", -(2**63)), ("int64", 123456789012345678), ("uint", 2**64 - 1), ("uint8", 255),
+    ("uint16", 65535), ("uint32", 2**32 - 1), ("uint64", 2**64 - 1), ("float32", 0.5),
+    ("float64", 0.1), ("float64", 1.7976931348623157e308),
+    ("float64", 5e-324), ("float64", -0.0), ("float64", 1e15), ("[]bool", [True, False]), ("[]string", ["", "ü"]),
+    ("[]int64", [2**63 - 1, -1]), ("[]uint64", [2**64 - 1]), ("[]float64", [0.5, 1e300]), ("[]int64", []),
+    ("json", None), ("json", {"a": [1, {"b": None}], "": "ü"}), ("json", []), ("json", "text"),
+    ("py", {"$": "decimal", "v": "1.10"}),
+]
+
+MARGIN = 0.001  # seconds; some stores round to milliseconds
+
+
+def legal(current: State | None, run: int, state: State) -> bool:
+    """Whether `state` may follow `current`, `run` runs later: the rule of states.py, said once more."""
+    if current is None:
+        return True
+    if run < 0 or current.is_finished:
+        return False
+    if run == 0:
+        return state in LEGAL[current] or state is current
+    return state is not State.PENDING  # RETRY stays visible until the next run has begun
+
+
+class BackendConformance(ChangeConformance):
+    """Everything that the docstrings in backends/base.py say."""
+
+    @pytest.mark.parametrize("run", [-1, 0, 1])
+    @pytest.mark.parametrize("current", [None, *State])
+    def test_every_legal_step_is_taken_and_no_other(self, backend: Backend, current: State | None, run: int) -> None:
+        for following in State:
+            uuid = f"task_{following}"
+            if current is not None:
+                write(backend, state_of(uuid, current, run=1, error="before"))
+            after = state_of(uuid, following, run=1 + run, error="after")
+
+            verdict = backend.apply([Change(key=uuid, mark=f"m{following}", states=(after,))])
+
+            allowed = legal(current, run, following)
+            assert verdict == [SETTLED if allowed else FENCED], following
+            kept = backend.get_state(uuid)
+            assert kept.error == ("after" if allowed else "before"), following
+            assert (kept.state, kept.run) == ((following, 1 + run) if allowed else (current, 1)), following
+
+    @pytest.mark.parametrize("final", [State.SUCCESS, State.FAILURE])
+    def test_finished_is_final(self, backend: Backend, final: State) -> None:
+        write(backend, state_of("t", final, error="first"))
+        kept = backend.get_state("t")
+        for following in State:
+            for run in (0, 1, 99):
+                change = Change(key="t", mark="other", states=(state_of("t", following, run=run, error="second"),))
+                assert backend.apply([change]) == [FENCED]
+        assert backend.get_state("t") == kept
+
+    def test_name_and_creation_and_queue_stay(self, backend: Backend) -> None:
+        write(backend, state_of("t", task_name="add", created_at=MOMENT, queue="mail"))
+        steps = (State.RECEIVED, 0), (State.STARTED, 0), (State.RETRY, 0), (State.STARTED, 1), (State.SUCCESS, 1)
+        for step, run in steps:
+            write(backend, TaskState(task_uuid="t", state=step, run=run))
+            kept = backend.get_state("t")
+            assert (kept.state, kept.task_name, kept.queue) == (step, "add", "mail")
+            assert abs((kept.created_at - MOMENT).total_seconds()) <= MARGIN
+
+    def test_every_value_comes_back_as_it_went(self, backend: Backend) -> None:
+        results = tuple(Arg(type=type_name, value=value) for type_name, value in VALUES)
+        write(backend, state_of("t", State.SUCCESS, results=results))
+
+        kept = backend.get_state("t").results
+
+        assert [(arg.type, arg.value) for arg in kept] == VALUES
+        assert [type(arg.value) for arg in kept] == [type(value) for _, value in VALUES]
+        assert [repr(arg.value) for arg in kept] == [repr(value) for _, value in VALUES]
+
+    def test_bytes_come_back_as_bytes(self, backend: Backend) -> None:
+        value = bytes(range(256))
+        write(backend, state_of("t", State.SUCCESS, results=(Arg(type="[]byte", value=value),)))
+
+        (kept,) = backend.get_state("t").results
+        assert (kept.type, from_result(kept.type, kept.value)) == ("[]byte", value)
+
+    def test_every_field_comes_back_as_it_went(self, backend: Backend) -> None:
+        later = MOMENT + dt.timedelta(seconds=5)
+        state = TaskState(
+            task_uuid="t", task_name="add ü", state=State.STARTED, error="bad \x00 thing", created_at=MOMENT, run=3,
+            attempt=2, queue="mail", error_type="builtins.ValueError", traceback="Traceback\n", progress=(1.5, 4.0),
+            started_at=MOMENT, finished_at=later, eta=later, worker="w@host",
+        )
+        write(backend, state)
+
+        kept = backend.get_state("t")
+
+        for name in state.__struct_fields__:
+            value, found = getattr(state, name), getattr(kept, name)
+            if isinstance(value, dt.datetime):
+                assert found.tzinfo is not None
+                assert abs((found - value).total_seconds()) <= MARGIN, name
+            else:
+                assert found == value, name
+        assert type(kept.state) is State
+
+    def test_what_was_not_set_comes_back_unset(self, backend: Backend) -> None:
+        state = TaskState(task_uuid="t")
+        write(backend, state)
+        kept = backend.get_state("t")
+        assert {name: getattr(kept, name) for name in state.__struct_fields__ if name != "results"} == {
+            name: getattr(state, name) for name in state.__struct_fields__ if name != "results"
+        }
+        assert list(kept.results) == []
+
+    def test_gos_names_write_gos_states(self, backend: Backend) -> None:
+        signature: Signature[object] = Signature(name="add", uuid="t", routing_key="mail")
+        backend.set_state_pending(signature)
+        created_at = backend.get_state("t").created_at
+        steps = (
+            (backend.set_state_received, State.RECEIVED), (backend.set_state_started, State.STARTED),
+            (backend.set_state_retry, State.RETRY),
+        )
+        for step, state in steps:
+            step(signature)
+            assert backend.get_state("t").state is state
+        backend.set_state_success(signature, [Arg.of(3)])
+        backend.set_state_failure(signature, "too late")
+        kept = backend.get_state("t")
+        assert (kept.state, kept.task_name, kept.queue, kept.created_at) == (State.SUCCESS, "add", "mail", created_at)
+        assert [arg.value for arg in kept.results] == [3]
+        backend.set_state_failure(signature.replace(uuid="f"), "boom")
+        assert (backend.get_state("f").state, backend.get_state("f").error) == (State.FAILURE, "boom")
+
+    def test_what_is_finished_expires_and_nothing_else(self, backend: Backend, clock: ManualClock) -> None:
+        write(backend, *(state_of(f"t{state}", state) for state in State))
+        clock.advance(self.expire_in * 0.9)
+        backend.tend()
+        assert len(backend.get_states([f"t{state}" for state in State])) == len(State)
+
+        self.expire(backend, clock)
+
+        kept = backend.get_states([f"t{state}" for state in State])
+        assert {state.state for state in kept.values()} == {state for state in State if not state.is_finished}
+
+    def test_a_task_is_kept_from_when_it_finished(self, backend: Backend, clock: ManualClock) -> None:
+        write(backend, state_of("t"))
+        clock.advance(self.expire_in * 0.9)
+        write(backend, state_of("t", State.SUCCESS))
+        clock.advance(self.expire_in * 0.9)
+        backend.tend()
+        assert backend.get_state("t").state is State.SUCCESS
+
+    def test_a_revoked_task_is_remembered(self, backend: Backend) -> None:
+        write(backend, state_of("a"))
+        backend.revoke(["a", "b"])
+        backend.revoke(["b"])
+
+        assert backend.revoked(["a", "b", "c"]) == {"a", "b"}
+        assert backend.revoked([]) == set()
+        assert backend.get_state("a").state is State.PENDING
+
+    def test_states_are_listed_newest_first(self, backend: Backend, clock: ManualClock) -> None:
+        if not backend.features.listing:
+            for ask in (backend.list_states, lambda: backend.find("t"), lambda: backend.finished_since(MOMENT)):
+                with pytest.raises(Unsupported):
+                    ask()
+            return
+        for number, state in enumerate((State.PENDING, State.SUCCESS, State.FAILURE, State.SUCCESS)):
+            clock.advance(1.0)
+            write(backend, state_of(f"t{number}", state, task_name="mul" if number == 3 else "add"))
+        clock.advance(1.0)
+        middle = clock.now()
+        write(backend, state_of("t0", State.STARTED))
+
+        def names(**what: Any) -> list[str]:
+            return [state.task_uuid for state in backend.list_states(**what)]
+
+        assert names() == ["t0", "t3", "t2", "t1"]
+        assert names(limit=2) == ["t0", "t3"]
+        assert (names(state=State.SUCCESS), names(state=State.PENDING)) == (["t3", "t1"], [])
+        assert (names(name="mul"), names(name="add", state=State.SUCCESS)) == (["t3"], ["t1"])
+        assert names(since=middle) == ["t0"]
+        assert names(since=middle - dt.timedelta(seconds=2.5)) == ["t0", "t3", "t2"]
+
+    def test_finding_takes_the_prefix_as_it_is(self, backend: Backend) -> None:
+        if not backend.features.listing:
+            return  # refused, as the test above has seen
+        known = ("task_1a", "task_1b", "taskX1", "TASK_1", "a%b", "a*b", "ab", "a[b")
+        write(backend, *map(state_of, known))
+
+        assert sorted(backend.find("task_1", 5)) == ["task_1a", "task_1b"]
+        assert len(backend.find("task_1", 1)) == 1
+        assert (backend.find("a%"), backend.find("a*"), backend.find("a[")) == (["a%b"], ["a*b"], ["a[b"])
+        assert backend.find("nobody") == []
+
+    def test_what_finished_is_counted_for_each_queue(self, backend: Backend, clock: ManualClock) -> None:
+        if not backend.features.listing:
+            return  # refused, as the test above has seen
+        write(backend, state_of("old", State.SUCCESS))
+        clock.advance(60.0)
+        moment = clock.now()
+        good, bad = State.SUCCESS, State.FAILURE
+        ends = (("q", good), ("q", bad), ("q", good), ("r", bad), ("r", State.RETRY))
+        write(backend, *(state_of(f"t{number}", state, queue=queue) for number, (queue, state) in enumerate(ends)))
+
+        assert backend.finished_since(moment) == {"q": (2, 1), "r": (0, 1)}
+        assert backend.finished_since(moment - dt.timedelta(seconds=90)) == {"q": (3, 1), "r": (0, 1)}
+        assert backend.finished_since(moment + dt.timedelta(seconds=1)) == {}
+
+    def test_a_purged_state_is_forgotten(self, backend: Backend) -> None:
+        write(backend, state_of("a", State.SUCCESS), state_of("b"))
+        backend.purge_state("a")
+        backend.purge_state("nobody")
+        assert set(backend.get_states(["a", "b"])) == {"b"}
+        write(backend, state_of("a", State.PENDING))
+
+    def test_ten_thousand_are_read_and_written_at_once(self, backend: Backend) -> None:
+        uuids = [f"task_{number}" for number in range(10_000)]
+        assert backend.get_states(uuids) == {}
+        assert backend.apply([Change(key="batch", states=tuple(map(state_of, uuids)))]) == [SETTLED]
+        assert list(backend.get_states([*uuids, "nobody"])) != []
+        assert set(backend.get_states([*uuids, "nobody"])) == set(uuids)
+        assert backend.settled_by(uuids) == [""] * 10_000
+        backend.revoke(uuids)
+        assert backend.revoked(uuids) == set(uuids)
+        assert backend.get_states([]) == {}
+
+    def test_a_finished_task_wakes_who_watches_it(self, backend: Backend, open_backend: OpenBackend) -> None:
+        other = open_backend()
+        listener = backend.listener()
+        listener.watch(["a"])
+        listener.watch(["b", "c"])
+        for uuid, state in (("b", State.SUCCESS), ("a", State.FAILURE)):
+            started = time.monotonic()
+
+            def act(index: int, uuid: str = uuid, state: State = state) -> None:
+                if index:
+                    write(other, state_of(uuid, state))
+                while not index and uuid not in backend.get_states([uuid]):
+                    listener.wait(HANG * 2)
+
+            together(2, act)
+            assert time.monotonic() - started < HANG
+        listener.close()
+        other.close()
+
+    def test_others_do_not_wake_a_listener(self, backend: Backend) -> None:
+        listener = backend.listener()
+        listener.watch(["a"])
+        write(backend, state_of("a", State.STARTED), *(state_of(f"t{number}", State.SUCCESS) for number in range(20)))
+        started = time.monotonic()
+        listener.wait(0.05)
+        assert time.monotonic() - started >= 0.04
+        listener.close()
+
+    def test_wake_ends_a_listeners_wait(self, backend: Backend) -> None:
+        listener = backend.listener()
+        listener.watch(["a"])
+        started = time.monotonic()
+        together(2, lambda index: listener.wake() if index else listener.wait(HANG * 2))
+        listener.wake()
+        listener.wait(HANG * 2)
+        assert time.monotonic() - started < HANG
+        listener.close()
+
+    def test_another_handle_sees_the_same_states(self, open_backend: OpenBackend) -> None:
+        one, two = open_backend(), open_backend()
+        if one.features.keeps:
+            write(one, state_of("a"))
+            assert two.get_state("a").state is State.PENDING
+        for handle in (one, two):
+            handle.close()
+            handle.close()
+
+    def test_states_survive_a_restart(self, open_backend: OpenBackend) -> None:
+        backend = open_backend()
+        if backend.features.durable and backend.features.keeps:
+            write(backend, state_of("a", State.SUCCESS, results=(Arg.of(7),)))
+            backend.init_group("g", ["a"])
+            backend.revoke(["r"])
+            backend.close()
+            backend = open_backend()
+            assert [arg.value for arg in backend.get_state("a").results] == [7]
+            assert backend.group_completed("g") is True
+            assert backend.revoked(["r"]) == {"r"}
+        backend.close()

@@ -1,0 +1,400 @@
+"""What every broker promises: bytes, order, queues, priorities, time, fates, tokens and looking.
+
+    class TestMyBroker(BrokerConformance):
+        @pytest.fixture
+        def open_broker(self, clock: ManualClock) -> OpenBroker:
+            return lambda: MyBroker("my://localhost", clock=clock)
+
+        def crash_consumer(self, broker, consumer, clock, survivors=()) -> None:
+            ...  # only if its consumers die of something else than missed beats
+
+The half about dying consumers is in leases.py.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import threading
+import time
+
+import pytest
+
+from machinery_py.brokers.base import Broker, Consumer, Delivery, Disposal, Fate, Message
+from machinery_py.errors import Unsupported
+from machinery_py.testing.clocks import ManualClock
+from machinery_py.testing.conformance.leases import (
+    LeaseConformance,
+    OpenBroker,
+    back,
+    bodies,
+    done,
+    message,
+    put,
+)
+from machinery_py.testing.waiting import HANG, together
+
+__all__ = ["BrokerConformance", "OpenBroker"]
+
+AWKWARD = {
+    "empty": b"", "NUL": b"a\x00b\x00", "every byte": bytes(range(256)), "no UTF-8": b"\xff\xfe\xfa",
+    "quotes": b"'\";--\\", "emoji": "日本語 🎉".encode(), "line ends": b"\r\n\n\r", "5 MB": b"\x00\xf0 x" * 1_250_000,
+}
+
+
+def seconds(start: dt.datetime, after: float) -> dt.datetime:
+    return start + dt.timedelta(seconds=after)
+
+
+class BrokerConformance(LeaseConformance):
+    """Everything that the docstrings in brokers/base.py say."""
+
+    @pytest.mark.parametrize("body", AWKWARD.values(), ids=AWKWARD)
+    def test_bytes_come_back_as_they_went(self, broker: Broker, consumer: Consumer, body: bytes) -> None:
+        put(broker, body)
+        (first,) = consumer.receive(1, 0)
+        assert type(first.body) is bytes
+        assert first.body == body
+        consumer.dispose(back(first))
+        (second,) = consumer.receive(1, 0)
+        assert second.body == body
+        consumer.dispose([Disposal(delivery=second, fate=Fate.DEAD)])
+        assert [letter.body for letter in broker.dead_letters(limit=1)] == [body]
+
+    def test_a_first_delivery_says_what_it_is(self, broker: Broker, consumer: Consumer, clock: ManualClock) -> None:
+        broker.put([message(b"a", parks=3)], token="")
+        (delivery,) = consumer.receive(1, 0)
+
+        assert (delivery.queue, delivery.fence, delivery.strikes, delivery.parks) == ("q", 1, 0, 3)
+        assert not delivery.redelivered
+        assert delivery.sent_at is None or abs((delivery.sent_at - clock.now()).total_seconds()) < 0.01
+        hash(delivery.receipt)
+
+    def test_the_oldest_message_comes_first(self, broker: Broker, consumer: Consumer) -> None:
+        expected = [b"%d" % number for number in range(60)]
+        for body in expected[:30]:
+            put(broker, body)
+        put(broker, *expected[30:])
+
+        assert bodies(consumer.receive(7, 0)) == expected[:7]
+        assert bodies(consumer.receive(100, 0)) == expected[7:]
+
+    def test_any_name_can_be_a_queue(self, broker: Broker) -> None:
+        names = ["mail:high", "日本", "a b", "q'\"", "%_*?[x]", "{tag}", "x" * 200]
+        for name in names:
+            put(broker, name.encode(), queue=name)
+        for name in names:
+            assert bodies(broker.consume([name], worker="w").receive(5, 0)) == [name.encode()]
+
+    def test_queues_do_not_mix(self, broker: Broker, consumer: Consumer) -> None:
+        put(broker, b"other", queue="r")
+
+        assert consumer.receive(5, 0) == []
+        assert bodies(broker.consume(["r"], worker="w").receive(5, 0)) == [b"other"]
+
+    def test_the_first_queue_comes_before_the_second(self, broker: Broker) -> None:
+        put(broker, b"r1", b"r2", queue="r")
+        put(broker, b"q1", b"q2", b"q3", queue="q")
+        consumer = broker.consume(["q", "r"], worker="w")
+
+        assert bodies(consumer.receive(2, 0)) == [b"q1", b"q2"]
+        assert bodies(consumer.receive(2, 0)) == [b"q3", b"r1"]
+        put(broker, b"q4")
+        assert bodies(consumer.receive(5, 0)) == [b"q4", b"r2"]
+
+    def test_the_higher_priority_comes_first_within_its_queue(self, broker: Broker, consumer: Consumer) -> None:
+        messages = [message(b"%d" % level, priority=level) for level in (0, 255, 9, 9, 1, 0)]
+        if not broker.features.priorities:
+            with pytest.raises(Unsupported):
+                broker.put(messages, token="")
+            return
+        broker.put(messages, token="")
+
+        found = consumer.receive(10, 0)
+
+        assert bodies(found) == [b"255", b"9", b"9", b"1", b"0", b"0"]
+        assert [delivery.priority for delivery in found] == [255, 9, 9, 1, 0, 0]
+        broker.put([message(b"r", queue="r", priority=255), message(b"q")], token="")
+        assert bodies(broker.consume(["q", "r"], worker="w").receive(1, 0)) == [b"q"]
+
+    def test_nothing_is_early_and_nothing_late(self, broker: Broker, consumer: Consumer, clock: ManualClock) -> None:
+        broker.put([message(b"late", eta=seconds(clock.now(), 30.0))], token="")
+        put(broker, b"now")
+        assert bodies(consumer.receive(5, 0)) == [b"now"]
+
+        for _ in range(2):
+            clock.advance(14.5)
+            consumer.beat()
+            broker.tend()
+            assert consumer.receive(5, 0) == []
+        clock.advance(1.5)
+        broker.tend()
+
+        assert bodies(consumer.receive(5, 0)) == [b"late"]
+
+    def test_tend_asks_to_be_called_before_the_next_eta_has_passed(self, broker: Broker, clock: ManualClock) -> None:
+        consumer = broker.consume(["q"], worker="w")
+        due = seconds(clock.now(), 1.5)
+        broker.put([message(b"late", eta=due)], token="")
+
+        for _ in range(20):
+            if clock.now() < due:
+                clock.advance(max(0.01, broker.tend()))
+
+        assert clock.now() <= seconds(due, 0.5)
+        broker.tend()
+        assert bodies(consumer.receive(5, 0)) == [b"late"]
+
+    def test_an_eta_that_has_passed_is_none(self, broker: Broker, consumer: Consumer, clock: ManualClock) -> None:
+        past = seconds(clock.now(), -3600.0).astimezone(dt.timezone(dt.timedelta(hours=9)))
+        broker.put([message(b"1", eta=past), message(b"2"), message(b"3", eta=clock.now())], token="")
+
+        assert bodies(consumer.receive(5, 0)) == [b"1", b"2", b"3"]
+
+    def test_an_eta_is_a_moment_in_any_zone(self, broker: Broker, consumer: Consumer, clock: ManualClock) -> None:
+        eta = seconds(clock.now(), 5.0).astimezone(dt.timezone(dt.timedelta(hours=-11)))
+        broker.put([message(b"late", eta=eta)], token="")
+        assert consumer.receive(5, 0) == []
+        clock.advance(5.5)
+        broker.tend()
+        assert bodies(consumer.receive(5, 0)) == [b"late"]
+
+    def test_many_due_at_once_all_come(self, broker: Broker, consumer: Consumer, clock: ManualClock) -> None:
+        eta = seconds(clock.now(), 5.0)
+        broker.put([message(b"%d" % number, eta=eta) for number in range(1000)], token="")
+        clock.advance(5.5)
+        for _ in range(20):
+            broker.tend()
+
+        assert sorted(bodies(consumer.receive(2000, 0)), key=int) == [b"%d" % number for number in range(1000)]
+
+    @pytest.mark.parametrize("timeout", [0.0, 0.05])
+    def test_an_empty_receive_returns_in_time(self, consumer: Consumer, timeout: float) -> None:
+        started = time.monotonic()
+        assert consumer.receive(5, timeout) == []
+        assert time.monotonic() - started < 10.0
+
+    def test_wake_ends_the_wait(self, consumer: Consumer) -> None:
+        def wake() -> None:
+            while waiter.is_alive():
+                consumer.wake()
+
+        found: list[object] = []
+        waiter = threading.Thread(target=lambda: found.append(consumer.receive(5, HANG * 2)))
+        waiter.start()
+        waker = threading.Thread(target=wake)
+        waker.start()
+        waiter.join(HANG)
+        assert found == [[]]
+        waker.join(HANG)
+
+    def test_a_wake_just_before_the_wait_is_not_lost(self, consumer: Consumer) -> None:
+        consumer.wake()
+        started = time.monotonic()
+        assert consumer.receive(5, HANG * 2) == []
+        assert time.monotonic() - started < HANG
+
+    @pytest.mark.parametrize("arrive", ["put", "given back"])
+    def test_what_arrives_ends_the_wait(self, open_broker: OpenBroker, consumer: Consumer, arrive: str) -> None:
+        elsewhere = open_broker()
+        other = elsewhere.consume(["q"], worker="other")
+        if arrive == "given back":
+            put(elsewhere, b"a")
+        held = other.receive(1, 0)
+
+        def act(index: int) -> list[Delivery]:
+            if index == 0:
+                return consumer.receive(5, HANG * 2)
+            if held:
+                other.dispose(back(*held))
+            else:
+                put(elsewhere, b"a")
+            return []
+
+        started = time.monotonic()
+        found, _ = together(2, act)
+
+        assert bodies(found) == [b"a"]
+        assert time.monotonic() - started < HANG
+        elsewhere.close()
+
+    def test_done_is_final(self, broker: Broker, consumer: Consumer, clock: ManualClock) -> None:
+        put(broker, b"a")
+        (delivery,) = consumer.receive(1, 0)
+
+        assert consumer.dispose(done(delivery)) == [True]
+
+        assert consumer.dispose(done(delivery)) == [False]
+        assert consumer.dispose(back(delivery)) == [False]
+        self.crash_consumer(broker, consumer, clock)
+        assert broker.consume(["q"], worker="heir").receive(5, 0) == []
+
+    def test_a_batch_has_a_verdict_for_each(self, broker: Broker, consumer: Consumer) -> None:
+        put(broker, b"a", b"b", b"c")
+        a, b, c = consumer.receive(3, 0)
+        consumer.dispose(done(b))
+
+        assert consumer.dispose(done(a, a, b, c)) == [True, False, False, True]
+        assert consumer.dispose([]) == []
+
+    def test_back_goes_to_its_old_place(self, broker: Broker, consumer: Consumer) -> None:
+        put(broker, b"1", b"2", b"3")
+        one, two = consumer.receive(2, 0)
+        put(broker, b"4")
+
+        assert consumer.dispose(back(two, one)) == [True, True]
+
+        found = consumer.receive(10, 0)
+        assert bodies(found) == [b"1", b"2", b"3", b"4"]
+        assert [(delivery.fence, delivery.strikes, delivery.parks) for delivery in found] == [
+            (2, 0, 0), (2, 0, 0), (1, 0, 0), (1, 0, 0),
+        ]
+
+    def test_later_waits_and_counts(self, broker: Broker, consumer: Consumer, clock: ManualClock) -> None:
+        put(broker, b"a")
+        for parks in range(3):
+            (delivery,) = consumer.receive(5, 0)
+            assert (delivery.parks, delivery.strikes, delivery.fence) == (parks, 0, parks + 1)
+            eta = seconds(clock.now(), 5.0)
+            assert consumer.dispose([Disposal(delivery=delivery, fate=Fate.LATER, eta=eta)]) == [True]
+            assert consumer.receive(5, 0) == []
+            if broker.features.peeking:
+                assert [(parked.body, parked.parks, parked.eta) for parked in broker.delayed(5)] == [
+                    (b"a", parks + 1, eta)
+                ]
+            clock.advance(5.5)
+            consumer.beat()
+            broker.tend()
+
+    def test_dead_is_kept_with_its_bytes_and_its_reason(
+        self, broker: Broker, consumer: Consumer, clock: ManualClock
+    ) -> None:
+        put(broker, b"\x00bytes")
+        (delivery,) = consumer.receive(1, 0)
+        disposal = Disposal(delivery=delivery, fate=Fate.DEAD, reason="poison", error="ü\n", uuid="task_9", name="add")
+
+        assert consumer.dispose([disposal]) == [True]
+
+        (letter,) = broker.dead_letters(limit=5)
+        assert (letter.uuid, letter.name, letter.queue, letter.body) == ("task_9", "add", "q", b"\x00bytes")
+        assert (letter.reason, letter.error, letter.strikes) == ("poison", "ü\n", 0)
+        assert abs((letter.died_at - clock.now()).total_seconds()) < 0.01
+        assert consumer.receive(5, 0) == []
+        assert consumer.dispose([disposal]) == [False]
+
+    def test_a_dead_letter_is_taken_once(self, broker: Broker, consumer: Consumer, clock: ManualClock) -> None:
+        put(broker, b"1", b"2", b"3")
+        for delivery in consumer.receive(3, 0):
+            clock.advance(1.0)
+            consumer.dispose([Disposal(delivery=delivery, fate=Fate.DEAD)])
+
+        letters = broker.dead_letters(limit=10)
+        assert [letter.body for letter in letters] == [b"3", b"2", b"1"]
+        assert broker.dead_letters(limit=2) == letters[:2]
+        assert broker.dead_letters(limit=5, queue="q") == letters
+        assert broker.dead_letters(limit=5, queue="r") == []
+
+        assert broker.take_dead([letters[0].id, "no such id"]) == [letters[0]]
+        assert broker.take_dead([letters[0].id]) == []
+        assert broker.dead_letters(limit=10) == letters[1:]
+
+    def test_a_token_is_carried_out_once(self, broker: Broker, consumer: Consumer, clock: ManualClock) -> None:
+        assert broker.put([message(b"1"), message(b"2")], token="t") is True
+        assert broker.put([message(b"1"), message(b"2")], token="t") is False
+        assert broker.put([message(b"3")], token="u") is True
+        assert [broker.put([message(b"4")], token="") for _ in range(2)] == [True, True]
+        clock.advance(590.0)
+        consumer.beat()
+        broker.tend()
+        assert broker.put([message(b"1"), message(b"2")], token="t") is False
+
+        consumer.beat()
+        assert bodies(consumer.receive(10, 0)) == [b"1", b"2", b"3", b"4", b"4"]
+
+    def test_of_many_threads_one_carries_out_a_token(self, broker: Broker, consumer: Consumer) -> None:
+        assert sum(together(8, lambda _: broker.put([message(b"a")], token="t"))) == 1
+        assert bodies(consumer.receive(20, 0)) == [b"a"]
+
+    def test_looking_takes_nothing(self, broker: Broker, consumer: Consumer, clock: ManualClock) -> None:
+        waiting = [message(b"%d" % number) for number in range(3)]
+        minute, soon = seconds(clock.now(), 60.0), seconds(clock.now(), 9.0)
+        late = [message(b"late", eta=minute), message(b"r", queue="r", eta=soon)]
+        broker.put([*waiting, *late], token="")
+        if not broker.features.peeking:
+            with pytest.raises(Unsupported):
+                broker.pending("q", 5)
+            with pytest.raises(Unsupported):
+                broker.delayed(5)
+            return
+
+        for _ in range(2):
+            assert broker.pending("q", 10) == waiting
+            assert broker.pending("q", 2) == waiting[:2]
+            assert broker.pending("nobody", 2) == []
+            assert broker.delayed(10) == [late[1], late[0]]
+            assert broker.delayed(1) == [late[1]]
+        assert bodies(consumer.receive(10, 0)) == [b"0", b"1", b"2"]
+        assert broker.pending("q", 10) == []
+
+    def test_stats_count_each_message_once(self, broker: Broker, clock: ManualClock) -> None:
+        started = clock.now()
+        consumer = broker.consume(["q", "idle"], worker="w")
+        put(broker, b"1", b"2", b"3")
+        clock.advance(1.0)
+        put(broker, b"4", b"5")
+        minute = seconds(clock.now(), 60.0)
+        broker.put([message(eta=minute), message(queue="r", eta=minute)], token="")
+        one, two, _three = consumer.receive(3, 0)
+        consumer.dispose([Disposal(delivery=one, fate=Fate.DEAD), Disposal(delivery=two)])
+
+        stats = {line.queue: line for line in broker.stats()}
+
+        assert set(stats) == {"q", "r", "idle"}
+        q, r, idle = stats["q"], stats["r"], stats["idle"]
+        assert (q.waiting, q.running, q.delayed, q.dead) == (2, 1, 1, 1)
+        assert (r.waiting, r.running, r.delayed, r.dead, r.oldest_at) == (0, 0, 1, 0, None)
+        assert (idle.waiting, idle.running, idle.delayed, idle.dead) == (0, 0, 0, 0)
+        assert q.oldest_at is not None
+        assert (q.oldest_at - started).total_seconds() == pytest.approx(1.0, abs=0.5)
+
+    def test_purge_deletes_what_waits_and_nothing_else(
+        self, broker: Broker, consumer: Consumer, clock: ManualClock
+    ) -> None:
+        put(broker, b"held", b"1", b"2")
+        (held,) = consumer.receive(1, 0)
+        eta = seconds(clock.now(), 5.0)
+        others = [message(b"r late", queue="r", eta=eta), message(b"r", queue="r")]
+        broker.put([message(b"late", eta=eta), *others], token="")
+
+        assert (broker.purge("q"), broker.purge("q"), broker.purge("nobody")) == (3, 0, 0)
+
+        clock.advance(5.5)
+        broker.tend()
+        assert consumer.receive(5, 0) == []
+        assert consumer.dispose(back(held)) == [True]
+        assert bodies(consumer.receive(5, 0)) == [b"held"]
+        assert sorted(bodies(broker.consume(["r"], worker="w").receive(5, 0))) == [b"r", b"r late"]
+
+    def test_another_handle_sees_the_same_messages(self, open_broker: OpenBroker) -> None:
+        one, two = open_broker(), open_broker()
+        put(one, b"a")
+        (delivery,) = two.consume(["q"], worker="w").receive(1, 0)
+        assert delivery.body == b"a"
+        assert one.consume(["q"], worker="w").receive(1, 0) == []
+        for handle in (one, two):
+            handle.close()
+            handle.close()
+
+    def test_messages_survive_a_restart(self, open_broker: OpenBroker, clock: ManualClock) -> None:
+        broker = open_broker()
+        if not broker.features.durable:
+            return  # it promises nothing, and there is no call to refuse
+        late = Message(uuid="u", name="n", queue="q", body=b"late", eta=seconds(clock.now(), 5.0))
+        broker.put([message(b"a"), late], token="t")
+        broker.close()
+
+        again = open_broker()
+        assert again.put([message(b"a")], token="t") is False
+        clock.advance(5.5)
+        again.tend()
+        assert sorted(bodies(again.consume(["q"], worker="w").receive(5, 0))) == [b"a", b"late"]
+        again.close()

@@ -1,0 +1,135 @@
+"""What every backend promises about changes: verdicts, marks, epochs and outboxes. Part of BackendConformance."""
+
+from __future__ import annotations
+
+import pytest
+
+from machinery_py.backends.base import ALREADY, FENCED, SETTLED, Backend, Change
+from machinery_py.errors import Unsupported
+from machinery_py.states import State
+from machinery_py.testing.clocks import ManualClock
+from machinery_py.testing.conformance.groups import GroupConformance, state_of, write
+from machinery_py.testing.waiting import together
+
+
+class ChangeConformance(GroupConformance):
+    """Which changes are made, and which are refused."""
+
+    def test_a_repeat_is_told_from_somebody_elses_work(self, backend: Backend) -> None:
+        def change(mark: str) -> Change:
+            return Change(key="t", mark=mark, states=(state_of("t", State.SUCCESS, worker=mark),))
+
+        assert backend.apply([change("one")]) == [SETTLED]
+        assert backend.apply([change("one")]) == [ALREADY]
+        assert backend.apply([change("two")]) == [FENCED]
+        assert backend.apply([change("")]) == [FENCED]
+        assert backend.settled_by(["t", "nobody"]) == ["one", ""]
+        assert backend.get_state("t").worker == "one"
+
+    @pytest.mark.parametrize("state", [State.RETRY, State.SUCCESS, State.FAILURE])
+    def test_a_repeat_writes_nothing_whatever_it_settled(self, backend: Backend, state: State) -> None:
+        change = Change(key="t", mark="one", states=(state_of("t", state),), outbox=(b"m",))
+        assert backend.apply([change]) == [SETTLED]
+        backend.clear_outbox(["t"])
+
+        assert backend.apply([change]) == [ALREADY]
+        assert backend.unsent(9, older_than=0.0) == []
+
+        backend.apply([Change(key="t", states=(state_of("t", State.STARTED),))])
+        assert backend.apply([change]) == [ALREADY]
+
+    def test_of_many_threads_one_finishes_a_task(self, backend: Backend) -> None:
+        write(backend, state_of("t"))
+
+        def finish(index: int) -> str:
+            state = state_of("t", State.SUCCESS, worker=str(index))
+            return backend.apply([Change(key="t", mark=str(index), states=(state,))])[0].word
+
+        words = together(16, finish)
+        assert sorted(words) == ["fenced"] * 15 + ["settled"]
+        assert backend.get_state("t").worker == str(words.index("settled"))
+
+    def test_a_batch_has_a_verdict_for_each_and_each_sees_the_one_before(self, backend: Backend) -> None:
+        write(backend, state_of("old", State.SUCCESS))
+        changes = [
+            Change(key="t", mark="1", states=(state_of("t", State.SUCCESS),)),
+            Change(key="t", mark="2", states=(state_of("t", State.FAILURE),)),
+            Change(key="old", mark="3", states=(state_of("old", State.RETRY),)),
+            Change(key="t", mark="1", states=(state_of("t", State.SUCCESS),)),
+            Change(key="u", mark="4", states=(state_of("u", State.STARTED),)),
+        ]
+        assert backend.apply(changes) == [SETTLED, FENCED, FENCED, ALREADY, SETTLED]
+        assert backend.apply([]) == []
+        assert backend.get_state("t").state is State.SUCCESS
+
+    def test_only_the_state_of_the_key_decides(self, backend: Backend) -> None:
+        write(backend, state_of("done", State.SUCCESS, worker="first"))
+        change = Change(key="t", mark="m", states=(state_of("t", State.SUCCESS), state_of("done", State.PENDING)))
+
+        assert backend.apply([change]) == [SETTLED]
+
+        assert (backend.get_state("done").state, backend.get_state("done").worker) == (State.SUCCESS, "first")
+
+    def test_two_states_of_one_task_in_a_change_are_taken_in_turn(self, backend: Backend) -> None:
+        states = (state_of("t", State.SUCCESS), state_of("t", State.PENDING))
+        assert backend.apply([Change(key="batch", states=states)]) == [SETTLED]
+        assert backend.get_state("t").state is State.SUCCESS
+
+    def test_force_writes_over_what_is_finished(self, backend: Backend) -> None:
+        write(backend, state_of("t", State.FAILURE, error="boom"))
+
+        replay = state_of("t", State.PENDING, error="", run=1, task_name="new")
+        assert backend.apply([Change(key="batch", states=(replay,), force=True)]) == [SETTLED]
+
+        kept = backend.get_state("t")
+        assert (kept.state, kept.run, kept.error, kept.task_name) == (State.PENDING, 1, "", "new")
+
+    def test_a_later_delivery_fences_an_earlier_one(self, backend: Backend) -> None:
+        if not backend.features.conditional:
+            with pytest.raises(Unsupported):
+                backend.begin([("t", 0)])
+            return
+        write(backend, state_of("t"))
+        (one,), (two,) = backend.begin([("t", 0)]), backend.begin([("t", 0)])
+        assert 0 < one.epoch < two.epoch
+        assert (one.finished, two.finished, list(one.outbox)) == (False, False, [])
+        assert backend.get_state("t").state is State.PENDING
+
+        def change(epoch: int, mark: str) -> Change:
+            return Change(key="t", mark=mark, epoch=epoch, states=(state_of("t", State.RETRY),), outbox=(b"m",))
+
+        assert backend.apply([change(one.epoch, "1")]) == [FENCED]
+        assert backend.unsent(5, older_than=0.0) == []
+        assert backend.apply([change(two.epoch, "2")]) == [SETTLED]
+        assert backend.apply([change(two.epoch, "2")]) == [ALREADY]
+        assert backend.apply([change(one.epoch, "1")]) == [FENCED]
+
+    def test_a_run_that_is_over_is_not_begun_again(self, backend: Backend) -> None:
+        if not backend.features.conditional:
+            return  # refused, as the test above has seen
+        write(backend, state_of("retried", State.RETRY), state_of("next", State.STARTED, run=1))
+        success = state_of("done", State.SUCCESS)
+        backend.apply([Change(key="done", mark="m", states=(success,), outbox=(b"1", b"\x002"))])
+
+        begun = backend.begin([("done", 0), ("retried", 0), ("retried", 1), ("next", 0), ("next", 1), ("unknown", 0)])
+
+        assert [one.finished for one in begun] == [True, True, False, True, False, False]
+        assert list(begun[0].outbox) == [b"1", b"\x002"]
+        assert [list(one.outbox) for one in begun[1:]] == [[]] * 5
+        assert all(one.epoch > 0 for one in begun if not one.finished)
+        assert backend.get_states(["unknown"]) == {}
+
+    def test_an_outbox_is_kept_until_it_is_cleared(self, backend: Backend, clock: ManualClock) -> None:
+        backend.apply([Change(key="a", mark="m", states=(state_of("a", State.SUCCESS),), outbox=(b"1", b"2"))])
+        clock.advance(10.0)
+        backend.apply([Change(key="b", mark="m", states=(state_of("b", State.SUCCESS),), outbox=(b"3",))])
+        clock.advance(10.0)
+
+        found = {key: list(outbox) for key, outbox in backend.unsent(9, older_than=15.0)}
+        assert found == {"a": [b"1", b"2"]}
+        assert {key for key, _ in backend.unsent(9, older_than=5.0)} == {"a", "b"}
+        assert len(backend.unsent(1, older_than=5.0)) == 1
+        assert backend.unsent(9, older_than=25.0) == []
+
+        backend.clear_outbox(["a", "nobody"])
+        assert [key for key, _ in backend.unsent(9, older_than=0.0)] == ["b"]

@@ -1,0 +1,197 @@
+"""What every store promises when a session dies with deliveries in its hands. Part of SettlementConformance."""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from machinery_py.backends.base import FENCED, SETTLED
+from machinery_py.brokers.base import Delivery, Fate, Message
+from machinery_py.settlement.base import Mark, Session, Settlement, Store, Submission
+from machinery_py.states import Arrival, GroupMeta, State, TaskState
+from machinery_py.testing.clocks import ManualClock
+
+#: Opens a store. Called again, it gives a second handle on the same store, as another process would have.
+OpenStore = Callable[[], Store]
+
+
+def body_of(uuid: str, *, run: int = 0, queue: str = "q") -> bytes:
+    """A signature as Go writes it."""
+    return json.dumps({
+        "UUID": uuid, "Name": "add", "RoutingKey": queue, "ETA": None, "GroupUUID": "", "GroupTaskCount": 0, "Args": [],
+        "Headers": {"machinery_run": str(run)} if run else {}, "Priority": 0, "Immutable": False, "RetryCount": 0,
+        "RetryTimeout": 0, "OnSuccess": None, "OnError": None, "ChordCallback": None, "BrokerMessageGroupId": "",
+        "SQSReceiptHandle": "", "StopTaskDeletionOnError": False, "IgnoreWhenTaskNotRegistered": False,
+    }).encode()
+
+
+def uuid_of(delivery: Delivery) -> str:
+    return str(json.loads(delivery.body)["UUID"])
+
+
+def message_of(uuid: str, *, run: int = 0, queue: str = "q", eta: dt.datetime | None = None) -> Message:
+    return Message(uuid=uuid, name="add", queue=queue, body=body_of(uuid, run=run, queue=queue), eta=eta)
+
+
+def state_of(uuid: str, state: State = State.PENDING, **more: Any) -> TaskState:
+    return TaskState(task_uuid=uuid, task_name="add", queue="q", state=state, **more)
+
+
+def submit(store: Store, *uuids: str, token: str = "", **more: Any) -> None:
+    store.submit(Submission(
+        token=token, messages=[message_of(uuid) for uuid in uuids], states=[state_of(uuid) for uuid in uuids], **more
+    ))
+
+
+def settlement(
+    delivery: Delivery, state: State = State.SUCCESS, *, callbacks: Sequence[str] = (), run: int = 0, **more: Any
+) -> Settlement:
+    """The end of a delivery, with its callbacks on the queue c."""
+    uuid = uuid_of(delivery)
+    return Settlement(
+        delivery=delivery, uuid=uuid, name="add",
+        states=(state_of(uuid, state, run=run), *(state_of(callback) for callback in callbacks)),
+        send=tuple(message_of(callback, queue="c") for callback in callbacks), **more,
+    )
+
+
+def arrival(delivery: Delivery, total: int, *, ok: bool = True) -> Arrival:
+    return Arrival(group_uuid="g", task_uuid=uuid_of(delivery), total=total, ok=ok, callback=b"callback")
+
+
+def drain(store: Store, queue: str) -> list[str]:
+    """The tasks that wait on a queue, in order; they are given back."""
+    session = store.open_session([queue], worker="drain")
+    found = [uuid_of(delivery) for delivery in session.receive(10_000, 0)]
+    session.close()
+    return found
+
+
+class StoreCase:
+    """The fixtures of a store's suite, to be overridden."""
+
+    #: Seconds without a beat after which the store gives a session up.
+    lease: float = 10.0
+
+    @pytest.fixture
+    def clock(self) -> ManualClock:
+        """The time that the store goes by."""
+        return ManualClock()
+
+    @pytest.fixture
+    def open_store(self, clock: ManualClock) -> OpenStore:
+        raise NotImplementedError(f"{type(self).__name__}: override the fixture open_store")
+
+    @pytest.fixture
+    def store(self, open_store: OpenStore) -> Iterator[Store]:
+        store = open_store()
+        yield store
+        store.close()
+
+    @pytest.fixture
+    def session(self, store: Store) -> Iterator[Session]:
+        """A session on the queue q."""
+        session = store.open_session(["q"], worker="w")
+        yield session
+        session.close()
+
+    def crash_session(
+        self, store: Store, session: Session, clock: ManualClock, survivors: Sequence[Session] = ()
+    ) -> None:
+        """As BrokerCase.crash_consumer."""
+        for _ in range(2):
+            clock.advance(self.lease * 1.1)
+            for survivor in survivors:
+                assert survivor.beat()
+            store.tend()
+
+    def take_over(self, store: Store, session: Session, clock: ManualClock) -> tuple[Session, Delivery]:
+        """The session dies; its heir, and the delivery that it got."""
+        self.crash_session(store, session, clock)
+        heir = store.open_session(["q"], worker="heir")
+        (delivery,) = heir.receive(1, 0)
+        return heir, delivery
+
+
+class FencingConformance(StoreCase):
+    """Lost deliveries."""
+
+    def test_who_lost_the_delivery_changes_nothing(self, store: Store, session: Session, clock: ManualClock) -> None:
+        submit(store, "a")
+        (old,) = session.receive(1, 0)
+        heir, new = self.take_over(store, session, clock)
+        late = settlement(
+            old, State.FAILURE, callbacks=["zombie"], arrivals=[arrival(old, 1, ok=False)],
+            groups=[GroupMeta(group_uuid="h", task_uuids=("zombie",))],
+        )
+
+        for _ in range(3):
+            assert session.settle([late]) == [FENCED]
+
+        assert store.backend.get_state("a").state is State.PENDING
+        assert store.backend.get_states(["zombie"]) == {}
+        assert store.backend.get_group("h") is None
+        assert store.ready_groups() == []
+        assert heir.settle([settlement(new, callbacks=["c"], arrivals=[arrival(new, 1)])]) == [SETTLED]
+        assert session.settle([late]) == [FENCED]
+        assert drain(store, "c") == ["c"]
+        assert [group.failed_member for group in store.ready_groups()] == [""]
+
+    def test_of_a_dead_session_and_its_heir_one_settles(
+        self, store: Store, session: Session, clock: ManualClock
+    ) -> None:
+        submit(store, "a")
+        (old,) = session.receive(1, 0)
+        self.crash_session(store, session, clock)
+        verdicts = session.settle([settlement(old, callbacks=["c"])])
+
+        heir = store.open_session(["q"], worker="heir")
+        verdicts += heir.settle([settlement(new, callbacks=["c"]) for new in heir.receive(9, 0)])
+
+        assert verdicts.count(SETTLED) == 1
+        assert drain(store, "c") == ["c"]
+        heir.close()
+        assert drain(store, "q") == []
+
+    def test_who_lost_the_delivery_cannot_send_a_retry(
+        self, store: Store, session: Session, clock: ManualClock
+    ) -> None:
+        submit(store, "a")
+        (old,) = session.receive(1, 0)
+        heir, new = self.take_over(store, session, clock)
+        retry = Settlement(
+            delivery=old, uuid="a", states=[state_of("a", State.RETRY)], send=[message_of("a", run=1)],
+        )
+
+        assert session.settle([retry]) == [FENCED]
+        assert session.settle([Settlement(delivery=old, uuid="a", fate=Fate.BACK)]) == [FENCED]
+
+        assert drain(store, "q") == []
+        assert heir.settle([settlement(new)]) == [SETTLED]
+
+    def test_a_session_that_was_given_up_goes_on(self, store: Store, session: Session, clock: ManualClock) -> None:
+        submit(store, "a")
+        session.run_begins(session.receive(1, 0)[0])
+        self.crash_session(store, session, clock)
+
+        assert (session.beat(), session.beat()) == (False, True)
+
+        (delivery,) = session.receive(1, 0)
+        assert (delivery.strikes, delivery.redelivered) == (1, True)
+        assert session.settle([settlement(delivery)]) == [SETTLED]
+
+    def test_marks_of_a_lost_delivery_are_dropped(self, store: Store, session: Session, clock: ManualClock) -> None:
+        submit(store, "a")
+        (old,) = session.receive(1, 0)
+        heir, new = self.take_over(store, session, clock)
+
+        session.settle([], [Mark(delivery=old, state=state_of("a", State.STARTED, worker="zombie"))])
+
+        assert store.backend.get_state("a").state is State.PENDING
+        heir.settle([], [Mark(delivery=new, state=state_of("a", State.STARTED, worker="heir"))])
+        session.settle([], [Mark(delivery=old, state=state_of("a", State.STARTED, worker="zombie"))])
+        assert store.backend.get_state("a").worker == "heir"

@@ -1,0 +1,290 @@
+"""What every backend promises about groups: order, arrivals, callbacks settled once. Part of BackendConformance."""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from machinery_py.backends.base import ALREADY, FENCED, SETTLED, Backend, Change, ReadyGroup
+from machinery_py.errors import StateNotFound, Unsupported
+from machinery_py.signature import Arg
+from machinery_py.states import Arrival, GroupMeta, State, TaskState
+from machinery_py.testing.clocks import ManualClock
+from machinery_py.testing.waiting import together
+
+#: Opens a backend on the test's store. Called again, it gives a second handle on that, as another process would have.
+OpenBackend = Callable[[], Backend]
+
+MOMENT = dt.datetime(2024, 5, 6, 7, 8, 9, 123456, tzinfo=dt.timezone.utc)
+
+
+def state_of(uuid: str, state: State = State.PENDING, **more: Any) -> TaskState:
+    return TaskState(task_uuid=uuid, state=state, **{"task_name": "add", "created_at": MOMENT, "queue": "q", **more})
+
+
+def write(backend: Backend, *states: TaskState) -> None:
+    for state in states:
+        assert backend.apply([Change(key=state.task_uuid, states=(state,))]) == [SETTLED]
+
+
+def arrival(group: str, member: str, total: int, *, ok: bool = True, callback: bytes = b"callback") -> Arrival:
+    return Arrival(group_uuid=group, task_uuid=member, total=total, ok=ok, callback=callback)
+
+
+def arrive(backend: Backend, *arrivals: Arrival) -> None:
+    for one in arrivals:
+        state = State.SUCCESS if one.ok else State.FAILURE
+        backend.apply([Change(key=one.task_uuid, states=(state_of(one.task_uuid, state),), arrivals=(one,))])
+
+
+def ready(backend: Backend) -> dict[str, ReadyGroup]:
+    return {group.group_uuid: group for group in backend.ready_groups(1000)}
+
+
+class BackendCase:
+    """The fixtures of a backend suite, to be overridden."""
+
+    #: Seconds after which what is finished is forgotten; `open_backend` opens its backends with it.
+    expire_in: float = 3600.0
+
+    @pytest.fixture
+    def clock(self) -> ManualClock:
+        """The time that the store goes by."""
+        return ManualClock()
+
+    @pytest.fixture
+    def open_backend(self, clock: ManualClock) -> OpenBackend:
+        raise NotImplementedError(f"{type(self).__name__}: override the fixture open_backend")
+
+    @pytest.fixture
+    def backend(self, open_backend: OpenBackend) -> Iterator[Backend]:
+        backend = open_backend()
+        if not backend.features.keeps:
+            with pytest.raises(Unsupported):
+                backend.get_states(["task_1"])
+            pytest.skip(f"backend {backend.features.name!r} keeps nothing, and says so when asked")
+        yield backend
+        backend.close()
+
+    def expire(self, backend: Backend, clock: ManualClock) -> None:
+        """Let everything expire that may."""
+        clock.advance(self.expire_in + 1.0)
+        clock.advance(max(1.0, backend.tend()))
+        backend.tend()
+
+
+class GroupConformance(BackendCase):
+    """Groups and chords."""
+
+    def test_a_group_keeps_its_order(self, backend: Backend) -> None:
+        members = [f"task_{(number * 7919) % 1000:03}" for number in range(300)]
+        backend.init_group("group_1", members)
+        write(backend, *(state_of(member) for member in sorted(members)))
+
+        group = backend.get_group("group_1")
+
+        assert group is not None
+        assert (list(group.task_uuids), group.chord_triggered) == (members, False)
+        assert [state.task_uuid for state in backend.group_task_states("group_1")] == members
+        assert backend.get_group("group_2") is None
+
+    def test_a_group_is_created_once(self, backend: Backend) -> None:
+        backend.init_group("group_1", ["a", "b"])
+        backend.init_group("group_1", ["c"])
+
+        group = backend.get_group("group_1")
+        assert group is not None
+        assert list(group.task_uuids) == ["a", "b"]
+
+    def test_a_group_keeps_when_it_was_created(self, backend: Backend) -> None:
+        backend.apply([Change(key="g", groups=(GroupMeta(group_uuid="g", task_uuids=("a",), created_at=MOMENT),))])
+        group = backend.get_group("g")
+        assert group is not None
+        assert abs((group.created_at - MOMENT).total_seconds()) < 0.001
+
+    def test_a_group_is_created_though_a_member_was_faster(self, backend: Backend) -> None:
+        arrive(backend, arrival("g", "a", 2))
+        backend.init_group("g", ["a", "b"])
+        arrive(backend, arrival("g", "b", 2))
+
+        group = backend.get_group("g")
+        assert group is not None
+        assert list(group.task_uuids) == ["a", "b"]
+        assert set(ready(backend)) == {"g"}
+
+    def test_a_group_is_completed_when_every_member_is_finished(self, backend: Backend) -> None:
+        backend.init_group("g", ["a", "b"])
+        assert backend.group_completed("g") is False
+        write(backend, state_of("a", State.SUCCESS), state_of("b", State.RETRY))
+        assert backend.group_completed("g") is False
+        write(backend, state_of("b", State.FAILURE, run=1))
+        assert backend.group_completed("g") is True
+
+    def test_what_is_not_there_is_not_found(self, backend: Backend) -> None:
+        with pytest.raises(StateNotFound):
+            backend.get_state("nobody")
+        with pytest.raises(StateNotFound):
+            backend.group_completed("nobody")
+        with pytest.raises(StateNotFound):
+            backend.group_task_states("nobody")
+        backend.init_group("g", ["a"])
+        with pytest.raises(StateNotFound, match="a"):
+            backend.group_task_states("g")
+
+    def test_a_group_is_ready_when_all_members_are_in(self, backend: Backend) -> None:
+        backend.init_group("g", ["a", "b", "c"])
+        arrive(backend, arrival("g", "a", 3), arrival("g", "b", 3))
+        assert ready(backend) == {}
+
+        arrive(backend, arrival("g", "c", 3, callback=b"\x00call"))
+
+        assert list(ready(backend)) == ["g"]
+        assert backend.ready_groups(10)[0].failed_member == ""
+        assert backend.ready_groups(10)[0].callback in (b"callback", b"\x00call")
+
+    def test_a_member_that_arrives_twice_counts_once(self, backend: Backend) -> None:
+        twice = arrival("g", "a", 2)
+        backend.apply([Change(key="", arrivals=(twice, twice)), Change(key="", arrivals=(twice,))])
+        backend.apply([Change(key="", arrivals=(twice,))])
+        assert ready(backend) == {}
+
+        arrive(backend, arrival("g", "b", 2))
+        assert set(ready(backend)) == {"g"}
+
+    def test_a_failed_member_makes_its_group_ready_at_once(self, backend: Backend) -> None:
+        arrive(backend, arrival("g", "a", 3), arrival("g", "b", 3, ok=False))
+
+        assert ready(backend)["g"].failed_member == "b"
+
+        arrive(backend, arrival("g", "c", 3, ok=False))
+        assert ready(backend)["g"].failed_member == "b"
+
+    def test_a_group_without_a_callback_is_never_ready(self, backend: Backend) -> None:
+        arrive(backend, arrival("g", "a", 1, callback=b""))
+        assert ready(backend) == {}
+
+    def test_groups_do_not_mix(self, backend: Backend) -> None:
+        arrive(backend, arrival("g", "a", 2), arrival("h", "b", 2), arrival("i", "c", 1))
+        assert set(ready(backend)) == {"i"}
+
+    def test_no_more_ready_groups_come_than_were_asked_for(self, backend: Backend) -> None:
+        arrive(backend, *(arrival(f"g{number}", f"m{number}", 1) for number in range(5)))
+        assert len(backend.ready_groups(3)) == 3
+        assert len(backend.ready_groups(10)) == 5
+
+    def test_a_group_is_settled_once(self, backend: Backend) -> None:
+        backend.init_group("g", ["a"])
+        arrive(backend, arrival("g", "a", 1))
+        first = Change(key="g", fires="g", states=(state_of("callback"),))
+        second = Change(key="g", fires="g", states=(state_of("callback", State.STARTED), state_of("other")))
+
+        assert backend.apply([first]) == [SETTLED]
+        assert backend.apply([second]) == [FENCED]
+
+        assert ready(backend) == {}
+        group = backend.get_group("g")
+        assert group is not None
+        assert (list(group.task_uuids), group.chord_triggered) == (["a"], True)
+        assert set(backend.get_states(["callback", "other"])) == {"callback"}
+        assert backend.get_state("callback").state is State.PENDING
+
+    def test_a_settled_group_is_never_ready_again(self, backend: Backend) -> None:
+        arrive(backend, arrival("g", "a", 3, ok=False))
+        assert backend.trigger_chord("g") is True
+
+        arrive(backend, arrival("g", "b", 3), arrival("g", "c", 3, ok=False), arrival("g", "a", 3))
+
+        assert ready(backend) == {}
+        assert backend.trigger_chord("g") is False
+
+    def test_of_32_threads_one_triggers_the_chord(self, backend: Backend, open_backend: OpenBackend) -> None:
+        handles = [open_backend() for _ in range(4)]
+        backend.init_group("g", ["a"])
+
+        assert sum(together(32, lambda index: handles[index % 4].trigger_chord("g"))) == 1
+
+        for handle in handles:
+            handle.close()
+
+    def test_of_many_threads_none_loses_an_arrival(self, backend: Backend) -> None:
+        together(16, lambda index: arrive(backend, arrival("g", f"m{index}", 17)))
+        assert ready(backend) == {}
+        arrive(backend, arrival("g", "m16", 17))
+        assert set(ready(backend)) == {"g"}
+
+    def test_a_fenced_change_makes_nothing_arrive(self, backend: Backend) -> None:
+        write(backend, state_of("a", State.SUCCESS))
+        late = Change(
+            key="a", mark="late", states=(state_of("a", State.FAILURE), state_of("callback")),
+            groups=(GroupMeta(group_uuid="h", task_uuids=("x",)),), arrivals=(arrival("g", "a", 1),), outbox=(b"m",),
+        )
+
+        assert backend.apply([late]) == [FENCED]
+
+        assert ready(backend) == {}
+        assert backend.get_states(["callback"]) == {}
+        assert backend.get_group("h") is None
+        assert backend.settled_by(["a"]) == [""]
+        assert backend.unsent(9, older_than=0.0) == []
+
+    def test_a_repeated_change_makes_nothing_arrive(self, backend: Backend) -> None:
+        change = Change(
+            key="a", mark="d1", states=(state_of("a", State.SUCCESS),), arrivals=(arrival("g", "a", 1),), outbox=(b"m",)
+        )
+        assert backend.apply([change]) == [SETTLED]
+        assert backend.trigger_chord("g") is True
+        backend.clear_outbox(["a"])
+
+        assert backend.apply([change]) == [ALREADY]
+
+        assert ready(backend) == {}
+        assert backend.unsent(9, older_than=0.0) == []
+
+    def test_a_purged_group_is_forgotten(self, backend: Backend) -> None:
+        backend.init_group("g", ["a"])
+        arrive(backend, arrival("g", "a", 1), arrival("h", "b", 1))
+
+        backend.purge_group_meta("g")
+        backend.purge_group_meta("nobody")
+
+        assert backend.get_group("g") is None
+        assert set(ready(backend)) == {"h"}
+        assert backend.get_state("a").state is State.SUCCESS
+
+    def test_a_group_lives_as_long_as_its_members(self, backend: Backend, clock: ManualClock) -> None:
+        backend.init_group("g", ["a", "b"])
+        write(backend, state_of("a", State.SUCCESS), state_of("b"))
+        self.expire(backend, clock)
+        assert backend.get_group("g") is not None
+
+        write(backend, state_of("b", State.SUCCESS))
+        clock.advance(self.expire_in * 0.9)
+        backend.tend()
+        assert backend.get_group("g") is not None
+
+        self.expire(backend, clock)
+        self.expire(backend, clock)
+        assert backend.get_group("g") is None
+
+    def test_results_are_kept_until_their_chord_has_them(self, backend: Backend, clock: ManualClock) -> None:
+        backend.init_group("g", ["a", "b"])
+        for uuid in ("a", "b"):
+            backend.apply([Change(key=uuid, states=(TaskState(task_uuid=uuid),))])
+        done = TaskState(task_uuid="a", state=State.SUCCESS, results=(Arg(type="int64", value=1),))
+        backend.apply([Change(key="a", states=(done,), arrivals=(arrival("g", "a", 2),))])
+        self.expire(backend, clock)
+        self.expire(backend, clock)
+
+        assert backend.get_states(["a"])["a"].results == (Arg(type="int64", value=1),)
+        assert backend.trigger_chord("g") is True
+
+    def test_a_group_that_waits_for_its_callback_does_not_expire(self, backend: Backend, clock: ManualClock) -> None:
+        arrive(backend, arrival("g", "a", 1))
+        self.expire(backend, clock)
+        self.expire(backend, clock)
+
+        assert set(ready(backend)) == {"g"}
+        assert backend.trigger_chord("g") is True

@@ -1,0 +1,325 @@
+"""What every broker promises about deliveries whose consumer dies, lives on, or closes. Part of BrokerConformance."""
+
+from __future__ import annotations
+
+import datetime as dt
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+
+from machinery_py.brokers.base import Broker, Consumer, Delivery, Disposal, Fate, Message
+from machinery_py.testing.clocks import ManualClock
+from machinery_py.testing.waiting import together
+
+#: Opens a broker on the test's store. Called again, it gives a second handle on that, as another process would have.
+OpenBroker = Callable[[], Broker]
+
+_numbers = itertools.count(1)
+
+
+def message(
+    body: bytes = b"x", *, queue: str = "q", eta: dt.datetime | None = None, priority: int = 0, parks: int = 0
+) -> Message:
+    return Message(
+        uuid=f"task_{next(_numbers)}", name="add", queue=queue, body=body, eta=eta, priority=priority, parks=parks,
+    )
+
+
+def put(broker: Broker, *bodies: bytes, queue: str = "q") -> None:
+    assert broker.put([message(body, queue=queue) for body in bodies], token="")
+
+
+def done(*deliveries: Delivery) -> list[Disposal]:
+    return [Disposal(delivery=delivery) for delivery in deliveries]
+
+
+def back(*deliveries: Delivery) -> list[Disposal]:
+    return [Disposal(delivery=delivery, fate=Fate.BACK) for delivery in deliveries]
+
+
+def bodies(deliveries: Sequence[Delivery]) -> list[bytes]:
+    return [delivery.body for delivery in deliveries]
+
+
+class BrokerCase:
+    """The fixtures of a broker suite, to be overridden."""
+
+    #: Seconds without a beat after which the store gives a consumer up.
+    lease: float = 10.0
+
+    @pytest.fixture
+    def clock(self) -> ManualClock:
+        """The time that the store goes by."""
+        return ManualClock()
+
+    @pytest.fixture
+    def open_broker(self, clock: ManualClock) -> OpenBroker:
+        raise NotImplementedError(f"{type(self).__name__}: override the fixture open_broker")
+
+    @pytest.fixture
+    def broker(self, open_broker: OpenBroker) -> Iterator[Broker]:
+        broker = open_broker()
+        yield broker
+        broker.close()
+
+    @pytest.fixture
+    def consumer(self, broker: Broker) -> Iterator[Consumer]:
+        """A consumer of the queue q."""
+        consumer = broker.consume(["q"], worker="w")
+        yield consumer
+        consumer.close()
+
+    def crash_consumer(
+        self, broker: Broker, consumer: Consumer, clock: ManualClock, survivors: Sequence[Consumer] = ()
+    ) -> None:
+        """Let the process of `consumer` die or freeze; returns when what it held is back.
+
+        The object can still be called afterwards: it then plays the frozen process that wakes up too late. The
+        survivors live on. This one is for stores with leases: only the survivors beat until it has looked twice.
+        """
+        for _ in range(2):
+            clock.advance(self.lease * 1.1)
+            for survivor in survivors:
+                assert survivor.beat()
+            broker.tend()
+
+
+class LeaseConformance(BrokerCase):
+    """Held messages: whose they are, and how they come back."""
+
+    def test_what_a_dead_consumer_ran_comes_back_with_a_strike(
+        self, broker: Broker, consumer: Consumer, clock: ManualClock
+    ) -> None:
+        put(broker, b"a")
+        (first,) = consumer.receive(1, 0)
+        consumer.run_begins(first)
+        self.crash_consumer(broker, consumer, clock)
+
+        (second,) = broker.consume(["q"], worker="heir").receive(10, 0)
+
+        assert (second.body, second.queue) == (b"a", "q")
+        assert (second.strikes, second.fence, second.parks) == (first.strikes + 1, first.fence + 1, 0)
+        assert second.redelivered
+        assert second.receipt != first.receipt
+
+    def test_what_a_dead_consumer_held_comes_back_to_its_old_place(
+        self, broker: Broker, consumer: Consumer, clock: ManualClock
+    ) -> None:
+        put(broker, b"1", b"2", b"3", b"4")
+        assert bodies(consumer.receive(3, 0)) == [b"1", b"2", b"3"]
+        self.crash_consumer(broker, consumer, clock)
+        put(broker, b"5")
+
+        assert bodies(broker.consume(["q"], worker="heir").receive(10, 0)) == [b"1", b"2", b"3", b"4", b"5"]
+
+    def test_each_death_is_a_strike(self, broker: Broker, clock: ManualClock) -> None:
+        put(broker, b"a")
+        seen: list[tuple[int, int]] = []
+        for _ in range(4):
+            consumer = broker.consume(["q"], worker="w")
+            (delivery,) = consumer.receive(1, 0)
+            consumer.run_begins(delivery)
+            seen.append((delivery.strikes, delivery.fence))
+            self.crash_consumer(broker, consumer, clock)
+
+        assert seen == [(0, 1), (1, 2), (2, 3), (3, 4)]
+
+    def test_what_a_dead_consumer_did_not_run_has_no_strike_if_the_broker_can_know(
+        self, broker: Broker, consumer: Consumer, clock: ManualClock
+    ) -> None:
+        put(broker, b"held", b"ran before", b"runs")
+        _, before, now = consumer.receive(3, 0)
+        consumer.run_begins(before)
+        consumer.run_ends(before)
+        consumer.run_begins(now)
+        self.crash_consumer(broker, consumer, clock)
+
+        found = broker.consume(["q"], worker="heir").receive(5, 0)
+
+        innocent = 0 if broker.features.sees_runs else 1
+        assert [(delivery.body, delivery.strikes) for delivery in found] == [
+            (b"held", innocent), (b"ran before", innocent), (b"runs", 1),
+        ]
+        assert [delivery.fence for delivery in found] == [2, 2, 2]
+
+    def test_a_dead_letter_keeps_the_strikes(self, broker: Broker, consumer: Consumer, clock: ManualClock) -> None:
+        put(broker, b"a")
+        consumer.run_begins(consumer.receive(1, 0)[0])
+        self.crash_consumer(broker, consumer, clock)
+        heir = broker.consume(["q"], worker="heir")
+        (delivery,) = heir.receive(1, 0)
+        heir.dispose([Disposal(delivery=delivery, fate=Fate.DEAD, reason="poison")])
+
+        assert [letter.strikes for letter in broker.dead_letters(limit=9)] == [1]
+
+    @pytest.mark.parametrize("fate", Fate)
+    def test_a_dead_consumer_disposes_of_nothing(
+        self, broker: Broker, consumer: Consumer, clock: ManualClock, fate: Fate
+    ) -> None:
+        put(broker, b"a")
+        (old,) = consumer.receive(1, 0)
+        self.crash_consumer(broker, consumer, clock)
+        heir = broker.consume(["q"], worker="heir")
+        (new,) = heir.receive(1, 0)
+
+        assert consumer.holds([old]) == [False]
+        assert consumer.dispose([Disposal(delivery=old, fate=fate)]) == [False]
+
+        assert heir.holds([new]) == [True]
+        assert heir.dispose(done(new)) == [True]
+        assert heir.receive(1, 0) == []
+        assert broker.dead_letters(limit=9) == []
+
+    def test_a_consumer_that_was_given_up_goes_on_as_a_new_one(
+        self, broker: Broker, consumer: Consumer, clock: ManualClock
+    ) -> None:
+        put(broker, b"a")
+        (old,) = consumer.receive(1, 0)
+        consumer.run_begins(old)
+        self.crash_consumer(broker, consumer, clock)
+
+        assert consumer.beat() is False
+        assert consumer.beat() is True
+
+        (new,) = consumer.receive(1, 0)
+        assert (new.body, new.strikes) == (b"a", 1)
+        assert consumer.dispose(done(old, new)) == [False, True]
+
+    def test_a_consumer_that_beats_keeps_what_it_holds(
+        self, broker: Broker, consumer: Consumer, clock: ManualClock
+    ) -> None:
+        put(broker, b"a")
+        (delivery,) = consumer.receive(1, 0)
+        for _ in range(30):
+            clock.advance(self.lease * 0.4)
+            assert consumer.beat() is True
+            broker.tend()
+
+        assert consumer.holds([delivery]) == [True]
+        assert consumer.dispose(done(delivery)) == [True]
+
+    def test_the_death_of_one_consumer_leaves_the_others_alone(
+        self, broker: Broker, consumer: Consumer, clock: ManualClock
+    ) -> None:
+        put(broker, b"a", b"b")
+        survivor = broker.consume(["q"], worker="survivor")
+        consumer.receive(1, 0)
+        (kept,) = survivor.receive(1, 0)
+
+        self.crash_consumer(broker, consumer, clock, [survivor])
+
+        assert survivor.holds([kept]) == [True]
+        assert bodies(survivor.receive(10, 0)) == [b"a"]
+        assert survivor.dispose(done(kept)) == [True]
+
+    def test_only_what_is_held_is_held(self, broker: Broker, consumer: Consumer) -> None:
+        put(broker, b"a", b"b")
+        other = broker.consume(["q"], worker="other")
+        (mine,) = consumer.receive(1, 0)
+        (theirs,) = other.receive(1, 0)
+
+        assert consumer.holds([mine, theirs]) == [True, False]
+        consumer.dispose(done(mine))
+        assert consumer.holds([mine, theirs]) == [False, False]
+        assert consumer.holds([]) == []
+
+    def test_another_consumers_delivery_cannot_be_disposed_of(self, broker: Broker, consumer: Consumer) -> None:
+        put(broker, b"a")
+        (delivery,) = consumer.receive(1, 0)
+
+        assert broker.consume(["q"], worker="other").dispose(done(delivery)) == [False]
+
+        assert consumer.dispose(done(delivery)) == [True]
+
+    def test_closing_gives_back_at_once_and_blames_nobody(self, broker: Broker, consumer: Consumer) -> None:
+        put(broker, b"1", b"2", b"3")
+        (one, two) = consumer.receive(2, 0)
+        consumer.close()
+
+        found = broker.consume(["q"], worker="heir").receive(10, 0)
+
+        assert bodies(found) == [b"1", b"2", b"3"]
+        assert [delivery.strikes for delivery in found] == [0, 0, 0]
+        assert [delivery.fence for delivery in found] == [one.fence + 1, two.fence + 1, 1]
+
+    def test_a_closed_consumer_has_nothing(self, broker: Broker, consumer: Consumer) -> None:
+        put(broker, b"a")
+        (delivery,) = consumer.receive(1, 0)
+        consumer.close()
+        consumer.close()
+
+        assert consumer.dispose(done(delivery)) == [False]
+        (again,) = broker.consume(["q"], worker="heir").receive(1, 0)
+        assert again.body == b"a"
+
+    def test_a_closed_consumer_is_not_listed(self, broker: Broker, consumer: Consumer) -> None:
+        other = broker.consume(["q"], worker="other")
+        consumer.close()
+
+        assert [worker.name for worker in broker.workers()] == ["other"]
+        other.close()
+        assert broker.workers() == []
+
+    def test_the_living_consumers_are_listed(self, broker: Broker, clock: ManualClock) -> None:
+        put(broker, b"a", b"b", b"c")
+        consumer = broker.consume(["q", "r"], worker="mail@host")
+        other = broker.consume(["r"], worker="other")
+        consumer.receive(2, 0)
+        clock.advance(2.0)
+        consumer.beat()
+
+        workers = {worker.name: worker for worker in broker.workers()}
+
+        assert set(workers) == {"mail@host", "other"}
+        mail = workers["mail@host"]
+        assert (list(mail.queues), mail.holding) == (["q", "r"], 2)
+        assert (list(workers["other"].queues), workers["other"].holding) == (["r"], 0)
+        assert (mail.beat_at - mail.started_at).total_seconds() == pytest.approx(2.0, abs=0.5)
+        assert mail.session != workers["other"].session
+        assert (mail.pid > 0, bool(mail.host)) == (True, True)
+        self.crash_consumer(broker, consumer, clock, [other])
+        assert [worker.name for worker in broker.workers()] == ["other"]
+
+    def test_two_consumers_never_hold_one_message(self, broker: Broker, open_broker: OpenBroker) -> None:
+        put(broker, *(b"%d" % number for number in range(400)))
+
+        def drain(_: int) -> list[bytes]:
+            handle = open_broker()
+            consumer = handle.consume(["q"], worker="w")
+            taken: list[bytes] = []
+            while found := consumer.receive(3, 0):
+                taken += bodies(found)
+                assert all(consumer.dispose(done(*found)))
+            consumer.close()
+            handle.close()
+            return taken
+
+        taken = sorted(itertools.chain.from_iterable(together(4, drain)), key=int)
+        assert taken == [b"%d" % number for number in range(400)]
+
+    def test_of_many_threads_one_disposes(self, broker: Broker, consumer: Consumer) -> None:
+        put(broker, b"a")
+        (delivery,) = consumer.receive(1, 0)
+
+        verdicts = together(16, lambda _: consumer.dispose(done(delivery)))
+
+        assert sorted(verdicts) == [[False]] * 15 + [[True]]
+
+    def test_a_batch_is_put_whole(self, broker: Broker, open_broker: OpenBroker) -> None:
+        """Nobody ever sees a part of it: in one receive there are all of a batch or none."""
+        batches, size = 20, 25
+
+        def work(index: int) -> list[int]:
+            if index == 0:
+                for number in range(batches):
+                    put(broker, *[b"%d" % number] * size)
+                return []
+            consumer = open_broker().consume(["q"], worker="w")
+            counts: list[int] = []
+            while sum(counts) < batches * size:
+                counts.append(len(consumer.receive(10_000, 0.05)))
+            return counts
+
+        _, counts = together(2, work)
+        assert {count % size for count in counts} == {0}

@@ -1,0 +1,159 @@
+"""What every pair of stores promises of messages that cannot, must not or need not be run, and of handlers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from machinery_py import Context, NoRetry, Server, Signature, State, TaskFailed, current_task
+from machinery_py.brokers.base import Message
+from machinery_py.testing.conformance.application import App
+from machinery_py.testing.conformance.tasks import TaskConformance
+from machinery_py.testing.waiting import HANG, wait_until
+
+
+class MessageConformance(TaskConformance):
+    """Revoked, unknown, repeated and broken messages."""
+
+    # Revoking
+
+    def test_a_revoked_task_is_never_started(self, idle: App) -> None:
+        revoked, kept = idle.note.send("revoked"), idle.note.send("kept")
+        later = idle.note.options(delay=0.1).send("later")
+        revoked.revoke()
+        later.revoke()
+
+        with idle.running():
+            for result in (revoked, later):
+                with pytest.raises(TaskFailed, match="revoked"):
+                    result.get(timeout=HANG)
+            kept.get(timeout=HANG)
+        assert idle.calls == [("kept",)]
+
+    def test_a_running_task_is_asked_to_stop(self, app: App) -> None:
+        @app.server.task
+        def loop(ctx: Context) -> str:
+            app.calls.append(("in",))
+            while not ctx.cancelled:
+                app.gate("never").wait(0.005)
+            return "stopped"
+
+        result = loop.send()
+        wait_until(lambda: app.calls)
+        result.revoke()
+        assert result.get(timeout=HANG) == "stopped"
+
+    # Messages that nobody can run
+
+    def test_bytes_that_are_no_signature_go_to_the_dead_letters(self, app: App) -> None:
+        queue = app.server.config.default_queue
+        bodies = [b"", b"\xff\xfe", b"{nonsense", b"[]", b'{"Name": 5}', b'{"UUID": "x"}']
+        app.server.broker.put([Message(uuid="", name="", queue=queue, body=body) for body in bodies], token="")
+
+        wait_until(lambda: len(app.server.inspect.dead()) == len(bodies), what="dead letters")
+        letters = app.server.inspect.dead()
+        assert {letter.reason for letter in letters} == {"undecodable"}
+        assert sorted(letter.body for letter in letters) == sorted(bodies)
+        assert app.add.send(1, 2).get(timeout=HANG) == 3
+
+    def test_an_unknown_task_waits_for_a_worker_that_knows_it(self, idle: App) -> None:
+        result = idle.server.send_task(Signature.of("rare", 20, 22))
+        with idle.running():
+            wait_until(lambda: idle.server.inspect.queues()[0].delayed == 1, what="parked")
+            assert idle.add.send(1, 2).get(timeout=HANG) == 3
+        assert result.get_state().state is State.PENDING
+
+        other = Server(idle.server.config)
+        other.register_task("rare", lambda a, b: a + b)
+        with other.new_worker(concurrency=1):
+            assert other.result(result.uuid).get(timeout=HANG) == 42
+        other.close()
+
+    def test_an_unknown_task_may_be_of_no_interest(self, app: App) -> None:
+        app.server.send_task(Signature.of("rare").replace(ignore_when_task_not_registered=True))
+        app.wait_until_idle()
+        assert app.server.inspect.dead() == []
+
+    def test_a_message_that_comes_twice_counts_once(self, app: App) -> None:
+        signature = app.add.signature(1, 2).then(app.note.partial("then")).with_uuid()
+        message = app.server.engine.message(app.server.engine.completed(signature))
+        result = app.server.send_task(signature)
+        app.server.broker.put([message], token="")
+        assert result.get(timeout=HANG) == 3
+        app.server.broker.put([message, message], token="")
+        app.wait_until_idle()
+
+        assert app.calls == [("then", 3)]
+        assert result.get_state().state is State.SUCCESS
+
+    # Handlers
+
+    def test_handlers_are_called_in_order(self, idle: App) -> None:
+        calls = idle.calls
+        worker = idle.running()
+
+        @worker.set_pre_task_handler
+        def before(signature: Signature[Any]) -> None:
+            calls.append(("before", signature.name))
+
+        @worker.set_post_task_handler
+        def after(signature: Signature[Any]) -> None:
+            calls.append(("after", signature.name))
+
+        @worker.set_error_handler
+        def on_error(error: Exception) -> None:
+            calls.append(("error", type(error), str(error)))
+
+        @idle.server.around_task
+        def around(signature: Signature[object]) -> Any:
+            calls.append(("in",))
+            yield
+            calls.append(("out",))
+
+        with worker:
+            idle.note.send("run").get(timeout=HANG)
+            wait_until(lambda: calls[-1][0] == "after")
+            assert calls == [("before", "note"), ("in",), ("run",), ("out",), ("after", "note")]
+            calls.clear()
+            with pytest.raises(TaskFailed):
+                idle.fail.send("x").get(timeout=HANG)
+            wait_until(lambda: calls[-1][0] == "after")
+            assert calls == [("before", "fail"), ("in",), ("fail", "x"), ("error", ValueError, "x"), ("after", "fail")]
+
+    def test_the_error_handler_hears_of_final_failures_only(self, idle: App) -> None:
+        errors: list[Exception] = []
+        worker = idle.running()
+        worker.set_error_handler(errors.append)
+
+        @idle.server.task(retries=1, backoff=[0.0])
+        def flaky(good: int) -> None:
+            if current_task().attempt < good:
+                raise ConnectionError("away")
+
+        @idle.server.task(retries=9)
+        def hopeless() -> None:
+            raise NoRetry("hopeless")
+
+        with worker:
+            flaky.send(2).get(timeout=HANG)
+            for result in (flaky.send(3), hopeless.send()):
+                with pytest.raises(TaskFailed):
+                    result.get(timeout=HANG)
+            wait_until(lambda: len(errors) == 2)
+        assert sorted(map(str, errors)) == ["away", "hopeless"]
+
+    def test_a_handler_that_fails_does_no_harm_but_the_first(self, idle: App) -> None:
+        def broken(*_: Any) -> None:
+            raise RuntimeError("handler")
+
+        worker = idle.running()
+        worker.set_post_task_handler(broken)
+        worker.set_error_handler(broken)
+        with worker:
+            assert idle.add.send(1, 2).get(timeout=HANG) == 3
+            with pytest.raises(TaskFailed, match="own"):
+                idle.fail.send("own").get(timeout=HANG)
+            worker.set_pre_task_handler(broken)
+            with pytest.raises(TaskFailed, match="handler"):
+                idle.add.send(1, 2).get(timeout=HANG)

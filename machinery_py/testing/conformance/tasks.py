@@ -1,0 +1,355 @@
+"""What every pair of stores promises of single tasks. Everything here is true of `eager`, too.
+
+What needs a worker in threads is in workers.py and messages.py, chains and the like are in workflows.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import datetime as dt
+import decimal
+import enum
+import math
+import threading
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from machinery_py import (
+    Arg,
+    ArgumentError,
+    Context,
+    MachineryError,
+    NoRetry,
+    RetryTaskLater,
+    Server,
+    Signature,
+    State,
+    TaskFailed,
+    current_task,
+)
+from machinery_py.testing.conformance.application import App
+from machinery_py.testing.waiting import HANG, wait_until
+
+
+class Colour(enum.Enum):
+    RED = "red"
+
+
+@dataclasses.dataclass(frozen=True)
+class Parcel:
+    city: str
+    weights: list[float]
+
+
+VALUES = [
+    0, -1, 2**63 - 1, -(2**63), 2**64 - 1, 1.5, 1e300, -0.0, "", "héllo \N{SNOWMAN} \0 \"'\\", True, False,
+    [1, 2], [1.5], ["a", ""], [True], [], [1, "a", None, [2]], {}, {"a": [1, {"b": None}]}, None,
+    b"", bytes(range(256)), dt.datetime(2026, 1, 2, 3, 4, 5, 6, tzinfo=dt.timezone.utc), dt.date(2026, 1, 2),
+    dt.timedelta(days=-1, microseconds=5), decimal.Decimal("1.10"), uuid.UUID(int=5),
+    {"when": dt.date(2026, 1, 2), "price": [decimal.Decimal("9.90")]},
+]
+
+
+class TaskConformance:
+    """One task at a time. Subclasses give the Server; one that needs no worker overrides `app`.
+
+    The Server's URLs must lead a second Server in this process to the same stores.
+    """
+
+    @pytest.fixture
+    def server(self) -> Iterator[Server]:
+        raise NotImplementedError("the subclass gives a fixture `server`")
+
+    @pytest.fixture
+    def idle(self, server: Server) -> Iterator[App]:
+        """The application; nothing runs it yet."""
+        app = App(server)
+        yield app
+        app.close()
+
+    @pytest.fixture
+    def app(self, idle: App) -> Iterator[App]:
+        """The application, with a worker in threads."""
+        with idle.running():
+            yield idle
+            for gate in idle.gates.values():
+                gate.set()
+
+    # Arguments and results
+
+    def test_a_task_gives_its_result(self, app: App) -> None:
+        result = app.add.send(1, 2)
+
+        assert result.get(timeout=HANG) == 3
+        assert result.touch() == 3
+        assert result.is_finished()
+        state = result.get_state()
+        assert (state.state, state.task_name, state.attempt, state.error) == (State.SUCCESS, "add", 1, "")
+
+    @pytest.mark.parametrize("value", VALUES, ids=lambda value: repr(value)[:30].encode("ascii", "replace").decode())
+    def test_a_value_arrives_and_comes_back_as_it_was(self, app: App, value: Any) -> None:
+        app.note.send(value)
+        found = app.echo.send(value).get(timeout=HANG)
+
+        assert found == value
+        assert type(found) is type(value)
+        wait_until(lambda: (value,) in app.calls)
+
+    def test_annotations_say_what_a_value_becomes(self, app: App) -> None:
+        @app.server.task
+        def ship(parcel: Parcel, colour: Colour, sizes: tuple[int, ...]) -> Parcel:
+            app.calls.append((parcel, colour, sizes))
+            return Parcel(parcel.city.upper(), parcel.weights)
+
+        found = ship.send(Parcel("Ulm", [1.0]), Colour.RED, (1, 2)).get(timeout=HANG)
+
+        assert found == Parcel("ULM", [1.0])
+        assert app.calls == [(Parcel("Ulm", [1.0]), Colour.RED, (1, 2))]
+
+    def test_keywords_travel_to_keyword_only_parameters(self, app: App) -> None:
+        @app.server.task
+        def welcome(email: str, *, lang: str = "en", tries: int) -> str:
+            return f"{email} {lang} {tries}"
+
+        assert welcome.send("a@b.c", tries=2).get(timeout=HANG) == "a@b.c en 2"
+        assert welcome.send(email="a@b.c", tries=3, lang="fr").get(timeout=HANG) == "a@b.c fr 3"
+
+    def test_a_tuple_is_several_results_and_none_is_none(self, app: App) -> None:
+        several, nothing = app.pair.send("a", 1), app.note.send()
+
+        assert several.get(timeout=HANG) == ("a", 1)
+        assert [arg.value for arg in several.get_state().results] == ["a", 1]
+        nothing.get(timeout=HANG)
+        assert list(nothing.get_state().results) == []
+
+    def test_what_cannot_be_sent_is_refused_where_it_is_sent(self, app: App) -> None:
+        with pytest.raises(ArgumentError, match="echo argument 'value'"):
+            app.echo.send(threading.Lock())
+        with pytest.raises(ArgumentError, match="nan"):
+            app.echo.send(math.nan)
+        with pytest.raises(ArgumentError, match=r"64 bits|uint64"):
+            app.add.send(2**64, 1)
+
+    def test_a_result_that_cannot_be_stored_is_a_failure(self, app: App) -> None:
+        app.server.register_task("lock", threading.Lock)
+        with pytest.raises(TaskFailed, match="lock result: cannot send"):
+            app.server.send_task(Signature.of("lock")).get(timeout=HANG)
+
+    def test_a_signature_made_by_hand_is_run(self, app: App) -> None:
+        by_hand: Signature[int] = Signature(name="add", args=[Arg(type="int64", value=1), Arg(type="int64", value=2)])
+        assert app.server.send_task(by_hand).get(timeout=HANG) == 3
+
+    def test_results_need_not_be_kept(self, app: App) -> None:
+        quiet = app.server.task("quiet", ignore_result=True)(lambda: 5)
+        result = quiet.send()
+        assert result.get(timeout=HANG) is None
+        assert result.get_state().state is State.SUCCESS
+
+    def test_coroutine_functions_are_run(self, app: App) -> None:
+        results = [app.fetch.send(str(i)) for i in range(20)]
+        assert [result.get(timeout=HANG) for result in results] == [f"fetch {i}" for i in range(20)]
+
+    def test_results_can_be_awaited(self, app: App) -> None:
+        async def use() -> list[int]:
+            results = await asyncio.gather(*(app.add.send_async(i, i) for i in range(20)))
+            return list(await asyncio.gather(*results))
+
+        assert asyncio.run(use()) == [2 * i for i in range(20)]
+
+    # Failures
+
+    def test_a_failure_says_what_and_where(self, app: App) -> None:
+        result = app.fail.send("no money")
+        with pytest.raises(TaskFailed, match="no money") as caught:
+            result.get(timeout=HANG)
+
+        failure = caught.value
+        assert (failure.uuid, failure.name, failure.error, failure.error_type) == (
+            result.uuid, "fail", "no money", "ValueError")
+        assert "in _fail" in failure.traceback
+        state = result.get_state()
+        assert (state.state, list(state.results)) == (State.FAILURE, [])
+        assert app.server.inspect.task(result.uuid).signature is not None
+
+    def test_wrong_arguments_fail_without_a_retry(self, app: App) -> None:
+        strict = app.server.task("strict", retries=5)(_strict)
+        with pytest.raises(ArgumentError, match="strict: missing argument 'b'"):
+            strict.send(1)  # type: ignore[call-arg]
+        with pytest.raises(TaskFailed, match="strict: missing argument 'b'"):
+            app.server.send_task(strict.partial(1).replace(retry_count=5)).get(timeout=HANG)
+
+    def test_not_even_a_system_exit_ends_more_than_its_task(self, app: App) -> None:
+        def leave() -> None:
+            raise SystemExit(3)
+
+        app.server.register_task("leave", leave)
+        with pytest.raises(TaskFailed, match="SystemExit"):
+            app.server.send_task(Signature.of("leave")).get(timeout=HANG)
+        assert app.add.send(1, 2).get(timeout=HANG) == 3
+
+    # Callbacks
+
+    def test_on_success_gets_the_results_at_the_end(self, app: App) -> None:
+        app.add.signature(1, 2).then(app.note.partial("first"), app.note.partial("second", "x")).send()
+        app.pair.signature("a", 1).then(app.note.partial("both")).send()
+        app.wait_until_idle()
+        assert sorted(app.calls) == [("both", "a", 1), ("first", 3), ("second", "x", 3)]
+
+    def test_on_success_of_an_immutable_task_gets_nothing(self, app: App) -> None:
+        app.add.signature(1, 2).replace(immutable=True).then(app.note.partial("alone")).send()
+        app.add.signature(1, 2).then(app.note.partial("given").replace(immutable=True)).send()
+        app.wait_until_idle()
+        assert sorted(app.calls) == [("alone",), ("given", 3)]
+
+    def test_on_error_gets_the_error_text_in_front(self, app: App) -> None:
+        failing = app.fail.signature("no money").replace(immutable=True)
+        failing.catch(app.note.partial("billing"), app.note.partial()).then(app.note.partial("success")).send()
+        app.wait_until_idle()
+        assert sorted(app.calls) == [("fail", "no money"), ("no money",), ("no money", "billing")]
+
+    def test_on_error_is_sent_once_after_the_last_attempt(self, app: App) -> None:
+        failing = app.server.task("failing", retries=2, backoff=[0.0])(app._fail)
+        failing.signature("x").catch(app.note.partial("caught")).send()
+        app.wait_until_idle()
+        assert app.calls == [("fail", "x")] * 3 + [("x", "caught")]
+
+    def test_callbacks_have_callbacks(self, app: App) -> None:
+        last = app.note.partial("last")
+        app.add.signature(1, 1).then(app.add.partial(1).then(app.add.partial(1).then(last))).send()
+        app.fail.signature("x").catch(app.fail.partial().catch(last)).send()
+        app.wait_until_idle()
+        assert sorted(app.calls) == [("fail", "x"), ("fail", "x"), ("last", 4), ("x", "last")]
+
+    # Retries
+
+    def test_a_retry_keeps_the_uuid_and_counts(self, app: App) -> None:
+        @app.server.task(retries=3, backoff=[0.0])
+        def flaky() -> int:
+            task = current_task()
+            app.calls.append((task.uuid, task.attempt, task.retries_left))
+            if task.attempt < 3:
+                raise ConnectionError("away")
+            return task.attempt
+
+        result = flaky.send()
+        assert result.get(timeout=HANG) == 3
+        assert app.calls == [(result.uuid, 1, 3), (result.uuid, 2, 2), (result.uuid, 3, 1)]
+        state = result.get_state()
+        assert (state.state, state.attempt, state.run, state.error) == (State.SUCCESS, 3, 2, "")
+
+    def test_retries_end(self, app: App) -> None:
+        failing = app.server.task("failing", backoff=lambda n: 0.0)(app._fail)
+        result = failing.options(retries=2).send("x")
+        with pytest.raises(TaskFailed, match="x"):
+            result.get(timeout=HANG)
+        assert app.calls == [("fail", "x")] * 3
+        assert result.get_state().attempt == 3
+
+    def test_a_task_that_postpones_itself_uses_no_retry(self, app: App) -> None:
+        @app.server.task(retries=1, backoff=[0.0])
+        def busy(ctx: Context) -> int:
+            app.calls.append((ctx.uuid, ctx.attempt, ctx.retries_left))
+            if ctx.signature.run < 4:
+                raise RetryTaskLater("busy", 0.0)
+            return ctx.signature.run
+
+        result = busy.send()
+        assert result.get(timeout=HANG) == 4
+        assert app.calls == [(result.uuid, 1, 1)] * 5
+
+    def test_no_retry_fails_for_good(self, app: App) -> None:
+        @app.server.task(retries=5, backoff=[0.0])
+        def download(url: str) -> None:
+            app.calls.append((url,))
+            raise NoRetry(f"not a web address: {url}")
+
+        with pytest.raises(TaskFailed, match="not a web address: ftp"):
+            download.send("ftp").get(timeout=HANG)
+        assert app.calls == [("ftp",)]
+
+    def test_retry_on_says_which_errors_are_retried(self, app: App) -> None:
+        @app.server.task(retries=1, backoff=[0.0], retry_on=(ConnectionError, TimeoutError))
+        def pick(kind: str) -> None:
+            app.calls.append((kind,))
+            raise ConnectionResetError(kind) if kind == "net" else ValueError(kind)
+
+        for kind in ("net", "bug"):
+            with pytest.raises(TaskFailed, match=kind):
+                pick.send(kind).get(timeout=HANG)
+        assert app.calls == [("net",), ("net",), ("bug",)]
+
+    # Context and hooks
+
+    def test_a_task_knows_what_it_is(self, app: App) -> None:
+        @app.server.task
+        def look(ctx: Context, value: int) -> list[Any]:
+            same = current_task() is ctx
+            return [same, ctx.uuid, ctx.name, ctx.queue, ctx.attempt, ctx.headers["tenant"], ctx.is_redelivery, value]
+
+        result = look.options(headers={"tenant": "acme"}).send(5)
+        assert result.get(timeout=HANG) == [
+            True, result.uuid, "look", app.server.config.default_queue, 1, "acme", False, 5]
+
+    def test_outside_a_task_there_is_no_current_task(self, app: App) -> None:
+        assert app.add.send(1, 2).get(timeout=HANG) == 3
+        with pytest.raises(MachineryError, match="outside a running task"):
+            current_task()
+
+    def test_a_task_may_send_tasks(self, app: App) -> None:
+        @app.server.task
+        def parent(count: int) -> list[str]:
+            return [app.note.send(i).uuid for i in range(count)]
+
+        uuids = parent.send(3).get(timeout=HANG)
+        for one in uuids:
+            app.server.result(one).get(timeout=HANG)
+        assert sorted(app.calls) == [(0,), (1,), (2,)]
+
+    def test_generators_stand_around_each_task(self, app: App) -> None:
+        calls = app.calls
+
+        @app.server.around_task
+        def outer(signature: Signature[object]) -> Iterator[None]:
+            calls.append(("outer in", signature.name))
+            yield
+            calls.append(("outer out",))
+
+        @app.server.around_task
+        def inner(signature: Signature[object]) -> Iterator[None]:
+            with contextlib.suppress(LookupError):
+                calls.append(("inner in",))
+                try:
+                    yield
+                except ValueError as error:
+                    calls.append(("seen", str(error)))
+                    raise
+                calls.append(("inner out",))
+
+        app.note.send("run").get(timeout=HANG)
+        assert calls == [("outer in", "note"), ("inner in",), ("run",), ("inner out",), ("outer out",)]
+        calls.clear()
+        with pytest.raises(TaskFailed, match="broken"):
+            app.fail.send("broken").get(timeout=HANG)
+        assert calls == [("outer in", "fail"), ("inner in",), ("fail", "broken"), ("seen", "broken")]
+
+    def test_the_publish_handler_sees_all_and_may_change_it(self, app: App) -> None:
+        @app.server.set_pre_publish_handler
+        def stamp(signature: Signature[Any]) -> Signature[Any]:
+            return signature.with_headers(tenant="acme")
+
+        @app.server.task
+        def tenant(*_: Any) -> None:
+            app.calls.append((current_task().headers["tenant"],))
+
+        tenant.signature().then(tenant.partial()).send()
+        app.wait_until_idle()
+        assert app.calls == [("acme",)] * 2
+
+
+def _strict(a: int, b: int) -> int:
+    return a + b

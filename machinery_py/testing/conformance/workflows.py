@@ -1,0 +1,369 @@
+"""What every pair of stores promises of a running application: tasks, chains, groups and chords, through real workers.
+
+    class TestMyStore(WorkflowConformance):
+        @pytest.fixture
+        def server(self) -> Server:
+            return Server("my://localhost")
+
+Its URLs must lead a second Server in this process to the same stores. LinkedConformance is the part that `eager` keeps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from machinery_py import (
+    ChainResult,
+    ChordResult,
+    GroupResult,
+    Signature,
+    State,
+    TaskFailed,
+    WorkflowError,
+    chain,
+    chord,
+    current_task,
+    group,
+)
+from machinery_py.testing.conformance.application import App
+from machinery_py.testing.conformance.tasks import TaskConformance
+from machinery_py.testing.conformance.workers import WorkerConformance
+from machinery_py.testing.waiting import HANG, wait_until
+
+__all__ = ["App", "LinkedConformance", "WorkflowConformance"]
+
+
+class LinkedConformance(TaskConformance):
+    """Chain, group, chord and what they can be made of."""
+
+    LONG = 1000  # steps of a very long chain
+
+    # Chains
+
+    def test_a_step_gets_the_result_before_it_at_the_end(self, app: App) -> None:
+        result = (app.add.signature(1, 1) | app.add.partial(5, 5) | app.multiply.partial(4)).send()
+        assert result.get(timeout=HANG) == 48
+
+        app.server.send_chain(chain(app.pair.signature("a", 1), app.note.partial("first"))).get(timeout=HANG)
+        assert app.calls == [("first", "a", 1)]
+
+    def test_a_step_without_a_result_adds_nothing(self, app: App) -> None:
+        chain(app.note.signature("x"), app.note.partial("y"), app.count.partial()).send().get(timeout=HANG)
+        assert app.calls == [("x",), ("y",)]
+
+    def test_results_can_be_kept_from_the_next_step(self, app: App) -> None:
+        chain(app.add.signature(1, 1), app.note.partial("a"), pass_results=False).send().get(timeout=HANG)
+        # Immutable on the wire is Go's: MY result is not passed on.
+        (app.add.signature(1, 1).replace(immutable=True) | app.add.partial(2, 3) | app.note.partial("b")).send().get(
+            timeout=HANG)
+        (app.add.signature(1, 1) | app.note.partial("c").replace(immutable=True)).send().get(timeout=HANG)
+        assert app.calls == [("a",), ("b", 5), ("c", 2)]
+
+    def test_a_chain_of_one(self, app: App) -> None:
+        assert chain(app.add.signature(1, 1)).send().get(timeout=HANG) == 2
+
+    def test_every_step_of_a_chain_can_be_looked_at(self, app: App) -> None:
+        result = app.server.send_chain(chain(app.add.signature(1, 1), app.add.partial(5)))
+        assert result.get(timeout=HANG) == 7
+        assert type(result) is ChainResult
+        assert [step.get(timeout=HANG) for step in result.steps] == [2, 7]
+        assert result.uuid == result.steps[-1].uuid
+
+    def test_a_chain_of_a_hundred(self, app: App) -> None:
+        steps = [app.add.signature(0, 1), *(app.add.partial(1) for _ in range(99))]
+        assert chain(*steps).send().get(timeout=HANG) == 100
+
+    def test_a_very_long_chain(self, app: App) -> None:
+        steps = [app.add.signature(0, 1), *(app.add.partial(1) for _ in range(self.LONG - 1))]
+        assert chain(*steps).send().get(timeout=HANG) == self.LONG
+
+    def test_a_chain_ends_where_it_breaks(self, app: App) -> None:
+        result = app.server.send_chain(
+            chain(app.add.signature(1, 1), app.fail.partial("broken"), app.note.partial("never"))
+        )
+        with pytest.raises(TaskFailed, match="broken") as caught:
+            result.get(timeout=HANG)
+
+        app.wait_until_idle()
+        assert app.calls == [("fail", "broken")]
+        assert caught.value.uuid == result.steps[1].uuid
+        assert result.is_finished()
+        assert result.steps[0].get(timeout=HANG) == 2
+
+    def test_callbacks_of_a_step_stay(self, app: App) -> None:
+        first = app.add.signature(1, 1).then(app.note.partial("mine"))
+        chain(first, app.fail.partial("x").catch(app.note.partial("caught"))).send()
+        app.wait_until_idle()
+        assert sorted(app.calls) == [("fail", "x"), ("mine", 2), ("x", "caught")]
+
+    # Groups
+
+    def test_the_results_of_a_group_are_in_its_order(self, app: App) -> None:
+        result = group(app.add.signature(i, i) for i in range(20)).send()
+        assert result.get(timeout=HANG) == [2 * i for i in range(20)]
+
+    def test_a_group_result_is_made_of_results(self, app: App) -> None:
+        members = group(app.add.signature(1, 1), app.note.signature(), app.pair.signature("a", 1))
+        result = app.server.send_group(members, send_concurrency=10)
+        assert type(result) is GroupResult
+        assert result.get(timeout=HANG) == [2, None, ("a", 1)]
+        assert [one.get(timeout=HANG) for one in result] == [2, None, ("a", 1)]
+        assert len(result) == 3
+        states = app.server.backend.group_task_states(result.uuid)
+        assert [state.task_uuid for state in states] == [one.uuid for one in result]
+
+    def test_a_group_of_one(self, app: App) -> None:
+        assert group(app.add.signature(1, 1)).send().get(timeout=HANG) == [2]
+        assert (group(app.add.signature(1, 1)) | app.add.partial(1)).send().get(timeout=HANG) == 3
+
+    def test_a_failed_member_is_what_a_group_ends_in(self, app: App) -> None:
+        result = app.server.send_group(group(app.add.signature(1, 1), app.fail.signature("member")))
+        with pytest.raises(TaskFailed, match="member") as caught:
+            result.get(timeout=HANG)
+        assert caught.value.uuid == result[1].uuid
+        assert result[0].get(timeout=HANG) == 2
+
+    # Chords
+
+    def test_a_callback_gets_all_results_in_order_at_the_end(self, app: App) -> None:
+        result = (group(app.add.signature(1, 1), app.add.signature(5, 5)) | app.multiply.partial()).send()
+        assert result.get(timeout=HANG) == 20
+
+        members = group(app.pair.signature("a", 1), app.note.signature(), app.echo.signature([1, 2]))
+        app.calls.clear()
+        app.server.send_chord(chord(members, app.note.partial("cb")), 10).get(timeout=HANG)
+        assert app.calls[-1] == ("cb", "a", 1, [1, 2])
+
+    def test_a_chord_result_knows_group_and_callback(self, app: App) -> None:
+        members = group(app.add.signature(1, 1), app.add.signature(2, 2))
+        result = app.server.send_chord(chord(members, app.add.partial()))
+        assert type(result) is ChordResult
+        assert result.get(timeout=HANG) == 6
+        assert result.group.get(timeout=HANG) == [2, 4]
+        assert result.callback.get(timeout=HANG) == 6
+
+    def test_a_large_chord(self, app: App) -> None:
+        members = group(app.add.signature(i, 1) for i in range(1000))
+        assert chord(members, app.total.partial(), collect=True).send().get(timeout=HANG) == sum(range(1, 1001))
+        assert chord(members, app.count.partial("x")).send().get(timeout=HANG) == 1001
+
+    def test_a_callback_may_get_one_list(self, app: App) -> None:
+        members = group(app.add.signature(1, 1), app.note.signature(), app.pair.signature("a", 1))
+        chord(members, app.note.partial("cb"), collect=True).send().get(timeout=HANG)
+        ((tag, found),) = [call for call in app.calls if call]
+        assert tag == "cb"
+        assert [found[0], found[1], list(found[2])] == [2, None, ["a", 1]]
+
+    def test_an_immutable_callback_gets_nothing(self, app: App) -> None:
+        members = [app.add.signature(1, 1), app.add.signature(2, 2)]
+        chord(group(*members), app.note.partial("cb").replace(immutable=True)).send().get(timeout=HANG)
+        # On a member it says nothing about the chord: Go takes the members' results whatever they say.
+        immutable = [member.replace(immutable=True) for member in members]
+        chord(group(*immutable), app.note.partial("cb")).send().get(timeout=HANG)
+        assert app.calls == [("cb",), ("cb", 2, 4)]
+
+    def test_the_callback_runs_once_though_members_retry(self, app: App) -> None:
+        @app.server.task(retries=2, backoff=[0.0])
+        def flaky(value: int) -> int:
+            if current_task().attempt < 3:
+                raise ConnectionError("away")
+            return value
+
+        result = chord(group(flaky.signature(i) for i in range(5)), app.note.partial("cb")).send()
+        result.get(timeout=HANG)
+        app.wait_until_idle()
+        assert app.calls == [("cb", 0, 1, 2, 3, 4)]
+
+    def test_a_callback_has_callbacks_of_its_own(self, app: App) -> None:
+        members = group(app.add.signature(1, 1), app.add.signature(2, 2))
+        callback = app.add.partial().then(app.note.partial("then"))
+        assert chord(members, callback).send().get(timeout=HANG) == 6
+        app.wait_until_idle()
+        assert app.calls == [("then", 6)]
+
+    def test_a_chord_with_a_failed_member_fails(self, app: App) -> None:
+        callback = app.note.partial("never").catch(app.note.partial("caught"))
+        result = app.server.send_chord(chord(group(app.add.signature(1, 1), app.fail.signature("member")), callback))
+        with pytest.raises(TaskFailed, match="member") as caught:
+            result.get(timeout=HANG)
+
+        ((error, _),) = app.wait_for("caught")
+        assert caught.value.uuid == result.group[1].uuid
+        assert result.callback.get_state().state is State.FAILURE
+        assert "member" in error
+        assert result.group[1].uuid in error
+        assert not [call for call in app.calls if "never" in call]
+
+    def test_a_chord_whose_members_all_fail_calls_on_error_once(self, app: App) -> None:
+        callback = app.note.partial("never").catch(app.note.partial("caught"))
+        result = chord(group(app.fail.signature(str(i)) for i in range(10)), callback).send()
+        with pytest.raises(TaskFailed):
+            result.get(timeout=HANG)
+        assert len(app.wait_for("caught")) == 1
+
+    # Nesting
+
+    def test_a_group_may_be_a_step(self, app: App) -> None:
+        two = group(app.add.partial(10), app.add.partial(20))
+        result = app.server.send_chain(app.add.signature(1, 1) | two | app.add.partial() | app.add.partial(1))
+        assert result.get(timeout=HANG) == (2 + 10) + (2 + 20) + 1
+        assert [step.get(timeout=HANG) for step in result.steps] == [2, [12, 22], 34, 35]
+
+    def test_a_chain_may_end_in_a_group(self, app: App) -> None:
+        two = group(app.add.partial(10), app.add.partial(20))
+        assert (app.add.signature(1, 1) | two).send().get(timeout=HANG) == [12, 22]
+
+    def test_members_may_be_chains(self, app: App) -> None:
+        members = group(
+            app.add.signature(1, 1) | app.add.partial(10),
+            app.add.signature(2, 2) | app.add.partial(20) | app.add.partial(0),
+        )
+        assert members.send().get(timeout=HANG) == [12, 24]
+        assert (members | app.multiply.partial()).send().get(timeout=HANG) == 12 * 24
+
+    def test_a_member_may_have_a_chord_inside(self, app: App) -> None:
+        inner = group(app.add.signature(1, 1), app.add.signature(2, 2)) | app.add.partial()
+        assert group(inner, app.add.signature(5, 5)).send().get(timeout=HANG) == [6, 10]
+        assert (group(inner, app.add.signature(5, 5)) | app.multiply.partial()).send().get(timeout=HANG) == 60
+
+    def test_chords_may_follow_chords(self, app: App) -> None:
+        one = app.add.partial()
+        result = (
+            app.add.signature(1, 1) | group(app.add.partial(1), app.add.partial(2)) | one
+            | group(app.add.partial(1), app.add.partial(2), app.add.partial(3)) | one
+        ).send()
+        assert result.get(timeout=HANG) == 3 * 7 + 6
+
+    def test_a_break_in_front_of_a_group_ends_the_chord_behind_it(self, app: App) -> None:
+        callback = app.add.partial().catch(app.note.partial("caught"))
+        result = app.server.send_chain(
+            app.fail.signature("first") | group(app.add.partial(1), app.add.partial(2)) | callback
+            | app.note.partial("never")
+        )
+        with pytest.raises(TaskFailed, match="first") as caught:
+            result.get(timeout=HANG)
+
+        assert len(app.wait_for("caught")) == 1
+        assert caught.value.uuid == result.steps[0].uuid
+        app.wait_for_state(result.steps[2].uuid, State.FAILURE)
+        assert not [call for call in app.calls if "never" in call]
+
+    def test_a_break_inside_a_member_ends_the_chord(self, app: App) -> None:
+        callback = app.note.partial("never").catch(app.note.partial("caught"))
+        members = group(app.add.signature(1, 1), app.fail.signature("first") | app.add.partial(1) | app.add.partial(2))
+        result = app.server.send_chord(chord(members, callback))
+        with pytest.raises(TaskFailed, match="first"):
+            result.get(timeout=HANG)
+
+        assert len(app.wait_for("caught")) == 1
+        assert result.callback.get_state().state is State.FAILURE
+        assert not [call for call in app.calls if "never" in call]
+
+    def test_a_chord_inside_a_chord_that_breaks_ends_both(self, app: App) -> None:
+        inner = group(app.add.signature(1, 1), app.fail.signature("deep")) | app.add.partial()
+        callback = app.note.partial("never").catch(app.note.partial("caught"))
+        result = app.server.send_chord(chord(group(inner, app.add.signature(5, 5)), callback))
+        with pytest.raises(TaskFailed, match="deep"):
+            result.get(timeout=HANG)
+
+        assert len(app.wait_for("caught")) == 1
+        assert result.callback.get_state().state is State.FAILURE
+
+    # Everything else
+
+    def test_what_can_never_work_is_refused_where_it_is_made(self, app: App) -> None:
+        task = app.add.partial()
+        for make in (
+            chain, group, lambda: group([]), lambda: chain(group(task), group(task)),
+            lambda: group(group(task), task), lambda: group(task | group(task)),
+        ):
+            with pytest.raises(WorkflowError):
+                make()
+        with pytest.raises(WorkflowError, match=r"use server.send_chain"):
+            (Signature.of("add", 1, 1) | Signature.of("add", 1)).send()
+
+    def test_a_workflow_made_by_hand_is_sent_through_the_server(self, app: App) -> None:
+        add: Any = Signature.of
+        assert app.server.send_chain(chain(add("add", 1, 1), add("add", 1))).get(timeout=HANG) == 3
+        assert app.server.send_group(group(add("add", 1, 1), add("add", 2, 2))).get(timeout=HANG) == [2, 4]
+        two = group(add("add", 1, 1), add("add", 2, 2))
+        assert app.server.send_chord(chord(two, add("add"))).get(timeout=HANG) == 6
+
+    def test_one_workflow_can_be_sent_twice(self, app: App) -> None:
+        steps = app.add.signature(1, 1) | group(app.add.partial(1), app.add.partial(2)) | app.add.partial()
+        first, second = steps.send(), steps.send()
+        assert (first.get(timeout=HANG), second.get(timeout=HANG)) == (7, 7)
+        assert first.uuid != second.uuid
+
+    def test_workflows_can_be_awaited(self, app: App) -> None:
+        async def use() -> tuple[Any, ...]:
+            two = group(app.add.signature(1, 1), app.add.signature(2, 2))
+            chained = await (app.add.signature(1, 1) | app.add.partial(1)).send_async()
+            grouped = await two.send_async()
+            gathered = await app.server.send_chord_async(chord(two, app.add.partial()))
+            return tuple(await asyncio.gather(chained, grouped, gathered.get_async(timeout=HANG)))
+
+        assert asyncio.run(use()) == (3, [2, 4], 6)
+
+
+class WorkflowConformance(LinkedConformance, WorkerConformance):
+    """Everything: single tasks, workers, and what tasks can be linked to."""
+
+    def test_a_chord_with_a_failed_member_ends_at_once(self, app: App) -> None:
+        callback = app.note.partial("never").catch(app.note.partial("caught"))
+        result = app.server.send_chord(chord(group(app.wait.signature("slow"), app.fail.signature("member")), callback))
+        with pytest.raises(TaskFailed, match="member"):
+            result.get(timeout=HANG)
+        wait_until(lambda: any(call[-1] == "caught" for call in app.calls), what="on_error while a member still runs")
+        assert not result.group[0].is_finished()
+
+        app.gate("slow").set()
+        assert result.group[0].get(timeout=HANG) == "slow"
+        assert len(app.wait_for("caught")) == 1
+        assert not [call for call in app.calls if "never" in call]
+
+    def test_a_group_with_a_failed_member_ends_at_once(self, app: App) -> None:
+        result = app.server.send_group(group(app.wait.signature("slow"), app.fail.signature("member")))
+        with pytest.raises(TaskFailed, match="member"):
+            result.get(timeout=HANG)
+        assert not result[0].is_finished()
+
+    def test_a_chain_that_is_not_over_has_no_result_yet(self, app: App) -> None:
+        result = app.server.send_chain(chain(app.wait.signature("gate"), app.note.partial("last")))
+        wait_until(lambda: ("wait", "gate") in app.calls)
+        assert result.touch() is None
+        assert not result.is_finished()
+        app.gate("gate").set()
+        result.get(timeout=HANG)
+        assert result.is_finished()
+
+    def test_a_revoked_step_breaks_the_chain(self, app: App) -> None:
+        result = app.server.send_chain(chain(app.wait.signature("gate"), app.note.partial("never")))
+        result.revoke()
+        app.gate("gate").set()
+        with pytest.raises(TaskFailed, match="revoked"):
+            result.get(timeout=HANG)
+        app.wait_until_idle()
+        assert not [call for call in app.calls if "never" in call]
+
+    def test_two_workers_share_a_chord(self, app: App) -> None:
+        other = app.another()
+        with other.running():
+            for _ in range(3):
+                members = group(app.add.signature(i, 1) for i in range(100))
+                assert chord(members, app.total.partial(), collect=True).send().get(timeout=HANG) == sum(range(1, 101))
+        other.server.close()
+
+    def test_many_chords_beside_each_other_each_call_back_once(self, app: App) -> None:
+        results = [
+            chord(group(app.echo.signature(i) for _ in range(3)), app.note.partial("cb", number)).send()
+            for number, i in enumerate(range(50))
+        ]
+        for result in results:
+            result.get(timeout=HANG)
+        app.wait_until_idle()
+        assert sorted(app.calls) == [("cb", i, i, i, i) for i in range(50)]
+

@@ -1,0 +1,314 @@
+"""Stores that fail on command, or at random from a seed.
+
+A call can fail in two ways, and a caller cannot tell them apart: it was refused before it was carried out, or it was
+carried out and its reply was lost. Wrap a store, and everything that is built on it can be shown to live with both:
+
+    flaky = FlakyStore(store)
+    flaky.next_call("settle", lose_reply=True)  # carried out, then BrokerUnavailable
+
+    flaky = FlakyStore(store, Faults(rng=random.Random(7), probability=0.02))  # 2 % of all calls, half of them each way
+
+The calls are named after the methods: submit, receive, settle, beat, fire, tend for a store; put, receive, dispose,
+beat, tend for a broker; apply, begin, get_states and the like for a backend.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import random
+import threading
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from machinery_py.backends.base import Backend, Begun, Change, Listener, ReadyGroup, Verdict
+from machinery_py.brokers.base import (
+    Broker,
+    Consumer,
+    DeadLetter,
+    Delivery,
+    Disposal,
+    Message,
+    QueueStats,
+    WorkerInfo,
+)
+from machinery_py.errors import BackendUnavailable, BrokerUnavailable, PublishUnknown
+from machinery_py.settlement.base import Firing, Mark, Session, Settlement, Store, Submission
+from machinery_py.states import GroupMeta, State, TaskState
+
+T = TypeVar("T")
+
+
+class Faults:
+    """Which calls fail, and how. May be shared by several wrappers and used from any thread.
+
+    Attributes:
+        failed: every fault so far, as (call, whether it was carried out).
+    """
+
+    def __init__(self, *, rng: random.Random | None = None, probability: float = 0.0) -> None:
+        self.failed: list[tuple[str, bool]] = []
+        self._rng = rng or random.Random(0)
+        self._probability = probability
+        self._planned: dict[str, list[bool]] = {}
+        self._lock = threading.Lock()
+
+    def next_call(self, call: str, *, lose_reply: bool = False) -> None:
+        """Let the next call of this name fail; several orders for one name are carried out in turn.
+
+        Args:
+            lose_reply: carry it out first. Otherwise it is refused and nothing happens.
+        """
+        with self._lock:
+            self._planned.setdefault(call, []).append(lose_reply)
+
+    def heal(self) -> None:
+        """No more faults, neither those ordered nor random ones."""
+        with self._lock:
+            self._planned.clear()
+            self._probability = 0.0
+
+    def around(self, call: str, function: Callable[[], T], *, refused: Exception, unknown: Exception) -> T:
+        """Carry out the call, or fail."""
+        lose_reply = self._draw(call)
+        if lose_reply is None:
+            return function()
+        if lose_reply:
+            function()
+            raise unknown
+        raise refused
+
+    def _draw(self, call: str) -> bool | None:
+        with self._lock:
+            planned = self._planned.get(call)
+            if planned:
+                lose_reply = planned.pop(0)
+            elif self._probability and self._rng.random() < self._probability:
+                lose_reply = self._rng.random() < 0.5
+            else:
+                return None
+            self.failed.append((call, lose_reply))
+            return lose_reply
+
+    def publish(self, call: str, function: Callable[[], T]) -> T:
+        return self.around(
+            call, function,
+            refused=BrokerUnavailable(f"{call}: refused on command; nothing was stored"),
+            unknown=PublishUnknown(f"{call}: reply lost on command"),
+        )
+
+    def broker(self, call: str, function: Callable[[], T]) -> T:
+        error = BrokerUnavailable(f"{call}: no answer, on command")
+        return self.around(call, function, refused=error, unknown=error)
+
+    def backend(self, call: str, function: Callable[[], T]) -> T:
+        error = BackendUnavailable(f"{call}: no answer, on command")
+        return self.around(call, function, refused=error, unknown=error)
+
+
+class FlakyStore(Store):
+    """A store with faults around submit, fire and tend, and around the calls of its sessions."""
+
+    def __init__(self, store: Store, faults: Faults | None = None) -> None:
+        self.store = store
+        self.faults = faults or Faults()
+        self.broker = store.broker
+        self.backend = store.backend
+
+    def next_call(self, call: str, *, lose_reply: bool = False) -> None:
+        """As Faults.next_call."""
+        self.faults.next_call(call, lose_reply=lose_reply)
+
+    def submit(self, submission: Submission) -> None:
+        self.faults.publish("submit", lambda: self.store.submit(submission))
+
+    def open_session(self, queues: Sequence[str], *, worker: str) -> FlakySession:
+        return FlakySession(self.store.open_session(queues, worker=worker), self.faults)
+
+    def fire(self, firing: Firing) -> bool:
+        return self.faults.broker("fire", lambda: self.store.fire(firing))
+
+    def ready_groups(self, limit: int = 100) -> list[ReadyGroup]:
+        return self.faults.backend("ready_groups", lambda: self.store.ready_groups(limit))
+
+    def tend(self) -> float:
+        return self.faults.broker("tend", self.store.tend)
+
+    def attach(self, drain: Callable[[], object]) -> None:
+        self.store.attach(drain)
+
+    def close(self) -> None:
+        self.store.close()
+
+
+class FlakySession(Session):
+    """A session of a FlakyStore."""
+
+    def __init__(self, session: Session, faults: Faults) -> None:
+        self.session = session
+        self.faults = faults
+
+    def receive(self, limit: int, timeout: float) -> list[Delivery]:
+        return self.faults.broker("receive", lambda: self.session.receive(limit, timeout))
+
+    def settle(self, settlements: Sequence[Settlement], marks: Sequence[Mark] = ()) -> list[Verdict]:
+        return self.faults.broker("settle", lambda: self.session.settle(settlements, marks))
+
+    def run_begins(self, delivery: Delivery) -> None:
+        self.session.run_begins(delivery)
+
+    def run_ends(self, delivery: Delivery) -> None:
+        self.session.run_ends(delivery)
+
+    def beat(self) -> bool:
+        return self.faults.broker("beat", self.session.beat)
+
+    def wake(self) -> None:
+        self.session.wake()
+
+    def close(self) -> None:
+        self.session.close()
+
+
+class FlakyBroker(Broker):
+    """A broker with faults around put and tend, and around the calls of its consumers: one half of a two-store test."""
+
+    def __init__(self, broker: Broker, faults: Faults | None = None) -> None:
+        self.inner = broker
+        self.faults = faults or Faults()
+        self.features = broker.features  # type: ignore[misc]  # a wrapper can do what its broker can
+
+    def put(self, messages: Sequence[Message], *, token: str) -> bool:
+        return self.faults.publish("put", lambda: self.inner.put(messages, token=token))
+
+    def consume(self, queues: Sequence[str], *, worker: str) -> FlakyConsumer:
+        return FlakyConsumer(self.inner.consume(queues, worker=worker), self.faults)
+
+    def tend(self) -> float:
+        return self.faults.broker("tend", self.inner.tend)
+
+    def pending(self, queue: str, limit: int) -> list[Message]:
+        return self.inner.pending(queue, limit)
+
+    def delayed(self, limit: int) -> list[Message]:
+        return self.inner.delayed(limit)
+
+    def stats(self) -> list[QueueStats]:
+        return self.inner.stats()
+
+    def workers(self) -> list[WorkerInfo]:
+        return self.inner.workers()
+
+    def purge(self, queue: str) -> int:
+        return self.inner.purge(queue)
+
+    def dead_letters(self, *, limit: int, queue: str = "") -> list[DeadLetter]:
+        return self.inner.dead_letters(limit=limit, queue=queue)
+
+    def take_dead(self, ids: Sequence[str]) -> list[DeadLetter]:
+        return self.inner.take_dead(ids)
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+class FlakyConsumer(Consumer):
+    """A consumer of a FlakyBroker."""
+
+    def __init__(self, consumer: Consumer, faults: Faults) -> None:
+        self.inner = consumer
+        self.faults = faults
+
+    def receive(self, limit: int, timeout: float) -> list[Delivery]:
+        return self.faults.broker("receive", lambda: self.inner.receive(limit, timeout))
+
+    def dispose(self, disposals: Sequence[Disposal]) -> list[bool]:
+        return self.faults.broker("dispose", lambda: self.inner.dispose(disposals))
+
+    def holds(self, deliveries: Sequence[Delivery]) -> list[bool]:
+        return self.faults.broker("holds", lambda: self.inner.holds(deliveries))
+
+    def run_begins(self, delivery: Delivery) -> None:
+        self.inner.run_begins(delivery)
+
+    def run_ends(self, delivery: Delivery) -> None:
+        self.inner.run_ends(delivery)
+
+    def beat(self) -> bool:
+        return self.faults.broker("beat", self.inner.beat)
+
+    def wake(self) -> None:
+        self.inner.wake()
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+class FlakyBackend(Backend):
+    """A backend with faults around everything that a worker asks of it: the other half of a two-store test."""
+
+    def __init__(self, backend: Backend, faults: Faults | None = None) -> None:
+        self.inner = backend
+        self.faults = faults or Faults()
+        self.features = backend.features  # type: ignore[misc]  # a wrapper can do what its backend can
+
+    def apply(self, changes: Sequence[Change]) -> list[Verdict]:
+        return self.faults.backend("apply", lambda: self.inner.apply(changes))
+
+    def begin(self, keys: Sequence[tuple[str, int]]) -> list[Begun]:
+        return self.faults.backend("begin", lambda: self.inner.begin(keys))
+
+    def outboxes(self, keys: Sequence[str]) -> list[Sequence[bytes]]:
+        return self.faults.backend("outboxes", lambda: self.inner.outboxes(keys))
+
+    def clear_outbox(self, keys: Sequence[str]) -> None:
+        self.faults.backend("clear_outbox", lambda: self.inner.clear_outbox(keys))
+
+    def unsent(self, limit: int, *, older_than: float) -> list[tuple[str, Sequence[bytes]]]:
+        return self.faults.backend("unsent", lambda: self.inner.unsent(limit, older_than=older_than))
+
+    def settled_by(self, uuids: Sequence[str]) -> list[str]:
+        return self.faults.backend("settled_by", lambda: self.inner.settled_by(uuids))
+
+    def get_states(self, uuids: Sequence[str]) -> dict[str, TaskState]:
+        return self.faults.backend("get_states", lambda: self.inner.get_states(uuids))
+
+    def get_group(self, group_uuid: str) -> GroupMeta | None:
+        return self.faults.backend("get_group", lambda: self.inner.get_group(group_uuid))
+
+    def ready_groups(self, limit: int) -> list[ReadyGroup]:
+        return self.faults.backend("ready_groups", lambda: self.inner.ready_groups(limit))
+
+    def list_states(
+        self, *, state: State | None = None, name: str = "", since: dt.datetime | None = None, limit: int = 100
+    ) -> list[TaskState]:
+        return self.inner.list_states(state=state, name=name, since=since, limit=limit)
+
+    def find(self, prefix: str, limit: int = 2) -> list[str]:
+        return self.inner.find(prefix, limit)
+
+    def finished_since(self, moment: dt.datetime) -> dict[str, tuple[int, int]]:
+        return self.inner.finished_since(moment)
+
+    def revoke(self, uuids: Sequence[str]) -> None:
+        self.faults.backend("revoke", lambda: self.inner.revoke(uuids))
+
+    def revoked(self, uuids: Sequence[str]) -> set[str]:
+        return self.faults.backend("revoked", lambda: self.inner.revoked(uuids))
+
+    def purge_state(self, task_uuid: str) -> None:
+        self.inner.purge_state(task_uuid)
+
+    def purge_group_meta(self, group_uuid: str) -> None:
+        self.inner.purge_group_meta(group_uuid)
+
+    def listener(self) -> Listener:
+        return self.inner.listener()
+
+    def tend(self) -> float:
+        return self.faults.backend("tend", self.inner.tend)
+
+    def now(self) -> dt.datetime:
+        return self.inner.now()
+
+    def close(self) -> None:
+        self.inner.close()

@@ -1,0 +1,299 @@
+"""A Server under test: its stores are memory ones for a while, its time is told, and tasks run when the test says so.
+
+    with Harness(server) as machinery:          the pytest fixture `machinery` does this
+        signup("ada@example.com")
+        machinery.assert_sent("send_welcome", "ada@example.com")
+        machinery.drain()
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime as dt
+import inspect
+import itertools
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, Self
+
+import msgspec
+
+from machinery_py.clock import SYSTEM_CLOCK, UTC, Clock
+from machinery_py.config import Config
+from machinery_py.errors import ArgumentError, TaskFailed, nearest
+from machinery_py.events import TaskSent
+from machinery_py.hub import Hub
+from machinery_py.registry import Task
+from machinery_py.results import AsyncResult
+from machinery_py.server import Server
+from machinery_py.signature import Arg, Signature
+from machinery_py.states import State, TaskState
+from machinery_py.testing.clocks import ManualClock
+from machinery_py.values import to_python
+from machinery_py.wire import decode_signature, encode_signature
+from machinery_py.worker.execution import Execution
+from machinery_py.worker.inline import Inline
+from machinery_py.worker.worker import Worker
+
+LEAD = dt.timedelta(seconds=1)  # how far the harness's clock is ahead of the machine's at its start
+WORKER_THREADS = 4
+WORKER_PATIENCE = 5.0  # seconds that running tasks get at the end of a test
+SHOWN = 20  # calls that an error text lists
+
+_numbers = itertools.count(1)
+
+
+class _Clock(ManualClock):
+    """Stands still on the wall. Lengths are real as well: a `get(timeout=5)` that nobody answers ends after 5 s."""
+
+    def __init__(self) -> None:
+        # Code under test may make an ETA from datetime.now(): with a lead it is due after `advance` by its length.
+        super().__init__(dt.datetime.now(UTC) + LEAD)
+        self._made = time.monotonic()
+
+    def monotonic(self) -> float:
+        return super().monotonic() + time.monotonic() - self._made
+
+
+class Harness:
+    """What a test asks and tells. Nothing runs by itself, no time passes by itself. Belongs to one thread.
+
+    Use it with `with`: inside, the server works on memory stores and on `clock`; behind it, on its own again, whatever
+    happened. What is sent goes through the wire format, so what cannot be sent fails here as well.
+
+    Attributes:
+        server: the one under test.
+        clock: what `delay`, `eta`, `expires`, retries and the expiry of results go by; near the real time at the start.
+    """
+
+    def __init__(self, server: Server) -> None:
+        self.server = server
+        self.clock: ManualClock = _Clock()
+        self._sent: list[Signature[Any]] = []
+        self._results: dict[str, Any] = {}
+        self._inline = Inline(server.engine, server._all_queues, name="harness")
+        self._open = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        self._open.enter_context(swapped(self.server, self.clock))
+        self._open.callback(self.server.events.subscribe(TaskSent, self._on_sent))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+
+    # Running
+
+    def drain(self, *, raise_failures: bool = True) -> int:
+        """Run what is due now, and what comes of it, in this thread; how many runs that were.
+
+        Retries and delayed tasks that are due later stay where they are: see `advance`.
+
+        Raises:
+            TaskFailed: of the first task that failed for good, from its original exception. All that was due has run.
+        """
+        done: list[Execution] = []
+        while ran := self._inline.drain():
+            done.extend(ran)
+        failed: list[tuple[TaskState, Exception | None]] = []
+        for execution in done:
+            state = _state_of(execution)
+            if state is not None and state.state is State.FAILURE:
+                failed.append((state, execution.error))
+            elif state is not None and state.state is State.SUCCESS:
+                self._results[state.task_uuid] = self.server.result(state.task_uuid).touch()
+        if failed and raise_failures:
+            raise _failure([state for state, _ in failed]) from failed[0][1]
+        return sum(execution.started_at is not None for execution in done)
+
+    def advance(self, **length: float) -> None:
+        """Let time pass, in the words of `timedelta`: `advance(hours=1, minutes=30)`. Runs nothing.
+
+        Raises:
+            ValueError: the length is negative.
+        """
+        self.clock.advance(**length)
+        self.server.engine.store.tend()
+
+    # Looking
+
+    @property
+    def sent(self) -> list[Signature[Any]]:
+        """What was sent since the start, oldest first: by the test, by tasks, and as callbacks; retries are not in it.
+
+        As a worker would get it; the value of each Arg is the Python value.
+        """
+        return [one.replace(args=tuple(map(_decoded, one.args))) for one in self._sent]
+
+    @property
+    def results(self) -> dict[str, Any]:
+        """UUID → what the task returned, of those that `drain` ran and that succeeded, in the order they ended in."""
+        return dict(self._results)
+
+    def state(self, task: str | AsyncResult[Any]) -> TaskState:
+        """How far a task is, by its UUID or result.
+
+        Raises:
+            StateNotFound: it expired, or was never sent.
+        """
+        return self.server.backend.get_state(task if isinstance(task, str) else task.uuid)
+
+    def clear(self) -> None:
+        """Forget what was sent and returned so far. What waits goes on waiting."""
+        self._sent.clear()
+        self._results.clear()
+
+    def assert_sent(self, name: str | Task[..., Any], *args: Any, **kwargs: Any) -> Signature[Any]:
+        """Check that a task was sent, and return the first such call.
+
+        Without arguments any call of the task will do. With arguments they must be those of the call, defaults
+        included, however each of the two spells them.
+
+        Raises:
+            AssertionError: it was not; the text lists what was sent.
+        """
+        name = _name_of(name)
+        found = self._find(name, args, kwargs)
+        if found:
+            return found[0]
+        hint = "" if any(one.name == name for one in self._sent) else nearest(name, {one.name for one in self._sent})
+        raise AssertionError(f"{_shown(name, args, kwargs)} was not sent{hint}\n{self._listing()}")
+
+    def assert_not_sent(self, name: str | Task[..., Any], *args: Any, **kwargs: Any) -> None:
+        """Check that no such call was sent; what counts as one, see `assert_sent`.
+
+        Raises:
+            AssertionError: one was; the text lists what was sent.
+        """
+        name = _name_of(name)
+        found = self._find(name, args, kwargs)
+        if found:
+            raise AssertionError(f"{_shown(name, args, kwargs)} was sent, {len(found)} times\n{self._listing()}")
+
+    # Inside
+
+    def _on_sent(self, event: TaskSent) -> None:
+        self._sent.append(_through_wire(event.signature))
+
+    def _find(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Signature[Any]]:
+        calls = [one for one in self._sent if one.name == name]
+        if not args and not kwargs:
+            return calls
+        task = self.server.engine.registry.find(name)
+        try:
+            known = task.call.arguments(args, kwargs) if task is not None else None
+        except ArgumentError:  # a call that would fail can be sent by hand, and asserted
+            known = None
+        arguments = Signature.of(name, *args, **kwargs).args if known is None else known
+        wanted = _one_form(task, _through_wire(Signature(name=name, args=arguments)))
+        return [one for one in calls if _one_form(task, one) == wanted]
+
+    def _listing(self) -> str:
+        if not self._sent:
+            return "nothing was sent"
+        lines = [f"  {_shown(one.name, *_call_of(one))}" for one in self._sent[:SHOWN]]
+        more = len(self._sent) - SHOWN
+        return "\n".join(["sent:", *lines, *([f"  and {more} more"] if more > 0 else [])])
+
+
+@contextlib.contextmanager
+def swapped(server: Server, clock: Clock = SYSTEM_CLOCK) -> Iterator[Server]:
+    """Let the server work on memory stores of its own and on this clock, and put back what it had, whatever happens.
+
+    `server.close()` inside does not lead back to the real stores either.
+    """
+    engine = server.engine
+    url = f"memory://testing-{next(_numbers)}"
+    hub = _exchange_hub(server, None)  # its listener is the real backend's
+    before = engine.swap(_memory_config(engine.config, url), clock)
+    stores = engine.stores  # held, so that a store opened again under this name is this one
+    try:
+        yield server
+    finally:
+        ours = _exchange_hub(server, hub)
+        engine.swap(*before)
+        if ours is not None:
+            ours.close()
+        stores.close()
+
+
+def _exchange_hub(server: Server, hub: Hub | None) -> Hub | None:
+    before, server._hub = server._hub, hub
+    return before
+
+
+def _memory_config(config: Config, url: str) -> Config:
+    return config.replace(
+        broker=url, result_backend="", lock="", multiple_broker_separator="",
+        require_server=False, strict_durability=False,
+    )
+
+
+@contextlib.contextmanager
+def running_worker(server: Server) -> Iterator[Worker]:
+    """A started worker on memory stores, in threads and real time; the pytest fixture `machinery_worker`.
+
+    It serves the configured queue and those that tasks were registered with.
+    """
+    with swapped(server):
+        tasks = map(server.engine.registry.get, server.get_registered_task_names())
+        queues = dict.fromkeys([server.config.default_queue, *filter(None, (task.settings.queue for task in tasks))])
+        worker = server.new_worker("testing", WORKER_THREADS, queues=tuple(queues), shutdown_timeout=WORKER_PATIENCE)
+        with worker:
+            yield worker
+
+
+def _state_of(execution: Execution) -> TaskState | None:
+    """The state that the execution ended in."""
+    states = execution.settlement.states if execution.settlement is not None else ()
+    return states[0] if states else None
+
+
+def _failure(states: Sequence[TaskState]) -> TaskFailed:
+    first = states[0]
+    failure = TaskFailed(first.task_uuid, first.task_name, first.error,
+                         error_type=first.error_type, traceback=first.traceback)
+    for other in states[1:]:
+        failure.add_note(f"task {other.task_name} {other.task_uuid} failed, too: {other.error}")
+    return failure
+
+
+def _name_of(task: str | Task[..., Any]) -> str:
+    return task if isinstance(task, str) else task.name
+
+
+def _through_wire(signature: Signature[Any]) -> Signature[Any]:
+    return decode_signature(encode_signature(signature))
+
+
+def _decoded(arg: Arg) -> Arg:
+    try:
+        return msgspec.structs.replace(arg, value=to_python(arg.type, arg.value))
+    except ArgumentError:  # sent by hand, and wrong
+        return arg
+
+
+def _one_form(task: Task[..., Any] | None, signature: Signature[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments in the form in which equal calls are equal: as the function gets them, in place, with defaults."""
+    if task is None:
+        return _call_of(signature)
+    try:
+        values, named = task.call.values(signature.args)
+        shape = inspect.signature(task.function)
+        given = shape.replace(parameters=list(shape.parameters.values())[task.call.takes_context:])
+        bound = given.bind(*values, **named)
+    except (ArgumentError, TypeError, ValueError):  # arguments that do not fit, or a function in C that does not tell
+        return _call_of(signature)
+    bound.apply_defaults()
+    return bound.args, bound.kwargs
+
+
+def _call_of(signature: Signature[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a signature, decoded, as they would be written in a call."""
+    args = [_decoded(arg) for arg in signature.args]
+    return tuple(arg.value for arg in args if not arg.name), {arg.name: arg.value for arg in args if arg.name}
+
+
+def _shown(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    parts = [*map(repr, args), *(f"{key}={value!r}" for key, value in kwargs.items())]
+    return f"{name}({', '.join(parts)})"

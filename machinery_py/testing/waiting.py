@@ -1,0 +1,43 @@
+"""Waiting for what another thread does, without guessing how long it takes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+T = TypeVar("T")
+
+POLL = 0.005  # seconds between two looks
+HANG = 30.0  # seconds after which a test is taken to hang
+
+
+def wait_until(predicate: Callable[[], object], timeout: float = HANG, what: str = "the condition") -> None:
+    """Return as soon as the predicate is true.
+
+    Raises:
+        AssertionError: it was not, within `timeout` seconds; the text says `what` was waited for.
+    """
+    deadline = time.monotonic() + timeout
+    never = threading.Event()
+    while not predicate():
+        if time.monotonic() >= deadline:
+            raise AssertionError(f"{what}: not true after {timeout:g} s")
+        never.wait(POLL)
+
+
+def together(count: int, function: Callable[[int], T], timeout: float = HANG) -> list[T]:
+    """Call `function(0)` … `function(count - 1)` at the same moment, each in its own thread; their results in order.
+
+    The first exception of any of them is raised here.
+    """
+    barrier = threading.Barrier(count)
+
+    def run(index: int) -> T:
+        barrier.wait(timeout)
+        return function(index)
+
+    with ThreadPoolExecutor(count, thread_name_prefix="together") as pool:
+        return [future.result(timeout) for future in [pool.submit(run, index) for index in range(count)]]

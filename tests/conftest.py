@@ -1,0 +1,19 @@
+"""What every test may rely on."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+pytest_plugins = ["pytester"]
+
+# What the machine happens to have set must not reach the tests.
+for name in [name for name in os.environ if name.startswith("MACHINERY_") and not name.startswith("MACHINERY_TEST_")]:
+    del os.environ[name]
+
+
+@pytest.fixture(autouse=True)
+def _no_files_in_the_repository(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
+    """`Server()` makes its file where the test runs: not here."""
+    monkeypatch.chdir(str(tmp_path))

@@ -1,0 +1,294 @@
+"""Tasks by their names, and the way from a Python call to Args and back."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime as dt
+import enum
+import functools
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from machinery_py import ArgumentError, Context, Server, Signature, Task, TaskAlreadyRegistered, TaskNotRegistered
+from machinery_py.calls import Call
+from machinery_py.registry import AsyncTask
+from machinery_py.signature import HEADER_EXPIRES, Arg
+from machinery_py.testing.clocks import ManualClock
+from machinery_py.wire import decode_signature, encode_signature
+
+
+@dataclasses.dataclass
+class Parcel:
+    city: str
+    weight: float = 1.0
+
+
+class Size(enum.IntEnum):
+    SMALL = 1
+
+
+def plain(a: int, b: int = 5, *more: int) -> int:
+    return a + b + sum(more)
+
+
+def keywords(a: str, /, b: str = "b", *, c: str, d: str = "d") -> None: ...
+def anything(*args: Any, **kwargs: Any) -> None: ...
+def with_context(ctx: Context, a: int) -> None: ...
+def context_not_first(a: int, ctx: Context) -> None: ...
+def typed(  # type: ignore[empty-body]
+    parcel: Parcel, size: Size, when: dt.datetime | None = None, items: tuple[int, ...] = ()
+) -> Parcel: ...
+def unknown_names(a: NoSuchName, b: int) -> None: ...  # type: ignore[name-defined]  # noqa: F821
+def untyped(a, b=2): ...  # type: ignore[no-untyped-def]
+async def coroutine(a: int) -> int: ...  # type: ignore[empty-body]
+
+
+def sent(function: Any, *args: Any, **kwargs: Any) -> list[tuple[str, str, Any]]:
+    return [(arg.name, arg.type, arg.value) for arg in Call("task", function).arguments(args, kwargs)]
+
+
+def received(function: Any, *args: Any, **kwargs: Any) -> tuple[list[Any], dict[str, Any]]:
+    """What the function would be called with after a journey over the wire."""
+    call = Call("task", function)
+    signature = Signature[Any](name="task", args=call.arguments(args, kwargs))
+    return call.values(decode_signature(encode_signature(signature)).args)
+
+
+# Binding
+
+
+@pytest.mark.parametrize(("function", "args", "kwargs", "expected"), [
+    (plain, (1,), {}, [("", "int64", 1)]),
+    (plain, (1, 2, 3, 4), {}, [("", "int64", n) for n in (1, 2, 3, 4)]),
+    (plain, (), {"b": 1, "a": 2}, [("", "int64", 2), ("", "int64", 1)]),
+    (plain, (1,), {"b": 2}, [("", "int64", 1), ("", "int64", 2)]),
+    (keywords, ("x",), {"c": "y"}, [("", "string", "x"), ("c", "string", "y")]),
+    (keywords, ("x", "z"), {"d": "w", "c": "y"}, [("", "string", "x"), ("", "string", "z"),
+                                                  ("c", "string", "y"), ("d", "string", "w")]),
+    (anything, (1,), {"k": True}, [("", "int64", 1), ("k", "bool", True)]),
+    (with_context, (5,), {}, [("", "int64", 5)]),
+    (with_context, (), {"a": 5}, [("", "int64", 5)]),
+    (untyped, (1, None), {}, [("", "int64", 1), ("", "json", None)]),
+    (str.upper, ("x",), {}, [("", "string", "x")]),
+])
+def test_only_keyword_only_arguments_travel_by_name(
+    function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], expected: list[Any]
+) -> None:
+    assert sent(function, *args, **kwargs) == expected
+
+
+@pytest.mark.parametrize(("function", "args", "kwargs", "text"), [
+    (plain, (), {}, "task: missing argument 'a'"),
+    (with_context, (), {}, "task: missing argument 'a'"),
+    (with_context, (1, 2), {}, "task: too many positional arguments"),
+    (keywords, ("x",), {}, "task: missing argument 'c'"),
+    (keywords, ("x",), {"c": "y", "e": 1}, "task: got an unexpected keyword argument 'e'"),
+    (keywords, (), {"a": "x", "c": "y"}, "'a'"),
+    (plain, (1,), {"a": 1}, "task: multiple values for argument 'a'"),
+])
+def test_a_call_that_does_not_fit_is_told(
+    function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(ArgumentError) as caught:
+        sent(function, *args, **kwargs)
+    assert text in str(caught.value)
+
+
+def test_a_partial_call_leaves_room_at_the_end() -> None:
+    def three(a: int, b: int, c: int = 0) -> None: ...
+
+    call = Call("task", three)
+    assert call.arguments((), {}, partial=True) == ()
+    assert [arg.value for arg in call.arguments((1,), {}, partial=True)] == [1]
+    assert [arg.value for arg in call.arguments((), {"a": 1}, partial=True)] == [1]
+    with pytest.raises(ArgumentError, match="argument 'b' leaves 'a' open before it"):
+        call.arguments((), {"b": 1}, partial=True)
+    with pytest.raises(ArgumentError, match="unexpected"):
+        call.arguments((), {"z": 1}, partial=True)
+
+
+def test_a_hole_in_front_of_an_argument_gets_its_default() -> None:
+    def three(a: int, b: int = 7, c: int = 0) -> None: ...
+
+    assert sent(three, 1, c=2) == [("", "int64", 1), ("", "int64", 7), ("", "int64", 2)]
+
+
+def test_what_cannot_be_sent_is_told_with_the_argument() -> None:
+    with pytest.raises(ArgumentError, match=r"task argument 'b': cannot send <object>"):
+        sent(plain, 1, object())
+    with pytest.raises(ArgumentError, match=r"task argument 'a': cannot send"):
+        sent(plain, 2**64)
+
+
+# On the other side
+
+
+@pytest.mark.parametrize(("function", "args", "kwargs"), [
+    (plain, (1, 2, 3), {}), (keywords, ("x",), {"c": "y"}), (anything, (1, "a"), {"k": [1]}), (untyped, (1, None), {}),
+    (typed, (Parcel("Ulm"), Size.SMALL), {}),
+    (typed, (Parcel("Ulm", 2.5), Size.SMALL, dt.datetime(2026, 1, 1, tzinfo=dt.timezone.utc), (1, 2)), {}),
+    (unknown_names, ("a", 1), {}),
+])
+def test_the_function_is_called_as_it_was_sent(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    values, named = received(function, *args, **kwargs)
+    assert (tuple(values), named) == (args, kwargs)
+
+
+def test_annotations_bring_types_back() -> None:
+    values, _ = received(typed, Parcel("Ulm", 2.5), Size.SMALL, None, (1,))
+    assert [type(value) for value in values] == [Parcel, Size, type(None), tuple]
+
+
+def test_names_of_go_senders_count_for_keyword_parameters_only() -> None:
+    call = Call("task", keywords)
+    args = [Arg(type="string", value="x", name="whatever"), Arg(type="string", value="z", name="b"),
+            Arg(type="string", value="y", name="c")]
+    assert call.values(args) == (["x", "z"], {"c": "y"})
+
+
+@pytest.mark.parametrize(("args", "text"), [
+    ([], "task: missing argument 'a'"),
+    ([Arg(type="int64", value=1)] * 3, "task: too many positional arguments"),
+    ([Arg(type="nosuch", value=1)], "Reflect task args error: nosuch is not one of supported types"),
+])
+def test_wrong_args_from_the_wire_are_told(args: list[Arg], text: str) -> None:
+    def two(a: int, b: int = 2) -> None: ...
+
+    with pytest.raises(ArgumentError) as caught:
+        Call("task", two).values(args)
+    assert str(caught.value) == text
+
+
+@given(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=6), st.text())
+def test_any_integers_and_text_make_the_journey(numbers: list[int], text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return
+    assert received(plain, *numbers) == (numbers, {})
+    assert received(anything, text, key=text) == ([text], {"key": text})
+
+
+def test_what_a_call_is() -> None:
+    assert Call("t", with_context).takes_context
+    assert not Call("t", context_not_first).takes_context
+    assert Call("t", coroutine).is_async
+    assert not Call("t", plain).is_async
+
+
+def test_results_go_back_by_the_annotation() -> None:
+    call = Call("task", typed)
+    (arg,) = call.results(Parcel("Ulm", 2.0))
+    assert call.result(arg.value if arg.type == "json" else {"city": "Ulm", "weight": 2.0}) == Parcel("Ulm", 2.0)
+    assert Call("task", plain).results(None) == ()
+    assert [one.value for one in Call("task", plain).results((1, "a"))] == [1, "a"]
+    with pytest.raises(ArgumentError, match="task result: cannot send"):
+        call.results(object())
+
+
+# The registry
+
+
+@pytest.fixture
+def server() -> Server:
+    return Server("memory://", clock=ManualClock())
+
+
+def test_a_task_is_named_after_its_function_unless_it_is_named(server: Server) -> None:
+    assert server.task(plain).name == "plain"
+    assert server.task("billing.charge")(keywords).name == "billing.charge"
+    assert server.register_task("other", anything).name == "other"
+    server.register_tasks({"shout": str.upper})
+    assert server.get_registered_task_names() == ["billing.charge", "other", "plain", "shout"]
+    assert server.is_task_registered("shout")
+    assert isinstance(server.task(coroutine), AsyncTask)
+
+
+@pytest.mark.parametrize("nameless", [lambda: None, functools.partial(plain, 1)])
+def test_what_has_no_name_must_be_given_one(server: Server, nameless: Any) -> None:
+    with pytest.raises(TypeError, match=r"no name of its own: server\.register_task"):
+        server.task(nameless)
+    server.register_task("named", nameless)
+
+
+def test_only_functions_can_be_tasks(server: Server) -> None:
+    with pytest.raises(TypeError, match="Task must be a func type"):
+        server.register_task("five", 5)  # type: ignore[arg-type]
+
+
+def test_two_functions_cannot_have_one_name(server: Server) -> None:
+    def make(value: int) -> Any:
+        def same() -> int:
+            return value
+
+        return same
+
+    def same() -> None: ...
+
+    server.task(make(1))
+    server.task(make(1))  # the same lines again: a module that was imported twice
+    with pytest.raises(TaskAlreadyRegistered, match=r"task 'same' is already registered \(.*test_calls.py:\d+; give"):
+        server.task(same)
+
+
+def test_an_unknown_name_is_told_with_the_nearest(server: Server) -> None:
+    server.task("billing.charge")(plain)
+    text = r"task 'billing\.chrage' is not registered .*did you mean 'billing\.charge'"
+    with pytest.raises(TaskNotRegistered, match=text):
+        server.engine.registry.get("billing.chrage")
+
+
+def test_a_task_can_still_be_called(server: Server) -> None:
+    assert server.task(plain)(1, 2, 3) == 6
+    called: list[Any] = []
+    task: Task[[int], None] = server.task("ctx")(lambda ctx, a: called.append((ctx, a)))
+    assert task.function is not None
+
+    @server.task
+    def looks(ctx: Context, a: int) -> tuple[str, int]:
+        ctx.progress(1, 2)
+        return ctx.name, a
+
+    assert looks(5) == ("looks", 5)
+
+
+# Options
+
+
+def test_options_say_how_a_call_is_sent(server: Server) -> None:
+    task = server.task("t", queue="mail", retries=2, priority=3)(plain)
+    now = server.now()
+
+    assert (task.signature(1).routing_key, task.signature(1).retry_count, task.signature(1).priority) == ("mail", 2, 3)
+    options = task.options(queue="slow", priority=9, retries=7, headers={"tenant": "acme"}, uuid="task_mine", delay=5)
+    found = options.signature(1)
+    assert (found.routing_key, found.priority, found.retry_count, found.uuid) == ("slow", 9, 7, "task_mine")
+    assert (found.headers, found.eta) == ({"tenant": "acme"}, now + dt.timedelta(seconds=5))
+    assert task.options(delay=dt.timedelta(hours=2)).signature(1).eta == now + dt.timedelta(hours=2)
+    assert task.options(eta=now).partial().eta == now
+
+
+@pytest.mark.parametrize("expires", [
+    60, dt.timedelta(minutes=1), dt.datetime(2024, 1, 1, 12, 1, tzinfo=dt.timezone.utc),
+])
+def test_expiry_travels_as_a_header(server: Server, expires: Any) -> None:
+    header = server.task(plain).options(expires=expires).signature(1).headers[HEADER_EXPIRES]
+    assert float(header) == (server.now() + dt.timedelta(minutes=1)).timestamp()
+
+
+def test_wrong_options_are_told(server: Server) -> None:
+    task = server.task(plain)
+    with pytest.raises(TypeError, match=r"plain: no option 'dealy' .*did you mean 'delay'"):
+        task.options(dealy=5)  # type: ignore[call-arg]
+    with pytest.raises(ValueError, match="has no time zone"):
+        task.options(eta=dt.datetime(2027, 1, 1)).send(1)
+
+
+def test_an_eta_without_a_zone_is_refused_in_a_signature_as_well(server: Server) -> None:
+    task = server.task(plain)
+    naive = task.signature(1).replace(eta=dt.datetime(2027, 1, 1))
+    with pytest.raises((ValueError, ArgumentError)):
+        server.send_task(naive)

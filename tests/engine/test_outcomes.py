@@ -1,0 +1,179 @@
+"""What must happen when a task has ended."""
+
+from __future__ import annotations
+
+import datetime as dt
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from machinery_py.outcomes import Failed, FollowUp, Outcome, Postponed, Succeeded, follow_up
+from machinery_py.signature import HEADER_ATTEMPT, HEADER_RUN, Arg, Lazy, Signature
+from machinery_py.states import State
+from machinery_py.wire import decode_signature, encode_signature
+
+NOW = dt.datetime(2026, 1, 2, 3, 4, 5, tzinfo=dt.timezone.utc)
+ONE, TWO = Arg(type="int64", value=1), Arg(type="string", value="two")
+CALLBACK = Signature[Any](name="then", args=(Arg(type="string", value="own"),))
+CHORD = Signature[Any](name="chord", uuid="chord_1")
+
+
+def ended(outcome: Outcome, **fields: Any) -> FollowUp:
+    return follow_up(Signature(name="task", uuid="task_1", **fields), outcome, now=NOW)
+
+
+def values(signature: Signature[Any]) -> list[object]:
+    return [arg.value for arg in signature.args]
+
+
+@pytest.mark.parametrize(("results", "immutable", "expected"), [
+    ((ONE,), False, ["own", 1]),
+    ((ONE, TWO), False, ["own", 1, "two"]),
+    ((), False, ["own"]),
+    ((ONE,), True, ["own"]),
+])
+def test_results_go_to_the_end_of_a_callback_unless_the_parent_is_immutable(
+    results: tuple[Arg, ...], immutable: bool, expected: list[object]
+) -> None:
+    then = ended(Succeeded(results), on_success=(CALLBACK, CALLBACK), immutable=immutable)
+    assert then.state is State.SUCCESS
+    assert list(then.results) == list(results)
+    assert [values(one) for one in then.send] == [expected, expected]
+
+
+@pytest.mark.parametrize("immutable", [True, False])
+def test_a_callback_that_is_immutable_itself_takes_the_results_all_the_same(immutable: bool) -> None:
+    then = ended(Succeeded((ONE,)), on_success=(CALLBACK.replace(immutable=immutable),))
+    assert values(then.send[0]) == ["own", 1]
+
+
+@pytest.mark.parametrize("immutable", [True, False])
+def test_the_error_text_goes_in_front_whoever_is_immutable(immutable: bool) -> None:
+    callback = CALLBACK.replace(immutable=immutable)
+    outcome = Failed(error="boom", error_type="ValueError", traceback="tb")
+    then = ended(outcome, on_error=(callback,), immutable=immutable)
+    assert (then.state, then.error, then.error_type, then.traceback) == (State.FAILURE, "boom", "ValueError", "tb")
+    assert values(then.send[0]) == ["boom", "own"]
+    assert then.retry is None
+
+
+def test_only_success_sends_on_success_and_only_failure_on_error() -> None:
+    both: dict[str, Any] = {"on_success": (CALLBACK,), "on_error": (Signature[Any](name="catch"),)}
+    assert [one.name for one in ended(Succeeded(()), **both).send] == ["then"]
+    assert [one.name for one in ended(Failed(error="x"), **both).send] == ["catch"]
+    assert ended(Failed(error="x"), retry_count=1, **both).send == ()
+    assert ended(Postponed(error="x", delay=1), **both).send == ()
+
+
+def test_a_counted_retry_keeps_everything_but_the_count() -> None:
+    before = Signature[Any](
+        name="task", uuid="task_1", args=(ONE,), routing_key="mail", group_uuid="group_1", group_task_count=2,
+        priority=3, headers={"tenant": "acme"}, retry_count=3, on_success=(CALLBACK,), on_error=(CALLBACK,),
+        chord_callback=CHORD,
+    )
+    then = follow_up(before, Failed(error="away"), now=NOW)
+
+    assert (then.state, then.error, then.arrived) == (State.RETRY, "away", ())
+    assert then.retry == before.replace(
+        retry_count=2, retry_timeout=1, eta=NOW + dt.timedelta(seconds=1),
+        headers={"tenant": "acme", HEADER_RUN: "1", HEADER_ATTEMPT: "2"},
+    )
+
+
+def test_retries_wait_as_in_go() -> None:
+    signature = Signature[Any](name="task", retry_count=6)
+    delays: list[float] = []
+    while (then := follow_up(signature, Failed(error="x"), now=NOW)).retry is not None:
+        signature = then.retry
+        assert signature.eta is not None
+        delays.append((signature.eta - NOW).total_seconds())
+    assert delays == [1, 2, 3, 5, 8, 13]
+    assert (signature.retry_count, signature.attempt, signature.run) == (0, 7, 6)
+    assert then.state is State.FAILURE
+
+
+def test_a_failure_that_is_not_to_be_retried_is_final() -> None:
+    then = ended(Failed(error="x", retryable=False), retry_count=9)
+    assert (then.state, then.retry) == (State.FAILURE, None)
+
+
+def test_a_postponed_run_is_not_counted() -> None:
+    then = ended(Postponed(error="busy", delay=90.0), retry_count=2, retry_timeout=5)
+    assert then.state is State.RETRY
+    assert then.retry is not None
+    assert (then.retry.retry_count, then.retry.retry_timeout) == (2, 5)
+    assert (then.retry.attempt, then.retry.run) == (1, 1)
+    assert then.retry.eta == NOW + dt.timedelta(seconds=90)
+
+
+def test_a_back_off_decides_the_delay() -> None:
+    signature = Signature[Any](name="task", retry_count=5, headers={HEADER_ATTEMPT: "2"})
+    then = follow_up(signature, Failed(error="x"), now=NOW, backoff=[10, 60])
+    assert then.retry is not None
+    assert then.retry.eta == NOW + dt.timedelta(seconds=60)
+
+
+@pytest.mark.parametrize(("outcome", "arrives"), [
+    (Succeeded((ONE,)), [("task_1", True)]),
+    (Failed(error="x"), [("task_1", False)]),
+    (Postponed(error="x", delay=1), []),
+])
+def test_a_member_of_a_chord_arrives_when_it_is_over(outcome: Outcome, arrives: list[tuple[str, bool]]) -> None:
+    then = ended(outcome, chord_callback=CHORD, group_uuid="group_1", group_task_count=2)
+    assert [(one.member.uuid, one.ok) for one in then.arrived] == arrives
+
+
+@pytest.mark.parametrize("from_wire", [False, True])
+def test_members_behind_a_task_that_failed_will_never_arrive(from_wire: bool) -> None:
+    member = Signature[Any](name="m", uuid="m", chord_callback=CHORD, group_uuid="g", group_task_count=2)
+    before = Signature[Any](name="b", uuid="b", on_success=(member.replace(uuid="m2"),))
+    task = Signature[Any](name="task", uuid="task_1", on_success=(member.replace(uuid="m1"), before))
+    if from_wire:
+        task = decode_signature(encode_signature(task))
+        assert isinstance(task.on_success, Lazy)
+
+    then = follow_up(task, Failed(error="x"), now=NOW)
+
+    assert sorted((one.member.uuid, one.ok) for one in then.arrived) == [("m1", False), ("m2", False)]
+
+
+def test_a_long_chain_without_groups_is_not_unpacked_to_find_none() -> None:
+    chain = Signature[Any](name="last", uuid="x")
+    for _ in range(500):
+        chain = Signature[Any](name="step", uuid="x", on_success=(chain,))
+    task = decode_signature(encode_signature(chain))
+    assert follow_up(task, Failed(error="x"), now=NOW).arrived == ()
+    assert isinstance(task.on_success, Lazy)
+    assert task.on_success._items is None
+
+
+OUTCOMES = st.one_of(
+    st.builds(Succeeded, st.lists(st.builds(lambda v: Arg(type="int64", value=v), st.integers(-9, 9)), max_size=3)),
+    st.builds(Failed, error=st.text(), retryable=st.booleans()),
+    st.builds(Postponed, error=st.text(), delay=st.floats(0, 1e6)),
+)
+
+
+@given(OUTCOMES, st.integers(0, 5), st.booleans(), st.booleans(), st.integers(0, 99))
+def test_what_always_holds(outcome: Outcome, retries: int, immutable: bool, member: bool, run: int) -> None:
+    before = Signature[Any](
+        name="task", uuid="task_1", retry_count=retries, immutable=immutable,
+        on_success=(CALLBACK,), on_error=(CALLBACK,), headers={HEADER_RUN: str(run)},
+        chord_callback=CHORD if member else None, group_uuid="g", group_task_count=1,
+    )
+    then = follow_up(before, outcome, now=NOW)
+
+    final = then.state in (State.SUCCESS, State.FAILURE)
+    assert (then.retry is None) == final
+    assert (len(then.send) == 1) == final
+    assert (len(then.arrived) == 1) == (final and member)
+    if then.retry is not None:
+        assert then.state is State.RETRY
+        assert then.retry.uuid == before.uuid
+        assert then.retry.run == run + 1
+        assert 0 <= then.retry.retry_count <= retries
+        assert then.retry.eta is not None
+        assert then.retry.eta >= NOW
+    assert then == follow_up(before, outcome, now=NOW)

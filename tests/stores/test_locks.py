@@ -1,0 +1,155 @@
+"""The contract of locks, over memory and SQLite."""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from machinery_py._drivers.memory import MemoryHub
+from machinery_py._drivers.sqlite import SQLiteDriver
+from machinery_py.locks import Held, Lock
+from machinery_py.locks.memory import MemoryLock
+from machinery_py.locks.sqlite import SQLiteLock
+from machinery_py.testing.clocks import ManualClock
+from machinery_py.testing.waiting import together
+from tests.stores.sqlite_processes import Other
+
+#: Called again, it gives a second handle on the same store.
+OpenLock = Callable[[], Lock]
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
+
+
+@pytest.fixture(params=["memory", "sqlite"])
+def open_lock(request: pytest.FixtureRequest, clock: ManualClock, tmp_path: Path) -> Iterator[OpenLock]:
+    if request.param == "memory":
+        lock = MemoryLock(MemoryHub(clock))
+        yield lambda: lock
+        return
+    drivers: list[SQLiteDriver] = []
+
+    def open_sqlite() -> Lock:
+        drivers.append(SQLiteDriver(tmp_path / "machinery.db", clock=clock, synchronous="NORMAL"))
+        return SQLiteLock(drivers[-1])
+
+    yield open_sqlite
+    for driver in drivers:
+        driver.close()
+
+
+@pytest.fixture
+def lock(open_lock: OpenLock) -> Lock:
+    return open_lock()
+
+
+def taken(lock: Lock, name: str = "n", ttl: float = 10.0) -> Held:
+    held = lock.acquire(name, ttl=ttl)
+    assert held is not None
+    return held
+
+
+def test_a_name_is_held_by_one(open_lock: OpenLock, clock: ManualClock) -> None:
+    one, two = open_lock(), open_lock()
+    held = taken(one)
+
+    assert (held.name, held.expires_at) == ("n", clock.now() + dt.timedelta(seconds=10))
+    assert two.acquire("n", ttl=10.0) is None
+    assert one.acquire("n", ttl=10.0) is None
+    assert two.acquire("other", ttl=10.0) is not None
+
+
+def test_of_200_threads_one_wins(lock: Lock) -> None:
+    for name in ("a", "b"):
+        won = together(200, lambda _, name=name: lock.acquire(name, ttl=10.0))  # type: ignore[misc]
+        assert sum(held is not None for held in won) == 1
+
+
+def test_a_released_name_is_free(lock: Lock) -> None:
+    held = taken(lock)
+
+    assert lock.release(held) is True
+    assert lock.release(held) is False
+    assert lock.renew(held, ttl=10.0) is False
+    assert taken(lock).token != held.token
+
+
+def test_a_name_is_free_when_its_time_is_over(lock: Lock, clock: ManualClock) -> None:
+    held = taken(lock)
+    clock.advance(9.9)
+    assert lock.acquire("n", ttl=10.0) is None
+    clock.advance(0.1)
+
+    assert lock.renew(held, ttl=10.0) is False
+    assert lock.release(held) is False
+    taken(lock)
+
+
+def test_renewing_holds_on_from_now(lock: Lock, clock: ManualClock) -> None:
+    held = taken(lock)
+    for _ in range(5):
+        clock.advance(6.0)
+        assert lock.renew(held, ttl=10.0) is True
+    assert lock.acquire("n", ttl=10.0) is None
+    assert lock.renew(held, ttl=1.0) is True
+    clock.advance(1.0)
+    taken(lock)
+
+
+def test_the_slow_holder_can_do_nothing_to_the_next(lock: Lock, clock: ManualClock) -> None:
+    slow = taken(lock)
+    clock.advance(10.0)
+    held = taken(lock)
+
+    assert lock.release(slow) is False
+    assert lock.renew(slow, ttl=99.0) is False
+
+    assert lock.acquire("n", ttl=10.0) is None
+    assert lock.release(held) is True
+
+
+def test_the_fence_grows(lock: Lock, clock: ManualClock) -> None:
+    fences: list[int] = []
+    for number in range(6):
+        held = taken(lock)
+        fences.append(held.fence)
+        taken(lock, f"other {number}", ttl=1.0)
+        if number % 2:
+            lock.release(held)
+        else:
+            clock.advance(10.0)
+
+    assert fences == sorted(set(fences))
+
+
+def test_any_name_will_do(lock: Lock) -> None:
+    names = ["", "a b", "日本", "'; DROP TABLE locks", "x" * 5000, "%"]
+    assert [taken(lock, name).name for name in names] == names
+
+
+def test_closing_takes_nothing_away(open_lock: OpenLock) -> None:
+    lock = open_lock()
+    taken(lock)
+    lock.close()
+    lock.close()
+    assert open_lock().acquire("n", ttl=10.0) is None
+
+
+def test_of_several_processes_one_wins(tmp_path: Path) -> None:
+    script = """
+from machinery_py.locks.sqlite import SQLiteLock
+lock = SQLiteLock(driver)
+heard()
+say(*[name for name in map(str, range(50)) if lock.acquire(name, ttl=60.0)])
+"""
+    others = [Other(tmp_path / "machinery.db", script) for _ in range(4)]
+    for other in others:
+        other.tell()
+    won = [name for other in others for name in other.line().split()]
+    assert [other.end() for other in others] == [0] * 4
+    assert sorted(won, key=int) == [str(number) for number in range(50)]

@@ -1,0 +1,83 @@
+"""The contracts over SQLite. A consumer dies by letting go of the lock on its session's file, as a process does."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from machinery_py._drivers.sqlite import SQLiteDriver
+from machinery_py.backends.sqlite import SQLiteBackend
+from machinery_py.brokers.base import Broker, Consumer
+from machinery_py.brokers.sqlite import SQLiteBroker
+from machinery_py.brokers.sqlite_consumer import SQLiteConsumer
+from machinery_py.settlement.base import Session, Store
+from machinery_py.settlement.one_store import OneSession, OneStore
+from machinery_py.testing.clocks import ManualClock
+from machinery_py.testing.conformance.backends import BackendConformance, OpenBackend
+from machinery_py.testing.conformance.brokers import BrokerConformance, OpenBroker
+from machinery_py.testing.conformance.settlement import OpenStore, SettlementConformance
+
+
+class Drivers:
+    """Each call opens the file anew, as another process would."""
+
+    def __init__(self, path: pathlib.Path, clock: ManualClock) -> None:
+        self._path = path
+        self._clock = clock
+        self._open: list[SQLiteDriver] = []
+
+    def __call__(self) -> SQLiteDriver:
+        # It does not wait for the disk: a power cut is none of these tests' business.
+        driver = SQLiteDriver(self._path, clock=self._clock, synchronous="NORMAL")
+        self._open.append(driver)
+        return driver
+
+    def close(self) -> None:
+        for driver in self._open:
+            driver.close()
+
+
+@pytest.fixture
+def open_driver(tmp_path: pathlib.Path, clock: ManualClock) -> Iterator[Drivers]:
+    drivers = Drivers(tmp_path / "machinery.db", clock)
+    yield drivers
+    drivers.close()
+
+
+class TestSQLiteBroker(BrokerConformance):
+    @pytest.fixture
+    def open_broker(self, open_driver: Drivers) -> OpenBroker:
+        return lambda: SQLiteBroker(open_driver())
+
+    def crash_consumer(
+        self, broker: Broker, consumer: Consumer, clock: ManualClock, survivors: Sequence[Consumer] = ()
+    ) -> None:
+        assert isinstance(consumer, SQLiteConsumer)
+        consumer.abandon()
+        broker.tend()
+
+
+class TestSQLiteBackend(BackendConformance):
+    @pytest.fixture
+    def open_backend(self, open_driver: Drivers) -> OpenBackend:
+        return lambda: SQLiteBackend(open_driver(), expire_in=self.expire_in)
+
+
+class TestSQLiteStore(SettlementConformance):
+    @pytest.fixture
+    def open_store(self, open_driver: Drivers) -> OpenStore:
+        def open_store() -> Store:
+            driver = open_driver()
+            return OneStore(SQLiteBroker(driver), SQLiteBackend(driver), driver.transaction)
+
+        return open_store
+
+    def crash_session(
+        self, store: Store, session: Session, clock: ManualClock, survivors: Sequence[Session] = ()
+    ) -> None:
+        assert isinstance(session, OneSession)
+        assert isinstance(session._consumer, SQLiteConsumer)
+        session._consumer.abandon()
+        store.tend()

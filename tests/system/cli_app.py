@@ -1,0 +1,202 @@
+"""A user's folder with a tasks.py, and `machinery` run in it as a real process."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from machinery_py.testing.waiting import wait_until
+
+HANG = 60.0  # seconds; a guard against tests that hang, not a measurement
+
+TASKS = '''
+import logging, os, time
+from pathlib import Path
+from machinery_py import Server, current_task
+
+server = Server()
+HERE = Path(__file__).parent
+
+@server.task
+def add(a: int, b: int) -> int:
+    return a + b
+
+@server.task
+def greet(name: str, *, lang: str = "en") -> str:
+    return f"{lang}:{name}"
+
+@server.task
+def boom(text: str = "no") -> None:
+    raise ValueError(text)
+
+@server.task
+def note(text: str) -> None:
+    with open(HERE / "notes.txt", "a") as file:
+        file.write(f"{text} {os.getpid()}\\n")
+
+@server.task
+def hold(name: str) -> str:
+    """Runs until there is a file `<name>.go`."""
+    with open(HERE / "notes.txt", "a") as file:
+        file.write(f"{name} {os.getpid()}\\n")
+    while not (HERE / f"{name}.go").exists():
+        time.sleep(0.01)
+    return name
+
+@server.task
+def chat(text: str) -> None:
+    logging.getLogger("shop").warning("said %s", text)
+    logging.getLogger("shop").warning("named", extra={"task_uuid": "mine"})
+'''
+
+
+class Running:
+    """A `machinery` process that goes on; its output is collected in files."""
+
+    def __init__(self, app: App, words: Sequence[str], env: dict[str, str], own_group: bool) -> None:
+        number = len(app.running)
+        self.out_path, self.err_path = (app.folder.parent / f"{number}.{name}" for name in ("out", "err"))
+        with open(self.out_path, "wb") as out, open(self.err_path, "wb") as err:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "machinery_py", *words], cwd=app.folder, env=env, stdout=out, stderr=err,
+                stdin=subprocess.DEVNULL, start_new_session=own_group,
+            )
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def out(self) -> str:
+        return self.out_path.read_text()
+
+    @property
+    def err(self) -> str:
+        return self.err_path.read_text()
+
+    def wait_for(self, text: str, times: int = 1) -> None:
+        """Until it has said this, on stdout or stderr."""
+        wait_until(lambda: (self.out + self.err).count(text) >= times or self.process.poll() is not None, HANG, text)
+        assert (self.out + self.err).count(text) >= times, self.out + self.err
+
+    def wait_ready(self) -> None:
+        self.wait_for("Ready. Ctrl+C stops when the running tasks are done.\n")
+
+    def signal(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def wait(self) -> int:
+        return self.process.wait(HANG)
+
+    def stop(self) -> int:
+        self.signal(signal.SIGTERM)
+        return self.wait()
+
+
+class App:
+    """The folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder / "shop"
+        self.folder.mkdir()
+        (folder / "tmp").mkdir()
+        self.running: list[Running] = []
+        self.env = {name: value for name, value in os.environ.items() if not name.startswith("MACHINERY_")}
+        self.env |= {"HOME": str(folder), "TMPDIR": str(folder / "tmp"), "PYTHONDONTWRITEBYTECODE": "1"}
+        self.write("tasks.py", TASKS)
+
+    def write(self, name: str, text: str) -> Path:
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        return path
+
+    def run(self, *words: str, code: int | None = 0, **env: str) -> subprocess.CompletedProcess[str]:
+        """Run a command to its end, and look at its exit code unless `code` is None."""
+        done = subprocess.run(
+            [sys.executable, "-m", "machinery_py", *words], cwd=self.folder, env=self.env | env, text=True, check=False,
+            capture_output=True, timeout=HANG, stdin=subprocess.DEVNULL,
+        )
+        if code is not None:
+            assert done.returncode == code, (done.returncode, done.stdout, done.stderr)
+        return done
+
+    def python(self, script: str) -> str:
+        """Run a script of the user's; what it prints."""
+        done = subprocess.run([sys.executable, script], cwd=self.folder, env=self.env, text=True, check=True, timeout=HANG,
+                              stdout=subprocess.PIPE)
+        return done.stdout.strip()
+
+    def json(self, *words: str, code: int | None = 0) -> Any:
+        at = words.index("--") if "--" in words else len(words)
+        return json.loads(self.run(*words[:at], "--json", *words[at:], code=code).stdout)
+
+    def start(self, *words: str, own_group: bool = False, **env: str) -> Running:
+        """Start a command that goes on."""
+        process = Running(self, words, self.env | env, own_group)
+        self.running.append(process)
+        return process
+
+    def worker(self, *words: str, **env: str) -> Running:
+        """A worker that is ready."""
+        process = self.start("worker", "tasks", *words, own_group=False, **env)
+        process.wait_ready()
+        return process
+
+    def send(self, *words: str) -> str:
+        return self.run("send", "tasks", *words).stdout.strip()
+
+    def state(self, uuid: str) -> str:
+        return str(self.json("result", "tasks", uuid, code=None)["state"])
+
+    @property
+    def notes(self) -> list[tuple[str, int]]:
+        """What `note` and `hold` wrote: text and process."""
+        path = self.folder / "notes.txt"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [(text, int(pid)) for text, pid in (line.rsplit(" ", 1) for line in lines)]
+
+    def go(self, name: str) -> None:
+        self.write(f"{name}.go", "")
+
+    def close(self) -> None:
+        for process in self.running:
+            if process.process.poll() is None:
+                process.process.kill()
+                process.wait()
+
+
+def is_alive(pid: int) -> bool:
+    """Whether the process runs; a zombie does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def children(pid: int) -> list[int]:
+    """The direct children of a process, zombies too."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                if int((entry / "stat").read_text().rpartition(")")[2].split()[1]) == pid:
+                    found.append(int(entry.name))
+            except OSError:
+                continue
+    return sorted(found)
+
+
+@pytest.fixture
+def app_in_a_folder(tmp_path: Path) -> Iterator[App]:
+    folder = App(tmp_path)
+    yield folder
+    folder.close()

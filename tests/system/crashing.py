@@ -1,0 +1,223 @@
+"""A worker process that kills itself at a chosen point; run by test_crash_points.py.
+
+    python crashing.py worker POINT     run a worker until it is killed, or until nothing is left to do
+    python crashing.py send SHAPE POINT publish one shape; the killer is armed with the sender's points
+
+The stores are wrapped at their contracts, so the library itself knows nothing of this. Every call of user code is noted in a
+ledger that no store can lose: one write to a file that is only appended to.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from machinery_py import Server, chord, group
+from machinery_py.backends.base import Verdict
+from machinery_py.brokers.base import Delivery
+from machinery_py.settlement.base import Firing, Mark, Session, Settlement, Store, Submission
+
+server = Server(
+    broker=os.environ.get("CRASH_BROKER", "memory://"), result_backend=os.environ.get("CRASH_BACKEND", "memory://")
+)
+
+
+def note(*words: object) -> None:
+    line = " ".join(map(str, words)) + "\n"
+    ledger = os.open(os.environ["CRASH_LEDGER"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    try:
+        os.write(ledger, line.encode())
+    finally:
+        os.close(ledger)
+
+
+@server.task
+def plain(number: int) -> int:
+    note("plain", number)
+    killer.reach("in-task")
+    return number
+
+
+@server.task
+def after(*numbers: int) -> int:
+    note("after", *numbers)
+    return sum(numbers)
+
+
+@server.task
+def on_error(error: str) -> None:
+    note("on_error", error)
+
+
+@server.task(retries=1, backoff=[0.01])
+def shaky(number: int) -> int:
+    from machinery_py import current_task
+
+    attempt = current_task().attempt
+    note("shaky", attempt)
+    killer.reach("in-task")
+    if attempt == 1:
+        raise ValueError("not yet")
+    return number
+
+
+@server.task
+def broken() -> None:
+    note("broken")
+    killer.reach("in-task")
+    raise ValueError("broken")
+
+
+SHAPES: dict[str, Callable[[], Any]] = {
+    "task": lambda: plain.signature(1).then(after.partial()),
+    "retry": lambda: shaky.signature(1).then(after.partial()),
+    "failure": lambda: broken.signature().catch(on_error.partial()),
+    "chain": lambda: plain.signature(1) | after.partial(2) | after.partial(3),
+    "group": lambda: group(plain.signature(n) for n in range(5)),
+    "chord": lambda: group(plain.signature(n) for n in range(5)) | after.partial(),
+    "broken-chord": lambda: chord(
+        group(plain.signature(1), broken.signature()), after.partial().catch(on_error.partial())
+    ),
+    "delayed": lambda: plain.options(
+        eta=dt.datetime.now(dt.timezone.utc) + dt.timedelta(seconds=0.05)
+    ).signature(1).then(after.partial()),
+}
+
+SENDER_POINTS = ("before-submit", "after-submit")
+WORKER_POINTS = (
+    "after-claim", "after-mark", "in-task", "before-settle", "inside-settle", "after-settle",
+    "before-fire", "inside-fire", "after-fire", "before-tend", "after-tend",
+)
+
+
+class Killer:
+    """Ends this process with SIGKILL the first time that its point is reached."""
+
+    def __init__(self, point: str = "") -> None:
+        self.point = point
+        self.inside = threading.local()
+
+    def reach(self, point: str) -> None:
+        if point == self.point:
+            note("killed", point)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+killer = Killer()
+
+
+class KillingStore(Store):
+    """The real store, with points before, inside and after each step."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self.broker = store.broker
+        self.backend = store.backend
+        apply = store.backend.apply
+
+        def killing_apply(changes: Any) -> Any:
+            verdicts = apply(changes)
+            if point := getattr(killer.inside, "step", ""):
+                killer.reach(point)
+            return verdicts
+
+        store.backend.apply = killing_apply  # type: ignore[method-assign]
+
+    def submit(self, submission: Submission) -> None:
+        killer.reach("before-submit")
+        self._store.submit(submission)
+        killer.reach("after-submit")
+
+    def open_session(self, queues: Sequence[str], *, worker: str) -> Session:
+        return KillingSession(self._store.open_session(queues, worker=worker))
+
+    def fire(self, firing: Firing) -> bool:
+        killer.reach("before-fire")
+        killer.inside.step = "inside-fire"
+        try:
+            fired = self._store.fire(firing)
+        finally:
+            killer.inside.step = ""
+        killer.reach("after-fire")
+        return fired
+
+    def tend(self) -> float:
+        killer.reach("before-tend")
+        pause = self._store.tend()
+        killer.reach("after-tend")
+        return pause
+
+
+class KillingSession(Session):
+    """The real session, in the same way."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def receive(self, limit: int, timeout: float) -> list[Delivery]:
+        deliveries = self._session.receive(limit, timeout)
+        if deliveries:
+            killer.reach("after-claim")
+        return deliveries
+
+    def settle(self, settlements: Sequence[Settlement], marks: Sequence[Mark] = ()) -> list[Verdict]:
+        if settlements:
+            killer.reach("before-settle")
+            killer.inside.step = "inside-settle"
+        try:
+            verdicts = self._session.settle(settlements, marks)
+        finally:
+            killer.inside.step = ""
+        if marks:
+            killer.reach("after-mark")
+        if settlements:
+            killer.reach("after-settle")
+        return verdicts
+
+    def run_begins(self, delivery: Delivery) -> None:
+        self._session.run_begins(delivery)
+
+    def run_ends(self, delivery: Delivery) -> None:
+        self._session.run_ends(delivery)
+
+    def beat(self) -> bool:
+        return self._session.beat()
+
+    def wake(self) -> None:
+        self._session.wake()
+
+    def close(self) -> None:
+        self._session.close()
+
+
+class KillingStores:
+    """What the engine asks for its store."""
+
+    def __init__(self, stores: Any) -> None:
+        self._stores = stores
+        self.store = KillingStore(stores.store)
+        self.lock = None
+
+    def close(self) -> None:
+        self._stores.close()
+
+
+def main(command: str, *words: str) -> int:
+    *shape, point = words
+    killer.point = point
+    server.engine.swap(server.config, server.clock, KillingStores(server.engine.stores))  # type: ignore[arg-type]
+    if command == "send":
+        result = server.send(SHAPES[shape[0]]())
+        print(result.uuid, flush=True)
+        return 0
+    worker = server.new_worker(concurrency=2, burst=True)
+    return worker.launch()
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,38 @@
+"""The app of test_kills.py: a task that notes each run and each completion where no store can lose them."""
+
+from __future__ import annotations
+
+import os
+
+from machinery_py import Server, current_task
+
+server = Server(os.environ.get("KILL_URL", "memory://"))
+
+
+def note(word: str) -> None:
+    ledger = os.open(os.environ["KILL_LEDGER"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    try:
+        os.write(ledger, f"{word} {current_task().uuid} {os.getpid()}\n".encode())
+    finally:
+        os.close(ledger)
+
+
+@server.task
+def work(number: int) -> int:
+    note("ran")
+    return number
+
+
+@server.task
+def deadly() -> None:
+    note("deadly")
+    os.kill(os.getpid(), 9)
+
+
+@server.task
+def nap(seconds: float) -> str:
+    import threading
+
+    note("nap")
+    threading.Event().wait(seconds)
+    return "rested"

@@ -1,0 +1,72 @@
+"""The benchmarks work: every measurement runs, checks what it measured, gives figures. How fast is not asked here."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+HANG = 150.0  # seconds
+
+
+def run(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", *arguments], cwd=cwd, capture_output=True, text=True, timeout=HANG,
+                          check=False)
+
+
+def test_a_quick_run_measures_every_figure_on_memory_and_sqlite(tmp_path: Path) -> None:
+    done = run("benchmarks", "--quick", "--json", "--folder", str(tmp_path))
+
+    report: dict[str, Any] = json.loads(done.stdout)
+    assert report["failures"] == [], done.stderr
+    memory, sqlite = report["figures"]["memory://"], report["figures"]["sqlite:///bench.db"]
+    assert {"send", "send in bulk", "drain", "cpu per task", "latency", "chain", "chord", "delayed"} <= memory.keys()
+    assert memory.keys() | {"drain by two", "ready", "raw send", "raw drain"} == sqlite.keys()
+    assert report["figures"][""]["import"] > 0
+    assert all(value > 0 for name, value in (*memory.items(), *sqlite.items()) if name != "idle cpu")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_table_names_each_figure(tmp_path: Path) -> None:
+    done = run("benchmarks", "--quick", "--url", "memory://", "--only", "drain", "latency", "--folder", str(tmp_path))
+
+    assert done.returncode == 0, done.stderr
+    assert "run 500 no-op tasks, one process" in done.stdout
+    assert "send to result, idle worker, median" in done.stdout
+
+
+def test_the_profile_charges_each_role_of_a_worker() -> None:
+    done = run("benchmarks.profile", "--url", "memory://", "--tasks", "1000")
+
+    assert done.returncode == 0, done.stderr
+    assert "executors:" in done.stdout and "settler:" in done.stdout
+
+
+def test_two_revisions_are_compared_in_turns_and_the_worktree_is_gone_afterwards(tmp_path: Path) -> None:
+    # A repository of its own, so that the one this runs in is not touched.
+    repository = tmp_path / "repository"
+    repository.mkdir()
+    for name in ("machinery_py", "benchmarks"):
+        subprocess.run(["cp", "-r", str(ROOT / name), str(repository / name)], check=True)
+    git = ["git", "-C", str(repository), "-c", "user.name=t", "-c", "user.email=t@example.com"]
+    try:
+        subprocess.run([*git, "init", "-q"], check=True)
+    except OSError:
+        pytest.skip("no git here")
+    subprocess.run([*git, "add", "."], check=True)
+    subprocess.run([*git, "commit", "-qm", "Stand still"], check=True)
+
+    done = run("benchmarks", "--quick", "--url", "memory://", "--only", "send_one", "--against", "HEAD",
+               "--rounds", "2", "--json", "--folder", str(tmp_path), cwd=repository)
+
+    assert done.returncode == 0, done.stderr
+    [figure] = json.loads(done.stdout)["figures"]
+    assert len(figure["pairs"]) == 2
+    assert all(here > 0 and there > 0 for here, there in figure["pairs"])
+    worktrees = subprocess.run([*git, "worktree", "list"], capture_output=True, text=True, check=True).stdout
+    assert len(worktrees.splitlines()) == 1

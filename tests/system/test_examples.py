@@ -1,0 +1,166 @@
+"""The examples run as their README.md says: each in its folder, with a worker from the command line, and no server."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
+HANG = 60.0  # seconds
+
+
+def environ(folder: Path, **more: str) -> dict[str, str]:
+    """An environment without anything of ours but what is given; all that is written goes into the folder."""
+    return {"PYTHONDONTWRITEBYTECODE": "1", "TMPDIR": str(folder), **more}
+
+
+@contextlib.contextmanager
+def worker(module: str, place: Path, folder: Path, **more: str) -> Iterator[None]:
+    """`machinery worker module`, in `folder`, with the application from `place`; it must end in good order."""
+    child = subprocess.Popen(
+        [sys.executable, "-m", "machinery_py", "worker", module, "--app-dir", str(place), "--no-banner"],
+        cwd=folder, env=environ(folder, **more), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )
+    try:
+        yield
+        child.send_signal(signal.SIGTERM)
+        out, _ = child.communicate(timeout=HANG)
+        assert child.returncode == 0, out
+    finally:
+        if child.poll() is None:
+            child.kill()
+            child.communicate()
+
+
+def python(*arguments: str, folder: Path, **more: str) -> str:
+    done = subprocess.run([sys.executable, *arguments], cwd=folder, env=environ(folder, **more), timeout=HANG,
+                          capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_quickstart_is_the_one_of_the_first_five_minutes_and_adds(tmp_path: Path) -> None:
+    place = EXAMPLES / "quickstart"
+    assert (place / "tasks.py").read_text() == (
+        "from machinery_py import Server\n\nserver = Server()\n\n\n"
+        "@server.task\ndef add(a: int, b: int) -> int:\n    return a + b\n"
+    )
+
+    with worker("tasks", place, tmp_path):
+        out = python("-c", "from tasks import add; print(add.send(2, 3).get(timeout=30))", folder=tmp_path,
+                     PYTHONPATH=str(place))
+
+    assert out == "5\n"
+
+
+def test_async_sum_prints_what_its_readme_shows(tmp_path: Path) -> None:
+    place = EXAMPLES / "async_sum"
+
+    with worker("sums", place, tmp_path, LONG_RUNNING_PERIOD="0.01"):
+        out = python(str(place / "send.py"), folder=tmp_path)
+
+    shown = re.findall(r"^(?:[A-Z ] .*|Retry:|Single task:)$", (place / "README.md").read_text(), re.MULTILINE)
+    assert "  4 * (5 + 5 + (1 + 1)) = 48" in shown
+    assert [line for line in shown if line.startswith("  ") and "…" not in line and line not in out.splitlines()] == []
+    assert out.splitlines()[-1] == "  done"
+
+
+def test_the_demo_delivers_every_mail_once_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    pytest.importorskip("aiosmtpd")
+    before = sorted(path.name for path in (EXAMPLES / "email_sender").iterdir())
+
+    out = python(str(EXAMPLES / "email_sender" / "demo.py"), folder=tmp_path)
+
+    assert "each reader keeps exactly one" in out
+    assert "999 of 1,000 delivered, 1 refused" in out
+    assert list(tmp_path.iterdir()) == []
+    assert sorted(path.name for path in (EXAMPLES / "email_sender").iterdir()) == before
+    assert not children_of(tmp_path)
+
+
+def children_of(folder: Path) -> list[str]:
+    """The processes that were started with this folder as their place for temporary files."""
+    found: list[str] = []
+    for process in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if process.name.isdigit() and f"TMPDIR={folder}".encode() in (process / "environ").read_bytes():
+                found.append((process / "cmdline").read_text())
+    return found
+
+
+def test_a_wrong_sign_up_is_refused_and_sends_nothing(tmp_path: Path) -> None:
+    place = EXAMPLES / "email_sender"
+    post = """
+import http.client, json, sys
+from tasks import server
+connection = http.client.HTTPConnection(sys.argv[1], timeout=30)
+for body in sys.argv[2:]:
+    connection.request("POST", "/signup", body)
+    answer = connection.getresponse()
+    print(answer.status, json.loads(answer.read())["error"])
+print(sum(queue.waiting for queue in server.inspect.queues()))
+"""
+    command = [sys.executable, str(place / "app.py"), "--port", "0"]
+    service = subprocess.Popen(command, cwd=tmp_path, env=environ(tmp_path), stdout=subprocess.PIPE, text=True)
+    try:
+        assert service.stdout is not None
+        address = service.stdout.readline().strip().removeprefix("http://")
+        bodies = [
+            "no json", "[]", '{"email": "ada@example.com"}', '{"email": "ada", "name": "Ada"}',
+            json.dumps({"email": "ada@example.com\nBcc: all@example.com", "name": "Ada"}),
+            json.dumps({"email": "ada@example.com", "name": "Ada\nLovelace"}),
+            json.dumps({"email": "ada@example.com", "name": "A" * 20_000}),
+        ]
+
+        out = python("-c", post, address, *bodies, folder=tmp_path, PYTHONPATH=str(place)).splitlines()
+    finally:
+        service.terminate()
+        service.communicate(timeout=HANG)
+
+    assert [line[:3] for line in out[:-1]] == ["400"] * len(bodies)
+    assert out[-1] == "0"
+    assert service.returncode == 0
+
+
+def test_the_recipients_are_a_thousand_different_ones() -> None:
+    text = (EXAMPLES / "email_sender" / "recipients.csv").read_text(encoding="utf-8")
+
+    rows = list(csv.DictReader(io.StringIO(text)))
+
+    assert len({row["email"] for row in rows}) == len(rows) == 1000
+    assert all(row["name"] for row in rows)
+
+
+def test_the_progress_bar_prints_lines_where_there_is_no_terminal_and_moves_where_there_is_one() -> None:
+    script = """
+import io, sys
+from progress import Progress
+class Terminal(io.StringIO):
+    encoding = "utf-8"
+    def isatty(self): return True
+for out in (io.StringIO(), Terminal()):
+    with Progress(200, "mails", out) as bar:
+        for done in range(201):
+            bar.show(done, "(3 to be tried again)" if done == 100 else "")
+    print(repr(out.getvalue()))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=HANG,
+                          env={**os.environ, "PYTHONPATH": str(EXAMPLES / "email_sender"), "PYTHONIOENCODING": "utf-8"})
+
+    plain, moving = done.stdout.splitlines()
+    assert plain.count("mails: ") == 11
+    assert "100 of 200" in plain and "(3 to be tried again)" in plain
+    assert "█" * 32 + " 200 of 200" in moving
+    assert moving.endswith("\\n'")

@@ -1,0 +1,160 @@
+"""Workers are killed with `kill -9`, again and again, while thousands of tasks run on the embedded store."""
+
+from __future__ import annotations
+
+import collections
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from machinery_py import Server, State
+from machinery_py.testing.waiting import wait_until
+
+ROOT = pathlib.Path(__file__).parents[2]
+HANG = 150.0  # seconds; a guard, nothing is measured with it
+TASKS, KILLS = 20_000, 20
+
+
+class Fleet:
+    """Worker processes over one file."""
+
+    def __init__(self, folder: pathlib.Path) -> None:
+        self.url = f"sqlite:///{folder}/kills.db"
+        self.ledger = folder / "ledger"
+        self.ledger.touch()
+        self.environment = {
+            **os.environ, "KILL_URL": self.url, "KILL_LEDGER": str(self.ledger), "PYTHONPATH": str(ROOT),
+        }
+        self.processes: list[subprocess.Popen[bytes]] = []
+
+    def start(self, *options: str) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "machinery_py", "worker", "tests.system.killing", "-c", "2", *options],
+            env=self.environment, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )
+        self.processes.append(process)
+        return process
+
+    def runs(self) -> collections.Counter[str]:
+        lines = self.ledger.read_text().splitlines()
+        return collections.Counter(line.split()[1] for line in lines)
+
+    def stop(self) -> None:
+        for process in self.processes:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+
+
+@pytest.fixture
+def fleet(tmp_path: pathlib.Path) -> Iterator[Fleet]:
+    fleet = Fleet(tmp_path)
+    yield fleet
+    fleet.stop()
+
+
+@pytest.fixture
+def server(fleet: Fleet) -> Iterator[Server]:
+    server = Server(fleet.url)
+    yield server
+    server.close()
+
+
+def finished(server: Server) -> int:
+    return sum(report.per_minute for report in server.inspect.queues())
+
+
+def successes(server: Server) -> int:
+    return len(server.inspect.tasks(state=State.SUCCESS, limit=10 * TASKS))
+
+
+@pytest.mark.timeout(300)
+def test_twenty_kills_during_twenty_thousand_tasks_lose_and_double_nothing(fleet: Fleet, server: Server) -> None:
+    work = server.register_task("work", int)
+    sent: set[str] = set()
+    for start in range(0, TASKS, 1000):
+        batch = [work.signature(number).with_uuid() for number in range(start, start + 1000)]  # type: ignore[attr-defined]
+        server.engine.submit(batch)
+        sent.update(one.uuid for one in batch)
+    workers = [fleet.start(), fleet.start()]
+
+    for number in range(KILLS):
+        # Each kill hits a fleet that is at work: a few hundred tasks after the one before.
+        goal = (number + 1) * TASKS // (KILLS + 2)
+        wait_until(lambda: fleet.ledger.stat().st_size // 50 >= goal or done(server), timeout=HANG, what=f"{goal} runs")
+        victim = workers[number % 2]
+        victim.send_signal(signal.SIGKILL)
+        victim.wait()
+        workers[number % 2] = fleet.start()
+
+    wait_until(lambda: done(server), timeout=HANG, what="the queue is empty")
+    runs = fleet.runs()
+    states = server.inspect.tasks(limit=10 * TASKS)
+    assert collections.Counter(state.state for state in states) == {State.SUCCESS: TASKS}
+    assert {state.task_uuid for state in states} == sent == set(runs)
+    assert not server.inspect.dead()
+    # Runs repeat only where a kill cut them off: bounded by what the killed workers held.
+    repeated = sum(runs.values()) - TASKS
+    assert repeated <= KILLS * (2 + server.config.prefetch)
+
+
+def done(server: Server) -> bool:
+    return not any(one.waiting or one.running or one.delayed for one in server.broker.stats())
+
+
+def test_a_task_that_kills_its_worker_stops_after_three_deaths_and_blames_nobody_else(
+    fleet: Fleet, server: Server
+) -> None:
+    deadly = server.register_task("deadly", lambda: None)
+    work = server.register_task("work", int)
+    poison = deadly.send()
+    others = [work.send(number) for number in range(20)]
+
+    fleet.start("-p", "2")
+
+    wait_until(lambda: poison.get_state().is_finished, timeout=HANG, what="the poison task is given up")
+    for other in others:
+        assert isinstance(other.get(timeout=HANG), int)
+    [letter] = server.inspect.dead()
+    assert (letter.reason, letter.uuid, letter.strikes) == ("poison", poison.uuid, 3)
+    assert poison.get_state().state is State.FAILURE
+    assert fleet.runs()[poison.uuid] == 3
+
+
+def test_the_tasks_of_a_killed_worker_run_again_at_once(fleet: Fleet, server: Server) -> None:
+    nap = server.register_task("nap", float)
+    results = [nap.send(0.5) for _ in range(2)]
+    victim = fleet.start()
+    wait_until(lambda: len(fleet.runs()) == 2, timeout=HANG, what="both tasks run")
+
+    victim.kill()
+    victim.wait()
+    fleet.start()
+
+    assert [result.get(timeout=HANG) for result in results] == ["rested", "rested"]
+    assert all(count == 2 for count in fleet.runs().values())
+
+
+def test_a_frozen_worker_that_comes_back_writes_nothing(fleet: Fleet, server: Server) -> None:
+    nap = server.register_task("nap", float)
+    result = nap.send(2.0)
+    frozen = fleet.start()
+    wait_until(lambda: sum(fleet.runs().values()) == 1, timeout=HANG, what="the task runs")
+
+    frozen.send_signal(signal.SIGSTOP)
+    fleet.start()
+    value = result.get(timeout=HANG)
+    by = result.get_state().worker
+    frozen.send_signal(signal.SIGCONT)
+    frozen.send_signal(signal.SIGTERM)
+    frozen.wait(timeout=HANG)
+
+    assert value == "rested"
+    assert sum(fleet.runs().values()) == 2
+    again = server.result(result.uuid).get_state()
+    assert (again.worker, again.state) == (by, State.SUCCESS)

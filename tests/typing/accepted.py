@@ -1,0 +1,438 @@
+"""Every public call of docs API-BY-EXAMPLE 1-10, 13-15, 17 and 18, with the types that a checker must see.
+
+Read by mypy --strict and pyright, see test_typing.py; never run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import datetime as dt
+import logging
+import smtplib
+from collections.abc import Callable, Iterator
+from email.message import EmailMessage
+from typing import Any, assert_type
+
+import pytest
+
+from machinery_py import (
+    Arg,
+    AsyncResult,
+    Chain,
+    ChainResult,
+    ChordResult,
+    Config,
+    Context,
+    Group,
+    GroupResult,
+    MachineryError,
+    NoRetry,
+    ResultExpired,
+    ResultTimeout,
+    RetryTaskLater,
+    Server,
+    Signature,
+    State,
+    Task,
+    TaskFailed,
+    TaskState,
+    Worker,
+    chain,
+    chord,
+    current_task,
+    group,
+)
+from machinery_py.testing import Harness, ManualClock, wait_until
+
+server = Server()
+
+
+@server.task
+def add(a: int, b: int, *more: int) -> int:
+    return a + b + sum(more)
+
+
+@server.task
+def multiply(*numbers: int) -> int:
+    total = 1
+    for n in numbers:
+        total *= n
+    return total
+
+
+@server.task
+def report(day: str) -> str:
+    return f"report for {day}"
+
+
+@server.task
+def alert(error: str, team: str) -> None:
+    print(f"{team}: {error}")
+
+
+# 1 and 2
+
+assert_type(add.send(2, 3).get(timeout=5), int)
+assert_type(add(2, 3), int)
+assert_type(add.signature(1, 2), Signature[int])
+assert_type(server.send_task(add.signature(1, 2)), AsyncResult[int])
+Signature(name="add", args=[Arg(type="int64", value=1)])
+assert_type(add.signature(1, 2).replace(eta=dt.datetime.now(dt.timezone.utc)), Signature[int])
+assert_type(add.signature(1, 2).replace(retry_count=3), Signature[int])
+assert_type(add.options(delay=5).send(1, 2), AsyncResult[int])
+server.new_worker("w1", 10).launch()
+assert_type(server.new_custom_queue_worker("w1", 10, "mail"), Worker)
+server.inspect.tasks(queue="mail")
+
+
+# 3
+
+Server()
+Server("redis://:secret@localhost:6379/0")
+Server(broker="amqp://guest:guest@localhost:5672/",
+       result_backend="mongodb://localhost:27017/tasks",
+       lock="redis://localhost:6379/1")
+Server(Config(broker="redis://localhost:6379", default_queue="mail", results_expire_in=3600))
+Server(Config.from_yaml("config.yml"))
+Server(Config.from_toml("config.toml"))
+Server(Config.from_env(prefix=""))
+
+
+# 4
+
+@server.task
+def send_welcome(email: str, *, lang: str = "en") -> None: ...
+
+
+@server.task("billing.charge", queue="billing", retries=5, retry_on=ConnectionError, time_limit=30)
+def charge(order_id: int, cents: int) -> str:
+    return f"receipt-{order_id}"
+
+
+@server.task
+async def fetch(url: str) -> str:
+    return url
+
+
+@server.task
+def crunch(ctx: Context, rows: int) -> float:
+    for i in ctx.track(range(rows)):
+        assert_type(i, int)
+        logging.debug("row %d", i)
+    ctx.progress(rows, rows)
+    return 1.0
+
+
+@server.task(retries=1)
+async def acrunch(ctx: Context, rows: int) -> list[str]:
+    return [ctx.uuid] * rows
+
+
+@server.task
+def pair() -> tuple[str, int]:
+    return "a", 1
+
+
+def plain(a: int) -> int:
+    return a
+
+
+server.register_tasks({"plain": plain, "shout": str.upper})
+@server.task
+def echo(value: Any, times: int = 1) -> list[int]:      # a first parameter that takes anything is no Context
+    return [times]
+
+
+@server.task(retries=1)
+async def aecho(*values: object) -> int:
+    return len(values)
+
+
+echo.send("x", 2)
+aecho.send("x", 2)
+registered: Task[[int], int] = server.register_task("plain2", plain)
+assert_type(registered.send(1).get(), int)
+
+assert_type(charge.send(42, 999).get(), str)
+assert_type(fetch.send("x").get(), str)
+assert_type(crunch.send(5).get(), float)
+assert_type(crunch(5), float)
+assert_type(acrunch.send(5).get(), list[str])
+assert_type(pair.send().get(), tuple[str, int])
+assert_type(charge(1, 2), str)
+assert_type(current_task(), Context)
+assert_type(current_task().attempt, int)
+
+
+# 5
+
+result: AsyncResult[int] = add.send(1, 2)
+send_welcome.send("ada@example.com", lang="fr")
+add.options(queue="slow", priority=9, expires=60).send(1, 2)
+add.options(headers={"tenant": "acme"}).send(1, 2)
+
+sig = add.signature(1, 2)
+server.send_task(sig)
+assert_type(sig.uuid, str)
+
+server.send_task(Signature(name="add", args=[
+    Arg(type="int64", value=1),
+    Arg(type="int64", value=2),
+]))
+assert_type(Signature.of("resize", "cat.png", 800), Signature[Any])
+server.send_task(Signature.of("resize", "cat.png", 800))
+
+
+# 6
+
+add.options(delay=5).send(1, 2)
+add.options(delay=dt.timedelta(hours=2)).send(1, 2)
+add.options(eta=dt.datetime(2027, 1, 1, tzinfo=dt.timezone.utc)).send(1, 2)
+
+eta = dt.datetime.now(dt.timezone.utc) + dt.timedelta(seconds=5)
+server.send_task(add.signature(1, 2).replace(eta=eta))
+
+
+# 7
+
+@server.task(retries=3)
+def flaky() -> None: ...
+
+
+@server.task(retries=8, backoff="exponential", retry_on=(ConnectionError, TimeoutError))
+def sync_crm(user_id: int) -> None: ...
+
+
+@server.task(retries=3, backoff=[10, 60, 600])
+def slow_api() -> None: ...
+
+
+@server.task(retries=3, backoff=lambda n: n * 30.0)
+def slower_api() -> None: ...
+
+
+@server.task(retries=3)
+def download(url: str) -> None:
+    if "busy" in url:
+        raise RetryTaskLater("server is busy", dt.timedelta(hours=4))
+    if not url.startswith("https:"):
+        raise NoRetry(f"not a web address: {url}")
+    if current_task().attempt > 2:
+        logging.warning("third try of %s", url)
+
+
+flaky.options(retries=10).send()
+
+
+# 8
+
+result = add.send(2, 3)
+assert_type(result.get(timeout=5), int)
+assert_type(result.touch(), int | None)
+assert_type(result.is_finished(), bool)
+assert_type(result.get_state(), TaskState)
+assert_type(result.get_state().state, State)
+assert_type(result.get_state().progress, tuple[float, float] | None)
+result.revoke()
+
+again = server.result(result.uuid)
+assert_type(again, AsyncResult[Any])
+try:
+    again.get(timeout=5)
+except TaskFailed as failure:
+    assert_type(failure.error, str)
+    print(failure.error, failure.error_type, failure.traceback)
+except ResultTimeout as late:
+    print(late)
+except ResultExpired as gone:
+    assert_type(gone.uuid, str)
+except TimeoutError:
+    pass
+except MachineryError:
+    pass
+
+
+async def handler() -> int:
+    result = await add.send_async(2, 3)
+    assert_type(result, AsyncResult[int])
+    assert_type(await result.get_async(timeout=5), int)
+    return await result
+
+
+# 9
+
+three = add.signature(1, 1) | add.partial(5, 5) | multiply.partial(4)
+assert_type(three, Chain[int])
+assert_type(three.send().get(timeout=5), int)
+assert_type((report.signature("x") | add.partial()).send().get(), int)
+assert_type((add.signature(1, 1) | report.partial()).send().get(), str)
+server.send_chain(chain(add.signature(1, 1), add.partial(5, 5), multiply.partial(4)))
+assert_type(server.send_chain(three), ChainResult[int])
+assert_type(server.send_chain(three).get(), int)
+for step in three.send().steps:
+    step.get()
+
+assert_type(group(add.signature(i, i) for i in range(10)), Group[list[int]])
+assert_type(group(add.signature(i, i) for i in range(10)).send().get(timeout=5), list[int])
+assert_type(group(add.signature(1, 1), add.signature(5, 5)).send().get(), list[int])
+assert_type(
+    server.send_group(group(add.signature(1, 1), add.signature(5, 5)), send_concurrency=10), GroupResult[list[int]]
+)
+
+assert_type(
+    (group(add.signature(1, 1), add.signature(5, 5)) | multiply.partial()).send().get(timeout=5), int
+)
+assert_type(
+    server.send_chord(chord(group(add.signature(1, 1), add.signature(5, 5)), multiply.partial()), 10), ChordResult[int]
+)
+
+
+@server.task
+def total(numbers: list[int]) -> int:
+    return sum(numbers)
+
+
+assert_type(
+    chord(group(add.signature(i, 1) for i in range(100)), total.partial(), collect=True).send().get(), int
+)
+
+chain(report.signature("mon"), report.signature("tue"), pass_results=False).send()
+(report.signature("a") | group(report.partial(), report.partial()) | total.partial()).send()
+group(add.signature(1, 1) | add.partial(2), add.signature(3, 3))
+
+
+# 10
+
+assert_type(charge.signature(42, 999).then(report.partial()), Signature[str])
+assert_type(charge.signature(42, 999).then(report.partial()).catch(alert.partial("billing")).send().get(), str)
+
+server.send_task(charge.signature(42, 999).replace(
+    on_success=[report.partial()],
+    on_error=[alert.partial("billing")],
+))
+
+
+# 13
+
+def run_worker() -> None:
+    worker = server.new_worker("worker-1", concurrency=10)
+
+    @worker.set_error_handler
+    def on_error(error: Exception) -> None:
+        logging.error("task failed: %s", error)
+
+    @worker.set_pre_task_handler
+    def before(signature: Signature[object]) -> None: ...
+
+    @worker.set_post_task_handler
+    def after(signature: Signature[object]) -> None: ...
+
+    assert_type(worker.launch(), int)
+    on_error(ValueError())
+    before(add.signature(1, 2))
+    after(add.signature(1, 2))
+
+
+def run_inside_my_program() -> None:
+    with server.new_worker(concurrency=4):
+        print(add.send(1, 2).get(timeout=5))
+
+
+# 14
+
+async def endpoint(user_id: int) -> str:
+    result = await report.send_async(f"user {user_id}")
+    await group(add.signature(i, i) for i in range(3)).send_async()
+    try:
+        return await result.get_async(timeout=10)
+    except ResultTimeout:
+        return "still working"
+
+
+async def many(urls: list[str]) -> list[str]:
+    results = [await fetch.send_async(u) for u in urls]
+    return list(await asyncio.gather(*results))
+
+
+async def twins() -> None:
+    assert_type(await add.options(delay=1).send_async(1, 2), AsyncResult[int])
+    assert_type(await server.send_task_async(add.signature(1, 2)), AsyncResult[int])
+    assert_type(await server.send_chain_async(three), ChainResult[int])
+    assert_type(await server.send_group_async(group(add.signature(1, 2))), GroupResult[list[int]])
+    assert_type(await server.send_chord_async(chord(group(add.signature(1, 2)), multiply.partial())), ChordResult[int])
+    assert_type(await (await three.send_async()).get_async(), int)
+    assert_type(await (await add.signature(1, 2).send_async()), int)
+    assert_type(await (await group(add.signature(1, 2)).send_async()), list[int])
+
+
+# 15
+
+def signup(email: str) -> None:
+    send_welcome.send(email)
+    add.options(delay=3600).send(1, 2)
+
+
+def test_signup_sends_a_mail_now_and_adds_later(machinery: Harness) -> None:
+    signup("ada@example.com")
+
+    machinery.assert_sent("send_welcome", "ada@example.com")
+    assert machinery.drain() == 1
+    assert_type(machinery.drain(raise_failures=False), int)
+
+    machinery.advance(hours=1)
+    assert machinery.drain() == 1
+    machinery.assert_not_sent("add", 1, 3)
+    assert_type(machinery.sent, list[Signature[Any]])
+    assert_type(machinery.clock, ManualClock)
+    assert_type(machinery.state(add.send(1, 2).uuid), TaskState)
+    machinery.clear()
+    wait_until(lambda: True)
+
+
+def test_a_failure_comes_out(machinery: Harness) -> None:
+    download.send("ftp://x")
+
+    with pytest.raises(TaskFailed, match="not a web address"):
+        machinery.drain()
+
+
+def test_with_a_real_worker(machinery_worker: Worker) -> None:
+    assert add.send(1, 2).get(timeout=5) == 3
+
+
+def test_the_function_alone() -> None:
+    assert add(1, 2) == 3
+
+
+# 17 and 18
+
+logging.getLogger("machinery_py").setLevel(logging.DEBUG)
+
+
+@server.around_task
+def app_context(signature: Signature[object]) -> Iterator[None]:
+    yield
+
+
+assert_type(app_context, Callable[[Signature[object]], Iterator[None]])
+
+
+@server.task(queue="mail", retries=5, backoff="exponential", retry_on=OSError)
+def send_mail(to: str, subject: str, text: str) -> None:
+    message = EmailMessage()
+    message["From"], message["To"], message["Subject"] = "shop@example.com", to, subject
+    message["Message-ID"] = f"<{current_task().uuid}@example.com>"
+    message.set_content(text)
+    try:
+        with smtplib.SMTP("localhost", 1025, timeout=10) as smtp:
+            smtp.send_message(message)
+    except smtplib.SMTPRecipientsRefused as refused:
+        code, _ = refused.recipients[to]
+        if code >= 500:
+            raise NoRetry(f"{to} refused for good: {code}") from refused
+        raise RetryTaskLater(f"{to} refused for now: {code}", 300) from refused
+
+
+def newsletter() -> None:
+    readers = ["ada@example.com", "bob@example.com"]
+    group(send_mail.signature(to, "This week", "…") for to in readers).send()

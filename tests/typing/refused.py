@@ -1,0 +1,88 @@
+"""Lines that a type checker must refuse: each that ends in `# refused`, and no other. See test_typing.py; never run."""
+
+from __future__ import annotations
+
+import datetime as dt
+
+from machinery_py import AsyncResult, Context, Server, Signature, chord, group
+
+server = Server()
+
+
+@server.task
+def add(a: int, b: int, *more: int) -> int:
+    return a + b + sum(more)
+
+
+@server.task(retries=3)
+def send_welcome(email: str, *, lang: str = "en") -> None: ...
+
+
+@server.task
+async def fetch(url: str) -> str:
+    return url
+
+
+@server.task
+def crunch(ctx: Context, rows: int) -> float:
+    return 1.0
+
+
+add.send(1, 2)
+add.send(1, "2")  # refused
+add.send(1)  # refused
+add.send(1, 2, c=3)  # refused
+add(1, "2")  # refused
+add.signature(1, "2")  # refused
+add.signature()  # refused
+add.options(delay=5).send(1, "2")  # refused
+add.options(delay=5).signature("1", 2)  # refused
+
+add.options(dealy=5)  # refused
+add.options(delay="5")  # refused
+add.options(eta="tomorrow")  # refused
+add.options(queue=5)  # refused
+add.options(headers={"tenant": 1})  # refused
+add.options(delay=dt.timedelta(hours=2))
+
+send_welcome.send("ada@example.com", lang="fr")
+send_welcome.send("ada@example.com", "fr")  # refused
+send_welcome.send("ada@example.com", lang=1)  # refused
+send_welcome.send(mail="ada@example.com")  # refused
+
+fetch.send("x")
+fetch.send(5)  # refused
+crunch.send(5)
+crunch.send("x")  # refused
+crunch.send(Context, 5)  # refused
+
+wrong: AsyncResult[str] = add.send(1, 2)  # refused
+right: AsyncResult[int] = add.send(1, 2)
+text: str = add.send(1, 2).get()  # refused
+text2: str = (add.signature(1, 2) | add.partial()).send().get()  # refused
+numbers: list[str] = group(add.signature(1, 2)).send().get()  # refused
+sum_: str = chord(group(add.signature(1, 2)), add.partial()).send().get()  # refused
+add.send(1, 2).get(5, 6)  # refused
+add.send(1, 2).get(timeout="5")  # refused
+
+Server(brokr="redis://localhost")  # refused
+Server(5)  # refused
+server.send_task(add)  # refused
+server.send_chain(add.signature(1, 2))  # refused
+server.send_group(add.signature(1, 2))  # refused
+server.send_chord(group(add.signature(1, 2)))  # refused
+add.signature(1, 2).then(add)  # refused
+Signature(nme="add")  # refused
+Signature(name=5)  # refused
+server.new_worker(concurency=5)  # refused
+server.task(retrys=3)  # refused
+server.task(backoff=5)  # refused
+server.task(retry_on="ConnectionError")  # refused
+
+
+async def handler() -> str:
+    return await fetch.send("x")
+
+
+async def wrong_handler() -> str:
+    return await add.send(1, 2)  # refused
