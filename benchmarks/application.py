@@ -1,0 +1,12 @@
+"""The application whose worker `starting` starts."""
+
+from __future__ import annotations
+
+from machinery_py import Server
+
+server = Server()
+
+
+@server.task
+def noop(number: int) -> int:
+    return number

@@ -1,0 +1,60 @@
+"""Runs a measurement in a fresh process, on a tree of the library that can be another one than this."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+HANG = 300.0  # seconds after which a measurement is taken to hang
+
+
+class MeasurementFailed(Exception):
+    """The child ended badly; the text is what it said."""
+
+
+@contextlib.contextmanager
+def environment(tree: Path = ROOT) -> Iterator[dict[str, str]]:
+    """An environment in which children import machinery_py from `tree`, and the benchmarks from here."""
+    with tempfile.TemporaryDirectory(prefix="machinery-bench-") as name:
+        # The tree has benchmarks of its own, older ones perhaps: both sides must be measured by the same.
+        (Path(name) / "benchmarks").symlink_to(HERE)
+        kept = {key: value for key, value in os.environ.items() if not key.startswith(("MACHINERY_", "PYTHON"))}
+        path = os.pathsep.join([name, str(tree)])
+        yield {**kept, "PYTHONPATH": path, "PYTHONSAFEPATH": "1", "MACHINERY_BENCH_TREE": str(tree)}
+
+
+def measure(name: str, url: str, count: int, environ: dict[str, str], *, folder: Path) -> dict[str, float]:
+    """Run one measurement of measure.py; its figures by name.
+
+    Args:
+        folder: where the stores that are files are made; each child gets its own, and it is removed.
+
+    Raises:
+        MeasurementFailed: it did not end well, or what it measured was not right.
+    """
+    with tempfile.TemporaryDirectory(prefix="store-", dir=folder) as place:
+        command = [sys.executable, "-m", "benchmarks.measure", name, own_url(url, Path(place)), str(count)]
+        try:
+            done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=HANG, check=False)
+        except subprocess.TimeoutExpired as error:
+            raise MeasurementFailed(f"{name} on {url}: not done after {HANG:g} s") from error
+    if done.returncode:
+        raise MeasurementFailed(f"{name} on {url}: {done.stderr.strip()[-2000:] or done.returncode}")
+    figures: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return figures
+
+
+def own_url(url: str, place: Path) -> str:
+    """The URL with a store of its own: a SQLite URL gets a file in `place`."""
+    if not url.startswith("sqlite:"):
+        return url
+    query = url.partition("?")[2]
+    return f"sqlite:///{place / 'bench.db'}{'?' + query if query else ''}"

@@ -1,0 +1,107 @@
+"""What is measured: each figure with its unit, whether more is better, and its target for each store."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    """One number of the table.
+
+    Attributes:
+        targets: by scheme; "" is for the figures that have no store, and for all stores without one of their own.
+        unit: "/s", or what the value is in.
+    """
+
+    name: str
+    what: str
+    unit: str
+    more_is_better: bool = False
+    targets: Mapping[str, float] = field(default_factory=dict)
+
+    def target(self, scheme: str) -> float | None:
+        return self.targets.get(scheme, self.targets.get(""))
+
+    def ratio(self, value: float, other: float) -> float:
+        """How many times better `value` is than `other`."""
+        if not value or not other:
+            return 0.0
+        return value / other if self.more_is_better else other / value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """What one child process measures: a function of measure.py, and the figures that it gives.
+
+    Attributes:
+        sizes: (tasks in a full run, tasks in a quick one).
+        schemes: the stores it makes sense on; empty: on none, it is about the library alone.
+        variants: further arguments; for each a child.
+    """
+
+    name: str
+    figures: Sequence[Figure]
+    sizes: tuple[int, int] = (1, 1)
+    schemes: Sequence[str] = ("memory", "sqlite", "redis", "mongodb")
+
+
+PER_SECOND = "/s"
+
+MEASUREMENTS: Sequence[Measurement] = (
+    Measurement(name="importing", schemes=(), sizes=(9, 3), figures=[
+        Figure(name="import", what="import machinery_py", unit="ms", targets={"": 60.0}),
+        Figure(name="python", what="python alone, start to end", unit="ms"),
+    ]),
+    Measurement(name="send_one", sizes=(3000, 100), figures=[
+        Figure(name="send", what="send, one by one", unit=PER_SECOND, more_is_better=True, targets={"redis": 7000.0}),
+        Figure(name="raw send", what="… bare SQLite: the same rows and commits", unit=PER_SECOND, more_is_better=True),
+    ]),
+    Measurement(name="send_bulk", sizes=(20_000, 500), figures=[
+        Figure(name="send in bulk", what="send, a group of {n:,}", unit=PER_SECOND, more_is_better=True,
+               targets={"": 40_000.0}),
+    ]),
+    Measurement(name="drain", sizes=(20_000, 500), figures=[
+        Figure(name="drain", what="run {n:,} no-op tasks, one process", unit=PER_SECOND, more_is_better=True,
+               targets={"memory": 30_000.0, "sqlite": 3000.0, "redis": 20_000.0}),
+        Figure(name="cpu per task", what="… worker CPU for each of them", unit="µs", targets={"": 40.0}),
+        Figure(name="commits", what="… claims and settlements for 1,000 of them", unit=""),
+        Figure(name="raw drain", what="… bare SQLite: the same rows and commits", unit=PER_SECOND, more_is_better=True),
+    ]),
+    Measurement(name="drain_two", schemes=("sqlite", "redis", "mongodb"), sizes=(20_000, 500), figures=[
+        Figure(name="drain by two", what="run {n:,} no-op tasks, two processes", unit=PER_SECOND, more_is_better=True),
+    ]),
+    Measurement(name="latency", sizes=(500, 30), figures=[
+        Figure(name="latency", what="send to result, idle worker, median", unit="ms",
+               targets={"sqlite": 5.0, "redis": 1.0, "memory": 1.0}),
+        Figure(name="latency p99", what="… of 100 the slowest but one", unit="ms", targets={"redis": 2.0}),
+    ]),
+    Measurement(name="chain", sizes=(100, 10), figures=[
+        Figure(name="chain", what="chain of {n:,}", unit="s", targets={"redis": 0.15}),
+    ]),
+    Measurement(name="long_chain", sizes=(1000, 20), figures=[
+        Figure(name="long chain", what="chain of {n:,}", unit="s"),
+    ]),
+    Measurement(name="chord", sizes=(1000, 50), figures=[
+        Figure(name="chord", what="chord of {n:,}", unit="s", targets={"": 0.15, "sqlite": 0.4}),
+    ]),
+    Measurement(name="large_chord", sizes=(10_000, 100), figures=[
+        Figure(name="large chord", what="chord of {n:,}", unit="s", targets={"": 1.5, "sqlite": 4.0}),
+    ]),
+    Measurement(name="delayed", sizes=(10_000, 200), figures=[
+        Figure(name="delayed", what="{n:,} tasks due at once: until all have run", unit="s"),
+    ]),
+    Measurement(name="idle", sizes=(5, 1), figures=[
+        Figure(name="memory", what="PSS of an idle worker", unit="MB", targets={"": 40.0}),
+        Figure(name="idle cpu", what="CPU of an idle worker", unit="%", targets={"": 1.0}),
+    ]),
+    Measurement(name="starting", schemes=("sqlite", "redis", "mongodb"), sizes=(5, 1), figures=[
+        Figure(name="ready", what="worker process, start to ready", unit="s", targets={"": 0.3}),
+    ]),
+)
+
+#: (figure, baseline): the first is quoted as a part of the second.
+BASELINES: Sequence[tuple[str, str]] = (("send", "raw send"), ("drain", "raw drain"))
+
+BY_NAME: Mapping[str, Measurement] = {measurement.name: measurement for measurement in MEASUREMENTS}

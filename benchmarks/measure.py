@@ -1,0 +1,254 @@
+"""The measurements: `python -m benchmarks.measure NAME URL COUNT` in a fresh process prints a line of JSON.
+
+A worker that is measured on a store that processes share runs in a process of its own, started from here; on memory://
+it runs in this one, beside the sender.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from benchmarks.raw_sqlite import RawSender, drain_raw
+from benchmarks.workers import THREADS, helper_drain, helper_serve, idle_worker, work_off_by
+from benchmarks.workload import (
+    BULK,
+    WAIT,
+    Figures,
+    Wrong,
+    beside,
+    check_all_succeeded,
+    check_queues_empty,
+    cpu,
+    fill,
+    is_sqlite,
+    make_server,
+)
+
+BLOCKS = 20  # turns in which sends of the library and bare ones alternate
+
+
+def importing(_url: str, count: int) -> Figures:
+    timed = "import time; t = time.perf_counter(); import machinery_py; print(time.perf_counter() - t)"
+
+    def seconds() -> float:
+        return float(subprocess.run([sys.executable, "-c", timed], capture_output=True, text=True, check=True).stdout)
+
+    def bare() -> float:
+        began = time.perf_counter()
+        subprocess.run([sys.executable, "-c", ""], check=True)
+        return time.perf_counter() - began
+
+    seconds()  # writes the bytecode
+    return {"import": 1000 * min(seconds() for _ in range(count)), "python": 1000 * min(bare() for _ in range(count))}
+
+
+def send_one(url: str, count: int) -> Figures:
+    server = make_server(url)
+    task = server.get_registered_task("noop")
+    task.send(0)
+    seconds = raw_seconds = 0.0
+    with contextlib.ExitStack() as stack:
+        raw = stack.enter_context(RawSender(beside(url))) if is_sqlite(url) else None
+        for block in range(BLOCKS):
+            began = time.perf_counter()
+            for number in range(block * count // BLOCKS, (block + 1) * count // BLOCKS):
+                task.send(number)
+            seconds += time.perf_counter() - began
+            if raw is not None:
+                raw_seconds += raw.send(count // BLOCKS)
+    _check_waiting(server, count + 1)
+    figures = {"send": count / seconds}
+    if raw is not None:
+        figures["raw send"] = count // BLOCKS * BLOCKS / raw_seconds
+    return figures
+
+
+def send_bulk(url: str, count: int) -> Figures:
+    from machinery_py import group
+
+    server = make_server(url)
+    task = server.get_registered_task("noop")
+    task.send(0)
+    began = time.perf_counter()
+    group(task.signature(number) for number in range(count)).send()
+    seconds = time.perf_counter() - began
+    _check_waiting(server, count + 1)
+    return {"send in bulk": count / seconds}
+
+
+def _check_waiting(server: Any, count: int) -> None:
+    waiting = sum(stats.waiting for stats in server.broker.stats())
+    if waiting != count:
+        raise Wrong(f"{waiting:,} messages wait, not {count:,}")
+
+
+def drain(url: str, count: int) -> Figures:
+    server = make_server(url)
+    uuids = fill(server, count)
+    [run] = work_off_by(server, url, count, workers=1)
+    check_all_succeeded(server, uuids)
+    rounds = run["claims"] + run["settlements"]
+    figures = {"drain": count / (run["ended"] - run["began"]), "cpu per task": 1e6 * run["cpu"] / count,
+               "commits": 1000 * rounds / count}
+    if is_sqlite(url):
+        figures["raw drain"] = drain_raw(beside(url), count, batch=max(1, round(2 * count / rounds)))
+    return figures
+
+
+def drain_two(url: str, count: int) -> Figures:
+    server = make_server(url)
+    uuids = fill(server, count)
+    runs = work_off_by(server, url, count, workers=2)
+    check_all_succeeded(server, uuids)
+    seconds = max(run["ended"] for run in runs) - min(run["began"] for run in runs)
+    return {"drain by two": count / seconds}
+
+
+def latency(url: str, count: int) -> Figures:
+    server = make_server(url)
+    task = server.get_registered_task("noop")
+    taken: list[float] = []
+    with idle_worker(server, url):
+        for number in range(count):
+            began = time.perf_counter()
+            if task.send(number).get(timeout=WAIT) != number:
+                raise Wrong("a wrong result")
+            taken.append(1000 * (time.perf_counter() - began))
+    taken.sort()
+    check_queues_empty(server)
+    return {"latency": statistics.median(taken), "latency p99": taken[int(len(taken) * 0.99)]}
+
+
+def _timed_workflow(url: str, make: Callable[[Any], Any], expected: int) -> float:
+    server = make_server(url)
+    with idle_worker(server, url):
+        began = time.perf_counter()
+        found = server.send(make(server)).get(timeout=WAIT)
+        seconds = time.perf_counter() - began
+    if found != expected:
+        raise Wrong(f"the result is {found}, not {expected}")
+    check_queues_empty(server)
+    return seconds
+
+
+def _chain(url: str, count: int) -> float:
+    def make(server: Any) -> Any:
+        from machinery_py import chain
+
+        task = server.get_registered_task("increase")
+        return chain(task.signature(0), *(task.partial() for _ in range(count - 1)))
+
+    return _timed_workflow(url, make, count)
+
+
+def _chord(url: str, count: int) -> float:
+    def make(server: Any) -> Any:
+        from machinery_py import chord, group
+
+        task = server.get_registered_task("noop")
+        members = group(task.signature(number) for number in range(count))
+        return chord(members, server.get_registered_task("total").partial(), collect=True)
+
+    return _timed_workflow(url, make, sum(range(count)))
+
+
+def chain(url: str, count: int) -> Figures:
+    return {"chain": _chain(url, count)}
+
+
+def long_chain(url: str, count: int) -> Figures:
+    return {"long chain": _chain(url, count)}
+
+
+def chord(url: str, count: int) -> Figures:
+    return {"chord": _chord(url, count)}
+
+
+def large_chord(url: str, count: int) -> Figures:
+    return {"large chord": _chord(url, count)}
+
+
+def delayed(url: str, count: int) -> Figures:
+    server = make_server(url)
+    # Long enough to send them all; what counts begins when they are due.
+    due_at = server.now() + timedelta(seconds=1.0 + count / 5000)
+    uuids = fill(server, count, eta=due_at)
+    if server.now() >= due_at:
+        raise Wrong("sending took longer than the delay")
+    with idle_worker(server, url):
+        for start in range(0, count, BULK):
+            _wait_for(server, uuids[start:start + BULK])
+        finished = max(state.finished_at for state in server.backend.get_states(uuids).values())
+    check_all_succeeded(server, uuids)
+    return {"delayed": (finished - due_at).total_seconds()}
+
+
+def _wait_for(server: Any, uuids: Sequence[str]) -> None:
+    deadline = time.monotonic() + WAIT
+    waiting = list(uuids)
+    while waiting:
+        states = server.backend.get_states(waiting)
+        waiting = [uuid for uuid in waiting if not states[uuid].is_finished]
+        if time.monotonic() > deadline:
+            raise Wrong(f"{len(waiting):,} tasks are not finished")
+        time.sleep(0.02)
+
+
+def idle(url: str, count: int) -> Figures:
+    """The worker process is this one; it is asked about itself."""
+    server = make_server(url)
+    with server.new_worker("bench", THREADS):
+        server.get_registered_task("noop").send(0).get(timeout=WAIT)
+        time.sleep(0.2)
+        began, before = time.perf_counter(), cpu()
+        time.sleep(count)
+        used = (cpu() - before) / (time.perf_counter() - began)
+        pss = next(line for line in Path("/proc/self/smaps_rollup").read_text().splitlines() if line.startswith("Pss:"))
+    return {"memory": int(pss.split()[1]) / 1024, "idle cpu": 100 * used}
+
+
+def starting(url: str, count: int) -> Figures:
+    """Start to "Ready" of `machinery worker`, as a user sees it."""
+    application = Path(__file__).with_name("application.py")
+    command = [sys.executable, "-m", "machinery_py", "worker", application.stem, "--app-dir", str(application.parent)]
+    taken: list[float] = []
+    for _number in range(count + 1):
+        began = time.perf_counter()
+        child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+                                 env={**os.environ, "MACHINERY_URL": url})
+        assert child.stdout is not None
+        lines = iter(child.stdout.readline, "")
+        if not any(text.startswith("Ready") for text in lines):
+            raise Wrong("the worker was never ready")
+        taken.append(time.perf_counter() - began)
+        child.terminate()
+        child.communicate()
+    return {"ready": statistics.median(taken[1:])}  # the first one writes the bytecode
+
+
+COMMANDS: dict[str, Callable[[str, int], Figures]] = {
+    function.__name__: function
+    for function in (
+        importing, send_one, send_bulk, drain, drain_two, latency, chain, long_chain, chord, large_chord, delayed, idle,
+        starting, helper_drain, helper_serve,
+    )
+}
+
+
+def main(arguments: Sequence[str]) -> None:
+    name, url, size = arguments
+    print(json.dumps(COMMANDS[name](url, int(size))), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,148 @@
+"""The workers that are measured: in this process, or in others, which run `python -m benchmarks.measure helper_…`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from benchmarks.workload import WAIT, Figures, Wrong, cpu, is_shared, make_server
+
+THREADS = 4  # of each worker
+QUIET = 0.3  # seconds without a task until the queue is looked at
+POLL = 0.002  # seconds between two looks at a counter
+
+
+class Counting:
+    """Counts the claims that brought something and the settlements of the sessions of a server."""
+
+    def __init__(self, server: Any) -> None:
+        self.claims = 0
+        self.settlements = 0
+        store = server.engine.store
+        open_session = store.open_session
+
+        def opened(*args: Any, **kwargs: Any) -> Any:
+            session = open_session(*args, **kwargs)
+            receive, settle = session.receive, session.settle
+
+            def counted_receive(limit: int, timeout: float) -> Any:
+                deliveries = receive(limit, timeout)
+                self.claims += bool(deliveries)
+                return deliveries
+
+            def counted_settle(*args: Any) -> Any:
+                self.settlements += 1
+                return settle(*args)
+
+            session.receive, session.settle = counted_receive, counted_settle
+            return session
+
+        store.open_session = opened
+
+
+def work_off(server: Any, count: int) -> Figures:
+    """Run a worker here until `count` tasks are done, by it or by others; when it began and ended (monotonic)."""
+    counting = Counting(server)
+    before = cpu()
+    began = time.monotonic()
+    worker = server.new_worker("bench", THREADS)
+    worker.start()
+    pause = threading.Event()
+    processed, ended, looked = 0, began, began
+    while processed < count:
+        pause.wait(POLL)
+        now = time.monotonic()
+        if worker.processed != processed:
+            processed, ended = worker.processed, now
+        elif now - max(ended, looked) > QUIET:
+            looked = now
+            if now - began > WAIT or not any(stats.waiting or stats.running for stats in server.broker.stats()):
+                break  # another process has done the rest
+    used = cpu() - before
+    worker.stop()
+    return {"began": began, "ended": ended, "processed": processed, "cpu": used,
+            "claims": counting.claims, "settlements": counting.settlements}
+
+
+@contextlib.contextmanager
+def helper(name: str, url: str, count: int = 0) -> Iterator[subprocess.Popen[str]]:
+    """Another process of this file. It says "ready", and begins when its standard input has a line."""
+    command = [sys.executable, "-m", "benchmarks.measure", name, url, str(count)]
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        line = said(child)
+        if line != "ready":
+            raise Wrong(f"the worker process said {line!r}")
+        yield child
+    finally:
+        if child.poll() is None and child.stdin is not None:
+            with contextlib.suppress(OSError):
+                child.stdin.close()
+            try:
+                child.wait(10.0)
+            except subprocess.TimeoutExpired:
+                child.kill()
+                child.wait()
+
+
+def said(child: subprocess.Popen[str]) -> str:
+    assert child.stdout is not None
+    return child.stdout.readline().strip()
+
+
+def go(child: subprocess.Popen[str]) -> None:
+    assert child.stdin is not None
+    child.stdin.write("go\n")
+    child.stdin.flush()
+
+
+def helper_drain(url: str, count: int) -> Figures:
+    """The process that works off what `drain` has sent."""
+    server = make_server(url)
+    server.broker.stats()  # opens the store
+    print("ready", flush=True)
+    sys.stdin.readline()
+    return work_off(server, count)
+
+
+def helper_serve(url: str, _count: int) -> Figures:
+    """A worker, until standard input ends."""
+    server = make_server(url)
+    with server.new_worker("bench", THREADS):
+        print("ready", flush=True)
+        sys.stdin.readline()
+    return {}
+
+
+@contextlib.contextmanager
+def idle_worker(server: Any, url: str) -> Iterator[None]:
+    """A worker that has nothing to do yet."""
+    with contextlib.ExitStack() as stack:
+        if is_shared(url):
+            stack.enter_context(helper("helper_serve", url))
+        else:
+            stack.enter_context(server.new_worker("bench", THREADS))
+        # The first task makes threads, connections and caches.
+        server.get_registered_task("noop").send(0).get(timeout=WAIT)
+        yield
+
+
+def work_off_by(server: Any, url: str, count: int, *, workers: int) -> list[Figures]:
+    if not is_shared(url):
+        runs = [work_off(server, count)]
+    else:
+        with contextlib.ExitStack() as stack:
+            children = [stack.enter_context(helper("helper_drain", url, count)) for _ in range(workers)]
+            for child in children:
+                go(child)
+            runs = [json.loads(said(child)) for child in children]
+    processed = sum(run["processed"] for run in runs)
+    if processed != count:
+        raise Wrong(f"{processed:,.0f} tasks were processed, not {count:,}")
+    return runs

@@ -1,0 +1,93 @@
+"""What the measurements have in common: the application, filling its queue, and checking that all was done right."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+# Nothing of the library is imported at the top: what is imported then is part of what is measured.
+
+WAIT = 240.0  # seconds for any result
+BULK = 5000  # tasks submitted in one step where sending is not what is measured
+
+Figures = dict[str, float]
+
+
+class Wrong(Exception):
+    """What was measured did not do what it should; its speed means nothing."""
+
+
+def make_server(url: str) -> Any:
+    """A Server with the tasks that are measured."""
+    import machinery_py
+
+    tree = os.environ.get("MACHINERY_BENCH_TREE", "")
+    if tree and not Path(machinery_py.__file__).resolve().is_relative_to(Path(tree).resolve()):
+        raise Wrong(f"machinery_py is from {machinery_py.__file__}, not from {tree}")
+    server = machinery_py.Server(url)
+
+    @server.task
+    def noop(number: int) -> int:
+        return number
+
+    @server.task
+    def increase(number: int) -> int:
+        return number + 1
+
+    @server.task
+    def total(numbers: list[int]) -> int:
+        return sum(numbers)
+
+    return server
+
+
+def is_sqlite(url: str) -> bool:
+    return url.startswith("sqlite:")
+
+
+def beside(url: str) -> str:
+    """A file for the raw measurement, on the same disk."""
+    return url.removeprefix("sqlite:///").partition("?")[0] + ".raw"
+
+
+def is_shared(url: str) -> bool:
+    return not url.startswith("memory:")
+
+
+def fill(server: Any, count: int, **options: Any) -> list[str]:
+    """Send no-op tasks in large steps; their UUIDs."""
+    from machinery_py import group
+
+    task = server.get_registered_task("noop")
+    uuids: list[str] = []
+    for start in range(0, count, BULK):
+        bound = task.options(**options) if options else task
+        members = group(bound.signature(number) for number in range(start, min(count, start + BULK)))
+        uuids.extend(one.uuid for one in server.send_group(members).results)
+    return uuids
+
+
+def check_all_succeeded(server: Any, uuids: Sequence[str]) -> None:
+    states = server.backend.get_states(list(uuids))
+    succeeded = sum(state.state.value == "SUCCESS" for state in states.values())
+    if succeeded != len(uuids):
+        raise Wrong(f"{succeeded:,} of {len(uuids):,} tasks have SUCCESS")
+    check_queues_empty(server)
+
+
+def check_queues_empty(server: Any) -> None:
+    # The last settlement is committed before its result can be seen, so there is nothing to wait for.
+    for stats in server.broker.stats():
+        if stats.waiting or stats.running or stats.delayed or stats.dead:
+            raise Wrong(f"queue {stats.queue!r} is not empty: {stats}")
+
+
+def cpu() -> float:
+    """Seconds of CPU that this process has used."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
