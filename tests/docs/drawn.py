@@ -1,0 +1,134 @@
+"""What stands in the documentation and is drawn from the code: tables, signatures of methods, the examples' bytes.
+
+    python -m tests.docs.drawn      write what is drawn into the pages
+"""
+
+from __future__ import annotations
+
+import ast
+import datetime as dt
+import inspect
+import pathlib
+from collections.abc import Callable, Mapping
+from enum import Enum
+from typing import Any
+
+from machinery_py.signature import Arg, Signature
+from machinery_py.states import _NEXT_RUN, LEGAL, GroupMeta, State, TaskState
+from machinery_py.wire import encode_group, encode_signature, encode_state
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+# States
+
+
+def transitions(table: Mapping[Any, frozenset[State]]) -> str:
+    """Which state may follow which, as a table."""
+    lines = ["| from \\ to | " + " | ".join(State) + " |", "|---" * (len(State) + 1) + "|"]
+    for before, after in table.items():
+        cells = ["yes" if state in after else "–" for state in State]
+        lines.append(f"| {before or '(none)'} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+# Floors
+
+
+def floors() -> str:
+    """The rows of tests/test_architecture.py, from the lowest."""
+    tree = ast.parse((ROOT / "tests" / "test_architecture.py").read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.target.id == "FLOORS":
+            rows = [one.value for one in ast.walk(node) if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+            return "\n".join(f"{number:2}  {row}" for number, row in enumerate(rows, 1))
+    raise AssertionError("tests/test_architecture.py has no FLOORS")
+
+
+# Messages
+
+SENT_AT = dt.datetime(2026, 11, 20, 11, 44, 32, 400158, tzinfo=dt.timezone.utc)
+
+ADD: Signature[Any] = Signature(
+    name="add", uuid="task_7e1e262a-41e9-4fac-8337-292731c4e115", routing_key="machinery_tasks",
+    args=[Arg(type="int64", value=1), Arg(type="int64", value=2)],
+)
+SECOND_TRY: Signature[Any] = ADD.replace(
+    eta=SENT_AT, retry_count=2, retry_timeout=1, headers={"machinery_run": "1", "machinery_attempt": "2"},
+)
+MEMBER: Signature[Any] = Signature(
+    name="a", uuid="task_2651d9bc-3cd8-44cd-b59f-ff315997a1e4", routing_key="machinery_tasks",
+    group_uuid="group_ff2088e4-0ee1-4b8b-80a0-8df40174b02d", group_task_count=2,
+    chord_callback=Signature(name="cb", uuid="chord_630d38fa-f7cb-4751-b02b-e92b5a0baf64"),
+)
+SUCCESS = TaskState(
+    task_uuid=ADD.uuid, task_name="add", state=State.SUCCESS, results=(Arg(type="int64", value=3),), created_at=SENT_AT,
+)
+GROUP = GroupMeta(group_uuid=MEMBER.group_uuid, task_uuids=(MEMBER.uuid,), created_at=SENT_AT)
+
+
+def _json(body: bytes) -> str:
+    return f"```json\n{body.decode()}\n```"
+
+
+DRAWN: Mapping[str, Callable[[], str]] = {
+    "states.LEGAL": lambda: transitions(LEGAL),
+    "states next run": lambda: transitions(_NEXT_RUN),
+    "floors": lambda: f"```text\n{floors()}\n```",
+    "message add": lambda: _json(encode_signature(ADD)),
+    "message second try": lambda: _json(encode_signature(SECOND_TRY)),
+    "message chord member": lambda: _json(encode_signature(MEMBER)),
+    "state": lambda: _json(encode_state(SUCCESS)),
+    "group": lambda: _json(encode_group(GROUP)),
+}
+
+
+# Methods
+
+
+def shape(owner: type, name: str) -> str:
+    """`Owner.name(parameters)` without annotations; a property is its name alone."""
+    found = inspect.getattr_static(owner, name)
+    label = f"{owner.__name__}.{name}"
+    if isinstance(found, property):
+        return label
+    bound = isinstance(found, staticmethod | classmethod)
+    parameters = list(inspect.signature(getattr(owner, name)).parameters.values())
+    return label + _written(parameters if bound else parameters[1:])
+
+
+def shape_of_function(function: Callable[..., Any]) -> str:
+    return function.__name__ + _written(list(inspect.signature(function).parameters.values()))
+
+
+def _written(parameters: list[inspect.Parameter]) -> str:
+    plain = [
+        one.replace(annotation=one.empty, default=one.default.value if isinstance(one.default, Enum) else one.default)
+        for one in parameters
+    ]
+    return str(inspect.Signature(plain))
+
+
+# Pages
+
+
+def redrawn(text: str) -> str:
+    """The page with everything drawn anew between `<!-- drawn: name -->` and `<!-- end -->`."""
+    for name, draw in DRAWN.items():
+        start = f"<!-- drawn: {name} -->\n"
+        if start in text:
+            before, _, rest = text.partition(start)
+            _, _, after = rest.partition("<!-- end -->")
+            text = f"{before}{start}{draw()}\n<!-- end -->{after}"
+    return text
+
+
+def main() -> None:
+    for page in sorted((ROOT / "docs").rglob("*.md")):
+        text = page.read_text()
+        if (new := redrawn(text)) != text:
+            page.write_text(new)
+            print("drawn:", page.relative_to(ROOT))
+
+
+if __name__ == "__main__":
+    main()
