@@ -13,7 +13,7 @@ STAMP := $(VENV)/.installed
 .PHONY: demo test check lint types unit chaos bench clean
 
 demo: $(STAMP)
-	$(BIN)/python -m examples.email_sender.demo
+	$(BIN)/python examples/email_sender/demo.py
 
 test: $(STAMP)
 	$(MAKE) --no-print-directory check

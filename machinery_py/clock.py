@@ -16,9 +16,11 @@ class Clock(Protocol):
 
     def now(self) -> dt.datetime:
         """The moment on the wall, aware, in UTC. It may jump; nothing is measured with it."""
+        ...
 
     def monotonic(self) -> float:
         """Seconds since some moment; never goes back. Lengths are measured with it."""
+        ...
 
 
 class SystemClock:

@@ -34,9 +34,10 @@ class Outgoing(msgspec.Struct, frozen=True):
     messages: Sequence[Message]
     states: Sequence[TaskState]
     groups: Sequence[GroupMeta]
+    signatures: Sequence[Signature[Any]]
 
 
-NOTHING = Outgoing((), (), ())
+NOTHING = Outgoing((), (), (), ())
 
 FIRST_PAUSE = 0.05  # seconds until a submission is repeated
 
@@ -109,14 +110,14 @@ class Engine:
         now = self.clock.now()
         messages: list[Message] = []
         states: list[TaskState] = []
+        sent: list[Signature[Any]] = []
         for given in signatures:
             signature = self.completed(given)
             message = self.message(signature)
             messages.append(message)
             states.append(pending(signature, now))
-            if self.events.wants(TaskSent):
-                self.events.emit(TaskSent(signature=signature))
-        return Outgoing(messages, states, groups)
+            sent.append(signature)
+        return Outgoing(messages, states, groups, sent)
 
     def completed(self, signature: Signature[Any]) -> Signature[Any]:
         """With UUID and queue; passed through the pre-publish hook, which may return another one."""
@@ -155,6 +156,13 @@ class Engine:
             self._submit(Submission(
                 token=new_uuid(""), messages=out.messages, states=out.states, groups=out.groups, replay=replay,
             ))
+            self.tell_sent(out.signatures)
+
+    def tell_sent(self, signatures: Sequence[Signature[Any]]) -> None:
+        """They have been published."""
+        if signatures and self.events.wants(TaskSent):
+            for signature in signatures:
+                self.events.emit(TaskSent(signature=signature))
 
     def _submit(self, submission: Submission) -> None:
         """Repeat it while the store is away, for at most `publish_timeout`; its token keeps it from being doubled."""

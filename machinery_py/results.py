@@ -161,7 +161,7 @@ class _Wait:
             self._warned = True
             _, _, queue = self._waitable._describe()
             if hint := self._waitable._source.worker_hint(queue):
-                logger.warning("%s (start one: machinery worker <your module>)", hint)
+                logger.warning("%s (start one: machinery worker <your module>)", hint.replace(" on ", " on queue "))
         remaining = LOOK_AGAIN if self._timeout is None else min(LOOK_AGAIN, self._timeout - waited)
         return remaining if self._warned or waited >= WARN_AFTER else min(remaining, WARN_AFTER - waited)
 
@@ -235,6 +235,11 @@ class GroupResult(Waitable[R]):
 
     def __iter__(self) -> Iterator[AsyncResult[Any]]:
         return iter(self.results)
+
+    def progress(self) -> tuple[int, int]:
+        """How many members have ended, and how many there are. Does not wait."""
+        self._read(self._uuids)
+        return sum(uuid in self._states for uuid in self._uuids), len(self._uuids)
 
     def revoke(self) -> None:
         """As AsyncResult.revoke, for every member."""

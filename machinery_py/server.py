@@ -340,13 +340,13 @@ class Server:
         return task.call.result(value) if task is not None else value
 
     def worker_hint(self, queue: str) -> str:
-        """Says that nobody works on the queue, if so."""
+        """"no worker on 'mail'", if nobody works on that queue."""
         queue = queue or self.config.default_queue
         try:
             served = any(queue in worker.queues for worker in self.broker.workers())
         except MachineryError:
             return ""
-        return "" if served else f"no worker on queue {queue!r}"
+        return "" if served else f"no worker on {queue!r}"
 
     def revoke(self, uuids: Sequence[str]) -> None:
         """These tasks are not started any more; those that run are asked to stop."""

@@ -8,8 +8,8 @@ chain is the OnSuccess list of the step before it, and the step behind it is its
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Iterable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Protocol, TypeVar, cast
 
 import msgspec
 
@@ -20,6 +20,16 @@ from machinery_py.values import from_result
 
 R = TypeVar("R", covariant=True)
 S = TypeVar("S")
+
+
+class GroupedResult(Result[R], Protocol[R]):
+    """What `Group.send` returns: see results.GroupResult."""
+
+    @property
+    def results(self) -> Sequence[Result[Any]]: ...
+    def progress(self) -> tuple[int, int]: ...
+    def __iter__(self) -> Iterator[Result[Any]]: ...
+    def __len__(self) -> int: ...
 
 
 class Group(Step[R]):
@@ -43,13 +53,13 @@ class Group(Step[R]):
                 raise WorkflowError("a member of a group ends in a group: put a task behind that one, to gather its results")
         self.steps: tuple[Step[Any], ...] = tuple(members)
 
-    def send(self) -> Result[R]:
+    def send(self) -> GroupedResult[R]:
         """Publish it through the Server whose tasks it is made of."""
-        return sender_of(self.steps).send(self)
+        return cast("GroupedResult[R]", sender_of(self.steps).send(self))
 
-    async def send_async(self) -> Result[R]:
+    async def send_async(self) -> GroupedResult[R]:
         """`send` for coroutines."""
-        return await sender_of(self.steps).send_async(self)
+        return cast("GroupedResult[R]", await sender_of(self.steps).send_async(self))
 
     def __repr__(self) -> str:
         return f"group({', '.join(map(repr, self.steps))})"

@@ -125,7 +125,11 @@ def _prepare(connection: sqlite3.Connection, path: str) -> bool:
             f"PRAGMA wal_autocheckpoint = {CHECKPOINT}; PRAGMA journal_size_limit = {LOG_LIMIT};"
             "PRAGMA temp_store = MEMORY; PRAGMA cache_size = -16000; PRAGMA secure_delete = OFF"
         )
-        if not _is_current(connection, path):
+        # One read transaction: another process may be making the tables between two looks.
+        connection.execute("BEGIN")
+        current = _is_current(connection, path)
+        connection.execute("COMMIT")
+        if not current:
             connection.execute("BEGIN IMMEDIATE")
             if not _is_current(connection, path):
                 for table in TABLES:

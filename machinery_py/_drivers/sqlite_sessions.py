@@ -58,7 +58,7 @@ def begin(folder: str) -> str:
     descriptor = -1
     if HAS_LOCKS:
         try:
-            os.makedirs(folder, 0o700, exist_ok=True)
+            _make(folder)
             descriptor = os.open(os.path.join(folder, key), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         except OSError:
             pass  # no proof of life then: the beats must do
@@ -69,6 +69,14 @@ def begin(folder: str) -> str:
                 _remove(folder, key)
     _own[key] = descriptor
     return key
+
+
+def _make(folder: str) -> None:
+    # The folder alone: one that is missing above it would hide that the file's place is wrong.
+    try:
+        os.mkdir(folder, 0o700)
+    except FileExistsError:
+        pass
 
 
 def run_table(key: str) -> RunTable | None:

@@ -105,7 +105,7 @@ class MemoryBroker(Broker):
             promoted = self._promote()
             if self._reap() or promoted:
                 self.hub.ring()
-            return self._next_due()
+            return self.next_due()
 
     def _promote(self) -> bool:
         now = self.hub.clock.now()
@@ -133,7 +133,7 @@ class MemoryBroker(Broker):
                     found = True
         return found
 
-    def _next_due(self) -> float:
+    def next_due(self) -> float:
         quarter = self.lease / 4
         if not self._delayed:
             return quarter
@@ -286,7 +286,7 @@ class MemoryConsumer(Consumer):
     def receive(self, limit: int, timeout: float) -> list[Delivery]:
         deliveries = self._claim(limit)
         if not deliveries and timeout > 0 and not self._woken:
-            self._bell.wait(timeout)
+            self._bell.wait(min(timeout, self._broker.next_due()))
             deliveries = self._claim(limit)
         self._woken = False
         return deliveries

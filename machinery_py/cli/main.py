@@ -17,7 +17,14 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn, cast
 
 from machinery_py.cli.commands import COMMANDS, GROUPS, Command, split_words
-from machinery_py.errors import BackendUnavailable, BrokerUnavailable, MachineryError, PublishRefused, PublishUnknown, StoreUnusable
+from machinery_py.errors import (
+    BackendUnavailable,
+    BrokerUnavailable,
+    MachineryError,
+    PublishRefused,
+    PublishUnknown,
+    StoreUnusable,
+)
 from machinery_py.version import __version__
 
 DONE, NO, WRONG, UNUSABLE = 0, 1, 2, 3

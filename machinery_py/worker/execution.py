@@ -11,7 +11,7 @@ import datetime as dt
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from machinery_py.brokers.base import Delivery, Fate
@@ -45,8 +45,8 @@ class Execution:
     """
 
     __slots__ = (
-        "_done", "_lock", "call_started", "committed", "context", "deadline", "delivery", "engine", "error", "hooks", "outcome",
-        "phase", "progress", "queued", "runtime", "settlement", "signature", "started_at", "task", "thread_id", "worker",
+        "_done", "_lock", "call_started", "committed", "context", "delivery", "engine", "error", "hooks", "outcome", "phase",
+        "progress", "queued", "runtime", "sends", "settlement", "signature", "started_at", "task", "thread_id", "worker",
     )
 
     def __init__(self, engine: Engine, hooks: Hooks, delivery: Delivery, worker: str) -> None:
@@ -61,13 +61,13 @@ class Execution:
         self.queued = False  # a mark for it is on its way to the settler
         self.progress: tuple[float, float] | None = None
         self.settlement: Settlement | None = None
+        self.sends: Sequence[Signature[Any]] = ()  # what the settlement publishes
         self.committed = False  # the settler has it
         self.outcome: Outcome | None = None
         self.error: Exception | None = None
         self.started_at: dt.datetime | None = None
         self.call_started = 0.0
         self.runtime = 0.0
-        self.deadline = 0.0
         self.thread_id = 0
         self._lock = threading.Lock()
         self._done = False
@@ -320,6 +320,7 @@ class Execution:
             message=self.delivery.body if then.state is State.FAILURE else b"",
         )
         out = self._outgoing(then)
+        self.sends = out.signatures
         return Settlement(
             delivery=self.delivery, uuid=signature.uuid, name=signature.name, fate=fate, reason=reason, error=then.error,
             states=(state, *out.states), send=out.messages,
@@ -332,7 +333,7 @@ class Execution:
             return out
         # The retry has no PENDING of its own: RETRY stays visible until it runs (Go overwrites it).
         retry = self.engine.message(self.engine.completed(then.retry))
-        return Outgoing([retry, *out.messages], out.states, out.groups)
+        return Outgoing([retry, *out.messages], out.states, out.groups, out.signatures)
 
     def settle(self, settlement: Settlement) -> bool:
         """End it like this. False: it has ended."""

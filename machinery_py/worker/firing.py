@@ -6,9 +6,11 @@ A group that is ready stays on the store's list until somebody has settled it, s
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from typing import Any
 
 from machinery_py.backends.base import ReadyGroup
-from machinery_py.engine import Engine, Outgoing
+from machinery_py.engine import NOTHING, Engine
 from machinery_py.errors import ArgumentError, DecodeError, StateNotFound
 from machinery_py.outcomes import Failed, follow_up
 from machinery_py.settlement.base import Firing
@@ -24,21 +26,29 @@ def fire_ready_groups(engine: Engine) -> int:
     """Settle the groups that wait for it; how many this caller settled."""
     fired = 0
     while ready := engine.store.ready_groups(100):
-        settled = [engine.store.fire(firing_of(engine, group)) for group in ready]
+        settled = [_fire(engine, group) for group in ready]
         fired += sum(settled)
         if not any(settled):
             break  # another worker is at them
     return fired
 
 
-def firing_of(engine: Engine, ready: ReadyGroup) -> Firing:
-    """What becomes true when this group is settled."""
+def _fire(engine: Engine, ready: ReadyGroup) -> bool:
+    firing, sent = firing_of(engine, ready)
+    fired = engine.store.fire(firing)
+    if fired:
+        engine.tell_sent(sent)
+    return fired
+
+
+def firing_of(engine: Engine, ready: ReadyGroup) -> tuple[Firing, Sequence[Signature[Any]]]:
+    """What becomes true when this group is settled, and what is sent by it."""
     try:
         callback = decode_signature(ready.callback).with_uuid("chord_")
     except DecodeError as error:
         # The members carried bytes that are no callback: there is nobody to tell, but the group must end.
         logger.error("the callback of %s cannot be decoded: %s", ready.group_uuid, error)
-        return Firing(group_uuid=ready.group_uuid)
+        return Firing(group_uuid=ready.group_uuid), ()
     if ready.failed_member:
         return _failed(engine, ready, callback, _why(engine, ready.failed_member))
     try:
@@ -49,7 +59,8 @@ def firing_of(engine: Engine, ready: ReadyGroup) -> Firing:
         return _failed(engine, ready, callback, f"the results of the chord's members are not there any more: {error}")
     except ArgumentError as error:
         return _failed(engine, ready, callback, f"the chord's callback cannot be sent: {error}")
-    return Firing(group_uuid=ready.group_uuid, states=out.states, send=out.messages, groups=out.groups)
+    firing = Firing(group_uuid=ready.group_uuid, states=out.states, send=out.messages, groups=out.groups)
+    return firing, out.signatures
 
 
 def _why(engine: Engine, member: str) -> str:
@@ -60,7 +71,9 @@ def _why(engine: Engine, member: str) -> str:
     return f"chord member {state.task_name} {member} failed: {state.error}"
 
 
-def _failed(engine: Engine, ready: ReadyGroup, callback: Signature[object], error: str) -> Firing:
+def _failed(
+    engine: Engine, ready: ReadyGroup, callback: Signature[Any], error: str
+) -> tuple[Firing, Sequence[Signature[Any]]]:
     now = engine.clock.now()
     then = follow_up(callback, Failed(error=error, error_type="ChordMemberFailed", retryable=False), now=now)
     state = TaskState(
@@ -72,8 +85,9 @@ def _failed(engine: Engine, ready: ReadyGroup, callback: Signature[object], erro
         out = engine.outgoing(then.send)
     except ArgumentError:
         logger.exception("the error callbacks of chord %s cannot be sent", callback.uuid)
-        out = Outgoing((), (), ())
-    return Firing(
+        out = NOTHING
+    firing = Firing(
         group_uuid=ready.group_uuid, states=(state, *out.states), send=out.messages,
         arrivals=engine.arrivals(then.arrived),
     )
+    return firing, out.signatures

@@ -67,22 +67,25 @@ class Inline:
         uuid = peek(execution)
         revoked = self._engine.store.backend.revoked([uuid]) if uuid else set()
         if accept(execution, revoked):
-            mark = execution.mark()
-            if mark is not None:
-                session.settle([], [mark])
+            def report(told: Execution) -> None:
+                mark = told.mark()
+                if mark is not None:
+                    session.settle([], [mark])
+
+            report(execution)
             if execution.is_async:
-                _run_coroutine(execution)
+                _run_coroutine(execution, report)
             else:
-                execution.run()
+                execution.run(report)
         if execution.settlement is not None:
             [verdict] = session.settle([execution.settlement])
             tell(self._engine, execution, verdict)
 
 
-def _run_coroutine(execution: Execution) -> None:
+def _run_coroutine(execution: Execution, report: Callable[[Execution], None]) -> None:
     """On a loop of its own, in a thread of its own: the caller may be inside a running loop."""
     import asyncio  # only those with coroutine tasks load it
 
-    thread = threading.Thread(target=lambda: asyncio.run(execution.run_async()), name="machinery-inline")
+    thread = threading.Thread(target=lambda: asyncio.run(execution.run_async(report)), name="machinery-inline")
     thread.start()
     thread.join()

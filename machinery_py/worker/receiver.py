@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 PREFETCH_WINDOW = 0.1  # seconds of work that is held in advance
 RECEIVE_TIMEOUT = 1.0  # seconds of one waiting claim
+BURST_TIMEOUT = 0.05  # seconds; a worker that ends when nothing is left need not wait for more
 SMOOTHING = 0.1  # weight of the newest run in the average
 LONELY_STRIKES = 2  # a task that this many dying workers ran is run with nothing beside it
 MAX_PAUSE = 10.0  # seconds between two tries while the broker is away
@@ -36,7 +37,7 @@ class Receiver:
 
     def __init__(
         self, engine: Engine, hooks: Hooks, session: Session, executors: Executors, settler: Settler, *,
-        name: str, worker: str, may_consume: Callable[[], bool],
+        name: str, worker: str, may_consume: Callable[[], bool], burst: bool = False,
     ) -> None:
         self._engine = engine
         self._hooks = hooks
@@ -45,6 +46,7 @@ class Receiver:
         self._settler = settler
         self._worker = worker
         self._may_consume = may_consume
+        self._timeout = BURST_TIMEOUT if burst else RECEIVE_TIMEOUT
         self._thread = threading.Thread(target=self._work, name=f"{name}-receiver", daemon=True)
         self._room = threading.Condition()
         self._stop = threading.Event()
@@ -113,7 +115,8 @@ class Receiver:
                     self._wait_for_room()
                     continue
                 try:
-                    deliveries = self._session.receive(free, RECEIVE_TIMEOUT)
+                    # The first one does not wait: that it comes back is what makes the worker ready.
+                    deliveries = self._session.receive(free, self._timeout if self.connected else 0.0)
                     self._accept_all(deliveries)
                     self._came_back()
                     pause = 0.05

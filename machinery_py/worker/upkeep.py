@@ -18,7 +18,7 @@ from machinery_py.worker.settler import Settler
 logger = logging.getLogger(__name__)
 
 STALE = 1.0  # seconds a claimed task may wait for a slot before it is given to whoever has one
-LONGEST_SLEEP = 2.5  # seconds
+LONGEST_SLEEP = 0.5  # seconds; so late at most is a running task asked to stop
 GROUPS_EVERY = 5.0  # seconds between two looks for groups that nobody settled
 
 
@@ -60,26 +60,26 @@ class Upkeep:
             except Exception:  # the loop must live on, whatever a store or a handler does
                 logger.exception("upkeep failed")
             now = time.monotonic()
-            until = min(self._beat_at, self._tend_at, now + LONGEST_SLEEP)
-            waiting = self._receiver.outstanding > self._executors.concurrency
-            self._stop.wait(max(0.02, min(until - now, STALE / 2 if waiting else LONGEST_SLEEP)))
+            self._stop.wait(max(0.02, min(self._beat_at, self._tend_at, now + LONGEST_SLEEP) - now))
 
     def _beat_if_due(self) -> None:
         now = time.monotonic()
         if now < self._beat_at:
             return
         self._beat_at = now + self._beat_every
-        if not self._session.beat():
-            logger.warning("this worker had been given up (was it stopped?): what it ran belongs to others now")
-            for execution in self._receiver.held():
-                self._executors.cancel(execution)
-        self._on_beat()
+        try:
+            if not self._session.beat():
+                logger.warning("this worker had been given up (was it stopped?): what it ran belongs to others now")
+                for execution in self._receiver.held():
+                    self._executors.cancel(execution)
+        finally:
+            self._on_beat()  # alive, whatever the store says
 
     def _tend_if_due(self) -> None:
         now = time.monotonic()
         if now >= self._tend_at:
             self._tend_at = now + 1.0  # if it fails
-            self._tend_at = time.monotonic() + min(self._engine.store.tend(), LONGEST_SLEEP)
+            self._tend_at = time.monotonic() + self._engine.store.tend()
         if now >= self._groups_at:
             self._groups_at = now + GROUPS_EVERY
             fire_ready_groups(self._engine)

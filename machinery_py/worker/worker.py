@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import queue
 import signal
 import threading
 import time
@@ -64,7 +65,7 @@ class Worker:
     ) -> None:
         self.engine = engine
         self.name = name or f"{hostname()}-{os.getpid()}"
-        self.concurrency = concurrency if concurrency > 0 else 2 * (os.cpu_count() or 1)
+        self.concurrency = concurrency or engine.config.concurrency or 2 * (os.cpu_count() or 1)
         self.queues = tuple(queues) or (engine.config.default_queue,)
         self.burst = burst
         self.shutdown_timeout = engine.config.shutdown_timeout if shutdown_timeout is None else shutdown_timeout
@@ -74,6 +75,8 @@ class Worker:
         self._pre_consume: Callable[[Worker], bool] | None = None
         self._quit = threading.Event()
         self._abrupt = threading.Event()
+        # Filled by signal handlers: unlike an Event, a SimpleQueue can be put to by a handler that interrupts its reader.
+        self._signals: queue.SimpleQueue[signal.Signals | None] = queue.SimpleQueue()
         self._stopped = threading.Lock()
         self._session: Session | None = None
 
@@ -152,7 +155,6 @@ class Worker:
             raise MachineryError(f"worker {self.name} runs already (make another one)")
         engine = self.engine
         session = engine.store.open_session(self.queues, worker=self.name)
-        self._session = session
         self._settler = Settler(
             session, name=self.name, on_settled=self._on_settled, after_batch=lambda: fire_ready_groups(engine)
         )
@@ -162,7 +164,7 @@ class Worker:
         self._limits = TimeLimits(self._executors, name=self.name)
         self._receiver = Receiver(
             engine, self._hooks, session, self._executors, self._settler, name=self.name, worker=self.name,
-            may_consume=self._may_consume,
+            may_consume=self._may_consume, burst=self.burst,
         )
         self._upkeep = Upkeep(
             engine, session, self._receiver, self._executors, self._settler, name=self.name, on_beat=self._on_beat
@@ -170,19 +172,21 @@ class Worker:
         # What a worker before us left behind: its messages go back, the groups it was about to settle are settled.
         engine.store.tend()
         fire_ready_groups(engine)
+        self._session = session
         self._settler.start()
         self._upkeep.start()
         self._receiver.start()
         engine.events.emit(WorkerOnline(worker=self.name))
 
     def quit(self) -> None:
-        """Ask it to end: `launch` returns when the running tasks are done. May be called from anywhere, and twice."""
+        """Ask it to end: `launch` returns when the running tasks are done. From any thread, and as often as you like."""
         self._quit.set()
+        self._signals.put(None)
 
     def abort(self) -> None:
         """Ask it to end now: what runs goes back to its queue."""
         self._abrupt.set()
-        self._quit.set()
+        self.quit()
 
     def stop(self) -> bool:
         """End it in order. False: it was cut short by `abort`."""
@@ -220,7 +224,8 @@ class Worker:
     # Inside
 
     def _wait(self) -> None:
-        while not self._quit.wait(0.1 if self.burst else 0.5):
+        while not self._quit.is_set():
+            self._take_signals(wait=0.1 if self.burst else 0.5)
             failure = self._receiver.failure or self._settler.failure
             if failure is not None:
                 raise MachineryError(f"worker {self.name} cannot go on: {failure!r}") from failure
@@ -229,9 +234,24 @@ class Worker:
 
     def _let_finish(self) -> None:
         deadline = time.monotonic() + self.shutdown_timeout
-        while self._executors.running() and time.monotonic() < deadline:
-            if self._abrupt.wait(0.02):
-                return
+        while self._executors.running() and time.monotonic() < deadline and not self._abrupt.is_set():
+            self._take_signals(wait=0.02)
+
+    def _take_signals(self, *, wait: float) -> None:
+        """Act on the signals that have come; wait for one at most this long."""
+        try:
+            number = self._signals.get(timeout=wait)
+        except queue.Empty:
+            return
+        if number is None:
+            return  # `quit` was called
+        if self._quit.is_set():
+            logger.warning("second %s: stopping now", number.name)
+            self._abrupt.set()
+        else:
+            logger.info("%s: stopping when the running tasks are done (at most %g s; once more to stop now)",
+                        number.name, self.shutdown_timeout)
+            self._quit.set()
 
     def _hand_back(self, *, started: bool) -> list[Execution]:
         given = [execution for execution in self._receiver.held() if execution.hand_back(started=started)]
@@ -278,13 +298,7 @@ class Worker:
 
     def _handle_signals(self) -> dict[signal.Signals, Any]:
         def on_signal(number: int, _: FrameType | None) -> None:
-            if self._quit.is_set():
-                logger.warning("second %s: stopping now", signal.Signals(number).name)
-                self.abort()
-            else:
-                logger.info("%s: stopping when the running tasks are done (at most %g s; once more to stop now)",
-                            signal.Signals(number).name, self.shutdown_timeout)
-                self.quit()
+            self._signals.put(signal.Signals(number))
 
         wanted = (signal.SIGINT, signal.SIGTERM)
         return {number: signal.signal(number, on_signal) for number in wanted}
@@ -314,6 +328,7 @@ def tell(engine: Engine, execution: Execution, verdict: Verdict) -> None:
         if engine.events.wants(TaskFenced):
             engine.events.emit(TaskFenced(signature=signature, worker=execution.worker))
         return
+    engine.tell_sent(execution.sends)
     if settlement.fate is Fate.DEAD and engine.events.wants(MessageDead):
         engine.events.emit(MessageDead(
             uuid=settlement.uuid, name=settlement.name, queue=settlement.delivery.queue,

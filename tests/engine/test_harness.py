@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import datetime as dt
 import decimal
@@ -15,6 +16,7 @@ from machinery_py import (
     Context,
     NoRetry,
     ResultExpired,
+    ResultTimeout,
     RetryTaskLater,
     Server,
     Signature,
@@ -245,6 +247,21 @@ def test_what_cannot_be_sent_fails_here_as_well(shop: Shop, machinery: Harness) 
     with pytest.raises(ArgumentError, match="fail argument 'text'"):
         shop.fail.send(object())  # type: ignore[arg-type]
     assert machinery.sent == []
+
+
+def test_who_waits_for_what_nobody_runs_is_told_in_time(shop: Shop, machinery: Harness) -> None:
+    result = shop.add.send(1, 2)
+    with pytest.raises(ResultTimeout, match="last state PENDING, no worker on"):
+        result.get(timeout=0.05)
+
+
+def test_a_coroutine_may_drain(shop: Shop, machinery: Harness) -> None:
+    async def use() -> str:
+        result = await shop.fetch.send_async("abc")
+        assert machinery.drain() == 1
+        return await result
+
+    assert asyncio.run(use()) == "ABC"
 
 
 # Looking

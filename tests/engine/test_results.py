@@ -260,7 +260,6 @@ class _WatchedListener(MemoryListener):
         backend.bench.drain()
 
 
-@pytest.mark.xfail(reason="results.Waitable.get watches the step before `_look` has moved on to the next", strict=False)
 def test_who_waits_for_a_chain_watches_the_step_that_he_looks_at(bench: Bench) -> None:
     hub = MemoryHub(bench.harness.clock)
     backend = _Watched(hub)

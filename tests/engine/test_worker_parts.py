@@ -140,7 +140,6 @@ def test_eager_runs_inside_send() -> None:
     server.close()
 
 
-@pytest.mark.xfail(reason="Inline.drain asks for the queues once, at its start", strict=False)
 def test_eager_runs_callbacks_on_queues_that_are_new() -> None:
     server = Server(Config(broker="eager"))
     calls: list[int] = []
@@ -219,9 +218,10 @@ def test_progress_is_kept_back_but_for_the_last(bench: Bench) -> None:
 
     context = Context(Signature(name="t"), queue="", delivery=1, worker="", report=report)
     assert list(context.track(range(1000))) == list(range(1000))
-    assert reports[-1] == (1000, 1000)
-    assert len(reports) < 100
-    assert list(Context(Signature(name="t"), queue="", delivery=1, worker="", report=None).track(iter("ab"))) == ["a", "b"]
+    last, count = reports[-1], len(reports)
+    assert (last, count < 100) == ((1000, 1000), True)
+    silent = Context(Signature(name="t"), queue="", delivery=1, worker="", report=None)
+    assert list(silent.track(iter("ab"))) == ["a", "b"]
 
 
 # Workers

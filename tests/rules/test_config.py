@@ -208,7 +208,10 @@ def test_all_wrong_values_are_told_at_once() -> None:
         ({"redis": 5}, "redis: found a number (expected a mapping of options)"),
         ({"redis": {"wait": 1}}, "redis.wait: found 1 (expected true or false)"),
         ({"amqp": {"queue_declare_args": "x"}}, "amqp.queue_declare_args: found 'x' (expected a mapping of names to values)"),
-        ({"amqp": {"queue_binding_args": {1: 2}}}, "amqp.queue_binding_args: found a mapping (expected a mapping of names to values)"),
+        (
+            {"amqp": {"queue_binding_args": {1: 2}}},
+            "amqp.queue_binding_args: found a mapping (expected a mapping of names to values)",
+        ),
         ({"lock": "null"}, "lock URL 'null': 'null' works as result backend only (as lock: eager, memory, sqlite)"),
     ],
 )  # fmt: skip

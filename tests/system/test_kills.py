@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import os
 import pathlib
 import signal
@@ -65,14 +66,6 @@ def server(fleet: Fleet) -> Iterator[Server]:
     server.close()
 
 
-def finished(server: Server) -> int:
-    return sum(report.per_minute for report in server.inspect.queues())
-
-
-def successes(server: Server) -> int:
-    return len(server.inspect.tasks(state=State.SUCCESS, limit=10 * TASKS))
-
-
 @pytest.mark.timeout(300)
 def test_twenty_kills_during_twenty_thousand_tasks_lose_and_double_nothing(fleet: Fleet, server: Server) -> None:
     work = server.register_task("work", int)
@@ -86,7 +79,8 @@ def test_twenty_kills_during_twenty_thousand_tasks_lose_and_double_nothing(fleet
     for number in range(KILLS):
         # Each kill hits a fleet that is at work: a few hundred tasks after the one before.
         goal = (number + 1) * TASKS // (KILLS + 2)
-        wait_until(lambda: fleet.ledger.stat().st_size // 50 >= goal or done(server), timeout=HANG, what=f"{goal} runs")
+        at_work = functools.partial(has_run, fleet, server, goal)
+        wait_until(at_work, timeout=HANG, what=f"{goal} runs")
         victim = workers[number % 2]
         victim.send_signal(signal.SIGKILL)
         victim.wait()
@@ -101,6 +95,10 @@ def test_twenty_kills_during_twenty_thousand_tasks_lose_and_double_nothing(fleet
     # Runs repeat only where a kill cut them off: bounded by what the killed workers held.
     repeated = sum(runs.values()) - TASKS
     assert repeated <= KILLS * (2 + server.config.prefetch)
+
+
+def has_run(fleet: Fleet, server: Server, goal: int) -> bool:
+    return fleet.ledger.stat().st_size // 50 >= goal or done(server)
 
 
 def done(server: Server) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 TASKS = '''
@@ -173,7 +175,7 @@ def test_the_plug_in_loads_nothing_heavy_before_a_fixture_is_used(pytester: pyte
 
 
 def test_the_library_itself_does_not_import_pytest(pytester: pytest.Pytester) -> None:
-    result = pytester.run("python", "-c", (
+    result = pytester.run(sys.executable, "-c", (
         "import sys, machinery_py.testing.harness, machinery_py.testing.waiting, machinery_py.testing.flaky; "
         "sys.exit('pytest' in sys.modules)"
     ))

@@ -82,7 +82,9 @@ assert_type(add.signature(1, 2).replace(retry_count=3), Signature[int])
 assert_type(add.options(delay=5).send(1, 2), AsyncResult[int])
 server.new_worker("w1", 10).launch()
 assert_type(server.new_custom_queue_worker("w1", 10, "mail"), Worker)
-server.inspect.tasks(queue="mail")
+assert_type(server.inspect.tasks(queue="mail"), list[TaskState])
+server.broker.get_pending_tasks("mail")
+server.broker.get_delayed_tasks()
 
 
 # 3
