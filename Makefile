@@ -31,7 +31,7 @@ unit:
 	$(BIN)/python -m pytest
 
 chaos: $(STAMP)
-	CHAOS_ROUNDS=$${CHAOS_ROUNDS:-20} $(BIN)/python -m pytest tests/system/test_kills.py tests/stores/test_model.py -v
+	CHAOS_KILLS=$${CHAOS_KILLS:-200} $(BIN)/python -m pytest tests/system/test_kills.py tests/system/test_crash_points.py -v
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks
@@ -41,7 +41,7 @@ $(STAMP): setup.cfg pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit("machinery_py needs Python 3.11 or newer; this is " + sys.version.split()[0] + " (make PYTHON=python3.12 …)" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip setuptools
-	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --editable '.[dev]'
 	@touch $@
 
 clean:

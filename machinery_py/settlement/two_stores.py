@@ -27,9 +27,9 @@ import msgspec
 
 from machinery_py._drivers.tokens import RecentTokens
 from machinery_py.backends.base import ALREADY, FENCED, SETTLED, Backend, Change, Verdict
-from machinery_py.brokers.base import Broker, Consumer, Delivery, Disposal, Message
+from machinery_py.brokers.base import Broker, Consumer, Delivery, Disposal, Fate, Message
 from machinery_py.clock import Clock
-from machinery_py.errors import DecodeError, PublishRefused
+from machinery_py.errors import DecodeError, MachineryError, PublishRefused
 from machinery_py.settlement.base import Firing, Mark, Session, Settlement, Store, Submission
 from machinery_py.settlement.one_store import disposal_of, mark_of
 from machinery_py.wire import decode_signature
@@ -125,7 +125,12 @@ class TwoSession(Session):
                 fresh.append(delivery)  # the engine knows what to do with it
             else:
                 known.append((delivery, signature.uuid, signature.run))
-        begun = self._store.backend.begin([(uuid, run) for _, uuid, run in known])
+        try:
+            begun = self._store.backend.begin([(uuid, run) for _, uuid, run in known])
+        except MachineryError:
+            # Claimed, and not to be begun: they go back, or they would be held by nobody who knows of them.
+            self._consumer.dispose([Disposal(delivery=delivery, fate=Fate.BACK) for delivery in deliveries])
+            raise
         over: list[Delivery] = []
         outboxes: list[tuple[str, Sequence[bytes]]] = []
         for (delivery, uuid, _), start in zip(known, begun, strict=True):

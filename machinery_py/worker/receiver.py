@@ -53,6 +53,7 @@ class Receiver:
         self._mean = 0.0  # seconds a run takes, of late
         self._held: dict[int, Execution] = {}
         self._lonely: list[Execution] = []
+        self._away = False  # the store did not answer, and that was logged
         self.connected = False
         self.received_at = time.monotonic()  # of the last round trip that worked
         self.idle_since: float | None = None  # since when there was nothing to claim and nothing held
@@ -135,14 +136,16 @@ class Receiver:
                 self._room.wait(0.05 if not self._held else 0.25)
 
     def _came_back(self) -> None:
-        if not self.connected:
-            self.connected = True
-            logger.debug("tasks can be received")
+        if self._away:
+            logger.warning("tasks can be received again")
+        self._away = False
+        self.connected = True
         self.received_at = time.monotonic()
 
     def _went_away(self, error: MachineryError) -> None:
-        if self.connected:
+        if not self._away:
             logger.error("no tasks can be received: %s; trying again", error)
+        self._away = True
         self.connected = False
 
     def _accept_all(self, deliveries: list[Delivery]) -> None:
@@ -167,7 +170,12 @@ class Receiver:
 
     def _revoked(self, executions: list[Execution]) -> frozenset[str]:
         uuids = [uuid for execution in executions if (uuid := peek(execution))]
-        return frozenset(self._engine.store.backend.revoked(uuids)) if uuids else frozenset()
+        try:
+            return frozenset(self._engine.store.backend.revoked(uuids)) if uuids else frozenset()
+        except MachineryError as error:
+            # They are claimed and must be run: a revocation that cannot be read now is seen by upkeep when they run.
+            logger.warning("revocations cannot be read: %s", error)
+            return frozenset()
 
     def _run_lonely(self) -> None:
         """Run a suspect when nothing else is held: if it kills this process, no other task is blamed for it."""

@@ -10,9 +10,14 @@ from typing import Any
 import pytest
 
 from machinery_py import Config, Context, Server, Signature, State, TaskFailed, current_task, group
+from machinery_py._drivers.memory import MemoryHub
+from machinery_py.backends.memory import MemoryBackend
+from machinery_py.brokers.memory import MemoryBroker
+from machinery_py.clock import SystemClock
 from machinery_py.errors import BrokerUnavailable, MachineryError, PublishUnknown
+from machinery_py.settlement.two_stores import TwoStores
 from machinery_py.signature import HEADER_EXPIRES
-from machinery_py.testing.flaky import FlakyStore
+from machinery_py.testing.flaky import FlakyBackend, FlakyStore
 from machinery_py.testing.waiting import HANG, together, wait_until
 from tests.engine.apps import Bench, bench
 
@@ -108,6 +113,31 @@ def test_a_chord_whose_firing_fails_is_fired_later(faulty: Faulty) -> None:
         first = (group(faulty.add.signature(1, 1), faulty.add.signature(2, 2)) | faulty.add.partial()).send()
         second = (group(faulty.add.signature(1, 1), faulty.add.signature(2, 2)) | faulty.add.partial()).send()
         assert [first.get(timeout=HANG), second.get(timeout=HANG)] == [6, 6]
+
+
+def test_deliveries_that_cannot_be_begun_go_back_and_are_run_later() -> None:
+    bench = Bench()
+    stores = bench.server.engine.stores
+    hub = MemoryHub()
+    backend = FlakyBackend(MemoryBackend(hub))
+    stores.store = TwoStores(MemoryBroker(MemoryHub()), backend, SystemClock())
+    for _ in range(3):
+        backend.faults.next_call("begin")
+    with bench.server.new_worker(concurrency=2):
+        assert [bench.add.send(i, 1).get(timeout=HANG) for i in range(5)] == [1, 2, 3, 4, 5]
+    bench.server.close()
+
+
+def test_revocations_that_cannot_be_read_keep_no_task_from_running() -> None:
+    bench = Bench()
+    stores = bench.server.engine.stores
+    backend = FlakyBackend(MemoryBackend(MemoryHub()))
+    stores.store = TwoStores(MemoryBroker(MemoryHub()), backend, SystemClock())
+    for _ in range(3):
+        backend.faults.next_call("revoked")
+    with bench.server.new_worker(concurrency=2):
+        assert [bench.add.send(i, 1).get(timeout=HANG) for i in range(5)] == [1, 2, 3, 4, 5]
+    bench.server.close()
 
 
 # The inline worker
