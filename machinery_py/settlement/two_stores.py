@@ -21,6 +21,7 @@ Limits: with a backend that has no conditional changes (its features say so) cal
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Sequence
 
 import msgspec
@@ -32,6 +33,7 @@ from machinery_py.clock import Clock
 from machinery_py.errors import DecodeError, MachineryError, PublishRefused
 from machinery_py.settlement.base import Firing, Mark, Session, Settlement, Store, Submission
 from machinery_py.settlement.one_store import disposal_of, mark_of
+from machinery_py.states import TaskState
 from machinery_py.wire import decode_signature
 
 logger = logging.getLogger(__name__)
@@ -53,17 +55,25 @@ class TwoStores(Store):
         self._replayed = RecentTokens(clock)
 
     def submit(self, submission: Submission) -> None:
+        before = self._finished(submission)
         made = self._prepare(submission)
         try:
             self.broker.put(submission.messages, token=submission.token)
         except PublishRefused:
             # Only what this very call has made: after a lost reply the first call may have been carried out.
             for uuid in made:
-                self.backend.purge_state(uuid)
+                if uuid not in before:
+                    self.backend.purge_state(uuid)
+            self.backend.apply([Change(key=uuid, states=(before[uuid],), force=True) for uuid in made if uuid in before])
+            self._replayed.forget(submission.token)
             raise
 
+    def _finished(self, submission: Submission) -> dict[str, TaskState]:
+        """For a replay: the states that it is to replace."""
+        return self.backend.get_states([state.task_uuid for state in submission.states]) if submission.replay else {}
+
     def _prepare(self, submission: Submission) -> list[str]:
-        """Write states and groups, before a worker can see the messages; which states are new."""
+        """Write states and groups, before a worker can see the messages; which states are ours alone."""
         if submission.replay and not self._replayed.add(submission.token):
             return []  # carried out before, and the task may have ended since
         changes = [
@@ -73,8 +83,6 @@ class TwoStores(Store):
         if submission.groups:
             changes.append(Change(key=f"submit {submission.token}", groups=submission.groups))
         verdicts = self.backend.apply(changes)
-        if submission.replay:
-            return []
         return [change.key for change, verdict in zip(changes, verdicts, strict=True) if change.states and verdict is SETTLED]
 
     def open_session(self, queues: Sequence[str], *, worker: str) -> Session:
@@ -111,6 +119,7 @@ class TwoSession(Session):
         self._store = store
         self._consumer = consumer
         self._epochs: dict[object, int] = {}  # receipt → epoch, until the delivery is settled
+        self._settling = threading.Lock()  # a repeat must see what the first try has left undone
 
     def receive(self, limit: int, timeout: float) -> list[Delivery]:
         deliveries = self._consumer.receive(limit, timeout)
@@ -146,8 +155,12 @@ class TwoSession(Session):
         return fresh
 
     def settle(self, settlements: Sequence[Settlement], marks: Sequence[Mark] = ()) -> list[Verdict]:
-        if marks:
-            self._mark(marks)
+        with self._settling:
+            if marks:
+                self._mark(marks)
+            return self._settle(settlements)
+
+    def _settle(self, settlements: Sequence[Settlement]) -> list[Verdict]:
         stated = [settlement for settlement in settlements if settlement.states]
         changes = [self._change(settlement) for settlement in stated]
         verdicts = dict(zip((id(one) for one in stated), self._store.backend.apply(changes), strict=True))

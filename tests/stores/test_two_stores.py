@@ -1,0 +1,92 @@
+"""The settlement contract where messages and states are in two stores, and the backend that keeps nothing."""
+
+from __future__ import annotations
+
+import pathlib
+
+import pytest
+
+from machinery_py import Server, StateNotFound, Unsupported, group
+from machinery_py._drivers.memory import MemoryHub
+from machinery_py._drivers.sqlite import SQLiteDriver
+from machinery_py.backends.memory import MemoryBackend
+from machinery_py.backends.sqlite import SQLiteBackend
+from machinery_py.brokers.base import Message
+from machinery_py.brokers.memory import MemoryBroker
+from machinery_py.errors import BrokerUnavailable
+from machinery_py.settlement.base import Submission
+from machinery_py.settlement.two_stores import TwoStores
+from machinery_py.states import State, TaskState
+from machinery_py.testing.clocks import ManualClock
+from machinery_py.testing.conformance.settlement import OpenStore, SettlementConformance
+from machinery_py.testing.flaky import FlakyBroker
+
+
+class TestTwoMemoryStores(SettlementConformance):
+    @pytest.fixture
+    def open_store(self, clock: ManualClock) -> OpenStore:
+        broker, backend = MemoryBroker(MemoryHub(clock)), MemoryBackend(MemoryHub(clock))
+        return lambda: TwoStores(broker, backend, clock)
+
+
+class TestMemoryBrokerAndSQLiteBackend(SettlementConformance):
+    @pytest.fixture
+    def open_store(self, clock: ManualClock, tmp_path: pathlib.Path) -> OpenStore:
+        broker, driver = MemoryBroker(MemoryHub(clock)), SQLiteDriver(str(tmp_path / "states.db"), clock=clock)
+        return lambda: TwoStores(broker, SQLiteBackend(driver), clock)
+
+
+@pytest.fixture
+def refusing(clock: ManualClock) -> tuple[TwoStores, FlakyBroker]:
+    broker = FlakyBroker(MemoryBroker(MemoryHub(clock)))
+    return TwoStores(broker, MemoryBackend(MemoryHub(clock)), clock), broker
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
+
+
+def submission(*, replay: bool = False) -> Submission:
+    message = Message(uuid="task_1", name="add", queue="q", body=b"{}")
+    return Submission(token="t", messages=(message,), states=(TaskState(task_uuid="task_1"),), replay=replay)
+
+
+def test_a_refused_submission_leaves_no_state(refusing: tuple[TwoStores, FlakyBroker]) -> None:
+    store, broker = refusing
+    broker.faults.next_call("put")
+
+    with pytest.raises(BrokerUnavailable):
+        store.submit(submission())
+
+    with pytest.raises(StateNotFound):
+        store.backend.get_state("task_1")
+
+
+def test_a_refused_replay_leaves_the_finished_state(refusing: tuple[TwoStores, FlakyBroker]) -> None:
+    store, broker = refusing
+    store.submit(Submission(token="first", messages=(), states=(TaskState(task_uuid="task_1", state=State.FAILURE),)))
+    broker.faults.next_call("put")
+
+    with pytest.raises(BrokerUnavailable):
+        store.submit(submission(replay=True))
+
+    assert store.backend.get_state("task_1").state is State.FAILURE
+
+
+def test_the_null_backend_runs_tasks_and_refuses_what_it_cannot_do() -> None:
+    server = Server(broker="memory://", result_backend="null")
+    ran: list[int] = []
+    task = server.register_task("task", ran.append)
+
+    with server.new_worker(concurrency=1, burst=True):
+        result = task.send(1)
+        with pytest.raises(Unsupported, match="keeps no states"):
+            result.get(timeout=5)
+        with pytest.raises(Unsupported, match="cannot count the members of a group"):
+            group(task.signature(2), task.signature(3)).send()
+    worker = server.new_worker(concurrency=1, burst=True)
+    assert worker.launch(signals=False) == 0
+
+    assert ran == [1]
+    server.close()
