@@ -63,11 +63,11 @@ class TaskNotRegistered(MachineryError, LookupError):
 class TaskAlreadyRegistered(MachineryError, ValueError):
     """Two different functions were registered under one name."""
 
-    def __init__(self, name: str, *, where: str) -> None:
+    def __init__(self, name: str, *, where: str, suggestion: str) -> None:
         self.name = name
         super().__init__(
             f"task {name!r} is already registered ({where}; "
-            f'give this one a name: @server.task("{name}_2"))'
+            f'give this one a name: @server.task("{suggestion}"))'
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic, ParamSpec, Protocol, TypedDict, TypeVar, Unpack, cast
@@ -207,7 +208,8 @@ class Registry:
         with self._lock:
             old = self._tasks.get(task.name)
             if old is not None and _place(old.function) != _place(task.function):
-                raise TaskAlreadyRegistered(task.name, where=_place(old.function))
+                module = task.__module__.rpartition(".")[2].strip("_")
+                raise TaskAlreadyRegistered(task.name, where=_place(old.function), suggestion=f"{module}.{task.name}")
             self._tasks[task.name] = task
 
     def find(self, name: str) -> Task[..., Any] | None:
@@ -235,7 +237,8 @@ def _place(function: Callable[..., Any]) -> str:
     code = getattr(function, "__code__", None)
     if code is None:
         return repr(function)
-    return f"{code.co_filename}:{code.co_firstlineno}"
+    path = os.path.relpath(code.co_filename)
+    return f"{code.co_filename if path.startswith('..') else path}:{code.co_firstlineno}"
 
 
 def _timedelta(value: float | dt.timedelta) -> dt.timedelta:

@@ -36,6 +36,7 @@ class ResultSource(Protocol):
     def hub(self) -> Hub: ...
     def convert(self, name: str, value: Any) -> Any: ...
     def worker_hint(self, queue: str) -> str: ...
+    def worker_command(self, queue: str) -> str: ...
     def revoke(self, uuids: Sequence[str]) -> None: ...
 
 
@@ -161,7 +162,8 @@ class _Wait:
             self._warned = True
             _, _, queue = self._waitable._describe()
             if hint := self._waitable._source.worker_hint(queue):
-                logger.warning("%s (start one: machinery worker <your module>)", hint.replace(" on ", " on queue "))
+                command = self._waitable._source.worker_command(queue)
+                logger.warning("%s (start one: %s)", hint.replace(" on ", " on queue "), command)
         remaining = LOOK_AGAIN if self._timeout is None else min(LOOK_AGAIN, self._timeout - waited)
         return remaining if self._warned or waited >= WARN_AFTER else min(remaining, WARN_AFTER - waited)
 

@@ -348,6 +348,14 @@ class Server:
             return ""
         return "" if served else f"no worker on {queue!r}"
 
+    def worker_command(self, queue: str) -> str:
+        """What to type to have a worker on the queue."""
+        module = next((task.__module__ for task in self.engine.registry), "<your module>")
+        if module == "__main__":
+            module = getattr(sys.modules["__main__"], "__file__", "<your module>").rpartition("/")[2].removesuffix(".py")
+        other = "" if queue in ("", self.config.default_queue) else f" -Q {queue}"
+        return f"machinery worker {module}{other}"
+
     def revoke(self, uuids: Sequence[str]) -> None:
         """These tasks are not started any more; those that run are asked to stop."""
         self.backend.revoke(list(uuids))
