@@ -16,6 +16,7 @@ demo: $(STAMP)
 	$(BIN)/python examples/email_sender/demo.py
 
 test: $(STAMP)
+	scripts/get-servers
 	$(MAKE) --no-print-directory check
 
 check: lint types unit

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-pytest_plugins = ["pytester"]
+pytest_plugins = ["pytester", "tests.servers"]
 
 # What the machine happens to have set must not reach the tests.
 for name in [name for name in os.environ if name.startswith("MACHINERY_") and not name.startswith("MACHINERY_TEST_")]:

@@ -1,0 +1,155 @@
+"""Private real servers for tests: on free ports of 127.0.0.1, each in a folder of its own, gone with the test.
+
+    RedisServer          one Redis; append-only file, memory limit, password, TLS with a private CA, unix socket
+    RedisSentinelTrio    a master, its replicas and three sentinels
+    RedisCluster         three masters and three replicas
+    RabbitMQServer       one node, with its own epmd
+    MemcachedServer      one memcached
+
+    with RedisServer(appendonly=True) as redis:
+        Server(redis.url)
+
+A single one has start, stop, kill, restart, freeze, thaw and close, see `private`. Nothing is shared with another test
+run on the same machine. A test that needs one begins with `require(RedisServer)`, which skips it where none is installed.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import ClassVar
+
+from machinery_py.testing.private import HOST, Private, PrivateServer, ServerBroken, ServerMissing, free_port, require
+from machinery_py.testing.private_redis import RedisCluster, RedisSentinelTrio, RedisServer, Reply, ReplyError
+from machinery_py.testing.waiting import HANG
+
+__all__ = [
+    "MemcachedServer",
+    "Private",
+    "PrivateServer",
+    "RabbitMQServer",
+    "RedisCluster",
+    "RedisSentinelTrio",
+    "RedisServer",
+    "Reply",
+    "ReplyError",
+    "ServerBroken",
+    "ServerMissing",
+    "require",
+]
+
+
+class RabbitMQServer(PrivateServer):
+    """One RabbitMQ node, without plug-ins. It starts in three seconds; durable queues survive `kill`.
+
+    Attributes:
+        node: the name of the Erlang node.
+    """
+
+    PROGRAMS: ClassVar[Mapping[str, str]] = {"rabbitmq-server": "rabbitmq-server", "epmd": "erlang-base"}
+
+    def __init__(self, *, port: int | None = None, config: Mapping[str, str] | None = None) -> None:
+        """Lines of rabbitmq.conf go into `config`."""
+        super().__init__(port=port)
+        self.node = f"machinery{self.port}@localhost"
+        self._epmd = _Epmd()
+        self._distribution = free_port()
+        lines = {"cluster_name": self.node, "disk_free_limit.absolute": "1MB", "log.console": "true", "log.file": "false"}
+        text = "".join(f"{name} = {value}\n" for name, value in (lines | dict(config or {})).items())
+        (self.folder / "rabbitmq.conf").write_text(text)
+        (self.folder / "enabled_plugins").write_text("[].\n")
+        (self.folder / "env.conf").touch()
+
+    @property
+    def url(self) -> str:
+        """Of the virtual host "/"."""
+        return f"amqp://guest:guest@{HOST}:{self.port}/"
+
+    def ctl(self, *words: str) -> str:
+        """Run `rabbitmqctl --quiet` and return what it prints; takes a second or two.
+
+        Raises:
+            ServerBroken: it failed; the text has what it said.
+        """
+        done = subprocess.run([self.find("rabbitmqctl"), "--quiet", *words], cwd=self.folder, env=self.environment(), check=False,
+                              capture_output=True, text=True, timeout=2 * HANG)
+        if done.returncode:
+            raise ServerBroken(f"rabbitmqctl {words} on {self}: exit code {done.returncode}: {done.stderr or done.stdout}")
+        return done.stdout
+
+    def close(self) -> None:
+        super().close()
+        self._epmd.close()
+
+    def command(self) -> Sequence[str | Path]:
+        return [self.find("rabbitmq-server")]
+
+    def environment(self) -> dict[str, str]:
+        folder = str(self.folder)
+        return super().environment() | {
+            "RABBITMQ_NODENAME": self.node,
+            "RABBITMQ_NODE_IP_ADDRESS": HOST,
+            "RABBITMQ_NODE_PORT": str(self.port),
+            "RABBITMQ_DIST_PORT": str(self._distribution),
+            "RABBITMQ_BASE": folder,
+            "RABBITMQ_MNESIA_BASE": f"{folder}/mnesia",
+            "RABBITMQ_LOG_BASE": f"{folder}/logs",
+            "RABBITMQ_CONF_ENV_FILE": f"{folder}/env.conf",
+            "RABBITMQ_CONFIG_FILE": f"{folder}/rabbitmq.conf",
+            "RABBITMQ_ENABLED_PLUGINS_FILE": f"{folder}/enabled_plugins",
+            "RABBITMQ_PID_FILE": f"{folder}/pid",
+            "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": "-kernel inet_dist_use_interface {127,0,0,1} -start_epmd false",
+            "ERL_EPMD_PORT": str(self._epmd.port),
+            "ERL_EPMD_ADDRESS": HOST,
+            "RUNNING_UNDER_SYSTEMD": "1",  # makes the script exec Erlang, so that our child is the node itself
+        }
+
+    def _before(self) -> None:
+        self._epmd.start()
+
+    def _answers(self) -> bool:
+        with socket.create_connection((HOST, self.port), HANG) as connection:
+            connection.sendall(b"AMQP\0\0\x09\x01")
+            return self.node.encode() in connection.recv(4096)  # connection.start has the cluster's name
+
+
+class _Epmd(PrivateServer):
+    """Erlang's table of node names: the system's own would outlive the node that starts it."""
+
+    PROGRAMS: ClassVar[Mapping[str, str]] = {"epmd": "erlang-base"}
+
+    def command(self) -> Sequence[str | Path]:
+        return [self.find("epmd"), "-port", str(self.port), "-address", HOST]
+
+    def _answers(self) -> bool:
+        with socket.create_connection((HOST, self.port), HANG) as connection:
+            connection.sendall(b"\0\x01n")  # NAMES_REQ
+            return connection.recv(4) == self.port.to_bytes(4, "big")
+
+
+class MemcachedServer(PrivateServer):
+    """One memcached. A restart forgets everything."""
+
+    PROGRAMS: ClassVar[Mapping[str, str]] = {"memcached": "memcached"}
+
+    def __init__(self, *, port: int | None = None, megabytes: int = 64) -> None:
+        super().__init__(port=port)
+        self.megabytes = megabytes
+
+    @property
+    def url(self) -> str:
+        return f"memcache://{HOST}:{self.port}"
+
+    def command(self) -> Sequence[str | Path]:
+        words = ["-l", HOST, "-p", str(self.port), "-U", "0", "-m", str(self.megabytes)]
+        words += ["-I", "1m" if self.megabytes > 1 else "512k"]  # an item may have half the memory
+        words += ["-u", "root"] if os.geteuid() == 0 else []
+        return [self.find("memcached"), *words]
+
+    def _answers(self) -> bool:
+        with socket.create_connection((HOST, self.port), HANG) as connection, connection.makefile("rb") as stream:
+            connection.sendall(b"stats\r\n")
+            return stream.readline() == b"STAT pid %d\r\n" % self.pid

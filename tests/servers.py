@@ -1,0 +1,73 @@
+"""Fixtures: one private server of each kind for the whole run, and proxies. A missing program skips, or fails with CI set.
+
+A test that kills a server takes one of its own (`with RedisServer() as redis`), or starts the shared one again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from machinery_py.testing.proxy import Proxy
+from machinery_py.testing.servers import (
+    MemcachedServer,
+    RabbitMQServer,
+    RedisCluster,
+    RedisSentinelTrio,
+    RedisServer,
+    require,
+)
+
+
+@pytest.fixture(scope="session")
+def redis_server() -> Iterator[RedisServer]:
+    require(RedisServer)
+    with RedisServer() as server:
+        yield server
+
+
+@pytest.fixture
+def empty_redis(redis_server: RedisServer) -> RedisServer:
+    """The shared Redis, running and without a key; a test that stopped it harms nobody after it."""
+    redis_server.start()
+    redis_server.thaw()
+    redis_server.cli("FLUSHALL")
+    redis_server.cli("SCRIPT", "FLUSH")
+    return redis_server
+
+
+@pytest.fixture(scope="session")
+def redis_sentinels() -> Iterator[RedisSentinelTrio]:
+    require(RedisSentinelTrio)
+    with RedisSentinelTrio() as trio:
+        yield trio
+
+
+@pytest.fixture(scope="session")
+def redis_cluster() -> Iterator[RedisCluster]:
+    require(RedisCluster)
+    with RedisCluster() as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="session")
+def rabbitmq_server() -> Iterator[RabbitMQServer]:
+    require(RabbitMQServer)
+    with RabbitMQServer() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def memcached_server() -> Iterator[MemcachedServer]:
+    require(MemcachedServer)
+    with MemcachedServer() as server:
+        yield server
+
+
+@pytest.fixture
+def open_proxy() -> Iterator[Callable[[int], Proxy]]:
+    """Opens a proxy to a port; closed after the test."""
+    with ExitStack() as proxies:
+        yield lambda port: proxies.enter_context(Proxy(port))
