@@ -53,6 +53,7 @@ class Receiver:
         self._mean = 0.0  # seconds a run takes, of late
         self._held: dict[int, Execution] = {}
         self._lonely: list[Execution] = []
+        self._cautious = False  # the last claim brought suspects; see _hold_back
         self._away = False  # the store did not answer, and that was logged
         self.connected = False
         self.received_at = time.monotonic()  # of the last round trip that worked
@@ -101,6 +102,8 @@ class Receiver:
 
     def _free(self) -> int:
         """How many to claim now: none until half of what may be held in advance is gone, so that claims stay large."""
+        if self._cautious:
+            return self._executors.concurrency - len(self._held)
         limit = self._limit()
         free = limit - len(self._held)
         spare = limit - self._executors.concurrency
@@ -158,6 +161,7 @@ class Receiver:
         for execution in executions:
             self._held[id(execution)] = execution
         revoked = self._revoked(executions)
+        self._hold_back(executions)
         for execution in executions:
             if accept(execution, revoked):
                 if execution.delivery.strikes >= LONELY_STRIKES:
@@ -166,6 +170,20 @@ class Receiver:
                 self._settler.mark(execution)
                 self._executors.submit(execution)
             else:
+                self._settler.put(execution)
+
+    def _hold_back(self, executions: list[Execution]) -> None:
+        """Hold no more suspects than can run, where the broker cannot see what ran.
+
+        There all that a dying worker held gets a strike. Without this a few deaths in a row would make poison of tasks that
+        only waited in it: claimed together, given back together, and claimed together again.
+        """
+        if self._engine.store.broker.features.sees_runs:
+            return
+        suspects = [execution for execution in executions if 0 < execution.delivery.strikes < LONELY_STRIKES]
+        self._cautious = bool(suspects)
+        for execution in suspects[self._executors.concurrency:]:
+            if execution.hand_back():
                 self._settler.put(execution)
 
     def _revoked(self, executions: list[Execution]) -> frozenset[str]:
