@@ -92,6 +92,7 @@ class Config(Section):
     result_backend: str = option("", "URL of the store that holds states and results; empty = where the broker is")
     lock: str = option("", "URL of the store that holds locks; empty = where the broker is")
     multiple_broker_separator: str = option("", "text between several broker URLs; empty = there is one URL")
+    broker_failover_strategy: str = option("round-robin", "which broker URL comes after one that failed", low=1)
     default_queue: str = option("machinery_tasks", "queue of tasks that name none", low=1)
     results_expire_in: int = option(3600, "how long states and results are kept; 0 = 3600", "s", empty_is_default=True)
     no_unix_signals: bool = option(False, "workers leave SIGINT and SIGTERM to the program")
@@ -128,6 +129,7 @@ class Config(Section):
             if not isinstance(getattr(self, name), section)
         ]
         values = {option.key: getattr(self, name) for name, option in options_of(Config).items()}
+        values["redis.master_name"] = getattr(self.redis, "master_name", "")
         raise_all(problems + _problems(values, {}))
         self.settle()
 
@@ -365,7 +367,7 @@ def _problems(values: Mapping[str, object], sources: Mapping[str, str]) -> list[
     for key, parts in found.items():
         for url in parts:
             try:
-                urls.check_url(url, ROLES[key])
+                urls.check_url(url, ROLES[key], master_name=str(values.get("redis.master_name", "")))
             except ConfigError as error:
                 if url not in refused:  # MACHINERY_URL is three settings, and one line is enough
                     problems.append(_origin(sources.get(key, "")) + str(error))

@@ -12,7 +12,7 @@ from machinery_py.families.base import Family, FamilyOptions
 from machinery_py.locks.base import Lock
 from machinery_py.settlement.base import Store
 from machinery_py.settlement.two_stores import TwoStores
-from machinery_py.urls import redact, scheme_of
+from machinery_py.urls import redact, scheme_of, split_urls
 
 #: URL scheme → the class that opens it.
 FAMILIES: dict[str, str] = {
@@ -20,6 +20,9 @@ FAMILIES: dict[str, str] = {
     "eager": "machinery_py.families.eager:EagerFamily",
     "sqlite": "machinery_py.families.sqlite:SQLiteFamily",
     "null": "machinery_py.families.null:NullFamily",
+    "redis": "machinery_py.families.redis:RedisFamily",
+    "rediss": "machinery_py.families.redis:RedisFamily",
+    "redis+socket": "machinery_py.families.redis:RedisFamily",
 }
 
 
@@ -27,8 +30,11 @@ def open_family(url: str, options: FamilyOptions) -> Family:
     """The stores behind a URL; nothing is connected yet.
 
     Raises:
-        ConfigError: the scheme is unknown.
+        ConfigError: the scheme is unknown, or there are several URLs and not all are of Redis.
     """
+    parts = split_urls(url, options.separator)
+    if len(parts) > 1 and not all(part.lower().startswith("redis") for part in parts):
+        raise ConfigError(f"several URLs work with Redis only (found {', '.join(map(redact, parts))})")
     target = FAMILIES.get(scheme_of(url))
     if target is None:
         raise ConfigError(f"URL {redact(url)!r}: unknown scheme (known: {', '.join(sorted(FAMILIES))})")
@@ -41,7 +47,8 @@ class Stores:
 
     def __init__(self, config: Config, clock: Clock) -> None:
         options = FamilyOptions(
-            clock=clock, lease=config.lease, expire_in=float(config.results_expire_in), timeout=config.publish_timeout
+            clock=clock, lease=config.lease, expire_in=float(config.results_expire_in), timeout=config.publish_timeout,
+            separator=config.multiple_broker_separator, strategy=config.broker_failover_strategy, redis=config.redis,
         )
         self._families: dict[str, Family] = {}
         for url in (config.broker, config.backend_url, config.lock_url):

@@ -5,6 +5,7 @@
     sqlite:///relative.db              a file, seen from the working directory
     sqlite:////absolute/path.db        the same with a fourth slash; ?synchronous=full|normal&busy_timeout=5
     null, null://                      a result backend that keeps nothing
+    redis://secret@host:6379/0         one Redis; rediss:// with TLS, redis+socket:///path/to.sock:/0
 
 Pure: nothing is opened and no name is looked up.
 """
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from typing import Literal
 from urllib.parse import unquote
 
+from machinery_py._drivers.redis_url import BadRedisUrl, parse_redis_url
 from machinery_py.errors import ConfigError, nearest
 
 Role = Literal["broker", "result backend", "lock"]
@@ -47,15 +49,13 @@ NOT_YET: tuple[str, ...] = (
     "memcache",
     "mongodb",
     "mongodb+srv",
-    "redis",
-    "redis+socket",
-    "rediss",
 )
 """Schemes of SCHEMES whose store comes in a later release. The release that brings one takes its line away."""
 
 EMBEDDED: frozenset[str] = frozenset({"eager", "memory", "sqlite"})
 """Stores that need no server, and therefore serve one machine or one process only."""
 
+_REDIS = frozenset({"redis", "redis+socket", "rediss"})
 _BARE = frozenset({"eager", "null"})  # Go writes these without "://"
 _NOT_PORTED = {"gcppubsub": "Google Pub/Sub", "http": "Amazon SQS or DynamoDB", "https": "Amazon SQS or DynamoDB"}
 
@@ -127,8 +127,10 @@ def split_urls(text: str, separator: str) -> tuple[str, ...]:
     return tuple(parts) if parts and all(map(scheme_of, parts)) else (text,)
 
 
-def check_url(url: str, role: Role) -> None:
+def check_url(url: str, role: Role, *, master_name: str = "") -> None:
     """Refuse a URL that cannot be used in this role, without opening a connection.
+
+    With a `master_name`, hosts of a Redis URL are sentinels.
 
     Raises:
         ConfigError: unknown scheme, a scheme for another role or of a later release, or a malformed rest.
@@ -148,6 +150,12 @@ def check_url(url: str, role: Role) -> None:
         raise _refused(url, role, f"{scheme!r} works as {_listed(SCHEMES[scheme])} only (as {role}: {known})")
     if scheme in NOT_YET:
         raise _refused(url, role, f"the store of {scheme!r} is not in this release, but comes later (now: {known})")
+    if scheme in _REDIS:
+        try:
+            parse_redis_url(url, master_name=master_name)
+        except BadRedisUrl as error:
+            raise _refused(url, role, str(error)) from None
+        return
     StoreUrl.parse(url, role=role)
 
 

@@ -16,7 +16,7 @@ MAX_FUNCTION = 60  # lines, without the docstring
 FLOORS: tuple[frozenset[str], ...] = tuple(
     frozenset(row.split())
     for row in (
-        "errors clock backoff version",
+        "errors clock backoff version failover",
         "values_go",
         "values_json",
         "values",
@@ -29,6 +29,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "wire_states",
         "wire_decode",
         "wire",
+        "_drivers _drivers.redis_url",
         "outcomes events urls config_files",
         "config_options",
         "config",
@@ -37,12 +38,16 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "brokers backends locks settlement",
         "backends.transactional settlement.base",
         "_drivers _drivers.memory _drivers.tokens _drivers.doorbell _drivers.sqlite_errors _drivers.sqlite_schema"
-        " _drivers.sqlite_rows _drivers.sqlite_handles _drivers.sqlite_runs",
-        "_drivers.sqlite_open _drivers.sqlite_sessions",
+        " _drivers.sqlite_rows _drivers.sqlite_handles _drivers.sqlite_runs"
+        " _drivers.redis_errors _drivers.redis_keys _drivers.redis_lua _drivers.redis_sessions",
+        "_drivers.sqlite_open _drivers.sqlite_sessions _drivers.redis_servers",
         "_drivers.*",
         "brokers.sqlite_consumer backends.sqlite_records backends.sqlite_listener",
+        "brokers.redis_lua backends.redis_lua backends.redis_listener",
+        "brokers.redis_scripts brokers.redis_messages backends.redis_scripts backends.redis_records",
+        "brokers.redis_looking brokers.redis_consumer",
         "brokers.* backends.* locks.*",
-        "settlement.one_store",
+        "settlement.one_store settlement.redis_scripts",
         "settlement.*",
         "families families.base",
         "families.memory",

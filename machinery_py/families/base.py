@@ -9,6 +9,7 @@ import msgspec
 from machinery_py.backends.base import Backend
 from machinery_py.brokers.base import Broker
 from machinery_py.clock import Clock
+from machinery_py.config import RedisConfig
 from machinery_py.errors import Unsupported
 from machinery_py.locks.base import Lock
 from machinery_py.settlement.base import Store
@@ -21,6 +22,9 @@ class FamilyOptions(msgspec.Struct, frozen=True, kw_only=True):
     lease: float = 10.0
     expire_in: float = 3600.0
     timeout: float = 5.0
+    separator: str = ""  # between several URLs
+    strategy: str = "round-robin"  # in `failover.STRATEGIES`
+    redis: RedisConfig = RedisConfig()
 
 
 class Family(ABC):  # noqa: B024 - a family need not be able to do all of it

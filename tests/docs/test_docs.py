@@ -304,11 +304,13 @@ def test_a_value_travels_as_it_is_shown(expression: str, type_name: str, wire: s
 
 def test_every_store_has_its_row() -> None:
     text = read("docs/reference/stores.md")
-    rows = re.findall(r"^\| `(\w+)` \| (\w+) \| (\w+) \| (\w+) \| (\w+) \| (\w+) \|", text, re.MULTILINE)
+    rows = re.findall(r"^\| `([\w+]+)` \| (\w+) \| (\w+) \| (\w+) \| (\w+) \| (\w+) \|", text, re.MULTILINE)
 
     assert {row[0] for row in rows} == set(factory.FAMILIES) == set(SCHEMES) - set(NOT_YET)
     for scheme, *claims in rows:
-        url = str({"sqlite": "sqlite:///a.db", "memory": "memory://"}.get(scheme, scheme))
+        urls = {"sqlite": "sqlite:///a.db", "memory": "memory://", "redis": "redis://h", "rediss": "rediss://h",
+                "redis+socket": "redis+socket:///s"}
+        url = str(urls.get(scheme, scheme))
         family = factory.open_family(url, FamilyOptions(clock=ManualClock()))
         backend = family.backend().features
         assert claims == [

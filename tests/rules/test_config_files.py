@@ -249,13 +249,14 @@ def test_a_wrong_variable_is_named_with_what_is_expected() -> None:
         "  MACHINERY_LEASE: lease: found 'soon' (expected a number, 0.001 to 3153600000 s)",
         "  MACHINERY_REDIS_WAIT: redis.wait: found 'maybe' (expected true or false)",
         "  MACHINERY_AMQP_QUEUE_BINDING_ARGS: amqp.queue_binding_args: found 'x' (expected a mapping of names to values)",
-        "  MACHINERY_URL: broker URL 'null': 'null' works as result backend only (as broker: eager, memory, sqlite)",
+        "  MACHINERY_URL: broker URL 'null': 'null' works as result backend only "
+        "(as broker: eager, memory, redis, redis+socket, rediss, sqlite)",
     ]
 
 
 def test_a_url_that_is_wrong_for_all_three_is_told_once() -> None:
     with pytest.raises(ConfigError) as caught:
-        Config.from_env(environ={"MACHINERY_URL": "redis://:secret@h"})
+        Config.from_env(environ={"MACHINERY_URL": "amqp://u:secret@h"})
 
     assert str(caught.value).count("not in this release") == 1
     assert "secret" not in str(caught.value)

@@ -136,7 +136,7 @@ def test_a_url_is_used_for_what_its_store_can_be(monkeypatch: pytest.MonkeyPatch
     assert resolve(environ={"MACHINERY_URL": "amqps://h"}).lock == ""
 
 
-@pytest.mark.parametrize("url", ["", "reddis://host", "redis://:secret@host", "null", "sqlite://:memory:"])
+@pytest.mark.parametrize("url", ["", "reddis://host", "amqp://u:secret@host", "null", "sqlite://:memory:"])
 def test_a_url_that_cannot_be_used_is_refused_at_once(url: str) -> None:
     with pytest.raises(ConfigError, match=r"^broker URL ") as caught:
         resolve(url, environ={})
@@ -208,7 +208,8 @@ def test_errors_of_all_places_are_told_together(tmp_path: Path) -> None:
             f"  {path}: brokr: unknown key; did you mean 'broker'?",
             f"  {path}: concurrency: found -1 (expected a whole number, 0 or more)",
             "  MACHINERY_LEASE: lease: found 'later' (expected a number, 0.001 to 3153600000 s)",
-            "  broker URL 'reddis://host': unknown scheme 'reddis' (known: eager, memory, sqlite; did you mean 'redis'?)",
+            "  broker URL 'reddis://host': unknown scheme 'reddis' (known: eager, memory, redis, "
+            "redis+socket, rediss, sqlite; did you mean 'redis'?)",
         ]
     )
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from machinery_py._drivers.redis_url import parse_redis_url
 from machinery_py.errors import ConfigError
 from machinery_py.urls import (
     EMBEDDED,
@@ -174,16 +175,17 @@ def test_null_is_a_result_backend_and_nothing_else() -> None:
     check_url("null://", "result backend")
 
     assert refusal("null", "broker") == (
-        "broker URL 'null': 'null' works as result backend only (as broker: eager, memory, sqlite)"
+        "broker URL 'null': 'null' works as result backend only (as broker: eager, memory, redis, redis+socket, rediss, sqlite)"
     )
     assert "works as result backend only" in refusal("null://", "lock")
 
 
 def test_an_unknown_scheme_names_the_known_and_the_nearest() -> None:
     assert refusal("reddis://host", "broker") == (
-        "broker URL 'reddis://host': unknown scheme 'reddis' (known: eager, memory, sqlite; did you mean 'redis'?)"
+        "broker URL 'reddis://host': unknown scheme 'reddis'"
+        " (known: eager, memory, redis, redis+socket, rediss, sqlite; did you mean 'redis'?)"
     )
-    assert "(known: eager, memory, null, sqlite" in refusal("x://", "result backend")
+    assert "(known: eager, memory, null, redis, redis+socket, rediss, sqlite" in refusal("x://", "result backend")
 
 
 @pytest.mark.parametrize("scheme", NOT_YET)
@@ -303,3 +305,47 @@ def test_the_reference_page_says_which_scheme_can_be_what() -> None:
                 found[scheme_of(url.strip("`"))] = set(cells[1].split(", ")), cells[2] == "yes"
 
     assert found == {scheme: (set(roles), scheme not in NOT_YET) for scheme, roles in SCHEMES.items()}
+
+
+@pytest.mark.parametrize(
+    ("url", "found"),
+    [
+        ("redis://", ((("localhost", 6379),), "", "", 0)),
+        ("redis://host", ((("host", 6379),), "", "", 0)),
+        ("redis://se:cret@host:1/2", ((("host", 1),), "se", "cret", 2)),
+        ("redis://secret@host", ((("host", 6379),), "", "secret", 0)),
+        ("redis://:secret@host", ((("host", 6379),), "", "secret", 0)),
+        ("redis://p%40ss@host", ((("host", 6379),), "", "p@ss", 0)),
+        ("redis://a@b@host", ((("host", 6379),), "", "a@b", 0)),
+        ("rediss://[::1]:7000/1", ((("::1", 7000),), "", "", 1)),
+    ],
+)
+def test_a_redis_url_is_read_as_go_reads_it(url: str, found: tuple[object, ...]) -> None:
+    read = parse_redis_url(url)
+
+    assert (read.hosts, read.username, read.password, read.database) == found
+    assert read.tls is url.startswith("rediss")
+    check_url(url, "broker")
+
+
+def test_a_redis_socket_has_its_database_behind_a_colon() -> None:
+    read = parse_redis_url("redis+socket://user:secret@/run/redis.sock:/3")
+
+    assert (read.path, read.hosts, read.username, read.password, read.database) == ("/run/redis.sock", (), "user", "secret", 3)
+    assert parse_redis_url("redis+socket:///a.sock").database == 0
+
+
+@pytest.mark.parametrize(
+    ("url", "text"),
+    [
+        ("redis://secret@h1:1,h2:2/0", "2 hosts are not in this release"),
+        ("redis://secret@host/x", "the database is no number"),
+        ("redis://secret@host:x", "the port is no number"),
+        ("redis://secret@host/0?ssl=true", "Redis URLs have no options"),
+        ("redis://secret@[::1", "has no ']'"),
+        ("redis+socket://secret@host", "found no path of a socket"),
+    ],
+)
+def test_a_redis_url_that_makes_no_sense_is_refused_without_its_password(url: str, text: str) -> None:
+    assert text in refusal(url, "broker")
+    assert "secret" not in refusal(url, "broker")

@@ -70,6 +70,9 @@ class Stage:
 
 @pytest.fixture
 def stage(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> Stage:
+    if request.param == "redis":
+        url: str = request.getfixturevalue("empty_redis").url
+        return Stage(tmp_path, url, url)
     first = f"sqlite:///{tmp_path}/first.db"
     second = first if request.param == "one store" else f"sqlite:///{tmp_path}/second.db"
     return Stage(tmp_path, first, second)
@@ -108,6 +111,8 @@ def cells() -> Iterator[tuple[str, str, str]]:
                 yield "one store", point, shape
             if shape in ("retry", "chord"):
                 yield "two stores", point, shape
+            if shape in ("retry", "chain", "broken-chord", "chord", "delayed") and not point.startswith("inside"):
+                yield "redis", point, shape  # its steps are scripts: there is no inside
 
 
 @pytest.mark.parametrize(("stage", "point", "shape"), list(cells()), indirect=["stage"])
@@ -152,7 +157,7 @@ def check_states(server: Server, uuid: str, shape: str) -> None:
     assert not server.inspect.dead()
 
 
-@pytest.mark.parametrize("stage", ["one store", "two stores"], indirect=True)
+@pytest.mark.parametrize("stage", ["one store", "two stores", "redis"], indirect=True)
 @pytest.mark.parametrize("shape", ["task", "chain", "chord"])
 @pytest.mark.parametrize("point", SENDER_POINTS)
 def test_a_sender_that_is_killed_leaves_all_or_nothing(

@@ -1,4 +1,4 @@
-"""Workers are killed with `kill -9`, again and again, while thousands of tasks run on the embedded store."""
+"""Workers are killed with `kill -9`, again and again, while thousands of tasks run on one store."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ HANG = max(150.0, 10.0 * KILLS)  # seconds; a guard, nothing is measured with it
 
 
 class Fleet:
-    """Worker processes over one file."""
+    """Worker processes over one store."""
 
-    def __init__(self, folder: pathlib.Path) -> None:
-        self.url = f"sqlite:///{folder}/kills.db"
+    def __init__(self, folder: pathlib.Path, url: str) -> None:
+        self.url = url
         self.ledger = folder / "ledger"
         self.ledger.touch()
         self.environment = {
@@ -53,9 +53,10 @@ class Fleet:
             process.wait()
 
 
-@pytest.fixture
-def fleet(tmp_path: pathlib.Path) -> Iterator[Fleet]:
-    fleet = Fleet(tmp_path)
+@pytest.fixture(params=["sqlite", "redis"])
+def fleet(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> Iterator[Fleet]:
+    url = f"sqlite:///{tmp_path}/kills.db" if request.param == "sqlite" else request.getfixturevalue("empty_redis").url
+    fleet = Fleet(tmp_path, url)
     yield fleet
     fleet.stop()
 

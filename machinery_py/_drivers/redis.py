@@ -1,0 +1,283 @@
+"""Connections to one Redis, shared by broker, backend and lock of a URL.
+
+redis-py opens, authenticates and reads; what is repeated is decided here, because its own retries would publish twice. A
+connection on which anything went wrong is closed. After a fork the child opens its own.
+
+Which server that is, `redis_servers` decides. A call is repeated once, at once, when its connection was lost and its script
+can stand that.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from machinery_py._drivers.redis_errors import Kind, as_ours, kind_of
+from machinery_py._drivers.redis_lua import Script
+from machinery_py._drivers.redis_servers import Servers
+from machinery_py.clock import SYSTEM_CLOCK, Clock
+from machinery_py.errors import BackendUnavailable, MachineryError, PublishUnknown, StoreUnusable
+
+TIMEOUT = 5.0  # seconds for a reply, and for a connection
+OLDEST = (6, 2)  # LPOP with a count, BLMOVE, ZMSCORE
+IDLE = 64  # connections that are kept
+FRESH = 0.01  # seconds; one that was used since then is taken unseen
+
+_EPOCH = dt.datetime(1970, 1, 1, tzinfo=dt.timezone.utc)
+
+
+class Link:
+    """One connection, for one thread at a time."""
+
+    def __init__(self, connection: Any, server: int) -> None:
+        self._connection = connection  # redis-py has no types for it
+        self.server = server  # as the driver's `servers` counted when it was opened
+        self.number = b""
+        self.used_at = 0.0
+
+    def ask(self, *parts: bytes) -> Any:
+        """Send one command and return its reply. Any exception of redis-py."""
+        self.send(command(*parts))
+        return self.read()
+
+    def send(self, packet: bytes) -> None:
+        self._connection.send_packed_command([packet], check_health=False)
+
+    def read(self) -> Any:
+        return self._connection.read_response(disable_decoding=True)
+
+    def has_news(self, timeout: float = 0.0) -> bool:
+        """Whether something can be read: a reply, a message, or the end of the connection."""
+        return bool(self._connection.can_read(timeout))
+
+    def is_broken(self) -> bool:
+        """Close it if the server has; for a connection on which no reply is awaited."""
+        try:
+            if not self.has_news():
+                return False
+        except Exception:  # redis-py's: it is gone
+            pass
+        self.close()
+        return True
+
+    def close(self) -> None:
+        self._connection.disconnect()
+
+
+def command(*parts: bytes) -> bytes:
+    """A command as it goes over the wire."""
+    pieces = [b"*%d\r\n" % len(parts)]
+    for part in parts:
+        pieces.append(b"$%d\r\n" % len(part))
+        pieces.append(part)
+        pieces.append(b"\r\n")
+    return b"".join(pieces)
+
+
+class RedisDriver:
+    """Opens connections when they are needed, and keeps them. May be used from any thread."""
+
+    def __init__(
+        self, url: str = "", *, clock: Clock = SYSTEM_CLOCK, timeout: float = TIMEOUT, servers: Servers | None = None
+    ) -> None:
+        """To the servers, or to the one of the URL."""
+        self.servers = servers or Servers([url], timeout=timeout)
+        self.clock = clock
+        self._timeout = timeout
+        self._idle: list[Link] = []
+        self._ears: list[Link] = []
+        self._pid = os.getpid()
+        self._checked = -1  # the server that is known to be new enough
+        self._local = threading.local()
+        self._texts = clock is SYSTEM_CLOCK
+
+    def now(self) -> str:
+        """What a script takes for the time: "" is the server's own clock."""
+        return "" if self._texts else str(micros(self.clock.now()))
+
+    # What a claim of this thread has just seen: no task is revoked.
+
+    def saw_revoked(self, count: int) -> None:
+        self._local.none_revoked = count == 0
+
+    def none_revoked(self) -> bool:
+        """True once after a claim of this thread that saw no revoked task at all."""
+        none = getattr(self._local, "none_revoked", False)
+        self._local.none_revoked = False
+        return bool(none)
+
+    def open(self, *, timeout: float | None = None) -> Link:
+        """A new connection. Any exception of redis-py."""
+        link = Link(*self.servers.connect(timeout or self._timeout))
+        if self._checked != link.server:
+            try:
+                self._check(link)
+            except BaseException:
+                link.close()
+                raise
+        return link
+
+    def is_stale(self, link: Link) -> bool:
+        """Whether it leads to a server that is not used any more."""
+        return link.server != self.servers.number
+
+    def _check(self, link: Link) -> None:
+        text = link.ask(b"INFO", b"server").decode(errors="replace")
+        version = next((line[14:] for line in text.splitlines() if line.startswith("redis_version:")), "0.0")
+        if tuple(int(part) for part in version.split(".")[:2]) < OLDEST:
+            raise StoreUnusable(f"Redis at {self.servers.place} is version {version} (needed: {OLDEST[0]}.{OLDEST[1]} or newer)")
+        self._checked = link.server
+
+    def _take(self) -> Link:
+        if os.getpid() != self._pid:
+            self._idle, self._ears, self._pid = [], [], os.getpid()
+        self.servers.look()
+        while True:
+            try:
+                link = self._idle.pop()
+            except IndexError:
+                return self.open()
+            if self.is_stale(link):
+                link.close()
+            elif time.monotonic() - link.used_at < FRESH or not link.is_broken():
+                return link
+
+    def _give(self, link: Link) -> None:
+        link.used_at = time.monotonic()
+        if len(self._idle) < IDLE and os.getpid() == self._pid:
+            self._idle.append(link)
+        else:
+            link.close()
+
+    def take_ear(self) -> Link:
+        """A connection that may be subscribed to something."""
+        while os.getpid() == self._pid and self._ears:
+            link = self._ears.pop()
+            if not self.is_stale(link):
+                return link
+            link.close()
+        return self.open()
+
+    def give_ear(self, link: Link) -> None:
+        if len(self._ears) < IDLE and os.getpid() == self._pid:
+            self._ears.append(link)
+        else:
+            link.close()
+
+    def run(
+        self, script: Script, argument: bytes, *keys: bytes, doing: str, away: type[MachineryError] = BackendUnavailable,
+        again: bool = True, lost: type[MachineryError] | None = None,
+    ) -> Any:
+        """Run a script.
+
+        Args:
+            again: it may be carried out twice, so it is repeated once if the connection is lost.
+            away: raised when nothing was written.
+            lost: raised when it may have been carried out (as `away`, if not given).
+        """
+        packet = evalsha(script, argument, *keys)
+
+        def ask(link: Link) -> Any:
+            link.send(packet)
+            return read_script(link, script, argument, *keys)
+
+        return self._attempt(ask, doing=doing, away=away, again=again, lost=lost or away)
+
+    def ask(self, *parts: bytes, doing: str, away: type[MachineryError] = BackendUnavailable) -> Any:
+        """Send a command that may be carried out twice."""
+        return self._attempt(lambda link: link.ask(*parts), doing=doing, away=away, again=True, lost=away)
+
+    def _attempt(
+        self, ask: Callable[[Link], Any], *, doing: str, away: type[MachineryError], again: bool, lost: type[MachineryError]
+    ) -> Any:
+        unknown = False
+        for last in (False, True) if again else (True,):
+            link: Link | None = None
+            try:
+                link = self._take()
+                reply = ask(link)
+            except MachineryError:
+                raise
+            except Exception as error:  # redis-py's, sorted by `fail`
+                # Once it may have been carried out, a refusal of the repeat does not say that it was not.
+                unknown = self.after(error, link) or unknown
+                if unknown and not last:
+                    continue
+                self.fail(error, doing=doing, away=lost if unknown else away)
+            self._give(link)
+            return reply
+        raise AssertionError("unreachable")
+
+    def after(self, error: Exception, link: Link | None) -> bool:
+        """Put the connection away; whether the command may have been carried out."""
+        import redis
+
+        if isinstance(error, redis.ResponseError) and link is not None and kind_of(str(error)) not in (Kind.AWAY, Kind.FATAL):
+            self._give(link)
+            return False
+        if link is not None:
+            link.close()
+            # Others that have been idle may be dead as well: the server was restarted, or went away.
+            stale, self._idle = self._idle, []
+            for one in stale:
+                one.close()
+        refused = isinstance(error, redis.ResponseError) or kind_of(str(error)) is not Kind.OTHER
+        return link is not None and not refused
+
+    def fail(self, error: Exception, *, doing: str, away: type[MachineryError]) -> NoReturn:
+        """Raise our error for one of redis-py's."""
+        import redis
+
+        if not isinstance(error, redis.RedisError | OSError):
+            raise error
+        text = str(error) or type(error).__name__
+        kind = kind_of(text)
+        if not isinstance(error, redis.ResponseError | redis.AuthenticationError) and kind is Kind.OTHER:
+            kind = Kind.AWAY
+            if away is PublishUnknown:
+                text = f"no reply: {text}"
+        self.servers.refused(text)
+        raise as_ours(kind, text, place=self.servers.place, doing=doing, away=away) from error
+
+    def unblock(self, numbers: Sequence[bytes]) -> None:
+        """End the sleep of these connections. Failing does no harm: nobody sleeps longer than a second."""
+        for number in numbers:
+            try:
+                self.ask(b"CLIENT", b"UNBLOCK", number, doing="waking a worker")
+            except MachineryError:
+                return
+
+    def close(self) -> None:
+        """Close what is idle. May be called twice; the next use opens anew."""
+        links, self._idle = self._idle + self._ears, []
+        self._ears = []
+        for link in links:
+            link.close()
+
+
+def evalsha(script: Script, argument: bytes, *keys: bytes) -> bytes:
+    return command(b"EVALSHA", script.sha, b"%d" % len(keys), *keys, argument)
+
+
+def read_script(link: Link, script: Script, argument: bytes, *keys: bytes) -> Any:
+    """The reply of a script that was sent by its name; sent again in full if Redis does not know it."""
+    try:
+        return link.read()
+    except Exception as error:
+        if kind_of(str(error)) is not Kind.SCRIPT:
+            raise
+    return link.ask(b"EVAL", script.body, b"%d" % len(keys), *keys, argument)
+
+
+def micros(moment: dt.datetime) -> int:
+    """A moment as the scripts count it."""
+    passed = moment - _EPOCH
+    return (passed.days * 86400 + passed.seconds) * 1_000_000 + passed.microseconds
+
+
+def moment_of(number: int) -> dt.datetime:
+    return _EPOCH + dt.timedelta(microseconds=number)

@@ -1,0 +1,199 @@
+"""States and groups in Redis: Go Machinery's documents, and ours beside them (docs/explanation/redis-protocol.md).
+
+Each change is one script. A finished state expires after `expire_in`, but the results of a chord's members only when the
+chord was settled; a state that is not finished a week after its last change (Go: everything after `expire_in`).
+
+Limits: what only Go programs wrote is not listed. `find` reads the names of all tasks.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from machinery_py._drivers.redis import RedisDriver, micros
+from machinery_py._drivers.redis_lua import Script, pack
+from machinery_py.backends import redis_scripts
+from machinery_py.backends.base import (
+    ALREADY,
+    FENCED,
+    SETTLED,
+    Backend,
+    BackendFeatures,
+    Begun,
+    Change,
+    ReadyGroup,
+    Verdict,
+)
+from machinery_py.backends.redis_listener import RedisListener
+from machinery_py.backends.redis_records import decode_rows, packed_change, state_of
+from machinery_py.errors import BackendUnavailable
+from machinery_py.states import GroupMeta, State, TaskState
+from machinery_py.wire import decode_group
+
+EXPIRE_IN = 3600.0  # seconds that a finished task is kept
+SWEEP = 60.0  # seconds between two looks for groups that are over
+FEW = 8  # states that are read without a script
+READ = 2000  # states in one script
+WRITE = 2000  # changes in one script
+
+VERDICTS: dict[int, Verdict] = {ord("s"): SETTLED, ord("a"): ALREADY, ord("f"): FENCED}
+
+_pack_outbox = msgspec.msgpack.Encoder().encode
+_outbox = msgspec.msgpack.Decoder(tuple[bytes, ...]).decode
+
+
+class RedisBackend(Backend):
+    """Documents on the driver's server. The driver belongs to whoever made it."""
+
+    features = BackendFeatures(name="redis")
+
+    def __init__(self, driver: RedisDriver, *, expire_in: float = EXPIRE_IN) -> None:
+        self.driver = driver
+        self.expire_in = expire_in
+        self.seconds = max(1, math.ceil(expire_in))
+
+    def now(self) -> dt.datetime:
+        return self.driver.clock.now()
+
+    def _run(self, script: Script, *values: object, doing: str, again: bool = True) -> Any:
+        return self.driver.run(script, pack(values), doing=doing, away=BackendUnavailable, again=again)
+
+    def apply(self, changes: Sequence[Change]) -> list[Verdict]:
+        now = self.now()
+        verdicts: list[Verdict] = []
+        for start in range(0, len(changes), WRITE):
+            rows = [packed_change(change, now, self.seconds, _pack_outbox(tuple(change.outbox)) if change.outbox else b"")
+                    for change in changes[start : start + WRITE]]
+            again = all(change.mark and not change.fires for change in changes[start : start + WRITE])
+            letters = self._run(redis_scripts.APPLY, self.driver.now(), self.seconds, rows, doing="writing states", again=again)
+            verdicts += [VERDICTS[letter] for letter in letters]
+        return verdicts
+
+    def begin(self, keys: Sequence[tuple[str, int]]) -> list[Begun]:
+        begun = self._run(redis_scripts.BEGIN, keys, doing="beginning deliveries") if keys else []
+        return [Begun(epoch=epoch, finished=bool(over), outbox=_outbox(box) if box else ()) for epoch, over, box in begun]
+
+    def outboxes(self, keys: Sequence[str]) -> list[Sequence[bytes]]:
+        if not keys:
+            return []
+        boxes = self.driver.ask(b"MGET", *(f"mpy:o:{{{key}}}".encode() for key in keys), doing="reading outboxes")
+        return [_outbox(box) if box else () for box in boxes]
+
+    def clear_outbox(self, keys: Sequence[str]) -> None:
+        self._run(redis_scripts.CLEAR, keys, doing="clearing outboxes")
+
+    def unsent(self, limit: int, *, older_than: float) -> list[tuple[str, Sequence[bytes]]]:
+        found = self._run(
+            redis_scripts.UNSENT, self.driver.now(), limit, int(older_than * 1e6), doing="looking for outboxes"
+        )
+        return [(key.decode(), _outbox(box) if box else ()) for key, box in found]
+
+    def settled_by(self, uuids: Sequence[str]) -> list[str]:
+        return [mark.decode() for mark in self._run(redis_scripts.MARKS, uuids, doing="reading marks")] if uuids else []
+
+    def get_states(self, uuids: Sequence[str]) -> dict[str, TaskState]:
+        found: dict[str, TaskState] = {}
+        for start in range(0, len(uuids), READ):
+            wanted = uuids[start : start + READ]
+            for uuid, (document, companion) in zip(wanted, self._documents(wanted), strict=True):
+                if document is not None:
+                    found[uuid] = state_of(document, companion)
+        return found
+
+    def _documents(self, uuids: Sequence[str]) -> Sequence[tuple[bytes | None, bytes | None]]:
+        """The document and its companion for each."""
+        if len(uuids) > FEW:
+            return decode_rows(self._run(redis_scripts.STATES, uuids, doing="reading states"))
+        keys = [key for uuid in uuids for key in (_document(uuid), b"mpy:m:{" + _bytes(uuid) + b"}")]
+        found = self.driver.ask(b"MGET", *keys, doing="reading states")
+        return list(zip(found[::2], found[1::2], strict=True))
+
+    def get_group(self, group_uuid: str) -> GroupMeta | None:
+        document = self.driver.ask(b"GET", _document(group_uuid), doing="reading a group")
+        return decode_group(document) if document else None
+
+    def ready_groups(self, limit: int) -> list[ReadyGroup]:
+        return [
+            ReadyGroup(group_uuid=uuid.decode(), callback=callback, failed_member=failed.decode())
+            for uuid, callback, failed in self._run(redis_scripts.READY, limit, doing="looking for complete groups")
+        ]
+
+    def list_states(
+        self, *, state: State | None = None, name: str = "", since: dt.datetime | None = None, limit: int = 100
+    ) -> list[TaskState]:
+        finished = state is not None and state.is_finished
+        sets = ["mpy:done"] if finished else ["mpy:done", "mpy:open"] if state is None else ["mpy:open"]
+        first = 0 if since is None else micros(since)
+        found: list[TaskState] = []
+        skipped = 0
+        while len(found) < limit:
+            rows = self._run(redis_scripts.NEWEST, sets, first, skipped, READ, doing="listing states")
+            rows.sort(key=lambda row: int(row[1]), reverse=True)
+            skipped += READ
+            states = self.get_states([uuid.decode() for uuid, _ in rows])
+            found += [one for one in states.values() if state in (None, one.state) and name in ("", one.task_name)]
+            if len(rows) < READ:
+                break
+        return found[:limit]
+
+    def find(self, prefix: str, limit: int = 2) -> list[str]:
+        pattern = b"".join(b"\\" + bytes((c,)) if c in b"*?[]\\^-" else bytes((c,)) for c in _bytes(prefix)) + b"*"
+        found: set[str] = set()
+        for key in (b"mpy:open", b"mpy:done"):
+            cursor = b"0"
+            while True:
+                cursor, rows = self.driver.ask(
+                    b"ZSCAN", key, cursor, b"MATCH", pattern, b"COUNT", b"5000", doing="looking for a task"
+                )
+                found.update(self.get_states([uuid.decode() for uuid in rows[::2]]))
+                if cursor == b"0" or len(found) >= limit:
+                    break
+        return sorted(found)[:limit]
+
+    def finished_since(self, moment: dt.datetime) -> dict[str, tuple[int, int]]:
+        second = micros(moment) // 1_000_000
+        counts: dict[str, tuple[int, int]] = {}
+        for name, count in self._run(redis_scripts.RATES, self.driver.now(), second, doing="counting what has finished"):
+            queue = name[7:].decode()  # behind SUCCESS or FAILURE
+            good, bad = counts.get(queue, (0, 0))
+            counts[queue] = (good + count, bad) if name.startswith(b"S") else (good, bad + count)
+        return counts
+
+    def revoke(self, uuids: Sequence[str]) -> None:
+        if uuids:
+            self._run(redis_scripts.REVOKE, self.driver.now(), uuids, doing="revoking tasks")
+
+    def revoked(self, uuids: Sequence[str]) -> set[str]:
+        if not uuids or self.driver.none_revoked():
+            return set()
+        return {uuid.decode() for uuid in self._run(redis_scripts.REVOKED, uuids, doing="looking for revoked tasks")}
+
+    def purge_state(self, task_uuid: str) -> None:
+        self._run(redis_scripts.FORGET, [task_uuid], (), doing="forgetting a task")
+
+    def purge_group_meta(self, group_uuid: str) -> None:
+        self._run(redis_scripts.FORGET, (), [group_uuid], doing="forgetting a group")
+
+    def listener(self) -> RedisListener:
+        return RedisListener(self.driver)
+
+    def tend(self) -> float:
+        looked = self._run(redis_scripts.TEND, self.driver.now(), self.seconds, doing="looking for what is over")
+        return 0.05 if looked >= redis_scripts.LOOKS else SWEEP
+
+    def close(self) -> None:
+        pass  # the driver belongs to whoever made it
+
+
+def _bytes(text: str) -> bytes:
+    return text.encode("utf-8", "backslashreplace")
+
+
+def _document(uuid: str) -> bytes:
+    """The key of a document: Go's, but for names so short that they are rather a queue's."""
+    return _bytes(uuid if len(_bytes(uuid)) > 2 else f"mpy:k:{{{uuid}}}")

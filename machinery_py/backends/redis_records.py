@@ -1,0 +1,139 @@
+"""A task state as Redis keeps it: Go's document, and a companion with the fields that Go does not know."""
+
+from __future__ import annotations
+
+import datetime as dt
+import math
+
+import msgspec
+
+from machinery_py._drivers.redis import micros, moment_of
+from machinery_py._drivers.redis_lua import pack, raw
+from machinery_py.backends.base import Change
+from machinery_py.backends.redis_lua import CHORD_LIFE
+from machinery_py.errors import ArgumentError
+from machinery_py.states import TaskState
+from machinery_py.wire import decode_state, encode_group, encode_state
+
+
+class _Ours(msgspec.Struct, array_like=True, gc=False):
+    """The fields of a state that are replaced with each change. `word` tells whether Go has changed the document since."""
+
+    word: str
+    attempt: int
+    error_type: str = ""
+    traceback: str = ""
+    finished_at: int | None = None
+    eta: int | None = None
+    message: bytes = b""
+
+
+Row = tuple[bytes | None, bytes | None]
+
+_ours = msgspec.msgpack.Decoder(_Ours).decode
+decode_rows = msgspec.msgpack.Decoder(list[Row]).decode
+_CREATED = b'"CreatedAt":"'
+_PLAIN: dict[tuple[str, int], bytes] = {}  # our fields of a state that has none but its attempt
+_MOST = 2**31  # seconds; a longer expiry is refused by Redis
+
+
+def packed_state(state: TaskState, now: dt.datetime, expire: int) -> tuple[object, ...]:
+    """As redis_lua.py says."""
+    try:
+        document = encode_state(state)
+        ours = _our_fields(state)
+        queue, worker = state.queue, state.worker
+        (queue + worker).encode()
+    except (ArgumentError, UnicodeEncodeError):
+        state = _printable(state)
+        document, ours, queue, worker = encode_state(state), _our_fields(state), state.queue, state.worker
+    started, progress = state.started_at, state.progress
+    # The creation time is Go's last but one field, behind all that could hold such a text.
+    head, mark, tail = document.rpartition(_CREATED)
+    created, quote, tail = tail.partition(b'"')
+    lines = (
+        f"{'' if started is None else micros(started)}\n"
+        f"{'' if progress is None else f'{progress[0]!r} {progress[1]!r}'}\n{line(queue)}\n{line(worker)}\n"
+    )
+    return (
+        state.task_uuid, state.state._value_, state.run, raw(head + mark), created.decode(), raw(quote + tail),
+        state.task_name != "", raw(lines.encode() + ours), bool(started and queue and worker), progress is not None,
+        line(queue), expire if state.is_finished else _kept(state, now),
+    )
+
+
+def line(text: str) -> str:
+    """For a companion, which is made of lines."""
+    return text.replace("\n", "\\n") if "\n" in text else text
+
+
+def _kept(state: TaskState, now: dt.datetime) -> int:
+    """Seconds that a state is kept that is not finished."""
+    if state.eta is None or state.eta <= now:
+        return CHORD_LIFE
+    return min(_MOST, CHORD_LIFE + math.ceil((state.eta - now).total_seconds()))
+
+
+def _our_fields(state: TaskState) -> bytes:
+    finished, eta = state.finished_at, state.eta
+    if finished is None and eta is None and not state.error_type and not state.traceback and not state.message:
+        key = (state.state._value_, state.attempt)
+        plain = _PLAIN.get(key)
+        if plain is None:
+            plain = pack(key)
+            if len(_PLAIN) < 1024:
+                _PLAIN[key] = plain
+        return plain
+    return pack((
+        state.state._value_, state.attempt, state.error_type, state.traceback,
+        None if finished is None else micros(finished), None if eta is None else micros(eta), state.message,
+    ))
+
+
+def _printable(state: TaskState) -> TaskState:
+    """With what has no UTF-8 written out. If that was not what is wrong, encoding it says so."""
+    texts = {
+        name: getattr(state, name).encode("utf-8", "backslashreplace").decode()
+        for name in ("task_uuid", "task_name", "error", "error_type", "traceback", "queue", "worker")
+    }
+    return msgspec.structs.replace(state, **texts)
+
+
+def packed_change(change: Change, now: dt.datetime, expire: int, outbox: bytes = b"") -> tuple[object, ...]:
+    """As redis_lua.py says."""
+    return (
+        change.key, line(change.mark), change.epoch, change.force, change.fires,
+        [packed_state(state, now, expire) for state in change.states],
+        [(group.group_uuid, raw(encode_group(group))) for group in change.groups] if change.groups else (),
+        [(one.group_uuid, one.task_uuid, one.total, one.ok, raw(one.callback)) for one in change.arrivals]
+        if change.arrivals else (),
+        raw(outbox) if outbox else "",
+    )
+
+
+def state_of(document: bytes, companion: bytes | None) -> TaskState:
+    """The state in a document and its companion."""
+    state = decode_state(document)
+    if companion is None:
+        return state  # a Go program wrote it
+    run, _, _, started, progress, queue, worker, ours = companion.split(b"\n", 7)
+    own = _ours(ours) if ours else None
+    if own is None or own.word != state.state._value_:
+        own = _Ours(state.state._value_, 1)  # a Go program has changed it since
+    return TaskState(
+        task_uuid=state.task_uuid, task_name=state.task_name, state=state.state, results=state.results, error=state.error,
+        created_at=state.created_at, ttl=state.ttl, run=int(run or 0), attempt=own.attempt, queue=queue.decode(),
+        error_type=own.error_type, traceback=own.traceback,
+        progress=_progress(progress), started_at=moment_of(int(started)) if started else None,
+        finished_at=None if own.finished_at is None else moment_of(own.finished_at),
+        eta=None if own.eta is None else moment_of(own.eta), worker=worker.decode(), message=own.message,
+    )
+
+
+def _progress(text: bytes | None) -> tuple[float, float] | None:
+    if not text:
+        return None
+    done, total = text.split()
+    return float(done), float(total)
+
+

@@ -1,0 +1,167 @@
+"""The scripts of the Redis backend. The keys are described in docs/explanation/redis-protocol.md.
+
+Each takes one msgpack array, and says here what is in it (In) and what it returns (Out). `now` is "" for the server's clock,
+else microseconds. Changes are as redis_lua.py says.
+"""
+
+from __future__ import annotations
+
+from machinery_py._drivers.redis_lua import PRELUDE, Script
+from machinery_py.backends.redis_lua import LIBRARY, RATES_LIFE
+
+REVOKED_LIFE = 3 * 86400  # seconds that a revocation is kept
+LOOKS = 20  # groups that are looked at in one step, for expiry
+
+# In: now, seconds that finished states are kept, changes. Out: a letter each: s(ettled), a(lready), f(enced).
+APPLY = Script(PRELUDE + LIBRARY + r"""
+local text, expire, changes = unpack(unpacked)
+local now, verdicts, plans = now_of(text), {}, {}
+for i, c in ipairs(changes) do verdicts[i], plans[i] = decide(c) end
+for i, c in ipairs(changes) do
+  if plans[i] then commit(c, plans[i], now, expire) end
+end
+note_states(now)
+return table.concat(verdicts)
+""")
+
+# In: (UUID, run) of each delivery. Out: for each (epoch, 1 if its run is over, outbox or "").
+BEGIN = Script(PRELUDE + LIBRARY + r"""
+local begun = {}
+for i, one in ipairs(unpacked[1]) do
+  local uuid, run = one[1], one[2]
+  local row = read(uuid)
+  if row.word and (FINAL[row.word] or row.run > run or (row.run == run and row.word == 'RETRY')) then
+    begun[i] = {tonumber(row.epoch), 1, call('GET', 'mpy:o:{' .. uuid .. '}') or ''}
+  else
+    local epoch = int(row.epoch + 1)
+    local rest = row.kept and string.match(row.kept, '^%d+\n%d+\n([^\n]*\n.*)$') or '\n\n\n\n\n'
+    call('SET', row.m, int(row.run) .. '\n' .. epoch .. '\n' .. rest, 'EX', math.max(LONG, call('TTL', row.m)))
+    begun[i] = {tonumber(epoch), 0, ''}
+  end
+end
+return begun
+""")
+
+# In: UUIDs. Out: msgpack of (document or nil, companion or nil), for each.
+STATES = Script(PRELUDE + LIBRARY + r"""
+local found = {}
+for i, uuid in ipairs(unpacked[1]) do
+  local kept = call('MGET', doc_key(uuid), companion(uuid))
+  found[i] = '\146' .. bin(kept[1]) .. bin(kept[2])
+end
+return arr(found)
+""")
+
+# In: UUIDs. Out: the mark of each, or "".
+MARKS = Script(PRELUDE + LIBRARY + r"""
+local found = {}
+for i, uuid in ipairs(unpacked[1]) do found[i] = read(uuid).mark end
+return found
+""")
+
+# In: limit. Out: (group, callback, failed member or "").
+READY = Script(PRELUDE + LIBRARY + r"""
+local found = {}
+for i, uuid in ipairs(call('ZRANGE', 'mpy:ready', 0, unpacked[1] - 1)) do
+  local kept = call('HMGET', (group_keys(uuid)), 'callback', 'failed')
+  found[i] = {uuid, kept[1] or '', kept[2] or ''}
+end
+return found
+""")
+
+# In: now, limit, µs of age. Out: (key, bodies) of outboxes that are older.
+UNSENT = Script(PRELUDE + r"""
+local text, limit, age = unpack(unpacked)
+local found = {}
+for i, key in ipairs(call('ZRANGEBYSCORE', 'mpy:outbox', '-inf', now_of(text) - age, 'LIMIT', 0, limit)) do
+  found[i] = {key, call('GET', 'mpy:o:{' .. key .. '}') or ''}
+end
+return found
+""")
+
+# In: keys. Out: nothing.
+CLEAR = Script(PRELUDE + r"""
+for _, key in ipairs(unpacked[1]) do
+  call('DEL', 'mpy:o:{' .. key .. '}')
+  call('ZREM', 'mpy:outbox', key)
+end
+""")
+
+# In: keys of the sets to be read, from which µs, how many. Out: (UUID, µs), the newest first in each set.
+NEWEST = Script(PRELUDE + r"""
+local found = {}
+for _, key in ipairs(unpacked[1]) do
+  local rows = call('ZREVRANGEBYSCORE', key, '+inf', unpacked[2], 'WITHSCORES', 'LIMIT', unpacked[3], unpacked[4])
+  for i = 1, #rows, 2 do found[#found + 1] = {rows[i], int(tonumber(rows[i + 1]))} end
+end
+return found
+""")
+
+# In: now, from which second. Out: (state and queue, how many).
+RATES = Script(PRELUDE + rf"""
+local last, found = math.floor(now_of(unpacked[1]) / 1000000), {{}}
+for second = math.max(unpacked[2], last - {RATES_LIFE}), last do
+  local rows = call('HGETALL', 'mpy:rate:' .. int(second))
+  for i = 1, #rows, 2 do found[#found + 1] = {{rows[i], tonumber(rows[i + 1])}} end
+end
+return found
+""")
+
+# In: now, UUIDs. Out: nothing.
+REVOKE = Script(PRELUDE + rf"""
+local until_ = now_of(unpacked[1]) + {REVOKED_LIFE} * 1000000
+for _, uuid in ipairs(unpacked[2]) do call('ZADD', 'mpy:revoked', until_, uuid) end
+""")
+
+# In: UUIDs. Out: those that are revoked.
+REVOKED = Script(PRELUDE + r"""
+local found = {}
+if call('EXISTS', 'mpy:revoked') == 0 then return found end
+for _, uuid in ipairs(unpacked[1]) do
+  if call('ZSCORE', 'mpy:revoked', uuid) then found[#found + 1] = uuid end
+end
+return found
+""")
+
+# In: UUIDs of tasks, of groups. Out: nothing.
+FORGET = Script(PRELUDE + LIBRARY + r"""
+for _, uuid in ipairs(unpacked[1]) do
+  call('DEL', doc_key(uuid), companion(uuid))
+  call('ZREM', 'mpy:open', uuid)
+  call('ZREM', 'mpy:done', uuid)
+end
+for _, uuid in ipairs(unpacked[2]) do
+  call('DEL', doc_key(uuid), group_keys(uuid))
+  call('ZREM', 'mpy:ready', uuid)
+  call('ZREM', 'mpy:groups', uuid)
+end
+""")
+
+# In: now, seconds that finished states are kept. Out: how many groups were looked at.
+TEND = Script(PRELUDE + LIBRARY + rf"""
+local text, expire = unpack(unpacked)
+local now = now_of(text)
+call('ZREMRANGEBYSCORE', 'mpy:revoked', '-inf', now)
+call('ZREMRANGEBYSCORE', 'mpy:done', '-inf', now - expire * 1000000)
+call('ZREMRANGEBYSCORE', 'mpy:open', '-inf', now - 2 * LONG * 1000000)
+local due = call('ZRANGEBYSCORE', 'mpy:groups', '-inf', now, 'LIMIT', 0, {LOOKS})
+for _, uuid in ipairs(due) do
+  local g, h = group_keys(uuid)
+  local doc, alive = call('GET', doc_key(uuid)), call('ZSCORE', 'mpy:ready', uuid)
+  if doc and not alive then
+    -- Our own document of a group holds names only: no number can suffer.
+    local read, group = pcall(cjson.decode, doc)
+    for _, member in ipairs(read and type(group.TaskUUIDs) == 'table' and group.TaskUUIDs or {{}}) do
+      if call('EXISTS', doc_key(member)) == 1 then alive = true break end
+    end
+  end
+  if alive then
+    call('ZADD', 'mpy:groups', now + expire * 1000000, uuid)
+    if doc then call('EXPIRE', doc_key(uuid), LONG) end
+  else
+    call('DEL', doc_key(uuid), g, h)
+    call('ZREM', 'mpy:groups', uuid)
+  end
+end
+return #due
+""")

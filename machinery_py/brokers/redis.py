@@ -1,0 +1,260 @@
+"""Messages in Redis, in Go Machinery's keys; what they are stands in docs/explanation/redis-protocol.md.
+
+A consumer that has not beaten for a lease, by the server's clock, is given up at the second look; one whose process on this
+host has ended, at the first.
+
+Limits: one standalone server. What a dead consumer held gets a strike, whether it ran or not.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from machinery_py._drivers.redis import RedisDriver, moment_of
+from machinery_py._drivers.redis_keys import queue_keys
+from machinery_py._drivers.redis_lua import Script, pack, raw
+from machinery_py._drivers.redis_sessions import SessionInfo, decode_info, is_dead
+from machinery_py.brokers import redis_looking, redis_scripts
+from machinery_py.brokers.base import Broker, BrokerFeatures, DeadLetter, Message, QueueStats, WorkerInfo
+from machinery_py.brokers.redis_consumer import RedisConsumer
+from machinery_py.brokers.redis_lua import DELAYED
+from machinery_py.brokers.redis_messages import (
+    EMPTY,
+    Packed,
+    Queues,
+    known,
+    letter_of,
+    message_of,
+    noted,
+    packed,
+    unwrapped,
+)
+from machinery_py.errors import BrokerUnavailable, MachineryError, PublishUnknown
+
+LEASE = 10.0  # seconds without a beat until a consumer is given up
+MOVE = 500  # delayed messages that are moved in one step
+STALE_LOOK = 1.5  # leases; who looks less often than that slept itself, and judges nobody
+
+
+_pending = msgspec.msgpack.Decoder(list[tuple[int, bytes | None, bytes]]).decode
+_late = msgspec.msgpack.Decoder(list[tuple[bytes, int, bytes]]).decode
+
+#: What a session is suspected by: its beat as it was seen, and when.
+_Suspicion = tuple[bytes, float]
+
+
+class RedisBroker(Broker):
+    """Queues on the driver's server. The driver belongs to whoever made it."""
+
+    features = BrokerFeatures(name="redis")
+
+    def __init__(self, driver: RedisDriver, *, lease: float = LEASE) -> None:
+        self.driver = driver
+        self.lease = lease
+        self._suspects: dict[bytes, _Suspicion] = {}
+        self._records: dict[bytes, SessionInfo | None] = {}
+        self._consumers: weakref.WeakSet[RedisConsumer] = weakref.WeakSet()
+
+    def put(self, messages: Sequence[Message], *, token: str) -> bool:
+        queues = Queues()
+        rows = [packed(message, queues) for message in messages]
+        argument = pack((self.driver.now(), token, queues.keys, rows))
+        rung = self.driver.run(
+            redis_scripts.PUT, argument, doing="publishing", away=BrokerUnavailable, again=bool(token), lost=PublishUnknown
+        )
+        if rung == 0:
+            return False
+        self.driver.unblock(rung)
+        return True
+
+    def consume(self, queues: Sequence[str], *, worker: str) -> RedisConsumer:
+        consumer = RedisConsumer(self.driver, tuple(queues), worker=worker, move_due=self._move_due)
+        self._consumers.add(consumer)
+        return consumer
+
+    def _run(self, script: Script, *values: object, doing: str) -> Any:
+        return self.driver.run(script, pack(values), doing=doing, away=BrokerUnavailable)
+
+    def _queues(self) -> list[tuple[str, str]]:
+        names = self.driver.ask(b"SMEMBERS", b"mpy:queues", doing="listing queues", away=BrokerUnavailable)
+        return [queue_keys(name) for name in sorted(name.decode(errors="replace") for name in names)]
+
+    # House-keeping
+
+    def tend(self) -> float:
+        queues = self._queues()
+        due_in, late, sessions, rung = self._run(
+            redis_scripts.LOOK, self.driver.now(), queues, int(self.lease * 1e6), doing="looking after queues"
+        )
+        self.driver.unblock(rung)
+        self._learn(sessions)
+        self._judge({(session, beat) for _, session, beat in late})
+        if due_in == 0:
+            self._move_due()
+            return 0.0
+        interval = self.lease / 4
+        return interval if due_in < 0 else min(interval, due_in / 1e6)
+
+    def _learn(self, sessions: Iterable[tuple[bytes, bytes]]) -> None:
+        """Read what sessions that are new to us say of themselves; condemn those whose process has ended."""
+        there: dict[bytes, bytes] = {session: queue for queue, session in sessions}
+        for session in self._records.keys() - there.keys():
+            del self._records[session]
+        for session, queue in there.items():
+            if session not in self._records:
+                key = f"{queue_keys(queue.decode())[1]}b:{session.decode()}".encode()
+                record = self.driver.ask(b"GET", key, doing="looking at a worker", away=BrokerUnavailable)
+                self._records[session] = _info(record)
+            info = self._records[session]
+            if info is not None and is_dead(info):
+                self._condemn(session, info.queues, "")
+
+    def _judge(self, late: set[tuple[bytes, bytes]]) -> None:
+        """Condemn sessions whose beat is the same late one at a second look."""
+        now = self.driver.clock.monotonic()
+        before, self._suspects = self._suspects, {}
+        for session, beat in late:
+            seen, first = before.get(session, (b"", 0.0))
+            if seen == beat and self.lease / 8 <= now - first <= self.lease * STALE_LOOK:
+                info = self._records.get(session)
+                if info is not None:
+                    self._condemn(session, info.queues, beat.decode())
+            else:
+                # The first look stands until it is too old: two processes of this host may tend in turn.
+                young = seen == beat and now - first < self.lease / 8
+                self._suspects[session] = (beat, first if young else now)
+
+    def _condemn(self, session: bytes, queues: Sequence[str], beat: str) -> None:
+        _, rung = self._run(
+            redis_scripts.CONDEMN, self.driver.now(), session.decode(), [queue_keys(queue) for queue in queues], beat, 1,
+            redis_scripts.GRAVE, doing="giving a dead worker's messages back",
+        )
+        self.driver.unblock(rung)
+
+    def _move_due(self) -> None:
+        """Bring what is due in Go's delayed set to its queues, the oldest first."""
+        while True:
+            bodies = self._run(redis_scripts.DUE, self.driver.now(), MOVE, doing="looking for due messages")
+            if not bodies:
+                return
+            queues = Queues()
+            rows: list[Packed] = []
+            for body in bodies:
+                said = known(body)
+                # Bytes that say no queue stay visible where somebody will bury them.
+                queue = (said.RoutingKey if said else "") or "machinery_tasks"
+                priority = said.Priority if said and 0 <= said.Priority <= 255 else 0
+                rows.append((queues.place(queue), priority, 0, EMPTY, 0, raw(body)))
+            self.driver.unblock(self._run(
+                redis_scripts.MOVE, self.driver.now(), queues.keys, rows, doing="moving due messages"
+            ))
+            if len(bodies) < MOVE:
+                return
+
+    # Looking
+
+    def pending(self, queue: str, limit: int) -> list[Message]:
+        self._move_due()
+        rows = _pending(self._run(redis_looking.PENDING, queue_keys(queue), limit, doing="listing a queue"))
+        found: list[Message] = []
+        for priority, note, body in rows:
+            parks, label = noted(note) if note else (0, b"")
+            found.append(message_of(body, queue=queue, label=label, priority=priority, parks=parks))
+        return found
+
+    def delayed(self, limit: int) -> list[Message]:
+        rows = _late(self._run(redis_looking.LATE, self._queues(), limit, doing="listing delayed messages"))
+        found: list[tuple[int, Message]] = []
+        for queue, due, member in rows:
+            if queue:
+                priority, parks, label, body = unwrapped(member)
+                message = message_of(
+                    body, queue=queue.decode(), label=label, priority=priority, parks=parks, due=due
+                )
+            else:
+                said = known(member)
+                message = message_of(
+                    member, queue=said.RoutingKey if said else "", priority=said.Priority if said else 0, due=due
+                )
+            found.append((due, message))
+        found.sort(key=lambda one: one[0])
+        return [message for _, message in found[:limit]]
+
+    def stats(self) -> list[QueueStats]:
+        self._move_due()
+        queues = self._queues()
+        lines, names = self._run(redis_looking.STATS, self.driver.now(), queues, doing="counting messages")
+        late = {_unquoted(name): count for name, count in names}
+        return [
+            QueueStats(queue=queue, waiting=waiting, running=running, delayed=parked + late.get(queue, 0), dead=dead,
+                       oldest_at=moment_of(int(oldest)) if oldest else None)
+            for (queue, _), (waiting, running, parked, dead, oldest) in zip(queues, lines, strict=True)
+        ]
+
+    def workers(self) -> list[WorkerInfo]:
+        queues = self._queues()
+        lines = self._run(redis_looking.WORKERS, queues, doing="listing workers")
+        found: dict[bytes, WorkerInfo] = {}
+        for line in lines:
+            for session, beat, holding, record in line:
+                info = _info(record)
+                if info is None or is_dead(info):
+                    continue
+                already = found[session].holding if session in found else 0
+                found[session] = WorkerInfo(
+                    session=session.decode(), name=info.name, host=info.host, pid=info.pid, queues=info.queues,
+                    started_at=moment_of(info.started_at), beat_at=moment_of(int(beat)), holding=holding + already,
+                )
+        return list(found.values())
+
+    def purge(self, queue: str) -> int:
+        members = self.driver.ask(b"ZRANGE", DELAYED.encode(), b"0", b"-1", doing="purging a queue",
+                                  away=BrokerUnavailable)
+        ours = [raw(member) for member in members if (said := known(member)) is not None and said.RoutingKey == queue]
+        return int(self._run(redis_looking.PURGE, queue_keys(queue), ours, doing="purging a queue"))
+
+    def dead_letters(self, *, limit: int, queue: str = "") -> list[DeadLetter]:
+        queues = [queue_keys(queue)] if queue else self._queues()
+        found = self._run(redis_looking.DEAD, queues, limit, doing="listing dead letters")
+        letters = [
+            letter_of(id, name, raw) for (name, _), line in zip(queues, found, strict=True) for id, raw in line if raw
+        ]
+        letters.sort(key=lambda letter: (letter.died_at, int(letter.id.partition("-")[2])), reverse=True)
+        return letters[:limit]
+
+    def take_dead(self, ids: Sequence[str]) -> list[DeadLetter]:
+        queues = self._queues()
+        argument = pack((queues, list(dict.fromkeys(ids))))
+        found = self.driver.run(redis_looking.TAKE_DEAD, argument, doing="taking dead letters", away=BrokerUnavailable,
+                                again=False)
+        letters = {id: letter_of(id, queues[index][0], raw) for index, id, raw in found}
+        return [letters[id.encode()] for id in dict.fromkeys(ids) if id.encode() in letters]
+
+    def close(self) -> None:
+        """Close the consumers that are still open."""
+        failure: MachineryError | None = None
+        for consumer in list(self._consumers):
+            try:
+                consumer.close()
+            except MachineryError as error:
+                failure = error
+        if failure is not None:
+            raise failure
+
+
+def _info(record: bytes | None) -> SessionInfo | None:
+    try:
+        return decode_info(record) if record else None
+    except msgspec.DecodeError:
+        return None  # of a later version
+
+
+def _unquoted(name: bytes) -> str:
+    try:
+        return msgspec.json.decode(name, type=str)
+    except msgspec.DecodeError:
+        return ""

@@ -1,0 +1,253 @@
+"""A consumer of Redis queues: it claims, disposes, beats and sleeps. Its keys stand in docs/explanation/redis-protocol.md.
+
+It has a connection of its own for claims. Asleep, that is blocked in BLMOVE at the first queue, with the claim behind it in
+the same packet; `wake` unblocks it.
+
+Limits: a Go program's message on the second queue of a sleeper is noticed within BLOCK.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from machinery_py._drivers.redis import Link, RedisDriver, command, evalsha, micros, read_script
+from machinery_py._drivers.redis_errors import Kind, kind_of
+from machinery_py._drivers.redis_keys import queue_keys
+from machinery_py._drivers.redis_lua import pack, raw
+from machinery_py._drivers.redis_sessions import SessionInfo, encode_info, place, started
+from machinery_py.brokers import redis_scripts
+from machinery_py.brokers.base import Consumer, Delivery, Disposal
+from machinery_py.brokers.redis_messages import EMPTY, head_of, printable
+from machinery_py.errors import BrokerUnavailable, MachineryError
+
+BLOCK = 1.0  # seconds of one sleep; shorter than half a lease
+LINK_TIMEOUT = BLOCK + 3.0  # seconds for the reply to a claim
+LOST_LIFE = 30.0  # seconds that a claim without a reply is asked for
+WAKE_TRIES = 20  # a wake may come before the sleep it is to end
+
+_claimed = msgspec.msgpack.Decoder(list[tuple[int, int, int, int, int, int, bytes]]).decode
+
+
+class RedisConsumer(Consumer):
+    """A session: its entries in the registries, and a connection."""
+
+    session = ""
+
+    def __init__(
+        self, driver: RedisDriver, queues: tuple[str, ...], *, worker: str, move_due: Callable[[], object]
+    ) -> None:
+        self._driver = driver
+        self._queues = tuple(dict.fromkeys(queues))
+        self._keys = [queue_keys(queue) for queue in self._queues]
+        self._places = {queue: index for index, queue in enumerate(self._queues)}
+        self._worker = printable(worker)
+        self._move_due = move_due
+        self._claims = itertools.count(1)
+        self._lost: list[tuple[int, float]] = []
+        self._link: Link | None = None
+        self._woken = False
+        self._asleep = b""  # the number of the connection that sleeps
+        self._closed = False
+        self._pid = os.getpid()
+        self._starting = threading.Lock()
+        self._start_session()
+
+    def _start_session(self) -> None:
+        session = secrets.token_hex(12)
+        info = SessionInfo(
+            name=self._worker, host=socket.gethostname(), place=place(), pid=os.getpid(), pid_started=started(os.getpid()),
+            queues=self._queues, started_at=micros(self._driver.clock.now()),
+        )
+        argument = pack((self._driver.now(), session, raw(encode_info(info)), self._keys))
+        self._driver.run(redis_scripts.REGISTER, argument, doing="registering a worker", away=BrokerUnavailable)
+        self.session = session
+
+    # Claiming
+
+    def receive(self, limit: int, timeout: float) -> list[Delivery]:
+        if self._closed:
+            return []
+        deliveries, due_in = self._claim(limit, sleep=0.0, will_sleep=timeout > 0)
+        deadline = time.monotonic() + timeout
+        while not deliveries and not self._woken and not self._closed:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                break
+            if due_in <= 0.0:
+                self._move_due()
+                due_in = BLOCK
+                deliveries, due_in = self._claim(limit, sleep=0.0, will_sleep=True)
+                if not deliveries and due_in > 0.0:
+                    continue
+                due_in = max(due_in, 0.01)  # another mover is at it
+                continue
+            deliveries, due_in = self._claim(limit, sleep=min(left, due_in, BLOCK), will_sleep=left > BLOCK)
+        if deliveries and due_in <= 0.0:
+            self._move_due()
+        self._woken = False
+        return deliveries
+
+    def _claim(self, limit: int, *, sleep: float, will_sleep: bool) -> tuple[list[Delivery], float]:
+        """Claim, after a sleep if it is to be one; the deliveries, and the seconds until something is due."""
+        claim = next(self._claims)
+        now = time.monotonic()
+        self._lost = [one for one in self._lost if now - one[1] < LOST_LIFE]
+        session = self.session
+        link: Link | None = None
+        try:
+            link = self._open_link()
+            argument = pack((self._driver.now(), session, self._keys, limit, claim, [number for number, _ in self._lost],
+                             link.number.decode() if will_sleep or sleep else ""))
+            reply = self._ask(link, argument, sleep)
+        except MachineryError:
+            raise
+        except Exception as error:  # redis-py's, sorted by `fail`
+            self._failed(error, link, claim)
+            raise AssertionError("unreachable") from error
+        alive, due_in, revoked, rung, blob = reply
+        if rung:
+            self._driver.unblock(rung)
+        if not alive:
+            return [], BLOCK  # the next beat starts again as a new one
+        self._driver.saw_revoked(revoked)
+        return self._deliveries(session, blob), BLOCK if due_in < 0 else due_in / 1e6
+
+    def _ask(self, link: Link, argument: bytes, sleep: float) -> Any:
+        packet = evalsha(redis_scripts.CLAIM, argument)
+        if not sleep:
+            link.send(packet)
+            return read_script(link, redis_scripts.CLAIM, argument)
+        name, prefix = self._keys[0]
+        arrivals = f"{prefix}i:{self.session}".encode()
+        self._asleep = link.number
+        try:
+            if self._woken:
+                link.send(packet)
+            else:
+                link.send(command(b"BLMOVE", name.encode(), arrivals, b"LEFT", b"RIGHT", b"%.3f" % sleep) + packet)
+                try:
+                    link.read()
+                except Exception as error:
+                    if kind_of(str(error)) not in (Kind.FULL, Kind.TYPE):  # the claim behind it says what is wrong
+                        raise
+        finally:
+            self._asleep = b""
+        return read_script(link, redis_scripts.CLAIM, argument)
+
+    def _open_link(self) -> Link:
+        self._driver.servers.look()
+        if self._link is not None and self._driver.is_stale(self._link):
+            self._link.close()
+            self._link = None
+        if self._link is None:
+            link = self._driver.open(timeout=LINK_TIMEOUT)
+            link.number = b"%d" % link.ask(b"CLIENT", b"ID")
+            self._link = link
+        return self._link
+
+    def _failed(self, error: Exception, link: Link | None, claim: int) -> None:
+        if link is not None:
+            self._lost.append((claim, time.monotonic()))
+            link.close()
+        self._link = None
+        self._driver.fail(error, doing="claiming messages", away=BrokerUnavailable)
+
+    def _deliveries(self, session: str, blob: bytes) -> list[Delivery]:
+        queues = self._queues
+        return [
+            Delivery(body=body, queue=queues[index], receipt=f"{session}.{number}", fence=fence, strikes=strikes, parks=parks,
+                     priority=priority)
+            for index, number, fence, strikes, parks, priority, body in _claimed(blob)
+        ] if len(blob) > 5 else []
+
+    # Ending deliveries
+
+    def place_of(self, delivery: Delivery) -> tuple[int, str]:
+        """(index of the queue, receipt) as the scripts take it; a receipt of another session is none of ours."""
+        session, _, number = str(delivery.receipt).partition(".")
+        index = self._places.get(delivery.queue)
+        return (index, number) if session == self.session and index is not None else (0, "")
+
+    @property
+    def queues(self) -> Sequence[str]:
+        """In the order of `place_of`."""
+        return self._queues
+
+    def dispose(self, disposals: Sequence[Disposal]) -> list[bool]:
+        if not disposals:
+            return []
+        rows = [(*self.place_of(one.delivery), *end_of(one)) for one in disposals]
+        argument = pack((self._driver.now(), self.session, self._keys, rows))
+        letters, rung = self._driver.run(
+            redis_scripts.DISPOSE, argument, doing="ending deliveries", away=BrokerUnavailable, again=False
+        )
+        self._driver.unblock(rung)
+        return [letter == 115 for letter in letters]
+
+    def holds(self, deliveries: Sequence[Delivery]) -> list[bool]:
+        if not deliveries:
+            return []
+        places = [self.place_of(delivery) for delivery in deliveries]
+        argument = pack((self.session, [(self._keys[index][1], number) for index, number in places]))
+        return [bool(one) for one in self._driver.run(
+            redis_scripts.HOLDS, argument, doing="looking at deliveries", away=BrokerUnavailable
+        )]
+
+    # Living
+
+    def beat(self) -> bool:
+        if self._closed:
+            return True
+        with self._starting:
+            argument = pack((self._driver.now(), self.session, self._keys))
+            if self._driver.run(redis_scripts.BEAT, argument, doing="beating", away=BrokerUnavailable):
+                return True
+            self._give_up(redis_scripts.GRAVE)
+            self._start_session()
+            return False
+
+    def wake(self) -> None:
+        self._woken = True
+        for _ in range(WAKE_TRIES):
+            number = self._asleep
+            if not number:
+                return
+            try:
+                if self._driver.ask(b"CLIENT", b"UNBLOCK", number, doing="waking a worker"):
+                    return
+            except MachineryError:
+                return  # then it wakes by itself
+
+    def close(self) -> None:
+        if self._closed or self._pid != os.getpid():
+            return
+        self._closed = True
+        self.wake()
+        self._give_up(redis_scripts.CLOSED)
+        link, self._link = self._link, None
+        if link is not None and not self._asleep:
+            link.close()
+
+    def _give_up(self, grave: int) -> None:
+        """Leave the registries; what is still held goes back."""
+        argument = pack((self._driver.now(), self.session, self._keys, "", 0, grave))
+        _, rung = self._driver.run(redis_scripts.CONDEMN, argument, doing="giving messages back", away=BrokerUnavailable)
+        self._driver.unblock(rung)
+
+
+def end_of(disposal: Disposal) -> tuple[str, int, msgspec.Raw]:
+    """(fate, due, head of a dead letter) as the scripts take it."""
+    fate = disposal.fate._value_
+    if fate == "done" or fate == "back":
+        return fate, 0, EMPTY
+    due = 0 if disposal.eta is None else micros(disposal.eta)
+    return fate, due, head_of(disposal.uuid, disposal.name, disposal.reason, disposal.error)

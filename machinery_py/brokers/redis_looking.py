@@ -1,0 +1,123 @@
+"""The scripts with which the Redis broker is looked at: listings, counts, purging, dead letters."""
+
+from __future__ import annotations
+
+from machinery_py._drivers.redis_lua import PRELUDE, Script
+from machinery_py.brokers.redis_lua import LIBRARY
+
+# In: queue, limit. Out: msgpack of (priority, note or nil, body), the next first.
+PENDING = Script(LIBRARY + r"""
+local q, limit, found = unpacked[1], unpacked[2], {}
+local function list(key, level)
+  if #found < limit then
+    for _, body in ipairs(call('LRANGE', key, 0, limit - #found - 1)) do
+      local noted = call('HGET', q[2] .. 'a', redis.sha1hex(body))
+      found[#found + 1] = '\147' .. cmsgpack.pack(level) .. bin(noted) .. bin(body)
+    end
+  end
+end
+for _, level in ipairs(call('ZREVRANGE', q[2] .. 'l', 0, -1)) do list(q[2] .. 'p:' .. level, tonumber(level)) end
+list(q[1], 0)
+return arr(found)
+""")
+
+# In: queues, limit. Out: msgpack of (queue or "" for Go's set, due in µs, member).
+LATE = Script(LIBRARY + r"""
+local queues, limit, found = unpacked[1], unpacked[2], {}
+local function look(key, name, unit)
+  local rows = call('ZRANGE', key, 0, limit - 1, 'WITHSCORES')
+  for i = 1, #rows, 2 do
+    local due = math.floor(tonumber(rows[i + 1]) / unit + 0.5)
+    found[#found + 1] = '\147' .. bin(name) .. cmsgpack.pack(due) .. bin(rows[i])
+  end
+end
+look(DELAYED, '', 1000)
+for _, q in ipairs(queues) do look(q[2] .. 'z', q[1], 1) end
+return arr(found)
+""")
+
+# In: now, queues. Out: for each (waiting, running, parked, dead, when its oldest was put or ""); the routing keys of Go's
+# delayed set as they stand in the JSON, and how many each.
+STATS = Script(LIBRARY + r"""
+local now, queues, lines, names, counts = now_of(unpacked[1]), unpacked[2], {}, {}, {}
+for _, q in ipairs(queues) do
+  local p = q[2]
+  parked(q, now, {})
+  local plain = call('LLEN', q[1])
+  local waiting, running = plain, 0
+  for _, level in ipairs(call('ZRANGE', p .. 'l', 0, -1)) do waiting = waiting + call('LLEN', p .. 'p:' .. level) end
+  for _, session in ipairs(call('ZRANGE', p .. 's', 0, -1)) do running = running + call('HLEN', p .. 'f:' .. session) end
+  local oldest = ''
+  if plain > 0 then
+    local place = tonumber(call('GET', p .. 'c') or '0') - plain
+    for _, mark in ipairs(call('LRANGE', p .. 'o', 0, -1)) do
+      local at, when = string.match(mark, '(%-?%d+) (%d+)')
+      if oldest == '' or tonumber(at) <= place then oldest = when else break end
+    end
+  end
+  lines[#lines + 1] = {waiting, running, call('ZCARD', p .. 'z'), call('HLEN', p .. 'd'), oldest}
+end
+if call('EXISTS', DELAYED) == 1 then
+  for _, body in ipairs(call('ZRANGE', DELAYED, 0, -1)) do
+    local name = string.match(body, '"RoutingKey":("[^"]*")') or ''
+    counts[name] = (counts[name] or 0) + 1
+  end
+  for name, count in pairs(counts) do names[#names + 1] = {name, count} end
+end
+return {lines, names}
+""")
+
+# In: queues. Out: for each (session, beat in µs, how many it holds, record or nil).
+WORKERS = Script(LIBRARY + r"""
+local lines = {}
+for i, q in ipairs(unpacked[1]) do
+  lines[i] = {}
+  local found = call('ZRANGE', q[2] .. 's', 0, -1, 'WITHSCORES')
+  for j = 1, #found, 2 do
+    table.insert(lines[i], {found[j], int(tonumber(found[j + 1])), call('HLEN', q[2] .. 'f:' .. found[j]),
+      call('GET', q[2] .. 'b:' .. found[j])})
+  end
+end
+return lines
+""")
+
+# In: queue, members of Go's delayed set that are its. Out: how many messages are gone.
+PURGE = Script(LIBRARY + r"""
+local q, members, gone = unpacked[1], unpacked[2], 0
+for _, level in ipairs(call('ZRANGE', q[2] .. 'l', 0, -1)) do
+  gone = gone + call('LLEN', q[2] .. 'p:' .. level)
+  call('DEL', q[2] .. 'p:' .. level)
+end
+gone = gone + call('LLEN', q[1]) + call('ZCARD', q[2] .. 'z')
+call('DEL', q[1], q[2] .. 'l', q[2] .. 'z', q[2] .. 'a', q[2] .. 'o')
+for _, member in ipairs(members) do gone = gone + call('ZREM', DELAYED, member) end
+return gone
+""")
+
+# In: queues, limit. Out: for each the newest dead letters (id, letter).
+DEAD = Script(PRELUDE + r"""
+local queues, limit, found = unpacked[1], unpacked[2], {}
+for i, q in ipairs(queues) do
+  found[i] = {}
+  for _, id in ipairs(call('ZREVRANGE', q[2] .. 'e', 0, limit - 1)) do
+    table.insert(found[i], {id, call('HGET', q[2] .. 'd', id)})
+  end
+end
+return found
+""")
+
+# In: queues, ids. Out: those that were there (index of the queue, id, letter).
+TAKE_DEAD = Script(PRELUDE + r"""
+local queues, ids, found = unpacked[1], unpacked[2], {}
+for i, q in ipairs(queues) do
+  for _, id in ipairs(ids) do
+    local letter = call('HGET', q[2] .. 'd', id)
+    if letter then
+      call('HDEL', q[2] .. 'd', id)
+      call('ZREM', q[2] .. 'e', id)
+      found[#found + 1] = {i - 1, id, letter}
+    end
+  end
+end
+return found
+""")

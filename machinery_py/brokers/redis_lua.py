@@ -1,0 +1,173 @@
+"""What the scripts of the Redis broker share: how a message comes to its list, leaves it and comes back.
+
+A queue is (name, prefix of our keys). A message is (index of its queue, priority, due in µs or 0, label, parks, body); a label
+is what only we can say of bytes that are no signature. Bodies are never decoded.
+"""
+
+from __future__ import annotations
+
+from machinery_py._drivers.redis_lua import PRELUDE
+
+DELAYED = "delayed_tasks"  # Go's key
+MARK_EVERY = 250_000  # µs between two notes of when a place of a queue was filled
+MARKS = 4096  # of these notes
+
+# give: puts bodies on a queue's list, at its head or tail, and notes when.
+# put: stores messages; returns connections of sleepers that must be woken.
+# back: gives entries of a session to the heads of their lists, in their old order, with so many strikes more.
+# parked: brings what is due from our own delayed set to its queue.
+LIBRARY = PRELUDE + rf"""
+local DELAYED, EVERY, MARKS = '{DELAYED}', {MARK_EVERY}, {MARKS}
+""" + r"""
+local function list_of(q, level)
+  if level > 0 then return q[2] .. 'p:' .. int(level) end
+  return q[1]
+end
+local function ring(q, set, count, rung)
+  for _, number in ipairs(call('SPOP', q[2] .. set, count)) do rung[#rung + 1] = number end
+end
+local function give(q, level, bodies, at_head, now, rung)
+  local list, p = list_of(q, level), q[2]
+  local length
+  for i = 1, #bodies, 2000 do
+    length = call(at_head and 'LPUSH' or 'RPUSH', list, unpack(bodies, i, math.min(i + 1999, #bodies)))
+  end
+  if level > 0 then
+    call('ZADD', p .. 'l', level, int(level))
+    ring(q, 'v', #bodies, rung)
+  elseif not at_head then
+    if length == #bodies then call('DEL', p .. 'o') end
+    local place = call('INCRBY', p .. 'c', #bodies) - #bodies
+    local last = call('LINDEX', p .. 'o', -1)
+    if not last or now - tonumber(string.match(last, ' (%d+)')) >= EVERY then
+      if call('RPUSH', p .. 'o', int(place) .. ' ' .. int(now)) > MARKS then call('LPOP', p .. 'o') end
+    end
+  end
+  ring(q, 'w', #bodies, rung)
+end
+local function note(q, body, fence, strikes, parks, label)
+  if fence > 0 or strikes > 0 or parks > 0 or label ~= '' then
+    call('HSET', q[2] .. 'a', redis.sha1hex(body), fence .. ' ' .. strikes .. ' ' .. parks .. '\n' .. label)
+  end
+end
+local function wrap(number, level, fence, strikes, parks, label, body)
+  return table.concat({number, level, fence, strikes, parks, #label}, ' ') .. '\n' .. label .. body
+end
+local function unwrap(text)
+  local number, level, fence, strikes, parks, size, at = string.match(text, '^(%d+) (%d+) (%d+) (%d+) (%d+) (%d+)\n()')
+  size = tonumber(size)
+  return {number = number, level = tonumber(level), fence = tonumber(fence), strikes = tonumber(strikes),
+          parks = tonumber(parks), label = string.sub(text, at, at + size - 1), body = string.sub(text, at + size)}
+end
+local function park(q, due, m, rung, now)
+  local number = int(call('INCR', q[2] .. 'n'))
+  call('ZADD', q[2] .. 'z', due, wrap(number, m.level, m.fence, m.strikes, m.parks, m.label, m.body))
+  if due < now + 1100000 then ring(q, 'v', 1, rung) end
+end
+local function check(queues, messages)
+  for _, m in ipairs(messages) do
+    local q = queues[m[1] + 1]
+    key_type(list_of(q, m[2]), 'list')
+  end
+  if #messages > 0 then key_type(DELAYED, 'zset') end
+end
+local function put(queues, messages, now, rung)
+  local order, lists = {}, {}
+  for _, m in ipairs(messages) do
+    local q, level, due, label, parks, body = queues[m[1] + 1], m[2], m[3], m[4], m[5], m[6]
+    if due <= now then
+      local list = list_of(q, level)
+      if not lists[list] then
+        lists[list] = {}
+        order[#order + 1] = {q, level, lists[list]}
+      end
+      table.insert(lists[list], body)
+      if label ~= '' or parks > 0 then note(q, body, 0, 0, parks, label) end
+    elseif label == '' and parks == 0 then
+      call('ZADD', DELAYED, int(due) .. '000', body)
+      if due < now + 1100000 then ring(q, 'v', 1, rung) end
+    else
+      park(q, due, {level = level, fence = 0, strikes = 0, parks = parks, label = label, body = body}, rung, now)
+    end
+  end
+  for _, one in ipairs(order) do give(one[1], one[2], one[3], false, now, rung) end
+end
+local function back(q, entries, strikes, now, rung)
+  table.sort(entries, function(a, b) return tonumber(a[1]) > tonumber(b[1]) end)
+  for _, entry in ipairs(entries) do
+    local m = unwrap(entry[2])
+    give(q, m.level, {m.body}, true, now, rung)
+    note(q, m.body, m.fence, m.strikes + strikes, m.parks, m.label)
+  end
+end
+local function empty(q, session, strikes, now, rung)
+  local flight, arrivals, entries = q[2] .. 'f:' .. session, q[2] .. 'i:' .. session, {}
+  key_type(q[1], 'list')
+  while true do
+    local body = call('RPOP', arrivals)
+    if not body then break end
+    give(q, 0, {body}, true, now, rung)
+  end
+  local all = call('HGETALL', flight)
+  for i = 1, #all, 2 do entries[#entries + 1] = {all[i], all[i + 1]} end
+  call('DEL', flight)
+  back(q, entries, strikes, now, rung)
+  return #entries
+end
+local function parked(q, now, rung)
+  local z = q[2] .. 'z'
+  if call('EXISTS', z) == 0 then return end
+  for _, text in ipairs(call('ZRANGEBYSCORE', z, '-inf', now, 'LIMIT', 0, 2000)) do
+    call('ZREM', z, text)
+    local m = unwrap(text)
+    give(q, m.level, {m.body}, false, now, rung)
+    note(q, m.body, m.fence, m.strikes, m.parks, m.label)
+  end
+end
+local function due_in(queues, now)
+  local soonest
+  local function look(key, unit)
+    local first = call('ZRANGE', key, 0, 0, 'WITHSCORES')
+    if first[2] then
+      local left = tonumber(first[2]) / unit - now
+      if not soonest or left < soonest then soonest = left end
+    end
+  end
+  look(DELAYED, 1000)
+  for _, q in ipairs(queues) do look(q[2] .. 'z', 1) end
+  return soonest and math.max(0, math.floor(soonest)) or -1
+end
+local function bury(q, raw, now, head)
+  local m = unwrap(raw)
+  local id = int(now) .. '-' .. int(call('INCR', q[2] .. 'n'))
+  call('HSET', q[2] .. 'd', id, m.strikes .. ' ' .. int(now) .. ' ' .. #head .. ' ' .. #m.label .. '\n'
+    .. head .. m.label .. m.body)
+  call('ZADD', q[2] .. 'e', now, id)
+end
+local function end_delivery(q, flight, number, raw, fate, due, head, backs, now, rung)
+  if fate == 'back' then
+    backs[q] = backs[q] or {}
+    table.insert(backs[q], {number, raw, flight})
+    return
+  end
+  call('HDEL', flight, number)
+  if fate == 'dead' then
+    bury(q, raw, now, head)
+  elseif fate == 'later' then
+    local m = unwrap(raw)
+    m.parks = m.parks + 1
+    if due > now then
+      park(q, due, m, rung, now)
+    else
+      give(q, m.level, {m.body}, false, now, rung)
+      note(q, m.body, m.fence, m.strikes, m.parks, m.label)
+    end
+  end
+end
+local function give_backs(backs, now, rung)
+  for q, entries in pairs(backs) do
+    for _, entry in ipairs(entries) do call('HDEL', entry[3], entry[1]) end
+    back(q, entries, 0, now, rung)
+  end
+end
+"""

@@ -1,0 +1,240 @@
+"""The scripts of the Redis broker. The keys are described in docs/explanation/redis-protocol.md.
+
+Each takes one msgpack array, and says here what is in it (In) and what it returns (Out). `now` is "" for the server's clock,
+else microseconds. Queues and messages are as redis_lua.py says.
+"""
+
+from __future__ import annotations
+
+from machinery_py._drivers.redis_lua import PRELUDE, Script
+from machinery_py.brokers.redis_lua import LIBRARY
+
+TOKEN_LIFE = 600  # seconds; longer than anybody repeats a submission
+GRAVE = 86_400_000_000  # µs that a condemned session is looked at
+CLOSED = 60_000_000  # µs that a closed one is
+
+# In: now, token, queues, messages. Out: 0 if the token was used before, else the connections to be woken.
+PUT = Script(LIBRARY + rf"""
+local text, token, queues, messages = unpack(unpacked)
+local now, rung = now_of(text), {{}}
+check(queues, messages)
+if token ~= '' and not call('SET', 'mpy:p:' .. token, '1', 'NX', 'EX', {TOKEN_LIFE}) then return 0 end
+for _, q in ipairs(queues) do call('SADD', 'mpy:queues', q[1]) end
+put(queues, messages, now, rung)
+return rung
+""")
+
+# In: now, session, record, queues. Out: nothing.
+REGISTER = Script(LIBRARY + r"""
+local text, session, record, queues = unpack(unpacked)
+local now = now_of(text)
+for _, q in ipairs(queues) do
+  call('SADD', 'mpy:queues', q[1])
+  call('SET', q[2] .. 'b:' .. session, record)
+  call('ZADD', q[2] .. 's', now, session)
+end
+""")
+
+# In: now, session, queues. Out: 1, or 0 if the session was given up in one of its queues. The score is removed first, so
+# that a full Redis lets the beat pass.
+BEAT = Script(LIBRARY + r"""
+local text, session, queues = unpack(unpacked)
+local now = now_of(text)
+for _, q in ipairs(queues) do
+  if not call('ZSCORE', q[2] .. 's', session) then return 0 end
+end
+for _, q in ipairs(queues) do
+  call('ZREM', q[2] .. 's', session)
+  call('ZADD', q[2] .. 's', now, session)
+end
+return 1
+""")
+
+# In: now, session, queues, limit, number of this claim, numbers of lost ones, connection if it will sleep or else "".
+# Out: what is left of the session (1, or 0 if it was given up); µs until something is due (-1: nothing is); how many tasks
+# are revoked; connections to be woken; msgpack of (queue, receipt, fence, strikes, parks, priority, body).
+CLAIM = Script(LIBRARY + r"""
+local text, session, queues, limit, claim, lost, number = unpack(unpacked)
+local now, rung, found, count = now_of(text), {}, {}, 0
+local function reply() return '\221' .. struct.pack('>I4', count) .. table.concat(found) end
+local function fly(index, q, level, bodies)
+  if #bodies == 0 then return end
+  local first = call('INCRBY', q[2] .. 'n', #bodies) - #bodies
+  local a, noted, entries = q[2] .. 'a', false, {}
+  local plain = wrap(claim, level, 1, 0, 0, '', '')
+  local head, tail = '\151' .. cmsgpack.pack(index - 1), cmsgpack.pack(1, 0, 0, level)
+  if call('EXISTS', a) == 1 then noted = true end
+  for i, body in ipairs(bodies) do
+    local receipt = first + i
+    local note = noted and call('HGET', a, redis.sha1hex(body))
+    entries[#entries + 1] = int(receipt)
+    if note then
+      local fence, strikes, parks, at = string.match(note, '^(%d+) (%d+) (%d+)\n()')
+      call('HDEL', a, redis.sha1hex(body))
+      fence, strikes, parks = fence + 1, tonumber(strikes), tonumber(parks)
+      entries[#entries + 1] = wrap(claim, level, fence, strikes, parks, string.sub(note, at), body)
+      found[#found + 1] = head .. cmsgpack.pack(receipt, fence, strikes, parks, level) .. bin_head(body)
+      found[#found + 1] = body
+    else
+      entries[#entries + 1] = plain .. body
+      found[#found + 1] = head .. cmsgpack.pack(receipt) .. tail .. bin_head(body)
+      found[#found + 1] = body
+    end
+  end
+  rows('HSET', q[2] .. 'f:' .. session, entries)
+  count = count + #bodies
+end
+for _, q in ipairs(queues) do
+  key_type(q[1], 'list')
+  if number ~= '' then
+    call('SREM', q[2] .. 'v', number)
+    call('SREM', q[2] .. 'w', number)
+  end
+end
+for _, q in ipairs(queues) do
+  if not call('ZSCORE', q[2] .. 's', session) then
+    for _, each in ipairs(queues) do
+      local arrivals = each[2] .. 'i:' .. session
+      while true do
+        local body = call('RPOP', arrivals)
+        if not body then break end
+        give(each, 0, {body}, true, now, rung)
+      end
+    end
+    return {0, -1, 1, rung, reply()}
+  end
+end
+for index, q in ipairs(queues) do
+  if #lost > 0 then
+    local flight, again = q[2] .. 'f:' .. session, {}
+    local all = call('HGETALL', flight)
+    for i = 1, #all, 2 do
+      local m = unwrap(all[i + 1])
+      for _, one in ipairs(lost) do
+        if m.number == int(one) then again[#again + 1] = {tonumber(all[i]), m} end
+      end
+    end
+    table.sort(again, function(a, b) return a[1] < b[1] end)
+    for _, one in ipairs(again) do
+      local m = one[2]
+      call('HSET', flight, int(one[1]), wrap(claim, m.level, m.fence, m.strikes, m.parks, m.label, m.body))
+      found[#found + 1] = '\151' .. cmsgpack.pack(index - 1, one[1], m.fence, m.strikes, m.parks, m.level) .. bin(m.body)
+      count = count + 1
+    end
+  end
+  local arrivals = q[2] .. 'i:' .. session
+  local bodies = call('LRANGE', arrivals, 0, -1)
+  if #bodies > 0 then
+    call('DEL', arrivals)
+    fly(index, q, 0, bodies)
+  end
+end
+for index, q in ipairs(queues) do
+  parked(q, now, rung)
+  if count < limit then
+    for _, level in ipairs(call('ZREVRANGE', q[2] .. 'l', 0, -1)) do
+      if count < limit then
+        local list = q[2] .. 'p:' .. level
+        fly(index, q, tonumber(level), call('LPOP', list, limit - count) or {})
+        if call('EXISTS', list) == 0 then call('ZREM', q[2] .. 'l', level) end
+      end
+    end
+    if count < limit then fly(index, q, 0, call('LPOP', q[1], limit - count) or {}) end
+  end
+end
+if number ~= '' and count == 0 then
+  for index, q in ipairs(queues) do
+    call('SADD', q[2] .. 'v', number)
+    if index > 1 then call('SADD', q[2] .. 'w', number) end
+  end
+end
+return {1, due_in(queues, now), call('ZCARD', 'mpy:revoked'), rung, reply()}
+""")
+
+# In: now, session, queues, disposals (index of the queue, receipt, fate, due, head of the dead letter).
+# Out: a letter each, s or f; connections to be woken.
+DISPOSE = Script(LIBRARY + r"""
+local text, session, queues, disposals = unpack(unpacked)
+local now, rung, backs, verdicts, taken = now_of(text), {}, {}, {}, {}
+for _, q in ipairs(queues) do key_type(q[1], 'list') end
+for i, d in ipairs(disposals) do
+  local q = queues[d[1] + 1]
+  local flight = q[2] .. 'f:' .. session
+  local raw = not taken[flight .. d[2]] and call('HGET', flight, d[2])
+  verdicts[i] = raw and 's' or 'f'
+  if raw then
+    taken[flight .. d[2]] = true
+    end_delivery(q, flight, d[2], raw, d[3], d[4], d[5], backs, now, rung)
+  end
+end
+give_backs(backs, now, rung)
+return {table.concat(verdicts), rung}
+""")
+
+# In: session, deliveries (prefix, receipt). Out: 1 or 0 for each.
+HOLDS = Script(PRELUDE + r"""
+local session, held = unpacked[1], {}
+for i, d in ipairs(unpacked[2]) do held[i] = call('HEXISTS', d[1] .. 'f:' .. session, d[2]) end
+return held
+""")
+
+# In: now, session, queues, the beat that was seen or "", strikes, µs of its tombstone. Out: -1 if the session has beaten
+# since or is gone, else how many messages it held; connections to be woken.
+CONDEMN = Script(LIBRARY + r"""
+local text, session, queues, seen, strikes, grave = unpack(unpacked)
+local now, rung, held, there = now_of(text), {}, 0, false
+for _, q in ipairs(queues) do
+  key_type(q[1], 'list')
+  local beat = call('ZSCORE', q[2] .. 's', session)
+  if beat then
+    if seen ~= '' and int(tonumber(beat)) ~= seen then return {-1, rung} end
+    there = true
+  end
+end
+if not there then return {-1, rung} end
+for _, q in ipairs(queues) do
+  call('ZREM', q[2] .. 's', session)
+  call('DEL', q[2] .. 'b:' .. session)
+  held = held + empty(q, session, strikes, now, rung)
+  call('ZADD', q[2] .. 't', now + grave, session)
+end
+return {held, rung}
+""")
+
+# In: now, queues, lease in µs. Out: µs until something is due (-1); late sessions (queue, session, beat); all sessions
+# (queue, session); connections to be woken.
+LOOK = Script(LIBRARY + r"""
+local text, queues, lease = unpack(unpacked)
+local now, rung, late, all = now_of(text), {}, {}, {}
+for _, q in ipairs(queues) do
+  parked(q, now, rung)
+  local found = call('ZRANGE', q[2] .. 's', 0, -1, 'WITHSCORES')
+  for i = 1, #found, 2 do
+    all[#all + 1] = {q[1], found[i]}
+    if now - tonumber(found[i + 1]) > lease then late[#late + 1] = {q[1], found[i], int(tonumber(found[i + 1]))} end
+  end
+  for _, session in ipairs(call('ZRANGE', q[2] .. 't', 0, -1)) do
+    if call('EXISTS', q[2] .. 'i:' .. session, q[2] .. 'f:' .. session) > 0 then empty(q, session, 1, now, rung) end
+  end
+  call('ZREMRANGEBYSCORE', q[2] .. 't', '-inf', now)
+end
+return {due_in(queues, now), late, all, rung}
+""")
+
+# In: now, limit. Out: bodies that are due in Go's set, the first due first.
+DUE = Script(LIBRARY + r"""
+return call('ZRANGEBYSCORE', DELAYED, '-inf', int(now_of(unpacked[1])) .. '000', 'LIMIT', 0, unpacked[2])
+""")
+
+# In: now, queues, messages whose bodies are members of Go's set. Out: connections to be woken. Each is taken out by one mover.
+MOVE = Script(LIBRARY + r"""
+local text, queues, messages = unpack(unpacked)
+local now, rung, ours = now_of(text), {}, {}
+check(queues, messages)
+for _, m in ipairs(messages) do
+  if call('ZREM', DELAYED, m[6]) == 1 then ours[#ours + 1] = m end
+end
+for _, q in ipairs(queues) do call('SADD', 'mpy:queues', q[1]) end
+put(queues, ours, now, rung)
+return rung
+""")

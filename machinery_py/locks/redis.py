@@ -1,0 +1,70 @@
+"""Locks in Redis.
+
+    mpy:lock:{<name>}    "<token> <fence>" while a name is held; expires with it
+    mpy:fence            the last fence
+
+Limits: a server that loses its last writes (no AOF, a failover) forgets who holds what; the fence tells a resource.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import secrets
+
+from machinery_py._drivers.redis import RedisDriver
+from machinery_py._drivers.redis_lua import PRELUDE, Script, pack
+from machinery_py.locks.base import Held, Lock
+
+# In: name, token, ms. Out: the fence, or nothing if somebody else has the name. May be carried out twice.
+_ACQUIRE = Script(PRELUDE + r"""
+local key, token, ms = 'mpy:lock:{' .. unpacked[1] .. '}', unpacked[2], unpacked[3]
+local held = call('GET', key)
+if held then
+  local owner, fence = string.match(held, '^(%S+) (%d+)$')
+  if owner == token then return tonumber(fence) end
+  return false
+end
+local fence = call('INCR', 'mpy:fence')
+call('SET', key, token .. ' ' .. int(fence), 'PX', ms)
+return fence
+""")
+
+# In: name, token, ms or 0 to release. Out: 1 or 0.
+_CHANGE = Script(PRELUDE + r"""
+local key, token, ms = 'mpy:lock:{' .. unpacked[1] .. '}', unpacked[2], unpacked[3]
+local held = call('GET', key)
+if not held or string.match(held, '^%S+') ~= token then return 0 end
+if ms > 0 then return call('PEXPIRE', key, ms) end
+return call('DEL', key)
+""")
+
+
+class RedisLock(Lock):
+    """Keys on the driver's server. The driver belongs to whoever made it."""
+
+    def __init__(self, driver: RedisDriver) -> None:
+        self._driver = driver
+
+    def acquire(self, name: str, *, ttl: float) -> Held | None:
+        token = secrets.token_hex(16)
+        expires_at = self._driver.clock.now() + dt.timedelta(seconds=ttl)
+        fence = self._driver.run(_ACQUIRE, pack((name, token, _millis(ttl))), doing="taking a lock")
+        if fence is None:
+            return None
+        return Held(name=name, token=token, fence=fence, expires_at=expires_at)
+
+    def renew(self, held: Held, *, ttl: float) -> bool:
+        return self._change(held, _millis(ttl), "renewing a lock")
+
+    def release(self, held: Held) -> bool:
+        return self._change(held, 0, "releasing a lock")
+
+    def _change(self, held: Held, ms: int, doing: str) -> bool:
+        return bool(self._driver.run(_CHANGE, pack((held.name, held.token, ms)), doing=doing, again=ms > 0))
+
+    def close(self) -> None:
+        pass  # the driver belongs to whoever made it
+
+
+def _millis(seconds: float) -> int:
+    return max(1, int(seconds * 1000))

@@ -1,0 +1,299 @@
+"""What is Redis's own: what it refuses, forgets and cuts off, on a real server that is made to do so."""
+
+from __future__ import annotations
+
+import datetime as dt
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from machinery_py import Config, Server
+from machinery_py._drivers.redis import RedisDriver
+from machinery_py.backends.base import FENCED, SETTLED, Change
+from machinery_py.backends.redis import RedisBackend
+from machinery_py.brokers.base import Disposal, Message
+from machinery_py.brokers.redis import RedisBroker
+from machinery_py.errors import BrokerUnavailable, DecodeError, MachineryError, PublishRefused, PublishUnknown, StoreUnusable
+from machinery_py.settlement.base import Settlement, Submission
+from machinery_py.settlement.redis_store import RedisStore
+from machinery_py.states import State, TaskState, advance
+from machinery_py.testing.proxy import Proxy
+from machinery_py.testing.servers import RedisServer
+from machinery_py.testing.waiting import HANG, wait_until
+
+
+@pytest.fixture
+def server() -> Iterator[RedisServer]:
+    with RedisServer() as server:
+        yield server
+
+
+@pytest.fixture
+def driver(server: RedisServer) -> Iterator[RedisDriver]:
+    driver = RedisDriver(server.url)
+    yield driver
+    driver.close()
+
+
+def ask(driver: RedisDriver, *words: str) -> Any:
+    return driver.ask(*(word.encode() for word in words), doing="testing")
+
+
+def message(uuid: str = "task_1", body: bytes = b"x") -> Message:
+    return Message(uuid=uuid, name="add", queue="mail", body=body)
+
+
+def store(driver: RedisDriver) -> RedisStore:
+    return RedisStore(RedisBroker(driver), RedisBackend(driver))
+
+
+def done(delivery: Any, uuid: str = "task_1") -> Settlement:
+    state = TaskState(task_uuid=uuid, task_name="add", state=State.SUCCESS, queue="mail")
+    return Settlement(delivery=delivery, uuid=uuid, name="add", states=(state,))
+
+
+def test_the_scripts_and_states_py_say_the_same(driver: RedisDriver) -> None:
+    backend = RedisBackend(driver)
+    for before in State:
+        for after in State:
+            for run in (0, 1, 2):
+                uuid = f"task_{before}{after}{run}"
+                first, second = TaskState(task_uuid=uuid, state=before, run=1), TaskState(task_uuid=uuid, state=after, run=run)
+                backend.apply([Change(key=uuid, states=(first,))])
+                (verdict,) = backend.apply([Change(key=uuid, mark="m", states=(second,))])
+                assert verdict == (FENCED if advance(first, second) is None else SETTLED), (before, after, run)
+
+
+def test_a_server_that_is_away_refuses(server: RedisServer, driver: RedisDriver) -> None:
+    broker = RedisBroker(driver)
+    broker.put([message()], token="a")
+    server.stop()
+
+    with pytest.raises(BrokerUnavailable, match="publishing"):
+        broker.put([message()], token="b")
+
+
+def test_a_lost_reply_is_told_from_a_refusal_and_a_repeat_does_no_harm(server: RedisServer, driver: RedisDriver) -> None:
+    with Proxy(server.port) as proxy:
+        through = RedisDriver(proxy.through(server.url))
+        broker = RedisBroker(through)
+        broker.put([message()], token="a")
+        proxy.drop_next_reply(times=2)
+
+        with pytest.raises(PublishUnknown):
+            broker.put([message()], token="b")
+
+        assert broker.put([message()], token="b") is False
+        assert ask(driver, "LLEN", "mail") == 2
+        through.close()
+
+
+def test_the_reply_to_a_claim_can_be_lost(server: RedisServer) -> None:
+    with Proxy(server.port) as proxy:
+        through = RedisDriver(proxy.through(server.url))
+        broker = RedisBroker(through)
+        consumer = broker.consume(["mail"], worker="w")
+        assert consumer.receive(5, 0) == []
+        broker.put([message(body=b"1"), message(body=b"2")], token="")
+        proxy.drop_next_reply()
+        with pytest.raises(BrokerUnavailable):
+            consumer.receive(5, 0)
+
+        found = consumer.receive(5, 0)
+
+        assert [delivery.body for delivery in found] == [b"1", b"2"]
+        assert consumer.dispose([Disposal(delivery=one) for one in found]) == [True, True]
+        consumer.close()
+        through.close()
+
+
+def test_a_full_server_refuses_to_publish_and_lets_what_runs_end(driver: RedisDriver) -> None:
+    both = store(driver)
+    both.submit(Submission(token="", messages=[message()], states=[TaskState(task_uuid="task_1", queue="mail")]))
+    session = both.open_session(["mail"], worker="w")
+    (delivery,) = session.receive(1, 0)
+    ask(driver, "CONFIG", "SET", "maxmemory", "1mb")
+    try:
+        with pytest.raises(PublishRefused, match="broker full") as caught:
+            both.submit(Submission(token="t", messages=[message()]))
+        assert not isinstance(caught.value, BrokerUnavailable)
+        assert session.beat() is True
+        assert session.settle([done(delivery)]) == [SETTLED]
+        assert both.backend.get_state("task_1").state is State.SUCCESS
+    finally:
+        ask(driver, "CONFIG", "SET", "maxmemory", "0")
+    both.submit(Submission(token="t", messages=[message()]))
+    assert len(session.receive(5, 0)) == 1
+    session.close()
+
+
+def test_forgotten_scripts_are_sent_again(driver: RedisDriver) -> None:
+    broker = RedisBroker(driver)
+    consumer = broker.consume(["mail"], worker="w")
+    for number in range(3):
+        ask(driver, "SCRIPT", "FLUSH")
+        broker.put([message(body=b"%d" % number)], token="")
+        ask(driver, "SCRIPT", "FLUSH")
+        (delivery,) = consumer.receive(5, 0)
+        ask(driver, "SCRIPT", "FLUSH")
+        assert consumer.dispose([Disposal(delivery=delivery)]) == [True]
+    consumer.close()
+
+
+def test_a_key_of_another_type_is_named_and_nothing_is_half_done(driver: RedisDriver) -> None:
+    both = store(driver)
+    ask(driver, "SET", "mail", "a string")
+    with pytest.raises(DecodeError, match="WRONGTYPE"):
+        both.submit(Submission(token="t", messages=[message()], states=[TaskState(task_uuid="task_1")]))
+    assert both.backend.get_states(["task_1"]) == {}
+    ask(driver, "DEL", "mail")
+    both.submit(Submission(token="t", messages=[message()], states=[TaskState(task_uuid="task_1")]))
+
+    session = both.open_session(["mail"], worker="w")
+    (delivery,) = session.receive(5, 0)
+    ask(driver, "RENAME", "task_1", "elsewhere")
+    ask(driver, "RPUSH", "task_1", "a list")
+    with pytest.raises(DecodeError, match="WRONGTYPE"):
+        session.settle([done(delivery)])
+    ask(driver, "RENAME", "elsewhere", "task_1")
+    assert session.settle([done(delivery)]) == [SETTLED]
+    session.close()
+
+
+def test_a_wrong_password_is_fatal_and_not_told(server: RedisServer, driver: RedisDriver) -> None:
+    ask(driver, "CONFIG", "SET", "requirepass", "secret")
+    try:
+        for url in (server.url, server.url.replace("//", "//wrongsecret@")):
+            broken = RedisDriver(url)
+            with pytest.raises(StoreUnusable) as caught:
+                RedisBroker(broken).stats()
+            assert "secret" not in str(caught.value)
+        right = RedisDriver(server.url.replace("//", "//secret@"))
+        assert RedisBroker(right).stats() == []
+        right.close()
+    finally:
+        ask(driver, "CONFIG", "SET", "requirepass", "")
+
+
+def test_a_replica_refuses_as_if_it_were_away(server: RedisServer, driver: RedisDriver) -> None:
+    ask(driver, "REPLICAOF", "127.0.0.1", "1")
+    with pytest.raises(BrokerUnavailable):
+        RedisBroker(driver).put([message()], token="t")
+    ask(driver, "REPLICAOF", "NO", "ONE")
+    assert RedisBroker(driver).put([message()], token="t") is True
+
+
+@pytest.mark.parametrize("fault", ["kill", "flush scripts"])
+def test_work_goes_on_under_faults(server: RedisServer, fault: str) -> None:
+    app = Server(Config(broker=server.url))
+    nemesis = RedisDriver(server.url)
+    over = threading.Event()
+
+    def disturb() -> None:
+        while not over.wait(0.1):
+            words = ("CLIENT", "KILL", "TYPE", "normal") if fault == "kill" else ("SCRIPT", "FLUSH")
+            try:
+                ask(nemesis, *words)
+            except MachineryError:
+                pass
+
+    @app.task
+    def double(n: int) -> int:
+        return 2 * n
+
+    thread = threading.Thread(target=disturb)
+    with app.new_worker(concurrency=4):
+        thread.start()
+        results = [double.send(number) for number in range(300)]
+        assert [result.get(timeout=HANG) for result in results] == [2 * number for number in range(300)]
+        over.set()
+        thread.join(HANG)
+    app.close()
+    nemesis.close()
+
+
+def test_a_worker_lives_on_when_everything_was_deleted(server: RedisServer, driver: RedisDriver) -> None:
+    app = Server(Config(broker=server.url, lease=1.0))
+
+    @app.task
+    def double(n: int) -> int:
+        return 2 * n
+
+    with app.new_worker(concurrency=4):
+        for number in range(3):
+            for _ in range(50):
+                double.send(number)
+            ask(driver, "FLUSHALL")
+            wait_until(lambda: len(app.broker.workers()) == 1, what="the worker registers again")
+            assert double.send(number).get(timeout=HANG) == 2 * number
+    app.close()
+
+
+def test_delayed_messages_come_within_a_tenth_of_a_second(server: RedisServer) -> None:
+    broker = RedisBroker(RedisDriver(server.url))
+    consumer = broker.consume(["other", "mail"], worker="w")
+    for wait in (0.3, 1.4):
+        due = dt.datetime.now(dt.timezone.utc) + dt.timedelta(seconds=wait)
+        late = Message(uuid="u", name="n", queue="mail", body=b"late", eta=due)
+        timer = threading.Timer(0.1, broker.put, [[late]], {"token": ""})
+        timer.start()
+        found: list[Any] = []
+        started = time.monotonic()
+        while not found and time.monotonic() - started < HANG:
+            found = consumer.receive(5, 1.0)
+        passed = (dt.datetime.now(dt.timezone.utc) - due).total_seconds()
+        assert 0 <= passed < 0.1
+        consumer.dispose([Disposal(delivery=one) for one in found])
+    broker.close()
+    broker.driver.close()
+
+
+DYING = """
+import os, sys
+from machinery_py._drivers.redis import RedisDriver
+from machinery_py.brokers.redis import RedisBroker
+consumer = RedisBroker(RedisDriver(sys.argv[1])).consume(["mail", "news"], worker="dying")
+print(len(consumer.receive(5, 5.0)), flush=True)
+os._exit(9)
+"""
+
+
+def test_a_worker_whose_process_has_ended_on_this_host_is_found_at_the_first_look(
+    server: RedisServer, driver: RedisDriver
+) -> None:
+    broker = RedisBroker(driver)
+    broker.put([message(body=b"1"), message(body=b"2")], token="")
+    child = subprocess.run([sys.executable, "-c", DYING, server.url], capture_output=True, text=True, check=False, timeout=HANG)
+    assert (child.stdout, child.returncode) == ("2\n", 9), child.stderr
+
+    broker.tend()
+
+    consumer = broker.consume(["mail"], worker="heir")
+    found = consumer.receive(5, 0)
+    assert [(one.body, one.strikes, one.fence) for one in found] == [(b"1", 1, 2), (b"2", 1, 2)]
+    assert [worker.name for worker in broker.workers()] == ["heir"]
+    consumer.close()
+
+
+def test_what_comes_on_any_of_its_queues_wakes_a_sleeper(driver: RedisDriver) -> None:
+    broker = RedisBroker(driver)
+    consumer = broker.consume(["first", "second", "mail"], worker="w")
+    taken: list[float] = []
+    for _ in range(5):
+        put_at: list[float] = []
+
+        def put(moments: list[float] = put_at) -> None:
+            moments.append(time.monotonic())
+            broker.put([message()], token="")
+
+        threading.Timer(0.1, put).start()
+        (delivery,) = consumer.receive(5, HANG)
+        taken.append(time.monotonic() - put_at[0])
+        consumer.dispose([Disposal(delivery=delivery)])
+    assert sorted(taken)[2] < 0.5  # late by a second if nobody had woken it
+    consumer.close()
