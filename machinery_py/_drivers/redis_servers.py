@@ -96,8 +96,7 @@ class Servers:
                     raise self._nobody(error, failures) from error
                 continue
             self._moved(current, address)
-            connection.socket_timeout = timeout
-            connection.update_current_socket_timeout(-1)
+            set_timeout(connection, timeout)
             return connection, self.number
 
     def refused(self, text: str) -> None:
@@ -251,6 +250,22 @@ def connected(connection: Any) -> Any:
         connection.disconnect()
         raise
     return connection
+
+
+def set_timeout(connection: Any, timeout: float) -> None:
+    """From now on its replies may take this long."""
+    connection.socket_timeout = timeout
+    if hasattr(connection, "update_current_socket_timeout"):
+        connection.update_current_socket_timeout(-1)
+        return
+    # redis-py 5 and 6: its parser remembers the timeout, too, and puts it back after each look for news.
+    connection._sock.settimeout(timeout)
+    parser = connection._parser
+    buffer = getattr(parser, "_buffer", None)
+    if buffer is not None:
+        buffer.socket_timeout = timeout
+    else:
+        parser._socket_timeout = timeout
 
 
 def ask(connection: Any, *words: str) -> Any:

@@ -126,7 +126,7 @@ def test_the_configured_concurrency_counts(app: App) -> None:
 
 def test_no_secret_is_in_the_banner(app: App) -> None:
     app.write("tasks.py", "from machinery_py import Server\n"
-                          "server = Server(broker='sqlite:///a.db', lock='redis://:hunter2@localhost:6379')\n")
+                          "server = Server(broker='sqlite:///a.db', lock='mongodb://ada:hunter2@localhost:27017')\n")
 
     shown = [
         app.run(*words, code=None)
@@ -134,7 +134,7 @@ def test_no_secret_is_in_the_banner(app: App) -> None:
     ]
 
     assert all("hunter2" not in done.stdout + done.stderr for done in shown)
-    assert all("redis://***@localhost:6379" in done.stdout + done.stderr for done in shown)
+    assert all("mongodb://ada:***@localhost:27017" in done.stdout + done.stderr for done in shown)
 
 
 # Logs

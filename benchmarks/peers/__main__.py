@@ -1,0 +1,107 @@
+"""`python -m benchmarks.peers`: makes the environments, measures in rounds, prints a table."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.__main__ import Steps
+from benchmarks.peers import environments, report
+from benchmarks.peers.processes import RoundFailed
+from benchmarks.peers.rounds import LATENCY_CALLS, Bench, Figures
+from benchmarks.peers.systems import BY_NAME, SYSTEMS, System
+from machinery_py.testing.servers import RedisServer
+
+LEAST = 50  # tasks, whatever the share of a system
+#: The file is never rewritten while something is measured.
+CONFIG = {"appendfsync": "everysec", "auto-aof-rewrite-percentage": "0"}
+
+
+def prepare(chosen: Sequence[System], *, install: bool) -> tuple[list[System], list[str]]:
+    """Those that can be measured, and why others cannot."""
+    ready: list[System] = []
+    skipped: list[str] = []
+    for system in chosen:
+        try:
+            if install:
+                environments.make(system, lambda text: print(text, file=sys.stderr, flush=True))
+        except environments.EnvironmentFailed as failure:
+            skipped.append(str(failure))
+            continue
+        if environments.is_there(system):
+            ready.append(system)
+        else:
+            skipped.append(f"{system.name}: no environment at {environments.folder(system)}")
+    return ready, skipped
+
+
+def measure(
+    systems: Sequence[System], *, tasks: int, rounds: int, calls: int, folder: Path
+) -> tuple[dict[str, dict[int, Figures]], list[str], dict[str, object]]:
+    """All rounds of all systems on one server: figures, failures, and facts about the run."""
+    results: dict[str, dict[int, Figures]] = {}
+    failures: list[str] = []
+    steps = Steps(rounds * len(systems), sys.stderr)
+    loads: list[float] = []
+    with RedisServer(appendonly=True, config=CONFIG) as redis:
+        bench = Bench(redis, folder)
+        version = str(bench.probe.ask("INFO", "server")["redis_version"])
+        for number in range(rounds):
+            # Nobody is always the first, or always behind the same other one.
+            turn = number % len(systems)
+            for system in [*systems[turn:], *systems[:turn]][::-1 if number % 2 else 1]:
+                steps.begin(f"round {number + 1}: {system.name}")
+                loads.append(os.getloadavg()[0])
+                try:
+                    found = bench.round(system, max(LEAST, round(tasks * system.share)), calls=calls)
+                except RoundFailed as failure:
+                    failures.append(f"round {number + 1}: {failure}")
+                    continue
+                results.setdefault(system.name, {})[number + 1] = found
+        bench.probe.close()
+    steps.end()
+    facts: dict[str, object] = {"machine": report.machine(), "redis": version, "tasks": tasks, "rounds": rounds,
+                                "load": f"{min(loads):.1f} to {max(loads):.1f}"}
+    return results, failures, facts
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.peers",
+                                     description="Measures machinery_py beside others, on one Redis.")
+    parser.add_argument("--peers", nargs="+", default=list(BY_NAME), choices=list(BY_NAME), metavar="NAME",
+                        help=", ".join(BY_NAME))
+    parser.add_argument("--tasks", type=int, default=20_000, metavar="N", help="in each drain; slow systems get a part of them")
+    parser.add_argument("--rounds", type=int, default=3, metavar="R")
+    parser.add_argument("--calls", type=int, default=LATENCY_CALLS, metavar="N", help="whose latency is measured")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
+    parser.add_argument("--no-install", action="store_true", help="leave out what has no environment yet")
+    parser.add_argument("--prepare", action="store_true", help="make the environments, and measure nothing")
+    options = parser.parse_args()
+    if min(options.tasks, options.rounds, options.calls) < 1:
+        parser.error("--tasks, --rounds and --calls take numbers from 1 on")
+
+    systems, skipped = prepare([system for system in SYSTEMS if system.name in options.peers], install=not options.no_install)
+    if options.prepare or not systems:
+        print("\n".join(skipped), file=sys.stderr)
+        return 1 if skipped else 0
+    with tempfile.TemporaryDirectory(prefix="machinery-peers-") as name:
+        results, failures, facts = measure(systems, tasks=options.tasks, rounds=options.rounds, calls=options.calls,
+                                           folder=Path(name))
+    if options.json:
+        print(json.dumps(report.as_json(results, facts=facts, failures=failures, skipped=skipped), indent=2))
+    else:
+        print(f"{facts['machine']}, Redis {facts['redis']}; {options.tasks:,} tasks, {options.rounds} rounds, "
+              f"load {facts['load']}\n")
+        print("\n".join(report.table(results)))
+        for text in [*failures, *skipped]:
+            print(f"\nNOT MEASURED {text}")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,81 @@
+"""What the scripts of every system have in common. Runs in the environments of the others too: the standard library only.
+
+`send.py one|bulk|check|latency COUNT FILE` prints one line of JSON; FILE keeps the ids between `one` and `check`.
+`drain.py PROCESSES` says "ready" when everything is imported, and becomes a worker when its standard input has a line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+URL = os.environ.get("PEERS_URL", "redis://127.0.0.1:6379")  # without a database
+IS_LATENCY = os.environ.get("PEERS_LATENCY") == "1"
+WARM = 10  # calls before what is timed: connections, scripts, caches
+WAIT = 30.0  # seconds for any one result
+CHUNK = 1000  # sent or looked at in one step
+
+Send = Callable[[Sequence[int]], Sequence[str]]  # numbers → ids
+
+
+def run(
+    *, one: Send, bulk: Send | None, results: Callable[[Sequence[str]], Sequence[object]],
+    latency: Callable[[Sequence[int]], Sequence[float]],
+) -> None:
+    """Do what the arguments of the process say.
+
+    Args:
+        one: sends the numbers one after the other.
+        bulk: sends them in large steps, if the library can.
+        results: those of the ids, in their order.
+        latency: calls for one number after the other and waits for each result; the seconds that each took.
+    """
+    action, size, name = sys.argv[1:]
+    count, file = int(size), Path(name)
+    if action in ("one", "bulk"):
+        send = one if action == "one" else bulk
+        assert send is not None
+        ids = list(send(range(WARM)))
+        began = time.perf_counter()
+        ids += send(range(WARM, count))
+        seconds = time.perf_counter() - began
+        file.write_text(json.dumps(ids))
+        answer: dict[str, object] = {"rate": (count - WARM) / seconds}
+    elif action == "check":
+        ids = json.loads(file.read_text())
+        wrong = 0
+        for start in range(0, len(ids), CHUNK):
+            part = results(ids[start:start + CHUNK])
+            wrong += sum(found != start + index for index, found in enumerate(part)) + len(ids[start:start + CHUNK]) - len(part)
+        answer = {"wrong": wrong, "checked": len(ids)}
+    else:
+        latency(range(WARM))
+        answer = {"seconds": list(latency(range(count)))}
+    print(json.dumps(answer), flush=True)
+
+
+def gate() -> int:
+    """Wait until the measurement begins; how many processes the worker is to have."""
+    print("ready", flush=True)
+    if not sys.stdin.readline():
+        raise SystemExit("the measurement is gone")
+    os.dup2(2, 1)  # nobody reads what a worker prints
+    threading.Thread(target=_end_with, args=[os.dup(0)], name="end", daemon=True).start()
+    return int(sys.argv[1])
+
+
+def _end_with(pipe: int) -> None:
+    """End this process and all that it has started as soon as nobody measures any more, however that came to be."""
+    os.read(pipe, 1)
+    os.killpg(os.getpgrp(), signal.SIGKILL)  # a group of our own: a worker is started in a new session
+
+
+def expect(found: object, number: int) -> None:
+    if found != number:
+        raise SystemExit(f"the result is {found!r}, not {number}")

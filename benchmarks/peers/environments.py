@@ -1,0 +1,63 @@
+"""An environment for each system, with the versions that its requirements.txt pins: made once, in a folder of the user."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import venv
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks.peers.systems import System
+
+HERE = Path(__file__).resolve().parent
+INSTALLING = 600.0  # seconds at most
+
+
+class EnvironmentFailed(Exception):
+    """It could not be made."""
+
+
+def folder(system: System) -> Path:
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "machinery_py" / "peers" / f"{system.name}-{system.version}"
+
+
+def python_of(system: System) -> Path:
+    return Path(sys.executable) if system.is_ours else folder(system) / "bin" / "python"
+
+
+def is_there(system: System) -> bool:
+    """Whether it can be measured without installing anything."""
+    if system.is_ours:
+        return True
+    installed = folder(system) / "requirements.txt"
+    return installed.exists() and installed.read_bytes() == _requirements(system).read_bytes()
+
+
+def make(system: System, say: Callable[[str], None]) -> None:
+    """Make it if it is not there; needs a package index then.
+
+    Raises:
+        EnvironmentFailed: pip did not do it.
+    """
+    if is_there(system):
+        return
+    place, wanted = folder(system), _requirements(system)
+    say(f"{system.name} {system.version}: making {place}")
+    venv.create(place, clear=True, with_pip=True, symlinks=True)
+    say(f"{system.name} {system.version}: installing")
+    command = [str(python_of(system)), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-r", str(wanted)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=INSTALLING, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise EnvironmentFailed(f"{system.name}: not installed after {INSTALLING:g} s") from error
+    if done.returncode:
+        raise EnvironmentFailed(f"{system.name}: {done.stderr.strip()[-2000:]}")
+    # Last: without this file it is made anew.
+    (place / "requirements.txt").write_bytes(wanted.read_bytes())
+
+
+def _requirements(system: System) -> Path:
+    return HERE / system.name / "requirements.txt"

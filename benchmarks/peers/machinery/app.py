@@ -1,0 +1,12 @@
+"""The application, as a user writes it. Its URL comes from MACHINERY_URL."""
+
+from __future__ import annotations
+
+from machinery_py import Server
+
+server = Server()
+
+
+@server.task
+def noop(number: int) -> int:
+    return number

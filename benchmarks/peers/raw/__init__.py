@@ -1,0 +1,1 @@
+"""redis-py alone: the commands that machinery_py needs for a task, with no library above them."""

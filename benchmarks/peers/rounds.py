@@ -1,0 +1,147 @@
+"""One round of one system: send, drain by one process, send in bulk, drain by two, latency."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+from redis.exceptions import ResponseError
+
+from benchmarks.peers.processes import HANG, RoundFailed, Workers, ask, workers
+from benchmarks.peers.systems import Probe, System
+from machinery_py.testing.servers import RedisServer
+
+LATENCY_CALLS = 300
+POLL = 0.01  # seconds between two looks at a queue
+STARTED = 0.1  # of the tasks are done when the clock starts: until then workers connect, fork, warm up
+LOOKS = 20  # that show what a look costs
+
+Figures = dict[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mark:
+    """What had been used at a moment of a drain."""
+
+    at: float
+    done: int
+    looks: int
+    cpu: float
+    server: Mapping[str, float]
+
+
+class Bench:
+    """The server that all share, and what it tells about itself."""
+
+    def __init__(self, redis: RedisServer, folder: Path) -> None:
+        self.redis = redis
+        self.url = redis.url.rpartition("/")[0]
+        self.probe = Probe(self.url)
+        self._file = folder / "ids.json"
+        self._pause = threading.Event()
+
+    def round(self, system: System, count: int, *, calls: int = LATENCY_CALLS) -> Figures:
+        """Raises RoundFailed when anything was not right."""
+        figures: Figures = {}
+        for processes in (1, 2):
+            self._clear()
+            action = "bulk" if processes == 2 and system.bulk else "one"
+            sent = float(ask(system, self.url, action, count, self._file)["rate"])
+            if processes == 1 or system.bulk:
+                figures["send" if action == "one" else "bulk"] = sent
+            left = system.left(self.probe)
+            if left != count:
+                raise RoundFailed(f"{system.name}: {left:,} messages wait after sending, not {count:,}")
+            figures |= self._drain(system, count, processes)
+            checked = ask(system, self.url, "check", count, self._file)
+            if checked != {"wrong": 0, "checked": count}:
+                raise RoundFailed(f"{system.name}: results: {checked}")
+        self._clear()
+        with workers(system, self.url, 1, latency=True):
+            taken = sorted(cast("list[float]", ask(system, self.url, "latency", calls, self._file)["seconds"]))
+        figures["latency"] = 1000 * statistics.median(taken)
+        figures["p99"] = 1000 * taken[math.ceil(len(taken) * 0.99) - 1]
+        return figures
+
+    def _drain(self, system: System, count: int, processes: int) -> Figures:
+        look = self._cost_of_a_look(system, count)
+        with workers(system, self.url, processes) as running:
+            start = self._mark(running, time.monotonic(), done=0)
+            began = self._mark(running, self._wait(running, count, math.ceil(count * STARTED)))
+            if began.done > count / 2:
+                began = start  # too few tasks to leave the start out: most were done between two looks
+            ended = self._mark(running, self._wait(running, count, count))
+            self._wait_acknowledged(running)
+        done, looks, seconds = count - began.done, ended.looks - began.looks, ended.at - began.at
+        if processes == 2:
+            return {"drain by two": done / seconds}
+        figures = {"drain": done / seconds, "cpu": 1e6 * (ended.cpu - began.cpu) / done}
+        for name, cost in look.items():
+            figures[name] = (ended.server[name] - began.server[name] - looks * cost) / done
+        return figures
+
+    _done = 0
+    _looks = 0
+
+    def _mark(self, running: Workers, at: float, done: int | None = None) -> Mark:
+        return Mark(at=at, done=self._done if done is None else done, looks=self._looks, cpu=running.cpu(), server=self._server())
+
+    def _wait(self, running: Workers, count: int, wanted: int) -> float:
+        """Look until so many are done; the moment at which it was seen."""
+        deadline = time.monotonic() + HANG
+        while True:
+            self._done = running.system.done(self.probe, count)
+            self._looks += 1
+            now = time.monotonic()
+            if self._done >= wanted:
+                return now
+            running.check_alive()
+            if now > deadline:
+                raise RoundFailed(f"{running.system.name}: {self._done:,} of {count:,} done in {HANG:g} s: {running.log_tail()}")
+            self._pause.wait(POLL)
+
+    def _wait_acknowledged(self, running: Workers) -> None:
+        deadline = time.monotonic() + 10.0
+        while left := running.system.left(self.probe):
+            if time.monotonic() > deadline:
+                raise RoundFailed(f"{running.system.name}: {left:,} messages are left after all have a result")
+            self._pause.wait(POLL)
+
+    def _cost_of_a_look(self, system: System, count: int) -> Mapping[str, float]:
+        before = self._server()
+        for _ in range(LOOKS):
+            system.done(self.probe, count)
+        after = self._server()
+        return {name: (after[name] - before[name]) / LOOKS for name in after}
+
+    def _server(self) -> dict[str, float]:
+        """What Redis counts: commands, those in scripts too; reads from sockets; its own CPU in µs."""
+        counts = self.probe.ask("INFO", "commandstats")
+        commands = sum(line["calls"] for name, line in counts.items() if not name.startswith("cmdstat_info"))
+        facts = {**self.probe.ask("INFO", "stats"), **self.probe.ask("INFO", "cpu")}
+        return {"commands": commands, "reads": facts["total_reads_processed"],
+                "redis cpu": 1e6 * (facts["used_cpu_sys"] + facts["used_cpu_user"])}
+
+    def _clear(self) -> None:
+        """An empty server, with an empty file behind it."""
+        self.probe.ask("FLUSHALL")
+        self._done = self._looks = 0
+        deadline = time.monotonic() + HANG
+        while True:
+            try:
+                self.probe.ask("BGREWRITEAOF")
+                break
+            except ResponseError:  # one is being written
+                if time.monotonic() > deadline:
+                    raise
+                self._pause.wait(POLL)
+        while (facts := self.probe.ask("INFO", "persistence"))["aof_rewrite_in_progress"] or facts["aof_rewrite_scheduled"]:
+            if time.monotonic() > deadline:
+                raise RoundFailed("Redis still writes its file anew")
+            self._pause.wait(POLL)
