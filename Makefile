@@ -32,7 +32,9 @@ unit:
 	$(BIN)/python -m pytest
 
 chaos: $(STAMP)
-	CHAOS_KILLS=$${CHAOS_KILLS:-200} $(BIN)/python -m pytest tests/system/test_kills.py tests/system/test_crash_points.py -v
+	CHAOS_KILLS=$${CHAOS_KILLS:-200} $(BIN)/python -m pytest tests/system/test_kills.py tests/system/test_crash_points.py tests/chaos -v
+	$(BIN)/python -m tests.chaos.run --url sqlite --tasks 20000 --kill-every 1
+	$(BIN)/python -m tests.chaos.run --url redis --tasks 100000 --kill-every 2 --lease 10
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks

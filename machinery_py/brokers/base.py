@@ -157,7 +157,10 @@ class Consumer(ABC):
         """Whether each delivery is still ours."""
 
     def run_begins(self, delivery: Delivery) -> None:  # noqa: B027 - not every broker can make use of it
-        """The task is called now: if this consumer dies before `run_ends`, it gets a strike. No round trip is made."""
+        """The task is called now: if this consumer dies before `run_ends`, it gets a strike.
+
+        No round trip is made, but for a task that has a strike already and a broker that cannot see runs in another way.
+        """
 
     def run_ends(self, delivery: Delivery) -> None:  # noqa: B027
         """The call has come back."""

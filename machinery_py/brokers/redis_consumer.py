@@ -26,6 +26,7 @@ from machinery_py._drivers.redis_lua import pack, raw
 from machinery_py._drivers.redis_sessions import SessionInfo, encode_info, place, started
 from machinery_py.brokers import redis_scripts
 from machinery_py.brokers.base import Consumer, Delivery, Disposal
+from machinery_py.brokers.redis_lua import SUSPECT
 from machinery_py.brokers.redis_messages import EMPTY, head_of, printable
 from machinery_py.errors import BrokerUnavailable, MachineryError
 
@@ -92,7 +93,10 @@ class RedisConsumer(Consumer):
                 continue
             deliveries, due_in = self._claim(limit, sleep=min(left, due_in, BLOCK), will_sleep=left > BLOCK)
         if deliveries and due_in <= 0.0:
-            self._move_due()
+            try:
+                self._move_due()
+            except MachineryError:
+                pass  # these are ours now, and nobody else will ever hand them out; the next mover does its part
         self._woken = False
         return deliveries
 
@@ -100,7 +104,6 @@ class RedisConsumer(Consumer):
         """Claim, after a sleep if it is to be one; the deliveries, and the seconds until something is due."""
         claim = next(self._claims)
         now = time.monotonic()
-        self._lost = [one for one in self._lost if now - one[1] < LOST_LIFE]
         session = self.session
         link: Link | None = None
         try:
@@ -114,6 +117,8 @@ class RedisConsumer(Consumer):
             self._failed(error, link, claim)
             raise AssertionError("unreachable") from error
         alive, due_in, revoked, rung, blob = reply
+        # Forgotten only when it has been asked for with success; claims may fail for longer than that.
+        self._lost = [one for one in self._lost if now - one[1] < LOST_LIFE]
         if rung:
             self._driver.unblock(rung)
         if not alive:
@@ -201,6 +206,17 @@ class RedisConsumer(Consumer):
         return [bool(one) for one in self._driver.run(
             redis_scripts.HOLDS, argument, doing="looking at deliveries", away=BrokerUnavailable
         )]
+
+    def run_begins(self, delivery: Delivery) -> None:
+        # All that is held when a worker dies gets a first strike, for nobody knows what ran; further ones only what ran.
+        if delivery.strikes < SUSPECT:
+            return
+        index, number = self.place_of(delivery)
+        argument = pack((self.session, self._keys[index][1], number))
+        try:
+            self._driver.run(redis_scripts.BEGIN, argument, doing="beginning a suspect", away=BrokerUnavailable)
+        except MachineryError:
+            return  # if it kills this worker now, the next one blames it
 
     # Living
 

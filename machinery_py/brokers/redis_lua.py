@@ -11,13 +11,14 @@ from machinery_py._drivers.redis_lua import PRELUDE
 DELAYED = "delayed_tasks"  # Go's key
 MARK_EVERY = 250_000  # µs between two notes of when a place of a queue was filled
 MARKS = 4096  # of these notes
+SUSPECT = 1  # strikes after which only a run that is known to have begun is blamed
 
 # give: puts bodies on a queue's list, at its head or tail, and notes when.
 # put: stores messages; returns connections of sleepers that must be woken.
 # back: gives entries of a session to the heads of their lists, in their old order, with so many strikes more.
 # parked: brings what is due from our own delayed set to its queue.
 LIBRARY = PRELUDE + rf"""
-local DELAYED, EVERY, MARKS = '{DELAYED}', {MARK_EVERY}, {MARKS}
+local DELAYED, EVERY, MARKS, SUSPECT = '{DELAYED}', {MARK_EVERY}, {MARKS}, {SUSPECT}
 """ + r"""
 local function list_of(q, level)
   if level > 0 then return q[2] .. 'p:' .. int(level) end
@@ -92,12 +93,14 @@ local function put(queues, messages, now, rung)
   end
   for _, one in ipairs(order) do give(one[1], one[2], one[3], false, now, rung) end
 end
-local function back(q, entries, strikes, now, rung)
+local function back(q, entries, strikes, now, rung, begun)
   table.sort(entries, function(a, b) return tonumber(a[1]) > tonumber(b[1]) end)
   for _, entry in ipairs(entries) do
     local m = unwrap(entry[2])
     give(q, m.level, {m.body}, true, now, rung)
-    note(q, m.body, m.fence, m.strikes + strikes, m.parks, m.label)
+    local more = strikes
+    if m.strikes >= SUSPECT and not (begun and call('SISMEMBER', begun, entry[1]) == 1) then more = 0 end
+    note(q, m.body, m.fence, m.strikes + more, m.parks, m.label)
   end
 end
 local function empty(q, session, strikes, now, rung)
@@ -111,7 +114,8 @@ local function empty(q, session, strikes, now, rung)
   local all = call('HGETALL', flight)
   for i = 1, #all, 2 do entries[#entries + 1] = {all[i], all[i + 1]} end
   call('DEL', flight)
-  back(q, entries, strikes, now, rung)
+  back(q, entries, strikes, now, rung, q[2] .. 'r:' .. session)
+  call('DEL', q[2] .. 'r:' .. session)
   return #entries
 end
 local function parked(q, now, rung)

@@ -171,6 +171,12 @@ give_backs(backs, now, rung)
 return {table.concat(verdicts), rung}
 """)
 
+# In: session, prefix of the queue, receipt. Out: nothing. If the session dies now, this delivery gets a strike.
+BEGIN = Script(PRELUDE + r"""
+local session, prefix, receipt = unpack(unpacked)
+if call('HEXISTS', prefix .. 'f:' .. session, receipt) == 1 then call('SADD', prefix .. 'r:' .. session, receipt) end
+""")
+
 # In: session, deliveries (prefix, receipt). Out: 1 or 0 for each.
 HOLDS = Script(PRELUDE + r"""
 local session, held = unpacked[1], {}

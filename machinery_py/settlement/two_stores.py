@@ -119,9 +119,16 @@ class TwoSession(Session):
         self._store = store
         self._consumer = consumer
         self._epochs: dict[object, int] = {}  # receipt → epoch, until the delivery is settled
+        self._owed: list[Delivery] = []  # claimed, could not be begun, and could not be given back either
         self._settling = threading.Lock()  # a repeat must see what the first try has left undone
 
+    def _give_back(self) -> None:
+        if self._owed:
+            self._consumer.dispose([Disposal(delivery=delivery, fate=Fate.BACK) for delivery in self._owed])
+            self._owed = []
+
     def receive(self, limit: int, timeout: float) -> list[Delivery]:
+        self._give_back()
         deliveries = self._consumer.receive(limit, timeout)
         if not deliveries:
             return deliveries
@@ -138,7 +145,8 @@ class TwoSession(Session):
             begun = self._store.backend.begin([(uuid, run) for _, uuid, run in known])
         except MachineryError:
             # Claimed, and not to be begun: they go back, or they would be held by nobody who knows of them.
-            self._consumer.dispose([Disposal(delivery=delivery, fate=Fate.BACK) for delivery in deliveries])
+            self._owed += deliveries
+            self._give_back()
             raise
         over: list[Delivery] = []
         outboxes: list[tuple[str, Sequence[bytes]]] = []

@@ -197,8 +197,8 @@ class Receiver:
 
     def _run_lonely(self) -> None:
         """Run a suspect when nothing else is held: if it kills this process, no other task is blamed for it."""
-        if self._lonely and len(self._held) == len(self._lonely):
-            execution = self._lonely.pop()
+        while self._lonely and len(self._held) == len(self._lonely) and not self._stop.is_set():
+            execution = self._lonely.pop(0)
             # Held, and no longer among the lonely: nothing is claimed or run until it is settled.
             logger.warning("task %s runs alone: %d workers died while they ran it",
                            execution.signature.uuid, execution.delivery.strikes)

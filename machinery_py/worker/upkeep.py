@@ -71,7 +71,10 @@ class Upkeep:
             if not self._session.beat():
                 logger.warning("this worker had been given up (was it stopped?): what it ran belongs to others now")
                 for execution in self._receiver.held():
-                    self._executors.cancel(execution)
+                    if execution.hand_back():  # it has not begun: whoever has it now runs it
+                        self._settler.put(execution)
+                    else:
+                        self._executors.cancel(execution)
         finally:
             self._on_beat()  # alive, whatever the store says
 

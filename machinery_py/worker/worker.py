@@ -207,7 +207,10 @@ class Worker:
             self._limits.close()
             self._upkeep.close()
             self._executors.close()
-            session.close()
+            try:
+                session.close()
+            except MachineryError as error:
+                logger.warning("this worker could not sign off, and will be found gone: %s", error)
             self.engine.events.emit(WorkerOffline(worker=self.name, processed=self.processed))
             return not self._abrupt.is_set()
 

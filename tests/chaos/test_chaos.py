@@ -1,0 +1,48 @@
+"""The short cut of a chaos run: a few thousand tasks, a kill each 0.7 s, a freeze. Long ones: `python -m tests.chaos.run`."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import random
+
+import pytest
+
+from machinery_py.testing.servers import RedisServer, require
+from tests.chaos.checker import Verdict
+from tests.chaos.run import Options, run
+
+FIXED = 7
+RANDOM = int(os.environ.get("CHAOS_SEED") or random.SystemRandom().randrange(1, 1_000_000))
+HANG = 120.0  # seconds; a guard, the run takes a tenth of it
+
+
+def chaos(url: str, seed: int, folder: pathlib.Path) -> Verdict:
+    """One short run; its page is printed, and pytest shows it when the test fails."""
+    print(f"again: python -m tests.chaos.run --url {url} --tasks 3000 --kill-every 0.7 --rate 400 --seed {seed}")
+    folder.mkdir(exist_ok=True)
+    verdict = run(Options(url=url, tasks=3000, kill_every=0.7, rate=400.0, seed=seed, limit=HANG, quiet=True), folder)
+    print((folder / "page.txt").read_text())
+    return verdict
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(2 * HANG)
+@pytest.mark.parametrize("seed", [FIXED, RANDOM], ids=["fixed", "random"])
+def test_sqlite_loses_and_doubles_nothing_while_workers_are_killed(seed: int, tmp_path: pathlib.Path) -> None:
+    verdict = chaos("sqlite", seed, tmp_path / "run")
+
+    assert verdict.word == "PASSED", verdict.page(f"seed {seed}")
+    assert "kill" in str(verdict.figures["faults"])
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(2 * HANG)
+@pytest.mark.parametrize("seed", [FIXED, RANDOM], ids=["fixed", "random"])
+def test_redis_loses_and_doubles_nothing_while_workers_and_server_are_killed(seed: int, tmp_path: pathlib.Path) -> None:
+    require(RedisServer)
+
+    verdict = chaos("redis", seed, tmp_path / "run")
+
+    assert verdict.word == "PASSED", verdict.page(f"seed {seed}")
+    assert "kill" in str(verdict.figures["faults"])

@@ -1,0 +1,272 @@
+"""A checker that has never failed is not trusted: hand-made histories with one thing wrong, which it must find."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from machinery_py.states import State
+from tests.chaos.app import digest
+from tests.chaos.checker import check
+from tests.chaos.history import Final, Happened, History, Run, Sent, Settled
+from tests.chaos.plan import Call, fold
+
+MEMBERS = ("m0", "m1", "m2")
+RESULTS = (1, 2, 3)
+
+
+def good() -> History:
+    """A task, a chain of two, a chord of three, a failure with its callback: all as it should be."""
+    calls = [
+        Call(uuid="task", task="noop", args=(5,)),
+        Call(uuid="first", task="step", args=(7,)),
+        Call(uuid="second", task="step", args=(8,), follows="first"),
+        *(Call(uuid=uuid, task="step", args=(number,)) for uuid, number in zip(MEMBERS, RESULTS, strict=True)),
+        Call(uuid="chord", task="gather", args=(9,), gathers=MEMBERS),
+        Call(uuid="chord-error", task="on_failure", args=(9,), catches="chord"),
+        Call(uuid="broken", task="fails", args=(4,), fails=True),
+        Call(uuid="broken-error", task="on_failure", args=(4,), catches="broken"),
+        Call(uuid="flaky", task="flaky", args=(1, 6), retries=1),
+    ]
+    history = History(calls={call.uuid: call for call in calls})
+    for uuid in ("task", "first", *MEMBERS, "broken", "flaky"):
+        history.sent[uuid] = Sent(word="accepted", at=0.5)
+    ran(history, "task", 1.0, [5])
+    ran(history, "first", 1.0, [7])
+    ran(history, "second", 2.0, [8, 7], result=fold(8, [7]))
+    for uuid, number in zip(MEMBERS, RESULTS, strict=True):
+        ran(history, uuid, 1.0 + number / 10, [number])
+    ran(history, "chord", 3.0, [9, *RESULTS], result=fold(9, RESULTS))
+    ran(history, "broken", 1.0, [4], error="planned failure 4")
+    ran(history, "broken-error", 2.0, ["planned failure 4", 4], result=4)
+    history.runs.append(Run(uuid="flaky", run=0, fence=1, worker="w1", start=1.0, end=1.01))
+    history.settled.append(Settled(uuid="flaky", run=0, worker="w1", state="RETRY", at=1.02))
+    ran(history, "flaky", 1.5, [1, 6], run=1, result=6)
+    history.finished = len(history.states)
+    return history
+
+
+def ran(
+    history: History, uuid: str, at: float, args: list[object], *, result: object = None, error: str = "", run: int = 0,
+    worker: str = "w1",
+) -> Run:
+    """It ran once, and ended like this."""
+    state = State.FAILURE if error else State.SUCCESS
+    one = Run(uuid=uuid, run=run, fence=1, worker=worker, start=at, end=at + 0.01, ok=not error, settled=at + 0.02,
+              digest=digest(args))
+    history.runs.append(one)
+    history.settled.append(Settled(uuid=uuid, run=run, worker=worker, state=state, at=at + 0.02))
+    history.states[uuid] = Final(state=state, results=() if error else (result if result is not None else args[-1],), error=error)
+    return one
+
+
+def again(history: History, uuid: str, at: float, *, worker: str = "w2", fence: int = 2) -> Run:
+    """The last execution of it, once more."""
+    before = next(one for one in reversed(history.runs) if one.uuid == uuid)
+    one = Run(uuid=uuid, run=before.run, fence=fence, worker=worker, start=at, end=at + 0.01, ok=before.ok, digest=before.digest)
+    history.runs.append(one)
+    return one
+
+
+def lose_a_task(history: History) -> None:
+    history.runs = [one for one in history.runs if one.uuid != "task"]
+    history.settled = [one for one in history.settled if one.uuid != "task"]
+    history.states["task"] = Final(state=State.PENDING)
+    history.finished = len(history.states) - 1
+
+
+def lose_a_task_that_a_task_sent(history: History) -> None:
+    history.sent["child"] = Sent(word="accepted", parent="task")
+
+
+def lose_a_callback(history: History) -> None:
+    history.runs = [one for one in history.runs if one.uuid != "second"]
+    history.settled = [one for one in history.settled if one.uuid != "second"]
+    del history.states["second"]
+    history.finished = len(history.states)
+
+
+def run_a_task_that_nobody_sent(history: History) -> None:
+    history.runs.append(Run(uuid="stranger", run=0, fence=1, worker="w1", start=1.0))
+
+
+def settle_a_task_twice(history: History) -> None:
+    history.settled.append(Settled(uuid="task", run=0, worker="w2", state="SUCCESS", at=2.0))
+
+
+def count_an_end_too_many(history: History) -> None:
+    history.finished = len(history.states) + 1
+
+
+def fire_a_chord_twice(history: History) -> None:
+    again(history, "chord", 4.0, fence=1)
+
+
+def fire_a_chord_before_its_members_ended(history: History) -> None:
+    next(one for one in history.runs if one.uuid == "chord").start = 1.15
+
+
+def give_a_chord_results_in_another_order(history: History) -> None:
+    next(one for one in history.runs if one.uuid == "chord").digest = digest([9, 2, 1, 3])
+
+
+def repeat_a_task_without_a_fault(history: History) -> None:
+    again(history, "task", 2.0)
+
+
+def repeat_a_task_after_a_fault_of_another_worker(history: History) -> None:
+    again(history, "task", 2.0)
+    history.faults.append(Happened(kind="kill", worker="w9", start=1.005, end=1.005))
+
+
+def repeat_a_task_that_was_settled_before_the_fault(history: History) -> None:
+    again(history, "task", 2.0)
+    history.faults.append(Happened(kind="kill", worker="w1", start=1.5, end=1.5))
+
+
+def repeat_a_task_after_a_fault_that_explains_nothing(history: History) -> None:
+    history.runs[0].settled = None
+    again(history, "task", 2.0)
+    history.faults.append(Happened(kind="scripts", worker="", start=1.005, end=1.005))
+
+
+def let_a_state_go_back(history: History) -> None:
+    history.samples["task"] = [(0, State.PENDING), (0, State.STARTED), (0, State.RECEIVED), (0, State.SUCCESS)]
+
+
+def let_a_final_state_change(history: History) -> None:
+    history.samples["task"] = [(0, State.SUCCESS), (0, State.FAILURE)]
+
+
+def let_a_run_go_back(history: History) -> None:
+    history.samples["flaky"] = [(1, State.STARTED), (0, State.RETRY)]
+
+
+def fail_a_good_task(history: History) -> None:
+    history.states["task"] = Final(state=State.FAILURE, error="?")
+
+
+def give_a_good_task_up(history: History) -> None:
+    history.states["task"] = Final(state=State.FAILURE, error="3 workers died", error_type="Poison")
+    history.strikes["task"] = 3
+
+
+def store_another_result(history: History) -> None:
+    history.states["second"] = Final(state=State.SUCCESS, results=(1,))
+
+
+def charge_a_retry_to_the_task(history: History) -> None:
+    history.runs.append(Run(uuid="flaky", run=2, fence=1, worker="w1", start=1.7, end=1.71, ok=True))
+
+
+def start_before_the_eta(history: History) -> None:
+    history.sent["task"] = Sent(word="accepted", eta=1000.0)
+    history.runs[0].started_at = 999.9
+
+
+def leave_a_message_behind(history: History) -> None:
+    history.left.append("1 held")
+
+
+def let_a_worker_end_by_itself(history: History) -> None:
+    history.incidents.append("w3 ended by itself with 1")
+
+
+WRONG: dict[Callable[[History], None], str] = {
+    lose_a_task: "lost",
+    lose_a_task_that_a_task_sent: "lost",
+    lose_a_callback: "lost",
+    run_a_task_that_nobody_sent: "unexpected",
+    settle_a_task_twice: "completed twice",
+    count_an_end_too_many: "completed twice",
+    fire_a_chord_twice: "chord fired twice",
+    fire_a_chord_before_its_members_ended: "order",
+    give_a_chord_results_in_another_order: "wrong arguments",
+    repeat_a_task_without_a_fault: "unexplained repeat",
+    repeat_a_task_after_a_fault_of_another_worker: "unexplained repeat",
+    repeat_a_task_that_was_settled_before_the_fault: "unexplained repeat",
+    repeat_a_task_after_a_fault_that_explains_nothing: "unexplained repeat",
+    let_a_state_go_back: "state went back",
+    let_a_final_state_change: "state went back",
+    let_a_run_go_back: "state went back",
+    fail_a_good_task: "wrong outcome",
+    give_a_good_task_up: "blamed",
+    store_another_result: "wrong result",
+    charge_a_retry_to_the_task: "retries",
+    start_before_the_eta: "too early",
+    leave_a_message_behind: "left behind",
+    let_a_worker_end_by_itself: "worker",
+}
+
+
+def test_a_history_as_it_should_be_passes() -> None:
+    verdict = check(good())
+
+    assert verdict.violations == []
+    assert verdict.word == "PASSED"
+
+
+@pytest.mark.parametrize(("harm", "rule"), WRONG.items(), ids=lambda value: getattr(value, "__name__", ""))
+def test_what_is_wrong_is_found(harm: Callable[[History], None], rule: str) -> None:
+    history = good()
+    harm(history)
+
+    verdict = check(history)
+
+    assert rule in verdict.rules()
+    assert verdict.word == "FAILED"
+    assert rule in verdict.page("test")
+
+
+def test_a_repeat_after_a_kill_of_its_worker_is_explained_and_its_recovery_is_measured() -> None:
+    history = good()
+    first = history.runs[0]
+    first.end, first.settled, history.settled[0] = None, None, Settled(uuid="task", run=0, worker="w2", state="SUCCESS", at=1.7)
+    history.faults.append(Happened(kind="kill", worker="w1", start=1.005, end=1.006))
+    again(history, "task", 1.505)
+
+    verdict = check(history)
+
+    assert verdict.violations == []
+    assert str(verdict.figures["recovery after kill"]).startswith("p50 0.500 s, p99 0.500 s")
+
+
+def test_a_chord_with_a_failed_member_must_fail_without_a_run() -> None:
+    history = good()
+    error = "planned failure 1"
+    history.calls["m0"] = Call(uuid="m0", task="fails", args=(1,), fails=True)
+    history.runs = [one for one in history.runs if one.uuid not in ("m0", "chord")]
+    history.settled = [one for one in history.settled if one.uuid not in ("m0", "chord")]
+    ran(history, "m0", 1.1, [1], error=error)
+    history.states["chord"] = Final(state=State.FAILURE, error="chord member failed", error_type="ChordMemberFailed")
+    ran(history, "chord-error", 3.0, ["chord member failed", 9], result=9)
+    history.finished = len(history.states)
+    passed = check(history)
+
+    ran(history, "chord", 3.0, [9, *RESULTS])
+    failed = check(history)
+
+    assert passed.violations == []
+    assert "chord" in failed.rules()
+
+
+def test_a_task_that_its_sender_knows_nothing_of_may_be_there_or_not() -> None:
+    history = good()
+    history.sent["task"] = Sent(word="unknown")
+    there = check(history)
+
+    history.runs = [one for one in history.runs if one.uuid != "task"]
+    history.settled = [one for one in history.settled if one.uuid != "task"]
+    del history.states["task"]
+    history.finished = len(history.states)
+    absent = check(history)
+
+    assert there.violations == absent.violations == []
+
+
+def test_a_run_that_was_not_drained_says_nothing() -> None:
+    history = good()
+    history.drained = False
+
+    assert check(history).word == "INVALID"
