@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from machinery_py.backends.base import Backend, ReadyGroup, Verdict
-from machinery_py.brokers.base import Broker, Delivery, Fate, Message
+from machinery_py.brokers.base import Broker, Consumer, Delivery, Fate, Message
 from machinery_py.states import Arrival, GroupMeta, TaskState
 
 
@@ -113,6 +113,28 @@ class Session(ABC):
     @abstractmethod
     def close(self) -> None:
         """As Consumer.close."""
+
+
+class ConsumerSession(Session):
+    """A session around a broker's consumer, which does all that concerns the deliveries alone."""
+
+    def __init__(self, consumer: Consumer) -> None:
+        self._consumer = consumer
+
+    def run_begins(self, delivery: Delivery) -> None:
+        self._consumer.run_begins(delivery)
+
+    def run_ends(self, delivery: Delivery) -> None:
+        self._consumer.run_ends(delivery)
+
+    def beat(self) -> bool:
+        return self._consumer.beat()
+
+    def wake(self) -> None:
+        self._consumer.wake()
+
+    def close(self) -> None:
+        self._consumer.close()
 
 
 class Store(ABC):

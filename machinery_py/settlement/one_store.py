@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from machinery_py.backends.base import ALREADY, FENCED, SETTLED, Backend, Change, Verdict
 from machinery_py.brokers.base import Broker, Consumer, Delivery, Disposal, Message
-from machinery_py.settlement.base import Firing, Mark, Session, Settlement, Store, Submission
+from machinery_py.settlement.base import ConsumerSession, Firing, Mark, Session, Settlement, Store, Submission
 
 Transaction = Callable[[], contextlib.AbstractContextManager[object]]
 
@@ -66,12 +66,12 @@ class OneStore(Store):
         return min(self.broker.tend(), self.backend.tend())
 
 
-class OneSession(Session):
+class OneSession(ConsumerSession):
     """A consumer of the one store."""
 
     def __init__(self, store: OneStore, consumer: Consumer, transaction: Transaction) -> None:
         self._store = store
-        self._consumer = consumer
+        super().__init__(consumer)
         self._transaction = transaction
         self.receive = consumer.receive  # type: ignore[method-assign]  # nothing to add on the hot path
 
@@ -109,21 +109,6 @@ class OneSession(Session):
             return FENCED
         done = self._store.backend.settled_by([settlement.uuid]) == [mark_of(settlement.delivery)]
         return ALREADY if done else FENCED
-
-    def run_begins(self, delivery: Delivery) -> None:
-        self._consumer.run_begins(delivery)
-
-    def run_ends(self, delivery: Delivery) -> None:
-        self._consumer.run_ends(delivery)
-
-    def beat(self) -> bool:
-        return self._consumer.beat()
-
-    def wake(self) -> None:
-        self._consumer.wake()
-
-    def close(self) -> None:
-        self._consumer.close()
 
 
 def _change(settlement: Settlement) -> Change:

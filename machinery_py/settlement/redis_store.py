@@ -20,7 +20,7 @@ from machinery_py.brokers.redis_consumer import RedisConsumer, end_of
 from machinery_py.brokers.redis_messages import EMPTY, Queues, packed
 from machinery_py.errors import BrokerUnavailable, PublishUnknown
 from machinery_py.settlement import redis_scripts
-from machinery_py.settlement.base import Firing, Mark, Session, Settlement, Store, Submission
+from machinery_py.settlement.base import ConsumerSession, Firing, Mark, Session, Settlement, Store, Submission
 from machinery_py.settlement.one_store import disposal_of, mark_of
 from machinery_py.states import State
 
@@ -82,12 +82,13 @@ class RedisStore(Store):
         return min(self.broker.tend(), self.backend.tend())
 
 
-class RedisSession(Session):
+class RedisSession(ConsumerSession):
     """A consumer of the one store."""
 
     def __init__(self, store: RedisStore, consumer: RedisConsumer) -> None:
         self._store = store
-        self._consumer = consumer
+        super().__init__(consumer)
+        self._consumer: RedisConsumer = consumer
         self.receive = consumer.receive  # type: ignore[method-assign]  # nothing to add on the hot path
 
     def receive(self, limit: int, timeout: float) -> list[Delivery]:
@@ -124,21 +125,6 @@ class RedisSession(Session):
         if rung:
             driver.unblock(rung)
         return [VERDICTS[letter] for letter in letters]
-
-    def run_begins(self, delivery: Delivery) -> None:
-        self._consumer.run_begins(delivery)
-
-    def run_ends(self, delivery: Delivery) -> None:
-        self._consumer.run_ends(delivery)
-
-    def beat(self) -> bool:
-        return self._consumer.beat()
-
-    def wake(self) -> None:
-        self._consumer.wake()
-
-    def close(self) -> None:
-        self._consumer.close()
 
 
 def _messages(messages: Sequence[Message], queues: Queues) -> list[tuple[int, int, int, msgspec.Raw, int, msgspec.Raw]]:

@@ -31,7 +31,7 @@ from machinery_py.backends.base import ALREADY, FENCED, SETTLED, Backend, Change
 from machinery_py.brokers.base import Broker, Consumer, Delivery, Disposal, Fate, Message
 from machinery_py.clock import Clock
 from machinery_py.errors import DecodeError, MachineryError, PublishRefused
-from machinery_py.settlement.base import Firing, Mark, Session, Settlement, Store, Submission
+from machinery_py.settlement.base import ConsumerSession, Firing, Mark, Session, Settlement, Store, Submission
 from machinery_py.settlement.one_store import disposal_of, mark_of
 from machinery_py.states import TaskState
 from machinery_py.wire import decode_signature
@@ -112,12 +112,12 @@ class TwoStores(Store):
         return min(self.broker.tend(), self.backend.tend(), OUTBOX_AGE)
 
 
-class TwoSession(Session):
+class TwoSession(ConsumerSession):
     """A consumer whose deliveries are begun in the backend before they are handed out."""
 
     def __init__(self, store: TwoStores, consumer: Consumer) -> None:
         self._store = store
-        self._consumer = consumer
+        super().__init__(consumer)
         self._epochs: dict[object, int] = {}  # receipt → epoch, until the delivery is settled
         self._owed: list[Delivery] = []  # claimed, could not be begun, and could not be given back either
         self._settling = threading.Lock()  # a repeat must see what the first try has left undone
@@ -203,20 +203,5 @@ class TwoSession(Session):
             Change(key=mark.state.task_uuid, states=(mark.state,), epoch=self._epochs.get(mark.delivery.receipt, 0))
             for mark in marks
         ])
-
-    def run_begins(self, delivery: Delivery) -> None:
-        self._consumer.run_begins(delivery)
-
-    def run_ends(self, delivery: Delivery) -> None:
-        self._consumer.run_ends(delivery)
-
-    def beat(self) -> bool:
-        return self._consumer.beat()
-
-    def wake(self) -> None:
-        self._consumer.wake()
-
-    def close(self) -> None:
-        self._consumer.close()
 
 
