@@ -14,15 +14,15 @@ from machinery_py.settlement.base import Store
 from machinery_py.settlement.two_stores import TwoStores
 from machinery_py.urls import redact, scheme_of, split_urls
 
-#: URL scheme → the class that opens it.
+#: URL scheme → what opens it.
 FAMILIES: dict[str, str] = {
     "memory": "machinery_py.families.memory:MemoryFamily",
     "eager": "machinery_py.families.eager:EagerFamily",
     "sqlite": "machinery_py.families.sqlite:SQLiteFamily",
     "null": "machinery_py.families.null:NullFamily",
-    "redis": "machinery_py.families.redis:RedisFamily",
-    "rediss": "machinery_py.families.redis:RedisFamily",
-    "redis+socket": "machinery_py.families.redis:RedisFamily",
+    "redis": "machinery_py.families.redis:open_redis",
+    "rediss": "machinery_py.families.redis:open_redis",
+    "redis+socket": "machinery_py.families.redis:open_redis",
 }
 
 

@@ -6,7 +6,7 @@
     sqlite:////absolute/path.db        the same with a fourth slash; ?synchronous=full|normal&busy_timeout=5
     null, null://                      a result backend that keeps nothing
     redis://secret@host:6379/0         one Redis; rediss:// with TLS, redis+socket:///path/to.sock:/0
-    redis://s1,s2/0?master_name=m      the master that sentinels name
+    redis://s1,s2/0?master_name=m      the master that sentinels name; without it, nodes of a cluster
 
 Pure: nothing is opened and no name is looked up.
 """

@@ -243,6 +243,13 @@ class RedisDriver:
         self.servers.refused(text)
         raise as_ours(kind, text, place=self.servers.place, doing=doing, away=away) from error
 
+    def packed_script(self, script: Script, argument: bytes) -> bytes:
+        """A script as it is sent, and read by `read_script`."""
+        return evalsha(script, argument)
+
+    def read_script(self, link: Link, script: Script, argument: bytes) -> Any:
+        return read_script(link, script, argument)
+
     def unblock(self, numbers: Sequence[bytes]) -> None:
         """End the sleep of these connections. Failing does no harm: nobody sleeps longer than a second."""
         for number in numbers:

@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from machinery_py._drivers.redis import Link, RedisDriver, command, evalsha, micros, read_script
+from machinery_py._drivers.redis import Link, RedisDriver, command, micros
 from machinery_py._drivers.redis_errors import Kind, kind_of
 from machinery_py._drivers.redis_keys import queue_keys
 from machinery_py._drivers.redis_lua import pack, raw
@@ -63,14 +63,21 @@ class RedisConsumer(Consumer):
         self._start_session()
 
     def _start_session(self) -> None:
-        session = secrets.token_hex(12)
+        session = self._new_session()
         info = SessionInfo(
             name=self._worker, host=socket.gethostname(), place=place(), pid=os.getpid(), pid_started=started(os.getpid()),
-            queues=self._queues, started_at=micros(self._driver.clock.now()),
+            queues=self._listed(), started_at=micros(self._driver.clock.now()),
         )
         argument = pack((self._driver.now(), session, raw(encode_info(info)), self._keys))
         self._driver.run(redis_scripts.REGISTER, argument, doing="registering a worker", away=BrokerUnavailable)
         self.session = session
+
+    def _new_session(self) -> str:
+        return secrets.token_hex(12)
+
+    def _listed(self) -> tuple[str, ...]:
+        """The queues that it is shown with."""
+        return self._queues
 
     # Claiming
 
@@ -127,10 +134,10 @@ class RedisConsumer(Consumer):
         return self._deliveries(session, blob), BLOCK if due_in < 0 else due_in / 1e6
 
     def _ask(self, link: Link, argument: bytes, sleep: float) -> Any:
-        packet = evalsha(redis_scripts.CLAIM, argument)
+        packet = self._driver.packed_script(redis_scripts.CLAIM, argument)
         if not sleep:
             link.send(packet)
-            return read_script(link, redis_scripts.CLAIM, argument)
+            return self._driver.read_script(link, redis_scripts.CLAIM, argument)
         name, prefix = self._keys[0]
         arrivals = f"{prefix}i:{self.session}".encode()
         self._asleep = link.number
@@ -146,7 +153,7 @@ class RedisConsumer(Consumer):
                         raise
         finally:
             self._asleep = b""
-        return read_script(link, redis_scripts.CLAIM, argument)
+        return self._driver.read_script(link, redis_scripts.CLAIM, argument)
 
     def _open_link(self) -> Link:
         self._driver.servers.look()
