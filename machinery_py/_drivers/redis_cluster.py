@@ -11,6 +11,7 @@ asked again only if it can stand that. redis-py's own cluster client repeats all
 from __future__ import annotations
 
 import functools
+import logging
 import threading
 import time
 from collections.abc import Sequence
@@ -25,6 +26,8 @@ from machinery_py._drivers.redis_servers import fatal
 from machinery_py._drivers.redis_slots import clustered, guards, local_key, slot_of
 from machinery_py.clock import SYSTEM_CLOCK, Clock
 from machinery_py.errors import BackendUnavailable, MachineryError
+
+logger = logging.getLogger(__name__)
 
 PAUSE = 0.02  # seconds until a slot that was on its way is asked for again
 STEP = 1000  # requests in one packet
@@ -245,6 +248,15 @@ class SlotDriver(RedisDriver):
         words = (parts[0], local_key(self._prefix, parts[1]), *parts[2:]) if len(parts) > 1 else parts
         return self._cluster.ask([Request(self._slot, command(*words))], doing=doing, away=away)[0]
 
+    def open(self, *, timeout: float | None = None) -> Link:
+        try:
+            return super().open(timeout=timeout)
+        except MachineryError:
+            raise
+        except Exception as error:  # redis-py's: another node may have the slot now
+            self._relearn(error)
+            raise
+
     def packed_script(self, script: Script, argument: bytes) -> bytes:
         return evalsha(clustered(script), argument, *guards(self._prefix))
 
@@ -253,12 +265,15 @@ class SlotDriver(RedisDriver):
 
     def fail(self, error: Exception, *, doing: str, away: type[MachineryError]) -> NoReturn:
         if passing(error) or isinstance(error, _connection_errors()):
-            learn(self._cluster.nodes, error)
-            try:
-                self._cluster.nodes.look()
-            except Exception:  # then nobody answers, and that is what `error` says
-                pass
+            self._relearn(error)
         self._cluster.fail(error, doing=doing, away=away)
+
+    def _relearn(self, error: Exception) -> None:
+        learn(self._cluster.nodes, error)
+        try:
+            self._cluster.nodes.look()
+        except Exception:  # then no node answers, and `error` is reason enough
+            logger.debug("%s cannot be asked for its slots", self._cluster.nodes.place)
 
     def unblock(self, numbers: Sequence[bytes]) -> None:
         """As the base class; a sleeper at another queue gives its number as `number@prefix of that queue`."""

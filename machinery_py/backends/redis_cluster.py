@@ -59,6 +59,7 @@ class ClusterBackend(Backend):
         self.expire_in = expire_in
         self.seconds = max(1, math.ceil(expire_in))
         self._steps = Steps(cluster, self.seconds)
+        self._tend_at = cluster.clock.monotonic()
 
     def now(self) -> dt.datetime:
         return self.cluster.clock.now()
@@ -107,7 +108,7 @@ class ClusterBackend(Backend):
 
     def outboxes(self, keys: Sequence[str]) -> list[Sequence[bytes]]:
         names = list(map(name_of, keys))
-        return list(self._finish(list(zip(names, self._records(names), strict=True))))
+        return [*self._finish(list(zip(names, self._records(names), strict=True)))]
 
     def clear_outbox(self, keys: Sequence[str]) -> None:
         names = list(map(name_of, keys))
@@ -125,7 +126,9 @@ class ClusterBackend(Backend):
         ])
         names = [(name, record) for (name, _, _), record in zip(found, records, strict=True) if record is not None]
         outboxes = self._finish(names)
-        return [(unquoted(name), outbox) for (name, _), outbox in zip(names, outboxes, strict=True) if outbox][:limit]
+        unsent: list[tuple[str, Sequence[bytes]]] = []
+        unsent += [(unquoted(name), outbox) for (name, _), outbox in zip(names, outboxes, strict=True) if outbox]
+        return unsent[:limit]
 
     def settled_by(self, uuids: Sequence[str]) -> list[str]:
         replies = self._ask([
@@ -232,6 +235,9 @@ class ClusterBackend(Backend):
         return ClusterListener(self.cluster.at(b"{mpy:ears}:"))
 
     def tend(self) -> float:
+        left = self._tend_at - self.cluster.clock.monotonic()
+        if left > 0:
+            return left  # the listings are in many slots: not with each look of the broker
         now = micros(self.now())
         argument = pack((self.cluster.now(), self.seconds, 2 * CHORD_LIFE))
         self._ask([script_at(shard.encode(), scripts.EXPIRE, argument) for shard in PREFIXES], "looking for what is over")
@@ -241,7 +247,9 @@ class ClusterBackend(Backend):
         alive = [name for name, document in zip(due, documents, strict=True) if self._is_wanted(name, document)]
         self._steps.keep_groups(alive, now + self.seconds * 1_000_000)
         self._steps.forget_groups([name for name in due if name not in alive])
-        return 0.05 if len(due) >= redis_scripts.LOOKS else SWEEP
+        pause = 0.05 if len(due) >= redis_scripts.LOOKS else SWEEP
+        self._tend_at = self.cluster.clock.monotonic() + pause
+        return pause
 
     def _is_wanted(self, name: str, document: bytes | None) -> bool:
         """Whether a member of the group is still known, or it waits to be fired."""

@@ -19,7 +19,7 @@ from machinery_py._drivers.redis_lua import pack
 from machinery_py.backends import redis_cluster_scripts as scripts
 from machinery_py.backends import redis_scripts
 
-SHARDS = 16
+SHARDS = 8  # each is looked at every few seconds by each worker
 PREFIXES = tuple(f"mpy:{{list{number}}}:" for number in range(SHARDS))
 PAGE = 500  # names that are read from a shard at once
 

@@ -17,9 +17,12 @@ from machinery_py.backends import redis_scripts
 from machinery_py.backends.redis_cluster_lists import PREFIXES, Finished, by_shard, list_requests
 from machinery_py.backends.redis_cluster_records import SCRIPTS, Effect, Parts, document_key, prefix_of
 from machinery_py.backends.redis_lua import CHORD_LIFE
+from machinery_py.errors import StoreUnusable
 
 READY = b"mpy:ready"
 GROUPS = b"mpy:groups"
+TRIES = 3  # at a change; more than one when this process was stopped between its note and its record
+NOTES = 10_000  # of our own that are remembered; the others are looked at and dropped by whoever tends
 STALE = 2 * scripts.NOTED_FOR  # µs after which a note without a record will never get one
 
 
@@ -41,7 +44,9 @@ class Steps:
         """Notes and verdicts; what is written is listed."""
         letters = ["s"] * len(parts)
         left = [index for index, part in enumerate(parts) if part.own is not None]
-        while left:
+        for _ in range(TRIES):
+            if not left:
+                return letters
             records = {index: parts[index].record for index in left}
             stamps = self._note(parts[index].name for index in left if records[index])
             now = self._cluster.now()
@@ -55,6 +60,9 @@ class Steps:
                 letters[index] = reply[0].decode()
             self._list([(reply, parts[index].force) for index, reply in zip(left, replies, strict=True)])
             left = [index for index in left if letters[index] == "l"]
+        if left:
+            raise StoreUnusable(f"Redis {self._cluster.nodes.place}: writing states: the clocks of its nodes differ by more than "
+                                f"{scripts.NOTED_FOR // 1_000_000} s (set them by NTP)")
         return letters
 
     def _note(self, names: Iterable[str]) -> dict[str, int]:
@@ -64,6 +72,8 @@ class Steps:
             script_at(prefix.encode(), scripts.NOTE, pack((now, wanted))) for prefix, wanted in shards.items()
         ], "noting what follows")
         found = {name: int(stamp) for wanted, stamp in zip(shards.values(), stamps, strict=True) for name in wanted}
+        if len(self._stamps) > NOTES:
+            self._stamps.clear()
         self._stamps.update(found)
         return found
 

@@ -73,6 +73,7 @@ class QueueBroker(RedisBroker):
 
     def __init__(self, driver: SlotDriver, queue: str, *, lease: float) -> None:
         super().__init__(driver, lease=lease)
+        self.slot = driver
         self.queue = queue
         self.is_known = False  # in the list of queues
 
@@ -139,15 +140,13 @@ class ClusterBroker(Broker):
             parts.setdefault(message.queue, []).append(message)
         self._register(list(parts))
         new = False
-        done = 0
-        for queue, part in parts.items():
+        for done, (queue, part) in enumerate(parts.items()):
             try:
                 new = self._of(queue).put(part, token=token) or new
             except (BrokerUnavailable, PublishRefused) as error:
                 if done == 0:
                     raise
                 raise PublishUnknown(f"{done} of {len(parts)} queues have their messages; queue {queue!r}: {error}") from error
-            done += 1
         return new
 
     def put_once(self, messages: Sequence[tuple[str, Message]]) -> None:
@@ -167,7 +166,7 @@ class ClusterBroker(Broker):
     def consume(self, queues: Sequence[str], *, worker: str) -> ClusterConsumer:
         self._register(queues)
         brokers = [self._of(queue) for queue in dict.fromkeys(queues)]
-        consumer = ClusterConsumer([(one.queue, one.driver, one.move_due) for one in brokers], worker=worker)
+        consumer = ClusterConsumer([(one.queue, one.slot, one.move_due) for one in brokers], worker=worker)
         self._consumers.add(consumer)
         return consumer
 

@@ -171,7 +171,8 @@ class ClusterConsumer(Consumer):
     def beat(self) -> bool:
         if self._closed:
             return True
-        if not self._restarting and all([part.is_registered() for part in self._parts]):
+        registered = [part.is_registered() for part in self._parts]  # each of them beats, whatever the others say
+        if all(registered) and not self._restarting:
             return True
         # Given up in one queue is given up in all: a session that is over changes nothing any more.
         self._restarting = True

@@ -1,4 +1,4 @@
-"""`redis://`, `rediss://`, `redis+socket://`: a Redis, 6.2 or newer; the master of sentinels, one of several URLs, or a cluster."""
+"""`redis://`, `rediss://`, `redis+socket://`: a Redis, 6.2 or newer; a sentinels' master, one of several URLs, a cluster."""
 
 from __future__ import annotations
 
