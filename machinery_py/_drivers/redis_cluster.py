@@ -137,7 +137,7 @@ class RedisCluster:
 
         if not isinstance(error, redis.RedisError | OSError):
             raise error
-        text = str(error) or type(error).__name__
+        text = told(error)
         kind = kind_of(text)
         known = isinstance(error, redis.ResponseError | redis.AuthenticationError) and not passing(error)
         if kind is Kind.OTHER and not known:
@@ -294,6 +294,16 @@ def passing(error: Exception) -> bool:
         word in str(error) for word in ("CLUSTERDOWN", "MOVED ", "READONLY", "You can't write against a read only", "LOADING",
                                         "Redis is loading", "UNBLOCKED")
     )
+
+
+def told(error: Exception) -> str:
+    """The text of an error, for people."""
+    from redis.exceptions import AskError, MovedError
+
+    if isinstance(error, AskError):
+        word = "has moved" if isinstance(error, MovedError) else "is on its way"
+        return f"slot {error.slot_id} {word} to {error.host}:{error.port}"
+    return str(error) or type(error).__name__
 
 
 def learn(nodes: Nodes, error: Exception) -> None:

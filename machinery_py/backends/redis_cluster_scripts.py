@@ -95,12 +95,16 @@ if record and string.sub(record, 1, size) == unpacked[2] then call('DEL', name) 
 
 # The listings: they are in shards, whose prefix is that of the guards.
 
-# In: now, keys. Out: µs of the note. Each has a record, soon.
+# In: now, keys. Out: µs of each note, later than those of an earlier one. Each has a record, soon.
 NOTE = Script(PRELUDE + r"""
 local prefix = string.sub(KEYS[1], 1, -2)
-local now = int(now_of(unpacked[1]))
-for _, key in ipairs(unpacked[2]) do call('ZADD', prefix .. 'outbox', now, key) end
-return now
+local now, stamps = now_of(unpacked[1]), {}
+for i, key in ipairs(unpacked[2]) do
+  local stamp = int(math.max(now, tonumber(call('ZSCORE', prefix .. 'outbox', key) or '0') + 1))
+  call('ZADD', prefix .. 'outbox', stamp, key)
+  stamps[i] = stamp
+end
+return stamps
 """)
 
 # In: (key, µs of the note). Out: nothing. The records are gone; one that was noted since then stays.

@@ -71,7 +71,10 @@ class Steps:
         stamps = self._ask([
             script_at(prefix.encode(), scripts.NOTE, pack((now, wanted))) for prefix, wanted in shards.items()
         ], "noting what follows")
-        found = {name: int(stamp) for wanted, stamp in zip(shards.values(), stamps, strict=True) for name in wanted}
+        found = {
+            name: int(stamp) for wanted, noted in zip(shards.values(), stamps, strict=True)
+            for name, stamp in zip(wanted, noted, strict=True)
+        }
         if len(self._stamps) > NOTES:
             self._stamps.clear()
         self._stamps.update(found)

@@ -3,7 +3,8 @@
 A consumer that has not beaten for a lease, by the server's clock, is given up at the second look; one whose process on this
 host has ended, at the first.
 
-Limits: no cluster. What a dead consumer held gets a strike, whether it ran or not.
+Limits: one server; in a cluster it is the broker of one queue (redis_cluster.py). What a dead consumer held gets a strike,
+whether it ran or not.
 """
 
 from __future__ import annotations

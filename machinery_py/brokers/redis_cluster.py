@@ -203,7 +203,7 @@ class ClusterBroker(Broker):
             for body, score in due:
                 said = known(body)
                 priority = said.Priority if said and 0 <= said.Priority <= 255 else 0
-                move = (_name_of(body, score), (0, priority, 0, EMPTY, 0, raw(body)))
+                move = (name_of_move(body, score), (0, priority, 0, EMPTY, 0, raw(body)))
                 parts.setdefault(self._place(said.RoutingKey if said else ""), []).append((move, (body, score)))
             self._register(list(parts))
             for queue, moves in parts.items():
@@ -314,6 +314,6 @@ def is_usable(queue: str) -> bool:
     return bool(queue) and slot_of(name) == slot_of(prefix)
 
 
-def _name_of(body: bytes, score: bytes) -> str:
+def name_of_move(body: bytes, score: bytes) -> str:
     """The same for each mover of this member."""
     return f"move {hashlib.sha1(body).hexdigest()} {score.decode()}"

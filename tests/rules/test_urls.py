@@ -318,6 +318,7 @@ def test_the_reference_page_says_which_scheme_can_be_what() -> None:
         ("redis://p%40ss@host", ((("host", 6379),), "", "p@ss", 0)),
         ("redis://a@b@host", ((("host", 6379),), "", "a@b", 0)),
         ("rediss://[::1]:7000/1", ((("::1", 7000),), "", "", 1)),
+        ("redis://user:secret@h1:7000,h2/0", ((("h1", 7000), ("h2", 6379)), "user", "secret", 0)),
     ],
 )
 def test_a_redis_url_is_read_as_go_reads_it(url: str, found: tuple[object, ...]) -> None:
@@ -338,7 +339,7 @@ def test_a_redis_socket_has_its_database_behind_a_colon() -> None:
 @pytest.mark.parametrize(
     ("url", "text"),
     [
-        ("redis://secret@h1:1,h2:2/0", "2 hosts are not in this release"),
+        ("redis://secret@h1:1,h2:2/3", "2 hosts are a cluster"),
         ("redis://secret@host/x", "the database is no number"),
         ("redis://secret@host:x", "the port is no number"),
         ("redis://secret@host/0?ssl=true", "Redis URLs have no options"),

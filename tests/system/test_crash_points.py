@@ -18,8 +18,11 @@ import pytest
 from machinery_py import Server, State, Task
 from machinery_py.brokers.base import QueueStats
 from machinery_py.testing.waiting import wait_until
+from tests.stores.redis_cluster_case import empty_cluster, url_of
 from tests.system import crashing
-from tests.system.crashing import SENDER_POINTS, SHAPES, WORKER_POINTS
+from tests.system.crashing import CLUSTER_POINTS, SENDER_POINTS, SHAPES, WORKER_POINTS
+
+__all__ = ["empty_cluster"]
 
 SCRIPT = pathlib.Path(__file__).with_name("crashing.py")
 HANG = 60.0  # seconds; a guard, nothing is measured with it
@@ -73,6 +76,9 @@ def stage(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> Stage:
     if request.param == "redis":
         url: str = request.getfixturevalue("empty_redis").url
         return Stage(tmp_path, url, url)
+    if request.param == "cluster":
+        nodes = url_of(request.getfixturevalue("empty_cluster"))
+        return Stage(tmp_path, nodes, nodes)
     first = f"sqlite:///{tmp_path}/first.db"
     second = first if request.param == "one store" else f"sqlite:///{tmp_path}/second.db"
     return Stage(tmp_path, first, second)
@@ -113,6 +119,12 @@ def cells() -> Iterator[tuple[str, str, str]]:
                 yield "two stores", point, shape
             if shape in ("retry", "chain", "broken-chord", "chord", "delayed") and not point.startswith("inside"):
                 yield "redis", point, shape  # its steps are scripts: there is no inside
+    for point in CLUSTER_POINTS:
+        yield "cluster", point, "broken-chord"
+        if point in ("after-verdict", "after-publish"):
+            yield "cluster", point, "retry"
+    for point in ("after-claim", "inside-settle", "inside-fire"):
+        yield "cluster", point, "chord"
 
 
 @pytest.mark.parametrize(("stage", "point", "shape"), list(cells()), indirect=["stage"])
@@ -128,6 +140,7 @@ def test_a_worker_that_is_killed_loses_and_doubles_nothing(
 
     killed = stage.calls()["killed"]
     assert first.returncode == (-9 if killed else 0), first.stderr
+    assert killed or point not in CLUSTER_POINTS
     check_history(stage.calls(), shape, point)
     check_states(survivor, sent.stdout.strip(), shape)
 
@@ -157,7 +170,7 @@ def check_states(server: Server, uuid: str, shape: str) -> None:
     assert not server.inspect.dead()
 
 
-@pytest.mark.parametrize("stage", ["one store", "two stores", "redis"], indirect=True)
+@pytest.mark.parametrize("stage", ["one store", "two stores", "redis", "cluster"], indirect=True)
 @pytest.mark.parametrize("shape", ["task", "chain", "chord"])
 @pytest.mark.parametrize("point", SENDER_POINTS)
 def test_a_sender_that_is_killed_leaves_all_or_nothing(

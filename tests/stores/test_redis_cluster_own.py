@@ -1,0 +1,201 @@
+"""What is a Redis Cluster's own: names, slots that stand still, Go's delayed set, records."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import msgspec
+import pytest
+
+from machinery_py._drivers.redis_cluster import RedisCluster, command_at
+from machinery_py._drivers.redis_lua import raw
+from machinery_py.backends.base import SETTLED, Change
+from machinery_py.backends.redis_cluster import ClusterBackend
+from machinery_py.brokers.base import Delivery, Message
+from machinery_py.brokers.redis_cluster import FOR_EVER, ClusterBroker, name_of_move
+from machinery_py.brokers.redis_messages import EMPTY
+from machinery_py.errors import BackendUnavailable, BrokerUnavailable, PublishRefused
+from machinery_py.settlement.redis_cluster_store import ClusterStore
+from machinery_py.states import State, TaskState
+from machinery_py.testing.conformance.fencing import body_of, settlement, state_of, submit
+from machinery_py.testing.servers import RedisCluster as ClusterServers
+from machinery_py.testing.waiting import HANG, together, wait_until
+from tests.stores.redis_cluster_case import ClusterClock, Clusters, clock, empty_cluster, masters, open_cluster, url_of
+
+__all__ = ["clock", "empty_cluster", "open_cluster"]
+
+OpenStore = Callable[[], ClusterStore]
+
+
+@pytest.fixture
+def open_store(open_cluster: Clusters, clock: ClusterClock) -> OpenStore:
+    def open_one() -> ClusterStore:
+        cluster = open_cluster()
+        return ClusterStore(ClusterBroker(cluster), ClusterBackend(cluster), clock)
+
+    return open_one
+
+
+@pytest.mark.parametrize("uuid", ["{", "}", "{}", "a{b}c", "50%", "task_{x", "é}"])
+def test_a_uuid_may_be_anything(open_store: OpenStore, uuid: str) -> None:
+    store = open_store()
+    submit(store, uuid)
+    session = store.open_session(["q"], worker="w")
+    (delivery,) = session.receive(1, 0)
+
+    assert session.settle([settlement(delivery, callbacks=[f"{uuid}{{after}}"])]) == [SETTLED]
+
+    assert store.backend.get_state(uuid).state is State.SUCCESS
+    assert store.backend.get_state(uuid).task_uuid == uuid
+    assert {state.task_uuid for state in store.backend.list_states()} == {uuid, f"{uuid}{{after}}"}
+    assert store.backend.find(uuid[:1], 9) == sorted([uuid, f"{uuid}{{after}}"])
+    session.close()
+
+
+def test_a_queue_may_bring_its_own_tag(open_store: OpenStore) -> None:
+    store = open_store()
+    for queue in ("mail", "{mail}", "{mail}:fast", "fast{mail}{x}"):
+        store.broker.put([Message(uuid="", name="", queue=queue, body=queue.encode())], token="")
+
+    assert [one.waiting for one in store.broker.stats()] == [1] * 4
+    for queue in ("}", "{}", "a}b", ""):
+        with pytest.raises(PublishRefused, match="several slots"):
+            store.broker.put([Message(uuid="", name="", queue=queue, body=b"x")], token="")
+
+
+def test_a_slot_that_is_on_its_way_stands_still(empty_cluster: ClusterServers, clock: ClusterClock) -> None:
+    cluster = RedisCluster(url_of(empty_cluster), clock=clock, timeout=0.3)
+    broker, backend = ClusterBroker(cluster), ClusterBackend(cluster)
+    store = ClusterStore(broker, backend, clock)
+    submit(store, "a")
+    source = empty_cluster.node_of("q")
+    target = next(node for node in masters(empty_cluster) if node is not source)
+    slot = int(str(source.cli("CLUSTER", "KEYSLOT", "q")))
+    target.cli("CLUSTER", "SETSLOT", slot, "IMPORTING", str(source.cli("CLUSTER", "MYID")))
+    source.cli("CLUSTER", "SETSLOT", slot, "MIGRATING", str(target.cli("CLUSTER", "MYID")))
+
+    try:
+        with pytest.raises(BrokerUnavailable, match="is on its way|rehashing"):
+            broker.put([Message(uuid="", name="", queue="q", body=b"x")], token="t")
+        broker.put([Message(uuid="", name="", queue="elsewhere", body=b"x")], token="t")
+        assert (source.cli("LLEN", "q"), source.cli("KEYS", "mpy:{q}:mpy:p:t")) == (1, [])
+    finally:
+        for node in (source, target):
+            node.cli("CLUSTER", "SETSLOT", slot, "STABLE")
+
+    assert broker.put([Message(uuid="", name="", queue="q", body=b"x")], token="t")
+    assert [one.body for one in broker.pending("q", 9)] == [body_of("a"), b"x"]
+    cluster.close()
+
+
+def test_a_cluster_that_is_away_is_told_as_one_redis_would(clock: ClusterClock) -> None:
+    cluster = RedisCluster("redis://127.0.0.1:1,127.0.0.1:2", clock=clock, timeout=0.2)
+
+    with pytest.raises(BrokerUnavailable, match="naming queues"):
+        ClusterBroker(cluster).put([Message(uuid="", name="", queue="q", body=b"x")], token="t")
+    with pytest.raises(BackendUnavailable, match="reading states"):
+        ClusterBackend(cluster).get_states(["a"])
+
+
+def delay_as_go(empty_cluster: ClusterServers, uuid: str, queue: str, score: int) -> bytes:
+    body = body_of(uuid, queue=queue)
+    empty_cluster.node_of("delayed_tasks").cli("ZADD", "delayed_tasks", score, body)
+    return body
+
+
+def test_what_go_has_delayed_comes_to_its_queue_once(
+    empty_cluster: ClusterServers, open_store: OpenStore, clock: ClusterClock
+) -> None:
+    now = int(clock.now().timestamp()) * 10**9
+    bodies = [delay_as_go(empty_cluster, f"task_{n}", f"q{n % 5}", now - n) for n in range(50)]
+    late = delay_as_go(empty_cluster, "late", "q0", now + 60 * 10**9)
+
+    together(4, lambda _: open_store().broker.tend())
+
+    broker = open_store().broker
+    found = [one.body for n in range(5) for one in broker.pending(f"q{n}", 99)]
+    assert sorted(found) == sorted(bodies)
+    assert [one.body for one in broker.delayed(9)] == [late]
+    assert [one.delayed for one in broker.stats() if one.queue == "q0"] == [1]
+    assert broker.purge("q0") == 11
+    assert broker.delayed(9) == []
+
+
+def test_a_move_that_was_cut_off_is_finished(
+    empty_cluster: ClusterServers, open_store: OpenStore, clock: ClusterClock
+) -> None:
+    score = int(clock.now().timestamp()) * 10**9
+    body = delay_as_go(empty_cluster, "task_1", "q", score)
+    broker = open_store().broker
+    assert isinstance(broker, ClusterBroker)
+    (stored,) = broker.cluster.ask([command_at(b"ZSCORE", b"delayed_tasks", body)], doing="looking")
+    # The first mover has put it on its queue, and died.
+    broker._register(["q"])
+    broker._of("q").take_in([(name_of_move(body, stored), (0, 0, 0, EMPTY, 0, raw(body)))], FOR_EVER)
+
+    open_store().broker.tend()
+
+    assert [one.body for one in broker.pending("q", 9)] == [body]
+    assert broker.delayed(9) == []
+    # A mover that comes too late does nothing.
+    assert broker._of("q").take_in([("other", (0, 0, 0, EMPTY, 0, raw(body)))], 1) is False
+    assert len(broker.pending("q", 9)) == 1
+
+
+def test_who_sleeps_at_one_queue_is_woken_by_another(open_store: OpenStore) -> None:
+    session = open_store().open_session(["q", "r", "s"], worker="w")
+    broker = open_store().broker
+    found: list[Delivery] = []
+    for queue in ("r", "q", "s"):
+        found.clear()
+        sleeper = threading.Thread(target=lambda: found.extend(session.receive(1, HANG)))
+        sleeper.start()
+        broker.put([Message(uuid="", name="", queue=queue, body=body_of("a", queue=queue))], token="")
+        sleeper.join(HANG)
+        assert [one.queue for one in found] == [queue]
+    session.wake()
+    session.close()
+    assert broker.workers() == []
+
+
+def test_an_outbox_that_is_published_twice_is_sent_once(open_store: OpenStore) -> None:
+    store = open_store()
+    submit(store, "a")
+    session = store.open_session(["q"], worker="w")
+    (delivery,) = session.receive(1, 0)
+    end = settlement(delivery, callbacks=["c"])
+    outbox = [msgspec.json.encode(message) for message in end.send]
+    store.backend.apply([Change(key="a", mark="m", states=end.states, outbox=outbox)])
+
+    together(4, lambda _: open_store().publish([("a", outbox)]))
+
+    assert len(store.broker.pending("c", 9)) == 1
+    assert store.backend.unsent(9, older_than=0.0) == []
+    session.close()
+
+
+def test_a_record_that_was_written_since_is_not_cleared(open_cluster: Clusters, clock: ClusterClock) -> None:
+    backend = ClusterBackend(open_cluster())
+    retry = TaskState(task_uuid="t", state=State.RETRY)
+    backend.apply([Change(key="t", mark="1", states=(retry,), outbox=(b"first",))])
+    other = ClusterBackend(open_cluster())
+    other.apply([Change(key="t", mark="2", states=(state_of("t", State.SUCCESS, run=1),), outbox=(b"second",))])
+
+    backend.clear_sent([("t", (b"first",))])
+
+    assert [list(box) for box in backend.outboxes(["t"])] == [[b"second"]]
+    clock.advance(1.0)
+    assert backend.unsent(9, older_than=0.0) == [("t", (b"second",))]
+
+
+def test_a_note_without_a_record_is_dropped(open_cluster: Clusters, clock: ClusterClock) -> None:
+    backend = ClusterBackend(open_cluster())
+    backend._steps._note(["t"])  # and its process died
+    assert backend.unsent(9, older_than=0.0) == []
+    assert [name for name, _, _ in backend._steps.noted(9, 0.0)] == ["t"]
+
+    clock.advance(61.0)
+
+    assert backend.unsent(9, older_than=0.0) == []
+    wait_until(lambda: backend._steps.noted(9, 0.0) == [])
