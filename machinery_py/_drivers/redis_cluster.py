@@ -97,16 +97,17 @@ class RedisCluster:
 
     def ask(
         self, requests: Sequence[Request], *, doing: str, away: type[MachineryError] = BackendUnavailable, again: bool = True,
-        lost: type[MachineryError] | None = None,
+        lost: type[MachineryError] | None = None, patience: float | None = None,
     ) -> list[Any]:
         """The replies to all of them; all that go to one node are one round trip.
 
         Args:
             again, away, lost: as RedisDriver.run. When one is refused for good, others may have been carried out.
+            patience: seconds until what will pass is waited for no more; the timeout, if not given.
         """
         lost = lost or away
         left = list(requests)
-        deadline = time.monotonic() + self.timeout
+        deadline = time.monotonic() + (self.timeout if patience is None else patience)
         unknown = False  # whether something was carried out, perhaps, whose reply was lost
         while left:
             try_ = _Try(self, again=again)
@@ -228,8 +229,8 @@ class SlotDriver(RedisDriver):
     """One slot of a cluster, as if it were a Redis of its own: scripts see its keys only, and those of no queue are its own."""
 
     def __init__(self, cluster: RedisCluster, prefix: bytes) -> None:
-        self._cluster = cluster
-        self._prefix = prefix
+        self.cluster = cluster
+        self.prefix = prefix
         self._slot = slot_of(prefix)
         super().__init__(
             clock=cluster.clock, timeout=cluster.timeout,
@@ -240,13 +241,13 @@ class SlotDriver(RedisDriver):
         self, script: Script, argument: bytes, *keys: bytes, doing: str, away: type[MachineryError] = BackendUnavailable,
         again: bool = True, lost: type[MachineryError] | None = None,
     ) -> Any:
-        request = script_at(self._prefix, clustered(script), argument)
-        return self._cluster.ask([request], doing=doing, away=away, again=again, lost=lost)[0]
+        request = script_at(self.prefix, clustered(script), argument)
+        return self.cluster.ask([request], doing=doing, away=away, again=again, lost=lost)[0]
 
     def ask(self, *parts: bytes, doing: str, away: type[MachineryError] = BackendUnavailable) -> Any:
         """As the base class; a key that belongs to no queue is that of this slot."""
-        words = (parts[0], local_key(self._prefix, parts[1]), *parts[2:]) if len(parts) > 1 else parts
-        return self._cluster.ask([Request(self._slot, command(*words))], doing=doing, away=away)[0]
+        words = (parts[0], local_key(self.prefix, parts[1]), *parts[2:]) if len(parts) > 1 else parts
+        return self.cluster.ask([Request(self._slot, command(*words))], doing=doing, away=away)[0]
 
     def open(self, *, timeout: float | None = None) -> Link:
         try:
@@ -258,28 +259,28 @@ class SlotDriver(RedisDriver):
             raise
 
     def packed_script(self, script: Script, argument: bytes) -> bytes:
-        return evalsha(clustered(script), argument, *guards(self._prefix))
+        return evalsha(clustered(script), argument, *guards(self.prefix))
 
     def read_script(self, link: Link, script: Script, argument: bytes) -> Any:
-        return read_script(link, clustered(script), argument, *guards(self._prefix))
+        return read_script(link, clustered(script), argument, *guards(self.prefix))
 
     def fail(self, error: Exception, *, doing: str, away: type[MachineryError]) -> NoReturn:
         if passing(error) or isinstance(error, _connection_errors()):
             self._relearn(error)
-        self._cluster.fail(error, doing=doing, away=away)
+        self.cluster.fail(error, doing=doing, away=away)
 
     def _relearn(self, error: Exception) -> None:
-        learn(self._cluster.nodes, error)
+        learn(self.cluster.nodes, error)
         try:
-            self._cluster.nodes.look()
+            self.cluster.nodes.look()
         except Exception:  # then no node answers, and `error` is reason enough
-            logger.debug("%s cannot be asked for its slots", self._cluster.nodes.place)
+            logger.debug("%s cannot be asked for its slots", self.cluster.nodes.place)
 
     def unblock(self, numbers: Sequence[bytes]) -> None:
         """As the base class; a sleeper at another queue gives its number as `number@prefix of that queue`."""
         for number in numbers:
             digits, _, elsewhere = number.partition(b"@")
-            driver = self._cluster.at(elsewhere) if elsewhere else self
+            driver = self.cluster.at(elsewhere) if elsewhere else self
             super(SlotDriver, driver).unblock([digits])
 
 

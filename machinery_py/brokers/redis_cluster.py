@@ -105,6 +105,7 @@ class ClusterBroker(Broker):
         self.cluster = cluster
         self.lease = lease
         self._brokers: dict[str, QueueBroker] = {}
+        self._turn = 0
         self._consumers: weakref.WeakSet[ClusterConsumer] = weakref.WeakSet()
 
     def _of(self, queue: str) -> QueueBroker:
@@ -166,7 +167,8 @@ class ClusterBroker(Broker):
     def consume(self, queues: Sequence[str], *, worker: str) -> ClusterConsumer:
         self._register(queues)
         brokers = [self._of(queue) for queue in dict.fromkeys(queues)]
-        consumer = ClusterConsumer([(one.queue, one.slot, one.move_due) for one in brokers], worker=worker)
+        places = [(one.queue, one.slot, one.move_due) for one in brokers]
+        consumer = ClusterConsumer(places, worker=worker, patience=self.lease / 4)
         self._consumers.add(consumer)
         return consumer
 
@@ -175,14 +177,10 @@ class ClusterBroker(Broker):
     def tend(self) -> float:
         brokers = self._all()
         pause = self._move_theirs()
-        failure: MachineryError | None = None
-        for broker in brokers:
-            try:
-                pause = min(pause, broker.tend())
-            except MachineryError as error:  # the other queues may be at nodes that live
-                failure = error
-        if failure is not None:
-            raise failure
+        for _ in brokers:
+            # Once round. After a failure, which takes its time, the next call begins behind that queue.
+            self._turn += 1
+            pause = min(pause, brokers[self._turn % len(brokers)].tend())
         return pause
 
     def _move_theirs(self) -> float:

@@ -132,23 +132,24 @@ def test_what_a_replica_knows_survives_its_master(mortal_cluster: RedisCluster) 
     result = server.send(chord(group(ran.wait.signature(n) for n in range(6)), ran.total.partial()))
     waiting = [ran.add.send(n, 1) for n in range(30)]
     try:
-        with server.new_worker(concurrency=4):
+        with server.new_worker(queues=list(QUEUES), concurrency=4):
             wait_until(lambda: len(ran.runs) == 4, HANG, "the worker to be busy")
             wait_until(lambda: caught_up(cluster), HANG, "replicas that know all")
             owner = cluster.node_of("machinery_tasks")
             owner.kill()
             ran.gate.set()
+            waiting += [ran.add.options(queue=QUEUES[n % 3]).send(n, 1) for n in range(30, 36)]
 
             assert result.get(timeout=HANG) == sum(range(6))
-            assert [one.get(timeout=HANG) for one in waiting] == [n + 1 for n in range(30)]
+            assert [one.get(timeout=HANG) for one in waiting] == [n + 1 for n in range(36)]
             assert cluster.node_of("machinery_tasks") is not owner
 
         assert [uuid for uuid in ran.runs if uuid == result.uuid] == [result.uuid]
         assert ran.runs[result.uuid] == 1
-        assert len(ran.runs) == 6 + 1 + 30
+        assert len(ran.runs) == 6 + 1 + 36
         states = server.inspect.tasks(limit=100)
         assert {one.state for one in states} == {State.SUCCESS}
-        assert len(states) == 37
+        assert len(states) == 43
         assert not server.inspect.dead()
     finally:
         ran.gate.set()
