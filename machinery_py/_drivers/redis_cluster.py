@@ -23,7 +23,7 @@ from machinery_py._drivers.redis_errors import Kind, as_ours, kind_of
 from machinery_py._drivers.redis_lua import Script
 from machinery_py._drivers.redis_nodes import Address, Nodes
 from machinery_py._drivers.redis_servers import fatal
-from machinery_py._drivers.redis_slots import clustered, guards, local_key, slot_of
+from machinery_py._drivers.redis_slots import clustered, guard, local_key, slot_of
 from machinery_py.clock import SYSTEM_CLOCK, Clock
 from machinery_py.errors import BackendUnavailable, MachineryError
 
@@ -45,9 +45,8 @@ class Request:
 
 def script_at(prefix: bytes, script: Script, argument: bytes) -> Request:
     """A script that works on the keys of the prefix's slot."""
-    keys = guards(prefix)
-    full = command(b"EVAL", script.body, b"%d" % len(keys), *keys, argument)
-    return Request(slot_of(prefix), evalsha(script, argument, *keys), full)
+    full = command(b"EVAL", script.body, b"1", guard(prefix), argument)
+    return Request(slot_of(prefix), evalsha(script, argument, guard(prefix)), full)
 
 
 def command_at(*parts: bytes) -> Request:
@@ -259,10 +258,10 @@ class SlotDriver(RedisDriver):
             raise
 
     def packed_script(self, script: Script, argument: bytes) -> bytes:
-        return evalsha(clustered(script), argument, *guards(self.prefix))
+        return evalsha(clustered(script), argument, guard(self.prefix))
 
     def read_script(self, link: Link, script: Script, argument: bytes) -> Any:
-        return read_script(link, clustered(script), argument, *guards(self.prefix))
+        return read_script(link, clustered(script), argument, guard(self.prefix))
 
     def fail(self, error: Exception, *, doing: str, away: type[MachineryError]) -> NoReturn:
         if passing(error) or isinstance(error, _connection_errors()):

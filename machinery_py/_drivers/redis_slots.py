@@ -1,8 +1,8 @@
 """Slots of a Redis Cluster, and scripts that stay in one.
 
-A script names two guards in its slot, keys that never exist. While a slot is moved to another node, Redis then refuses every
-script in it before it begins (ASK at the old node, TRYAGAIN at the new one): a script that found half of its keys gone would be
-stopped in the middle of its writes.
+A script names a guard in its slot, a key that never exists. While a slot is moved to another node, Redis then refuses every
+script in it before it begins (ASK at the old node, MOVED at the new one, which we never ask with ASKING): a script that found
+half of its keys gone would be stopped in the middle of its writes.
 
 In a cluster the keys that belong to no queue are each queue's own: `local_key` puts the prefix of the slot before them.
 """
@@ -44,9 +44,9 @@ def slot_of(key: bytes) -> int:
     return binascii.crc_hqx(key, 0) % SLOTS
 
 
-def guards(prefix: bytes) -> tuple[bytes, bytes]:
-    """The keys that a script names which works in the slot of this prefix. No key of ours is called so."""
-    return prefix + b"0", prefix + b"1"
+def guard(prefix: bytes) -> bytes:
+    """The key that a script names which works in the slot of this prefix. No key of ours is called so."""
+    return prefix + b"0"
 
 
 @functools.cache

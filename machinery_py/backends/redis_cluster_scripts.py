@@ -93,7 +93,7 @@ local record = call('GET', name)
 if record and string.sub(record, 1, size) == unpacked[2] then call('DEL', name) end
 """)
 
-# The listings: they are in shards, whose prefix is that of the guards.
+# The listings: they are in shards, whose prefix is that of the guard.
 
 # In: now, keys. Out: µs of each note, later than those of an earlier one. Each has a record, soon.
 NOTE = Script(PRELUDE + r"""
