@@ -35,10 +35,11 @@ STEP = 1000  # requests in one packet
 
 @dataclass(slots=True)
 class Request:
-    """Something to be asked in a slot. `full` is sent when the node does not know the script of `packet`."""
+    """Something to be asked in a slot. `full` is sent when the node does not know the `script` of `packet`."""
 
     slot: int
     packet: bytes
+    script: bytes = b""
     full: bytes = b""
     reply: Any = None
 
@@ -46,7 +47,7 @@ class Request:
 def script_at(prefix: bytes, script: Script, argument: bytes) -> Request:
     """A script that works on the keys of the prefix's slot."""
     full = command(b"EVAL", script.body, b"1", guard(prefix), argument)
-    return Request(slot_of(prefix), evalsha(script, argument, guard(prefix)), full)
+    return Request(slot_of(prefix), evalsha(script, argument, guard(prefix)), script.sha, full)
 
 
 def command_at(*parts: bytes) -> Request:
@@ -128,8 +129,7 @@ class RedisCluster:
         except MachineryError:
             raise
         except Exception as error:  # redis-py's: no node answers; the next try says so
-            if fatal(error):
-                raise
+            logger.debug("%s: %s", self.nodes.place, error)
 
     def fail(self, error: Exception, *, doing: str, away: type[MachineryError]) -> NoReturn:
         """Raise our error for one of redis-py's."""
@@ -159,6 +159,7 @@ class _Try:
         self._cluster = cluster
         self._again = again
         self.left: list[Request] = []
+        self._brought: set[tuple[RedisDriver, bytes]] = set()
         self.trouble: Exception | None = None  # will pass
         self.refused: Exception | None = None  # for good, or lost and not to be repeated
         self.unknown = False  # some may have been carried out whose reply did not come
@@ -171,6 +172,9 @@ class _Try:
             except MachineryError:
                 raise
             except Exception as error:  # redis-py's
+                if fatal(error):
+                    self.refused = error
+                    return
                 self._later([request], error)
         sent: list[tuple[RedisDriver, Link, list[Request]]] = []
         for address, part in parts.items():
@@ -195,16 +199,19 @@ class _Try:
             try:
                 request.reply = link.read()
             except redis.ResponseError as error:
-                self._sort(request, error)
+                self._sort(driver, request, error)
             except Exception as error:  # redis-py's: the connection is gone
                 self._broken(driver, link, part[index:], error)
                 return
         driver._give(link)
 
-    def _sort(self, request: Request, error: Exception) -> None:
+    def _sort(self, driver: RedisDriver, request: Request, error: Exception) -> None:
         if request.full and kind_of(str(error)) is Kind.SCRIPT:
-            request.packet, request.full = request.full, b""
             self.left.append(request)
+            # The first one brings the script, and the others find it: they are asked in the same order again.
+            if (driver, request.script) not in self._brought:
+                self._brought.add((driver, request.script))
+                request.packet, request.full = request.full, b""
         elif passing(error):
             learn(self._cluster.nodes, error)
             self._later([request], error)

@@ -67,7 +67,8 @@ class Nodes:
         self.seeds = parse_redis_url(url).hosts
         self._slots: list[Address | None] = [None] * SLOTS
         self._known: tuple[Address, ...] = ()
-        self._looked_at = 0.0
+        self._looked_at = -LOOK_PAUSE
+        self._failure: Exception | str | None = None
         self._looking = threading.Lock()
 
     @property
@@ -116,27 +117,38 @@ class Nodes:
             Exception: redis-py's; none of them has answered.
         """
         with self._looking:
-            if self._known and time.monotonic() - self._looked_at < LOOK_PAUSE:
-                return
-            self._looked_at = time.monotonic()
-            failure: Exception | None = None
-            addresses = tuple(dict.fromkeys([*self._known, *self.seeds]))
-            for address in addresses:
+            if time.monotonic() - self._looked_at >= LOOK_PAUSE:
                 try:
-                    ranges = self._ask(address, max(SHORTEST, self.timeout / len(addresses)))
-                except StoreUnusable:
-                    raise
-                except Exception as error:  # redis-py's
-                    if fatal(error) or "cluster support disabled" in str(error):
-                        raise
-                    failure = error
-                    continue
-                if ranges:
-                    self._learn(ranges, address)
-                    return
+                    self._failure = self._look()
+                finally:
+                    self._looked_at = time.monotonic()
+            failure = self._failure  # of another thread, perhaps, a moment ago
+        if failure is not None:
             import redis
 
-            raise redis.ConnectionError(f"no node of the {self.place} tells who has which slot: {failure or 'they have none'}")
+            raise redis.ConnectionError(f"no node of the {self.place} tells who has which slot: {failure}")
+
+    def _look(self) -> Exception | str | None:
+        """Why nothing was learned."""
+        failure: Exception | str = "they have none"
+        addresses = tuple(dict.fromkeys([*self._known, *self.seeds]))
+        for address in addresses:
+            try:
+                ranges = self._ask(address, max(SHORTEST, self.timeout / len(addresses)))
+            except StoreUnusable:
+                raise
+            except Exception as error:  # redis-py's
+                if fatal(error):
+                    raise
+                if "cluster support disabled" in str(error):
+                    raise StoreUnusable("Redis at {}:{} is no node of a cluster (expected redis://host/0, one host, without "
+                                        "redis.cluster_mode)".format(*address)) from error
+                failure = error
+                continue
+            if ranges:
+                self._learn(ranges, address)
+                return None
+        return failure
 
     def _first(self) -> Address:
         return (self._known or self.seeds)[0]

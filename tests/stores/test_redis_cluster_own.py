@@ -15,12 +15,12 @@ from machinery_py.backends.redis_cluster import ClusterBackend
 from machinery_py.brokers.base import Delivery, Message
 from machinery_py.brokers.redis_cluster import FOR_EVER, ClusterBroker, name_of_move
 from machinery_py.brokers.redis_messages import EMPTY
-from machinery_py.errors import BackendUnavailable, BrokerUnavailable, PublishRefused
+from machinery_py.errors import BackendUnavailable, BrokerUnavailable, PublishRefused, StoreUnusable
 from machinery_py.settlement.redis_cluster_store import ClusterStore
 from machinery_py.states import State, TaskState
 from machinery_py.testing.conformance.fencing import body_of, settlement, state_of, submit
 from machinery_py.testing.servers import RedisCluster as ClusterServers
-from machinery_py.testing.servers import ReplyError
+from machinery_py.testing.servers import RedisServer, ReplyError
 from machinery_py.testing.waiting import HANG, together, wait_until
 from tests.stores.redis_cluster_case import ClusterClock, Clusters, clock, empty_cluster, masters, open_cluster, url_of
 
@@ -100,6 +100,13 @@ def test_a_cluster_that_is_away_is_told_as_one_redis_would(clock: ClusterClock) 
     with pytest.raises(BrokerUnavailable, match="naming queues"):
         ClusterBroker(cluster).put([Message(uuid="", name="", queue="q", body=b"x")], token="t")
     with pytest.raises(BackendUnavailable, match="reading states"):
+        ClusterBackend(cluster).get_states(["a"])
+
+
+def test_one_redis_is_no_cluster(redis_server: RedisServer, clock: ClusterClock) -> None:
+    cluster = RedisCluster(redis_server.url, clock=clock)
+
+    with pytest.raises(StoreUnusable, match="no node of a cluster"):
         ClusterBackend(cluster).get_states(["a"])
 
 
