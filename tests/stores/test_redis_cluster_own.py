@@ -15,7 +15,7 @@ from machinery_py.backends.redis_cluster import ClusterBackend
 from machinery_py.brokers.base import Delivery, Message
 from machinery_py.brokers.redis_cluster import FOR_EVER, ClusterBroker, name_of_move
 from machinery_py.brokers.redis_messages import EMPTY
-from machinery_py.errors import BackendUnavailable, BrokerUnavailable, PublishRefused, StoreUnusable
+from machinery_py.errors import BackendUnavailable, BrokerUnavailable, PublishRefused, PublishUnknown, StoreUnusable
 from machinery_py.settlement.redis_cluster_store import ClusterStore
 from machinery_py.states import State, TaskState
 from machinery_py.testing.conformance.fencing import body_of, settlement, state_of, submit
@@ -101,6 +101,41 @@ def test_a_cluster_that_is_away_is_told_as_one_redis_would(clock: ClusterClock) 
         ClusterBroker(cluster).put([Message(uuid="", name="", queue="q", body=b"x")], token="t")
     with pytest.raises(BackendUnavailable, match="reading states"):
         ClusterBackend(cluster).get_states(["a"])
+
+
+@pytest.mark.parametrize("token", ["", "t"])
+def test_a_lost_reply_is_told_and_a_repeat_doubles_nothing(
+    empty_cluster: ClusterServers, open_cluster: Clusters, clock: ClusterClock, token: str
+) -> None:
+    cluster = RedisCluster(url_of(empty_cluster), clock=clock, timeout=0.3)
+    broker = ClusterBroker(cluster)
+
+    def is_warm() -> bool:
+        try:
+            broker.put([Message(uuid="", name="", queue="q", body=b"first")], token="first")
+        except (BrokerUnavailable, PublishUnknown):
+            return False  # the timeout is short, and this machine is busy
+        return True
+
+    wait_until(is_warm)
+    node = empty_cluster.node_of("q")
+    message = Message(uuid="", name="", queue="q", body=b"second")
+
+    node.freeze()
+    try:
+        with pytest.raises(PublishUnknown, match="publishing"):
+            broker.put([message], token=token)
+    finally:
+        node.thaw()
+    cluster.close()
+    patient = ClusterBroker(open_cluster())
+    if token:
+        patient.put([message], token=token)
+
+    found = [one.body for one in patient.pending("q", 9)]
+    assert found.count(b"second") <= 1
+    if token and empty_cluster.node_of("q") is node:  # else its replica took it for dead, and knows what it knows
+        assert found == [b"first", b"second"]
 
 
 def test_one_redis_is_no_cluster(redis_server: RedisServer, clock: ClusterClock) -> None:
