@@ -7,6 +7,7 @@ a task runs a second time only if the first run may have begun.
 from __future__ import annotations
 
 import collections
+import itertools
 import os
 import pathlib
 import subprocess
@@ -170,8 +171,11 @@ def check_states(server: Server, uuid: str, shape: str) -> None:
     assert not server.inspect.dead()
 
 
-@pytest.mark.parametrize("stage", ["one store", "two stores", "redis", "cluster"], indirect=True)
-@pytest.mark.parametrize("shape", ["task", "chain", "chord"])
+@pytest.mark.parametrize(
+    ("stage", "shape"),
+    [*itertools.product(("one store", "two stores", "redis"), ("task", "chain", "chord")), ("cluster", "chord")],
+    indirect=["stage"],
+)
 @pytest.mark.parametrize("point", SENDER_POINTS)
 def test_a_sender_that_is_killed_leaves_all_or_nothing(
     stage: Stage, survivor: Server, shape: str, point: str
