@@ -191,8 +191,8 @@ class RedisBroker(Broker):
         late = {_unquoted(name): count for name, count in names}
         return [
             QueueStats(queue=queue, waiting=waiting, running=running, delayed=parked + late.get(queue, 0), dead=dead,
-                       oldest_at=moment_of(int(oldest)) if oldest else None)
-            for (queue, _), (waiting, running, parked, dead, oldest) in zip(queues, lines, strict=True)
+                       oldest_at=moment_of(int(oldest)) if oldest else None, paused=bool(paused))
+            for (queue, _), (waiting, running, parked, dead, oldest, paused) in zip(queues, lines, strict=True)
         ]
 
     def workers(self) -> list[WorkerInfo]:
@@ -216,6 +216,12 @@ class RedisBroker(Broker):
                                   away=BrokerUnavailable)
         ours = [raw(member) for member in members if (said := known(member)) is not None and said.RoutingKey == queue]
         return int(self._run(redis_looking.PURGE, queue_keys(queue), ours, doing="purging a queue"))
+
+    def pause(self, queue: str) -> None:
+        self.driver.unblock(self._run(redis_looking.PAUSE, queue_keys(queue), doing="pausing a queue"))
+
+    def resume(self, queue: str) -> None:
+        self.driver.unblock(self._run(redis_looking.RESUME, queue_keys(queue), doing="resuming a queue"))
 
     def dead_letters(self, *, limit: int, queue: str = "") -> list[DeadLetter]:
         queues = [queue_keys(queue)] if queue else self._queues()

@@ -1,7 +1,7 @@
 """A consumer of Redis queues: it claims, disposes, beats and sleeps. Its keys stand in docs/explanation/redis-protocol.md.
 
-It has a connection of its own for claims. Asleep, that is blocked in BLMOVE at the first queue, with the claim behind it in
-the same packet; `wake` unblocks it.
+It has a connection of its own for claims. Asleep, that is blocked in BLMOVE at the first queue that is not paused, with the claim
+behind it in the same packet; `wake` unblocks it. Where all are paused, it is blocked at its own arrivals, where nothing comes.
 
 Limits: a Go program's message on the second queue of a sleeper is noticed within BLOCK.
 """
@@ -49,6 +49,7 @@ class RedisConsumer(Consumer):
         self._driver = driver
         self._queues = tuple(dict.fromkeys(queues))
         self._keys = [queue_keys(queue) for queue in self._queues]
+        self._bed: tuple[str, str] | None = self._keys[0]  # the queue that it sleeps at, as the last claim said
         self._places = {queue: index for index, queue in enumerate(self._queues)}
         self._worker = printable(worker)
         self._move_due = move_due
@@ -74,10 +75,11 @@ class RedisConsumer(Consumer):
 
     # Claiming
 
-    def receive(self, limit: int, timeout: float) -> list[Delivery]:
+    def receive(self, limit: int, timeout: float, order: Sequence[str] = ()) -> list[Delivery]:
         if self._closed:
             return []
-        deliveries, due_in = self._claim(limit, sleep=0.0, will_sleep=timeout > 0)
+        queues = order or self._queues
+        deliveries, due_in = self._claim(limit, queues, sleep=0.0, will_sleep=timeout > 0)
         deadline = time.monotonic() + timeout
         while not deliveries and not self._woken and not self._closed:
             left = deadline - time.monotonic()
@@ -86,12 +88,12 @@ class RedisConsumer(Consumer):
             if due_in <= 0.0:
                 self._move_due()
                 due_in = BLOCK
-                deliveries, due_in = self._claim(limit, sleep=0.0, will_sleep=True)
+                deliveries, due_in = self._claim(limit, queues, sleep=0.0, will_sleep=True)
                 if not deliveries and due_in > 0.0:
                     continue
                 due_in = max(due_in, 0.01)  # another mover is at it
                 continue
-            deliveries, due_in = self._claim(limit, sleep=min(left, due_in, BLOCK), will_sleep=left > BLOCK)
+            deliveries, due_in = self._claim(limit, queues, sleep=min(left, due_in, BLOCK), will_sleep=left > BLOCK)
         if deliveries and due_in <= 0.0:
             try:
                 self._move_due()
@@ -100,15 +102,18 @@ class RedisConsumer(Consumer):
         self._woken = False
         return deliveries
 
-    def _claim(self, limit: int, *, sleep: float, will_sleep: bool) -> tuple[list[Delivery], float]:
+    def _claim(
+        self, limit: int, queues: Sequence[str], *, sleep: float, will_sleep: bool
+    ) -> tuple[list[Delivery], float]:
         """Claim, after a sleep if it is to be one; the deliveries, and the seconds until something is due."""
         claim = next(self._claims)
         now = time.monotonic()
         session = self.session
+        keys = self._keys if queues is self._queues else [queue_keys(queue) for queue in queues]
         link: Link | None = None
         try:
             link = self._open_link()
-            argument = pack((self._driver.now(), session, self._keys, limit, claim, [number for number, _ in self._lost],
+            argument = pack((self._driver.now(), session, keys, limit, claim, [number for number, _ in self._lost],
                              link.number.decode() if will_sleep or sleep else ""))
             reply = self._ask(link, argument, sleep)
         except MachineryError:
@@ -116,7 +121,8 @@ class RedisConsumer(Consumer):
         except Exception as error:  # redis-py's, sorted by `fail`
             self._failed(error, link, claim)
             raise AssertionError("unreachable") from error
-        alive, due_in, revoked, rung, blob = reply
+        alive, due_in, revoked, rung, blob, bed = reply
+        self._bed = keys[bed - 1] if bed else None
         # Forgotten only when it has been asked for with success; claims may fail for longer than that.
         self._lost = [one for one in self._lost if now - one[1] < LOST_LIFE]
         if rung:
@@ -124,21 +130,22 @@ class RedisConsumer(Consumer):
         if not alive:
             return [], BLOCK  # the next beat starts again as a new one
         self._driver.saw_revoked(revoked)
-        return self._deliveries(session, blob), BLOCK if due_in < 0 else due_in / 1e6
+        return self._deliveries(session, queues, blob), BLOCK if due_in < 0 else due_in / 1e6
 
     def _ask(self, link: Link, argument: bytes, sleep: float) -> Any:
         packet = evalsha(redis_scripts.CLAIM, argument)
         if not sleep:
             link.send(packet)
             return read_script(link, redis_scripts.CLAIM, argument)
-        name, prefix = self._keys[0]
+        name, prefix = self._bed or self._keys[0]
         arrivals = f"{prefix}i:{self.session}".encode()
+        source = name.encode() if self._bed else arrivals
         self._asleep = link.number
         try:
             if self._woken:
                 link.send(packet)
             else:
-                link.send(command(b"BLMOVE", name.encode(), arrivals, b"LEFT", b"RIGHT", b"%.3f" % sleep) + packet)
+                link.send(command(b"BLMOVE", source, arrivals, b"LEFT", b"RIGHT", b"%.3f" % sleep) + packet)
                 try:
                     link.read()
                 except Exception as error:
@@ -166,8 +173,7 @@ class RedisConsumer(Consumer):
         self._link = None
         self._driver.fail(error, doing="claiming messages", away=BrokerUnavailable)
 
-    def _deliveries(self, session: str, blob: bytes) -> list[Delivery]:
-        queues = self._queues
+    def _deliveries(self, session: str, queues: Sequence[str], blob: bytes) -> list[Delivery]:
         return [
             Delivery(body=body, queue=queues[index], receipt=f"{session}.{number}", fence=fence, strikes=strikes, parks=parks,
                      priority=priority)

@@ -52,7 +52,8 @@ return 1
 
 # In: now, session, queues, limit, number of this claim, numbers of lost ones, connection if it will sleep or else "".
 # Out: what is left of the session (1, or 0 if it was given up); µs until something is due (-1: nothing is); how many tasks
-# are revoked; connections to be woken; msgpack of (queue, receipt, fence, strikes, parks, priority, body).
+# are revoked; connections to be woken; msgpack of (queue, receipt, fence, strikes, parks, priority, body); which queue a
+# sleeper is to block at, from 1 on (0: all are paused).
 CLAIM = Script(LIBRARY + r"""
 local text, session, queues, limit, claim, lost, number = unpack(unpacked)
 local now, rung, found, count = now_of(text), {}, {}, 0
@@ -101,8 +102,13 @@ for _, q in ipairs(queues) do
         give(each, 0, {body}, true, now, rung)
       end
     end
-    return {0, -1, 1, rung, reply()}
+    return {0, -1, 1, rung, reply(), 0}
   end
+end
+-- From a paused queue nothing is taken, and nobody sleeps at its list; resuming it wakes those who noted themselves.
+local stopped, bed = {}, 0
+for index, q in ipairs(queues) do
+  if call('EXISTS', q[2] .. 'u') == 1 then stopped[index] = true elseif bed == 0 then bed = index end
 end
 for index, q in ipairs(queues) do
   if #lost > 0 then
@@ -126,12 +132,16 @@ for index, q in ipairs(queues) do
   local bodies = call('LRANGE', arrivals, 0, -1)
   if #bodies > 0 then
     call('DEL', arrivals)
-    fly(index, q, 0, bodies)
+    if stopped[index] then
+      for i = #bodies, 1, -1 do give(q, 0, {bodies[i]}, true, now, rung) end
+    else
+      fly(index, q, 0, bodies)
+    end
   end
 end
 for index, q in ipairs(queues) do
   parked(q, now, rung)
-  if count < limit then
+  if count < limit and not stopped[index] then
     for _, level in ipairs(call('ZREVRANGE', q[2] .. 'l', 0, -1)) do
       if count < limit then
         local list = q[2] .. 'p:' .. level
@@ -144,11 +154,11 @@ for index, q in ipairs(queues) do
 end
 if number ~= '' and count == 0 then
   for index, q in ipairs(queues) do
-    call('SADD', q[2] .. 'v', number)
-    if index > 1 then call('SADD', q[2] .. 'w', number) end
+    call('SADD', q[2] .. (stopped[index] and 'u' or 'v'), number)
+    if index ~= bed and not stopped[index] then call('SADD', q[2] .. 'w', number) end
   end
 end
-return {1, due_in(queues, now), call('ZCARD', 'mpy:revoked'), rung, reply()}
+return {1, due_in(queues, now), call('ZCARD', 'mpy:revoked'), rung, reply(), bed}
 """)
 
 # In: now, session, queues, disposals (index of the queue, receipt, fate, due, head of the dead letter).

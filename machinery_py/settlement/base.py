@@ -82,7 +82,7 @@ class Session(ABC):
     """A worker's hold on a store. `receive` belongs to one thread; the rest may be called from any."""
 
     @abstractmethod
-    def receive(self, limit: int, timeout: float) -> list[Delivery]:
+    def receive(self, limit: int, timeout: float, order: Sequence[str] = ()) -> list[Delivery]:
         """As Consumer.receive, less the deliveries that were settled before: those are finished here and not handed out."""
 
     @abstractmethod

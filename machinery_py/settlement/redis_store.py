@@ -91,8 +91,8 @@ class RedisSession(ConsumerSession):
         self._consumer: RedisConsumer = consumer
         self.receive = consumer.receive  # type: ignore[method-assign]  # nothing to add on the hot path
 
-    def receive(self, limit: int, timeout: float) -> list[Delivery]:
-        return self._consumer.receive(limit, timeout)
+    def receive(self, limit: int, timeout: float, order: Sequence[str] = ()) -> list[Delivery]:
+        return self._consumer.receive(limit, timeout, order)
 
     def settle(self, settlements: Sequence[Settlement], marks: Sequence[Mark] = ()) -> list[Verdict]:
         if not settlements and not marks:

@@ -127,9 +127,9 @@ class TwoSession(ConsumerSession):
             self._consumer.dispose([Disposal(delivery=delivery, fate=Fate.BACK) for delivery in self._owed])
             self._owed = []
 
-    def receive(self, limit: int, timeout: float) -> list[Delivery]:
+    def receive(self, limit: int, timeout: float, order: Sequence[str] = ()) -> list[Delivery]:
         self._give_back()
-        deliveries = self._consumer.receive(limit, timeout)
+        deliveries = self._consumer.receive(limit, timeout, order)
         if not deliveries:
             return deliveries
         known: list[tuple[Delivery, str, int]] = []
