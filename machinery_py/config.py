@@ -17,6 +17,7 @@ from machinery_py import config_files, urls
 from machinery_py.config_files import FilePath, kind_of
 from machinery_py.config_options import MOMENT, Section, option, options_of, raise_all, table
 from machinery_py.errors import ConfigError, nearest
+from machinery_py.queues import problem_of
 from machinery_py.urls import Role
 
 logger = logging.getLogger(__name__)
@@ -94,6 +95,7 @@ class Config(Section):
     multiple_broker_separator: str = option("", "text between several broker URLs; empty = there is one URL")
     broker_failover_strategy: str = option("round-robin", "which broker URL comes after one that failed", low=1)
     default_queue: str = option("machinery_tasks", "queue of tasks that name none", low=1)
+    queues: str = option("", "queues of a worker: `A,B` in this order, `A:6,B:1` by weights; empty = `default_queue`")
     results_expire_in: int = option(3600, "how long states and results are kept; 0 = 3600", "s", empty_is_default=True)
     no_unix_signals: bool = option(False, "workers leave SIGINT and SIGTERM to the program")
 
@@ -356,6 +358,8 @@ def _problems(values: Mapping[str, object], sources: Mapping[str, str]) -> list[
     problems = [
         _origin(sources.get(key, "")) + text for key, value in values.items() if (text := OPTIONS[key].problem(value))
     ]
+    if text := problem_of(values.get("queues")):
+        problems.append(f"{_origin(sources.get('queues', ''))}queues: {text}")
     separator = values.get("multiple_broker_separator")
     stores = {key: values.get(key, OPTIONS[key].default) for key in ROLES}
     found = {

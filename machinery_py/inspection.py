@@ -20,7 +20,7 @@ RATE_WINDOW = 60.0  # seconds that "per minute" is counted over
 
 class QueueReport(msgspec.Struct, frozen=True, kw_only=True):
     """One queue. `failed`: dead letters and tasks that failed and are still remembered. `oldest`: seconds its oldest
-    waiting message has waited. `per_minute`: tasks that ended in the last minute."""
+    waiting message has waited. `per_minute`: tasks that ended in the last minute. `paused`: workers take nothing from it."""
 
     queue: str
     waiting: int
@@ -30,6 +30,7 @@ class QueueReport(msgspec.Struct, frozen=True, kw_only=True):
     failed: int
     oldest: float
     per_minute: int
+    paused: bool = False
 
 
 class TaskReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,7 +62,7 @@ class Inspector:
         return QueueReport(
             queue=stats.queue, waiting=stats.waiting, running=stats.running, delayed=stats.delayed, dead=stats.dead,
             failed=failures.get(stats.queue, (0, 0))[1], oldest=max(0.0, oldest),
-            per_minute=sum(rates.get(stats.queue, (0, 0))),
+            per_minute=sum(rates.get(stats.queue, (0, 0))), paused=stats.paused,
         )
 
     def workers(self) -> list[WorkerInfo]:
@@ -164,6 +165,20 @@ class Inspector:
     def purge(self, queue: str) -> int:
         """Delete all waiting and delayed messages of a queue; how many."""
         return self._engine.store.broker.purge(queue)
+
+    def pause(self, queue: str) -> None:
+        """Let no worker take tasks from this queue until `resume`, also after a restart of everything.
+
+        What workers have taken already is run. Tasks can still be sent to it. It need not exist yet.
+
+        Raises:
+            Unsupported: the broker cannot.
+        """
+        self._engine.store.broker.pause(queue)
+
+    def resume(self, queue: str) -> None:
+        """Let workers take from this queue again. It does no harm if it was not paused."""
+        self._engine.store.broker.resume(queue)
 
     # Dead letters
 

@@ -19,6 +19,7 @@ from machinery_py.errors import MachineryError
 from machinery_py.events import EventBus
 from machinery_py.hub import Hub
 from machinery_py.inspection import Inspector
+from machinery_py.queues import Queues
 from machinery_py.registry import AsyncTask, Task, TaskSettings, check_numbers
 from machinery_py.results import AsyncResult, ChainResult, ChordResult, GroupResult
 from machinery_py.settings import resolve
@@ -363,7 +364,7 @@ class Server:
     # Workers
 
     def new_worker(
-        self, name: str = "", concurrency: int = 0, *, queues: Sequence[str] = (), burst: bool = False,
+        self, name: str = "", concurrency: int = 0, *, queues: Queues = (), burst: bool = False,
         shutdown_timeout: float | None = None,
     ) -> Worker:
         """A worker in this process, not started yet: `worker.launch()`, or `with worker:`.
@@ -371,7 +372,7 @@ class Server:
         Args:
             name: of the worker; by default host and process.
             concurrency: tasks at a time; 0 is two for each processor.
-            queues: in strict order; by default the configured queue.
+            queues: names in strict order, or a mapping of names to weights; by default the configured ones.
             burst: end when there is nothing left to do.
             shutdown_timeout: seconds that running tasks get at the end.
         """

@@ -30,7 +30,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "wire_decode",
         "wire",
         "_drivers _drivers.redis_url",
-        "outcomes events urls config_files",
+        "outcomes events urls config_files queues",
         "config_options",
         "config",
         "settings",

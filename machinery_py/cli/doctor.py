@@ -188,10 +188,14 @@ def _queues(server: Server) -> Iterator[Finding]:
     now = server.now()
     for stats in server.broker.stats():
         if not stats.waiting:
+            if stats.paused:
+                yield Finding("queues", Mark.NOTE, f"{stats.queue!r} is paused, and empty")
             continue
         oldest = dt.timedelta() if stats.oldest_at is None else now - stats.oldest_at
         text = f"{stats.queue!r}: {many(stats.waiting, 'task')} waiting, the oldest for {length(oldest.total_seconds())}"
-        if stats.queue in served:
+        if stats.paused:
+            yield Finding("queues", Mark.NOTE, f"{text}; it is paused (machinery resume APP {stats.queue})")
+        elif stats.queue in served:
             yield Finding("queues", Mark.OK, text)
         else:
             yield Finding("queues", Mark.WRONG, f"{text}; no worker on this queue (start one: machinery worker APP "

@@ -7,6 +7,7 @@ PREFETCH_WINDOW at the pace of the last tasks. A worker whose tasks are long hol
 from __future__ import annotations
 
 import logging
+import random
 import threading
 import time
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from machinery_py.backoff import full_jitter
 from machinery_py.brokers.base import Delivery
 from machinery_py.engine import Engine
 from machinery_py.errors import MachineryError
+from machinery_py.queues import QueueOrder
 from machinery_py.settlement.base import Session
 from machinery_py.worker.acceptance import accept, peek
 from machinery_py.worker.execution import Execution
@@ -37,13 +39,15 @@ class Receiver:
 
     def __init__(
         self, engine: Engine, hooks: Hooks, session: Session, executors: Executors, settler: Settler, *,
-        name: str, worker: str, may_consume: Callable[[], bool], burst: bool = False,
+        order: QueueOrder, name: str, worker: str, may_consume: Callable[[], bool], burst: bool = False,
     ) -> None:
         self._engine = engine
         self._hooks = hooks
         self._session = session
         self._executors = executors
         self._settler = settler
+        self._order = order
+        self._random = random.Random()
         self._worker = worker
         self._may_consume = may_consume
         self._timeout = BURST_TIMEOUT if burst else RECEIVE_TIMEOUT
@@ -120,7 +124,8 @@ class Receiver:
                     continue
                 try:
                     # The first one does not wait: that it comes back is what makes the worker ready.
-                    deliveries = self._session.receive(free, self._timeout if self.connected else 0.0)
+                    timeout = self._timeout if self.connected else 0.0
+                    deliveries = self._session.receive(free, timeout, self._order.draw(self._random))
                     self._accept_all(deliveries)
                     self._came_back()
                     pause = 0.05

@@ -12,12 +12,13 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import FrameType
 from typing import Any, TypeVar
 
 from machinery_py.backends.base import ALREADY, FENCED, SETTLED, Verdict
 from machinery_py.brokers.base import Fate
+from machinery_py.config import Config
 from machinery_py.engine import Engine
 from machinery_py.errors import MachineryError
 from machinery_py.events import (
@@ -31,6 +32,7 @@ from machinery_py.events import (
     WorkerOffline,
     WorkerOnline,
 )
+from machinery_py.queues import QueueOrder, Queues, parse_queues
 from machinery_py.settlement.base import Session
 from machinery_py.signature import Signature
 from machinery_py.states import State
@@ -55,18 +57,20 @@ class Worker:
 
     Args:
         concurrency: tasks at a time; 0 is two for each processor, as with Go's Redis broker.
-        queues: in strict order: the second is looked at when the first is empty.
-        burst: end when there is nothing left to do.
+        queues: names are in strict order: the second is looked at when the first is empty. With a mapping of names to weights
+            each claim goes through them in an order drawn by weight. By default those of the setting `queues`.
+        burst: end when there is nothing left to do; what waits in a paused queue is left there.
     """
 
     def __init__(
-        self, engine: Engine, name: str = "", *, concurrency: int = 0, queues: Sequence[str] = (), burst: bool = False,
+        self, engine: Engine, name: str = "", *, concurrency: int = 0, queues: Queues = (), burst: bool = False,
         shutdown_timeout: float | None = None,
     ) -> None:
         self.engine = engine
         self.name = name or f"{hostname()}-{os.getpid()}"
         self.concurrency = concurrency or engine.config.concurrency or 2 * (os.cpu_count() or 1)
-        self.queues = tuple(queues) or (engine.config.default_queue,)
+        self.order = QueueOrder.of(queues or _configured(engine.config))
+        self.queues = self.order.names
         self.burst = burst
         self.shutdown_timeout = engine.config.shutdown_timeout if shutdown_timeout is None else shutdown_timeout
         self.processed = 0  # tasks that ended here
@@ -163,7 +167,7 @@ class Worker:
         )
         self._limits = TimeLimits(self._executors, name=self.name)
         self._receiver = Receiver(
-            engine, self._hooks, session, self._executors, self._settler, name=self.name, worker=self.name,
+            engine, self._hooks, session, self._executors, self._settler, order=self.order, name=self.name, worker=self.name,
             may_consume=self._may_consume, burst=self.burst,
         )
         self._upkeep = Upkeep(
@@ -305,6 +309,10 @@ class Worker:
 
         wanted = (signal.SIGINT, signal.SIGTERM)
         return {number: signal.signal(number, on_signal) for number in wanted}
+
+
+def _configured(config: Config) -> Queues:
+    return parse_queues(config.queues) if config.queues else (config.default_queue,)
 
 
 def hostname() -> str:
