@@ -244,7 +244,7 @@ COMMANDS: Mapping[str, Command] = {command.name: command for command in (
     Command(
         name="pause", target="act:pause", words="QUEUE …", least=1, most=None, options=(_json, _app),
         help="take nothing from these queues until they are resumed; what runs goes on",
-        examples=("machinery pause tasks mail", "machinery pause tasks mail reports", "machinery queues tasks         shows it"),
+        examples=("machinery pause tasks mail", "machinery pause tasks mail reports"),
     ),
     Command(
         name="resume", target="act:resume", words="QUEUE …", least=1, most=None, options=(_json, _app),
