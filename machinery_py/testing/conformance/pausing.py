@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import datetime as dt
+import functools
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
 
 import pytest
 
@@ -237,6 +237,9 @@ class PauseConformance(BrokerCase):
         put(pausing, *[b"%d" % number for number in range(300)])
         taken: list[Delivery] = []
 
+        def taken_are(least: int) -> bool:
+            return len(taken) >= least
+
         def drain(index: int) -> None:
             consumer = handles[index].consume(["q", "r"], worker=f"w{index}")
             while not ended.is_set():
@@ -247,7 +250,7 @@ class PauseConformance(BrokerCase):
         def pause(_: int) -> None:
             try:
                 for size in (50, 100, 150, 200):
-                    wait_until(lambda least=size: len(taken) >= least, what=f"{size} claims")
+                    wait_until(functools.partial(taken_are, size), what=f"{size} claims")
                     pausing.pause("q")
                     rest = _waiting(pausing)
                     put(pausing, b"more")
@@ -296,10 +299,14 @@ class PauseConformance(BrokerCase):
         elsewhere = open_broker()
         consumer = broker.consume(["q", "r", "s"], worker="w")
         started = time.monotonic()
-        acts: list[Callable[[], list[Delivery]]] = [
-            lambda: consumer.receive(5, HANG * 2, order), lambda: put(elsewhere, b"a", queue=queue) or [],
-        ]
-        found, _ = together(2, lambda index: acts[index]())
+
+        def act(index: int) -> list[Delivery]:
+            if index == 0:
+                return consumer.receive(5, HANG * 2, order)
+            put(elsewhere, b"a", queue=queue)
+            return []
+
+        found, _ = together(2, act)
         assert [(one.body, one.queue) for one in found] == [(b"a", queue)]
         assert consumer.dispose(done(*found)) == [True]
         assert time.monotonic() - started < HANG
