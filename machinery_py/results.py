@@ -35,8 +35,7 @@ class ResultSource(Protocol):
     @property
     def hub(self) -> Hub: ...
     def convert(self, name: str, value: Any) -> Any: ...
-    def worker_hint(self, queue: str) -> str: ...
-    def worker_command(self, queue: str) -> str: ...
+    def worker_hint(self, queue: str) -> tuple[str, str]: ...
     def revoke(self, uuids: Sequence[str]) -> None: ...
 
 
@@ -155,15 +154,15 @@ class _Wait:
         waited = self._clock.monotonic() - self._start
         if self._timeout is not None and waited >= self._timeout:
             what, state, queue = self._waitable._describe()
-            hint = self._waitable._source.worker_hint(queue)
+            hint, _ = self._waitable._source.worker_hint(queue)
             raise ResultTimeout(f"no result of {what} after {self._timeout:.1f} s; last state {state}"
                                 f"{', ' + hint if hint else ''}")
         if not self._warned and waited >= WARN_AFTER:
             self._warned = True
             _, _, queue = self._waitable._describe()
-            if hint := self._waitable._source.worker_hint(queue):
-                command = self._waitable._source.worker_command(queue)
-                logger.warning("%s (start one: %s)", hint.replace(" on ", " on queue "), command)
+            hint, command = self._waitable._source.worker_hint(queue)
+            if hint:
+                logger.warning("%s (%s)", hint.replace(" on ", " on queue "), command)
         remaining = LOOK_AGAIN if self._timeout is None else min(LOOK_AGAIN, self._timeout - waited)
         return remaining if self._warned or waited >= WARN_AFTER else min(remaining, WARN_AFTER - waited)
 

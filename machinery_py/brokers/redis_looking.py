@@ -98,9 +98,9 @@ return gone
 # In: queue. Out: connections to be woken: who sleeps at the queue's list is to find another bed.
 PAUSE = Script(LIBRARY + r"""
 local q, rung = unpacked[1], {}
+ring(q, 'v', 100000, rung)  -- first: after a removal a full Redis lets the rest pass
 call('SADD', 'mpy:queues', q[1])
 call('SADD', q[2] .. 'u', '')
-ring(q, 'v', 100000, rung)
 return rung
 """)
 

@@ -16,7 +16,9 @@ from machinery_py.brokers.base import Delivery
 from machinery_py.brokers.redis import RedisBroker
 from machinery_py.brokers.redis_consumer import RedisConsumer
 from machinery_py.brokers.sqlite import SQLiteBroker
+from machinery_py.errors import PublishRefused
 from machinery_py.testing.conformance.leases import bodies, done, message, put
+from machinery_py.testing.servers import RedisServer
 from machinery_py.testing.waiting import HANG, wait_until
 from tests.stores.redis_case import Drivers, clock, open_driver, redis_server, redis_url
 
@@ -117,6 +119,43 @@ def test_a_claim_whose_reply_was_lost_is_handed_out_though_its_queue_is_paused_n
     assert bodies(found) == [b"1"]  # it was claimed before, and nobody else would ever get it
     assert consumer.dispose(done(*found)) == [True]
     broker.close()
+
+
+def test_a_full_server_can_be_paused_and_resumed() -> None:
+    with RedisServer() as server:
+        driver = RedisDriver(server.url)
+        broker = RedisBroker(driver)
+        consumer = broker.consume(["q", "r"], worker="w")
+        put(broker, b"1")
+        driver.ask(b"CONFIG", b"SET", b"maxmemory", b"1mb", doing="filling")
+        with pytest.raises(PublishRefused):
+            put(broker, b"2")
+
+        broker.pause("q")
+        assert consumer.receive(5, 0.05) == []
+        broker.resume("q")
+
+        assert bodies(consumer.receive(5, 0.05)) == [b"1"]
+        broker.close()
+        driver.close()
+
+
+def test_a_pause_survives_the_death_of_the_server() -> None:
+    with RedisServer(appendonly=True) as server:
+        driver = RedisDriver(server.url)
+        broker = RedisBroker(driver)
+        put(broker, b"1")
+        broker.pause("q")
+        server.kill()
+        server.start()
+
+        consumer = broker.consume(["q"], worker="w")
+        assert broker.paused() == {"q"}
+        assert consumer.receive(5, 0) == []
+        broker.resume("q")
+        assert bodies(consumer.receive(5, 0)) == [b"1"]
+        broker.close()
+        driver.close()
 
 
 def test_a_file_of_the_first_version_gets_what_pausing_needs(tmp_path: pathlib.Path) -> None:

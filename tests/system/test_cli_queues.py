@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 
-from tests.system.cli_app import App, app_in_a_folder
+from machinery_py.testing.waiting import wait_until
+from tests.system.cli_app import HANG, App, app_in_a_folder
 
 app = app_in_a_folder
 
@@ -49,6 +52,33 @@ def test_the_doctor_says_that_a_queue_is_paused(app: App) -> None:
     assert notes[0] == "'empty' is paused, and empty"
     assert notes[1].startswith("'mail': 1 task waiting, the oldest for ")
     assert notes[1].endswith("; it is paused (machinery resume APP mail)")
+
+
+def test_what_a_killed_worker_ran_waits_in_its_paused_queue(app: App) -> None:
+    uuid = app.send("hold", "here", "--queue", "mail")
+    worker = app.worker("-Q", "mail")
+    wait_until(lambda: len(app.notes) == 1, HANG, "a running task")
+    app.run("pause", "tasks", "mail")
+    worker.signal(signal.SIGKILL)
+    worker.wait()
+    other = app.worker("-Q", "mail,other")
+
+    wait_until(lambda: {one["queue"]: one["waiting"] for one in app.json("queues", "tasks")}["mail"] == 1, HANG, "given back")
+    app.run("send", "tasks", "add", "1", "2", "--queue", "other", "--wait")
+    assert len(app.notes) == 1
+    app.go("here")
+    app.run("resume", "tasks", "mail")
+
+    assert app.run("result", "tasks", uuid, "--wait", "--timeout", f"{HANG}s").returncode == 0
+    assert [pid for _, pid in app.notes] == [worker.pid, other.pid]
+
+
+def test_several_processes_have_the_weights(app: App) -> None:
+    worker = app.worker("-p", "2", "-c", "1", "-Q", "high:6,low:1")
+    for queue in ("high", "low"):
+        app.run("send", "tasks", "add", "1", "2", "--queue", queue, "--wait")
+    assert [one["queues"] for one in app.json("workers", "tasks")] == [["high", "low"]] * 2
+    assert worker.stop() == 0
 
 
 def test_a_worker_goes_through_its_queues_by_weights(app: App) -> None:
