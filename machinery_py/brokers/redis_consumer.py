@@ -49,7 +49,7 @@ class RedisConsumer(Consumer):
         self._driver = driver
         self._queues = tuple(dict.fromkeys(queues))
         self._keys = [queue_keys(queue) for queue in self._queues]
-        self._bed: tuple[str, str] | None = self._keys[0]  # the queue that it sleeps at, as the last claim said
+        self._bed: tuple[str, str] | None = None  # the queue that it sleeps at, as the last claim said
         self._places = {queue: index for index, queue in enumerate(self._queues)}
         self._worker = printable(worker)
         self._move_due = move_due
