@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 import os
-import select
 import socket
 import time
 import zlib
@@ -44,6 +43,7 @@ class Link:
     """One connection, for one thread at a time."""
 
     def __init__(self, address: Address, timeout: float) -> None:
+        self._timeout = timeout
         self._socket = socket.create_connection(address, timeout)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -73,9 +73,15 @@ class Link:
 
     def is_broken(self) -> bool:
         """Whether there is something to read though nothing was asked: the end of the connection."""
-        poll = select.poll()
-        poll.register(self._socket, select.POLLIN)
-        return bool(poll.poll(0))
+        try:
+            self._socket.settimeout(0.0)
+            self._socket.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            self._socket.settimeout(self._timeout)
+            return False
+        except OSError:
+            pass
+        return True
 
     def close(self) -> None:
         self._file.close()
@@ -182,8 +188,8 @@ class MemcacheDriver:
         text = reply.decode(errors="replace")
         if reply.startswith(b"SERVER_ERROR object too large"):
             raise ArgumentError(
-                f"{doing}: the item {command.key.decode(errors='replace')!r} has {len(command.packet)} bytes, more than memcached "
-                "takes (1 MiB, see its option -I): return less, or keep large results elsewhere"
+                f"{doing}: the item {command.key.decode(errors='replace')!r} has {len(command.packet)} bytes, more than "
+                "memcached takes (1 MiB, see its option -I): return less, or keep large results elsewhere"
             )
         place = self._place(self.server_of(command.key))
         if reply.startswith(b"SERVER_ERROR"):

@@ -87,12 +87,16 @@ class Groups:
         return msgspec.structs.replace(group, chord_triggered=True) if fired in found else group
 
     def purge(self, group_uuid: str) -> None:
-        found = self._driver.fetch([key_of(group_uuid, CALLBACK)], doing="reading a group")
-        total = _callback(found[key_of(group_uuid, CALLBACK)].value)[1] if found else 0
-        keys = [key_of(group_uuid)] + [key_of(group_uuid, prefix) for prefix in (CALLBACK, GUESS, READY, FIRED)]
-        keys += [_share_key(group_uuid, number) for number in range(_shares(total))]
+        keys = [key_of(group_uuid), *self._keys(group_uuid)]
         self._driver.send([delete(key) for key in keys], doing="purging a group")
         self._index.drop(groups=[group_uuid])
+
+    def _keys(self, group_uuid: str, *, but: bytes = b"") -> list[bytes]:
+        """All that is kept of a group beside its document."""
+        found = self._driver.fetch([key_of(group_uuid, CALLBACK)], doing="reading a group")
+        total = _callback(found[key_of(group_uuid, CALLBACK)].value)[1] if found else 0
+        keys = [key_of(group_uuid, prefix) for prefix in (CALLBACK, GUESS, READY, FIRED) if prefix != but]
+        return keys + [_share_key(group_uuid, number) for number in range(_shares(total))]
 
     # Arrivals
 
@@ -239,8 +243,10 @@ class Groups:
         return True
 
     def after_fire(self, group_uuid: str) -> None:
-        """Tell Go, and keep the members' results no longer than others."""
+        """Tell Go, and keep the members' results no longer than others. Only that it was fired is remembered."""
         self._index.drop(groups=[group_uuid])
+        expiry = seconds(self._expire_in)
+        self._driver.send([touch(one, expiry) for one in self._keys(group_uuid, but=FIRED)], doing="letting a group expire")
         key = key_of(group_uuid)
         for _ in rounds(f"group {group_uuid}"):
             item = self._driver.fetch([key], doing="reading a group").get(key)

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from machinery_py._drivers.redis_url import parse_redis_url
 from machinery_py._drivers.memcache_url import parse_memcache_url
+from machinery_py._drivers.redis_url import parse_redis_url
 from machinery_py.errors import ConfigError
 from machinery_py.urls import (
     EMBEDDED,
