@@ -26,14 +26,13 @@ an item may never call its callback. States cannot be listed.
 from __future__ import annotations
 
 import datetime as dt
-import logging
 import secrets
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 import msgspec
 
-from machinery_py._drivers.memcache import STORED, MemcacheDriver, delete, put, seconds, swap
+from machinery_py._drivers.memcache import STORED, Command, MemcacheDriver, delete, put, seconds, swap
 from machinery_py.backends.base import (
     ALREADY,
     FENCED,
@@ -68,8 +67,6 @@ from machinery_py.backends.transactional import decide, is_over
 from machinery_py.errors import Unsupported
 from machinery_py.states import GroupMeta, State, TaskState, advance
 from machinery_py.wire import decode_group, encode_group
-
-logger = logging.getLogger(__name__)
 
 EXPIRE_IN = 3600.0  # seconds that a finished task is kept
 REVOKED_LIFE = 3 * 86400.0  # seconds that a revocation is kept
@@ -160,8 +157,8 @@ class MemcacheBackend(Backend):
             return []
         for _ in rounds("the state of a task"):
             records = self._load({jobs[index][0] for index in waiting})
-            for uuid, (nonce, outcomes) in tried.items():
-                if uuid in records and records[uuid].nonce == nonce:
+            for uuid, (written, outcomes) in tried.items():
+                if uuid in records and records[uuid].nonce == written:
                     results |= outcomes  # it was written, and the reply was lost
             by_task: dict[str, dict[int, T]] = {}
             for index in waiting:
@@ -172,25 +169,29 @@ class MemcacheBackend(Backend):
             writes = [uuid for uuid in by_task if records[uuid].changed]
             for uuid in by_task.keys() - set(writes):
                 results |= by_task[uuid]
-            replies = self.driver.send([self._written(uuid, records[uuid]) for uuid in writes], doing="writing states")
+            nonce, now = secrets.token_bytes(8), self.now()
+            replies = self.driver.send(
+                [self._written(uuid, records[uuid], nonce, now) for uuid in writes], doing="writing states"
+            )
             for uuid, reply in zip(writes, replies, strict=True):
                 if reply == STORED:
                     results |= by_task[uuid]
-            tried = {uuid: (records[uuid].nonce, by_task[uuid]) for uuid in writes}
+            tried = {uuid: (nonce, by_task[uuid]) for uuid in writes}
             waiting = [index for index in waiting if index not in results]
             if not waiting:
                 break
         return [results[index] for index in range(len(jobs))]
 
-    def _written(self, uuid: str, record: Record) -> Any:
-        record.nonce = secrets.token_bytes(8)
-        expiry = seconds(kept_for(record, self.now(), self.expire_in))
+    def _written(self, uuid: str, record: Record, nonce: bytes, now: dt.datetime) -> Command:
+        record.nonce = nonce
+        expiry = seconds(kept_for(record, now, self.expire_in))
         return swap(key_of(uuid), encode_record(uuid, record), expiry, record.cas)
 
     # Deliveries of another store's broker
 
     def begin(self, keys: Sequence[tuple[str, int]]) -> list[Begun]:
-        found = self._edit([(uuid, _Begin(run, micros(self.now()))) for uuid, run in keys])
+        now = micros(self.now())
+        found = self._edit([(uuid, _Begin(run, now)) for uuid, run in keys])
         self._carry_out([one for _, todo in found for one in todo])
         return [begun for begun, _ in found]
 

@@ -407,6 +407,21 @@ def test_a_result_that_is_too_large_is_refused_in_words(driver: MemcacheDriver) 
     assert backend.get_states(["large"]) == {}
 
 
+def test_a_result_that_the_engine_allows_and_memcached_does_not_is_a_dead_letter_and_stops_nobody(empty_memcached: MemcachedServer) -> None:
+    server = Server(Config(broker="memory://", result_backend=empty_memcached.url))
+    repeat = server.register_task("repeat", lambda count: "x" * count)
+
+    with server.new_worker(concurrency=2):
+        large = repeat.send(1_048_300)  # less than max_result_size, and with the rest of the item more than 1 MiB
+        small = [repeat.send(3) for _ in range(20)]
+        assert [one.get(timeout=HANG) for one in small] == ["xxx"] * 20
+        wait_until(server.inspect.dead, what="a dead letter")
+    (letter,) = server.inspect.dead()
+    assert (letter.uuid, letter.reason) == (large.uuid, "unstorable")
+    assert "more than memcached takes" in letter.error
+    server.close()
+
+
 def test_a_group_that_is_too_large_is_refused_before_anything_is_published(empty_memcached: MemcachedServer) -> None:
     server = Server(Config(broker="memory://", result_backend=empty_memcached.url))
     task = server.register_task("task", lambda number: number)
