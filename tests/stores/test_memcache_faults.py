@@ -407,7 +407,7 @@ def test_a_result_that_is_too_large_is_refused_in_words(driver: MemcacheDriver) 
     assert backend.get_states(["large"]) == {}
 
 
-def test_a_result_that_the_engine_allows_and_memcached_does_not_is_a_dead_letter_and_stops_nobody(empty_memcached: MemcachedServer) -> None:
+def test_a_result_that_only_memcached_refuses_is_a_dead_letter_and_stops_nobody(empty_memcached: MemcachedServer) -> None:
     server = Server(Config(broker="memory://", result_backend=empty_memcached.url))
     repeat = server.register_task("repeat", lambda count: "x" * count)
 
