@@ -20,6 +20,7 @@ FAMILIES: dict[str, str] = {
     "eager": "machinery_py.families.eager:EagerFamily",
     "sqlite": "machinery_py.families.sqlite:SQLiteFamily",
     "null": "machinery_py.families.null:NullFamily",
+    "memcache": "machinery_py.families.memcache:MemcacheFamily",
     "redis": "machinery_py.families.redis:RedisFamily",
     "rediss": "machinery_py.families.redis:RedisFamily",
     "redis+socket": "machinery_py.families.redis:RedisFamily",

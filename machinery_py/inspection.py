@@ -47,11 +47,14 @@ class Inspector:
         self._engine = engine
 
     def queues(self) -> list[QueueReport]:
-        """One line for each queue that has ever been used."""
+        """One line for each queue that has ever been used. A backend that cannot list its states counts none that ended."""
         store, now = self._engine.store, self._engine.clock.now()
-        rates = store.backend.finished_since(now - dt.timedelta(seconds=RATE_WINDOW))
-        kept = dt.timedelta(seconds=self._engine.config.results_expire_in)
-        failures = store.backend.finished_since(now - kept)
+        rates: dict[str, tuple[int, int]] = {}
+        failures = rates
+        if store.backend.features.listing:
+            rates = store.backend.finished_since(now - dt.timedelta(seconds=RATE_WINDOW))
+            kept = dt.timedelta(seconds=self._engine.config.results_expire_in)
+            failures = store.backend.finished_since(now - kept)
         return [self._queue(stats, rates, failures, now) for stats in store.broker.stats()]
 
     @staticmethod
@@ -91,13 +94,16 @@ class Inspector:
         return [one for one in found if queue in ("", one.queue)][:limit]
 
     def find(self, prefix: str) -> str:
-        """The one UUID that begins like this.
+        """The one UUID that begins like this; a backend that cannot list its states needs the whole of it.
 
         Raises:
             StateNotFound: none does.
             MachineryError: several do.
         """
-        found = self._engine.store.backend.find(prefix, 2)
+        backend = self._engine.store.backend
+        if backend.features.keeps and not backend.features.listing:
+            return backend.get_state(prefix).task_uuid or prefix
+        found = backend.find(prefix, 2)
         if not found:
             raise StateNotFound(prefix)
         if len(found) > 1 and prefix not in found:
