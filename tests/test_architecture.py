@@ -16,7 +16,7 @@ MAX_FUNCTION = 60  # lines, without the docstring
 FLOORS: tuple[frozenset[str], ...] = tuple(
     frozenset(row.split())
     for row in (
-        "errors clock backoff version failover",
+        "errors clock backoff version failover durability",
         "values_go",
         "values_json",
         "values",
@@ -39,7 +39,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "backends.transactional settlement.base",
         "_drivers _drivers.memory _drivers.tokens _drivers.doorbell _drivers.sqlite_errors _drivers.sqlite_schema"
         " _drivers.sqlite_rows _drivers.sqlite_handles _drivers.sqlite_runs"
-        " _drivers.redis_errors _drivers.redis_keys _drivers.redis_lua _drivers.redis_sessions",
+        " _drivers.redis_durability _drivers.redis_errors _drivers.redis_keys _drivers.redis_lua _drivers.redis_sessions",
         "_drivers.sqlite_open _drivers.sqlite_sessions _drivers.redis_servers",
         "_drivers.*",
         "brokers.sqlite_consumer backends.sqlite_records backends.sqlite_listener",

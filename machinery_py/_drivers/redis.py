@@ -10,17 +10,22 @@ can stand that.
 from __future__ import annotations
 
 import datetime as dt
+import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
+from machinery_py._drivers.redis_durability import ASKED, concerns, read_config, read_info, version_of
 from machinery_py._drivers.redis_errors import Kind, as_ours, kind_of
 from machinery_py._drivers.redis_lua import Script
 from machinery_py._drivers.redis_servers import Servers
 from machinery_py.clock import SYSTEM_CLOCK, Clock
+from machinery_py.durability import Concern
 from machinery_py.errors import BackendUnavailable, MachineryError, PublishUnknown, StoreUnusable
+
+logger = logging.getLogger(__name__)
 
 TIMEOUT = 5.0  # seconds for a reply, and for a connection
 OLDEST = (6, 2)  # LPOP with a count, BLMOVE, ZMSCORE
@@ -82,17 +87,20 @@ class RedisDriver:
     """Opens connections when they are needed, and keeps them. May be used from any thread."""
 
     def __init__(
-        self, url: str = "", *, clock: Clock = SYSTEM_CLOCK, timeout: float = TIMEOUT, servers: Servers | None = None
+        self, url: str = "", *, clock: Clock = SYSTEM_CLOCK, timeout: float = TIMEOUT, servers: Servers | None = None,
+        strict: bool = False,
     ) -> None:
-        """To the servers, or to the one of the URL."""
+        """To the servers, or to the one of the URL; `strict`: refuse one that may lose what it stores."""
         self.servers = servers or Servers([url], timeout=timeout)
         self.clock = clock
         self._timeout = timeout
         self._idle: list[Link] = []
         self._ears: list[Link] = []
         self._pid = os.getpid()
-        self._checked = -1  # the server that is known to be new enough
+        self._strict = strict
+        self._checked = -1  # the server that was looked at
         self._local = threading.local()
+        self._telling = threading.Lock()
         self._texts = clock is SYSTEM_CLOCK
 
     def now(self) -> str:
@@ -126,11 +134,44 @@ class RedisDriver:
         return link.server != self.servers.number
 
     def _check(self, link: Link) -> None:
-        text = link.ask(b"INFO", b"server").decode(errors="replace")
-        version = next((line[14:] for line in text.splitlines() if line.startswith("redis_version:")), "0.0")
-        if tuple(int(part) for part in version.split(".")[:2]) < OLDEST:
-            raise StoreUnusable(f"Redis at {self.servers.place} is version {version} (needed: {OLDEST[0]}.{OLDEST[1]} or newer)")
-        self._checked = link.server
+        """Once for each server: refuse what cannot be worked with, and tell what may be lost."""
+        found = self._look_at(link)
+        if self._strict and found:
+            reasons = "; ".join(one.text for one in found)
+            raise StoreUnusable(f"Redis at {self.servers.place}: refused by strict_durability: {reasons}")
+        # Said once by each process, however many of its threads come here at the same time.
+        with self._telling:
+            if self._checked == link.server:
+                return
+            self._checked = link.server
+        for one in found:
+            logger.log(logging.WARNING if one.is_certain else logging.INFO, "Redis at %s: %s", self.servers.place, one.text)
+
+    def _look_at(self, link: Link) -> list[Concern]:
+        text = _ask_if_allowed(link, b"INFO")
+        info = read_info(text.decode(errors="replace")) if text is not None else {}
+        version = version_of(info)
+        if version is not None and version < OLDEST:
+            raise StoreUnusable(f"Redis at {self.servers.place} is version {info['redis_version']} "
+                                f"(needed: {OLDEST[0]}.{OLDEST[1]} or newer)")
+        # One name a question: Redis 6 takes no more.
+        config: dict[str, str] = {}
+        for name in ASKED:
+            reply = _ask_if_allowed(link, b"CONFIG", b"GET", name.encode())
+            if reply is None:
+                return concerns(info, None)
+            config.update(read_config(reply))
+        return concerns(info, config)
+
+    def concerns(self) -> list[Concern]:
+        """What is wrong with the server now, or cannot be known.
+
+        Raises:
+            BackendUnavailable, StoreUnusable: it cannot be asked.
+        """
+        return cast("list[Concern]", self._attempt(
+            self._look_at, doing="looking at its settings", away=BackendUnavailable, again=True, lost=BackendUnavailable
+        ))
 
     def _take(self) -> Link:
         if os.getpid() != self._pid:
@@ -257,6 +298,18 @@ class RedisDriver:
         self._ears = []
         for link in links:
             link.close()
+
+
+def _ask_if_allowed(link: Link, *parts: bytes) -> Any:
+    """The reply, or None where the server forbids the question, or does not know it."""
+    from redis.exceptions import NoPermissionError, ResponseError
+
+    try:
+        return link.ask(*parts)
+    except ResponseError as error:
+        if isinstance(error, NoPermissionError) or "unknown" in str(error).lower():
+            return None
+        raise
 
 
 def evalsha(script: Script, argument: bytes, *keys: bytes) -> bytes:

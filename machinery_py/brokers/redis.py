@@ -33,6 +33,7 @@ from machinery_py.brokers.redis_messages import (
     packed,
     unwrapped,
 )
+from machinery_py.durability import Concern
 from machinery_py.errors import BrokerUnavailable, MachineryError, PublishUnknown
 
 LEASE = 10.0  # seconds without a beat until a consumer is given up
@@ -233,6 +234,9 @@ class RedisBroker(Broker):
                                 again=False)
         letters = {id: letter_of(id, queues[index][0], raw) for index, id, raw in found}
         return [letters[id.encode()] for id in dict.fromkeys(ids) if id.encode() in letters]
+
+    def concerns(self) -> list[Concern]:
+        return self.driver.concerns()
 
     def close(self) -> None:
         """Close the consumers that are still open."""

@@ -24,6 +24,7 @@ class FamilyOptions(msgspec.Struct, frozen=True, kw_only=True):
     timeout: float = 5.0
     separator: str = ""  # between several URLs
     strategy: str = "round-robin"  # in `failover.STRATEGIES`
+    strict_durability: bool = False
     redis: RedisConfig = RedisConfig()
 
 

@@ -20,7 +20,9 @@ class RedisFamily(Family):
 
     def __init__(self, url: str, options: FamilyOptions) -> None:
         super().__init__(url, options)
-        self._driver = RedisDriver(clock=options.clock, timeout=options.timeout, servers=_servers(url, options))
+        self._driver = RedisDriver(
+            clock=options.clock, timeout=options.timeout, servers=_servers(url, options), strict=options.strict_durability,
+        )
 
     def broker(self) -> RedisBroker:
         return RedisBroker(self._driver, lease=self.options.lease)
