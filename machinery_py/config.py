@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self, cast
 
 from machinery_py import config_files, urls
+from machinery_py.backoff import SCHEDULES
 from machinery_py.config_files import FilePath, kind_of
 from machinery_py.config_options import MOMENT, Section, option, options_of, raise_all, table
 from machinery_py.errors import ConfigError, nearest
@@ -93,6 +94,9 @@ class Config(Section):
     lock: str = option("", "URL of the store that holds locks; empty = where the broker is")
     multiple_broker_separator: str = option("", "text between several broker URLs; empty = there is one URL")
     broker_failover_strategy: str = option("round-robin", "which broker URL comes after one that failed", low=1)
+    broker_connection_retry: bool = option(True, "a worker waits for a broker that is away, instead of ending")
+    broker_connection_max_retries: int = option(0, "attempts to connect until a worker ends; 0 = any number")
+    broker_connection_backoff: str = option("jitter", "pauses between them: `jitter`, `linear` or `fibonacci`", low=1)
     default_queue: str = option("machinery_tasks", "queue of tasks that name none", low=1)
     results_expire_in: int = option(3600, "how long states and results are kept; 0 = 3600", "s", empty_is_default=True)
     no_unix_signals: bool = option(False, "workers leave SIGINT and SIGTERM to the program")
@@ -356,6 +360,11 @@ def _problems(values: Mapping[str, object], sources: Mapping[str, str]) -> list[
     problems = [
         _origin(sources.get(key, "")) + text for key, value in values.items() if (text := OPTIONS[key].problem(value))
     ]
+    backoff = values.get("broker_connection_backoff")
+    if isinstance(backoff, str) and backoff and backoff not in SCHEDULES:
+        known = ", ".join(sorted(SCHEDULES))
+        problems.append(f"{_origin(sources.get('broker_connection_backoff', ''))}broker_connection_backoff: found {backoff!r} "
+                        f"(known: {known}{nearest(backoff, SCHEDULES)})")
     separator = values.get("multiple_broker_separator")
     stores = {key: values.get(key, OPTIONS[key].default) for key in ROLES}
     found = {

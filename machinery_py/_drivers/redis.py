@@ -236,6 +236,7 @@ class RedisDriver:
         self, ask: Callable[[Link], Any], *, doing: str, away: type[MachineryError], again: bool, lost: type[MachineryError]
     ) -> Any:
         unknown = False
+        begin = time.monotonic()
         for last in (False, True) if again else (True,):
             link: Link | None = None
             try:
@@ -246,7 +247,8 @@ class RedisDriver:
             except Exception as error:  # redis-py's, sorted by `fail`
                 # Once it may have been carried out, a refusal of the repeat does not say that it was not.
                 unknown = self.after(error, link) or unknown
-                if unknown and not last:
+                # One that was silent for its whole time is not asked again: whoever called has no time left either.
+                if unknown and not last and time.monotonic() - begin < self._timeout / 2:
                     continue
                 self.fail(error, doing=doing, away=lost if unknown else away)
             self._give(link)

@@ -60,7 +60,8 @@ def _role(info: Facts) -> list[Concern]:
 def _eviction(info: Facts) -> list[Concern]:
     policy = info.get("maxmemory_policy")
     if policy is None:
-        return [Concern("it does not tell its maxmemory-policy (expected noeviction: any other throws tasks away)", is_certain=False)]
+        text = "it does not tell its maxmemory-policy (expected noeviction: any other throws tasks away)"
+        return [Concern(text, is_certain=False)]
     if policy == "noeviction":
         return []
     limit = info.get("maxmemory", "0")
