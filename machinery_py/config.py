@@ -29,15 +29,15 @@ class RedisConfig(Section):
 
     PREFIX: ClassVar[str] = "redis."
 
-    max_idle: int = option(3, "unused connections that are kept open")
+    max_idle: int = option(64, "unused connections that are kept open (Go: 3)")
     max_active: int = option(0, "connections at most; 0 = any number")
     max_idle_timeout: int = option(
         240, "an unused connection is closed after this; 0 = never", "s", variable="REDIS_IDLE_TIMEOUT"
     )
     wait: bool = option(False, "at `max_active` wait for a connection instead of failing")
-    read_timeout: int = option(15, "longest wait for a reply; 0 = no limit", "s")
-    write_timeout: int = option(15, "longest wait until a command is sent; 0 = no limit", "s")
-    connect_timeout: int = option(15, "longest wait for a connection; 0 = no limit", "s")
+    read_timeout: float = option(15.0, "longest wait for a reply; 0 = `publish_timeout`, which is the longest anyway", "s")
+    write_timeout: float = option(15.0, "longest wait until a command is sent; 0 and limit as before", "s")
+    connect_timeout: float = option(15.0, "longest wait for a connection; 0 and limit as before", "s")
     normal_tasks_poll_period: int = option(
         1000, "longest pause between two looks at an empty queue; 0 = 1000", "ms", empty_is_default=True
     )

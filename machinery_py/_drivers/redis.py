@@ -20,6 +20,7 @@ from typing import Any, NoReturn, cast
 from machinery_py._drivers.redis_durability import ASKED, concerns, read_config, read_info, version_of
 from machinery_py._drivers.redis_errors import Kind, as_ours, kind_of
 from machinery_py._drivers.redis_lua import Script
+from machinery_py._drivers.redis_pool import DELAYED, NO_LIMITS, Limits, Room, with_delayed_key
 from machinery_py._drivers.redis_servers import Servers
 from machinery_py.clock import SYSTEM_CLOCK, Clock
 from machinery_py.durability import Concern
@@ -29,7 +30,6 @@ logger = logging.getLogger(__name__)
 
 TIMEOUT = 5.0  # seconds for a reply, and for a connection
 OLDEST = (6, 2)  # LPOP with a count, BLMOVE, ZMSCORE
-IDLE = 64  # connections that are kept
 FRESH = 0.01  # seconds; one that was used since then is taken unseen
 
 _EPOCH = dt.datetime(1970, 1, 1, tzinfo=dt.timezone.utc)
@@ -38,8 +38,12 @@ _EPOCH = dt.datetime(1970, 1, 1, tzinfo=dt.timezone.utc)
 class Link:
     """One connection, for one thread at a time."""
 
-    def __init__(self, connection: Any, server: int) -> None:
+    def __init__(
+        self, connection: Any, server: int, *, write_timeout: float = 0.0, on_close: Callable[[], object] = int
+    ) -> None:
         self._connection = connection  # redis-py has no types for it
+        self._write_timeout = write_timeout  # 0: that of replies
+        self._on_close: Callable[[], object] | None = on_close
         self.server = server  # as the driver's `servers` counted when it was opened
         self.number = b""
         self.used_at = 0.0
@@ -50,7 +54,14 @@ class Link:
         return self.read()
 
     def send(self, packet: bytes) -> None:
-        self._connection.send_packed_command([packet], check_health=False)
+        if not self._write_timeout:
+            self._connection.send_packed_command([packet], check_health=False)
+            return
+        socket = self._connection._sock
+        before = socket.gettimeout()
+        socket.settimeout(self._write_timeout)
+        self._connection.send_packed_command([packet], check_health=False)  # it is closed if that fails
+        socket.settimeout(before)
 
     def read(self) -> Any:
         return self._connection.read_response(disable_decoding=True)
@@ -71,6 +82,9 @@ class Link:
 
     def close(self) -> None:
         self._connection.disconnect()
+        left, self._on_close = self._on_close, None
+        if left is not None:
+            left()
 
 
 def command(*parts: bytes) -> bytes:
@@ -88,12 +102,15 @@ class RedisDriver:
 
     def __init__(
         self, url: str = "", *, clock: Clock = SYSTEM_CLOCK, timeout: float = TIMEOUT, servers: Servers | None = None,
-        strict: bool = False,
+        strict: bool = False, limits: Limits = NO_LIMITS,
     ) -> None:
         """To the servers, or to the one of the URL; `strict`: refuse one that may lose what it stores."""
         self.servers = servers or Servers([url], timeout=timeout)
         self.clock = clock
-        self._timeout = timeout
+        self.limits = limits
+        self._timeout = min(timeout, limits.read)
+        self._write_timeout = limits.write if limits.write < self._timeout else 0.0
+        self._room = Room(limits)
         self._idle: list[Link] = []
         self._ears: list[Link] = []
         self._pid = os.getpid()
@@ -120,7 +137,25 @@ class RedisDriver:
 
     def open(self, *, timeout: float | None = None) -> Link:
         """A new connection. Any exception of redis-py."""
-        link = Link(*self.servers.connect(timeout or self._timeout))
+        while (spare := self._room.enter(self._timeout, self._spare)) is not None:
+            spare.close()  # one less
+        return self._open(timeout or self._timeout)
+
+    def _spare(self) -> Link | None:
+        try:
+            return self._idle.pop()
+        except IndexError:
+            return None
+
+    def _open(self, timeout: float) -> Link:
+        """There is room for it."""
+        leave = self._room.leave
+        try:
+            connection, number = self.servers.connect(timeout)
+        except BaseException:
+            leave()
+            raise
+        link = Link(connection, number, write_timeout=self._write_timeout, on_close=leave)
         if self._checked != link.server:
             try:
                 self._check(link)
@@ -175,22 +210,23 @@ class RedisDriver:
 
     def _take(self) -> Link:
         if os.getpid() != self._pid:
-            self._idle, self._ears, self._pid = [], [], os.getpid()
+            self._idle, self._ears, self._room, self._pid = [], [], Room(self.limits), os.getpid()
         self.servers.look()
         while True:
-            try:
-                link = self._idle.pop()
-            except IndexError:
-                return self.open()
-            if self.is_stale(link):
+            link = self._spare() or self._room.enter(self._timeout, self._spare)
+            if link is None:
+                return self._open(self._timeout)
+            idle = time.monotonic() - link.used_at
+            if self.is_stale(link) or idle > self.limits.idle_timeout:
                 link.close()
-            elif time.monotonic() - link.used_at < FRESH or not link.is_broken():
+            elif idle < FRESH or not link.is_broken():
                 return link
 
     def _give(self, link: Link) -> None:
         link.used_at = time.monotonic()
-        if len(self._idle) < IDLE and os.getpid() == self._pid:
+        if len(self._idle) < self.limits.max_idle and os.getpid() == self._pid:
             self._idle.append(link)
+            self._room.came_back()
         else:
             link.close()
 
@@ -204,7 +240,7 @@ class RedisDriver:
         return self.open()
 
     def give_ear(self, link: Link) -> None:
-        if len(self._ears) < IDLE and os.getpid() == self._pid:
+        if len(self._ears) < self.limits.max_idle and not self.limits.max_active and os.getpid() == self._pid:
             self._ears.append(link)
         else:
             link.close()
@@ -220,6 +256,7 @@ class RedisDriver:
             away: raised when nothing was written.
             lost: raised when it may have been carried out (as `away`, if not given).
         """
+        script = self.adapted(script)
         packet = evalsha(script, argument, *keys)
 
         def ask(link: Link) -> Any:
@@ -227,6 +264,10 @@ class RedisDriver:
             return read_script(link, script, argument, *keys)
 
         return self._attempt(ask, doing=doing, away=away, again=again, lost=lost or away)
+
+    def adapted(self, script: Script) -> Script:
+        """The script for the keys of these limits."""
+        return script if self.limits.delayed_key == DELAYED else with_delayed_key(script, self.limits.delayed_key)
 
     def ask(self, *parts: bytes, doing: str, away: type[MachineryError] = BackendUnavailable) -> Any:
         """Send a command that may be carried out twice."""
