@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 TIMEOUT = 5.0  # seconds for a reply, and for a connection
 OLDEST = (6, 2)  # LPOP with a count, BLMOVE, ZMSCORE
+SKEW = 5.0  # seconds between this clock and the server's that are worth a warning
 FRESH = 0.01  # seconds; one that was used since then is taken unseen
 
 _EPOCH = dt.datetime(1970, 1, 1, tzinfo=dt.timezone.utc)
@@ -181,6 +182,12 @@ class RedisDriver:
             self._checked = link.server
         for one in found:
             logger.log(logging.WARNING if one.is_certain else logging.INFO, "Redis at %s: %s", self.servers.place, one.text)
+        time_there = _ask_if_allowed(link, b"TIME") if self._texts else None
+        there = self.clock.now().timestamp() if time_there is None else int(time_there[0]) + int(time_there[1]) / 1e6
+        ahead = self.clock.now().timestamp() - there
+        if abs(ahead) > SKEW:
+            logger.warning("Redis at %s: this host's clock is %.0f s %s: its retries and delayed tasks come at the wrong time "
+                           "(set the clock; is NTP running?)", self.servers.place, abs(ahead), "ahead" if ahead > 0 else "behind")
 
     def _look_at(self, link: Link) -> list[Concern]:
         text = _ask_if_allowed(link, b"INFO")

@@ -233,7 +233,10 @@ class Broker(ABC):
 
     @abstractmethod
     def take_dead(self, ids: Sequence[str]) -> list[DeadLetter]:
-        """Remove dead letters, and return those that were there."""
+        """Remove dead letters, and return those that were there.
+
+        After a lost reply nobody knows whether they are still there: put what they held elsewhere first.
+        """
 
     def concerns(self) -> list[Concern]:
         """How its server could lose what it has stored; nothing if all is well."""

@@ -215,6 +215,8 @@ def test_every_option_can_be_set_in_the_environment(opt: Any) -> None:
     }.get(opt.kind, ("a:b", {"a": "b"}))  # fmt: skip
     if opt.key == "require_server":
         text, value = "no", False
+    if opt.key == "broker_connection_backoff":
+        text, value = "linear", "linear"
 
     config = Config.from_env(environ={f"MACHINERY_{opt.variable}": text})
 
