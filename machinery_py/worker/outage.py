@@ -73,6 +73,11 @@ class Outage:
             self._engine.events.emit(lost)
         return delay
 
+    def begin(self) -> None:
+        """Count anew: the worker is started."""
+        with self._lock:
+            self._since, self._attempts, self._rounds, self._was_there, self.given_up = None, 0, 0, False, None
+
     def over(self) -> None:
         """The store has answered."""
         if self._since is None and self._was_there:
@@ -80,6 +85,7 @@ class Outage:
         with self._lock:
             since, attempts = self._since, self._attempts
             self._since, self._attempts, self._rounds, self._was_there = None, 0, 0, True
+            self.given_up = None
         if since is not None:
             seconds = time.monotonic() - since
             logger.warning("tasks can be received again, after %.1f s", seconds)
@@ -162,6 +168,7 @@ def open_patiently(
         BrokerUnavailable: the outage has lasted for too many attempts.
         MachineryError: nothing is won by waiting: a wrong password, a wrong setting.
     """
+    outage.begin()
     while not is_over():
         opening = Opening(open_session, wake, name=name)
         while not opening.is_over and not is_over():

@@ -218,6 +218,8 @@ def test_a_worker_gives_up_after_as_many_attempts_as_it_may_make() -> None:
     assert url.partition("@")[2].partition("/")[0] in str(caught.value)
     assert "sesame" not in str(caught.value)
     assert [(one.attempt, one.limit) for one in lost] == [(1, 3), (2, 3), (3, 3)]
+    with pytest.raises(BrokerUnavailable, match="after 3 attempts"):  # it may be launched again
+        worker.launch(signals=False)
     server.close()
 
 
