@@ -49,7 +49,8 @@ class Stores:
     def __init__(self, config: Config, clock: Clock) -> None:
         options = FamilyOptions(
             clock=clock, lease=config.lease, expire_in=float(config.results_expire_in), timeout=config.publish_timeout,
-            separator=config.multiple_broker_separator, strategy=config.broker_failover_strategy, redis=config.redis,
+            separator=config.multiple_broker_separator, strategy=config.broker_failover_strategy,
+            strict_durability=config.strict_durability, redis=config.redis,
         )
         self._families: dict[str, Family] = {}
         for url in (config.broker, config.backend_url, config.lock_url):

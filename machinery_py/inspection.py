@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import datetime as dt
+import logging
 from collections.abc import Sequence
 
 import msgspec
 
 from machinery_py.brokers.base import DeadLetter, Message, QueueStats, WorkerInfo
 from machinery_py.engine import Engine, pending
-from machinery_py.errors import DecodeError, MachineryError, StateNotFound, Unsupported
+from machinery_py.errors import BackendUnavailable, BrokerUnavailable, DecodeError, MachineryError, StateNotFound, Unsupported
 from machinery_py.settlement.base import Submission
 from machinery_py.signature import HEADER_ATTEMPT, HEADER_RUN, Signature, new_uuid
 from machinery_py.states import State, TaskState
 from machinery_py.wire import decode_signature, encode_signature
 
+logger = logging.getLogger(__name__)
+
+AWAY = (BrokerUnavailable, BackendUnavailable)
 RATE_WINDOW = 60.0  # seconds that "per minute" is counted over
 
 
@@ -212,8 +216,21 @@ class Inspector:
         usable = [letter for letter in letters if _is_signature(letter.body)]
         # Published first, removed then: a crash in between leaves a letter too many, never one too few.
         sent = self._replay([letter.body for letter in usable])
-        self._engine.store.broker.take_dead([letter.id for letter in usable])
+        taken = [letter.id for letter in usable]
+        try:
+            self._take(taken)
+        except AWAY as error:
+            # Raising would say that nothing was done, and whoever repeats it would run the tasks twice.
+            logger.warning("%d dead letters were put back into their queues, and may still be in the list (delete them): %s: %s",
+                           len(taken), ", ".join(taken[:5]), error)
         return sent
+
+    def _take(self, ids: Sequence[str]) -> None:
+        """Remove dead letters that nobody needs any more, once more if the reply is lost."""
+        try:
+            self._engine.store.broker.take_dead(ids)
+        except AWAY:
+            self._engine.store.broker.take_dead(ids)
 
     def delete_dead(self, ids: Sequence[str]) -> int:
         """Delete dead letters; how many."""

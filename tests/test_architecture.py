@@ -16,7 +16,7 @@ MAX_FUNCTION = 60  # lines, without the docstring
 FLOORS: tuple[frozenset[str], ...] = tuple(
     frozenset(row.split())
     for row in (
-        "errors clock backoff version failover",
+        "errors clock backoff version failover durability",
         "values_go",
         "values_json",
         "values",
@@ -32,6 +32,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "_drivers _drivers.redis_url _drivers.memcache_url",
         "outcomes events urls config_files queues",
         "config_options",
+        "config_sections",
         "config",
         "settings",
         "brokers.base backends.base locks.base",
@@ -39,8 +40,8 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "backends.transactional settlement.base",
         "_drivers _drivers.memory _drivers.tokens _drivers.doorbell _drivers.sqlite_errors _drivers.sqlite_schema"
         " _drivers.sqlite_rows _drivers.sqlite_handles _drivers.sqlite_runs"
-        " _drivers.redis_errors _drivers.redis_keys _drivers.redis_lua _drivers.redis_sessions",
-        "_drivers.sqlite_open _drivers.sqlite_sessions _drivers.redis_servers",
+        " _drivers.redis_durability _drivers.redis_errors _drivers.redis_keys _drivers.redis_lua _drivers.redis_sessions",
+        "_drivers.sqlite_open _drivers.sqlite_sessions _drivers.redis_servers _drivers.redis_pool",
         "_drivers.*",
         "brokers.sqlite_consumer backends.sqlite_records backends.sqlite_listener",
         "brokers.redis_lua backends.redis_lua backends.redis_listener",
@@ -63,7 +64,8 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "engine",
         "inspection worker worker.usercode",
         "worker.execution",
-        "worker.acceptance worker.executors worker.settler worker.firing",
+        "worker.acceptance worker.executors worker.firing worker.outage",
+        "worker.settler",
         "worker.limits worker.receiver",
         "worker.upkeep",
         "worker.worker",

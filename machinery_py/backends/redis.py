@@ -31,6 +31,7 @@ from machinery_py.backends.base import (
 )
 from machinery_py.backends.redis_listener import RedisListener
 from machinery_py.backends.redis_records import decode_rows, packed_change, state_of
+from machinery_py.durability import Concern
 from machinery_py.errors import BackendUnavailable
 from machinery_py.states import GroupMeta, State, TaskState
 from machinery_py.wire import decode_group
@@ -185,6 +186,9 @@ class RedisBackend(Backend):
     def tend(self) -> float:
         looked = self._run(redis_scripts.TEND, self.driver.now(), self.seconds, doing="looking for what is over")
         return 0.05 if looked >= redis_scripts.LOOKS else SWEEP
+
+    def concerns(self) -> list[Concern]:
+        return self.driver.concerns()
 
     def close(self) -> None:
         pass  # the driver belongs to whoever made it

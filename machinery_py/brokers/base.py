@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
+from machinery_py.durability import Concern
 from machinery_py.errors import DecodeError, Unsupported
 from machinery_py.signature import Signature
 from machinery_py.wire import decode_signature
@@ -259,7 +260,14 @@ class Broker(ABC):
 
     @abstractmethod
     def take_dead(self, ids: Sequence[str]) -> list[DeadLetter]:
-        """Remove dead letters, and return those that were there."""
+        """Remove dead letters, and return those that were there.
+
+        After a lost reply nobody knows whether they are still there: put what they held elsewhere first.
+        """
+
+    def concerns(self) -> list[Concern]:
+        """How its server could lose what it has stored; nothing if all is well."""
+        return []
 
     @abstractmethod
     def close(self) -> None:

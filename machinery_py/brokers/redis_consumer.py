@@ -31,7 +31,7 @@ from machinery_py.brokers.redis_messages import EMPTY, head_of, printable
 from machinery_py.errors import BrokerUnavailable, MachineryError
 
 BLOCK = 1.0  # seconds of one sleep; shorter than half a lease
-LINK_TIMEOUT = BLOCK + 3.0  # seconds for the reply to a claim
+LINK_TIMEOUT = 3.0  # seconds for the reply to a claim, beyond its sleep
 LOST_LIFE = 30.0  # seconds that a claim without a reply is asked for
 WAKE_TRIES = 20  # a wake may come before the sleep it is to end
 
@@ -53,6 +53,7 @@ class RedisConsumer(Consumer):
         self._places = {queue: index for index, queue in enumerate(self._queues)}
         self._worker = printable(worker)
         self._move_due = move_due
+        self._block = min(BLOCK, driver.limits.block)
         self._claims = itertools.count(1)
         self._lost: list[tuple[int, float]] = []
         self._link: Link | None = None
@@ -87,13 +88,13 @@ class RedisConsumer(Consumer):
                 break
             if due_in <= 0.0:
                 self._move_due()
-                due_in = BLOCK
+                due_in = self._block
                 deliveries, due_in = self._claim(limit, queues, sleep=0.0, will_sleep=True)
                 if not deliveries and due_in > 0.0:
                     continue
                 due_in = max(due_in, 0.01)  # another mover is at it
                 continue
-            deliveries, due_in = self._claim(limit, queues, sleep=min(left, due_in, BLOCK), will_sleep=left > BLOCK)
+            deliveries, due_in = self._claim(limit, queues, sleep=min(left, due_in, self._block), will_sleep=left > self._block)
         if deliveries and due_in <= 0.0:
             try:
                 self._move_due()
@@ -128,15 +129,16 @@ class RedisConsumer(Consumer):
         if rung:
             self._driver.unblock(rung)
         if not alive:
-            return [], BLOCK  # the next beat starts again as a new one
+            return [], self._block  # the next beat starts again as a new one
         self._driver.saw_revoked(revoked)
-        return self._deliveries(session, queues, blob), BLOCK if due_in < 0 else due_in / 1e6
+        return self._deliveries(session, queues, blob), self._block if due_in < 0 else due_in / 1e6
 
     def _ask(self, link: Link, argument: bytes, sleep: float) -> Any:
-        packet = evalsha(redis_scripts.CLAIM, argument)
+        claim = self._driver.adapted(redis_scripts.CLAIM)
+        packet = evalsha(claim, argument)
         if not sleep:
             link.send(packet)
-            return read_script(link, redis_scripts.CLAIM, argument)
+            return read_script(link, claim, argument)
         name, prefix = self._bed or self._keys[0]
         arrivals = f"{prefix}i:{self.session}".encode()
         source = name.encode() if self._bed else arrivals
@@ -153,7 +155,7 @@ class RedisConsumer(Consumer):
                         raise
         finally:
             self._asleep = b""
-        return read_script(link, redis_scripts.CLAIM, argument)
+        return read_script(link, claim, argument)
 
     def _open_link(self) -> Link:
         self._driver.servers.look()
@@ -161,7 +163,7 @@ class RedisConsumer(Consumer):
             self._link.close()
             self._link = None
         if self._link is None:
-            link = self._driver.open(timeout=LINK_TIMEOUT)
+            link = self._driver.open(timeout=self._block + min(LINK_TIMEOUT, self._driver.limits.read))
             link.number = b"%d" % link.ask(b"CLIENT", b"ID")
             self._link = link
         return self._link

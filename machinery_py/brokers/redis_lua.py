@@ -7,8 +7,8 @@ is what only we can say of bytes that are no signature. Bodies are never decoded
 from __future__ import annotations
 
 from machinery_py._drivers.redis_lua import PRELUDE
+from machinery_py._drivers.redis_pool import DELAYED
 
-DELAYED = "delayed_tasks"  # Go's key
 MARK_EVERY = 250_000  # µs between two notes of when a place of a queue was filled
 MARKS = 4096  # of these notes
 SUSPECT = 1  # strikes after which only a run that is known to have begun is blamed

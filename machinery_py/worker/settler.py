@@ -12,16 +12,15 @@ import threading
 from collections.abc import Callable, Sequence
 
 from machinery_py.backends.base import FENCED, Verdict
-from machinery_py.backoff import full_jitter
 from machinery_py.brokers.base import Fate
 from machinery_py.errors import BackendUnavailable, PublishRefused, PublishUnknown, StoreUnusable
 from machinery_py.settlement.base import Mark, Session, Settlement
 from machinery_py.worker.execution import Execution
+from machinery_py.worker.outage import Outage
 
 logger = logging.getLogger(__name__)
 
 MAX_BATCH = 512  # executions; bounds how long one commit holds the store
-MAX_PAUSE = 10.0  # seconds between two tries while the store is away
 
 TROUBLE = (PublishRefused, PublishUnknown, BackendUnavailable, StoreUnusable)  # the store's, not the settlement's
 
@@ -35,10 +34,11 @@ class Settler:
     """
 
     def __init__(
-        self, session: Session, *, name: str,
+        self, session: Session, *, outage: Outage, name: str,
         on_settled: Callable[[Execution, Verdict], None], after_batch: Callable[[], object],
     ) -> None:
         self._session = session
+        self._outage = outage
         self._on_settled = on_settled
         self._after_batch = after_batch
         self._queue: queue.SimpleQueue[Execution | None] = queue.SimpleQueue()
@@ -131,7 +131,6 @@ class Settler:
             logger.exception("a group could not be settled; it will be tried again")
 
     def _settle(self, settlements: Sequence[Settlement], marks: Sequence[Mark]) -> Sequence[Verdict]:
-        pause = 0.05
         while True:
             try:
                 verdicts = self._session.settle(settlements, marks)
@@ -140,9 +139,8 @@ class Settler:
                 if self.healthy:
                     logger.error("results cannot be stored: %s; no new tasks are taken until they can", error)
                 self.healthy = False
-                if self._give_up.wait(full_jitter(pause)):
+                if self._give_up.wait(self._outage.failed(error, is_told=True)):
                     return [FENCED] * len(settlements)
-                pause = min(MAX_PAUSE, pause * 2)
             except Exception:
                 # One of them is at fault, and must not keep the others from being settled.
                 logger.exception("a batch of %d settlements failed; trying them one by one", len(settlements))
@@ -150,6 +148,7 @@ class Settler:
             else:
                 if not self.healthy:
                     logger.warning("results can be stored again")
+                    self._outage.over()
                 self.healthy = True
                 return verdicts
 

@@ -16,11 +16,13 @@ from machinery_py import Config, Server
 from machinery_py._drivers.redis import RedisDriver
 from machinery_py.backends.base import FENCED, SETTLED, Change
 from machinery_py.backends.redis import RedisBackend
-from machinery_py.brokers.base import Disposal, Message
+from machinery_py.brokers import redis_looking
+from machinery_py.brokers.base import Disposal, Fate, Message
 from machinery_py.brokers.redis import RedisBroker
 from machinery_py.errors import BrokerUnavailable, DecodeError, MachineryError, PublishRefused, PublishUnknown, StoreUnusable
 from machinery_py.settlement.base import Settlement, Submission
 from machinery_py.settlement.redis_store import RedisStore
+from machinery_py.signature import Signature
 from machinery_py.states import State, TaskState, advance
 from machinery_py.testing.proxy import Proxy
 from machinery_py.testing.servers import RedisServer
@@ -297,3 +299,27 @@ def test_what_comes_on_any_of_its_queues_wakes_a_sleeper(driver: RedisDriver) ->
         consumer.dispose([Disposal(delivery=delivery)])
     assert sorted(taken)[2] < 0.5  # late by a second if nobody had woken it
     consumer.close()
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_lost_reply_neither_loses_nor_doubles_a_dead_letter_that_is_replayed(
+    server: RedisServer, driver: RedisDriver, caplog: pytest.LogCaptureFixture, times: int
+) -> None:
+    with Proxy(server.port) as proxy:
+        app = Server(Config(broker=proxy.through(server.url)))
+        consumer = app.broker.consume(["mail"], worker="w")
+        sent = app.send_task(Signature(name="rare", routing_key="mail"))
+        (delivery,) = consumer.receive(1, 0)
+        consumer.dispose([Disposal(delivery=delivery, fate=Fate.DEAD, uuid=sent.uuid, name="rare", reason="poison")])
+        (letter,) = app.inspect.dead()
+        assert app.broker.take_dead(["nothing"]) == []  # Redis knows the script now, so that what is dropped was carried out
+        proxy.drop_next_reply(matching=redis_looking.TAKE_DEAD.sha, times=times)
+
+        assert app.inspect.replay_dead([letter.id]) == [sent.uuid]
+
+        assert proxy.counts["dropped"] == times
+        assert ("may still be in the list" in caplog.text) is (times == 2)
+        assert app.inspect.dead() == []
+        assert [stats.waiting for stats in app.broker.stats()] == [1]
+        consumer.close()
+        app.close()
