@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import datetime as dt
 import math
+from collections.abc import Sequence
 
 import msgspec
 
 from machinery_py._drivers.redis import micros, moment_of
 from machinery_py._drivers.redis_lua import pack, raw
-from machinery_py.backends.base import Change
 from machinery_py.backends.redis_lua import CHORD_LIFE
 from machinery_py.errors import ArgumentError
-from machinery_py.states import TaskState
+from machinery_py.states import Arrival, GroupMeta, TaskState
 from machinery_py.wire import decode_state, encode_group, encode_state
 
 
@@ -58,7 +58,7 @@ def packed_state(state: TaskState, now: dt.datetime, expire: int) -> tuple[objec
     return (
         state.task_uuid, state.state._value_, state.run, raw(head + mark), created.decode(), raw(quote + tail),
         state.task_name != "", raw(lines.encode() + ours), bool(started and queue and worker), progress is not None,
-        line(queue), expire if state.is_finished else _kept(state, now),
+        line(queue), str(expire if state.is_finished else _kept(state, now)),
     )
 
 
@@ -99,16 +99,33 @@ def _printable(state: TaskState) -> TaskState:
     return msgspec.structs.replace(state, **texts)
 
 
-def packed_change(change: Change, now: dt.datetime, expire: int, outbox: bytes = b"") -> tuple[object, ...]:
-    """As redis_lua.py says."""
-    return (
-        change.key, line(change.mark), change.epoch, change.force, change.fires,
-        [packed_state(state, now, expire) for state in change.states],
-        [(group.group_uuid, raw(encode_group(group))) for group in change.groups] if change.groups else (),
-        [(one.group_uuid, one.task_uuid, one.total, one.ok, raw(one.callback)) for one in change.arrivals]
-        if change.arrivals else (),
-        raw(outbox) if outbox else "",
-    )
+class Changes:
+    """The changes of one script call, and their states: C and S of redis_lua.py."""
+
+    __slots__ = ("_expire", "_now", "changes", "states")
+
+    def __init__(self, now: dt.datetime, expire: int) -> None:
+        self._now = now
+        self._expire = expire
+        self.changes: list[object] = []
+        self.states: list[object] = []
+
+    def add(
+        self, *, key: str, mark: str = "", epoch: int = 0, force: bool = False, fires: str = "",
+        states: Sequence[TaskState] = (), groups: Sequence[GroupMeta] = (), arrivals: Sequence[Arrival] = (), outbox: bytes = b"",
+    ) -> int:
+        """Add what a `Change` says; returns its place."""
+        place, first = len(self.changes) + 1, len(self.states) + 1
+        for state in states:
+            self.states += packed_state(state, self._now, self._expire)
+        self.changes += (
+            key, line(mark), epoch, force, fires, first, len(self.states),
+            [(group.group_uuid, raw(encode_group(group))) for group in groups] if groups else False,
+            [(one.group_uuid, one.task_uuid, one.total, one.ok, raw(one.callback)) for one in arrivals]
+            if arrivals else False,
+            raw(outbox) if outbox else "",
+        )
+        return place
 
 
 def state_of(document: bytes, companion: bytes | None) -> TaskState:

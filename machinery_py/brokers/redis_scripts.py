@@ -17,9 +17,8 @@ CLOSED = 60_000_000  # µs that a closed one is
 PUT = Script(LIBRARY + rf"""
 local text, token, queues, messages = unpack(unpacked)
 local now, rung = now_of(text), {{}}
-check(queues, messages)
+check(queues, messages, now)
 if token ~= '' and not call('SET', 'mpy:p:' .. token, '1', 'NX', 'EX', {TOKEN_LIFE}) then return 0 end
-for _, q in ipairs(queues) do call('SADD', 'mpy:queues', q[1]) end
 put(queues, messages, now, rung)
 return rung
 """)
@@ -236,11 +235,10 @@ return call('ZRANGEBYSCORE', DELAYED, '-inf', int(now_of(unpacked[1])) .. '000',
 MOVE = Script(LIBRARY + r"""
 local text, queues, messages = unpack(unpacked)
 local now, rung, ours = now_of(text), {}, {}
-check(queues, messages)
+check(queues, messages, now)
 for _, m in ipairs(messages) do
   if call('ZREM', DELAYED, m[6]) == 1 then ours[#ours + 1] = m end
 end
-for _, q in ipairs(queues) do call('SADD', 'mpy:queues', q[1]) end
 put(queues, ours, now, rung)
 return rung
 """)
