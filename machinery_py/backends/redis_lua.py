@@ -255,8 +255,9 @@ local function note_states(now)
   rows('ZADD', 'mpy:open', rows_open)
   if next(rates) then
     local key = 'mpy:rate:' .. int(math.floor(now / 1000000))
-    for name, count in pairs(rates) do call('HINCRBY', key, name, count) end
-    call('EXPIRE', key, '$RATES')
+    local new = false
+    for name, count in pairs(rates) do new = call('HINCRBY', key, name, count) == count or new end
+    if new then call('EXPIRE', key, '$RATES') end
   end
   for uuid, a in pairs(arrived) do note_group(uuid, a) end
   done, open, rates, arrived = {}, {}, {}, {}

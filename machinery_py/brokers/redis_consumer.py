@@ -35,7 +35,7 @@ LINK_TIMEOUT = BLOCK + 3.0  # seconds for the reply to a claim
 LOST_LIFE = 30.0  # seconds that a claim without a reply is asked for
 WAKE_TRIES = 20  # a wake may come before the sleep it is to end
 
-_claimed = msgspec.msgpack.Decoder(list[tuple[int, int, int, int, int, int, bytes]]).decode
+_claimed = msgspec.msgpack.Decoder(list[tuple[int, int, int, int, int, int, list[bytes]]]).decode
 
 
 class RedisConsumer(Consumer):
@@ -171,7 +171,8 @@ class RedisConsumer(Consumer):
         return [
             Delivery(body=body, queue=queues[index], receipt=f"{session}.{number}", fence=fence, strikes=strikes, parks=parks,
                      priority=priority)
-            for index, number, fence, strikes, parks, priority, body in _claimed(blob)
+            for index, first, fence, strikes, parks, priority, bodies in _claimed(blob)
+            for number, body in enumerate(bodies, first)
         ] if len(blob) > 5 else []
 
     # Ending deliveries

@@ -90,7 +90,7 @@ end
 
 # unwrap: the parts of an entry of a session, or of a parked message.
 # back: gives entries of a session to the heads of their lists, in their old order, with so many strikes more.
-# parked: brings what is due from our own delayed set to its queue.
+# parked: brings what is due from our own delayed set to its queue. due_in: µs until the next; asks not again what parked saw.
 LIBRARY = PUTTING + filled(r"""
 local function unwrap(text)
   local number, level, fence, strikes, parks, size, at = string.match(text, '^(%d+) (%d+) (%d+) (%d+) (%d+) (%d+)\n()')
@@ -123,9 +123,14 @@ local function empty(q, session, strikes, now, rung)
   call('DEL', q[2] .. 'r:' .. session)
   return #entries
 end
+local soonest = {}
 local function parked(q, now, rung)
   local z = q[2] .. 'z'
-  if call('EXISTS', z) == 0 then return end
+  local first = call('ZRANGE', z, 0, 0, 'WITHSCORES')
+  if not first[2] or tonumber(first[2]) > now then
+    soonest[z] = first
+    return
+  end
   for _, text in ipairs(call('ZRANGEBYSCORE', z, '-inf', now, 'LIMIT', 0, 2000)) do
     call('ZREM', z, text)
     local m = unwrap(text)
@@ -134,17 +139,17 @@ local function parked(q, now, rung)
   end
 end
 local function due_in(queues, now)
-  local soonest
+  local least
   local function look(key, unit)
-    local first = call('ZRANGE', key, 0, 0, 'WITHSCORES')
+    local first = soonest[key] or call('ZRANGE', key, 0, 0, 'WITHSCORES')
     if first[2] then
       local left = tonumber(first[2]) / unit - now
-      if not soonest or left < soonest then soonest = left end
+      if not least or left < least then least = left end
     end
   end
   look('$DELAYED', 1000)
   for _, q in ipairs(queues) do look(q[2] .. 'z', 1) end
-  return soonest and math.max(0, math.floor(soonest)) or -1
+  return least and math.max(0, math.floor(least)) or -1
 end
 local function bury(q, raw, now, head)
   local m = unwrap(raw)

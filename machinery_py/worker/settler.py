@@ -30,13 +30,13 @@ class Settler:
     """Takes executions from any thread, and commits them in its own.
 
     Args:
-        on_settled: called in the settler's thread with each execution and its verdict.
+        on_settled: called in the settler's thread with the executions of a commit and their verdicts.
         after_batch: called after a commit that had group arrivals in it.
     """
 
     def __init__(
         self, session: Session, *, name: str,
-        on_settled: Callable[[Execution, Verdict], None], after_batch: Callable[[], object],
+        on_settled: Callable[[Sequence[Execution], Sequence[Verdict]], None], after_batch: Callable[[], object],
     ) -> None:
         self._session = session
         self._on_settled = on_settled
@@ -118,8 +118,8 @@ class Settler:
         if any(settlement.arrivals for settlement in settlements):
             # Before anybody is told that these are over: a worker that ends when it has nothing left must see the callback.
             self._fire()
-        for execution, verdict in zip(over, verdicts, strict=True):
-            self._on_settled(execution, verdict)
+        if over:
+            self._on_settled(over, verdicts)
         return marked
 
     def _fire(self) -> None:
