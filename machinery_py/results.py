@@ -64,7 +64,7 @@ class Waitable(Generic[R]):
         listener = self._source.backend.listener()
         watched: set[str] = set()
         try:
-            while not self._look():
+            while True:
                 # Looked at again after each new name is listened for, so that nothing that ends in between is missed.
                 new = set(self._awaited()) - watched
                 if new:
@@ -72,6 +72,8 @@ class Waitable(Generic[R]):
                     watched |= new
                 else:
                     listener.wait(wait.next_pause())
+                if self._look():
+                    break
         finally:
             listener.close()
         return self._value()

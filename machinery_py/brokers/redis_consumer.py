@@ -57,6 +57,7 @@ class RedisConsumer(Consumer):
         self._link: Link | None = None
         self._woken = False
         self._asleep = b""  # the number of the connection that sleeps
+        self._noted = False  # whether Redis may have it among the sleepers
         self._closed = False
         self._pid = os.getpid()
         self._starting = threading.Lock()
@@ -109,7 +110,8 @@ class RedisConsumer(Consumer):
         try:
             link = self._open_link()
             argument = pack((self._driver.now(), session, self._keys, limit, claim, [number for number, _ in self._lost],
-                             link.number.decode() if will_sleep or sleep else ""))
+                             link.number.decode(), will_sleep or bool(sleep), self._noted))
+            self._noted = True  # until the reply says that it is not
             reply = self._ask(link, argument, sleep)
         except MachineryError:
             raise
@@ -124,7 +126,9 @@ class RedisConsumer(Consumer):
         if not alive:
             return [], BLOCK  # the next beat starts again as a new one
         self._driver.saw_revoked(revoked)
-        return self._deliveries(session, blob), BLOCK if due_in < 0 else due_in / 1e6
+        deliveries = self._deliveries(session, blob)
+        self._noted = (will_sleep or bool(sleep)) and not deliveries
+        return deliveries, BLOCK if due_in < 0 else due_in / 1e6
 
     def _ask(self, link: Link, argument: bytes, sleep: float) -> Any:
         packet = evalsha(redis_scripts.CLAIM, argument)

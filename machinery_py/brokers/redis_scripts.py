@@ -49,12 +49,13 @@ end
 return 1
 """)
 
-# In: now, session, queues, limit, number of this claim, numbers of lost ones, connection if it will sleep or else "".
+# In: now, session, queues, limit, number of this claim, numbers of lost ones, connection, true if it will sleep, true if it may
+# be among the sleepers.
 # Out: what is left of the session (1, or 0 if it was given up); µs until something is due (-1: nothing is); how many tasks
 # are revoked; connections to be woken; msgpack of (queue, first receipt, fence, strikes, parks, priority, bodies), in which the
 # receipts of the bodies follow each other.
 CLAIM = Script(LIBRARY + r"""
-local text, session, queues, limit, claim, lost, number = unpack(unpacked)
+local text, session, queues, limit, claim, lost, number, will_sleep, noted = unpack(unpacked)
 local now, rung, found, runs, count = now_of(text), {}, {}, 0, 0
 local function reply() return '\221' .. struct.pack('>I4', runs) .. table.concat(found) end
 local function tell(index, receipt, fence, strikes, parks, level, bodies)
@@ -88,11 +89,11 @@ local function fly(index, q, level, bodies)
   if not noted then tell(index, first + 1, 1, 0, 0, level, bodies) end
   rows('HSET', q[2] .. 'f:' .. session, entries)
 end
-for _, q in ipairs(queues) do
+for index, q in ipairs(queues) do
   key_type(q[1], 'list')
-  if number ~= '' then
+  if noted then
     call('SREM', q[2] .. 'v', number)
-    call('SREM', q[2] .. 'w', number)
+    if index > 1 then call('SREM', q[2] .. 'w', number) end
   end
 end
 for _, q in ipairs(queues) do
@@ -145,7 +146,7 @@ for index, q in ipairs(queues) do
     if count < limit then fly(index, q, 0, call('LPOP', q[1], limit - count) or {}) end
   end
 end
-if number ~= '' and count == 0 then
+if will_sleep and count == 0 then
   for index, q in ipairs(queues) do
     call('SADD', q[2] .. 'v', number)
     if index > 1 then call('SADD', q[2] .. 'w', number) end

@@ -1,7 +1,8 @@
 """The settler: one thread that commits what has ended, all that is waiting in one round trip.
 
-There is no timer: while one commit is on its way the next batch gathers; an idle worker commits at once. RECEIVED and
-STARTED go the same way, and are left out when the task has ended by the time they would be written.
+What has ended waits for no timer: while one commit is on its way the next batch gathers; an idle worker commits at once.
+RECEIVED and STARTED go the same way, and are left out when the task has ended by the time they would be written; alone they
+wait for MARK_DELAY, so that the end of a short task does not have to wait for a commit that says it has begun.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from machinery_py.worker.execution import Execution
 logger = logging.getLogger(__name__)
 
 MAX_BATCH = 512  # executions; bounds how long one commit holds the store
+MARK_DELAY = 0.002  # seconds; longer than a task takes whose end follows at once
 MAX_PAUSE = 10.0  # seconds between two tries while the store is away
 
 TROUBLE = (PublishRefused, PublishUnknown, BackendUnavailable, StoreUnusable)  # the store's, not the settlement's
@@ -82,11 +84,12 @@ class Settler:
             logger.exception("the settler has died")
 
     def _gather(self, *, wait: bool) -> tuple[list[Execution], bool]:
-        """Take all that are there, and whether the end has come. With `wait`, at least one."""
+        """Take all that are there, and whether the end has come. With `wait`, at least one; else for MARK_DELAY at most."""
         batch: list[Execution] = []
+        pause = None if wait else MARK_DELAY
         try:
             while len(batch) < MAX_BATCH:
-                one = self._queue.get(block=wait and not batch)
+                one = self._queue.get(timeout=pause) if not batch else self._queue.get(block=False)
                 if one is None:
                     return batch, True
                 batch.append(one)
@@ -98,7 +101,7 @@ class Settler:
         """Commit the settlements of the batch and the marks of the one before; its own marks are returned, to come later.
 
         So a short task has ended before its mark's turn comes, and the mark is never written; and when nothing else is to
-        be done, the next batch is empty, and the marks come at once.
+        be done, the next batch is empty, and the marks come soon.
         """
         over: list[Execution] = []
         marked: list[Execution] = []
