@@ -101,6 +101,11 @@ def _printable(state: TaskState) -> TaskState:
     return msgspec.structs.replace(state, **texts)
 
 
+def packed_states(states: Sequence[TaskState], now: dt.datetime, expire: int) -> list[object]:
+    """One after the other, as redis_lua.py says."""
+    return [value for state in states for value in packed_state(state, now, expire)]
+
+
 class Changes:
     """The changes of one script call, and their states: C and S of redis_lua.py."""
 
@@ -115,11 +120,11 @@ class Changes:
     def add(
         self, *, key: str, mark: str = "", epoch: int = 0, force: bool = False, fires: str = "",
         states: Sequence[TaskState] = (), groups: Sequence[GroupMeta] = (), arrivals: Sequence[Arrival] = (), outbox: bytes = b"",
+        packed: Sequence[object] | None = None,
     ) -> int:
-        """Add what a `Change` says; returns its place."""
+        """Add what a `Change` says; returns its place. `packed`: its states, if that was done before."""
         place, first = len(self.changes) + 1, len(self.states) + 1
-        for state in states:
-            self.states += packed_state(state, self._now, self._expire)
+        self.states += packed_states(states, self._now, self._expire) if packed is None else packed
         self.changes += (
             key, line(mark), epoch, force, fires, first, len(self.states),
             [(group.group_uuid, raw(encode_group(group))) for group in groups] if groups else False,

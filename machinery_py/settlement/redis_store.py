@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from machinery_py._drivers.redis_lua import pack
 from machinery_py.backends.base import Verdict
 from machinery_py.backends.redis import VERDICTS, RedisBackend
-from machinery_py.backends.redis_records import Changes
+from machinery_py.backends.redis_records import Changes, packed_states
 from machinery_py.brokers.base import Delivery, Fate
 from machinery_py.brokers.redis import RedisBroker
 from machinery_py.brokers.redis_consumer import RedisConsumer, end_of
@@ -84,21 +84,32 @@ class RedisSession(ConsumerSession):
         super().__init__(consumer)
         self._consumer: RedisConsumer = consumer
         self.receive = consumer.receive  # type: ignore[method-assign]  # nothing to add on the hot path
+        self._prepared: dict[int, tuple[Settlement, list[object]]] = {}  # with their packed states, by id
 
     def receive(self, limit: int, timeout: float) -> list[Delivery]:
         return self._consumer.receive(limit, timeout)
+
+    def prepare(self, settlement: Settlement) -> None:
+        backend = self._store.states
+        if settlement.states:
+            try:
+                packed = packed_states(settlement.states, backend.now(), backend.seconds)
+            except Exception:  # `settle` raises it, where it is dealt with
+                return
+            self._prepared[id(settlement)] = settlement, packed
 
     def settle(self, settlements: Sequence[Settlement], marks: Sequence[Mark] = ()) -> list[Verdict]:
         if not settlements and not marks:
             return []
         store, consumer = self._store, self._consumer
-        backend, driver, place_of = store.states, store.driver, consumer.place_of
+        backend, driver, place_of, prepared = store.states, store.driver, consumer.place_of, self._prepared
         queues = Queues(consumer.queues)
         changes = Changes(backend.now(), backend.seconds)
         ends: list[object] = []
         for one in settlements:
             change = changes.add(
-                key=one.uuid, mark=mark_of(one.delivery), states=one.states, groups=one.groups, arrivals=one.arrivals
+                key=one.uuid, mark=mark_of(one.delivery), states=one.states, groups=one.groups, arrivals=one.arrivals,
+                packed=prepared.pop(id(one), (one, None))[1],
             ) if one.states or one.groups or one.arrivals else 0
             if one.send or one.fate is not Fate.DONE:
                 fate, due, head = end_of(disposal_of(one))

@@ -54,6 +54,9 @@ class Settler:
 
     def put(self, execution: Execution) -> None:
         """Commit what has become of it: its settlement, or a mark if it is not over."""
+        if execution.settlement is not None and not execution.committed:
+            # Here it is done while the commit before is on its way; in the settler's thread the store would wait for it.
+            self._session.prepare(execution.settlement)
         self._queue.put(execution)
 
     def mark(self, execution: Execution) -> None:
