@@ -311,8 +311,10 @@ class ChainResult(Waitable[R]):
         return cast(R, self.steps[-1]._value())
 
     def _awaited(self) -> Sequence[str]:
-        current = self.steps[min(self._at, len(self.steps) - 1)]
-        return (*current._awaited(), *self.steps[-1]._awaited())
+        at = min(self._at, len(self.steps) - 1)
+        if isinstance(self.steps[at], GroupResult) and self.steps[at] is not self.steps[-1]:
+            at += 1  # the callback ends in any case, also when a member fails: a thousand members need not be listened to
+        return (*self.steps[at]._awaited(), *self.steps[-1]._awaited())
 
     def _describe(self) -> tuple[str, str, str]:
         current = self.steps[min(self._at, len(self.steps) - 1)]
