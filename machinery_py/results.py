@@ -313,7 +313,9 @@ class ChainResult(Waitable[R]):
     def _awaited(self) -> Sequence[str]:
         at = min(self._at, len(self.steps) - 1)
         if isinstance(self.steps[at], GroupResult) and self.steps[at] is not self.steps[-1]:
-            at += 1  # the callback ends in any case, also when a member fails: a thousand members need not be listened to
+            # The callback ends also when a member fails (if a Go program ran that, the next look finds it): so a thousand
+            # members need not be listened to.
+            at += 1
         return (*self.steps[at]._awaited(), *self.steps[-1]._awaited())
 
     def _describe(self) -> tuple[str, str, str]:
