@@ -35,7 +35,7 @@ LINK_TIMEOUT = 3.0  # seconds for the reply to a claim, beyond its sleep
 LOST_LIFE = 30.0  # seconds that a claim without a reply is asked for
 WAKE_TRIES = 20  # a wake may come before the sleep it is to end
 
-_claimed = msgspec.msgpack.Decoder(list[tuple[int, int, int, int, int, int, bytes]]).decode
+_claimed = msgspec.msgpack.Decoder(list[tuple[int, int, int, int, int, int, list[bytes]]]).decode
 
 
 class RedisConsumer(Consumer):
@@ -59,6 +59,7 @@ class RedisConsumer(Consumer):
         self._link: Link | None = None
         self._woken = False
         self._asleep = b""  # the number of the connection that sleeps
+        self._noted = False  # whether Redis may have it among the sleepers
         self._closed = False
         self._pid = os.getpid()
         self._starting = threading.Lock()
@@ -115,7 +116,8 @@ class RedisConsumer(Consumer):
         try:
             link = self._open_link()
             argument = pack((self._driver.now(), session, keys, limit, claim, [number for number, _ in self._lost],
-                             link.number.decode() if will_sleep or sleep else ""))
+                             link.number.decode(), will_sleep or bool(sleep), self._noted))
+            self._noted = True  # until the reply says that it is not
             reply = self._ask(link, argument, sleep)
         except MachineryError:
             raise
@@ -131,7 +133,9 @@ class RedisConsumer(Consumer):
         if not alive:
             return [], self._block  # the next beat starts again as a new one
         self._driver.saw_revoked(revoked)
-        return self._deliveries(session, queues, blob), self._block if due_in < 0 else due_in / 1e6
+        deliveries = self._deliveries(session, queues, blob)
+        self._noted = (will_sleep or bool(sleep)) and not deliveries
+        return deliveries, self._block if due_in < 0 else due_in / 1e6
 
     def _ask(self, link: Link, argument: bytes, sleep: float) -> Any:
         claim = self._driver.adapted(redis_scripts.CLAIM)
@@ -179,7 +183,8 @@ class RedisConsumer(Consumer):
         return [
             Delivery(body=body, queue=queues[index], receipt=f"{session}.{number}", fence=fence, strikes=strikes, parks=parks,
                      priority=priority)
-            for index, number, fence, strikes, parks, priority, body in _claimed(blob)
+            for index, first, fence, strikes, parks, priority, bodies in _claimed(blob)
+            for number, body in enumerate(bodies, first)
         ] if len(blob) > 5 else []
 
     # Ending deliveries

@@ -85,6 +85,9 @@ class Session(ABC):
     def receive(self, limit: int, timeout: float, order: Sequence[str] = ()) -> list[Delivery]:
         """As Consumer.receive, less the deliveries that were settled before: those are finished here and not handed out."""
 
+    def prepare(self, settlement: Settlement) -> None:  # noqa: B027 - most stores have nothing to gain
+        """Do what can be done before its turn to be settled comes. Called in the thread that ended it; raises nothing."""
+
     @abstractmethod
     def settle(self, settlements: Sequence[Settlement], marks: Sequence[Mark] = ()) -> list[Verdict]:
         """Make it all true, in as few round trips as the store allows. Returns a verdict for each settlement.

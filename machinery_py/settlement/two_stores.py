@@ -149,16 +149,20 @@ class TwoSession(ConsumerSession):
             self._give_back()
             raise
         over: list[Delivery] = []
-        outboxes: list[tuple[str, Sequence[bytes]]] = []
+        unsent: list[str] = []
         for (delivery, uuid, _), start in zip(known, begun, strict=True):
             if start.finished:
                 over.append(delivery)
-                outboxes.append((uuid, start.outbox))
+                if start.outbox:
+                    unsent.append(uuid)
             else:
                 self._epochs[delivery.receipt] = start.epoch
                 fresh.append(delivery)
+        if unsent:
+            # Asked for again when no settlement of ours is between storing an outbox and clearing it.
+            with self._settling:
+                self._store.publish(list(zip(unsent, self._store.backend.outboxes(unsent), strict=True)))
         if over:
-            self._store.publish(outboxes)
             self._consumer.dispose([Disposal(delivery=delivery) for delivery in over])
         return fresh
 

@@ -10,7 +10,7 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from machinery_py.brokers.base import Delivery
 from machinery_py.engine import Engine
@@ -82,11 +82,13 @@ class Receiver:
     def held(self) -> list[Execution]:
         return list(self._held.values())
 
-    def settled(self, execution: Execution) -> None:
-        """It is over: there is room for another. Called in the settler's thread."""
-        self._held.pop(id(execution), None)
-        if execution.runtime:
-            self._mean += SMOOTHING * (execution.runtime - self._mean)
+    def settled(self, executions: Sequence[Execution]) -> None:
+        """They are over: there is room for others. Called in the settler's thread."""
+        for execution in executions:
+            self._held.pop(id(execution), None)
+            if execution.runtime:
+                self._mean += SMOOTHING * (execution.runtime - self._mean)
+        # Once for all of a commit: each wake-up costs the threads that run tasks a turn of the interpreter.
         with self._room:
             self._room.notify()
 

@@ -13,7 +13,7 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -328,15 +328,16 @@ class Worker:
                 WorkerHeartbeat(worker=self.name, active=self.active, processed=self.processed)
             )
 
-    def _on_settled(self, execution: Execution, verdict: Verdict) -> None:
-        self._receiver.settled(execution)
-        if verdict is SETTLED or verdict is ALREADY:
-            settlement = execution.settlement
-            if settlement is not None and settlement.states and settlement.states[0].is_finished:
-                self.processed += 1
-        if self.engine.events.wants(TaskFenced) or verdict is FENCED:
-            _log_fenced(execution, verdict)
-        tell(self.engine, execution, verdict)
+    def _on_settled(self, executions: Sequence[Execution], verdicts: Sequence[Verdict]) -> None:
+        self._receiver.settled(executions)
+        for execution, verdict in zip(executions, verdicts, strict=True):
+            if verdict is SETTLED or verdict is ALREADY:
+                settlement = execution.settlement
+                if settlement is not None and settlement.states and settlement.states[0].is_finished:
+                    self.processed += 1
+            else:
+                _log_fenced(execution, verdict)
+            tell(self.engine, execution, verdict)
 
     def _handle_signals(self) -> dict[signal.Signals, Any]:
         def on_signal(number: int, _: FrameType | None) -> None:
