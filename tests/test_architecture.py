@@ -16,7 +16,7 @@ MAX_FUNCTION = 60  # lines, without the docstring
 FLOORS: tuple[frozenset[str], ...] = tuple(
     frozenset(row.split())
     for row in (
-        "errors clock backoff version failover",
+        "errors clock backoff version failover durability",
         "values_go",
         "values_json",
         "values",
@@ -29,9 +29,10 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "wire_states",
         "wire_decode",
         "wire",
-        "_drivers _drivers.redis_url",
-        "outcomes events urls config_files",
+        "_drivers _drivers.redis_url _drivers.memcache_url",
+        "outcomes events urls config_files queues",
         "config_options",
+        "config_sections",
         "config",
         "settings",
         "brokers.base backends.base locks.base",
@@ -39,9 +40,10 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "backends.transactional settlement.base",
         "_drivers _drivers.memory _drivers.tokens _drivers.doorbell _drivers.sqlite_errors _drivers.sqlite_schema"
         " _drivers.sqlite_rows _drivers.sqlite_handles _drivers.sqlite_runs"
-        " _drivers.redis_errors _drivers.redis_keys _drivers.redis_lua _drivers.redis_sessions",
-        "_drivers.sqlite_open _drivers.sqlite_sessions _drivers.redis_servers _drivers.redis_slots",
+        " _drivers.redis_durability _drivers.redis_errors _drivers.redis_keys _drivers.redis_lua _drivers.redis_sessions",
+        "_drivers.sqlite_open _drivers.sqlite_sessions _drivers.redis_servers _drivers.redis_slots _drivers.redis_pool",
         "_drivers.redis _drivers.redis_nodes",
+        "_drivers.redis_tries",
         "_drivers.*",
         "brokers.sqlite_consumer backends.sqlite_records backends.sqlite_listener",
         "brokers.redis_lua backends.redis_lua backends.redis_listener",
@@ -50,6 +52,9 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "brokers.redis brokers.redis_cluster_consumer backends.redis locks.redis"
         " backends.redis_cluster_records backends.redis_cluster_lists",
         "backends.redis_cluster_steps",
+        "backends.memcache_records backends.memcache_listener",
+        "backends.memcache_index",
+        "backends.memcache_groups",
         "brokers.* backends.* locks.*",
         "settlement.one_store settlement.redis_scripts",
         "settlement.two_stores",
@@ -65,7 +70,8 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "engine",
         "inspection worker worker.usercode",
         "worker.execution",
-        "worker.acceptance worker.executors worker.settler worker.firing",
+        "worker.acceptance worker.executors worker.firing worker.outage",
+        "worker.settler",
         "worker.limits worker.receiver",
         "worker.upkeep",
         "worker.worker",

@@ -1,77 +1,66 @@
 """Connections to a Redis Cluster, and what is asked of it, slot by slot.
 
-A request that a node refuses, because the slot has moved (MOVED), is moving (ASK, TRYAGAIN) or is served by nobody just now
-(CLUSTERDOWN), was not carried out: it is asked again until the timeout, whatever it is. A request whose connection broke is
-asked again only if it can stand that. redis-py's own cluster client repeats all of them, and is not used.
+What a node refuses because of its slot is asked again until the timeout. What may have been carried out is asked again only if it
+can stand that. redis-py's own cluster client repeats both, and is not used.
 
     RedisCluster    many requests at once, in any slots: one round trip to each node
+    NodeDriver      a RedisDriver for one node
     SlotDriver      a RedisDriver for one slot, in which a queue finds all its keys
+
+The connections of all of them are counted together. Each master is looked at (does it keep what it is told?) once, at the first
+connection; with `strict`, all of them before anything is asked.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
+import os
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any, NoReturn
 
 from machinery_py._drivers.redis import TIMEOUT, Link, RedisDriver, command, evalsha, micros, read_script
 from machinery_py._drivers.redis_errors import Kind, as_ours, kind_of
 from machinery_py._drivers.redis_lua import Script
-from machinery_py._drivers.redis_nodes import Address, Nodes
-from machinery_py._drivers.redis_servers import fatal
+from machinery_py._drivers.redis_nodes import Address, Nodes, NodeServers
+from machinery_py._drivers.redis_pool import DELAYED, NO_LIMITS, Limits, Room
 from machinery_py._drivers.redis_slots import clustered, guard, local_key, slot_of
+from machinery_py._drivers.redis_tries import Request, Try, connection_errors, learn, passing, script_at, told
 from machinery_py.clock import SYSTEM_CLOCK, Clock
+from machinery_py.durability import Concern
 from machinery_py.errors import BackendUnavailable, MachineryError
 
 logger = logging.getLogger(__name__)
 
-PAUSE = 0.02  # seconds until a slot that was on its way is asked for again
 STEP = 1000  # requests in one packet
-
-
-@dataclass(slots=True)
-class Request:
-    """Something to be asked in a slot. `full` is sent when the node does not know the `script` of `packet`."""
-
-    slot: int
-    packet: bytes
-    script: bytes = b""
-    full: bytes = b""
-    reply: Any = None
-
-
-def script_at(prefix: bytes, script: Script, argument: bytes) -> Request:
-    """A script that works on the keys of the prefix's slot."""
-    full = command(b"EVAL", script.body, b"1", guard(prefix), argument)
-    return Request(slot_of(prefix), evalsha(script, argument, guard(prefix)), script.sha, full)
-
-
-def command_at(*parts: bytes) -> Request:
-    """A command whose second word is a key."""
-    return Request(slot_of(parts[1]), command(*parts))
+PAUSE = 0.02  # seconds until a slot that was on its way is asked for again
 
 
 class RedisCluster:
     """The nodes of a cluster, each with its connections. May be used from any thread."""
 
     def __init__(
-        self, url: str, *, clock: Clock = SYSTEM_CLOCK, timeout: float = TIMEOUT, client_name: str = "machinery"
+        self, url: str, *, clock: Clock = SYSTEM_CLOCK, timeout: float = TIMEOUT, connect_timeout: float = TIMEOUT,
+        client_name: str = "machinery", strict: bool = False, limits: Limits = NO_LIMITS,
     ) -> None:
-        """Nothing is connected yet.
+        """Nothing is connected yet. `strict`: refuse a cluster of which a master may lose what it stores.
 
         Raises:
             BadRedisUrl: the URL makes no sense.
         """
-        self.nodes = Nodes(url, timeout=timeout, client_name=client_name)
+        self.nodes = Nodes(url, timeout=min(timeout, connect_timeout), client_name=client_name)
         self.clock = clock
         self.timeout = timeout
-        self._drivers: dict[Address, RedisDriver] = {}
+        self.limits = limits
+        self.strict = strict
+        self._drivers: dict[Address, NodeDriver] = {}
         self._slots: dict[bytes, SlotDriver] = {}
         self._changing = threading.Lock()
+        self._room, self._pid = Room(limits), os.getpid()
+        self._checked: set[str] = set()  # masters that were looked at
+        self._looked = not strict  # at all of them
 
     def now(self) -> str:
         """As RedisDriver.now."""
@@ -85,13 +74,74 @@ class RedisCluster:
                 driver = self._slots[prefix] = SlotDriver(self, prefix)
             return driver
 
-    def _driver(self, address: Address) -> RedisDriver:
+    def _driver(self, address: Address) -> NodeDriver:
         with self._changing:
             driver = self._drivers.get(address)
             if driver is None:
-                driver = RedisDriver(clock=self.clock, timeout=self.timeout, servers=self.nodes.servers(lambda: address))
-                self._drivers[address] = driver
+                driver = self._drivers[address] = NodeDriver(self, address)
             return driver
+
+    # What the drivers have in common
+
+    def room(self) -> Room:
+        """Where this process counts its connections."""
+        with self._changing:
+            if os.getpid() != self._pid:
+                self._room, self._pid = Room(self.limits), os.getpid()
+            return self._room
+
+    def drop_idle(self) -> None:
+        """Close a connection to any node that is not used, so that one to another may be opened."""
+        for driver in (*self._drivers.values(), *self._slots.values()):
+            if driver.drop_idle():
+                return
+
+    def was_checked(self, place: str) -> bool:
+        return place in self._checked
+
+    def is_news(self, place: str) -> bool:
+        """Whether this master is checked for the first time by this process."""
+        with self._changing:
+            is_news = place not in self._checked
+            self._checked.add(place)
+            return is_news
+
+    def concerns(self) -> list[Concern]:
+        """What is wrong with its masters now, or cannot be known.
+
+        Raises:
+            BackendUnavailable, StoreUnusable: one of them cannot be asked.
+        """
+        found: list[Concern] = []
+        for address in self._masters():
+            found += [replace(one, text="{}:{}: ".format(*address) + one.text) for one in self._driver(address).concerns()]
+        return found
+
+    def _masters(self) -> tuple[Address, ...]:
+        try:
+            return self.nodes.masters()
+        except MachineryError:
+            raise
+        except Exception as error:  # redis-py's
+            self.fail(error, doing="looking at its settings", away=BackendUnavailable)
+
+    def _look_at_all(self) -> None:
+        """Refuse the cluster if one of its masters may lose what it stores. One that is away is looked at when it is back."""
+        try:
+            addresses = self.nodes.masters()
+        except MachineryError:
+            raise
+        except Exception:  # redis-py's: who asks will find the same
+            return
+        for address in addresses:
+            driver = self._driver(address)
+            try:
+                driver._give(driver._take())
+            except MachineryError:
+                raise
+            except Exception as error:  # redis-py's
+                logger.debug("{}:{} cannot be looked at: %s".format(*address), error)
+        self._looked = True
 
     # Asking
 
@@ -106,11 +156,13 @@ class RedisCluster:
             patience: seconds until what will pass is waited for no more; the timeout, if not given.
         """
         lost = lost or away
+        if not self._looked:
+            self._look_at_all()
         left = list(requests)
         deadline = time.monotonic() + (self.timeout if patience is None else patience)
         unknown = False  # whether something was carried out, perhaps, whose reply was lost
         while left:
-            try_ = _Try(self, again=again)
+            try_ = Try(self.nodes, self._driver, again=again)
             for start in range(0, len(left), STEP):
                 try_.ask(left[start : start + STEP])
             left, unknown = try_.left, unknown or try_.unknown
@@ -152,102 +204,62 @@ class RedisCluster:
             slot.close()
 
 
-class _Try:
-    """One try at some requests. What is `left` may be asked again."""
+class _PartDriver(RedisDriver):
+    """A driver that shares what the drivers of a cluster have in common."""
 
-    def __init__(self, cluster: RedisCluster, *, again: bool) -> None:
-        self._cluster = cluster
-        self._again = again
-        self.left: list[Request] = []
-        self._brought: set[tuple[RedisDriver, bytes]] = set()
-        self.trouble: Exception | None = None  # will pass
-        self.refused: Exception | None = None  # for good, or lost and not to be repeated
-        self.unknown = False  # some may have been carried out whose reply did not come
+    def __init__(self, cluster: RedisCluster, servers: NodeServers) -> None:
+        self.cluster = cluster
+        # What is delayed is the slot's own, whatever Go's key is called.
+        super().__init__(clock=cluster.clock, timeout=cluster.timeout, servers=servers, strict=cluster.strict,
+                         limits=replace(cluster.limits, delayed_key=DELAYED))
 
-    def ask(self, requests: Sequence[Request]) -> None:
-        parts: dict[Address, list[Request]] = {}
-        for request in requests:
-            try:
-                parts.setdefault(self._cluster.nodes.address_of(request.slot), []).append(request)
-            except MachineryError:
-                raise
-            except Exception as error:  # redis-py's
-                if fatal(error):
-                    self.refused = error
-                    return
-                self._later([request], error)
-        sent: list[tuple[RedisDriver, Link, list[Request]]] = []
-        for address, part in parts.items():
-            driver = self._cluster._driver(address)
-            link: Link | None = None
-            try:
-                link = driver._take()
-                link.send(b"".join(request.packet for request in part))
-            except MachineryError:
-                raise
-            except Exception as error:  # redis-py's
-                self._broken(driver, link, part, error)
-                continue
-            sent.append((driver, link, part))
-        for driver, link, part in sent:
-            self._read(driver, link, part)
+    def _enter(self) -> Link | None:
+        self._room = self.cluster.room()
+        return self._room.enter(self._timeout, self._spare_or_drop)
 
-    def _read(self, driver: RedisDriver, link: Link, part: list[Request]) -> None:
-        import redis
+    def _spare_or_drop(self) -> Link | None:
+        link = self._spare()
+        if link is None:
+            self.cluster.drop_idle()
+        return link
 
-        for index, request in enumerate(part):
-            try:
-                request.reply = link.read()
-            except redis.ResponseError as error:
-                self._sort(driver, request, error)
-            except Exception as error:  # redis-py's: the connection is gone
-                self._broken(driver, link, part[index:], error)
-                return
-        driver._give(link)
+    def drop_idle(self) -> bool:
+        """Close a connection that is not used, if there is one."""
+        link = self._spare() if os.getpid() == self._pid else None
+        if link is not None:
+            link.close()
+        return link is not None
 
-    def _sort(self, driver: RedisDriver, request: Request, error: Exception) -> None:
-        if request.full and kind_of(str(error)) is Kind.SCRIPT:
-            self.left.append(request)
-            # The first one brings the script, and the others find it: they are asked in the same order again.
-            if (driver, request.script) not in self._brought:
-                self._brought.add((driver, request.script))
-                request.packet, request.full = request.full, b""
-        elif passing(error):
-            learn(self._cluster.nodes, error)
-            self._later([request], error)
+    def _check(self, link: Link) -> None:
+        if self.cluster.was_checked(self.servers.place):
+            self._checked = link.server
         else:
-            self.refused = error
+            super()._check(link)
 
-    def _later(self, requests: Sequence[Request], error: Exception) -> None:
-        self.left += requests
-        self.trouble = error
-
-    def _broken(self, driver: RedisDriver, link: Link | None, part: Sequence[Request], error: Exception) -> None:
-        unknown = driver.after(error, link)
-        self.unknown = self.unknown or unknown
-        if fatal(error) or not isinstance(error, _connection_errors()) or (unknown and not self._again):
-            self.refused = error
-        else:
-            self._later(part, error)
+    def _is_news(self, link: Link) -> bool:
+        return super()._is_news(link) and self.cluster.is_news(self.servers.place)
 
 
-class SlotDriver(RedisDriver):
+class NodeDriver(_PartDriver):
+    """One node of a cluster."""
+
+    def __init__(self, cluster: RedisCluster, address: Address) -> None:
+        super().__init__(cluster, cluster.nodes.servers(lambda: address))
+
+
+class SlotDriver(_PartDriver):
     """One slot of a cluster, as if it were a Redis of its own: scripts see its keys only, and those of no queue are its own."""
 
     def __init__(self, cluster: RedisCluster, prefix: bytes) -> None:
-        self.cluster = cluster
         self.prefix = prefix
         self._slot = slot_of(prefix)
-        super().__init__(
-            clock=cluster.clock, timeout=cluster.timeout,
-            servers=cluster.nodes.servers(lambda: cluster.nodes.address_of(self._slot)),
-        )
+        super().__init__(cluster, cluster.nodes.servers(lambda: cluster.nodes.address_of(self._slot)))
 
     def run(
         self, script: Script, argument: bytes, *keys: bytes, doing: str, away: type[MachineryError] = BackendUnavailable,
         again: bool = True, lost: type[MachineryError] | None = None,
     ) -> Any:
-        request = script_at(self.prefix, clustered(script), argument)
+        request = script_at(self.prefix, self.adapted(script), argument)
         return self.cluster.ask([request], doing=doing, away=away, again=again, lost=lost)[0]
 
     def ask(self, *parts: bytes, doing: str, away: type[MachineryError] = BackendUnavailable) -> Any:
@@ -264,14 +276,17 @@ class SlotDriver(RedisDriver):
             self._relearn(error)
             raise
 
+    def adapted(self, script: Script) -> Script:
+        return clustered(script)
+
     def packed_script(self, script: Script, argument: bytes) -> bytes:
-        return evalsha(clustered(script), argument, guard(self.prefix))
+        return evalsha(self.adapted(script), argument, guard(self.prefix))
 
     def read_script(self, link: Link, script: Script, argument: bytes) -> Any:
-        return read_script(link, clustered(script), argument, guard(self.prefix))
+        return read_script(link, self.adapted(script), argument, guard(self.prefix))
 
     def fail(self, error: Exception, *, doing: str, away: type[MachineryError]) -> NoReturn:
-        if passing(error) or isinstance(error, _connection_errors()):
+        if passing(error) or isinstance(error, connection_errors()):
             self._relearn(error)
         self.cluster.fail(error, doing=doing, away=away)
 
@@ -288,41 +303,3 @@ class SlotDriver(RedisDriver):
             digits, _, elsewhere = number.partition(b"@")
             driver = self.cluster.at(elsewhere) if elsewhere else self
             super(SlotDriver, driver).unblock([digits])
-
-
-def passing(error: Exception) -> bool:
-    """Whether a node refused something because of its slot or its role: it was not carried out, and will be later."""
-    import redis
-    from redis import exceptions
-
-    if isinstance(error, exceptions.AskError | exceptions.ClusterDownError | exceptions.TryAgainError):  # and MOVED, MASTERDOWN
-        return True
-    return isinstance(error, redis.ResponseError | redis.ConnectionError) and any(
-        word in str(error) for word in ("CLUSTERDOWN", "MOVED ", "READONLY", "You can't write against a read only", "LOADING",
-                                        "Redis is loading", "UNBLOCKED")
-    )
-
-
-def told(error: Exception) -> str:
-    """The text of an error, for people."""
-    from redis.exceptions import AskError, MovedError
-
-    if isinstance(error, AskError):
-        word = "has moved" if isinstance(error, MovedError) else "is on its way"
-        return f"slot {error.slot_id} {word} to {error.host}:{error.port}"
-    return str(error) or type(error).__name__
-
-
-def learn(nodes: Nodes, error: Exception) -> None:
-    """If the error tells who has a slot, remember it."""
-    from redis.exceptions import MovedError
-
-    if isinstance(error, MovedError) and error.host:
-        nodes.moved(error.slot_id, (error.host, error.port))
-
-
-@functools.cache
-def _connection_errors() -> tuple[type[Exception], ...]:
-    import redis
-
-    return (redis.ConnectionError, redis.TimeoutError, OSError)

@@ -16,7 +16,7 @@ from machinery_py._drivers.redis_lua import Script
 
 SLOTS = 16_384
 QUEUES = b"mpy:queues"
-DELAYED = b"delayed_tasks"
+DELAYED = b"delayed_tasks"  # as the scripts have it
 TOKENS = b"mpy:p:"
 _OURS = (QUEUES, DELAYED, b"mpy:revoked", b"mpy:fence")
 

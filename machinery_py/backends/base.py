@@ -12,6 +12,7 @@ from typing import ClassVar
 
 import msgspec
 
+from machinery_py.durability import Concern
 from machinery_py.errors import StateNotFound
 from machinery_py.signature import Arg, Signature
 from machinery_py.states import Arrival, GroupMeta, State, TaskState
@@ -131,8 +132,8 @@ class Backend(ABC):
         """What is still to be published for each of these changes."""
 
     @abstractmethod
-    def clear_outbox(self, keys: Sequence[str]) -> None:
-        """The outboxes of these changes have been published."""
+    def clear_outbox(self, sent: Sequence[tuple[str, Sequence[bytes]]]) -> None:
+        """These outboxes of these keys have been published. One that was written for a key since then stays."""
 
     @abstractmethod
     def unsent(self, limit: int, *, older_than: float) -> list[tuple[str, Sequence[bytes]]]:
@@ -187,6 +188,10 @@ class Backend(ABC):
     @abstractmethod
     def tend(self) -> float:
         """Forget what has expired. Returns the seconds after which it wants to be called again."""
+
+    def concerns(self) -> list[Concern]:
+        """How its server could lose what it has stored; nothing if all is well."""
+        return []
 
     @abstractmethod
     def close(self) -> None: ...

@@ -19,9 +19,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from machinery_py._drivers.redis import micros
-from machinery_py._drivers.redis_cluster import RedisCluster, Request, command_at, script_at
+from machinery_py._drivers.redis_cluster import RedisCluster
 from machinery_py._drivers.redis_lua import Script, pack
 from machinery_py._drivers.redis_slots import unquoted
+from machinery_py._drivers.redis_tries import Request, command_at, script_at
 from machinery_py.backends import redis_cluster_scripts as scripts
 from machinery_py.backends import redis_scripts
 from machinery_py.backends.base import Backend, BackendFeatures, Begun, Change, ReadyGroup, Verdict
@@ -41,6 +42,7 @@ from machinery_py.backends.redis_cluster_steps import READY, Steps
 from machinery_py.backends.redis_listener import RedisListener
 from machinery_py.backends.redis_lua import CHORD_LIFE
 from machinery_py.backends.redis_records import state_of
+from machinery_py.durability import Concern
 from machinery_py.errors import DecodeError
 from machinery_py.states import GroupMeta, State, TaskState
 from machinery_py.wire import decode_group
@@ -110,13 +112,8 @@ class ClusterBackend(Backend):
         names = list(map(name_of, keys))
         return [*self._finish(list(zip(names, self._records(names), strict=True)))]
 
-    def clear_outbox(self, keys: Sequence[str]) -> None:
-        names = list(map(name_of, keys))
-        self._ask([command_at(b"DEL", record_key(name)) for name in names], "clearing outboxes")
-
-    def clear_sent(self, outboxes: Sequence[tuple[str, Sequence[bytes]]]) -> None:
-        """These have been published. One that was written for the key since then stays."""
-        self._steps.forget([(name_of(key), framed(bodies)) for key, bodies in outboxes])
+    def clear_outbox(self, sent: Sequence[tuple[str, Sequence[bytes]]]) -> None:
+        self._steps.forget([(name_of(key), framed(bodies)) for key, bodies in sent])
 
     def unsent(self, limit: int, *, older_than: float) -> list[tuple[str, Sequence[bytes]]]:
         found = self._steps.noted(limit, older_than)
@@ -261,6 +258,9 @@ class ClusterBackend(Backend):
             return False
         (score,) = self._ask([command_at(b"ZSCORE", READY, name.encode())], "looking for what is over")
         return score is not None or bool(self.get_states(group.task_uuids))
+
+    def concerns(self) -> list[Concern]:
+        return self.cluster.concerns()
 
     def close(self) -> None:
         pass  # the cluster belongs to whoever made it

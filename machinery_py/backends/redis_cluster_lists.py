@@ -14,8 +14,9 @@ import heapq
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 
-from machinery_py._drivers.redis_cluster import RedisCluster, Request, script_at
+from machinery_py._drivers.redis_cluster import RedisCluster
 from machinery_py._drivers.redis_lua import pack
+from machinery_py._drivers.redis_tries import Request, script_at
 from machinery_py.backends import redis_cluster_scripts as scripts
 from machinery_py.backends import redis_scripts
 

@@ -15,7 +15,7 @@ from machinery_py._drivers.redis_lua import Script, pack, raw
 from machinery_py._drivers.redis_slots import quoted
 from machinery_py.backends import redis_cluster_scripts as scripts
 from machinery_py.backends.base import Change
-from machinery_py.backends.redis_records import line, packed_state
+from machinery_py.backends.redis_records import Changes, packed_state
 from machinery_py.states import TaskState
 from machinery_py.wire import encode_group
 
@@ -68,7 +68,7 @@ class Parts(msgspec.Struct, gc=False):
     """A change: what its own slot decides (if there is anything), its outbox, and its effects elsewhere."""
 
     name: str
-    own: tuple[object, ...] | None
+    own: Changes | None
     held: bool  # whether results are kept for a callback
     force: bool
     outbox: bytes  # with its length before it; empty without messages
@@ -96,16 +96,17 @@ def read_record(record: bytes) -> tuple[tuple[bytes, ...], tuple[Effect, ...]]:
 def parts_of(change: Change, now: dt.datetime, now_text: str, expire: int) -> Parts:
     """Take it apart. `now_text`: as the scripts take it."""
     name = name_of(change.fires or change.key)
-    own: list[tuple[object, ...]] = []
+    own: list[object] = []
     effects: list[Effect] = []
     for state in change.states:
         row = _row(state, now, expire)
         if row[0] == name:
-            own.append(row)
+            own += row
             continue
-        foreign = ("", "", 0, change.force, "", [row], (), (), "")
+        foreign = Changes(now, expire)
+        foreign.add(key="", force=change.force, packed=row)
         kind = "replay" if change.force else "state"
-        effects.append(Effect(kind, str(row[0]), pack((now_text, expire, foreign, "", False, 0))))
+        effects.append(Effect(kind, str(row[0]), pack((now_text, expire, foreign.changes, foreign.states, "", False, 0))))
     for group in change.groups:
         effects.append(Effect("group", name_of(group.group_uuid), pack((name_of(group.group_uuid), raw(encode_group(group))))))
     for one in change.arrivals:
@@ -114,9 +115,11 @@ def parts_of(change: Change, now: dt.datetime, now_text: str, expire: int) -> Pa
     if change.fires:
         effects.append(Effect("fired", name, pack((name,))))
     decides = own or change.fires or change.epoch or change.outbox
-    row = (name, line(change.mark), change.epoch, change.force, name if change.fires else "", own, (), (), "")
+    decision = Changes(now, expire)
+    decision.add(key=name, mark=change.mark, epoch=change.epoch, force=change.force, fires=name if change.fires else "",
+                 packed=own)
     return Parts(
-        name, row if decides else None, any(one.callback for one in change.arrivals), change.force,
+        name, decision if decides else None, any(one.callback for one in change.arrivals), change.force,
         framed(change.outbox) if change.outbox else b"", tuple(effects),
     )
 

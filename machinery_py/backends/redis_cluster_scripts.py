@@ -6,8 +6,8 @@ stand as `redis_slots.quoted` writes them. How a state is decided and written is
 
 from __future__ import annotations
 
-from machinery_py._drivers.redis_lua import PRELUDE, Script
-from machinery_py.backends.redis_lua import LIBRARY, RATES_LIFE
+from machinery_py._drivers.redis_lua import PRELUDE, Script, filled
+from machinery_py.backends.redis_lua import LIBRARY, NAMES, RATES_LIFE
 
 NOTED_FOR = 30_000_000  # µs from the note of a record to the record; the servers' clocks differ by less
 
@@ -20,38 +20,40 @@ local function written()
 end
 """
 
-# In: now, seconds, change (its own states, no groups, arrivals or outbox), record or "", whether results are held, µs of the
-# note of the record. Out: s, a, f or l (the note is too old: nothing was done); finished UUIDs, others, state and queue of the
-# finished.
-CHANGE = Script(PRELUDE + LIBRARY + _WRITTEN + r"""
-local text, expire, c, record, held, noted = unpack(unpacked)
-local now = now_of(text)
-if record ~= '' and now > noted + """ + str(NOTED_FOR) + r""" then return {'l'} end
-local verdict, plan = decide(c)
+# In: now, seconds, C of one change (its own states, no groups, arrivals or outbox), S, record or "", whether results are held,
+# µs of the note of the record. Out: s, a, f or l (the note is too old: nothing was done); finished UUIDs, others, state and
+# queue of the finished.
+CHANGE = Script(PRELUDE + LIBRARY + _WRITTEN + filled(r"""
+local text, expire, record, held, noted
+text, expire, C, S, record, held, noted = unpack(unpacked)
+local now, key, fires = now_of(text), C[1 + $KEY], C[1 + $FIRES]
+if record ~= '' and now > noted + $NOTED then return {'l'} end
+look_at({1})
+local verdict, plan = decide(1)
 if verdict ~= 's' then return {verdict} end
-c[4] = false
-if record ~= '' then call('SET', 'mpy:o:{' .. c[1] .. '}', record) end
-if c[5] ~= '' then
-  local g, h = group_keys(c[5])
+if record ~= '' then call('SET', 'mpy:o:{' .. key .. '}', record) end
+if fires ~= '' then
+  local g, h = group_keys(fires)
   call('HSET', g, 'fired', 1)
-  local doc = call('GET', doc_key(c[5]))
-  if doc then call('SET', doc_key(c[5]), triggered(doc), 'KEEPTTL') end
+  local doc = call('GET', doc_key(fires))
+  if doc then call('SET', doc_key(fires), triggered(doc), 'KEEPTTL') end
   call('EXPIRE', g, expire)
   call('EXPIRE', h, expire)
 end
-for _, one in ipairs(plan) do write(c, one, held) end
+-- The listings, from which a replay would take it, are elsewhere.
+for _, row in ipairs(plan) do write(row, false, held) end
 return {verdict, written()}
-""")
+""", NOTED=NOTED_FOR, **NAMES))
 
 # In: group, document. Out: nothing.
-GROUP = Script(PRELUDE + LIBRARY + r"""
+GROUP = Script(PRELUDE + LIBRARY + filled(r"""
 local uuid, doc = unpack(unpacked)
 if call('HGET', (group_keys(uuid)), 'fired') then doc = triggered(doc) end
-call('SET', doc_key(uuid), doc, 'NX', 'EX', LONG)
-""")
+call('SET', doc_key(uuid), doc, 'NX', 'EX', $LONG)
+""", **NAMES))
 
 # In: arrival. Out: 0, 1 if its group is ready to be fired, 2 if it was.
-ARRIVE = Script(PRELUDE + LIBRARY + r"""
+ARRIVE = Script(PRELUDE + LIBRARY + filled(r"""
 local a = unpacked[1]
 local g, h = group_keys(a[1])
 key_type(g, 'hash')
@@ -67,10 +69,10 @@ if a[5] ~= '' and (failed or (a[3] > 0 and call('SCARD', h) >= a[3])) then
   call('PERSIST', h)
   return 1
 end
-call('EXPIRE', g, LONG)
-call('EXPIRE', h, LONG)
+call('EXPIRE', g, $LONG)
+call('EXPIRE', h, $LONG)
 return 0
-""")
+""", **NAMES))
 
 # In: group. Out: callback, failed member, fired, or nil each; the members that are in, if it was fired.
 LOOK_AT = Script(PRELUDE + LIBRARY + r"""

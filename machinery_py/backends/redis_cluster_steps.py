@@ -10,8 +10,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from machinery_py._drivers.redis import micros
-from machinery_py._drivers.redis_cluster import RedisCluster, Request, command_at, script_at
+from machinery_py._drivers.redis_cluster import RedisCluster
 from machinery_py._drivers.redis_lua import pack, raw
+from machinery_py._drivers.redis_tries import Request, command_at, script_at
 from machinery_py.backends import redis_cluster_scripts as scripts
 from machinery_py.backends import redis_scripts
 from machinery_py.backends.redis_cluster_lists import PREFIXES, Finished, by_shard, list_requests
@@ -52,9 +53,9 @@ class Steps:
             now = self._cluster.now()
             replies = self._ask([
                 script_at(prefix_of(part.name), scripts.CHANGE, pack((
-                    now, self._seconds, part.own, raw(records[index]) if records[index] else "", part.held,
+                    now, self._seconds, own.changes, own.states, raw(records[index]) if records[index] else "", part.held,
                     stamps.get(part.name, 0),
-                ))) for index in left for part in (parts[index],)
+                ))) for index in left if (own := (part := parts[index]).own) is not None
             ], "writing states", again=again)
             for index, reply in zip(left, replies, strict=True):
                 letters[index] = reply[0].decode()

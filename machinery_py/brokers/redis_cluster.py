@@ -4,7 +4,7 @@
     mpy:{q}:delayed_tasks   what is delayed, so that it comes to its list in one step
     mpy:{q}:mpy:p:<token>   what was put there
     mpy:queues              the names of all queues, in a slot of its own; written before the first use of a queue
-    delayed_tasks           Go's, in a slot of its own: emptied into the queues, see `_move_theirs`
+    delayed_tasks           Go's (`redis.delayed_tasks_key`), in a slot of its own: emptied into the queues, see `_move_theirs`
 
 Limits: messages for several queues are put queue by queue: after an error some may be there, and others not (PublishUnknown).
 Delayed messages are brought to their queues by Python workers only.
@@ -20,15 +20,18 @@ from typing import Any
 import msgspec
 
 from machinery_py._drivers.redis import moment_of
-from machinery_py._drivers.redis_cluster import RedisCluster, SlotDriver, command_at, script_at
+from machinery_py._drivers.redis_cluster import RedisCluster, SlotDriver
 from machinery_py._drivers.redis_keys import queue_keys
 from machinery_py._drivers.redis_lua import PRELUDE, Script, pack, raw
-from machinery_py._drivers.redis_slots import DELAYED, QUEUES, slot_of
+from machinery_py._drivers.redis_pool import DELAYED, with_delayed_key
+from machinery_py._drivers.redis_slots import QUEUES, slot_of
+from machinery_py._drivers.redis_tries import command_at, script_at
 from machinery_py.brokers.base import Broker, BrokerFeatures, DeadLetter, Message, QueueStats, WorkerInfo
 from machinery_py.brokers.redis import LEASE, MOVE, RedisBroker
 from machinery_py.brokers.redis_cluster_consumer import ClusterConsumer
 from machinery_py.brokers.redis_lua import LIBRARY
 from machinery_py.brokers.redis_messages import EMPTY, Packed, Queues, known, message_of, packed
+from machinery_py.durability import Concern
 from machinery_py.errors import BrokerUnavailable, MachineryError, PublishRefused, PublishUnknown
 
 MOVE_WITHIN = 300_000_000  # µs between the look at Go's set and the move; the servers' clocks differ by less
@@ -37,7 +40,7 @@ FOR_EVER = 2**53  # µs
 
 # In: now, limit. Out: now; (body, score) of what is due in Go's set, the first due first; µs until the next one is (-1).
 _DUE = Script(PRELUDE + rf"""
-local now, key, found = now_of(unpacked[1]), '{DELAYED.decode()}', {{}}
+local now, key, found = now_of(unpacked[1]), '{DELAYED}', {{}}
 local rows = redis.call('ZRANGEBYSCORE', key, '-inf', int(now) .. '000', 'WITHSCORES', 'LIMIT', 0, unpacked[2])
 for i = 1, #rows, 2 do found[#found + 1] = {{rows[i], rows[i + 1]}} end
 local first = redis.call('ZRANGE', key, 0, 0, 'WITHSCORES')
@@ -47,7 +50,7 @@ return {{int(now), found, first[2] and math.max(0, math.floor(tonumber(first[2])
 # In: (body, score). Out: nothing. A member whose score has changed was put there anew.
 _GONE = Script(PRELUDE + rf"""
 for _, one in ipairs(unpacked[1]) do
-  if redis.call('ZSCORE', '{DELAYED.decode()}', one[1]) == one[2] then redis.call('ZREM', '{DELAYED.decode()}', one[1]) end
+  if redis.call('ZSCORE', '{DELAYED}', one[1]) == one[2] then redis.call('ZREM', '{DELAYED}', one[1]) end
 end
 """)
 
@@ -64,7 +67,6 @@ put({{q}}, messages, now, rung)
 return rung
 """)
 
-_GO = b"{" + DELAYED + b"}:"  # where Go's set is
 _Move = tuple[str, Packed]
 
 
@@ -104,6 +106,8 @@ class ClusterBroker(Broker):
     def __init__(self, cluster: RedisCluster, *, lease: float = LEASE) -> None:
         self.cluster = cluster
         self.lease = lease
+        self._go_key = cluster.limits.delayed_key.encode()
+        self._go_slot = queue_keys(cluster.limits.delayed_key)[1].encode()
         self._brokers: dict[str, QueueBroker] = {}
         self._turn = 0
         self._consumers: weakref.WeakSet[ClusterConsumer] = weakref.WeakSet()
@@ -209,7 +213,8 @@ class ClusterBroker(Broker):
                     self._go(_GONE, [(raw(body), raw(score)) for _, (body, score) in moves], doing="moving due messages")
 
     def _go(self, script: Script, *values: object, doing: str) -> Any:
-        return self.cluster.ask([script_at(_GO, script, pack(values))], doing=doing, away=BrokerUnavailable)[0]
+        script = with_delayed_key(script, self.cluster.limits.delayed_key)
+        return self.cluster.ask([script_at(self._go_slot, script, pack(values))], doing=doing, away=BrokerUnavailable)[0]
 
     def _place(self, routing_key: str) -> str:
         """The queue of a message of Go's; one that says none stays visible where somebody will bury it."""
@@ -218,7 +223,8 @@ class ClusterBroker(Broker):
     def _theirs(self) -> list[tuple[int, Message]]:
         """What is in Go's set, with the moment at which it is due, in µs."""
         (rows,) = self.cluster.ask(
-            [command_at(b"ZRANGE", DELAYED, b"0", b"-1", b"WITHSCORES")], doing="listing delayed messages", away=BrokerUnavailable
+            [command_at(b"ZRANGE", self._go_key, b"0", b"-1", b"WITHSCORES")], doing="listing delayed messages",
+            away=BrokerUnavailable,
         )
         found: list[tuple[int, Message]] = []
         for body, score in zip(rows[::2], rows[1::2], strict=True):
@@ -245,10 +251,7 @@ class ClusterBroker(Broker):
         found: list[QueueStats] = []
         for broker in self._all():
             for one in broker.stats():
-                found.append(QueueStats(
-                    queue=one.queue, waiting=one.waiting, running=one.running, delayed=one.delayed + late.count(one.queue),
-                    dead=one.dead, oldest_at=one.oldest_at,
-                ))
+                found.append(msgspec.structs.replace(one, delayed=one.delayed + late.count(one.queue)))
         return found
 
     def workers(self) -> list[WorkerInfo]:
@@ -264,32 +267,36 @@ class ClusterBroker(Broker):
 
     def purge(self, queue: str) -> int:
         (rows,) = self.cluster.ask(
-            [command_at(b"ZRANGE", DELAYED, b"0", b"-1")], doing="purging a queue", away=BrokerUnavailable
+            [command_at(b"ZRANGE", self._go_key, b"0", b"-1")], doing="purging a queue", away=BrokerUnavailable
         )
         theirs = [body for body in rows if (said := known(body)) is not None and said.RoutingKey == queue]
         gone = 0
         if theirs:
-            (gone,) = self.cluster.ask([command_at(b"ZREM", DELAYED, *theirs)], doing="purging a queue", away=BrokerUnavailable)
+            (gone,) = self.cluster.ask([command_at(b"ZREM", self._go_key, *theirs)], doing="purging a queue",
+                                       away=BrokerUnavailable)
         return int(gone) + self._of(queue).purge(queue)
+
+    def pause(self, queue: str) -> None:
+        self._register([queue])
+        self._of(queue).pause(queue)
+
+    def resume(self, queue: str) -> None:
+        self._of(queue).resume(queue)
 
     def dead_letters(self, *, limit: int, queue: str = "") -> list[DeadLetter]:
         letters = [
-            msgspec.structs.replace(letter, id=f"{letter.id}@{broker.queue}")
-            for broker in ([self._of(queue)] if queue else self._all())
+            letter for broker in ([self._of(queue)] if queue else self._all())
             for letter in broker.dead_letters(limit=limit, queue=broker.queue)
         ]
         letters.sort(key=lambda letter: letter.died_at, reverse=True)
         return letters[:limit]
 
     def take_dead(self, ids: Sequence[str]) -> list[DeadLetter]:
-        found: list[DeadLetter] = []
-        for id in dict.fromkeys(ids):
-            number, at, queue = id.partition("@")
-            if not at or not is_usable(queue):
-                continue  # none of ours
-            for letter in self._of(queue).take_dead([number]):
-                found.append(msgspec.structs.replace(letter, id=id))
-        return found
+        queues = {id: id.partition("@")[2] for id in ids}
+        return [letter for id, queue in queues.items() if is_usable(queue) for letter in self._of(queue).take_dead([id])]
+
+    def concerns(self) -> list[Concern]:
+        return self.cluster.concerns()
 
     def close(self) -> None:
         """Close the consumers that are still open."""

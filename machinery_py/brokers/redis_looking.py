@@ -1,4 +1,4 @@
-"""The scripts with which the Redis broker is looked at: listings, counts, purging, dead letters."""
+"""The scripts with which the Redis broker is looked at and acted on: listings, counts, purging, pausing, dead letters."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ for _, q in ipairs(queues) do look(q[2] .. 'z', q[1], 1) end
 return arr(found)
 """)
 
-# In: now, queues. Out: for each (waiting, running, parked, dead, when its oldest was put or ""); the routing keys of Go's
-# delayed set as they stand in the JSON, and how many each.
+# In: now, queues. Out: for each (waiting, running, parked, dead, when its oldest was put or "", 1 if it is paused); the routing
+# keys of Go's delayed set as they stand in the JSON, and how many each.
 STATS = Script(LIBRARY + r"""
 local now, queues, lines, names, counts = now_of(unpacked[1]), unpacked[2], {}, {}, {}
 for _, q in ipairs(queues) do
@@ -55,7 +55,8 @@ for _, q in ipairs(queues) do
       if oldest == '' or tonumber(at) <= place then oldest = when else break end
     end
   end
-  lines[#lines + 1] = {waiting, running, call('ZCARD', p .. 'z'), call('HLEN', p .. 'd'), oldest}
+  lines[#lines + 1] = {waiting, running, call('ZCARD', p .. 'z'), call('HLEN', p .. 'd'), oldest,
+    call('EXISTS', p .. 'u')}
 end
 if call('EXISTS', DELAYED) == 1 then
   for _, body in ipairs(call('ZRANGE', DELAYED, 0, -1)) do
@@ -94,6 +95,26 @@ for _, member in ipairs(members) do gone = gone + call('ZREM', DELAYED, member) 
 return gone
 """)
 
+# In: queue. Out: connections to be woken: who sleeps at the queue's list is to find another bed.
+PAUSE = Script(LIBRARY + r"""
+local q, rung = unpacked[1], {}
+ring(q, 'v', 100000, rung)  -- first: after a removal a full Redis lets the rest pass
+call('SADD', 'mpy:queues', q[1])
+call('SADD', q[2] .. 'u', '')
+return rung
+""")
+
+# In: queue. Out: connections to be woken.
+RESUME = Script(LIBRARY + r"""
+local q, rung = unpacked[1], {}
+for _, number in ipairs(call('SMEMBERS', q[2] .. 'u')) do
+  if number ~= '' then rung[#rung + 1] = number end
+end
+call('DEL', q[2] .. 'u')
+ring(q, 'v', 100000, rung)
+return rung
+""")
+
 # In: queues, limit. Out: for each the newest dead letters (id, letter).
 DEAD = Script(PRELUDE + r"""
 local queues, limit, found = unpacked[1], unpacked[2], {}
@@ -106,17 +127,15 @@ end
 return found
 """)
 
-# In: queues, ids. Out: those that were there (index of the queue, id, letter).
+# In: (queue, id) of each. Out: the letter of each, or nothing.
 TAKE_DEAD = Script(PRELUDE + r"""
-local queues, ids, found = unpacked[1], unpacked[2], {}
-for i, q in ipairs(queues) do
-  for _, id in ipairs(ids) do
-    local letter = call('HGET', q[2] .. 'd', id)
-    if letter then
-      call('HDEL', q[2] .. 'd', id)
-      call('ZREM', q[2] .. 'e', id)
-      found[#found + 1] = {i - 1, id, letter}
-    end
+local found = {}
+for i, one in ipairs(unpacked[1]) do
+  local p, id = one[1][2], one[2]
+  found[i] = call('HGET', p .. 'd', id)
+  if found[i] then
+    call('HDEL', p .. 'd', id)
+    call('ZREM', p .. 'e', id)
   end
 end
 return found

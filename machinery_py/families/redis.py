@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
+
 from machinery_py._drivers.redis import RedisDriver
 from machinery_py._drivers.redis_servers import Servers
 from machinery_py._drivers.redis_url import BadRedisUrl, parse_redis_url
 from machinery_py.backends.redis import RedisBackend
 from machinery_py.brokers.redis import RedisBroker
+from machinery_py.brokers.redis_cluster import is_usable
 from machinery_py.errors import ConfigError, nearest
 from machinery_py.failover import STRATEGIES
 from machinery_py.families.base import Family, FamilyOptions
-from machinery_py.families.redis_cluster import RedisClusterFamily
+from machinery_py.families.redis_cluster import RedisClusterFamily, limits_of
 from machinery_py.locks.redis import RedisLock
 from machinery_py.settlement.redis_store import RedisStore
 from machinery_py.urls import redact, split_urls
@@ -34,6 +37,10 @@ def open_redis(url: str, options: FamilyOptions) -> Family:
         raise ConfigError(f"{shown}: found several URLs (a cluster is one URL that lists some of its nodes: redis://h1,h2,h3)")
     if parsed[0].master_name or parsed[0].path or parsed[0].database:
         raise ConfigError(f"{shown}: redis.cluster_mode: a cluster has no sentinels, no socket, and database 0 only")
+    key = options.redis.delayed_tasks_key
+    if not is_usable(key):
+        raise ConfigError(f"redis.delayed_tasks_key: {key!r} cannot be used in a cluster (expected a name without braces, or "
+                          "with one {…} in it)")
     return RedisClusterFamily(url, options)
 
 
@@ -42,7 +49,10 @@ class RedisFamily(Family):
 
     def __init__(self, url: str, options: FamilyOptions) -> None:
         super().__init__(url, options)
-        self._driver = RedisDriver(clock=options.clock, timeout=options.timeout, servers=_servers(url, options))
+        self._driver = RedisDriver(
+            clock=options.clock, timeout=options.timeout, servers=_servers(url, options), strict=options.strict_durability,
+            limits=limits_of(options.redis),
+        )
 
     def broker(self) -> RedisBroker:
         return RedisBroker(self._driver, lease=self.options.lease)
@@ -75,8 +85,8 @@ def _servers(text: str, options: FamilyOptions) -> Servers:
         raise ConfigError(f"broker_failover_strategy: found {options.strategy!r} (known: {known})")
     try:
         return Servers(
-            urls, timeout=options.timeout, client_name=redis.client_name or "machinery", master_name=redis.master_name,
-            strategy=strategy,
+            urls, timeout=min(options.timeout, redis.connect_timeout or math.inf), strategy=strategy,
+            client_name=redis.client_name or "machinery", master_name=redis.master_name,
         )
     except BadRedisUrl as error:
         raise ConfigError(f"{shown}: {error}") from None

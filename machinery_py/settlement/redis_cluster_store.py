@@ -26,7 +26,6 @@ class ClusterStore(TwoStores):
     def __init__(self, broker: ClusterBroker, backend: ClusterBackend, clock: Clock) -> None:
         super().__init__(broker, backend, clock)
         self._messages = broker
-        self._states = backend
 
     def publish(self, outboxes: Sequence[tuple[str, Sequence[bytes]]]) -> None:
         """Steps 2 and 3 of two_stores.py."""
@@ -35,4 +34,4 @@ class ClusterStore(TwoStores):
             self._messages.put_once([
                 (f"out {hashlib.sha1(body).hexdigest()}", _unpack(body)) for _, bodies in filled for body in bodies
             ])
-            self._states.clear_sent(filled)
+            self.backend.clear_outbox(filled)

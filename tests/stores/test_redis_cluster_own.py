@@ -8,8 +8,9 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from machinery_py._drivers.redis_cluster import RedisCluster, command_at
+from machinery_py._drivers.redis_cluster import RedisCluster
 from machinery_py._drivers.redis_lua import raw
+from machinery_py._drivers.redis_tries import command_at
 from machinery_py.backends.base import SETTLED, Change
 from machinery_py.backends.redis_cluster import ClusterBackend
 from machinery_py.brokers.base import Delivery, Message
@@ -229,7 +230,7 @@ def test_a_record_that_was_written_since_is_not_cleared(open_cluster: Clusters, 
     other = ClusterBackend(open_cluster())
     other.apply([Change(key="t", mark="2", states=(state_of("t", State.SUCCESS, run=1),), outbox=(b"second",))])
 
-    backend.clear_sent([("t", (b"first",))])
+    backend.clear_outbox([("t", (b"first",))])
 
     assert [list(box) for box in backend.outboxes(["t"])] == [[b"second"]]
     clock.advance(1.0)
