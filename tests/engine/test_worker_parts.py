@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -21,6 +22,7 @@ from machinery_py.settlement.two_stores import TwoStores
 from machinery_py.signature import HEADER_EXPIRES
 from machinery_py.testing.flaky import FlakyBackend, FlakyStore
 from machinery_py.testing.waiting import HANG, together, wait_until
+from machinery_py.worker.courtesy import ASIDE, NEAR, Courtesy
 from tests.engine.apps import Bench, bench
 
 __all__ = ["bench"]
@@ -343,3 +345,32 @@ def test_launch_can_be_ended_from_another_thread() -> None:
     bench.server.close()
 
 
+
+
+def test_a_worker_steps_aside_when_what_it_does_not_know_comes_back() -> None:
+    courtesy = Courtesy()
+    assert courtesy.starts_in(0.0) == math.inf
+
+    courtesy.promise(10.0)
+    courtesy.promise(10.02)
+
+    assert courtesy.starts_in(0.0) == pytest.approx(10.0 - NEAR)
+    assert courtesy.starts_in(10.0 - NEAR) == 0.0
+    assert courtesy.step(10.0 - NEAR) == pytest.approx(2 * NEAR)
+    assert courtesy.starts_in(10.0 + NEAR + ASIDE) == math.inf  # the second came with the first
+
+
+def test_a_worker_does_not_step_aside_most_of_the_time() -> None:
+    courtesy = Courtesy()
+    for number in range(1000):
+        courtesy.promise(number / 100)
+    now = aside = 0.0
+
+    while (pause := courtesy.starts_in(now)) != math.inf:
+        now += pause
+        length = courtesy.step(now) + ASIDE
+        now += length
+        aside += length
+
+    assert 9.0 < now < 12.0
+    assert aside / now < 0.3
