@@ -6,7 +6,7 @@ import dataclasses
 import datetime as dt
 import enum
 import functools
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 from hypothesis import given
