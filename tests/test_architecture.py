@@ -58,7 +58,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "calls",
         "registry",
         "engine",
-        "inspection worker worker.usercode worker.courtesy",
+        "inspection worker worker.usercode worker.courtesy worker.fleet",
         "worker.execution",
         "worker.acceptance worker.executors worker.settler worker.firing",
         "worker.limits worker.receiver",

@@ -110,8 +110,14 @@ local function may_fire(uuid)
   local g = group_keys(uuid)
   local doc = call('GET', doc_key(uuid))
   if not doc and call('EXISTS', g) == 0 then return false end
+  if call('HGET', g, 'fired') then return false end
+  -- Go sets its flag for a group with a failed member, too, and then tells nobody.
+  if call('HGET', g, 'failed') then return true end
   if doc and string.find(doc, '"ChordTriggered":true', 1, true) then return false end
-  return not call('HGET', g, 'fired')
+  return call('EXISTS', 'TriggerChordMutex') == 0
+end
+local function settled_elsewhere(uuid)
+  if call('EXISTS', 'TriggerChordMutex') == 0 and not may_fire(uuid) then call('ZREM', 'mpy:ready', uuid) end
 end
 local function decide(c)
   local key, mark, epoch = c[1], c[2], c[3]

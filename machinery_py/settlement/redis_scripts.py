@@ -99,7 +99,10 @@ local text, expire, queues, messages, change = unpack(unpacked)
 local now, rung = now_of(text), {}
 check(queues, messages)
 local verdict, plan = decide(change)
-if verdict ~= 's' then return false end
+if verdict ~= 's' then
+  settled_elsewhere(change[5])
+  return false
+end
 for _, q in ipairs(queues) do call('SADD', 'mpy:queues', q[1]) end
 commit(change, plan, now, expire)
 note_states(now)

@@ -37,6 +37,7 @@ from machinery_py.states import State
 from machinery_py.worker.execution import Execution
 from machinery_py.worker.executors import Executors
 from machinery_py.worker.firing import fire_ready_groups
+from machinery_py.worker.fleet import GroupWatch
 from machinery_py.worker.limits import TimeLimits
 from machinery_py.worker.receiver import Receiver
 from machinery_py.worker.settler import Settler
@@ -166,8 +167,10 @@ class Worker:
             engine, self._hooks, session, self._executors, self._settler, name=self.name, worker=self.name,
             may_consume=self._may_consume, burst=self.burst,
         )
+        self._groups = GroupWatch(engine.store.backend)
         self._upkeep = Upkeep(
-            engine, session, self._receiver, self._executors, self._settler, name=self.name, on_beat=self._on_beat
+            engine, session, self._receiver, self._executors, self._settler, self._groups, name=self.name,
+            on_beat=self._on_beat,
         )
         # What a worker before us left behind: its messages go back, the groups it was about to settle are settled.
         engine.store.tend()
@@ -295,6 +298,8 @@ class Worker:
             settlement = execution.settlement
             if settlement is not None and settlement.states and settlement.states[0].is_finished:
                 self.processed += 1
+            if settlement is not None and settlement.arrivals:
+                self._groups.note(settlement.arrivals)
         if self.engine.events.wants(TaskFenced) or verdict is FENCED:
             _log_fenced(execution, verdict)
         tell(self.engine, execution, verdict)
