@@ -7,6 +7,7 @@
     null, null://                      a result backend that keeps nothing
     redis://secret@host:6379/0         one Redis; rediss:// with TLS, redis+socket:///path/to.sock:/0
     redis://s1,s2/0?master_name=m      the master that sentinels name
+    memcache://h1:11211,h2:11211       memcached servers; each key lies on one of them
 
 Pure: nothing is opened and no name is looked up.
 """
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from typing import Literal
 from urllib.parse import unquote
 
+from machinery_py._drivers.memcache_url import BadMemcacheUrl, parse_memcache_url
 from machinery_py._drivers.redis_url import BadRedisUrl, parse_redis_url
 from machinery_py.errors import ConfigError, nearest
 
@@ -47,7 +49,6 @@ SCHEMES: Mapping[str, frozenset[Role]] = {
 NOT_YET: tuple[str, ...] = (
     "amqp",
     "amqps",
-    "memcache",
     "mongodb",
     "mongodb+srv",
 )
@@ -155,6 +156,12 @@ def check_url(url: str, role: Role, *, master_name: str = "") -> None:
         try:
             parse_redis_url(url, master_name=master_name)
         except BadRedisUrl as error:
+            raise _refused(url, role, str(error)) from None
+        return
+    if scheme == "memcache":
+        try:
+            parse_memcache_url(url)
+        except BadMemcacheUrl as error:
             raise _refused(url, role, str(error)) from None
         return
     StoreUrl.parse(url, role=role)

@@ -1,7 +1,8 @@
 """The settler: one thread that commits what has ended, all that is waiting in one round trip.
 
-There is no timer: while one commit is on its way the next batch gathers; an idle worker commits at once. RECEIVED and
-STARTED go the same way, and are left out when the task has ended by the time they would be written.
+What has ended waits for no timer: while one commit is on its way the next batch gathers; an idle worker commits at once.
+RECEIVED and STARTED go the same way, and are left out when the task has ended by the time they would be written; alone they
+wait for MARK_DELAY, so that the end of a short task does not have to wait for a commit that says it has begun.
 """
 
 from __future__ import annotations
@@ -12,16 +13,16 @@ import threading
 from collections.abc import Callable, Sequence
 
 from machinery_py.backends.base import FENCED, Verdict
-from machinery_py.backoff import full_jitter
 from machinery_py.brokers.base import Fate
 from machinery_py.errors import BackendUnavailable, PublishRefused, PublishUnknown, StoreUnusable
 from machinery_py.settlement.base import Mark, Session, Settlement
 from machinery_py.worker.execution import Execution
+from machinery_py.worker.outage import Outage
 
 logger = logging.getLogger(__name__)
 
 MAX_BATCH = 512  # executions; bounds how long one commit holds the store
-MAX_PAUSE = 10.0  # seconds between two tries while the store is away
+MARK_DELAY = 0.002  # seconds; longer than a task takes whose end follows at once
 
 TROUBLE = (PublishRefused, PublishUnknown, BackendUnavailable, StoreUnusable)  # the store's, not the settlement's
 
@@ -30,15 +31,16 @@ class Settler:
     """Takes executions from any thread, and commits them in its own.
 
     Args:
-        on_settled: called in the settler's thread with each execution and its verdict.
+        on_settled: called in the settler's thread with the executions of a commit and their verdicts.
         after_batch: called after a commit that had group arrivals in it.
     """
 
     def __init__(
-        self, session: Session, *, name: str,
-        on_settled: Callable[[Execution, Verdict], None], after_batch: Callable[[], object],
+        self, session: Session, *, outage: Outage, name: str,
+        on_settled: Callable[[Sequence[Execution], Sequence[Verdict]], None], after_batch: Callable[[], object],
     ) -> None:
         self._session = session
+        self._outage = outage
         self._on_settled = on_settled
         self._after_batch = after_batch
         self._queue: queue.SimpleQueue[Execution | None] = queue.SimpleQueue()
@@ -52,6 +54,9 @@ class Settler:
 
     def put(self, execution: Execution) -> None:
         """Commit what has become of it: its settlement, or a mark if it is not over."""
+        if execution.settlement is not None and not execution.committed:
+            # Here it is done while the commit before is on its way; in the settler's thread the store would wait for it.
+            self._session.prepare(execution.settlement)
         self._queue.put(execution)
 
     def mark(self, execution: Execution) -> None:
@@ -82,11 +87,12 @@ class Settler:
             logger.exception("the settler has died")
 
     def _gather(self, *, wait: bool) -> tuple[list[Execution], bool]:
-        """Take all that are there, and whether the end has come. With `wait`, at least one."""
+        """Take all that are there, and whether the end has come. With `wait`, at least one; else for MARK_DELAY at most."""
         batch: list[Execution] = []
+        pause = None if wait else MARK_DELAY
         try:
             while len(batch) < MAX_BATCH:
-                one = self._queue.get(block=wait and not batch)
+                one = self._queue.get(timeout=pause) if not batch else self._queue.get(block=False)
                 if one is None:
                     return batch, True
                 batch.append(one)
@@ -98,7 +104,7 @@ class Settler:
         """Commit the settlements of the batch and the marks of the one before; its own marks are returned, to come later.
 
         So a short task has ended before its mark's turn comes, and the mark is never written; and when nothing else is to
-        be done, the next batch is empty, and the marks come at once.
+        be done, the next batch is empty, and the marks come soon.
         """
         over: list[Execution] = []
         marked: list[Execution] = []
@@ -118,8 +124,8 @@ class Settler:
         if any(settlement.arrivals for settlement in settlements):
             # Before anybody is told that these are over: a worker that ends when it has nothing left must see the callback.
             self._fire()
-        for execution, verdict in zip(over, verdicts, strict=True):
-            self._on_settled(execution, verdict)
+        if over:
+            self._on_settled(over, verdicts)
         return marked
 
     def _fire(self) -> None:
@@ -131,7 +137,6 @@ class Settler:
             logger.exception("a group could not be settled; it will be tried again")
 
     def _settle(self, settlements: Sequence[Settlement], marks: Sequence[Mark]) -> Sequence[Verdict]:
-        pause = 0.05
         while True:
             try:
                 verdicts = self._session.settle(settlements, marks)
@@ -140,9 +145,8 @@ class Settler:
                 if self.healthy:
                     logger.error("results cannot be stored: %s; no new tasks are taken until they can", error)
                 self.healthy = False
-                if self._give_up.wait(full_jitter(pause)):
+                if self._give_up.wait(self._outage.failed(error, is_told=True)):
                     return [FENCED] * len(settlements)
-                pause = min(MAX_PAUSE, pause * 2)
             except Exception:
                 # One of them is at fault, and must not keep the others from being settled.
                 logger.exception("a batch of %d settlements failed; trying them one by one", len(settlements))
@@ -150,6 +154,7 @@ class Settler:
             else:
                 if not self.healthy:
                     logger.warning("results can be stored again")
+                    self._outage.over()
                 self.healthy = True
                 return verdicts
 

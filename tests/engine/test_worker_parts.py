@@ -22,6 +22,7 @@ from machinery_py.settlement.two_stores import TwoStores
 from machinery_py.signature import HEADER_EXPIRES
 from machinery_py.testing.flaky import FlakyBackend, FlakyStore
 from machinery_py.testing.waiting import HANG, together, wait_until
+from machinery_py.worker import settler
 from machinery_py.worker.courtesy import ASIDE, NEAR, Courtesy
 from tests.engine.apps import Bench, bench
 
@@ -302,6 +303,30 @@ def test_a_worker_cannot_be_started_twice(bench: Bench) -> None:
     with worker, pytest.raises(MachineryError, match="runs already"):
         worker.start()
     assert worker.stop()
+
+
+def test_a_short_task_alone_is_settled_without_a_mark_before(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settler, "MARK_DELAY", HANG)  # so that however slow this machine is, only a settlement ends the wait
+    commits: list[tuple[int, int]] = []
+    store = bench.server.engine.stores.store
+    open_session = store.open_session
+
+    def opened(*args: Any, **kwargs: Any) -> Any:
+        session = open_session(*args, **kwargs)
+        settle = session.settle
+
+        def counted(settlements: Any, marks: Any = ()) -> Any:
+            commits.append((len(settlements), len(marks)))
+            return settle(settlements, marks)
+
+        monkeypatch.setattr(session, "settle", counted)
+        return session
+
+    monkeypatch.setattr(store, "open_session", opened)
+    with bench.server.new_worker(concurrency=1):
+        for number in range(20):
+            assert bench.add.send(number, 1).get(timeout=HANG) == number + 1
+    assert commits == [(1, 0)] * 20
 
 
 def test_many_senders_and_one_worker() -> None:
