@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -13,10 +13,11 @@ import pytest
 
 from machinery_py import Config, Context, Server, Signature, State, TaskFailed, current_task, group
 from machinery_py._drivers.memory import MemoryHub
+from machinery_py.backends.base import Change, Verdict
 from machinery_py.backends.memory import MemoryBackend
 from machinery_py.brokers.memory import MemoryBroker
 from machinery_py.clock import SystemClock
-from machinery_py.errors import BrokerUnavailable, MachineryError, PublishUnknown
+from machinery_py.errors import ArgumentError, BrokerUnavailable, MachineryError, PublishUnknown
 from machinery_py.settlement.one_store import OneStore
 from machinery_py.settlement.two_stores import TwoStores
 from machinery_py.signature import HEADER_EXPIRES
@@ -399,3 +400,32 @@ def test_a_worker_does_not_step_aside_most_of_the_time() -> None:
 
     assert 9.0 < now < 12.0
     assert aside / now < 0.3
+
+
+class Choosy(MemoryBackend):
+    """Refuses results of more than ten letters, as a store with a limit for its items does."""
+
+    def apply(self, changes: Sequence[Change]) -> list[Verdict]:
+        for state in (state for change in changes for state in change.states):
+            if any(len(str(arg.value)) > 10 for arg in state.results):
+                raise ArgumentError("too long")
+        return super().apply(changes)
+
+
+def test_a_result_that_cannot_be_stored_fails_its_task_and_ends_its_chord() -> None:
+    server = Server(Config(broker="memory://", result_backend="memory://"))
+    hub = MemoryHub(SystemClock())
+    server.engine.stores.store = TwoStores(MemoryBroker(hub), Choosy(hub), SystemClock())
+    repeat = server.register_task("repeat", lambda count: "x" * count)
+    join = server.register_task("join", lambda *parts: "".join(parts))
+
+    with server.new_worker("w", 2):
+        results = [repeat.send(count) for count in (1, 50, 2)]
+        whole = (group(repeat.signature(count) for count in (1, 50)) | join.partial()).send()
+        with pytest.raises(TaskFailed, match="the result cannot be stored: too long"):
+            results[1].get(timeout=HANG)
+        with pytest.raises(TaskFailed, match="the result cannot be stored"):
+            whole.get(timeout=HANG)
+        assert [results[0].get(timeout=HANG), results[2].get(timeout=HANG)] == ["x", "xx"]
+    assert {letter.reason for letter in server.inspect.dead()} == {"unstorable"}
+    server.close()
