@@ -28,6 +28,7 @@ class BackendFeatures(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     listing: bool = True  # states can be listed by name and state
     conditional: bool = True  # a change can depend on the epoch: completion once, also with two stores
     keeps: bool = True  # False: the null backend
+    foreign: bool = False  # Go programs may change the states in it
 
 
 class ReadyGroup(msgspec.Struct, frozen=True, kw_only=True, gc=False):

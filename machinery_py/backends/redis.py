@@ -51,7 +51,7 @@ _outbox = msgspec.msgpack.Decoder(tuple[bytes, ...]).decode
 class RedisBackend(Backend):
     """Documents on the driver's server. The driver belongs to whoever made it."""
 
-    features = BackendFeatures(name="redis")
+    features = BackendFeatures(name="redis", foreign=True)
 
     def __init__(self, driver: RedisDriver, *, expire_in: float = EXPIRE_IN) -> None:
         self.driver = driver

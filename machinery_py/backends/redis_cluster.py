@@ -54,7 +54,7 @@ _REVOKED = b"{" + REVOKED + b"}:"  # names its slot
 class ClusterBackend(Backend):
     """Documents in a cluster, which belongs to whoever made it."""
 
-    features = BackendFeatures(name="redis")
+    features = BackendFeatures(name="redis", foreign=True)
 
     def __init__(self, cluster: RedisCluster, *, expire_in: float = EXPIRE_IN) -> None:
         self.cluster = cluster
@@ -77,7 +77,8 @@ class ClusterBackend(Backend):
         now, text = self.now(), self.cluster.now()
         parts = [parts_of(change, now, text, self.seconds) for change in changes]
         again = all(change.mark and not change.fires for change in changes)
-        letters = self._steps.decide(parts, again=again)
+        gone = self._steps.refused_by_go([part.name for change, part in zip(changes, parts, strict=True) if change.fires])
+        letters = self._steps.decide(parts, again=again, refused=gone)
         done = [part for part, letter in zip(parts, letters, strict=True) if letter == "s"]
         self._steps.carry_out([effect for part in done for effect in part.effects])
         self._steps.forget(

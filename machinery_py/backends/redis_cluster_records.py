@@ -71,6 +71,7 @@ class Parts(msgspec.Struct, gc=False):
     own: Changes | None
     held: bool  # whether results are kept for a callback
     force: bool
+    fires: bool
     outbox: bytes  # with its length before it; empty without messages
     effects: tuple[Effect, ...]
 
@@ -119,7 +120,7 @@ def parts_of(change: Change, now: dt.datetime, now_text: str, expire: int) -> Pa
     decision.add(key=name, mark=change.mark, epoch=change.epoch, force=change.force, fires=name if change.fires else "",
                  packed=own)
     return Parts(
-        name, decision if decides else None, any(one.callback for one in change.arrivals), change.force,
+        name, decision if decides else None, any(one.callback for one in change.arrivals), change.force, bool(change.fires),
         framed(change.outbox) if change.outbox else b"", tuple(effects),
     )
 

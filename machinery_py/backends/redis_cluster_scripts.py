@@ -20,10 +20,34 @@ local function written()
 end
 """
 
+# Go's mutex is in a slot of its own: whoever wants to fire a group has flagged its document first, and looked at the mutex then.
+# The flag is Go's, in JSON that Go never writes, so that what Go writes over it is told from it.
+_FLAG = '"ChordTriggered": true'
+_MAY_FIRE = rf"""
+may_fire = function(uuid)
+  local doc = call('GET', doc_key(uuid))
+  if (not doc and call('EXISTS', (group_keys(uuid))) == 0) or has_fired(uuid) then return false end
+  if not doc or call('HGET', (group_keys(uuid)), 'failed') then return true end
+  return string.find(doc, '{_FLAG}', 1, true) or not string.find(doc, '"ChordTriggered":', 1, true)
+end
+"""
+
+# In: group. Out: 1 if Go may be at it as well, which its mutex tells; 2 if Go has settled it, or is at it; else 0.
+FLAG = Script(PRELUDE + LIBRARY + rf"""
+local uuid = unpacked[1]
+local doc = call('GET', doc_key(uuid))
+if not doc or has_fired(uuid) or call('HGET', (group_keys(uuid)), 'failed') then return 0 end
+if string.find(doc, '{_FLAG}', 1, true) then return 1 end
+local from, to = string.find(doc, '"ChordTriggered":false', 1, true)
+if not from then return string.find(doc, '"ChordTriggered":true', 1, true) and 2 or 0 end
+call('SET', doc_key(uuid), string.sub(doc, 1, from - 1) .. '{_FLAG}' .. string.sub(doc, to + 1), 'KEEPTTL')
+return 1
+""")
+
 # In: now, seconds, C of one change (its own states, no groups, arrivals or outbox), S, record or "", whether results are held,
 # µs of the note of the record. Out: s, a, f or l (the note is too old: nothing was done); finished UUIDs, others, state and
 # queue of the finished.
-CHANGE = Script(PRELUDE + LIBRARY + _WRITTEN + filled(r"""
+CHANGE = Script(PRELUDE + LIBRARY + _MAY_FIRE + _WRITTEN + filled(r"""
 local text, expire, record, held, noted
 text, expire, C, S, record, held, noted = unpack(unpacked)
 local now, key, fires = now_of(text), C[1 + $KEY], C[1 + $FIRES]

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from machinery_py._drivers.redis import micros
@@ -21,6 +21,7 @@ from machinery_py.backends.redis_lua import CHORD_LIFE
 from machinery_py.errors import StoreUnusable
 
 READY = b"mpy:ready"
+GO_MUTEX = b"TriggerChordMutex"
 GROUPS = b"mpy:groups"
 TRIES = 3  # at a change; more than one when this process was stopped between its note and its record
 NOTES = 10_000  # of our own that are remembered; the others are looked at and dropped by whoever tends
@@ -39,12 +40,37 @@ class Steps:
     def _ask(self, requests: Sequence[Request], doing: str, *, again: bool = True) -> list[Any]:
         return self._cluster.ask(requests, doing=doing, again=again) if requests else []
 
+    # 0
+
+    def refused_by_go(self, names: Sequence[str]) -> set[str]:
+        """Flag these groups, which are to be fired; those that Go is at, or was.
+
+        Go takes its mutex, reads the document, and writes it with its flag, if there was none. A group whose flag is ours when
+        nobody has the mutex will not be settled by Go any more: whoever takes the mutex later reads our flag.
+        """
+        if not names:
+            return set()
+        standings = self._ask([script_at(prefix_of(name), scripts.FLAG, pack((name,))) for name in names], "settling groups")
+        theirs = {name for name, standing in zip(names, standings, strict=True) if standing}
+        if not theirs:
+            return set()
+        (held,) = self._ask([command_at(b"EXISTS", GO_MUTEX)], "settling groups")
+        if held:
+            return theirs
+        # Looked at once more: before the mutex was given back, Go may have written over our flag.
+        again = sorted(theirs)
+        standings = self._ask([script_at(prefix_of(name), scripts.FLAG, pack((name,))) for name in again], "settling groups")
+        settled = {name for name, standing in zip(again, standings, strict=True) if standing == 2}
+        if settled:
+            self._ask([command_at(b"ZREM", READY, *map(str.encode, settled))], "settling groups")
+        return settled
+
     # 1 and 2
 
-    def decide(self, parts: Sequence[Parts], *, again: bool) -> list[str]:
-        """Notes and verdicts; what is written is listed."""
-        letters = ["s"] * len(parts)
-        left = [index for index, part in enumerate(parts) if part.own is not None]
+    def decide(self, parts: Sequence[Parts], *, again: bool, refused: Collection[str] = ()) -> list[str]:
+        """Notes and verdicts; what is written is listed. `refused`: groups that are not fired."""
+        letters = ["f" if part.fires and part.name in refused else "s" for part in parts]
+        left = [index for index, part in enumerate(parts) if part.own is not None and letters[index] == "s"]
         for _ in range(TRIES):
             if not left:
                 return letters

@@ -17,18 +17,12 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, TypeVar
 
-from machinery_py.backends.base import ALREADY, FENCED, SETTLED, Verdict
-from machinery_py.brokers.base import Fate
+from machinery_py.backends.base import ALREADY, SETTLED, Verdict
 from machinery_py.config import Config
 from machinery_py.engine import Engine
 from machinery_py.errors import MachineryError
 from machinery_py.events import (
-    MessageDead,
-    TaskFailed,
-    TaskFenced,
-    TaskRetried,
     TaskStarted,
-    TaskSucceeded,
     WorkerHeartbeat,
     WorkerOffline,
     WorkerOnline,
@@ -36,14 +30,15 @@ from machinery_py.events import (
 from machinery_py.queues import QueueOrder, Queues, parse_queues
 from machinery_py.settlement.base import Session
 from machinery_py.signature import Signature
-from machinery_py.states import State
 from machinery_py.worker.execution import Execution
 from machinery_py.worker.executors import Executors
 from machinery_py.worker.firing import fire_ready_groups
+from machinery_py.worker.fleet import GroupWatch
 from machinery_py.worker.limits import TimeLimits
 from machinery_py.worker.outage import Handler, Outage, open_patiently
 from machinery_py.worker.receiver import Receiver
 from machinery_py.worker.settler import Settler
+from machinery_py.worker.telling import log_fenced, tell
 from machinery_py.worker.upkeep import Upkeep
 from machinery_py.worker.usercode import Hooks
 
@@ -206,8 +201,10 @@ class Worker:
             engine, self._hooks, session, self._executors, self._settler, order=self.order, outage=self._outage,
             name=self.name, worker=self.name, may_consume=self._may_consume, burst=self.burst,
         )
+        self._groups = GroupWatch(engine.store.backend)
         self._upkeep = Upkeep(
-            engine, session, self._receiver, self._executors, self._settler, name=self.name, on_beat=self._on_beat
+            engine, session, self._receiver, self._executors, self._settler, self._groups, name=self.name,
+            on_beat=self._on_beat,
         )
         self._session = session
         self._settler.start()
@@ -335,8 +332,10 @@ class Worker:
                 settlement = execution.settlement
                 if settlement is not None and settlement.states and settlement.states[0].is_finished:
                     self.processed += 1
+                if settlement is not None and settlement.arrivals:
+                    self._groups.note(settlement.arrivals)
             else:
-                _log_fenced(execution, verdict)
+                log_fenced(execution, verdict)
             tell(self.engine, execution, verdict)
 
     def _handle_signals(self) -> dict[signal.Signals, Any]:
@@ -356,42 +355,3 @@ def hostname() -> str:
     from socket import gethostname  # 2 ms that only workers pay
 
     return gethostname()
-
-
-def _log_fenced(execution: Execution, verdict: Verdict) -> None:
-    if verdict is FENCED:
-        logger.warning(
-            "a run of task %s came to nothing: its lease was lost, or it was finished before",
-            execution.signature.uuid, extra={"task_uuid": execution.signature.uuid},
-        )
-
-
-def tell(engine: Engine, execution: Execution, verdict: Verdict) -> None:
-    """Emit the event that goes with a settled execution."""
-    settlement, signature = execution.settlement, execution.signature
-    if settlement is None:
-        return
-    if verdict is FENCED:
-        if engine.events.wants(TaskFenced):
-            engine.events.emit(TaskFenced(signature=signature, worker=execution.worker))
-        return
-    engine.tell_sent(execution.sends)
-    if settlement.fate is Fate.DEAD and engine.events.wants(MessageDead):
-        engine.events.emit(MessageDead(
-            uuid=settlement.uuid, name=settlement.name, queue=settlement.delivery.queue,
-            reason=settlement.reason, error=settlement.error,
-        ))
-    if not settlement.states:
-        return
-    state = settlement.states[0]
-    if state.state is State.SUCCESS and engine.events.wants(TaskSucceeded):
-        engine.events.emit(TaskSucceeded(signature=signature, worker=execution.worker, runtime=execution.runtime))
-    elif state.state is State.FAILURE and engine.events.wants(TaskFailed):
-        engine.events.emit(TaskFailed(
-            signature=signature, worker=execution.worker, error=state.error, error_type=state.error_type
-        ))
-    elif state.state is State.RETRY and engine.events.wants(TaskRetried):
-        delay = (state.eta - state.created_at).total_seconds() if state.eta else 0.0
-        engine.events.emit(TaskRetried(
-            signature=signature, worker=execution.worker, error=state.error, delay=max(0.0, delay)
-        ))

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import pytest
 
-from machinery_py import Config, Server, Task, Worker, chord, group
+from machinery_py import Config, Server, Task, TaskFailed, Worker, chord, group
 from machinery_py._drivers.memcache import Command, MemcacheDriver, Window, delete
 from machinery_py._drivers.memcache_url import parse_memcache_url
 from machinery_py.backends.base import ALREADY, FENCED, SETTLED, Change
@@ -415,7 +415,8 @@ def test_a_result_that_only_memcached_refuses_is_a_dead_letter_and_stops_nobody(
         large = repeat.send(1_048_300)  # less than max_result_size, and with the rest of the item more than 1 MiB
         small = [repeat.send(3) for _ in range(20)]
         assert [one.get(timeout=HANG) for one in small] == ["xxx"] * 20
-        wait_until(server.inspect.dead, what="a dead letter")
+        with pytest.raises(TaskFailed, match="the result cannot be stored: .*more than memcached takes"):
+            large.get(timeout=HANG)
     (letter,) = server.inspect.dead()
     assert (letter.uuid, letter.reason) == (large.uuid, "unstorable")
     assert "more than memcached takes" in letter.error

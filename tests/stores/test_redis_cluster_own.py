@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable
 
@@ -18,7 +19,7 @@ from machinery_py.brokers.redis_cluster import FOR_EVER, ClusterBroker, name_of_
 from machinery_py.brokers.redis_messages import EMPTY
 from machinery_py.errors import BackendUnavailable, BrokerUnavailable, PublishRefused, PublishUnknown, StoreUnusable
 from machinery_py.settlement.redis_cluster_store import ClusterStore
-from machinery_py.states import State, TaskState
+from machinery_py.states import Arrival, State, TaskState
 from machinery_py.testing.conformance.fencing import body_of, settlement, state_of, submit
 from machinery_py.testing.servers import RedisCluster as ClusterServers
 from machinery_py.testing.servers import RedisServer, ReplyError
@@ -247,3 +248,82 @@ def test_a_note_without_a_record_is_dropped(open_cluster: Clusters, clock: Clust
 
     assert backend.unsent(9, older_than=0.0) == []
     wait_until(lambda: backend._steps.noted(9, 0.0) == [])
+
+
+# A Go program that settles a group takes a mutex, reads the document, and writes it with its flag, if there was none.
+
+MUTEX = "TriggerChordMutex"
+GROUP = "group_1"
+
+
+def complete_group(backend: ClusterBackend, *, ok: bool = True) -> None:
+    backend.init_group(GROUP, ["a"])
+    arrival = Arrival(group_uuid=GROUP, task_uuid="a", total=1, ok=ok, callback=b"c")
+    state = state_of("a", State.SUCCESS if ok else State.FAILURE)
+    assert backend.apply([Change(key="a", mark="m", states=(state,), arrivals=(arrival,))]) == [SETTLED]
+    assert [one.group_uuid for one in backend.ready_groups(9)] == [GROUP]
+
+
+def settle_as_go(cluster: ClusterServers, read: str | None = None) -> bool:
+    """What Go does while it holds its mutex. `read`: the document, if it was read before."""
+    node = cluster.node_of(GROUP)
+    read = read or str(node.cli("GET", GROUP))
+    meta = json.loads(read)
+    if meta["ChordTriggered"]:
+        return False
+    meta["ChordTriggered"] = True
+    node.cli("SET", GROUP, json.dumps(meta, separators=(",", ":")))
+    return True
+
+
+def test_a_group_that_go_has_settled_is_not_fired(empty_cluster: ClusterServers, open_cluster: Clusters) -> None:
+    backend = ClusterBackend(open_cluster())
+    complete_group(backend)
+    assert settle_as_go(empty_cluster)
+
+    assert backend.trigger_chord(GROUP) is False
+    assert backend.ready_groups(9) == []
+
+
+@pytest.mark.parametrize("read", ["before", "after"])
+def test_while_go_has_its_mutex_nothing_is_fired_and_one_of_both_fires(
+    empty_cluster: ClusterServers, open_cluster: Clusters, read: str
+) -> None:
+    backend = ClusterBackend(open_cluster())
+    complete_group(backend)
+    mutex = empty_cluster.node_of(MUTEX)
+    mutex.cli("SET", MUTEX, "go", "NX", "PX", 60_000)
+    document = str(empty_cluster.node_of(GROUP).cli("GET", GROUP))
+
+    assert backend.trigger_chord(GROUP) is False
+    assert backend.trigger_chord(GROUP) is False
+    assert [one.group_uuid for one in backend.ready_groups(9)] == [GROUP]
+    # Go has read it before we have flagged it, or reads it after that.
+    theirs = settle_as_go(empty_cluster, document if read == "before" else None)
+    mutex.cli("DEL", MUTEX)
+
+    assert theirs is (read == "before")
+    assert backend.trigger_chord(GROUP) is (not theirs)
+    assert backend.trigger_chord(GROUP) is False
+    assert settle_as_go(empty_cluster) is False
+    wait_until(lambda: backend.ready_groups(9) == [])
+
+
+def test_a_group_with_a_failed_member_is_failed_by_us_whatever_go_does(
+    empty_cluster: ClusterServers, open_cluster: Clusters
+) -> None:
+    backend = ClusterBackend(open_cluster())
+    complete_group(backend, ok=False)
+    assert settle_as_go(empty_cluster)
+    empty_cluster.node_of(MUTEX).cli("SET", MUTEX, "go", "NX", "PX", 60_000)
+
+    assert sorted(together(4, lambda _: ClusterBackend(open_cluster()).trigger_chord(GROUP))) == [False, False, False, True]
+
+
+def test_of_many_who_fire_a_flagged_group_one_does(open_cluster: Clusters) -> None:
+    backend = ClusterBackend(open_cluster())
+    complete_group(backend)
+
+    assert sorted(together(8, lambda _: ClusterBackend(open_cluster()).trigger_chord(GROUP))) == [False] * 7 + [True]
+    group = backend.get_group(GROUP)
+    assert group is not None and group.chord_triggered
