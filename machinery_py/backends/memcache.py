@@ -26,6 +26,7 @@ an item may never call its callback. States cannot be listed.
 from __future__ import annotations
 
 import datetime as dt
+import functools
 import secrets
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NoReturn, TypeVar
@@ -234,7 +235,7 @@ class MemcacheBackend(Backend):
         stored = {name for name, reply in zip(cleared, replies, strict=True) if reply == STORED}
         kept = {keys[name] for name in items if name not in stored}
         tasks = [key for key in bodies_of if key_of(key, FIRED) not in items]
-        gone = self._edit([(key, _Clear(bodies_of[key])) for key in tasks])
+        gone = self._edit([(key, functools.partial(_clear, bodies_of[key])) for key in tasks])
         kept |= {key for key, is_gone in zip(tasks, gone, strict=True) if not is_gone}
         self._index.drop(outboxes=[key for key in bodies_of if key not in kept])
 
@@ -376,18 +377,13 @@ class _Advance:
             record.state, record.changed = after, True
 
 
-class _Clear:
-    """These messages of a task have been published. Gives whether there are no others."""
-
-    def __init__(self, sent: set[bytes]) -> None:
-        self._sent = sent
-
-    def __call__(self, record: Record) -> bool:
-        if not self._sent.issuperset(record.outbox):
-            return False
-        if record.outbox:
-            record.outbox, record.todo, record.changed = (), (), True
-        return True
+def _clear(sent: set[bytes], record: Record) -> bool:
+    """These messages of a task have been published. Whether there are no others."""
+    if not sent.issuperset(record.outbox):
+        return False
+    if record.outbox:
+        record.outbox, record.todo, record.changed = (), (), True
+    return True
 
 
 def _own_state(change: Change) -> bool:

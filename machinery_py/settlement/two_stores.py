@@ -4,7 +4,7 @@ The order of the steps is what makes it safe; each may be the last one before a 
 
     1  backend: the new state, the group arrivals, and an outbox of what is to be published, if the epoch is still ours
     2  broker:  the messages of the outbox, with UUIDs that were fixed in step 1
-    3  backend: the outbox is cleared
+    3  backend: the outbox is cleared, if it is still the one that was published
     4  broker:  the delivery is acknowledged
 
     crash after   what there is                    who goes on

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
 import pytest
 
 from machinery_py._drivers.redis_cluster import RedisCluster
 from machinery_py._drivers.redis_lua import raw
-from machinery_py._drivers.redis_tries import command_at
+from machinery_py._drivers.redis_tries import Request, command_at
 from machinery_py.backends.base import SETTLED, Change
 from machinery_py.backends.redis_cluster import ClusterBackend
 from machinery_py.brokers.base import Delivery, Message
@@ -327,3 +328,29 @@ def test_of_many_who_fire_a_flagged_group_one_does(open_cluster: Clusters) -> No
     assert sorted(together(8, lambda _: ClusterBackend(open_cluster()).trigger_chord(GROUP))) == [False] * 7 + [True]
     group = backend.get_group(GROUP)
     assert group is not None and group.chord_triggered
+
+
+class Slow(RedisCluster):
+    """Lets something happen before it looks at Go's mutex."""
+
+    def __init__(self, url: str, meanwhile: Callable[[], object]) -> None:
+        super().__init__(url)
+        self._meanwhile = meanwhile
+
+    def ask(self, requests: Sequence[Request], **options: Any) -> list[Any]:
+        if any(MUTEX.encode() in request.packet and b"EXISTS" in request.packet for request in requests):
+            self._meanwhile()
+        return super().ask(requests, **options)
+
+
+def test_what_go_does_between_our_flag_and_our_look_at_its_mutex_is_seen(
+    empty_cluster: ClusterServers, open_cluster: Clusters
+) -> None:
+    complete_group(ClusterBackend(open_cluster()))
+    document = str(empty_cluster.node_of(GROUP).cli("GET", GROUP))  # read with the mutex, before our flag
+    slow = Slow(url_of(empty_cluster), lambda: settle_as_go(empty_cluster, document))
+
+    backend = ClusterBackend(slow)
+    assert backend.trigger_chord(GROUP) is False
+    assert backend.ready_groups(9) == []
+    slow.close()

@@ -12,6 +12,7 @@ import pytest
 from machinery_py import Config, Server, State, chord, current_task, group
 from machinery_py._drivers.redis_slots import slot_of
 from machinery_py.config import RedisConfig
+from machinery_py.events import ConnectionLost
 from machinery_py.testing.servers import RedisCluster, RedisServer, require
 from machinery_py.testing.waiting import wait_until
 from tests.stores.redis_cluster_case import empty_cluster, masters, url_of
@@ -183,3 +184,37 @@ def test_each_key_is_where_go_finds_it_or_in_the_slot_of_its_tag(empty_cluster: 
     assert "delayed_tasks" not in keys
     for key in keys:
         assert empty_cluster.nodes[0].cli("CLUSTER", "KEYSLOT", str(key)) == slot_of(str(key).encode())
+
+
+def test_a_worker_that_starts_before_its_cluster_waits_for_it(mortal_cluster: RedisCluster) -> None:
+    cluster = mortal_cluster
+    for node in cluster.nodes:
+        node.stop()
+    server = Server(Config(broker=url_of(cluster), publish_timeout=1.0))
+    add = server.register_task("add", lambda a, b: a + b)
+    worker = server.new_worker(concurrency=1, queues=QUEUES)
+    lost: list[str] = []
+
+    @worker.set_connection_error_handler
+    def at_once(event: ConnectionLost) -> float:
+        lost.append(event.error)
+        return 0.05
+
+    failures: list[BaseException] = []
+    thread = worker.launch_async(failures.append)
+    try:
+        wait_until(lambda: len(lost) > 2, HANG, "three attempts")
+        assert not worker.ready
+        cluster.start()
+        wait_until(lambda: worker.ready, HANG, "a worker that is ready")
+        patient = Server(Config(broker=url_of(cluster), publish_timeout=20.0))
+        sent = [patient.send(add.options(queue=queue).signature(1, 2)) for queue in QUEUES]
+        assert [one.get(timeout=HANG) for one in sent] == [3, 3, 3]
+        patient.close()
+    finally:
+        worker.quit()
+        thread.join(HANG)
+    assert not thread.is_alive()
+    assert all("cluster 127.0.0.1" in error for error in lost)
+    assert [one.name for one in server.inspect.workers()] == []
+    server.close()
