@@ -1,16 +1,22 @@
 """The tables of the SQLite stores, and the version that their file bears.
 
 A moment is an INTEGER: microseconds since 1970, UTC. What each table is for stands in the store that uses it:
-messages, dead, sessions, queues and tokens in brokers/sqlite.py; tasks, groups, group_members, outbox and revoked in
-backends/sqlite.py; locks in locks/sqlite.py.
+messages, dead, sessions, queues and tokens in brokers/sqlite.py; tasks, groups, group_members, outbox, revoked and records
+in backends/sqlite.py; locks in locks/sqlite.py.
 
-Limits: there is one version so far. A change of a table raises VERSION and brings the statements that lead up to it.
+A change of a table raises VERSION, and adds to UPGRADES the statements that lead up to it.
 """
 
 from __future__ import annotations
 
-VERSION = 1
+VERSION = 2
 APPLICATION_ID = 0x6D636879  # "mchy": tells our file from another program's
+
+# id: AUTOINCREMENT, so that no change of a record passes unseen.
+_RECORDS = "CREATE TABLE records (id INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL UNIQUE, body BLOB NOT NULL)"
+
+#: Version → what makes the next one of it.
+UPGRADES: dict[int, tuple[str, ...]] = {1: (_RECORDS,)}
 
 #: Run in one transaction on an empty file.
 TABLES: tuple[str, ...] = (
@@ -77,4 +83,5 @@ TABLES: tuple[str, ...] = (
         expires_at INTEGER NOT NULL)
     """,
     "CREATE INDEX locks_expiring ON locks (expires_at)",
+    _RECORDS,
 )

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import msgspec
 
 from machinery_py._drivers.redis_lua import pack
-from machinery_py.backends.base import Change, Verdict
+from machinery_py.backends.base import Amendment, Change, Verdict
 from machinery_py.backends.redis import VERDICTS, RedisBackend
 from machinery_py.backends.redis_records import packed_change
 from machinery_py.brokers.base import Delivery, Fate, Message
@@ -19,7 +19,7 @@ from machinery_py.brokers.redis import RedisBroker
 from machinery_py.brokers.redis_consumer import RedisConsumer, end_of
 from machinery_py.brokers.redis_messages import EMPTY, Queues, packed
 from machinery_py.errors import BrokerUnavailable, PublishUnknown
-from machinery_py.settlement import redis_scripts
+from machinery_py.settlement import redis_amend, redis_scripts
 from machinery_py.settlement.base import ConsumerSession, Firing, Mark, Session, Settlement, Store, Submission
 from machinery_py.settlement.one_store import disposal_of, mark_of
 from machinery_py.states import State
@@ -73,6 +73,16 @@ class RedisStore(Store):
         rung = self.driver.run(
             redis_scripts.FIRE, argument, doing="settling a group", away=BrokerUnavailable, again=False
         )
+        if rung is None:
+            return False
+        self.driver.unblock(rung)
+        return True
+
+    def amend(self, amendment: Amendment, send: Sequence[Message] = ()) -> bool:
+        queues = Queues()
+        rows = [packed(message, queues) for message in send]
+        argument = pack((*self.states.packed_amendment(amendment), queues.keys, rows))
+        rung = self.driver.run(redis_amend.AMEND, argument, doing="changing a schedule", away=BrokerUnavailable)
         if rung is None:
             return False
         self.driver.unblock(rung)

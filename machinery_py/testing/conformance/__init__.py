@@ -8,6 +8,7 @@
     brokers      BrokerConformance
     backends     BackendConformance
     settlement   SettlementConformance
+    schedules    ScheduleConformance: the records of schedules, and what is sent with them
     workflows    WorkflowConformance: a Server on these stores with real workers; LinkedConformance for `eager`
 
 No test asks which class it got. What a store cannot do it declares in its `features`; then the suite checks that it is
@@ -20,5 +21,5 @@ import pytest
 
 # Before the suites are imported, so that their assertions say what was found.
 _SUITES = ("leases", "brokers", "groups", "changes", "backends", "fencing", "settlement",
-           "application", "tasks", "messages", "workers", "workflows")
+           "schedules", "application", "tasks", "messages", "workers", "workflows")
 pytest.register_assert_rewrite(*(f"{__name__}.{suite}" for suite in _SUITES))
