@@ -27,8 +27,8 @@ class Field:
     hashed_high: int = -1
 
 
-_MONTHS = tuple("JAN FEB MAR APR MAY JUN JUL AUG SEP OCT NOV DEC".split())
-_DAYS = tuple("SUN MON TUE WED THU FRI SAT".split())
+_MONTHS = ("JAN", "FEB", "MAR", "APR", "MAY", "JUN", "JUL", "AUG", "SEP", "OCT", "NOV", "DEC")
+_DAYS = ("SUN", "MON", "TUE", "WED", "THU", "FRI", "SAT")
 
 FIELDS = (
     Field("second", 0, 59), Field("minute", 0, 59), Field("hour", 0, 23),
@@ -206,7 +206,8 @@ def parse_every(text: str) -> int:
         whole, fraction, unit = match.groups() if match else ("", None, "")
         if match is None or not (whole or fraction) or unit not in _UNITS:
             raise BadField(f"found {text!r} (expected a length such as 1h30m, 90s or 500ms)")
-        total += int(whole or "0") * _UNITS[unit] + int((fraction or "0")[:18]) * _UNITS[unit] // 10 ** len((fraction or "0")[:18])
+        digits = (fraction or "0")[:18]
+        total += int(whole or "0") * _UNITS[unit] + int(digits) * _UNITS[unit] // 10 ** len(digits)
         at = match.end()
     if at == 0 or total > 2**63 - 1:
         raise BadField(f"found {text!r} (expected a length such as 1h30m, at most 2562047h)")

@@ -6,7 +6,7 @@ import datetime as dt
 import logging
 import sys
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast, overload
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast, overload
 
 from machinery_py.backends.base import Backend, Listener
 from machinery_py.backoff import Backoff, check_backoff
@@ -14,6 +14,7 @@ from machinery_py.brokers.base import Broker
 from machinery_py.clock import SYSTEM_CLOCK, Clock
 from machinery_py.config import Config
 from machinery_py.context import Context
+from machinery_py.declaring import Anything, Declaring, TaskDecorator
 from machinery_py.engine import Engine
 from machinery_py.errors import MachineryError
 from machinery_py.events import EventBus
@@ -21,6 +22,8 @@ from machinery_py.hub import Hub
 from machinery_py.inspection import Inspector
 from machinery_py.registry import AsyncTask, Task, TaskSettings, check_numbers
 from machinery_py.results import AsyncResult, ChainResult, ChordResult, GroupResult
+from machinery_py.scheduler import Declared
+from machinery_py.schedules import Schedules
 from machinery_py.settings import resolve
 from machinery_py.signature import Chain, Signature, Step
 from machinery_py.worker.inline import Inline
@@ -34,28 +37,7 @@ R = TypeVar("R")
 AroundTask = Callable[[Signature[object]], Iterator[None]]
 
 
-class _Anything:
-    """For type checkers: a first parameter that takes even this is untyped, Any or object, and would pass for a Context."""
-
-
-class TaskDecorator(Protocol):
-    """What `server.task(…)` with options returns. Keeps the function's parameters and result for type checkers."""
-
-    @overload
-    def __call__(self, function: Callable[Concatenate[_Anything, P], Coroutine[Any, Any, R]], /) -> AsyncTask[..., R]: ...
-    @overload
-    def __call__(self, function: Callable[Concatenate[_Anything, P], R], /) -> Task[..., R]: ...
-    @overload
-    def __call__(self, function: Callable[Concatenate[Context, P], Coroutine[Any, Any, R]], /) -> AsyncTask[P, R]: ...
-    @overload
-    def __call__(self, function: Callable[Concatenate[Context, P], R], /) -> Task[P, R]: ...
-    @overload
-    def __call__(self, function: Callable[P, Coroutine[Any, Any, R]], /) -> AsyncTask[P, R]: ...
-    @overload
-    def __call__(self, function: Callable[P, R], /) -> Task[P, R]: ...
-
-
-class Server:
+class Server(Declaring):
     """One application: its tasks, and the stores that they go through. May be used from any thread.
 
     Args:
@@ -78,6 +60,8 @@ class Server:
         )
         self.engine = Engine(resolved, clock)
         self.inspect = Inspector(self.engine)
+        self.declared = Declared()
+        self.schedules = Schedules(self.engine, self.declared)
         self._hub: Hub | None = None
         self._inline = Inline(self.engine, self._all_queues, name="eager")
         self._told_loop = False
@@ -119,9 +103,9 @@ class Server:
     # Registering
 
     @overload
-    def task(self, function: Callable[Concatenate[_Anything, P], Coroutine[Any, Any, R]], /) -> AsyncTask[..., R]: ...
+    def task(self, function: Callable[Concatenate[Anything, P], Coroutine[Any, Any, R]], /) -> AsyncTask[..., R]: ...
     @overload
-    def task(self, function: Callable[Concatenate[_Anything, P], R], /) -> Task[..., R]: ...
+    def task(self, function: Callable[Concatenate[Anything, P], R], /) -> Task[..., R]: ...
     @overload
     def task(self, function: Callable[Concatenate[Context, P], Coroutine[Any, Any, R]], /) -> AsyncTask[P, R]: ...
     @overload
@@ -364,7 +348,7 @@ class Server:
 
     def new_worker(
         self, name: str = "", concurrency: int = 0, *, queues: Sequence[str] = (), burst: bool = False,
-        shutdown_timeout: float | None = None,
+        shutdown_timeout: float | None = None, scheduler: bool = True,
     ) -> Worker:
         """A worker in this process, not started yet: `worker.launch()`, or `with worker:`.
 
@@ -374,9 +358,10 @@ class Server:
             queues: in strict order; by default the configured queue.
             burst: end when there is nothing left to do.
             shutdown_timeout: seconds that running tasks get at the end.
+            scheduler: whether it sends what schedules say; a burst worker never does.
         """
         return Worker(self.engine, name, concurrency=concurrency, queues=queues, burst=burst,
-                      shutdown_timeout=shutdown_timeout)
+                      shutdown_timeout=shutdown_timeout, declared=self.declared if scheduler and not burst else None)
 
     def new_custom_queue_worker(self, name: str, concurrency: int, queue: str) -> Worker:
         """A worker on one other queue; Go's name."""

@@ -31,6 +31,7 @@ from machinery_py.events import (
     WorkerOffline,
     WorkerOnline,
 )
+from machinery_py.scheduler import Declared
 from machinery_py.settlement.base import Session
 from machinery_py.signature import Signature
 from machinery_py.states import State
@@ -40,6 +41,7 @@ from machinery_py.worker.firing import fire_ready_groups
 from machinery_py.worker.limits import TimeLimits
 from machinery_py.worker.receiver import Receiver
 from machinery_py.worker.settler import Settler
+from machinery_py.worker.ticking import Ticking
 from machinery_py.worker.upkeep import Upkeep
 from machinery_py.worker.usercode import Hooks
 
@@ -57,11 +59,12 @@ class Worker:
         concurrency: tasks at a time; 0 is two for each processor, as with Go's Redis broker.
         queues: in strict order: the second is looked at when the first is empty.
         burst: end when there is nothing left to do.
+        declared: the schedules that code declares; None: it carries no scheduler.
     """
 
     def __init__(
         self, engine: Engine, name: str = "", *, concurrency: int = 0, queues: Sequence[str] = (), burst: bool = False,
-        shutdown_timeout: float | None = None,
+        shutdown_timeout: float | None = None, declared: Declared | None = None,
     ) -> None:
         self.engine = engine
         self.name = name or f"{hostname()}-{os.getpid()}"
@@ -79,6 +82,8 @@ class Worker:
         self._signals: queue.SimpleQueue[signal.Signals | None] = queue.SimpleQueue()
         self._stopped = threading.Lock()
         self._session: Session | None = None
+        self._declared = declared
+        self._ticking: Ticking | None = None
 
     # The setters, usable as decorators; Go's names
 
@@ -176,6 +181,9 @@ class Worker:
         self._settler.start()
         self._upkeep.start()
         self._receiver.start()
+        if self._declared is not None:
+            self._ticking = Ticking(engine, self._declared, name=self.name)
+            self._ticking.start()
         engine.events.emit(WorkerOnline(worker=self.name))
 
     def quit(self) -> None:
@@ -195,6 +203,8 @@ class Worker:
             if session is None:
                 return True
             self._quit.set()
+            if self._ticking is not None:
+                self._ticking.close()
             self._receiver.stop()
             self._hand_back(started=False)
             self._let_finish()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import itertools
 import json
 import os
 import random
@@ -112,7 +113,7 @@ def test_a_hash_stands_for_a_time_of_the_schedules_own() -> None:
     assert len(times) > 40
     assert Schedule("H H * * *", name="a").next(start) == Schedule("H H * * *", name="a").next(start)
     quarters = Schedule("H/15 * * * *", name="a").upcoming(start, 5)
-    assert [later - earlier for earlier, later in zip(quarters, quarters[1:], strict=False)] == [dt.timedelta(minutes=15)] * 4
+    assert [later - earlier for earlier, later in itertools.pairwise(quarters)] == [dt.timedelta(minutes=15)] * 4
     assert all(Schedule("H(10-12) * * * *", name=str(n)).next(start).minute in (10, 11, 12) for n in range(20))  # type: ignore[union-attr]
     # It stays where it is: another version must not move the times of running schedules.
     assert Schedule("H H H * *", name="digest").next(start) == at(DIGEST)
@@ -241,7 +242,8 @@ def test_every_clock_change_against_brute_force() -> None:
     for zone, change in sample():
         # Zones whose offsets have seconds are looked at where the minutes of the wall are minutes of UTC.
         around = [change - dt.timedelta(hours=26), change + dt.timedelta(hours=26)]
-        if change.second or any((moment.astimezone(ZoneInfo(zone)).utcoffset() or dt.timedelta()).seconds % 60 for moment in around):
+        offsets = [moment.astimezone(ZoneInfo(zone)).utcoffset() or dt.timedelta() for moment in around]
+        if change.second or any(offset.seconds % 60 for offset in offsets):
             continue
         looked += 1
         for spec in rng.sample(SPECS, 2):
