@@ -194,9 +194,11 @@ class Scheduler:
     def _due_at(self, entry: Entry, schedule: Schedule) -> dt.datetime | None:
         if entry.paused:
             return None
-        if entry.waiting:
-            return self.now() + dt.timedelta(seconds=LOOK_EVERY)  # look whether the run before is over
-        return schedule.next(entry.last)
+        following = schedule.next(entry.last)
+        if not entry.waiting:
+            return following
+        look = self.now() + dt.timedelta(seconds=LOOK_EVERY)  # whether the run before is over
+        return look if following is None else min(look, following)
 
     # What code declares
 
@@ -249,25 +251,19 @@ class Scheduler:
     def _act(self, known: Known, now: dt.datetime) -> bool:
         """One step of one schedule. False: somebody else was faster."""
         entry = known.entry
-        if entry.waiting:
-            if self._is_over(entry, now):
-                tick, *rest = entry.waiting
-                return self._send(known, entry.replace(waiting=tuple(rest)), tick)
-            step = due(entry, known.schedule, now)
-            if step is None:
-                known.due_at = now + dt.timedelta(seconds=LOOK_EVERY)
-                return True
-        else:
-            step = due(entry, known.schedule, now)
-            if step is None:
-                known.due_at = self._due_at(entry, known.schedule)
-                return True
+        if entry.waiting and self._is_over(entry, now):
+            tick, *rest = entry.waiting
+            return self._send(known, entry.replace(waiting=tuple(rest)), tick)
+        step = due(entry, known.schedule, now)
+        if step is None:
+            known.due_at = self._due_at(entry, known.schedule)
+            return True
         return self._take_step(known, step, now)
 
     def _take_step(self, known: Known, step: Due, now: dt.datetime) -> bool:
         entry = known.entry.replace(last=step.last, missed=known.entry.missed + step.missed)
         if step.missed:
-            logger.warning("schedule %s: %d ticks were missed", entry.name, step.missed)
+            logger.warning("schedule %s: missed ticks: %d", entry.name, step.missed)
         if step.tick is None:
             return self._amend(entry.name, known, entry)
         overlap = entry.definition.overlap
