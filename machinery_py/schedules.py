@@ -51,6 +51,7 @@ class ScheduleReport(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         declared: by code (of any program), or else added at run time.
+        stored: False: this code declares it, and no worker of it has started yet.
         last_run: the time of the last tick that was sent. next_runs: the next three; none while it is paused.
         waiting: ticks that wait for the run before them.
         sent, missed, held: ticks that were sent, that nobody was there for, that were left out because of `overlap`.
@@ -63,6 +64,7 @@ class ScheduleReport(msgspec.Struct, frozen=True, kw_only=True):
     tasks: Sequence[str]
     paused: bool
     declared: bool
+    stored: bool = True
     catch_up: str
     window: float
     overlap: str
@@ -114,8 +116,14 @@ class Schedules:
         self._declared = declared
 
     def list(self) -> list[ScheduleReport]:
-        """All that are stored, by name. What code declares is stored when its first worker starts."""
-        return [self._report(entry) for entry in sorted(self._entries(), key=lambda entry: entry.name)]
+        """All that are stored, and what this program's code declares beside them, by name."""
+        records = self._engine.store.backend.records()
+        found = {name: self._report(decode_entry(body)) for name, body in (records.bodies or {}).items()}
+        for name, definition in self._declared.all().items():
+            if name not in found:
+                entry = new_entry(name, definition, records.now, declared=definition.digest)
+                found[name] = msgspec.structs.replace(self._report(entry), stored=False)
+        return [found[name] for name in sorted(found)]
 
     def get(self, name: str) -> ScheduleReport:
         """
@@ -217,11 +225,14 @@ class Schedules:
     def _body(self, name: str) -> bytes | None:
         return self._bodies().get(name)
 
-    def _entries(self) -> Sequence[Entry]:
-        return [decode_entry(body) for body in self._bodies().values()]
-
     def _find(self, name: str) -> tuple[bytes, Entry]:
         bodies = self._bodies()
+        definition = self._declared.all().get(name)
+        if name not in bodies and definition is not None:
+            # Declared, and no worker has started yet: it is stored now, so that it can be paused before one does.
+            entry = new_entry(name, definition, self._engine.store.backend.records().now, declared=definition.digest)
+            amend(self._engine, name, None, encode_entry(entry))
+            bodies = self._bodies()
         if name not in bodies:
             raise ScheduleNotFound(name, bodies)
         return bodies[name], decode_entry(bodies[name])

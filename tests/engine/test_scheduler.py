@@ -316,6 +316,13 @@ def test_a_paused_schedule_stays_paused_after_a_restart_and_misses_nothing(app: 
     assert app.server.schedules.get("s").missed == 0
 
 
+def test_what_is_declared_can_be_paused_before_the_first_worker_starts(app: App) -> None:
+    app.server.register_periodic_task("* * * * *", "s", Signature(name="note"))
+    app.server.schedules.pause("s")
+    app.go(120)
+    assert (app.ticks(), app.server.schedules.get("s").paused) == ([], True)
+
+
 def test_a_listing_shows_the_last_run_and_the_next_three(app: App) -> None:
     app.declare("0 6 * * *", tz="Europe/Berlin")
     app.clock.advance(hours=1, minutes=56)
@@ -395,8 +402,10 @@ def test_the_decorator_takes_tasks_and_functions(app: App) -> None:
     def digest() -> None: ...
 
     assert pulse() == 1
-    assert app.server.schedules.list() == []  # nothing is stored before a worker starts
+    assert [(one.name, one.stored) for one in app.server.schedules.list()] == [("pulse", False), ("weekdays", False)]
+    assert app.server.backend.records().bodies == {}  # nothing is stored before a worker starts
     app.scheduler.step()
+    assert [one.stored for one in app.server.schedules.list()] == [True, True]
     assert [(one.name, one.tasks) for one in app.server.schedules.list()] == [("pulse", ["pulse"]), ("weekdays", ["mail.digest"])]
 
 
@@ -529,7 +538,7 @@ def test_workers_carry_the_scheduler(options: dict[str, bool], expected: bool) -
             wait_until(lambda: len(ran) >= 2)
             names: Callable[[], list[str]] = lambda: [one.name for one in server.schedules.list()]  # noqa: E731
             assert names() == ["pulse"]
-    assert bool(server.schedules.list()) is expected
+    assert bool(server.backend.records().bodies) is expected
 
 
 def test_eager_runs_at_once() -> None:

@@ -86,7 +86,7 @@ def test_ten_schedulers_send_each_tick_once(fleet: Fleet) -> None:
     asked_at = dt.datetime.now(UTC)
     schedules.add("* * * * * *", "pulse", fleet.server.get_registered_task("tick").signature(), catch_up="all")
     added_at = dt.datetime.now(UTC)
-    wait_until(lambda: fleet.runs(), 60, "the first tick")
+    wait_until(fleet.runs, 60, "the first tick")
 
     ended = threading.Event()
     killed = 0
