@@ -9,6 +9,7 @@
     ├── ScheduleError (ValueError)            a schedule that cannot be read, or would never be due
     ├── ScheduleNotFound (LookupError)        no schedule has this name
     ├── LockNotAcquired (TimeoutError)        somebody else has the lock
+    ├── LockLost                              a lock is not held any more
     ├── WorkflowError (ValueError)            a chain, group or chord that could never work
     ├── DecodeError (ValueError)              bytes that are no signature or no state
     ├── PublishRefused                        nothing was stored; sending again is safe
@@ -93,6 +94,18 @@ class ScheduleNotFound(MachineryError, LookupError):
 
 class LockNotAcquired(MachineryError, TimeoutError):
     """Somebody else has the lock."""
+
+    def __init__(self, name: str, waited: float | None) -> None:
+        self.name = name
+        super().__init__(f"lock {name!r}: somebody else has it" + (f", and had it for {waited:g} s" if waited else ""))
+
+
+class LockLost(MachineryError):
+    """A lock is not held (any more): its lease could not be renewed in time, or it was given back."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        super().__init__(f"lock {name!r} is not held (any more); somebody else may have done the same work beside this")
 
 
 class WorkflowError(MachineryError, ValueError):

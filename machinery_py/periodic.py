@@ -65,6 +65,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         declared: digest of the definition that code brought; "" for one that was added at run time.
         last: the last tick that was decided on, or the moment from which it counts.
         ran: the last tick that was sent. run: the tasks of that, step by step, as far as it matters whether they are over.
+        claimed: since when a scheduler tries to get Go's lock for the next tick.
         waiting: ticks to be sent when the run before them is over.
         sent, missed, held: how many ticks were sent, came when nobody was there, were left out because of a run before them.
     """
@@ -77,6 +78,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     paused: bool = False
     ran: dt.datetime | None = None
     run: tuple[tuple[str, ...], ...] = ()
+    claimed: dt.datetime | None = None
     waiting: tuple[dt.datetime, ...] = ()
     sent: int = 0
     missed: int = 0
@@ -177,6 +179,8 @@ def due(entry: Entry, schedule: Schedule, now: dt.datetime) -> Due | None:
     first = schedule.next(entry.last)
     if first is None or first > now:
         return None
+    if (now - first).total_seconds() <= ON_TIME[0]:
+        return Due(tick=first, last=first)  # as nearly always
     wanted = _first_wanted(entry, schedule, now)
     if wanted is None:
         last = _latest(schedule, entry.last, now) or first

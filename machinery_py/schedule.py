@@ -59,6 +59,8 @@ class Schedule:
                 self._times = _Times(_fields_of(rest), name)
         except BadField as error:
             raise ScheduleError(f"schedule {spec!r}: {error}") from None
+        self._asked: dt.datetime | None = None  # the last question, which is often the next, too
+        self._answer: dt.datetime | None = None
         self._follows = self._times is not None and (dst == "go" or self._times.cron.follows_clock)
 
     def next(self, after: dt.datetime) -> dt.datetime | None:
@@ -77,7 +79,10 @@ class Schedule:
                 return (after + dt.timedelta(seconds=self.every)).replace(microsecond=0)
             except OverflowError:
                 return None
-        return self._on_wall(self._times, after) if self._follows else self._once(self._times, after)
+        if after != self._asked:
+            self._answer = self._on_wall(self._times, after) if self._follows else self._once(self._times, after)
+            self._asked = after
+        return self._answer
 
     def upcoming(self, after: dt.datetime, count: int) -> list[dt.datetime]:
         """The next times, at most so many."""

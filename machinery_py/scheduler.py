@@ -24,6 +24,7 @@ from machinery_py.errors import (
     PublishUnknown,
     ScheduleError,
 )
+from machinery_py.locks.base import go_lock_key
 from machinery_py.periodic import (
     HEADER_SCHEDULE,
     HEADER_TICK,
@@ -46,6 +47,7 @@ logger = logging.getLogger(__name__)
 
 LOOK_EVERY = 1.0  # seconds between two looks at the store; so late is a change seen
 LOOK_IDLE = 5.0  # the same while there is no schedule at all
+CLAIM = 10.0  # seconds that one scheduler may try to get Go's lock for a tick
 TROUBLE = 5.0  # seconds until a schedule is tried again that its store refuses
 SKEW = 1.0  # seconds that this clock may differ from the store's without a warning
 AT_ONCE = 1000  # ticks of one schedule that are sent before the others have their turn
@@ -278,6 +280,30 @@ class Scheduler:
         return is_over(entry, self._engine.store.backend.get_states(uuids) if uuids else {}, now)
 
     def _send(self, known: Known, entry: Entry, tick: dt.datetime) -> bool:
+        if self._engine.config.go_program:
+            return self._send_under_gos_lock(known, entry, tick)
+        return self._send_it(known, entry, tick)
+
+    def _send_under_gos_lock(self, known: Known, entry: Entry, tick: dt.datetime) -> bool:
+        """First one of us claims the tick, so that we do not keep each other from it; then it asks for Go's lock.
+
+        As in Go, a tick is lost if its scheduler dies between the lock and the sending.
+        """
+        now, claimed = self.now(), entry.claimed
+        if claimed is not None and (now - claimed).total_seconds() < CLAIM:
+            known.due_at = claimed + dt.timedelta(seconds=CLAIM)
+            return True
+        if not self._amend(entry.name, known, known.entry.replace(claimed=now)):
+            return False
+        known, entry = self._known[entry.name], entry.replace(claimed=None)
+        spec = entry.definition.spec
+        following = known.schedule.next(tick) or tick + dt.timedelta(days=1)
+        key = go_lock_key(self._engine.config.go_program, entry.name, spec)
+        if self._engine.stores.lock.go().lock_with_retries(key, round(following.timestamp()) * 10**9):
+            return self._send_it(known, entry, tick)
+        return self._amend(entry.name, known, entry)
+
+    def _send_it(self, known: Known, entry: Entry, tick: dt.datetime) -> bool:
         try:
             entry, out = sending(self._engine, entry, tick)
         except (MachineryError, ValueError) as error:

@@ -20,6 +20,7 @@ from machinery_py.errors import MachineryError
 from machinery_py.events import EventBus
 from machinery_py.hub import Hub
 from machinery_py.inspection import Inspector
+from machinery_py.named_lock import LockKeeper, NamedLock
 from machinery_py.registry import AsyncTask, Task, TaskSettings, check_numbers
 from machinery_py.results import AsyncResult, ChainResult, ChordResult, GroupResult
 from machinery_py.scheduler import Declared
@@ -63,6 +64,7 @@ class Server(Declaring):
         self.declared = Declared()
         self.schedules = Schedules(self.engine, self.declared)
         self._hub: Hub | None = None
+        self._locks = LockKeeper(lambda: self.engine.stores.lock, lambda: self.engine.config.lease)
         self._inline = Inline(self.engine, self._all_queues, name="eager")
         self._told_loop = False
         self.engine.attach(self._inline.drain)
@@ -98,6 +100,7 @@ class Server(Declaring):
         hub, self._hub = self._hub, None
         if hub is not None:
             hub.close()
+        self._locks.close()
         self.engine.close()
 
     # Registering
@@ -343,6 +346,17 @@ class Server(Declaring):
     def revoke(self, uuids: Sequence[str]) -> None:
         """These tasks are not started any more; those that run are asked to stop."""
         self.backend.revoke(list(uuids))
+
+    def lock(self, name: str, *, timeout: float | None = None, blocking: bool = True) -> NamedLock:
+        """A lock across all processes with this lock store: `with server.lock("feed-7"):`, or `async with`.
+
+        It is held while its holder lives, and free `lease` seconds after its holder was killed.
+
+        Args:
+            timeout: seconds to wait for it at most; then LockNotAcquired.
+            blocking: False: do not wait at all.
+        """
+        return NamedLock(self._locks, name, timeout=timeout, blocking=blocking)
 
     # Workers
 

@@ -55,7 +55,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "families.memory",
         "families.*",
         "factory",
-        "hub context",
+        "hub context named_lock",
         "results",
         "calls",
         "registry",

@@ -419,7 +419,8 @@ def test_a_running_worker_serves_the_queues_of_the_tasks(shop: Shop) -> None:
     assert shop.server.config.broker.startswith("sqlite:")
 
 
-def test_schedules_run_in_virtual_time(server: Server) -> None:
+def test_schedules_run_in_virtual_time() -> None:
+    server = Server("memory://")
     ran: list[str] = []
 
     @server.periodic("0 9 * * MON-FRI", tz="Europe/Berlin")

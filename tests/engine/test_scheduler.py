@@ -562,3 +562,57 @@ def test_a_year_of_many_specs_is_what_brute_force_says(app: App) -> None:
     assert reports == {"h": 8760, "d": 365, "m": 12}
 
 
+
+
+# Go's lock
+
+
+def go_app(clock: ManualClock) -> App:
+    app = App(clock)
+    engine = app.server.engine
+    engine.swap(engine.config.replace(go_program="/opt/app/bin/worker"), clock, engine.stores)
+    return app
+
+
+def test_a_tick_that_go_has_locked_is_left_to_go(clock: ManualClock) -> None:
+    app = go_app(clock)
+    app.declare("* * * * *")
+    app.go(60)
+    assert app.ticks() == ["03:05:00"]
+    go = app.server.engine.stores.lock.go()
+    minute = dt.timedelta(minutes=1)
+    tick = dt.datetime(2026, 1, 2, 3, 6, tzinfo=dt.timezone.utc)
+    app.clock.advance((tick - clock.now()).total_seconds())
+    assert go.lock("machinery_lock_workers* * * * *", round((tick + minute).timestamp()) * 10**9)
+    app.go(120)
+    assert app.ticks() == ["03:05:00", "03:07:00", "03:08:00"]
+    assert not go.lock("machinery_lock_workers* * * * *", round((tick + 9 * minute).timestamp()) * 10**9)
+
+
+def test_ten_schedulers_under_gos_lock_send_each_tick_once(clock: ManualClock) -> None:
+    app = go_app(clock)
+    app.declare("* * * * * *")
+    schedulers = [Scheduler(app.server.engine, app.server.declared) for _ in range(10)]
+    for _ in range(20):
+        app.clock.advance(1)
+        together(10, lambda index: schedulers[index].step())
+    assert len(app.ticks()) == 20
+    assert len(set(app.ticks())) == 20
+
+
+def test_one_that_died_under_gos_lock_holds_the_next_tick_up_for_a_moment_only(clock: ManualClock) -> None:
+    app = go_app(clock)
+    app.declare("* * * * *")
+    app.clock.advance(55)
+    store = app.server.engine.stores.store
+    flaky = FlakyStore(store)
+    flaky.next_call("amend", lose_reply=True)  # dies when it has claimed the tick
+    app.server.engine.stores.store = flaky
+    with pytest.raises(MachineryError):
+        app.scheduler.step()
+    app.server.engine.stores.store = store
+    app.restart()
+    app.scheduler.step()
+    assert app.ticks() == []
+    app.go(11)
+    assert app.ticks() == ["03:05:00"]

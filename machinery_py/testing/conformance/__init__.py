@@ -8,6 +8,7 @@
     brokers      BrokerConformance
     backends     BackendConformance
     settlement   SettlementConformance
+    locks        LockConformance
     schedules    ScheduleConformance: the records of schedules, and what is sent with them
     workflows    WorkflowConformance: a Server on these stores with real workers; LinkedConformance for `eager`
 
@@ -21,5 +22,5 @@ import pytest
 
 # Before the suites are imported, so that their assertions say what was found.
 _SUITES = ("leases", "brokers", "groups", "changes", "backends", "fencing", "settlement",
-           "schedules", "application", "tasks", "messages", "workers", "workflows")
+           "schedules", "locks", "application", "tasks", "messages", "workers", "workflows")
 pytest.register_assert_rewrite(*(f"{__name__}.{suite}" for suite in _SUITES))
