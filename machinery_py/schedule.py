@@ -13,7 +13,6 @@ from __future__ import annotations
 import datetime as dt
 from collections.abc import Iterator
 from typing import Any, Literal
-from zoneinfo import ZoneInfo
 
 from machinery_py.cron import DESCRIPTORS, BadField, parse_cron, parse_every, written
 from machinery_py.errors import ScheduleError
@@ -217,6 +216,8 @@ def _open_zone(name: str) -> dt.tzinfo:
         return _UTC
     if name == "Local":
         name = _local_name()
+    from zoneinfo import ZoneInfo  # a few ms that only those with zones pay
+
     try:
         return ZoneInfo(name)
     except (ValueError, OSError, LookupError):

@@ -552,14 +552,14 @@ def test_eager_runs_at_once() -> None:
 
 
 def test_a_year_of_many_specs_is_what_brute_force_says(app: App) -> None:
-    for name, spec in (("h", "7 * * * *"), ("d", "30 2 * * *"), ("m", "0 0 L * *")):
+    for name, spec in (("h", "7 */4 * * *"), ("d", "30 2 * * *"), ("m", "0 0 L * *")):
         app.declare(spec, name, tz="Europe/Berlin")
     end = START + dt.timedelta(days=365)
     while (moment := app.scheduler.next_due) is not None and moment <= end:
         app.clock.advance((moment - app.clock.now()).total_seconds())
         app.scheduler.step()
     reports = {one.name: one.sent for one in app.server.schedules.list()}
-    assert reports == {"h": 8760, "d": 365, "m": 12}
+    assert reports == {"h": 2190, "d": 365, "m": 12}
 
 
 
