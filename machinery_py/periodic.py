@@ -28,9 +28,6 @@ LONGEST_RUN = 86400.0  # seconds after which a run that has not ended does not h
 MOST_WAITING = 100  # ticks that wait for the one before them; more are left out
 COUNTED = 1000  # missed ticks that are counted at once
 
-HEADER_SCHEDULE = "machinery_schedule"  # the schedule's name, with what it sends
-HEADER_TICK = "machinery_tick"  # the time it was due at
-
 
 class Definition(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What was said about a schedule.

@@ -26,8 +26,6 @@ from machinery_py.errors import (
 )
 from machinery_py.locks.base import go_lock_key
 from machinery_py.periodic import (
-    HEADER_SCHEDULE,
-    HEADER_TICK,
     MOST_WAITING,
     Definition,
     Due,
@@ -40,7 +38,7 @@ from machinery_py.periodic import (
     unpack_step,
 )
 from machinery_py.schedule import Schedule
-from machinery_py.signature import Signature
+from machinery_py.signature import HEADER_SCHEDULE, HEADER_TICK, Signature
 from machinery_py.workflow import link
 
 logger = logging.getLogger(__name__)

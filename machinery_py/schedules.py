@@ -234,7 +234,7 @@ class Schedules:
             amend(self._engine, name, None, encode_entry(entry))
             bodies = self._bodies()
         if name not in bodies:
-            raise ScheduleNotFound(name, bodies)
+            raise ScheduleNotFound(name, {*bodies, *self._declared.all()})
         return bodies[name], decode_entry(bodies[name])
 
     def _change(self, name: str, function: Callable[[Entry, dt.datetime], Entry]) -> None:

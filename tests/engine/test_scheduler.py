@@ -14,8 +14,8 @@ import pytest
 from machinery_py import ArgumentError, Server, Signature, chain, group
 from machinery_py.backends.base import Amendment
 from machinery_py.errors import MachineryError, ScheduleError, ScheduleNotFound, Unsupported
-from machinery_py.periodic import HEADER_SCHEDULE, HEADER_TICK
 from machinery_py.scheduler import Scheduler
+from machinery_py.signature import HEADER_SCHEDULE, HEADER_TICK
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.flaky import Faults, FlakyStore
 from machinery_py.testing.waiting import together, wait_until

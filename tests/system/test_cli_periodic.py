@@ -61,7 +61,7 @@ def test_a_worker_sends_and_a_paused_one_stays_paused_after_a_restart(clockwork:
 def test_no_scheduler_sends_nothing(clockwork: App) -> None:
     clockwork.worker("--no-scheduler")
     clockwork.json("periodic", "run", "tasks", "weekdays")
-    wait_until(lambda: (clockwork.folder / "notes.txt").exists(), HANG)
+    wait_until((clockwork.folder / "notes.txt").exists, HANG)
     assert "tick" not in (clockwork.folder / "notes.txt").read_text()
     assert [one["stored"] for one in clockwork.json("periodic", "tasks")] == [False, True]
 
