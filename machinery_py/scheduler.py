@@ -10,7 +10,7 @@ import datetime as dt
 import logging
 import threading
 import uuid as _uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,10 +90,15 @@ class Known:
 
 
 class Scheduler:
-    """Belongs to one thread at a time."""
+    """Belongs to one thread at a time.
 
-    def __init__(self, engine: Engine, declared: Declared) -> None:
+    Args:
+        stopping: asked between two ticks; once it says True, `step` returns.
+    """
+
+    def __init__(self, engine: Engine, declared: Declared, *, stopping: Callable[[], bool] = lambda: False) -> None:
         self._engine = engine
+        self._stopping = stopping
         self._declared = declared
         self._synced = 0  # how many declarations the store has been told
         self._known: dict[str, Known] = {}
@@ -150,9 +155,8 @@ class Scheduler:
     # What the store says
 
     def _read(self) -> None:
-        monotonic = self._engine.clock.monotonic()
         records = self._engine.store.backend.records(self._version)
-        self._read_at, self._stale = monotonic, False
+        self._read_at, self._stale = self._engine.clock.monotonic(), False  # behind the answer: rather late than early
         self._read_now = records.now
         self._compare_clocks(records.now)
         if records.bodies is not None:
@@ -242,7 +246,7 @@ class Scheduler:
         for _ in range(AT_ONCE):
             known = self._known[name]
             now = self.now()
-            if known.due_at is None or known.due_at > now:
+            if known.due_at is None or known.due_at > now or self._stopping():
                 return
             if not self._act(known, now):
                 self._stale = True

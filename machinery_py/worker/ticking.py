@@ -18,17 +18,20 @@ class Ticking:
     """Started and closed by its worker."""
 
     def __init__(self, engine: Engine, declared: Declared, *, name: str) -> None:
-        self._scheduler = Scheduler(engine, declared)
-        self._declared = declared
         self._stop = threading.Event()
+        self._scheduler = Scheduler(engine, declared, stopping=self._stop.is_set)
+        self._declared = declared
         self._thread = threading.Thread(target=self._work, name=f"{name}-scheduler", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
-    def close(self) -> None:
-        """No tick is sent after this."""
+    def stop(self) -> None:
+        """Send no further tick. Does not wait for one that is being sent."""
         self._stop.set()
+
+    def close(self) -> None:
+        self.stop()
         self._thread.join(timeout=10.0)
 
     def _work(self) -> None:

@@ -204,7 +204,7 @@ class Worker:
                 return True
             self._quit.set()
             if self._ticking is not None:
-                self._ticking.close()
+                self._ticking.stop()
             self._receiver.stop()
             self._hand_back(started=False)
             self._let_finish()
@@ -216,6 +216,8 @@ class Worker:
                 logger.error("some results could not be stored; their tasks will run again")
             self._limits.close()
             self._upkeep.close()
+            if self._ticking is not None:
+                self._ticking.close()
             self._executors.close()
             try:
                 session.close()
