@@ -308,9 +308,9 @@ class Scheduler:
     def _send_it(self, known: Known, entry: Entry, tick: dt.datetime) -> bool:
         try:
             entry, out = sending(self._engine, entry, tick)
-        except (MachineryError, ValueError) as error:
-            # It must not stop the others, nor be tried for ever.
-            logger.error("schedule %s: its tick at %s cannot be sent: %s", entry.name, tick.isoformat(), error)
+        except Exception as error:  # the pre-publish hook is user code; the others must not wait for it, nor it be tried for ever
+            logger.error("schedule %s: its tick at %s cannot be sent: %s", entry.name, tick.isoformat(), error,
+                         exc_info=not isinstance(error, MachineryError))
             out = NOTHING
         if not self._amend(entry.name, known, entry, out, tick):
             return False

@@ -511,6 +511,20 @@ def test_one_that_cannot_be_sent_does_not_stop_the_others(app: App, caplog: pyte
     assert caplog.text.count("schedule b-unreadable is left alone") == 1
 
 
+def test_a_hook_that_fails_does_not_stop_the_others(app: App, caplog: pytest.LogCaptureFixture) -> None:
+    app.declare("* * * * *", "a")
+    app.declare("* * * * *", "b")
+
+    @app.server.set_pre_publish_handler
+    def hook(signature: Signature[Any]) -> None:
+        if signature.headers[HEADER_SCHEDULE] == "a":
+            raise RuntimeError("not this one")
+
+    app.go(120)
+    assert (app.ticks("a"), app.ticks("b")) == ([], ["03:05:00", "03:06:00"])
+    assert "schedule a: its tick at 2026-01-02T03:05:00+00:00 cannot be sent: not this one" in caplog.text
+
+
 def test_a_backend_that_keeps_nothing_is_said_so(clock: ManualClock, caplog: pytest.LogCaptureFixture) -> None:
     server = Server(broker="memory://", result_backend="null", clock=clock)
     server.register_periodic_task("* * * * *", "s", Signature(name="note"))
