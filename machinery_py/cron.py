@@ -82,8 +82,18 @@ def parse_cron(text: str, *, name: str) -> Cron:
     _check_days(found[3], found[5])
     if found[3] != "*" and found[5] != "*" and "all" in (found[3], found[5]):
         found[3] = found[5] = "all"  # either may match, and one always does
+    if found[5] != "*" and not _has_day(found[3], found[4]):
+        found[3] = "*"  # as `31 2 MON`: the other field alone decides (croniter 6 finds nothing at all)
     follows = any(mark in word for word in words[:3] for mark in "*?/")
     return Cron(tuple("*" if one == "all" else one for one in found), has_seconds, follows)
+
+
+def _has_day(day: str, month: str) -> bool:
+    """Whether one of these months has one of these days."""
+    if not day[0].isdigit() or not day.replace(",", "").isdigit():
+        return True
+    months = range(1, 13) if month in ("*", "all") else map(int, month.split(","))
+    return min(map(int, day.split(","))) <= max(29 if one == 2 else 30 if one in (4, 6, 9, 11) else 31 for one in months)
 
 
 def _check_days(day: str, weekday: str) -> None:
