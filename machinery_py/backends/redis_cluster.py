@@ -18,22 +18,26 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from machinery_py._drivers.redis import micros
+from machinery_py._drivers.redis import micros, moment_of
 from machinery_py._drivers.redis_cluster import RedisCluster
 from machinery_py._drivers.redis_lua import Script, pack
 from machinery_py._drivers.redis_slots import unquoted
 from machinery_py._drivers.redis_tries import Request, command_at, script_at
 from machinery_py.backends import redis_cluster_scripts as scripts
 from machinery_py.backends import redis_scripts
-from machinery_py.backends.base import Backend, BackendFeatures, Begun, Change, ReadyGroup, Verdict
+from machinery_py.backends.base import Amendment, Backend, BackendFeatures, Begun, Change, ReadyGroup, Records, Verdict
 from machinery_py.backends.redis import EXPIRE_IN, SWEEP, VERDICTS
 from machinery_py.backends.redis_cluster_lists import PAGE, PREFIXES, Newest, shard_of
 from machinery_py.backends.redis_cluster_records import (
+    SCHEDULES,
     companion_key,
     document_key,
     framed,
+    key_of,
     name_of,
+    names_of,
     parts_of,
+    parts_of_tick,
     prefix_of,
     read_record,
     record_key,
@@ -114,7 +118,7 @@ class ClusterBackend(Backend):
         return [*self._finish(list(zip(names, self._records(names), strict=True)))]
 
     def clear_outbox(self, sent: Sequence[tuple[str, Sequence[bytes]]]) -> None:
-        self._steps.forget([(name_of(key), framed(bodies)) for key, bodies in sent])
+        self._steps.forget([(name, framed(bodies)) for key, bodies in sent for name in names_of(key)])
 
     def unsent(self, limit: int, *, older_than: float) -> list[tuple[str, Sequence[bytes]]]:
         found = self._steps.noted(limit, older_than)
@@ -125,8 +129,23 @@ class ClusterBackend(Backend):
         names = [(name, record) for (name, _, _), record in zip(found, records, strict=True) if record is not None]
         outboxes = self._finish(names)
         unsent: list[tuple[str, Sequence[bytes]]] = []
-        unsent += [(unquoted(name), outbox) for (name, _), outbox in zip(names, outboxes, strict=True) if outbox]
+        unsent += [(key_of(name), outbox) for (name, _), outbox in zip(names, outboxes, strict=True) if outbox]
         return unsent[:limit]
+
+    def records(self, known: str = "") -> Records:
+        (found,) = self._ask([script_at(SCHEDULES, scripts.SCHEDULES, pack((self.cluster.now(), known)))], "reading schedules")
+        bodies = dict(zip(map(bytes.decode, found[2][::2]), found[2][1::2], strict=True)) if len(found) > 2 else None
+        return Records(now=moment_of(int(found[0])), version=found[1].decode(), bodies=bodies)
+
+    def amend(self, amendment: Amendment) -> bool:
+        part = parts_of_tick(amendment, self.now(), self.cluster.now(), self.seconds)
+        name = amendment.name.encode("utf-8", "backslashreplace")
+        if not self._steps.amend(name, amendment.expected or b"", amendment.body or b"", part):
+            return False
+        self._steps.carry_out(part.effects)
+        if part.record and not part.outbox:
+            self._steps.forget([(part.name, framed(()))])
+        return True
 
     def settled_by(self, uuids: Sequence[str]) -> list[str]:
         replies = self._ask([

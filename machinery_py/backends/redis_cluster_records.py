@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import msgspec
 
 from machinery_py._drivers.redis_lua import Script, pack, raw
-from machinery_py._drivers.redis_slots import quoted
+from machinery_py._drivers.redis_slots import quoted, unquoted
 from machinery_py.backends import redis_cluster_scripts as scripts
-from machinery_py.backends.base import Change
+from machinery_py.backends.base import Amendment, Change
 from machinery_py.backends.redis_records import Changes, packed_state
 from machinery_py.states import TaskState
 from machinery_py.wire import encode_group
@@ -40,9 +40,29 @@ SCRIPTS: dict[str, Script] = {
 }
 
 
+SCHEDULES = b"mpy:{mpy:records}:"  # names the slot of the schedules, and of the records of what they send
+TICK = "tick "  # what the keys of those begin with
+_TICK = "%="  # what they are told from UUIDs by; no quoted name begins so
+
+
 def name_of(uuid: str) -> str:
     """A UUID as our keys have it."""
     return quoted(uuid.encode("utf-8", "backslashreplace").decode())
+
+
+def tick_name(key: str) -> str:
+    """The key of what a schedule sends, as our keys have it."""
+    return _TICK + name_of(key)
+
+
+def names_of(key: str) -> tuple[str, ...]:
+    """Under which names there may be a record with this key."""
+    return (name_of(key), tick_name(key)) if key.startswith(TICK) else (name_of(key),)
+
+
+def key_of(name: str) -> str:
+    """The UUID or key that has this name."""
+    return unquoted(name.removeprefix(_TICK))
 
 
 def document_key(name: str) -> bytes:
@@ -56,12 +76,12 @@ def companion_key(name: str) -> bytes:
 
 
 def record_key(name: str) -> bytes:
-    return b"mpy:o:{%b}" % name.encode()
+    return b"%bo:%b" % (SCHEDULES, name.encode()) if name.startswith(_TICK) else b"mpy:o:{%b}" % name.encode()
 
 
 def prefix_of(name: str) -> bytes:
-    """What names the slot of a task or group."""
-    return b"mpy:{%b}:" % name.encode()
+    """What names the slot of a task or group, and of its record."""
+    return SCHEDULES if name.startswith(_TICK) else b"mpy:{%b}:" % name.encode()
 
 
 class Parts(msgspec.Struct, gc=False):
@@ -123,6 +143,14 @@ def parts_of(change: Change, now: dt.datetime, now_text: str, expire: int) -> Pa
         name, decision if decides else None, any(one.callback for one in change.arrivals), change.force, bool(change.fires),
         framed(change.outbox) if change.outbox else b"", tuple(effects),
     )
+
+
+def parts_of_tick(amendment: Amendment, now: dt.datetime, now_text: str, expire: int) -> Parts:
+    """What follows from the change of a schedule. Nothing of it is in the schedule's slot."""
+    change = Change(key="", states=amendment.states, groups=amendment.groups)
+    effects = parts_of(change, now, now_text, expire).effects
+    outbox = framed(amendment.outbox) if amendment.outbox else b""
+    return Parts(tick_name(amendment.outbox_key), Changes(now, expire), False, False, False, outbox, effects)
 
 
 def _row(state: TaskState, now: dt.datetime, expire: int) -> tuple[object, ...]:

@@ -112,11 +112,33 @@ for _, key in ipairs({doc_key(unpacked[1]), companion(unpacked[1])}) do
 end
 """)
 
-# In: key, outbox that was sent. Out: nothing. A record with another outbox is a later one.
+# In: key of the record, outbox that was sent. Out: nothing. A record with another outbox is a later one.
 SENT = Script(PRELUDE + r"""
-local name, size = 'mpy:o:{' .. unpacked[1] .. '}', #unpacked[2]
+local name, size = unpacked[1], #unpacked[2]
 local record = call('GET', name)
 if record and string.sub(record, 1, size) == unpacked[2] then call('DEL', name) end
+""")
+
+# In: now, name, expected, body, key of the record, record or "", µs of its note. Out: s; f if the schedule holds something else
+# ("" is none), l if the note is too old: nothing was done.
+AMEND = Script(PRELUDE + filled(r"""
+local prefix = string.sub(KEYS[1], 1, -2)
+local text, name, expected, body, key, record, noted = unpack(unpacked)
+local all = prefix .. 'all'
+if record ~= '' and now_of(text) > noted + $NOTED then return 'l' end
+if (call('HGET', all, name) or '') ~= expected then return 'f' end
+if record ~= '' then call('SET', key, record) end
+if body == '' then call('HDEL', all, name) else call('HSET', all, name, body) end
+call('INCR', prefix .. 'n')
+return 's'
+""", NOTED=NOTED_FOR))
+
+# In: now, version known to the caller. Out: now, version, and names and bodies in turn, unless the version is known.
+SCHEDULES = Script(PRELUDE + r"""
+local prefix = string.sub(KEYS[1], 1, -2)
+local version, now = call('GET', prefix .. 'n') or '0', int(now_of(unpacked[1]))
+if version == unpacked[2] then return {now, version} end
+return {now, version, call('HGETALL', prefix .. 'all')}
 """)
 
 # The listings: they are in shards, whose prefix is that of the guard.

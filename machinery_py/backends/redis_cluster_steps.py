@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from machinery_py._drivers.redis import micros
 from machinery_py._drivers.redis_cluster import RedisCluster
@@ -16,7 +16,15 @@ from machinery_py._drivers.redis_tries import Request, command_at, script_at
 from machinery_py.backends import redis_cluster_scripts as scripts
 from machinery_py.backends import redis_scripts
 from machinery_py.backends.redis_cluster_lists import PREFIXES, Finished, by_shard, list_requests
-from machinery_py.backends.redis_cluster_records import SCRIPTS, Effect, Parts, document_key, prefix_of
+from machinery_py.backends.redis_cluster_records import (
+    SCHEDULES,
+    SCRIPTS,
+    Effect,
+    Parts,
+    document_key,
+    prefix_of,
+    record_key,
+)
 from machinery_py.backends.redis_lua import CHORD_LIFE
 from machinery_py.errors import StoreUnusable
 
@@ -88,9 +96,29 @@ class Steps:
             self._list([(reply, parts[index].force) for index, reply in zip(left, replies, strict=True)])
             left = [index for index in left if letters[index] == "l"]
         if left:
-            raise StoreUnusable(f"Redis {self._cluster.nodes.place}: writing states: the clocks of its nodes differ by more than "
-                                f"{scripts.NOTED_FOR // 1_000_000} s (set them by NTP)")
+            self._refuse_clocks()
         return letters
+
+    def _refuse_clocks(self) -> NoReturn:
+        raise StoreUnusable(f"Redis {self._cluster.nodes.place}: writing states: the clocks of its nodes differ by more than "
+                            f"{scripts.NOTED_FOR // 1_000_000} s (set them by NTP)")
+
+    def amend(self, name: bytes, expected: bytes, body: bytes, part: Parts) -> bool:
+        """Steps 1 and 2 for the change of a schedule.
+
+        The note stays when it is refused: another one who sends the same tick may have used it for his record. It is dropped when
+        it is old.
+        """
+        record = part.record
+        for _ in range(TRIES):
+            stamp = self._note([part.name])[part.name] if record else 0
+            argument = pack((
+                self._cluster.now(), raw(name), raw(expected), raw(body), raw(record_key(part.name)), raw(record), stamp,
+            ))
+            (letter,) = self._ask([script_at(SCHEDULES, scripts.AMEND, argument)], "changing a schedule", again=False)
+            if letter != b"l":
+                return bool(letter == b"s")
+        self._refuse_clocks()
 
     def _note(self, names: Iterable[str]) -> dict[str, int]:
         shards = by_shard(dict.fromkeys(names))
@@ -161,7 +189,7 @@ class Steps:
     def forget(self, sent: Sequence[tuple[str, bytes]], *, dropped: Sequence[str] = ()) -> None:
         """The records of these, with this outbox, have been carried out; and those of `dropped` were never written."""
         self._ask([
-            script_at(prefix_of(name), scripts.SENT, pack((name, raw(outbox)))) for name, outbox in sent
+            script_at(prefix_of(name), scripts.SENT, pack((raw(record_key(name)), raw(outbox)))) for name, outbox in sent
         ], "clearing outboxes")
         names = dict.fromkeys([*(name for name, _ in sent), *dropped])
         self.drop([(name, stamp) for name in names if (stamp := self._stamps.pop(name, 0))])

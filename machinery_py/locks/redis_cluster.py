@@ -16,8 +16,8 @@ import msgspec
 from machinery_py._drivers.redis_cluster import RedisCluster, SlotDriver
 from machinery_py._drivers.redis_lua import PRELUDE, Script, pack
 from machinery_py._drivers.redis_slots import quoted
-from machinery_py.locks.base import Held, Lock
-from machinery_py.locks.redis import RedisLock
+from machinery_py.locks.base import GoLock, Held, Lock
+from machinery_py.locks.redis import RedisGoLock, RedisLock
 
 FENCE_LIFE = 86_400_000  # ms beyond the lock; a clock that is set back by more than this gives a smaller fence
 
@@ -61,5 +61,19 @@ class ClusterLock(Lock):
     def release(self, held: Held) -> bool:
         return RedisLock(self._at(held.name)).release(msgspec.structs.replace(held, name=quoted(held.name)))
 
+    def go(self) -> ClusterGoLock:
+        return ClusterGoLock(self._cluster)
+
     def close(self) -> None:
         pass  # the cluster belongs to whoever made it
+
+
+class ClusterGoLock(GoLock):
+    """Go's keys, each in its slot."""
+
+    def __init__(self, cluster: RedisCluster) -> None:
+        self._cluster = cluster
+
+    def lock(self, key: str, until: int) -> bool:
+        slot = SlotDriver(self._cluster, key.encode("utf-8", "backslashreplace"))
+        return RedisGoLock(slot).lock(key, until)

@@ -27,7 +27,7 @@ from collections.abc import Sequence
 import msgspec
 
 from machinery_py._drivers.tokens import RecentTokens
-from machinery_py.backends.base import ALREADY, FENCED, SETTLED, Backend, Change, Verdict
+from machinery_py.backends.base import ALREADY, FENCED, SETTLED, Amendment, Backend, Change, Verdict
 from machinery_py.brokers.base import Broker, Consumer, Delivery, Disposal, Fate, Message
 from machinery_py.clock import Clock
 from machinery_py.errors import DecodeError, MachineryError, PublishRefused
@@ -96,6 +96,14 @@ class TwoStores(Store):
         if self.backend.apply([change]) != [SETTLED]:
             return False
         self.publish([(firing.group_uuid, change.outbox)])
+        return True
+
+    def amend(self, amendment: Amendment, send: Sequence[Message] = ()) -> bool:
+        """A death before step 2 or 3 leaves the outbox: `tend` publishes it, with the same UUIDs."""
+        amendment = msgspec.structs.replace(amendment, outbox=[_pack(message) for message in send])
+        if not self.backend.amend(amendment):
+            return False
+        self.publish([(amendment.outbox_key, amendment.outbox)])
         return True
 
     def publish(self, outboxes: Sequence[tuple[str, Sequence[bytes]]]) -> None:

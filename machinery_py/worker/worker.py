@@ -28,6 +28,7 @@ from machinery_py.events import (
     WorkerOnline,
 )
 from machinery_py.queues import QueueOrder, Queues, parse_queues
+from machinery_py.scheduler import Declared
 from machinery_py.settlement.base import Session
 from machinery_py.signature import Signature
 from machinery_py.worker.execution import Execution
@@ -39,6 +40,7 @@ from machinery_py.worker.outage import Handler, Outage, open_patiently
 from machinery_py.worker.receiver import Receiver
 from machinery_py.worker.settler import Settler
 from machinery_py.worker.telling import log_fenced, tell
+from machinery_py.worker.ticking import Ticking
 from machinery_py.worker.upkeep import Upkeep
 from machinery_py.worker.usercode import Hooks
 
@@ -57,11 +59,12 @@ class Worker:
         queues: names are in strict order: the second is looked at when the first is empty. With a mapping of names to weights
             each claim goes through them in an order drawn by weight. By default those of the setting `queues`.
         burst: end when there is nothing left to do; what waits in a paused queue is left there.
+        declared: the schedules that code declares; None: it carries no scheduler.
     """
 
     def __init__(
         self, engine: Engine, name: str = "", *, concurrency: int = 0, queues: Queues = (), burst: bool = False,
-        shutdown_timeout: float | None = None,
+        shutdown_timeout: float | None = None, declared: Declared | None = None,
     ) -> None:
         self.engine = engine
         self.name = name or f"{hostname()}-{os.getpid()}"
@@ -81,6 +84,8 @@ class Worker:
         self._stopped = threading.Lock()
         self._session: Session | None = None
         self._outage = Outage(engine, self.name)
+        self._declared = declared
+        self._ticking: Ticking | None = None
 
     # The setters, usable as decorators; Go's names
 
@@ -210,6 +215,9 @@ class Worker:
         self._settler.start()
         self._upkeep.start()
         self._receiver.start()
+        if self._declared is not None:
+            self._ticking = Ticking(engine, self._declared, name=self.name)
+            self._ticking.start()
         engine.events.emit(WorkerOnline(worker=self.name))
 
     def quit(self) -> None:
@@ -229,6 +237,8 @@ class Worker:
             if session is None:
                 return True
             self._quit.set()
+            if self._ticking is not None:
+                self._ticking.stop()
             self._receiver.stop()
             self._hand_back(started=False)
             self._let_finish()
@@ -240,6 +250,8 @@ class Worker:
                 logger.error("some results could not be stored; their tasks will run again")
             self._limits.close()
             self._upkeep.close()
+            if self._ticking is not None:
+                self._ticking.close()
             self._executors.close()
             try:
                 session.close()

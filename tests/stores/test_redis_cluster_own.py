@@ -13,14 +13,15 @@ import pytest
 from machinery_py._drivers.redis_cluster import RedisCluster
 from machinery_py._drivers.redis_lua import raw
 from machinery_py._drivers.redis_tries import Request, command_at
-from machinery_py.backends.base import SETTLED, Change
+from machinery_py.backends.base import SETTLED, Amendment, Change
 from machinery_py.backends.redis_cluster import ClusterBackend
+from machinery_py.backends.redis_cluster_records import parts_of_tick
 from machinery_py.brokers.base import Delivery, Message
 from machinery_py.brokers.redis_cluster import FOR_EVER, ClusterBroker, name_of_move
 from machinery_py.brokers.redis_messages import EMPTY
 from machinery_py.errors import BackendUnavailable, BrokerUnavailable, PublishRefused, PublishUnknown, StoreUnusable
 from machinery_py.settlement.redis_cluster_store import ClusterStore
-from machinery_py.states import Arrival, State, TaskState
+from machinery_py.states import Arrival, GroupMeta, State, TaskState
 from machinery_py.testing.conformance.fencing import body_of, settlement, state_of, submit
 from machinery_py.testing.servers import RedisCluster as ClusterServers
 from machinery_py.testing.servers import RedisServer, ReplyError
@@ -354,3 +355,31 @@ def test_what_go_does_between_our_flag_and_our_look_at_its_mutex_is_seen(
     assert backend.trigger_chord(GROUP) is False
     assert backend.ready_groups(9) == []
     slow.close()
+
+
+def test_what_a_schedule_sends_is_sent_although_its_sender_died_and_another_one_came_too_late(
+    open_store: OpenStore, open_cluster: Clusters, clock: ClusterClock
+) -> None:
+    late = open_store()
+    message = Message(uuid="task_1", name="add", queue="q", body=body_of("task_1"))
+    group = GroupMeta(group_uuid="group_1", task_uuids=("task_1",))
+    tick = Amendment(name="s", expected=None, body=b"1", states=[state_of("task_1", State.PENDING)], groups=[group],
+                     outbox_key="tick s now")
+    # After the schedule and the record were written, before anything else.
+    backend = ClusterBackend(open_cluster())
+    full = msgspec.structs.replace(tick, outbox=[msgspec.json.encode(message)])
+    assert backend._steps.amend(b"s", b"", b"1", parts_of_tick(full, clock.now(), backend.cluster.now(), 60))
+    assert late.amend(tick, [message]) is False
+    assert backend.get_states(["task_1"]) == {}
+
+    clock.advance(6.0)
+    late.tend()
+
+    assert [one.body for one in late.broker.pending("q", 9)] == [message.body]
+    assert late.backend.get_state("task_1").state is State.PENDING
+    assert late.backend.get_group("group_1") is not None
+    assert late.backend.records().bodies == {"s": b"1"}
+    clock.advance(70.0)
+    late.tend()
+    assert len(late.broker.pending("q", 9)) == 1
+    assert late.backend.unsent(9, older_than=0.0) == []
