@@ -18,6 +18,7 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from machinery_py.backends.base import ALREADY, SETTLED, Verdict
+from machinery_py.brokers.base import Fate
 from machinery_py.config import Config
 from machinery_py.engine import Engine
 from machinery_py.errors import MachineryError
@@ -45,6 +46,8 @@ from machinery_py.worker.upkeep import Upkeep
 from machinery_py.worker.usercode import Hooks
 
 logger = logging.getLogger(__name__)
+
+TELLING = 2.0  # seconds that a task which has ended has for saying so
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -243,6 +246,7 @@ class Worker:
             self._hand_back(started=False)
             self._let_finish()
             unfinished = self._hand_back(started=True)
+            self._let_tell()
             if unfinished:
                 logger.warning("%d unfinished tasks go back to their queues: %s", len(unfinished),
                                ", ".join(one.signature.uuid for one in unfinished[:5]))
@@ -285,7 +289,13 @@ class Worker:
 
     def _let_finish(self) -> None:
         deadline = time.monotonic() + self.shutdown_timeout
-        while self._executors.running() and time.monotonic() < deadline and not self._abrupt.is_set():
+        while self._executors.busy() and time.monotonic() < deadline and not self._abrupt.is_set():
+            self._take_signals(wait=0.02)
+
+    def _let_tell(self) -> None:
+        """Wait for what has ended to be with the settler, before that is closed."""
+        deadline = time.monotonic() + TELLING
+        while any(map(_is_telling, self._executors.busy())) and time.monotonic() < deadline:
             self._take_signals(wait=0.02)
 
     def _take_signals(self, *, wait: float) -> None:
@@ -360,6 +370,11 @@ class Worker:
 
 def _configured(config: Config) -> Queues:
     return parse_queues(config.queues) if config.queues else (config.default_queue,)
+
+
+def _is_telling(execution: Execution) -> bool:
+    """Whether it has ended by itself, and is on its way to the settler."""
+    return execution.is_over and execution.settlement is not None and execution.settlement.fate is not Fate.BACK
 
 
 def hostname() -> str:

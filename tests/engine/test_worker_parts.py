@@ -18,7 +18,8 @@ from machinery_py.backends.memory import MemoryBackend
 from machinery_py.brokers.memory import MemoryBroker
 from machinery_py.clock import SystemClock
 from machinery_py.errors import ArgumentError, BrokerUnavailable, MachineryError, PublishUnknown
-from machinery_py.settlement.one_store import OneStore
+from machinery_py.settlement.base import Session, Settlement
+from machinery_py.settlement.one_store import OneSession, OneStore
 from machinery_py.settlement.two_stores import TwoStores
 from machinery_py.signature import HEADER_EXPIRES
 from machinery_py.testing.flaky import FlakyBackend, FlakyStore
@@ -429,3 +430,42 @@ def test_a_result_that_cannot_be_stored_fails_its_task_and_ends_its_chord() -> N
         assert [results[0].get(timeout=HANG), results[2].get(timeout=HANG)] == ["x", "xx"]
     assert {letter.reason for letter in server.inspect.dead()} == {"unstorable"}
     server.close()
+
+
+class SlowSession(OneSession):
+    """Takes its time to get ready what has ended."""
+
+    ready = threading.Event()
+    asked = threading.Event()
+
+    def prepare(self, settlement: Settlement) -> None:
+        self.asked.set()
+        assert self.ready.wait(HANG)
+
+
+class SlowStore(OneStore):
+    def open_session(self, queues: Sequence[str], *, worker: str) -> Session:
+        session = SlowSession(self, self.broker.consume(queues, worker=worker), self._transaction)
+        SlowSession.ready.clear()
+        return session
+
+
+def test_a_worker_that_stops_waits_for_a_task_that_has_just_ended() -> None:
+    bench = Bench()
+    hub = MemoryHub()
+    bench.server.engine.stores.store = SlowStore(MemoryBroker(hub), MemoryBackend(hub), hub.transaction)
+    result = bench.add.send(1, 2)
+    worker = bench.server.new_worker(concurrency=1)
+    worker.start()
+    assert SlowSession.asked.wait(HANG)
+    stopping = threading.Thread(target=worker.stop)
+    stopping.start()
+    stopping.join(1.5)
+    assert stopping.is_alive()  # without its result it must not end
+
+    SlowSession.ready.set()
+    stopping.join(HANG)
+
+    assert result.get(timeout=HANG) == 3
+    assert bench.server.broker.stats()[0].waiting == 0
+    bench.server.close()
