@@ -63,6 +63,8 @@ class AMQPConfig(Section):
     prefetch_count: int = option(3, "messages a consumer may hold; 0 = any number")
     auto_delete: bool = option(False, "delay queues vanish with their last consumer")
     delayed_queue: str = option("", "one queue for all delayed tasks, instead of one for each delay")
+    consumer_timeout: float = option(
+        1800.0, "what RabbitMQ's `consumer_timeout` is; longer tasks are held in another way", "s", low=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

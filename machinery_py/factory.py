@@ -23,18 +23,23 @@ FAMILIES: dict[str, str] = {
     "redis": "machinery_py.families.redis:RedisFamily",
     "rediss": "machinery_py.families.redis:RedisFamily",
     "redis+socket": "machinery_py.families.redis:RedisFamily",
+    "amqp": "machinery_py.families.amqp:AMQPFamily",
+    "amqps": "machinery_py.families.amqp:AMQPFamily",
 }
+
+_SEVERAL = {FAMILIES["redis"], FAMILIES["amqp"]}  # these know what to do with several URLs
 
 
 def open_family(url: str, options: FamilyOptions) -> Family:
     """The stores behind a URL; nothing is connected yet.
 
     Raises:
-        ConfigError: the scheme is unknown, or there are several URLs and not all are of Redis.
+        ConfigError: the scheme is unknown, or there are several URLs of a store that takes one.
     """
     parts = split_urls(url, options.separator)
-    if len(parts) > 1 and not all(part.lower().startswith("redis") for part in parts):
-        raise ConfigError(f"several URLs work with Redis only (found {', '.join(map(redact, parts))})")
+    families = {FAMILIES.get(scheme_of(part), "") for part in parts}
+    if len(parts) > 1 and not (len(families) == 1 and families <= _SEVERAL):
+        raise ConfigError(f"several URLs work with Redis or RabbitMQ only, all of one kind (found {', '.join(map(redact, parts))})")
     target = FAMILIES.get(scheme_of(url))
     if target is None:
         raise ConfigError(f"URL {redact(url)!r}: unknown scheme (known: {', '.join(sorted(FAMILIES))})")
@@ -49,6 +54,7 @@ class Stores:
         options = FamilyOptions(
             clock=clock, lease=config.lease, expire_in=float(config.results_expire_in), timeout=config.publish_timeout,
             separator=config.multiple_broker_separator, strategy=config.broker_failover_strategy, redis=config.redis,
+            amqp=config.amqp, default_queue=config.default_queue,
         )
         self._families: dict[str, Family] = {}
         for url in (config.broker, config.backend_url, config.lock_url):

@@ -7,6 +7,7 @@
     null, null://                      a result backend that keeps nothing
     redis://secret@host:6379/0         one Redis; rediss:// with TLS, redis+socket:///path/to.sock:/0
     redis://s1,s2/0?master_name=m      the master that sentinels name
+    amqp://user:secret@host:5672/vhost  RabbitMQ; amqps:// with TLS
 
 Pure: nothing is opened and no name is looked up.
 """
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from typing import Literal
 from urllib.parse import unquote
 
+from machinery_py._drivers.amqp_url import BadAmqpUrl, parse_amqp_url
 from machinery_py._drivers.redis_url import BadRedisUrl, parse_redis_url
 from machinery_py.errors import ConfigError, nearest
 
@@ -45,8 +47,6 @@ SCHEMES: Mapping[str, frozenset[Role]] = {
 """What each scheme can be. A new store adds its line here."""
 
 NOT_YET: tuple[str, ...] = (
-    "amqp",
-    "amqps",
     "memcache",
     "mongodb",
     "mongodb+srv",
@@ -56,6 +56,7 @@ NOT_YET: tuple[str, ...] = (
 EMBEDDED: frozenset[str] = frozenset({"eager", "memory", "sqlite"})
 """Stores that need no server, and therefore serve one machine or one process only."""
 
+_AMQP = frozenset({"amqp", "amqps"})
 _REDIS = frozenset({"redis", "redis+socket", "rediss"})
 _BARE = frozenset({"eager", "null"})  # Go writes these without "://"
 _NOT_PORTED = {"gcppubsub": "Google Pub/Sub", "http": "Amazon SQS or DynamoDB", "https": "Amazon SQS or DynamoDB"}
@@ -155,6 +156,12 @@ def check_url(url: str, role: Role, *, master_name: str = "") -> None:
         try:
             parse_redis_url(url, master_name=master_name)
         except BadRedisUrl as error:
+            raise _refused(url, role, str(error)) from None
+        return
+    if scheme in _AMQP:
+        try:
+            parse_amqp_url(url)
+        except BadAmqpUrl as error:
             raise _refused(url, role, str(error)) from None
         return
     StoreUrl.parse(url, role=role)

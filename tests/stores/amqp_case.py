@@ -1,0 +1,151 @@
+"""What the tests of the RabbitMQ stores share: a vhost for each test, and a clock that waits while messages are delayed."""
+
+from __future__ import annotations
+
+import datetime as dt
+import threading
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from machinery_py._drivers.amqp import AmqpDriver
+from machinery_py.brokers.amqp import AMQPBroker
+from machinery_py.brokers.amqp_consumer import AMQPConsumer
+from machinery_py.brokers.amqp_topology import Topology
+from machinery_py.brokers.base import Message
+from machinery_py.config import AMQPConfig
+from machinery_py.testing.clocks import ManualClock
+from machinery_py.testing.servers import RabbitMQServer
+from machinery_py.testing.waiting import HANG, wait_until
+
+PACE = 4  # the servers' seconds in one real second, where messages are delayed
+SLACK = 0.06  # real seconds that a message may need for its way through the levels
+
+_GRANTED = """[begin N = list_to_binary("t" ++ integer_to_list(I)), rabbit_vhost:add(N, <<"test">>),
+    rabbit_auth_backend_internal:set_permissions(<<"guest">>, N, <<".*">>, <<".*">>, <<".*">>, <<"test">>)
+    end || I <- lists:seq({first}, {last})]."""
+
+
+class Vhosts:
+    """Hands out vhosts that nobody has used; many are made at a time, since asking takes half a second."""
+
+    BATCH = 40
+
+    def __init__(self, server: RabbitMQServer) -> None:
+        self._server = server
+        self._made = 0
+        self._given = 0
+
+    def __call__(self) -> str:
+        """The URL of a new one."""
+        if self._given == self._made:
+            self._server.ctl("eval", _GRANTED.format(first=self._made, last=self._made + self.BATCH - 1))
+            self._made += self.BATCH
+        self._given += 1
+        return f"{self._server.url}t{self._given - 1}"
+
+
+class HurriedTopology(Topology):
+    """Delays pass PACE times as fast."""
+
+    def ttl(self, level: int) -> int:
+        return max(1, super().ttl(level) // PACE)
+
+
+class PacedClock(ManualClock):
+    """Stands still, and takes its real time to go on while a message is delayed on the server."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._until: dt.datetime | None = None
+        self._lock = threading.Lock()
+
+    def delayed_until(self, eta: dt.datetime) -> None:
+        with self._lock:
+            self._until = max(eta, self._until or eta)
+
+    def advance(self, seconds: float = 0.0, **more: float) -> None:
+        before = self.now()
+        super().advance(seconds, **more)
+        if self._until is not None and before < self._until:
+            passed = min(self.now(), self._until) - before
+            threading.Event().wait(passed.total_seconds() / PACE + (SLACK if self.now() >= self._until else 0.0))
+
+
+class PacedBroker(AMQPBroker):
+    """Tells the clock what is delayed."""
+
+    def put(self, messages: Sequence[Message], *, token: str) -> bool:
+        clock = self.driver.clock
+        assert isinstance(clock, PacedClock)
+        for message in messages:
+            if message.eta is not None and message.eta > clock.now():
+                clock.delayed_until(message.eta)
+        return super().put(messages, token=token)
+
+
+class Brokers:
+    """Each call opens connections of its own, as another process would."""
+
+    def __init__(self, url: str, clock: ManualClock, config: AMQPConfig) -> None:
+        self.url = url
+        self.config = config
+        self._clock = clock
+        self._open: list[AMQPBroker] = []
+
+    def __call__(self) -> AMQPBroker:
+        driver = AmqpDriver(self.url, clock=self._clock)
+        topology = HurriedTopology(self.config, "machinery_tasks") if isinstance(self._clock, PacedClock) else Topology(
+            self.config, "machinery_tasks")
+        kind = PacedBroker if isinstance(self._clock, PacedClock) else AMQPBroker
+        broker = kind(driver, topology)
+        self._open.append(broker)
+        return broker
+
+    def close(self) -> None:
+        for broker in self._open:
+            broker.close()
+            broker.driver.close()
+
+
+def crash(broker: AMQPBroker, consumer: AMQPConsumer) -> None:
+    """The consumer's connection breaks, as when its process is killed; returns when what it held is back."""
+    held: dict[str, int] = {}
+    for one in list(consumer._held.values()):
+        held[one.delivery.queue] = held.get(one.delivery.queue, 0) + 1
+    before = {queue: waiting(broker, queue) for queue in held}
+    life = consumer._life
+    assert life is not None
+    life.link.abort()
+    for queue, count in held.items():
+        wait_until(lambda queue=queue, count=count: waiting(broker, queue) >= before[queue] + count, HANG)
+
+
+def waiting(broker: AMQPBroker, queue: str) -> int:
+    """How many messages wait in a queue, without a look into it."""
+    with broker.driver.visit("counting") as channel:
+        frame = channel.rpc("queue_declare", queue=queue, passive=True, timeout=HANG)
+        return int(frame.method.message_count)
+
+
+@pytest.fixture(scope="session")
+def vhosts(rabbitmq_server: RabbitMQServer) -> Vhosts:
+    return Vhosts(rabbitmq_server)
+
+
+@pytest.fixture
+def amqp_url(vhosts: Vhosts) -> str:
+    """A vhost with nothing in it."""
+    return vhosts()
+
+
+@pytest.fixture
+def clock() -> PacedClock:
+    return PacedClock()
+
+
+@pytest.fixture
+def open_brokers(amqp_url: str, clock: PacedClock) -> Iterator[Brokers]:
+    brokers = Brokers(amqp_url, clock, AMQPConfig())
+    yield brokers
+    brokers.close()
