@@ -53,6 +53,9 @@ NOT_YET: tuple[str, ...] = (
 )
 """Schemes of SCHEMES whose store comes in a later release. The release that brings one takes its line away."""
 
+NOT_YET_AS: frozenset[tuple[str, Role]] = frozenset({("amqp", "result backend"), ("amqps", "result backend")})
+"""Roles of schemes that come in a later release."""
+
 EMBEDDED: frozenset[str] = frozenset({"eager", "memory", "sqlite"})
 """Stores that need no server, and therefore serve one machine or one process only."""
 
@@ -140,7 +143,10 @@ def check_url(url: str, role: Role, *, master_name: str = "") -> None:
     if not url.strip():
         raise ConfigError(f"{role} URL is empty (expected for instance 'sqlite:///machinery.db' or 'memory://')")
     scheme = scheme_of(url)
-    usable = sorted(name for name, roles in SCHEMES.items() if role in roles and name not in NOT_YET)
+    usable = sorted(
+        name for name, roles in SCHEMES.items()
+        if role in roles and name not in NOT_YET and (name, role) not in NOT_YET_AS
+    )
     known = ", ".join(usable)
     if not scheme:
         raise _refused(url, role, f"no scheme (expected scheme://…, known: {known}{nearest(url, SCHEMES)})")
@@ -150,6 +156,8 @@ def check_url(url: str, role: Role, *, master_name: str = "") -> None:
         raise _refused(url, role, f"unknown scheme {scheme!r} (known: {known}{nearest(scheme, SCHEMES)})")
     if role not in SCHEMES[scheme]:
         raise _refused(url, role, f"{scheme!r} works as {_listed(SCHEMES[scheme])} only (as {role}: {known})")
+    if (scheme, role) in NOT_YET_AS:
+        raise _refused(url, role, f"{scheme!r} as {role} is not in this release, but comes later (now: {known})")
     if scheme in NOT_YET:
         raise _refused(url, role, f"the store of {scheme!r} is not in this release, but comes later (now: {known})")
     if scheme in _REDIS:

@@ -29,7 +29,7 @@ from machinery_py.brokers.base import (
 )
 from machinery_py.errors import MachineryError
 
-TEND_EVERY = 2.5  # seconds; RabbitMQ looks after delayed messages and dead consumers by itself
+TEND_EVERY = 1.0  # seconds; RabbitMQ looks after delayed messages and dead consumers by itself
 
 
 class AMQPBroker(Broker):

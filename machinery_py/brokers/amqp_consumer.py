@@ -24,7 +24,7 @@ import msgspec
 
 from machinery_py._drivers.amqp import AmqpDriver, translated
 from machinery_py._drivers.amqp_link import Channel, ChannelLost, Link, LinkLost, settle
-from machinery_py.brokers.amqp_claims import Claim
+from machinery_py.brokers.amqp_claims import Claim, drained
 from machinery_py.brokers.amqp_holding import Held, Holding
 from machinery_py.brokers.amqp_messages import FENCE, STRIKES, Taken
 from machinery_py.brokers.amqp_presence import Report, listen
@@ -35,6 +35,8 @@ from machinery_py.brokers.base import Consumer, Delivery, Disposal, Fate, Worker
 from machinery_py.errors import MachineryError
 
 logger = logging.getLogger(__name__)
+
+FULL_BURST = 100  # messages; RabbitMQ hands over some 200 in one go, though more are there
 
 _receipts = itertools.count(1)
 
@@ -176,9 +178,12 @@ class AMQPConsumer(Consumer):
         if self._woken:
             claim.end()
         try:
-            return claim.run(self._driver.timeout)
+            found = claim.run(self._driver.timeout)
         finally:
             self._claim = None
+        if FULL_BURST <= len(found) < limit and len(queues) == 1:
+            found += drained(life.main, queues[0], limit - len(found), self._driver.timeout)
+        return found
 
     def _hold(self, life: Life, found: Sequence[Taken], limit: int) -> list[Delivery]:
         now = self._driver.clock.monotonic()

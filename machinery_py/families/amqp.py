@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from machinery_py._drivers.amqp import AmqpDriver
 from machinery_py._drivers.amqp_url import BadAmqpUrl
+from machinery_py.backends.base import Backend
 from machinery_py.brokers.amqp import AMQPBroker
 from machinery_py.brokers.amqp_topology import Topology
 from machinery_py.errors import ConfigError, nearest
@@ -30,6 +31,10 @@ class AMQPFamily(Family):
 
     def broker(self) -> AMQPBroker:
         return AMQPBroker(self._driver, self._topology, consumer_timeout=self.options.amqp.consumer_timeout)
+
+    def backend(self) -> Backend:
+        raise ConfigError(f"{redact(self.url)}: RabbitMQ as result backend is not in this release "
+                          "(set result_backend, for instance to redis://… or to null)")
 
     def close(self) -> None:
         self._driver.close()

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import datetime as dt
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import pytest
 
 from machinery_py._drivers.amqp import AmqpDriver
 from machinery_py.brokers.amqp import AMQPBroker
 from machinery_py.brokers.amqp_consumer import AMQPConsumer
-from machinery_py.brokers.amqp_topology import Topology
-from machinery_py.brokers.base import Message
+from machinery_py.brokers.amqp_topology import LEVELS, Topology
 from machinery_py.config import AMQPConfig
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.servers import RabbitMQServer
 from machinery_py.testing.waiting import HANG, wait_until
 
 PACE = 4  # the servers' seconds in one real second, where messages are delayed
-SLACK = 0.06  # real seconds that a message may need for its way through the levels
 
 _GRANTED = """[begin N = list_to_binary("t" ++ integer_to_list(I)), rabbit_vhost:add(N, <<"test">>),
     rabbit_auth_backend_internal:set_permissions(<<"guest">>, N, <<".*">>, <<".*">>, <<".*">>, <<"test">>)
@@ -45,23 +43,18 @@ class Vhosts:
         return f"{self._server.url}t{self._given - 1}"
 
 
-class HurriedTopology(Topology):
-    """Delays pass PACE times as fast."""
-
-    def ttl(self, level: int) -> int:
-        return max(1, super().ttl(level) // PACE)
-
-
 class PacedClock(ManualClock):
     """Stands still, and takes its real time to go on while a message is delayed on the server."""
 
-    def __init__(self) -> None:
+    def __init__(self, url: str) -> None:
         super().__init__()
+        self._url = url
         self._until: dt.datetime | None = None
-        self._lock = threading.Lock()
+        self._noting = threading.Lock()
 
-    def delayed_until(self, eta: dt.datetime) -> None:
-        with self._lock:
+    def delayed_for(self, delay: float) -> None:
+        with self._noting:
+            eta = self.now() + dt.timedelta(seconds=delay)
             self._until = max(eta, self._until or eta)
 
     def advance(self, seconds: float = 0.0, **more: float) -> None:
@@ -69,36 +62,38 @@ class PacedClock(ManualClock):
         super().advance(seconds, **more)
         if self._until is not None and before < self._until:
             passed = min(self.now(), self._until) - before
-            threading.Event().wait(passed.total_seconds() / PACE + (SLACK if self.now() >= self._until else 0.0))
+            threading.Event().wait(passed.total_seconds() / PACE)
+            if self.now() >= self._until:
+                # All are due: their way through the levels takes as long as the machine is slow.
+                wait_until(lambda: not late(self._url), HANG)
 
 
-class PacedBroker(AMQPBroker):
-    """Tells the clock what is delayed."""
+class HurriedTopology(Topology):
+    """Delays pass PACE times as fast, and the clock hears of them."""
 
-    def put(self, messages: Sequence[Message], *, token: str) -> bool:
-        clock = self.driver.clock
-        assert isinstance(clock, PacedClock)
-        for message in messages:
-            if message.eta is not None and message.eta > clock.now():
-                clock.delayed_until(message.eta)
-        return super().put(messages, token=token)
+    def __init__(self, config: AMQPConfig, clock: PacedClock) -> None:
+        super().__init__(config, "machinery_tasks")
+        self._clock = clock
+
+    def ttl(self, level: int) -> int:
+        return max(1, super().ttl(level) // PACE)
+
+    def delay_route(self, queue: str, delay: float) -> tuple[str, str]:
+        self._clock.delayed_for(delay)
+        return super().delay_route(queue, delay)
 
 
 class Brokers:
     """Each call opens connections of its own, as another process would."""
 
-    def __init__(self, url: str, clock: ManualClock, config: AMQPConfig) -> None:
+    def __init__(self, url: str, clock: PacedClock, config: AMQPConfig) -> None:
         self.url = url
         self.config = config
         self._clock = clock
         self._open: list[AMQPBroker] = []
 
     def __call__(self) -> AMQPBroker:
-        driver = AmqpDriver(self.url, clock=self._clock)
-        topology = HurriedTopology(self.config, "machinery_tasks") if isinstance(self._clock, PacedClock) else Topology(
-            self.config, "machinery_tasks")
-        kind = PacedBroker if isinstance(self._clock, PacedClock) else AMQPBroker
-        broker = kind(driver, topology)
+        broker = AMQPBroker(AmqpDriver(self.url, clock=self._clock), HurriedTopology(self.config, self._clock))
         self._open.append(broker)
         return broker
 
@@ -121,6 +116,14 @@ def crash(broker: AMQPBroker, consumer: AMQPConsumer) -> None:
         wait_until(lambda queue=queue, count=count: waiting(broker, queue) >= before[queue] + count, HANG)
 
 
+def late(url: str) -> int:
+    """How many messages are in the levels."""
+    with AmqpDriver(url).visit("counting") as channel:
+        names = [HurriedTopology(AMQPConfig(), PacedClock(url)).level_name(level) for level in range(LEVELS)]
+        frames = [channel.rpc("queue_declare", queue=name, passive=True, timeout=HANG) for name in names]
+        return sum(frame.method.message_count for frame in frames)
+
+
 def waiting(broker: AMQPBroker, queue: str) -> int:
     """How many messages wait in a queue, without a look into it."""
     with broker.driver.visit("counting") as channel:
@@ -140,12 +143,17 @@ def amqp_url(vhosts: Vhosts) -> str:
 
 
 @pytest.fixture
-def clock() -> PacedClock:
-    return PacedClock()
+def clock(amqp_url: str) -> PacedClock:
+    return PacedClock(amqp_url)
 
 
 @pytest.fixture
-def open_brokers(amqp_url: str, clock: PacedClock) -> Iterator[Brokers]:
-    brokers = Brokers(amqp_url, clock, AMQPConfig())
+def amqp_config() -> AMQPConfig:
+    return AMQPConfig()
+
+
+@pytest.fixture
+def open_brokers(amqp_url: str, clock: PacedClock, amqp_config: AMQPConfig) -> Iterator[Brokers]:
+    brokers = Brokers(amqp_url, clock, amqp_config)
     yield brokers
     brokers.close()
