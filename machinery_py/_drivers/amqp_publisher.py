@@ -111,7 +111,8 @@ class Publisher:
         self._batches.add(batch)
         try:
             self._send(batch)
-            batch.wait(self._timeout)
+            if not batch.wait(self._timeout) and batch.failure is None and not self.link.blocked:
+                self.link.abort()  # it may lead nowhere; the next one is tried on another
         finally:
             self._batches.discard(batch)
         return batch

@@ -215,7 +215,10 @@ class AMQPConsumer(Consumer):
         with self._lock:
             ours = [self._held.pop(disposal.delivery.receipt, None) for disposal in disposals]
         pairs = [(held, disposal) for held, disposal in zip(ours, disposals, strict=True) if held is not None]
-        returned = [self._returns.addressed(held, disposal) for held, disposal in pairs if _is_published(held, disposal)]
+        returned = [
+            self._returns.addressed(held.delivery, held.one, disposal)
+            for held, disposal in pairs if _is_published(held, disposal)
+        ]
         if returned:
             try:
                 self._sending.send(returned)

@@ -28,11 +28,9 @@ import msgspec
 
 from machinery_py._drivers.amqp import AmqpDriver, translated
 from machinery_py._drivers.amqp_link import Channel, Link, settle
-from machinery_py.brokers.amqp_messages import FENCE, STRIKES, Taken, own_headers, parcel_of
+from machinery_py.brokers.amqp_messages import COPY, FENCE, STRIKES, Taken, own_headers, parcel_of
 from machinery_py.brokers.amqp_sending import Addressed, Sending
 from machinery_py.brokers.base import Delivery
-
-COPY = "machinery_copy"  # header: which move a copy belongs to
 
 STAY = 1_000  # ms; what nobody holds leaves a holding queue after this
 GONE = 600_000  # ms; a holding queue without a subscriber is removed after this

@@ -28,6 +28,7 @@ from machinery_py.wire_time import parse_time
 SENT, QUEUE, ETA, PARKS = "machinery_sent", "machinery_queue", "machinery_eta", "machinery_parks"
 FENCE, STRIKES = "machinery_fence", "machinery_strikes"
 REASON, ERROR, DIED, LETTER = "machinery_reason", "machinery_error", "machinery_died", "machinery_letter"
+COPY = "machinery_copy"  # which move into a holding queue a copy belongs to
 UUID, NAME = "machinery_uuid", "machinery_name"  # where the property cannot hold them
 
 SHORT = 255  # bytes of a short string

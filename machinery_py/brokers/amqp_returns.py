@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from machinery_py._drivers.amqp import AmqpDriver, micros
-from machinery_py.brokers.amqp_holding import COPY, Held
 from machinery_py.brokers.amqp_messages import (
+    COPY,
     DIED,
     ERROR,
     ETA,
@@ -24,7 +24,7 @@ from machinery_py.brokers.amqp_messages import (
 )
 from machinery_py.brokers.amqp_sending import Addressed
 from machinery_py.brokers.amqp_topology import Topology
-from machinery_py.brokers.base import Disposal, Fate
+from machinery_py.brokers.base import Delivery, Disposal, Fate
 
 
 class Returns:
@@ -37,8 +37,7 @@ class Returns:
     def parks(self, one: Taken) -> int:
         return one.number(PARKS)
 
-    def addressed(self, held: Held, disposal: Disposal) -> Addressed:
-        delivery, one = held.delivery, held.one
+    def addressed(self, delivery: Delivery, one: Taken, disposal: Disposal) -> Addressed:
         headers = own_headers(one) | {FENCE: delivery.fence, STRIKES: delivery.strikes}
         headers.pop(COPY, None)
         headers.pop(ETA, None)

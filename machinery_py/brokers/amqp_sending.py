@@ -21,6 +21,7 @@ from machinery_py._drivers.amqp_publisher import End, Parcel, Publisher
 from machinery_py.brokers.amqp_topology import REGISTRY, Topology, carry_out
 from machinery_py.errors import BrokerUnavailable, PublishRefused, PublishUnknown
 
+TOO_LARGE = 406  # AMQP's code for what breaks a rule; of a publish, its size
 TOKEN_LIFE = 600.0  # seconds; longer than anybody repeats a submission
 
 
@@ -105,6 +106,8 @@ class Sending:
         self, ends: Sequence[End], keys: Sequence[str], attempt: Attempt, failure: Exception | None, *, last: bool
     ) -> None:
         place, total = self._driver.place, len(ends)
+        if isinstance(failure, ChannelLost) and failure.code == TOO_LARGE and total == 1:
+            raise PublishRefused(f"RabbitMQ at {place}: {failure.text} (its max_message_size is smaller than ours)") from failure
         if End.UNKNOWN in ends:
             self.forget()
             why = str(failure) if failure else f"no confirm within {self._driver.timeout:g} s"

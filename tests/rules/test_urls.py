@@ -175,7 +175,8 @@ def test_null_is_a_result_backend_and_nothing_else() -> None:
     check_url("null://", "result backend")
 
     assert refusal("null", "broker") == (
-        "broker URL 'null': 'null' works as result backend only (as broker: eager, memory, redis, redis+socket, rediss, sqlite)"
+        "broker URL 'null': 'null' works as result backend only (as broker: amqp, amqps, "
+        "eager, memory, redis, redis+socket, rediss, sqlite)"
     )
     assert "works as result backend only" in refusal("null://", "lock")
 
@@ -183,7 +184,7 @@ def test_null_is_a_result_backend_and_nothing_else() -> None:
 def test_an_unknown_scheme_names_the_known_and_the_nearest() -> None:
     assert refusal("reddis://host", "broker") == (
         "broker URL 'reddis://host': unknown scheme 'reddis'"
-        " (known: eager, memory, redis, redis+socket, rediss, sqlite; did you mean 'redis'?)"
+        " (known: amqp, amqps, eager, memory, redis, redis+socket, rediss, sqlite; did you mean 'redis'?)"
     )
     assert "(known: eager, memory, null, redis, redis+socket, rediss, sqlite" in refusal("x://", "result backend")
 
@@ -300,9 +301,9 @@ def test_the_reference_page_says_which_scheme_can_be_what() -> None:
     found: dict[str, tuple[set[str], bool]] = {}
     for line in page.read_text("utf-8").partition("\n## URLs")[2].splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if len(cells) == 3 and cells[2] in {"yes", "no"}:
+        if len(cells) == 3 and cells[2] in {"yes", "no", "as broker"}:
             for url in cells[0].split(", "):
-                found[scheme_of(url.strip("`"))] = set(cells[1].split(", ")), cells[2] == "yes"
+                found[scheme_of(url.strip("`"))] = set(cells[1].split(", ")), cells[2] != "no"
 
     assert found == {scheme: (set(roles), scheme not in NOT_YET) for scheme, roles in SCHEMES.items()}
 
