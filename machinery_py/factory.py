@@ -39,7 +39,8 @@ def open_family(url: str, options: FamilyOptions) -> Family:
     parts = split_urls(url, options.separator)
     families = {FAMILIES.get(scheme_of(part), "") for part in parts}
     if len(parts) > 1 and not (len(families) == 1 and families <= _SEVERAL):
-        raise ConfigError(f"several URLs work with Redis or RabbitMQ only, all of one kind (found {', '.join(map(redact, parts))})")
+        shown = ", ".join(map(redact, parts))
+        raise ConfigError(f"several URLs work with Redis or RabbitMQ only, all of one kind (found {shown})")
     target = FAMILIES.get(scheme_of(url))
     if target is None:
         raise ConfigError(f"URL {redact(url)!r}: unknown scheme (known: {', '.join(sorted(FAMILIES))})")

@@ -34,7 +34,7 @@ class AmqpUrl:
     host: str = "localhost"
     port: int = 5672
     username: str = "guest"
-    password: str = "guest"  # noqa: S105 - RabbitMQ's own default, for connections from the same host only
+    password: str = "guest"
     vhost: str = "/"
     tls: bool = False
     heartbeat: int = HEARTBEAT

@@ -7,7 +7,7 @@ A delivery is moved into our holding queue for two reasons:
 - A suspect (it came back before) is about to run: the copy says one strike more.
 
 The holding queue has one subscriber, us; what is in it is unacknowledged on our channel, so its time to live does not run.
-When we die the server puts it back, its time is over at once, and it goes to the queue it came from by dead-lettering.
+When we die the server puts it back, its time is over at once, and dead-lettering brings it to the queue it came from.
 
     1  copy published to the holding queue, confirmed       crash: the copy and the original both come back, one task with one UUID
     2  copy delivered to us                                 crash: the same

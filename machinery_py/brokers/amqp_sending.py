@@ -1,4 +1,4 @@
-"""Publishing of the AMQP broker: topology first, then all messages at once, each with its confirm; and what is remembered of a try.
+"""Publishing of the AMQP broker: topology first, then all messages at once, each with its confirm; and what is known of a try.
 
     crash or loss                          what there is
     before anything is written             nothing: refused

@@ -1,7 +1,7 @@
 """Exchanges, queues and bindings on RabbitMQ: Go Machinery's where Go has them, ours where Go loses messages.
 
     <exchange>                   Go's, of the configured type
-    <queue>                      durable, with `queue_declare_args`; bound by its own name, the default queue also by `binding_key`
+    <queue>                      durable, with `queue_declare_args`; bound by its name, the default queue also by `binding_key`
     machinery.delay.<n>          exchange and queue of level n: what lies here waits TICK · 2ⁿ; then on to level n-1
     machinery.delay.due          exchange: from the levels to the queues, by a digest of the queue's name
     machinery.dead.<queue>       dead letters

@@ -237,6 +237,11 @@ COMMANDS: Mapping[str, Command] = {command.name: command for command in (
         help="delete what waits in a queue, delayed tasks too", examples=("machinery purge tasks mail",),
     ),
     Command(
+        name="declare", target="act:declare", words="[QUEUE …]", most=None, options=(_json, _app),
+        help="make what queues need on the server, when an application is deployed",
+        examples=("machinery declare tasks", "machinery declare tasks machinery_tasks mail"),
+    ),
+    Command(
         name="dead list", target="act:dead_list", options=(_dead, _limit, _json, _app),
         help="messages that nobody could deal with", examples=("machinery dead list tasks",),
     ),

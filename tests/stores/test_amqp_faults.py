@@ -141,7 +141,7 @@ def test_f62_a_task_may_run_longer_than_the_servers_timeout(strict_server: Rabbi
     assert len(broker.dead_letters(limit=5, queue=queue)) == (end == "dead")
 
 
-def test_f63_heartbeats_do_not_wait_for_whoever_uses_the_broker(rabbitmq_server: RabbitMQServer, amqp_url: str, open_broker: Open) -> None:
+def test_f63_heartbeats_do_not_wait_for_whoever_uses_the_broker(amqp_url: str, open_broker: Open) -> None:
     broker = open_broker(f"{amqp_url}?heartbeat=1")
     put(broker, b"a")
     consumer = broker.consume(["q"], worker="w")
