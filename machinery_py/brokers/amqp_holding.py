@@ -9,7 +9,7 @@ A delivery is moved into our holding queue for two reasons:
 The holding queue has one subscriber, us; what is in it is unacknowledged on our channel, so its time to live does not run.
 When we die the server puts it back, its time is over at once, and dead-lettering brings it to the queue it came from.
 
-    1  copy published to the holding queue, confirmed       crash: the copy and the original both come back, one task with one UUID
+    1  copy published to the holding queue, confirmed       crash: the copy and the original come back, with one UUID
     2  copy delivered to us                                 crash: the same
     3  original acknowledged                                crash: the copy comes back, with its strike
 

@@ -6,7 +6,7 @@ import os
 
 from machinery_py import Server, current_task
 
-server = Server(os.environ.get("KILL_URL", "memory://"))
+server = Server(os.environ.get("KILL_URL", "memory://"), result_backend=os.environ.get("KILL_BACKEND", ""))
 
 
 def note(word: str) -> None:

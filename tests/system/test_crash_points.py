@@ -18,8 +18,11 @@ import pytest
 from machinery_py import Server, State, Task
 from machinery_py.brokers.base import QueueStats
 from machinery_py.testing.waiting import wait_until
+from tests.stores.amqp_case import amqp_url, vhosts
 from tests.system import crashing
 from tests.system.crashing import SENDER_POINTS, SHAPES, WORKER_POINTS
+
+__all__ = ["amqp_url", "vhosts"]
 
 SCRIPT = pathlib.Path(__file__).with_name("crashing.py")
 HANG = 60.0  # seconds; a guard, nothing is measured with it
@@ -73,6 +76,8 @@ def stage(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> Stage:
     if request.param == "redis":
         url: str = request.getfixturevalue("empty_redis").url
         return Stage(tmp_path, url, url)
+    if request.param == "amqp":
+        return Stage(tmp_path, request.getfixturevalue("amqp_url"), f"sqlite:///{tmp_path}/states.db")
     first = f"sqlite:///{tmp_path}/first.db"
     second = first if request.param == "one store" else f"sqlite:///{tmp_path}/second.db"
     return Stage(tmp_path, first, second)
@@ -111,6 +116,7 @@ def cells() -> Iterator[tuple[str, str, str]]:
                 yield "one store", point, shape
             if shape in ("retry", "chord"):
                 yield "two stores", point, shape
+                yield "amqp", point, shape
             if shape in ("retry", "chain", "broken-chord", "chord", "delayed") and not point.startswith("inside"):
                 yield "redis", point, shape  # its steps are scripts: there is no inside
 
@@ -157,7 +163,7 @@ def check_states(server: Server, uuid: str, shape: str) -> None:
     assert not server.inspect.dead()
 
 
-@pytest.mark.parametrize("stage", ["one store", "two stores", "redis"], indirect=True)
+@pytest.mark.parametrize("stage", ["one store", "two stores", "redis", "amqp"], indirect=True)
 @pytest.mark.parametrize("shape", ["task", "chain", "chord"])
 @pytest.mark.parametrize("point", SENDER_POINTS)
 def test_a_sender_that_is_killed_leaves_all_or_nothing(

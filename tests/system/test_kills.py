@@ -15,6 +15,9 @@ import pytest
 
 from machinery_py import Server, State
 from machinery_py.testing.waiting import wait_until
+from tests.stores.amqp_case import amqp_url, vhosts
+
+__all__ = ["amqp_url", "vhosts"]
 
 ROOT = pathlib.Path(__file__).parents[2]
 KILLS = int(os.environ.get("CHAOS_KILLS", "20"))  # `make chaos` asks for more
@@ -25,12 +28,13 @@ HANG = max(150.0, 10.0 * KILLS)  # seconds; a guard, nothing is measured with it
 class Fleet:
     """Worker processes over one store."""
 
-    def __init__(self, folder: pathlib.Path, url: str) -> None:
+    def __init__(self, folder: pathlib.Path, url: str, backend: str = "") -> None:
         self.url = url
+        self.backend = backend
         self.ledger = folder / "ledger"
         self.ledger.touch()
         self.environment = {
-            **os.environ, "KILL_URL": self.url, "KILL_LEDGER": str(self.ledger), "PYTHONPATH": str(ROOT),
+            **os.environ, "KILL_URL": self.url, "KILL_BACKEND": self.backend, "KILL_LEDGER": str(self.ledger), "PYTHONPATH": str(ROOT),
         }
         self.processes: list[subprocess.Popen[bytes]] = []
 
@@ -53,17 +57,20 @@ class Fleet:
             process.wait()
 
 
-@pytest.fixture(params=["sqlite", "redis"])
+@pytest.fixture(params=["sqlite", "redis", "amqp"])
 def fleet(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> Iterator[Fleet]:
-    url = f"sqlite:///{tmp_path}/kills.db" if request.param == "sqlite" else request.getfixturevalue("empty_redis").url
-    fleet = Fleet(tmp_path, url)
+    if request.param == "amqp":
+        fleet = Fleet(tmp_path, request.getfixturevalue("amqp_url"), f"sqlite:///{tmp_path}/states.db")
+    else:
+        sqlite = f"sqlite:///{tmp_path}/kills.db"
+        fleet = Fleet(tmp_path, sqlite if request.param == "sqlite" else request.getfixturevalue("empty_redis").url)
     yield fleet
     fleet.stop()
 
 
 @pytest.fixture
 def server(fleet: Fleet) -> Iterator[Server]:
-    server = Server(fleet.url)
+    server = Server(fleet.url, result_backend=fleet.backend)
     yield server
     server.close()
 
