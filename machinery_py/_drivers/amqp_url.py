@@ -14,7 +14,7 @@ from urllib.parse import unquote
 _TLS_OPTIONS = ("ca_file", "cert_file", "key_file", "verify")
 _OPTIONS = ("heartbeat", *_TLS_OPTIONS)
 
-HEARTBEAT = 15  # seconds; a peer that is silent for two of them is gone
+HEARTBEAT = 5  # seconds; a peer that is silent for two of them is gone: tasks of a dead host run again within 15 s
 
 
 class BadAmqpUrl(ValueError):

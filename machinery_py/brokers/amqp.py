@@ -1,6 +1,6 @@
 """Messages in RabbitMQ, in Go Machinery's exchanges and queues; what they are stands in docs/explanation/amqp-protocol.md.
 
-A consumer's deliveries come back when its connection ends: at once if its process dies, after two heartbeats (30 s) if its
+A consumer's deliveries come back when its connection ends: at once if its process dies, after two heartbeats (10 s) if its
 host does. A live worker is never robbed of a long task.
 
 Limits: a batch is not put whole: others see it grow. A token is known to the process that used it; to others, and for what a
