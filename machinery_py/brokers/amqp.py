@@ -95,7 +95,7 @@ class AMQPBroker(Broker):
         return self._looking.delayed(limit)
 
     def stats(self) -> list[QueueStats]:
-        return self._looking.stats(self._looking.reports())
+        return self._looking.stats()
 
     def workers(self) -> list[WorkerInfo]:
         return [report.info for report in self._looking.reports()]

@@ -21,7 +21,7 @@ _tags = itertools.count(1)
 
 
 class Claim:
-    """One claim under way. Everything but `run` happens in the link's thread."""
+    """One claim under way; `found` is what has come. Everything but `run` happens in the link's thread."""
 
     def __init__(self, channel: Channel, queues: Sequence[str], count: int, wait: float) -> None:
         """With several queues each gives one message at most."""
@@ -29,7 +29,7 @@ class Claim:
         self._queues = queues
         self._count = min(count, MOST) if len(queues) == 1 else 1
         self._wait = wait
-        self._found: list[Taken] = []
+        self.found: list[Taken] = []
         self._tags = [f"machinery.{next(_tags)}" for _ in queues]
         self._left = len(self._tags)
         self._begun = self._wanted = self._ended = False
@@ -60,7 +60,7 @@ class Claim:
 
     def _taker(self, queue: str) -> Callable[..., None]:
         def take(_: object, method: Any, properties: Any, body: bytes) -> None:
-            self._found.append(taken(queue, method, properties, body))
+            self.found.append(taken(queue, method, properties, body))
             self.end()
 
         return take
@@ -81,7 +81,7 @@ class Claim:
     def _unsubscribed(self) -> None:
         self._left -= 1
         if not self._left and self._future is not None:
-            settle(self._future, self._found)
+            settle(self._future, self.found)
 
 
 def drained(channel: Channel, queue: str, limit: int, timeout: float) -> list[Taken]:

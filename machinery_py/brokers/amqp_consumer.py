@@ -151,6 +151,9 @@ class AMQPConsumer(Consumer):
         holding: dict[str, int] = {}
         for held in list(self._held.values()):
             holding[held.delivery.queue] = holding.get(held.delivery.queue, 0) + 1
+        claim = self._claim
+        for one in claim.found if claim is not None else ():
+            holding[one.queue] = holding.get(one.queue, 0) + 1
         return Report(msgspec.structs.replace(self.info, holding=sum(holding.values())), holding)
 
     # Claiming

@@ -111,21 +111,19 @@ class Looking:
                     return []  # nothing was ever declared
                 raise
 
-    def stats(self, reports: Sequence[Report]) -> list[QueueStats]:
-        running: Counter[str] = Counter()
-        for report in reports:
-            running.update(report.holding)
+    def stats(self) -> list[QueueStats]:
         with self._looking("counting messages") as channel:
-            levels = [self._topology.level_name(level) for level in range(LEVELS)]
-            any_late = any(self._count(channel, level) for level in levels)
-            late = Counter(one.text(QUEUE) for one in self._late(channel)) if any_late else Counter[str]()
-            return [
-                QueueStats(
-                    queue=queue, waiting=self._count(channel, queue) or 0, running=running[queue], delayed=late[queue],
-                    dead=self._count(channel, self._topology.dead_queue(queue)) or 0,
-                )
-                for queue in self._queues(channel)
-            ]
+            late = Counter(one.text(QUEUE) for one in self._late(channel))
+            waiting = {queue: self._count(channel, queue) or 0 for queue in self._queues(channel)}
+            dead = {queue: self._count(channel, self._topology.dead_queue(queue)) or 0 for queue in waiting}
+        # Last: what is on its way from the queue to a worker is rather counted twice than not at all.
+        running: Counter[str] = Counter()
+        for report in self.reports():
+            running.update(report.holding)
+        return [
+            QueueStats(queue=queue, waiting=count, running=running[queue], delayed=late[queue], dead=dead[queue])
+            for queue, count in waiting.items()
+        ]
 
     # Ways and means
 
