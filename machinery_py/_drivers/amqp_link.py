@@ -91,6 +91,8 @@ class Link:
         except Exception as error:  # whatever ends the loop ends the connection, and is told to all that wait
             ended = error
         self._end(ended or LinkLost("closed"))
+        if self._connection is not None:
+            self._connection.ioloop.close()  # its poller and its pair of sockets
 
     def _on_open(self, _: object) -> None:
         if not self._opened.done():

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from machinery_py._drivers.amqp_url import parse_amqp_url
 from machinery_py._drivers.redis_url import parse_redis_url
 from machinery_py.errors import ConfigError
 from machinery_py.urls import (
@@ -350,3 +351,33 @@ def test_a_redis_socket_has_its_database_behind_a_colon() -> None:
 def test_a_redis_url_that_makes_no_sense_is_refused_without_its_password(url: str, text: str) -> None:
     assert text in refusal(url, "broker")
     assert "secret" not in refusal(url, "broker")
+
+
+@pytest.mark.parametrize(
+    ("url", "found"),
+    [
+        ("amqp://", ("localhost", 5672, "guest", "guest", "/")),
+        ("amqp://h/", ("h", 5672, "guest", "guest", "/")),
+        ("amqp://ada:s%40c@h:1/shop", ("h", 1, "ada", "s@c", "shop")),
+        ("amqp://ada@h/%2F", ("h", 5672, "ada", "", "/")),
+        ("amqps://[::1]/a%2Fb", ("::1", 5671, "guest", "guest", "a/b")),
+    ],
+)
+def test_an_amqp_url_is_gos(url: str, found: tuple[object, ...]) -> None:
+    parsed = parse_amqp_url(url)
+
+    assert (parsed.host, parsed.port, parsed.username, parsed.password, parsed.vhost) == found
+    check_url(url, "broker")
+
+
+@pytest.mark.parametrize(
+    ("url", "text"),
+    [
+        ("amqp://h:x", "the port is no number"), ("amqp://h/a/b", "second '/'"), ("amqp://:p@h", "no user"),
+        ("amqp://h?verify=none", "needs TLS"), ("amqps://h?verify=maybe", "neither full nor none"),
+        ("amqp://h?heartbeat=x", "'heartbeat' is no number"), ("amqp://h?colour=red", "no options besides"),
+        ("amqp://a,b/v", "several hosts"), ("amqps://h?key_file=k", "needs 'cert_file'"),
+    ],
+)
+def test_an_amqp_url_that_makes_no_sense_is_refused(url: str, text: str) -> None:
+    assert text in refusal(url, "broker")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import datetime as dt
+import gc
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -350,3 +352,47 @@ def test_a_server_that_comes_back_is_used_again(open_broker: Open) -> None:
         assert consumer.beat() is False
         assert bodies(consumer.receive(5, 5.0)) == [b"1", b"3"]
         assert consumer.dispose(done(old)) == [False]
+
+
+def test_connections_leave_nothing_behind(amqp_url: str, open_broker: Open) -> None:
+    broker = open_broker(amqp_url)
+    put(broker, b"1")
+
+    def use() -> tuple[int, int]:
+        broker.stats()
+        consumer = broker.consume(["q"], worker="w")
+        broker.workers()
+        consumer.close()
+        other = broker.consume(["q"], worker="w")
+        assert other._life is not None
+        other._life.link.abort()
+        other.close()
+        gc.collect()
+        return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+    before = use()
+    for _ in range(3):
+        use()
+    wait_until(lambda: use() <= before, HANG)
+
+
+def test_another_url_is_used_when_a_server_is_gone() -> None:
+    require(RabbitMQServer)
+    with RabbitMQServer() as first, RabbitMQServer() as second:
+        driver = AmqpDriver(first.url, second.url, timeout=3.0)
+        broker = AMQPBroker(driver, Topology(AMQPConfig(), "machinery_tasks"))
+        put(broker, b"left behind")
+        consumer = broker.consume(["q"], worker="w")
+        (old,) = consumer.receive(1, 5.0)
+
+        first.kill()
+
+        put(broker, b"1", b"2")
+        wait_until(lambda: consumer.holds([old]) == [False], HANG)
+        assert consumer.beat() is False
+        found = consumer.receive(5, 5.0)
+        assert bodies(found) == [b"1", b"2"]
+        assert consumer.dispose(done(old, *found)) == [False, True, True]
+        assert driver.place == f"127.0.0.1:{second.port}"
+        broker.close()
+        driver.close()

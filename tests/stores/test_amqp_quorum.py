@@ -77,14 +77,15 @@ def test_what_a_dead_consumer_held_comes_back(broker: AMQPBroker) -> None:
 
 def test_delays_dead_letters_and_looking(broker: AMQPBroker) -> None:
     now = dt.datetime.now(dt.UTC)
-    broker.put([message(b"late", eta=now + dt.timedelta(seconds=1.2)), message(b"later", eta=now + dt.timedelta(hours=1))], token="")
+    soon, later = (now + dt.timedelta(seconds=seconds) for seconds in (1.2, 3600))
+    broker.put([message(b"late", eta=soon), message(b"later", eta=later)], token="")
     consumer = broker.consume(["q"], worker="w")
     assert [one.body for one in broker.delayed(5)] == [b"late", b"later"]
 
     found = consumer.receive(5, HANG)
 
     assert bodies(found) == [b"late"]
-    assert dt.datetime.now(dt.UTC) >= now + dt.timedelta(seconds=1.2)
+    assert dt.datetime.now(dt.UTC) >= soon
     assert consumer.dispose([Disposal(delivery=found[0], fate=Fate.DEAD, reason="poison")]) == [True]
     (letter,) = broker.dead_letters(limit=5)
     assert (letter.body, letter.reason) == (b"late", "poison")

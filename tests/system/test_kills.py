@@ -34,7 +34,8 @@ class Fleet:
         self.ledger = folder / "ledger"
         self.ledger.touch()
         self.environment = {
-            **os.environ, "KILL_URL": self.url, "KILL_BACKEND": self.backend, "KILL_LEDGER": str(self.ledger), "PYTHONPATH": str(ROOT),
+            **os.environ, "KILL_URL": self.url, "KILL_BACKEND": self.backend, "KILL_LEDGER": str(self.ledger),
+            "PYTHONPATH": str(ROOT),
         }
         self.processes: list[subprocess.Popen[bytes]] = []
 
