@@ -19,6 +19,7 @@ from machinery_py.errors import MachineryError
 from machinery_py.events import EventBus
 from machinery_py.hub import Hub
 from machinery_py.inspection import Inspector
+from machinery_py.queues import Queues
 from machinery_py.registry import AsyncTask, Task, TaskSettings, check_numbers
 from machinery_py.results import AsyncResult, ChainResult, ChordResult, GroupResult
 from machinery_py.settings import resolve
@@ -339,22 +340,24 @@ class Server:
         task = self.engine.registry.find(name)
         return task.call.result(value) if task is not None else value
 
-    def worker_hint(self, queue: str) -> str:
-        """"no worker on 'mail'", if nobody works on that queue."""
+    def worker_hint(self, queue: str) -> tuple[str, str]:
+        """Why nobody runs the tasks of that queue, and what to type against it; empty if somebody does."""
         queue = queue or self.config.default_queue
         try:
+            if queue in self.broker.paused():
+                return f"{queue!r} is paused", f"resume it: machinery resume {self._module()} {queue}"
             served = any(queue in worker.queues for worker in self.broker.workers())
         except MachineryError:
-            return ""
-        return "" if served else f"no worker on {queue!r}"
+            return "", ""
+        other = "" if queue == self.config.default_queue else f" -Q {queue}"
+        return ("", "") if served else (f"no worker on {queue!r}", f"start one: machinery worker {self._module()}{other}")
 
-    def worker_command(self, queue: str) -> str:
-        """What to type to have a worker on the queue."""
+    def _module(self) -> str:
+        """The application as the command line names it."""
         module = next((task.__module__ for task in self.engine.registry), "<your module>")
         if module == "__main__":
             module = getattr(sys.modules["__main__"], "__file__", "<your module>").rpartition("/")[2].removesuffix(".py")
-        other = "" if queue in ("", self.config.default_queue) else f" -Q {queue}"
-        return f"machinery worker {module}{other}"
+        return module
 
     def revoke(self, uuids: Sequence[str]) -> None:
         """These tasks are not started any more; those that run are asked to stop."""
@@ -363,7 +366,7 @@ class Server:
     # Workers
 
     def new_worker(
-        self, name: str = "", concurrency: int = 0, *, queues: Sequence[str] = (), burst: bool = False,
+        self, name: str = "", concurrency: int = 0, *, queues: Queues = (), burst: bool = False,
         shutdown_timeout: float | None = None,
     ) -> Worker:
         """A worker in this process, not started yet: `worker.launch()`, or `with worker:`.
@@ -371,7 +374,7 @@ class Server:
         Args:
             name: of the worker; by default host and process.
             concurrency: tasks at a time; 0 is two for each processor.
-            queues: in strict order; by default the configured queue.
+            queues: names in strict order, or a mapping of names to weights; by default the configured ones.
             burst: end when there is nothing left to do.
             shutdown_timeout: seconds that running tasks get at the end.
         """

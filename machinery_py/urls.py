@@ -8,6 +8,7 @@
     redis://secret@host:6379/0         one Redis; rediss:// with TLS, redis+socket:///path/to.sock:/0
     redis://s1,s2/0?master_name=m      the master that sentinels name
     amqp://user:secret@host:5672/vhost  RabbitMQ; amqps:// with TLS
+    memcache://h1:11211,h2:11211       memcached servers; each key lies on one of them
 
 Pure: nothing is opened and no name is looked up.
 """
@@ -21,6 +22,7 @@ from typing import Literal
 from urllib.parse import unquote
 
 from machinery_py._drivers.amqp_url import BadAmqpUrl, parse_amqp_url
+from machinery_py._drivers.memcache_url import BadMemcacheUrl, parse_memcache_url
 from machinery_py._drivers.redis_url import BadRedisUrl, parse_redis_url
 from machinery_py.errors import ConfigError, nearest
 
@@ -47,7 +49,6 @@ SCHEMES: Mapping[str, frozenset[Role]] = {
 """What each scheme can be. A new store adds its line here."""
 
 NOT_YET: tuple[str, ...] = (
-    "memcache",
     "mongodb",
     "mongodb+srv",
 )
@@ -170,6 +171,12 @@ def check_url(url: str, role: Role, *, master_name: str = "") -> None:
         try:
             parse_amqp_url(url)
         except BadAmqpUrl as error:
+            raise _refused(url, role, str(error)) from None
+        return
+    if scheme == "memcache":
+        try:
+            parse_memcache_url(url)
+        except BadMemcacheUrl as error:
             raise _refused(url, role, str(error)) from None
         return
     StoreUrl.parse(url, role=role)

@@ -16,7 +16,7 @@ MAX_FUNCTION = 60  # lines, without the docstring
 FLOORS: tuple[frozenset[str], ...] = tuple(
     frozenset(row.split())
     for row in (
-        "errors clock backoff version failover",
+        "errors clock backoff version failover durability",
         "values_go",
         "values_json",
         "values",
@@ -29,9 +29,10 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "wire_states",
         "wire_decode",
         "wire",
-        "_drivers _drivers.redis_url _drivers.amqp_url",
-        "outcomes events urls config_files",
+        "_drivers _drivers.redis_url _drivers.memcache_url _drivers.amqp_url",
+        "outcomes events urls config_files queues",
         "config_options",
+        "config_sections",
         "config",
         "settings",
         "brokers.base backends.base locks.base",
@@ -39,15 +40,19 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "backends.transactional settlement.base",
         "_drivers _drivers.memory _drivers.tokens _drivers.doorbell _drivers.sqlite_errors _drivers.sqlite_schema"
         " _drivers.sqlite_rows _drivers.sqlite_handles _drivers.sqlite_runs"
-        " _drivers.redis_errors _drivers.redis_keys _drivers.redis_lua _drivers.redis_sessions _drivers.amqp_link",
-        "_drivers.sqlite_open _drivers.sqlite_sessions _drivers.redis_servers _drivers.amqp_publisher",
+        " _drivers.redis_durability _drivers.redis_errors _drivers.redis_keys _drivers.redis_lua _drivers.redis_sessions"
+        " _drivers.amqp_link",
+        "_drivers.sqlite_open _drivers.sqlite_sessions _drivers.redis_servers _drivers.redis_pool _drivers.amqp_publisher",
         "_drivers.*",
         "brokers.sqlite_consumer backends.sqlite_records backends.sqlite_listener brokers.amqp_messages brokers.amqp_topology",
         "brokers.redis_lua backends.redis_lua backends.redis_listener"
         " brokers.amqp_claims brokers.amqp_sending brokers.amqp_presence",
         "brokers.redis_scripts brokers.redis_messages backends.redis_scripts backends.redis_records"
-        " brokers.amqp_holding brokers.amqp_returns brokers.amqp_looking",
+        " brokers.amqp_holding brokers.amqp_returns brokers.amqp_looking brokers.amqp_pauses",
         "brokers.redis_looking brokers.redis_consumer brokers.amqp_consumer",
+        "backends.memcache_records backends.memcache_listener",
+        "backends.memcache_index",
+        "backends.memcache_groups",
         "brokers.* backends.* locks.*",
         "settlement.one_store settlement.redis_scripts",
         "settlement.*",
@@ -60,9 +65,10 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "calls",
         "registry",
         "engine",
-        "inspection worker worker.usercode",
+        "inspection worker worker.usercode worker.courtesy worker.fleet",
         "worker.execution",
-        "worker.acceptance worker.executors worker.settler worker.firing",
+        "worker.acceptance worker.executors worker.firing worker.outage worker.telling",
+        "worker.settler",
         "worker.limits worker.receiver",
         "worker.upkeep",
         "worker.worker",

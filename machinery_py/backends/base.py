@@ -12,6 +12,7 @@ from typing import ClassVar
 
 import msgspec
 
+from machinery_py.durability import Concern
 from machinery_py.errors import StateNotFound
 from machinery_py.signature import Arg, Signature
 from machinery_py.states import Arrival, GroupMeta, State, TaskState
@@ -27,6 +28,7 @@ class BackendFeatures(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     listing: bool = True  # states can be listed by name and state
     conditional: bool = True  # a change can depend on the epoch: completion once, also with two stores
     keeps: bool = True  # False: the null backend
+    foreign: bool = False  # Go programs may change the states in it
 
 
 class ReadyGroup(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -187,6 +189,10 @@ class Backend(ABC):
     @abstractmethod
     def tend(self) -> float:
         """Forget what has expired. Returns the seconds after which it wants to be called again."""
+
+    def concerns(self) -> list[Concern]:
+        """How its server could lose what it has stored; nothing if all is well."""
+        return []
 
     @abstractmethod
     def close(self) -> None: ...

@@ -30,7 +30,8 @@ from machinery_py.backends.base import (
     Verdict,
 )
 from machinery_py.backends.redis_listener import RedisListener
-from machinery_py.backends.redis_records import decode_rows, packed_change, state_of
+from machinery_py.backends.redis_records import Changes, decode_rows, state_of
+from machinery_py.durability import Concern
 from machinery_py.errors import BackendUnavailable
 from machinery_py.states import GroupMeta, State, TaskState
 from machinery_py.wire import decode_group
@@ -50,7 +51,7 @@ _outbox = msgspec.msgpack.Decoder(tuple[bytes, ...]).decode
 class RedisBackend(Backend):
     """Documents on the driver's server. The driver belongs to whoever made it."""
 
-    features = BackendFeatures(name="redis")
+    features = BackendFeatures(name="redis", foreign=True)
 
     def __init__(self, driver: RedisDriver, *, expire_in: float = EXPIRE_IN) -> None:
         self.driver = driver
@@ -67,10 +68,14 @@ class RedisBackend(Backend):
         now = self.now()
         verdicts: list[Verdict] = []
         for start in range(0, len(changes), WRITE):
-            rows = [packed_change(change, now, self.seconds, _pack_outbox(tuple(change.outbox)) if change.outbox else b"")
-                    for change in changes[start : start + WRITE]]
-            again = all(change.mark and not change.fires for change in changes[start : start + WRITE])
-            letters = self._run(redis_scripts.APPLY, self.driver.now(), self.seconds, rows, doing="writing states", again=again)
+            rows = Changes(now, self.seconds)
+            again = True
+            for one in changes[start : start + WRITE]:
+                rows.add(key=one.key, mark=one.mark, epoch=one.epoch, force=one.force, fires=one.fires, states=one.states,
+                         groups=one.groups, arrivals=one.arrivals, outbox=_pack_outbox(tuple(one.outbox)) if one.outbox else b"")
+                again = again and bool(one.mark) and not one.fires
+            letters = self._run(redis_scripts.APPLY, self.driver.now(), self.seconds, rows.changes, rows.states,
+                                doing="writing states", again=again)
             verdicts += [VERDICTS[letter] for letter in letters]
         return verdicts
 
@@ -185,6 +190,9 @@ class RedisBackend(Backend):
     def tend(self) -> float:
         looked = self._run(redis_scripts.TEND, self.driver.now(), self.seconds, doing="looking for what is over")
         return 0.05 if looked >= redis_scripts.LOOKS else SWEEP
+
+    def concerns(self) -> list[Concern]:
+        return self.driver.concerns()
 
     def close(self) -> None:
         pass  # the driver belongs to whoever made it

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -73,7 +73,7 @@ class TransactionalBackend(Backend):
             return verdicts
 
     def _apply(self, change: Change, rows: dict[str, Row]) -> Verdict:
-        verdict, new = _decide(change, rows)
+        verdict, new = decide(change, rows)
         if verdict is not SETTLED:
             return verdict
         if change.fires and not self._fire(change.fires):
@@ -99,12 +99,7 @@ class TransactionalBackend(Backend):
             return begun
 
     def _begin(self, row: Row, uuid: str, run: int) -> Begun:
-        state = row.state
-        # RETRY ends a run as well: the next one travels as a message of its own.
-        over = state is not None and (
-            state.is_finished or state.run > run or (state.run == run and state.state is State.RETRY)
-        )
-        if over:
+        if is_over(row.state, run):
             return Begun(epoch=row.epoch, finished=True, outbox=self._outbox(uuid))
         row.epoch, row.changed = row.epoch + 1, True
         return Begun(epoch=row.epoch)
@@ -119,7 +114,15 @@ class TransactionalBackend(Backend):
             return [rows[uuid].mark if uuid in rows else "" for uuid in uuids]
 
 
-def _decide(change: Change, rows: dict[str, Row]) -> tuple[Verdict, Iterable[TaskState]]:
+def is_over(state: TaskState | None, run: int) -> bool:
+    """Whether this run of a task was settled before."""
+    # RETRY ends a run as well: the next one travels as a message of its own.
+    return state is not None and (
+        state.is_finished or state.run > run or (state.run == run and state.state is State.RETRY)
+    )
+
+
+def decide(change: Change, rows: Mapping[str, Row]) -> tuple[Verdict, Iterable[TaskState]]:
     """Whether the change may be made, and the states after it."""
     if change.epoch and (row := rows.get(change.key)) is not None and row.epoch != change.epoch:
         return (ALREADY if change.mark and row.mark == change.mark else FENCED), []

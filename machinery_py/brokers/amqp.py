@@ -13,10 +13,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 
+import msgspec
+
 from machinery_py._drivers.amqp import AmqpDriver, micros
 from machinery_py.brokers.amqp_consumer import AMQPConsumer
 from machinery_py.brokers.amqp_looking import Looking
 from machinery_py.brokers.amqp_messages import ETA, QUEUE, due_in, headers_of, parcel_of
+from machinery_py.brokers.amqp_pauses import spread
 from machinery_py.brokers.amqp_sending import Addressed, Attempts, Sending
 from machinery_py.brokers.amqp_topology import Topology
 from machinery_py.brokers.base import (
@@ -95,13 +98,26 @@ class AMQPBroker(Broker):
         return self._looking.delayed(limit)
 
     def stats(self) -> list[QueueStats]:
-        return self._looking.stats()
+        lines = self._looking.stats()
+        paused = self._sending.paused([line.queue for line in lines])
+        return [msgspec.structs.replace(line, paused=line.queue in paused) for line in lines]
 
     def workers(self) -> list[WorkerInfo]:
         return [report.info for report in self._looking.reports()]
 
     def purge(self, queue: str) -> int:
         return self._looking.purge(self.topology.queue_of(queue))
+
+    def pause(self, queue: str) -> None:
+        name = self.topology.queue_of(queue)
+        self._sending.note([name])  # so that it is listed, though there may be no such queue yet
+        spread(self.driver, self.topology, name, shut=True)
+
+    def resume(self, queue: str) -> None:
+        spread(self.driver, self.topology, self.topology.queue_of(queue), shut=False)
+
+    def paused(self) -> frozenset[str]:
+        return self._sending.paused(self._looking.queues())
 
     def dead_letters(self, *, limit: int, queue: str = "") -> list[DeadLetter]:
         return self._looking.dead_letters([self.topology.queue_of(queue)] if queue else self._looking.queues(), limit)

@@ -16,6 +16,7 @@ import os
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -27,12 +28,13 @@ from machinery_py._drivers.amqp_link import Channel, ChannelLost, Link, LinkLost
 from machinery_py.brokers.amqp_claims import Claim, drained
 from machinery_py.brokers.amqp_holding import Held, Holding
 from machinery_py.brokers.amqp_messages import FENCE, STRIKES, Taken
+from machinery_py.brokers.amqp_pauses import Gates
 from machinery_py.brokers.amqp_presence import Report, listen
 from machinery_py.brokers.amqp_returns import Returns
 from machinery_py.brokers.amqp_sending import Sending
 from machinery_py.brokers.amqp_topology import Topology, carry_out
 from machinery_py.brokers.base import Consumer, Delivery, Disposal, Fate, WorkerInfo
-from machinery_py.errors import MachineryError
+from machinery_py.errors import BrokerUnavailable, MachineryError
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +74,7 @@ class AMQPConsumer(Consumer):
         self._life: Life | None = None
         self._birth: object = None
         self._claim: Claim | None = None
+        self._gates = Gates()
         self._woken = self._given_up = self._closed = False
         self._hold_for = consumer_timeout / 2
         now = driver.clock.now()
@@ -116,11 +119,33 @@ class AMQPConsumer(Consumer):
         for queue in self._queues:
             steps += self._topology.queue(queue)
         carry_out(setup, iter(steps), timeout)
-        listen(setup, self._report, self._driver.open_publisher, timeout)
+        listen(setup, self._report, self._heard, self._driver.open_publisher, timeout)
+        self._look_for_marks(link)
         main = link.channel(timeout)
         main.watch(functools.partial(self._on_channel_lost, lost))
         main.ask(functools.partial(self._watch_queues, main), timeout)
         return Life(link, main, Holding(link, self._sending, self._driver, f"{self.info.session}.{secrets.token_hex(2)}"))
+
+    def _heard(self, body: bytes, answer: Callable[[], object]) -> None:
+        self._gates.hear(body, self._claim, answer)
+
+    def _look_for_marks(self, link: Link) -> None:
+        """Ask which queues are paused; what nobody can say while the server takes no messages stays as it was."""
+        publisher, turn = self._driver.publisher, self._gates.turn
+        if not publisher.link.wait_unblocked(0.0):
+            return
+        try:
+            marked = self._sending.paused(self._queues)
+        except BrokerUnavailable:
+            if not publisher.link.wait_unblocked(0.0):
+                return
+            raise
+
+        def learn(future: Future[Any]) -> None:
+            self._gates.learn(marked, turn, self._claim)
+            settle(future, None)
+
+        link.ask(learn, self._driver.timeout)
 
     def _watch_queues(self, main: Channel, future: Future[Any]) -> None:
         main.raw.add_on_cancel_callback(functools.partial(self._on_queue_gone, main))
@@ -158,25 +183,34 @@ class AMQPConsumer(Consumer):
 
     # Claiming
 
-    def receive(self, limit: int, timeout: float) -> list[Delivery]:
+    def receive(self, limit: int, timeout: float, order: Sequence[str] = ()) -> list[Delivery]:
         if self._closed:
             return []
         life = self._open()
+        queues = tuple(dict.fromkeys(map(self._topology.queue_of, order))) or self._queues
         found: list[Taken] = []
-        with translated(self._driver.place, f"receiving from {', '.join(self._queues)}"):
-            if len(self._queues) == 1:
-                found = self._take(life, self._queues, limit, timeout)
-            else:
-                for queue in self._queues:
-                    if len(found) < limit:
-                        found += self._take(life, [queue], limit - len(found), 0.0)
-                if not found and timeout > 0:
-                    found = self._take(life, self._queues, limit, timeout)
+        left, until = timeout, time.monotonic() + timeout
+        with translated(self._driver.place, f"receiving from {', '.join(queues)}"):
+            while True:
+                turn = self._gates.turn
+                found = self._take_all(life, queues, limit, left)
+                left = until - time.monotonic()
+                if found or left <= 0 or self._woken or turn == self._gates.turn:
+                    break  # else a queue was paused or resumed, and that ended the wait
         self._woken = False
         return self._hold(life, found, limit)
 
+    def _take_all(self, life: Life, queues: Sequence[str], limit: int, wait: float) -> list[Taken]:
+        if len(queues) == 1:
+            return self._take(life, queues, limit, wait)
+        found: list[Taken] = []
+        for queue in queues:
+            if len(found) < limit and queue not in self._gates.shut:
+                found += self._take(life, [queue], limit - len(found), 0.0)
+        return found or (self._take(life, queues, limit, wait) if wait > 0 else [])
+
     def _take(self, life: Life, queues: Sequence[str], limit: int, wait: float) -> list[Taken]:
-        claim = Claim(life.main, queues, limit, wait)
+        claim = Claim(life.main, queues, limit, wait, self._shut)
         self._claim = claim
         if self._woken:
             claim.end()
@@ -185,8 +219,11 @@ class AMQPConsumer(Consumer):
         finally:
             self._claim = None
         if FULL_BURST <= len(found) < limit and len(queues) == 1:
-            found += drained(life.main, queues[0], limit - len(found), self._driver.timeout)
+            found += drained(life.main, queues[0], limit - len(found), self._driver.timeout, self._shut)
         return found
+
+    def _shut(self) -> frozenset[str]:
+        return self._gates.shut
 
     def _hold(self, life: Life, found: Sequence[Taken], limit: int) -> list[Delivery]:
         now = self._driver.clock.monotonic()
@@ -293,14 +330,15 @@ class AMQPConsumer(Consumer):
     def beat(self) -> bool:
         if self._closed:
             return True
-        self._open()
+        life = self._open()
+        with translated(self._driver.place, "asking which queues are paused"):
+            self._look_for_marks(life.link)  # and keeps the connection open that answers to questions go through
         self.info = msgspec.structs.replace(self.info, beat_at=self._driver.clock.now())
         if self._given_up:
             self._given_up = False
             return False
         now = self._driver.clock.monotonic()
         self._move([held for held in list(self._held.values()) if now - held.since > self._hold_for])
-        _ = self._driver.publisher  # kept open: the answers to questions go through it
         return True
 
     def wake(self) -> None:

@@ -34,9 +34,12 @@ _unpack = msgspec.json.Decoder(Report).decode
 
 
 def listen(
-    channel: Channel, report: Callable[[], Report], publisher: Callable[[], Publisher | None], timeout: float
+    channel: Channel, report: Callable[[], Report], heard: Callable[[bytes, Callable[[], object]], object],
+    publisher: Callable[[], Publisher | None], timeout: float,
 ) -> None:
     """Be counted and answer, from now on, until the channel ends.
+
+    `heard` is called with what was said to all, in the link's thread; it calls the second when the answer may go out.
 
     Raises:
         LinkLost, ChannelLost: it could not be begun.
@@ -44,9 +47,12 @@ def listen(
     raw = channel.raw
 
     def asked(_: object, method: object, properties: Any, body: bytes) -> None:
-        through = publisher()
-        if through is not None and properties.reply_to:
-            through.tell(properties.reply_to, _pack(report()), properties.correlation_id or "")
+        def answer() -> None:
+            through = publisher()
+            if through is not None and properties.reply_to:
+                through.tell(properties.reply_to, _pack(report()), properties.correlation_id or "")
+
+        heard(body, answer)
 
     def begin(future: Future[Any]) -> None:
         def named(frame: Any) -> None:
@@ -60,11 +66,10 @@ def listen(
     channel.ask(begin, timeout)
 
 
-def ask(channel: Channel, timeout: float) -> Sequence[Report]:
-    """The reports of the consumers that live."""
+def ask(channel: Channel, timeout: float, question: bytes = b"", patience: float = PATIENCE) -> Sequence[Report]:
+    """Say something to the consumers that live; their reports, when all have answered or there is no more patience."""
     raw = channel.raw
     reports: dict[str, Report] = {}
-    state = {"expected": 0}
 
     def begin(future: Future[Any]) -> None:
         def answered(_: object, __: object, ___: object, body: bytes) -> None:
@@ -73,21 +78,25 @@ def ask(channel: Channel, timeout: float) -> Sequence[Report]:
             except msgspec.DecodeError:
                 return  # of a later version
             reports[report.info.session] = report
-            if len(reports) >= state["expected"]:
-                settle(future, None)
+            if not future.done():
+                count()
+
+        def count() -> None:
+            raw.queue_declare(WORKERS, passive=True, callback=counted)
 
         def counted(frame: Any) -> None:
-            state["expected"] = frame.method.consumer_count
-            if not state["expected"]:
+            # Counted anew after each answer: who came after the question may have answered before others.
+            if len(reports) >= frame.method.consumer_count:
                 settle(future, None)
-                return
-            raw.connection.ioloop.call_later(PATIENCE, lambda: settle(future, None))
-            raw.basic_publish(CONTROL, "", b"", pika.BasicProperties(reply_to=REPLIES))
 
-        raw.basic_consume(REPLIES, answered, auto_ack=True, callback=_nothing)
-        raw.queue_declare(WORKERS, passive=True, callback=counted)
+        def listening(_: object) -> None:
+            raw.basic_publish(CONTROL, "", question, pika.BasicProperties(reply_to=REPLIES))
+            count()
 
-    channel.ask(begin, timeout + PATIENCE)
+        raw.connection.ioloop.call_later(patience, lambda: settle(future, None))
+        raw.basic_consume(REPLIES, answered, auto_ack=True, callback=listening)
+
+    channel.ask(begin, timeout + patience)
     return list(reports.values())
 
 

@@ -18,7 +18,7 @@ import msgspec
 from machinery_py._drivers.amqp import AmqpDriver, explained
 from machinery_py._drivers.amqp_link import ChannelLost, LinkLost
 from machinery_py._drivers.amqp_publisher import End, Parcel, Publisher
-from machinery_py.brokers.amqp_topology import REGISTRY, Topology, carry_out
+from machinery_py.brokers.amqp_topology import PAUSED, REGISTRY, Topology, carry_out, digest
 from machinery_py.errors import BrokerUnavailable, PublishRefused, PublishUnknown
 
 TOO_LARGE = 406  # AMQP's code for what breaks a rule; of a publish, its size
@@ -211,6 +211,22 @@ class Sending:
         if new:
             self.send([Addressed(Parcel("", REGISTRY, queue.encode(), {})) for queue in new])
             self._registered.update(new)
+
+    def paused(self, queues: Sequence[str]) -> frozenset[str]:
+        """Those of the queues that bear the mark of paused ones.
+
+        Raises:
+            BrokerUnavailable: it is not known.
+        """
+        publisher = self._open()
+        with self._refusing():
+            self.prepare(publisher, [])
+        batch = publisher.publish([Parcel(PAUSED, digest(queue), b"", {}) for queue in queues])
+        if End.UNKNOWN in batch.ends:
+            self.forget()
+            raise BrokerUnavailable(f"RabbitMQ at {self._driver.place}: it cannot be told which queues are paused: "
+                                    f"{batch.failure or 'no answer'}")
+        return frozenset(queue for queue, end in zip(queues, batch.ends, strict=True) if end is not End.RETURNED)
 
     def declare(self, queues: Sequence[str]) -> None:
         """Make everything that messages to these queues will need, now.

@@ -8,6 +8,7 @@
     machinery.queues             one message for each queue that was ever used, with its name
     machinery.workers            the consumers that live subscribe to it; it is always empty
     machinery.control            exchange: questions to all consumers
+    machinery.paused             exchange: what is sent to it with a paused queue's key finds a queue, else it comes back
 
 A delayed message carries its delay in ticks as a binary number in its routing key: level n holds it if bit n is set, and
 passes it on if not. There are as many queues as bits, whatever the delays; nothing waits behind another message, since all
@@ -22,7 +23,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from machinery_py._drivers.amqp_link import Channel, settle
-from machinery_py.config import AMQPConfig
+from machinery_py.config_sections import AMQPConfig
 from machinery_py.errors import PublishRefused
 
 LEVELS = 33  # the longest delay is 2³³ - 1 ticks: 13 years
@@ -33,6 +34,8 @@ REGISTRY = "machinery.queues"
 WORKERS = "machinery.workers"
 CONTROL = "machinery.control"
 DUE = "machinery.delay.due"
+PAUSED = "machinery.paused"
+PAUSED_SINK = "machinery.paused.sink"
 
 #: One call of a method of pika's channel: its name and its arguments.
 Step = tuple[str, dict[str, Any]]
@@ -83,7 +86,7 @@ class Topology:
             found.append(f"queue {queue} bound by {keys}" + (f" ({arguments})" if arguments else ""))
             found.append(f"queue {self.dead_queue(queue)}")
         found.append(f"exchanges and queues {self.level_name(0)} to {self.level_name(LEVELS - 1)}, {DUE}")
-        found.append(f"{REGISTRY}, {WORKERS}, {CONTROL}")
+        found.append(f"{REGISTRY}, {WORKERS}, {CONTROL}, {PAUSED}")
         return found
 
     # Declarations
@@ -115,6 +118,16 @@ class Topology:
         yield "queue_declare", {"queue": REGISTRY, "durable": True, "arguments": self._plain()}
         yield "queue_declare", {"queue": WORKERS, "durable": True, "arguments": self._plain()}
         yield "exchange_declare", {"exchange": CONTROL, "exchange_type": "fanout", "durable": True}
+        sink = f"{PAUSED}.quorum" if self._is_quorum else PAUSED
+        yield "exchange_declare", {"exchange": PAUSED, "exchange_type": "direct", "durable": True}
+        yield "exchange_declare", {"exchange": PAUSED_SINK, "exchange_type": "fanout", "durable": True}
+        yield "queue_declare", {"queue": sink, "durable": True, "arguments": {"x-max-length": 1, **self._ours()}}
+        yield "queue_bind", {"queue": sink, "exchange": PAUSED_SINK}
+
+    def pause(self, queue: str, *, shut: bool) -> Iterator[Step]:
+        """The mark of a paused queue, set or taken away: a binding, which every node of a cluster knows."""
+        method = "exchange_bind" if shut else "exchange_unbind"
+        yield method, {"destination": PAUSED_SINK, "source": PAUSED, "routing_key": digest(queue)}
 
     def levels(self) -> Iterator[Step]:
         """The levels, from below, and the sign that all are there."""

@@ -10,6 +10,9 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from machinery_py.errors import ConfigError
+from machinery_py.queues import parse_queues
+
 Options = Callable[[argparse.ArgumentParser], None]
 
 _UNITS = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
@@ -80,11 +83,11 @@ def _whole(least: int) -> Callable[[str], int]:
     return read
 
 
-def _queues(text: str) -> list[str]:
-    names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
-    if not names:
-        raise argparse.ArgumentTypeError("no queue named (expected for instance high,default,low)")
-    return names
+def _queues(text: str) -> tuple[str, ...] | dict[str, float]:
+    try:
+        return parse_queues(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _port(text: str) -> int:
@@ -156,9 +159,10 @@ def _worker(parser: argparse.ArgumentParser) -> None:
     add("-c", "--concurrency", type=_whole(0), default=None, metavar="N",
         help="tasks at a time in each process; default: as configured, else two for each processor")
     add("-p", "--processes", type=_whole(1), default=1, metavar="N", help="worker processes; default: 1")
-    add("-Q", "--queues", type=_queues, default=[], metavar="A,B", help="queues, strictly in this order")
+    add("-Q", "--queues", type=_queues, default=(), metavar="A,B",
+        help="queues: strictly in this order, or A:6,B:1 by weights; default: as configured")
     add("-n", "--name", default="", metavar="NAME", help="name of the worker; default: host and process")
-    add("--burst", action="store_true", help="end when the queues are empty")
+    add("--burst", action="store_true", help="end when the queues are empty; paused ones are not waited for")
     add("--reload", action="store_true", help="start again when a .py file changes (for development)")
     add("--shutdown-timeout", type=seconds, default=None, metavar="TIME",
         help="how long running tasks may go on at the end; default: as configured, 30 s")
@@ -189,6 +193,7 @@ COMMANDS: Mapping[str, Command] = {command.name: command for command in (
             "machinery worker tasks -c 20                20 threads",
             "machinery worker tasks -p 4 -c 10           4 processes of 10 threads",
             "machinery worker tasks -Q high,default,low  strictly in this order",
+            "machinery worker tasks -Q high:6,low:1      by weights: six claims in seven begin with high",
             "machinery worker tasks --reload             restart when a file changes (development)",
             "machinery worker tasks --burst              until the queues are empty",
         ),
@@ -240,6 +245,15 @@ COMMANDS: Mapping[str, Command] = {command.name: command for command in (
         name="declare", target="act:declare", words="[QUEUE …]", most=None, options=(_json, _app),
         help="make what queues need on the server, when an application is deployed",
         examples=("machinery declare tasks", "machinery declare tasks machinery_tasks mail"),
+    ),
+    Command(
+        name="pause", target="act:pause", words="QUEUE …", least=1, most=None, options=(_json, _app),
+        help="take nothing from these queues until they are resumed; what runs goes on",
+        examples=("machinery pause tasks mail", "machinery pause tasks mail reports"),
+    ),
+    Command(
+        name="resume", target="act:resume", words="QUEUE …", least=1, most=None, options=(_json, _app),
+        help="take from these queues again", examples=("machinery resume tasks mail",),
     ),
     Command(
         name="dead list", target="act:dead_list", options=(_dead, _limit, _json, _app),

@@ -82,8 +82,11 @@ class Session(ABC):
     """A worker's hold on a store. `receive` belongs to one thread; the rest may be called from any."""
 
     @abstractmethod
-    def receive(self, limit: int, timeout: float) -> list[Delivery]:
+    def receive(self, limit: int, timeout: float, order: Sequence[str] = ()) -> list[Delivery]:
         """As Consumer.receive, less the deliveries that were settled before: those are finished here and not handed out."""
+
+    def prepare(self, settlement: Settlement) -> None:  # noqa: B027 - most stores have nothing to gain
+        """Do what can be done before its turn to be settled comes. Called in the thread that ended it; raises nothing."""
 
     @abstractmethod
     def settle(self, settlements: Sequence[Settlement], marks: Sequence[Mark] = ()) -> list[Verdict]:

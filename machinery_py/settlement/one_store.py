@@ -75,8 +75,8 @@ class OneSession(ConsumerSession):
         self._transaction = transaction
         self.receive = consumer.receive  # type: ignore[method-assign]  # nothing to add on the hot path
 
-    def receive(self, limit: int, timeout: float) -> list[Delivery]:
-        return self._consumer.receive(limit, timeout)
+    def receive(self, limit: int, timeout: float, order: Sequence[str] = ()) -> list[Delivery]:
+        return self._consumer.receive(limit, timeout, order)
 
     def settle(self, settlements: Sequence[Settlement], marks: Sequence[Mark] = ()) -> list[Verdict]:
         with self._transaction():

@@ -147,8 +147,8 @@ class FlakySession(Session):
         self.session = session
         self.faults = faults
 
-    def receive(self, limit: int, timeout: float) -> list[Delivery]:
-        return self.faults.broker("receive", lambda: self.session.receive(limit, timeout))
+    def receive(self, limit: int, timeout: float, order: Sequence[str] = ()) -> list[Delivery]:
+        return self.faults.broker("receive", lambda: self.session.receive(limit, timeout, order))
 
     def settle(self, settlements: Sequence[Settlement], marks: Sequence[Mark] = ()) -> list[Verdict]:
         return self.faults.broker("settle", lambda: self.session.settle(settlements, marks))
@@ -201,6 +201,12 @@ class FlakyBroker(Broker):
     def purge(self, queue: str) -> int:
         return self.inner.purge(queue)
 
+    def pause(self, queue: str) -> None:
+        self.faults.broker("pause", lambda: self.inner.pause(queue))
+
+    def resume(self, queue: str) -> None:
+        self.faults.broker("resume", lambda: self.inner.resume(queue))
+
     def dead_letters(self, *, limit: int, queue: str = "") -> list[DeadLetter]:
         return self.inner.dead_letters(limit=limit, queue=queue)
 
@@ -218,8 +224,8 @@ class FlakyConsumer(Consumer):
         self.inner = consumer
         self.faults = faults
 
-    def receive(self, limit: int, timeout: float) -> list[Delivery]:
-        return self.faults.broker("receive", lambda: self.inner.receive(limit, timeout))
+    def receive(self, limit: int, timeout: float, order: Sequence[str] = ()) -> list[Delivery]:
+        return self.faults.broker("receive", lambda: self.inner.receive(limit, timeout, order))
 
     def dispose(self, disposals: Sequence[Disposal]) -> list[bool]:
         return self.faults.broker("dispose", lambda: self.inner.dispose(disposals))

@@ -26,7 +26,7 @@ class TestAMQPBroker(BrokerConformance):
     @pytest.fixture
     def amqp_config(self, request: pytest.FixtureRequest) -> AMQPConfig:
         """Queues have priorities where they are tested: 256 of them are slow."""
-        return AMQPConfig(queue_declare_args={"x-max-priority": 255} if "priority" in request.node.name else {})
+        return AMQPConfig(queue_declare_args={"x-max-priority": 255} if "priorit" in request.node.name else {})
 
     @pytest.fixture
     def open_broker(self, open_brokers: Brokers) -> OpenBroker:

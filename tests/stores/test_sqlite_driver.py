@@ -72,7 +72,7 @@ def test_a_newer_schema_is_refused(driver: SQLiteDriver, path: Path) -> None:
         connection.execute("PRAGMA user_version = 9")
     driver.close()
 
-    with pytest.raises(StoreUnusable, match=r"newer machinery_py \(schema 9, this one knows 1\)"):
+    with pytest.raises(StoreUnusable, match=r"newer machinery_py \(schema 9, this one knows 2\)"):
         queues(driver)
 
 

@@ -21,6 +21,6 @@ class TestRabbitMQAndMemoryBackend(WorkflowConformance):
 
     @pytest.fixture
     def server(self, amqp_url: str, request: pytest.FixtureRequest) -> Server:
-        arguments = {"x-max-priority": 10} if "priority" in request.node.name else {}
+        arguments = {"x-max-priority": 10} if "priorit" in request.node.name else {}
         amqp = AMQPConfig(queue_declare_args=arguments)
         return Server(Config(broker=amqp_url, result_backend="memory://amqp-workflows", amqp=amqp))
