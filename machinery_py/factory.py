@@ -60,17 +60,21 @@ class Stores:
         )
         self._families: dict[str, Family] = {}
         for url in (config.broker, config.backend_url, config.lock_url):
-            if url not in self._families:
+            if url and url not in self._families:
                 self._families[url] = open_family(url, options)
         broker = self._families[config.broker]
         backend = self._families[config.backend_url]
         together = broker.together() if broker is backend else None
         self.store: Store = together or TwoStores(broker.broker(), backend.backend(), clock)
-        self._lock_family = self._families[config.lock_url]
+        self._lock_family = self._families.get(config.lock_url)
         self._lock: Lock | None = None
 
     @property
     def lock(self) -> Lock:
+        """Raises ConfigError when neither the broker nor the backend can lock, and no other store was named for it."""
+        if self._lock_family is None:
+            raise ConfigError("lock: neither the broker nor the result backend gives out locks (set lock, for instance to "
+                              "redis://host)")
         if self._lock is None:
             self._lock = self._lock_family.lock()
         return self._lock

@@ -109,7 +109,7 @@ def test_our_worker_runs_what_go_sends(go: BlockingChannel, server: Server, late
         else:
             go_sends(go, "task_go")
         wait_until(lambda: ran, HANG)
-        wait_until(lambda: server.backend.get_state("task_go").is_finished, HANG)
+        wait_until(lambda: server.backend.get_states(["task_go"]) and server.backend.get_state("task_go").is_finished, HANG)
 
     assert ran == [1]
     assert count(go, QUEUE) == 0
