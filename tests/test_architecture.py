@@ -29,7 +29,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "wire_states",
         "wire_decode",
         "wire",
-        "_drivers _drivers.redis_url _drivers.memcache_url",
+        "_drivers _drivers.redis_url _drivers.memcache_url _drivers.amqp_url",
         "outcomes events urls config_files queues cron",
         "schedule",
         "periodic config_options",
@@ -41,16 +41,19 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "backends.transactional settlement.base",
         "_drivers _drivers.memory _drivers.tokens _drivers.doorbell _drivers.sqlite_errors _drivers.sqlite_schema"
         " _drivers.sqlite_rows _drivers.sqlite_handles _drivers.sqlite_runs"
-        " _drivers.redis_durability _drivers.redis_errors _drivers.redis_keys _drivers.redis_lua _drivers.redis_sessions",
-        "_drivers.sqlite_open _drivers.sqlite_sessions _drivers.redis_servers _drivers.redis_slots _drivers.redis_pool",
+        " _drivers.redis_durability _drivers.redis_errors _drivers.redis_keys _drivers.redis_lua _drivers.redis_sessions"
+        " _drivers.amqp_link",
+        "_drivers.sqlite_open _drivers.sqlite_sessions _drivers.redis_servers _drivers.redis_slots _drivers.redis_pool"
+        " _drivers.amqp_publisher",
         "_drivers.redis _drivers.redis_nodes",
         "_drivers.redis_tries",
         "_drivers.*",
-        "brokers.sqlite_consumer backends.sqlite_records backends.sqlite_listener",
-        "brokers.redis_lua backends.redis_lua backends.redis_listener",
+        "brokers.sqlite_consumer backends.sqlite_records backends.sqlite_listener brokers.amqp_messages brokers.amqp_topology",
+        "brokers.redis_lua backends.redis_lua backends.redis_listener"
+        " brokers.amqp_claims brokers.amqp_sending brokers.amqp_presence",
         "brokers.redis_scripts brokers.redis_messages backends.redis_scripts backends.redis_records"
-        " backends.redis_amend",
-        "brokers.redis_looking brokers.redis_consumer backends.redis_cluster_scripts",
+        " backends.redis_amend brokers.amqp_holding brokers.amqp_returns brokers.amqp_looking brokers.amqp_pauses",
+        "brokers.redis_looking brokers.redis_consumer backends.redis_cluster_scripts brokers.amqp_consumer",
         "brokers.redis brokers.redis_cluster_consumer backends.redis locks.redis"
         " backends.redis_cluster_records backends.redis_cluster_lists",
         "backends.redis_cluster_steps",
