@@ -23,6 +23,8 @@ FAMILIES: dict[str, str] = {
     "redis": "machinery_py.families.redis:RedisFamily",
     "rediss": "machinery_py.families.redis:RedisFamily",
     "redis+socket": "machinery_py.families.redis:RedisFamily",
+    "mongodb": "machinery_py.families.mongodb:MongoDBFamily",
+    "mongodb+srv": "machinery_py.families.mongodb:MongoDBFamily",
 }
 
 
@@ -49,6 +51,7 @@ class Stores:
         options = FamilyOptions(
             clock=clock, lease=config.lease, expire_in=float(config.results_expire_in), timeout=config.publish_timeout,
             separator=config.multiple_broker_separator, strategy=config.broker_failover_strategy, redis=config.redis,
+            mongodb=config.mongodb,
         )
         self._families: dict[str, Family] = {}
         for url in (config.broker, config.backend_url, config.lock_url):

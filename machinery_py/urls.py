@@ -48,8 +48,6 @@ NOT_YET: tuple[str, ...] = (
     "amqp",
     "amqps",
     "memcache",
-    "mongodb",
-    "mongodb+srv",
 )
 """Schemes of SCHEMES whose store comes in a later release. The release that brings one takes its line away."""
 

@@ -39,11 +39,12 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "backends.transactional settlement.base",
         "_drivers _drivers.memory _drivers.tokens _drivers.doorbell _drivers.sqlite_errors _drivers.sqlite_schema"
         " _drivers.sqlite_rows _drivers.sqlite_handles _drivers.sqlite_runs"
-        " _drivers.redis_errors _drivers.redis_keys _drivers.redis_lua _drivers.redis_sessions",
+        " _drivers.mongo_errors _drivers.redis_errors _drivers.redis_keys _drivers.redis_lua _drivers.redis_sessions",
         "_drivers.sqlite_open _drivers.sqlite_sessions _drivers.redis_servers",
         "_drivers.*",
-        "brokers.sqlite_consumer backends.sqlite_records backends.sqlite_listener",
-        "brokers.redis_lua backends.redis_lua backends.redis_listener",
+        "brokers.sqlite_consumer backends.sqlite_records backends.sqlite_listener brokers.mongo_messages backends.mongo_records"
+        " backends.mongo_groups backends.mongo_listener",
+        "brokers.redis_lua backends.redis_lua backends.redis_listener brokers.mongo_consumer",
         "brokers.redis_scripts brokers.redis_messages backends.redis_scripts backends.redis_records",
         "brokers.redis_looking brokers.redis_consumer",
         "brokers.* backends.* locks.*",

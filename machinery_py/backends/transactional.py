@@ -73,7 +73,7 @@ class TransactionalBackend(Backend):
             return verdicts
 
     def _apply(self, change: Change, rows: dict[str, Row]) -> Verdict:
-        verdict, new = _decide(change, rows)
+        verdict, new = decide(change, rows)
         if verdict is not SETTLED:
             return verdict
         if change.fires and not self._fire(change.fires):
@@ -119,7 +119,7 @@ class TransactionalBackend(Backend):
             return [rows[uuid].mark if uuid in rows else "" for uuid in uuids]
 
 
-def _decide(change: Change, rows: dict[str, Row]) -> tuple[Verdict, Iterable[TaskState]]:
+def decide(change: Change, rows: dict[str, Row]) -> tuple[Verdict, Iterable[TaskState]]:
     """Whether the change may be made, and the states after it."""
     if change.epoch and (row := rows.get(change.key)) is not None and row.epoch != change.epoch:
         return (ALREADY if change.mark and row.mark == change.mark else FENCED), []

@@ -1,0 +1,270 @@
+"""A consumer of MongoDB queues: it claims, disposes, beats and sleeps. The protocol: docs/explanation/mongodb-protocol.md.
+
+A claim reads the ids of what waits, writes its lease into those that still wait, and reads what bears that lease. Asleep, it
+looks again ever more rarely; what this process publishes wakes it at once.
+
+Limits: what another process publishes is noticed at the next look: at a tenth of the time since the last message, 10 ms to
+half a second. What a dead consumer held gets a strike, whether it ran or not.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Iterable, Sequence
+
+import msgspec
+from pymongo import DeleteOne, ReturnDocument
+
+from machinery_py._drivers.mongo import Document, MongoDriver, Store, insert_new, micros, printable
+from machinery_py._drivers.redis_sessions import SessionInfo, encode_info, place, started
+from machinery_py.brokers.base import Consumer, Delivery, Disposal, Fate
+from machinery_py.brokers.mongo_messages import FREE, SUSPECT, Receipt, Status, delivery_of, held, release
+from machinery_py.errors import BrokerUnavailable, MachineryError
+
+SOONEST, LATEST = 0.01, 0.5  # seconds between two looks
+LOST_LIFE = 30.0  # seconds that a claim without a reply is asked for
+TRIES = 5  # claims in a row that rivals may spoil
+ORDER = [("priority", -1), ("order", 1)]
+
+
+class MongoConsumer(Consumer):
+    """A session: a document, and the leases that bear its name."""
+
+    session = ""
+
+    def __init__(self, driver: MongoDriver, queues: tuple[str, ...], *, worker: str) -> None:
+        self._driver = driver
+        self._queues = tuple(dict.fromkeys(queues))
+        self._worker = printable(worker)
+        self._bell = driver.bell("messages")
+        self._claims = itertools.count(1)
+        self._lost: list[tuple[str, float]] = []  # leases of claims that had no reply
+        self._woken = False
+        self._closed = False
+        self._pid = os.getpid()
+        self._active_at = time.monotonic()
+        self._starting = threading.Lock()
+        self._ending = threading.Lock()
+        self._start_session()
+
+    def _start_session(self) -> None:
+        session = secrets.token_hex(12)
+        now = self._driver.now()
+        info = SessionInfo(
+            name=self._worker, host=socket.gethostname(), place=place(), pid=os.getpid(), pid_started=started(os.getpid()),
+            queues=self._queues, started_at=micros(self._driver.clock.now()),
+        )
+        document: Document = {"_id": session, "info": encode_info(info), "beats": 0, "beat_at": now}
+
+        def register(store: Store) -> None:
+            insert_new(store.machinery_queues, [{"_id": queue} for queue in self._queues])
+            insert_new(store.machinery_sessions, [document])
+
+        self._driver.run(register, doing="registering a worker", away=BrokerUnavailable)
+        self.session = session
+
+    # Claiming
+
+    def receive(self, limit: int, timeout: float) -> list[Delivery]:
+        if self._closed:
+            return []
+        deadline = time.monotonic() + timeout
+        deliveries = self._claim(limit) if limit > 0 else []
+        while not deliveries and not self._woken and not self._closed:
+            now = time.monotonic()
+            if now >= deadline:
+                break
+            self._bell.wait(min(deadline - now, max(SOONEST, min(LATEST, (now - self._active_at) / 10))))
+            if not self._woken and not self._closed:
+                deliveries = self._claim(limit)
+        if deliveries:
+            self._active_at = time.monotonic()
+        self._woken = False
+        return deliveries
+
+    def _claim(self, limit: int) -> list[Delivery]:
+        lease = f"{self.session}.{next(self._claims)}"
+        now = time.monotonic()
+        lost = [name for name, at in self._lost if now - at < LOST_LIFE]
+
+        def claim(store: Store) -> list[Document]:
+            found = self._regain(store, lost, lease) if lost else []
+            if len(self._queues) > 1 and not found and not self._anything(store):
+                return []
+            for queue in self._queues:
+                if len(found) < limit:
+                    found += self._claim_from(store, queue, limit - len(found), lease)
+            return found
+
+        try:
+            found = self._driver.run(claim, doing="claiming messages", away=BrokerUnavailable, again=False)
+        except MachineryError:
+            self._lost = [*((name, at) for name, at in self._lost if name in lost), (lease, now)]
+            raise
+        # Asked for as long as a late packet of theirs may still be carried out.
+        self._lost = [one for one in self._lost if one[0] in lost]
+        return [delivery_of(document) for document in found]
+
+    def _anything(self, store: Store) -> bool:
+        waits = {"status": int(Status.WAITING), "queue": {"$in": list(self._queues)}}
+        return store.machinery_messages.find_one(waits, {"_id": 1}) is not None
+
+    def _regain(self, store: Store, lost: Sequence[str], lease: str) -> list[Document]:
+        """What claims took that had no reply: it is ours, and nobody knows of it."""
+        store.machinery_messages.update_many(
+            {"lease": {"$in": list(lost)}, "status": int(Status.HELD)}, {"$set": {"lease": lease}}
+        )
+        return list(store.machinery_messages.find({"lease": lease, "status": int(Status.HELD)}).sort(ORDER))
+
+    def _claim_from(self, store: Store, queue: str, limit: int, lease: str) -> list[Document]:
+        waits: Document = {"status": int(Status.WAITING), "queue": queue}
+        mine = {"status": int(Status.HELD), "lease": lease, "session": self.session, "begun": 0}
+        take: Document = {"$set": mine, "$inc": {"fence": 1}}
+        messages = store.machinery_messages
+        if limit == 1:
+            one = messages.find_one_and_update(waits, take, sort=ORDER, return_document=ReturnDocument.AFTER)
+            return [] if one is None else [one]
+        for _ in range(TRIES):
+            ids = [one["_id"] for one in messages.find(waits, {"_id": 1}).sort(ORDER).limit(limit)]
+            if not ids:
+                return []
+            if messages.update_many({"_id": {"$in": ids}, "status": int(Status.WAITING)}, take).matched_count:
+                return list(messages.find({"lease": lease, "queue": queue, "status": int(Status.HELD)}).sort(ORDER))
+        return []
+
+    # Ending deliveries
+
+    def dispose(self, disposals: Sequence[Disposal]) -> list[bool]:
+        if not disposals:
+            return []
+        with self._ending:
+            ours = self._ours([one.delivery for one in disposals])
+            first: set[str] = set()
+            done: list[Disposal] = []
+            verdicts: list[bool] = []
+            for one in disposals:
+                id = _id(one.delivery)
+                mine = id in ours and id not in first and ours[id] == one.delivery.receipt.lease
+                verdicts.append(mine)
+                if mine:
+                    first.add(id)
+                    if one.fate is Fate.DONE:
+                        done.append(one)
+            gone = self._delete([one.delivery for one in done])
+            for index, one in enumerate(disposals):
+                if verdicts[index]:
+                    verdicts[index] = _id(one.delivery) in gone if one.fate is Fate.DONE else self._end(one)
+        if any(one.fate is not Fate.DONE for one in disposals):
+            self._driver.ring("messages")
+        return verdicts
+
+    def _delete(self, deliveries: Sequence[Delivery]) -> set[str]:
+        """Delete what is still ours, and return it. Only who holds a message deletes it, so what is gone was ours."""
+        writes = [DeleteOne(held(delivery)) for delivery in deliveries]
+        ids = {_id(delivery) for delivery in deliveries}
+
+        def delete(store: Store) -> set[str]:
+            if store.machinery_messages.bulk_write(writes, ordered=False).deleted_count == len(writes):
+                return ids
+            left = store.machinery_messages.find({"_id": {"$in": list(ids)}}, {"_id": 1})
+            return ids - {one["_id"] for one in left}
+
+        return self._driver.run(delete, doing="ending deliveries", away=BrokerUnavailable) if writes else set()
+
+    def _end(self, disposal: Disposal) -> bool:
+        fields = fields_at_end(disposal, self._driver.now())
+        increase: Document = {"$inc": {"parks": 1}} if disposal.fate is Fate.LATER else {}
+        return self._driver.run(
+            lambda store: store.machinery_messages.update_one(
+                held(disposal.delivery), {"$set": fields, **increase}
+            ).matched_count > 0,
+            doing="ending deliveries", away=BrokerUnavailable, again=False,
+        )
+
+    def _ours(self, deliveries: Iterable[Delivery]) -> dict[str, str]:
+        """id → lease of those that this session holds."""
+        ids = [_id(delivery) for delivery in deliveries]
+        query = {"_id": {"$in": ids}, "session": self.session, "status": int(Status.HELD)}
+        return self._driver.run(
+            lambda store: {one["_id"]: one["lease"] for one in store.machinery_messages.find(query, {"lease": 1})},
+            doing="looking at deliveries", away=BrokerUnavailable,
+        ) if ids else {}
+
+    def holds(self, deliveries: Sequence[Delivery]) -> list[bool]:
+        ours = self._ours(deliveries)
+        return [ours.get(_id(delivery)) == delivery.receipt.lease for delivery in deliveries]
+
+    def run_begins(self, delivery: Delivery) -> None:
+        # All that is held when a worker dies gets a first strike, for nobody knows what ran; further ones only what ran.
+        if delivery.strikes < SUSPECT:
+            return
+        try:
+            self._driver.run(
+                lambda store: store.machinery_messages.update_one(held(delivery), {"$set": {"begun": 1}}),
+                doing="beginning a suspect", away=BrokerUnavailable,
+            )
+        except MachineryError:
+            return  # if it kills this worker now, the next one blames it
+
+    # Living
+
+    def beat(self) -> bool:
+        if self._closed:
+            return True
+        with self._starting:
+            beat: Document = {"$inc": {"beats": 1}, "$set": {"beat_at": self._driver.now()}}
+            alive = self._driver.run(
+                lambda store: store.machinery_sessions.update_one({"_id": self.session}, beat).matched_count > 0,
+                doing="beating", away=BrokerUnavailable,
+            )
+            if alive:
+                return True
+            before = self.session
+            self._start_session()
+            # It may have claimed something after it was given up; the others would find that at their next look.
+            self._driver.run(lambda store: release(store, before, strikes=0), doing="giving messages back",
+                             away=BrokerUnavailable)
+            return False
+
+    def wake(self) -> None:
+        self._woken = True
+        self._bell.ring()
+
+    def close(self) -> None:
+        if self._closed or self._pid != os.getpid():
+            return
+        self._closed = True
+        self._bell.ring()
+
+        def leave(store: Store) -> None:
+            store.machinery_sessions.delete_one({"_id": self.session})
+            release(store, self.session, strikes=0)
+
+        self._driver.run(leave, doing="giving messages back", away=BrokerUnavailable)
+        self._driver.ring("messages")
+
+
+def fields_at_end(disposal: Disposal, now: int) -> Document:
+    """What a message gets that is not done: where it goes from here. (LATER: one park more.)"""
+    match disposal.fate:
+        case Fate.BACK | Fate.DONE:
+            return {**FREE, "status": int(Status.WAITING)}
+        case Fate.LATER:
+            due_at = 0 if disposal.eta is None else micros(disposal.eta)
+            return {**FREE, "status": int(Status.DELAYED if due_at > now else Status.WAITING), "due_at": due_at}
+        case Fate.DEAD:
+            facts = {"uuid": disposal.uuid, "name": disposal.name, "reason": disposal.reason, "error": disposal.error}
+            said = {key: printable(value) for key, value in facts.items() if value}
+            return {**FREE, "status": int(Status.DEAD), "died_at": now, **said}
+
+
+def _id(delivery: Delivery) -> str:
+    return delivery.receipt.id if isinstance(delivery.receipt, Receipt) else ""
+
+
+decode_info = msgspec.json.Decoder(SessionInfo).decode
