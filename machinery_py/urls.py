@@ -7,6 +7,7 @@
     null, null://                      a result backend that keeps nothing
     redis://secret@host:6379/0         one Redis; rediss:// with TLS, redis+socket:///path/to.sock:/0
     redis://s1,s2/0?master_name=m      the master that sentinels name
+    mongodb://user:secret@h1,h2/db     a MongoDB; mongodb+srv://name/db by its name server
 
 Pure: nothing is opened and no name is looked up.
 """
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from typing import Literal
 from urllib.parse import unquote
 
+from machinery_py._drivers.mongo_url import BadMongoUrl, check_mongo_url
 from machinery_py._drivers.redis_url import BadRedisUrl, parse_redis_url
 from machinery_py.errors import ConfigError, nearest
 
@@ -55,6 +57,7 @@ EMBEDDED: frozenset[str] = frozenset({"eager", "memory", "sqlite"})
 """Stores that need no server, and therefore serve one machine or one process only."""
 
 _REDIS = frozenset({"redis", "redis+socket", "rediss"})
+_MONGODB = frozenset({"mongodb", "mongodb+srv"})
 _BARE = frozenset({"eager", "null"})  # Go writes these without "://"
 _NOT_PORTED = {"gcppubsub": "Google Pub/Sub", "http": "Amazon SQS or DynamoDB", "https": "Amazon SQS or DynamoDB"}
 
@@ -153,6 +156,12 @@ def check_url(url: str, role: Role, *, master_name: str = "") -> None:
         try:
             parse_redis_url(url, master_name=master_name)
         except BadRedisUrl as error:
+            raise _refused(url, role, str(error)) from None
+        return
+    if scheme in _MONGODB:
+        try:
+            check_mongo_url(url)
+        except BadMongoUrl as error:
             raise _refused(url, role, str(error)) from None
         return
     StoreUrl.parse(url, role=role)

@@ -29,7 +29,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "wire_states",
         "wire_decode",
         "wire",
-        "_drivers _drivers.redis_url",
+        "_drivers _drivers.redis_url _drivers.mongo_url",
         "outcomes events urls config_files",
         "config_options",
         "config",

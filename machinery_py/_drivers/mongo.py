@@ -122,7 +122,8 @@ class MongoDriver:
         told = store.client.admin.command("ismaster").get("localTime")
         after = micros(self.clock.now())
         if isinstance(told, dt.datetime):
-            ahead = micros(told) - (before + after) // 2
+            # A command's reply is decoded without the client's options.
+            ahead = micros(told.replace(tzinfo=dt.timezone.utc)) - (before + after) // 2
             # The server tells milliseconds: what is less than a few of them is no difference.
             self._ahead = ahead if abs(ahead) > 5000 + (after - before) else 0
         self._measured = time.monotonic()
