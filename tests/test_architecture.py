@@ -45,7 +45,8 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "brokers.sqlite_consumer backends.sqlite_records backends.sqlite_listener brokers.mongo_messages backends.mongo_records"
         " backends.mongo_groups backends.mongo_listener",
         "brokers.redis_lua backends.redis_lua backends.redis_listener brokers.mongo_consumer",
-        "brokers.redis_scripts brokers.redis_messages backends.redis_scripts backends.redis_records",
+        "brokers.redis_scripts brokers.redis_messages backends.redis_scripts backends.redis_records"
+        " backends.mongo_tasks",
         "brokers.redis_looking brokers.redis_consumer",
         "brokers.* backends.* locks.*",
         "settlement.one_store settlement.redis_scripts",

@@ -17,7 +17,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from pymongo import MongoClient
 from pymongo.collection import Collection
@@ -81,7 +81,13 @@ class Bell:
 
 
 class MongoDriver:
-    """Opens a client when it is needed. May be used from any thread."""
+    """Opens a client when it is needed. May be used from any thread.
+
+    Attributes:
+        deed_age: seconds; by then the one who is at a deed is dead, or in trouble (overtaking it does no harm).
+    """
+
+    deed_age: ClassVar[float] = 5.0
 
     def __init__(self, url: str, *, clock: Clock = SYSTEM_CLOCK, timeout: float = TIMEOUT, database: str = "") -> None:
         self.url = url

@@ -46,4 +46,4 @@ def _check_host(host: str) -> None:
         raise BadMongoUrl("found no host (expected mongodb://host:27017/database)")
     _, colon, port = host.rpartition("]")[2].partition(":")
     if colon and not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
-        raise BadMongoUrl("found a port that is none (expected 1 to 65535; are '/', ':' and '@' of the password written as %2F, %3A, %40?)")
+        raise BadMongoUrl("found a port that is none (expected 1 to 65535; '/', ':', '@' in a password are %2F, %3A, %40)")

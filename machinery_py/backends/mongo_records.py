@@ -42,7 +42,6 @@ class Kept(Row, kw_only=True):
     version: int = 0  # 0: there is none
     word: str | None = None  # the document's state, if only a Go program has written it
     deed: bytes = b""
-    outbox: bytes = b""
 
 
 def kept_of(document: Document) -> Kept:
@@ -50,7 +49,6 @@ def kept_of(document: Document) -> Kept:
     return Kept(
         state=state_of(document), mark=str(document.get("mark") or ""), epoch=int(document.get("epoch") or 0),
         version=version, word=str(document.get("state") or ""), deed=bytes(document.get("deed") or b""),
-        outbox=bytes(document.get("outbox") or b""),
     )
 
 

@@ -39,7 +39,6 @@ from machinery_py.errors import BrokerUnavailable, MachineryError, PublishUnknow
 LEASE = 10.0  # seconds without a beat until a consumer is given up
 STALE_LOOK = 1.5  # leases; who looks less often than that slept itself, and judges nobody
 TOKEN_LIFE = 600 * 1_000_000  # µs; longer than anybody repeats a submission
-DEED_AGE = 5 * 1_000_000  # µs; by then the one who submits is dead, or in trouble (overtaking it does no harm)
 SWEEP = 60.0  # seconds between two looks for old tokens
 
 T = TypeVar("T")
@@ -162,14 +161,15 @@ class MongoBroker(Broker):
         if monotonic >= self._next_sweep:
             self._next_sweep = monotonic + SWEEP
             before = self.driver.now() - TOKEN_LIFE
-            self._run(lambda store: store.machinery_tokens.delete_many({"at": {"$lt": before}, "deed_at": 0}), "looking for old tokens")
+            old: Document = {"at": {"$lt": before}, "deed_at": 0}
+            self._run(lambda store: store.machinery_tokens.delete_many(old), "looking for old tokens")
         due = self._promote()
         interval = self.lease / 4
         return interval if due is None else min(interval, max(0.0, (due - self.driver.now()) / 1e6))
 
     def old_deeds(self, kind: str) -> list[tuple[str, bytes]]:
         """Submissions that were begun and not carried out."""
-        query = {"kind": kind, "deed_at": {"$gt": 0, "$lt": self.driver.now() - DEED_AGE}}
+        query = {"kind": kind, "deed_at": {"$gt": 0, "$lt": self.driver.now() - int(self.driver.deed_age * 1e6)}}
         return self._run(
             lambda store: [(one["_id"], bytes(one["deed"])) for one in store.machinery_tokens.find(query).limit(100)],
             "looking for what is unfinished",
@@ -223,9 +223,8 @@ class MongoBroker(Broker):
 
     def _condemn(self, session: str, beats: int) -> None:
         """Give a session up, if it has not beaten since it was seen."""
-        gone = self._run(
-            lambda store: store.machinery_sessions.delete_one({"_id": session, "beats": beats}).deleted_count, "giving a worker up"
-        )
+        seen: Document = {"_id": session, "beats": beats}
+        gone = self._run(lambda store: store.machinery_sessions.delete_one(seen).deleted_count, "giving a worker up")
         if gone:
             self._give_back(session)
 

@@ -1,12 +1,12 @@
 """Settlement where broker and backend are one MongoDB, without transactions: one document is the word, the rest follows.
 
-    1  message     held by this delivery → ending, with all that follows as its deed       lease, acknowledgement and fence at once
+    1  message     held by this delivery → ending, with all that follows as its deed      lease, acknowledgement, fence
     2  state       of the task, with the mark of the delivery, if `advance` lets it         of two messages of a task one wins
     3  others      states, groups, arrivals, messages: each may be written twice
     4  message     deleted (or dead, or back)
 
-A crash after 1 leaves a message that is ending; `tend` of any worker goes on from 2 when it is DEED_AGE old. A message that 3
-writes once more after it was run and deleted is seen at its claim: its task has ended, and it is dropped.
+A crash after 1 leaves a message that is ending; `tend` of any worker goes on from 2 when it is `MongoDriver.deed_age` old.
+A message that 3 writes once more after it was run and deleted is seen at its claim: its task has ended, and it is dropped.
 
 Submitting is the same with the token's document as the word, and firing with the group's. The crash points are listed in
 docs/explanation/mongodb-protocol.md.
@@ -22,9 +22,10 @@ from collections.abc import Sequence
 import msgspec
 from pymongo import UpdateOne
 
-from machinery_py._drivers.mongo import Document, Store as Database
+from machinery_py._drivers.mongo import Document
+from machinery_py._drivers.mongo import Store as Database
 from machinery_py.backends.base import ALREADY, FENCED, SETTLED, Change, Verdict
-from machinery_py.backends.mongo import DEED_AGE, MongoBackend, is_over
+from machinery_py.backends.mongo import MongoBackend, is_over
 from machinery_py.brokers.base import Delivery, Disposal, Fate, Message
 from machinery_py.brokers.mongo import MongoBroker
 from machinery_py.brokers.mongo_consumer import MongoConsumer, fields_at_end
@@ -65,6 +66,10 @@ class _Ending(msgspec.Struct, frozen=True):
     id: str
     lease: str
     deed: _Deed
+
+    @property
+    def name(self) -> tuple[str, str]:
+        return self.id, self.lease
 
     @property
     def token(self) -> str:
@@ -155,8 +160,8 @@ class MongoStore(Store):
     def tend(self) -> float:
         self.messages.look_at_sessions()
         now = self.driver.clock.monotonic()
-        pause = DEED_AGE
-        if now - self._looked >= DEED_AGE:
+        pause = self.driver.deed_age
+        if now - self._looked >= self.driver.deed_age:
             self._looked = now
             self.finish_deeds()
             pause = self.states.tend()
@@ -168,7 +173,7 @@ class MongoStore(Store):
         for token, deed in self.messages.old_deeds("submission"):
             self._carry_out(_submission(deed), again=True)
             self.messages.forget_deed(token)
-        before = self.driver.now() - int(DEED_AGE * 1e6)
+        before = self.driver.now() - int(self.driver.deed_age * 1e6)
         query: Document = {"status": int(Status.ENDING), "deed_at": {"$gt": 0, "$lt": before}}
         old = self.driver.run(
             lambda store: list(store.machinery_messages.find(query, {"lease": 1, "deed": 1}).limit(BATCH)),
@@ -226,17 +231,18 @@ class MongoSession(ConsumerSession):
         if heavy:
             endings = [_ending(one) for _, one in heavy]
             ours, again = self._begin_to_end(endings)
-            ended = [(index, ending) for (index, _), ending in zip(heavy, endings, strict=True) if ending.id + ending.lease in ours]
+            ended = [(index, ending) for (index, _), ending in zip(heavy, endings, strict=True) if ending.name in ours]
             found = self._store.end([ending for _, ending in ended], again=again) if ended else []
             verdicts |= {index: verdict for (index, _), verdict in zip(ended, found, strict=True)}
             lost = [(index, one) for index, one in heavy if index not in verdicts]
-            verdicts |= {index: verdict for (index, _), verdict in zip(lost, self._not_ours([one for _, one in lost]), strict=True)}
+            late = self._not_ours([one for _, one in lost]) if lost else []
+            verdicts |= {index: verdict for (index, _), verdict in zip(lost, late, strict=True)}
         if light:
             mine = self._consumer.dispose([disposal_of(one) for _, one in light])
             verdicts |= {index: SETTLED if ok else FENCED for (index, _), ok in zip(light, mine, strict=True)}
         return [verdicts[index] for index in range(len(settlements))]
 
-    def _begin_to_end(self, endings: Sequence[_Ending]) -> tuple[set[str], bool]:
+    def _begin_to_end(self, endings: Sequence[_Ending]) -> tuple[set[tuple[str, str]], bool]:
         """Step 1. Which of them are ending now, by this try or an earlier one; whether some may be of an earlier one."""
         now = self._store.driver.now()
         writes = [
@@ -244,14 +250,14 @@ class MongoSession(ConsumerSession):
                       {"$set": {"status": int(Status.ENDING), "deed": _pack(one.deed), "deed_at": now}})
             for one in endings
         ]
-        names = {one.id + one.lease for one in endings}
+        names = {one.name for one in endings}
 
-        def write(store: Database) -> tuple[set[str], bool]:
+        def write(store: Database) -> tuple[set[tuple[str, str]], bool]:
             if store.machinery_messages.bulk_write(writes, ordered=False).matched_count == len(writes):
                 return names, False
             query: Document = {"_id": {"$in": [one.id for one in endings]}, "status": int(Status.ENDING)}
             found = store.machinery_messages.find(query, {"lease": 1})
-            return names & {one["_id"] + one["lease"] for one in found}, True
+            return names & {(one["_id"], one["lease"]) for one in found}, True
 
         return self._store.driver.run(write, doing="settling", away=BrokerUnavailable)
 

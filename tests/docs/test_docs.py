@@ -309,7 +309,7 @@ def test_every_store_has_its_row() -> None:
     assert {row[0] for row in rows} == set(factory.FAMILIES) == set(SCHEMES) - set(NOT_YET)
     for scheme, *claims in rows:
         urls = {"sqlite": "sqlite:///a.db", "memory": "memory://", "redis": "redis://h", "rediss": "rediss://h",
-                "redis+socket": "redis+socket:///s"}
+                "redis+socket": "redis+socket:///s", "mongodb": "mongodb://h", "mongodb+srv": "mongodb+srv://h"}
         url = str(urls.get(scheme, scheme))
         family = factory.open_family(url, FamilyOptions(clock=ManualClock()))
         backend = family.backend().features
