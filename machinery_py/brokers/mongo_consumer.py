@@ -47,7 +47,7 @@ class MongoConsumer(Consumer):
         self._woken = False
         self._closed = False
         self._pid = os.getpid()
-        self._active_at = time.monotonic()
+        self._active_at = self._looked_at = time.monotonic()
         self._starting = threading.Lock()
         self._ending = threading.Lock()
         self._start_session()
@@ -74,18 +74,29 @@ class MongoConsumer(Consumer):
         if self._closed:
             return []
         deadline = time.monotonic() + timeout
-        deliveries = self._claim(limit) if limit > 0 else []
-        while not deliveries and not self._woken and not self._closed:
+        # Who comes back with nothing in hand looks no sooner than if it had gone on sleeping.
+        look_at = self._next_look() if timeout > 0 else 0.0
+        deliveries: list[Delivery] = []
+        while True:
             now = time.monotonic()
-            if now >= deadline:
+            if now < look_at and not self._woken and not self._closed:
+                rang = self._bell.wait(min(look_at, deadline) - now)
+                if not rang and not self._woken and time.monotonic() < look_at:
+                    break
+            if self._closed:
                 break
-            self._bell.wait(min(deadline - now, max(SOONEST, min(LATEST, (now - self._active_at) / 10))))
-            if not self._woken and not self._closed:
-                deliveries = self._claim(limit)
+            deliveries = self._claim(limit)
+            self._looked_at = time.monotonic()
+            if deliveries or self._woken or self._looked_at >= deadline:
+                break
+            look_at = self._next_look()
         if deliveries:
-            self._active_at = time.monotonic()
+            self._active_at = self._looked_at
         self._woken = False
         return deliveries
+
+    def _next_look(self) -> float:
+        return self._looked_at + max(SOONEST, min(LATEST, (self._looked_at - self._active_at) / 10))
 
     def _claim(self, limit: int) -> list[Delivery]:
         lease = f"{self.session}.{next(self._claims)}"

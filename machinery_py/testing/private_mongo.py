@@ -13,7 +13,7 @@ import shutil
 import socket
 import struct
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -62,6 +62,20 @@ class NxServer(MongoServer):
         files.mkdir(exist_ok=True)
         return [self.find("nx-27017"), "--host", HOST, "--port", str(self.port), "--data-dir", files,
                 "--pid-file", self.folder / "pid", "--log-file", self.folder / "own-log"]
+
+
+def refusal(code: int, text: str = "not primary") -> Callable[[bytes], bytes]:
+    """What a MongoDB answers that refuses a command, for `Proxy.answer_next`: 10107 is NotWritablePrimary."""
+
+    def answer(request: bytes) -> bytes:
+        (number,) = struct.unpack_from("<i", request, 4)
+        said = text.encode() + b"\0"
+        fields = b"\x01ok\0" + struct.pack("<d", 0.0) + b"\x10code\0" + struct.pack("<i", code)
+        fields += b"\x02errmsg\0" + struct.pack("<i", len(said)) + said + b"\0"
+        body = b"\0\0\0\0\0" + struct.pack("<i", len(fields) + 4) + fields
+        return struct.pack("<iiii", 16 + len(body), 1, number, OP_MSG) + body
+
+    return answer
 
 
 #: The kinds by the name that a test's id bears, the best first.
