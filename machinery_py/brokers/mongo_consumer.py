@@ -71,8 +71,6 @@ class MongoConsumer(Consumer):
     # Claiming
 
     def receive(self, limit: int, timeout: float) -> list[Delivery]:
-        if self._closed:
-            return []
         deadline = time.monotonic() + timeout
         # Who comes back with nothing in hand looks no sooner than if it had gone on sleeping.
         look_at = self._next_look() if timeout > 0 else 0.0

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from typing import Any
+import threading
 
 from pymongo import monitoring
 
@@ -28,24 +28,30 @@ class Killer(monitoring.CommandListener):
     def __init__(self, number: int, when: str) -> None:
         self.left = number
         self.when = when
-
-    def _reached(self, event: Any, when: str) -> None:
-        if not Killer.armed or event.command_name not in WRITES:
-            return
-        if when == "before":
-            self.left -= 1
-        if self.left == 0 and when == self.when:
-            crashing.note("killed", event.command_name)
-            os.kill(os.getpid(), signal.SIGKILL)
+        self._target = -1  # the request at which it ends
+        self._counting = threading.Lock()
 
     def started(self, event: monitoring.CommandStartedEvent) -> None:
-        self._reached(event, "before")
+        if not Killer.armed or event.command_name not in WRITES:
+            return
+        with self._counting:
+            self.left -= 1
+            if self.left == 0:
+                self._target = event.request_id
+        if self._target == event.request_id and self.when == "before":
+            die(event.command_name)
 
     def succeeded(self, event: monitoring.CommandSucceededEvent) -> None:
-        self._reached(event, "after")
+        if self._target == event.request_id:
+            die(event.command_name)
 
     def failed(self, event: monitoring.CommandFailedEvent) -> None:
         pass
+
+
+def die(name: str) -> None:
+    crashing.note("killed", name)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def main(command: str, shape: str, number: str, when: str) -> int:
