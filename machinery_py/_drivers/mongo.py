@@ -138,7 +138,7 @@ class MongoDriver:
 
     def run(
         self, work: Callable[[Store], T], *, doing: str, away: type[MachineryError] = BackendUnavailable, again: bool = True,
-        lost: type[MachineryError] | None = None,
+        lost: type[MachineryError] | None = None, refused: type[MachineryError] = MachineryError,
     ) -> T:
         """Do some work on the database.
 
@@ -146,6 +146,7 @@ class MongoDriver:
             again: it may be carried out twice, so it is repeated once if the connection is lost or the primary steps down.
             away: raised when nothing was written.
             lost: raised when it may have been carried out (as `away`, if not given).
+            refused: raised when it can never be stored, in no matter how many tries.
         """
         unknown = False
         for last in (False, True) if again else (True,):
@@ -159,7 +160,9 @@ class MongoDriver:
                 unknown = is_unknown(error) or unknown
                 if may_be_repeated(error) and not last:
                     continue
-                raise as_ours(error, place=self.place, doing=doing, away=(lost or away) if unknown else away) from error
+                raise as_ours(
+                    error, place=self.place, doing=doing, away=(lost or away) if unknown else away, refused=refused
+                ) from error
         raise AssertionError("unreachable")
 
     def _open(self) -> Store:

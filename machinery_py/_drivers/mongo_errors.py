@@ -60,17 +60,19 @@ def is_ours_to_sort(error: BaseException) -> bool:
                       | DocumentTooLarge)
 
 
-def as_ours(error: Exception, *, place: str, doing: str, away: type[MachineryError]) -> MachineryError:
-    """Our error for one of the client library's; `away` if it will pass."""
+def as_ours(
+    error: Exception, *, place: str, doing: str, away: type[MachineryError], refused: type[MachineryError]
+) -> MachineryError:
+    """Our error for one of the client library's: `away` if it will pass, `refused` if this can never be stored."""
     text = _text(error)
     if isinstance(error, DocumentTooLarge) or _code(error) in _TOO_BIG:
-        return PublishRefused(f"MongoDB at {place}: {doing}: a document would be greater than MongoDB allows (16 MB): {text}")
+        return refused(f"MongoDB at {place}: {doing}: a document would be greater than MongoDB allows (16 MB): {text}")
     if _code(error) in _FULL:
         return PublishRefused(f"MongoDB at {place}: {doing}: its disk is full: {text}")
     if isinstance(error, ConfigurationError | InvalidURI) or _code(error) in _FATAL:
         return StoreUnusable(f"MongoDB at {place}: {doing}: {text} (check user, password, rights and version)")
     if isinstance(error, BSONError | OverflowError):
-        return PublishRefused(f"MongoDB at {place}: {doing}: this cannot be stored: {text}")
+        return refused(f"MongoDB at {place}: {doing}: this cannot be stored: {text}")
     return away(f"MongoDB at {place}: {doing}: {text}")
 
 

@@ -34,7 +34,7 @@ from machinery_py.brokers.base import (
 )
 from machinery_py.brokers.mongo_consumer import ORDER, MongoConsumer, decode_info
 from machinery_py.brokers.mongo_messages import Status, documents_of, letter_of, message_of, release
-from machinery_py.errors import BrokerUnavailable, MachineryError, PublishUnknown
+from machinery_py.errors import BrokerUnavailable, MachineryError, PublishRefused, PublishUnknown
 
 LEASE = 10.0  # seconds without a beat until a consumer is given up
 STALE_LOOK = 1.5  # leases; who looks less often than that slept itself, and judges nobody
@@ -94,14 +94,14 @@ class MongoBroker(Broker):
                 return False
             self._busy.add(token)
         try:
-            if not self.driver.run(begin, doing="publishing", away=BrokerUnavailable, lost=PublishUnknown):
+            if not self.driver.run(begin, doing="publishing", away=BrokerUnavailable, lost=PublishUnknown,
+                                   refused=PublishRefused):
                 return False
-            carry_out()
-            self.forget_deed(token)
-        except BrokerUnavailable:
-            raise
-        except MachineryError as error:
-            raise PublishUnknown(f"{error} (it was accepted, and is carried out by the next worker that looks)") from error
+            try:
+                carry_out()
+                self.forget_deed(token)
+            except MachineryError as error:
+                raise PublishUnknown(f"{error} (it was accepted, and is carried out by the next worker that looks)") from error
         finally:
             self._busy.discard(token)
         return True
@@ -132,8 +132,11 @@ class MongoBroker(Broker):
                 insert_new(store.machinery_queues, [{"_id": queue} for queue in sorted(queues)])
             insert_new(store.machinery_messages, documents)
 
-        away = PublishUnknown if again else BrokerUnavailable
-        self.driver.run(write, doing="publishing", away=away, again=again, lost=PublishUnknown)
+        if again:  # a part of what is accepted
+            self.driver.run(write, doing="publishing", away=PublishUnknown)
+        else:
+            self.driver.run(write, doing="publishing", away=BrokerUnavailable, again=False, lost=PublishUnknown,
+                            refused=PublishRefused)
         self._named |= queues
         self.driver.ring("messages")
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import datetime as dt
 import hashlib
+import logging
 import threading
 from collections.abc import Sequence
 
@@ -30,11 +31,20 @@ from machinery_py.brokers.base import Delivery, Disposal, Fate, Message
 from machinery_py.brokers.mongo import MongoBroker
 from machinery_py.brokers.mongo_consumer import MongoConsumer, fields_at_end
 from machinery_py.brokers.mongo_messages import Receipt, Status
-from machinery_py.errors import BrokerUnavailable, DecodeError, MachineryError
+from machinery_py.errors import (
+    BackendUnavailable,
+    BrokerUnavailable,
+    DecodeError,
+    MachineryError,
+    PublishUnknown,
+    StoreUnusable,
+)
 from machinery_py.settlement.base import ConsumerSession, Firing, Mark, Session, Settlement, Store, Submission
 from machinery_py.settlement.one_store import disposal_of, mark_of
 from machinery_py.states import State, TaskState
 from machinery_py.wire import decode_signature
+
+logger = logging.getLogger(__name__)
 
 BUSY = 32  # settlements and marks in a batch from which RECEIVED is not written
 BATCH = 500  # messages that are ended in one step
@@ -179,8 +189,14 @@ class MongoStore(Store):
             lambda store: list(store.machinery_messages.find(query, {"lease": 1, "deed": 1}).limit(BATCH)),
             doing="looking for what is unfinished", away=BrokerUnavailable,
         )
-        if old:
-            self.end([_Ending(one["_id"], one["lease"], _deed(bytes(one["deed"]))) for one in old], again=True)
+        for one in old:  # each by itself: one that can never be stored must not keep the others from it
+            ending = _Ending(one["_id"], one["lease"], _deed(bytes(one["deed"])))
+            try:
+                self.end([ending], again=True)
+            except (BrokerUnavailable, PublishUnknown, BackendUnavailable, StoreUnusable):
+                raise
+            except MachineryError:
+                logger.exception("the end of task %s cannot be finished; its message stays as it is", ending.deed.uuid)
         for change, send in self.states.old_firings():
             self._after_firing(change, _messages(send) if send else (), again=True)
 

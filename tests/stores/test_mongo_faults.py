@@ -12,15 +12,33 @@ from typing import Any
 import pymongo.monitoring
 import pytest
 from bson.int64 import Int64
+from pymongo.errors import (
+    AutoReconnect,
+    BulkWriteError,
+    ConfigurationError,
+    NetworkTimeout,
+    NotPrimaryError,
+    OperationFailure,
+    ServerSelectionTimeoutError,
+)
 
 from machinery_py import Config, Server
+from machinery_py._drivers import mongo_errors
 from machinery_py._drivers.mongo import MongoDriver
 from machinery_py.backends.base import ALREADY, SETTLED, Change
 from machinery_py.backends.mongo import MongoBackend
 from machinery_py.backends.mongo_records import go_value
 from machinery_py.brokers.base import Message
 from machinery_py.brokers.mongo import MongoBroker
-from machinery_py.errors import BackendUnavailable, BrokerUnavailable, ConfigError, MachineryError, PublishUnknown
+from machinery_py.errors import (
+    BackendUnavailable,
+    BrokerUnavailable,
+    ConfigError,
+    MachineryError,
+    PublishRefused,
+    PublishUnknown,
+    StoreUnusable,
+)
 from machinery_py.locks.mongo import MongoLock
 from machinery_py.settlement.base import Submission
 from machinery_py.settlement.mongo_store import MongoStore
@@ -198,6 +216,41 @@ def test_a_server_that_is_away_refuses_within_its_time_and_is_used_again_when_it
         assert [one.body for one in consumer.receive(9, 0)] == [b"a", b"b"]
         consumer.close()
         driver.close()
+
+
+def test_what_can_never_be_stored_is_refused_and_harms_nobody(store: MongoStore) -> None:
+    """MongoDB's documents have 16 MB at most; the client library knows it."""
+    huge = b"x" * (17 << 20)
+    with pytest.raises(PublishRefused, match="16 MB"):
+        store.submit(Submission(token="t", messages=[Message(uuid="a", name="add", queue="q", body=huge)]))
+    with pytest.raises(PublishRefused, match="16 MB"):
+        store.broker.put([Message(uuid="a", name="add", queue="q", body=huge)], token="")
+
+    assert store.broker.pending("q", 9) == []
+
+
+def sorted_out(error: Exception) -> tuple[type[MachineryError], bool, bool]:
+    """As what it is raised when a settlement meets it; whether it may have been carried out; whether it is repeated."""
+    ours = mongo_errors.as_ours(error, place="h", doing="settling", away=BrokerUnavailable, refused=MachineryError)
+    return type(ours), mongo_errors.is_unknown(error), mongo_errors.may_be_repeated(error)
+
+
+def test_what_the_server_says_is_sorted() -> None:
+    def in_bulk(code: int) -> BulkWriteError:
+        return BulkWriteError({"writeErrors": [{"code": code, "errmsg": "no"}], "writeConcernErrors": []})
+
+    # Only the first kind makes the worker wait and try again; the second goes to the dead letters.
+    assert sorted_out(in_bulk(17419)) == (MachineryError, True, False)
+    assert sorted_out(OperationFailure("too large", 10334))[0] is MachineryError
+    assert sorted_out(OperationFailure("disk", 14031)) == (PublishRefused, False, False)
+    assert sorted_out(OperationFailure("who are you", 18)) == (StoreUnusable, False, False)
+    assert sorted_out(OperationFailure("no rights", 13))[0] is StoreUnusable
+    assert sorted_out(NotPrimaryError("not primary", {"code": 10107})) == (BrokerUnavailable, False, True)
+    assert sorted_out(NotPrimaryError("going down", {"code": 11602})) == (BrokerUnavailable, True, True)
+    assert sorted_out(AutoReconnect("reset")) == (BrokerUnavailable, True, True)
+    assert sorted_out(NetworkTimeout("slow")) == (BrokerUnavailable, True, True)
+    assert sorted_out(ServerSelectionTimeoutError("nobody")) == (BrokerUnavailable, False, False)
+    assert sorted_out(ConfigurationError("nonsense")) == (StoreUnusable, False, False)
 
 
 def test_a_wrong_url_is_refused_when_it_is_read() -> None:

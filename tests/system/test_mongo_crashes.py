@@ -17,7 +17,7 @@ from machinery_py._drivers.mongo import MongoDriver
 from machinery_py.testing.waiting import wait_until
 from tests.stores.mongo_case import mongodb_server, mongodb_url
 from tests.system import crashing
-from tests.system.test_crash_points import EXPECTED, HANG, Stage, check_states, nothing_left
+from tests.system.test_crash_points import EXPECTED, HANG, Stage, check_history, check_states, nothing_left
 
 __all__ = ["mongodb_server", "mongodb_url"]
 
@@ -82,6 +82,25 @@ def test_a_worker_that_is_killed_at_any_write_loses_and_doubles_nothing(
     for function, count in EXPECTED[shape].items():
         # Two slots, and what the second of them was doing at that moment.
         assert count <= stage.calls()[function] <= count + (4 if function in ("plain", "shaky", "broken") else 1), stage.calls()
+    check_states(survivor, sent.stdout.strip(), shape)
+
+
+@pytest.mark.parametrize(
+    ("point", "shape"),
+    [("after-claim", "chord"), ("in-task", "delayed"), ("before-settle", "chain"), ("after-settle", "retry"),
+     ("before-fire", "chord"), ("after-fire", "broken-chord"), ("after-tend", "chord")],
+)
+def test_a_worker_that_is_killed_between_two_steps_loses_and_doubles_nothing(
+    stage: Stage, survivor: Server, shape: str, point: str
+) -> None:
+    sent = stage.run("send", shape, "")
+    assert sent.returncode == 0, sent.stderr
+
+    first = stage.run("worker", point)
+    finish(stage, survivor)
+
+    assert first.returncode == (-9 if stage.calls()["killed"] else 0), first.stderr
+    check_history(stage.calls(), shape, point)
     check_states(survivor, sent.stdout.strip(), shape)
 
 
