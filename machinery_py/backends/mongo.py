@@ -211,14 +211,10 @@ class MongoBackend(Backend):
     def _finish_old_deeds(self) -> int:
         before = self.driver.now() - int(self.driver.deed_age * 1e6)
         old = {"deed_at": {"$gt": 0, "$lt": before}}
-
-        tasks = self._tasks.run(lambda store: [one["_id"] for one in store.tasks.find(old, {"_id": 1}).limit(BATCH)],
-                          "looking for what is unfinished")
+        tasks = self._tasks.run(
+            lambda store: [one["_id"] for one in store.tasks.find(old, {"_id": 1}).limit(BATCH)], "looking for what is unfinished"
+        )
         self._finish_deeds(tasks)
-        for change, send in self.old_firings():
-            if not send:  # else it is for a store that can send
-                self.follow([change], again=True)
-                self.clear_deeds([change])
         return len(tasks)
 
     def old_firings(self) -> list[tuple[Change, bytes]]:
@@ -340,6 +336,14 @@ class MongoBackend(Backend):
     # House-keeping
 
     def tend(self) -> float:
+        for change, send in self.old_firings():
+            if not send:  # else it is for a store that can send
+                self.follow([change], again=True)
+                self.clear_deeds([change])
+        return self.tend_tasks()
+
+    def tend_tasks(self) -> float:
+        """As `tend`, less the firings."""
         full = self._finish_old_deeds() >= BATCH
         monotonic = self.driver.clock.monotonic()
         if monotonic >= self._next_sweep:

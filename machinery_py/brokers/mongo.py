@@ -41,6 +41,8 @@ STALE_LOOK = 1.5  # leases; who looks less often than that slept itself, and jud
 TOKEN_LIFE = 600 * 1_000_000  # µs; longer than anybody repeats a submission
 SWEEP = 60.0  # seconds between two looks for old tokens
 
+MESSAGES = "messages"  # a deed of a token, of messages alone
+
 T = TypeVar("T")
 _pack = msgspec.msgpack.Encoder().encode
 _messages = msgspec.msgpack.Decoder(list[Message]).decode
@@ -62,7 +64,7 @@ class MongoBroker(Broker):
         self._busy: set[str] = set()  # tokens of calls that are at it
         self._putting = threading.Lock()
         self._consumers: weakref.WeakSet[MongoConsumer] = weakref.WeakSet()
-        self._next_sweep = 0.0
+        self._next_sweep = self._next_holders = 0.0
 
     def _run(self, work: Callable[[Store], T], doing: str) -> T:
         return self.driver.run(work, doing=doing, away=BrokerUnavailable)
@@ -73,7 +75,7 @@ class MongoBroker(Broker):
         if not token:
             self.store([("", messages)], again=False)
             return True
-        return self.once(token, "messages", _pack(messages), lambda: self.store([(token, messages)]))
+        return self.once(token, MESSAGES, _pack(messages), lambda: self.store([(token, messages)]))
 
     def once(self, token: str, kind: str, deed: bytes, carry_out: Callable[[], object]) -> bool:
         """Carry out a submission that bears this token, if that was not done before; whether it was not.
@@ -149,14 +151,15 @@ class MongoBroker(Broker):
 
     def tend(self) -> float:
         self.look_at_sessions()
-        self.finish_old_puts()
+        for token, kind, deed in self.old_deeds():
+            if kind == MESSAGES:  # else it is for a store that can write states
+                self.finish_put(token, deed)
         return self.tend_messages()
 
-    def finish_old_puts(self) -> None:
-        """Carry out what was put with a token by somebody who died over it."""
-        for token, deed in self.old_deeds("messages"):
-            self.store([(token, _messages(deed))])
-            self.forget_deed(token)
+    def finish_put(self, token: str, deed: bytes) -> None:
+        """Carry out what was put by somebody who died over it."""
+        self.store([(token, _messages(deed))])
+        self.forget_deed(token)
 
     def tend_messages(self) -> float:
         """Bring what is due to its queues, forget old tokens; as `tend`."""
@@ -170,11 +173,13 @@ class MongoBroker(Broker):
         interval = self.lease / 4
         return interval if due is None else min(interval, max(0.0, (due - self.driver.now()) / 1e6))
 
-    def old_deeds(self, kind: str) -> list[tuple[str, bytes]]:
-        """Submissions that were begun and not carried out."""
-        query = {"kind": kind, "deed_at": {"$gt": 0, "$lt": self.driver.now() - int(self.driver.deed_age * 1e6)}}
+    def old_deeds(self) -> list[tuple[str, str, bytes]]:
+        """Token, kind and deed of submissions that were begun and not carried out."""
+        query = {"deed_at": {"$gt": 0, "$lt": self.driver.now() - int(self.driver.deed_age * 1e6)}}
         return self._run(
-            lambda store: [(one["_id"], bytes(one["deed"])) for one in store.machinery_tokens.find(query).limit(100)],
+            lambda store: [
+                (one["_id"], one["kind"], bytes(one["deed"])) for one in store.machinery_tokens.find(query).limit(100)
+            ],
             "looking for what is unfinished",
         )
 
@@ -199,13 +204,17 @@ class MongoBroker(Broker):
 
     def look_at_sessions(self) -> None:
         """Give up who has not beaten, or whose process has ended, and give back what it held."""
+        now = self.driver.clock.monotonic()
+        asks_holders = now >= self._next_holders
+        if asks_holders:
+            self._next_holders = now + self.lease
+
         def look(store: Store) -> tuple[list[str], dict[str, Document]]:
             # In this order: who holds something was registered before it claimed it.
-            holders = store.machinery_messages.distinct("session", {"status": int(Status.HELD)})
+            holders = store.machinery_messages.distinct("session", {"status": int(Status.HELD)}) if asks_holders else []
             return list(holders), {one["_id"]: one for one in store.machinery_sessions.find()}
 
         holders, sessions = self._run(look, "looking after workers")
-        now = self.driver.clock.monotonic()
         seen, self._seen = self._seen, {}
         for session, document in sessions.items():
             beats = int(document["beats"])

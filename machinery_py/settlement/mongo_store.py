@@ -47,6 +47,7 @@ from machinery_py.wire import decode_signature
 logger = logging.getLogger(__name__)
 
 BUSY = 32  # settlements and marks in a batch from which RECEIVED is not written
+SUBMISSION = "submission"  # a deed of a token, with states and groups
 BATCH = 500  # messages that are ended in one step
 
 _pack = msgspec.msgpack.Encoder().encode
@@ -103,7 +104,7 @@ class MongoStore(Store):
     def submit(self, submission: Submission) -> None:
         if submission.token:
             self.messages.once(
-                submission.token, "submission", _pack(submission), lambda: self._carry_out(submission, again=False)
+                submission.token, SUBMISSION, _pack(submission), lambda: self._carry_out(submission, again=False)
             )
         else:
             self._carry_out(submission, again=False)
@@ -174,15 +175,17 @@ class MongoStore(Store):
         if now - self._looked >= self.driver.deed_age:
             self._looked = now
             self.finish_deeds()
-            pause = self.states.tend()
+            pause = self.states.tend_tasks()
         return min(pause, self.messages.tend_messages())
 
     def finish_deeds(self) -> None:
         """Do what others have begun and not finished."""
-        self.messages.finish_old_puts()
-        for token, deed in self.messages.old_deeds("submission"):
-            self._carry_out(_submission(deed), again=True)
-            self.messages.forget_deed(token)
+        for token, kind, deed in self.messages.old_deeds():
+            if kind == SUBMISSION:
+                self._carry_out(_submission(deed), again=True)
+                self.messages.forget_deed(token)
+            else:
+                self.messages.finish_put(token, deed)
         before = self.driver.now() - int(self.driver.deed_age * 1e6)
         query: Document = {"status": int(Status.ENDING), "deed_at": {"$gt": 0, "$lt": before}}
         old = self.driver.run(
