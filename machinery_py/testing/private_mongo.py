@@ -4,7 +4,8 @@
     NxServer         nx-27017 of PyPI, on SQLite: keeps what it has confirmed over `kill`; no transactions that can be used
 
 The name of the kind is part of a test's id, so that nobody takes one for the other. Not used, and why: FerretDB 1.24 reads and
-writes in two steps, so that two workers claim one message (8 threads made 160 claims of 100 documents).
+writes in two steps, so that two workers claim one message (8 threads made 160 claims of 100 documents); mongo-java-server, which
+passes the suites, keeps nothing over a restart, and needs a Java and Maven. MACHINERY_TEST_MONGODB_URL runs all on any other.
 """
 
 from __future__ import annotations
