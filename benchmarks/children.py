@@ -11,8 +11,13 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from machinery_py.testing.servers import RedisServer
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
+PRIVATE_REDIS = "redis://private"  # a server that is started for each measurement, so that no old state is in its way
+#: The file is never rewritten while something is measured.
+REDIS_CONFIG = {"appendfsync": "everysec", "auto-aof-rewrite-percentage": "0"}
 HANG = 300.0  # seconds after which a measurement is taken to hang
 
 
@@ -40,8 +45,8 @@ def measure(name: str, url: str, count: int, environ: dict[str, str], *, folder:
     Raises:
         MeasurementFailed: it did not end well, or what it measured was not right.
     """
-    with tempfile.TemporaryDirectory(prefix="store-", dir=folder) as place:
-        command = [sys.executable, "-m", "benchmarks.measure", name, own_url(url, Path(place)), str(count)]
+    with own_store(url, folder) as store:
+        command = [sys.executable, "-m", "benchmarks.measure", name, store, str(count)]
         try:
             done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=HANG, check=False)
         except subprocess.TimeoutExpired as error:
@@ -52,9 +57,16 @@ def measure(name: str, url: str, count: int, environ: dict[str, str], *, folder:
     return figures
 
 
-def own_url(url: str, place: Path) -> str:
-    """The URL with a store of its own: a SQLite URL gets a file in `place`."""
-    if not url.startswith("sqlite:"):
-        return url
-    query = url.partition("?")[2]
-    return f"sqlite:///{place / 'bench.db'}{'?' + query if query else ''}"
+@contextlib.contextmanager
+def own_store(url: str, folder: Path) -> Iterator[str]:
+    """The URL of a store that is empty: a SQLite URL gets a file in `folder`, PRIVATE_REDIS a server; any other stays as it is,
+    with all that is in it."""
+    if url == PRIVATE_REDIS:
+        with RedisServer(appendonly=True, config=REDIS_CONFIG) as server:
+            yield server.url
+    elif url.startswith("sqlite:"):
+        with tempfile.TemporaryDirectory(prefix="store-", dir=folder) as place:
+            query = url.partition("?")[2]
+            yield f"sqlite:///{place}/bench.db{'?' + query if query else ''}"
+    else:
+        yield url

@@ -17,7 +17,7 @@ from collections import Counter
 from pathlib import Path
 from types import FrameType
 
-from benchmarks.children import own_url
+from benchmarks.children import own_store
 from benchmarks.workload import WAIT, check_all_succeeded, fill, make_server
 
 INTERVAL = 0.0005  # seconds between two looks
@@ -105,8 +105,8 @@ def main() -> None:
     parser.add_argument("--lines", type=int, default=14, help="shown of each list")
     options = parser.parse_args()
     sys.setswitchinterval(INTERVAL)  # or the sampler would have to wait for its turn
-    with tempfile.TemporaryDirectory(prefix="profile-") as place:
-        server = make_server(own_url(options.url, Path(place)))
+    with own_store(options.url, Path(tempfile.gettempdir())) as url:
+        server = make_server(url)
         uuids = fill(server, options.tasks)
         worker = server.new_worker(NAME, THREADS)
         pause = threading.Event()

@@ -31,8 +31,8 @@ class Counting:
             session = open_session(*args, **kwargs)
             receive, settle = session.receive, session.settle
 
-            def counted_receive(limit: int, timeout: float) -> Any:
-                deliveries = receive(limit, timeout)
+            def counted_receive(*args: Any) -> Any:
+                deliveries = receive(*args)
                 self.claims += bool(deliveries)
                 return deliveries
 

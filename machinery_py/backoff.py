@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 MAX_DELAY = 86400.0  # seconds; no back-off of ours waits longer than a day
 
@@ -27,6 +27,26 @@ def exponential(attempt: int, *, base: float = 1.0, cap: float = 600.0) -> float
 def full_jitter(delay: float, rng: random.Random | None = None) -> float:
     """A random time up to `delay`, so that many waiters do not come back together."""
     return (rng or random).uniform(0.0, delay)
+
+
+#: How long a worker waits between two attempts to connect, by the number of the attempt (1 for the first); see `reconnect_delay`.
+SCHEDULES: Mapping[str, Callable[[int], float]] = {
+    "jitter": lambda attempt: full_jitter(exponential(attempt, base=0.1, cap=10.0)),
+    "linear": lambda attempt: min(30.0, 2.0 * attempt),
+    "fibonacci": lambda attempt: float(min(30, _fibonacci(min(attempt, 10)))),
+}
+
+
+def _fibonacci(attempt: int) -> int:
+    delay = 0
+    for _ in range(attempt):
+        delay = next_fibonacci(delay)
+    return delay
+
+
+def reconnect_delay(schedule: str, attempt: int) -> float:
+    """Seconds: `jitter` up to 0.1 s, doubled to 10 s; `linear` 2, 4 … 30; `fibonacci` 1, 2, 3, 5 … 30."""
+    return SCHEDULES[schedule](attempt)
 
 
 def check_backoff(backoff: Backoff) -> None:

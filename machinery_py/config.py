@@ -14,64 +14,15 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self, cast
 
 from machinery_py import config_files, urls
+from machinery_py.backoff import SCHEDULES
 from machinery_py.config_files import FilePath, kind_of
-from machinery_py.config_options import MOMENT, Section, option, options_of, raise_all, table
+from machinery_py.config_options import MOMENT, Section, option, options_of, raise_all
+from machinery_py.config_sections import AMQPConfig, MongoDBConfig, RedisConfig
 from machinery_py.errors import ConfigError, nearest
+from machinery_py.queues import problem_of
 from machinery_py.urls import Role
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RedisConfig(Section):
-    """Section `redis`: connections, polling and key names of the Redis stores. Mind Go's units."""
-
-    PREFIX: ClassVar[str] = "redis."
-
-    max_idle: int = option(3, "unused connections that are kept open")
-    max_active: int = option(0, "connections at most; 0 = any number")
-    max_idle_timeout: int = option(
-        240, "an unused connection is closed after this; 0 = never", "s", variable="REDIS_IDLE_TIMEOUT"
-    )
-    wait: bool = option(False, "at `max_active` wait for a connection instead of failing")
-    read_timeout: int = option(15, "longest wait for a reply; 0 = no limit", "s")
-    write_timeout: int = option(15, "longest wait until a command is sent; 0 = no limit", "s")
-    connect_timeout: int = option(15, "longest wait for a connection; 0 = no limit", "s")
-    normal_tasks_poll_period: int = option(
-        1000, "longest pause between two looks at an empty queue; 0 = 1000", "ms", empty_is_default=True
-    )
-    delayed_tasks_poll_period: int = option(
-        500, "longest pause between two looks at the delayed tasks; 0 = 500", "ms", empty_is_default=True
-    )
-    delayed_tasks_key: str = option("delayed_tasks", "key of the delayed tasks", empty_is_default=True)
-    client_name: str = option("", "name of the connections in `CLIENT LIST`")
-    master_name: str = option("", "the URL's hosts are sentinels, and this is the master they watch")
-    cluster_mode: bool = option(False, "the URL's only host belongs to a Redis Cluster")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AMQPConfig(Section):
-    """Section `amqp`: exchange, binding and queue arguments of the RabbitMQ stores."""
-
-    PREFIX: ClassVar[str] = "amqp."
-
-    exchange: str = option("machinery_exchange", "exchange that tasks are published to", low=1)
-    exchange_type: str = option("direct", "its type: `direct`, `fanout`, `topic`, …", low=1)
-    queue_declare_args: Mapping[str, object] = table("arguments of queue.declare, as `x-max-priority: 10`")
-    queue_binding_args: Mapping[str, object] = table("arguments of queue.bind, for exchanges of type `headers`")
-    binding_key: str = option("machinery_task", "key that binds the queue; the route of a task on a direct exchange")
-    prefetch_count: int = option(3, "messages a consumer may hold; 0 = any number")
-    auto_delete: bool = option(False, "delay queues vanish with their last consumer")
-    delayed_queue: str = option("", "one queue for all delayed tasks, instead of one for each delay")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MongoDBConfig(Section):
-    """Section `mongodb`. Go takes these from code only."""
-
-    PREFIX: ClassVar[str] = "mongodb."
-
-    database: str = option("", "name of the database; empty = the one in the URL, else `machinery`")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +44,11 @@ class Config(Section):
     lock: str = option("", "URL of the store that holds locks; empty = where the broker is")
     multiple_broker_separator: str = option("", "text between several broker URLs; empty = there is one URL")
     broker_failover_strategy: str = option("round-robin", "which broker URL comes after one that failed", low=1)
+    broker_connection_retry: bool = option(True, "a worker waits for a broker that is away, instead of ending")
+    broker_connection_max_retries: int = option(0, "attempts to connect until a worker ends; 0 = any number")
+    broker_connection_backoff: str = option("jitter", "pauses between them: `jitter`, `linear` or `fibonacci`", low=1)
     default_queue: str = option("machinery_tasks", "queue of tasks that name none", low=1)
+    queues: str = option("", "queues of a worker: `A,B` in this order, `A:6,B:1` by weights; empty = `default_queue`")
     results_expire_in: int = option(3600, "how long states and results are kept; 0 = 3600", "s", empty_is_default=True)
     no_unix_signals: bool = option(False, "workers leave SIGINT and SIGTERM to the program")
 
@@ -106,6 +61,7 @@ class Config(Section):
     max_result_size: int = option(1024 * 1024, "larger results are a failure of the task", "bytes", low=1)
     prefetch: int = option(512, "tasks a thread worker may hold beyond the running ones, at most")
     concurrency: int = option(0, "tasks that a worker runs at once; 0 = two for each processor")
+    go_program: str = option("", "a Go program with the same schedules: ticks are sent under its lock only; empty = none")
     require_server: bool = option(False, "refuse the stores that need no server (sqlite, memory, eager)")
     strict_durability: bool = option(False, "refuse a server that may forget what it has stored, instead of warning")
 
@@ -356,6 +312,13 @@ def _problems(values: Mapping[str, object], sources: Mapping[str, str]) -> list[
     problems = [
         _origin(sources.get(key, "")) + text for key, value in values.items() if (text := OPTIONS[key].problem(value))
     ]
+    if text := problem_of(values.get("queues")):
+        problems.append(f"{_origin(sources.get('queues', ''))}queues: {text}")
+    backoff = values.get("broker_connection_backoff")
+    if isinstance(backoff, str) and backoff and backoff not in SCHEDULES:
+        known = ", ".join(sorted(SCHEDULES))
+        problems.append(f"{_origin(sources.get('broker_connection_backoff', ''))}broker_connection_backoff: found {backoff!r} "
+                        f"(known: {known}{nearest(backoff, SCHEDULES)})")
     separator = values.get("multiple_broker_separator")
     stores = {key: values.get(key, OPTIONS[key].default) for key in ROLES}
     found = {

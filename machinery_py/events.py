@@ -91,6 +91,26 @@ class WorkerHeartbeat(WorkerEvent, frozen=True, kw_only=True):
     """A worker has told its store that it lives."""
 
 
+class ConnectionLost(WorkerEvent, frozen=True, kw_only=True):
+    """A worker cannot reach its broker, and waits. Sent for each attempt.
+
+    `attempt`: 0 when the connection was lost, then counted; `limit`: after so many it gives up, 0 = never; `delay`: seconds until
+    the next one.
+    """
+
+    error: str
+    attempt: int
+    limit: int
+    delay: float
+
+
+class ConnectionRestored(WorkerEvent, frozen=True, kw_only=True):
+    """The broker answers again. `seconds`: how long it was away."""
+
+    attempts: int
+    seconds: float
+
+
 class WorkerOffline(WorkerEvent, frozen=True, kw_only=True):
     """A worker has ended in good order. Sent once."""
 

@@ -20,6 +20,7 @@ FAMILIES: dict[str, str] = {
     "eager": "machinery_py.families.eager:EagerFamily",
     "sqlite": "machinery_py.families.sqlite:SQLiteFamily",
     "null": "machinery_py.families.null:NullFamily",
+    "memcache": "machinery_py.families.memcache:MemcacheFamily",
     "redis": "machinery_py.families.redis:RedisFamily",
     "rediss": "machinery_py.families.redis:RedisFamily",
     "redis+socket": "machinery_py.families.redis:RedisFamily",
@@ -50,7 +51,8 @@ class Stores:
     def __init__(self, config: Config, clock: Clock) -> None:
         options = FamilyOptions(
             clock=clock, lease=config.lease, expire_in=float(config.results_expire_in), timeout=config.publish_timeout,
-            separator=config.multiple_broker_separator, strategy=config.broker_failover_strategy, redis=config.redis,
+            separator=config.multiple_broker_separator, strategy=config.broker_failover_strategy,
+            strict_durability=config.strict_durability, redis=config.redis,
             mongodb=config.mongodb,
         )
         self._families: dict[str, Family] = {}

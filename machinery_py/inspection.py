@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import datetime as dt
+import logging
 from collections.abc import Sequence
 
 import msgspec
 
 from machinery_py.brokers.base import DeadLetter, Message, QueueStats, WorkerInfo
 from machinery_py.engine import Engine, pending
-from machinery_py.errors import DecodeError, MachineryError, StateNotFound, Unsupported
+from machinery_py.errors import BackendUnavailable, BrokerUnavailable, DecodeError, MachineryError, StateNotFound, Unsupported
 from machinery_py.settlement.base import Submission
 from machinery_py.signature import HEADER_ATTEMPT, HEADER_RUN, Signature, new_uuid
 from machinery_py.states import State, TaskState
 from machinery_py.wire import decode_signature, encode_signature
 
+logger = logging.getLogger(__name__)
+
+AWAY = (BrokerUnavailable, BackendUnavailable)
 RATE_WINDOW = 60.0  # seconds that "per minute" is counted over
 
 
 class QueueReport(msgspec.Struct, frozen=True, kw_only=True):
     """One queue. `failed`: dead letters and tasks that failed and are still remembered. `oldest`: seconds its oldest
-    waiting message has waited. `per_minute`: tasks that ended in the last minute."""
+    waiting message has waited. `per_minute`: tasks that ended in the last minute. `paused`: workers take nothing from it."""
 
     queue: str
     waiting: int
@@ -30,6 +34,7 @@ class QueueReport(msgspec.Struct, frozen=True, kw_only=True):
     failed: int
     oldest: float
     per_minute: int
+    paused: bool = False
 
 
 class TaskReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,11 +51,14 @@ class Inspector:
         self._engine = engine
 
     def queues(self) -> list[QueueReport]:
-        """One line for each queue that has ever been used."""
+        """One line for each queue that has ever been used. A backend that cannot list its states counts none that ended."""
         store, now = self._engine.store, self._engine.clock.now()
-        rates = store.backend.finished_since(now - dt.timedelta(seconds=RATE_WINDOW))
-        kept = dt.timedelta(seconds=self._engine.config.results_expire_in)
-        failures = store.backend.finished_since(now - kept)
+        rates: dict[str, tuple[int, int]] = {}
+        failures = rates
+        if store.backend.features.listing:
+            rates = store.backend.finished_since(now - dt.timedelta(seconds=RATE_WINDOW))
+            kept = dt.timedelta(seconds=self._engine.config.results_expire_in)
+            failures = store.backend.finished_since(now - kept)
         return [self._queue(stats, rates, failures, now) for stats in store.broker.stats()]
 
     @staticmethod
@@ -61,7 +69,7 @@ class Inspector:
         return QueueReport(
             queue=stats.queue, waiting=stats.waiting, running=stats.running, delayed=stats.delayed, dead=stats.dead,
             failed=failures.get(stats.queue, (0, 0))[1], oldest=max(0.0, oldest),
-            per_minute=sum(rates.get(stats.queue, (0, 0))),
+            per_minute=sum(rates.get(stats.queue, (0, 0))), paused=stats.paused,
         )
 
     def workers(self) -> list[WorkerInfo]:
@@ -90,13 +98,16 @@ class Inspector:
         return [one for one in found if queue in ("", one.queue)][:limit]
 
     def find(self, prefix: str) -> str:
-        """The one UUID that begins like this.
+        """The one UUID that begins like this; a backend that cannot list its states needs the whole of it.
 
         Raises:
             StateNotFound: none does.
             MachineryError: several do.
         """
-        found = self._engine.store.backend.find(prefix, 2)
+        backend = self._engine.store.backend
+        if backend.features.keeps and not backend.features.listing:
+            return backend.get_state(prefix).task_uuid or prefix
+        found = backend.find(prefix, 2)
         if not found:
             raise StateNotFound(prefix)
         if len(found) > 1 and prefix not in found:
@@ -165,6 +176,20 @@ class Inspector:
         """Delete all waiting and delayed messages of a queue; how many."""
         return self._engine.store.broker.purge(queue)
 
+    def pause(self, queue: str) -> None:
+        """Let no worker take tasks from this queue until `resume`, also after a restart of everything.
+
+        What workers have taken already is run. Tasks can still be sent to it. It need not exist yet.
+
+        Raises:
+            Unsupported: the broker cannot.
+        """
+        self._engine.store.broker.pause(queue)
+
+    def resume(self, queue: str) -> None:
+        """Let workers take from this queue again. It does no harm if it was not paused."""
+        self._engine.store.broker.resume(queue)
+
     # Dead letters
 
     def dead(self, *, limit: int = 50, queue: str = "") -> list[DeadLetter]:
@@ -191,8 +216,21 @@ class Inspector:
         usable = [letter for letter in letters if _is_signature(letter.body)]
         # Published first, removed then: a crash in between leaves a letter too many, never one too few.
         sent = self._replay([letter.body for letter in usable])
-        self._engine.store.broker.take_dead([letter.id for letter in usable])
+        taken = [letter.id for letter in usable]
+        try:
+            self._take(taken)
+        except AWAY as error:
+            # Raising would say that nothing was done, and whoever repeats it would run the tasks twice.
+            logger.warning("%d dead letters were put back into their queues, and may still be in the list (delete them): %s: %s",
+                           len(taken), ", ".join(taken[:5]), error)
         return sent
+
+    def _take(self, ids: Sequence[str]) -> None:
+        """Remove dead letters that nobody needs any more, once more if the reply is lost."""
+        try:
+            self._engine.store.broker.take_dead(ids)
+        except AWAY:
+            self._engine.store.broker.take_dead(ids)
 
     def delete_dead(self, ids: Sequence[str]) -> int:
         """Delete dead letters; how many."""

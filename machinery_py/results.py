@@ -35,8 +35,7 @@ class ResultSource(Protocol):
     @property
     def hub(self) -> Hub: ...
     def convert(self, name: str, value: Any) -> Any: ...
-    def worker_hint(self, queue: str) -> str: ...
-    def worker_command(self, queue: str) -> str: ...
+    def worker_hint(self, queue: str) -> tuple[str, str]: ...
     def revoke(self, uuids: Sequence[str]) -> None: ...
 
 
@@ -64,7 +63,7 @@ class Waitable(Generic[R]):
         listener = self._source.backend.listener()
         watched: set[str] = set()
         try:
-            while not self._look():
+            while True:
                 # Looked at again after each new name is listened for, so that nothing that ends in between is missed.
                 new = set(self._awaited()) - watched
                 if new:
@@ -72,6 +71,8 @@ class Waitable(Generic[R]):
                     watched |= new
                 else:
                     listener.wait(wait.next_pause())
+                if self._look():
+                    break
         finally:
             listener.close()
         return self._value()
@@ -155,15 +156,15 @@ class _Wait:
         waited = self._clock.monotonic() - self._start
         if self._timeout is not None and waited >= self._timeout:
             what, state, queue = self._waitable._describe()
-            hint = self._waitable._source.worker_hint(queue)
+            hint, _ = self._waitable._source.worker_hint(queue)
             raise ResultTimeout(f"no result of {what} after {self._timeout:.1f} s; last state {state}"
                                 f"{', ' + hint if hint else ''}")
         if not self._warned and waited >= WARN_AFTER:
             self._warned = True
             _, _, queue = self._waitable._describe()
-            if hint := self._waitable._source.worker_hint(queue):
-                command = self._waitable._source.worker_command(queue)
-                logger.warning("%s (start one: %s)", hint.replace(" on ", " on queue "), command)
+            hint, command = self._waitable._source.worker_hint(queue)
+            if hint:
+                logger.warning("%s (%s)", hint.replace(" on ", " on queue "), command)
         remaining = LOOK_AGAIN if self._timeout is None else min(LOOK_AGAIN, self._timeout - waited)
         return remaining if self._warned or waited >= WARN_AFTER else min(remaining, WARN_AFTER - waited)
 
@@ -309,8 +310,12 @@ class ChainResult(Waitable[R]):
         return cast(R, self.steps[-1]._value())
 
     def _awaited(self) -> Sequence[str]:
-        current = self.steps[min(self._at, len(self.steps) - 1)]
-        return (*current._awaited(), *self.steps[-1]._awaited())
+        at = min(self._at, len(self.steps) - 1)
+        if isinstance(self.steps[at], GroupResult) and self.steps[at] is not self.steps[-1]:
+            # The callback ends also when a member fails (if a Go program ran that, the next look finds it): so a thousand
+            # members need not be listened to.
+            at += 1
+        return (*self.steps[at]._awaited(), *self.steps[-1]._awaited())
 
     def _describe(self) -> tuple[str, str, str]:
         current = self.steps[min(self._at, len(self.steps) - 1)]

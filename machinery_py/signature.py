@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import datetime as dt
 import itertools
-import uuid as _uuid
+import os
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Generic, Protocol, TypeVar, cast, overload
 
@@ -25,6 +25,8 @@ HEADER_RUN = "machinery_run"  # how many runs ended before this one, retries of 
 HEADER_ATTEMPT = "machinery_attempt"  # which try this is, 1 for the first; RetryTaskLater does not count
 HEADER_EXPIRES = "machinery_expires"  # unix seconds; not started after that
 HEADER_COLLECT = "machinery_collect"  # on a chord's callback: all results as one list
+HEADER_SCHEDULE = "machinery_schedule"  # the name of the schedule that sent it
+HEADER_TICK = "machinery_tick"  # the time at which that was due
 
 
 class Arg(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -297,6 +299,11 @@ def _number(headers: Mapping[str, Any], key: str, default: int) -> int:
     return int(text) if isinstance(text, str) and text.isascii() and text.isdigit() and len(text) < 10 else default
 
 
+_RANDOM = ~(0xF << 76 | 0x3 << 62)  # all bits of a UUID but those that say what kind it is
+_VERSION = 0x4 << 76 | 0x2 << 62  # random, as RFC 4122 has it
+
+
 def new_uuid(prefix: str = "task_") -> str:
     """An id as Go makes it: the prefix (`task_`, `group_`, `chord_`) and a random UUID."""
-    return prefix + str(_uuid.uuid4())
+    text = f"{int.from_bytes(os.urandom(16), 'big') & _RANDOM | _VERSION:032x}"  # uuid4() takes three times as long
+    return f"{prefix}{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}"

@@ -8,6 +8,7 @@
     redis://secret@host:6379/0         one Redis; rediss:// with TLS, redis+socket:///path/to.sock:/0
     redis://s1,s2/0?master_name=m      the master that sentinels name
     mongodb://user:secret@h1,h2/db     a MongoDB; mongodb+srv://name/db by its name server
+    memcache://h1:11211,h2:11211       memcached servers; each key lies on one of them
 
 Pure: nothing is opened and no name is looked up.
 """
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 from typing import Literal
 from urllib.parse import unquote
 
+from machinery_py._drivers.memcache_url import BadMemcacheUrl, parse_memcache_url
 from machinery_py._drivers.mongo_url import BadMongoUrl, check_mongo_url
 from machinery_py._drivers.redis_url import BadRedisUrl, parse_redis_url
 from machinery_py.errors import ConfigError, nearest
@@ -49,7 +51,6 @@ SCHEMES: Mapping[str, frozenset[Role]] = {
 NOT_YET: tuple[str, ...] = (
     "amqp",
     "amqps",
-    "memcache",
 )
 """Schemes of SCHEMES whose store comes in a later release. The release that brings one takes its line away."""
 
@@ -162,6 +163,12 @@ def check_url(url: str, role: Role, *, master_name: str = "") -> None:
         try:
             check_mongo_url(url)
         except BadMongoUrl as error:
+            raise _refused(url, role, str(error)) from None
+        return
+    if scheme == "memcache":
+        try:
+            parse_memcache_url(url)
+        except BadMemcacheUrl as error:
             raise _refused(url, role, str(error)) from None
         return
     StoreUrl.parse(url, role=role)

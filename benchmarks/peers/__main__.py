@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.__main__ import Steps
+from benchmarks.children import REDIS_CONFIG
 from benchmarks.peers import environments, report
 from benchmarks.peers.processes import RoundFailed
 from benchmarks.peers.rounds import LATENCY_CALLS, Bench, Figures
@@ -18,8 +19,6 @@ from benchmarks.peers.systems import BY_NAME, SYSTEMS, System
 from machinery_py.testing.servers import RedisServer
 
 LEAST = 50  # tasks, whatever the share of a system
-#: The file is never rewritten while something is measured.
-CONFIG = {"appendfsync": "everysec", "auto-aof-rewrite-percentage": "0"}
 
 
 def prepare(chosen: Sequence[System], *, install: bool) -> tuple[list[System], list[str]]:
@@ -48,7 +47,7 @@ def measure(
     failures: list[str] = []
     steps = Steps(rounds * len(systems), sys.stderr)
     loads: list[float] = []
-    with RedisServer(appendonly=True, config=CONFIG) as redis:
+    with RedisServer(appendonly=True, config=REDIS_CONFIG) as redis:
         bench = Bench(redis, folder)
         version = str(bench.probe.ask("INFO", "server")["redis_version"])
         for number in range(rounds):

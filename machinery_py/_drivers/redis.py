@@ -10,21 +10,27 @@ can stand that.
 from __future__ import annotations
 
 import datetime as dt
+import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
+from machinery_py._drivers.redis_durability import ASKED, concerns, read_config, read_info, version_of
 from machinery_py._drivers.redis_errors import Kind, as_ours, kind_of
 from machinery_py._drivers.redis_lua import Script
+from machinery_py._drivers.redis_pool import DELAYED, NO_LIMITS, Limits, Room, with_delayed_key
 from machinery_py._drivers.redis_servers import Servers
 from machinery_py.clock import SYSTEM_CLOCK, Clock
+from machinery_py.durability import Concern
 from machinery_py.errors import BackendUnavailable, MachineryError, PublishUnknown, StoreUnusable
+
+logger = logging.getLogger(__name__)
 
 TIMEOUT = 5.0  # seconds for a reply, and for a connection
 OLDEST = (6, 2)  # LPOP with a count, BLMOVE, ZMSCORE
-IDLE = 64  # connections that are kept
+SKEW = 5.0  # seconds between this clock and the server's that are worth a warning
 FRESH = 0.01  # seconds; one that was used since then is taken unseen
 
 _EPOCH = dt.datetime(1970, 1, 1, tzinfo=dt.timezone.utc)
@@ -33,8 +39,12 @@ _EPOCH = dt.datetime(1970, 1, 1, tzinfo=dt.timezone.utc)
 class Link:
     """One connection, for one thread at a time."""
 
-    def __init__(self, connection: Any, server: int) -> None:
+    def __init__(
+        self, connection: Any, server: int, *, write_timeout: float = 0.0, on_close: Callable[[], object] = int
+    ) -> None:
         self._connection = connection  # redis-py has no types for it
+        self._write_timeout = write_timeout  # 0: that of replies
+        self._on_close: Callable[[], object] | None = on_close
         self.server = server  # as the driver's `servers` counted when it was opened
         self.number = b""
         self.used_at = 0.0
@@ -45,7 +55,14 @@ class Link:
         return self.read()
 
     def send(self, packet: bytes) -> None:
-        self._connection.send_packed_command([packet], check_health=False)
+        if not self._write_timeout:
+            self._connection.send_packed_command([packet], check_health=False)
+            return
+        socket = self._connection._sock
+        before = socket.gettimeout()
+        socket.settimeout(self._write_timeout)
+        self._connection.send_packed_command([packet], check_health=False)  # it is closed if that fails
+        socket.settimeout(before)
 
     def read(self) -> Any:
         return self._connection.read_response(disable_decoding=True)
@@ -66,6 +83,9 @@ class Link:
 
     def close(self) -> None:
         self._connection.disconnect()
+        left, self._on_close = self._on_close, None
+        if left is not None:
+            left()
 
 
 def command(*parts: bytes) -> bytes:
@@ -82,17 +102,23 @@ class RedisDriver:
     """Opens connections when they are needed, and keeps them. May be used from any thread."""
 
     def __init__(
-        self, url: str = "", *, clock: Clock = SYSTEM_CLOCK, timeout: float = TIMEOUT, servers: Servers | None = None
+        self, url: str = "", *, clock: Clock = SYSTEM_CLOCK, timeout: float = TIMEOUT, servers: Servers | None = None,
+        strict: bool = False, limits: Limits = NO_LIMITS,
     ) -> None:
-        """To the servers, or to the one of the URL."""
+        """To the servers, or to the one of the URL; `strict`: refuse one that may lose what it stores."""
         self.servers = servers or Servers([url], timeout=timeout)
         self.clock = clock
-        self._timeout = timeout
+        self.limits = limits
+        self._timeout = min(timeout, limits.read)
+        self._write_timeout = limits.write if limits.write < self._timeout else 0.0
+        self._room = Room(limits)
         self._idle: list[Link] = []
         self._ears: list[Link] = []
         self._pid = os.getpid()
-        self._checked = -1  # the server that is known to be new enough
+        self._strict = strict
+        self._checked = -1  # the server that was looked at
         self._local = threading.local()
+        self._telling = threading.Lock()
         self._texts = clock is SYSTEM_CLOCK
 
     def now(self) -> str:
@@ -112,7 +138,25 @@ class RedisDriver:
 
     def open(self, *, timeout: float | None = None) -> Link:
         """A new connection. Any exception of redis-py."""
-        link = Link(*self.servers.connect(timeout or self._timeout))
+        while (spare := self._room.enter(self._timeout, self._spare)) is not None:
+            spare.close()  # one less
+        return self._open(timeout or self._timeout)
+
+    def _spare(self) -> Link | None:
+        try:
+            return self._idle.pop()
+        except IndexError:
+            return None
+
+    def _open(self, timeout: float) -> Link:
+        """There is room for it."""
+        leave = self._room.leave
+        try:
+            connection, number = self.servers.connect(timeout)
+        except BaseException:
+            leave()
+            raise
+        link = Link(connection, number, write_timeout=self._write_timeout, on_close=leave)
         if self._checked != link.server:
             try:
                 self._check(link)
@@ -126,30 +170,70 @@ class RedisDriver:
         return link.server != self.servers.number
 
     def _check(self, link: Link) -> None:
-        text = link.ask(b"INFO", b"server").decode(errors="replace")
-        version = next((line[14:] for line in text.splitlines() if line.startswith("redis_version:")), "0.0")
-        if tuple(int(part) for part in version.split(".")[:2]) < OLDEST:
-            raise StoreUnusable(f"Redis at {self.servers.place} is version {version} (needed: {OLDEST[0]}.{OLDEST[1]} or newer)")
-        self._checked = link.server
+        """Once for each server: refuse what cannot be worked with, and tell what may be lost."""
+        found = self._look_at(link)
+        if self._strict and found:
+            reasons = "; ".join(one.text for one in found)
+            raise StoreUnusable(f"Redis at {self.servers.place}: refused by strict_durability: {reasons}")
+        # Said once by each process, however many of its threads come here at the same time.
+        with self._telling:
+            if self._checked == link.server:
+                return
+            self._checked = link.server
+        for one in found:
+            logger.log(logging.WARNING if one.is_certain else logging.INFO, "Redis at %s: %s", self.servers.place, one.text)
+        time_there = _ask_if_allowed(link, b"TIME") if self._texts else None
+        there = self.clock.now().timestamp() if time_there is None else int(time_there[0]) + int(time_there[1]) / 1e6
+        ahead = self.clock.now().timestamp() - there
+        if abs(ahead) > SKEW:
+            logger.warning("Redis at %s: this host's clock is %.0f s %s: its retries and delayed tasks come at the wrong time "
+                           "(set the clock; is NTP running?)", self.servers.place, abs(ahead), "ahead" if ahead > 0 else "behind")
+
+    def _look_at(self, link: Link) -> list[Concern]:
+        text = _ask_if_allowed(link, b"INFO")
+        info = read_info(text.decode(errors="replace")) if text is not None else {}
+        version = version_of(info)
+        if version is not None and version < OLDEST:
+            raise StoreUnusable(f"Redis at {self.servers.place} is version {info['redis_version']} "
+                                f"(needed: {OLDEST[0]}.{OLDEST[1]} or newer)")
+        # One name a question: Redis 6 takes no more.
+        config: dict[str, str] = {}
+        for name in ASKED:
+            reply = _ask_if_allowed(link, b"CONFIG", b"GET", name.encode())
+            if reply is None:
+                return concerns(info, None)
+            config.update(read_config(reply))
+        return concerns(info, config)
+
+    def concerns(self) -> list[Concern]:
+        """What is wrong with the server now, or cannot be known.
+
+        Raises:
+            BackendUnavailable, StoreUnusable: it cannot be asked.
+        """
+        return cast("list[Concern]", self._attempt(
+            self._look_at, doing="looking at its settings", away=BackendUnavailable, again=True, lost=BackendUnavailable
+        ))
 
     def _take(self) -> Link:
         if os.getpid() != self._pid:
-            self._idle, self._ears, self._pid = [], [], os.getpid()
+            self._idle, self._ears, self._room, self._pid = [], [], Room(self.limits), os.getpid()
         self.servers.look()
         while True:
-            try:
-                link = self._idle.pop()
-            except IndexError:
-                return self.open()
-            if self.is_stale(link):
+            link = self._spare() or self._room.enter(self._timeout, self._spare)
+            if link is None:
+                return self._open(self._timeout)
+            idle = time.monotonic() - link.used_at
+            if self.is_stale(link) or idle > self.limits.idle_timeout:
                 link.close()
-            elif time.monotonic() - link.used_at < FRESH or not link.is_broken():
+            elif idle < FRESH or not link.is_broken():
                 return link
 
     def _give(self, link: Link) -> None:
         link.used_at = time.monotonic()
-        if len(self._idle) < IDLE and os.getpid() == self._pid:
+        if len(self._idle) < self.limits.max_idle and os.getpid() == self._pid:
             self._idle.append(link)
+            self._room.came_back()
         else:
             link.close()
 
@@ -163,7 +247,7 @@ class RedisDriver:
         return self.open()
 
     def give_ear(self, link: Link) -> None:
-        if len(self._ears) < IDLE and os.getpid() == self._pid:
+        if len(self._ears) < self.limits.max_idle and not self.limits.max_active and os.getpid() == self._pid:
             self._ears.append(link)
         else:
             link.close()
@@ -179,6 +263,7 @@ class RedisDriver:
             away: raised when nothing was written.
             lost: raised when it may have been carried out (as `away`, if not given).
         """
+        script = self.adapted(script)
         packet = evalsha(script, argument, *keys)
 
         def ask(link: Link) -> Any:
@@ -186,6 +271,10 @@ class RedisDriver:
             return read_script(link, script, argument, *keys)
 
         return self._attempt(ask, doing=doing, away=away, again=again, lost=lost or away)
+
+    def adapted(self, script: Script) -> Script:
+        """The script for the keys of these limits."""
+        return script if self.limits.delayed_key == DELAYED else with_delayed_key(script, self.limits.delayed_key)
 
     def ask(self, *parts: bytes, doing: str, away: type[MachineryError] = BackendUnavailable) -> Any:
         """Send a command that may be carried out twice."""
@@ -195,6 +284,7 @@ class RedisDriver:
         self, ask: Callable[[Link], Any], *, doing: str, away: type[MachineryError], again: bool, lost: type[MachineryError]
     ) -> Any:
         unknown = False
+        begin = time.monotonic()
         for last in (False, True) if again else (True,):
             link: Link | None = None
             try:
@@ -205,7 +295,8 @@ class RedisDriver:
             except Exception as error:  # redis-py's, sorted by `fail`
                 # Once it may have been carried out, a refusal of the repeat does not say that it was not.
                 unknown = self.after(error, link) or unknown
-                if unknown and not last:
+                # One that was silent for its whole time is not asked again: whoever called has no time left either.
+                if unknown and not last and time.monotonic() - begin < self._timeout / 2:
                     continue
                 self.fail(error, doing=doing, away=lost if unknown else away)
             self._give(link)
@@ -257,6 +348,18 @@ class RedisDriver:
         self._ears = []
         for link in links:
             link.close()
+
+
+def _ask_if_allowed(link: Link, *parts: bytes) -> Any:
+    """The reply, or None where the server forbids the question, or does not know it."""
+    from redis.exceptions import NoPermissionError, ResponseError
+
+    try:
+        return link.ask(*parts)
+    except ResponseError as error:
+        if isinstance(error, NoPermissionError) or "unknown" in str(error).lower():
+            return None
+        raise
 
 
 def evalsha(script: Script, argument: bytes, *keys: bytes) -> bytes:

@@ -12,7 +12,7 @@ import threading
 import time
 
 from machinery_py._drivers.sqlite_errors import busy, is_busy, refuse_open, translate, unusable
-from machinery_py._drivers.sqlite_schema import APPLICATION_ID, TABLES, VERSION
+from machinery_py._drivers.sqlite_schema import APPLICATION_ID, TABLES, UPGRADES, VERSION
 from machinery_py.errors import BrokerUnavailable
 
 CHECKPOINT = 4000  # pages of 4 KB in the log before they are copied into the file
@@ -127,13 +127,14 @@ def _prepare(connection: sqlite3.Connection, path: str) -> bool:
         )
         # One read transaction: another process may be making the tables between two looks.
         connection.execute("BEGIN")
-        current = _is_current(connection, path)
+        current = _version(connection, path) == VERSION
         connection.execute("COMMIT")
         if not current:
             connection.execute("BEGIN IMMEDIATE")
-            if not _is_current(connection, path):
-                for table in TABLES:
-                    connection.execute(table)
+            version = _version(connection, path)
+            if version != VERSION:
+                for statement in steps_from(version):
+                    connection.execute(statement)
                 connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
                 connection.execute(f"PRAGMA user_version = {VERSION}")
             connection.execute("COMMIT")
@@ -146,20 +147,27 @@ def _prepare(connection: sqlite3.Connection, path: str) -> bool:
     return True
 
 
-def _is_current(connection: sqlite3.Connection, path: str) -> bool:
-    """Whether the tables are there; False for an empty file."""
+def steps_from(version: int) -> list[str]:
+    """The statements that make the tables of a file of this version ours; 0 is an empty one."""
+    if version == 0:
+        return list(TABLES)
+    return [statement for step in range(version, VERSION) for statement in UPGRADES[step]]
+
+
+def _version(connection: sqlite3.Connection, path: str) -> int:
+    """The version of the tables; 0 for an empty file."""
     owner = connection.execute("PRAGMA application_id").fetchone()[0]
     version = connection.execute("PRAGMA user_version").fetchone()[0]
     if owner != APPLICATION_ID:
         if version or connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
             raise unusable(path, "it belongs to another program (name a file of its own)")
-        return False
+        return 0
     if version > VERSION:
         raise unusable(
             path,
             f"it was written by a newer machinery_py (schema {version}, this one knows {VERSION}); upgrade this one",
         )
-    return True
+    return int(version)
 
 
 def network_kind(path: str, mounts: str = "/proc/mounts") -> str:

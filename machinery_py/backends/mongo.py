@@ -9,66 +9,62 @@ Limits: what Go programs wrote is not listed before we have changed it. Nothing 
 
 from __future__ import annotations
 
-import datetime as dt
 import secrets
 from collections.abc import Sequence
 from typing import cast
 
 import msgspec
-from pymongo import UpdateOne
 
-from machinery_py._drivers.mongo import Document, MongoDriver, Store, micros
+from machinery_py._drivers.mongo import Document, MongoDriver, Store
 from machinery_py.backends import mongo_groups
 from machinery_py.backends.base import (
     ALREADY,
     FENCED,
     SETTLED,
-    Backend,
+    Amendment,
     BackendFeatures,
     Begun,
     Change,
-    ReadyGroup,
+    Records,
     Verdict,
 )
-from machinery_py.backends.mongo_listener import MongoListener
+from machinery_py.backends.mongo_looking import MongoLooking
 from machinery_py.backends.mongo_records import (
     Kept,
     packed_changes,
     packed_deed,
     packed_outbox,
-    state_of,
     unpacked_changes,
 )
+from machinery_py.backends.mongo_schedules import MongoSchedules, Tick
 from machinery_py.backends.mongo_tasks import BATCH, ROUNDS, MongoTasks, seen_of
-from machinery_py.backends.transactional import Row, decide
-from machinery_py.states import Arrival, GroupMeta, State, TaskState
+from machinery_py.backends.transactional import Row, decide, is_over
+from machinery_py.states import Arrival, GroupMeta, TaskState
 
 EXPIRE_IN = 3600.0  # seconds that a finished task is kept
-REVOKED_LIFE = 3 * 86400 * 1_000_000  # µs that a revocation is kept
 SWEEP = 60.0  # seconds between two looks for what has expired
 
 
-class MongoBackend(Backend):
+class MongoBackend(MongoLooking):
     """Collections of the driver's database. The driver belongs to whoever made it."""
 
-    features = BackendFeatures(name="mongodb")
+    features = BackendFeatures(name="mongodb", foreign=True)
 
     def __init__(self, driver: MongoDriver, *, expire_in: float = EXPIRE_IN) -> None:
-        self.driver = driver
+        super().__init__(driver, MongoTasks(driver, expire_in=expire_in))
         self.expire_in = expire_in
-        self._tasks = MongoTasks(driver, expire_in=expire_in)
         self.load = self._tasks.load
+        self.schedules = MongoSchedules(driver, self._tasks)
         self._next_sweep = 0.0
-
-    def now(self) -> dt.datetime:
-        return self.driver.moment()
 
     # Changes
 
     def apply(self, changes: Sequence[Change]) -> list[Verdict]:
         verdicts = self.commit(changes, with_deeds=True)
         owed = [change for change, verdict in zip(changes, verdicts, strict=True) if verdict is SETTLED]
-        self.follow(owed, again=False)
+        # A member that somebody else has ended has no deed: what is in is counted anew.
+        self.follow([change for change in owed if _is_kept(change) or not change.arrivals], again=False)
+        self.follow([change for change in owed if change.arrivals and not _is_kept(change)], again=True)
         self.clear_deeds([change for change in owed if _is_kept(change)])
         repeated = [change.key for change, verdict in zip(changes, verdicts, strict=True) if verdict is ALREADY]
         if repeated:
@@ -252,86 +248,23 @@ class MongoBackend(Backend):
     def unsent(self, limit: int, *, older_than: float) -> list[tuple[str, Sequence[bytes]]]:
         return self._tasks.unsent(limit, older_than=older_than)
 
-    # Looking
+    # Schedules
 
-    def settled_by(self, uuids: Sequence[str]) -> list[str]:
-        return self._tasks.marks(uuids)
+    def records(self, known: str = "") -> Records:
+        version = self.schedules.version()
+        return Records(now=self.now(), version=version, bodies=None if version == known else self.schedules.bodies())
 
-    def get_states(self, uuids: Sequence[str]) -> dict[str, TaskState]:
-        def read(store: Store) -> dict[str, TaskState]:
-            return {
-                state.task_uuid: state
-                for start in range(0, len(uuids), BATCH)
-                for one in store.tasks.find({"_id": {"$in": list(uuids[start : start + BATCH])}})
-                if (state := state_of(one)) is not None
-            }
+    def amend(self, amendment: Amendment) -> bool:
+        return self.schedules.amend(amendment, b"", self.finish_tick)
 
-        return self._tasks.run(read, "reading states") if uuids else {}
+    def finish_tick(self, tick: Tick, again: bool) -> None:
+        """What follows from an amendment that sends nothing here. May be repeated, with `again`."""
+        self.follow_tick(tick, again=again)
+        self.schedules.clear(tick)
 
-    def get_group(self, group_uuid: str) -> GroupMeta | None:
-        return self._tasks.run(lambda store: mongo_groups.get_group(store, group_uuid), "reading a group")
-
-    def ready_groups(self, limit: int) -> list[ReadyGroup]:
-        return self._tasks.run(lambda store: mongo_groups.ready_groups(store, limit), "looking for complete groups")
-
-    def list_states(
-        self, *, state: State | None = None, name: str = "", since: dt.datetime | None = None, limit: int = 100
-    ) -> list[TaskState]:
-        query: Document = {"changed_at": {"$gte": 1 if since is None else micros(since)}}
-        if state is not None:
-            query["state"] = state.value
-        if name:
-            query["task_name"] = name
-        documents = self._tasks.run(
-            lambda store: list(store.tasks.find(query).sort("changed_at", -1).limit(limit)), "listing states"
-        )
-        return [one for document in documents if (one := state_of(document)) is not None]
-
-    def find(self, prefix: str, limit: int = 2) -> list[str]:
-        query = {"_id": {"$gte": prefix, "$lt": prefix + "\U0010ffff"}}
-        return self._tasks.run(
-            lambda store: [one["_id"] for one in store.tasks.find(query, {"_id": 1}).sort("_id", 1).limit(limit)],
-            "looking for a task",
-        )
-
-    def finished_since(self, moment: dt.datetime) -> dict[str, tuple[int, int]]:
-        def count(store: Store, state: State) -> dict[str, int]:
-            match = {"changed_at": {"$gte": micros(moment)}, "state": state.value}
-            found = store.tasks.aggregate([{"$match": match}, {"$group": {"_id": "$queue", "count": {"$sum": 1}}}])
-            return {one["_id"]: one["count"] for one in found}
-
-        good = self._tasks.run(lambda store: count(store, State.SUCCESS), "counting what has finished")
-        bad = self._tasks.run(lambda store: count(store, State.FAILURE), "counting what has finished")
-        return {queue: (good.get(queue, 0), bad.get(queue, 0)) for queue in good.keys() | bad.keys()}
-
-    def revoke(self, uuids: Sequence[str]) -> None:
-        until = self.driver.now() + REVOKED_LIFE
-        writes = [UpdateOne({"_id": uuid}, {"$set": {"expires_at": until}}, upsert=True) for uuid in dict.fromkeys(uuids)]
-
-        def write(store: Store) -> None:
-            for start in range(0, len(writes), BATCH):
-                store.machinery_revoked.bulk_write(writes[start : start + BATCH], ordered=False)
-
-        self._tasks.run(write, "revoking tasks")
-
-    def revoked(self, uuids: Sequence[str]) -> set[str]:
-        def read(store: Store) -> set[str]:
-            return {
-                one["_id"]
-                for start in range(0, len(uuids), BATCH)
-                for one in store.machinery_revoked.find({"_id": {"$in": list(uuids[start : start + BATCH])}}, {"_id": 1})
-            }
-
-        return self._tasks.run(read, "looking for revoked tasks") if uuids else set()
-
-    def purge_state(self, task_uuid: str) -> None:
-        self._tasks.run(lambda store: store.tasks.delete_one({"_id": task_uuid}), "forgetting a task")
-
-    def purge_group_meta(self, group_uuid: str) -> None:
-        self._tasks.run(lambda store: mongo_groups.purge_group(store, group_uuid), "forgetting a group")
-
-    def listener(self) -> MongoListener:
-        return MongoListener(self.driver)
+    def follow_tick(self, tick: Tick, *, again: bool) -> None:
+        self.follow([msgspec.structs.replace(tick.change, key="", outbox=())], again=again)
+        self.schedules.keep_outbox(tick)
 
     # House-keeping
 
@@ -340,10 +273,13 @@ class MongoBackend(Backend):
             if not send:  # else it is for a store that can send
                 self.follow([change], again=True)
                 self.clear_deeds([change])
+        for tick in self.schedules.old_ticks():
+            if not tick.send:
+                self.finish_tick(tick, again=True)
         return self.tend_tasks()
 
     def tend_tasks(self) -> float:
-        """As `tend`, less the firings."""
+        """As `tend`, less the firings and schedules."""
         full = self._finish_old_deeds() >= BATCH
         monotonic = self.driver.clock.monotonic()
         if monotonic >= self._next_sweep:
@@ -364,6 +300,7 @@ class MongoBackend(Backend):
             looked = mongo_groups.sweep_groups(store, now=now, again_at=now + int(SWEEP * 1e6), limit=100)
             return len(old) >= BATCH or looked >= 100
 
+        self.schedules.sweep()
         is_full = self._tasks.run(sweep, "looking for what is over")
         if is_full:
             self._next_sweep = 0.0
@@ -384,12 +321,7 @@ def _is_kept(change: Change) -> bool:
 
 def _begin(row: Row, run: int, outbox: Sequence[bytes]) -> Begun:
     state = row.state
-    if state is not None and is_over(state, run):
+    if is_over(state, run):
         return Begun(epoch=row.epoch, finished=True, outbox=outbox)
     row.epoch, row.changed = row.epoch + 1, True
     return Begun(epoch=row.epoch)
-
-
-def is_over(state: TaskState, run: int) -> bool:
-    """Whether that run has ended. RETRY ends a run as well: the next one travels as a message of its own."""
-    return state.is_finished or state.run > run or (state.run == run and state.state is State.RETRY)

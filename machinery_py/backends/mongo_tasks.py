@@ -129,8 +129,8 @@ class MongoTasks:
         query = {"_id": {"$in": list(keys)}, "outbox_at": {"$gt": 0}}
 
         def read(store: Store) -> dict[str, bytes]:
-            found = {one["_id"]: bytes(one["outbox"]) for one in store.tasks.find(query, {"outbox": 1})}
-            return found | {one["_id"]: bytes(one["outbox"]) for one in store.machinery_chords.find(query, {"outbox": 1})}
+            places = (store.tasks, store.machinery_chords, store.machinery_outboxes)
+            return {one["_id"]: bytes(one["outbox"]) for place in places for one in place.find(query, {"outbox": 1})}
 
         boxes = self.run(read, "reading outboxes") if keys else {}
         return [unpacked_outbox(boxes.get(key, b"")) for key in keys]
@@ -139,6 +139,7 @@ class MongoTasks:
         def clear(store: Store) -> None:
             for collection in (store.tasks, store.machinery_chords):
                 collection.update_many({"_id": {"$in": list(keys)}}, {"$set": {"outbox": b"", "outbox_at": 0}})
+            store.machinery_outboxes.delete_many({"_id": {"$in": list(keys)}})
 
         self.run(clear, "clearing outboxes")
 
@@ -148,7 +149,7 @@ class MongoTasks:
         def read(store: Store) -> list[tuple[str, bytes]]:
             return [
                 (one["_id"], bytes(one["outbox"]))
-                for collection in (store.tasks, store.machinery_chords)
+                for collection in (store.tasks, store.machinery_chords, store.machinery_outboxes)
                 for one in collection.find(query, {"outbox": 1}).limit(limit)
             ][:limit]
 

@@ -15,22 +15,25 @@ from typing import Any
 
 import msgspec
 
-from machinery_py._drivers.redis import RedisDriver, micros
-from machinery_py._drivers.redis_lua import Script, pack
-from machinery_py.backends import redis_scripts
+from machinery_py._drivers.redis import RedisDriver, micros, moment_of
+from machinery_py._drivers.redis_lua import Script, pack, raw
+from machinery_py.backends import redis_amend, redis_scripts
 from machinery_py.backends.base import (
     ALREADY,
     FENCED,
     SETTLED,
+    Amendment,
     Backend,
     BackendFeatures,
     Begun,
     Change,
     ReadyGroup,
+    Records,
     Verdict,
 )
 from machinery_py.backends.redis_listener import RedisListener
-from machinery_py.backends.redis_records import decode_rows, packed_change, state_of
+from machinery_py.backends.redis_records import Changes, decode_rows, state_of
+from machinery_py.durability import Concern
 from machinery_py.errors import BackendUnavailable
 from machinery_py.states import GroupMeta, State, TaskState
 from machinery_py.wire import decode_group
@@ -50,7 +53,7 @@ _outbox = msgspec.msgpack.Decoder(tuple[bytes, ...]).decode
 class RedisBackend(Backend):
     """Documents on the driver's server. The driver belongs to whoever made it."""
 
-    features = BackendFeatures(name="redis")
+    features = BackendFeatures(name="redis", foreign=True)
 
     def __init__(self, driver: RedisDriver, *, expire_in: float = EXPIRE_IN) -> None:
         self.driver = driver
@@ -67,10 +70,14 @@ class RedisBackend(Backend):
         now = self.now()
         verdicts: list[Verdict] = []
         for start in range(0, len(changes), WRITE):
-            rows = [packed_change(change, now, self.seconds, _pack_outbox(tuple(change.outbox)) if change.outbox else b"")
-                    for change in changes[start : start + WRITE]]
-            again = all(change.mark and not change.fires for change in changes[start : start + WRITE])
-            letters = self._run(redis_scripts.APPLY, self.driver.now(), self.seconds, rows, doing="writing states", again=again)
+            rows = Changes(now, self.seconds)
+            again = True
+            for one in changes[start : start + WRITE]:
+                rows.add(key=one.key, mark=one.mark, epoch=one.epoch, force=one.force, fires=one.fires, states=one.states,
+                         groups=one.groups, arrivals=one.arrivals, outbox=_pack_outbox(tuple(one.outbox)) if one.outbox else b"")
+                again = again and bool(one.mark) and not one.fires
+            letters = self._run(redis_scripts.APPLY, self.driver.now(), self.seconds, rows.changes, rows.states,
+                                doing="writing states", again=again)
             verdicts += [VERDICTS[letter] for letter in letters]
         return verdicts
 
@@ -92,6 +99,24 @@ class RedisBackend(Backend):
             redis_scripts.UNSENT, self.driver.now(), limit, int(older_than * 1e6), doing="looking for outboxes"
         )
         return [(key.decode(), _outbox(box) if box else ()) for key, box in found]
+
+    def records(self, known: str = "") -> Records:
+        found = self._run(redis_amend.RECORDS, self.driver.now(), known, doing="reading schedules")
+        bodies = dict(zip(map(bytes.decode, found[2][::2]), found[2][1::2], strict=True)) if len(found) > 2 else None
+        return Records(now=moment_of(int(found[0])), version=found[1].decode(), bodies=bodies)
+
+    def amend(self, amendment: Amendment) -> bool:
+        done = self._run(redis_amend.AMEND, *self.packed_amendment(amendment), doing="changing a schedule")
+        return bool(done)
+
+    def packed_amendment(self, amendment: Amendment) -> tuple[object, ...]:
+        """As redis_amend.py says."""
+        change = Changes(self.now(), self.seconds)
+        if amendment.states or amendment.groups or amendment.outbox:
+            outbox = _pack_outbox(tuple(amendment.outbox)) if amendment.outbox else b""
+            change.add(key=amendment.outbox_key, states=amendment.states, groups=amendment.groups, outbox=outbox)
+        return (self.driver.now(), self.seconds, _printable(amendment.name), raw(amendment.expected or b""),
+                raw(amendment.body or b""), change.changes, change.states)
 
     def settled_by(self, uuids: Sequence[str]) -> list[str]:
         return [mark.decode() for mark in self._run(redis_scripts.MARKS, uuids, doing="reading marks")] if uuids else []
@@ -186,12 +211,19 @@ class RedisBackend(Backend):
         looked = self._run(redis_scripts.TEND, self.driver.now(), self.seconds, doing="looking for what is over")
         return 0.05 if looked >= redis_scripts.LOOKS else SWEEP
 
+    def concerns(self) -> list[Concern]:
+        return self.driver.concerns()
+
     def close(self) -> None:
         pass  # the driver belongs to whoever made it
 
 
 def _bytes(text: str) -> bytes:
     return text.encode("utf-8", "backslashreplace")
+
+
+def _printable(text: str) -> str:
+    return _bytes(text).decode()
 
 
 def _document(uuid: str) -> bytes:

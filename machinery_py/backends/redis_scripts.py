@@ -6,41 +6,46 @@ else microseconds. Changes are as redis_lua.py says.
 
 from __future__ import annotations
 
-from machinery_py._drivers.redis_lua import PRELUDE, Script
-from machinery_py.backends.redis_lua import LIBRARY, RATES_LIFE
+from machinery_py._drivers.redis_lua import PRELUDE, Script, filled
+from machinery_py.backends.redis_lua import CHORD_LIFE, LIBRARY, NAMES, RATES_LIFE
 
 REVOKED_LIFE = 3 * 86400  # seconds that a revocation is kept
 LOOKS = 20  # groups that are looked at in one step, for expiry
 
-# In: now, seconds that finished states are kept, changes. Out: a letter each: s(ettled), a(lready), f(enced).
-APPLY = Script(PRELUDE + LIBRARY + r"""
-local text, expire, changes = unpack(unpacked)
-local now, verdicts, plans = now_of(text), {}, {}
+# In: now, seconds that finished states are kept, C, S. Out: a letter each: s(ettled), a(lready), f(enced).
+APPLY = Script(PRELUDE + LIBRARY + filled(r"""
+local text, expire
+text, expire, C, S = unpack(unpacked)
+local now, changes, verdicts, plans = now_of(text), {}, {}, {}
+for c = 1, #C, $CHANGE do changes[#changes + 1] = c end
+look_at(changes)
 for i, c in ipairs(changes) do verdicts[i], plans[i] = decide(c) end
 for i, c in ipairs(changes) do
   if plans[i] then commit(c, plans[i], now, expire) end
 end
 note_states(now)
 return table.concat(verdicts)
-""")
+""", **NAMES))
 
 # In: (UUID, run) of each delivery. Out: for each (epoch, 1 if its run is over, outbox or "").
-BEGIN = Script(PRELUDE + LIBRARY + r"""
+BEGIN = Script(PRELUDE + LIBRARY + filled(r"""
 local begun = {}
 for i, one in ipairs(unpacked[1]) do
   local uuid, run = one[1], one[2]
   local row = read(uuid)
-  if row.word and (FINAL[row.word] or row.run > run or (row.run == run and row.word == 'RETRY')) then
+  local final = row.word == 'SUCCESS' or row.word == 'FAILURE'
+  if final or (row.word and (row.run > run or (row.run == run and row.word == 'RETRY'))) then
     begun[i] = {tonumber(row.epoch), 1, call('GET', 'mpy:o:{' .. uuid .. '}') or ''}
   else
     local epoch = int(row.epoch + 1)
     local rest = row.kept and string.match(row.kept, '^%d+\n%d+\n([^\n]*\n.*)$') or '\n\n\n\n\n'
-    call('SET', row.m, int(row.run) .. '\n' .. epoch .. '\n' .. rest, 'EX', math.max(LONG, call('TTL', row.m)))
+    call('SET', row.m, int(row.run) .. '\n' .. epoch .. '\n' .. rest, 'EX', math.max($LONG, call('TTL', row.m)))
+    known[uuid] = nil
     begun[i] = {tonumber(epoch), 0, ''}
   end
 end
 return begun
-""")
+""", **NAMES))
 
 # In: UUIDs. Out: msgpack of (document or nil, companion or nil), for each.
 STATES = Script(PRELUDE + LIBRARY + r"""
@@ -143,7 +148,7 @@ local text, expire = unpack(unpacked)
 local now = now_of(text)
 call('ZREMRANGEBYSCORE', 'mpy:revoked', '-inf', now)
 call('ZREMRANGEBYSCORE', 'mpy:done', '-inf', now - expire * 1000000)
-call('ZREMRANGEBYSCORE', 'mpy:open', '-inf', now - 2 * LONG * 1000000)
+call('ZREMRANGEBYSCORE', 'mpy:open', '-inf', now - 2 * {CHORD_LIFE} * 1000000)
 local due = call('ZRANGEBYSCORE', 'mpy:groups', '-inf', now, 'LIMIT', 0, {LOOKS})
 for _, uuid in ipairs(due) do
   local g, h = group_keys(uuid)
@@ -157,7 +162,7 @@ for _, uuid in ipairs(due) do
   end
   if alive then
     call('ZADD', 'mpy:groups', now + expire * 1000000, uuid)
-    if doc then call('EXPIRE', doc_key(uuid), LONG) end
+    if doc then call('EXPIRE', doc_key(uuid), {CHORD_LIFE}) end
   else
     call('DEL', doc_key(uuid), g, h)
     call('ZREM', 'mpy:groups', uuid)

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import contextlib
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
-from machinery_py.backends.base import ALREADY, FENCED, SETTLED, Backend, Begun, Change, Verdict
+from machinery_py.backends.base import ALREADY, FENCED, SETTLED, Amendment, Backend, Begun, Change, Verdict
 from machinery_py.states import Arrival, GroupMeta, State, TaskState, advance
 
 
@@ -60,6 +60,19 @@ class TransactionalBackend(Backend):
     def _finished(self, uuids: Sequence[str]) -> None:
         """These tasks have just become SUCCESS or FAILURE: tell the listeners once the transaction is over."""
 
+    @abstractmethod
+    def _swap_record(self, name: str, expected: bytes | None, body: bytes | None) -> bool:
+        """Let the record hold `body` if it holds `expected`; whether it did. None is no record."""
+
+    def amend(self, amendment: Amendment) -> bool:
+        with self._transaction():
+            if not self._swap_record(amendment.name, amendment.expected, amendment.body):
+                return False
+            if amendment.states or amendment.groups or amendment.outbox:
+                self.apply([Change(key=amendment.outbox_key, states=amendment.states, groups=amendment.groups,
+                                   outbox=amendment.outbox)])
+            return True
+
     def apply(self, changes: Sequence[Change]) -> list[Verdict]:
         with self._transaction():
             rows = self._load({state.task_uuid for change in changes for state in change.states})
@@ -99,12 +112,7 @@ class TransactionalBackend(Backend):
             return begun
 
     def _begin(self, row: Row, uuid: str, run: int) -> Begun:
-        state = row.state
-        # RETRY ends a run as well: the next one travels as a message of its own.
-        over = state is not None and (
-            state.is_finished or state.run > run or (state.run == run and state.state is State.RETRY)
-        )
-        if over:
+        if is_over(row.state, run):
             return Begun(epoch=row.epoch, finished=True, outbox=self._outbox(uuid))
         row.epoch, row.changed = row.epoch + 1, True
         return Begun(epoch=row.epoch)
@@ -119,7 +127,15 @@ class TransactionalBackend(Backend):
             return [rows[uuid].mark if uuid in rows else "" for uuid in uuids]
 
 
-def decide(change: Change, rows: dict[str, Row]) -> tuple[Verdict, Iterable[TaskState]]:
+def is_over(state: TaskState | None, run: int) -> bool:
+    """Whether this run of a task was settled before."""
+    # RETRY ends a run as well: the next one travels as a message of its own.
+    return state is not None and (
+        state.is_finished or state.run > run or (state.run == run and state.state is State.RETRY)
+    )
+
+
+def decide(change: Change, rows: Mapping[str, Row]) -> tuple[Verdict, Iterable[TaskState]]:
     """Whether the change may be made, and the states after it."""
     if change.epoch and (row := rows.get(change.key)) is not None and row.epoch != change.epoch:
         return (ALREADY if change.mark and row.mark == change.mark else FENCED), []

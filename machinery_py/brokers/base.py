@@ -14,7 +14,8 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from machinery_py.errors import DecodeError
+from machinery_py.durability import Concern
+from machinery_py.errors import DecodeError, Unsupported
 from machinery_py.signature import Signature
 from machinery_py.wire import decode_signature
 
@@ -28,6 +29,7 @@ class BrokerFeatures(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     embedded: bool = False  # it needs no server
     priorities: bool = True
     peeking: bool = True  # waiting and delayed messages can be listed without taking them
+    pausing: bool = True  # a queue can be paused
     sees_runs: bool = False  # of what a dead consumer held, only what it ran gets a strike
 
 
@@ -124,7 +126,7 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class QueueStats(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """How full a queue is. `oldest_at`: when its oldest waiting message was put there."""
+    """How full a queue is. `oldest_at`: when its oldest waiting message was put there. `paused`: nothing is claimed from it."""
 
     queue: str
     waiting: int = 0
@@ -132,16 +134,19 @@ class QueueStats(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     delayed: int = 0
     dead: int = 0
     oldest_at: dt.datetime | None = None
+    paused: bool = False
 
 
 class Consumer(ABC):
     """One worker's hold on some queues. `receive` belongs to one thread; the rest may be called from any."""
 
     @abstractmethod
-    def receive(self, limit: int, timeout: float) -> list[Delivery]:
+    def receive(self, limit: int, timeout: float, order: Sequence[str] = ()) -> list[Delivery]:
         """Claim up to `limit` waiting messages, the first queue's before the second's, the oldest first.
 
         Returns at once with what there is; waits up to `timeout` seconds (or until `wake`) only when there is nothing.
+        `order`: the consumer's queues, all of them, as they come in this claim; empty: as they were given to `consume`.
+        From a paused queue nothing is claimed; a call that waits sleeps as beside an empty one, and `resume` wakes it.
         """
 
     @abstractmethod
@@ -226,13 +231,43 @@ class Broker(ABC):
     def purge(self, queue: str) -> int:
         """Delete the waiting and delayed messages of a queue; how many they were."""
 
+    def pause(self, queue: str) -> None:
+        """Let nobody claim from this queue until `resume`: once this has returned, no consumer does.
+
+        It is kept with the messages and survives the end of every process. What is held already is not touched. Senders,
+        delayed messages and what is given back go on filling the queue. It need not exist yet. May be done twice.
+
+        Raises:
+            Unsupported: this broker cannot.
+        """
+        raise Unsupported(f"{type(self).__name__} cannot pause {queue!r}: queues of this store are always open")
+
+    def resume(self, queue: str) -> None:
+        """Let the queue be claimed from again, and wake the consumers that wait for it. May be done twice.
+
+        Raises:
+            Unsupported: this broker cannot.
+        """
+        raise Unsupported(f"{type(self).__name__} cannot resume {queue!r}: queues of this store are always open")
+
+    def paused(self) -> frozenset[str]:
+        """The queues that are paused."""
+        return frozenset(line.queue for line in self.stats() if line.paused) if self.features.pausing else frozenset()
+
     @abstractmethod
     def dead_letters(self, *, limit: int, queue: str = "") -> list[DeadLetter]:
         """The newest dead letters."""
 
     @abstractmethod
     def take_dead(self, ids: Sequence[str]) -> list[DeadLetter]:
-        """Remove dead letters, and return those that were there."""
+        """Remove dead letters, and return those that were there.
+
+        After a lost reply nobody knows whether they are still there: put what they held elsewhere first.
+        """
+
+    def concerns(self) -> list[Concern]:
+        """How its server could lose what it has stored; nothing if all is well."""
+        return []
 
     @abstractmethod
     def close(self) -> None:

@@ -78,6 +78,7 @@ class MemoryBroker(Broker):
         self._delayed: list[tuple[dt.datetime, _Entry]] = []
         self._holds: dict[str, _Hold] = {}
         self._dead: dict[str, DeadLetter] = {}
+        self._paused: set[str] = set()
 
     def put(self, messages: Sequence[Message], *, token: str) -> bool:
         with self.hub.lock:
@@ -145,7 +146,7 @@ class MemoryBroker(Broker):
         self._promote()
         deliveries: list[Delivery] = []
         for name in queues:
-            queue = self._queues.get(name)
+            queue = self._queues.get(name) if name not in self._paused else None
             while queue and len(deliveries) < limit:
                 entry = heapq.heappop(queue)
                 entry.fence += 1
@@ -225,7 +226,7 @@ class MemoryBroker(Broker):
             running=sum(entry.message.queue == queue for entry in self._held()),
             delayed=sum(entry.message.queue == queue for _, entry in self._delayed),
             dead=sum(letter.queue == queue for letter in self._dead.values()),
-            oldest_at=min((entry.sent_at for entry in waiting), default=None),
+            oldest_at=min((entry.sent_at for entry in waiting), default=None), paused=queue in self._paused,
         )
 
     def _held(self) -> Iterator[_Entry]:
@@ -245,6 +246,16 @@ class MemoryBroker(Broker):
             heapq.heapify(kept)
             self._delayed = kept
             return count
+
+    def pause(self, queue: str) -> None:
+        with self.hub.lock:
+            self._queues.setdefault(queue, [])
+            self._paused.add(queue)
+
+    def resume(self, queue: str) -> None:
+        with self.hub.lock:
+            self._paused.discard(queue)
+            self.hub.ring()
 
     def dead_letters(self, *, limit: int, queue: str = "") -> list[DeadLetter]:
         with self.hub.lock:
@@ -283,20 +294,20 @@ class MemoryConsumer(Consumer):
         with self._hub.lock:
             self._hold = self._broker.register(self.session, info)
 
-    def receive(self, limit: int, timeout: float) -> list[Delivery]:
-        deliveries = self._claim(limit)
+    def receive(self, limit: int, timeout: float, order: Sequence[str] = ()) -> list[Delivery]:
+        deliveries = self._claim(limit, order)
         if not deliveries and timeout > 0 and not self._woken:
             self._bell.wait(min(timeout, self._broker.next_due()))
-            deliveries = self._claim(limit)
+            deliveries = self._claim(limit, order)
         self._woken = False
         return deliveries
 
-    def _claim(self, limit: int) -> list[Delivery]:
+    def _claim(self, limit: int, order: Sequence[str]) -> list[Delivery]:
         with self._hub.lock:
             self._bell.clear()
             if self._closed or self._broker.hold(self.session) is not self._hold:
                 return []
-            return self._broker.claim(self._hold, self._queues, limit)
+            return self._broker.claim(self._hold, order or self._queues, limit)
 
     def dispose(self, disposals: Sequence[Disposal]) -> list[bool]:
         with self._hub.lock:

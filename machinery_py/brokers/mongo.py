@@ -2,7 +2,7 @@
 docs/explanation/mongodb-protocol.md.
 
     machinery_messages    one for each message, until it is done
-    machinery_queues      every queue that ever held something or had a consumer
+    machinery_queues      every queue that ever held something or had a consumer; `paused`
     machinery_sessions    a consumer that lives: who it is, and how often it has beaten
     machinery_tokens      a submission that was carried out, for ten minutes; its messages until they are all stored
 
@@ -33,7 +33,7 @@ from machinery_py.brokers.base import (
     WorkerInfo,
 )
 from machinery_py.brokers.mongo_consumer import ORDER, MongoConsumer, decode_info
-from machinery_py.brokers.mongo_messages import Status, documents_of, letter_of, message_of, release
+from machinery_py.brokers.mongo_messages import QUEUED, Status, documents_of, letter_of, message_of, release, untake
 from machinery_py.errors import BrokerUnavailable, MachineryError, PublishRefused, PublishUnknown
 
 LEASE = 10.0  # seconds without a beat until a consumer is given up
@@ -123,7 +123,7 @@ class MongoBroker(Broker):
         now = self.driver.now()
         documents: list[Document] = []
         for token, messages in batches:
-            first = self.driver.next_place(max(1, len(messages)))
+            first = self.driver.next_order(max(1, len(messages)))
             documents += documents_of(messages, token=token, first=first, now=now)
         if not documents:
             return
@@ -211,7 +211,8 @@ class MongoBroker(Broker):
 
         def look(store: Store) -> tuple[list[str], dict[str, Document]]:
             # In this order: who holds something was registered before it claimed it.
-            holders = store.machinery_messages.distinct("session", {"status": int(Status.HELD)}) if asks_holders else []
+            holds = {"status": {"$in": [int(Status.HELD), int(Status.TAKEN)]}}
+            holders = store.machinery_messages.distinct("session", holds) if asks_holders else []
             return list(holders), {one["_id"]: one for one in store.machinery_sessions.find()}
 
         holders, sessions = self._run(look, "looking after workers")
@@ -248,7 +249,7 @@ class MongoBroker(Broker):
 
     def pending(self, queue: str, limit: int) -> list[Message]:
         self._promote()
-        query = {"status": int(Status.WAITING), "queue": queue}
+        query = {"status": QUEUED, "queue": queue}
         return self._run(
             lambda store: [message_of(one) for one in store.machinery_messages.find(query).sort(ORDER).limit(limit)],
             "listing a queue",
@@ -273,14 +274,14 @@ class MongoBroker(Broker):
             return {one["_id"]: (one["count"], one["oldest"]) for one in found}
 
         def look(store: Store) -> list[QueueStats]:
-            waiting, running = count(store, Status.WAITING), count(store, Status.HELD, Status.ENDING)
+            waiting, running = count(store, Status.WAITING, Status.TAKEN), count(store, Status.HELD, Status.ENDING)
             delayed, dead = count(store, Status.DELAYED), count(store, Status.DEAD)
             none = (0, 0)
             return [
                 QueueStats(queue=queue, waiting=waiting.get(queue, none)[0], running=running.get(queue, none)[0],
                            delayed=delayed.get(queue, none)[0], dead=dead.get(queue, none)[0],
-                           oldest_at=moment_of(waiting[queue][1]) if queue in waiting else None)
-                for queue in sorted(one["_id"] for one in store.machinery_queues.find())
+                           oldest_at=moment_of(waiting[queue][1]) if queue in waiting else None, paused=paused)
+                for queue, paused in sorted((one["_id"], bool(one.get("paused"))) for one in store.machinery_queues.find())
             ]
 
         return self._run(look, "counting messages")
@@ -305,8 +306,23 @@ class MongoBroker(Broker):
         return found
 
     def purge(self, queue: str) -> int:
-        query = {"queue": queue, "status": {"$in": [int(Status.WAITING), int(Status.DELAYED)]}}
+        query = {"queue": queue, "status": {"$in": [int(Status.WAITING), int(Status.TAKEN), int(Status.DELAYED)]}}
         return self._run(lambda store: store.machinery_messages.delete_many(query).deleted_count, "purging a queue")
+
+    def pause(self, queue: str) -> None:
+        def pause(store: Store) -> None:
+            store.machinery_queues.update_one({"_id": queue}, {"$set": {"paused": 1}}, upsert=True)
+            untake(store, {"queue": queue})  # what is claimed after this sees the mark; see mongo_consumer.py
+
+        self._run(pause, "pausing a queue")
+
+    def resume(self, queue: str) -> None:
+        self._run(lambda store: store.machinery_queues.update_one({"_id": queue}, {"$set": {"paused": 0}}), "resuming a queue")
+        self.driver.ring("messages")
+
+    def paused(self) -> frozenset[str]:
+        return self._run(lambda store: frozenset(one["_id"] for one in store.machinery_queues.find({"paused": 1})),
+                         "looking for paused queues")
 
     def dead_letters(self, *, limit: int, queue: str = "") -> list[DeadLetter]:
         query: Document = {"status": int(Status.DEAD), **({"queue": queue} if queue else {})}

@@ -1,7 +1,11 @@
 """A consumer of MongoDB queues: it claims, disposes, beats and sleeps. The protocol: docs/explanation/mongodb-protocol.md.
 
-A claim reads the ids of what waits, writes its lease into those that still wait, and reads what bears that lease. Asleep, it
-looks again ever more rarely; what this process publishes wakes it at once.
+A claim reads the ids of what waits, writes its lease into those that still wait (they are TAKEN), makes sure that the queue is
+not paused, and holds what is still taken. `pause` first marks the queue and then undoes what is taken: so a claim that is
+behind the second step sees the mark, and one that is ahead of it holds before, or finds nothing taken any more.
+
+Asleep, a consumer looks again ever more rarely; what this process publishes wakes it at once. At a queue that it knows to be
+paused it looks for the mark alone.
 
 Limits: what another process publishes is noticed at the next look: at a tenth of the time since the last message, 10 ms to
 half a second. What a dead consumer held gets a strike, whether it ran or not.
@@ -23,7 +27,7 @@ from pymongo import DeleteOne, ReturnDocument
 from machinery_py._drivers.mongo import Document, MongoDriver, Store, insert_new, micros, printable
 from machinery_py._drivers.redis_sessions import SessionInfo, encode_info, place, started
 from machinery_py.brokers.base import Consumer, Delivery, Disposal, Fate
-from machinery_py.brokers.mongo_messages import FREE, SUSPECT, Receipt, Status, delivery_of, held, release
+from machinery_py.brokers.mongo_messages import FREE, SUSPECT, Receipt, Status, delivery_of, held, paused_of, release, untake
 from machinery_py.errors import BrokerUnavailable, MachineryError
 
 SOONEST, LATEST = 0.01, 0.5  # seconds between two looks
@@ -44,6 +48,7 @@ class MongoConsumer(Consumer):
         self._bell = driver.bell("messages")
         self._claims = itertools.count(1)
         self._lost: list[tuple[str, float]] = []  # leases of claims that had no reply
+        self._shut: set[str] = set()  # queues that were paused at the last look
         self._woken = False
         self._closed = False
         self._pid = os.getpid()
@@ -70,7 +75,7 @@ class MongoConsumer(Consumer):
 
     # Claiming
 
-    def receive(self, limit: int, timeout: float) -> list[Delivery]:
+    def receive(self, limit: int, timeout: float, order: Sequence[str] = ()) -> list[Delivery]:
         deadline = time.monotonic() + timeout
         # Who comes back with nothing in hand looks no sooner than if it had gone on sleeping.
         look_at = self._next_look() if timeout > 0 else 0.0
@@ -83,7 +88,7 @@ class MongoConsumer(Consumer):
                     break
             if self._closed:
                 break
-            deliveries = self._claim(limit)
+            deliveries = self._claim(limit, order or self._queues)
             self._looked_at = time.monotonic()
             if deliveries or self._woken or self._looked_at >= deadline:
                 break
@@ -96,16 +101,19 @@ class MongoConsumer(Consumer):
     def _next_look(self) -> float:
         return self._looked_at + max(SOONEST, min(LATEST, (self._looked_at - self._active_at) / 10))
 
-    def _claim(self, limit: int) -> list[Delivery]:
+    def _claim(self, limit: int, queues: Sequence[str]) -> list[Delivery]:
         lease = f"{self.session}.{next(self._claims)}"
         now = time.monotonic()
         lost = [name for name, at in self._lost if now - at < LOST_LIFE]
 
         def claim(store: Store) -> list[Document]:
             found = self._regain(store, lost, lease) if lost else []
-            if len(self._queues) > 1 and not found and not self._anything(store):
+            if self._shut:
+                self._shut = paused_of(store, self._queues)
+            open_queues = [queue for queue in queues if queue not in self._shut]
+            if len(open_queues) > 1 and not found and not self._anything(store, open_queues):
                 return []
-            for queue in self._queues:
+            for queue in open_queues:
                 if len(found) < limit:
                     found += self._claim_from(store, queue, limit - len(found), lease)
             return found
@@ -119,32 +127,49 @@ class MongoConsumer(Consumer):
         self._lost = [one for one in self._lost if one[0] in lost]
         return [delivery_of(document) for document in found]
 
-    def _anything(self, store: Store) -> bool:
-        waits = {"status": int(Status.WAITING), "queue": {"$in": list(self._queues)}}
+    def _anything(self, store: Store, queues: Sequence[str]) -> bool:
+        waits = {"status": int(Status.WAITING), "queue": {"$in": list(queues)}}
         return store.machinery_messages.find_one(waits, {"_id": 1}) is not None
 
     def _regain(self, store: Store, lost: Sequence[str], lease: str) -> list[Document]:
-        """What claims took that had no reply: it is ours, and nobody knows of it."""
+        """What claims hold that had no reply: it is ours, and nobody knows of it."""
+        untake(store, {"lease": {"$in": list(lost)}})
         store.machinery_messages.update_many(
             {"lease": {"$in": list(lost)}, "status": int(Status.HELD)}, {"$set": {"lease": lease}}
         )
         return list(store.machinery_messages.find({"lease": lease, "status": int(Status.HELD)}).sort(ORDER))
 
     def _claim_from(self, store: Store, queue: str, limit: int, lease: str) -> list[Document]:
+        messages = store.machinery_messages
+        taken: Document = {"queue": queue, "lease": lease, "status": int(Status.TAKEN)}
+        if not self._take(store, queue, limit, lease):
+            return []
+        if paused_of(store, [queue]):
+            self._shut.add(queue)
+            untake(store, {"queue": queue, "lease": lease})
+            return []
+        hold: Document = {"$set": {"status": int(Status.HELD)}, "$inc": {"fence": 1}}
+        if limit == 1:
+            one = messages.find_one_and_update(taken, hold, return_document=ReturnDocument.AFTER)
+            return [] if one is None else [one]
+        if not messages.update_many(taken, hold).matched_count:
+            return []
+        return list(messages.find({**taken, "status": int(Status.HELD)}).sort(ORDER))
+
+    def _take(self, store: Store, queue: str, limit: int, lease: str) -> bool:
+        """The first step of a claim; whether it has taken anything."""
         waits: Document = {"status": int(Status.WAITING), "queue": queue}
-        mine = {"status": int(Status.HELD), "lease": lease, "session": self.session, "begun": 0}
-        take: Document = {"$set": mine, "$inc": {"fence": 1}}
+        mine: Document = {"$set": {"status": int(Status.TAKEN), "lease": lease, "session": self.session, "begun": 0}}
         messages = store.machinery_messages
         if limit == 1:
-            one = messages.find_one_and_update(waits, take, sort=ORDER, return_document=ReturnDocument.AFTER)
-            return [] if one is None else [one]
+            return messages.find_one_and_update(waits, mine, {"_id": 1}, sort=ORDER) is not None
         for _ in range(TRIES):
             ids = [one["_id"] for one in messages.find(waits, {"_id": 1}).sort(ORDER).limit(limit)]
             if not ids:
-                return []
-            if messages.update_many({"_id": {"$in": ids}, "status": int(Status.WAITING)}, take).matched_count:
-                return list(messages.find({"lease": lease, "queue": queue, "status": int(Status.HELD)}).sort(ORDER))
-        return []
+                return False
+            if messages.update_many({"_id": {"$in": ids}, "status": int(Status.WAITING)}, mine).matched_count:
+                return True
+        return False
 
     # Ending deliveries
 

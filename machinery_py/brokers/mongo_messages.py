@@ -25,6 +25,11 @@ class Status(IntEnum):
     HELD = 2
     ENDING = 3  # settled: what follows from it is in its deed, and being done
     DEAD = 4
+    TAKEN = 5  # by a claim that does not know yet whether the queue is paused; counts as waiting
+
+
+#: Whose claim nothing came of yet is still in its queue.
+QUEUED: Document = {"$in": [int(Status.WAITING), int(Status.TAKEN)]}
 
 
 class Receipt(NamedTuple):
@@ -91,6 +96,7 @@ def held(delivery: Delivery) -> Document:
 
 def release(store: Store, session: str, *, strikes: int) -> None:
     """Give back what a session holds, to its old places. May be repeated. Who is blamed: redis_consumer.py says the same."""
+    untake(store, {"session": session})
     back: Document = {"$set": {**FREE, "status": int(Status.WAITING)}}
     blamed: Document = {**back, "$inc": {"strikes": strikes}}
     mine: Document = {"session": session, "status": int(Status.HELD)}
@@ -98,3 +104,15 @@ def release(store: Store, session: str, *, strikes: int) -> None:
         store.machinery_messages.update_many({**mine, "begun": 1}, blamed)
         store.machinery_messages.update_many({**mine, "strikes": {"$lt": SUSPECT}}, blamed)
     store.machinery_messages.update_many(mine, back)
+
+
+def untake(store: Store, which: Document) -> None:
+    """Undo claims that nothing came of, so that they cannot be gone on with. May be repeated."""
+    store.machinery_messages.update_many(
+        {**which, "status": int(Status.TAKEN)}, {"$set": {**FREE, "status": int(Status.WAITING)}}
+    )
+
+
+def paused_of(store: Store, queues: Sequence[str]) -> set[str]:
+    """Which of these queues are paused."""
+    return {one["_id"] for one in store.machinery_queues.find({"_id": {"$in": list(queues)}, "paused": 1}, {"_id": 1})}

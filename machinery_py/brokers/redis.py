@@ -21,7 +21,6 @@ from machinery_py._drivers.redis_sessions import SessionInfo, decode_info, is_de
 from machinery_py.brokers import redis_looking, redis_scripts
 from machinery_py.brokers.base import Broker, BrokerFeatures, DeadLetter, Message, QueueStats, WorkerInfo
 from machinery_py.brokers.redis_consumer import RedisConsumer
-from machinery_py.brokers.redis_lua import DELAYED
 from machinery_py.brokers.redis_messages import (
     EMPTY,
     Packed,
@@ -33,6 +32,7 @@ from machinery_py.brokers.redis_messages import (
     packed,
     unwrapped,
 )
+from machinery_py.durability import Concern
 from machinery_py.errors import BrokerUnavailable, MachineryError, PublishUnknown
 
 LEASE = 10.0  # seconds without a beat until a consumer is given up
@@ -191,8 +191,8 @@ class RedisBroker(Broker):
         late = {_unquoted(name): count for name, count in names}
         return [
             QueueStats(queue=queue, waiting=waiting, running=running, delayed=parked + late.get(queue, 0), dead=dead,
-                       oldest_at=moment_of(int(oldest)) if oldest else None)
-            for (queue, _), (waiting, running, parked, dead, oldest) in zip(queues, lines, strict=True)
+                       oldest_at=moment_of(int(oldest)) if oldest else None, paused=bool(paused))
+            for (queue, _), (waiting, running, parked, dead, oldest, paused) in zip(queues, lines, strict=True)
         ]
 
     def workers(self) -> list[WorkerInfo]:
@@ -212,10 +212,16 @@ class RedisBroker(Broker):
         return list(found.values())
 
     def purge(self, queue: str) -> int:
-        members = self.driver.ask(b"ZRANGE", DELAYED.encode(), b"0", b"-1", doing="purging a queue",
+        members = self.driver.ask(b"ZRANGE", self.driver.limits.delayed_key.encode(), b"0", b"-1", doing="purging a queue",
                                   away=BrokerUnavailable)
         ours = [raw(member) for member in members if (said := known(member)) is not None and said.RoutingKey == queue]
         return int(self._run(redis_looking.PURGE, queue_keys(queue), ours, doing="purging a queue"))
+
+    def pause(self, queue: str) -> None:
+        self.driver.unblock(self._run(redis_looking.PAUSE, queue_keys(queue), doing="pausing a queue"))
+
+    def resume(self, queue: str) -> None:
+        self.driver.unblock(self._run(redis_looking.RESUME, queue_keys(queue), doing="resuming a queue"))
 
     def dead_letters(self, *, limit: int, queue: str = "") -> list[DeadLetter]:
         queues = [queue_keys(queue)] if queue else self._queues()
@@ -233,6 +239,9 @@ class RedisBroker(Broker):
                                 again=False)
         letters = {id: letter_of(id, queues[index][0], raw) for index, id, raw in found}
         return [letters[id.encode()] for id in dict.fromkeys(ids) if id.encode() in letters]
+
+    def concerns(self) -> list[Concern]:
+        return self.driver.concerns()
 
     def close(self) -> None:
         """Close the consumers that are still open."""

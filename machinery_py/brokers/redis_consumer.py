@@ -1,7 +1,7 @@
 """A consumer of Redis queues: it claims, disposes, beats and sleeps. Its keys stand in docs/explanation/redis-protocol.md.
 
-It has a connection of its own for claims. Asleep, that is blocked in BLMOVE at the first queue, with the claim behind it in
-the same packet; `wake` unblocks it.
+It has a connection of its own for claims. Asleep, that is blocked in BLMOVE at the first queue that is not paused, with the claim
+behind it in the same packet; `wake` unblocks it. Where all are paused, it is blocked at its own arrivals, where nothing comes.
 
 Limits: a Go program's message on the second queue of a sleeper is noticed within BLOCK.
 """
@@ -31,11 +31,11 @@ from machinery_py.brokers.redis_messages import EMPTY, head_of, printable
 from machinery_py.errors import BrokerUnavailable, MachineryError
 
 BLOCK = 1.0  # seconds of one sleep; shorter than half a lease
-LINK_TIMEOUT = BLOCK + 3.0  # seconds for the reply to a claim
+LINK_TIMEOUT = 3.0  # seconds for the reply to a claim, beyond its sleep
 LOST_LIFE = 30.0  # seconds that a claim without a reply is asked for
 WAKE_TRIES = 20  # a wake may come before the sleep it is to end
 
-_claimed = msgspec.msgpack.Decoder(list[tuple[int, int, int, int, int, int, bytes]]).decode
+_claimed = msgspec.msgpack.Decoder(list[tuple[int, int, int, int, int, int, list[bytes]]]).decode
 
 
 class RedisConsumer(Consumer):
@@ -49,14 +49,17 @@ class RedisConsumer(Consumer):
         self._driver = driver
         self._queues = tuple(dict.fromkeys(queues))
         self._keys = [queue_keys(queue) for queue in self._queues]
+        self._bed: tuple[str, str] | None = None  # the queue that it sleeps at, as the last claim said
         self._places = {queue: index for index, queue in enumerate(self._queues)}
         self._worker = printable(worker)
         self._move_due = move_due
+        self._block = min(BLOCK, driver.limits.block)
         self._claims = itertools.count(1)
         self._lost: list[tuple[int, float]] = []
         self._link: Link | None = None
         self._woken = False
         self._asleep = b""  # the number of the connection that sleeps
+        self._noted = False  # whether Redis may have it among the sleepers
         self._closed = False
         self._pid = os.getpid()
         self._starting = threading.Lock()
@@ -74,10 +77,11 @@ class RedisConsumer(Consumer):
 
     # Claiming
 
-    def receive(self, limit: int, timeout: float) -> list[Delivery]:
+    def receive(self, limit: int, timeout: float, order: Sequence[str] = ()) -> list[Delivery]:
         if self._closed:
             return []
-        deliveries, due_in = self._claim(limit, sleep=0.0, will_sleep=timeout > 0)
+        queues = order or self._queues
+        deliveries, due_in = self._claim(limit, queues, sleep=0.0, will_sleep=timeout > 0)
         deadline = time.monotonic() + timeout
         while not deliveries and not self._woken and not self._closed:
             left = deadline - time.monotonic()
@@ -85,13 +89,13 @@ class RedisConsumer(Consumer):
                 break
             if due_in <= 0.0:
                 self._move_due()
-                due_in = BLOCK
-                deliveries, due_in = self._claim(limit, sleep=0.0, will_sleep=True)
+                due_in = self._block
+                deliveries, due_in = self._claim(limit, queues, sleep=0.0, will_sleep=True)
                 if not deliveries and due_in > 0.0:
                     continue
                 due_in = max(due_in, 0.01)  # another mover is at it
                 continue
-            deliveries, due_in = self._claim(limit, sleep=min(left, due_in, BLOCK), will_sleep=left > BLOCK)
+            deliveries, due_in = self._claim(limit, queues, sleep=min(left, due_in, self._block), will_sleep=left > self._block)
         if deliveries and due_in <= 0.0:
             try:
                 self._move_due()
@@ -100,45 +104,54 @@ class RedisConsumer(Consumer):
         self._woken = False
         return deliveries
 
-    def _claim(self, limit: int, *, sleep: float, will_sleep: bool) -> tuple[list[Delivery], float]:
+    def _claim(
+        self, limit: int, queues: Sequence[str], *, sleep: float, will_sleep: bool
+    ) -> tuple[list[Delivery], float]:
         """Claim, after a sleep if it is to be one; the deliveries, and the seconds until something is due."""
         claim = next(self._claims)
         now = time.monotonic()
         session = self.session
+        keys = self._keys if queues is self._queues else [queue_keys(queue) for queue in queues]
         link: Link | None = None
         try:
             link = self._open_link()
-            argument = pack((self._driver.now(), session, self._keys, limit, claim, [number for number, _ in self._lost],
-                             link.number.decode() if will_sleep or sleep else ""))
+            argument = pack((self._driver.now(), session, keys, limit, claim, [number for number, _ in self._lost],
+                             link.number.decode(), will_sleep or bool(sleep), self._noted))
+            self._noted = True  # until the reply says that it is not
             reply = self._ask(link, argument, sleep)
         except MachineryError:
             raise
         except Exception as error:  # redis-py's, sorted by `fail`
             self._failed(error, link, claim)
             raise AssertionError("unreachable") from error
-        alive, due_in, revoked, rung, blob = reply
+        alive, due_in, revoked, rung, blob, bed = reply
+        self._bed = keys[bed - 1] if bed else None
         # Forgotten only when it has been asked for with success; claims may fail for longer than that.
         self._lost = [one for one in self._lost if now - one[1] < LOST_LIFE]
         if rung:
             self._driver.unblock(rung)
         if not alive:
-            return [], BLOCK  # the next beat starts again as a new one
+            return [], self._block  # the next beat starts again as a new one
         self._driver.saw_revoked(revoked)
-        return self._deliveries(session, blob), BLOCK if due_in < 0 else due_in / 1e6
+        deliveries = self._deliveries(session, queues, blob)
+        self._noted = (will_sleep or bool(sleep)) and not deliveries
+        return deliveries, self._block if due_in < 0 else due_in / 1e6
 
     def _ask(self, link: Link, argument: bytes, sleep: float) -> Any:
-        packet = evalsha(redis_scripts.CLAIM, argument)
+        claim = self._driver.adapted(redis_scripts.CLAIM)
+        packet = evalsha(claim, argument)
         if not sleep:
             link.send(packet)
-            return read_script(link, redis_scripts.CLAIM, argument)
-        name, prefix = self._keys[0]
+            return read_script(link, claim, argument)
+        name, prefix = self._bed or self._keys[0]
         arrivals = f"{prefix}i:{self.session}".encode()
+        source = name.encode() if self._bed else arrivals
         self._asleep = link.number
         try:
             if self._woken:
                 link.send(packet)
             else:
-                link.send(command(b"BLMOVE", name.encode(), arrivals, b"LEFT", b"RIGHT", b"%.3f" % sleep) + packet)
+                link.send(command(b"BLMOVE", source, arrivals, b"LEFT", b"RIGHT", b"%.3f" % sleep) + packet)
                 try:
                     link.read()
                 except Exception as error:
@@ -146,7 +159,7 @@ class RedisConsumer(Consumer):
                         raise
         finally:
             self._asleep = b""
-        return read_script(link, redis_scripts.CLAIM, argument)
+        return read_script(link, claim, argument)
 
     def _open_link(self) -> Link:
         self._driver.servers.look()
@@ -154,7 +167,7 @@ class RedisConsumer(Consumer):
             self._link.close()
             self._link = None
         if self._link is None:
-            link = self._driver.open(timeout=LINK_TIMEOUT)
+            link = self._driver.open(timeout=self._block + min(LINK_TIMEOUT, self._driver.limits.read))
             link.number = b"%d" % link.ask(b"CLIENT", b"ID")
             self._link = link
         return self._link
@@ -166,12 +179,12 @@ class RedisConsumer(Consumer):
         self._link = None
         self._driver.fail(error, doing="claiming messages", away=BrokerUnavailable)
 
-    def _deliveries(self, session: str, blob: bytes) -> list[Delivery]:
-        queues = self._queues
+    def _deliveries(self, session: str, queues: Sequence[str], blob: bytes) -> list[Delivery]:
         return [
             Delivery(body=body, queue=queues[index], receipt=f"{session}.{number}", fence=fence, strikes=strikes, parks=parks,
                      priority=priority)
-            for index, number, fence, strikes, parks, priority, body in _claimed(blob)
+            for index, first, fence, strikes, parks, priority, bodies in _claimed(blob)
+            for number, body in enumerate(bodies, first)
         ] if len(blob) > 5 else []
 
     # Ending deliveries

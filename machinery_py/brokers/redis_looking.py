@@ -1,4 +1,4 @@
-"""The scripts with which the Redis broker is looked at: listings, counts, purging, dead letters."""
+"""The scripts with which the Redis broker is looked at and acted on: listings, counts, purging, pausing, dead letters."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ for _, q in ipairs(queues) do look(q[2] .. 'z', q[1], 1) end
 return arr(found)
 """)
 
-# In: now, queues. Out: for each (waiting, running, parked, dead, when its oldest was put or ""); the routing keys of Go's
-# delayed set as they stand in the JSON, and how many each.
+# In: now, queues. Out: for each (waiting, running, parked, dead, when its oldest was put or "", 1 if it is paused); the routing
+# keys of Go's delayed set as they stand in the JSON, and how many each.
 STATS = Script(LIBRARY + r"""
 local now, queues, lines, names, counts = now_of(unpacked[1]), unpacked[2], {}, {}, {}
 for _, q in ipairs(queues) do
@@ -55,7 +55,8 @@ for _, q in ipairs(queues) do
       if oldest == '' or tonumber(at) <= place then oldest = when else break end
     end
   end
-  lines[#lines + 1] = {waiting, running, call('ZCARD', p .. 'z'), call('HLEN', p .. 'd'), oldest}
+  lines[#lines + 1] = {waiting, running, call('ZCARD', p .. 'z'), call('HLEN', p .. 'd'), oldest,
+    call('EXISTS', p .. 'u')}
 end
 if call('EXISTS', DELAYED) == 1 then
   for _, body in ipairs(call('ZRANGE', DELAYED, 0, -1)) do
@@ -92,6 +93,26 @@ gone = gone + call('LLEN', q[1]) + call('ZCARD', q[2] .. 'z')
 call('DEL', q[1], q[2] .. 'l', q[2] .. 'z', q[2] .. 'a', q[2] .. 'o')
 for _, member in ipairs(members) do gone = gone + call('ZREM', DELAYED, member) end
 return gone
+""")
+
+# In: queue. Out: connections to be woken: who sleeps at the queue's list is to find another bed.
+PAUSE = Script(LIBRARY + r"""
+local q, rung = unpacked[1], {}
+ring(q, 'v', 100000, rung)  -- first: after a removal a full Redis lets the rest pass
+call('SADD', 'mpy:queues', q[1])
+call('SADD', q[2] .. 'u', '')
+return rung
+""")
+
+# In: queue. Out: connections to be woken.
+RESUME = Script(LIBRARY + r"""
+local q, rung = unpacked[1], {}
+for _, number in ipairs(call('SMEMBERS', q[2] .. 'u')) do
+  if number ~= '' then rung[#rung + 1] = number end
+end
+call('DEL', q[2] .. 'u')
+ring(q, 'v', 100000, rung)
+return rung
 """)
 
 # In: queues, limit. Out: for each the newest dead letters (id, letter).

@@ -6,20 +6,17 @@ is what only we can say of bytes that are no signature. Bodies are never decoded
 
 from __future__ import annotations
 
-from machinery_py._drivers.redis_lua import PRELUDE
+from machinery_py._drivers.redis_lua import PRELUDE, filled
+from machinery_py._drivers.redis_pool import DELAYED
 
-DELAYED = "delayed_tasks"  # Go's key
 MARK_EVERY = 250_000  # µs between two notes of when a place of a queue was filled
 MARKS = 4096  # of these notes
 SUSPECT = 1  # strikes after which only a run that is known to have begun is blamed
 
-# give: puts bodies on a queue's list, at its head or tail, and notes when.
+# give: puts bodies on a queue's list, at its head or tail, and notes when; the first that a queue ever gets, that it is there.
 # put: stores messages; returns connections of sleepers that must be woken.
-# back: gives entries of a session to the heads of their lists, in their old order, with so many strikes more.
-# parked: brings what is due from our own delayed set to its queue.
-LIBRARY = PRELUDE + rf"""
-local DELAYED, EVERY, MARKS, SUSPECT = '{DELAYED}', {MARK_EVERY}, {MARKS}, {SUSPECT}
-""" + r"""
+PUTTING = PRELUDE + filled(r"""
+local DELAYED = '$DELAYED'
 local function list_of(q, level)
   if level > 0 then return q[2] .. 'p:' .. int(level) end
   return q[1]
@@ -34,14 +31,15 @@ local function give(q, level, bodies, at_head, now, rung)
     length = call(at_head and 'LPUSH' or 'RPUSH', list, unpack(bodies, i, math.min(i + 1999, #bodies)))
   end
   if level > 0 then
+    call('SADD', 'mpy:queues', q[1])
     call('ZADD', p .. 'l', level, int(level))
     ring(q, 'v', #bodies, rung)
   elseif not at_head then
-    if length == #bodies then call('DEL', p .. 'o') end
-    local place = call('INCRBY', p .. 'c', #bodies) - #bodies
-    local last = call('LINDEX', p .. 'o', -1)
-    if not last or now - tonumber(string.match(last, ' (%d+)')) >= EVERY then
-      if call('RPUSH', p .. 'o', int(place) .. ' ' .. int(now)) > MARKS then call('LPOP', p .. 'o') end
+    local place, last = call('INCRBY', p .. 'c', #bodies) - #bodies, nil
+    if place == 0 then call('SADD', 'mpy:queues', q[1]) end
+    if length == #bodies then call('DEL', p .. 'o') else last = call('LINDEX', p .. 'o', -1) end
+    if not last or now - tonumber(string.match(last, ' (%d+)')) >= $EVERY then
+      if call('RPUSH', p .. 'o', int(place) .. ' ' .. int(now)) > $MARKS then call('LPOP', p .. 'o') end
     end
   end
   ring(q, 'w', #bodies, rung)
@@ -54,23 +52,16 @@ end
 local function wrap(number, level, fence, strikes, parks, label, body)
   return table.concat({number, level, fence, strikes, parks, #label}, ' ') .. '\n' .. label .. body
 end
-local function unwrap(text)
-  local number, level, fence, strikes, parks, size, at = string.match(text, '^(%d+) (%d+) (%d+) (%d+) (%d+) (%d+)\n()')
-  size = tonumber(size)
-  return {number = number, level = tonumber(level), fence = tonumber(fence), strikes = tonumber(strikes),
-          parks = tonumber(parks), label = string.sub(text, at, at + size - 1), body = string.sub(text, at + size)}
-end
 local function park(q, due, m, rung, now)
   local number = int(call('INCR', q[2] .. 'n'))
   call('ZADD', q[2] .. 'z', due, wrap(number, m.level, m.fence, m.strikes, m.parks, m.label, m.body))
   if due < now + 1100000 then ring(q, 'v', 1, rung) end
 end
-local function check(queues, messages)
+local function check(queues, messages, now)
   for _, m in ipairs(messages) do
-    local q = queues[m[1] + 1]
-    key_type(list_of(q, m[2]), 'list')
+    key_type(list_of(queues[m[1] + 1], m[2]), 'list')
+    if m[3] > now then key_type('$DELAYED', 'zset') end
   end
-  if #messages > 0 then key_type(DELAYED, 'zset') end
 end
 local function put(queues, messages, now, rung)
   local order, lists = {}, {}
@@ -85,13 +76,27 @@ local function put(queues, messages, now, rung)
       table.insert(lists[list], body)
       if label ~= '' or parks > 0 then note(q, body, 0, 0, parks, label) end
     elseif label == '' and parks == 0 then
-      call('ZADD', DELAYED, int(due) .. '000', body)
+      call('SADD', 'mpy:queues', q[1])
+      call('ZADD', '$DELAYED', int(due) .. '000', body)
       if due < now + 1100000 then ring(q, 'v', 1, rung) end
     else
+      call('SADD', 'mpy:queues', q[1])
       park(q, due, {level = level, fence = 0, strikes = 0, parks = parks, label = label, body = body}, rung, now)
     end
   end
   for _, one in ipairs(order) do give(one[1], one[2], one[3], false, now, rung) end
+end
+""", DELAYED=DELAYED, EVERY=MARK_EVERY, MARKS=MARKS)
+
+# unwrap: the parts of an entry of a session, or of a parked message.
+# back: gives entries of a session to the heads of their lists, in their old order, with so many strikes more.
+# parked: brings what is due from our own delayed set to its queue. due_in: µs until the next; asks not again what parked saw.
+LIBRARY = PUTTING + filled(r"""
+local function unwrap(text)
+  local number, level, fence, strikes, parks, size, at = string.match(text, '^(%d+) (%d+) (%d+) (%d+) (%d+) (%d+)\n()')
+  size = tonumber(size)
+  return {number = number, level = tonumber(level), fence = tonumber(fence), strikes = tonumber(strikes),
+          parks = tonumber(parks), label = string.sub(text, at, at + size - 1), body = string.sub(text, at + size)}
 end
 local function back(q, entries, strikes, now, rung, begun)
   table.sort(entries, function(a, b) return tonumber(a[1]) > tonumber(b[1]) end)
@@ -99,7 +104,7 @@ local function back(q, entries, strikes, now, rung, begun)
     local m = unwrap(entry[2])
     give(q, m.level, {m.body}, true, now, rung)
     local more = strikes
-    if m.strikes >= SUSPECT and not (begun and call('SISMEMBER', begun, entry[1]) == 1) then more = 0 end
+    if m.strikes >= $SUSPECT and not (begun and call('SISMEMBER', begun, entry[1]) == 1) then more = 0 end
     note(q, m.body, m.fence, m.strikes + more, m.parks, m.label)
   end
 end
@@ -118,9 +123,14 @@ local function empty(q, session, strikes, now, rung)
   call('DEL', q[2] .. 'r:' .. session)
   return #entries
 end
+local soonest = {}
 local function parked(q, now, rung)
   local z = q[2] .. 'z'
-  if call('EXISTS', z) == 0 then return end
+  local first = call('ZRANGE', z, 0, 0, 'WITHSCORES')
+  if not first[2] or tonumber(first[2]) > now then
+    soonest[z] = first
+    return
+  end
   for _, text in ipairs(call('ZRANGEBYSCORE', z, '-inf', now, 'LIMIT', 0, 2000)) do
     call('ZREM', z, text)
     local m = unwrap(text)
@@ -129,17 +139,17 @@ local function parked(q, now, rung)
   end
 end
 local function due_in(queues, now)
-  local soonest
+  local least
   local function look(key, unit)
-    local first = call('ZRANGE', key, 0, 0, 'WITHSCORES')
+    local first = soonest[key] or call('ZRANGE', key, 0, 0, 'WITHSCORES')
     if first[2] then
       local left = tonumber(first[2]) / unit - now
-      if not soonest or left < soonest then soonest = left end
+      if not least or left < least then least = left end
     end
   end
-  look(DELAYED, 1000)
+  look('$DELAYED', 1000)
   for _, q in ipairs(queues) do look(q[2] .. 'z', 1) end
-  return soonest and math.max(0, math.floor(soonest)) or -1
+  return least and math.max(0, math.floor(least)) or -1
 end
 local function bury(q, raw, now, head)
   local m = unwrap(raw)
@@ -174,4 +184,4 @@ local function give_backs(backs, now, rung)
     back(q, entries, 0, now, rung)
   end
 end
-"""
+""", DELAYED=DELAYED, SUSPECT=SUSPECT)

@@ -17,9 +17,8 @@ CLOSED = 60_000_000  # µs that a closed one is
 PUT = Script(LIBRARY + rf"""
 local text, token, queues, messages = unpack(unpacked)
 local now, rung = now_of(text), {{}}
-check(queues, messages)
+check(queues, messages, now)
 if token ~= '' and not call('SET', 'mpy:p:' .. token, '1', 'NX', 'EX', {TOKEN_LIFE}) then return 0 end
-for _, q in ipairs(queues) do call('SADD', 'mpy:queues', q[1]) end
 put(queues, messages, now, rung)
 return rung
 """)
@@ -50,45 +49,51 @@ end
 return 1
 """)
 
-# In: now, session, queues, limit, number of this claim, numbers of lost ones, connection if it will sleep or else "".
+# In: now, session, queues, limit, number of this claim, numbers of lost ones, connection, true if it will sleep, true if it may
+# be among the sleepers.
 # Out: what is left of the session (1, or 0 if it was given up); µs until something is due (-1: nothing is); how many tasks
-# are revoked; connections to be woken; msgpack of (queue, receipt, fence, strikes, parks, priority, body).
+# are revoked; connections to be woken; msgpack of (queue, first receipt, fence, strikes, parks, priority, bodies), in which the
+# receipts of the bodies follow each other; which queue a sleeper is to block at, from 1 on (0: all are paused).
 CLAIM = Script(LIBRARY + r"""
-local text, session, queues, limit, claim, lost, number = unpack(unpacked)
-local now, rung, found, count = now_of(text), {}, {}, 0
-local function reply() return '\221' .. struct.pack('>I4', count) .. table.concat(found) end
+local text, session, queues, limit, claim, lost, number, will_sleep, noted = unpack(unpacked)
+local now, rung, found, runs, count = now_of(text), {}, {}, 0, 0
+local function reply() return '\221' .. struct.pack('>I4', runs) .. table.concat(found) end
+local function tell(index, receipt, fence, strikes, parks, level, bodies)
+  found[#found + 1] = '\151' .. cmsgpack.pack(index - 1, receipt, fence, strikes, parks, level)
+    .. '\221' .. struct.pack('>I4', #bodies)
+  for _, body in ipairs(bodies) do
+    found[#found + 1] = bin_head(body)
+    found[#found + 1] = body
+  end
+  runs, count = runs + 1, count + #bodies
+end
 local function fly(index, q, level, bodies)
   if #bodies == 0 then return end
   local first = call('INCRBY', q[2] .. 'n', #bodies) - #bodies
-  local a, noted, entries = q[2] .. 'a', false, {}
-  local plain = wrap(claim, level, 1, 0, 0, '', '')
-  local head, tail = '\151' .. cmsgpack.pack(index - 1), cmsgpack.pack(1, 0, 0, level)
-  if call('EXISTS', a) == 1 then noted = true end
+  local a, entries, plain = q[2] .. 'a', {}, wrap(claim, level, 1, 0, 0, '', '')
+  local noted = call('EXISTS', a) == 1
   for i, body in ipairs(bodies) do
-    local receipt = first + i
     local note = noted and call('HGET', a, redis.sha1hex(body))
-    entries[#entries + 1] = int(receipt)
+    entries[2 * i - 1] = int(first + i)
     if note then
       local fence, strikes, parks, at = string.match(note, '^(%d+) (%d+) (%d+)\n()')
       call('HDEL', a, redis.sha1hex(body))
       fence, strikes, parks = fence + 1, tonumber(strikes), tonumber(parks)
-      entries[#entries + 1] = wrap(claim, level, fence, strikes, parks, string.sub(note, at), body)
-      found[#found + 1] = head .. cmsgpack.pack(receipt, fence, strikes, parks, level) .. bin_head(body)
-      found[#found + 1] = body
+      entries[2 * i] = wrap(claim, level, fence, strikes, parks, string.sub(note, at), body)
+      tell(index, first + i, fence, strikes, parks, level, {body})
     else
-      entries[#entries + 1] = plain .. body
-      found[#found + 1] = head .. cmsgpack.pack(receipt) .. tail .. bin_head(body)
-      found[#found + 1] = body
+      entries[2 * i] = plain .. body
+      if noted then tell(index, first + i, 1, 0, 0, level, {body}) end
     end
   end
+  if not noted then tell(index, first + 1, 1, 0, 0, level, bodies) end
   rows('HSET', q[2] .. 'f:' .. session, entries)
-  count = count + #bodies
 end
 for _, q in ipairs(queues) do
   key_type(q[1], 'list')
-  if number ~= '' then
+  if noted then
     call('SREM', q[2] .. 'v', number)
-    call('SREM', q[2] .. 'w', number)
+    if #queues > 1 then call('SREM', q[2] .. 'w', number) end  -- the order may have been another
   end
 end
 for _, q in ipairs(queues) do
@@ -101,8 +106,13 @@ for _, q in ipairs(queues) do
         give(each, 0, {body}, true, now, rung)
       end
     end
-    return {0, -1, 1, rung, reply()}
+    return {0, -1, 1, rung, reply(), 0}
   end
+end
+-- From a paused queue nothing is taken, and nobody sleeps at its list; resuming it wakes those who noted themselves.
+local stopped, bed = {}, 0
+for index, q in ipairs(queues) do
+  if call('EXISTS', q[2] .. 'u') == 1 then stopped[index] = true elseif bed == 0 then bed = index end
 end
 for index, q in ipairs(queues) do
   if #lost > 0 then
@@ -118,20 +128,23 @@ for index, q in ipairs(queues) do
     for _, one in ipairs(again) do
       local m = one[2]
       call('HSET', flight, int(one[1]), wrap(claim, m.level, m.fence, m.strikes, m.parks, m.label, m.body))
-      found[#found + 1] = '\151' .. cmsgpack.pack(index - 1, one[1], m.fence, m.strikes, m.parks, m.level) .. bin(m.body)
-      count = count + 1
+      tell(index, one[1], m.fence, m.strikes, m.parks, m.level, {m.body})
     end
   end
   local arrivals = q[2] .. 'i:' .. session
   local bodies = call('LRANGE', arrivals, 0, -1)
   if #bodies > 0 then
     call('DEL', arrivals)
-    fly(index, q, 0, bodies)
+    if stopped[index] then
+      for i = #bodies, 1, -1 do give(q, 0, {bodies[i]}, true, now, rung) end
+    else
+      fly(index, q, 0, bodies)
+    end
   end
 end
 for index, q in ipairs(queues) do
   parked(q, now, rung)
-  if count < limit then
+  if count < limit and not stopped[index] then
     for _, level in ipairs(call('ZREVRANGE', q[2] .. 'l', 0, -1)) do
       if count < limit then
         local list = q[2] .. 'p:' .. level
@@ -142,13 +155,13 @@ for index, q in ipairs(queues) do
     if count < limit then fly(index, q, 0, call('LPOP', q[1], limit - count) or {}) end
   end
 end
-if number ~= '' and count == 0 then
+if will_sleep and count == 0 then
   for index, q in ipairs(queues) do
-    call('SADD', q[2] .. 'v', number)
-    if index > 1 then call('SADD', q[2] .. 'w', number) end
+    call('SADD', q[2] .. (stopped[index] and 'u' or 'v'), number)
+    if index ~= bed and not stopped[index] then call('SADD', q[2] .. 'w', number) end
   end
 end
-return {1, due_in(queues, now), call('ZCARD', 'mpy:revoked'), rung, reply()}
+return {1, due_in(queues, now), call('ZCARD', 'mpy:revoked'), rung, reply(), bed}
 """)
 
 # In: now, session, queues, disposals (index of the queue, receipt, fate, due, head of the dead letter).
@@ -236,11 +249,10 @@ return call('ZRANGEBYSCORE', DELAYED, '-inf', int(now_of(unpacked[1])) .. '000',
 MOVE = Script(LIBRARY + r"""
 local text, queues, messages = unpack(unpacked)
 local now, rung, ours = now_of(text), {}, {}
-check(queues, messages)
+check(queues, messages, now)
 for _, m in ipairs(messages) do
   if call('ZREM', DELAYED, m[6]) == 1 then ours[#ours + 1] = m end
 end
-for _, q in ipairs(queues) do call('SADD', 'mpy:queues', q[1]) end
 put(queues, ours, now, rung)
 return rung
 """)

@@ -4,6 +4,7 @@
     dead        dead letters
     sessions    a row for each consumer; it lives while it holds the lock on its file (_drivers/sqlite_sessions.py)
     queues      every queue that ever held something or had a consumer
+    paused      those that nothing is claimed from
     tokens      submissions of the last ten minutes
 
 A consumer whose process has ended is found at the next `tend` of any other: the lock has gone with it. A consumer that
@@ -44,9 +45,10 @@ BATCH = 10_000  # tokens forgotten in one step
 # In: the message. priority is stored as it is; the waiting index orders by it.
 _PUT = "INSERT INTO messages (queue, uuid, name, priority, status, due_at, parks, sent_at, body)"
 
-# Out: a line for each queue: name, waiting, id of the oldest, running, delayed, dead.
+# Out: a line for each queue: name, waiting, id of the oldest, running, delayed, dead, whether it is paused.
 _STATS = """
-SELECT name, coalesce(w.n, 0), w.oldest, coalesce(h.n, 0), coalesce(d.n, 0), coalesce(x.n, 0) FROM queues
+SELECT name, coalesce(w.n, 0), w.oldest, coalesce(h.n, 0), coalesce(d.n, 0), coalesce(x.n, 0),
+    name IN (SELECT queue FROM paused) FROM queues
 LEFT JOIN (SELECT queue, count(*) AS n, min(id) AS oldest FROM messages WHERE status = 0 GROUP BY queue) AS w
     ON w.queue = name
 LEFT JOIN (SELECT queue, count(*) AS n FROM messages WHERE status = 2 GROUP BY queue) AS h ON h.queue = name
@@ -210,8 +212,8 @@ class SQLiteBroker(Broker):
             ).fetchall())
         return [
             QueueStats(queue=queue, waiting=waiting, running=running, delayed=delayed, dead=dead,
-                       oldest_at=moment_of(sent_at[oldest]) if oldest in sent_at else None)
-            for queue, waiting, oldest, running, delayed, dead in rows
+                       oldest_at=moment_of(sent_at[oldest]) if oldest in sent_at else None, paused=bool(paused))
+            for queue, waiting, oldest, running, delayed, dead, paused in rows
         ]
 
     def workers(self) -> list[WorkerInfo]:
@@ -233,6 +235,16 @@ class SQLiteBroker(Broker):
                 connection.execute(f"DELETE FROM messages WHERE status = {status} AND queue = ?", (queue,)).rowcount
                 for status in (0, 1)
             )
+
+    def pause(self, queue: str) -> None:
+        with self.driver.transaction() as connection:
+            self._name_queues(connection, {queue})
+            connection.execute("INSERT OR IGNORE INTO paused VALUES (?)", (queue,))
+
+    def resume(self, queue: str) -> None:
+        with self.driver.transaction() as connection:
+            connection.execute("DELETE FROM paused WHERE queue = ?", (queue,))
+            self.driver.ring("q")
 
     def dead_letters(self, *, limit: int, queue: str = "") -> list[DeadLetter]:
         where, parameters = ("WHERE queue = ?", (queue, limit)) if queue else ("", (limit,))

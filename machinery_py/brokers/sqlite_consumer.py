@@ -37,12 +37,12 @@ _REGISTER = """
 INSERT INTO sessions (key, worker, host, pid, place, queues, started_at, beat_at) VALUES (?, ?, ?, ?, ?, ?, ?, ?)
 """
 
-# In: session, claim, queue, limit. Out: how many. A session that was given up claims nothing.
+# In: session, claim, queue, limit. Out: how many. A session that was given up claims nothing; a paused queue gives nothing.
 _CLAIM = """
 UPDATE messages SET status = 2, session = ?1, claim = ?2, fence = fence + 1 WHERE id IN (
     SELECT id FROM messages INDEXED BY messages_waiting WHERE status = 0 AND queue = ?3
     ORDER BY priority DESC, id LIMIT ?4)
-AND EXISTS (SELECT 1 FROM sessions WHERE id = ?1)
+AND EXISTS (SELECT 1 FROM sessions WHERE id = ?1) AND NOT EXISTS (SELECT 1 FROM paused WHERE paused.queue = ?3)
 """
 
 # In: size, session, claim. Out: what was claimed, as one JSON array, so that it is one step. JSON has no bytes: they
@@ -53,10 +53,11 @@ SELECT json_group_array(json_array(
 FROM messages INDEXED BY messages_held WHERE status = 2 AND session = ? AND claim = ?
 """
 
-# In: queues (JSON). Out: whether anything waits there; the next moment at which something anywhere is due.
+# In: queues (JSON). Out: whether anything waits there that may be claimed; the next moment at which something anywhere is due.
 _PEEK = """
 SELECT EXISTS (SELECT 1 FROM json_each(?1) AS q WHERE EXISTS (
-           SELECT 1 FROM messages INDEXED BY messages_waiting WHERE status = 0 AND queue = q.value)),
+           SELECT 1 FROM messages INDEXED BY messages_waiting WHERE status = 0 AND queue = q.value)
+           AND NOT EXISTS (SELECT 1 FROM paused WHERE paused.queue = q.value)),
        (SELECT min(due_at) FROM messages INDEXED BY messages_delayed WHERE status = 1)
 """
 
@@ -128,11 +129,12 @@ class SQLiteConsumer(Consumer):
         self.session, self._number, self._beat_at = key, number, now
         self._runs = sqlite_sessions.run_table(key)
 
-    def receive(self, limit: int, timeout: float) -> list[Delivery]:
+    def receive(self, limit: int, timeout: float, order: Sequence[str] = ()) -> list[Delivery]:
         if self._closed:
             return []
+        order = order or self._queues
         found, _ = self._look()
-        deliveries = self._claim(limit) if found else []
+        deliveries = self._claim(limit, order) if found else []
         if deliveries or timeout <= 0 or self._bell.woken():
             return deliveries
         deadline = time.monotonic() + timeout
@@ -140,7 +142,7 @@ class SQLiteConsumer(Consumer):
             while not self._closed:
                 # Once more after the bell hangs: what came before it hung has not rung it.
                 found, due_in = self._look()
-                if found and (deliveries := self._claim(limit)):
+                if found and (deliveries := self._claim(limit, order)):
                     return deliveries
                 left = deadline - time.monotonic()
                 if left <= 0 or self._bell.wait(min(left, due_in)):
@@ -154,8 +156,8 @@ class SQLiteConsumer(Consumer):
         due_in = math.inf if due_at is None else (due_at - self._driver.now()) / 1e6
         return bool(waiting) or due_in <= 0 or self._unread is not None, due_in
 
-    def _claim(self, limit: int) -> list[Delivery]:
-        if self._unread is not None and (lost := self._read_claim(*self._unread)):
+    def _claim(self, limit: int, order: Sequence[str]) -> list[Delivery]:
+        if self._unread is not None and (lost := self._read_claim(*self._unread, order)):
             return lost  # they were claimed, and then reading them failed
         number, claim = self._number, next(self._claims)
         self._unread = number, claim
@@ -163,20 +165,20 @@ class SQLiteConsumer(Consumer):
         with self._driver.claiming() as connection:
             if connection.execute(PROMOTE, (self._driver.now(),)).rowcount:
                 self._driver.ring("q")  # some may be for others
-            for queue in self._queues:
+            for queue in order:
                 if left > 0:
                     left -= connection.execute(_CLAIM, (number, claim, queue, left)).rowcount
         if left == limit:
             self._unread = None
             return []
         # After the commit: others may write while we fetch, and these are ours.
-        return self._read_claim(number, claim)
+        return self._read_claim(number, claim, order)
 
-    def _read_claim(self, number: int, claim: int) -> list[Delivery]:
+    def _read_claim(self, number: int, claim: int, order: Sequence[str]) -> list[Delivery]:
         with self._driver.reading() as connection:
             rows = _claimed(connection.execute(_CLAIMED, (BIG, number, claim)).fetchone()[0])
             bodies = [_big_body(connection, row[0]) if row[7] is None else bytes.fromhex(row[7]) for row in rows]
-        place = {queue: index for index, queue in enumerate(self._queues)}
+        place = {queue: index for index, queue in enumerate(order)}
         pairs = [(row, body) for row, body in zip(rows, bodies, strict=True) if body is not None]
         pairs.sort(key=lambda pair: (place[pair[0][1]], -pair[0][5], pair[0][0]))  # queue, priority, id
         deliveries = [

@@ -1,4 +1,4 @@
-"""Commands that change something: send, result, retry, revoke, purge, dead. On more than one thing they ask first."""
+"""Commands that change something: send, result, retry, revoke, purge, pause, resume, dead. On more than one they ask first."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from machinery_py.cli.look import open_app, state_record
-from machinery_py.cli.tables import ago, clean_lines, fields, length, many, moment, short_uuid, table, to_json, value_text
-from machinery_py.errors import ArgumentError, MachineryError, ResultExpired, TaskFailed, Unsupported
+from machinery_py.cli.tables import ago, clean, clean_lines, fields, length, many, moment, short_uuid, table, to_json, value_text
+from machinery_py.errors import ArgumentError, MachineryError, ResultExpired, TaskFailed, Unsupported, nearest
 from machinery_py.states import State, TaskState
 
 if TYPE_CHECKING:
@@ -205,6 +205,36 @@ def purge(args: argparse.Namespace) -> int:
     else:
         print(f"deleted {many(deleted, 'task')} from {queue!r}")
     return 0
+
+
+def pause(args: argparse.Namespace) -> int:
+    """`machinery pause`. A queue that is not there yet may be paused: before a deployment, say."""
+    server = open_app(args, "pause")
+    found = {stats.queue: stats for stats in server.broker.stats()}
+    names = list(dict.fromkeys(args.rest))
+    for name in names:
+        server.inspect.pause(name)
+        if name not in found:
+            note(f"there was no queue {name!r} so far{nearest(name, found)}; it is paused for when there is")
+    waiting = [f"{name!r} ({many(found[name].waiting, 'task')} waiting)" if name in found else repr(name) for name in names]
+    return _done(args, "paused", names, f"paused {', '.join(waiting)}")
+
+
+def resume(args: argparse.Namespace) -> int:
+    """`machinery resume`."""
+    server = open_app(args, "resume")
+    paused = server.broker.paused()
+    names = list(dict.fromkeys(args.rest))
+    for name in names:
+        server.inspect.resume(name)  # also where it seems not to be paused: somebody may do it just now
+        if name not in paused:
+            note(f"queue {name!r} was not paused (paused are: {', '.join(map(repr, sorted(paused))) or 'none'})")
+    return _done(args, "resumed", names, f"resumed {', '.join(map(repr, names))}")
+
+
+def note(text: str) -> None:
+    """Something that is worth knowing, and no error."""
+    sys.stderr.write(f"machinery: {clean(text)}\n")
 
 
 def _done(args: argparse.Namespace, key: str, uuids: Sequence[str], text: str) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import datetime as dt
+import logging
 import os
 import platform
 import shutil
@@ -53,6 +54,7 @@ class Finding:
 def doctor(args: argparse.Namespace) -> int:
     """`machinery doctor`: 0 all is well, 1 something is wrong, 2 there is no such app."""
     logs.configure_short()
+    logging.getLogger("machinery_py._drivers").setLevel(logging.ERROR)  # what a store warns of is a line of the report
     findings = list(_versions())
     wrong = 1
     try:
@@ -144,6 +146,8 @@ def _broker(server: Server) -> Iterator[Finding]:
     # A batch of nothing: all that is written is its token, which is forgotten after a while.
     server.broker.put([], token=new_uuid(""))
     yield Finding("broker", Mark.OK, "can be written")
+    for concern in server.broker.concerns():
+        yield Finding("broker", Mark.WRONG if concern.is_certain else Mark.NOTE, concern.text)
     if server.broker.features.embedded:
         yield Finding("broker", Mark.NOTE, "embedded: for one machine (set MACHINERY_URL for a server)")
 
@@ -154,8 +158,13 @@ def _backend(server: Server) -> Iterator[Finding]:
         yield Finding("backend", Mark.NOTE, "keeps no results")
         return
     yield _speed("backend", "answers", _timed(lambda: server.backend.get_states([new_uuid()])))
+    if server.config.backend_url != server.config.broker:
+        for concern in server.backend.concerns():
+            yield Finding("backend", Mark.WRONG if concern.is_certain else Mark.NOTE, concern.text)
     server.backend.purge_state(new_uuid())  # of a task that was never sent: a write that changes nothing
     yield Finding("backend", Mark.OK, "can be written")
+    if not features.durable and not features.embedded:
+        yield Finding("backend", Mark.NOTE, "forgets results when it restarts or is full; so can a chord be lost")
 
 
 def _timed(ask: Callable[[], object]) -> float:
@@ -188,10 +197,14 @@ def _queues(server: Server) -> Iterator[Finding]:
     now = server.now()
     for stats in server.broker.stats():
         if not stats.waiting:
+            if stats.paused:
+                yield Finding("queues", Mark.NOTE, f"{stats.queue!r} is paused, and empty")
             continue
         oldest = dt.timedelta() if stats.oldest_at is None else now - stats.oldest_at
         text = f"{stats.queue!r}: {many(stats.waiting, 'task')} waiting, the oldest for {length(oldest.total_seconds())}"
-        if stats.queue in served:
+        if stats.paused:
+            yield Finding("queues", Mark.NOTE, f"{text}; it is paused (machinery resume APP {stats.queue})")
+        elif stats.queue in served:
             yield Finding("queues", Mark.OK, text)
         else:
             yield Finding("queues", Mark.WRONG, f"{text}; no worker on this queue (start one: machinery worker APP "

@@ -35,8 +35,8 @@ def queues(args: argparse.Namespace) -> int:
         print(to_json([msgspec.structs.asdict(one) for one in found]))
         return 0
     rows = [
-        (one.queue, count(one.waiting), count(one.running), count(one.delayed), count(one.failed),
-         length(one.oldest) if one.waiting else NONE, count(one.per_minute))
+        (f"{one.queue} (paused)" if one.paused else one.queue, count(one.waiting), count(one.running), count(one.delayed),
+         count(one.failed), length(one.oldest) if one.waiting else NONE, count(one.per_minute))
         for one in found
     ]
     print(table(("QUEUE", "WAITING", "RUNNING", "DELAYED", "FAILED", "OLDEST", "PER MIN"), rows, right=range(1, 7)))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from machinery_py.cli import health, logs, reload
 from machinery_py.cli.banner import READY, banner, say
 from machinery_py.cli.processes import STOP_NOW, Link, Orders
-from machinery_py.errors import MachineryError
+from machinery_py.errors import BackendUnavailable, BrokerUnavailable, MachineryError
 from machinery_py.events import WorkerOnline
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def new_worker(server: Server, args: argparse.Namespace, link: Link) -> Worker:
     return server.new_worker(
         name or f"{socket.gethostname()}-{os.getpid()}",
         server.config.concurrency if args.concurrency is None else args.concurrency,
-        queues=args.queues, burst=args.burst, shutdown_timeout=args.shutdown_timeout,
+        queues=args.queues, burst=args.burst, shutdown_timeout=args.shutdown_timeout, scheduler=not args.no_scheduler,
     )
 
 
@@ -82,8 +82,8 @@ def _launch(one: Worker, watch: ReadyWatch) -> int:
     try:
         return one.launch(signals=False)
     except MachineryError as error:
-        if not watch.was_ready:
-            raise  # it could not even start: 2 or 3, see main
+        if not watch.was_ready or isinstance(error, (BrokerUnavailable, BackendUnavailable)):
+            raise  # it could not even start, or gave up waiting for its store: 2 or 3, see main
         logger.error("%s", error)
         return BROKEN
 

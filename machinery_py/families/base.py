@@ -9,7 +9,7 @@ import msgspec
 from machinery_py.backends.base import Backend
 from machinery_py.brokers.base import Broker
 from machinery_py.clock import Clock
-from machinery_py.config import MongoDBConfig, RedisConfig
+from machinery_py.config_sections import MongoDBConfig, RedisConfig
 from machinery_py.errors import Unsupported
 from machinery_py.locks.base import Lock
 from machinery_py.settlement.base import Store
@@ -24,6 +24,7 @@ class FamilyOptions(msgspec.Struct, frozen=True, kw_only=True):
     timeout: float = 5.0
     separator: str = ""  # between several URLs
     strategy: str = "round-robin"  # in `failover.STRATEGIES`
+    strict_durability: bool = False
     redis: RedisConfig = RedisConfig()
     mongodb: MongoDBConfig = MongoDBConfig()
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 from machinery_py._drivers.redis import RedisDriver
+from machinery_py._drivers.redis_pool import Limits
 from machinery_py._drivers.redis_servers import Servers
 from machinery_py._drivers.redis_url import BadRedisUrl
 from machinery_py.backends.redis import RedisBackend
 from machinery_py.brokers.redis import RedisBroker
+from machinery_py.config_sections import RedisConfig
 from machinery_py.errors import ConfigError, nearest
 from machinery_py.failover import STRATEGIES
 from machinery_py.families.base import Family, FamilyOptions
@@ -20,7 +24,10 @@ class RedisFamily(Family):
 
     def __init__(self, url: str, options: FamilyOptions) -> None:
         super().__init__(url, options)
-        self._driver = RedisDriver(clock=options.clock, timeout=options.timeout, servers=_servers(url, options))
+        self._driver = RedisDriver(
+            clock=options.clock, timeout=options.timeout, servers=_servers(url, options), strict=options.strict_durability,
+            limits=_limits(options.redis),
+        )
 
     def broker(self) -> RedisBroker:
         return RedisBroker(self._driver, lease=self.options.lease)
@@ -36,6 +43,15 @@ class RedisFamily(Family):
 
     def close(self) -> None:
         self._driver.close()
+
+
+def _limits(redis: RedisConfig) -> Limits:
+    """Go's 0 is no limit."""
+    return Limits(
+        max_idle=redis.max_idle, max_active=redis.max_active, wait=redis.wait, idle_timeout=redis.max_idle_timeout or math.inf,
+        read=redis.read_timeout or math.inf, write=redis.write_timeout or math.inf,
+        block=redis.normal_tasks_poll_period / 1000, delayed_key=redis.delayed_tasks_key,
+    )
 
 
 def _servers(text: str, options: FamilyOptions) -> Servers:
@@ -55,8 +71,8 @@ def _servers(text: str, options: FamilyOptions) -> Servers:
         raise ConfigError(f"broker_failover_strategy: found {options.strategy!r} (known: {known})")
     try:
         return Servers(
-            urls, timeout=options.timeout, client_name=redis.client_name or "machinery", master_name=redis.master_name,
-            strategy=strategy,
+            urls, timeout=min(options.timeout, redis.connect_timeout or math.inf), strategy=strategy,
+            client_name=redis.client_name or "machinery", master_name=redis.master_name,
         )
     except BadRedisUrl as error:
         raise ConfigError(f"{shown}: {error}") from None

@@ -16,8 +16,9 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from machinery_py.backends.base import Backend, ReadyGroup, Verdict
+from machinery_py.backends.base import Amendment, Backend, ReadyGroup, Verdict
 from machinery_py.brokers.base import Broker, Consumer, Delivery, Fate, Message
+from machinery_py.errors import Unsupported
 from machinery_py.states import Arrival, GroupMeta, TaskState
 
 
@@ -82,8 +83,11 @@ class Session(ABC):
     """A worker's hold on a store. `receive` belongs to one thread; the rest may be called from any."""
 
     @abstractmethod
-    def receive(self, limit: int, timeout: float) -> list[Delivery]:
+    def receive(self, limit: int, timeout: float, order: Sequence[str] = ()) -> list[Delivery]:
         """As Consumer.receive, less the deliveries that were settled before: those are finished here and not handed out."""
+
+    def prepare(self, settlement: Settlement) -> None:  # noqa: B027 - most stores have nothing to gain
+        """Do what can be done before its turn to be settled comes. Called in the thread that ended it; raises nothing."""
 
     @abstractmethod
     def settle(self, settlements: Sequence[Settlement], marks: Sequence[Mark] = ()) -> list[Verdict]:
@@ -158,6 +162,12 @@ class Store(ABC):
     @abstractmethod
     def fire(self, firing: Firing) -> bool:
         """Settle a group. True for one caller; for all others nothing is written."""
+
+    def amend(self, amendment: Amendment, send: Sequence[Message] = ()) -> bool:
+        """Change a record of the backend, and publish messages with it, as one step (two stores: the rest follows in any
+        case). True for one caller; for all who expected the same, later, nothing is written. As Backend.amend.
+        """
+        raise Unsupported(f"{type(self).__name__} keeps no schedules")
 
     def ready_groups(self, limit: int = 100) -> list[ReadyGroup]:
         """Groups that wait for `fire`: normally only those that completed just now."""

@@ -25,8 +25,10 @@ from pymongo import UpdateOne
 
 from machinery_py._drivers.mongo import Document
 from machinery_py._drivers.mongo import Store as Database
-from machinery_py.backends.base import ALREADY, FENCED, SETTLED, Change, Verdict
-from machinery_py.backends.mongo import MongoBackend, is_over
+from machinery_py.backends.base import ALREADY, FENCED, SETTLED, Amendment, Change, Verdict
+from machinery_py.backends.mongo import MongoBackend
+from machinery_py.backends.mongo_schedules import Tick
+from machinery_py.backends.transactional import is_over
 from machinery_py.brokers.base import Delivery, Disposal, Fate, Message
 from machinery_py.brokers.mongo import MongoBroker
 from machinery_py.brokers.mongo_consumer import MongoConsumer, fields_at_end
@@ -131,8 +133,17 @@ class MongoStore(Store):
 
     def _after_firing(self, change: Change, send: Sequence[Message], *, again: bool) -> None:
         self.states.follow([change], again=again)
-        self.messages.store([(_firing_token(change.fires), send)])
+        self.messages.store([(_token(f"fire {change.fires}"), send)])
         self.states.clear_deeds([change])
+
+    def amend(self, amendment: Amendment, send: Sequence[Message] = ()) -> bool:
+        return self.states.schedules.amend(amendment, _pack(send) if send else b"", self._finish_tick)
+
+    def _finish_tick(self, tick: Tick, again: bool) -> None:
+        self.states.follow_tick(tick, again=again)
+        if tick.send:
+            self.messages.store([(_token(tick.token), _messages(tick.send))])
+        self.states.schedules.clear(tick)
 
     # Ending deliveries
 
@@ -202,6 +213,8 @@ class MongoStore(Store):
                 logger.exception("the end of task %s cannot be finished; its message stays as it is", ending.deed.uuid)
         for change, send in self.states.old_firings():
             self._after_firing(change, _messages(send) if send else (), again=True)
+        for tick in self.states.schedules.old_ticks():
+            self._finish_tick(tick, again=True)
 
 
 class MongoSession(ConsumerSession):
@@ -218,9 +231,9 @@ class MongoSession(ConsumerSession):
             self._consumer.dispose([Disposal(delivery=delivery, fate=Fate.BACK) for delivery in self._owed])
             self._owed = []
 
-    def receive(self, limit: int, timeout: float) -> list[Delivery]:
+    def receive(self, limit: int, timeout: float, order: Sequence[str] = ()) -> list[Delivery]:
         self._give_back()
-        deliveries = self._consumer.receive(limit, timeout)
+        deliveries = self._consumer.receive(limit, timeout, order)
         if not deliveries:
             return deliveries
         try:
@@ -314,8 +327,9 @@ def _last_update(deed: _Deed, now: int) -> Document:
     return {"$set": fields, "$inc": {"parks": 1}} if deed.fate is Fate.LATER else {"$set": fields}
 
 
-def _firing_token(group_uuid: str) -> str:
-    return hashlib.blake2b(f"fire {group_uuid}".encode("utf-8", "backslashreplace"), digest_size=16).hexdigest()
+def _token(text: str) -> str:
+    """Names what is sent with a firing, or with a tick."""
+    return hashlib.blake2b(text.encode("utf-8", "backslashreplace"), digest_size=16).hexdigest()
 
 
 def _is_over(delivery: Delivery, state: TaskState) -> bool:

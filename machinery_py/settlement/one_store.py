@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 
-from machinery_py.backends.base import ALREADY, FENCED, SETTLED, Backend, Change, Verdict
+from machinery_py.backends.base import ALREADY, FENCED, SETTLED, Amendment, Backend, Change, Verdict
 from machinery_py.brokers.base import Broker, Consumer, Delivery, Disposal, Message
 from machinery_py.settlement.base import ConsumerSession, Firing, Mark, Session, Settlement, Store, Submission
 
@@ -62,6 +62,14 @@ class OneStore(Store):
                 self.broker.put(firing.send, token="")
             return True
 
+    def amend(self, amendment: Amendment, send: Sequence[Message] = ()) -> bool:
+        with self._transaction():
+            if not self.backend.amend(amendment):
+                return False
+            if send:
+                self.broker.put(send, token="")
+            return True
+
     def tend(self) -> float:
         return min(self.broker.tend(), self.backend.tend())
 
@@ -75,8 +83,8 @@ class OneSession(ConsumerSession):
         self._transaction = transaction
         self.receive = consumer.receive  # type: ignore[method-assign]  # nothing to add on the hot path
 
-    def receive(self, limit: int, timeout: float) -> list[Delivery]:
-        return self._consumer.receive(limit, timeout)
+    def receive(self, limit: int, timeout: float, order: Sequence[str] = ()) -> list[Delivery]:
+        return self._consumer.receive(limit, timeout, order)
 
     def settle(self, settlements: Sequence[Settlement], marks: Sequence[Mark] = ()) -> list[Verdict]:
         with self._transaction():

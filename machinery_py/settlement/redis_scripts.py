@@ -6,103 +6,113 @@ backends/redis_lua.py.
 
 from __future__ import annotations
 
-from machinery_py._drivers.redis_lua import Script
+from machinery_py._drivers.redis_lua import Script, filled
 from machinery_py.backends.redis_lua import LIBRARY as STATES
+from machinery_py.backends.redis_lua import NAMES
 from machinery_py.brokers.redis_lua import LIBRARY as MESSAGES
+from machinery_py.brokers.redis_lua import PUTTING
 from machinery_py.brokers.redis_scripts import TOKEN_LIFE
 
-_BOTH = MESSAGES + STATES
-
-# In: now, seconds that finished states are kept, token, queues, messages, change or nothing. Out: 0 if the token was used
-# before, else connections to be woken.
-SUBMIT = Script(_BOTH + rf"""
-local text, expire, token, queues, messages, change = unpack(unpacked)
-local now, rung, plan = now_of(text), {{}}, nil
-check(queues, messages)
-local key = 'mpy:p:' .. token
-if token ~= '' and call('EXISTS', key) == 1 then return 0 end
-if change then
-  local _
-  _, plan = decide(change)
+# In: now, seconds that finished states are kept, token, queues, messages, C of nothing or one change, S. Out: 0 if the token
+# was used before, else connections to be woken.
+SUBMIT = Script(PUTTING + STATES + rf"""
+local text, expire, token, queues, messages
+text, expire, token, queues, messages, C, S = unpack(unpacked)
+local now, rung, plan, _ = now_of(text), {{}}, nil, nil
+check(queues, messages, now)
+if C[1] then
+  look_at({{1}})
+  _, plan = decide(1)
 end
-if token ~= '' then call('SET', key, '1', 'EX', {TOKEN_LIFE}) end
-for _, q in ipairs(queues) do call('SADD', 'mpy:queues', q[1]) end
+if token ~= '' and not call('SET', 'mpy:p:' .. token, '1', 'NX', 'EX', '{TOKEN_LIFE}') then return 0 end
 put(queues, messages, now, rung)
-if plan then commit(change, plan, now, expire) end
+if plan then commit(1, plan, now, expire) end
 note_states(now)
 return rung
 """)
 
-# In: now, seconds, session, queues, own queues (how many of `queues`, the first), settlements, marks.
-#   settlement: queue, receipt, fate, due, head of a dead letter, change or false, messages
-#   mark:       queue, receipt, change
+# In: now, seconds, session, queues, settlements, marks, C, S. Settlements and marks are flat:
+#   settlement: queue, receipt, fate, place of its change or 0, false or (due, head of a dead letter, messages)
+#   mark:       queue, receipt, place of its change
 # Out: a letter for each settlement: s, a or f; connections to be woken.
 # All are decided first; then the deliveries are removed, which a full Redis allows, and lets the rest pass; then all is
 # written. Marks come last, and are dropped when they cannot be written: they must not keep what is over from being settled.
-SETTLE = Script(_BOTH + r"""
-local text, expire, session, queues, settlements, marks = unpack(unpacked)
+SETTLE = Script(MESSAGES + STATES + filled(r"""
+local text, expire, session, queues, ends, marks
+text, expire, session, queues, ends, marks, C, S = unpack(unpacked)
 local now, rung, backs, verdicts, plans = now_of(text), {}, {}, {}, {}
-local flights, over = {}, {}
-for i, q in ipairs(queues) do flights[i], over[i] = q[2] .. 'f:' .. session, {} end
-for i, one in ipairs(settlements) do
-  local index, receipt, fate, change, messages = one[1] + 1, one[2], one[3], one[6], one[7]
-  if not over[index][receipt] and call('HEXISTS', flights[index], receipt) == 1 then
-    verdicts[i], plans[i] = 's', nil
-    if change then verdicts[i], plans[i] = decide(change) end
-    if #messages > 0 then check(queues, messages) end
-    if fate ~= 'done' then key_type(queues[index][1], 'list') end
-    over[index][receipt] = i
+local flights, asked, held, over, gone, changes = {}, {}, {}, {}, {}, {}
+for i, q in ipairs(queues) do
+  flights[i], asked[i], held[i], over[i], gone[i] = q[2] .. 'f:' .. session, {}, {}, {}, {}
+end
+for at = 1, #ends, 5 do table.insert(asked[ends[at] + 1], ends[at + 1]) end
+for index, receipts in ipairs(asked) do
+  for from = 1, #receipts, 1000 do
+    local to = math.min(from + 999, #receipts)
+    local found = call('HMGET', flights[index], unpack(receipts, from, to))
+    for i = from, to do held[index][receipts[i]] = found[i - from + 1] end
+  end
+end
+for at = 1, #ends, 5 do
+  if ends[at + 3] > 0 then changes[#changes + 1] = ends[at + 3] end
+end
+look_at(changes)
+for at = 1, #ends, 5 do
+  local index, receipt, fate, c, more = ends[at] + 1, ends[at + 1], ends[at + 2], ends[at + 3], ends[at + 4]
+  local verdict = 's'
+  if held[index][receipt] and not over[index][receipt] then
+    if c > 0 then verdict, plans[at] = decide(c) end
+    if more and #more[3] > 0 then check(queues, more[3], now) end
+    if fate == 'done' then table.insert(gone[index], receipt) else key_type(queues[index][1], 'list') end
+    over[index][receipt] = at
   else
-    local row = change and read(change[1])
-    verdicts[i] = (row and row.mark ~= '' and row.mark == change[2]) and 'a' or 'f'
+    local row = c > 0 and read(C[c])
+    verdict = (row and row.mark ~= '' and row.mark == C[c + $MARK]) and 'a' or 'f'
   end
+  verdicts[#verdicts + 1] = verdict
 end
-local gone = {}
-for i, one in ipairs(settlements) do
-  local index = one[1] + 1
-  if one[3] == 'done' and over[index][one[2]] == i then
-    gone[index] = gone[index] or {}
-    table.insert(gone[index], one[2])
-  end
-end
-for index, list in pairs(gone) do rows('HDEL', flights[index], list) end
-for i, one in ipairs(settlements) do
-  local index, receipt, fate, messages = one[1] + 1, one[2], one[3], one[7]
-  if over[index][receipt] == i then
+for index, list in ipairs(gone) do rows('HDEL', flights[index], list) end
+for at = 1, #ends, 5 do
+  local index, receipt, fate, more = ends[at] + 1, ends[at + 1], ends[at + 2], ends[at + 4]
+  if over[index][receipt] == at then
     if fate ~= 'done' then
-      local raw = call('HGET', flights[index], receipt)
-      end_delivery(queues[index], flights[index], receipt, raw, fate, one[4], one[5], backs, now, rung)
+      end_delivery(queues[index], flights[index], receipt, held[index][receipt], fate, more[1], more[2], backs, now, rung)
     end
-    if plans[i] then commit(one[6], plans[i], now, expire) end
-    if verdicts[i] == 's' and #messages > 0 then put(queues, messages, now, rung) end
+    if plans[at] then commit(ends[at + 3], plans[at], now, expire) end
+    if more and verdicts[(at + 4) / 5] == 's' and #more[3] > 0 then put(queues, more[3], now, rung) end
   end
 end
 give_backs(backs, now, rung)
 note_states(now)
-for _, mark in ipairs(marks) do
-  if call('HEXISTS', flights[mark[1] + 1], mark[2]) == 1 then
+for at = 1, #marks, 3 do
+  if call('HEXISTS', flights[marks[at] + 1], marks[at + 1]) == 1 then
+    local c = marks[at + 2]
     local fine = pcall(function()
-      local verdict, plan = decide(mark[3])
-      if verdict == 's' then commit(mark[3], plan, now, expire) end
+      local verdict, plan = decide(c)
+      if verdict == 's' then commit(c, plan, now, expire) end
     end)
     if not fine then break end
   end
 end
 if #open > 0 then pcall(note_states, now) end
 return {table.concat(verdicts), rung}
-""")
+""", **NAMES))
 
-# In: now, seconds, queues, messages, change that fires a group. Out: nothing if that was done before, else connections to be
-# woken.
-FIRE = Script(_BOTH + r"""
-local text, expire, queues, messages, change = unpack(unpacked)
+# In: now, seconds, queues, messages, C of one change that fires a group, S. Out: nothing if that was done before, else
+# connections to be woken.
+FIRE = Script(PUTTING + STATES + filled(r"""
+local text, expire, queues, messages
+text, expire, queues, messages, C, S = unpack(unpacked)
 local now, rung = now_of(text), {}
-check(queues, messages)
-local verdict, plan = decide(change)
-if verdict ~= 's' then return false end
-for _, q in ipairs(queues) do call('SADD', 'mpy:queues', q[1]) end
-commit(change, plan, now, expire)
+check(queues, messages, now)
+look_at({1})
+local verdict, plan = decide(1)
+if verdict ~= 's' then
+  settled_elsewhere(C[1 + $FIRES])
+  return false
+end
+commit(1, plan, now, expire)
 note_states(now)
 put(queues, messages, now, rung)
 return rung
-""")
+""", **NAMES))

@@ -8,25 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import msgspec
-
 from machinery_py._drivers.redis_lua import pack
-from machinery_py.backends.base import Change, Verdict
+from machinery_py.backends.base import Amendment, Verdict
 from machinery_py.backends.redis import VERDICTS, RedisBackend
-from machinery_py.backends.redis_records import packed_change
+from machinery_py.backends.redis_records import Changes, packed_states
 from machinery_py.brokers.base import Delivery, Fate, Message
 from machinery_py.brokers.redis import RedisBroker
 from machinery_py.brokers.redis_consumer import RedisConsumer, end_of
-from machinery_py.brokers.redis_messages import EMPTY, Queues, packed
+from machinery_py.brokers.redis_messages import Queues, packed
 from machinery_py.errors import BrokerUnavailable, PublishUnknown
-from machinery_py.settlement import redis_scripts
+from machinery_py.settlement import redis_amend, redis_scripts
 from machinery_py.settlement.base import ConsumerSession, Firing, Mark, Session, Settlement, Store, Submission
 from machinery_py.settlement.one_store import disposal_of, mark_of
 from machinery_py.states import State
 
 BUSY = 32  # settlements and marks in a batch from which RECEIVED is not written
-
-_DONE = ("done", 0, EMPTY)
 
 
 class RedisStore(Store):
@@ -44,10 +40,12 @@ class RedisStore(Store):
     def submit(self, submission: Submission) -> None:
         queues = Queues()
         rows = [packed(message, queues) for message in submission.messages]
+        change = Changes(self.states.now(), self.states.seconds)
+        if submission.states or submission.groups:
+            change.add(key=f"submit {submission.token}", states=submission.states, groups=submission.groups,
+                       force=submission.replay)
         argument = pack((
-            self.driver.now(), self.states.seconds, submission.token, queues.keys, rows,
-            self._change(Change(key=f"submit {submission.token}", states=submission.states, groups=submission.groups,
-                                force=submission.replay)),
+            self.driver.now(), self.states.seconds, submission.token, queues.keys, rows, change.changes, change.states,
         ))
         rung = self.driver.run(
             redis_scripts.SUBMIT, argument, doing="publishing", away=BrokerUnavailable, again=bool(submission.token),
@@ -56,23 +54,29 @@ class RedisStore(Store):
         if rung:
             self.driver.unblock(rung)
 
-    def _change(self, change: Change) -> tuple[object, ...]:
-        return packed_change(change, self.states.now(), self.states.seconds)
-
     def open_session(self, queues: Sequence[str], *, worker: str) -> Session:
         return RedisSession(self, self.messages.consume(queues, worker=worker))
 
     def fire(self, firing: Firing) -> bool:
         queues = Queues()
         rows = [packed(message, queues) for message in firing.send]
-        change = Change(
-            key=firing.group_uuid, fires=firing.group_uuid, states=firing.states, groups=firing.groups,
-            arrivals=firing.arrivals,
-        )
-        argument = pack((self.driver.now(), self.states.seconds, queues.keys, rows, self._change(change)))
+        change = Changes(self.states.now(), self.states.seconds)
+        change.add(key=firing.group_uuid, fires=firing.group_uuid, states=firing.states, groups=firing.groups,
+                   arrivals=firing.arrivals)
+        argument = pack((self.driver.now(), self.states.seconds, queues.keys, rows, change.changes, change.states))
         rung = self.driver.run(
             redis_scripts.FIRE, argument, doing="settling a group", away=BrokerUnavailable, again=False
         )
+        if rung is None:
+            return False
+        self.driver.unblock(rung)
+        return True
+
+    def amend(self, amendment: Amendment, send: Sequence[Message] = ()) -> bool:
+        queues = Queues()
+        rows = [packed(message, queues) for message in send]
+        argument = pack((*self.states.packed_amendment(amendment), queues.keys, rows))
+        rung = self.driver.run(redis_amend.AMEND, argument, doing="changing a schedule", away=BrokerUnavailable)
         if rung is None:
             return False
         self.driver.unblock(rung)
@@ -90,42 +94,52 @@ class RedisSession(ConsumerSession):
         super().__init__(consumer)
         self._consumer: RedisConsumer = consumer
         self.receive = consumer.receive  # type: ignore[method-assign]  # nothing to add on the hot path
+        self._prepared: dict[int, tuple[Settlement, list[object]]] = {}  # with their packed states, by id
 
-    def receive(self, limit: int, timeout: float) -> list[Delivery]:
-        return self._consumer.receive(limit, timeout)
+    def receive(self, limit: int, timeout: float, order: Sequence[str] = ()) -> list[Delivery]:
+        return self._consumer.receive(limit, timeout, order)
+
+    def prepare(self, settlement: Settlement) -> None:
+        backend = self._store.states
+        if settlement.states:
+            try:
+                packed = packed_states(settlement.states, backend.now(), backend.seconds)
+            except Exception:  # `settle` raises it, where it is dealt with
+                return
+            self._prepared[id(settlement)] = settlement, packed
 
     def settle(self, settlements: Sequence[Settlement], marks: Sequence[Mark] = ()) -> list[Verdict]:
         if not settlements and not marks:
             return []
         store, consumer = self._store, self._consumer
-        backend, driver = store.states, store.driver
-        now, expire, place_of = backend.now(), backend.seconds, consumer.place_of
+        backend, driver, place_of, prepared = store.states, store.driver, consumer.place_of, self._prepared
         queues = Queues(consumer.queues)
+        changes = Changes(backend.now(), backend.seconds)
         ends: list[object] = []
         for one in settlements:
-            index, receipt = place_of(one.delivery)
-            end = _DONE if one.fate is Fate.DONE else end_of(disposal_of(one))
-            change = packed_change(
-                Change(key=one.uuid, mark=mark_of(one.delivery), states=one.states, groups=one.groups,
-                       arrivals=one.arrivals), now, expire,
-            ) if one.states or one.groups or one.arrivals else False
-            ends.append((index, receipt, *end, change, _messages(one.send, queues) if one.send else ()))
+            change = changes.add(
+                key=one.uuid, mark=mark_of(one.delivery), states=one.states, groups=one.groups, arrivals=one.arrivals,
+                packed=prepared.pop(id(one), (one, None))[1],
+            ) if one.states or one.groups or one.arrivals else 0
+            if one.send or one.fate is not Fate.DONE:
+                fate, due, head = end_of(disposal_of(one))
+                send = [packed(message, queues) for message in one.send]
+                ends += (*place_of(one.delivery), fate, change, (due, head, send))
+            else:
+                ends += (*place_of(one.delivery), "done", change, False)
         # Who holds this much in advance has short tasks: STARTED or the end follows within the receiver's prefetch window.
         busy = len(settlements) + len(marks) >= BUSY
-        seen = [
-            (*place_of(mark.delivery),
-             packed_change(Change(key=mark.state.task_uuid, states=(mark.state,)), now, expire))
-            for mark in marks
-            if not busy or mark.state.state is not State.RECEIVED
-        ]
+        seen: list[object] = []
+        for mark in marks:
+            if not busy or mark.state.state is not State.RECEIVED:
+                seen += (*place_of(mark.delivery), changes.add(key=mark.state.task_uuid, states=(mark.state,)))
         if not ends and not seen:
             return []
-        argument = pack((driver.now(), expire, consumer.session, queues.keys, ends, seen))
+        argument = pack((
+            driver.now(), backend.seconds, consumer.session, queues.keys, ends, seen, changes.changes, changes.states,
+        ))
         letters, rung = driver.run(redis_scripts.SETTLE, argument, doing="settling", away=BrokerUnavailable)
         if rung:
             driver.unblock(rung)
         return [VERDICTS[letter] for letter in letters]
 
-
-def _messages(messages: Sequence[Message], queues: Queues) -> list[tuple[int, int, int, msgspec.Raw, int, msgspec.Raw]]:
-    return [packed(message, queues) for message in messages]

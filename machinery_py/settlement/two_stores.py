@@ -27,7 +27,7 @@ from collections.abc import Sequence
 import msgspec
 
 from machinery_py._drivers.tokens import RecentTokens
-from machinery_py.backends.base import ALREADY, FENCED, SETTLED, Backend, Change, Verdict
+from machinery_py.backends.base import ALREADY, FENCED, SETTLED, Amendment, Backend, Change, Verdict
 from machinery_py.brokers.base import Broker, Consumer, Delivery, Disposal, Fate, Message
 from machinery_py.clock import Clock
 from machinery_py.errors import DecodeError, MachineryError, PublishRefused
@@ -98,6 +98,14 @@ class TwoStores(Store):
         self.publish([(firing.group_uuid, change.outbox)])
         return True
 
+    def amend(self, amendment: Amendment, send: Sequence[Message] = ()) -> bool:
+        """A death before step 2 or 3 leaves the outbox: `tend` publishes it, with the same UUIDs."""
+        amendment = msgspec.structs.replace(amendment, outbox=[_pack(message) for message in send])
+        if not self.backend.amend(amendment):
+            return False
+        self.publish([(amendment.outbox_key, amendment.outbox)])
+        return True
+
     def publish(self, outboxes: Sequence[tuple[str, Sequence[bytes]]]) -> None:
         """Steps 2 and 3."""
         filled = [(key, bodies) for key, bodies in outboxes if bodies]
@@ -127,9 +135,9 @@ class TwoSession(ConsumerSession):
             self._consumer.dispose([Disposal(delivery=delivery, fate=Fate.BACK) for delivery in self._owed])
             self._owed = []
 
-    def receive(self, limit: int, timeout: float) -> list[Delivery]:
+    def receive(self, limit: int, timeout: float, order: Sequence[str] = ()) -> list[Delivery]:
         self._give_back()
-        deliveries = self._consumer.receive(limit, timeout)
+        deliveries = self._consumer.receive(limit, timeout, order)
         if not deliveries:
             return deliveries
         known: list[tuple[Delivery, str, int]] = []
@@ -149,16 +157,20 @@ class TwoSession(ConsumerSession):
             self._give_back()
             raise
         over: list[Delivery] = []
-        outboxes: list[tuple[str, Sequence[bytes]]] = []
+        unsent: list[str] = []
         for (delivery, uuid, _), start in zip(known, begun, strict=True):
             if start.finished:
                 over.append(delivery)
-                outboxes.append((uuid, start.outbox))
+                if start.outbox:
+                    unsent.append(uuid)
             else:
                 self._epochs[delivery.receipt] = start.epoch
                 fresh.append(delivery)
+        if unsent:
+            # Asked for again when no settlement of ours is between storing an outbox and clearing it.
+            with self._settling:
+                self._store.publish(list(zip(unsent, self._store.backend.outboxes(unsent), strict=True)))
         if over:
-            self._store.publish(outboxes)
             self._consumer.dispose([Disposal(delivery=delivery) for delivery in over])
         return fresh
 

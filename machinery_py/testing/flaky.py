@@ -20,7 +20,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from machinery_py.backends.base import Backend, Begun, Change, Listener, ReadyGroup, Verdict
+from machinery_py.backends.base import Amendment, Backend, Begun, Change, Listener, ReadyGroup, Records, Verdict
 from machinery_py.brokers.base import (
     Broker,
     Consumer,
@@ -127,6 +127,9 @@ class FlakyStore(Store):
     def fire(self, firing: Firing) -> bool:
         return self.faults.broker("fire", lambda: self.store.fire(firing))
 
+    def amend(self, amendment: Amendment, send: Sequence[Message] = ()) -> bool:
+        return self.faults.broker("amend", lambda: self.store.amend(amendment, send))
+
     def ready_groups(self, limit: int = 100) -> list[ReadyGroup]:
         return self.faults.backend("ready_groups", lambda: self.store.ready_groups(limit))
 
@@ -147,8 +150,8 @@ class FlakySession(Session):
         self.session = session
         self.faults = faults
 
-    def receive(self, limit: int, timeout: float) -> list[Delivery]:
-        return self.faults.broker("receive", lambda: self.session.receive(limit, timeout))
+    def receive(self, limit: int, timeout: float, order: Sequence[str] = ()) -> list[Delivery]:
+        return self.faults.broker("receive", lambda: self.session.receive(limit, timeout, order))
 
     def settle(self, settlements: Sequence[Settlement], marks: Sequence[Mark] = ()) -> list[Verdict]:
         return self.faults.broker("settle", lambda: self.session.settle(settlements, marks))
@@ -201,6 +204,12 @@ class FlakyBroker(Broker):
     def purge(self, queue: str) -> int:
         return self.inner.purge(queue)
 
+    def pause(self, queue: str) -> None:
+        self.faults.broker("pause", lambda: self.inner.pause(queue))
+
+    def resume(self, queue: str) -> None:
+        self.faults.broker("resume", lambda: self.inner.resume(queue))
+
     def dead_letters(self, *, limit: int, queue: str = "") -> list[DeadLetter]:
         return self.inner.dead_letters(limit=limit, queue=queue)
 
@@ -218,8 +227,8 @@ class FlakyConsumer(Consumer):
         self.inner = consumer
         self.faults = faults
 
-    def receive(self, limit: int, timeout: float) -> list[Delivery]:
-        return self.faults.broker("receive", lambda: self.inner.receive(limit, timeout))
+    def receive(self, limit: int, timeout: float, order: Sequence[str] = ()) -> list[Delivery]:
+        return self.faults.broker("receive", lambda: self.inner.receive(limit, timeout, order))
 
     def dispose(self, disposals: Sequence[Disposal]) -> list[bool]:
         return self.faults.broker("dispose", lambda: self.inner.dispose(disposals))
@@ -265,6 +274,12 @@ class FlakyBackend(Backend):
 
     def unsent(self, limit: int, *, older_than: float) -> list[tuple[str, Sequence[bytes]]]:
         return self.faults.backend("unsent", lambda: self.inner.unsent(limit, older_than=older_than))
+
+    def records(self, known: str = "") -> Records:
+        return self.faults.backend("records", lambda: self.inner.records(known))
+
+    def amend(self, amendment: Amendment) -> bool:
+        return self.faults.backend("amend", lambda: self.inner.amend(amendment))
 
     def settled_by(self, uuids: Sequence[str]) -> list[str]:
         return self.faults.backend("settled_by", lambda: self.inner.settled_by(uuids))

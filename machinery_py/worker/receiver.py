@@ -7,18 +7,21 @@ PREFETCH_WINDOW at the pace of the last tasks. A worker whose tasks are long hol
 from __future__ import annotations
 
 import logging
+import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from machinery_py.backoff import full_jitter
-from machinery_py.brokers.base import Delivery
+from machinery_py.brokers.base import Delivery, Fate
 from machinery_py.engine import Engine
 from machinery_py.errors import MachineryError
+from machinery_py.queues import QueueOrder
 from machinery_py.settlement.base import Session
 from machinery_py.worker.acceptance import accept, peek
+from machinery_py.worker.courtesy import ASIDE, Courtesy
 from machinery_py.worker.execution import Execution
 from machinery_py.worker.executors import Executors
+from machinery_py.worker.outage import Outage
 from machinery_py.worker.settler import Settler
 from machinery_py.worker.usercode import Hooks
 
@@ -29,7 +32,6 @@ RECEIVE_TIMEOUT = 1.0  # seconds of one waiting claim
 BURST_TIMEOUT = 0.05  # seconds; a worker that ends when nothing is left need not wait for more
 SMOOTHING = 0.1  # weight of the newest run in the average
 LONELY_STRIKES = 2  # a task that this many dying workers ran is run with nothing beside it
-MAX_PAUSE = 10.0  # seconds between two tries while the broker is away
 
 
 class Receiver:
@@ -37,13 +39,15 @@ class Receiver:
 
     def __init__(
         self, engine: Engine, hooks: Hooks, session: Session, executors: Executors, settler: Settler, *,
-        name: str, worker: str, may_consume: Callable[[], bool], burst: bool = False,
+        order: QueueOrder, outage: Outage, name: str, worker: str, may_consume: Callable[[], bool], burst: bool = False,
     ) -> None:
         self._engine = engine
         self._hooks = hooks
         self._session = session
         self._executors = executors
         self._settler = settler
+        self._order = order
+        self._random = random.Random()
         self._worker = worker
         self._may_consume = may_consume
         self._timeout = BURST_TIMEOUT if burst else RECEIVE_TIMEOUT
@@ -53,8 +57,9 @@ class Receiver:
         self._mean = 0.0  # seconds a run takes, of late
         self._held: dict[int, Execution] = {}
         self._lonely: list[Execution] = []
+        self._courtesy = Courtesy()
         self._cautious = False  # the last claim brought suspects; see _hold_back
-        self._away = False  # the store did not answer, and that was logged
+        self._outage = outage
         self.connected = False
         self.received_at = time.monotonic()  # of the last round trip that worked
         self.idle_since: float | None = None  # since when there was nothing to claim and nothing held
@@ -79,11 +84,13 @@ class Receiver:
     def held(self) -> list[Execution]:
         return list(self._held.values())
 
-    def settled(self, execution: Execution) -> None:
-        """It is over: there is room for another. Called in the settler's thread."""
-        self._held.pop(id(execution), None)
-        if execution.runtime:
-            self._mean += SMOOTHING * (execution.runtime - self._mean)
+    def settled(self, executions: Sequence[Execution]) -> None:
+        """They are over: there is room for others. Called in the settler's thread."""
+        for execution in executions:
+            self._held.pop(id(execution), None)
+            if execution.runtime:
+                self._mean += SMOOTHING * (execution.runtime - self._mean)
+        # Once for all of a commit: each wake-up costs the threads that run tasks a turn of the interpreter.
         with self._room:
             self._room.notify()
 
@@ -111,7 +118,6 @@ class Receiver:
 
     def _work(self) -> None:
         try:
-            pause = 0.05
             while not self._stop.is_set():
                 self._run_lonely()
                 free = self._free() if self._settler.healthy and not self._lonely else 0
@@ -119,18 +125,29 @@ class Receiver:
                     self._wait_for_room()
                     continue
                 try:
+                    self._step_aside()
                     # The first one does not wait: that it comes back is what makes the worker ready.
-                    deliveries = self._session.receive(free, self._timeout if self.connected else 0.0)
+                    timeout = self._patience() if self.connected else 0.0
+                    deliveries = self._session.receive(free, timeout, self._order.draw(self._random))
                     self._accept_all(deliveries)
                     self._came_back()
-                    pause = 0.05
                 except MachineryError as error:
-                    self._went_away(error)
-                    self._stop.wait(full_jitter(pause))
-                    pause = min(MAX_PAUSE, pause * 2)
+                    self.connected = False
+                    self._stop.wait(self._outage.failed(error))
         except BaseException as error:  # a receiver that dies in silence would stop everything: the worker looks at this
             self.failure = error
             logger.exception("the receiver has died")
+
+    def _step_aside(self) -> None:
+        """Let other programs have what comes back now: on their queue, and not claimed here for a moment."""
+        if self._courtesy.starts_in(time.monotonic()) == 0.0:
+            self._stop.wait(self._courtesy.step(time.monotonic()))
+            self._engine.store.tend()
+            self._stop.wait(ASIDE)
+
+    def _patience(self) -> float:
+        """Seconds that a claim may wait."""
+        return min(self._timeout, self._courtesy.starts_in(time.monotonic()))
 
     def _wait_for_room(self) -> None:
         with self._room:
@@ -139,17 +156,9 @@ class Receiver:
                 self._room.wait(0.05 if not self._held else 0.25)
 
     def _came_back(self) -> None:
-        if self._away:
-            logger.warning("tasks can be received again")
-        self._away = False
+        self._outage.over()
         self.connected = True
         self.received_at = time.monotonic()
-
-    def _went_away(self, error: MachineryError) -> None:
-        if not self._away:
-            logger.error("no tasks can be received: %s; trying again", error)
-        self._away = True
-        self.connected = False
 
     def _accept_all(self, deliveries: list[Delivery]) -> None:
         if not deliveries:
@@ -171,6 +180,13 @@ class Receiver:
                 self._executors.submit(execution)
             else:
                 self._settler.put(execution)
+                self._note_return(execution)
+
+    def _note_return(self, execution: Execution) -> None:
+        """Remember when a task comes back that is not known here."""
+        settlement = execution.settlement
+        if settlement is not None and settlement.fate is Fate.LATER and settlement.eta is not None:
+            self._courtesy.promise(time.monotonic() + (settlement.eta - self._engine.clock.now()).total_seconds())
 
     def _hold_back(self, executions: list[Execution]) -> None:
         """Hold no more suspects than can run, where the broker cannot see what ran.

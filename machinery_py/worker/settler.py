@@ -1,7 +1,8 @@
 """The settler: one thread that commits what has ended, all that is waiting in one round trip.
 
-There is no timer: while one commit is on its way the next batch gathers; an idle worker commits at once. RECEIVED and
-STARTED go the same way, and are left out when the task has ended by the time they would be written.
+What has ended waits for no timer: while one commit is on its way the next batch gathers; an idle worker commits at once.
+RECEIVED and STARTED go the same way, and are left out when the task has ended by the time they would be written; alone they
+wait for MARK_DELAY, so that the end of a short task does not have to wait for a commit that says it has begun.
 """
 
 from __future__ import annotations
@@ -12,16 +13,16 @@ import threading
 from collections.abc import Callable, Sequence
 
 from machinery_py.backends.base import FENCED, Verdict
-from machinery_py.backoff import full_jitter
 from machinery_py.brokers.base import Fate
 from machinery_py.errors import BackendUnavailable, PublishRefused, PublishUnknown, StoreUnusable
 from machinery_py.settlement.base import Mark, Session, Settlement
-from machinery_py.worker.execution import Execution
+from machinery_py.worker.execution import REASON_UNSTORABLE, Execution
+from machinery_py.worker.outage import Outage
 
 logger = logging.getLogger(__name__)
 
 MAX_BATCH = 512  # executions; bounds how long one commit holds the store
-MAX_PAUSE = 10.0  # seconds between two tries while the store is away
+MARK_DELAY = 0.002  # seconds; longer than a task takes whose end follows at once
 
 TROUBLE = (PublishRefused, PublishUnknown, BackendUnavailable, StoreUnusable)  # the store's, not the settlement's
 
@@ -30,15 +31,16 @@ class Settler:
     """Takes executions from any thread, and commits them in its own.
 
     Args:
-        on_settled: called in the settler's thread with each execution and its verdict.
+        on_settled: called in the settler's thread with the executions of a commit and their verdicts.
         after_batch: called after a commit that had group arrivals in it.
     """
 
     def __init__(
-        self, session: Session, *, name: str,
-        on_settled: Callable[[Execution, Verdict], None], after_batch: Callable[[], object],
+        self, session: Session, *, outage: Outage, name: str,
+        on_settled: Callable[[Sequence[Execution], Sequence[Verdict]], None], after_batch: Callable[[], object],
     ) -> None:
         self._session = session
+        self._outage = outage
         self._on_settled = on_settled
         self._after_batch = after_batch
         self._queue: queue.SimpleQueue[Execution | None] = queue.SimpleQueue()
@@ -52,6 +54,9 @@ class Settler:
 
     def put(self, execution: Execution) -> None:
         """Commit what has become of it: its settlement, or a mark if it is not over."""
+        if execution.settlement is not None and not execution.committed:
+            # Here it is done while the commit before is on its way; in the settler's thread the store would wait for it.
+            self._session.prepare(execution.settlement)
         self._queue.put(execution)
 
     def mark(self, execution: Execution) -> None:
@@ -82,11 +87,12 @@ class Settler:
             logger.exception("the settler has died")
 
     def _gather(self, *, wait: bool) -> tuple[list[Execution], bool]:
-        """Take all that are there, and whether the end has come. With `wait`, at least one."""
+        """Take all that are there, and whether the end has come. With `wait`, at least one; else for MARK_DELAY at most."""
         batch: list[Execution] = []
+        pause = None if wait else MARK_DELAY
         try:
             while len(batch) < MAX_BATCH:
-                one = self._queue.get(block=wait and not batch)
+                one = self._queue.get(timeout=pause) if not batch else self._queue.get(block=False)
                 if one is None:
                     return batch, True
                 batch.append(one)
@@ -98,7 +104,7 @@ class Settler:
         """Commit the settlements of the batch and the marks of the one before; its own marks are returned, to come later.
 
         So a short task has ended before its mark's turn comes, and the mark is never written; and when nothing else is to
-        be done, the next batch is empty, and the marks come at once.
+        be done, the next batch is empty, and the marks come soon.
         """
         over: list[Execution] = []
         marked: list[Execution] = []
@@ -111,15 +117,14 @@ class Settler:
         for execution in late:
             execution.queued = False
         marks = [mark for execution in late if (mark := execution.mark()) is not None]
-        settlements = [execution.settlement for execution in over if execution.settlement is not None]
-        if not settlements and not marks:
+        if not over and not marks:
             return marked
-        verdicts = self._settle(settlements, marks)
-        if any(settlement.arrivals for settlement in settlements):
+        verdicts = self._settle(over, marks)
+        if any(settlement.arrivals for settlement in _settlements(over)):
             # Before anybody is told that these are over: a worker that ends when it has nothing left must see the callback.
             self._fire()
-        for execution, verdict in zip(over, verdicts, strict=True):
-            self._on_settled(execution, verdict)
+        if over:
+            self._on_settled(over, verdicts)
         return marked
 
     def _fire(self) -> None:
@@ -130,44 +135,56 @@ class Settler:
         except Exception:  # upkeep tries again; the settler must live on
             logger.exception("a group could not be settled; it will be tried again")
 
-    def _settle(self, settlements: Sequence[Settlement], marks: Sequence[Mark]) -> Sequence[Verdict]:
-        pause = 0.05
+    def _settle(self, over: Sequence[Execution], marks: Sequence[Mark]) -> Sequence[Verdict]:
         while True:
             try:
-                verdicts = self._session.settle(settlements, marks)
+                verdicts = self._session.settle(_settlements(over), marks)
             except TROUBLE as error:
                 # Nothing is lost: the deliveries are still ours, and what was written already is ALREADY the next time.
                 if self.healthy:
                     logger.error("results cannot be stored: %s; no new tasks are taken until they can", error)
                 self.healthy = False
-                if self._give_up.wait(full_jitter(pause)):
-                    return [FENCED] * len(settlements)
-                pause = min(MAX_PAUSE, pause * 2)
+                if self._give_up.wait(self._outage.failed(error, is_told=True)):
+                    return [FENCED] * len(over)
             except Exception:
                 # One of them is at fault, and must not keep the others from being settled.
-                logger.exception("a batch of %d settlements failed; trying them one by one", len(settlements))
-                return self._one_by_one(settlements)
+                logger.exception("a batch of %d settlements failed; trying them one by one", len(over))
+                return self._one_by_one(over)
             else:
                 if not self.healthy:
                     logger.warning("results can be stored again")
+                    self._outage.over()
                 self.healthy = True
                 return verdicts
 
-    def _one_by_one(self, settlements: Sequence[Settlement]) -> Sequence[Verdict]:
+    def _one_by_one(self, over: Sequence[Execution]) -> Sequence[Verdict]:
         verdicts: list[Verdict] = []
-        for settlement in settlements:
+        for execution in over:
             try:
-                verdicts.extend(self._session.settle([settlement]))
+                verdicts.extend(self._session.settle(_settlements([execution])))
             except TROUBLE:
-                verdicts.extend(self._settle([settlement], ()))
+                verdicts.extend(self._settle([execution], ()))
             except Exception as error:
                 logger.exception("the settlement of task %s cannot be stored; its message goes to the dead letters",
-                                 settlement.uuid, extra={"task_uuid": settlement.uuid})
-                dead = Settlement(
-                    delivery=settlement.delivery, uuid=settlement.uuid, name=settlement.name, fate=Fate.DEAD,
-                    reason="unstorable", error=f"{type(error).__name__}: {error}",
-                )
-                verdicts.extend(self._session.settle([dead]))
+                                 execution.signature.uuid, extra={"task_uuid": execution.signature.uuid})
+                verdicts.append(self._give_up_one(execution, error))
         return verdicts
 
+    def _give_up_one(self, execution: Execution, error: Exception) -> Verdict:
+        """Fail a task whose end cannot be stored, so that nobody waits for it; if even that cannot be, keep its message."""
+        execution.fail_unstorable(error)
+        try:
+            return self._session.settle(_settlements([execution]))[0]
+        except TROUBLE:
+            return self._settle([execution], ())[0]
+        except Exception:
+            logger.exception("the failure of task %s cannot be stored either", execution.signature.uuid)
+        dead = Settlement(
+            delivery=execution.delivery, uuid=execution.signature.uuid, name=execution.signature.name, fate=Fate.DEAD,
+            reason=REASON_UNSTORABLE, error=f"{type(error).__name__}: {error}",
+        )
+        return self._session.settle([dead])[0]
 
+
+def _settlements(over: Sequence[Execution]) -> list[Settlement]:
+    return [execution.settlement for execution in over if execution.settlement is not None]

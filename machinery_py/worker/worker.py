@@ -6,6 +6,7 @@ goes back to its queue; the settler ends when all that is over has been committe
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import queue
@@ -16,34 +17,37 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, TypeVar
 
-from machinery_py.backends.base import ALREADY, FENCED, SETTLED, Verdict
+from machinery_py.backends.base import ALREADY, SETTLED, Verdict
 from machinery_py.brokers.base import Fate
+from machinery_py.config import Config
 from machinery_py.engine import Engine
 from machinery_py.errors import MachineryError
 from machinery_py.events import (
-    MessageDead,
-    TaskFailed,
-    TaskFenced,
-    TaskRetried,
     TaskStarted,
-    TaskSucceeded,
     WorkerHeartbeat,
     WorkerOffline,
     WorkerOnline,
 )
+from machinery_py.queues import QueueOrder, Queues, parse_queues
+from machinery_py.scheduler import Declared
 from machinery_py.settlement.base import Session
 from machinery_py.signature import Signature
-from machinery_py.states import State
 from machinery_py.worker.execution import Execution
 from machinery_py.worker.executors import Executors
 from machinery_py.worker.firing import fire_ready_groups
+from machinery_py.worker.fleet import GroupWatch
 from machinery_py.worker.limits import TimeLimits
+from machinery_py.worker.outage import Handler, Outage, open_patiently
 from machinery_py.worker.receiver import Receiver
 from machinery_py.worker.settler import Settler
+from machinery_py.worker.telling import log_fenced, tell
+from machinery_py.worker.ticking import Ticking
 from machinery_py.worker.upkeep import Upkeep
 from machinery_py.worker.usercode import Hooks
 
 logger = logging.getLogger(__name__)
+
+TELLING = 2.0  # seconds that a task which has ended has for saying so
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -55,18 +59,21 @@ class Worker:
 
     Args:
         concurrency: tasks at a time; 0 is two for each processor, as with Go's Redis broker.
-        queues: in strict order: the second is looked at when the first is empty.
-        burst: end when there is nothing left to do.
+        queues: names are in strict order: the second is looked at when the first is empty. With a mapping of names to weights
+            each claim goes through them in an order drawn by weight. By default those of the setting `queues`.
+        burst: end when there is nothing left to do; what waits in a paused queue is left there.
+        declared: the schedules that code declares; None: it carries no scheduler.
     """
 
     def __init__(
-        self, engine: Engine, name: str = "", *, concurrency: int = 0, queues: Sequence[str] = (), burst: bool = False,
-        shutdown_timeout: float | None = None,
+        self, engine: Engine, name: str = "", *, concurrency: int = 0, queues: Queues = (), burst: bool = False,
+        shutdown_timeout: float | None = None, declared: Declared | None = None,
     ) -> None:
         self.engine = engine
         self.name = name or f"{hostname()}-{os.getpid()}"
         self.concurrency = concurrency or engine.config.concurrency or 2 * (os.cpu_count() or 1)
-        self.queues = tuple(queues) or (engine.config.default_queue,)
+        self.order = QueueOrder.of(queues or _configured(engine.config))
+        self.queues = self.order.names
         self.burst = burst
         self.shutdown_timeout = engine.config.shutdown_timeout if shutdown_timeout is None else shutdown_timeout
         self.processed = 0  # tasks that ended here
@@ -79,6 +86,9 @@ class Worker:
         self._signals: queue.SimpleQueue[signal.Signals | None] = queue.SimpleQueue()
         self._stopped = threading.Lock()
         self._session: Session | None = None
+        self._outage = Outage(engine, self.name)
+        self._declared = declared
+        self._ticking: Ticking | None = None
 
     # The setters, usable as decorators; Go's names
 
@@ -102,6 +112,11 @@ class Worker:
         self._pre_consume = handler
         return handler
 
+    def set_connection_error_handler(self, handler: Handler) -> Handler:
+        """Called when the broker is lost and for each attempt that failed; a number that it returns is the pause in seconds."""
+        self._outage.handler = handler
+        return handler
+
     # Running
 
     def launch(self, *, signals: bool | None = None) -> int:
@@ -111,12 +126,19 @@ class Worker:
             signals: whether to handle signals; by default as `no_unix_signals` says, and only in the main thread.
 
         Raises:
-            BrokerUnavailable, StoreUnusable: the worker could not start.
+            StoreUnusable, ConfigError: the worker could not start. While the store is away it waits.
+            BrokerUnavailable: it has waited for as long as `broker_connection_max_retries` lets it.
         """
         handle = not self.engine.config.no_unix_signals if signals is None else signals
         previous = self._handle_signals() if handle and threading.current_thread() is threading.main_thread() else {}
         try:
-            self.start()
+            session = open_patiently(
+                self._open, self._outage, is_over=self._quit.is_set, wait=lambda seconds: self._take_signals(wait=seconds),
+                wake=lambda: self._signals.put(None), name=self.name,
+            )
+            if session is None:
+                return ABRUPT if self._abrupt.is_set() else GRACEFUL
+            self._begin(session)
             try:
                 self._wait()
             finally:
@@ -150,32 +172,55 @@ class Worker:
         self.stop()
 
     def start(self) -> None:
-        """Start all parts in the background."""
+        """Start all parts in the background. It does not wait for a store that is away, as `launch` does.
+
+        Raises:
+            BrokerUnavailable, BackendUnavailable, StoreUnusable: it could not start; it may be started again.
+        """
+        self._begin(self._open())
+
+    def _open(self) -> Session:
         if self._session is not None:
             raise MachineryError(f"worker {self.name} runs already (make another one)")
         engine = self.engine
         session = engine.store.open_session(self.queues, worker=self.name)
+        try:
+            # What a worker before us left behind: its messages go back, the groups it was about to settle are settled.
+            engine.store.tend()
+            fire_ready_groups(engine)
+        except BaseException:
+            with contextlib.suppress(MachineryError):
+                session.close()
+            raise
+        return session
+
+    def _begin(self, session: Session) -> None:
+        engine = self.engine
+        self._outage.over()
         self._settler = Settler(
-            session, name=self.name, on_settled=self._on_settled, after_batch=lambda: fire_ready_groups(engine)
+            session, outage=self._outage, name=self.name, on_settled=self._on_settled,
+            after_batch=lambda: fire_ready_groups(engine),
         )
         self._executors = Executors(
             self.concurrency, session, name=self.name, on_done=self._settler.put, report=self._on_report
         )
         self._limits = TimeLimits(self._executors, name=self.name)
         self._receiver = Receiver(
-            engine, self._hooks, session, self._executors, self._settler, name=self.name, worker=self.name,
-            may_consume=self._may_consume, burst=self.burst,
+            engine, self._hooks, session, self._executors, self._settler, order=self.order, outage=self._outage,
+            name=self.name, worker=self.name, may_consume=self._may_consume, burst=self.burst,
         )
+        self._groups = GroupWatch(engine.store.backend)
         self._upkeep = Upkeep(
-            engine, session, self._receiver, self._executors, self._settler, name=self.name, on_beat=self._on_beat
+            engine, session, self._receiver, self._executors, self._settler, self._groups, name=self.name,
+            on_beat=self._on_beat,
         )
-        # What a worker before us left behind: its messages go back, the groups it was about to settle are settled.
-        engine.store.tend()
-        fire_ready_groups(engine)
         self._session = session
         self._settler.start()
         self._upkeep.start()
         self._receiver.start()
+        if self._declared is not None:
+            self._ticking = Ticking(engine, self._declared, name=self.name)
+            self._ticking.start()
         engine.events.emit(WorkerOnline(worker=self.name))
 
     def quit(self) -> None:
@@ -195,10 +240,13 @@ class Worker:
             if session is None:
                 return True
             self._quit.set()
+            if self._ticking is not None:
+                self._ticking.stop()
             self._receiver.stop()
             self._hand_back(started=False)
             self._let_finish()
             unfinished = self._hand_back(started=True)
+            self._let_tell()
             if unfinished:
                 logger.warning("%d unfinished tasks go back to their queues: %s", len(unfinished),
                                ", ".join(one.signature.uuid for one in unfinished[:5]))
@@ -206,6 +254,8 @@ class Worker:
                 logger.error("some results could not be stored; their tasks will run again")
             self._limits.close()
             self._upkeep.close()
+            if self._ticking is not None:
+                self._ticking.close()
             self._executors.close()
             try:
                 session.close()
@@ -229,6 +279,8 @@ class Worker:
     def _wait(self) -> None:
         while not self._quit.is_set():
             self._take_signals(wait=0.1 if self.burst else 0.5)
+            if self._outage.given_up is not None:
+                raise self._outage.given_up
             failure = self._receiver.failure or self._settler.failure
             if failure is not None:
                 raise MachineryError(f"worker {self.name} cannot go on: {failure!r}") from failure
@@ -237,7 +289,13 @@ class Worker:
 
     def _let_finish(self) -> None:
         deadline = time.monotonic() + self.shutdown_timeout
-        while self._executors.running() and time.monotonic() < deadline and not self._abrupt.is_set():
+        while self._executors.busy() and time.monotonic() < deadline and not self._abrupt.is_set():
+            self._take_signals(wait=0.02)
+
+    def _let_tell(self) -> None:
+        """Wait for what has ended to be with the settler, before that is closed."""
+        deadline = time.monotonic() + TELLING
+        while any(map(_is_telling, self._executors.busy())) and time.monotonic() < deadline:
             self._take_signals(wait=0.02)
 
     def _take_signals(self, *, wait: float) -> None:
@@ -289,15 +347,18 @@ class Worker:
                 WorkerHeartbeat(worker=self.name, active=self.active, processed=self.processed)
             )
 
-    def _on_settled(self, execution: Execution, verdict: Verdict) -> None:
-        self._receiver.settled(execution)
-        if verdict is SETTLED or verdict is ALREADY:
-            settlement = execution.settlement
-            if settlement is not None and settlement.states and settlement.states[0].is_finished:
-                self.processed += 1
-        if self.engine.events.wants(TaskFenced) or verdict is FENCED:
-            _log_fenced(execution, verdict)
-        tell(self.engine, execution, verdict)
+    def _on_settled(self, executions: Sequence[Execution], verdicts: Sequence[Verdict]) -> None:
+        self._receiver.settled(executions)
+        for execution, verdict in zip(executions, verdicts, strict=True):
+            if verdict is SETTLED or verdict is ALREADY:
+                settlement = execution.settlement
+                if settlement is not None and settlement.states and settlement.states[0].is_finished:
+                    self.processed += 1
+                if settlement is not None and settlement.arrivals:
+                    self._groups.note(settlement.arrivals)
+            else:
+                log_fenced(execution, verdict)
+            tell(self.engine, execution, verdict)
 
     def _handle_signals(self) -> dict[signal.Signals, Any]:
         def on_signal(number: int, _: FrameType | None) -> None:
@@ -307,47 +368,17 @@ class Worker:
         return {number: signal.signal(number, on_signal) for number in wanted}
 
 
+def _configured(config: Config) -> Queues:
+    return parse_queues(config.queues) if config.queues else (config.default_queue,)
+
+
+def _is_telling(execution: Execution) -> bool:
+    """Whether it has ended by itself, and is on its way to the settler."""
+    return execution.is_over and execution.settlement is not None and execution.settlement.fate is not Fate.BACK
+
+
 def hostname() -> str:
     """This machine's name."""
     from socket import gethostname  # 2 ms that only workers pay
 
     return gethostname()
-
-
-def _log_fenced(execution: Execution, verdict: Verdict) -> None:
-    if verdict is FENCED:
-        logger.warning(
-            "a run of task %s came to nothing: its lease was lost, or it was finished before",
-            execution.signature.uuid, extra={"task_uuid": execution.signature.uuid},
-        )
-
-
-def tell(engine: Engine, execution: Execution, verdict: Verdict) -> None:
-    """Emit the event that goes with a settled execution."""
-    settlement, signature = execution.settlement, execution.signature
-    if settlement is None:
-        return
-    if verdict is FENCED:
-        if engine.events.wants(TaskFenced):
-            engine.events.emit(TaskFenced(signature=signature, worker=execution.worker))
-        return
-    engine.tell_sent(execution.sends)
-    if settlement.fate is Fate.DEAD and engine.events.wants(MessageDead):
-        engine.events.emit(MessageDead(
-            uuid=settlement.uuid, name=settlement.name, queue=settlement.delivery.queue,
-            reason=settlement.reason, error=settlement.error,
-        ))
-    if not settlement.states:
-        return
-    state = settlement.states[0]
-    if state.state is State.SUCCESS and engine.events.wants(TaskSucceeded):
-        engine.events.emit(TaskSucceeded(signature=signature, worker=execution.worker, runtime=execution.runtime))
-    elif state.state is State.FAILURE and engine.events.wants(TaskFailed):
-        engine.events.emit(TaskFailed(
-            signature=signature, worker=execution.worker, error=state.error, error_type=state.error_type
-        ))
-    elif state.state is State.RETRY and engine.events.wants(TaskRetried):
-        delay = (state.eta - state.created_at).total_seconds() if state.eta else 0.0
-        engine.events.emit(TaskRetried(
-            signature=signature, worker=execution.worker, error=state.error, delay=max(0.0, delay)
-        ))

@@ -28,7 +28,6 @@ from tests.chaos.plan import Fault, Plan
 ROOT = pathlib.Path(__file__).parents[2]
 DROPPED = 0.2  # of the replies, while they are dropped
 END = 45.0  # seconds that a worker has to end when it was asked to
-NO_STORE = 3  # exit code of `machinery worker` when its store does not answer at the start
 APART = ("unshare", "--pid", "--fork", "--kill-child=KILL", "--mount-proc")  # needs root
 LOOK = 0.02  # seconds between two looks at processes that have to end
 
@@ -128,17 +127,15 @@ class Fleet:
                 member.process.wait()
                 self.note("kill", member.name, now, time.monotonic(), "did not end")
             self.note("term", member.name, asked, now)
-            # Told to end while Python was still starting, it had no handler yet; or it found no store.
-            if code not in (0, -signal.SIGTERM, NO_STORE) or (code and self._has_run(member)):
+            # Told to end while Python was still starting, it had no handler yet.
+            if code not in (0, -signal.SIGTERM) or (code and self._has_run(member)):
                 took = f"{now - asked:.1f} s"
                 self.incidents.append(f"{member.name} ended with {code} after SIGTERM ({took}): {self._said(member)}")
         for member in self.members:
             code = member.process.poll()
             if code is not None:
-                # The store was away when it wanted to start: it says so, and whoever started it starts it again.
-                if code != NO_STORE or self._has_run(member) or not self._plan.with_server:
-                    self.incidents.append(f"{member.name} ended by itself with {code}: {self._said(member)}")
-                self.note("kill" if code != NO_STORE else "no store", member.name, now, now, "ended by itself")
+                self.incidents.append(f"{member.name} ended by itself with {code}: {self._said(member)}")
+                self.note("kill", member.name, now, now, "ended by itself")
                 self.start(member.slot)
 
     def _has_run(self, member: Member) -> bool:

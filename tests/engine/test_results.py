@@ -72,6 +72,19 @@ def test_a_timeout_has_no_hint_where_a_worker_serves_the_queue(bench: Bench) -> 
     session.close()
 
 
+def test_a_timeout_says_that_the_queue_is_paused(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    result = bench.add.options(queue="mail").send(1, 2)
+    bench.server.inspect.pause("mail")
+    bench.drain()
+    with caplog.at_level(logging.WARNING, "machinery_py"), pytest.raises(ResultTimeout, match=r"PENDING, 'mail' is paused$"):
+        result.get(timeout=2.2)
+    (text,) = [record.getMessage() for record in caplog.records]
+    assert text.startswith("'mail' is paused (resume it: machinery resume ")
+    bench.server.inspect.resume("mail")
+    bench.drain()
+    assert result.get(timeout=0) == 3
+
+
 def test_who_waits_longer_is_warned_once_that_nobody_works(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
     result = bench.add.send(1, 2)
     with caplog.at_level(logging.WARNING, "machinery_py"), pytest.raises(ResultTimeout):

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from machinery_py.config import OPTIONS, AMQPConfig, Config, MongoDBConfig, RedisConfig
+from machinery_py.config import OPTIONS, Config
+from machinery_py.config_sections import AMQPConfig, MongoDBConfig, RedisConfig
 from machinery_py.errors import ConfigError
 
 
@@ -40,7 +41,8 @@ def test_the_defaults_need_no_server() -> None:
 def test_the_sections_have_the_defaults_of_go() -> None:
     redis, amqp = Config().redis, Config().amqp
 
-    assert (redis.max_idle, redis.max_active, redis.max_idle_timeout, redis.wait) == (3, 0, 240, False)
+    assert (redis.max_active, redis.max_idle_timeout, redis.wait) == (0, 240, False)
+    assert redis.max_idle == 64  # Go's 3 would open and close connections all the time where many threads send
     assert (redis.read_timeout, redis.write_timeout, redis.connect_timeout) == (15, 15, 15)
     assert (redis.normal_tasks_poll_period, redis.delayed_tasks_poll_period) == (1000, 500)
     assert (redis.delayed_tasks_key, redis.client_name, redis.master_name) == ("delayed_tasks", "", "")

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from machinery_py.config import OPTIONS, AMQPConfig, Config, RedisConfig
+from machinery_py.config import OPTIONS, Config
+from machinery_py.config_sections import AMQPConfig, RedisConfig
 from machinery_py.errors import ConfigError
 
 YAML = """
@@ -215,6 +216,10 @@ def test_every_option_can_be_set_in_the_environment(opt: Any) -> None:
     }.get(opt.kind, ("a:b", {"a": "b"}))  # fmt: skip
     if opt.key == "require_server":
         text, value = "no", False
+    if opt.key == "queues":
+        text = value = "high:6,low:1"
+    if opt.key == "broker_connection_backoff":
+        text, value = "linear", "linear"
 
     config = Config.from_env(environ={f"MACHINERY_{opt.variable}": text})
 

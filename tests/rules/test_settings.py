@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from machinery_py.config import Config, RedisConfig
+from machinery_py.config import Config
+from machinery_py.config_sections import RedisConfig
 from machinery_py.errors import ConfigError
 from machinery_py.settings import resolve
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from machinery_py._drivers.memcache_url import parse_memcache_url
 from machinery_py._drivers.redis_url import parse_redis_url
 from machinery_py.errors import ConfigError
 from machinery_py.urls import (
@@ -186,7 +187,7 @@ def test_an_unknown_scheme_names_the_known_and_the_nearest() -> None:
         "broker URL 'reddis://host': unknown scheme 'reddis'"
         " (known: eager, memory, mongodb, mongodb+srv, redis, redis+socket, rediss, sqlite; did you mean 'redis'?)"
     )
-    known = "(known: eager, memory, mongodb, mongodb+srv, null, redis, redis+socket, rediss, sqlite"
+    known = "(known: eager, memcache, memory, mongodb, mongodb+srv, null, redis, redis+socket, rediss, sqlite"
     assert known in refusal("x://", "result backend")
 
 
@@ -223,6 +224,34 @@ def test_a_text_without_a_scheme_is_refused(url: str) -> None:
 @pytest.mark.parametrize("url", ["eager://host", "null://host"])
 def test_eager_and_null_take_nothing_after_the_scheme(url: str) -> None:
     assert "found something after" in refusal(url, "result backend")
+
+
+@pytest.mark.parametrize(
+    ("url", "found"),
+    [
+        ("memcache://", "found no host"),
+        ("memcache://h,", "no host:port"),
+        ("memcache://h:0", "no host:port"),
+        ("memcache://h:70000", "no host:port"),
+        ("memcache://h 1:1", "no host:port"),
+        ("memcache://h/1", "found a path"),
+        ("memcache:///run/memcached.sock", "found a path"),
+        ("memcache://h?timeout=1", "found options"),
+        ("memcache://user:secret@h", "found a user or password"),
+    ],
+)
+def test_a_memcache_url_that_makes_no_sense_is_refused(url: str, found: str) -> None:
+    text = refusal(url, "result backend")
+
+    assert found in text
+    assert "secret" not in text
+
+
+def test_the_servers_of_a_memcache_url_keep_their_order() -> None:
+    found = parse_memcache_url("memcache://b:11212,a,127.0.0.1:1,[::1]:11213/")
+
+    assert found == (("b", 11212), ("a", 11211), ("127.0.0.1", 1), ("::1", 11213))
+    check_url("memcache://b:11212,a", "result backend")
 
 
 # StoreUrl

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import pytest
 
+from machinery_py._drivers.memory import MemoryHub
 from machinery_py.backends.mongo import MongoBackend
+from machinery_py.brokers.memory import MemoryBroker
 from machinery_py.brokers.mongo import MongoBroker
+from machinery_py.locks.mongo import MongoLock
 from machinery_py.settlement.base import Store
 from machinery_py.settlement.mongo_store import MongoStore
+from machinery_py.settlement.two_stores import TwoStores
+from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.conformance.backends import BackendConformance, OpenBackend
 from machinery_py.testing.conformance.brokers import BrokerConformance, OpenBroker
+from machinery_py.testing.conformance.locks import LockConformance, OpenLock
+from machinery_py.testing.conformance.schedules import ScheduleConformance
 from machinery_py.testing.conformance.settlement import OpenStore, SettlementConformance
 from tests.stores.mongo_case import Drivers, clock, mongodb_server, mongodb_url, open_driver
 
@@ -28,7 +35,7 @@ class TestMongoBackend(BackendConformance):
         return lambda: MongoBackend(open_driver(), expire_in=self.expire_in)
 
 
-class TestMongoStore(SettlementConformance):
+class MongoStores:
     @pytest.fixture
     def open_store(self, open_driver: Drivers) -> OpenStore:
         def open_store() -> Store:
@@ -36,3 +43,24 @@ class TestMongoStore(SettlementConformance):
             return MongoStore(MongoBroker(driver), MongoBackend(driver))
 
         return open_store
+
+
+class TestMongoStore(MongoStores, SettlementConformance):
+    pass
+
+
+class TestMongoSchedules(MongoStores, ScheduleConformance):
+    pass
+
+
+class TestSchedulesInMongoBesideAnotherBroker(ScheduleConformance):
+    @pytest.fixture
+    def open_store(self, open_driver: Drivers, clock: ManualClock) -> OpenStore:
+        broker = MemoryBroker(MemoryHub(clock))
+        return lambda: TwoStores(broker, MongoBackend(open_driver()), clock)
+
+
+class TestMongoLock(LockConformance):
+    @pytest.fixture
+    def open_lock(self, open_driver: Drivers) -> OpenLock:
+        return lambda: MongoLock(open_driver())

@@ -14,7 +14,7 @@ from machinery_py import AsyncResult, Config, Server
 from machinery_py._drivers.redis import RedisDriver
 from machinery_py._drivers.redis_servers import Servers
 from machinery_py._drivers.redis_url import BadRedisUrl, parse_redis_url
-from machinery_py.config import RedisConfig
+from machinery_py.config_sections import RedisConfig
 from machinery_py.errors import BackendUnavailable, BrokerUnavailable, ConfigError, MachineryError, StoreUnusable
 from machinery_py.failover import STRATEGIES, round_robin, shuffle
 from machinery_py.signature import Signature

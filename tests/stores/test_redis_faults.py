@@ -14,13 +14,15 @@ import pytest
 
 from machinery_py import Config, Server
 from machinery_py._drivers.redis import RedisDriver
-from machinery_py.backends.base import FENCED, SETTLED, Change
+from machinery_py.backends.base import ALREADY, FENCED, SETTLED, Change
 from machinery_py.backends.redis import RedisBackend
-from machinery_py.brokers.base import Disposal, Message
+from machinery_py.brokers import redis_looking
+from machinery_py.brokers.base import Disposal, Fate, Message
 from machinery_py.brokers.redis import RedisBroker
 from machinery_py.errors import BrokerUnavailable, DecodeError, MachineryError, PublishRefused, PublishUnknown, StoreUnusable
 from machinery_py.settlement.base import Settlement, Submission
 from machinery_py.settlement.redis_store import RedisStore
+from machinery_py.signature import Arg, Signature
 from machinery_py.states import State, TaskState, advance
 from machinery_py.testing.proxy import Proxy
 from machinery_py.testing.servers import RedisServer
@@ -297,3 +299,75 @@ def test_what_comes_on_any_of_its_queues_wakes_a_sleeper(driver: RedisDriver) ->
         consumer.dispose([Disposal(delivery=delivery)])
     assert sorted(taken)[2] < 0.5  # late by a second if nobody had woken it
     consumer.close()
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_lost_reply_neither_loses_nor_doubles_a_dead_letter_that_is_replayed(
+    server: RedisServer, driver: RedisDriver, caplog: pytest.LogCaptureFixture, times: int
+) -> None:
+    with Proxy(server.port) as proxy:
+        app = Server(Config(broker=proxy.through(server.url)))
+        consumer = app.broker.consume(["mail"], worker="w")
+        sent = app.send_task(Signature(name="rare", routing_key="mail"))
+        (delivery,) = consumer.receive(1, 0)
+        consumer.dispose([Disposal(delivery=delivery, fate=Fate.DEAD, uuid=sent.uuid, name="rare", reason="poison")])
+        (letter,) = app.inspect.dead()
+        assert app.broker.take_dead(["nothing"]) == []  # Redis knows the script now, so that what is dropped was carried out
+        proxy.drop_next_reply(matching=redis_looking.TAKE_DEAD.sha, times=times)
+
+        assert app.inspect.replay_dead([letter.id]) == [sent.uuid]
+
+        assert proxy.counts["dropped"] == times
+        assert ("may still be in the list" in caplog.text) is (times == 2)
+        assert app.inspect.dead() == []
+        assert [stats.waiting for stats in app.broker.stats()] == [1]
+        consumer.close()
+        app.close()
+
+
+def test_a_batch_larger_than_one_reading_is_settled_at_once(driver: RedisDriver) -> None:
+    both = store(driver)
+    uuids = [f"task_{number}" for number in range(2_100)]
+    created = dt.datetime(2026, 1, 2, tzinfo=dt.UTC)
+    both.submit(Submission(
+        token="t", messages=[message(uuid, uuid.encode()) for uuid in uuids],
+        states=[TaskState(task_uuid=uuid, task_name="add", created_at=created) for uuid in uuids],
+    ))
+    session = both.open_session(["mail"], worker="w")
+    deliveries = session.receive(len(uuids), 0)
+
+    ends = [done(delivery, uuid) for delivery, uuid in zip(deliveries, uuids, strict=True)]
+    for end in ends[::2]:
+        session.prepare(end)
+    assert session.settle([*ends, ends[0]]) == [SETTLED] * len(uuids) + [ALREADY]
+    assert session.settle(ends[:3]) == [ALREADY] * 3
+
+    states = both.backend.get_states(uuids)
+    assert {(state.state, state.created_at) for state in states.values()} == {(State.SUCCESS, created)}
+    assert ask(driver, "HLEN", f"mpy:{{mail}}:f:{session._consumer.session}") == 0  # type: ignore[attr-defined]
+    session.close()
+
+
+def test_the_creation_time_is_not_taken_from_a_result(driver: RedisDriver) -> None:
+    backend = RedisBackend(driver)
+    created = dt.datetime(2026, 1, 2, 3, 4, 5, tzinfo=dt.UTC)
+    text = '{"State":"X","CreatedAt":"2001-01-01T00:00:00Z"}'
+    for state in (State.PENDING, State.RETRY, State.STARTED, State.SUCCESS):
+        backend.apply([Change(key="task_1", states=(TaskState(
+            task_uuid="task_1", task_name=text, state=state, error=text if state is State.RETRY else "",
+            run=int(state in (State.STARTED, State.SUCCESS)), results=(Arg(type="string", value=text),),
+            created_at=created if state is State.PENDING else created + dt.timedelta(days=1),
+        ),))])
+        found = backend.get_states(["task_1"])["task_1"]
+        assert (found.state, found.created_at, found.task_name) == (state, created, text)
+
+
+def test_the_queue_of_a_callback_is_listed_though_nobody_sent_to_it(driver: RedisDriver) -> None:
+    both = store(driver)
+    both.submit(Submission(token="t", messages=[message()]))
+    session = both.open_session(["mail"], worker="w")
+    (delivery,) = session.receive(5, 0)
+    callback = Message(uuid="task_2", name="add", queue="new", body=b"y")
+    assert session.settle([Settlement(delivery=delivery, uuid="task_1", send=[callback])]) == [SETTLED]
+    assert [stats.queue for stats in both.broker.stats()] == ["mail", "new"]
+    session.close()

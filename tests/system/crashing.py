@@ -159,8 +159,8 @@ class KillingSession(Session):
     def __init__(self, session: Session) -> None:
         self._session = session
 
-    def receive(self, limit: int, timeout: float) -> list[Delivery]:
-        deliveries = self._session.receive(limit, timeout)
+    def receive(self, limit: int, timeout: float, order: Sequence[str] = ()) -> list[Delivery]:
+        deliveries = self._session.receive(limit, timeout, order)
         if deliveries:
             killer.reach("after-claim")
         return deliveries

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from machinery_py import Server, current_task
+from machinery_py.testing.waiting import wait_until
 
 server = Server(os.environ.get("KILL_URL", "memory://"))
 
@@ -36,3 +37,10 @@ def nap(seconds: float) -> str:
     note("nap")
     threading.Event().wait(seconds)
     return "rested"
+
+
+@server.task
+def hold(gate: str) -> str:
+    note("hold")
+    wait_until(lambda: os.path.exists(gate), timeout=600.0, what="the gate is open")
+    return "let go"

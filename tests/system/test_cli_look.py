@@ -59,7 +59,7 @@ def test_queues_are_a_table_with_right_aligned_numbers(app: App) -> None:
     assert re.fullmatch(r"machinery_tasks        2        0        1       0 +[\d.]+ \w+        0", line)
     (one,) = app.json("queues", "tasks")
     assert {"queue": "machinery_tasks", "waiting": 2, "running": 0, "delayed": 1, "dead": 0, "failed": 0}.items() <= one.items()
-    assert one.keys() == {"queue", "waiting", "running", "delayed", "dead", "failed", "oldest", "per_minute"}
+    assert one.keys() == {"queue", "waiting", "running", "delayed", "dead", "failed", "oldest", "per_minute", "paused"}
 
 
 def test_tasks_are_listed_and_filtered(app: App) -> None:
@@ -141,7 +141,7 @@ def test_the_doctor_finds_tasks_without_a_worker(app: App) -> None:
 
     (wrong,) = [one for one in found if one["mark"] == "WRONG"]
     assert "no worker on this queue" in wrong["text"]
-    assert any("schema 1 (known 1), journal wal, synchronous full" in one["text"] for one in found)
+    assert any("schema 2 (known 2), journal wal, synchronous full" in one["text"] for one in found)
 
 
 def test_the_doctor_never_shows_a_traceback(app: App) -> None:

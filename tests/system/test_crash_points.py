@@ -18,8 +18,11 @@ import pytest
 from machinery_py import Server, State, Task
 from machinery_py.brokers.base import QueueStats
 from machinery_py.testing.waiting import wait_until
+from tests.stores.memcache_case import empty_memcached
 from tests.system import crashing
 from tests.system.crashing import SENDER_POINTS, SHAPES, WORKER_POINTS
+
+__all__ = ["empty_memcached"]
 
 SCRIPT = pathlib.Path(__file__).with_name("crashing.py")
 HANG = 60.0  # seconds; a guard, nothing is measured with it
@@ -74,6 +77,8 @@ def stage(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> Stage:
         url: str = request.getfixturevalue("empty_redis").url
         return Stage(tmp_path, url, url)
     first = f"sqlite:///{tmp_path}/first.db"
+    if request.param == "memcached":
+        return Stage(tmp_path, first, request.getfixturevalue("empty_memcached").url)
     second = first if request.param == "one store" else f"sqlite:///{tmp_path}/second.db"
     return Stage(tmp_path, first, second)
 
@@ -111,6 +116,8 @@ def cells() -> Iterator[tuple[str, str, str]]:
                 yield "one store", point, shape
             if shape in ("retry", "chord"):
                 yield "two stores", point, shape
+            if shape in ("retry", "chain", "broken-chord", "chord"):
+                yield "memcached", point, shape
             if shape in ("retry", "chain", "broken-chord", "chord", "delayed") and not point.startswith("inside"):
                 yield "redis", point, shape  # its steps are scripts: there is no inside
 
@@ -143,6 +150,11 @@ def check_history(calls: collections.Counter[str], shape: str, point: str) -> No
 
 
 def check_states(server: Server, uuid: str, shape: str) -> None:
+    if not server.backend.features.listing:
+        # The last task of the shape; of a chord it is the callback.
+        state = server.backend.get_state(uuid)
+        assert state.state is (State.FAILURE if shape == "broken-chord" else State.SUCCESS)
+        return
     states = server.inspect.tasks(limit=100)
     assert all(state.is_finished for state in states), states
     assert len(states) == TASKS[shape], states
@@ -157,7 +169,7 @@ def check_states(server: Server, uuid: str, shape: str) -> None:
     assert not server.inspect.dead()
 
 
-@pytest.mark.parametrize("stage", ["one store", "two stores", "redis"], indirect=True)
+@pytest.mark.parametrize("stage", ["one store", "two stores", "redis", "memcached"], indirect=True)
 @pytest.mark.parametrize("shape", ["task", "chain", "chord"])
 @pytest.mark.parametrize("point", SENDER_POINTS)
 def test_a_sender_that_is_killed_leaves_all_or_nothing(

@@ -13,8 +13,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from machinery_py import Server, State
+from machinery_py import Config, Server, State
+from machinery_py.errors import BrokerUnavailable
 from machinery_py.testing.waiting import wait_until
+from tests.freezing import can_be_written, freeze, stands_still
 
 ROOT = pathlib.Path(__file__).parents[2]
 KILLS = int(os.environ.get("CHAOS_KILLS", "20"))  # `make chaos` asks for more
@@ -141,12 +143,15 @@ def test_the_tasks_of_a_killed_worker_run_again_at_once(fleet: Fleet, server: Se
 
 
 def test_a_frozen_worker_that_comes_back_writes_nothing(fleet: Fleet, server: Server) -> None:
-    nap = server.register_task("nap", float)
-    result = nap.send(2.0)
+    hold = server.register_task("hold", str)
+    gate = fleet.ledger.with_name("gate")
+    result = hold.send(str(gate))
+    fleet.environment["MACHINERY_LEASE"] = "3"
     frozen = fleet.start()
-    wait_until(lambda: sum(fleet.runs().values()) == 1, timeout=HANG, what="the task runs")
+    wait_until(lambda: result.get_state().state is State.STARTED, timeout=HANG, what="the task has started")
 
-    frozen.send_signal(signal.SIGSTOP)
+    freeze(frozen.pid, fleet.url)
+    gate.touch()
     fleet.start()
     value = result.get(timeout=HANG)
     by = result.get_state().worker
@@ -154,7 +159,35 @@ def test_a_frozen_worker_that_comes_back_writes_nothing(fleet: Fleet, server: Se
     frozen.send_signal(signal.SIGTERM)
     frozen.wait(timeout=HANG)
 
-    assert value == "rested"
+    assert value == "let go"
     assert sum(fleet.runs().values()) == 2
     again = server.result(result.uuid).get_state()
     assert (again.worker, again.state) == (by, State.SUCCESS)
+
+
+INSIDE = """
+import os, signal, sys
+from machinery_py._drivers.sqlite import SQLiteDriver
+with SQLiteDriver(sys.argv[1]).transaction():
+    os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
+
+def test_who_is_stopped_inside_a_transaction_of_sqlite_keeps_all_others_from_writing(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "kills.db"
+    server = Server(Config(broker=f"sqlite:///{path}?busy_timeout=0.2", publish_timeout=0.5))
+    work = server.register_task("work", int)
+    work.send(1)
+    with subprocess.Popen([sys.executable, "-c", INSIDE, str(path)], cwd=ROOT) as stopped:
+        wait_until(lambda: stands_still(stopped.pid), timeout=HANG, what="a process that stands still")
+        assert not can_be_written(str(path))
+        with pytest.raises(BrokerUnavailable, match="busy"):
+            work.send(2)
+        assert [stats.waiting for stats in server.broker.stats()] == [1]  # reading goes on
+
+        stopped.send_signal(signal.SIGCONT)
+        stopped.wait(timeout=HANG)
+
+    work.send(3)
+    assert [stats.waiting for stats in server.broker.stats()] == [2]
+    server.close()

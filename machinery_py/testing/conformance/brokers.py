@@ -8,7 +8,7 @@
         def crash_consumer(self, broker, consumer, clock, survivors=()) -> None:
             ...  # only if its consumers die of something else than missed beats
 
-The half about dying consumers is in leases.py.
+What concerns dying consumers is in leases.py, paused queues and other orders in pausing.py.
 """
 
 from __future__ import annotations
@@ -22,15 +22,8 @@ import pytest
 from machinery_py.brokers.base import Broker, Consumer, Delivery, Disposal, Fate, Message
 from machinery_py.errors import Unsupported
 from machinery_py.testing.clocks import ManualClock
-from machinery_py.testing.conformance.leases import (
-    LeaseConformance,
-    OpenBroker,
-    back,
-    bodies,
-    done,
-    message,
-    put,
-)
+from machinery_py.testing.conformance.leases import LeaseConformance, OpenBroker, back, bodies, done, message, put
+from machinery_py.testing.conformance.pausing import PauseConformance
 from machinery_py.testing.waiting import HANG, together
 
 __all__ = ["BrokerConformance", "OpenBroker"]
@@ -45,7 +38,7 @@ def seconds(start: dt.datetime, after: float) -> dt.datetime:
     return start + dt.timedelta(seconds=after)
 
 
-class BrokerConformance(LeaseConformance):
+class BrokerConformance(LeaseConformance, PauseConformance):
     """Everything that the docstrings in brokers/base.py say."""
 
     @pytest.mark.parametrize("body", AWKWARD.values(), ids=AWKWARD)

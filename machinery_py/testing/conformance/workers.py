@@ -21,13 +21,13 @@ from machinery_py import (
     current_task,
 )
 from machinery_py.testing.conformance.application import App
-from machinery_py.testing.conformance.messages import MessageConformance
+from machinery_py.testing.conformance.queues import QueueConformance
 from machinery_py.testing.waiting import HANG, wait_until
 
 LONG_AGO = dt.timedelta(days=1)
 
 
-class WorkerConformance(MessageConformance):
+class WorkerConformance(QueueConformance):
     """Single tasks, and what can only be seen from beside the worker that runs them."""
 
     # States on the way

@@ -1,0 +1,391 @@
+"""States and groups in memcached, under Go Machinery's keys.
+
+    <task UUID>        Go's document with all that is ours as its last field: epoch, mark, outbox (memcache_records.py)
+    <group UUID>       Go's document of the group; the rest of it in memcache_groups.py
+    mpy:o:<key>        an outbox that belongs to no task and no group
+    mpy:v:<task UUID>  the task is revoked
+    mpy:roots, mpy:x:  which outboxes and groups are open (memcache_index.py)
+
+A change of a task is one `cas` of its item, which holds the outbox and a note of what else is to become true: states of other
+tasks, groups, arrivals. That is done next; each of it can stand to be done twice.
+
+    crash after                     who goes on
+    the index, before the item      nobody: nothing is true
+    the item                        the redelivery: `begin` finds the note, does it, and hands out the outbox; the same when the
+                                    change comes again (ALREADY), or `unsent` finds the outbox
+    all of it                       the redelivery: doing it once more changes nothing
+
+A firing is one `add` of mpy:f:<group>, with the same note and outbox in it; there is no redelivery for it, so it is found
+again by the index alone.
+
+Limits: memcached forgets when it restarts and when its memory is full. A state that is lost reads as "expired"; a task whose
+state was lost runs and is stored as a new one, and if it was finished but not acknowledged, it runs again. A chord that loses
+an item may never call its callback. States cannot be listed.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import secrets
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import NoReturn, TypeVar
+
+import msgspec
+
+from machinery_py._drivers.memcache import STORED, Command, MemcacheDriver, delete, put, seconds, swap
+from machinery_py.backends.base import (
+    ALREADY,
+    FENCED,
+    SETTLED,
+    Backend,
+    BackendFeatures,
+    Begun,
+    Change,
+    ReadyGroup,
+    Verdict,
+)
+from machinery_py.backends.memcache_groups import FIRED, Groups
+from machinery_py.backends.memcache_index import Index, rounds
+from machinery_py.backends.memcache_listener import MemcacheListener
+from machinery_py.backends.memcache_records import (
+    CHORD_LIFE,
+    OURS,
+    Commit,
+    Record,
+    Todo,
+    decode_commit,
+    decode_record,
+    document_of,
+    encode_record,
+    kept_for,
+    key_of,
+    micros,
+    pack,
+    state_in,
+)
+from machinery_py.backends.transactional import decide, is_over
+from machinery_py.errors import Unsupported
+from machinery_py.states import GroupMeta, State, TaskState, advance
+from machinery_py.wire import decode_group, encode_group
+
+EXPIRE_IN = 3600.0  # seconds that a finished task is kept
+REVOKED_LIFE = 3 * 86400.0  # seconds that a revocation is kept
+SWEEP = 30.0  # seconds between two looks at the index
+OUTBOX, REVOKED = OURS + b"o:", OURS + b"v:"
+
+T = TypeVar("T")
+
+
+class MemcacheBackend(Backend):
+    """Items on the driver's servers. The driver belongs to whoever made it."""
+
+    features = BackendFeatures(name="memcache", durable=False, listing=False)
+
+    def __init__(self, driver: MemcacheDriver, *, expire_in: float = EXPIRE_IN) -> None:
+        self.driver = driver
+        self.expire_in = expire_in
+        self._index = Index(driver)
+        self._groups = Groups(driver, self._index, expire_in=expire_in)
+        self._tend_at = 0.0
+
+    def now(self) -> dt.datetime:
+        return self.driver.clock.now()
+
+    # Changes
+
+    def apply(self, changes: Sequence[Change]) -> list[Verdict]:
+        self._groups.announce([one for change in changes for one in change.arrivals])
+        self._index.note(outboxes=[change.key for change in changes if change.outbox or change.fires])
+        verdicts: dict[int, Verdict] = {}
+        todo: list[Todo] = []
+        tasks = [index for index, change in enumerate(changes) if not change.fires and _own_state(change)]
+        settled = self._edit([(changes[index].key, _Settling(self, changes[index])) for index in tasks])
+        for index, (verdict, more) in zip(tasks, settled, strict=True):
+            verdicts[index] = verdict
+            todo += more
+        for index, change in enumerate(changes):
+            if index not in verdicts:
+                verdicts[index] = self._commit(change, todo)
+        self._carry_out(todo)
+        fired = [change for index, change in enumerate(changes) if change.fires and verdicts[index] is SETTLED]
+        for change in fired:
+            self._groups.after_fire(change.fires)
+        self._index.drop(outboxes=[change.key for change in fired if not change.outbox])
+        return [verdicts[index] for index in range(len(changes))]
+
+    def _commit(self, change: Change, todo: list[Todo]) -> Verdict:
+        """A change that belongs to no task: of a group that is fired, or without a condition."""
+        own = _todo_of(change, change.states)
+        commit = Commit(b"", micros(self.now()), tuple(change.outbox), (own,) if own else ())
+        if change.fires:
+            if not self._groups.fire(change.fires, commit):
+                return FENCED
+        elif change.outbox:
+            self.driver.send([put(key_of(change.key, OUTBOX), pack(commit), seconds(CHORD_LIFE))], doing="keeping messages")
+        todo.append(own)
+        return SETTLED
+
+    def _carry_out(self, todo: Iterable[Todo]) -> None:
+        """Make true what the items say beside themselves."""
+        todo = list(todo)
+        groups = [decode_group(document) for one in todo for document in one.groups]
+        if groups:
+            self._groups.create(groups)
+        states = [(state, one.force) for one in todo for document in one.states if (state := state_in(document)) is not None]
+        if states:
+            self._edit([(state.task_uuid, _Advance(state, force)) for state, force in states])
+        arrivals = [arrival for one in todo for arrival in one.arrivals]
+        if arrivals:
+            self._groups.arrive(arrivals)
+
+    def _load(self, uuids: Iterable[str]) -> dict[str, Record]:
+        keys = {uuid: key_of(uuid) for uuid in uuids}
+        found = self.driver.fetch(keys.values(), doing="reading states")
+        return {
+            uuid: decode_record(uuid, found[key].value, found[key].cas) for uuid, key in keys.items() if key in found
+        }
+
+    def _edit(self, jobs: Sequence[tuple[str, Callable[[Record], T]]]) -> list[T]:
+        """Let each job change the record of its task, by one `cas` for all jobs of a task.
+
+        A job may be called several times, and says what came of it; the last call counts.
+        """
+        results: dict[int, T] = {}
+        tried: dict[str, tuple[bytes, dict[int, T]]] = {}
+        waiting = list(range(len(jobs)))
+        if not jobs:
+            return []
+        for _ in rounds("the state of a task"):
+            records = self._load({jobs[index][0] for index in waiting})
+            for uuid, (written, outcomes) in tried.items():
+                if uuid in records and records[uuid].nonce == written:
+                    results |= outcomes  # it was written, and the reply was lost
+            by_task: dict[str, dict[int, T]] = {}
+            for index in waiting:
+                if index not in results:
+                    uuid, job = jobs[index]
+                    record = records.setdefault(uuid, Record())
+                    by_task.setdefault(uuid, {})[index] = job(record)
+            writes = [uuid for uuid in by_task if records[uuid].changed]
+            for uuid in by_task.keys() - set(writes):
+                results |= by_task[uuid]
+            nonce, now = secrets.token_bytes(8), self.now()
+            replies = self.driver.send(
+                [self._written(uuid, records[uuid], nonce, now) for uuid in writes], doing="writing states"
+            )
+            for uuid, reply in zip(writes, replies, strict=True):
+                if reply == STORED:
+                    results |= by_task[uuid]
+            tried = {uuid: (nonce, by_task[uuid]) for uuid in writes}
+            waiting = [index for index in waiting if index not in results]
+            if not waiting:
+                break
+        return [results[index] for index in range(len(jobs))]
+
+    def _written(self, uuid: str, record: Record, nonce: bytes, now: dt.datetime) -> Command:
+        record.nonce = nonce
+        expiry = seconds(kept_for(record, now, self.expire_in))
+        return swap(key_of(uuid), encode_record(uuid, record), expiry, record.cas)
+
+    # Deliveries of another store's broker
+
+    def begin(self, keys: Sequence[tuple[str, int]]) -> list[Begun]:
+        now = micros(self.now())
+        found = self._edit([(uuid, _Begin(run, now)) for uuid, run in keys])
+        self._carry_out([one for _, todo in found for one in todo])
+        return [begun for begun, _ in found]
+
+    def outboxes(self, keys: Sequence[str]) -> list[Sequence[bytes]]:
+        found = self._commits(keys)
+        return [[body for commit in found[key] for body in commit.outbox] for key in keys]
+
+    def _commits(self, keys: Collection[str]) -> dict[str, list[Commit]]:
+        """What each key has open, in its task, its group or by itself."""
+        records = self._load(keys)
+        items = self.driver.fetch(
+            [key_of(key, prefix) for key in keys for prefix in (FIRED, OUTBOX)], doing="reading outboxes"
+        )
+        found: dict[str, list[Commit]] = {}
+        for key in keys:
+            commits = [
+                decode_commit(items[name].value) for prefix in (FIRED, OUTBOX) if (name := key_of(key, prefix)) in items
+            ]
+            # Nobody delivers a firing again, so its note has to be done from here as well.
+            found[key] = [commit for commit in commits if commit.outbox or commit.todo]
+            record = records.get(key)
+            if record is not None and record.outbox:
+                found[key].append(Commit(record.nonce, record.kept_at, record.outbox, record.todo))
+        return found
+
+    def clear_outbox(self, keys: Sequence[str]) -> None:
+        keys = list(dict.fromkeys(keys))
+        items = self.driver.fetch(
+            [key_of(key, prefix) for key in keys for prefix in (FIRED, OUTBOX)], doing="reading outboxes"
+        )
+        commands = []
+        for name, item in items.items():
+            if name.startswith(OUTBOX):
+                commands.append(delete(name))
+                continue
+            # Nobody else writes it but to clear it.
+            commit = decode_commit(item.value)
+            commit.outbox, commit.todo = (), ()
+            commands.append(swap(name, pack(commit), seconds(CHORD_LIFE), item.cas))
+        self.driver.send(commands, doing="clearing outboxes")
+        groups = {name for name in items if name.startswith(FIRED)}
+        self._edit([(key, _clear) for key in keys if key_of(key, FIRED) not in groups])
+        self._index.drop(outboxes=keys)
+
+    def unsent(self, limit: int, *, older_than: float) -> list[tuple[str, Sequence[bytes]]]:
+        before = micros(self.now()) - int(older_than * 1e6)
+        keys = sorted({key for segment in self._index.segments().values() for key in segment.outboxes})
+        found: list[tuple[str, Sequence[bytes]]] = []
+        for key, commits in self._commits(keys).items():
+            if not commits or len(found) >= limit or any(commit.kept_at > before for commit in commits):
+                continue
+            self._carry_out([one for commit in commits for one in commit.todo])
+            bodies = [body for commit in commits for body in commit.outbox]
+            if bodies:
+                found.append((key, bodies))
+            else:
+                self.clear_outbox([key])
+        return found
+
+    def settled_by(self, uuids: Sequence[str]) -> list[str]:
+        records = self._load(set(uuids))
+        return [records[uuid].mark if uuid in records else "" for uuid in uuids]
+
+    # Reading
+
+    def get_states(self, uuids: Sequence[str]) -> dict[str, TaskState]:
+        return {uuid: record.state for uuid, record in self._load(uuids).items() if record.state is not None}
+
+    def get_group(self, group_uuid: str) -> GroupMeta | None:
+        return self._groups.get(group_uuid, lambda uuids: bool(self.get_states(uuids)))
+
+    def ready_groups(self, limit: int) -> list[ReadyGroup]:
+        return self._groups.ready(limit)
+
+    def list_states(
+        self, *, state: State | None = None, name: str = "", since: dt.datetime | None = None, limit: int = 100
+    ) -> list[TaskState]:
+        self._cannot_list()
+
+    def find(self, prefix: str, limit: int = 2) -> list[str]:
+        self._cannot_list()
+
+    def finished_since(self, moment: dt.datetime) -> dict[str, tuple[int, int]]:
+        self._cannot_list()
+
+    @staticmethod
+    def _cannot_list() -> NoReturn:
+        raise Unsupported("memcached cannot list what it holds: ask for a task by its whole UUID; see BackendFeatures.listing")
+
+    def revoke(self, uuids: Sequence[str]) -> None:
+        self.driver.send([put(key_of(uuid, REVOKED), b"1", seconds(REVOKED_LIFE)) for uuid in uuids], doing="revoking")
+
+    def revoked(self, uuids: Sequence[str]) -> set[str]:
+        keys = {key_of(uuid, REVOKED): uuid for uuid in uuids}
+        return {keys[key] for key in self.driver.fetch(keys, doing="reading revocations")}
+
+    def purge_state(self, task_uuid: str) -> None:
+        self.driver.send([delete(key_of(task_uuid))], doing="purging a state")
+
+    def purge_group_meta(self, group_uuid: str) -> None:
+        self._groups.purge(group_uuid)
+
+    def listener(self) -> MemcacheListener:
+        return MemcacheListener(self._finished)
+
+    def _finished(self, uuids: Sequence[str]) -> list[str]:
+        return [uuid for uuid, state in self.get_states(uuids).items() if state.is_finished]
+
+    def tend(self) -> float:
+        if self.driver.clock.monotonic() < self._tend_at:
+            return SWEEP
+        self._tend_at = self.driver.clock.monotonic() + SWEEP
+        segments = self._index.segments().values()
+        keys = {key for segment in segments for key in segment.outboxes}
+        groups = {group.group_uuid for group in self._groups.ready(2**31)}
+        self._index.tend(groups | {key for key, commits in self._commits(keys).items() if commits})
+        return SWEEP
+
+    def close(self) -> None:
+        pass  # the driver belongs to whoever made it
+
+
+class _Settling:
+    """A change of the task that it belongs to. Gives the verdict, and what else is to become true."""
+
+    def __init__(self, backend: MemcacheBackend, change: Change) -> None:
+        self._change = change
+        self._now = micros(backend.now())
+
+    def __call__(self, record: Record) -> tuple[Verdict, Sequence[Todo]]:
+        change = self._change
+        if record.epoch == 0:
+            # A Go program or an eviction has thrown our epoch away: nobody can be told to be late.
+            change = msgspec.structs.replace(change, epoch=0)
+        verdict, states = decide(change, {change.key: record})
+        if verdict is ALREADY:
+            return verdict, record.todo
+        if verdict is FENCED:
+            return verdict, ()
+        record.state = next(state for state in states if state.task_uuid == change.key)
+        record.mark = change.mark or record.mark
+        todo = _todo_of(change, [state for state in change.states if state.task_uuid != change.key])
+        # What an earlier batch noted was done before this delivery came; what this very batch noted was not.
+        if todo:
+            record.todo = (*record.todo, todo) if record.changed else (todo,)
+        if change.outbox:
+            record.outbox = (*record.outbox, *change.outbox) if record.changed else tuple(change.outbox)
+            record.kept_at = self._now
+        record.changed = True
+        record.awaited = record.awaited or bool(todo.arrivals)
+        return verdict, (todo,) if todo else ()
+
+
+class _Begin:
+    """A delivery of this run begins. Gives how it stands, and what the run before has left to do."""
+
+    def __init__(self, run: int, now: int) -> None:
+        self._run = run
+        self._now = now
+
+    def __call__(self, record: Record) -> tuple[Begun, Sequence[Todo]]:
+        if is_over(record.state, self._run):
+            return Begun(epoch=record.epoch, finished=True, outbox=record.outbox), record.todo
+        # By the clock, so that an epoch from before an eviction is not given out again.
+        record.epoch = max(record.epoch + 1, self._now)
+        record.changed = True
+        return Begun(epoch=record.epoch), ()
+
+
+class _Advance:
+    """A state of a task that another one's change brings along."""
+
+    def __init__(self, state: TaskState, force: bool) -> None:
+        self._state = state
+        self._force = force
+
+    def __call__(self, record: Record) -> None:
+        after = self._state if self._force else advance(record.state, self._state)
+        if after is not None:
+            record.state, record.changed = after, True
+
+
+def _clear(record: Record) -> None:
+    if record.outbox:
+        record.outbox, record.todo, record.changed = (), (), True
+
+
+def _own_state(change: Change) -> bool:
+    return any(state.task_uuid == change.key for state in change.states)
+
+
+def _todo_of(change: Change, states: Iterable[TaskState]) -> Todo:
+    return Todo(
+        states=[document_of(state) for state in states], groups=[encode_group(group) for group in change.groups],
+        arrivals=[(one.group_uuid, one.task_uuid, one.total, one.ok) for one in change.arrivals if one.callback],
+        force=change.force,
+    )

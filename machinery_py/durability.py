@@ -1,0 +1,18 @@
+"""What a store has to say of itself when it may not keep what it was given."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Concern:
+    """One reason why what was accepted could be lost.
+
+    Attributes:
+        text: what is, what it means, and what to change.
+        is_certain: False: the server does not tell.
+    """
+
+    text: str
+    is_certain: bool = True

@@ -1,0 +1,110 @@
+"""In which order a worker goes through its queues: always the same, or by weights, drawn anew for each claim.
+
+By weights, the first queue of a claim is drawn with a chance that is its weight's share, the second from the rest in the same
+way, and so on. So each queue comes first now and then, and none starves behind one that is never empty.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from random import Random
+
+from machinery_py.errors import ConfigError
+
+#: What a worker is given: names in strict order, or names with their weights.
+Queues = Sequence[str] | Mapping[str, float]
+
+PLAIN = 1.0  # the weight of a queue that has none, among others that have
+
+
+@dataclass(frozen=True, slots=True)
+class QueueOrder:
+    """The queues of a worker. `weights`: one for each, or none at all, which is strict order."""
+
+    names: tuple[str, ...]
+    weights: tuple[float, ...] = ()
+
+    @classmethod
+    def of(cls, queues: Queues) -> QueueOrder:
+        """The order of checked queues.
+
+        Raises:
+            ConfigError: a text instead of a list, or a weight that is none.
+        """
+        if isinstance(queues, str):
+            raise ConfigError(f"queues: found the text {queues!r} (expected a list of names, or a mapping of names to weights)")
+        if not isinstance(queues, Mapping):
+            return cls(tuple(dict.fromkeys(queues)))
+        for name, weight in queues.items():
+            if isinstance(weight, bool) or not isinstance(weight, int | float) or not _fits(weight):
+                raise ConfigError(f"weight of queue {name!r}: found {weight!r} (expected a number greater than 0)")
+        return cls(tuple(queues), tuple(float(weight) for weight in queues.values()))
+
+    def draw(self, random: Random) -> tuple[str, ...]:
+        """The order of one claim; empty where it is always that of `names`."""
+        if not self.weights:
+            return ()
+        # The first of several exponential clocks is each one's with the share of its rate; and so on for the rest.
+        rings = {name: random.expovariate(weight) for name, weight in zip(self.names, self.weights, strict=True)}
+        return tuple(sorted(self.names, key=rings.__getitem__))
+
+    def shown(self) -> list[str]:
+        """Each queue for people, with its weight."""
+        if not self.weights:
+            return list(self.names)
+        return [f"{name}:{weight:g}" for name, weight in zip(self.names, self.weights, strict=True)]
+
+
+def parse_queues(text: str) -> tuple[str, ...] | dict[str, float]:
+    """`A,B` is strict order, `A:6,B:1` by weights; with one weight all have one, those without 1.
+
+    What stands behind the last colon is the weight. A name with a colon in it and no weight ends in a colon: `mail:high:`.
+
+    Raises:
+        ConfigError: no queue, no weight behind a colon, or a queue with two weights.
+    """
+    found: dict[str, float | None] = {}
+    for part in (part.strip() for part in text.split(",")):
+        if not part:
+            continue
+        name, weight = _split(part)
+        if found.setdefault(name, weight) != weight:
+            raise ConfigError(f"queue {name!r} is named twice, with different weights")
+    if not found:
+        raise ConfigError("no queue named (expected for instance high,default,low or high:6,default:3,low:1)")
+    if all(weight is None for weight in found.values()):
+        return tuple(found)
+    return {name: PLAIN if weight is None else weight for name, weight in found.items()}
+
+
+def problem_of(text: object) -> str:
+    """What is wrong with such a text in a setting; "" if nothing, or if it is empty."""
+    try:
+        parse_queues(text if isinstance(text, str) and text else "any")
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def _split(part: str) -> tuple[str, float | None]:
+    name, colon, number = (piece.strip() for piece in part.rpartition(":"))
+    if not colon:
+        return part, None
+    if not name:
+        raise ConfigError(f"queue {part!r}: no name in front of the colon (expected NAME:WEIGHT, as critical:6)")
+    if not number:
+        return name, None
+    try:
+        weight = float(number)
+    except ValueError:
+        weight = math.nan
+    if not _fits(weight):
+        raise ConfigError(f"queue {part!r}: found the weight {number!r} (expected a number greater than 0, as {name}:6; a name "
+                          f"that has a colon in it ends in one: {part}:)")
+    return name, weight
+
+
+def _fits(weight: float) -> bool:
+    return 0 < weight < math.inf
