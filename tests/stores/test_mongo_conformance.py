@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from machinery_py._drivers.memory import MemoryHub
+from machinery_py.backends.memory import MemoryBackend
 from machinery_py.backends.mongo import MongoBackend
 from machinery_py.brokers.memory import MemoryBroker
 from machinery_py.brokers.mongo import MongoBroker
@@ -64,3 +65,17 @@ class TestMongoLock(LockConformance):
     @pytest.fixture
     def open_lock(self, open_driver: Drivers) -> OpenLock:
         return lambda: MongoLock(open_driver())
+
+
+class TestMongoBrokerAndMemoryBackend(SettlementConformance):
+    @pytest.fixture
+    def open_store(self, open_driver: Drivers, clock: ManualClock) -> OpenStore:
+        backend = MemoryBackend(MemoryHub(clock))
+        return lambda: TwoStores(MongoBroker(open_driver()), backend, clock)
+
+
+class TestMemoryBrokerAndMongoBackend(SettlementConformance):
+    @pytest.fixture
+    def open_store(self, open_driver: Drivers, clock: ManualClock) -> OpenStore:
+        broker = MemoryBroker(MemoryHub(clock))
+        return lambda: TwoStores(broker, MongoBackend(open_driver()), clock)
