@@ -26,6 +26,8 @@ FAMILIES: dict[str, str] = {
     "redis+socket": "machinery_py.families.redis:open_redis",
     "amqp": "machinery_py.families.amqp:AMQPFamily",
     "amqps": "machinery_py.families.amqp:AMQPFamily",
+    "mongodb": "machinery_py.families.mongodb:MongoDBFamily",
+    "mongodb+srv": "machinery_py.families.mongodb:MongoDBFamily",
 }
 
 _SEVERAL = {FAMILIES["redis"], FAMILIES["amqp"]}  # these know what to do with several URLs
@@ -56,7 +58,8 @@ class Stores:
         options = FamilyOptions(
             clock=clock, lease=config.lease, expire_in=float(config.results_expire_in), timeout=config.publish_timeout,
             separator=config.multiple_broker_separator, strategy=config.broker_failover_strategy,
-            strict_durability=config.strict_durability, redis=config.redis, amqp=config.amqp, default_queue=config.default_queue,
+            strict_durability=config.strict_durability, redis=config.redis, amqp=config.amqp, mongodb=config.mongodb,
+            default_queue=config.default_queue,
         )
         self._families: dict[str, Family] = {}
         for url in (config.broker, config.backend_url, config.lock_url):

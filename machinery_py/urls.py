@@ -8,6 +8,7 @@
     redis://secret@host:6379/0         one Redis; rediss:// with TLS, redis+socket:///path/to.sock:/0
     redis://s1,s2/0?master_name=m      the master that sentinels name; without it, nodes of a cluster
     amqp://user:secret@host:5672/vhost  RabbitMQ; amqps:// with TLS
+    mongodb://user:secret@h1,h2/db     a MongoDB; mongodb+srv://name/db by its name server
     memcache://h1:11211,h2:11211       memcached servers; each key lies on one of them
 
 Pure: nothing is opened and no name is looked up.
@@ -23,6 +24,7 @@ from urllib.parse import unquote
 
 from machinery_py._drivers.amqp_url import BadAmqpUrl, parse_amqp_url
 from machinery_py._drivers.memcache_url import BadMemcacheUrl, parse_memcache_url
+from machinery_py._drivers.mongo_url import BadMongoUrl, check_mongo_url
 from machinery_py._drivers.redis_url import BadRedisUrl, parse_redis_url
 from machinery_py.errors import ConfigError, nearest
 
@@ -48,10 +50,7 @@ SCHEMES: Mapping[str, frozenset[Role]] = {
 }
 """What each scheme can be. A new store adds its line here."""
 
-NOT_YET: tuple[str, ...] = (
-    "mongodb",
-    "mongodb+srv",
-)
+NOT_YET: tuple[str, ...] = ()
 """Schemes of SCHEMES whose store comes in a later release. The release that brings one takes its line away."""
 
 NOT_YET_AS: frozenset[tuple[str, Role]] = frozenset({("amqp", "result backend"), ("amqps", "result backend")})
@@ -62,6 +61,7 @@ EMBEDDED: frozenset[str] = frozenset({"eager", "memory", "sqlite"})
 
 _AMQP = frozenset({"amqp", "amqps"})
 _REDIS = frozenset({"redis", "redis+socket", "rediss"})
+_MONGODB = frozenset({"mongodb", "mongodb+srv"})
 _BARE = frozenset({"eager", "null"})  # Go writes these without "://"
 _NOT_PORTED = {"gcppubsub": "Google Pub/Sub", "http": "Amazon SQS or DynamoDB", "https": "Amazon SQS or DynamoDB"}
 
@@ -171,6 +171,12 @@ def check_url(url: str, role: Role, *, master_name: str = "") -> None:
         try:
             parse_amqp_url(url)
         except BadAmqpUrl as error:
+            raise _refused(url, role, str(error)) from None
+        return
+    if scheme in _MONGODB:
+        try:
+            check_mongo_url(url)
+        except BadMongoUrl as error:
             raise _refused(url, role, str(error)) from None
         return
     if scheme == "memcache":

@@ -5,11 +5,13 @@ A test that kills a server takes one of its own (`with RedisServer() as redis`),
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
 import pytest
 
+from machinery_py.testing import private_mongo
 from machinery_py.testing.proxy import Proxy
 from machinery_py.testing.servers import (
     MemcachedServer,
@@ -64,6 +66,21 @@ def memcached_server() -> Iterator[MemcachedServer]:
     require(MemcachedServer)
     with MemcachedServer() as server:
         yield server
+
+
+GIVEN_MONGODB = os.environ.get("MACHINERY_TEST_MONGODB_URL", "")
+
+
+@pytest.fixture(scope="session", params=["given-mongodb" if GIVEN_MONGODB else private_mongo.best_kind()])
+def mongodb_server(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The URL of the MongoDB for the run, which test ids name: the one that is given, mongod, or a stand-in."""
+    if GIVEN_MONGODB:
+        yield GIVEN_MONGODB
+        return
+    kind = private_mongo.KINDS[request.param]
+    require(kind)
+    with kind() as server:
+        yield server.url
 
 
 @pytest.fixture

@@ -83,6 +83,7 @@ class _Traps:
     drop_matching: bytes | None = None
     answers: int = 0
     answer: str = ""
+    make_answer: Callable[[bytes], bytes] | None = None
     answer_matching: bytes = b""
 
 
@@ -238,12 +239,13 @@ class Proxy:
         """
         self._set_trap(drops=times, drop_matching=matching)
 
-    def answer_next(self, text: str, *, matching: bytes = b"", times: int = 1) -> None:
+    def answer_next(self, error: str | Callable[[bytes], bytes], *, matching: bytes = b"", times: int = 1) -> None:
         """Answer the next request that contains `matching` with a Redis error, e.g. "LOADING wait"; do not forward it.
 
-        A pipeline is answered with one error a command.
+        A pipeline is answered with one error a command. For other servers `error` makes the reply from the request.
         """
-        self._set_trap(answer=text.removeprefix("-"), answer_matching=matching, answers=times)
+        text, make = (error.removeprefix("-"), None) if isinstance(error, str) else ("", error)
+        self._set_trap(answer=text, make_answer=make, answer_matching=matching, answers=times)
 
     # From any thread to the loop
 
@@ -358,6 +360,8 @@ class Proxy:
         traps.answers -= 1
         self.counts["answered"] += 1
         self._log(connection.number, f"answered: {traps.answer}")
+        if traps.make_answer is not None:
+            return traps.make_answer(request)
         commands = len(re.findall(rb"(?:^|\r\n)\*\d+(?=\r\n)", request))
         return f"-{traps.answer}\r\n".encode() * max(1, commands)
 

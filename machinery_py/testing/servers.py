@@ -5,6 +5,7 @@
     RedisCluster         three masters and three replicas
     RabbitMQServer       one node, with its own epmd
     MemcachedServer      one memcached
+    MongoServer          one mongod; NxServer stands in for it where it is not installed
 
     with RedisServer(appendonly=True) as redis:
         Server(redis.url)
@@ -23,11 +24,14 @@ from pathlib import Path
 from typing import ClassVar
 
 from machinery_py.testing.private import HOST, Private, PrivateServer, ServerBroken, ServerMissing, free_port, require
+from machinery_py.testing.private_mongo import MongoServer, NxServer
 from machinery_py.testing.private_redis import RedisCluster, RedisSentinelTrio, RedisServer, Reply, ReplyError
 from machinery_py.testing.waiting import HANG
 
 __all__ = [
     "MemcachedServer",
+    "MongoServer",
+    "NxServer",
     "Private",
     "PrivateServer",
     "RabbitMQServer",

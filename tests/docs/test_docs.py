@@ -311,7 +311,8 @@ def test_every_store_has_its_row() -> None:
     assert {row[0] for row in rows} == set(factory.FAMILIES) == set(SCHEMES) - set(NOT_YET)
     for scheme, *claims in rows:
         urls = {"sqlite": "sqlite:///a.db", "memory": "memory://", "redis": "redis://h", "rediss": "rediss://h",
-                "redis+socket": "redis+socket:///s", "amqp": "amqp://h", "amqps": "amqps://h", "memcache": "memcache://h"}
+                "redis+socket": "redis+socket:///s", "amqp": "amqp://h", "amqps": "amqps://h", "memcache": "memcache://h",
+                "mongodb": "mongodb://h", "mongodb+srv": "mongodb+srv://h"}
         url = str(urls.get(scheme, scheme))
         family = factory.open_family(url, FamilyOptions(clock=ManualClock()))
         keeps = (scheme, "result backend") not in NOT_YET_AS
