@@ -159,6 +159,7 @@ class Beside:
         """A command of somebody else: SET, RPUSH, DEL, SADD."""
         note(f"{command!r}")
         self.ask(*command)
+        self.model.begin()
         name, key, *rest = command
         model = self.model
         match name:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
@@ -22,6 +22,7 @@ BODIES = (b'{"RoutingKey":"jobs"}', b'{"RoutingKey":"{mail}.low","ETA":null}', b
 LABELS = (b"", b"", b"", b"\x92\xa1u\xa1n", b"a\nlabel")
 START = 1_790_000_000_000_000  # µs
 EXAMPLES = int(os.environ.get("MODEL_EXAMPLES", "0"))  # 0: few, and the same each time
+SHRINK = os.environ.get("MODEL_SHRINK", "1") != "0"  # it takes minutes
 
 Queues = st.lists(st.sampled_from(QUEUES), min_size=1, max_size=2, unique=True)
 Queue1 = st.sampled_from(QUEUES)
@@ -89,4 +90,5 @@ def run_machine(machine: type[ScriptMachine], server: RedisServer, *, examples: 
     run_state_machine_as_test(there, settings=settings(
         max_examples=EXAMPLES or examples, stateful_step_count=steps, deadline=None, database=None, derandomize=not EXAMPLES,
         suppress_health_check=list(HealthCheck), report_multiple_bugs=False, print_blob=True,
+        phases=[Phase.generate, Phase.shrink] if SHRINK else [Phase.generate],
     ))

@@ -45,12 +45,14 @@ class Redis:
     def __init__(self) -> None:
         self.keys: dict[str, Any] = {}
         self.expires: dict[str, float] = {}
+        self._wanted: dict[str, type] = {}  # what this step takes keys for
         self.published: list[str] = []
         self.woken: Bag = Bag()
         self.choose: Callable[[str, set[str], int], Iterable[str]] = lambda key, members, count: sorted(members)[:count]
 
     def begin(self) -> None:
         self.published, self.woken = [], Bag()
+        self._wanted = {}
 
     def saved(self) -> Saved:
         keys = {key: copy.copy(value) for key, value in self.keys.items()}
@@ -60,9 +62,11 @@ class Redis:
         self.keys, self.expires, self.published, self.woken = saved
 
     def expect(self, key: str, kind: type) -> None:
-        """Refuse the script if the key holds something else."""
-        if key in self.keys and type(self.keys[key]) is not kind:
-            raise WrongType(f"{key} holds a {KINDS[type(self.keys[key])]}, not a {KINDS[kind]}")
+        """Refuse the script if the key holds something else, or if it wants to be two things at once."""
+        found = type(self.keys[key]) if key in self.keys else self._wanted.get(key, kind)
+        if found is not kind:
+            raise WrongType(f"{key} holds a {KINDS[found]}, not a {KINDS[kind]}")
+        self._wanted[key] = kind
 
     def _there(self, key: str, kind: type) -> Any:
         self.expect(key, kind)
