@@ -8,7 +8,7 @@ from typing import Any
 from tests.models.broker import used
 from tests.models.messages import Entry, Message, Queue, check, end, flight_of, give_back, put
 from tests.models.redis import Redis, WrongType
-from tests.models.states import Batch, Change, Plan, changes_of, commit, decide, finish, row_of
+from tests.models.states import Batch, Change, Plan, changes_of, check_documents, commit, decide, finish, row_of
 
 
 def submit(
@@ -17,6 +17,7 @@ def submit(
 ) -> object:
     batch, changes = Batch(), list(changes_of(flat, states).values())
     check(redis, queues, messages, int(now))
+    check_documents(redis, changes)
     decided = [decide(redis, batch, change) for change in changes]
     if used(redis, token):
         return 0
@@ -36,6 +37,7 @@ def settle(
     verdicts = ""
     carried_out: list[tuple[Any, Change | None, Plan, str]] = []
     over: set[tuple[int, str]] = set()
+    check_documents(redis, [changes[number] for _, _, _, number, _ in rows_of(ends, 5) if number])
     for place, receipt, fate, number, more in rows_of(ends, 5):
         change = changes.get(number)
         if (place, receipt) in over or receipt not in redis.fields(flight_of(queues[place], session)):
@@ -99,6 +101,7 @@ def fire(
 ) -> object:
     batch, change = Batch(), changes_of(flat, states)[1]
     check(redis, queues, messages, int(now))
+    check_documents(redis, [change])
     verdict, plan = decide(redis, batch, change)
     if verdict != "s":
         return None

@@ -6,10 +6,13 @@ Which state follows which, and what it keeps of the one before, is asked of `sta
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from machinery_py.backends.redis_records import _lines, state_of
+from machinery_py.errors import DecodeError
 from machinery_py.states import TaskState, advance
 from machinery_py.wire import encode_state
 from tests.models.redis import Hash, Redis
@@ -22,9 +25,10 @@ Arrived = tuple[str, str, int, bool, str]
 
 @dataclass(frozen=True)
 class Row:
-    """What is known of a task. `state` is None if there is no document."""
+    """What is known of a task. `state` is None if there is no document; `left`: what its companion says even so."""
 
     state: TaskState | None
+    left: TaskState | None
     run: int
     epoch: int
     mark: str
@@ -77,11 +81,11 @@ def changes_of(flat: Sequence[object], states: Sequence[object]) -> dict[int, Ch
 
 def change_of(row: Sequence[object], states: Sequence[object]) -> Change:
     key, mark, epoch, force, fires, first, last, groups, arrivals, outbox = row
-    new = [new_state(*states[at - 1 : at + 11]) for at in range(first, last, 12)]  # type: ignore[call-overload, operator]
+    new = [state_from(*states[at - 1 : at + 11]) for at in range(first, last, 12)]  # type: ignore[call-overload, operator]
     return Change(key, mark, epoch, force, fires, new, groups or (), arrivals or (), outbox)  # type: ignore[arg-type]
 
 
-def new_state(
+def state_from(
     uuid: str, word: str, run: int, head: str, created: str, tail: str, named: bool, lines: str, whole: bool, sticky: bool,
     queue: str, kept: str,
 ) -> NewState:
@@ -109,9 +113,33 @@ def row_of(redis: Redis, batch: Batch, uuid: str) -> Row:
     if uuid in batch.rows:
         return batch.rows[uuid]
     text, kept = redis.get(document(uuid)), redis.get(companion(uuid))
-    state = None if text is None else state_of(text.encode("latin-1"), None if kept is None else kept.encode("latin-1"))
+    ours = None if kept is None else kept.encode("latin-1")
+    try:
+        state = None if text is None else state_of(text.encode("latin-1"), ours)
+    except DecodeError:
+        state = None  # somebody else's text
+    left = None if ours is None else state_of(encode_state(TaskState(task_uuid=uuid)), ours)
     run, epoch, mark, *_ = (kept or "0\n0\n").split("\n")
-    return Row(state, int(run), int(epoch), mark, text is not None or kept is not None)
+    return Row(state, left, int(run), int(epoch), mark, text is not None or kept is not None)
+
+
+def after(row: Row, state: TaskState) -> TaskState | None:
+    """The state after this one, or None if it may not follow."""
+    if row.state is not None:
+        return advance(row.state, state)
+    left = row.left or state
+    same_run = left.run == state.run
+    return msgspec.structs.replace(
+        state, queue=state.queue or left.queue, worker=state.worker or left.worker,
+        started_at=state.started_at or (left.started_at if same_run else None),
+        progress=state.progress or (left.progress if same_run else None),
+    )
+
+
+def check_documents(redis: Redis, changes: Iterable[Change]) -> None:
+    for change in changes:
+        for one in change.states:
+            redis.expect(document(one.state.task_uuid), str)
 
 
 def decide(redis: Redis, batch: Batch, change: Change) -> tuple[str, Plan]:
@@ -125,12 +153,12 @@ def decide(redis: Redis, batch: Batch, change: Change) -> tuple[str, Plan]:
         uuid, state = one.state.task_uuid, one.state
         row = new.get(uuid) or row_of(redis, batch, uuid)
         decides = uuid == change.key and uuid not in new
-        after = state if change.force else advance(row.state, state)
-        if decides and change.mark and row.mark == change.mark and (after is None or is_same_step(row, state)):
+        new_state = state if change.force else after(row, state)
+        if decides and change.mark and row.mark == change.mark and (new_state is None or is_same_step(row, state)):
             return "a", []
-        if after is not None:
+        if new_state is not None:
             mark = change.mark if decides and change.mark else row.mark
-            new[uuid] = Row(after, state.run, row.epoch, mark, True)
+            new[uuid] = Row(new_state, None, state.run, row.epoch, mark, True)
             plan.append((one, new[uuid]))
         elif decides:
             return "f", []
@@ -252,6 +280,7 @@ def finish(redis: Redis, batch: Batch, now: int) -> None:
 
 def apply_all(redis: Redis, batch: Batch, changes: Sequence[Change], now: int, expire: int) -> str:
     """Decide about all, then write; a letter each."""
+    check_documents(redis, changes)
     decided = [decide(redis, batch, change) for change in changes]
     for change, (verdict, plan) in zip(changes, decided, strict=True):
         if verdict == "s":
