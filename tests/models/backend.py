@@ -39,7 +39,7 @@ def begin(redis: Redis, deliveries: Sequence[tuple[str, int]]) -> object:
         kept = redis.get(companion(uuid)) or "0\n0\n\n\n\n\n\n"
         number, _, rest = kept.split("\n", 2)
         seconds = max(LONG, redis.seconds_left(companion(uuid)))
-        redis.set(companion(uuid), f"{number}\n{row.epoch + 1}\n{rest}", seconds=seconds)
+        redis.keep(companion(uuid), f"{number}\n{row.epoch + 1}\n{rest}", seconds=seconds)
         begun.append([row.epoch + 1, 0, ""])
     return begun
 

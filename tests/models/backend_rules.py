@@ -27,9 +27,10 @@ EXPIRES = (3600, 900_000)  # seconds: less than a chord is kept, and more
 Task = st.sampled_from(TASKS)
 GroupUuid = st.sampled_from(sorted(GROUPS))
 Expire = st.sampled_from(EXPIRES)
-Words = st.sampled_from([State.PENDING, State.RECEIVED, State.STARTED, State.RETRY, State.SUCCESS, State.FAILURE])
+Words = st.sampled_from(list(State))
 States = st.builds(
-    TaskState, task_uuid=Task, task_name=st.sampled_from(["", "add", 'a"b\u00e9']), state=Words, run=st.sampled_from([0, 0, 0, 1, 2]),
+    TaskState, task_uuid=Task, task_name=st.sampled_from(["", "add", 'a"b\u00e9']), state=Words,
+    run=st.sampled_from([0, 0, 0, 1, 2]),
     results=st.sampled_from([(), (Arg(type="string", value='"State":"PENDING","CreatedAt":"x"'),)]),
     error=st.sampled_from(["", '"TaskName":"no"']), created_at=st.sampled_from([ZERO_TIME, *MOMENTS[1:]]),
     queue=st.sampled_from(["", "jobs"]), progress=st.sampled_from([None, None, (1.0, 2.5)]), started_at=st.sampled_from(MOMENTS),
@@ -39,7 +40,8 @@ NewChange = st.fixed_dictionaries({
     "key": Task, "mark": st.sampled_from(["", "m1", "m2"]), "epoch": st.sampled_from([0, 0, 0, 1, 2]),
     "force": st.sampled_from([False] * 5 + [True]), "fires": st.sampled_from(["", "", "", "", *GROUPS]),
     "states": st.lists(States, max_size=2), "groups": st.lists(GroupUuid, max_size=1),
-    "arrivals": st.lists(st.tuples(GroupUuid, Task, st.booleans()), max_size=2), "outbox": st.sampled_from([b"", b"", b"\xc0out"]),
+    "arrivals": st.lists(st.tuples(GroupUuid, Task, st.booleans()), max_size=2),
+    "outbox": st.sampled_from([b"", b"", b"\xc0out"]),
 })
 
 

@@ -1,4 +1,4 @@
-"""Runs a script and its model with the same arguments, and compares: the reply, all keys with their expiry, what was published."""
+"""Runs a script and its model with the same arguments, and compares replies, all keys, their expiry, and what was published."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ class Beside:
         model = self.model
         match name:
             case "SET":
-                model.set(key, rest[0])
+                model.keep(key, rest[0])
                 if len(rest) == 3:
                     model.expire(key, float(rest[2]))
             case "RPUSH":

@@ -17,7 +17,6 @@ from tests.models.messages import (
     end,
     entry_of,
     flight_of,
-    give,
     give_back,
     is_spoilt,
     list_of,
@@ -39,7 +38,7 @@ def used(redis: Redis, token: str) -> bool:
         return False
     if redis.exists(key):
         return True
-    redis.set(key, "1", seconds=TOKEN_LIFE)
+    redis.keep(key, "1", seconds=TOKEN_LIFE)
     return False
 
 
@@ -54,7 +53,7 @@ def put_messages(redis: Redis, now: str, token: str, queues: Sequence[Queue], me
 def register(redis: Redis, now: str, session: str, record: str, queues: Sequence[Queue]) -> None:
     for name, prefix in queues:
         redis.add("mpy:queues", name)
-        redis.set(f"{prefix}b:{session}", record)
+        redis.keep(f"{prefix}b:{session}", record)
         redis.score(f"{prefix}s", session, int(now))
 
 
@@ -96,7 +95,7 @@ def claim(
             return_arrivals(redis, queue, session, moment)
         else:
             arrivals = f"{queue[1]}i:{session}"
-            found += fly(redis, place, queue, session, claim, 0, redis.take(arrivals, len(redis.list(arrivals))))
+            found += fly(redis, place, queue, session, claim, 0, redis.take(arrivals, len(redis.items(arrivals))))
     for place, queue in enumerate(queues):
         unpark(redis, queue, moment)
         if not paused[place]:

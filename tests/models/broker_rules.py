@@ -70,7 +70,8 @@ class Arrivals(ScriptMachine):
         number=st.sampled_from(CONNECTIONS), will_sleep=st.booleans(), noted=st.booleans(),
     )
     def claim(
-        self, passed: int, session: str, queues: list[str], limit: int, lost: list[int], number: str, will_sleep: bool, noted: bool
+        self, passed: int, session: str, queues: list[str], limit: int, lost: list[int], number: str, will_sleep: bool,
+        noted: bool,
     ) -> None:
         now, self.claims = self.passed(passed), self.claims + 1
         lost = [self.claims - one for one in lost]

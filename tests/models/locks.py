@@ -12,7 +12,7 @@ def acquire(redis: Redis, name: str, token: str, ms: int) -> int | None:
         owner, fence = held.split()
         return int(fence) if owner == token else None
     number = redis.count("mpy:fence")
-    redis.set(key, f"{token} {number}", seconds=ms / 1000)
+    redis.keep(key, f"{token} {number}", seconds=ms / 1000)
     return number
 
 

@@ -16,7 +16,7 @@ def levels_of(redis: Redis, queue: Queue) -> list[int]:
 
 
 def pending(redis: Redis, queue: Queue, limit: int) -> object:
-    waiting = [(level, body) for level in [*levels_of(redis, queue), 0] for body in redis.list(list_of(queue, level))]
+    waiting = [(level, body) for level in [*levels_of(redis, queue), 0] for body in redis.items(list_of(queue, level))]
     notes = redis.fields(queue[1] + "a")
     return [[level, notes.get(digest(body)), body] for level, body in waiting[:limit]]
 
@@ -36,8 +36,8 @@ def stats(redis: Redis, now: str, queues: Sequence[Queue]) -> object:
     for queue in queues:
         name, prefix = queue
         unpark(redis, queue, int(now))
-        plain = len(redis.list(name))
-        waiting = plain + sum(len(redis.list(list_of(queue, level))) for level in levels_of(redis, queue))
+        plain = len(redis.items(name))
+        waiting = plain + sum(len(redis.items(list_of(queue, level))) for level in levels_of(redis, queue))
         running = sum(len(redis.fields(flight_of(queue, session))) for session in redis.scores(prefix + "s"))
         lines.append([
             waiting, running, len(redis.scores(prefix + "z")), len(redis.fields(prefix + "d")),
@@ -52,7 +52,7 @@ def oldest(redis: Redis, queue: Queue, length: int) -> str:
     """When the oldest message was put: the last note before its place."""
     place = int(redis.get(queue[1] + "c") or 0) - length
     found = ""
-    for note in redis.list(queue[1] + "o"):
+    for note in redis.items(queue[1] + "o"):
         at, when = note.split()
         if not found or int(at) <= place:
             found = when
@@ -73,9 +73,9 @@ def workers(redis: Redis, queues: Sequence[Queue]) -> object:
 
 def purge(redis: Redis, queue: Queue, members: Sequence[str]) -> int:
     name, prefix = queue
-    gone = len(redis.list(name)) + len(redis.scores(prefix + "z"))
+    gone = len(redis.items(name)) + len(redis.scores(prefix + "z"))
     for level in levels_of(redis, queue):
-        gone += len(redis.list(list_of(queue, level)))
+        gone += len(redis.items(list_of(queue, level)))
         redis.delete(list_of(queue, level))
     redis.delete(name, *(prefix + letter for letter in "lzao"))
     return gone + sum(redis.unscore(DELAYED, member) for member in members)

@@ -61,7 +61,7 @@ def ring(redis: Redis, queue: Queue, sleepers: str, count: int = 1) -> None:
 def give(redis: Redis, queue: Queue, level: int, body: str, now: int, *, first: bool = False) -> None:
     """Put a message where it waits: last, or `first` if it comes back."""
     name, prefix = queue
-    was_empty = not redis.list(list_of(queue, level))
+    was_empty = not redis.items(list_of(queue, level))
     (redis.push_first if first else redis.push)(list_of(queue, level), body)
     ring(redis, queue, "w")
     if level > 0:
@@ -74,7 +74,7 @@ def give(redis: Redis, queue: Queue, level: int, body: str, now: int, *, first: 
             redis.add("mpy:queues", name)
         if was_empty:
             redis.delete(prefix + "o")
-        notes = redis.list(prefix + "o")
+        notes = redis.items(prefix + "o")
         if not notes or now - int(notes[-1].split()[1]) >= NOTE_EVERY:
             redis.push(prefix + "o", f"{place} {now}")
             if len(notes) == NOTES:
@@ -157,7 +157,8 @@ def give_back(
 
 def return_arrivals(redis: Redis, queue: Queue, session: str, now: int) -> None:
     arrivals = f"{queue[1]}i:{session}"
-    for body in reversed(redis.take(arrivals, len(redis.list(arrivals)))):
+    bodies = redis.take(arrivals, len(redis.items(arrivals)))
+    for body in reversed(bodies):
         give(redis, queue, 0, body, now, first=True)
 
 

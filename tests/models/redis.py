@@ -27,7 +27,7 @@ class Bag(list[Any]):
     """A list in a reply whose order is Redis' affair."""
 
 
-KINDS = {str: "string", list: "list", set: "set", Zset: "zset", Hash: "hash"}
+KINDS: dict[type, str] = {str: "string", list: "list", set: "set", Zset: "zset", Hash: "hash"}
 
 
 Saved = tuple[dict[str, Any], dict[str, float], list[str], Bag]
@@ -106,7 +106,7 @@ class Redis:
         self.expect(key, str)
         return self.keys.get(key)
 
-    def set(self, key: str, value: str, *, seconds: float = 0.0, keep_expiry: bool = False) -> None:
+    def keep(self, key: str, value: str, *, seconds: float = 0.0, keep_expiry: bool = False) -> None:
         self.keys[key] = value
         if seconds:
             self.expire(key, seconds)
@@ -121,7 +121,7 @@ class Redis:
 
     # Lists
 
-    def list(self, key: str) -> list[str]:
+    def items(self, key: str) -> list[str]:
         return list(self._there(key, list))
 
     def push(self, key: str, *items: str) -> None:
@@ -132,7 +132,7 @@ class Redis:
 
     def take(self, key: str, most: int) -> list[str]:
         """Off the head."""
-        items = self._there(key, list)
+        items: list[str] = self._there(key, list)
         taken = items[:most]
         del items[:most]
         self._tidy(key)
@@ -187,6 +187,6 @@ class Redis:
         self._made(key, Hash).update(fields)
 
     def erase(self, key: str, field: str) -> str | None:
-        value = self._there(key, Hash).pop(field, None)
+        value: str | None = self._there(key, Hash).pop(field, None)
         self._tidy(key)
         return value

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
@@ -74,15 +75,15 @@ class Batch:
 Plan = list[tuple[NewState, Row]]
 
 
-def changes_of(flat: Sequence[object], states: Sequence[object]) -> dict[int, Change]:
+def changes_of(flat: Sequence[Any], states: Sequence[Any]) -> dict[int, Change]:
     """The changes of C, by their places in it, with their states of S."""
     return {at + 1: change_of(flat[at : at + 10], states) for at in range(0, len(flat), 10)}
 
 
-def change_of(row: Sequence[object], states: Sequence[object]) -> Change:
+def change_of(row: Sequence[Any], states: Sequence[Any]) -> Change:
     key, mark, epoch, force, fires, first, last, groups, arrivals, outbox = row
-    new = [state_from(*states[at - 1 : at + 11]) for at in range(first, last, 12)]  # type: ignore[call-overload, operator]
-    return Change(key, mark, epoch, force, fires, new, groups or (), arrivals or (), outbox)  # type: ignore[arg-type]
+    new = [state_from(*states[at - 1 : at + 11]) for at in range(first, last, 12)]
+    return Change(key, mark, epoch, force, fires, new, groups or (), arrivals or (), outbox)
 
 
 def state_from(
@@ -181,9 +182,9 @@ def write(redis: Redis, batch: Batch, one: NewState, row: Row, *, for_a_chord: b
     assert row.state is not None
     uuid, state = row.state.task_uuid, row.state
     kept = max(one.kept, LONG) if state.is_finished and for_a_chord else one.kept
-    redis.set(document(uuid), encode_state(state).decode("latin-1"), seconds=kept)
+    redis.keep(document(uuid), encode_state(state).decode("latin-1"), seconds=kept)
     lines = f"{row.run}\n{row.epoch}\n{row.mark}\n".encode("latin-1") + _lines(state)
-    redis.set(companion(uuid), lines.decode("latin-1"), seconds=kept)
+    redis.keep(companion(uuid), lines.decode("latin-1"), seconds=kept)
     batch.listed[uuid] = "mpy:done" if state.is_finished else "mpy:open"
     if state.is_finished:
         batch.finished.append(state.state.value + (one.queue or state.queue))
@@ -211,7 +212,7 @@ def fire(redis: Redis, group: str, expire: int) -> None:
     redis.write(hash_key, {"fired": "1"})
     text = redis.get(document(group))
     if text is not None:
-        redis.set(document(group), triggered(text), keep_expiry=True)
+        redis.keep(document(group), triggered(text), keep_expiry=True)
     members = redis.members(set_key)
     for key in (hash_key, set_key, *map(document, members), *map(companion, members)):
         redis.expire(key, expire)
@@ -251,13 +252,14 @@ def commit(redis: Redis, batch: Batch, change: Change, plan: Plan, now: int, exp
             redis.unscore("mpy:done", one.state.task_uuid)
     for group, text in change.groups:
         if not redis.exists(document(group)):
-            redis.set(document(group), triggered(text) if has_fired(redis, group) else text, seconds=LONG)
+            redis.keep(document(group), triggered(text) if has_fired(redis, group) else text, seconds=LONG)
             redis.score("mpy:groups", group, now + expire * 1_000_000)
-    for one in change.arrivals:
-        if redis.add(group_keys(one[0])[1], one[1]):
-            batch.arrived.setdefault(one[0], []).append(one)
+    for arrived in change.arrivals:
+        group, member, *_ = arrived
+        if redis.add(group_keys(group)[1], member):
+            batch.arrived.setdefault(group, []).append(arrived)
     if change.outbox:
-        redis.set(f"mpy:o:{{{change.key}}}", change.outbox)
+        redis.keep(f"mpy:o:{{{change.key}}}", change.outbox)
         redis.score("mpy:outbox", change.key, now)
 
 
