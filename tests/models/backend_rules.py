@@ -17,7 +17,7 @@ from machinery_py.states import ZERO_TIME, Arrival, GroupMeta, State, TaskState
 from machinery_py.wire import encode_state
 from tests.models import backend, settlement
 from tests.models.broker_rules import KEYS, Arrivals, packed
-from tests.models.machine import QUEUES, START, Due, Fate, Messages, Passed, Pick, Queue1, ScriptMachine, Session1, Token
+from tests.models.machine import QUEUES, START, Due, Fate, Messages, Passed, Pick, ScriptMachine, Session1, Token
 
 TASKS = ("task_1", "task_2", "x", "jobs")  # one is so short that Go's key is not used, one is the name of a queue
 GROUPS = {"group_1": (2, b"callback"), "group_2": (1, b""), "g": (0, b"\xffcallback")}  # (total, callback)
@@ -36,6 +36,7 @@ States = st.builds(
     queue=st.sampled_from(["", "jobs"]), progress=st.sampled_from([None, None, (1.0, 2.5)]), started_at=st.sampled_from(MOMENTS),
     eta=st.sampled_from([None, None, moment_of(START + 1000_000_000_000)]), worker=st.sampled_from(["", "", "w1", "w2"]),
 )
+Marks = States.filter(lambda state: not state.is_finished)
 NewChange = st.fixed_dictionaries({
     "key": Task, "mark": st.sampled_from(["", "m1", "m2"]), "epoch": st.sampled_from([0, 0, 0, 1, 2]),
     "force": st.sampled_from([False] * 5 + [True]), "fires": st.sampled_from(["", "", "", "", *GROUPS]),
@@ -138,23 +139,23 @@ class SettlementMachine(Arrivals, StateRules):
 
     @rule(
         passed=Passed, session=Session1, expire=Expire,
-        ends=st.lists(st.tuples(Queue1, Pick, Fate, Due, st.one_of(st.none(), NewChange), Messages), max_size=3),
-        marks=st.lists(st.tuples(Queue1, Pick, States), max_size=2),
+        ends=st.lists(st.tuples(Pick, Fate, Due, st.one_of(st.none(), NewChange), Messages), min_size=1, max_size=3),
+        marks=st.lists(st.tuples(Pick, Marks), max_size=2),
     )
     def settle(self, passed: int, session: str, expire: int, ends: list[Any], marks: list[Any]) -> None:
-        now = self.passed(passed)
+        now, session = self.passed(passed), self.holder(session)
         changes = self.changes([], expire)
         flat: list[object] = []
-        for queue, pick, fate, due, change, messages in ends:
+        for pick, fate, due, change, messages in ends:
             place = self.add(changes, change) if change else 0
             more: object = False
             if messages or fate != "done":
                 rows = [(QUEUES.index(one[0]), *row[1:]) for one, row in zip(messages, self.messages(messages)[1], strict=True)]
                 more = (0 if due is None else self.now + due, raw(b"head"), rows)
-            flat += (QUEUES.index(queue), self.receipt(queue, session, pick), fate, place, more)
+            flat += (*self.delivery(session, pick), fate, place, more)
         seen: list[object] = []
-        for queue, pick, state in marks:
+        for pick, state in marks:
             place = changes.add(key=state.task_uuid, states=[state])
-            seen += (QUEUES.index(queue), self.receipt(queue, session, pick), place)
+            seen += (*self.delivery(session, pick), place)
         self.run(settlement_scripts.SETTLE, settlement.settle, now, expire, session, KEYS, flat, seen, changes.changes,
                  changes.states)

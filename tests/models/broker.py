@@ -155,7 +155,7 @@ def dispose(
     redis: Redis, now: str, session: str, queues: Sequence[Queue], disposals: Sequence[tuple[int, str, str, int, str]]
 ) -> object:
     verdicts = ""
-    backs: dict[Queue, list[tuple[str, Entry]]] = {}
+    backs: dict[int, list[tuple[str, Entry]]] = {}
     for name, _ in queues:
         redis.expect(name, list)
     for place, receipt, fate, due, head in disposals:
@@ -166,9 +166,9 @@ def dispose(
         verdicts += "s"
         entry = end(redis, queue, session, receipt, fate, due, head, int(now))
         if fate == "back":
-            backs.setdefault(queue, []).append((receipt, entry))
-    for queue, entries in backs.items():
-        give_back(redis, queue, entries, int(now))
+            backs.setdefault(place, []).append((receipt, entry))
+    for place, entries in backs.items():
+        give_back(redis, queues[place], entries, int(now))
     return [verdicts, redis.woken]
 
 

@@ -66,7 +66,8 @@ class Arrivals(ScriptMachine):
         self.run(redis_scripts.PUT, broker.put_messages, now, token, *self.messages(messages))
 
     @rule(
-        passed=Passed, session=Session1, queues=Queues, limit=st.integers(1, 5), lost=st.lists(st.integers(1, 3), max_size=2),
+        passed=Passed, session=Session1, queues=Queues, limit=st.integers(1, 5),
+        lost=st.lists(st.integers(1, 3), max_size=2, unique=True),
         number=st.sampled_from(CONNECTIONS), will_sleep=st.booleans(), noted=st.booleans(),
     )
     def claim(
@@ -78,6 +79,19 @@ class Arrivals(ScriptMachine):
         keys = [queue_keys(name) for name in queues]
         self.run(redis_scripts.CLAIM, broker.claim, now, session, keys, limit, self.claims, lost, number, will_sleep, noted,
                  reading=claimed)
+
+    @rule(passed=Passed, session=Session1, messages=Messages)
+    def a_session_gets_messages(self, passed: int, session: str, messages: list[Any]) -> None:
+        self.register(passed, session, list(QUEUES))
+        self.put(0, "", messages)
+        self.claim(0, session, list(QUEUES), 5, [], "11", False, False)
+
+    @rule(passed=Passed, session=Session1, pick=Pick)
+    def a_session_dies(self, passed: int, session: str, pick: int) -> None:
+        session = self.holder(session)
+        self.begin(session, pick)
+        self.condemn(passed, session, 1, "")
+        self.a_session_gets_messages(0, session, [])
 
     @rule(passed=Passed, session=Session1, strikes=st.integers(0, 1), seen=st.sampled_from(["", "", "1", "now"]))
     def condemn(self, passed: int, session: str, strikes: int, seen: str) -> None:
@@ -91,15 +105,19 @@ class Arrivals(ScriptMachine):
         keys = [queue_keys(name) for name in queues]
         self.run(redis_scripts.REGISTER, broker.register, self.passed(passed), session, raw(b"again"), keys)
 
-    @rule(queue=Queue1, session=Session1, pick=Pick)
-    def begin(self, queue: str, session: str, pick: int) -> None:
-        receipt = self.receipt(queue, session, pick)
-        self.run(redis_scripts.BEGIN, broker.begin, session, queue_keys(queue)[1], receipt)
+    @rule(session=Session1, pick=Pick)
+    def begin(self, session: str, pick: int) -> None:
+        place, receipt = self.delivery(session, pick)
+        self.run(redis_scripts.BEGIN, broker.begin, session, KEYS[place][1], receipt)
 
-    @rule(key=st.sampled_from([*QUEUES, DELAYED]), kind=st.sampled_from(["string", "set", "list", "none", "none", "none"]))
+    @rule(key=st.sampled_from([*QUEUES, DELAYED]), kind=st.sampled_from(["string", "set", "list", *["none"] * 4]))
     def spoil_a_key_of_go(self, key: str, kind: str) -> None:
-        if kind != "none" or (key in self.model.keys and self.model.keys[key] in ("spoilt", ["spoilt"], {"spoilt"})):
+        if kind != "none":
             self.spoil(key, kind)
+            return
+        for one in (*QUEUES, DELAYED):
+            if self.model.keys.get(one) in ("spoilt", ["spoilt"], {"spoilt"}):
+                self.spoil(one, "none")
 
     @rule(queue=Queue1)
     def pause(self, queue: str) -> None:
@@ -118,18 +136,18 @@ class BrokerMachine(Arrivals):
         keys = [queue_keys(name) for name in queues]
         self.run(redis_scripts.BEAT, broker.beat, self.passed(passed), session, keys)
 
-    @rule(passed=Passed, session=Session1, ends=st.lists(st.tuples(Queue1, Pick, Fate, Due), min_size=1, max_size=4))
+    @rule(passed=Passed, session=Session1, ends=st.lists(st.tuples(Pick, Fate, Due), min_size=1, max_size=4))
     def dispose(self, passed: int, session: str, ends: list[Any]) -> None:
-        now = self.passed(passed)
+        now, session = self.passed(passed), self.holder(session)
         rows = [
-            (QUEUES.index(queue), self.receipt(queue, session, pick), fate, 0 if due is None else self.now + due, raw(b"head"))
-            for queue, pick, fate, due in ends
+            (*self.delivery(session, pick), fate, 0 if due is None else self.now + due, raw(b"head")) for pick, fate, due in ends
         ]
         self.run(redis_scripts.DISPOSE, broker.dispose, now, session, KEYS, rows)
 
-    @rule(session=Session1, picks=st.lists(st.tuples(Queue1, Pick), max_size=3))
-    def holds(self, session: str, picks: list[Any]) -> None:
-        held = [(queue_keys(queue)[1], self.receipt(queue, session, pick)) for queue, pick in picks]
+    @rule(session=Session1, picks=st.lists(Pick, max_size=3))
+    def holds(self, session: str, picks: list[int]) -> None:
+        deliveries = [self.delivery(session, pick) for pick in picks]
+        held = [(KEYS[place][1], receipt) for place, receipt in deliveries]
         self.run(redis_scripts.HOLDS, broker.holds, session, held)
 
     @rule(session=Session1, queue=Queue1, body=st.sampled_from(BODIES))

@@ -16,7 +16,7 @@ from tests.models.beside import Beside, Reading
 from tests.models.messages import Queue, flight_of
 
 QUEUES = ("jobs", "{mail}.low")
-SESSIONS = ("s1", "s2", "s3")
+SESSIONS = ("s1", "s2")
 CONNECTIONS = ("11", "12", "13")
 BODIES = (b'{"RoutingKey":"jobs"}', b'{"RoutingKey":"{mail}.low","ETA":null}', b"plain", b"\xff\x00\n 1 2", b"")
 LABELS = (b"", b"", b"", b"\x92\xa1u\xa1n", b"a\nlabel")
@@ -68,10 +68,21 @@ class ScriptMachine(RuleBasedStateMachine):
         ]
         return [queue_keys(name) for name in names], rows
 
-    def receipt(self, queue: str, session: str, pick: int) -> str:
+    def held(self, session: str) -> list[tuple[int, str]]:
+        """(place of the queue, receipt) of what a session has in flight."""
+        return [
+            (place, receipt) for place, name in enumerate(QUEUES)
+            for receipt in sorted(self.model.fields(flight_of(queue_keys(name), session)), key=int)
+        ]
+
+    def delivery(self, session: str, pick: int) -> tuple[int, str]:
         """One of those that the session holds, and now and then one that it does not."""
-        held = sorted(self.model.fields(flight_of(queue_keys(queue), session)), key=int)
-        return held[pick % len(held)] if held and pick else "999"
+        held = self.held(session)
+        return held[pick % len(held)] if held and pick else (pick % 2, "999")
+
+    def holder(self, session: str) -> str:
+        """The session, or another if it holds nothing."""
+        return next((one for one in (session, *SESSIONS) if self.held(one)), session)
 
     def spoil(self, key: str, kind: str) -> None:
         """Somebody keeps something else under a key that Go sees as well."""
