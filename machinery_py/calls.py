@@ -55,6 +55,7 @@ class Call:
         self._rest = _Parameter("", Any, None)
         self._keywords: dict[str, _Parameter] = {}
         self._convert_any = False
+        self._returns: Any = Any
         self._result_converter: Callable[[Any], Any] | None = None
 
     def _learn(self) -> dict[str, Any]:
@@ -73,7 +74,8 @@ class Call:
                 self._rest = parameter
             else:
                 self._keywords[p.name] = parameter
-        self._result_converter = converter(hints.get("return", Any))
+        self._returns = hints.get("return", Any)
+        self._result_converter = converter(self._returns)
         self._hints = hints
         return hints
 
@@ -190,16 +192,22 @@ class Call:
     def results(self, value: Any) -> tuple[Arg, ...]:
         """What the function returned, as it is stored: nothing for None, one for each item of a tuple.
 
+        The annotation decides where the value does not, as with arguments: a Go task that gets it asks for one type.
+
         Raises:
             ArgumentError: it cannot be stored.
         """
         if value is None:
             return ()
+        if self._hints is None:
+            self._learn()
         plain = _PLAIN.get(type(value))
-        if plain is not None and (plain != "int64" or -(2**63) <= value < 2**63):
+        if plain is not None and (self._returns is type(value) or self._returns is Any) and (
+            plain != "int64" or -(2**63) <= value < 2**63
+        ):
             return (Arg(type=plain, value=value),)
         try:
-            return tuple(Arg(type=type_name, value=wire) for type_name, wire in result_of(value))
+            return tuple(Arg(type=type_name, value=wire) for type_name, wire in result_of(value, self._returns))
         except ArgumentError as error:
             raise ArgumentError(f"{self.name} result: {error}") from None
 

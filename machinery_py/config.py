@@ -61,6 +61,7 @@ class Config(Section):
     max_result_size: int = option(1024 * 1024, "larger results are a failure of the task", "bytes", low=1)
     prefetch: int = option(512, "tasks a thread worker may hold beyond the running ones, at most")
     concurrency: int = option(0, "tasks that a worker runs at once; 0 = two for each processor")
+    go_program: str = option("", "a Go program with the same schedules: ticks are sent under its lock only; empty = none")
     require_server: bool = option(False, "refuse the stores that need no server (sqlite, memory, eager)")
     strict_durability: bool = option(False, "refuse a server that may forget what it has stored, instead of warning")
 

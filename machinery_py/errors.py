@@ -6,6 +6,10 @@
     ├── TaskNotRegistered (LookupError)       a signature names a task that is not known here
     ├── TaskAlreadyRegistered (ValueError)    two functions want one name
     ├── ArgumentError (TypeError)             a value cannot be sent, or does not fit the task
+    ├── ScheduleError (ValueError)            a schedule that cannot be read, or would never be due
+    ├── ScheduleNotFound (LookupError)        no schedule has this name
+    ├── LockNotAcquired (TimeoutError)        somebody else has the lock
+    ├── LockLost                              a lock is not held any more
     ├── WorkflowError (ValueError)            a chain, group or chord that could never work
     ├── DecodeError (ValueError)              bytes that are no signature or no state
     ├── PublishRefused                        nothing was stored; sending again is safe
@@ -73,6 +77,35 @@ class TaskAlreadyRegistered(MachineryError, ValueError):
 
 class ArgumentError(MachineryError, TypeError):
     """An argument cannot be sent, or the arguments do not fit the task's parameters."""
+
+
+class ScheduleError(MachineryError, ValueError):
+    """A schedule that cannot be read, or would never be due; refused where it is made."""
+
+
+class ScheduleNotFound(MachineryError, LookupError):
+    """No schedule has this name."""
+
+    def __init__(self, name: str, known: Iterable[str]) -> None:
+        self.name = name
+        known = sorted(known)
+        super().__init__(f"no schedule {name!r} (there are: {', '.join(known) or 'none'}{nearest(name, known)})")
+
+
+class LockNotAcquired(MachineryError, TimeoutError):
+    """Somebody else has the lock."""
+
+    def __init__(self, name: str, waited: float | None) -> None:
+        self.name = name
+        super().__init__(f"lock {name!r}: somebody else has it" + (f", and had it for {waited:g} s" if waited else ""))
+
+
+class LockLost(MachineryError):
+    """A lock is not held (any more): its lease could not be renewed in time, or it was given back."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        super().__init__(f"lock {name!r} is not held (any more); somebody else may have done the same work beside this")
 
 
 class WorkflowError(MachineryError, ValueError):

@@ -6,7 +6,7 @@ import datetime as dt
 import logging
 import sys
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast, overload
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast, overload
 
 from machinery_py.backends.base import Backend, Listener
 from machinery_py.backoff import Backoff, check_backoff
@@ -14,14 +14,18 @@ from machinery_py.brokers.base import Broker
 from machinery_py.clock import SYSTEM_CLOCK, Clock
 from machinery_py.config import Config
 from machinery_py.context import Context
+from machinery_py.declaring import Anything, Declaring, TaskDecorator
 from machinery_py.engine import Engine
 from machinery_py.errors import MachineryError
 from machinery_py.events import EventBus
 from machinery_py.hub import Hub
 from machinery_py.inspection import Inspector
+from machinery_py.named_lock import LockKeeper, NamedLock
 from machinery_py.queues import Queues
 from machinery_py.registry import AsyncTask, Task, TaskSettings, check_numbers
 from machinery_py.results import AsyncResult, ChainResult, ChordResult, GroupResult
+from machinery_py.scheduler import Declared
+from machinery_py.schedules import Schedules
 from machinery_py.settings import resolve
 from machinery_py.signature import Chain, Signature, Step
 from machinery_py.worker.inline import Inline
@@ -35,28 +39,7 @@ R = TypeVar("R")
 AroundTask = Callable[[Signature[object]], Iterator[None]]
 
 
-class _Anything:
-    """For type checkers: a first parameter that takes even this is untyped, Any or object, and would pass for a Context."""
-
-
-class TaskDecorator(Protocol):
-    """What `server.task(…)` with options returns. Keeps the function's parameters and result for type checkers."""
-
-    @overload
-    def __call__(self, function: Callable[Concatenate[_Anything, P], Coroutine[Any, Any, R]], /) -> AsyncTask[..., R]: ...
-    @overload
-    def __call__(self, function: Callable[Concatenate[_Anything, P], R], /) -> Task[..., R]: ...
-    @overload
-    def __call__(self, function: Callable[Concatenate[Context, P], Coroutine[Any, Any, R]], /) -> AsyncTask[P, R]: ...
-    @overload
-    def __call__(self, function: Callable[Concatenate[Context, P], R], /) -> Task[P, R]: ...
-    @overload
-    def __call__(self, function: Callable[P, Coroutine[Any, Any, R]], /) -> AsyncTask[P, R]: ...
-    @overload
-    def __call__(self, function: Callable[P, R], /) -> Task[P, R]: ...
-
-
-class Server:
+class Server(Declaring):
     """One application: its tasks, and the stores that they go through. May be used from any thread.
 
     Args:
@@ -79,7 +62,10 @@ class Server:
         )
         self.engine = Engine(resolved, clock)
         self.inspect = Inspector(self.engine)
+        self.declared = Declared()
+        self.schedules = Schedules(self.engine, self.declared)
         self._hub: Hub | None = None
+        self._locks = LockKeeper(lambda: self.engine.stores.lock, lambda: self.engine.config.lease)
         self._inline = Inline(self.engine, self._all_queues, name="eager")
         self._told_loop = False
         self.engine.attach(self._inline.drain)
@@ -115,14 +101,15 @@ class Server:
         hub, self._hub = self._hub, None
         if hub is not None:
             hub.close()
+        self._locks.close()
         self.engine.close()
 
     # Registering
 
     @overload
-    def task(self, function: Callable[Concatenate[_Anything, P], Coroutine[Any, Any, R]], /) -> AsyncTask[..., R]: ...
+    def task(self, function: Callable[Concatenate[Anything, P], Coroutine[Any, Any, R]], /) -> AsyncTask[..., R]: ...
     @overload
-    def task(self, function: Callable[Concatenate[_Anything, P], R], /) -> Task[..., R]: ...
+    def task(self, function: Callable[Concatenate[Anything, P], R], /) -> Task[..., R]: ...
     @overload
     def task(self, function: Callable[Concatenate[Context, P], Coroutine[Any, Any, R]], /) -> AsyncTask[P, R]: ...
     @overload
@@ -363,11 +350,22 @@ class Server:
         """These tasks are not started any more; those that run are asked to stop."""
         self.backend.revoke(list(uuids))
 
+    def lock(self, name: str, *, timeout: float | None = None, blocking: bool = True) -> NamedLock:
+        """A lock across all processes with this lock store: `with server.lock("feed-7"):`, or `async with`.
+
+        It is held while its holder lives, and free `lease` seconds after its holder was killed.
+
+        Args:
+            timeout: seconds to wait for it at most; then LockNotAcquired.
+            blocking: False: do not wait at all.
+        """
+        return NamedLock(self._locks, name, timeout=timeout, blocking=blocking)
+
     # Workers
 
     def new_worker(
         self, name: str = "", concurrency: int = 0, *, queues: Queues = (), burst: bool = False,
-        shutdown_timeout: float | None = None,
+        shutdown_timeout: float | None = None, scheduler: bool = True,
     ) -> Worker:
         """A worker in this process, not started yet: `worker.launch()`, or `with worker:`.
 
@@ -377,9 +375,10 @@ class Server:
             queues: names in strict order, or a mapping of names to weights; by default the configured ones.
             burst: end when there is nothing left to do.
             shutdown_timeout: seconds that running tasks get at the end.
+            scheduler: whether it sends what schedules say; a burst worker never does.
         """
         return Worker(self.engine, name, concurrency=concurrency, queues=queues, burst=burst,
-                      shutdown_timeout=shutdown_timeout)
+                      shutdown_timeout=shutdown_timeout, declared=self.declared if scheduler and not burst else None)
 
     def new_custom_queue_worker(self, name: str, concurrency: int, queue: str) -> Worker:
         """A worker on one other queue; Go's name."""

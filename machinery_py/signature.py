@@ -25,6 +25,8 @@ HEADER_RUN = "machinery_run"  # how many runs ended before this one, retries of 
 HEADER_ATTEMPT = "machinery_attempt"  # which try this is, 1 for the first; RetryTaskLater does not count
 HEADER_EXPIRES = "machinery_expires"  # unix seconds; not started after that
 HEADER_COLLECT = "machinery_collect"  # on a chord's callback: all results as one list
+HEADER_SCHEDULE = "machinery_schedule"  # the name of the schedule that sent it
+HEADER_TICK = "machinery_tick"  # the time at which that was due
 
 
 class Arg(msgspec.Struct, frozen=True, kw_only=True, gc=False):

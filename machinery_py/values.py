@@ -98,8 +98,11 @@ def describe_as(type_name: str, value: Any) -> Any:
     return write(value)
 
 
-def result_of(value: Any) -> tuple[tuple[str, Any], ...]:
+def result_of(value: Any, hint: Any = None) -> tuple[tuple[str, Any], ...]:
     """The results of a task that returned this: none for None, one for each element of a tuple, else one.
+
+    Args:
+        hint: the annotation of what the task returns, which decides as a parameter's does (see `describe`).
 
     Raises:
         ArgumentError: something in it cannot be sent.
@@ -107,12 +110,19 @@ def result_of(value: Any) -> tuple[tuple[str, Any], ...]:
     if value is None:
         return ()
     if type(value) is tuple:
-        return tuple([_one_result(item) for item in value])
-    return (_one_result(value),)
+        return tuple([_one_result(item, inner) for item, inner in zip(value, _item_hints(hint, len(value)), strict=True)])
+    return (_one_result(value, hint),)
 
 
-def _one_result(value: Any) -> tuple[str, Any]:
-    type_name, wire_value = describe(value)
+def _item_hints(hint: Any, count: int) -> abc.Sequence[Any]:
+    items = typing.get_args(hint) if typing.get_origin(hint) is tuple else ()
+    if len(items) == 2 and items[1] is ...:
+        return [items[0]] * count
+    return items if len(items) == count else [None] * count
+
+
+def _one_result(value: Any, hint: Any) -> tuple[str, Any]:
+    type_name, wire_value = describe(value, hint)
     return ("[]uint8" if type_name == "[]byte" else type_name), wire_value
 
 

@@ -1,10 +1,10 @@
 """The tables of the SQLite stores, and the version that their file bears.
 
 A moment is an INTEGER: microseconds since 1970, UTC. What each table is for stands in the store that uses it:
-messages, dead, sessions, queues, paused and tokens in brokers/sqlite.py; tasks, groups, group_members, outbox and revoked in
-backends/sqlite.py; locks in locks/sqlite.py.
+messages, dead, sessions, queues, paused and tokens in brokers/sqlite.py; tasks, groups, group_members, outbox, revoked and
+records in backends/sqlite.py; locks in locks/sqlite.py.
 
-A change of a table raises VERSION and brings the statements that lead up to it.
+A change of a table raises VERSION, and adds to UPGRADES the statements that lead up to it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,10 @@ from collections.abc import Mapping
 
 VERSION = 2
 APPLICATION_ID = 0x6D636879  # "mchy": tells our file from another program's
+
+# id: AUTOINCREMENT, so that no change of a record passes unseen.
+_PAUSED = "CREATE TABLE paused (queue TEXT PRIMARY KEY) WITHOUT ROWID"
+_RECORDS = "CREATE TABLE records (id INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL UNIQUE, body BLOB NOT NULL)"
 
 #: Run in one transaction on an empty file.
 TABLES: tuple[str, ...] = (
@@ -42,7 +46,7 @@ TABLES: tuple[str, ...] = (
         beat_at INTEGER NOT NULL)
     """,
     "CREATE TABLE queues (name TEXT PRIMARY KEY) WITHOUT ROWID",
-    "CREATE TABLE paused (queue TEXT PRIMARY KEY) WITHOUT ROWID",
+    _PAUSED,
     "CREATE TABLE tokens (token TEXT PRIMARY KEY, used_at INTEGER NOT NULL) WITHOUT ROWID",
     "CREATE INDEX tokens_used ON tokens (used_at)",
     """
@@ -80,9 +84,10 @@ TABLES: tuple[str, ...] = (
         expires_at INTEGER NOT NULL)
     """,
     "CREATE INDEX locks_expiring ON locks (expires_at)",
+    _RECORDS,
 )
 
 #: What makes the tables of a version those of the next. A program of the version before can go on with the file that it has open.
 UPGRADES: Mapping[int, tuple[str, ...]] = {
-    1: ("CREATE TABLE paused (queue TEXT PRIMARY KEY) WITHOUT ROWID",),
+    1: (_PAUSED, _RECORDS),
 }

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import datetime as dt
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar
 
 import msgspec
 
 from machinery_py.durability import Concern
-from machinery_py.errors import StateNotFound
+from machinery_py.errors import StateNotFound, Unsupported
 from machinery_py.signature import Arg, Signature
 from machinery_py.states import Arrival, GroupMeta, State, TaskState
 
@@ -28,6 +28,7 @@ class BackendFeatures(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     listing: bool = True  # states can be listed by name and state
     conditional: bool = True  # a change can depend on the epoch: completion once, also with two stores
     keeps: bool = True  # False: the null backend
+    foreign: bool = False  # Go programs may change the states in it
 
 
 class ReadyGroup(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -62,6 +63,39 @@ class Change(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     fires: str = ""
     outbox: Sequence[bytes] = ()
     force: bool = False
+
+
+class Records(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """The small records that the engine keeps in a backend: its schedules.
+
+    Attributes:
+        now: the moment by the store's own clock.
+        version: changes with every change of a record.
+        bodies: name → record; None: the version is the one that the caller knows.
+    """
+
+    now: dt.datetime
+    version: str
+    bodies: Mapping[str, bytes] | None = None
+
+
+class Amendment(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """The change of one record, and what becomes true with it.
+
+    Attributes:
+        expected: what the record must hold; None: there must be none.
+        body: what it holds then; None: it is gone.
+        states, groups: of the messages that are sent with it.
+        outbox: those messages, where the broker is another store; kept under `outbox_key` until `clear_outbox`.
+    """
+
+    name: str
+    expected: bytes | None
+    body: bytes | None
+    states: Sequence[TaskState] = ()
+    groups: Sequence[GroupMeta] = ()
+    outbox: Sequence[bytes] = ()
+    outbox_key: str = ""
 
 
 class Verdict(msgspec.Struct, frozen=True, gc=False):
@@ -132,12 +166,29 @@ class Backend(ABC):
         """What is still to be published for each of these changes."""
 
     @abstractmethod
-    def clear_outbox(self, keys: Sequence[str]) -> None:
-        """The outboxes of these changes have been published."""
+    def clear_outbox(self, sent: Sequence[tuple[str, Sequence[bytes]]]) -> None:
+        """These outboxes of these keys have been published. One that was written for a key since then stays."""
 
     @abstractmethod
     def unsent(self, limit: int, *, older_than: float) -> list[tuple[str, Sequence[bytes]]]:
         """Outboxes that nobody has cleared for that many seconds: their owner died between two stores."""
+
+    def records(self, known: str = "") -> Records:
+        """All records; without their bodies if nothing has changed since the version `known`.
+
+        Raises:
+            Unsupported: this backend keeps none.
+        """
+        raise Unsupported(f"the {self.features.name} backend keeps no schedules (name another result backend)")
+
+    def amend(self, amendment: Amendment) -> bool:
+        """Change a record as one step with all that goes with it. False: it did not hold what was expected, and nothing
+        was written. So it may be repeated after a lost reply, but the answer may then be False though it was carried out.
+
+        Raises:
+            Unsupported: this backend keeps none.
+        """
+        raise Unsupported(f"the {self.features.name} backend keeps no schedules (name another result backend)")
 
     @abstractmethod
     def settled_by(self, uuids: Sequence[str]) -> list[str]:

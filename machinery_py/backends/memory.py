@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from machinery_py._drivers.memory import MemoryHub
-from machinery_py.backends.base import BackendFeatures, Listener, ReadyGroup
+from machinery_py.backends.base import BackendFeatures, Listener, ReadyGroup, Records
 from machinery_py.backends.transactional import Row, TransactionalBackend
 from machinery_py.states import Arrival, GroupMeta, State, TaskState
 
@@ -52,6 +52,8 @@ class MemoryBackend(TransactionalBackend):
         self._ready: set[str] = set()
         self._outboxes: dict[str, tuple[Sequence[bytes], float]] = {}
         self._revoked: set[str] = set()
+        self._records: dict[str, bytes] = {}
+        self._records_version = 0
         self._listeners: set[MemoryListener] = set()
 
     def now(self) -> dt.datetime:
@@ -116,16 +118,33 @@ class MemoryBackend(TransactionalBackend):
     def _outbox(self, key: str) -> Sequence[bytes]:
         return self._outboxes.get(key, ((), 0.0))[0]
 
-    def clear_outbox(self, keys: Sequence[str]) -> None:
+    def clear_outbox(self, sent: Sequence[tuple[str, Sequence[bytes]]]) -> None:
         with self.hub.lock:
-            for key in keys:
-                self._outboxes.pop(key, None)
+            for key, bodies in sent:
+                if self._outbox(key) == tuple(bodies):
+                    self._outboxes.pop(key, None)
 
     def unsent(self, limit: int, *, older_than: float) -> list[tuple[str, Sequence[bytes]]]:
         with self.hub.lock:
             before = self.hub.clock.monotonic() - older_than
             found = [(key, bodies) for key, (bodies, kept_at) in self._outboxes.items() if kept_at <= before]
             return found[:limit]
+
+    def _swap_record(self, name: str, expected: bytes | None, body: bytes | None) -> bool:
+        if self._records.get(name) != expected:
+            return False
+        if body is None:
+            self._records.pop(name, None)
+        else:
+            self._records[name] = body
+        self._records_version += 1
+        return True
+
+    def records(self, known: str = "") -> Records:
+        with self.hub.lock:
+            version = str(self._records_version)
+            bodies = None if version == known else dict(self._records)
+            return Records(now=self.now(), version=version, bodies=bodies)
 
     def _finished(self, uuids: Sequence[str]) -> None:
         for listener in self._listeners:

@@ -15,18 +15,20 @@ from typing import Any
 
 import msgspec
 
-from machinery_py._drivers.redis import RedisDriver, micros
-from machinery_py._drivers.redis_lua import Script, pack
-from machinery_py.backends import redis_scripts
+from machinery_py._drivers.redis import RedisDriver, micros, moment_of
+from machinery_py._drivers.redis_lua import Script, pack, raw
+from machinery_py.backends import redis_amend, redis_scripts
 from machinery_py.backends.base import (
     ALREADY,
     FENCED,
     SETTLED,
+    Amendment,
     Backend,
     BackendFeatures,
     Begun,
     Change,
     ReadyGroup,
+    Records,
     Verdict,
 )
 from machinery_py.backends.redis_listener import RedisListener
@@ -51,7 +53,7 @@ _outbox = msgspec.msgpack.Decoder(tuple[bytes, ...]).decode
 class RedisBackend(Backend):
     """Documents on the driver's server. The driver belongs to whoever made it."""
 
-    features = BackendFeatures(name="redis")
+    features = BackendFeatures(name="redis", foreign=True)
 
     def __init__(self, driver: RedisDriver, *, expire_in: float = EXPIRE_IN) -> None:
         self.driver = driver
@@ -89,14 +91,33 @@ class RedisBackend(Backend):
         boxes = self.driver.ask(b"MGET", *(f"mpy:o:{{{key}}}".encode() for key in keys), doing="reading outboxes")
         return [_outbox(box) if box else () for box in boxes]
 
-    def clear_outbox(self, keys: Sequence[str]) -> None:
-        self._run(redis_scripts.CLEAR, keys, doing="clearing outboxes")
+    def clear_outbox(self, sent: Sequence[tuple[str, Sequence[bytes]]]) -> None:
+        rows = [(key, raw(_pack_outbox(tuple(bodies)))) for key, bodies in sent]
+        self._run(redis_scripts.CLEAR, rows, doing="clearing outboxes")
 
     def unsent(self, limit: int, *, older_than: float) -> list[tuple[str, Sequence[bytes]]]:
         found = self._run(
             redis_scripts.UNSENT, self.driver.now(), limit, int(older_than * 1e6), doing="looking for outboxes"
         )
         return [(key.decode(), _outbox(box) if box else ()) for key, box in found]
+
+    def records(self, known: str = "") -> Records:
+        found = self._run(redis_amend.RECORDS, self.driver.now(), known, doing="reading schedules")
+        bodies = dict(zip(map(bytes.decode, found[2][::2]), found[2][1::2], strict=True)) if len(found) > 2 else None
+        return Records(now=moment_of(int(found[0])), version=found[1].decode(), bodies=bodies)
+
+    def amend(self, amendment: Amendment) -> bool:
+        done = self._run(redis_amend.AMEND, *self.packed_amendment(amendment), doing="changing a schedule")
+        return bool(done)
+
+    def packed_amendment(self, amendment: Amendment) -> tuple[object, ...]:
+        """As redis_amend.py says."""
+        change = Changes(self.now(), self.seconds)
+        if amendment.states or amendment.groups or amendment.outbox:
+            outbox = _pack_outbox(tuple(amendment.outbox)) if amendment.outbox else b""
+            change.add(key=amendment.outbox_key, states=amendment.states, groups=amendment.groups, outbox=outbox)
+        return (self.driver.now(), self.seconds, _printable(amendment.name), raw(amendment.expected or b""),
+                raw(amendment.body or b""), change.changes, change.states)
 
     def settled_by(self, uuids: Sequence[str]) -> list[str]:
         return [mark.decode() for mark in self._run(redis_scripts.MARKS, uuids, doing="reading marks")] if uuids else []
@@ -200,6 +221,10 @@ class RedisBackend(Backend):
 
 def _bytes(text: str) -> bytes:
     return text.encode("utf-8", "backslashreplace")
+
+
+def _printable(text: str) -> str:
+    return _bytes(text).decode()
 
 
 def _document(uuid: str) -> bytes:

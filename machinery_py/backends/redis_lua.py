@@ -164,8 +164,14 @@ end
 local function may_fire(uuid)
   local doc = call('GET', doc_key(uuid))
   if not doc and call('EXISTS', (group_keys(uuid))) == 0 then return false end
+  if has_fired(uuid) then return false end
+  -- Go sets its flag for a group with a failed member, too, and then tells nobody.
+  if call('HGET', (group_keys(uuid)), 'failed') then return true end
   if doc and string.find(doc, '"ChordTriggered":true', 1, true) then return false end
-  return not has_fired(uuid)
+  return call('EXISTS', 'TriggerChordMutex') == 0
+end
+local function settled_elsewhere(uuid)
+  if call('EXISTS', 'TriggerChordMutex') == 0 and not may_fire(uuid) then call('ZREM', 'mpy:ready', uuid) end
 end
 local function decide(c)
   local key, mark, epoch, force, fires = C[c + $KEY], C[c + $MARK], C[c + $EPOCH], C[c + $FORCE], C[c + $FIRES]

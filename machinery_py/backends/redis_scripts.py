@@ -86,11 +86,13 @@ end
 return found
 """)
 
-# In: keys. Out: nothing.
+# In: (key, outbox that was sent). Out: nothing. Another one is a later one.
 CLEAR = Script(PRELUDE + r"""
-for _, key in ipairs(unpacked[1]) do
-  call('DEL', 'mpy:o:{' .. key .. '}')
-  call('ZREM', 'mpy:outbox', key)
+for _, one in ipairs(unpacked[1]) do
+  local name = 'mpy:o:{' .. one[1] .. '}'
+  local kept = call('GET', name)
+  if kept == one[2] then call('DEL', name) end
+  if not kept or kept == one[2] then call('ZREM', 'mpy:outbox', one[1]) end
 end
 """)
 

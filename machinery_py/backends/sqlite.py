@@ -5,6 +5,7 @@
     group_members    position, arrived, ok; a member is counted when its row changes
     outbox           messages still to be published by somebody else's broker
     revoked          tasks not to be started, for three days
+    records          schedules: a row each, with a new id after each change
 
 A finished member of a chord does not expire before the chord was settled, unless no member arrives for a week.
 
@@ -19,7 +20,7 @@ from collections.abc import Iterable, Sequence
 
 from machinery_py._drivers.sqlite import SQLiteDriver, Transaction
 from machinery_py._drivers.sqlite_rows import Rows, as_json, insert_rows, micros, moment_of, printable
-from machinery_py.backends.base import BackendFeatures, Change, ReadyGroup, Verdict
+from machinery_py.backends.base import BackendFeatures, Change, ReadyGroup, Records, Verdict
 from machinery_py.backends.sqlite_listener import SQLiteListener
 from machinery_py.backends.sqlite_records import (
     ALL,
@@ -85,6 +86,10 @@ DELETE FROM tasks WHERE rowid IN (
 _EXPIRED_GROUPS = """
 SELECT uuid FROM groups AS g INDEXED BY groups_expiring WHERE expires_at <= ?1 AND NOT EXISTS (
     SELECT 1 FROM group_members AS m JOIN tasks AS t ON t.uuid = m.task_uuid WHERE m.group_uuid = g.uuid) LIMIT ?2
+"""
+
+_RECORDS_VERSION = """
+SELECT coalesce((SELECT seq FROM sqlite_sequence WHERE name = 'records'), 0) || '-' || (SELECT count(*) FROM records)
 """
 
 _LISTED = f"SELECT {ALL} FROM tasks INDEXED BY tasks_changed WHERE changed_at >= ? AND state IS NOT NULL"
@@ -184,13 +189,32 @@ class SQLiteBackend(TransactionalBackend):
             row = connection.execute("SELECT bodies FROM outbox WHERE key = ?", (key,)).fetchone()
         return decode_bodies(row[0]) if row else ()
 
-    def clear_outbox(self, keys: Sequence[str]) -> None:
-        self._change("DELETE FROM outbox WHERE key IN (SELECT value FROM json_each(?))", as_json(keys))
+    def clear_outbox(self, sent: Sequence[tuple[str, Sequence[bytes]]]) -> None:
+        rows = [(key, encode_bodies(tuple(bodies))) for key, bodies in sent]
+        with self._transaction() as connection:
+            connection.executemany("DELETE FROM outbox WHERE key = ? AND bodies = ?", rows)
 
     def unsent(self, limit: int, *, older_than: float) -> list[tuple[str, Sequence[bytes]]]:
         before = self.driver.now() - int(older_than * 1e6)
         found = self._read("SELECT key, bodies FROM outbox WHERE kept_at <= ? ORDER BY kept_at LIMIT ?", before, limit)
         return [(key, decode_bodies(bodies)) for key, bodies in found]
+
+    def _swap_record(self, name: str, expected: bytes | None, body: bytes | None) -> bool:
+        with self._transaction() as connection:
+            row = connection.execute("SELECT body FROM records WHERE name = ?", (printable(name),)).fetchone()
+            if (row[0] if row else None) != expected:
+                return False
+            connection.execute("DELETE FROM records WHERE name = ?", (printable(name),))
+            if body is not None:
+                connection.execute("INSERT INTO records (name, body) VALUES (?, ?)", (printable(name), body))
+            return True
+
+    def records(self, known: str = "") -> Records:
+        with self.driver.reading() as connection:
+            # The greatest id ever given, and how many rows there are: one of them changes with every change.
+            version = connection.execute(_RECORDS_VERSION).fetchone()[0]
+            rows = None if version == known else connection.execute("SELECT name, body FROM records").fetchall()
+        return Records(now=self.now(), version=version, bodies=None if rows is None else dict(rows))
 
     def _finished(self, uuids: Sequence[str]) -> None:
         self.driver.ring("r")

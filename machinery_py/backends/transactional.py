@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
-from machinery_py.backends.base import ALREADY, FENCED, SETTLED, Backend, Begun, Change, Verdict
+from machinery_py.backends.base import ALREADY, FENCED, SETTLED, Amendment, Backend, Begun, Change, Verdict
 from machinery_py.states import Arrival, GroupMeta, State, TaskState, advance
 
 
@@ -59,6 +59,19 @@ class TransactionalBackend(Backend):
     @abstractmethod
     def _finished(self, uuids: Sequence[str]) -> None:
         """These tasks have just become SUCCESS or FAILURE: tell the listeners once the transaction is over."""
+
+    @abstractmethod
+    def _swap_record(self, name: str, expected: bytes | None, body: bytes | None) -> bool:
+        """Let the record hold `body` if it holds `expected`; whether it did. None is no record."""
+
+    def amend(self, amendment: Amendment) -> bool:
+        with self._transaction():
+            if not self._swap_record(amendment.name, amendment.expected, amendment.body):
+                return False
+            if amendment.states or amendment.groups or amendment.outbox:
+                self.apply([Change(key=amendment.outbox_key, states=amendment.states, groups=amendment.groups,
+                                   outbox=amendment.outbox)])
+            return True
 
     def apply(self, changes: Sequence[Change]) -> list[Verdict]:
         with self._transaction():

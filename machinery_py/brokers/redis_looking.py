@@ -131,17 +131,15 @@ end
 return found
 """)
 
-# In: queues, ids. Out: those that were there (index of the queue, id, letter).
+# In: (queue, id) of each. Out: the letter of each, or nothing.
 TAKE_DEAD = Script(PRELUDE + r"""
-local queues, ids, found = unpacked[1], unpacked[2], {}
-for i, q in ipairs(queues) do
-  for _, id in ipairs(ids) do
-    local letter = call('HGET', q[2] .. 'd', id)
-    if letter then
-      call('HDEL', q[2] .. 'd', id)
-      call('ZREM', q[2] .. 'e', id)
-      found[#found + 1] = {i - 1, id, letter}
-    end
+local found = {}
+for i, one in ipairs(unpacked[1]) do
+  local p, id = one[1][2], one[2]
+  found[i] = call('HGET', p .. 'd', id)
+  if found[i] then
+    call('HDEL', p .. 'd', id)
+    call('ZREM', p .. 'e', id)
   end
 end
 return found

@@ -164,7 +164,7 @@ local function due_in(queues, now)
 end
 local function bury(q, raw, now, head)
   local m = unwrap(raw)
-  local id = int(now) .. '-' .. int(call('INCR', q[2] .. 'n'))
+  local id = int(call('INCR', q[2] .. 'n'))
   call('HSET', q[2] .. 'd', id, m.strikes .. ' ' .. int(now) .. ' ' .. #head .. ' ' .. #m.label .. '\n'
     .. head .. m.label .. m.body)
   call('ZADD', q[2] .. 'e', now, id)

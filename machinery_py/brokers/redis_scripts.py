@@ -50,12 +50,12 @@ return 1
 """)
 
 # In: now, session, queues, limit, number of this claim, numbers of lost ones, connection, true if it will sleep, true if it may
-# be among the sleepers.
+# be among the sleepers, true if it sleeps at none of these queues.
 # Out: what is left of the session (1, or 0 if it was given up); µs until something is due (-1: nothing is); how many tasks
 # are revoked; connections to be woken; msgpack of (queue, first receipt, fence, strikes, parks, priority, bodies), in which the
 # receipts of the bodies follow each other; which queue a sleeper is to block at, from 1 on (0: all are paused).
 CLAIM = Script(LIBRARY + r"""
-local text, session, queues, limit, claim, lost, number, will_sleep, noted = unpack(unpacked)
+local text, session, queues, limit, claim, lost, number, will_sleep, noted, apart = unpack(unpacked)
 local now, rung, found, runs, count = now_of(text), {}, {}, 0, 0
 local function reply() return '\221' .. struct.pack('>I4', runs) .. table.concat(found) end
 local function tell(index, receipt, fence, strikes, parks, level, bodies)
@@ -94,7 +94,7 @@ for _, q in ipairs(queues) do key_type(q[1], 'list') end
 for _, q in ipairs(queues) do
   if noted then
     call('SREM', q[2] .. 'v', number)
-    if #queues > 1 then call('SREM', q[2] .. 'w', number) end  -- the order may have been another
+    if apart or #queues > 1 then call('SREM', q[2] .. 'w', number) end  -- the order may have been another
   end
 end
 for _, q in ipairs(queues) do
@@ -159,7 +159,7 @@ end
 if will_sleep and count == 0 then
   for index, q in ipairs(queues) do
     call('SADD', q[2] .. (stopped[index] and 'u' or 'v'), number)
-    if index ~= bed and not stopped[index] then call('SADD', q[2] .. 'w', number) end
+    if (apart or index ~= bed) and not stopped[index] then call('SADD', q[2] .. 'w', number) end
   end
 end
 return {1, due_in(queues, now), call('ZCARD', 'mpy:revoked'), rung, reply(), bed}

@@ -11,5 +11,6 @@
     logs          what the worker writes to stderr
     look, doctor  commands that look
     act           commands that change something
+    schedules     machinery periodic …
     tables        how all that is shown
 """

@@ -164,6 +164,7 @@ def _worker(parser: argparse.ArgumentParser) -> None:
     add("-n", "--name", default="", metavar="NAME", help="name of the worker; default: host and process")
     add("--burst", action="store_true", help="end when the queues are empty; paused ones are not waited for")
     add("--reload", action="store_true", help="start again when a .py file changes (for development)")
+    add("--no-scheduler", action="store_true", help="send nothing that schedules say; other workers do")
     add("--shutdown-timeout", type=seconds, default=None, metavar="TIME",
         help="how long running tasks may go on at the end; default: as configured, 30 s")
     add("--log-level", default="info", choices=("debug", "info", "warning", "error"), help="default: info")
@@ -175,6 +176,15 @@ def _worker(parser: argparse.ArgumentParser) -> None:
     # Between our own processes: see processes.py.
     add("--child", default="", help=argparse.SUPPRESS)
     add("--reloaded", type=int, default=None, help=argparse.SUPPRESS)
+
+
+def _change(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--spec", default=None, help="when it is due: '0 6 * * MON-FRI', @daily, '@every 30s'")
+    add("--tz", default=None, metavar="ZONE", help="zone of its times, for instance Europe/Berlin")
+    add("--catch-up", default=None, choices=("skip", "latest", "all"), help="what becomes of ticks that nobody was there for")
+    add("--window", type=seconds, default=None, metavar="TIME", help="how far back latest and all look")
+    add("--overlap", default=None, choices=("allow", "skip", "queue"), help="a tick while the run before it is not over")
 
 
 def _health(parser: argparse.ArgumentParser) -> None:
@@ -242,6 +252,11 @@ COMMANDS: Mapping[str, Command] = {command.name: command for command in (
         help="delete what waits in a queue, delayed tasks too", examples=("machinery purge tasks mail",),
     ),
     Command(
+        name="declare", target="act:declare", words="[QUEUE …]", most=None, options=(_json, _app),
+        help="make what queues need on the server, when an application is deployed",
+        examples=("machinery declare tasks", "machinery declare tasks machinery_tasks mail"),
+    ),
+    Command(
         name="pause", target="act:pause", words="QUEUE …", least=1, most=None, options=(_json, _app),
         help="take nothing from these queues until they are resumed; what runs goes on",
         examples=("machinery pause tasks mail", "machinery pause tasks mail reports"),
@@ -269,6 +284,32 @@ COMMANDS: Mapping[str, Command] = {command.name: command for command in (
         examples=("machinery dead delete tasks 17", "machinery dead delete tasks --all --yes"),
     ),
     Command(
+        name="periodic", target="schedules:periodic", options=(_json, _app),
+        help="schedules, with their last and next runs",
+        examples=("machinery periodic tasks", "machinery periodic pause tasks digest"),
+    ),
+    Command(
+        name="periodic pause", target="schedules:pause", words="NAME …", least=1, most=None, options=(_yes, _json, _app),
+        help="send nothing until it is resumed, also after a restart", examples=("machinery periodic pause tasks digest",),
+    ),
+    Command(
+        name="periodic resume", target="schedules:resume", words="NAME …", least=1, most=None, options=(_yes, _json, _app),
+        help="send again, from now on", examples=("machinery periodic resume tasks digest",),
+    ),
+    Command(
+        name="periodic run", target="schedules:run", words="NAME …", least=1, most=None, options=(_yes, _json, _app),
+        help="send it once, now; its times stay", examples=("machinery periodic run tasks digest",),
+    ),
+    Command(
+        name="periodic change", target="schedules:change", words="NAME", least=1, most=1, options=(_change, _json, _app),
+        help="change a schedule, until the code that declares it changes",
+        examples=("machinery periodic change tasks digest --spec '30 6 * * *' --tz Europe/Berlin",),
+    ),
+    Command(
+        name="periodic remove", target="schedules:remove", words="NAME …", least=1, most=None, options=(_yes, _json, _app),
+        help="forget a schedule that no code declares any more", examples=("machinery periodic remove tasks digest",),
+    ),
+    Command(
         name="config", target="look:config", options=(_json, _app), help="every setting, and where it comes from",
         examples=("machinery config tasks",),
     ),
@@ -283,4 +324,7 @@ COMMANDS: Mapping[str, Command] = {command.name: command for command in (
     ),
 )}
 
-GROUPS: Mapping[str, str] = {"dead": "dead letters: messages that nobody could deal with"}
+GROUPS: Mapping[str, str] = {
+    "dead": "dead letters: messages that nobody could deal with",
+    "periodic": "schedules, with their last and next runs; pause, resume, run, change, remove",
+}

@@ -133,6 +133,8 @@ def main_parser() -> argparse.ArgumentParser:
     groups: dict[str, argparse._SubParsersAction[_Parser]] = {}
     for command in COMMANDS.values():
         group, _, name = command.name.rpartition(" ")
+        if not group and name in GROUPS:
+            continue  # listed as its group
         if not group:
             kinds.add_parser(name, help=command.help, add_help=False)
             continue

@@ -74,7 +74,7 @@ def new_worker(server: Server, args: argparse.Namespace, link: Link) -> Worker:
     return server.new_worker(
         name or f"{socket.gethostname()}-{os.getpid()}",
         server.config.concurrency if args.concurrency is None else args.concurrency,
-        queues=args.queues, burst=args.burst, shutdown_timeout=args.shutdown_timeout,
+        queues=args.queues, burst=args.burst, shutdown_timeout=args.shutdown_timeout, scheduler=not args.no_scheduler,
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from machinery_py.backends.base import Verdict
+from machinery_py.backends.base import Amendment, Verdict
 from machinery_py.brokers.base import Message
 from machinery_py.families.base import FamilyOptions
 from machinery_py.families.memory import MemoryFamily
@@ -26,6 +26,12 @@ class EagerStore(OneStore):
         super().submit(msgspec.structs.replace(submission, messages=_at_once(submission.messages)))
         if self._drain is not None:
             self._drain()
+
+    def amend(self, amendment: Amendment, send: Sequence[Message] = ()) -> bool:
+        amended = super().amend(amendment, _at_once(send))
+        if send and self._drain is not None:
+            self._drain()
+        return amended
 
     def open_session(self, queues: Sequence[str], *, worker: str) -> Session:
         return EagerSession(self, self.broker.consume(queues, worker=worker), self._transaction)

@@ -7,6 +7,8 @@ from abc import ABC, abstractmethod
 
 import msgspec
 
+from machinery_py.errors import Unsupported
+
 
 class Held(msgspec.Struct, frozen=True, kw_only=True):
     """One holding of a name.
@@ -22,6 +24,31 @@ class Held(msgspec.Struct, frozen=True, kw_only=True):
     token: str
     fence: int
     expires_at: dt.datetime
+
+
+GO_TRIES = 4  # of LockWithRetries
+
+
+class GoLock(ABC):
+    """Go Machinery's locks: a name is held until a moment, nobody lets go of it before. All methods from any thread.
+
+    Raises (each method): as Lock; ValueError: somebody else's key has this name.
+    """
+
+    @abstractmethod
+    def lock(self, key: str, until: int) -> bool:
+        """Hold the key until then; False if somebody has it. `until`: nanoseconds since 1970. (Go's Lock takes one less.)"""
+
+    def lock_with_retries(self, key: str, until: int) -> bool:
+        """Try four times, without a pause, as Go does on Redis."""
+        return any(self.lock(key, until) for _ in range(GO_TRIES))
+
+
+def go_lock_key(program: str, name: str, spec: str) -> str:
+    """The key under which Go's scheduler locks a tick. `program`: the Go binary, as it was started."""
+    path = program.rstrip("/")
+    base = path.rpartition("/")[2] if path else "/" if program else "."
+    return f"machinery_lock_{base}{name}{spec}"
 
 
 class Lock(ABC):
@@ -46,6 +73,14 @@ class Lock(ABC):
     @abstractmethod
     def release(self, held: Held) -> bool:
         """Let others have it. False: it was not ours any more, and nothing was done."""
+
+    def go(self) -> GoLock:
+        """Locks that Go programs see.
+
+        Raises:
+            Unsupported: Go knows none in this store.
+        """
+        raise Unsupported(f"{type(self).__name__}: Go Machinery knows no locks there (expected a redis:// URL for `lock`)")
 
     @abstractmethod
     def close(self) -> None:

@@ -11,7 +11,7 @@ import itertools
 import secrets
 
 from machinery_py._drivers.memory import MemoryHub
-from machinery_py.locks.base import Held, Lock
+from machinery_py.locks.base import GoLock, Held, Lock
 
 
 class MemoryLock(Lock):
@@ -22,6 +22,7 @@ class MemoryLock(Lock):
         self._fences = itertools.count(1)
         self._held: dict[str, tuple[str, float]] = {}  # name → token, and the monotonic second at which it ends
         self._ends: list[tuple[float, str]] = []
+        self._go = MemoryGoLock(hub)
 
     def acquire(self, name: str, *, ttl: float) -> Held | None:
         with self._hub.lock:
@@ -65,5 +66,25 @@ class MemoryLock(Lock):
             if name in self._held and self._held[name][1] <= now:
                 del self._held[name]
 
+    def go(self) -> MemoryGoLock:
+        return self._go
+
     def close(self) -> None:
         pass  # the hub belongs to whoever made it
+
+
+class MemoryGoLock(GoLock):
+    """Go's eager lock."""
+
+    def __init__(self, hub: MemoryHub) -> None:
+        self._hub = hub
+        self._until: dict[str, int] = {}
+
+    def lock(self, key: str, until: int) -> bool:
+        with self._hub.lock:
+            now = round(self._hub.clock.now().timestamp() * 1e6) * 1000
+            if self._until.get(key, -1) >= now:
+                return False
+            self._until = {one: end for one, end in self._until.items() if end >= now}
+            self._until[key] = until - 1
+            return True

@@ -16,8 +16,9 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from machinery_py.backends.base import Backend, ReadyGroup, Verdict
+from machinery_py.backends.base import Amendment, Backend, ReadyGroup, Verdict
 from machinery_py.brokers.base import Broker, Consumer, Delivery, Fate, Message
+from machinery_py.errors import Unsupported
 from machinery_py.states import Arrival, GroupMeta, TaskState
 
 
@@ -161,6 +162,12 @@ class Store(ABC):
     @abstractmethod
     def fire(self, firing: Firing) -> bool:
         """Settle a group. True for one caller; for all others nothing is written."""
+
+    def amend(self, amendment: Amendment, send: Sequence[Message] = ()) -> bool:
+        """Change a record of the backend, and publish messages with it, as one step (two stores: the rest follows in any
+        case). True for one caller; for all who expected the same, later, nothing is written. As Backend.amend.
+        """
+        raise Unsupported(f"{type(self).__name__} keeps no schedules")
 
     def ready_groups(self, limit: int = 100) -> list[ReadyGroup]:
         """Groups that wait for `fire`: normally only those that completed just now."""

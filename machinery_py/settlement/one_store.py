@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 
-from machinery_py.backends.base import ALREADY, FENCED, SETTLED, Backend, Change, Verdict
+from machinery_py.backends.base import ALREADY, FENCED, SETTLED, Amendment, Backend, Change, Verdict
 from machinery_py.brokers.base import Broker, Consumer, Delivery, Disposal, Message
 from machinery_py.settlement.base import ConsumerSession, Firing, Mark, Session, Settlement, Store, Submission
 
@@ -60,6 +60,14 @@ class OneStore(Store):
                 return False
             if firing.send:
                 self.broker.put(firing.send, token="")
+            return True
+
+    def amend(self, amendment: Amendment, send: Sequence[Message] = ()) -> bool:
+        with self._transaction():
+            if not self.backend.amend(amendment):
+                return False
+            if send:
+                self.broker.put(send, token="")
             return True
 
     def tend(self) -> float:

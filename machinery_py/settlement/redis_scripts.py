@@ -100,16 +100,19 @@ return {table.concat(verdicts), rung}
 
 # In: now, seconds, queues, messages, C of one change that fires a group, S. Out: nothing if that was done before, else
 # connections to be woken.
-FIRE = Script(PUTTING + STATES + r"""
+FIRE = Script(PUTTING + STATES + filled(r"""
 local text, expire, queues, messages
 text, expire, queues, messages, C, S = unpack(unpacked)
 local now, rung = now_of(text), {}
 check(queues, messages, now)
 look_at({1})
 local verdict, plan = decide(1)
-if verdict ~= 's' then return false end
+if verdict ~= 's' then
+  settled_elsewhere(C[1 + $FIRES])
+  return false
+end
 commit(1, plan, now, expire)
 note_states(now)
 put(queues, messages, now, rung)
 return rung
-""")
+""", **NAMES))

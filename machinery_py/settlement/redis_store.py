@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from machinery_py._drivers.redis_lua import pack
-from machinery_py.backends.base import Verdict
+from machinery_py.backends.base import Amendment, Verdict
 from machinery_py.backends.redis import VERDICTS, RedisBackend
 from machinery_py.backends.redis_records import Changes, packed_states
-from machinery_py.brokers.base import Delivery, Fate
+from machinery_py.brokers.base import Delivery, Fate, Message
 from machinery_py.brokers.redis import RedisBroker
 from machinery_py.brokers.redis_consumer import RedisConsumer, end_of
 from machinery_py.brokers.redis_messages import Queues, packed
 from machinery_py.errors import BrokerUnavailable, PublishUnknown
-from machinery_py.settlement import redis_scripts
+from machinery_py.settlement import redis_amend, redis_scripts
 from machinery_py.settlement.base import ConsumerSession, Firing, Mark, Session, Settlement, Store, Submission
 from machinery_py.settlement.one_store import disposal_of, mark_of
 from machinery_py.states import State
@@ -67,6 +67,16 @@ class RedisStore(Store):
         rung = self.driver.run(
             redis_scripts.FIRE, argument, doing="settling a group", away=BrokerUnavailable, again=False
         )
+        if rung is None:
+            return False
+        self.driver.unblock(rung)
+        return True
+
+    def amend(self, amendment: Amendment, send: Sequence[Message] = ()) -> bool:
+        queues = Queues()
+        rows = [packed(message, queues) for message in send]
+        argument = pack((*self.states.packed_amendment(amendment), queues.keys, rows))
+        rung = self.driver.run(redis_amend.AMEND, argument, doing="changing a schedule", away=BrokerUnavailable)
         if rung is None:
             return False
         self.driver.unblock(rung)

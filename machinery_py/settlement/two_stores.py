@@ -4,7 +4,7 @@ The order of the steps is what makes it safe; each may be the last one before a 
 
     1  backend: the new state, the group arrivals, and an outbox of what is to be published, if the epoch is still ours
     2  broker:  the messages of the outbox, with UUIDs that were fixed in step 1
-    3  backend: the outbox is cleared
+    3  backend: the outbox is cleared, if it is still the one that was published
     4  broker:  the delivery is acknowledged
 
     crash after   what there is                    who goes on
@@ -27,7 +27,7 @@ from collections.abc import Sequence
 import msgspec
 
 from machinery_py._drivers.tokens import RecentTokens
-from machinery_py.backends.base import ALREADY, FENCED, SETTLED, Backend, Change, Verdict
+from machinery_py.backends.base import ALREADY, FENCED, SETTLED, Amendment, Backend, Change, Verdict
 from machinery_py.brokers.base import Broker, Consumer, Delivery, Disposal, Fate, Message
 from machinery_py.clock import Clock
 from machinery_py.errors import DecodeError, MachineryError, PublishRefused
@@ -98,12 +98,20 @@ class TwoStores(Store):
         self.publish([(firing.group_uuid, change.outbox)])
         return True
 
+    def amend(self, amendment: Amendment, send: Sequence[Message] = ()) -> bool:
+        """A death before step 2 or 3 leaves the outbox: `tend` publishes it, with the same UUIDs."""
+        amendment = msgspec.structs.replace(amendment, outbox=[_pack(message) for message in send])
+        if not self.backend.amend(amendment):
+            return False
+        self.publish([(amendment.outbox_key, amendment.outbox)])
+        return True
+
     def publish(self, outboxes: Sequence[tuple[str, Sequence[bytes]]]) -> None:
         """Steps 2 and 3."""
         filled = [(key, bodies) for key, bodies in outboxes if bodies]
         if filled:
             self.broker.put([_unpack(body) for _, bodies in filled for body in bodies], token="")
-            self.backend.clear_outbox([key for key, _ in filled])
+            self.backend.clear_outbox(filled)
 
     def tend(self) -> float:
         if self._clock.monotonic() - self._swept >= OUTBOX_AGE:

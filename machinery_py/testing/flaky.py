@@ -20,7 +20,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from machinery_py.backends.base import Backend, Begun, Change, Listener, ReadyGroup, Verdict
+from machinery_py.backends.base import Amendment, Backend, Begun, Change, Listener, ReadyGroup, Records, Verdict
 from machinery_py.brokers.base import (
     Broker,
     Consumer,
@@ -126,6 +126,9 @@ class FlakyStore(Store):
 
     def fire(self, firing: Firing) -> bool:
         return self.faults.broker("fire", lambda: self.store.fire(firing))
+
+    def amend(self, amendment: Amendment, send: Sequence[Message] = ()) -> bool:
+        return self.faults.broker("amend", lambda: self.store.amend(amendment, send))
 
     def ready_groups(self, limit: int = 100) -> list[ReadyGroup]:
         return self.faults.backend("ready_groups", lambda: self.store.ready_groups(limit))
@@ -266,11 +269,17 @@ class FlakyBackend(Backend):
     def outboxes(self, keys: Sequence[str]) -> list[Sequence[bytes]]:
         return self.faults.backend("outboxes", lambda: self.inner.outboxes(keys))
 
-    def clear_outbox(self, keys: Sequence[str]) -> None:
-        self.faults.backend("clear_outbox", lambda: self.inner.clear_outbox(keys))
+    def clear_outbox(self, sent: Sequence[tuple[str, Sequence[bytes]]]) -> None:
+        self.faults.backend("clear_outbox", lambda: self.inner.clear_outbox(sent))
 
     def unsent(self, limit: int, *, older_than: float) -> list[tuple[str, Sequence[bytes]]]:
         return self.faults.backend("unsent", lambda: self.inner.unsent(limit, older_than=older_than))
+
+    def records(self, known: str = "") -> Records:
+        return self.faults.backend("records", lambda: self.inner.records(known))
+
+    def amend(self, amendment: Amendment) -> bool:
+        return self.faults.backend("amend", lambda: self.inner.amend(amendment))
 
     def settled_by(self, uuids: Sequence[str]) -> list[str]:
         return self.faults.backend("settled_by", lambda: self.inner.settled_by(uuids))

@@ -25,6 +25,7 @@ from machinery_py.events import TaskSent
 from machinery_py.hub import Hub
 from machinery_py.registry import Task
 from machinery_py.results import AsyncResult
+from machinery_py.scheduler import Scheduler
 from machinery_py.server import Server
 from machinery_py.signature import Arg, Signature
 from machinery_py.states import State, TaskState
@@ -72,11 +73,13 @@ class Harness:
         self._sent: list[Signature[Any]] = []
         self._results: dict[str, Any] = {}
         self._inline = Inline(server.engine, server._all_queues, name="harness")
+        self._scheduler = Scheduler(server.engine, server.declared)
         self._open = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
         self._open.enter_context(swapped(self.server, self.clock))
         self._open.callback(self.server.events.subscribe(TaskSent, self._on_sent))
+        self._scheduler = Scheduler(self.server.engine, self.server.declared)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -109,11 +112,22 @@ class Harness:
     def advance(self, **length: float) -> None:
         """Let time pass, in the words of `timedelta`: `advance(hours=1, minutes=30)`. Runs nothing.
 
+        What schedules say is sent on the way, each tick at its time.
+
         Raises:
             ValueError: the length is negative.
         """
-        self.clock.advance(**length)
+        end = self.clock.now() + dt.timedelta(**length)
+        while (tick := self._next_tick()) is not None and tick <= end:
+            self.clock.advance(max(0.0, (tick - self.clock.now()).total_seconds()))
+            self._scheduler.refresh()
+            self._scheduler.step()
+        self.clock.advance((end - self.clock.now()).total_seconds())
         self.server.engine.store.tend()
+
+    def _next_tick(self) -> dt.datetime | None:
+        self._scheduler.refresh()
+        return self._scheduler.next_due
 
     # Looking
 

@@ -35,6 +35,7 @@ from machinery_py.worker.usercode import Hooks, await_around, call_around, text_
 
 logger = logging.getLogger(__name__)
 
+REASON_UNSTORABLE = "unstorable"
 _PLAIN = TaskSettings()
 
 
@@ -290,11 +291,19 @@ class Execution:
 
     def end(self, outcome: Outcome, *, fate: Fate = Fate.DONE, reason: str = "") -> bool:
         """As `finish`, and say what becomes of the message."""
+        settlement, outcome = self._ended(outcome, fate=fate, reason=reason)
+        if not self.settle(settlement):
+            return False
+        self.outcome = outcome
+        return True
+
+    def _ended(self, outcome: Outcome, *, fate: Fate, reason: str) -> tuple[Settlement, Outcome]:
+        """What becomes true by this outcome; another one, if what follows from it cannot be sent."""
         try:
             backoff = self.task.settings.backoff if self.task else "fibonacci"
             now = self.engine.clock.now()
             then = follow_up(self.signature, outcome, now=now, backoff=backoff)
-            settlement = self._settlement(then, now, fate=fate, reason=reason)
+            return self._settlement(then, now, fate=fate, reason=reason), outcome
         except Exception as error:  # a back-off function, a callback or a pre-publish hook of the user's
             logger.exception("what follows task %s cannot be sent", self.signature.uuid)
             outcome = Failed(error=f"what follows the task cannot be sent: {text_of(error)}",
@@ -302,11 +311,12 @@ class Execution:
             bare = self.signature.replace(on_success=(), on_error=())
             now = self.engine.clock.now()
             then = follow_up(bare, outcome, now=now)
-            settlement = self._settlement(then, now, fate=fate, reason=reason)
-        if not self.settle(settlement):
-            return False
-        self.outcome = outcome
-        return True
+            return self._settlement(then, now, fate=fate, reason=reason), outcome
+
+    def fail_unstorable(self, error: Exception) -> None:
+        """End it anew, as a failure: how it had ended cannot be stored. Called in the settler's thread, before anybody knows."""
+        outcome = Failed(error=f"the result cannot be stored: {text_of(error)}", error_type=type_name_of(error), retryable=False)
+        self.settlement, self.outcome = self._ended(outcome, fate=Fate.DEAD, reason=REASON_UNSTORABLE)
 
     def _settlement(self, then: FollowUp, now: dt.datetime, *, fate: Fate, reason: str) -> Settlement:
         signature = self.signature

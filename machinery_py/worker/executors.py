@@ -47,6 +47,7 @@ class Executors:
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
         self._running: dict[int, Execution] = {}
+        self._ending: dict[tuple[int, int], Execution] = {}  # run no more, and are not told yet; by execution and thread
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_thread: threading.Thread | None = None
         self._tasks: dict[int, Any] = {}
@@ -62,6 +63,10 @@ class Executors:
     def running(self) -> list[Execution]:
         """What runs now."""
         return list(self._running.values())
+
+    def busy(self) -> list[Execution]:
+        """What runs now, and what has just ended and is not with the settler yet: it must not be closed before."""
+        return [*self._running.values(), *self._ending.values()]
 
     def _add_thread(self) -> None:
         with self._lock:
@@ -94,17 +99,29 @@ class Executors:
     def _finish(self, execution: Execution) -> bool:
         """After the run. False: this thread was replaced while it was stuck, and must end."""
         self._session.run_ends(execution.delivery)
-        abandoned = self._running.pop(id(execution), None) is None
-        if abandoned:
+        if not self._leave(execution):
             logger.warning("task %s came back after its time was up", execution.signature.uuid)
             return False
         self._slots.put(None)
-        self._on_done(execution)
+        self._tell(execution)
         return True
+
+    def _leave(self, execution: Execution) -> bool:
+        """It runs no more, and `_tell` follows. False: that was said before, and nothing is to be told."""
+        place = id(execution), threading.get_ident()
+        self._ending[place] = execution  # before it is not running any more: `busy` must not miss it
+        if self._running.pop(id(execution), None) is None:
+            del self._ending[place]
+            return False
+        return True
+
+    def _tell(self, execution: Execution) -> None:
+        self._on_done(execution)
+        del self._ending[id(execution), threading.get_ident()]
 
     def abandon(self, execution: Execution) -> None:
         """Its time is up and it was settled; whatever it still does counts no more."""
-        if self._running.pop(id(execution), None) is None:
+        if not self._leave(execution):
             return  # it came to its end just now
         if execution.is_async:
             self.cancel(execution)
@@ -113,7 +130,7 @@ class Executors:
             # The thread may be stuck for long: another one takes its place and its slot.
             self._slots.put(None)
             self._add_thread()
-        self._on_done(execution)
+        self._tell(execution)
 
     def cancel(self, execution: Execution) -> None:
         """Ask a running task to stop: coroutines are cancelled, functions see `Context.cancelled`."""
@@ -138,8 +155,8 @@ class Executors:
                 self._tasks.pop(id(execution), None)
                 self._session.run_ends(execution.delivery)
                 self._slots.put(None)
-                if self._running.pop(id(execution), None) is not None:
-                    self._on_done(execution)
+                if self._leave(execution):
+                    self._tell(execution)
 
         asyncio.run_coroutine_threadsafe(run(), loop)
 

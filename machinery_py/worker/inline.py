@@ -10,8 +10,8 @@ from machinery_py.settlement.base import Session
 from machinery_py.worker.acceptance import accept, peek
 from machinery_py.worker.execution import Execution
 from machinery_py.worker.firing import fire_ready_groups
+from machinery_py.worker.telling import tell
 from machinery_py.worker.usercode import Hooks
-from machinery_py.worker.worker import tell
 
 
 class Inline:

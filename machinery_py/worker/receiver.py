@@ -12,12 +12,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from machinery_py.brokers.base import Delivery
+from machinery_py.brokers.base import Delivery, Fate
 from machinery_py.engine import Engine
 from machinery_py.errors import MachineryError
 from machinery_py.queues import QueueOrder
 from machinery_py.settlement.base import Session
 from machinery_py.worker.acceptance import accept, peek
+from machinery_py.worker.courtesy import ASIDE, Courtesy
 from machinery_py.worker.execution import Execution
 from machinery_py.worker.executors import Executors
 from machinery_py.worker.outage import Outage
@@ -56,6 +57,7 @@ class Receiver:
         self._mean = 0.0  # seconds a run takes, of late
         self._held: dict[int, Execution] = {}
         self._lonely: list[Execution] = []
+        self._courtesy = Courtesy()
         self._cautious = False  # the last claim brought suspects; see _hold_back
         self._outage = outage
         self.connected = False
@@ -123,8 +125,9 @@ class Receiver:
                     self._wait_for_room()
                     continue
                 try:
+                    self._step_aside()
                     # The first one does not wait: that it comes back is what makes the worker ready.
-                    timeout = self._timeout if self.connected else 0.0
+                    timeout = self._patience() if self.connected else 0.0
                     deliveries = self._session.receive(free, timeout, self._order.draw(self._random))
                     self._accept_all(deliveries)
                     self._came_back()
@@ -134,6 +137,17 @@ class Receiver:
         except BaseException as error:  # a receiver that dies in silence would stop everything: the worker looks at this
             self.failure = error
             logger.exception("the receiver has died")
+
+    def _step_aside(self) -> None:
+        """Let other programs have what comes back now: on their queue, and not claimed here for a moment."""
+        if self._courtesy.starts_in(time.monotonic()) == 0.0:
+            self._stop.wait(self._courtesy.step(time.monotonic()))
+            self._engine.store.tend()
+            self._stop.wait(ASIDE)
+
+    def _patience(self) -> float:
+        """Seconds that a claim may wait."""
+        return min(self._timeout, self._courtesy.starts_in(time.monotonic()))
 
     def _wait_for_room(self) -> None:
         with self._room:
@@ -166,6 +180,13 @@ class Receiver:
                 self._executors.submit(execution)
             else:
                 self._settler.put(execution)
+                self._note_return(execution)
+
+    def _note_return(self, execution: Execution) -> None:
+        """Remember when a task comes back that is not known here."""
+        settlement = execution.settlement
+        if settlement is not None and settlement.fate is Fate.LATER and settlement.eta is not None:
+            self._courtesy.promise(time.monotonic() + (settlement.eta - self._engine.clock.now()).total_seconds())
 
     def _hold_back(self, executions: list[Execution]) -> None:
         """Hold no more suspects than can run, where the broker cannot see what ran.

@@ -16,7 +16,7 @@ from machinery_py.backends.base import FENCED, Verdict
 from machinery_py.brokers.base import Fate
 from machinery_py.errors import BackendUnavailable, PublishRefused, PublishUnknown, StoreUnusable
 from machinery_py.settlement.base import Mark, Session, Settlement
-from machinery_py.worker.execution import Execution
+from machinery_py.worker.execution import REASON_UNSTORABLE, Execution
 from machinery_py.worker.outage import Outage
 
 logger = logging.getLogger(__name__)
@@ -117,11 +117,10 @@ class Settler:
         for execution in late:
             execution.queued = False
         marks = [mark for execution in late if (mark := execution.mark()) is not None]
-        settlements = [execution.settlement for execution in over if execution.settlement is not None]
-        if not settlements and not marks:
+        if not over and not marks:
             return marked
-        verdicts = self._settle(settlements, marks)
-        if any(settlement.arrivals for settlement in settlements):
+        verdicts = self._settle(over, marks)
+        if any(settlement.arrivals for settlement in _settlements(over)):
             # Before anybody is told that these are over: a worker that ends when it has nothing left must see the callback.
             self._fire()
         if over:
@@ -136,21 +135,21 @@ class Settler:
         except Exception:  # upkeep tries again; the settler must live on
             logger.exception("a group could not be settled; it will be tried again")
 
-    def _settle(self, settlements: Sequence[Settlement], marks: Sequence[Mark]) -> Sequence[Verdict]:
+    def _settle(self, over: Sequence[Execution], marks: Sequence[Mark]) -> Sequence[Verdict]:
         while True:
             try:
-                verdicts = self._session.settle(settlements, marks)
+                verdicts = self._session.settle(_settlements(over), marks)
             except TROUBLE as error:
                 # Nothing is lost: the deliveries are still ours, and what was written already is ALREADY the next time.
                 if self.healthy:
                     logger.error("results cannot be stored: %s; no new tasks are taken until they can", error)
                 self.healthy = False
                 if self._give_up.wait(self._outage.failed(error, is_told=True)):
-                    return [FENCED] * len(settlements)
+                    return [FENCED] * len(over)
             except Exception:
                 # One of them is at fault, and must not keep the others from being settled.
-                logger.exception("a batch of %d settlements failed; trying them one by one", len(settlements))
-                return self._one_by_one(settlements)
+                logger.exception("a batch of %d settlements failed; trying them one by one", len(over))
+                return self._one_by_one(over)
             else:
                 if not self.healthy:
                     logger.warning("results can be stored again")
@@ -158,21 +157,34 @@ class Settler:
                 self.healthy = True
                 return verdicts
 
-    def _one_by_one(self, settlements: Sequence[Settlement]) -> Sequence[Verdict]:
+    def _one_by_one(self, over: Sequence[Execution]) -> Sequence[Verdict]:
         verdicts: list[Verdict] = []
-        for settlement in settlements:
+        for execution in over:
             try:
-                verdicts.extend(self._session.settle([settlement]))
+                verdicts.extend(self._session.settle(_settlements([execution])))
             except TROUBLE:
-                verdicts.extend(self._settle([settlement], ()))
+                verdicts.extend(self._settle([execution], ()))
             except Exception as error:
                 logger.exception("the settlement of task %s cannot be stored; its message goes to the dead letters",
-                                 settlement.uuid, extra={"task_uuid": settlement.uuid})
-                dead = Settlement(
-                    delivery=settlement.delivery, uuid=settlement.uuid, name=settlement.name, fate=Fate.DEAD,
-                    reason="unstorable", error=f"{type(error).__name__}: {error}",
-                )
-                verdicts.extend(self._session.settle([dead]))
+                                 execution.signature.uuid, extra={"task_uuid": execution.signature.uuid})
+                verdicts.append(self._give_up_one(execution, error))
         return verdicts
 
+    def _give_up_one(self, execution: Execution, error: Exception) -> Verdict:
+        """Fail a task whose end cannot be stored, so that nobody waits for it; if even that cannot be, keep its message."""
+        execution.fail_unstorable(error)
+        try:
+            return self._session.settle(_settlements([execution]))[0]
+        except TROUBLE:
+            return self._settle([execution], ())[0]
+        except Exception:
+            logger.exception("the failure of task %s cannot be stored either", execution.signature.uuid)
+        dead = Settlement(
+            delivery=execution.delivery, uuid=execution.signature.uuid, name=execution.signature.name, fate=Fate.DEAD,
+            reason=REASON_UNSTORABLE, error=f"{type(error).__name__}: {error}",
+        )
+        return self._session.settle([dead])[0]
 
+
+def _settlements(over: Sequence[Execution]) -> list[Settlement]:
+    return [execution.settlement for execution in over if execution.settlement is not None]

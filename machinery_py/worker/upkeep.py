@@ -12,6 +12,7 @@ from machinery_py.errors import MachineryError
 from machinery_py.settlement.base import Session
 from machinery_py.worker.executors import Executors
 from machinery_py.worker.firing import fire_ready_groups
+from machinery_py.worker.fleet import GroupWatch
 from machinery_py.worker.receiver import Receiver
 from machinery_py.worker.settler import Settler
 
@@ -26,14 +27,15 @@ class Upkeep:
     """The small regular work of one worker."""
 
     def __init__(
-        self, engine: Engine, session: Session, receiver: Receiver, executors: Executors, settler: Settler, *,
-        name: str, on_beat: Callable[[], None],
+        self, engine: Engine, session: Session, receiver: Receiver, executors: Executors, settler: Settler,
+        groups: GroupWatch, *, name: str, on_beat: Callable[[], None],
     ) -> None:
         self._engine = engine
         self._session = session
         self._receiver = receiver
         self._executors = executors
         self._settler = settler
+        self._groups = groups
         self._on_beat = on_beat
         self._beat_every = engine.config.lease / 4
         self._stop = threading.Event()
@@ -55,12 +57,15 @@ class Upkeep:
                 self._beat_if_due()
                 self._tend_if_due()
                 self._look_after()
+                if self._groups.due_in() == 0.0 and self._groups.look():
+                    fire_ready_groups(self._engine)
             except MachineryError as error:
                 logger.debug("upkeep could not be done: %s", error)
             except Exception:  # the loop must live on, whatever a store or a handler does
                 logger.exception("upkeep failed")
             now = time.monotonic()
-            self._stop.wait(max(0.02, min(self._beat_at, self._tend_at, now + LONGEST_SLEEP) - now))
+            pause = min(self._beat_at - now, self._tend_at - now, LONGEST_SLEEP, self._groups.due_in())
+            self._stop.wait(max(0.02, pause))
 
     def _beat_if_due(self) -> None:
         now = time.monotonic()

@@ -17,37 +17,37 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, TypeVar
 
-from machinery_py.backends.base import ALREADY, FENCED, SETTLED, Verdict
+from machinery_py.backends.base import ALREADY, SETTLED, Verdict
 from machinery_py.brokers.base import Fate
 from machinery_py.config import Config
 from machinery_py.engine import Engine
 from machinery_py.errors import MachineryError
 from machinery_py.events import (
-    MessageDead,
-    TaskFailed,
-    TaskFenced,
-    TaskRetried,
     TaskStarted,
-    TaskSucceeded,
     WorkerHeartbeat,
     WorkerOffline,
     WorkerOnline,
 )
 from machinery_py.queues import QueueOrder, Queues, parse_queues
+from machinery_py.scheduler import Declared
 from machinery_py.settlement.base import Session
 from machinery_py.signature import Signature
-from machinery_py.states import State
 from machinery_py.worker.execution import Execution
 from machinery_py.worker.executors import Executors
 from machinery_py.worker.firing import fire_ready_groups
+from machinery_py.worker.fleet import GroupWatch
 from machinery_py.worker.limits import TimeLimits
 from machinery_py.worker.outage import Handler, Outage, open_patiently
 from machinery_py.worker.receiver import Receiver
 from machinery_py.worker.settler import Settler
+from machinery_py.worker.telling import log_fenced, tell
+from machinery_py.worker.ticking import Ticking
 from machinery_py.worker.upkeep import Upkeep
 from machinery_py.worker.usercode import Hooks
 
 logger = logging.getLogger(__name__)
+
+TELLING = 2.0  # seconds that a task which has ended has for saying so
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -62,11 +62,12 @@ class Worker:
         queues: names are in strict order: the second is looked at when the first is empty. With a mapping of names to weights
             each claim goes through them in an order drawn by weight. By default those of the setting `queues`.
         burst: end when there is nothing left to do; what waits in a paused queue is left there.
+        declared: the schedules that code declares; None: it carries no scheduler.
     """
 
     def __init__(
         self, engine: Engine, name: str = "", *, concurrency: int = 0, queues: Queues = (), burst: bool = False,
-        shutdown_timeout: float | None = None,
+        shutdown_timeout: float | None = None, declared: Declared | None = None,
     ) -> None:
         self.engine = engine
         self.name = name or f"{hostname()}-{os.getpid()}"
@@ -86,6 +87,8 @@ class Worker:
         self._stopped = threading.Lock()
         self._session: Session | None = None
         self._outage = Outage(engine, self.name)
+        self._declared = declared
+        self._ticking: Ticking | None = None
 
     # The setters, usable as decorators; Go's names
 
@@ -206,13 +209,18 @@ class Worker:
             engine, self._hooks, session, self._executors, self._settler, order=self.order, outage=self._outage,
             name=self.name, worker=self.name, may_consume=self._may_consume, burst=self.burst,
         )
+        self._groups = GroupWatch(engine.store.backend)
         self._upkeep = Upkeep(
-            engine, session, self._receiver, self._executors, self._settler, name=self.name, on_beat=self._on_beat
+            engine, session, self._receiver, self._executors, self._settler, self._groups, name=self.name,
+            on_beat=self._on_beat,
         )
         self._session = session
         self._settler.start()
         self._upkeep.start()
         self._receiver.start()
+        if self._declared is not None:
+            self._ticking = Ticking(engine, self._declared, name=self.name)
+            self._ticking.start()
         engine.events.emit(WorkerOnline(worker=self.name))
 
     def quit(self) -> None:
@@ -232,10 +240,13 @@ class Worker:
             if session is None:
                 return True
             self._quit.set()
+            if self._ticking is not None:
+                self._ticking.stop()
             self._receiver.stop()
             self._hand_back(started=False)
             self._let_finish()
             unfinished = self._hand_back(started=True)
+            self._let_tell()
             if unfinished:
                 logger.warning("%d unfinished tasks go back to their queues: %s", len(unfinished),
                                ", ".join(one.signature.uuid for one in unfinished[:5]))
@@ -243,6 +254,8 @@ class Worker:
                 logger.error("some results could not be stored; their tasks will run again")
             self._limits.close()
             self._upkeep.close()
+            if self._ticking is not None:
+                self._ticking.close()
             self._executors.close()
             try:
                 session.close()
@@ -276,7 +289,13 @@ class Worker:
 
     def _let_finish(self) -> None:
         deadline = time.monotonic() + self.shutdown_timeout
-        while self._executors.running() and time.monotonic() < deadline and not self._abrupt.is_set():
+        while self._executors.busy() and time.monotonic() < deadline and not self._abrupt.is_set():
+            self._take_signals(wait=0.02)
+
+    def _let_tell(self) -> None:
+        """Wait for what has ended to be with the settler, before that is closed."""
+        deadline = time.monotonic() + TELLING
+        while any(map(_is_telling, self._executors.busy())) and time.monotonic() < deadline:
             self._take_signals(wait=0.02)
 
     def _take_signals(self, *, wait: float) -> None:
@@ -335,8 +354,10 @@ class Worker:
                 settlement = execution.settlement
                 if settlement is not None and settlement.states and settlement.states[0].is_finished:
                     self.processed += 1
+                if settlement is not None and settlement.arrivals:
+                    self._groups.note(settlement.arrivals)
             else:
-                _log_fenced(execution, verdict)
+                log_fenced(execution, verdict)
             tell(self.engine, execution, verdict)
 
     def _handle_signals(self) -> dict[signal.Signals, Any]:
@@ -351,47 +372,13 @@ def _configured(config: Config) -> Queues:
     return parse_queues(config.queues) if config.queues else (config.default_queue,)
 
 
+def _is_telling(execution: Execution) -> bool:
+    """Whether it has ended by itself, and is on its way to the settler."""
+    return execution.is_over and execution.settlement is not None and execution.settlement.fate is not Fate.BACK
+
+
 def hostname() -> str:
     """This machine's name."""
     from socket import gethostname  # 2 ms that only workers pay
 
     return gethostname()
-
-
-def _log_fenced(execution: Execution, verdict: Verdict) -> None:
-    if verdict is FENCED:
-        logger.warning(
-            "a run of task %s came to nothing: its lease was lost, or it was finished before",
-            execution.signature.uuid, extra={"task_uuid": execution.signature.uuid},
-        )
-
-
-def tell(engine: Engine, execution: Execution, verdict: Verdict) -> None:
-    """Emit the event that goes with a settled execution."""
-    settlement, signature = execution.settlement, execution.signature
-    if settlement is None:
-        return
-    if verdict is FENCED:
-        if engine.events.wants(TaskFenced):
-            engine.events.emit(TaskFenced(signature=signature, worker=execution.worker))
-        return
-    engine.tell_sent(execution.sends)
-    if settlement.fate is Fate.DEAD and engine.events.wants(MessageDead):
-        engine.events.emit(MessageDead(
-            uuid=settlement.uuid, name=settlement.name, queue=settlement.delivery.queue,
-            reason=settlement.reason, error=settlement.error,
-        ))
-    if not settlement.states:
-        return
-    state = settlement.states[0]
-    if state.state is State.SUCCESS and engine.events.wants(TaskSucceeded):
-        engine.events.emit(TaskSucceeded(signature=signature, worker=execution.worker, runtime=execution.runtime))
-    elif state.state is State.FAILURE and engine.events.wants(TaskFailed):
-        engine.events.emit(TaskFailed(
-            signature=signature, worker=execution.worker, error=state.error, error_type=state.error_type
-        ))
-    elif state.state is State.RETRY and engine.events.wants(TaskRetried):
-        delay = (state.eta - state.created_at).total_seconds() if state.eta else 0.0
-        engine.events.emit(TaskRetried(
-            signature=signature, worker=execution.worker, error=state.error, delay=max(0.0, delay)
-        ))

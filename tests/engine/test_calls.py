@@ -6,7 +6,7 @@ import dataclasses
 import datetime as dt
 import enum
 import functools
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 from hypothesis import given
@@ -177,6 +177,24 @@ def test_what_a_call_is() -> None:
     assert not Call("t", context_not_first).takes_context
     assert Call("t", coroutine).is_async
     assert not Call("t", plain).is_async
+
+
+def test_the_annotation_says_under_which_type_a_result_travels() -> None:
+    def scaled() -> float: ...
+    def level() -> Annotated[int, "int32"]: ...
+    def several() -> tuple[list[int], Annotated[bytes, "[]byte"]]: ...
+    def numbers() -> tuple[float, ...]: ...
+
+    def types(function: Any, value: Any) -> list[str]:
+        return [arg.type for arg in Call("task", function).results(value)]
+
+    assert types(scaled, 2) == ["float64"]
+    assert types(level, 2) == ["int32"]
+    assert types(several, ([], b"")) == ["[]int64", "[]uint8"]
+    assert types(numbers, (1, 2.5)) == ["float64", "float64"]
+    assert types(several, (1,)) == ["int64"]  # another number of results than it says
+    with pytest.raises(ArgumentError, match="task result: cannot send 1099511627776 as int32"):
+        Call("task", level).results(2**40)
 
 
 def test_results_go_back_by_the_annotation() -> None:

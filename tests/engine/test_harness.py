@@ -417,3 +417,35 @@ def test_a_running_worker_serves_the_queues_of_the_tasks(shop: Shop) -> None:
         assert set(worker.queues) == {"machinery_tasks", "post"}
         assert shop.ship.send(Parcel(1.0, "Ulm"), decimal.Decimal(3)).get(timeout=30) == "Ulm 3"
     assert shop.server.config.broker.startswith("sqlite:")
+
+
+def test_schedules_run_in_virtual_time() -> None:
+    server = Server("memory://")
+    ran: list[str] = []
+
+    @server.periodic("0 9 * * MON-FRI", tz="Europe/Berlin")
+    def digest() -> None:
+        ran.append("digest")
+
+    @server.periodic("0 * * * *", overlap="skip")
+    def hourly() -> None:
+        ran.append("hourly")
+
+    with Harness(server) as machinery:
+        machinery.assert_not_sent("digest")
+        machinery.advance(days=7)
+        machinery.assert_sent("digest")
+        assert sum(one.name == "digest" for one in machinery.sent) == 5
+        machinery.drain()
+        assert ran.count("hourly") == 7  # nothing ran while the time passed: a run holds the next ones up for a day
+        for _ in range(3):
+            machinery.advance(hours=1)
+            machinery.drain()
+        assert ran.count("hourly") == 10
+        server.schedules.pause("digest")
+        before = len(machinery.sent)
+        server.schedules.pause("hourly")
+        machinery.advance(days=7)
+        assert len(machinery.sent) == before
+
+    assert not server.backend.records().bodies  # the server's own store knows nothing of it

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -12,16 +13,19 @@ import pytest
 
 from machinery_py import Config, Context, Server, Signature, State, TaskFailed, current_task, group
 from machinery_py._drivers.memory import MemoryHub
+from machinery_py.backends.base import Change, Verdict
 from machinery_py.backends.memory import MemoryBackend
 from machinery_py.brokers.memory import MemoryBroker
 from machinery_py.clock import SystemClock
-from machinery_py.errors import BrokerUnavailable, MachineryError, PublishUnknown
-from machinery_py.settlement.one_store import OneStore
+from machinery_py.errors import ArgumentError, BrokerUnavailable, MachineryError, PublishUnknown
+from machinery_py.settlement.base import Session, Settlement
+from machinery_py.settlement.one_store import OneSession, OneStore
 from machinery_py.settlement.two_stores import TwoStores
 from machinery_py.signature import HEADER_EXPIRES
 from machinery_py.testing.flaky import FlakyBackend, FlakyStore
 from machinery_py.testing.waiting import HANG, together, wait_until
 from machinery_py.worker import settler
+from machinery_py.worker.courtesy import ASIDE, NEAR, Courtesy
 from tests.engine.apps import Bench, bench
 
 __all__ = ["bench"]
@@ -368,3 +372,100 @@ def test_launch_can_be_ended_from_another_thread() -> None:
     bench.server.close()
 
 
+
+
+def test_a_worker_steps_aside_when_what_it_does_not_know_comes_back() -> None:
+    courtesy = Courtesy()
+    assert courtesy.starts_in(0.0) == math.inf
+
+    courtesy.promise(10.0)
+    courtesy.promise(10.02)
+
+    assert courtesy.starts_in(0.0) == pytest.approx(10.0 - NEAR)
+    assert courtesy.starts_in(10.0 - NEAR) == 0.0
+    assert courtesy.step(10.0 - NEAR) == pytest.approx(2 * NEAR)
+    assert courtesy.starts_in(10.0 + NEAR + ASIDE) == math.inf  # the second came with the first
+
+
+def test_a_worker_does_not_step_aside_most_of_the_time() -> None:
+    courtesy = Courtesy()
+    for number in range(1000):
+        courtesy.promise(number / 100)
+    now = aside = 0.0
+
+    while (pause := courtesy.starts_in(now)) != math.inf:
+        now += pause
+        length = courtesy.step(now) + ASIDE
+        now += length
+        aside += length
+
+    assert 9.0 < now < 12.0
+    assert aside / now < 0.3
+
+
+class Choosy(MemoryBackend):
+    """Refuses results of more than ten letters, as a store with a limit for its items does."""
+
+    def apply(self, changes: Sequence[Change]) -> list[Verdict]:
+        for state in (state for change in changes for state in change.states):
+            if any(len(str(arg.value)) > 10 for arg in state.results):
+                raise ArgumentError("too long")
+        return super().apply(changes)
+
+
+def test_a_result_that_cannot_be_stored_fails_its_task_and_ends_its_chord() -> None:
+    server = Server(Config(broker="memory://", result_backend="memory://"))
+    hub = MemoryHub(SystemClock())
+    server.engine.stores.store = TwoStores(MemoryBroker(hub), Choosy(hub), SystemClock())
+    repeat = server.register_task("repeat", lambda count: "x" * count)
+    join = server.register_task("join", lambda *parts: "".join(parts))
+
+    with server.new_worker("w", 2):
+        results = [repeat.send(count) for count in (1, 50, 2)]
+        whole = (group(repeat.signature(count) for count in (1, 50)) | join.partial()).send()
+        with pytest.raises(TaskFailed, match="the result cannot be stored: too long"):
+            results[1].get(timeout=HANG)
+        with pytest.raises(TaskFailed, match="the result cannot be stored"):
+            whole.get(timeout=HANG)
+        assert [results[0].get(timeout=HANG), results[2].get(timeout=HANG)] == ["x", "xx"]
+    assert {letter.reason for letter in server.inspect.dead()} == {"unstorable"}
+    server.close()
+
+
+class SlowSession(OneSession):
+    """Takes its time to get ready what has ended."""
+
+    ready = threading.Event()
+    asked = threading.Event()
+
+    def prepare(self, settlement: Settlement) -> None:
+        self.asked.set()
+        assert self.ready.wait(HANG)
+
+
+class SlowStore(OneStore):
+    def open_session(self, queues: Sequence[str], *, worker: str) -> Session:
+        session = SlowSession(self, self.broker.consume(queues, worker=worker), self._transaction)
+        SlowSession.ready.clear()
+        return session
+
+
+def test_a_worker_that_stops_waits_for_a_task_that_has_just_ended() -> None:
+    bench = Bench()
+    hub = MemoryHub()
+    bench.server.engine.stores.store = SlowStore(MemoryBroker(hub), MemoryBackend(hub), hub.transaction)
+    result = bench.add.send(1, 2)
+    worker = bench.server.new_worker(concurrency=1)
+    worker.start()
+    assert SlowSession.asked.wait(HANG)
+    stopping = threading.Thread(target=worker.stop)
+    stopping.start()
+    stopping.join(1.5)
+    assert stopping.is_alive()  # without its result it must not end
+
+    SlowSession.ready.set()
+    stopping.join(HANG)
+
+    assert result.get(timeout=HANG) == 3
+    assert bench.server.broker.stats()[0].waiting == 0
+    bench.server.close()

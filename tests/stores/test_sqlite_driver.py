@@ -14,6 +14,8 @@ import pytest
 
 from machinery_py._drivers.sqlite import SQLiteDriver
 from machinery_py._drivers.sqlite_open import network_kind
+from machinery_py.backends.base import Amendment
+from machinery_py.backends.sqlite import SQLiteBackend
 from machinery_py.brokers.base import Message
 from machinery_py.brokers.sqlite import SQLiteBroker
 from machinery_py.errors import ConfigError, PublishRefused, StoreUnusable
@@ -74,6 +76,19 @@ def test_a_newer_schema_is_refused(driver: SQLiteDriver, path: Path) -> None:
 
     with pytest.raises(StoreUnusable, match=r"newer machinery_py \(schema 9, this one knows 2\)"):
         queues(driver)
+
+
+def test_a_file_of_the_first_version_is_brought_up_to_date(driver: SQLiteDriver, path: Path) -> None:
+    with driver.transaction() as connection:
+        connection.execute("DROP TABLE records")
+        connection.execute("DROP TABLE paused")
+        connection.execute("PRAGMA user_version = 1")
+    driver.close()
+
+    again = SQLiteDriver(path)
+    assert SQLiteBackend(again).amend(Amendment(name="a", expected=None, body=b"1"))
+    assert SQLiteBackend(again).records().bodies == {"a": b"1"}
+    again.close()
 
 
 def test_another_programs_database_is_refused(path: Path) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import datetime as dt
+import email
+import importlib
 import io
 import json
 import os
@@ -13,8 +16,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from zoneinfo import ZoneInfo
 
 import pytest
+
+from machinery_py.testing import Harness
+from machinery_py.testing.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
@@ -164,3 +171,42 @@ for out in (io.StringIO(), Terminal()):
     assert "100 of 200" in plain and "(3 to be tried again)" in plain
     assert "█" * 32 + " 200 of 200" in moving
     assert moving.endswith("\\n'")
+
+
+def test_the_digest_comes_by_the_clock_from_the_command_line(tmp_path: Path) -> None:
+    place = EXAMPLES / "cron"
+    outbox = tmp_path / "outbox"
+
+    spec = {"DIGEST_SPEC": "* * * * * *"}
+    with worker("digest", place, tmp_path, **spec), worker("digest", place, tmp_path, **spec):
+        wait_until(lambda: len(list(outbox.glob("*.eml"))) >= 6, HANG, "three digests for two readers")
+
+    mails = [email.message_from_bytes(path.read_bytes()) for path in outbox.glob("*.eml")]
+    assert {mail["To"] for mail in mails} == {"ada@example.com", "grace@example.com"}
+    listing = python("-m", "machinery_py", "periodic", "digest", "--app-dir", str(place), folder=tmp_path)
+    assert re.search(r"^digest +\* \* \* \* \* \* +Europe/Berlin +digest +on +\d{4}-", listing, re.MULTILINE), listing
+
+
+def test_a_year_of_digests_in_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES / "cron"))
+    monkeypatch.setenv("OUTBOX", str(tmp_path / "outbox"))
+    digest = importlib.import_module("digest")
+    berlin = ZoneInfo("Europe/Berlin")
+
+    with Harness(digest.server) as machinery:
+        digest.server.schedules.change("watch", spec="0 */6 * * *")  # the other 100,000 looks show nothing new
+        start = machinery.clock.now().astimezone(berlin)
+        for _ in range(365):
+            machinery.advance(days=1)
+            machinery.drain()
+        end = machinery.clock.now().astimezone(berlin)
+        sent = machinery.sent
+
+    headers = [one.headers["machinery_tick"] for one in sent if one.name == "digest"]
+    ticks = [dt.datetime.fromisoformat(header).astimezone(berlin) for header in headers]
+    days = [(start + dt.timedelta(days=number)).date() for number in range(367)]
+    mornings = [dt.datetime.combine(day, dt.time(8), berlin) for day in days if day.weekday() < 5]
+    assert ticks == [morning for morning in mornings if start < morning <= end]
+    assert sum(one.name == "invoices" for one in sent) in (12, 13)
+    assert sum(one.name == "watch" for one in sent) == 365  # nothing runs while a day passes, and it leaves out overlaps
+    assert len(list((tmp_path / "outbox").glob("*.eml"))) == 2 * len(ticks) + sum(one.name == "invoices" for one in sent)

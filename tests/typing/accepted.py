@@ -435,6 +435,57 @@ def send_mail(to: str, subject: str, text: str) -> None:
         raise RetryTaskLater(f"{to} refused for now: {code}", 300) from refused
 
 
+@server.periodic("0 8 * * MON", tz="Europe/Berlin")
 def newsletter() -> None:
     readers = ["ada@example.com", "bob@example.com"]
     group(send_mail.signature(to, "This week", "…") for to in readers).send()
+
+
+# 11
+
+@server.periodic("0 6 * * MON-FRI", tz="Europe/Berlin", catch_up=True, overlap="skip", dst="go", name="digest", window=60)
+@server.task
+def morning_digest() -> int:
+    return 1
+
+
+@server.periodic("@every 30s")
+def pulse(ctx: Context) -> str:
+    return ctx.uuid
+
+
+@server.periodic("@every 30s")
+async def apulse() -> bytes:
+    return b""
+
+
+assert_type(newsletter, Task[[], None])
+assert_type(morning_digest, Task[[], int])
+assert_type(morning_digest.send().get(), int)
+assert_type(pulse.send().get(), str)
+assert_type(apulse.send().get(), bytes)
+
+server.register_periodic_task("0 6 * * ?", "nightly", report.signature("today"))
+server.register_periodic_chain("@daily", "nightly-chain", add.signature(1, 1), add.partial(2))
+server.register_periodic_group("@hourly", "hourly-group", 10, add.signature(1, 1), add.signature(2, 2))
+server.register_periodic_chord("@weekly", "weekly", 10, multiply.partial(), add.signature(1, 1), catch_up="all")
+
+
+def at_run_time() -> None:
+    server.schedules.add("0 7 * * *", "seven", group(add.signature(1, 1)), tz="Europe/Berlin", overlap="queue")
+    server.schedules.change("seven", spec="30 7 * * *", window=60)
+    for one in server.schedules.list():
+        assert_type(one.last_run, dt.datetime | None)
+
+
+# 12
+
+def locked() -> None:
+    with server.lock("feed-7", timeout=5) as lock:
+        assert_type(lock.fence, int)
+        lock.check()
+
+
+async def alocked() -> None:
+    async with server.lock("feed-7", blocking=False) as lock:
+        assert_type(await lock.release_async(), bool)

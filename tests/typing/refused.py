@@ -78,6 +78,13 @@ server.new_worker(concurency=5)  # refused
 server.task(retrys=3)  # refused
 server.task(backoff=5)  # refused
 server.task(retry_on="ConnectionError")  # refused
+server.periodic("@daily", tx="UTC")  # refused
+server.periodic("@daily", overlap="maybe")  # refused
+server.periodic(5)  # refused
+server.register_periodic_task("@daily", "name", add)  # refused
+server.register_periodic_task("@daily", add.signature(1, 2))  # refused
+server.schedules.change("name", catch_up="some")  # refused
+server.lock("name", timeout="5")  # refused
 
 
 async def handler() -> str:

@@ -8,6 +8,8 @@
     brokers      BrokerConformance
     backends     BackendConformance
     settlement   SettlementConformance
+    locks        LockConformance
+    schedules    ScheduleConformance: the records of schedules, and what is sent with them
     workflows    WorkflowConformance: a Server on these stores with real workers; LinkedConformance for `eager`
 
 No test asks which class it got. What a store cannot do it declares in its `features`; then the suite checks that it is
@@ -20,5 +22,5 @@ import pytest
 
 # Before the suites are imported, so that their assertions say what was found.
 _SUITES = ("leases", "pausing", "brokers", "groups", "changes", "backends", "fencing", "settlement",
-           "application", "tasks", "messages", "queues", "workers", "workflows")
+           "schedules", "locks", "application", "tasks", "messages", "queues", "workers", "workflows")
 pytest.register_assert_rewrite(*(f"{__name__}.{suite}" for suite in _SUITES))

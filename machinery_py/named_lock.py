@@ -1,0 +1,255 @@
+"""`server.lock(name)`: a lock that is held across processes, for as long as its holder lives and needs it.
+
+What is held is a lease of the lock store. One thread, the keeper, renews all leases of a Server; it starts with the first
+lock and ends with the last. A lease that could not be renewed in time is lost, and its holder is told: by `lost`, by `check()`,
+and at the end of the `with` block.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+
+from machinery_py.errors import LockLost, LockNotAcquired, MachineryError
+from machinery_py.locks.base import Held, Lock
+
+logger = logging.getLogger(__name__)
+
+POLL = 0.05, 0.5  # seconds between two tries, at first and at most
+RENEWALS = 3  # in one lease
+
+
+class _Lease:
+    """A name that is held. `ends`: the monotonic second until which it surely is ours."""
+
+    def __init__(self, held: Held, ends: float) -> None:
+        self.held = held
+        self.ends = ends
+        self.lost = False
+
+
+class LockKeeper:
+    """Takes and renews the leases of one Server. May be used from any thread.
+
+    Args:
+        open_lock: asked for at each use, since a Server may be given other stores.
+        lease: seconds; so long is a name held after the death of its holder.
+    """
+
+    def __init__(self, open_lock: Callable[[], Lock], lease: Callable[[], float]) -> None:
+        self._open_lock = open_lock
+        self._lease = lease
+        self._leases: dict[str, tuple[Lock, _Lease]] = {}  # by token
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    def take(self, name: str) -> _Lease | None:
+        """Hold the name, or None if somebody has it."""
+        lock, length, asked_at = self._open_lock(), self._lease(), time.monotonic()
+        held = lock.acquire(name, ttl=length)
+        if held is None:
+            return None
+        lease = _Lease(held, asked_at + length)
+        with self._changed:
+            self._leases[held.token] = lock, lease
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="machinery-lock-keeper", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+        return lease
+
+    def give_back(self, lease: _Lease) -> bool:
+        """Let others have it. False: it was lost."""
+        with self._changed:
+            lock, _ = self._leases.pop(lease.held.token, (None, lease))
+            self._changed.notify_all()
+        if lock is None or lease.lost:
+            return False
+        return lock.release(lease.held)
+
+    def close(self) -> None:
+        """Stop renewing: what is still held ends with its lease. May be called twice; a new lock starts it again."""
+        with self._changed:
+            for _, lease in self._leases.values():
+                lease.lost = True
+            self._leases.clear()
+            thread = self._thread
+            self._changed.notify_all()
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(timeout=10.0)
+
+    def _work(self) -> None:
+        due_at = 0.0
+        while True:
+            with self._changed:
+                if not self._leases:
+                    self._thread = None
+                    return
+                due_at = time.monotonic() + self._lease() / RENEWALS
+                while self._leases and (left := due_at - time.monotonic()) > 0:
+                    self._changed.wait(left)
+                leases = list(self._leases.values())
+            for lock, lease in leases:
+                self._renew(lock, lease)
+
+    def _renew(self, lock: Lock, lease: _Lease) -> None:
+        length, asked_at = self._lease(), time.monotonic()
+        ours = None
+        try:
+            ours = lock.renew(lease.held, ttl=length)
+        except MachineryError as error:
+            logger.warning("lock %r could not be renewed: %s", lease.held.name, error)
+        except Exception:  # the thread must live on for the others
+            logger.exception("lock %r could not be renewed", lease.held.name)
+        if ours:
+            lease.ends = asked_at + length
+            return
+        with self._changed:
+            given_back = lease.held.token not in self._leases
+            if given_back or (ours is None and time.monotonic() < lease.ends):
+                return
+            lease.lost = True
+            del self._leases[lease.held.token]
+        logger.error("lock %r is lost: its lease could not be renewed in time", lease.held.name)
+
+
+class NamedLock:
+    """A name, to be held by one at a time. Made by `server.lock`; not reentrant; belongs to one thread or coroutine at a time.
+
+        with server.lock("feed-7"):                  waits for its turn
+        with server.lock("feed-7", timeout=5):       LockNotAcquired after 5 s
+        async with server.lock("feed-7"):            the same in a coroutine
+    """
+
+    def __init__(self, keeper: LockKeeper, name: str, *, timeout: float | None, blocking: bool) -> None:
+        self.name = name
+        self._keeper = keeper
+        self._timeout = timeout if blocking else 0.0
+        self._held: _Lease | None = None
+
+    @property
+    def held(self) -> bool:
+        """Whether it is held by this object, as far as we know."""
+        return self._held is not None and not self.lost
+
+    @property
+    def lost(self) -> bool:
+        """Whether the lease ended although it was wanted: somebody else may be at work now."""
+        return self._held is not None and (self._held.lost or time.monotonic() >= self._held.ends)
+
+    @property
+    def fence(self) -> int:
+        """A number that grows with each holder of the name; a resource can refuse a smaller one than it has seen.
+
+        Raises:
+            LockLost: it is not held.
+        """
+        if self._held is None:
+            raise LockLost(self.name)
+        return self._held.held.fence
+
+    def check(self) -> None:
+        """
+        Raises:
+            LockLost: it is not held (any more).
+        """
+        if not self.held:
+            raise LockLost(self.name)
+
+    def acquire(self, *, blocking: bool = True, timeout: float | None = None) -> bool:
+        """Hold it; False if that was not possible in `timeout` seconds, or at once without `blocking`."""
+        deadline = _deadline(timeout if blocking else 0.0)
+        pause = POLL[0]
+        while not self._try():
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return False
+            time.sleep(min(left, pause * random.uniform(0.5, 1.0)))
+            pause = min(POLL[1], pause * 1.5)
+        return True
+
+    async def acquire_async(self, *, blocking: bool = True, timeout: float | None = None) -> bool:
+        """`acquire` for coroutines."""
+        import asyncio  # loaded by now: we are in a coroutine
+
+        deadline = _deadline(timeout if blocking else 0.0)
+        pause = POLL[0]
+        while True:
+            attempt = asyncio.ensure_future(asyncio.to_thread(self._try))
+            try:
+                taken = await asyncio.shield(attempt)
+            except asyncio.CancelledError:
+                if await attempt:  # nobody would ever let go of it
+                    await asyncio.to_thread(self.release)
+                raise
+            left = deadline - time.monotonic()
+            if taken or left <= 0:
+                return taken
+            await asyncio.sleep(min(left, pause * random.uniform(0.5, 1.0)))
+            pause = min(POLL[1], pause * 1.5)
+
+    def _try(self) -> bool:
+        lease = self._keeper.take(self.name)
+        if lease is None:
+            return False
+        self._held = lease
+        return True
+
+    def release(self) -> bool:
+        """Let others have it. False: it was lost, or it is not held."""
+        held, self._held = self._held, None
+        return held is not None and self._keeper.give_back(held)
+
+    async def release_async(self) -> bool:
+        """`release` for coroutines."""
+        import asyncio
+
+        return await asyncio.to_thread(self.release)
+
+    def __enter__(self) -> NamedLock:
+        """
+        Raises:
+            LockNotAcquired: it could not be held in time.
+        """
+        if not self.acquire(timeout=self._timeout):
+            raise LockNotAcquired(self.name, self._timeout)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """
+        Raises:
+            LockLost: it was lost inside the block, which raised nothing itself.
+        """
+        self._left(self._released(self.release), error)
+
+    async def __aenter__(self) -> NamedLock:
+        if not await self.acquire_async(timeout=self._timeout):
+            raise LockNotAcquired(self.name, self._timeout)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        import asyncio
+
+        self._left(await asyncio.shield(asyncio.to_thread(self._released, self.release)), error)
+
+    def _released(self, release: Callable[[], bool]) -> bool:
+        try:
+            return release()
+        except MachineryError as error:
+            # What the block did was done under the lock; others wait for the lease to end.
+            logger.warning("lock %r could not be released, and ends by itself: %s", self.name, error)
+            return True
+
+    def _left(self, released: bool, error: BaseException | None) -> None:
+        if not released and error is None:
+            raise LockLost(self.name)
+
+
+def _deadline(timeout: float | None) -> float:
+    return float("inf") if timeout is None else time.monotonic() + timeout

@@ -1,0 +1,121 @@
+"""What every lock promises: one holder at a time, for as long as it says.
+
+    class TestMyLock(LockConformance):
+        @pytest.fixture
+        def open_lock(self, clock: ManualClock) -> OpenLock:
+            return lambda: MyLock("my://localhost", clock=clock)
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Callable
+
+import pytest
+
+from machinery_py.locks.base import Held, Lock
+from machinery_py.testing.clocks import ManualClock
+from machinery_py.testing.waiting import together
+
+#: Called again, it gives a second handle on the same store.
+OpenLock = Callable[[], Lock]
+
+
+def taken(lock: Lock, name: str = "n", ttl: float = 10.0) -> Held:
+    held = lock.acquire(name, ttl=ttl)
+    assert held is not None
+    return held
+
+
+class LockConformance:
+    """Everything that the docstrings of Lock say."""
+
+    @pytest.fixture
+    def clock(self) -> ManualClock:
+        """The time that the store goes by."""
+        return ManualClock()
+
+    @pytest.fixture
+    def open_lock(self, clock: ManualClock) -> OpenLock:
+        raise NotImplementedError(f"{type(self).__name__}: override the fixture open_lock")
+
+    @pytest.fixture
+    def lock(self, open_lock: OpenLock) -> Lock:
+        return open_lock()
+
+    def test_a_name_is_held_by_one(self, open_lock: OpenLock, clock: ManualClock) -> None:
+        one, two = open_lock(), open_lock()
+        held = taken(one)
+
+        assert (held.name, held.expires_at) == ("n", clock.now() + dt.timedelta(seconds=10))
+        assert two.acquire("n", ttl=10.0) is None
+        assert one.acquire("n", ttl=10.0) is None
+        assert two.acquire("other", ttl=10.0) is not None
+
+    def test_of_200_threads_one_wins(self, lock: Lock) -> None:
+        for name in ("a", "b"):
+            won = together(200, lambda _, name=name: lock.acquire(name, ttl=10.0))  # type: ignore[misc]
+            assert sum(held is not None for held in won) == 1
+
+    def test_a_released_name_is_free(self, lock: Lock) -> None:
+        held = taken(lock)
+
+        assert lock.release(held) is True
+        assert lock.release(held) is False
+        assert lock.renew(held, ttl=10.0) is False
+        assert taken(lock).token != held.token
+
+    def test_a_name_is_free_when_its_time_is_over(self, lock: Lock, clock: ManualClock) -> None:
+        held = taken(lock)
+        clock.advance(9.9)
+        assert lock.acquire("n", ttl=10.0) is None
+        clock.advance(0.1)
+
+        assert lock.renew(held, ttl=10.0) is False
+        assert lock.release(held) is False
+        taken(lock)
+
+    def test_renewing_holds_on_from_now(self, lock: Lock, clock: ManualClock) -> None:
+        held = taken(lock)
+        for _ in range(5):
+            clock.advance(6.0)
+            assert lock.renew(held, ttl=10.0) is True
+        assert lock.acquire("n", ttl=10.0) is None
+        assert lock.renew(held, ttl=1.0) is True
+        clock.advance(1.0)
+        taken(lock)
+
+    def test_the_slow_holder_can_do_nothing_to_the_next(self, lock: Lock, clock: ManualClock) -> None:
+        slow = taken(lock)
+        clock.advance(10.0)
+        held = taken(lock)
+
+        assert lock.release(slow) is False
+        assert lock.renew(slow, ttl=99.0) is False
+
+        assert lock.acquire("n", ttl=10.0) is None
+        assert lock.release(held) is True
+
+    def test_the_fence_grows(self, lock: Lock, clock: ManualClock) -> None:
+        fences: list[int] = []
+        for number in range(6):
+            held = taken(lock)
+            fences.append(held.fence)
+            taken(lock, f"other {number}", ttl=1.0)
+            if number % 2:
+                lock.release(held)
+            else:
+                clock.advance(10.0)
+
+        assert fences == sorted(set(fences))
+
+    def test_any_name_will_do(self, lock: Lock) -> None:
+        names = ["", "a b", "日本", "'; DROP TABLE locks", "x" * 5000, "%"]
+        assert [taken(lock, name).name for name in names] == names
+
+    def test_closing_takes_nothing_away(self, open_lock: OpenLock) -> None:
+        lock = open_lock()
+        taken(lock)
+        lock.close()
+        lock.close()
+        assert open_lock().acquire("n", ttl=10.0) is None

@@ -1,0 +1,145 @@
+"""What every store promises about the records that schedules are kept in: changed by one, together with what is sent.
+
+    class TestMyStore(ScheduleConformance):
+        @pytest.fixture
+        def open_store(self, clock: ManualClock) -> OpenStore:
+            return lambda: OneStore(MyBroker(driver), MyBackend(driver), driver.transaction)
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from machinery_py.backends.base import Amendment
+from machinery_py.brokers.base import Message
+from machinery_py.errors import StateNotFound
+from machinery_py.settlement.base import Session, Store
+from machinery_py.states import GroupMeta, State
+from machinery_py.testing.clocks import ManualClock
+from machinery_py.testing.conformance.fencing import OpenStore, StoreCase, drain, message_of, state_of, uuid_of
+from machinery_py.testing.waiting import together
+
+__all__ = ["OpenStore", "ScheduleConformance"]
+
+
+def amend(
+    store: Store, name: str, expected: bytes | None, body: bytes | None, *uuids: str, groups: tuple[GroupMeta, ...] = ()
+) -> bool:
+    send: list[Message] = [message_of(uuid) for uuid in uuids]
+    return store.amend(
+        Amendment(name=name, expected=expected, body=body, states=[state_of(uuid) for uuid in uuids], groups=groups,
+                  outbox_key=f"tick {name} {uuids[0]}" if uuids else ""),
+        send,
+    )
+
+
+def bodies(store: Store) -> dict[str, bytes]:
+    found = store.backend.records().bodies
+    assert found is not None
+    return dict(found)
+
+
+class ScheduleConformance(StoreCase):
+    """Everything that Store.amend, Backend.amend and Backend.records say."""
+
+    def test_at_first_there_is_none(self, store: Store, clock: ManualClock) -> None:
+        records = store.backend.records()
+        assert (records.bodies, records.now) == ({}, clock.now())
+
+    def test_a_record_is_made_changed_and_removed(self, store: Store) -> None:
+        assert amend(store, "a", None, b"1")
+        assert amend(store, "b", None, b"x")
+        assert amend(store, "a", b"1", b"2")
+        assert bodies(store) == {"a": b"2", "b": b"x"}
+
+        assert amend(store, "a", b"2", None)
+        assert bodies(store) == {"b": b"x"}
+        assert amend(store, "a", None, b"3")
+        assert bodies(store) == {"a": b"3", "b": b"x"}
+
+    def test_who_expects_something_else_writes_nothing(self, store: Store, session: Session) -> None:
+        amend(store, "a", None, b"1")
+
+        for expected, name in ((None, "a"), (b"0", "a"), (b"", "a"), (b"1", "b")):
+            assert not amend(store, name, expected, b"2", "t", groups=(GroupMeta(group_uuid="g", task_uuids=("t",)),))
+        assert not amend(store, "b", b"1", None)
+
+        assert bodies(store) == {"a": b"1"}
+        assert session.receive(9, 0) == []
+        assert store.backend.get_group("g") is None
+        with pytest.raises(StateNotFound):
+            store.backend.get_state("t")
+
+    def test_what_is_sent_with_it_comes_with_its_states_and_groups(self, store: Store, session: Session) -> None:
+        assert amend(store, "a", None, b"1", "t", "u", groups=(GroupMeta(group_uuid="g", task_uuids=("t", "u")),))
+
+        assert [uuid_of(delivery) for delivery in session.receive(9, 0)] == ["t", "u"]
+        assert [store.backend.get_state(uuid).state for uuid in "tu"] == [State.PENDING] * 2
+        group = store.backend.get_group("g")
+        assert group is not None
+        assert list(group.task_uuids) == ["t", "u"]
+        assert store.backend.unsent(9, older_than=0.0) == []
+
+    def test_repeated_after_a_lost_reply_it_sends_once(self, store: Store) -> None:
+        amend(store, "a", None, b"1")
+        for _ in range(3):
+            amend(store, "a", b"1", b"2", "t")
+
+        assert bodies(store) == {"a": b"2"}
+        assert drain(store, "q") == ["t"]
+
+    def test_of_many_who_expect_the_same_one_sends(self, open_store: OpenStore) -> None:
+        stores = [open_store() for _ in range(4)]
+        amend(stores[0], "a", None, b"0")
+
+        for tick in range(5):
+            won = together(
+                16, lambda index, tick=tick: amend(  # type: ignore[misc]
+                    stores[index % 4], "a", b"%d" % tick, b"%d" % (tick + 1), f"{tick}-{index}"
+                )
+            )
+            assert sum(won) == 1
+
+        sent = drain(stores[0], "q")
+        assert [uuid.partition("-")[0] for uuid in sent] == list("01234")
+        for store in stores:
+            store.close()
+
+    def test_the_version_changes_with_every_change(self, store: Store) -> None:
+        versions = [store.backend.records().version]
+        for expected, body in ((None, b"1"), (b"1", b"2"), (b"2", b"1"), (b"1", None), (None, b"1")):
+            assert amend(store, "a", expected, body)
+            records = store.backend.records(versions[-1])
+            assert records.bodies == ({} if body is None else {"a": body})
+            versions.append(records.version)
+            assert store.backend.records(records.version).bodies is None
+        assert len(set(versions)) == len(versions)
+
+        assert not amend(store, "a", b"0", b"9")
+        assert store.backend.records(versions[-1]).bodies is None
+
+    def test_other_handles_see_it(self, open_store: OpenStore) -> None:
+        one, two = open_store(), open_store()
+        amend(one, "a", None, b"1")
+        assert bodies(two) == {"a": b"1"}
+        assert amend(two, "a", b"1", b"2")
+        assert not amend(one, "a", b"1", b"3")
+        assert bodies(one) == {"a": b"2"}
+        one.close()
+        two.close()
+
+    def test_any_name_and_any_bytes(self, store: Store) -> None:
+        kept = {"": b"\x00\xff", "日本": b"{}", "a b:{c}'; --": b"x" * 100_000, "n" * 500: b"\n"}
+        for name, body in kept.items():
+            assert amend(store, name, None, body)
+        assert bodies(store) == kept
+        for name, body in kept.items():
+            assert amend(store, name, body, None)
+        assert bodies(store) == {}
+
+    def test_records_are_not_forgotten_when_results_are(self, store: Store, clock: ManualClock) -> None:
+        amend(store, "a", None, b"1", "t")
+        drain(store, "q")
+        clock.advance(days=40)
+        store.tend()
+        assert bodies(store) == {"a": b"1"}

@@ -1,0 +1,54 @@
+"""Telling what became of a task: events, and the log."""
+
+from __future__ import annotations
+
+import logging
+
+from machinery_py.backends.base import FENCED, Verdict
+from machinery_py.brokers.base import Fate
+from machinery_py.engine import Engine
+from machinery_py.events import MessageDead, TaskFailed, TaskFenced, TaskRetried, TaskSucceeded
+from machinery_py.states import State
+from machinery_py.worker.execution import Execution
+
+logger = logging.getLogger(__name__)
+
+
+def log_fenced(execution: Execution, verdict: Verdict) -> None:
+    """Say that a run came to nothing, if that is so."""
+    if verdict is FENCED:
+        logger.warning(
+            "a run of task %s came to nothing: its lease was lost, or it was finished before",
+            execution.signature.uuid, extra={"task_uuid": execution.signature.uuid},
+        )
+
+
+def tell(engine: Engine, execution: Execution, verdict: Verdict) -> None:
+    """Emit the event that goes with a settled execution."""
+    settlement, signature = execution.settlement, execution.signature
+    if settlement is None:
+        return
+    if verdict is FENCED:
+        if engine.events.wants(TaskFenced):
+            engine.events.emit(TaskFenced(signature=signature, worker=execution.worker))
+        return
+    engine.tell_sent(execution.sends)
+    if settlement.fate is Fate.DEAD and engine.events.wants(MessageDead):
+        engine.events.emit(MessageDead(
+            uuid=settlement.uuid, name=settlement.name, queue=settlement.delivery.queue,
+            reason=settlement.reason, error=settlement.error,
+        ))
+    if not settlement.states:
+        return
+    state = settlement.states[0]
+    if state.state is State.SUCCESS and engine.events.wants(TaskSucceeded):
+        engine.events.emit(TaskSucceeded(signature=signature, worker=execution.worker, runtime=execution.runtime))
+    elif state.state is State.FAILURE and engine.events.wants(TaskFailed):
+        engine.events.emit(TaskFailed(
+            signature=signature, worker=execution.worker, error=state.error, error_type=state.error_type
+        ))
+    elif state.state is State.RETRY and engine.events.wants(TaskRetried):
+        delay = (state.eta - state.created_at).total_seconds() if state.eta else 0.0
+        engine.events.emit(TaskRetried(
+            signature=signature, worker=execution.worker, error=state.error, delay=max(0.0, delay)
+        ))

@@ -1,0 +1,257 @@
+"""`server.lock`: held while its holder lives, over processes; a loss is told."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from machinery_py import Config, Server
+from machinery_py.errors import BackendUnavailable, LockLost, LockNotAcquired
+from machinery_py.locks.base import Held, Lock
+from machinery_py.named_lock import LockKeeper, NamedLock
+from machinery_py.testing.waiting import together, wait_until
+
+LEASE = 0.4  # seconds
+
+
+def keepers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "machinery-lock-keeper"]
+
+
+def pass_time(seconds: float) -> None:
+    end = time.monotonic() + seconds
+    wait_until(lambda: time.monotonic() >= end)
+
+
+@pytest.fixture(params=["memory", "sqlite", "redis"])
+def server(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> Iterator[Server]:
+    urls = {"memory": lambda: "memory://", "sqlite": lambda: f"sqlite:///{tmp_path}/m.db",
+            "redis": lambda: request.getfixturevalue("empty_redis").url}
+    server = Server(Config(broker=urls[request.param](), lease=LEASE))
+    yield server
+    server.close()
+
+
+def test_one_at_a_time(server: Server) -> None:
+    inside: list[int] = []
+    most: list[int] = []
+
+    def work(index: int) -> None:
+        for _ in range(3):
+            with server.lock("feed"):
+                inside.append(index)
+                most.append(len(inside))
+                inside.pop()
+
+    together(6, work)
+    assert max(most) == 1
+    assert len(most) == 18
+    wait_until(lambda: not keepers())
+
+
+def test_it_is_renewed_while_it_is_held_and_free_behind_it(server: Server) -> None:
+    with server.lock("feed") as lock:
+        pass_time(3 * LEASE)
+        assert lock.held
+        lock.check()
+        assert lock.fence > 0
+        with pytest.raises(LockNotAcquired, match="lock 'feed': somebody else has it$"), server.lock("feed", blocking=False):
+            pytest.fail("held twice")
+        with pytest.raises(LockNotAcquired, match="and had it for 0.1 s"), server.lock("feed", timeout=0.1):
+            pytest.fail("held twice")
+        with server.lock("another", blocking=False):
+            pass
+    with server.lock("feed", blocking=False) as again:
+        assert again.fence > 0
+    wait_until(lambda: not keepers())
+
+
+def test_by_hand(server: Server) -> None:
+    lock = server.lock("feed")
+    assert lock.acquire()
+    assert not server.lock("feed").acquire(blocking=False)
+    assert not server.lock("feed").acquire(timeout=0.05)
+    assert lock.release()
+    assert not lock.release()
+    with pytest.raises(LockLost):
+        lock.check()
+    with pytest.raises(LockLost):
+        assert lock.fence
+
+
+def steal(server: Server, lock: NamedLock) -> None:
+    """Take the lease away, as if the store had forgotten it."""
+    assert lock._held is not None
+    assert server.engine.stores.lock.release(lock._held.held)
+
+
+def test_a_loss_is_told(server: Server) -> None:
+    with pytest.raises(LockLost, match="lock 'feed' is not held"), server.lock("feed") as lock:
+        steal(server, lock)
+        wait_until(lambda: lock.lost)
+        assert not lock.held
+        with pytest.raises(LockLost):
+            lock.check()
+
+
+def test_the_blocks_own_error_is_not_replaced(server: Server) -> None:
+    with pytest.raises(ZeroDivisionError), server.lock("feed") as lock:
+        steal(server, lock)
+        wait_until(lambda: lock.lost)
+        assert 1 / 0
+
+
+def test_closing_the_server_ends_the_keeper(server: Server) -> None:
+    lock = server.lock("feed")
+    assert lock.acquire()
+    server.close()
+    assert not keepers()
+    assert lock.lost
+
+
+HOLDER = """
+import sys, time
+from machinery_py import Config, Server
+server = Server(Config(broker=sys.argv[1], lease=float(sys.argv[2])))
+with server.lock("feed"):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_who_is_killed_or_hangs_blocks_nobody_for_long(tmp_path: pathlib.Path, how: signal.Signals) -> None:
+    url = f"sqlite:///{tmp_path}/m.db"
+    server = Server(Config(broker=url, lease=1.0))
+    root = pathlib.Path(__file__).parents[2]
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, url, "1.0"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True, env={**os.environ, "PYTHONPATH": str(root)},
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    assert not server.lock("feed").acquire(timeout=1.5)  # longer than a lease: it is renewed
+    process.send_signal(how)
+    with server.lock("feed", timeout=60):
+        process.send_signal(signal.SIGCONT)
+        _, said = process.communicate(timeout=60)
+    if how is signal.SIGSTOP:
+        assert "LockLost: lock 'feed' is not held" in said
+    server.close()
+
+
+class Away(Lock):
+    """A lock store that does not answer for a while."""
+
+    def __init__(self, inner: Lock) -> None:
+        self.inner = inner
+        self.away = threading.Event()
+        self.asked = 0
+
+    def acquire(self, name: str, *, ttl: float) -> Held | None:
+        return self.inner.acquire(name, ttl=ttl)
+
+    def renew(self, held: Held, *, ttl: float) -> bool:
+        self.asked += 1
+        if self.away.is_set():
+            raise BackendUnavailable("away")
+        return self.inner.renew(held, ttl=ttl)
+
+    def release(self, held: Held) -> bool:
+        if self.away.is_set():
+            raise BackendUnavailable("away")
+        return self.inner.release(held)
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+def test_a_short_outage_loses_nothing_a_long_one_does() -> None:
+    server = Server("memory://")
+    store = Away(server.engine.stores.lock)
+    keeper = LockKeeper(lambda: store, lambda: 1.0)
+    lock = NamedLock(keeper, "feed", timeout=None, blocking=True)
+    with lock:
+        store.away.set()
+        before = store.asked
+        wait_until(lambda: store.asked > before)
+        store.away.clear()
+        pass_time(1.2)
+        lock.check()
+        store.away.set()
+        wait_until(lambda: lock.lost)
+        store.away.clear()
+        store.inner.release(lock._held.held)  # type: ignore[union-attr]
+        lock._held = None
+        assert lock.acquire(blocking=False)
+        store.away.set()  # it cannot be released, and ends by itself: what the block did was under the lock
+    keeper.close()
+    assert not keepers()
+
+
+# Coroutines
+
+
+def test_coroutines_take_turns_and_the_loop_goes_on(server: Server) -> None:
+    inside, most = 0, 0
+
+    async def work() -> None:
+        nonlocal inside, most
+        async with server.lock("feed", timeout=60):
+            inside += 1
+            most = max(most, inside)
+            await asyncio.sleep(0.01)
+            inside -= 1
+
+    async def main() -> None:
+        await asyncio.gather(*(work() for _ in range(5)))
+        async with server.lock("feed"):
+            with pytest.raises(LockNotAcquired):
+                async with server.lock("feed", blocking=False):
+                    pytest.fail("held twice")
+            assert not await server.lock("feed").acquire_async(timeout=0.05)
+        lock = server.lock("feed")
+        assert await lock.acquire_async()
+        assert await lock.release_async()
+
+    asyncio.run(main())
+    assert most == 1
+
+
+def test_a_cancelled_wait_leaves_nothing_held(server: Server) -> None:
+    async def main() -> None:
+        for delay in (0.0, 0.001, 0.005, 0.02):
+            lock = server.lock("feed")
+            waiting = asyncio.ensure_future(lock.acquire_async())
+            await asyncio.sleep(delay)
+            waiting.cancel()
+            try:
+                await waiting
+            except asyncio.CancelledError:
+                pass
+            else:
+                await lock.release_async()
+            assert await lock.acquire_async(timeout=0.0)
+            assert await lock.release_async()
+
+    asyncio.run(main())
+
+
+def test_a_loss_is_told_to_coroutines(server: Server) -> None:
+    async def main() -> None:
+        async with server.lock("feed") as lock:
+            steal(server, lock)
+            while not lock.lost:
+                await asyncio.sleep(0.01)
+
+    with pytest.raises(LockLost):
+        asyncio.run(main())

@@ -1,0 +1,99 @@
+"""Groups and chords whose members are run by both languages, in any order: each chord fires exactly once."""
+
+from __future__ import annotations
+
+import collections
+import random
+
+import pytest
+
+from machinery_py import Group, Server, Signature, State, TaskFailed
+from machinery_py.testing.waiting import HANG, wait_until
+from tests.interop.conftest import Fleet
+from tests.interop.fleet import call, message
+from tests.interop.golang import Peer
+
+QUEUES = ("of_go", "of_python")
+Both = tuple[Server, Peer]
+CHORDS = 500
+MEMBERS = 4
+
+
+@pytest.fixture
+def both(fleet: Fleet) -> Both:
+    server = fleet.python()
+    go = fleet.go_worker("of_go", concurrency=8)
+    fleet.python_worker(server, "of_python", concurrency=8)
+    return server, go
+
+
+def members(source: random.Random, count: int, *, start: int = 0) -> list[Signature[int]]:
+    return [
+        call("add", ("int64", start + number), ("int64", 0), routing_key=source.choice(QUEUES)) for number in range(count)
+    ]
+
+
+def send_chords(both: Both, sender: str, count: int) -> dict[str, list[int]]:
+    """Chords whose callbacks go to a queue without a worker; what each is to get, by its UUID."""
+    server, go = both
+    source = random.Random(sender)
+    wanted = {}
+    for number in range(count):
+        parts = members(source, MEMBERS, start=number)
+        last = call("total", routing_key="counted")
+        if sender == "go":
+            sent = go.ask("chord", messages=[message(part) for part in parts], callback=message(last), concurrency=2)
+            uuid = sent["callback"]
+        else:
+            uuid = server.send_chord(Group(parts) | last).uuid
+        wanted[uuid] = list(range(number, number + MEMBERS))
+    return wanted
+
+
+@pytest.mark.parametrize("sender", ["go", "python"])
+def test_a_chord_that_is_split_over_both_fires_exactly_once(both: Both, sender: str) -> None:
+    server, _ = both
+    wanted = send_chords(both, sender, CHORDS)
+
+    def fired() -> collections.Counter[str]:
+        return collections.Counter(one.uuid for one in server.broker.pending("counted", 10 * CHORDS))
+
+    wait_until(lambda: len(fired()) >= CHORDS, timeout=4 * HANG, what="every chord has fired")
+    assert fired() == collections.Counter(dict.fromkeys(wanted, 1))
+    for one in server.broker.get_pending_tasks("counted"):
+        assert [arg.value for arg in one.args] == wanted[one.uuid]
+
+
+@pytest.mark.parametrize("sender", ["go", "python"])
+def test_a_chord_with_a_member_that_fails_in_go_is_ended_by_python(both: Both, sender: str) -> None:
+    server, go = both
+    parts = [call("fail", ("string", "no"), routing_key="of_go"), *members(random.Random(1), 3)]
+    parts.append(call("add", ("int64", 1), ("int64", 1), routing_key="of_python"))
+    last = call("total", routing_key="of_python")
+    if sender == "go":
+        sent = go.ask("chord", messages=[message(part) for part in parts], callback=message(last), concurrency=2)
+        result = server.result(sent["callback"])
+    else:
+        result = server.send_chord(Group(parts) | last)
+
+    wait_until(lambda: _state(server, result.uuid) is State.FAILURE, what="the chord has failed")
+    with pytest.raises(TaskFailed, match="no"):
+        result.get(timeout=HANG)
+
+
+def _state(server: Server, uuid: str) -> State | None:
+    found = server.backend.get_states([uuid]).get(uuid)
+    return found.state if found else None
+
+
+def test_a_group_is_read_by_both(both: Both) -> None:
+    server, go = both
+    parts = members(random.Random(5), 10)
+    of_python = server.send_group(Group(parts))
+    of_go = go.ask("group", messages=[message(part) for part in parts], concurrency=2)
+
+    assert of_python.get(timeout=HANG) == list(range(10))
+    assert [go.result(one.uuid) for one in of_python.results] == [[number] for number in range(10)]
+    assert [server.result(uuid).get(timeout=HANG) for uuid in of_go["members"]] == list(range(10))
+    states = go.ask("group_states", group=of_go["group"], count=10)
+    assert [state["State"] for state in states] == ["SUCCESS"] * 10

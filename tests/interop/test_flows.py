@@ -1,0 +1,194 @@
+"""Retries, delays, chains and callbacks whose parts are run by different languages."""
+
+from __future__ import annotations
+
+import datetime as dt
+
+import pytest
+
+from machinery_py import Chain, Server, Signature, State, TaskFailed
+from machinery_py.testing.waiting import HANG, wait_until
+from tests.interop.conftest import Fleet
+from tests.interop.fleet import call, message
+from tests.interop.golang import GoError, Peer
+
+QUEUES = ("of_go", "of_python")
+OTHER = {"of_go": "of_python", "of_python": "of_go"}
+Both = tuple[Server, Peer]
+
+
+@pytest.fixture
+def both(fleet: Fleet) -> Both:
+    """A worker of each language, each with a queue of its own."""
+    server = fleet.python()
+    go = fleet.go_worker("of_go")
+    fleet.python_worker(server, "of_python")
+    return server, go
+
+
+def add(queue: str, *numbers: int, **fields: object) -> Signature[int]:
+    return call("add", *(("int64", number) for number in numbers), routing_key=queue, **fields)
+
+
+# Errors and retries
+
+
+@pytest.mark.parametrize("queue", QUEUES)
+def test_a_failure_is_read_by_both(both: Both, queue: str) -> None:
+    server, go = both
+    failed = server.send_task(call("fail", ("string", "Größe 中"), routing_key=queue))
+    crashed = server.send_task(call("crash", ("string", "badly"), routing_key=queue))
+
+    with pytest.raises(TaskFailed, match="Größe 中"):
+        failed.get(timeout=HANG)
+    with pytest.raises(TaskFailed, match="badly"):
+        crashed.get(timeout=HANG)
+    with pytest.raises(GoError, match="Größe 中"):
+        go.result(failed.uuid)
+    assert go.ask("state", uuid=failed.uuid)["State"] == "FAILURE"
+
+
+@pytest.mark.parametrize("queue", QUEUES)
+@pytest.mark.parametrize("sender", ["go", "python"])
+def test_a_task_is_tried_as_often_as_it_says(both: Both, queue: str, sender: str) -> None:
+    server, _go = both
+    key = f"{sender}-{queue}"
+    enough = call("flaky", ("string", key), ("int64", 2), routing_key=queue, retry_count=2)
+    too_few = call("flaky", ("string", key + "!"), ("int64", 9), routing_key=queue, retry_count=1)
+
+    uuids = [_send(both, sender, one) for one in (enough, too_few)]
+
+    assert server.result(uuids[0]).get(timeout=HANG) == 3
+    with pytest.raises(TaskFailed, match="failure 2"):
+        server.result(uuids[1]).get(timeout=HANG)
+
+
+@pytest.mark.parametrize("queue", QUEUES)
+def test_a_task_may_ask_to_be_run_later(both: Both, queue: str) -> None:
+    server, go = both
+    result = server.send_task(call("later", ("string", queue), ("int64", 300), routing_key=queue))
+
+    value = result.get(timeout=HANG)
+
+    assert value == ("go at last" if queue == "of_go" else "python at last")
+    assert go.result(result.uuid) == [value]
+
+
+@pytest.mark.parametrize("queue", QUEUES)
+@pytest.mark.parametrize("sender", ["go", "python"])
+def test_a_delayed_task_waits_for_its_time(both: Both, queue: str, sender: str) -> None:
+    server, _ = both
+    eta = dt.datetime.now(dt.timezone.utc) + dt.timedelta(seconds=1)
+
+    uuid = _send(both, sender, add(queue, 1, 2, eta=eta))
+
+    assert server.result(uuid).get(timeout=HANG) == 3
+    assert dt.datetime.now(dt.timezone.utc) >= eta
+
+
+def _send(both: Both, sender: str, signature: Signature[object]) -> str:
+    server, go = both
+    if sender == "go":
+        return str(go.ask("send", message=message(signature)))
+    return server.send_task(signature).uuid
+
+
+# Chains and callbacks
+
+
+@pytest.mark.parametrize("first", QUEUES)
+def test_a_chain_of_python_goes_through_both(both: Both, first: str) -> None:
+    server, go = both
+    steps = (add(first, 1, 1), add(OTHER[first], 10), add(first, 100), call("mul", ("int64", 2), routing_key=OTHER[first]))
+
+    result = server.send_chain(Chain(steps))
+
+    assert result.get(timeout=HANG) == 224
+    assert [go.result(one.uuid) for one in result.steps] == [[2], [12], [112], [224]]
+
+
+@pytest.mark.parametrize("first", QUEUES)
+def test_a_chain_of_go_goes_through_both(both: Both, first: str) -> None:
+    server, go = both
+    steps = (add(first, 1, 1), add(OTHER[first], 10), add(first, 100), call("mul", ("int64", 2), routing_key=OTHER[first]))
+
+    uuids = go.ask("chain", messages=[message(step) for step in steps])
+
+    assert go.result(uuids[-1]) == [224]
+    assert [server.result(uuid).get(timeout=HANG) for uuid in uuids] == [2, 12, 112, 224]
+
+
+@pytest.mark.parametrize("kind", ["int32", "float32", "[]int64", "[]byte", "uint8"])
+def test_a_result_arrives_at_the_next_step_under_the_type_that_it_asks_for(both: Both, kind: str) -> None:
+    server, _go = both
+    value = {"int32": 5, "float32": 2.0, "[]int64": [], "[]byte": b"ab", "uint8": 200}[kind]
+    steps = [call(f"echo_{kind}", (kind, value), routing_key="of_python")]
+    steps += [call(f"echo_{kind}", routing_key=queue) for queue in ("of_go", "of_python", "of_go")]
+
+    assert server.send_chain(Chain(steps)).get(timeout=HANG) == value
+
+
+@pytest.mark.parametrize("queue", QUEUES)
+@pytest.mark.parametrize("sender", ["go", "python"])
+@pytest.mark.parametrize("immutable", [False, True])
+def test_success_callbacks_follow_gos_rules(both: Both, queue: str, sender: str, immutable: bool) -> None:
+    server, _ = both
+    after = [
+        call("total", ("int64", 1000), routing_key=OTHER[queue], uuid=f"{sender}-{queue}-{immutable}-{number}")
+        for number in range(2)
+    ]
+    parent = add(queue, 1, 2, immutable=immutable, on_success=after)
+
+    _send(both, sender, parent)
+
+    for one in after:
+        wait_until(lambda: _state(server, one.uuid) is State.SUCCESS, what="the callback has run")  # noqa: B023
+        assert server.result(one.uuid).get(timeout=HANG) == (1000 if immutable else 1003)
+
+
+@pytest.mark.parametrize("queue", QUEUES)
+@pytest.mark.parametrize("sender", ["go", "python"])
+def test_error_callbacks_get_the_text_in_front(both: Both, queue: str, sender: str) -> None:
+    server, _ = both
+    other = OTHER[queue]
+    caught = call("caught_with", ("string", "more"), routing_key=other, uuid=f"{sender}-{queue}")
+
+    _send(both, sender, call("fail", ("string", "no"), routing_key=queue, on_error=[caught]))
+
+    wait_until(lambda: _state(server, caught.uuid) is State.SUCCESS, what="the callback has run")
+    assert server.result(caught.uuid).get(timeout=HANG) == f"{other.removeprefix('of_')} caught no with more"
+
+
+def _state(server: Server, uuid: str) -> State | None:
+    found = server.backend.get_states([uuid]).get(uuid)
+    return found.state if found else None
+
+
+# One queue for both
+
+
+def test_tasks_that_only_the_other_knows_reach_it(fleet: Fleet) -> None:
+    server = fleet.python_worker()
+    fleet.go_worker()
+
+    results = [
+        server.send_task(call(f"{language}_only", ("string", str(number))))
+        for number in range(10) for language in ("go", "python")
+    ]
+
+    for number, result in enumerate(results):
+        language = ("go", "python")[number % 2]
+        assert result.get(timeout=2 * HANG) == f"{language}:{number // 2}"
+    assert not server.inspect.dead()
+
+
+def test_both_take_from_one_queue(fleet: Fleet) -> None:
+    server = fleet.python_worker()
+    go = fleet.go_worker()
+    half = [server.send_task(call("where")).uuid for _ in range(100)]
+    half += go.ask("send_many", messages=[message(call("where"))], count=100)
+
+    places = [server.result(uuid).get(timeout=HANG) for uuid in half]
+
+    assert set(places) <= {"go", "python"}
+    assert len(places) == 200
