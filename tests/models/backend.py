@@ -70,10 +70,12 @@ def unsent(redis: Redis, now: str, limit: int, age: int) -> object:
     return [[key, redis.get(f"mpy:o:{{{key}}}") or ""] for key in old[:limit]]
 
 
-def clear(redis: Redis, keys: Sequence[str]) -> None:
-    for key in keys:
-        redis.delete(f"mpy:o:{{{key}}}")
-        redis.unscore("mpy:outbox", key)
+def clear(redis: Redis, sent: Sequence[tuple[str, str]]) -> None:
+    """Another outbox than the one that was sent is a later one."""
+    for key, outbox in sent:
+        if redis.get(f"mpy:o:{{{key}}}") in (None, outbox):
+            redis.delete(f"mpy:o:{{{key}}}")
+            redis.unscore("mpy:outbox", key)
 
 
 def newest(redis: Redis, keys: Sequence[str], since: int, offset: int, limit: int) -> object:

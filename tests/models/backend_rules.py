@@ -18,6 +18,7 @@ from machinery_py.wire import encode_state
 from tests.models import backend, settlement
 from tests.models.broker_rules import KEYS, Arrivals, packed
 from tests.models.machine import QUEUES, START, Due, Fate, Messages, Passed, Pick, ScriptMachine, Session1, Token
+from tests.models.states import GOS_MUTEX
 
 TASKS = ("task_1", "task_2", "x", "jobs")  # one is so short that Go's key is not used, one is the name of a queue
 GROUPS = {"group_1": (2, b"callback"), "group_2": (1, b""), "g": (0, b"\xffcallback")}  # (total, callback)
@@ -78,6 +79,10 @@ class StateRules(ScriptMachine):
     def spoil_a_document(self, key: str, kind: str) -> None:
         self.spoil(key, kind)
 
+    @rule(is_at_it=st.booleans())
+    def go_fires_a_group(self, is_at_it: bool) -> None:
+        self.beside.both(*(("SET", GOS_MUTEX, "1") if is_at_it else ("DEL", GOS_MUTEX)))
+
     @rule(passed=Passed, group=GroupUuid, state=States, expire=Expire, messages=Messages)
     def fire(self, passed: int, group: str, state: TaskState, expire: int, messages: list[Any]) -> None:
         now = self.passed(passed)
@@ -110,9 +115,9 @@ class BackendMachine(StateRules):
     def revoke(self, passed: int, uuids: list[str]) -> None:
         self.run(redis_scripts.REVOKE, backend.revoke, self.passed(passed), uuids)
 
-    @rule(keys=st.lists(Task, max_size=2))
-    def clear(self, keys: list[str]) -> None:
-        self.run(redis_scripts.CLEAR, backend.clear, keys)
+    @rule(sent=st.lists(st.tuples(Task, st.sampled_from([b"\xc0out", b"other"])), max_size=2))
+    def clear(self, sent: list[tuple[str, bytes]]) -> None:
+        self.run(redis_scripts.CLEAR, backend.clear, [(key, raw(outbox)) for key, outbox in sent])
 
     @rule(tasks=st.lists(Task, max_size=2), groups=st.lists(GroupUuid, max_size=1))
     def forget(self, tasks: list[str], groups: list[str]) -> None:

@@ -71,7 +71,7 @@ def beat(redis: Redis, now: str, session: str, queues: Sequence[Queue]) -> int:
 
 def claim(
     redis: Redis, now: str, session: str, queues: Sequence[Queue], limit: int, claim: int, lost: Sequence[int], number: str,
-    will_sleep: bool, noted: bool,
+    will_sleep: bool, noted: bool, apart: bool,
 ) -> object:
     moment = int(now)
     redis.expect(DELAYED, Zset)
@@ -79,7 +79,7 @@ def claim(
         redis.expect(name, list)
         if noted:
             redis.remove(prefix + "v", number)
-            if len(queues) > 1:
+            if apart or len(queues) > 1:
                 redis.remove(prefix + "w", number)
     if not is_registered(redis, session, queues):
         for queue in queues:
@@ -103,7 +103,7 @@ def claim(
     if will_sleep and not found:
         for place, (_, prefix) in enumerate(queues):
             redis.add(prefix + ("u" if paused[place] else "v"), number)
-            if not paused[place] and place + 1 != bed:
+            if not paused[place] and (apart or place + 1 != bed):
                 redis.add(prefix + "w", number)
     return [1, due_in(redis, queues, moment), len(redis.scores("mpy:revoked")), redis.woken, found, bed]
 

@@ -68,23 +68,23 @@ class Arrivals(ScriptMachine):
     @rule(
         passed=Passed, session=Session1, queues=Queues, limit=st.integers(1, 5),
         lost=st.lists(st.integers(1, 3), max_size=2, unique=True),
-        number=st.sampled_from(CONNECTIONS), will_sleep=st.booleans(), noted=st.booleans(),
+        number=st.sampled_from(CONNECTIONS), will_sleep=st.booleans(), noted=st.booleans(), apart=st.booleans(),
     )
     def claim(
         self, passed: int, session: str, queues: list[str], limit: int, lost: list[int], number: str, will_sleep: bool,
-        noted: bool,
+        noted: bool, apart: bool,
     ) -> None:
         now, self.claims = self.passed(passed), self.claims + 1
         lost = [self.claims - one for one in lost]
         keys = [queue_keys(name) for name in queues]
         self.run(redis_scripts.CLAIM, broker.claim, now, session, keys, limit, self.claims, lost, number, will_sleep, noted,
-                 reading=claimed)
+                 apart, reading=claimed)
 
     @rule(passed=Passed, session=Session1, messages=Messages)
     def a_session_gets_messages(self, passed: int, session: str, messages: list[Any]) -> None:
         self.register(passed, session, list(QUEUES))
         self.put(0, "", messages)
-        self.claim(0, session, list(QUEUES), 5, [], "11", False, False)
+        self.claim(0, session, list(QUEUES), 5, [], "11", False, False, False)
 
     @rule(passed=Passed, session=Session1, pick=Pick)
     def a_session_dies(self, passed: int, session: str, pick: int) -> None:
@@ -185,5 +185,5 @@ class BrokerMachine(Arrivals):
 
     @rule(pick=Pick)
     def take_dead(self, pick: int) -> None:
-        ids = sorted(id for _, prefix in KEYS for id in self.model.fields(prefix + "d"))
-        self.run(redis_looking.TAKE_DEAD, looking.take_dead, KEYS, [*ids[: pick % 3], "1-1"])
+        letters = [(queue, id) for queue in KEYS for id in sorted(self.model.fields(queue[1] + "d"))]
+        self.run(redis_looking.TAKE_DEAD, looking.take_dead, [*letters[: pick % 3], (KEYS[0], "999")])

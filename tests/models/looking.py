@@ -102,12 +102,11 @@ def dead(redis: Redis, queues: Sequence[Queue], limit: int) -> object:
     ]
 
 
-def take_dead(redis: Redis, queues: Sequence[Queue], ids: Sequence[str]) -> object:
-    found: list[object] = []
-    for place, (_, prefix) in enumerate(queues):
-        for id in ids:
-            letter = redis.erase(prefix + "d", id)
-            if letter is not None:
-                redis.unscore(prefix + "e", id)
-                found.append([place, id, letter])
+def take_dead(redis: Redis, letters: Sequence[tuple[Queue, str]]) -> object:
+    found: list[str | None] = []
+    for (_, prefix), id in letters:
+        letter = redis.erase(prefix + "d", id)
+        if letter is not None:
+            redis.unscore(prefix + "e", id)
+        found.append(letter)
     return found

@@ -184,7 +184,7 @@ def end(redis: Redis, queue: Queue, session: str, receipt: str, fate: str, due: 
     assert text is not None
     entry = entry_of(text)
     if fate == "dead":
-        id = f"{now}-{redis.count(queue[1] + 'n')}"
+        id = str(redis.count(queue[1] + "n"))
         letter = f"{entry.strikes} {now} {len(head)} {len(entry.label)}\n{head}{entry.label}{entry.body}"
         redis.write(queue[1] + "d", {id: letter})
         redis.score(queue[1] + "e", id, now)

@@ -8,7 +8,19 @@ from typing import Any
 from tests.models.broker import used
 from tests.models.messages import Entry, Message, Queue, check, end, flight_of, give_back, put
 from tests.models.redis import Redis, WrongType
-from tests.models.states import Batch, Change, Plan, changes_of, check_documents, commit, decide, finish, row_of
+from tests.models.states import (
+    GOS_MUTEX,
+    Batch,
+    Change,
+    Plan,
+    changes_of,
+    check_documents,
+    commit,
+    decide,
+    finish,
+    may_fire,
+    row_of,
+)
 
 
 def submit(
@@ -104,6 +116,8 @@ def fire(
     check_documents(redis, [change])
     verdict, plan = decide(redis, batch, change)
     if verdict != "s":
+        if not redis.exists(GOS_MUTEX) and not may_fire(redis, change.fires):
+            redis.unscore("mpy:ready", change.fires)
         return None
     commit(redis, batch, change, plan, int(now), expire)
     finish(redis, batch, int(now))

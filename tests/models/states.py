@@ -20,6 +20,7 @@ from tests.models.redis import Hash, Redis
 
 LONG = 7 * 86400  # seconds
 RATES_LIFE = 3700  # seconds
+GOS_MUTEX = "TriggerChordMutex"  # there while Go fires a group
 
 Arrived = tuple[str, str, int, bool, str]
 
@@ -199,10 +200,13 @@ def has_fired(redis: Redis, group: str) -> bool:
 
 
 def may_fire(redis: Redis, group: str) -> bool:
+    """Go may be at it, or have done it; but of a group with a failed member it tells nobody."""
     text = redis.get(document(group))
-    if text is None and not redis.exists(group_keys(group)[0]):
+    if (text is None and not redis.exists(group_keys(group)[0])) or has_fired(redis, group):
         return False
-    return not (text and '"ChordTriggered":true' in text) and not has_fired(redis, group)
+    if "failed" in redis.fields(group_keys(group)[0]):
+        return True
+    return not (text and '"ChordTriggered":true' in text) and not redis.exists(GOS_MUTEX)
 
 
 def fire(redis: Redis, group: str, expire: int) -> None:
