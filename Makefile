@@ -33,6 +33,7 @@ unit:
 
 chaos: $(STAMP)
 	CHAOS_KILLS=$${CHAOS_KILLS:-200} $(BIN)/python -m pytest tests/system/test_kills.py tests/system/test_crash_points.py tests/chaos -v
+	MODEL_EXAMPLES=$${MODEL_EXAMPLES:-1000} $(BIN)/python -m pytest tests/models -v --timeout 3600
 	CHAOS_SCHEDULE_SECONDS=300 SCHEDULE_CHANGES=100000 $(BIN)/python -m pytest tests/system/test_schedulers.py tests/rules/test_schedule.py -v --timeout 3600
 	$(BIN)/python -m tests.chaos.run --url sqlite --tasks 20000 --kill-every 1
 	$(BIN)/python -m tests.chaos.run --url redis --tasks 100000 --kill-every 2 --lease 10

@@ -145,10 +145,11 @@ class SettlementMachine(Arrivals, StateRules):
     @rule(
         passed=Passed, session=Session1, expire=Expire,
         ends=st.lists(st.tuples(Pick, Fate, Due, st.one_of(st.none(), NewChange), Messages), min_size=1, max_size=3),
-        marks=st.lists(st.tuples(Pick, Marks), max_size=2),
+        marks=st.lists(st.tuples(Pick, Marks), max_size=2), twice=st.booleans(),
     )
-    def settle(self, passed: int, session: str, expire: int, ends: list[Any], marks: list[Any]) -> None:
+    def settle(self, passed: int, session: str, expire: int, ends: list[Any], marks: list[Any], twice: bool) -> None:
         now, session = self.passed(passed), self.holder(session)
+        ends = [*ends, *ends] if twice else ends
         changes = self.changes([], expire)
         flat: list[object] = []
         for pick, fate, due, change, messages in ends:

@@ -8,9 +8,9 @@ from machinery_py.testing.servers import RedisServer
 from tests.models.backend_rules import BackendMachine, SettlementMachine
 from tests.models.broker_rules import BrokerMachine
 from tests.models.lock_rules import LockMachine
-from tests.models.machine import run_machine
+from tests.models.machine import EXAMPLES, run_machine
 
-pytestmark = pytest.mark.timeout(900)  # finding the shortest failure takes minutes
+pytestmark = pytest.mark.timeout(3600 if EXAMPLES else 900)  # finding the shortest failure takes minutes
 
 
 def test_the_scripts_of_the_broker_do_what_their_models_say(empty_redis: RedisServer) -> None:
