@@ -16,8 +16,11 @@ def levels_of(redis: Redis, queue: Queue) -> list[int]:
 
 
 def pending(redis: Redis, queue: Queue, limit: int) -> object:
-    waiting = [(level, body) for level in [*levels_of(redis, queue), 0] for body in redis.items(list_of(queue, level))]
     notes = redis.fields(queue[1] + "a")
+    waiting: list[tuple[int, str]] = []
+    for level in [*levels_of(redis, queue), 0]:
+        if len(waiting) < limit:
+            waiting += [(level, body) for body in redis.items(list_of(queue, level))]
     return [[level, notes.get(digest(body)), body] for level, body in waiting[:limit]]
 
 

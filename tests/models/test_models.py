@@ -14,15 +14,15 @@ pytestmark = pytest.mark.timeout(3600 if EXAMPLES else 900)  # finding the short
 
 
 def test_the_scripts_of_the_broker_do_what_their_models_say(empty_redis: RedisServer) -> None:
-    run_machine(BrokerMachine, empty_redis, examples=60, steps=40)
+    run_machine(BrokerMachine, empty_redis, examples=120, steps=40)
 
 
 def test_the_scripts_of_the_backend_do_what_their_models_say(empty_redis: RedisServer) -> None:
-    run_machine(BackendMachine, empty_redis, examples=60, steps=30)
+    run_machine(BackendMachine, empty_redis, examples=100, steps=30)
 
 
 def test_the_scripts_of_settlement_do_what_their_models_say(empty_redis: RedisServer) -> None:
-    run_machine(SettlementMachine, empty_redis, examples=60, steps=30)
+    run_machine(SettlementMachine, empty_redis, examples=120, steps=30)
 
 
 def test_the_scripts_of_locks_do_what_their_models_say(empty_redis: RedisServer) -> None:
