@@ -188,7 +188,8 @@ class RedisBroker(Broker):
     def stats(self) -> list[QueueStats]:
         self._move_due()
         queues = self._queues()
-        lines, names = self._run(redis_looking.STATS, self.driver.now(), queues, doing="counting messages")
+        lines, names, rung = self._run(redis_looking.STATS, self.driver.now(), queues, doing="counting messages")
+        self.driver.unblock(rung)
         late = {_unquoted(name): count for name, count in names}
         return [
             QueueStats(queue=queue, waiting=waiting, running=running, delayed=parked + late.get(queue, 0), dead=dead,

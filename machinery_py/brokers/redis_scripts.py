@@ -89,8 +89,9 @@ local function fly(index, q, level, bodies)
   if not noted then tell(index, first + 1, 1, 0, 0, level, bodies) end
   rows('HSET', q[2] .. 'f:' .. session, entries)
 end
+first_due()
+for _, q in ipairs(queues) do key_type(q[1], 'list') end
 for _, q in ipairs(queues) do
-  key_type(q[1], 'list')
   if noted then
     call('SREM', q[2] .. 'v', number)
     if apart or #queues > 1 then call('SREM', q[2] .. 'w', number) end  -- the order may have been another
@@ -225,6 +226,7 @@ return {held, rung}
 LOOK = Script(LIBRARY + r"""
 local text, queues, lease = unpack(unpacked)
 local now, rung, late, all = now_of(text), {}, {}, {}
+first_due()
 for _, q in ipairs(queues) do
   parked(q, now, rung)
   local found = call('ZRANGE', q[2] .. 's', 0, -1, 'WITHSCORES')
@@ -232,10 +234,12 @@ for _, q in ipairs(queues) do
     all[#all + 1] = {q[1], found[i]}
     if now - tonumber(found[i + 1]) > lease then late[#late + 1] = {q[1], found[i], int(tonumber(found[i + 1]))} end
   end
-  for _, session in ipairs(call('ZRANGE', q[2] .. 't', 0, -1)) do
-    if call('EXISTS', q[2] .. 'i:' .. session, q[2] .. 'f:' .. session) > 0 then empty(q, session, 1, now, rung) end
+  if not spoilt(q) then
+    for _, session in ipairs(call('ZRANGE', q[2] .. 't', 0, -1)) do
+      if call('EXISTS', q[2] .. 'i:' .. session, q[2] .. 'f:' .. session) > 0 then empty(q, session, 1, now, rung) end
+    end
+    call('ZREMRANGEBYSCORE', q[2] .. 't', '-inf', now)
   end
-  call('ZREMRANGEBYSCORE', q[2] .. 't', '-inf', now)
 end
 return {due_in(queues, now), late, all, rung}
 """)
