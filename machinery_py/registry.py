@@ -30,7 +30,8 @@ class SendOptions(TypedDict, total=False):
 
     delay: seconds or a timedelta, from now. eta: aware. queue: its name. priority: 0 to 255, the higher first. expires: not
     started later than that many seconds (or timedelta) from now, or that moment. retries: tries after the first. headers:
-    strings that travel with the task. uuid: instead of a random one. unique, on_duplicate: as for the task; here the key is a text.
+    strings that travel with the task. uuid: instead of a random one. unique, on_duplicate: as for the task, with a text as the
+    key.
     """
 
     delay: float | dt.timedelta
