@@ -80,7 +80,8 @@ class LockKeeper:
                 self._over.append(lease)
                 self._changed.notify_all()
 
-    def _give_back_all(self) -> None:
+    def flush(self) -> None:
+        """Give back now what is to be given back soon."""
         with self._changed:
             over, self._over = self._over, []
         for lease in over:
@@ -93,7 +94,7 @@ class LockKeeper:
 
     def close(self) -> None:
         """Stop renewing: what is still held ends with its lease. May be called twice; a new lock starts it again."""
-        self._give_back_all()
+        self.flush()
         with self._changed:
             for _, lease in self._leases.values():
                 lease.lost = True
@@ -113,7 +114,7 @@ class LockKeeper:
                 while self._leases and not self._over and (left := due_at - time.monotonic()) > 0:
                     self._changed.wait(left)
                 leases = list(self._leases.values()) if time.monotonic() >= due_at else []
-            self._give_back_all()
+            self.flush()
             if leases:
                 due_at = time.monotonic() + self._lease() / RENEWALS
             for lock, lease in leases:

@@ -112,9 +112,8 @@ class TaskSettings(msgspec.Struct, frozen=True, kw_only=True):
                 raise TypeError(f"{name}: no option {option!r} (known: {', '.join(sorted(SAMENESS_NAMES))}"
                                 f"{nearest(option, SAMENESS_NAMES)})")
         given: dict[str, Any] = {**options}
-        for option, words in _WORDS.items():
-            if option in given and given[option] not in words:
-                raise ValueError(f"{name}: {option}={given[option]!r} (expected {' or '.join(map(repr, words))})")
+        for option in _WORDS.keys() & given.keys():
+            _check_word(name, option, given[option])
         if given.get("unique_for") is not None:
             given["unique_for"] = _timedelta(given["unique_for"]).total_seconds()
         for option in ("unique_for", "exclusive_timeout"):
@@ -214,6 +213,7 @@ class Task(Generic[P, R]):
             _check_zone(self.name, "expires", moment)
             headers[HEADER_EXPIRES] = repr(moment.timestamp())
         if "on_duplicate" in options:
+            _check_word(self.name, "on_duplicate", options["on_duplicate"])
             headers[HEADER_ON_DUPLICATE] = options["on_duplicate"]
         if (unique := options.get("unique")) is not None:
             headers[HEADER_UNIQUE] = sameness.unique_key(self.name, self.call, arguments, unique) if unique else ""
@@ -316,6 +316,11 @@ def _timedelta(value: float | dt.timedelta) -> dt.timedelta:
 def _check_zone(name: str, option: str, moment: dt.datetime | None) -> None:
     if moment is not None and moment.tzinfo is None:
         raise ValueError(f"{name}: {option} {moment!r} has no time zone (use datetime.now(timezone.utc) + …)")
+
+
+def _check_word(name: str, option: str, word: object) -> None:
+    if word not in _WORDS[option]:
+        raise ValueError(f"{name}: {option}={word!r} (expected {' or '.join(map(repr, _WORDS[option]))})")
 
 
 def check_numbers(name: str, *, retries: int, priority: int, time_limit: float | None = None) -> None:

@@ -89,8 +89,8 @@ def _key_text(name: str, call: Call | None, args: Sequence[Arg], how: Any, optio
         values, named = call.values(args)
         try:
             how = how(*values, **named)
-        except TypeError as error:
-            raise ArgumentError(f"{name}: the function given as {option} cannot be called: {error}") from error
+        except Exception as error:  # user code
+            raise ArgumentError(f"{name}: the function given as {option} failed: {type(error).__name__}: {error}") from error
     if not isinstance(how, str) or not how:
         raise ArgumentError(f"{name}: {option} gives {how!r} (expected a text that is not empty)")
     return how
@@ -103,4 +103,7 @@ def _canonical(call: Call | None, args: Sequence[Arg]) -> tuple[object, object]:
 
 def _digest(parts: Sequence[object]) -> str:
     # JSON with sorted keys and without spaces: any program can make the same bytes.
-    return hashlib.sha256(_encode(parts)).hexdigest()
+    try:
+        return hashlib.sha256(_encode(parts)).hexdigest()
+    except UnicodeEncodeError as error:
+        raise ArgumentError(f"{parts[0]}: its key cannot be made: {error}") from None

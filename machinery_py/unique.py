@@ -58,7 +58,10 @@ def send_unique(engine: Engine, task: Task[..., Any] | None, signature: Signatur
         ArgumentError, PublishRefused, PublishUnknown: as Server.send_task.
     """
     sending = _Sending(engine, task, engine.completed(signature))
-    duplicate = engine.patiently(sending.attempt)
+    try:
+        duplicate = engine.patiently(sending.attempt)
+    except BackendUnavailable as error:
+        raise PublishRefused(f"{signature.name} was not sent: its key could not be looked at: {error}") from error
     if not duplicate:
         engine.tell_sent([sending.signature])
     return sending.holder, duplicate
@@ -87,7 +90,7 @@ class _Sending:
         self.holder = signature.uuid
         self._token = new_uuid("")
         self._message = engine.message(self.signature)
-        self._asked = False  # a step that may have been carried out
+        self._asked_at: dt.datetime | None = None  # when the first step was taken whose answer is not known, or was no
 
     def attempt(self) -> bool:
         """Take the key and publish; whether another call has it. May be repeated after any error."""
@@ -98,20 +101,33 @@ class _Sending:
         while True:
             [body] = backend.claims([self._key])
             now = self._engine.now()
+            held = decode_claim(body) if body is not None else None
+            states = self._states(held)
+            if (held is not None and held.token == self._token) or self._was_sent(states):
+                self.holder = self.signature.uuid
+                return False
             replaced: TaskState | None = None
-            if body is not None:
-                held = decode_claim(body)
-                if held.token == self._token:
-                    return False  # taken before; the reply was lost
-                state = backend.get_states([held.uuid]).get(held.uuid)
-                if state is not None and held.stands(state, now):
-                    if not self._may_replace(held):
-                        return self._met(held.uuid, state)
-                    replaced = _replaced(state, by=self.signature.uuid, now=now)
+            state = states.get(held.uuid) if held is not None else None
+            if held is not None and state is not None and held.stands(state, now):
+                if not self._may_replace(held):
+                    return self._met(held.uuid, state)
+                replaced = _replaced(state, by=self.signature.uuid, now=now)
+            self._asked_at = self._asked_at or now
             if self._take(body, replaced, now):
                 self.holder = self.signature.uuid
                 return False
-            # Somebody was quicker, or the reply to our own try was lost.
+
+    def _states(self, held: Claim | None) -> dict[str, TaskState]:
+        """Of the task that has the key, and of our own if it may have been sent."""
+        uuids = [held.uuid] if held is not None else []
+        if self._asked_at is not None:
+            uuids.append(self.signature.uuid)
+        return self._engine.store.backend.get_states(uuids) if uuids else {}
+
+    def _was_sent(self, states: dict[str, TaskState]) -> bool:
+        """Whether a try of ours was carried out and its reply was lost; the task may even be over, and its claim gone."""
+        own = states.get(self.signature.uuid)
+        return own is not None and self._asked_at is not None and own.created_at >= self._asked_at
 
     def _may_replace(self, held: Claim) -> bool:
         return self._on_duplicate == "replace" and held.replaceable and not held.started and held.uuid != self.signature.uuid

@@ -31,7 +31,7 @@ from machinery_py.settlement.base import Mark, Settlement
 from machinery_py.signature import Signature
 from machinery_py.states import State, TaskState
 from machinery_py.wire import decode_exact, encode_results
-from machinery_py.worker.gate import Gate, is_gated
+from machinery_py.worker.gate import Gate, in_thread, is_gated
 from machinery_py.worker.usercode import Hooks, await_around, call_around, text_of, traceback_of, type_name_of
 
 logger = logging.getLogger(__name__)
@@ -102,6 +102,9 @@ class Execution:
         elif stop is not None:
             self.finish(stop)
         return False
+
+    def _stop(self, error: BaseException) -> None:
+        self.finish(self.failed(error))
 
     def _cancel(self) -> None:
         if self.context is not None:
@@ -214,11 +217,8 @@ class Execution:
 
     async def run_async(self, report: Callable[[Execution], None] | None = None) -> None:
         """As `run`, for a coroutine function, on the running loop."""
-        if is_gated(self.task, self.signature):
-            import asyncio  # loaded by now: we are in a coroutine
-
-            if not await asyncio.to_thread(self.pass_gate):
-                return
+        if is_gated(self.task, self.signature) and not await in_thread(self.pass_gate, self._stop):
+            return
         prepared = self.prepare(report)
         if prepared is None:
             return

@@ -64,7 +64,7 @@ class Gate:
         return stop
 
     def leave(self) -> None:
-        """Let the next one run. May be called twice."""
+        """Let the next one run. May be called twice, and from any thread; the lock store is asked in another one."""
         lease, self._lease = self._lease, None
         if lease is not None:
             self._engine.locks.give_back_soon(lease)
@@ -97,3 +97,16 @@ class Gate:
     def _settlement(self, **more: Any) -> Settlement:
         """The end of the delivery, and of nothing else."""
         return Settlement(delivery=self._delivery, uuid=self._signature.uuid, name=self._signature.name, **more)
+
+
+async def in_thread(passing: Callable[[], bool], stop: Callable[[BaseException], object]) -> bool:
+    """Pass a gate without keeping the loop waiting. `stop` is called if the coroutine is cancelled meanwhile, and had passed."""
+    import asyncio  # loaded by now: we are in a coroutine
+
+    attempt = asyncio.ensure_future(asyncio.to_thread(passing))
+    try:
+        return await asyncio.shield(attempt)
+    except asyncio.CancelledError as error:
+        if await attempt:
+            stop(error)
+        return False

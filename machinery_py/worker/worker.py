@@ -257,6 +257,7 @@ class Worker:
             if self._ticking is not None:
                 self._ticking.close()
             self._executors.close()
+            self.engine.locks.flush()
             try:
                 session.close()
             except MachineryError as error:
