@@ -141,6 +141,29 @@ class Call:
             raise ArgumentError(f"{self.name} argument {parameter.name!r}: {error}") from None
         return Arg(type=type_name, value=wire, name=name)
 
+    def sorted_out(self, args: Sequence[Arg]) -> tuple[list[Arg], dict[str, Arg]]:
+        """The arguments as they travel, by position and by name, and the defaults of those left out: the same for each way
+        to write the same call. A default that cannot be sent is left out, and with it those in the places behind."""
+        places = {p.name for p in self._given if p.kind in _POSITIONAL}
+        named = {
+            arg.name: arg for arg in args
+            if arg.name and (arg.name in self._keyword_names or (self._takes_keywords and arg.name not in places))
+        }
+        placed = [arg for arg in args if named.get(arg.name) is not arg]
+        if self._hints is None:
+            self._learn()
+        try:
+            for parameter in [p for p in self._given if p.kind in _POSITIONAL][len(placed):]:
+                if parameter.default is parameter.empty:
+                    break
+                placed.append(self._describe(self._parameter(len(placed)), parameter.default))
+            for p in self._given:
+                if p.kind is p.KEYWORD_ONLY and p.name not in named and p.default is not p.empty:
+                    named[p.name] = self._describe(self._keyword(p.name), p.default, name=p.name)
+        except ArgumentError:
+            pass
+        return placed, named
+
     # From what travelled to the call
 
     def values(self, args: Sequence[Arg]) -> tuple[list[Any], dict[str, Any]]:

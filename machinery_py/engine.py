@@ -6,7 +6,7 @@ import datetime as dt
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -17,6 +17,7 @@ from machinery_py.config import Config
 from machinery_py.errors import ArgumentError, BackendUnavailable, BrokerUnavailable, MachineryError, PublishUnknown
 from machinery_py.events import EventBus, TaskSent
 from machinery_py.factory import Stores
+from machinery_py.named_lock import LockKeeper
 from machinery_py.outcomes import Arrived
 from machinery_py.registry import Registry
 from machinery_py.settlement.base import Store, Submission
@@ -25,6 +26,7 @@ from machinery_py.states import Arrival, GroupMeta, State, TaskState
 from machinery_py.wire import encode_signature
 
 PrePublish = Callable[[Signature[Any]], Signature[Any] | None]
+T = TypeVar("T")
 Around = Callable[[Signature[Any]], Iterator[None]]
 
 
@@ -50,6 +52,7 @@ class Engine:
         self.clock = clock
         self.registry = Registry()
         self.events = EventBus()
+        self.locks = LockKeeper(lambda: self.stores.lock, lambda: self.config.lease)
         self.pre_publish: PrePublish | None = None
         self.around: list[Around] = []
         self._stores: Stores | None = None
@@ -94,6 +97,7 @@ class Engine:
 
     def close(self) -> None:
         """Give the stores back. May be called twice; the next use opens them again."""
+        self.locks.close()
         with self._lock:
             stores, self._stores = self._stores, None
         if stores is not None:
@@ -165,6 +169,9 @@ class Engine:
                 self.events.emit(TaskSent(signature=signature))
 
     def _submit(self, submission: Submission) -> None:
+        self.patiently(lambda: self.store.submit(submission))
+
+    def patiently(self, publish: Callable[[], T]) -> T:
         """Repeat it while the store is away, for at most `publish_timeout`; its token keeps it from being doubled."""
         deadline = time.monotonic() + self.config.publish_timeout
         pause = FIRST_PAUSE
@@ -172,8 +179,7 @@ class Engine:
         failure: MachineryError
         while True:
             try:
-                self.store.submit(submission)
-                return
+                return publish()
             except PublishUnknown as error:
                 unknown = failure = error
             except (BrokerUnavailable, BackendUnavailable) as error:

@@ -14,6 +14,7 @@
     ├── DecodeError (ValueError)              bytes that are no signature or no state
     ├── PublishRefused                        nothing was stored; sending again is safe
     │   └── BrokerUnavailable (ConnectionError)
+    ├── DuplicateTask                         a unique task was not sent: its key is held by another
     ├── PublishUnknown                        it may have been stored
     ├── BackendUnavailable (ConnectionError)  the result backend does not answer
     ├── StoreUnusable                         the store is there but cannot be worked with (schema, disk, rights)
@@ -122,6 +123,25 @@ class PublishRefused(MachineryError):
 
 class BrokerUnavailable(PublishRefused, ConnectionError):
     """The broker could not be reached in time; nothing was stored."""
+
+
+class DuplicateTask(MachineryError):
+    """A unique task was not sent: another call of it holds the key.
+
+    Attributes:
+        name: of the task.
+        uuid: of the call that holds the key.
+        state: of that call.
+    """
+
+    def __init__(self, name: str, uuid: str, state: str) -> None:
+        self.name = name
+        self.uuid = uuid
+        self.state = state
+        super().__init__(f"{name} was not sent: {uuid} is the same call, and is {state} (see on_duplicate)")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return DuplicateTask, (self.name, self.uuid, self.state)
 
 
 class PublishUnknown(MachineryError):

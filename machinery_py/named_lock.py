@@ -23,11 +23,12 @@ POLL = 0.05, 0.5  # seconds between two tries, at first and at most
 RENEWALS = 3  # in one lease
 
 
-class _Lease:
+class Lease:
     """A name that is held. `ends`: the monotonic second until which it surely is ours."""
 
-    def __init__(self, held: Held, ends: float) -> None:
+    def __init__(self, held: Held, ends: float, on_lost: Callable[[], object] | None = None) -> None:
         self.held = held
+        self.on_lost = on_lost
         self.ends = ends
         self.lost = False
 
@@ -43,17 +44,18 @@ class LockKeeper:
     def __init__(self, open_lock: Callable[[], Lock], lease: Callable[[], float]) -> None:
         self._open_lock = open_lock
         self._lease = lease
-        self._leases: dict[str, tuple[Lock, _Lease]] = {}  # by token
+        self._leases: dict[str, tuple[Lock, Lease]] = {}  # by token
+        self._over: list[Lease] = []  # to be given back
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
 
-    def take(self, name: str) -> _Lease | None:
-        """Hold the name, or None if somebody has it."""
+    def take(self, name: str, *, on_lost: Callable[[], object] | None = None) -> Lease | None:
+        """Hold the name, or None if somebody has it. `on_lost`: called in the keeper's thread when it is lost."""
         lock, length, asked_at = self._open_lock(), self._lease(), time.monotonic()
         held = lock.acquire(name, ttl=length)
         if held is None:
             return None
-        lease = _Lease(held, asked_at + length)
+        lease = Lease(held, asked_at + length, on_lost)
         with self._changed:
             self._leases[held.token] = lock, lease
             if self._thread is None:
@@ -62,7 +64,7 @@ class LockKeeper:
             self._changed.notify_all()
         return lease
 
-    def give_back(self, lease: _Lease) -> bool:
+    def give_back(self, lease: Lease) -> bool:
         """Let others have it. False: it was lost."""
         with self._changed:
             lock, _ = self._leases.pop(lease.held.token, (None, lease))
@@ -71,8 +73,28 @@ class LockKeeper:
             return False
         return lock.release(lease.held)
 
+    def give_back_soon(self, lease: Lease) -> None:
+        """`give_back`, in the keeper's thread: a lock store that does not answer keeps nobody waiting."""
+        with self._changed:
+            if lease.held.token in self._leases:
+                self._over.append(lease)
+                self._changed.notify_all()
+
+    def flush(self) -> None:
+        """Give back now what is to be given back soon."""
+        with self._changed:
+            over, self._over = self._over, []
+        for lease in over:
+            try:
+                self.give_back(lease)
+            except MachineryError as error:
+                logger.warning("lock %r could not be released, and ends by itself: %s", lease.held.name, error)
+            except Exception:  # the thread must live on for the others
+                logger.exception("lock %r could not be released, and ends by itself", lease.held.name)
+
     def close(self) -> None:
         """Stop renewing: what is still held ends with its lease. May be called twice; a new lock starts it again."""
+        self.flush()
         with self._changed:
             for _, lease in self._leases.values():
                 lease.lost = True
@@ -83,20 +105,22 @@ class LockKeeper:
             thread.join(timeout=10.0)
 
     def _work(self) -> None:
-        due_at = 0.0
+        due_at = time.monotonic() + self._lease() / RENEWALS
         while True:
             with self._changed:
                 if not self._leases:
                     self._thread = None
                     return
-                due_at = time.monotonic() + self._lease() / RENEWALS
-                while self._leases and (left := due_at - time.monotonic()) > 0:
+                while self._leases and not self._over and (left := due_at - time.monotonic()) > 0:
                     self._changed.wait(left)
-                leases = list(self._leases.values())
+                leases = list(self._leases.values()) if time.monotonic() >= due_at else []
+            self.flush()
+            if leases:
+                due_at = time.monotonic() + self._lease() / RENEWALS
             for lock, lease in leases:
                 self._renew(lock, lease)
 
-    def _renew(self, lock: Lock, lease: _Lease) -> None:
+    def _renew(self, lock: Lock, lease: Lease) -> None:
         length, asked_at = self._lease(), time.monotonic()
         ours = None
         try:
@@ -115,6 +139,8 @@ class LockKeeper:
             lease.lost = True
             del self._leases[lease.held.token]
         logger.error("lock %r is lost: its lease could not be renewed in time", lease.held.name)
+        if lease.on_lost is not None:
+            lease.on_lost()
 
 
 class NamedLock:
@@ -129,7 +155,7 @@ class NamedLock:
         self.name = name
         self._keeper = keeper
         self._timeout = timeout if blocking else 0.0
-        self._held: _Lease | None = None
+        self._held: Lease | None = None
 
     @property
     def held(self) -> bool:

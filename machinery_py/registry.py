@@ -7,16 +7,17 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Generic, ParamSpec, Protocol, TypedDict, TypeVar, Unpack, cast
+from typing import Any, Generic, Literal, ParamSpec, Protocol, TypedDict, TypeVar, Unpack, cast
 
 import msgspec
 
+from machinery_py import sameness
 from machinery_py.backoff import Backoff
 from machinery_py.calls import Call
 from machinery_py.context import Context
 from machinery_py.errors import TaskAlreadyRegistered, TaskNotRegistered, nearest
 from machinery_py.results import AsyncResult
-from machinery_py.signature import HEADER_EXPIRES, Arg, Signature, Step
+from machinery_py.signature import HEADER_EXPIRES, HEADER_ON_DUPLICATE, HEADER_UNIQUE, Arg, Signature, Step
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +30,8 @@ class SendOptions(TypedDict, total=False):
 
     delay: seconds or a timedelta, from now. eta: aware. queue: its name. priority: 0 to 255, the higher first. expires: not
     started later than that many seconds (or timedelta) from now, or that moment. retries: tries after the first. headers:
-    strings that travel with the task. uuid: instead of a random one.
+    strings that travel with the task. uuid: instead of a random one. unique, on_duplicate: as for the task, with a text as the
+    key.
     """
 
     delay: float | dt.timedelta
@@ -40,6 +42,33 @@ class SendOptions(TypedDict, total=False):
     retries: int
     headers: Mapping[str, str]
     uuid: str
+    unique: bool | str
+    on_duplicate: OnDuplicate
+
+
+OnDuplicate = Literal["join", "reject", "replace"]
+Key = str | Callable[..., str]
+
+
+class SamenessOptions(TypedDict, total=False):
+    """What is done about calls that are the same (docs/how-to/unique.md).
+
+    unique: one at a time is sent: True for calls with the same arguments, or the key: a text, or a function of the arguments
+    that returns it. unique_for: seconds (or a timedelta) from sending for which the key is held at most. unique_until: the key
+    is held until the task is "finish"ed (the default) or "start"ed. on_duplicate: "join" (the default), "reject" or "replace".
+
+    exclusive: one at a time is run; another call waits ("wait") or ends at once ("skip"). exclusive_key: the name of the lock,
+    or a function of the arguments that returns it; by default calls with the same arguments are the same. exclusive_timeout:
+    seconds that a call waits at most.
+    """
+
+    unique: bool | Key
+    unique_for: float | dt.timedelta
+    unique_until: Literal["finish", "start"]
+    on_duplicate: OnDuplicate
+    exclusive: Literal["wait", "skip"]
+    exclusive_key: Key
+    exclusive_timeout: float
 
 
 OPTION_NAMES = frozenset(SendOptions.__annotations__)
@@ -54,6 +83,7 @@ class TaskSettings(msgspec.Struct, frozen=True, kw_only=True):
         retry_on: which exceptions are retried; None: all but NoRetry and wrong arguments.
         time_limit: seconds one run may take.
         ignore_result: no results are kept, only the state.
+        unique, exclusive and what belongs to them: see SamenessOptions.
     """
 
     queue: str = ""
@@ -63,6 +93,39 @@ class TaskSettings(msgspec.Struct, frozen=True, kw_only=True):
     time_limit: float | None = None
     priority: int = 0
     ignore_result: bool = False
+    unique: bool | Key = False
+    unique_for: float | None = None
+    unique_until: str = "finish"
+    on_duplicate: str = "join"
+    exclusive: str = ""
+    exclusive_key: Key = ""
+    exclusive_timeout: float | None = None
+
+    def with_sameness(self, name: str, options: SamenessOptions) -> TaskSettings:
+        """With these options.
+
+        Raises:
+            TypeError, ValueError: one is unknown, or has a value that is none of its.
+        """
+        for option in options:
+            if option not in SAMENESS_NAMES:
+                raise TypeError(f"{name}: no option {option!r} (known: {', '.join(sorted(SAMENESS_NAMES))}"
+                                f"{nearest(option, SAMENESS_NAMES)})")
+        given: dict[str, Any] = {**options}
+        for option in _WORDS.keys() & given.keys():
+            _check_word(name, option, given[option])
+        if given.get("unique_for") is not None:
+            given["unique_for"] = _timedelta(given["unique_for"]).total_seconds()
+        for option in ("unique_for", "exclusive_timeout"):
+            if given.get(option) is not None and given[option] <= 0:
+                raise ValueError(f"{name}: {option}={given[option]!r} (expected seconds, more than 0)")
+        return msgspec.structs.replace(self, **given)
+
+
+SAMENESS_NAMES = frozenset(SamenessOptions.__annotations__)
+_WORDS = {
+    "unique_until": ("finish", "start"), "on_duplicate": ("join", "reject", "replace"), "exclusive": ("wait", "skip"),
+}
 
 
 class TaskSender(Protocol):
@@ -149,6 +212,11 @@ class Task(Generic[P, R]):
             moment = expires if isinstance(expires, dt.datetime) else now + _timedelta(expires)
             _check_zone(self.name, "expires", moment)
             headers[HEADER_EXPIRES] = repr(moment.timestamp())
+        if "on_duplicate" in options:
+            _check_word(self.name, "on_duplicate", options["on_duplicate"])
+            headers[HEADER_ON_DUPLICATE] = options["on_duplicate"]
+        if (unique := options.get("unique")) is not None:
+            headers[HEADER_UNIQUE] = sameness.unique_key(self.name, self.call, arguments, unique) if unique else ""
         retries, priority = options.get("retries", settings.retries), options.get("priority", settings.priority)
         check_numbers(self.name, retries=retries, priority=priority)
         return Signature(
@@ -248,6 +316,11 @@ def _timedelta(value: float | dt.timedelta) -> dt.timedelta:
 def _check_zone(name: str, option: str, moment: dt.datetime | None) -> None:
     if moment is not None and moment.tzinfo is None:
         raise ValueError(f"{name}: {option} {moment!r} has no time zone (use datetime.now(timezone.utc) + …)")
+
+
+def _check_word(name: str, option: str, word: object) -> None:
+    if word not in _WORDS[option]:
+        raise ValueError(f"{name}: {option}={word!r} (expected {' or '.join(map(repr, _WORDS[option]))})")
 
 
 def check_numbers(name: str, *, retries: int, priority: int, time_limit: float | None = None) -> None:

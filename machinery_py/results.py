@@ -175,13 +175,17 @@ class AsyncResult(Waitable[R]):
     Attributes:
         uuid: of the task; `server.result(uuid)` finds it again in another process.
         name, queue: of the task, as far as they are known here.
+        duplicate: the call was not sent: this is the result of the same call, sent before, which is not over.
     """
 
-    def __init__(self, source: ResultSource, uuid: str, *, name: str = "", queue: str = "") -> None:
+    def __init__(
+        self, source: ResultSource, uuid: str, *, name: str = "", queue: str = "", duplicate: bool = False
+    ) -> None:
         super().__init__(source)
         self.uuid = uuid
         self.name = name
         self.queue = queue
+        self.duplicate = duplicate
 
     def get_state(self) -> TaskState:
         """How far the task is.

@@ -6,7 +6,7 @@ import datetime as dt
 import logging
 import sys
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from typing import Any, Concatenate, ParamSpec, TypeVar, cast, overload
+from typing import Any, Concatenate, ParamSpec, TypeVar, Unpack, cast, overload
 
 from machinery_py.backends.base import Backend, Listener
 from machinery_py.backoff import Backoff, check_backoff
@@ -20,14 +20,16 @@ from machinery_py.errors import MachineryError
 from machinery_py.events import EventBus
 from machinery_py.hub import Hub
 from machinery_py.inspection import Inspector
-from machinery_py.named_lock import LockKeeper, NamedLock
+from machinery_py.named_lock import NamedLock
 from machinery_py.queues import Queues
-from machinery_py.registry import AsyncTask, Task, TaskSettings, check_numbers
+from machinery_py.registry import AsyncTask, SamenessOptions, Task, TaskSettings, check_numbers
 from machinery_py.results import AsyncResult, ChainResult, ChordResult, GroupResult
 from machinery_py.scheduler import Declared
 from machinery_py.schedules import Schedules
+from machinery_py.sending import SendingAsync
 from machinery_py.settings import resolve
 from machinery_py.signature import Chain, Signature, Step
+from machinery_py.unique import is_unique, send_unique
 from machinery_py.worker.inline import Inline
 from machinery_py.worker.worker import Worker
 from machinery_py.workflow import Group, Plan, PlannedStep, link
@@ -39,7 +41,7 @@ R = TypeVar("R")
 AroundTask = Callable[[Signature[object]], Iterator[None]]
 
 
-class Server(Declaring):
+class Server(Declaring, SendingAsync):
     """One application: its tasks, and the stores that they go through. May be used from any thread.
 
     Args:
@@ -65,7 +67,6 @@ class Server(Declaring):
         self.declared = Declared()
         self.schedules = Schedules(self.engine, self.declared)
         self._hub: Hub | None = None
-        self._locks = LockKeeper(lambda: self.engine.stores.lock, lambda: self.engine.config.lease)
         self._inline = Inline(self.engine, self._all_queues, name="eager")
         self._told_loop = False
         self.engine.attach(self._inline.drain)
@@ -101,7 +102,6 @@ class Server(Declaring):
         hub, self._hub = self._hub, None
         if hub is not None:
             hub.close()
-        self._locks.close()
         self.engine.close()
 
     # Registering
@@ -123,11 +123,13 @@ class Server(Declaring):
         self, name: str | None = None, /, *, queue: str = "", retries: int = 0, backoff: Backoff = "fibonacci",
         retry_on: type[BaseException] | tuple[type[BaseException], ...] | None = None,
         time_limit: float | None = None, priority: int = 0, ignore_result: bool = False,
+        **sameness: Unpack[SamenessOptions],
     ) -> TaskDecorator: ...
     def task(
         self, function: Any = None, /, *, queue: str = "", retries: int = 0, backoff: Backoff = "fibonacci",
         retry_on: type[BaseException] | tuple[type[BaseException], ...] | None = None,
         time_limit: float | None = None, priority: int = 0, ignore_result: bool = False,
+        **sameness: Unpack[SamenessOptions],
     ) -> Any:
         """Register a function as a task; it can still be called as before.
 
@@ -141,6 +143,7 @@ class Server(Declaring):
             time_limit: seconds one run may take.
             priority: 0 to 255, the higher first.
             ignore_result: keep no results, only the state.
+            sameness: `unique`, `exclusive` and what belongs to them; see SamenessOptions.
 
         Raises:
             TaskAlreadyRegistered: the name belongs to another function.
@@ -149,7 +152,7 @@ class Server(Declaring):
             queue=queue, retries=retries, backoff=backoff, time_limit=time_limit, priority=priority,
             retry_on=retry_on if retry_on is None or isinstance(retry_on, tuple) else (retry_on,),
             ignore_result=ignore_result,
-        )
+        ).with_sameness(function if isinstance(function, str) else "task", sameness)
         if callable(function):
             return self._register(None, function, settings)
         return lambda decorated: self._register(function, decorated, settings)
@@ -219,13 +222,18 @@ class Server(Declaring):
 
         Raises:
             ArgumentError: something in it cannot be sent.
+            DuplicateTask: it is unique with on_duplicate="reject", and another call holds its key.
             PublishRefused (BrokerUnavailable): nothing was stored.
             PublishUnknown: it may have been stored.
         """
         self._note_loop()
         signature = signature.with_uuid()
-        self.engine.submit([signature])
-        return AsyncResult(self, signature.uuid, name=signature.name, queue=self._queue(signature))
+        task, uuid, duplicate = self.engine.registry.find(signature.name), signature.uuid, False
+        if is_unique(task, signature):
+            uuid, duplicate = send_unique(self.engine, task, signature)
+        else:
+            self.engine.submit([signature])
+        return AsyncResult(self, uuid, name=signature.name, queue=self._queue(signature), duplicate=duplicate)
 
     def send_chain(self, chain: Chain[R]) -> ChainResult[R]:
         """Publish the first step; each step's worker publishes the next. Raises as `send_task`."""
@@ -266,26 +274,6 @@ class Server(Declaring):
             return AsyncResult(self, step.uuids[0], name=step.names[0], queue=queue)
         uuid = next((one.group_uuid for one in plan.groups if tuple(one.task_uuids) == tuple(step.uuids)), "")
         return GroupResult(self, uuid, step.uuids, step.names, queue=queue, leading=step.leading)
-
-    async def send_async(self, step: Step[Any]) -> Any:
-        """`send` for coroutines."""
-        return await _in_thread(self.send, step)
-
-    async def send_task_async(self, signature: Signature[R]) -> AsyncResult[R]:
-        """`send_task` for coroutines."""
-        return await _in_thread(self.send_task, signature)
-
-    async def send_chain_async(self, chain: Chain[R]) -> ChainResult[R]:
-        """`send_chain` for coroutines."""
-        return await _in_thread(self.send_chain, chain)
-
-    async def send_group_async(self, group: Group[R], send_concurrency: int = 0) -> GroupResult[R]:
-        """`send_group` for coroutines."""
-        return await _in_thread(self.send_group, group, send_concurrency)
-
-    async def send_chord_async(self, chord: Chain[R], send_concurrency: int = 0) -> ChordResult[R]:
-        """`send_chord` for coroutines."""
-        return await _in_thread(self.send_chord, chord, send_concurrency)
 
     def _queue(self, signature: Signature[Any]) -> str:
         return signature.routing_key or self.config.default_queue
@@ -359,7 +347,7 @@ class Server(Declaring):
             timeout: seconds to wait for it at most; then LockNotAcquired.
             blocking: False: do not wait at all.
         """
-        return NamedLock(self._locks, name, timeout=timeout, blocking=blocking)
+        return NamedLock(self.engine.locks, name, timeout=timeout, blocking=blocking)
 
     # Workers
 
@@ -387,10 +375,3 @@ class Server(Declaring):
     def _all_queues(self) -> list[str]:
         names = {stats.queue for stats in self.broker.stats()} | {self.config.default_queue}
         return sorted(names)
-
-
-async def _in_thread(function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-    """The same code in a thread, so that the loop goes on."""
-    import asyncio  # loaded by now: we are in a coroutine
-
-    return await asyncio.to_thread(function, *args, **kwargs)

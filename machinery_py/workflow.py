@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar, cast
 import msgspec
 
 from machinery_py.errors import WorkflowError
-from machinery_py.signature import HEADER_COLLECT, Arg, Chain, Result, Signature, Step, new_uuid, sender_of
+from machinery_py.signature import HEADER_COLLECT, HEADER_UNIQUE, Arg, Chain, Result, Signature, Step, new_uuid, sender_of
 from machinery_py.states import GroupMeta
 from machinery_py.values import from_result
 
@@ -165,6 +165,9 @@ class _Linker:
     def _link_task(
         self, task: Signature[Any], after: tuple[Signature[Any], ...], member_of: _Membership | None, prefix: str
     ) -> tuple[tuple[Signature[Any], ...], PlannedStep]:
+        if task.headers.get(HEADER_UNIQUE):
+            raise WorkflowError(f"{task.name}: options(unique=…) has no place in a chain, group or chord: its steps are sent in "
+                                "any case (send the task by itself, or make it exclusive)")
         # Go overwrites OnSuccess here; callbacks of the user's own are kept.
         task = task.with_uuid(prefix).replace(on_success=(*task.on_success, *after)) if after else task.with_uuid(prefix)
         if member_of is not None:

@@ -1,8 +1,8 @@
 """The tables of the SQLite stores, and the version that their file bears.
 
 A moment is an INTEGER: microseconds since 1970, UTC. What each table is for stands in the store that uses it:
-messages, dead, sessions, queues, paused and tokens in brokers/sqlite.py; tasks, groups, group_members, outbox, revoked and
-records in backends/sqlite.py; locks in locks/sqlite.py.
+messages, dead, sessions, queues, paused and tokens in brokers/sqlite.py; tasks, groups, group_members, outbox, revoked,
+records and claims in backends/sqlite.py; locks in locks/sqlite.py.
 
 A change of a table raises VERSION, and adds to UPGRADES the statements that lead up to it.
 """
@@ -11,12 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-VERSION = 2
+VERSION = 3
 APPLICATION_ID = 0x6D636879  # "mchy": tells our file from another program's
 
 # id: AUTOINCREMENT, so that no change of a record passes unseen.
 _PAUSED = "CREATE TABLE paused (queue TEXT PRIMARY KEY) WITHOUT ROWID"
 _RECORDS = "CREATE TABLE records (id INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL UNIQUE, body BLOB NOT NULL)"
+_CLAIMS = (
+    "CREATE TABLE claims (name TEXT PRIMARY KEY, body BLOB NOT NULL, expires_at INTEGER NOT NULL) WITHOUT ROWID",
+    "CREATE INDEX claims_expiring ON claims (expires_at)",
+)
 
 #: Run in one transaction on an empty file.
 TABLES: tuple[str, ...] = (
@@ -85,9 +89,11 @@ TABLES: tuple[str, ...] = (
     """,
     "CREATE INDEX locks_expiring ON locks (expires_at)",
     _RECORDS,
+    *_CLAIMS,
 )
 
 #: What makes the tables of a version those of the next. A program of the version before can go on with the file that it has open.
 UPGRADES: Mapping[int, tuple[str, ...]] = {
     1: (_PAUSED, _RECORDS),
+    2: _CLAIMS,
 }

@@ -29,6 +29,7 @@ class BackendFeatures(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     conditional: bool = True  # a change can depend on the epoch: completion once, also with two stores
     keeps: bool = True  # False: the null backend
     foreign: bool = False  # Go programs may change the states in it
+    claims: bool = False  # it keeps the keys of unique tasks
 
 
 class ReadyGroup(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -87,11 +88,14 @@ class Amendment(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         body: what it holds then; None: it is gone.
         states, groups: of the messages that are sent with it.
         outbox: those messages, where the broker is another store; kept under `outbox_key` until `clear_outbox`.
+        life: seconds; then it is no record, but a claim: `claims` reads it, it has a name of its own kind, and is forgotten
+            that long after its last change. 0: a record.
     """
 
     name: str
     expected: bytes | None
     body: bytes | None
+    life: float = 0.0
     states: Sequence[TaskState] = ()
     groups: Sequence[GroupMeta] = ()
     outbox: Sequence[bytes] = ()
@@ -189,6 +193,18 @@ class Backend(ABC):
             Unsupported: this backend keeps none.
         """
         raise Unsupported(f"the {self.features.name} backend keeps no schedules (name another result backend)")
+
+    def claims(self, names: Sequence[str]) -> list[bytes | None]:
+        """What each of these claims holds.
+
+        Raises:
+            Unsupported: this backend keeps none.
+        """
+        raise Unsupported(f"the {self.features.name} backend keeps no keys of unique tasks (name another result backend)")
+
+    def release(self, claims: Sequence[tuple[str, bytes]]) -> None:
+        """Forget each claim that holds just this. Raises as `claims`."""
+        raise Unsupported(f"the {self.features.name} backend keeps no keys of unique tasks (name another result backend)")
 
     @abstractmethod
     def settled_by(self, uuids: Sequence[str]) -> list[str]:

@@ -41,7 +41,7 @@ class _Group:
 class MemoryBackend(TransactionalBackend):
     """Dicts under the hub's lock."""
 
-    features = BackendFeatures(name="memory", durable=False, shared=False, embedded=True)
+    features = BackendFeatures(name="memory", durable=False, shared=False, embedded=True, claims=True)
 
     def __init__(self, hub: MemoryHub, *, expire_in: float = 3600.0) -> None:
         self.hub = hub
@@ -54,6 +54,7 @@ class MemoryBackend(TransactionalBackend):
         self._revoked: set[str] = set()
         self._records: dict[str, bytes] = {}
         self._records_version = 0
+        self._claims: dict[str, tuple[bytes, dt.datetime]] = {}  # with the moment at which each is forgotten
         self._listeners: set[MemoryListener] = set()
 
     def now(self) -> dt.datetime:
@@ -139,6 +140,23 @@ class MemoryBackend(TransactionalBackend):
             self._records[name] = body
         self._records_version += 1
         return True
+
+    def _swap_claim(self, name: str, expected: bytes | None, body: bytes | None, life: float) -> bool:
+        if self._claim(name) != expected:
+            return False
+        if body is None:
+            self._claims.pop(name, None)
+        else:
+            self._claims[name] = body, self.now() + dt.timedelta(seconds=life)
+        return True
+
+    def _claim(self, name: str) -> bytes | None:
+        body, ends_at = self._claims.get(name, (None, self.now()))
+        return body if ends_at > self.now() else None
+
+    def claims(self, names: Sequence[str]) -> list[bytes | None]:
+        with self.hub.lock:
+            return [self._claim(name) for name in names]
 
     def records(self, known: str = "") -> Records:
         with self.hub.lock:
@@ -228,6 +246,8 @@ class MemoryBackend(TransactionalBackend):
         with self.hub.lock:
             before = self.now() - dt.timedelta(seconds=self.expire_in)
             awaited = self._awaited()
+            for name in [name for name in self._claims if self._claim(name) is None]:
+                del self._claims[name]
             for uuid, changed_at in list(self._changed_at.items()):
                 if changed_at > before:
                     break

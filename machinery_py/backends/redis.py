@@ -53,7 +53,7 @@ _outbox = msgspec.msgpack.Decoder(tuple[bytes, ...]).decode
 class RedisBackend(Backend):
     """Documents on the driver's server. The driver belongs to whoever made it."""
 
-    features = BackendFeatures(name="redis", foreign=True)
+    features = BackendFeatures(name="redis", foreign=True, claims=True)
 
     def __init__(self, driver: RedisDriver, *, expire_in: float = EXPIRE_IN) -> None:
         self.driver = driver
@@ -117,7 +117,16 @@ class RedisBackend(Backend):
             outbox = _pack_outbox(tuple(amendment.outbox)) if amendment.outbox else b""
             change.add(key=amendment.outbox_key, states=amendment.states, groups=amendment.groups, outbox=outbox)
         return (self.driver.now(), self.seconds, _printable(amendment.name), raw(amendment.expected or b""),
-                raw(amendment.body or b""), change.changes, change.states)
+                raw(amendment.body or b""), math.ceil(amendment.life), change.changes, change.states)
+
+    def claims(self, names: Sequence[str]) -> list[bytes | None]:
+        keys = [redis_amend.CLAIM + name.encode() for name in names]
+        return list(self.driver.ask(b"MGET", *keys, doing="reading claims")) if keys else []
+
+    def release(self, claims: Sequence[tuple[str, bytes]]) -> None:
+        if claims:
+            rows = [(name, raw(body)) for name, body in claims]
+            self._run(redis_amend.RELEASE, rows, doing="releasing claims")
 
     def settled_by(self, uuids: Sequence[str]) -> list[str]:
         return [mark.decode() for mark in self._run(redis_scripts.MARKS, uuids, doing="reading marks")] if uuids else []

@@ -6,6 +6,7 @@
     outbox           messages still to be published by somebody else's broker
     revoked          tasks not to be started, for three days
     records          schedules: a row each, with a new id after each change
+    claims           keys of unique tasks
 
 A finished member of a chord does not expire before the chord was settled, unless no member arrives for a week.
 
@@ -82,6 +83,12 @@ DELETE FROM tasks WHERE rowid IN (
         WHERE m.task_uuid = t.uuid AND g.fired = 0 AND g.callback <> x'') LIMIT ?2)
 """
 
+# In: now, limit.
+_EXPIRED = (
+    "DELETE FROM revoked WHERE uuid IN (SELECT uuid FROM revoked WHERE expires_at <= ? LIMIT ?)",
+    "DELETE FROM claims WHERE name IN (SELECT name FROM claims WHERE expires_at <= ? LIMIT ?)",
+)
+
 # In: now, limit. Out: groups whose time is over and none of whose members has a state any more.
 _EXPIRED_GROUPS = """
 SELECT uuid FROM groups AS g INDEXED BY groups_expiring WHERE expires_at <= ?1 AND NOT EXISTS (
@@ -98,7 +105,7 @@ _LISTED = f"SELECT {ALL} FROM tasks INDEXED BY tasks_changed WHERE changed_at >=
 class SQLiteBackend(TransactionalBackend):
     """Tables in the driver's file. The driver belongs to whoever made it."""
 
-    features = BackendFeatures(name="sqlite", embedded=True)
+    features = BackendFeatures(name="sqlite", embedded=True, claims=True)
 
     def __init__(self, driver: SQLiteDriver, *, expire_in: float = EXPIRE_IN) -> None:
         self.driver = driver
@@ -209,6 +216,25 @@ class SQLiteBackend(TransactionalBackend):
                 connection.execute("INSERT INTO records (name, body) VALUES (?, ?)", (printable(name), body))
             return True
 
+    def _swap_claim(self, name: str, expected: bytes | None, body: bytes | None, life: float) -> bool:
+        now = self.driver.now()
+        with self._transaction() as connection:
+            row = connection.execute("SELECT body FROM claims WHERE name = ? AND expires_at > ?", (name, now)).fetchone()
+            if (row[0] if row else None) != expected:
+                return False
+            if body is None:
+                connection.execute("DELETE FROM claims WHERE name = ?", (name,))
+            else:
+                connection.execute("INSERT OR REPLACE INTO claims VALUES (?, ?, ?)", (name, body, now + int(life * 1e6)))
+            return True
+
+    def claims(self, names: Sequence[str]) -> list[bytes | None]:
+        found: dict[str, bytes] = dict(self._read(
+            "SELECT name, body FROM claims WHERE name IN (SELECT value FROM json_each(?)) AND expires_at > ?",
+            as_json(names), self.driver.now(),
+        ))
+        return [found.get(name) for name in names]
+
     def records(self, known: str = "") -> Records:
         with self.driver.reading() as connection:
             # The greatest id ever given, and how many rows there are: one of them changes with every change.
@@ -304,10 +330,7 @@ class SQLiteBackend(TransactionalBackend):
         with self._transaction() as connection:
             counts = [
                 connection.execute(_EXPIRED_TASKS, (now, BATCH)).rowcount,
-                connection.execute(
-                    "DELETE FROM revoked WHERE uuid IN (SELECT uuid FROM revoked WHERE expires_at <= ? LIMIT ?)",
-                    (now, BATCH),
-                ).rowcount,
+                *(connection.execute(query, (now, BATCH)).rowcount for query in _EXPIRED),
             ]
             groups = [uuid for (uuid,) in connection.execute(_EXPIRED_GROUPS, (now, BATCH)).fetchall()]
             if groups:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 
 from machinery_py.backends.base import ALREADY, FENCED, SETTLED, Amendment, Backend, Begun, Change, Verdict
+from machinery_py.errors import Unsupported
 from machinery_py.states import Arrival, GroupMeta, State, TaskState, advance
 
 
@@ -64,14 +65,27 @@ class TransactionalBackend(Backend):
     def _swap_record(self, name: str, expected: bytes | None, body: bytes | None) -> bool:
         """Let the record hold `body` if it holds `expected`; whether it did. None is no record."""
 
+    def _swap_claim(self, name: str, expected: bytes | None, body: bytes | None, life: float) -> bool:
+        """As `_swap_record`, for a claim, which is forgotten after so many seconds."""
+        raise Unsupported(f"the {self.features.name} backend keeps no keys of unique tasks (name another result backend)")
+
     def amend(self, amendment: Amendment) -> bool:
         with self._transaction():
-            if not self._swap_record(amendment.name, amendment.expected, amendment.body):
+            swapped = (
+                self._swap_claim(amendment.name, amendment.expected, amendment.body, amendment.life) if amendment.life
+                else self._swap_record(amendment.name, amendment.expected, amendment.body)
+            )
+            if not swapped:
                 return False
             if amendment.states or amendment.groups or amendment.outbox:
                 self.apply([Change(key=amendment.outbox_key, states=amendment.states, groups=amendment.groups,
                                    outbox=amendment.outbox)])
             return True
+
+    def release(self, claims: Sequence[tuple[str, bytes]]) -> None:
+        with self._transaction():
+            for name, body in claims:
+                self._swap_claim(name, body, None, 0.0)
 
     def apply(self, changes: Sequence[Change]) -> list[Verdict]:
         with self._transaction():

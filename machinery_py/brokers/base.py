@@ -81,12 +81,15 @@ class Delivery(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         return self.fence > 1
 
 
+WAITING = "waiting"  # reason of a Fate.LATER that does not count as parked: the worker knows the task, and it must wait its turn
+
+
 class Fate(Enum):
     """What becomes of a held message."""
 
     DONE = "done"  # it is gone
     BACK = "back"  # it goes back to where it was in its queue; nobody is blamed
-    LATER = "later"  # it goes back and waits until the disposal's eta; parks + 1
+    LATER = "later"  # it goes back and waits until the disposal's eta; parks + 1, unless the reason is WAITING
     DEAD = "dead"  # it goes to the dead letters
 
 

@@ -20,6 +20,7 @@ import msgspec
 from machinery_py._drivers.memory import MemoryHub
 from machinery_py._drivers.tokens import RecentTokens
 from machinery_py.brokers.base import (
+    WAITING,
     Broker,
     BrokerFeatures,
     Consumer,
@@ -171,7 +172,8 @@ class MemoryBroker(Broker):
             case Fate.LATER:
                 # The listings show the message as it waits now, not as it was sent.
                 message = entry.message
-                entry.message = msgspec.structs.replace(message, eta=disposal.eta, parks=message.parks + 1)
+                parks = message.parks + (disposal.reason != WAITING)
+                entry.message = msgspec.structs.replace(message, eta=disposal.eta, parks=parks)
                 self._place(entry, disposal.eta, self.hub.clock.now())
             case Fate.DEAD:
                 self._bury(entry, disposal)

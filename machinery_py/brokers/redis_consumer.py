@@ -25,7 +25,7 @@ from machinery_py._drivers.redis_keys import queue_keys
 from machinery_py._drivers.redis_lua import pack, raw
 from machinery_py._drivers.redis_sessions import SessionInfo, encode_info, place, started
 from machinery_py.brokers import redis_scripts
-from machinery_py.brokers.base import Consumer, Delivery, Disposal
+from machinery_py.brokers.base import WAITING, Consumer, Delivery, Disposal, Fate
 from machinery_py.brokers.redis_lua import SUSPECT
 from machinery_py.brokers.redis_messages import EMPTY, head_of, printable
 from machinery_py.errors import BrokerUnavailable, MachineryError
@@ -289,5 +289,7 @@ def end_of(disposal: Disposal) -> tuple[str, int, msgspec.Raw]:
     fate = disposal.fate._value_
     if fate == "done" or fate == "back":
         return fate, 0, EMPTY
+    if disposal.fate is Fate.LATER and disposal.reason == WAITING:
+        fate = "wait"
     due = 0 if disposal.eta is None else micros(disposal.eta)
     return fate, due, head_of(disposal.uuid, disposal.name, disposal.reason, disposal.error)

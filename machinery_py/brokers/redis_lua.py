@@ -178,9 +178,9 @@ local function end_delivery(q, flight, number, raw, fate, due, head, backs, now,
   call('HDEL', flight, number)
   if fate == 'dead' then
     bury(q, raw, now, head)
-  elseif fate == 'later' then
+  elseif fate == 'later' or fate == 'wait' then
     local m = unwrap(raw)
-    m.parks = m.parks + 1
+    if fate == 'later' then m.parks = m.parks + 1 end
     if due > now then
       park(q, due, m, rung, now)
     else

@@ -21,7 +21,7 @@ import msgspec
 from machinery_py._drivers import sqlite_sessions
 from machinery_py._drivers.sqlite import SQLiteDriver
 from machinery_py._drivers.sqlite_rows import as_json, micros, moment_of, printable
-from machinery_py.brokers.base import Consumer, Delivery, Disposal, Fate
+from machinery_py.brokers.base import WAITING, Consumer, Delivery, Disposal, Fate
 
 BIG = 65536  # bytes
 BEATS = 8  # a beat is written down this often in a lease
@@ -70,8 +70,8 @@ WHERE id IN (SELECT value FROM json_each(?)) AND status = 2 AND session = ?
 _DELETE = "DELETE FROM messages WHERE id IN (SELECT value FROM json_each(?))"
 _BACK = "UPDATE messages SET status = 0, session = NULL, claim = NULL WHERE id IN (SELECT value FROM json_each(?))"
 
-# In: eta, 1 if that is to come, id.
-_LATER = "UPDATE messages SET due_at = ?, status = ?, session = NULL, claim = NULL, parks = parks + 1 WHERE id = ?"
+# In: eta, 1 if that is to come, 1 if it counts as parked, id.
+_LATER = "UPDATE messages SET due_at = ?, status = ?, session = NULL, claim = NULL, parks = parks + ? WHERE id = ?"
 
 # In: uuid, name, reason, error, now, id. What is empty is taken from the message.
 _BURY = """
@@ -215,8 +215,8 @@ class SQLiteConsumer(Consumer):
                 connection.execute(_BACK, (ids,))
                 self._driver.ring("q")
             case Fate.LATER:
-                due = [(None if one.eta is None else micros(one.eta), id) for id, one in ended]
-                connection.executemany(_LATER, [(at, int(at is not None and at > now), id) for at, id in due])
+                due = [(None if one.eta is None else micros(one.eta), int(one.reason != WAITING), id) for id, one in ended]
+                connection.executemany(_LATER, [(at, int(at is not None and at > now), parks, id) for at, parks, id in due])
                 self._driver.ring("q")
             case Fate.DEAD:
                 for id, one in ended:

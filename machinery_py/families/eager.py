@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from machinery_py.backends.base import Amendment, Verdict
-from machinery_py.brokers.base import Message
+from machinery_py.brokers.base import WAITING, Message
 from machinery_py.families.base import FamilyOptions
 from machinery_py.families.memory import MemoryFamily
 from machinery_py.settlement.base import Firing, Mark, Session, Settlement, Submission
@@ -45,7 +45,8 @@ class EagerSession(OneSession):
 
     def settle(self, settlements: Sequence[Settlement], marks: Sequence[Mark] = ()) -> list[Verdict]:
         hurried = [
-            msgspec.structs.replace(one, send=_at_once(one.send), eta=None) if one.send or one.eta else one
+            msgspec.structs.replace(one, send=_at_once(one.send), eta=one.eta if one.reason == WAITING else None)
+            if one.send or one.eta else one
             for one in settlements
         ]
         return super().settle(hurried, marks)

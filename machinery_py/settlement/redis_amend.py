@@ -7,19 +7,19 @@ from machinery_py.backends.redis_amend import SWAP
 from machinery_py.backends.redis_lua import LIBRARY as STATES
 from machinery_py.brokers.redis_lua import PUTTING
 
-# In: now, seconds that finished states are kept, name, expected, body, C of nothing or one change, S, queues, messages.
-# Out: nothing if the record held something else, else connections to be woken.
+# In: now, seconds that finished states are kept, name, expected, body, life, C of nothing or one change, S, queues,
+# messages. Out: nothing if the record held something else, else connections to be woken.
 AMEND = Script(PUTTING + STATES + SWAP + r"""
-local text, expire, name, expected, body, queues, messages
-text, expire, name, expected, body, C, S, queues, messages = unpack(unpacked)
+local text, expire, name, expected, body, life, queues, messages
+text, expire, name, expected, body, life, C, S, queues, messages = unpack(unpacked)
 local now, rung, plan, _ = now_of(text), {}, nil, nil
-if not holds(name, expected) then return false end
+if not holds(name, expected, life) then return false end
 check(queues, messages, now)
 if C[1] then
   look_at({1})
   _, plan = decide(1)
 end
-swap(name, body)
+swap(name, body, life)
 if plan then commit(1, plan, now, expire) end
 note_states(now)
 put(queues, messages, now, rung)

@@ -281,6 +281,12 @@ class FlakyBackend(Backend):
     def amend(self, amendment: Amendment) -> bool:
         return self.faults.backend("amend", lambda: self.inner.amend(amendment))
 
+    def claims(self, names: Sequence[str]) -> list[bytes | None]:
+        return self.faults.backend("claims", lambda: self.inner.claims(names))
+
+    def release(self, claims: Sequence[tuple[str, bytes]]) -> None:
+        self.faults.backend("release", lambda: self.inner.release(claims))
+
     def settled_by(self, uuids: Sequence[str]) -> list[str]:
         return self.faults.backend("settled_by", lambda: self.inner.settled_by(uuids))
 

@@ -31,6 +31,7 @@ from machinery_py.settlement.base import Mark, Settlement
 from machinery_py.signature import Signature
 from machinery_py.states import State, TaskState
 from machinery_py.wire import decode_exact, encode_results
+from machinery_py.worker.gate import Gate, in_thread, is_gated
 from machinery_py.worker.usercode import Hooks, await_around, call_around, text_of, traceback_of, type_name_of
 
 logger = logging.getLogger(__name__)
@@ -46,8 +47,8 @@ class Execution:
     """
 
     __slots__ = (
-        "_done", "_lock", "call_started", "committed", "context", "delivery", "engine", "error", "hooks", "outcome", "phase",
-        "progress", "queued", "runtime", "sends", "settlement", "signature", "started_at", "task", "thread_id", "worker",
+        "_done", "_lock", "call_started", "committed", "context", "delivery", "engine", "error", "gate", "hooks", "outcome",
+        "phase", "progress", "queued", "runtime", "sends", "settlement", "signature", "started_at", "task", "thread_id", "worker",
     )
 
     def __init__(self, engine: Engine, hooks: Hooks, delivery: Delivery, worker: str) -> None:
@@ -58,6 +59,7 @@ class Execution:
         self.signature: Signature[Any] = _NAMELESS
         self.task: Task[..., Any] | None = None
         self.context: Context | None = None
+        self.gate: Gate | None = None
         self.phase: State | None = None  # RECEIVED, STARTED: what a mark would say
         self.queued = False  # a mark for it is on its way to the settler
         self.progress: tuple[float, float] | None = None
@@ -86,6 +88,27 @@ class Execution:
     @property
     def is_over(self) -> bool:
         return self._done
+
+    def pass_gate(self) -> bool:
+        """Take its lock, start its key. False: it cannot run, and it is settled what becomes of it."""
+        assert self.task is not None
+        self.gate = Gate(self.engine, self.task, self.signature, self.delivery)
+        stop = self.gate.enter(self._cancel)
+        if stop is None and not self._done:
+            return True
+        self.gate.leave()
+        if isinstance(stop, Settlement):
+            self.settle(stop)
+        elif stop is not None:
+            self.finish(stop)
+        return False
+
+    def _stop(self, error: BaseException) -> None:
+        self.finish(self.failed(error))
+
+    def _cancel(self) -> None:
+        if self.context is not None:
+            self.context.cancel()
 
     def prepare(self, report: Callable[[Execution], None] | None) -> tuple[list[Any], dict[str, Any]] | None:
         """Convert the arguments and make the context. None: they do not fit, and it is finished."""
@@ -131,6 +154,8 @@ class Execution:
         Args:
             report: called when the state is worth a mark: started, and progress.
         """
+        if is_gated(self.task, self.signature) and not self.pass_gate():
+            return
         prepared = self.prepare(report)
         if prepared is None:
             return
@@ -192,6 +217,8 @@ class Execution:
 
     async def run_async(self, report: Callable[[Execution], None] | None = None) -> None:
         """As `run`, for a coroutine function, on the running loop."""
+        if is_gated(self.task, self.signature) and not await in_thread(self.pass_gate, self._stop):
+            return
         prepared = self.prepare(report)
         if prepared is None:
             return
@@ -285,8 +312,7 @@ class Execution:
     def time_out(self, limit: float) -> bool:
         """End it because its time is up. False: it has ended."""
         self.error = TimeLimitExceeded(f"ran longer than its time limit of {limit:g} s")
-        if self.context is not None:
-            self.context.cancel()
+        self._cancel()
         return self.end(self.failed(self.error))
 
     def end(self, outcome: Outcome, *, fate: Fate = Fate.DONE, reason: str = "") -> bool:

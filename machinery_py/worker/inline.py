@@ -10,7 +10,7 @@ from machinery_py.settlement.base import Session
 from machinery_py.worker.acceptance import accept, peek
 from machinery_py.worker.execution import Execution
 from machinery_py.worker.firing import fire_ready_groups
-from machinery_py.worker.telling import tell
+from machinery_py.worker.telling import let_next, tell
 from machinery_py.worker.usercode import Hooks
 
 
@@ -80,6 +80,9 @@ class Inline:
         if execution.settlement is not None:
             [verdict] = session.settle([execution.settlement])
             tell(self._engine, execution, verdict)
+            let_next(self._engine, [execution], [verdict])
+            if execution.gate is not None:
+                self._engine.locks.flush()  # what is due next may want the same lock
 
 
 def _run_coroutine(execution: Execution, report: Callable[[Execution], None]) -> None:

@@ -1,14 +1,16 @@
-"""Telling what became of a task: events, and the log."""
+"""Telling what became of a task: events, the log, and those who wait for its end."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 from machinery_py.backends.base import FENCED, Verdict
 from machinery_py.brokers.base import Fate
 from machinery_py.engine import Engine
 from machinery_py.events import MessageDead, TaskFailed, TaskFenced, TaskRetried, TaskSucceeded
 from machinery_py.states import State
+from machinery_py.unique import tidy
 from machinery_py.worker.execution import Execution
 
 logger = logging.getLogger(__name__)
@@ -21,6 +23,18 @@ def log_fenced(execution: Execution, verdict: Verdict) -> None:
             "a run of task %s came to nothing: its lease was lost, or it was finished before",
             execution.signature.uuid, extra={"task_uuid": execution.signature.uuid},
         )
+
+
+def let_next(engine: Engine, executions: Sequence[Execution], verdicts: Sequence[Verdict]) -> None:
+    """Give back what they held that others wait for: locks, and the keys of what is over."""
+    over = []
+    for execution, verdict in zip(executions, verdicts, strict=True):
+        if execution.gate is not None:
+            execution.gate.leave()
+        if execution.signature.headers and execution.settlement is not None and verdict is not FENCED:
+            over.append((execution.signature, execution.settlement))
+    if over:
+        tidy(engine, over)
 
 
 def tell(engine: Engine, execution: Execution, verdict: Verdict) -> None:

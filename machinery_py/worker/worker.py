@@ -40,7 +40,7 @@ from machinery_py.worker.limits import TimeLimits
 from machinery_py.worker.outage import Handler, Outage, open_patiently
 from machinery_py.worker.receiver import Receiver
 from machinery_py.worker.settler import Settler
-from machinery_py.worker.telling import log_fenced, tell
+from machinery_py.worker.telling import let_next, log_fenced, tell
 from machinery_py.worker.ticking import Ticking
 from machinery_py.worker.upkeep import Upkeep
 from machinery_py.worker.usercode import Hooks
@@ -257,6 +257,7 @@ class Worker:
             if self._ticking is not None:
                 self._ticking.close()
             self._executors.close()
+            self.engine.locks.flush()
             try:
                 session.close()
             except MachineryError as error:
@@ -359,6 +360,7 @@ class Worker:
             else:
                 log_fenced(execution, verdict)
             tell(self.engine, execution, verdict)
+        let_next(self.engine, executions, verdicts)
 
     def _handle_signals(self) -> dict[signal.Signals, Any]:
         def on_signal(number: int, _: FrameType | None) -> None:

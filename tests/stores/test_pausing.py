@@ -166,6 +166,7 @@ def test_a_file_of_the_first_version_gets_what_pausing_needs(tmp_path: pathlib.P
     with sqlite3.connect(path) as connection:
         connection.execute("DROP TABLE paused")
         connection.execute("DROP TABLE records")
+        connection.execute("DROP TABLE claims")
         connection.execute("PRAGMA user_version = 1")
     connection.close()
 

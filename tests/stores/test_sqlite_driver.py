@@ -74,7 +74,7 @@ def test_a_newer_schema_is_refused(driver: SQLiteDriver, path: Path) -> None:
         connection.execute("PRAGMA user_version = 9")
     driver.close()
 
-    with pytest.raises(StoreUnusable, match=r"newer machinery_py \(schema 9, this one knows 2\)"):
+    with pytest.raises(StoreUnusable, match=r"newer machinery_py \(schema 9, this one knows 3\)"):
         queues(driver)
 
 
@@ -82,10 +82,12 @@ def test_a_file_of_the_first_version_is_brought_up_to_date(driver: SQLiteDriver,
     with driver.transaction() as connection:
         connection.execute("DROP TABLE records")
         connection.execute("DROP TABLE paused")
+        connection.execute("DROP TABLE claims")
         connection.execute("PRAGMA user_version = 1")
     driver.close()
 
     again = SQLiteDriver(path)
+    assert SQLiteBackend(again).claims(["a"]) == [None]
     assert SQLiteBackend(again).amend(Amendment(name="a", expected=None, body=b"1"))
     assert SQLiteBackend(again).records().bodies == {"a": b"1"}
     again.close()

@@ -141,7 +141,7 @@ def test_the_doctor_finds_tasks_without_a_worker(app: App) -> None:
 
     (wrong,) = [one for one in found if one["mark"] == "WRONG"]
     assert "no worker on this queue" in wrong["text"]
-    assert any("schema 2 (known 2), journal wal, synchronous full" in one["text"] for one in found)
+    assert any("schema 3 (known 3), journal wal, synchronous full" in one["text"] for one in found)
 
 
 def test_the_doctor_never_shows_a_traceback(app: App) -> None:

@@ -489,3 +489,22 @@ def locked() -> None:
 async def alocked() -> None:
     async with server.lock("feed-7", blocking=False) as lock:
         assert_type(await lock.release_async(), bool)
+
+
+@server.task(unique=True, unique_for=dt.timedelta(minutes=5), unique_until="start", on_duplicate="replace")
+def rebuild_index(shop_id: int) -> int:
+    return shop_id
+
+
+@server.task("sync", unique=lambda shop_id, reason: f"shop-{shop_id}", queue="slow")
+def sync_shop(shop_id: int, reason: str) -> None: ...
+
+
+@server.task(exclusive="wait", exclusive_key="feed", exclusive_timeout=60)
+async def import_feed(feed_id: int) -> str:
+    return str(feed_id)
+
+
+assert_type(rebuild_index.send(7).duplicate, bool)
+assert_type(rebuild_index.options(unique="shop-7", on_duplicate="reject").send(7), AsyncResult[int])
+assert_type(import_feed.send(7), AsyncResult[str])

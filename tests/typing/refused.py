@@ -78,6 +78,11 @@ server.new_worker(concurency=5)  # refused
 server.task(retrys=3)  # refused
 server.task(backoff=5)  # refused
 server.task(retry_on="ConnectionError")  # refused
+server.task(unique=5)  # refused
+server.task(unique_until="end")  # refused
+server.task(exclusive="maybe")  # refused
+add.options(unique="k", on_duplicate="drop")  # refused
+add.options(exclusive="wait")  # refused
 server.periodic("@daily", tx="UTC")  # refused
 server.periodic("@daily", overlap="maybe")  # refused
 server.periodic(5)  # refused

@@ -10,6 +10,8 @@
     settlement   SettlementConformance
     locks        LockConformance
     schedules    ScheduleConformance: the records of schedules, and what is sent with them
+    claims       ClaimConformance: the keys of unique tasks
+    unique       UniqueConformance, and exclusive: ExclusiveConformance: such tasks of a Server on these stores
     workflows    WorkflowConformance: a Server on these stores with real workers; LinkedConformance for `eager`
 
 No test asks which class it got. What a store cannot do it declares in its `features`; then the suite checks that it is
@@ -22,5 +24,6 @@ import pytest
 
 # Before the suites are imported, so that their assertions say what was found.
 _SUITES = ("leases", "pausing", "brokers", "groups", "changes", "backends", "fencing", "settlement",
-           "schedules", "locks", "application", "tasks", "messages", "queues", "workers", "workflows")
+           "schedules", "claims", "locks", "application", "unique", "exclusive", "tasks", "messages",
+           "queues", "workers", "workflows")
 pytest.register_assert_rewrite(*(f"{__name__}.{suite}" for suite in _SUITES))

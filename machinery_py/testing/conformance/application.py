@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
+from collections.abc import Iterator
 from typing import Any
+
+import pytest
 
 from machinery_py import Server, State, Worker, current_task
 from machinery_py.testing.waiting import HANG, wait_until
@@ -91,6 +94,41 @@ class App:
         for gate in self.gates.values():
             gate.set()
         self.server.close()
+
+
+class AppCase:
+    """The application of a suite."""
+
+    @pytest.fixture
+    def server(self) -> Iterator[Server]:
+        raise NotImplementedError("the subclass gives a fixture `server`")
+
+    @pytest.fixture
+    def idle(self, server: Server) -> Iterator[App]:
+        """The application; nothing runs it yet."""
+        app = App(server)
+        yield app
+        app.close()
+
+    @pytest.fixture
+    def app(self, idle: App) -> Iterator[App]:
+        """The application, with a worker in threads."""
+        with idle.running():
+            yield idle
+            for gate in idle.gates.values():
+                gate.set()
+
+
+def waiting(app: App, **options: Any) -> Any:
+    """The task `hold` with these options, which notes its call and waits for its gate."""
+
+    def hold(name: str, *rest: Any) -> str:
+        app.calls.append(("hold", name, *rest))
+        if not app.gate(name).wait(HANG):
+            raise TimeoutError(name)
+        return name
+
+    return app.server.task(**options)(hold)
 
 
 def _add(a: int, b: int, *more: int) -> int:

@@ -1,0 +1,162 @@
+"""What every pair of stores promises of exclusive tasks, through real workers. Its fixture is that of UniqueConformance."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from machinery_py import TaskFailed, current_task
+from machinery_py.brokers.base import Delivery
+from machinery_py.testing.conformance.application import App, AppCase, waiting
+from machinery_py.testing.waiting import HANG, wait_until
+
+__all__ = ["App", "ExclusiveConformance"]
+
+
+class Overlap:
+    """How many run at a time."""
+
+    def __init__(self) -> None:
+        self.most = self.inside = self.runs = 0
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self.inside += 1
+            self.runs += 1
+            self.most = max(self.most, self.inside)
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self.inside -= 1
+
+
+class ExclusiveConformance(AppCase):
+    """Of calls that are the same, one at a time is run."""
+
+    def test_fifty_calls_on_three_workers_run_one_at_a_time(self, idle: App) -> None:
+        overlap = Overlap()
+        nap = threading.Event()
+
+        def feed(number: int) -> int:
+            with overlap:
+                nap.wait(0.002)
+            return number
+
+        apps = [idle, idle.another(), idle.another()]
+        tasks = [app.server.task(exclusive="wait")(feed) for app in apps]
+        results = [tasks[0].send(1) for _ in range(50)]
+        with apps[0].running(), apps[1].running(), apps[2].running():
+            assert [result.get(timeout=4 * HANG) for result in results] == [1] * 50
+        assert (overlap.most, overlap.runs) == (1, 50)
+        for app in apps[1:]:
+            app.server.close()
+
+    def test_calls_with_other_arguments_run_beside_each_other(self, app: App) -> None:
+        hold = waiting(app, exclusive="wait")
+        results = [hold.send(name) for name in "abc"]
+        wait_until(lambda: len(app.calls) == 3)
+        for name in "abc":
+            app.gate(name).set()
+        assert [result.get(timeout=HANG) for result in results] == ["a", "b", "c"]
+
+    def test_one_that_waits_gives_its_slot_back(self, idle: App) -> None:
+        with idle.server.lock("feed"), idle.running(concurrency=1):
+            hold = waiting(idle, exclusive="wait", exclusive_key="feed")
+            waits = hold.send("a")
+            idle.gate("a").set()
+            for number in range(5):
+                assert idle.add.send(number, 1).get(timeout=HANG) == number + 1
+            assert not waits.is_finished()
+            assert idle.calls == []
+            wait_until(lambda: sum(one.delayed for one in idle.server.inspect.queues()) == 1)
+            idle.server.engine.store.tend()
+
+        with idle.running(concurrency=1):
+            assert waits.get(timeout=HANG) == "a"
+
+    def test_one_that_may_not_wait_is_skipped_and_says_so(self, app: App) -> None:
+        hold = waiting(app, exclusive="skip", exclusive_key=lambda name, *rest: f"feed-{rest[0]}")
+        first = hold.send("a", 7)
+        wait_until(lambda: app.calls)
+
+        with pytest.raises(TaskFailed, match="skipped: another run of it holds the lock 'feed-7'") as caught:
+            hold.send("b", 7).get(timeout=HANG)
+
+        assert caught.value.error_type == "Skipped"
+        app.gate("a").set()
+        app.gate("b").set()
+        assert first.get(timeout=HANG) == "a"
+        assert hold.send("b", 7).get(timeout=HANG) == "b"
+
+    def test_it_waits_for_so_long_and_then_fails(self, idle: App) -> None:
+        hold = waiting(idle, exclusive="wait", exclusive_key="feed", exclusive_timeout=0.2)
+        with idle.server.lock("feed"), idle.running():
+            with pytest.raises(TaskFailed, match="lock 'feed': somebody else has it") as caught:
+                hold.send("a").get(timeout=HANG)
+            assert caught.value.error_type == "LockNotAcquired"
+
+    @pytest.mark.parametrize("end", ["success", "failure", "retry", "revoke", "time limit"])
+    def test_whatever_ends_a_run_frees_its_lock(self, app: App, end: str) -> None:
+        overlap = Overlap()
+
+        def feed(number: int) -> int:
+            with overlap:
+                if end == "failure" and number == 1:
+                    raise ValueError("no")
+                if end == "retry" and current_task().attempt == 1:
+                    raise ValueError("again")
+                if number == 1 and end in ("revoke", "time limit"):
+                    wait_until(lambda: current_task().cancelled, what="the order to stop")
+                    raise ValueError("stopped")
+            return number
+
+        task = app.server.task(
+            exclusive="wait", exclusive_key="feed", retries=int(end == "retry"), backoff=[0.01],
+            time_limit=0.2 if end == "time limit" else None,
+        )(feed)
+        first, second = task.send(1), task.send(2)
+        if end == "revoke":
+            wait_until(lambda: overlap.runs)
+            first.revoke()
+        assert second.get(timeout=HANG) == 2
+        wait_until(first.is_finished)
+        assert overlap.most == 1
+        with app.server.lock("feed", timeout=HANG):
+            pass
+
+    def test_a_coroutine_passes_the_same_gate(self, app: App) -> None:
+        overlap = Overlap()
+
+        async def feed(number: int) -> int:
+            import asyncio
+
+            with overlap:
+                await asyncio.sleep(0)
+            return number
+
+        task = app.server.task(exclusive="wait", unique=str, unique_until="start")(feed)
+        results = [task.send(1) for _ in range(10)]
+        assert {result.get(timeout=HANG) for result in results} == {1}
+        assert overlap.most == 1
+
+    def test_waiting_does_not_count_as_being_unknown(self, idle: App) -> None:
+        hold = waiting(idle, exclusive="wait", exclusive_key="feed")
+        with idle.server.lock("feed"):
+            hold.send("a")
+            with idle.running():
+                for _ in range(2):
+                    wait_until(lambda: sum(one.delayed for one in idle.server.inspect.queues()) == 1)
+                    wait_until(lambda: not sum(one.delayed for one in idle.server.inspect.queues()))
+        session = idle.server.engine.store.open_session([idle.server.config.default_queue], worker="looking")
+        found: list[Delivery] = []
+
+        def came() -> bool:
+            idle.server.engine.store.tend()
+            found.extend(session.receive(1, 0.1))
+            return bool(found)
+
+        wait_until(came)
+        assert (found[0].parks, found[0].strikes) == (0, 0)
+        session.close()

@@ -1,0 +1,287 @@
+"""What every pair of stores promises of unique tasks, through real workers.
+
+    class TestMyStore(UniqueConformance):
+        @pytest.fixture
+        def server(self) -> Server:
+            return Server("my://localhost")
+
+Its URLs must lead a second Server in this process to the same stores.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from machinery_py import (
+    DuplicateTask,
+    RetryTaskLater,
+    Signature,
+    State,
+    TaskFailed,
+    WorkflowError,
+    chain,
+    current_task,
+    group,
+)
+from machinery_py.signature import HEADER_UNIQUE, Arg
+from machinery_py.testing.conformance.application import App, AppCase, waiting
+from machinery_py.testing.waiting import HANG, together, wait_until
+
+__all__ = ["App", "UniqueConformance"]
+
+SENDERS = 200
+
+
+class UniqueConformance(AppCase):
+    """Of calls that are the same, one at a time is sent."""
+
+    def test_the_same_call_is_joined_until_it_is_over(self, idle: App) -> None:
+        hold = waiting(idle, unique=True)
+        first, second, other = hold.send("a"), hold.send("a"), hold.send("b")
+        assert (first.duplicate, second.duplicate, other.duplicate) == (False, True, False)
+        assert second.uuid == first.uuid != other.uuid
+
+        idle.gate("b").set()
+        with idle.running():
+            wait_until(lambda: ("hold", "a") in idle.calls)
+            third = hold.send("a")
+            assert (third.duplicate, third.uuid) == (True, first.uuid)
+            idle.gate("a").set()
+            assert [one.get(timeout=HANG) for one in (first, second, third, other)] == ["a", "a", "a", "b"]
+
+            again = hold.send("a")
+            assert not again.duplicate
+            assert again.get(timeout=HANG) == "a"
+        assert idle.calls.count(("hold", "a")) == 2
+
+    def test_two_hundred_racing_senders_let_one_in(self, idle: App) -> None:
+        apps = [idle, *(idle.another() for _ in range(3))]
+        tasks = [waiting(app, unique=True) for app in apps]
+
+        results = together(SENDERS, lambda index: tasks[index % 4].send("a"), timeout=4 * HANG)
+
+        assert [result.duplicate for result in results].count(False) == 1
+        assert len({result.uuid for result in results}) == 1
+        idle.gate("a").set()
+        with idle.running():
+            assert {result.get(timeout=HANG) for result in results} == {"a"}
+            idle.wait_until_idle()
+        assert idle.calls == [("hold", "a")]
+        for app in apps[1:]:
+            app.server.close()
+
+    def test_racing_senders_and_a_worker_never_have_two_at_once(self, app: App) -> None:
+        inside, most = [0], [0]
+        lock = threading.Lock()
+
+        def brief(number: int) -> int:
+            with lock:
+                inside[0] += 1
+                most[0] = max(most[0], inside[0])
+            with lock:
+                inside[0] -= 1
+            return number
+
+        task = app.server.task(unique=True)(brief)
+        results = [result for _ in range(10) for result in together(8, lambda _: task.send(1))]
+        for result in results:
+            assert result.get(timeout=HANG) == 1
+        sent = [result for result in results if not result.duplicate]
+        assert len(sent) == len({result.uuid for result in sent}) == len({result.uuid for result in results})
+        assert most == [1]
+
+    def test_the_same_call_is_known_however_it_is_written(self, idle: App) -> None:
+        @idle.server.task(unique=True)
+        def index(shop: int, reason: str = "cron", *, deep: bool = False, tags: dict[str, int] | None = None) -> None: ...
+
+        first = index.send(7)
+        for same in (
+            index.send(shop=7), index.send(7, "cron"), index.send(7, reason="cron", deep=False), index.send(7, tags=None),
+            idle.server.send_task(index.signature(7)),
+            idle.server.send_task(Signature(name="index", args=[Arg(type="int64", value=7)])),
+        ):
+            assert (same.duplicate, same.uuid) == (True, first.uuid)
+        for other in (index.send(8), index.send(7, "now"), index.send(7, deep=True), index.send(7, tags={"a": 1, "b": 2})):
+            assert not other.duplicate
+        assert index.send(7, tags={"b": 2, "a": 1}).duplicate
+
+    def test_the_key_may_be_the_callers_own(self, idle: App) -> None:
+        @idle.server.task(unique=lambda shop, reason: f"shop-{shop}")
+        def sync(shop: int, reason: str) -> None: ...
+
+        @idle.server.task(unique="shop-7")
+        def other(number: int) -> None: ...
+
+        assert not sync.send(7, "a").duplicate
+        assert sync.send(7, "b").duplicate
+        assert not sync.send(8, "a").duplicate
+        assert not other.send(1).duplicate  # a key is its task's own
+        assert other.send(2).duplicate
+
+    def test_a_call_can_ask_for_itself(self, idle: App) -> None:
+        hold = waiting(idle, unique=True)
+        first = idle.add.options(unique="sum").send(1, 2)
+        assert idle.add.options(unique="sum").send(3, 4).uuid == first.uuid
+        assert not idle.add.options(unique="other").send(1, 2).duplicate
+        assert not idle.add.options(unique=True).send(1, 2).duplicate
+        assert idle.add.options(unique=True).send(1, 2).duplicate
+
+        hold.send("a")
+        assert not hold.options(unique=False).send("a").duplicate
+        with pytest.raises(DuplicateTask):
+            hold.options(on_duplicate="reject").send("a")
+
+    def test_a_duplicate_can_be_an_error(self, idle: App) -> None:
+        hold = waiting(idle, unique=True, on_duplicate="reject")
+        first = hold.send("a")
+
+        with pytest.raises(DuplicateTask, match=f"hold was not sent: {first.uuid} is the same call, and is PENDING") as caught:
+            hold.send("a")
+
+        assert (caught.value.name, caught.value.uuid, caught.value.state) == ("hold", first.uuid, "PENDING")
+
+    @pytest.mark.parametrize("end", ["success", "failure", "retries", "revoke", "expiry", "arguments", "purge"])
+    def test_whatever_ends_a_task_frees_its_key(self, idle: App, end: str) -> None:
+        ran: list[int] = []
+
+        def work(number: int) -> None:
+            ran.append(current_task().attempt)
+            if end in ("failure", "retries"):
+                raise ValueError("no")
+
+        task: Any = idle.server.task(unique="one", retries=1 if end == "retries" else 0, backoff=[0.01])(work)
+        first = task.options(expires=-1.0 if end == "expiry" else HANG).send("x" if end == "arguments" else 1)
+        if end == "revoke":
+            first.revoke()
+        if end == "purge":
+            idle.server.backend.purge_state(first.uuid)
+            assert not task.send(1).duplicate
+            return
+        assert task.send(1).duplicate
+        with idle.running():
+            wait_until(first.is_finished)
+            second = task.send(1)
+            assert not second.duplicate
+            wait_until(second.is_finished)
+            idle.wait_until_idle()
+        if end == "retries":
+            assert ran == [1, 2, 1, 2]
+
+    def test_a_retry_keeps_the_key(self, app: App) -> None:
+        tries: list[str] = []
+
+        def shaky(number: int) -> int:
+            tries.append(current_task().uuid)
+            if len(tries) == 1:
+                raise RetryTaskLater("later", 0.2)
+            return number
+
+        task = app.server.task(unique=True)(shaky)
+        first = task.send(1)
+        app.wait_for_state(first.uuid, State.RETRY)
+
+        assert task.send(1).uuid == first.uuid
+        assert first.get(timeout=HANG) == 1
+        assert tries == [first.uuid] * 2
+
+    def test_a_key_is_held_for_its_window_at_most(self, idle: App) -> None:
+        hold = waiting(idle, unique=True, unique_for=0.05)
+        first = hold.send("a")
+        wait_until(lambda: not hold.send("a").duplicate)
+        assert first.get_state().state is State.PENDING
+
+    def test_a_key_may_be_held_until_the_start(self, app: App) -> None:
+        hold = waiting(app, unique=True, unique_until="start")
+        first = hold.send("a")
+        wait_until(lambda: ("hold", "a") in app.calls)
+
+        # The first call runs, and may have read what the second is sent for: one waits behind it, and no more.
+        second = hold.send("a")
+        assert not second.duplicate
+        app.gate("a").set()
+        assert [first.get(timeout=HANG), second.get(timeout=HANG)] == ["a", "a"]
+
+    def test_a_later_call_can_take_the_place_of_one_that_waits(self, idle: App) -> None:
+        last = idle.server.task(unique="k", on_duplicate="replace")(_named("last", idle))
+        first, second, third = last.send(1), last.send(2), last.send(3)
+
+        assert [one.duplicate for one in (first, second, third)] == [False] * 3
+        for one in (first, second):
+            with pytest.raises(TaskFailed, match="replaced by") as caught:
+                one.get(timeout=HANG)
+            assert caught.value.error_type == "Replaced"
+        with idle.running():
+            assert third.get(timeout=HANG) == 3
+            idle.wait_until_idle()
+        assert idle.calls == [("last", 3)]
+
+    def test_what_runs_is_not_replaced(self, app: App) -> None:
+        hold = waiting(app, unique="k", on_duplicate="replace")
+        first = hold.send("a")
+        wait_until(lambda: ("hold", "a") in app.calls)
+
+        with pytest.raises(DuplicateTask):
+            hold.send("b")
+
+        app.gate("a").set()
+        assert first.get(timeout=HANG) == "a"
+        app.gate("b").set()
+        assert hold.send("b").get(timeout=HANG) == "b"
+
+    def test_of_replacing_and_starting_one_happens(self, app: App) -> None:
+        last = app.server.task(unique="k", on_duplicate="replace")(_named("last", app))
+        ended: dict[int, str] = {}
+        for number in range(60):
+            try:
+                ended[number] = last.send(number).uuid
+            except DuplicateTask:
+                pass
+        app.wait_until_idle()
+        states = app.server.backend.get_states(list(ended.values()))
+        wait_until(lambda: all(one.is_finished for one in app.server.backend.get_states(list(ended.values())).values()))
+        states = app.server.backend.get_states(list(ended.values()))
+        good = [number for number, uuid in ended.items() if states[uuid].state is State.SUCCESS]
+        assert {call[1] for call in app.calls} == set(good)
+        assert len(app.calls) == len(good)
+        assert all(states[uuid].error_type == "Replaced" for number, uuid in ended.items() if number not in good)
+
+    def test_steps_of_a_workflow_are_sent_in_any_case(self, idle: App) -> None:
+        double = idle.server.task(unique=True)(_named("double", idle))
+        double.send(1)
+        together_ = group(double.signature(1), double.signature(1)).send()
+        after = chain(idle.add.signature(0, 1), double.partial()).send()
+        with idle.running():
+            assert together_.get(timeout=HANG) == [1, 1]
+            assert after.get(timeout=HANG) == 1
+        with pytest.raises(WorkflowError, match="options"):
+            group(idle.add.options(unique="k").signature(1, 2)).send()
+
+    def test_what_is_over_leaves_no_claim(self, app: App) -> None:
+        double = app.server.task(unique=True)(_named("double", app))
+        keys: list[str] = []
+        app.server.set_pre_publish_handler(lambda signature: None)
+        app.server.engine.around.append(_noting(keys))
+        assert double.send(1).get(timeout=HANG) == 1
+        wait_until(lambda: app.server.backend.claims(keys) == [None])
+        assert len(keys) == 1
+
+
+def _named(name: str, app: App) -> Callable[[int], int]:
+    def function(number: int) -> int:
+        app.calls.append((name, number))
+        return number
+
+    function.__name__ = name
+    return function
+
+
+def _noting(keys: list[str]) -> Callable[[Signature[object]], Iterator[None]]:
+    def note(signature: Signature[object]) -> Iterator[None]:
+        keys.append(str(signature.headers[HEADER_UNIQUE]))
+        yield
+
+    return note

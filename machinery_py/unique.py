@@ -1,0 +1,205 @@
+"""Unique tasks: of calls that are the same, one at a time is sent.
+
+A key is a claim in the result backend. It is taken in one step with PENDING and the message (`Store.amend`), and it stands for
+as long as its task is not over (`Claim.stands`): so it needs nobody to give it back, and what ends a task frees its key in the
+same step. Workers remove claims that stand no more, to save room. States, crash points, limits: docs/explanation/unique.md.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from machinery_py.backends.base import Amendment
+from machinery_py.engine import Engine, pending
+from machinery_py.errors import (
+    BackendUnavailable,
+    DuplicateTask,
+    MachineryError,
+    PublishRefused,
+    PublishUnknown,
+    Unsupported,
+)
+from machinery_py.registry import Task, TaskSettings
+from machinery_py.sameness import Claim, decode_claim, encode_claim, unique_key
+from machinery_py.settlement.base import Settlement
+from machinery_py.signature import (
+    HEADER_EXPIRES,
+    HEADER_ON_DUPLICATE,
+    HEADER_UNIQUE,
+    HEADER_UNIQUE_START,
+    Signature,
+    new_uuid,
+)
+from machinery_py.states import State, TaskState
+
+logger = logging.getLogger(__name__)
+
+_BY_DEFAULT = TaskSettings(unique=True)
+
+
+def is_unique(task: Task[..., Any] | None, signature: Signature[Any]) -> bool:
+    """Whether a key is asked for before it is sent."""
+    if signature.headers and HEADER_UNIQUE in signature.headers:
+        return bool(signature.headers[HEADER_UNIQUE])
+    return task is not None and task.settings.unique is not False
+
+
+def send_unique(engine: Engine, task: Task[..., Any] | None, signature: Signature[Any]) -> tuple[str, bool]:
+    """Publish it, unless another call holds its key. Returns the UUID of the one that holds it, and whether that is another.
+
+    Raises:
+        DuplicateTask: another call holds the key, and the task says that this is an error.
+        Unsupported: the result backend keeps no keys.
+        ArgumentError, PublishRefused, PublishUnknown: as Server.send_task.
+    """
+    sending = _Sending(engine, task, engine.completed(signature))
+    try:
+        duplicate = engine.patiently(sending.attempt)
+    except BackendUnavailable as error:
+        raise PublishRefused(f"{signature.name} was not sent: its key could not be looked at: {error}") from error
+    if not duplicate:
+        engine.tell_sent([sending.signature])
+    return sending.holder, duplicate
+
+
+class _Sending:
+    """One call of a unique task that is to be sent. `holder`: after an attempt, who has the key."""
+
+    def __init__(self, engine: Engine, task: Task[..., Any] | None, signature: Signature[Any]) -> None:
+        settings = task.settings if task is not None and task.settings.unique is not False else _BY_DEFAULT
+        headers = dict(signature.headers)
+        self._engine = engine
+        self._on_duplicate = headers.pop(HEADER_ON_DUPLICATE, settings.on_duplicate)
+        self._window = settings.unique_for
+        self._key = headers.get(HEADER_UNIQUE) or unique_key(
+            signature.name, task.call if task else None, signature.args, settings.unique
+        )
+        self._replaceable = self._on_duplicate == "replace"
+        headers[HEADER_UNIQUE] = self._key
+        headers.pop(HEADER_UNIQUE_START, None)
+        if settings.unique_until == "start":
+            headers[HEADER_UNIQUE_START] = "free"
+        elif self._replaceable:
+            headers[HEADER_UNIQUE_START] = "keep"
+        self.signature = signature.replace(headers=headers)
+        self.holder = signature.uuid
+        self._token = new_uuid("")
+        self._message = engine.message(self.signature)
+        self._asked_at: dt.datetime | None = None  # when the first step was taken whose answer is not known, or was no
+
+    def attempt(self) -> bool:
+        """Take the key and publish; whether another call has it. May be repeated after any error."""
+        backend = self._engine.store.backend
+        if not backend.features.claims:
+            raise Unsupported(f"{self.signature.name} is unique, and the {backend.features.name} backend keeps no keys "
+                              "(name another result backend, or send it with options(unique=False))")
+        while True:
+            [body] = backend.claims([self._key])
+            now = self._engine.now()
+            held = decode_claim(body) if body is not None else None
+            states = self._states(held)
+            if (held is not None and held.token == self._token) or self._was_sent(states):
+                self.holder = self.signature.uuid
+                return False
+            replaced: TaskState | None = None
+            state = states.get(held.uuid) if held is not None else None
+            if held is not None and state is not None and held.stands(state, now):
+                if not self._may_replace(held):
+                    return self._met(held.uuid, state)
+                replaced = _replaced(state, by=self.signature.uuid, now=now)
+            self._asked_at = self._asked_at or now
+            if self._take(body, replaced, now):
+                self.holder = self.signature.uuid
+                return False
+
+    def _states(self, held: Claim | None) -> dict[str, TaskState]:
+        """Of the task that has the key, and of our own if it may have been sent."""
+        uuids = [held.uuid] if held is not None else []
+        if self._asked_at is not None:
+            uuids.append(self.signature.uuid)
+        return self._engine.store.backend.get_states(uuids) if uuids else {}
+
+    def _was_sent(self, states: dict[str, TaskState]) -> bool:
+        """Whether a try of ours was carried out and its reply was lost; the task may even be over, and its claim gone."""
+        own = states.get(self.signature.uuid)
+        return own is not None and self._asked_at is not None and own.created_at >= self._asked_at
+
+    def _may_replace(self, held: Claim) -> bool:
+        return self._on_duplicate == "replace" and held.replaceable and not held.started and held.uuid != self.signature.uuid
+
+    def _met(self, uuid: str, state: TaskState) -> bool:
+        if self._on_duplicate != "join":
+            raise DuplicateTask(self.signature.name, uuid, state.state)
+        self.holder = uuid
+        return True
+
+    def _take(self, expected: bytes | None, replaced: TaskState | None, now: dt.datetime) -> bool:
+        expires = self.signature.headers.get(HEADER_EXPIRES)
+        claim = Claim(
+            uuid=self.signature.uuid, token=self._token, replaceable=self._replaceable,
+            until=now.timestamp() + self._window if self._window is not None else 0.0,
+            expires=float(expires) if isinstance(expires, str) else 0.0,
+        )
+        amendment = Amendment(
+            name=self._key, expected=expected, body=encode_claim(claim), life=claim.life(now, self.signature.eta),
+            states=[pending(self.signature, now), *([replaced] if replaced is not None else ())],
+            outbox_key=f"unique {self._token}",
+        )
+        try:
+            return self._engine.store.amend(amendment, [self._message])
+        except (PublishRefused, BackendUnavailable) as error:
+            # The key may be ours, and between two stores the message then follows in any case.
+            raise PublishUnknown(f"{self.signature.name} {self.signature.uuid} may have been sent: {error}") from error
+
+
+def _replaced(state: TaskState, *, by: str, now: dt.datetime) -> TaskState:
+    """The end of a call whose key a later one has taken."""
+    return msgspec.structs.replace(
+        state, state=State.FAILURE, error=f"replaced by {by} before it was started", error_type="Replaced", finished_at=now,
+    )
+
+
+def start(engine: Engine, signature: Signature[Any]) -> bool:
+    """Note in the claim that its task is about to run, or free its key. False: a later call has taken its place.
+
+    Raises:
+        BackendUnavailable: it is not known, and the task must not run now.
+    """
+    backend, key = engine.store.backend, str(signature.headers[HEADER_UNIQUE])
+    while True:
+        [body] = backend.claims([key])
+        held = decode_claim(body) if body is not None else None
+        if body is None or held is None or held.uuid != signature.uuid or held.started:
+            # Its window was over, it has started before, or it was replaced: that ended it, in the same step.
+            state = backend.get_states([signature.uuid]).get(signature.uuid)
+            return state is None or not state.is_finished
+        frees = signature.headers[HEADER_UNIQUE_START] == "free"
+        started = None if frees else encode_claim(msgspec.structs.replace(held, started=True))
+        life = held.life(engine.now(), None)
+        if backend.amend(Amendment(name=key, expected=body, body=started, life=life)):
+            return True
+
+
+def tidy(engine: Engine, settlements: Iterable[tuple[Signature[Any], Settlement]]) -> None:
+    """Remove the claims of tasks that are over. They stand no more, so it is no matter when this fails."""
+    over = {
+        str(signature.headers[HEADER_UNIQUE]): signature.uuid
+        for signature, settlement in settlements
+        if signature.headers and signature.headers.get(HEADER_UNIQUE)
+        and settlement.states and settlement.states[0].is_finished
+    }
+    if not over:
+        return
+    backend = engine.store.backend
+    try:
+        found = zip(over.items(), backend.claims(list(over)), strict=True)
+        ours = [(key, body) for (key, uuid), body in found if body is not None and decode_claim(body).uuid == uuid]
+        if ours:
+            backend.release(ours)
+    except MachineryError as error:
+        logger.debug("claims of finished tasks could not be removed: %s", error)

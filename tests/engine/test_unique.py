@@ -1,0 +1,332 @@
+"""What is decided about unique and exclusive tasks by values and time alone, on the memory stores."""
+
+from __future__ import annotations
+
+import datetime as dt
+import hashlib
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from machinery_py import (
+    ArgumentError,
+    Config,
+    DuplicateTask,
+    PublishRefused,
+    Server,
+    State,
+    TaskFailed,
+    Unsupported,
+)
+from machinery_py.calls import Call
+from machinery_py.factory import Stores
+from machinery_py.sameness import MARGIN, Claim, lock_name, unique_key
+from machinery_py.settlement.two_stores import TwoStores
+from machinery_py.signature import HEADER_UNIQUE, Arg
+from machinery_py.states import TaskState
+from machinery_py.testing.clocks import ManualClock
+from machinery_py.testing.flaky import FlakyBackend, FlakyBroker
+from machinery_py.testing.harness import Harness
+from machinery_py.testing.waiting import wait_until
+
+NOW = dt.datetime(2026, 11, 20, tzinfo=dt.timezone.utc)
+
+
+def state(word: State) -> TaskState:
+    return TaskState(task_uuid="t", state=word)
+
+
+# Keys
+
+
+def test_the_bytes_of_a_key_are_those_of_the_page() -> None:
+    def rebuild(shop: int, reason: str = "cron", *, deep: bool = False) -> None: ...
+
+    call = Call("rebuild", rebuild)
+    told = b'["rebuild",[["int64",7],["string","cron"]],{"deep":["bool",false]}]'
+    for args in (call.arguments((7,), {}), call.arguments((), {"shop": 7}), call.arguments((7, "cron"), {"deep": False})):
+        assert unique_key("rebuild", call, args, True) == hashlib.sha256(told).hexdigest()
+    own = hashlib.sha256(b'["rebuild","shop-7"]').hexdigest()
+    assert unique_key("rebuild", call, call.arguments((7,), {}), "shop-7") == own
+    assert unique_key("rebuild", call, call.arguments((7,), {}), lambda shop, reason="", deep=False: f"shop-{shop}") == own
+
+
+def test_arguments_that_look_alike_are_not_the_same() -> None:
+    def anything(*args: Any, **named: Any) -> None: ...
+
+    call = Call("f", anything)
+    ways = [
+        ((), {}), ((1,), {}), (("1",), {}), ((1.0,), {}), ((True,), {}), ((None,), {}), (("a", "b"), {}), (("ab",), {}),
+        (("a,b",), {}), ((["a", "b"],), {}), (({"a": 1},), {}), ((), {"a": 1}), ((), {"b": 1}), ((1,), {"a": 1}),
+    ]
+    assert len({unique_key("f", call, call.arguments(args, named), True) for args, named in ways}) == len(ways)
+    nested = [{"a": {"x": 1, "y": [1, 2]}, "b": 2}, {"b": 2, "a": {"y": [1, 2], "x": 1}}]
+    assert len({unique_key("f", call, call.arguments((one,), {}), True) for one in nested}) == 1
+
+
+def test_a_default_that_cannot_be_sent_is_left_out() -> None:
+    def work(number: int, how: object = object(), *, more: int = 1) -> None: ...
+
+    call = Call("work", work)
+    keys = {unique_key("work", call, call.arguments(*ways), True) for ways in (((1,), {}), ((), {"number": 1}))}
+    assert len(keys) == 1
+
+
+@pytest.mark.parametrize("how", ["", 5, lambda number: number, lambda: "x", lambda number: {}[number]])
+def test_a_key_that_is_no_text_is_refused(how: Any) -> None:
+    call = Call("work", lambda number: None)
+    with pytest.raises(ArgumentError, match="work: "):
+        unique_key("work", call, (Arg(type="int64", value=1),), how)
+
+
+def test_the_name_of_a_lock_is_the_callers_own() -> None:
+    call = Call("work", lambda number: None)
+    args = (Arg(type="int64", value=7),)
+    assert lock_name("work", call, args, "feed") == "feed"
+    assert lock_name("work", call, args, lambda number: f"feed-{number}") == "feed-7"
+    assert lock_name("work", call, args, "").startswith("machinery:exclusive:work:")
+
+
+# Claims
+
+
+@pytest.mark.parametrize("word", State)
+def test_a_claim_stands_while_its_task_is_not_over(word: State) -> None:
+    assert Claim(uuid="t").stands(state(word), NOW) is not word.is_finished
+    assert not Claim(uuid="t").stands(None, NOW)
+
+
+def test_a_claim_stands_in_its_window() -> None:
+    claim = Claim(uuid="t", until=NOW.timestamp())
+    assert claim.stands(state(State.STARTED), NOW - dt.timedelta(seconds=1))
+    assert not claim.stands(state(State.STARTED), NOW)
+
+
+def test_a_call_that_expired_while_it_waited_keeps_nobody_away() -> None:
+    claim, long_after = Claim(uuid="t", expires=NOW.timestamp()), NOW + dt.timedelta(seconds=MARGIN)
+    assert claim.stands(state(State.PENDING), NOW)
+    assert not claim.stands(state(State.PENDING), long_after)
+    assert claim.stands(state(State.STARTED), long_after)
+
+
+# Options
+
+
+@pytest.mark.parametrize(("options", "text"), [
+    ({"unique_until": "end"}, "unique_until='end'"), ({"on_duplicate": "drop"}, "on_duplicate='drop'"),
+    ({"exclusive": "maybe"}, "exclusive='maybe'"), ({"unique_for": 0}, "unique_for=0"),
+    ({"exclusive_timeout": -1}, "exclusive_timeout=-1"),
+])
+def test_a_wrong_option_is_refused_where_the_task_is_made(options: Any, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        Server("memory://").task("work", **options)
+
+
+def test_an_unknown_option_is_refused_with_the_nearest() -> None:
+    with pytest.raises(TypeError, match="no option 'uniqe'.*did you mean 'unique'"):
+        Server("memory://").task("work", uniqe=True)  # type: ignore[call-overload]
+    task = Server("memory://").task(print)
+    with pytest.raises(ValueError, match="on_duplicate='drop'"):
+        task.options(on_duplicate="drop").send()  # type: ignore[typeddict-item]
+
+
+def test_the_error_survives_a_process() -> None:
+    error = pickle.loads(pickle.dumps(DuplicateTask("work", "task_1", "PENDING")))
+    assert (str(error), error.uuid) == (str(DuplicateTask("work", "task_1", "PENDING")), "task_1")
+
+
+# Sending, with a clock of our own
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
+
+
+class Flaky:
+    """A Server over two stores that fail on command."""
+
+    def __init__(self, clock: ManualClock) -> None:
+        self.server = Server(Config(broker="memory://", result_backend="memory://other", publish_timeout=1.0), clock=clock)
+        stores = Stores(self.server.config, clock)
+        self.broker, self.backend = FlakyBroker(stores.store.broker), FlakyBackend(stores.store.backend)
+        self.server.engine.swap(self.server.config, clock, _With(stores, TwoStores(self.broker, self.backend, clock)))
+        self.ran: list[int] = []
+        self.task = self.server.task("work", unique=True)(self._work)
+
+    def _work(self, number: int) -> int:
+        self.ran.append(number)
+        return number
+
+
+class _With(Stores):
+    def __init__(self, stores: Stores, store: TwoStores) -> None:
+        self.__dict__.update(stores.__dict__)
+        self._own = store
+
+    @property
+    def store(self) -> TwoStores:  # type: ignore[override]  # the same, with faults
+        return self._own
+
+
+@pytest.fixture
+def flaky(clock: ManualClock) -> Iterator[Flaky]:
+    flaky = Flaky(clock)
+    yield flaky
+    flaky.server.close()
+
+
+@pytest.mark.parametrize(("call", "lost"), [
+    ("claims", False), ("amend", False), ("amend", True), ("put", False), ("put", True), ("clear_outbox", False),
+    ("clear_outbox", True),
+])
+def test_a_fault_in_between_is_repeated_and_sends_once(flaky: Flaky, call: str, lost: bool, clock: ManualClock) -> None:
+    (flaky.broker if call == "put" else flaky.backend).faults.next_call(call, lose_reply=lost)
+
+    first = flaky.task.send(1)
+    second = flaky.task.send(1)
+
+    assert (first.duplicate, second.duplicate, second.uuid) == (False, True, first.uuid)
+    clock.advance(6.0)
+    flaky.server.engine.store.tend()
+    with flaky.server.new_worker(concurrency=1):
+        assert first.get(timeout=30.0) == 1
+    assert flaky.ran == [1]
+
+
+def test_while_the_backend_is_away_nothing_is_sent(flaky: Flaky) -> None:
+    for _ in range(100):
+        flaky.backend.faults.next_call("claims")
+    with pytest.raises(PublishRefused, match="its key could not be looked at"):
+        flaky.task.send(1)
+    flaky.backend.faults.heal()
+    assert not flaky.task.send(1).duplicate
+
+
+def test_a_broker_that_stays_away_leaves_the_message_to_be_sent_later(flaky: Flaky, clock: ManualClock) -> None:
+    for _ in range(100):
+        flaky.broker.faults.next_call("put")
+    first = flaky.task.send(1)  # accepted: key, state and message are in the backend
+
+    assert flaky.task.send(1).uuid == first.uuid
+    flaky.broker.faults.heal()
+    clock.advance(6.0)
+    with flaky.server.new_worker(concurrency=1):
+        assert first.get(timeout=30.0) == 1
+
+
+def test_a_lost_reply_behind_which_the_task_has_ended_is_no_second_call(flaky: Flaky) -> None:
+    backend, amend = flaky.backend, flaky.backend.inner.amend
+
+    def slow(amendment: Any) -> bool:
+        assert amend(amendment)
+        backend.inner.amend = amend  # type: ignore[method-assign]
+        flaky.server.engine.store.publish([(amendment.outbox_key, amendment.outbox)])  # type: ignore[attr-defined]
+        with flaky.server.new_worker(concurrency=1) as worker:
+            wait_until(lambda: worker.processed and backend.inner.claims([amendment.name]) == [None])
+        return False
+
+    backend.inner.amend = slow  # type: ignore[method-assign]
+    result = flaky.task.send(1)
+
+    assert (result.duplicate, result.get(timeout=30.0)) == (False, 1)
+    with flaky.server.new_worker(concurrency=1, burst=True):
+        pass
+    assert flaky.ran == [1]
+
+
+def test_a_backend_without_claims_refuses_in_words() -> None:
+    server = Server(Config(broker="memory://", result_backend="null"))
+    task = server.task("work", unique=True)(lambda: None)
+    with pytest.raises(Unsupported, match="work is unique, and the null backend keeps no keys"):
+        task.send()
+    task.options(unique=False).send()
+    server.close()
+
+
+# The harness, and eager
+
+
+def test_the_harness_joins_and_lets_windows_pass() -> None:
+    server, ran = Server("memory://"), []
+
+    @server.task(unique=True, unique_for=60)
+    def work(number: int) -> None:
+        ran.append(number)
+
+    with Harness(server) as harness:
+        first = work.options(delay=3600).send(1)
+        assert work.send(1).uuid == first.uuid
+        harness.advance(seconds=61)
+        assert not work.send(1).duplicate
+        harness.drain()
+        assert ran == [1]
+        harness.advance(hours=1)
+        harness.drain()
+        assert ran == [1, 1]
+
+
+def test_the_harness_runs_exclusive_tasks_one_after_the_other() -> None:
+    server, ran = Server("memory://"), []
+
+    @server.task(exclusive="wait", exclusive_key="k")
+    def work(number: int) -> None:
+        ran.append(number)
+
+    with Harness(server) as harness:
+        for number in range(20):
+            work.send(number)
+        harness.drain()
+        assert ran == list(range(20))
+
+        with server.lock("k"):
+            waits = work.send(99)
+            harness.drain()
+            assert not waits.is_finished()
+        harness.advance(seconds=5)
+        harness.drain()
+        assert ran[-1] == 99
+
+
+def test_eager_runs_a_unique_task_at_once() -> None:
+    server = Server("eager")
+    inner: list[bool] = []
+
+    @server.task(unique=True, exclusive="skip")
+    def work(number: int) -> int:
+        if not inner:
+            inner.append(work.send(number).duplicate)
+        return number
+
+    first, second = work.send(1), work.send(1)
+    assert (first.get(timeout=1.0), second.get(timeout=1.0)) == (1, 1)
+    assert (first.uuid != second.uuid, inner) == (True, [True])
+
+    with server.lock(lock_name("work", work.call, work.signature(2).args, "")), pytest.raises(TaskFailed, match="skipped"):
+        work.send(2).get(timeout=1.0)
+    server.close()
+
+
+def test_eager_does_not_wait_for_its_callers_own_lock() -> None:
+    server = Server("eager")
+    work = server.task("work", exclusive="wait", exclusive_key="k")(lambda: None)
+    with server.lock("k"):
+        assert work.send().touch() is None
+    server.close()
+
+
+def test_a_task_without_either_pays_nothing() -> None:
+    server = Server("memory://")
+    asked: list[str] = []
+    backend: Any = server.backend
+    for name in ("claims", "amend", "release", "get_states"):
+        setattr(backend, name, lambda *_, name=name: asked.append(name))
+    task = server.task("work")(lambda number: number)
+    assert HEADER_UNIQUE not in task.signature(1).headers
+    task.send(1)
+    with server.new_worker(concurrency=1, burst=True, scheduler=False) as worker:
+        wait_until(lambda: worker.processed)
+    assert asked == []
+    server.close()

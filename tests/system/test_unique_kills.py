@@ -1,0 +1,178 @@
+"""Processes that send and run unique and exclusive tasks, and are killed or stopped at it."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import IO, Any
+
+import pytest
+
+from machinery_py import Config, Server, State
+from machinery_py.testing.waiting import HANG as ONE
+from machinery_py.testing.waiting import wait_until
+from tests.freezing import freeze
+from tests.system.sameness_app import LEASE
+
+ROOT = pathlib.Path(__file__).parents[2]
+HANG = 3 * ONE
+SENDERS, EACH = 4, 50
+
+
+class Site:
+    """Processes over one pair of stores."""
+
+    def __init__(self, folder: pathlib.Path, broker: str, backend: str = "") -> None:
+        self.folder = folder
+        self.broker = broker
+        self.ledger = folder / "ledger"
+        self.ledger.touch()
+        self.environment = {
+            **os.environ, "SAME_BROKER": broker, "SAME_BACKEND": backend, "SAME_LEDGER": str(self.ledger),
+            "PYTHONPATH": str(ROOT),
+        }
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.server = Server(Config(broker=broker, result_backend=backend, lease=LEASE))
+        self.alone = self.server.task("alone", unique=True)(_named)
+        self.feed = self.server.task("feed", exclusive="wait", exclusive_key="feed")(_named)
+
+    def run(self, *command: str, output: int | IO[Any] = subprocess.DEVNULL) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", *command], env=self.environment, cwd=ROOT, stdout=output, stderr=subprocess.DEVNULL
+        )
+        self.processes.append(process)
+        return process
+
+    def worker(self) -> subprocess.Popen[bytes]:
+        return self.run("machinery_py", "worker", "tests.system.sameness_app", "-c", "2")
+
+    def lines(self, word: str) -> list[str]:
+        return [line for line in self.ledger.read_text().splitlines() if line.startswith(word)]
+
+    def gate(self, name: str) -> str:
+        return str(self.folder / name)
+
+    def close(self) -> None:
+        for process in self.processes:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+        self.server.close()
+
+
+def _named(name: str) -> str:
+    return name
+
+
+@pytest.fixture(params=["sqlite", "redis"])
+def site(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> Iterator[Site]:
+    url = f"sqlite:///{tmp_path}/same.db" if request.param == "sqlite" else request.getfixturevalue("empty_redis").url
+    site = Site(tmp_path, url)
+    yield site
+    site.close()
+
+
+@pytest.fixture(params=["sqlite and sqlite", "sqlite and redis"])
+def two(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> Iterator[Site]:
+    own = request.param == "sqlite and sqlite"
+    backend = f"sqlite:///{tmp_path}/states.db" if own else request.getfixturevalue("empty_redis").url
+    site = Site(tmp_path, f"sqlite:///{tmp_path}/messages.db", backend)
+    yield site
+    site.close()
+
+
+@pytest.mark.timeout(2 * HANG)
+def test_two_hundred_sends_of_racing_processes_let_one_in(site: Site, tmp_path: pathlib.Path) -> None:
+    gate = site.gate("start")
+    outputs = [(tmp_path / f"out{number}").open("w+b") for number in range(SENDERS)]
+    senders = [site.run("tests.system.sameness_app", "send", str(EACH), gate, output=output) for output in outputs]
+    wait_until(lambda: len(site.lines("ready")) == SENDERS, timeout=HANG, what="senders at the start")
+    pathlib.Path(gate).touch()
+
+    assert [sender.wait(HANG) for sender in senders] == [0] * SENDERS
+
+    rows: list[list[str]] = []
+    for output in outputs:
+        output.seek(0)
+        rows += [line.split() for line in output.read().decode().splitlines()]
+        output.close()
+    assert len(rows) == SENDERS * EACH
+    assert [duplicate for _, duplicate in rows].count("False") == 1
+    assert len({uuid for uuid, _ in rows}) == 1
+    assert [one.waiting for one in site.server.inspect.queues() if one.waiting] == [1]
+
+
+@pytest.mark.timeout(3 * HANG)
+def test_a_killed_worker_neither_frees_nor_blocks_a_key(site: Site) -> None:
+    gate = site.gate("gate")
+    first = site.alone.send(gate)
+    victim = site.worker()
+    wait_until(lambda: site.lines("begin"), timeout=HANG, what="the first run")
+
+    victim.kill()
+    victim.wait()
+    assert site.alone.send(gate).uuid == first.uuid
+    site.worker()
+    wait_until(lambda: len(site.lines("begin")) == 2, timeout=HANG, what="the second run")
+    assert site.alone.send(gate).uuid == first.uuid
+    pathlib.Path(gate).touch()
+
+    assert first.get(timeout=HANG) == gate
+    assert not site.alone.send(gate).duplicate
+
+
+@pytest.mark.timeout(3 * HANG)
+def test_a_killed_worker_blocks_a_lock_for_one_lease(site: Site) -> None:
+    first, second = site.feed.send(site.gate("a")), site.feed.send(site.gate("b"))
+    victim = site.worker()
+    wait_until(lambda: site.lines("begin"), timeout=HANG, what="the first run")
+    site.worker()
+
+    victim.kill()
+    victim.wait()
+    for name in "ab":
+        pathlib.Path(site.gate(name)).touch()
+
+    assert first.get(timeout=HANG) == site.gate("a")
+    assert second.get(timeout=HANG) == site.gate("b")
+    assert len(site.lines("end")) == 2
+
+
+@pytest.mark.timeout(3 * HANG)
+def test_a_worker_that_was_stopped_for_longer_than_the_lease_is_told_and_refused(site: Site) -> None:
+    first = site.feed.send(site.gate("a"))
+    frozen = site.worker()
+    wait_until(lambda: first.get_state().state is State.STARTED, timeout=HANG, what="the first run")
+
+    freeze(frozen.pid, site.broker)
+    site.worker()
+    wait_until(lambda: len(site.lines("begin")) == 2, timeout=HANG, what="a second run")
+    frozen.send_signal(signal.SIGCONT)
+    wait_until(lambda: site.lines("cancelled"), timeout=HANG, what="the stopped one is told")
+    assert site.lines("cancelled")[0].endswith(f" {frozen.pid}")
+    assert not site.server.lock("feed").acquire(blocking=False)  # what the stopped one gave back was not its own any more
+    pathlib.Path(site.gate("a")).touch()
+
+    assert first.get(timeout=HANG) == site.gate("a")
+    assert len(site.lines("end")) == 1
+    assert frozen.pid != int(site.lines("end")[0].split()[-1])
+
+
+@pytest.mark.parametrize("point", ["before", "behind"])
+@pytest.mark.timeout(3 * HANG)
+def test_a_sender_that_is_killed_between_two_stores_has_sent_its_task(two: Site, point: str) -> None:
+    gate = two.gate("gate")
+    sender = two.run("tests.system.sameness_app", "die", point, gate)
+    assert sender.wait(HANG) == -signal.SIGKILL
+
+    joined = two.alone.send(gate)
+    assert joined.duplicate
+    pathlib.Path(gate).touch()
+    two.worker()
+
+    assert joined.get(timeout=HANG) == gate
+    assert not two.alone.send(gate).duplicate
