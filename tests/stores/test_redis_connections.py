@@ -247,7 +247,7 @@ def test_a_strategy_of_ones_own_is_named_in_the_configuration(
 def test_an_unknown_strategy_and_other_stores_are_refused() -> None:
     with pytest.raises(ConfigError, match="broker_failover_strategy: found 'shufle' .*did you mean 'shuffle'"):
         send(several("redis://a", "redis://b", broker_failover_strategy="shufle"), "a")
-    with pytest.raises(ConfigError, match="several URLs work with Redis only"):
+    with pytest.raises(ConfigError, match="several URLs work with Redis or RabbitMQ only"):
         send(several("memory://", "redis://b"), "a")
 
 
