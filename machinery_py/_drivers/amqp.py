@@ -106,9 +106,11 @@ class AmqpDriver:
         seen: set[int] = set()
         while error is not None and id(error) not in seen:
             seen.add(id(error))
-            if isinstance(error, ProbableAuthenticationError):
+            # pika guesses from how far it came; only a server that says so has refused us, others were going down or coming up.
+            said = "ConnectionClosedByBroker" in str(error) and "is down" not in str(error)
+            if said and isinstance(error, ProbableAuthenticationError):
                 raise StoreUnusable(f"{redact(url)}: the server refuses user or password") from error
-            if isinstance(error, ProbableAccessDeniedError):
+            if said and isinstance(error, ProbableAccessDeniedError):
                 raise StoreUnusable(f"{redact(url)}: the user may not use the vhost, or it does not exist") from error
             if isinstance(error, ssl.SSLCertVerificationError):
                 raise StoreUnusable(

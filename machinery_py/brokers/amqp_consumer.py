@@ -124,7 +124,8 @@ class AMQPConsumer(Consumer):
         main = link.channel(timeout)
         main.watch(functools.partial(self._on_channel_lost, lost))
         main.ask(functools.partial(self._watch_queues, main), timeout)
-        return Life(link, main, Holding(link, self._sending, self._driver, f"{self.info.session}.{secrets.token_hex(2)}"))
+        return Life(link, main, Holding(
+            link, self._sending, self._driver, self._topology, f"{self.info.session}.{secrets.token_hex(2)}"))
 
     def _heard(self, body: bytes, answer: Callable[[], object]) -> None:
         self._gates.hear(body, self._claim, answer)
