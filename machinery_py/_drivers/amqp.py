@@ -153,6 +153,17 @@ class AmqpDriver:
                     raise BrokerUnavailable(f"RabbitMQ at {self.place}: {error}") from error
             return self._publisher
 
+    def renew_publisher(self, refused: Publisher) -> None:
+        """Publish on another connection from now on.
+
+        A channel that first publishes to a quorum queue while that has no leader asks the one that is gone, and is told no
+        for ever (RabbitMQ 3.10).
+        """
+        with self._lock:
+            if self._publisher is refused:
+                self._publisher = None
+        refused.retire()
+
     def open_publisher(self) -> Publisher | None:
         """The connection to publish on if it is there; none is made. For the threads of links, which must not wait."""
         publisher = self._publisher

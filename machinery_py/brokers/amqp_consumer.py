@@ -119,7 +119,8 @@ class AMQPConsumer(Consumer):
         for queue in self._queues:
             steps += self._topology.queue(queue)
         carry_out(setup, iter(steps), timeout)
-        listen(setup, self._report, self._heard, self._driver.open_publisher, timeout)
+        listen(setup, self._report, self._heard, self._driver.open_publisher,
+               self._topology.workers, timeout)
         self._look_for_marks(link)
         main = link.channel(timeout)
         main.watch(functools.partial(self._on_channel_lost, lost))

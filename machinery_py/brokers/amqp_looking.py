@@ -23,7 +23,7 @@ from machinery_py._drivers.amqp_link import Channel, ChannelLost, settle
 from machinery_py.brokers.amqp_claims import drained
 from machinery_py.brokers.amqp_messages import QUEUE, Taken, letter_of, message_of
 from machinery_py.brokers.amqp_presence import Report, ask
-from machinery_py.brokers.amqp_topology import LEVELS, REGISTRY, Topology
+from machinery_py.brokers.amqp_topology import LEVELS, Topology
 from machinery_py.brokers.base import DeadLetter, Message, QueueStats
 from machinery_py.errors import BrokerUnavailable
 
@@ -95,7 +95,7 @@ class Looking:
     def _queues(self, channel: Channel) -> list[str]:
         seen: set[str] = set()
         spare: list[int] = []
-        for one in self._taken(channel, REGISTRY, ALL):
+        for one in self._taken(channel, self._topology.registry, ALL):
             name = one.body.decode(errors="replace")
             if name in seen:
                 spare.append(one.tag)
@@ -106,7 +106,7 @@ class Looking:
     def reports(self) -> Sequence[Report]:
         with self._driver.visit("listing workers") as channel:
             try:
-                return ask(channel, self._driver.timeout)
+                return ask(channel, self._topology.workers, self._driver.timeout)
             except ChannelLost as error:
                 if error.code == NOT_FOUND:
                     return []  # nothing was ever declared
