@@ -54,7 +54,7 @@ def test_rabbitmq_loses_and_doubles_nothing_while_workers_and_server_are_killed(
     require(RabbitMQServer)
     require(RedisServer)
 
-    verdict = chaos("amqp+redis", RANDOM, tmp_path / "run", tasks=1500)
+    verdict = chaos("amqp+redis", RANDOM, tmp_path / "run", tasks=700)
 
     assert verdict.word == "PASSED", verdict.page(f"seed {RANDOM}")
     assert "kill" in str(verdict.figures["faults"])
