@@ -38,6 +38,7 @@ chaos: $(STAMP)
 	CHAOS_SCHEDULE_SECONDS=300 SCHEDULE_CHANGES=100000 $(BIN)/python -m pytest tests/system/test_schedulers.py tests/rules/test_schedule.py -v --timeout 3600
 	$(BIN)/python -m tests.chaos.run --url sqlite --tasks 20000 --kill-every 1
 	$(BIN)/python -m tests.chaos.run --url redis --tasks 100000 --kill-every 2 --lease 10
+	$(BIN)/python -m tests.chaos.run --url amqp+redis --tasks 25000 --kill-every 1.5
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks

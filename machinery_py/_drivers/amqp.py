@@ -106,9 +106,11 @@ class AmqpDriver:
         seen: set[int] = set()
         while error is not None and id(error) not in seen:
             seen.add(id(error))
-            if isinstance(error, ProbableAuthenticationError):
+            # pika guesses from how far it came; only a server that says so has refused us, others were going down or coming up.
+            said = "ConnectionClosedByBroker" in str(error) and "is down" not in str(error)
+            if said and isinstance(error, ProbableAuthenticationError):
                 raise StoreUnusable(f"{redact(url)}: the server refuses user or password") from error
-            if isinstance(error, ProbableAccessDeniedError):
+            if said and isinstance(error, ProbableAccessDeniedError):
                 raise StoreUnusable(f"{redact(url)}: the user may not use the vhost, or it does not exist") from error
             if isinstance(error, ssl.SSLCertVerificationError):
                 raise StoreUnusable(
@@ -150,6 +152,17 @@ class AmqpDriver:
                     link.close()
                     raise BrokerUnavailable(f"RabbitMQ at {self.place}: {error}") from error
             return self._publisher
+
+    def renew_publisher(self, refused: Publisher) -> None:
+        """Publish on another connection from now on.
+
+        A channel that first publishes to a quorum queue while that has no leader asks the one that is gone, and is told no
+        for ever (RabbitMQ 3.10).
+        """
+        with self._lock:
+            if self._publisher is refused:
+                self._publisher = None
+        refused.retire()
 
     def open_publisher(self) -> Publisher | None:
         """The connection to publish on if it is there; none is made. For the threads of links, which must not wait."""

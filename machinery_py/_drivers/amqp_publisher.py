@@ -93,6 +93,7 @@ class Publisher:
         self._outstanding: dict[int, tuple[Batch, int]] = {}  # touched in the link's thread alone
         self._batches: set[Batch] = set()  # that somebody waits for
         self._numbers = itertools.count(1)
+        self._retired = False
         self.channel: Channel = link.channel(timeout)
         self.channel.watch(self._on_lost)
         self.channel.ask(self._set_up, timeout)
@@ -115,7 +116,17 @@ class Publisher:
                 self.link.abort()  # it may lead nowhere; the next one is tried on another
         finally:
             self._batches.discard(batch)
+            self._close_if_done()
         return batch
+
+    def retire(self) -> None:
+        """Take nothing new; close when what is on its way has come to an end."""
+        self._retired = True
+        self._close_if_done()
+
+    def _close_if_done(self) -> None:
+        if self._retired and not self._batches:
+            self.link.close()
 
     def _send(self, batch: Batch) -> None:
         parcels = batch.parcels

@@ -119,12 +119,14 @@ class AMQPConsumer(Consumer):
         for queue in self._queues:
             steps += self._topology.queue(queue)
         carry_out(setup, iter(steps), timeout)
-        listen(setup, self._report, self._heard, self._driver.open_publisher, timeout)
+        listen(setup, self._report, self._heard, self._driver.open_publisher,
+               self._topology.workers, timeout)
         self._look_for_marks(link)
         main = link.channel(timeout)
         main.watch(functools.partial(self._on_channel_lost, lost))
         main.ask(functools.partial(self._watch_queues, main), timeout)
-        return Life(link, main, Holding(link, self._sending, self._driver, f"{self.info.session}.{secrets.token_hex(2)}"))
+        return Life(link, main, Holding(
+            link, self._sending, self._driver, self._topology, f"{self.info.session}.{secrets.token_hex(2)}"))
 
     def _heard(self, body: bytes, answer: Callable[[], object]) -> None:
         self._gates.hear(body, self._claim, answer)

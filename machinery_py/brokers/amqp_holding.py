@@ -14,6 +14,7 @@ When we die the server puts it back, its time is over at once, and dead-letterin
     3  original acknowledged                                crash: the copy comes back, with its strike
 
 Limits: with classic queues the dead-lettering of step 3 is not safe against a crash of the RabbitMQ node in that very moment.
+With quorum queues the holding queue is one as well, and hands a copy on only when its queue has it.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from machinery_py._drivers.amqp import AmqpDriver, translated
 from machinery_py._drivers.amqp_link import Channel, Link, settle
 from machinery_py.brokers.amqp_messages import COPY, FENCE, STRIKES, Taken, own_headers, parcel_of
 from machinery_py.brokers.amqp_sending import Addressed, Sending
+from machinery_py.brokers.amqp_topology import Topology
 from machinery_py.brokers.base import Delivery
 
 STAY = 1_000  # ms; what nobody holds leaves a holding queue after this
@@ -51,10 +53,11 @@ class Held(msgspec.Struct, gc=False, eq=False):
 class Holding:
     """The holding queues of one life, one for each queue of origin; made when they are needed."""
 
-    def __init__(self, link: Link, sending: Sending, driver: AmqpDriver, name: str) -> None:
+    def __init__(self, link: Link, sending: Sending, driver: AmqpDriver, topology: Topology, name: str) -> None:
         self._link = link
         self._sending = sending
         self._driver = driver
+        self._topology = topology
         self._name = name
         self._lock = threading.Lock()
         self._channel: Channel | None = None
@@ -97,9 +100,7 @@ class Holding:
         channel = self._channel
         for queue in queues - self._names.keys():
             name = f"machinery.held.{self._name}.{len(self._names)}"
-            arguments = {
-                "x-message-ttl": STAY, "x-expires": GONE, "x-dead-letter-exchange": "", "x-dead-letter-routing-key": queue,
-            }
+            arguments = self._topology.held(queue, stay=STAY, gone=GONE)
             channel.rpc("queue_declare", queue=name, durable=True, arguments=arguments, timeout=timeout)
             channel.ask(self._subscriber(channel, name), timeout)
             self._names[queue] = name
@@ -113,7 +114,7 @@ class Holding:
 
         def subscribe(future: Future[Any]) -> None:
             channel.raw.basic_qos(prefetch_count=0, callback=lambda _: None)
-            channel.raw.basic_consume(name, arrived, exclusive=True, callback=lambda _: settle(future, None))
+            channel.raw.basic_consume(name, arrived, callback=lambda _: settle(future, None))
 
         return subscribe
 

@@ -9,6 +9,7 @@ Limits: a waiting message that was looked at counts as delivered once before (`r
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections import Counter
@@ -22,7 +23,7 @@ from machinery_py._drivers.amqp_link import Channel, ChannelLost, settle
 from machinery_py.brokers.amqp_claims import drained
 from machinery_py.brokers.amqp_messages import QUEUE, Taken, letter_of, message_of
 from machinery_py.brokers.amqp_presence import Report, ask
-from machinery_py.brokers.amqp_topology import LEVELS, REGISTRY, Topology
+from machinery_py.brokers.amqp_topology import LEVELS, Topology
 from machinery_py.brokers.base import DeadLetter, Message, QueueStats
 from machinery_py.errors import BrokerUnavailable
 
@@ -94,7 +95,7 @@ class Looking:
     def _queues(self, channel: Channel) -> list[str]:
         seen: set[str] = set()
         spare: list[int] = []
-        for one in self._taken(channel, REGISTRY, ALL):
+        for one in self._taken(channel, self._topology.registry, ALL):
             name = one.body.decode(errors="replace")
             if name in seen:
                 spare.append(one.tag)
@@ -105,7 +106,7 @@ class Looking:
     def reports(self) -> Sequence[Report]:
         with self._driver.visit("listing workers") as channel:
             try:
-                return ask(channel, self._driver.timeout)
+                return ask(channel, self._topology.workers, self._driver.timeout)
             except ChannelLost as error:
                 if error.code == NOT_FOUND:
                     return []  # nothing was ever declared
@@ -113,8 +114,8 @@ class Looking:
 
     def stats(self) -> list[QueueStats]:
         with self._looking("counting messages") as channel:
-            late = Counter(one.text(QUEUE) for one in self._late(channel))
             waiting = {queue: self._count(channel, queue) or 0 for queue in self._queues(channel)}
+            late = self._late_of(channel, list(waiting))
             dead = {queue: self._count(channel, self._topology.dead_queue(queue)) or 0 for queue in waiting}
         # Last: what is on its way from the queue to a worker is rather counted twice than not at all.
         running: Counter[str] = Counter()
@@ -125,7 +126,37 @@ class Looking:
             for queue, count in waiting.items()
         ]
 
+    def _late_of(self, channel: Channel, queues: Sequence[str]) -> Counter[str]:
+        """How many messages are delayed for each queue; they are read only if there are some and it matters whose they are."""
+        total = sum(self._counts(channel, [self._topology.level_name(level) for level in range(LEVELS)]))
+        if total and len(queues) > 1:
+            return Counter(one.text(QUEUE) for one in self._late(channel))
+        return Counter(dict.fromkeys(queues, total))
+
     # Ways and means
+
+    def _counts(self, channel: Channel, queues: Sequence[str]) -> list[int]:
+        """How many messages wait in each, asked in one go; nothing if one is not there."""
+        probe = channel.link.channel(self._driver.timeout)
+        found: list[int] = []
+
+        def counted(future: Future[Any], frame: Any) -> None:
+            found.append(frame.method.message_count)
+            if len(found) == len(queues):
+                settle(future, None)
+
+        def begin(future: Future[Any]) -> None:
+            for queue in queues:
+                probe.raw.queue_declare(queue, passive=True, callback=functools.partial(counted, future))
+
+        try:
+            probe.ask(begin, self._driver.timeout)
+        except ChannelLost as error:
+            if error.code == NOT_FOUND:
+                return []
+            raise
+        probe.close()
+        return found
 
     def _taken(self, channel: Channel, queue: str, limit: int) -> list[Taken]:
         return drained(channel, queue, limit, self._driver.timeout) if self._count(channel, queue) else []

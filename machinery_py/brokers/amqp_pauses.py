@@ -21,7 +21,7 @@ import msgspec
 from machinery_py._drivers.amqp import AmqpDriver
 from machinery_py.brokers.amqp_claims import Claim
 from machinery_py.brokers.amqp_presence import ask
-from machinery_py.brokers.amqp_topology import WORKERS, Topology, carry_out
+from machinery_py.brokers.amqp_topology import Topology, carry_out
 
 logger = logging.getLogger(__name__)
 
@@ -47,8 +47,8 @@ def spread(driver: AmqpDriver, topology: Topology, queue: str, *, shut: bool) ->
     """
     with driver.visit(f"{'pausing' if shut else 'resuming'} {queue!r}") as channel:
         carry_out(channel, iter([*topology.common(), *topology.pause(queue, shut=shut)]), driver.timeout)
-        reports = ask(channel, driver.timeout, _pack(Word(queue, shut)), PATIENCE)
-        counted = channel.rpc("queue_declare", queue=WORKERS, passive=True, timeout=driver.timeout).method.consumer_count
+        reports = ask(channel, topology.workers, driver.timeout, _pack(Word(queue, shut)), PATIENCE)
+        counted = channel.rpc("queue_declare", queue=topology.workers, passive=True, timeout=driver.timeout).method.consumer_count
     if counted > len(reports):
         logger.warning("queue %r is %s; %d of %d consumers have not said that they heard it", queue,
                        "paused" if shut else "open again", counted - len(reports), counted)

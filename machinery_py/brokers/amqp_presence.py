@@ -15,7 +15,7 @@ import pika
 
 from machinery_py._drivers.amqp_link import Channel, settle
 from machinery_py._drivers.amqp_publisher import Publisher
-from machinery_py.brokers.amqp_topology import CONTROL, WORKERS
+from machinery_py.brokers.amqp_topology import CONTROL
 from machinery_py.brokers.base import WorkerInfo
 
 PATIENCE = 1.0  # seconds for the answers; a worker that does not give one is frozen, or cut off
@@ -35,11 +35,12 @@ _unpack = msgspec.json.Decoder(Report).decode
 
 def listen(
     channel: Channel, report: Callable[[], Report], heard: Callable[[bytes, Callable[[], object]], object],
-    publisher: Callable[[], Publisher | None], timeout: float,
+    publisher: Callable[[], Publisher | None], workers: str, timeout: float,
 ) -> None:
     """Be counted and answer, from now on, until the channel ends.
 
-    `heard` is called with what was said to all, in the link's thread; it calls the second when the answer may go out.
+    It is counted by its subscription to the queue `workers`. `heard` is called with what was said to all, in the link's thread;
+    it calls the second when the answer may go out.
 
     Raises:
         LinkLost, ChannelLost: it could not be begun.
@@ -59,14 +60,16 @@ def listen(
             queue = frame.method.queue
             raw.queue_bind(queue, CONTROL, callback=_nothing)
             raw.basic_consume(queue, asked, auto_ack=True, callback=_nothing)
-            raw.basic_consume(WORKERS, _nothing, auto_ack=True, callback=lambda _: settle(future, None))
+            raw.basic_consume(workers, _nothing, auto_ack=True, callback=lambda _: settle(future, None))
 
         raw.queue_declare("", exclusive=True, auto_delete=True, callback=named)
 
     channel.ask(begin, timeout)
 
 
-def ask(channel: Channel, timeout: float, question: bytes = b"", patience: float = PATIENCE) -> Sequence[Report]:
+def ask(
+    channel: Channel, workers: str, timeout: float, question: bytes = b"", patience: float = PATIENCE
+) -> Sequence[Report]:
     """Say something to the consumers that live; their reports, when all have answered or there is no more patience."""
     raw = channel.raw
     reports: dict[str, Report] = {}
@@ -82,7 +85,7 @@ def ask(channel: Channel, timeout: float, question: bytes = b"", patience: float
                 count()
 
         def count() -> None:
-            raw.queue_declare(WORKERS, passive=True, callback=counted)
+            raw.queue_declare(workers, passive=True, callback=counted)
 
         def counted(frame: Any) -> None:
             # Counted anew after each answer: who came after the question may have answered before others.

@@ -18,7 +18,7 @@ import msgspec
 from machinery_py._drivers.amqp import AmqpDriver, explained
 from machinery_py._drivers.amqp_link import ChannelLost, LinkLost
 from machinery_py._drivers.amqp_publisher import End, Parcel, Publisher
-from machinery_py.brokers.amqp_topology import PAUSED, REGISTRY, Topology, carry_out, digest
+from machinery_py.brokers.amqp_topology import PAUSED, Topology, carry_out, digest
 from machinery_py.errors import BrokerUnavailable, PublishRefused, PublishUnknown
 
 TOO_LARGE = 406  # AMQP's code for what breaks a rule; of a publish, its size
@@ -94,12 +94,14 @@ class Sending:
         with self._refusing():
             names = self.prepare(publisher, wanted)
         # What is new is told to the registry with the same stroke.
-        notes = [Parcel("", REGISTRY, name.encode(), {}) for name in names]
+        notes = [Parcel("", self._topology.registry, name.encode(), {}) for name in names]
         batch = publisher.publish([*(one.parcel for one in wanted), *notes])
         ends = batch.ends[: len(todo)]
         self._registered.update(names if all(end is End.CONFIRMED for end in batch.ends[len(todo) :]) else ())
         attempt.left = [index for index, end in zip(todo, ends, strict=True) if end is not End.CONFIRMED]
         attempt.stored |= any(end in (End.CONFIRMED, End.UNKNOWN) for end in ends)
+        if End.REFUSED in ends:
+            self._driver.renew_publisher(publisher)
         self._judge(ends, [one.parcel.key for one in wanted], attempt, batch.failure, last=last)
 
     def _judge(
@@ -116,7 +118,8 @@ class Sending:
             ) from failure
         if End.REFUSED in ends:
             key = keys[ends.index(End.REFUSED)]
-            text = f"RabbitMQ at {place} took no message for {key!r}: its queue is full (x-max-length with x-overflow)"
+            text = (f"RabbitMQ at {place} took no message for {key!r}: its queue is full (x-max-length with x-overflow),"
+                    " or a quorum queue that has no leader just now")
             raise PublishUnknown(text) if attempt.stored else PublishRefused(text)
         if last and attempt.left:
             key = keys[ends.index(End.RETURNED)]
@@ -209,7 +212,7 @@ class Sending:
         """
         new = [queue for queue in queues if queue not in self._registered]
         if new:
-            self.send([Addressed(Parcel("", REGISTRY, queue.encode(), {})) for queue in new])
+            self.send([Addressed(Parcel("", self._topology.registry, queue.encode(), {})) for queue in new])
             self._registered.update(new)
 
     def paused(self, queues: Sequence[str]) -> frozenset[str]:

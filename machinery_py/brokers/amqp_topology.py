@@ -30,8 +30,6 @@ LEVELS = 33  # the longest delay is 2³³ - 1 ticks: 13 years
 TICK = 0.05  # seconds; a delayed message comes so late at most, and never early
 LONGEST_NAME = 255  # bytes
 
-REGISTRY = "machinery.queues"
-WORKERS = "machinery.workers"
 CONTROL = "machinery.control"
 DUE = "machinery.delay.due"
 PAUSED = "machinery.paused"
@@ -47,7 +45,10 @@ class Topology:
     def __init__(self, config: AMQPConfig, default_queue: str) -> None:
         self.config = config
         self.default_queue = default_queue
-        self._is_quorum = config.queue_declare_args.get("x-queue-type") == "quorum"
+        self.is_quorum = config.queue_declare_args.get("x-queue-type") == "quorum"
+        # Quorum queues as well, or all of a cluster would stand still when the node is gone that has these.
+        self.registry = self._named("queues")
+        self.workers = self._named("workers")
 
     def ttl(self, level: int) -> int:
         """Milliseconds that a message lies in a level."""
@@ -69,7 +70,11 @@ class Topology:
         return name if len(name.encode()) <= LONGEST_NAME else f"machinery.dead.{digest(queue)}"
 
     def level_name(self, level: int) -> str:
-        return f"machinery.delay.{'quorum.' if self._is_quorum else ''}{level}"
+        return f"{self._named('delay')}.{level}"
+
+    def _named(self, what: str) -> str:
+        """The name of a queue of ours, which is another one where queues are quorum queues."""
+        return f"machinery.{what}.quorum" if self.is_quorum else f"machinery.{what}"
 
     def delay_route(self, queue: str, delay: float) -> tuple[str, str]:
         """(exchange, routing key) for a message that is to come to the queue after so many seconds."""
@@ -86,7 +91,7 @@ class Topology:
             found.append(f"queue {queue} bound by {keys}" + (f" ({arguments})" if arguments else ""))
             found.append(f"queue {self.dead_queue(queue)}")
         found.append(f"exchanges and queues {self.level_name(0)} to {self.level_name(LEVELS - 1)}, {DUE}")
-        found.append(f"{REGISTRY}, {WORKERS}, {CONTROL}, {PAUSED}")
+        found.append(f"{self.registry}, {self.workers}, {CONTROL}, {PAUSED}")
         return found
 
     # Declarations
@@ -115,10 +120,10 @@ class Topology:
 
     def common(self) -> Iterator[Step]:
         """What all queues share."""
-        yield "queue_declare", {"queue": REGISTRY, "durable": True, "arguments": self._plain()}
-        yield "queue_declare", {"queue": WORKERS, "durable": True, "arguments": self._plain()}
+        yield "queue_declare", {"queue": self.registry, "durable": True, "arguments": self._ours()}
+        yield "queue_declare", {"queue": self.workers, "durable": True, "arguments": self._ours()}
         yield "exchange_declare", {"exchange": CONTROL, "exchange_type": "fanout", "durable": True}
-        sink = f"{PAUSED}.quorum" if self._is_quorum else PAUSED
+        sink = self._named("paused")
         yield "exchange_declare", {"exchange": PAUSED, "exchange_type": "direct", "durable": True}
         yield "exchange_declare", {"exchange": PAUSED_SINK, "exchange_type": "fanout", "durable": True}
         yield "queue_declare", {"queue": sink, "durable": True, "arguments": {"x-max-length": 1, **self._ours()}}
@@ -135,10 +140,7 @@ class Topology:
         for level in range(LEVELS):
             name, below = self.level_name(level), self.level_name(level - 1) if level else DUE
             skipped = "*." * (LEVELS - 1 - level)
-            arguments: dict[str, Any] = {"x-message-ttl": self.ttl(level), "x-dead-letter-exchange": below, **self._ours()}
-            if self._is_quorum:
-                # Only so does a quorum queue keep a message until the next queue has it.
-                arguments |= {"x-dead-letter-strategy": "at-least-once", "x-overflow": "reject-publish"}
+            arguments = self._handing_on(self.ttl(level), below)
             yield "exchange_declare", {"exchange": name, "exchange_type": "topic", "durable": True}
             yield "queue_declare", {"queue": name, "durable": True, "arguments": arguments}
             yield "exchange_bind", {"destination": below, "source": name, "routing_key": f"{skipped}0.#"}
@@ -150,11 +152,19 @@ class Topology:
         """An exchange that is declared when all the levels are there."""
         return self.level_name(LEVELS)
 
-    def _ours(self) -> dict[str, Any]:
-        return {"x-queue-type": "quorum"} if self._is_quorum else {}
+    def held(self, queue: str, *, stay: int, gone: int) -> dict[str, Any]:
+        """The arguments of a queue that gives to `queue` what nobody holds for `stay` ms, and goes after `gone` ms of disuse."""
+        return self._handing_on(stay, "") | {"x-expires": gone, "x-dead-letter-routing-key": queue}
 
-    def _plain(self) -> dict[str, Any]:
-        return {"x-queue-type": "classic"} if self._is_quorum else {}
+    def _handing_on(self, after: int, exchange: str) -> dict[str, Any]:
+        arguments: dict[str, Any] = {"x-message-ttl": after, "x-dead-letter-exchange": exchange, **self._ours()}
+        if self.is_quorum:
+            # Only so does a quorum queue keep a message until the next queue has it.
+            arguments |= {"x-dead-letter-strategy": "at-least-once", "x-overflow": "reject-publish"}
+        return arguments
+
+    def _ours(self) -> dict[str, Any]:
+        return {"x-queue-type": "quorum"} if self.is_quorum else {}
 
 
 def digest(queue: str) -> str:

@@ -4,6 +4,7 @@
     RedisSentinelTrio    a master, its replicas and three sentinels
     RedisCluster         three masters and three replicas
     RabbitMQServer       one node, with its own epmd
+    RabbitMQCluster      three nodes that know each other, as one cluster
     MemcachedServer      one memcached
     MongoServer          one mongod; NxServer stands in for it where it is not installed
 
@@ -20,13 +21,14 @@ import os
 import socket
 import subprocess
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from machinery_py.testing.private import HOST, Private, PrivateServer, ServerBroken, ServerMissing, free_port, require
 from machinery_py.testing.private_mongo import MongoServer, NxServer
 from machinery_py.testing.private_redis import RedisCluster, RedisSentinelTrio, RedisServer, Reply, ReplyError
-from machinery_py.testing.waiting import HANG
+from machinery_py.testing.waiting import HANG, wait_until
 
 __all__ = [
     "MemcachedServer",
@@ -34,6 +36,7 @@ __all__ = [
     "NxServer",
     "Private",
     "PrivateServer",
+    "RabbitMQCluster",
     "RabbitMQServer",
     "RedisCluster",
     "RedisSentinelTrio",
@@ -55,13 +58,23 @@ class RabbitMQServer(PrivateServer):
 
     PROGRAMS: ClassVar[Mapping[str, str]] = {"rabbitmq-server": "rabbitmq-server", "epmd": "erlang-base"}
 
-    def __init__(self, *, port: int | None = None, config: Mapping[str, str] | None = None) -> None:
-        """Lines of rabbitmq.conf go into `config`."""
+    def __init__(
+        self, *, port: int | None = None, config: Mapping[str, str] | None = None, first: RabbitMQServer | None = None
+    ) -> None:
+        """Lines of rabbitmq.conf go into `config`. `first`: a node whose cluster this one joins; it ends after this one."""
         super().__init__(port=port)
         self.node = f"machinery{self.port}@localhost"
-        self._epmd = _Epmd()
+        self._cluster: str = first._cluster if first else self.node
+        self._owns_epmd = first is None
+        self._epmd: _Epmd = first._epmd if first else _Epmd()
         self._distribution = free_port()
-        lines = {"cluster_name": self.node, "disk_free_limit.absolute": "1MB", "log.console": "true", "log.file": "false"}
+        (self.folder / ".erlang.cookie").write_text(self._cluster.replace("@", ""))
+        (self.folder / ".erlang.cookie").chmod(0o400)
+        if first:
+            peers = "cluster_formation.classic_config.nodes"
+            joining = {f"{peers}.1": first.node, f"{peers}.2": self.node}
+            config = {"cluster_formation.peer_discovery_backend": "classic_config"} | joining | dict(config or {})
+        lines = {"cluster_name": self._cluster, "disk_free_limit.absolute": "1MB", "log.console": "true", "log.file": "false"}
         text = "".join(f"{name} = {value}\n" for name, value in (lines | dict(config or {})).items())
         (self.folder / "rabbitmq.conf").write_text(text)
         (self.folder / "enabled_plugins").write_text("[].\n")
@@ -86,7 +99,8 @@ class RabbitMQServer(PrivateServer):
 
     def close(self) -> None:
         super().close()
-        self._epmd.close()
+        if self._owns_epmd:
+            self._epmd.close()
 
     def command(self) -> Sequence[str | Path]:
         return [self.find("rabbitmq-server")]
@@ -117,7 +131,45 @@ class RabbitMQServer(PrivateServer):
     def _answers(self) -> bool:
         with socket.create_connection((HOST, self.port), HANG) as connection:
             connection.sendall(b"AMQP\0\0\x09\x01")
-            return self.node.encode() in connection.recv(4096)  # connection.start has the cluster's name
+            return self._cluster.encode() in connection.recv(4096)  # connection.start has the cluster's name
+
+
+class RabbitMQCluster(Private):
+    """Three nodes; quorum queues have a member on each.
+
+    Attributes:
+        nodes: each can be killed and started again by itself.
+    """
+
+    PROGRAMS = RabbitMQServer.PROGRAMS
+
+    def __init__(self) -> None:
+        first = RabbitMQServer()
+        self.nodes = [first, RabbitMQServer(first=first), RabbitMQServer(first=first)]
+
+    @property
+    def url(self) -> str:
+        """The URLs of all nodes, with a semicolon between."""
+        return ";".join(node.url for node in self.nodes)
+
+    def start(self) -> Self:
+        first, *others = self.nodes
+        first.start()
+        with ThreadPoolExecutor(len(others)) as starting:
+            list(starting.map(RabbitMQServer.start, others))
+        wait_until(lambda: first.ctl("eval", "length(nodes()).").strip() == "2", 2 * HANG, "three nodes in one cluster")
+        return self
+
+    def leader_of(self, queue: str, vhost: str = "/") -> RabbitMQServer:
+        """The node on which a quorum queue's leader is now, as a running node knows it."""
+        running = next(node for node in self.nodes if node.is_running)
+        lines = running.ctl("list_queues", "-p", vhost, "--no-table-headers", "name", "leader").splitlines()
+        leaders = dict(line.split("\t") for line in lines)
+        return next(node for node in self.nodes if node.node == leaders[queue])
+
+    def close(self) -> None:
+        for node in reversed(self.nodes):
+            node.close()
 
 
 class _Epmd(PrivateServer):

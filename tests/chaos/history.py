@@ -86,6 +86,7 @@ class History:
     states: dict[str, Final] = field(default_factory=dict)
     strikes: dict[str, int] = field(default_factory=dict)  # of each dead letter
     blind_strikes: int = 0  # that a task may get although it had not begun, see BrokerFeatures.sees_runs
+    doubles: bool = False  # a message may be there twice after a fault, and a state without its message: two stores over AMQP
     left: list[str] = field(default_factory=list)  # what should not be in the stores any more
     incidents: list[str] = field(default_factory=list)  # workers that ended by themselves, or not when they were asked to
     drained: bool = True

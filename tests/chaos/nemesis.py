@@ -1,7 +1,7 @@
 """The workers under test, and who does harm to them. Every fault is written down: what, to whom, from when, to when.
 
     kill      SIGKILL a worker, start another         term    SIGTERM one, start another; it must end with 0
-    freeze    SIGSTOP one for longer than its lease   server  SIGKILL Redis, start it again on its append-only file
+    freeze    SIGSTOP one for longer than its lease   server  SIGKILL Redis or RabbitMQ, start it again on its files
     clients   CLIENT KILL                             scripts SCRIPT FLUSH
     drop, reset, hole    the proxy of a worker drops replies, resets its connections, lets nothing through
 """
@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
+from machinery_py.testing.private import PrivateServer
 from machinery_py.testing.private_redis import RedisServer
 from machinery_py.testing.proxy import Proxy
 from tests.chaos.history import Happened
@@ -165,7 +166,7 @@ class Nemesis:
     """Carries the plan's faults out, in a thread of its own."""
 
     def __init__(
-        self, plan: Plan, fleet: Fleet, *, server: RedisServer | None = None, proxies: dict[int, Proxy] | None = None
+        self, plan: Plan, fleet: Fleet, *, server: PrivateServer | None = None, proxies: dict[int, Proxy] | None = None
     ) -> None:
         self._plan = plan
         self._fleet = fleet
@@ -175,6 +176,7 @@ class Nemesis:
         self._thread = threading.Thread(target=self._work, name="nemesis", daemon=True)
         self._ends: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
+        self._down = 0.0  # seconds in which there was no server; the plan's moments come so much later
         self.failure: BaseException | None = None
 
     def __enter__(self) -> Nemesis:
@@ -195,7 +197,7 @@ class Nemesis:
         try:
             begin = time.monotonic()
             for fault in self._plan.faults():
-                while (left := begin + fault.at - time.monotonic()) > 0 and not self._stop.is_set():
+                while (left := begin + self._down + fault.at - time.monotonic()) > 0 and not self._stop.is_set():
                     self._end_due()
                     self._fleet.look()
                     self._stop.wait(min(left, LOOK))
@@ -258,9 +260,10 @@ class Nemesis:
         self._stop.wait(fault.length)
         self._server.start()
         self._fleet.note("server", "", start, time.monotonic())
+        self._down += time.monotonic() - start
 
     def _command(self, fault: Fault) -> None:
-        assert self._server is not None
+        assert isinstance(self._server, RedisServer)
         words = ("CLIENT", "KILL", "TYPE", "normal") if fault.kind == "clients" else ("SCRIPT", "FLUSH")
         start = time.monotonic()
         killed = self._server.cli(*words)
@@ -290,7 +293,7 @@ class Nemesis:
 
 
 @contextlib.contextmanager
-def proxies_for(server: RedisServer | None, workers: int) -> Iterator[dict[int, Proxy]]:
+def proxies_for(server: PrivateServer | None, workers: int) -> Iterator[dict[int, Proxy]]:
     """A proxy for each second slot."""
     with contextlib.ExitStack() as stack:
         slots = range(0, workers, 2) if server is not None else range(0)

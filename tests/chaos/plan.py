@@ -87,6 +87,7 @@ class Plan:
     kill_every: float
     lease: float
     with_server: bool = False  # there is a server, and a proxy to it, to do harm to
+    spared: tuple[str, ...] = ()  # faults that this server cannot have
     mix: Mapping[str, float] = field(default_factory=lambda: dict(MIX))
     rates: Mapping[str, float] = field(default_factory=lambda: dict(FAULTS))
 
@@ -111,6 +112,8 @@ class Plan:
             at = self.kill_every * (number + random_.uniform(-0.3, 0.3))
             yield Fault(at=at, kind="kill", victim=random_.random())
             for kind, rate in rates.items():
+                if kind in self.spared:
+                    continue
                 if random_.random() < rate or (kind == "freeze" and number == SURE_FREEZE):
                     yield Fault(at=at, kind=kind, victim=random_.random(), length=self._length(kind, random_))
 

@@ -2,8 +2,9 @@
 
     python -m tests.chaos.run --url sqlite --tasks 20000 --workers 4 --kill-every 2 --seed 7
 
-`--url` is any store's; "sqlite" is a file in the run's folder, "redis" a private server with an append-only file, which is
-harmed as well. The folder keeps the plan, ledgers, journals, logs, faults, and the verdict.
+`--url` is any store's, or a broker's and a backend's with a space between; "sqlite" is a file in the run's folder, "redis" a
+private server with an append-only file, and "amqp+redis" a private RabbitMQ with results in a private Redis; the first is harmed.
+The folder keeps the plan, ledgers, journals, logs, faults, and the verdict.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from collections.abc import Callable, Iterator
 
 from machinery_py import Server
 from machinery_py.errors import MachineryError
-from machinery_py.testing.private_redis import RedisServer
+from machinery_py.testing.private import PrivateServer
+from machinery_py.testing.servers import RabbitMQServer, RedisServer
 from tests.chaos.app import config_of
 from tests.chaos.checker import Verdict, check
 from tests.chaos.history import Final, dump_faults, new_history, read_folder
@@ -34,6 +36,7 @@ from tests.chaos.plan import Plan
 
 QUIET = 0.05  # seconds between two looks whether all is done
 STORE = 1000  # states that are read at once
+NOT_AMQP = ("clients", "scripts", "drop")  # AMQP has no replies that could be left out: a connection is whole or broken
 PASSED, FAILED, INVALID = 0, 1, 2  # exit codes
 
 
@@ -58,19 +61,34 @@ class Options:
 def run(options: Options, folder: pathlib.Path) -> Verdict:
     """The whole run; ends every process that it started."""
     with contextlib.ExitStack() as stack:
-        redis = stack.enter_context(RedisServer(appendonly=True)) if options.url == "redis" else None
-        url = redis.url if redis else f"sqlite:///{folder}/chaos.db" if options.url == "sqlite" else options.url
+        harmed, broker, backend = _stores(options.url, folder, stack)
+        spared = () if isinstance(harmed, RedisServer) else NOT_AMQP
         plan = Plan(seed=options.seed, tasks=options.tasks, workers=options.workers, kill_every=options.kill_every,
-                    lease=options.lease, with_server=redis is not None)
+                    lease=options.lease, with_server=harmed is not None, spared=spared)
         plan.store(folder / "plan.json")
-        proxies = stack.enter_context(proxies_for(redis, options.workers))
-        urls = [proxies[slot].through(url) if slot in proxies else url for slot in range(options.workers)]
+        proxies = stack.enter_context(proxies_for(harmed, options.workers))
+        urls = [f"{proxies[slot].through(broker) if slot in proxies else broker} {backend}".strip()
+                for slot in range(options.workers)]
+        url = f"{broker} {backend}".strip()
         server = Server(config_of(url, options.lease))
         stack.callback(server.close)
+        server.broker.declare([server.config.default_queue])
         fleet = Fleet(plan, folder, urls, concurrency=options.concurrency, apart=bool(options.apart))
         stack.callback(fleet.close)
         return _Controller(options, plan, folder, url, server, fleet).go(
-            lambda: Nemesis(plan, fleet, server=redis, proxies=proxies))
+            lambda: Nemesis(plan, fleet, server=harmed, proxies=proxies))
+
+
+def _stores(wanted: str, folder: pathlib.Path, stack: contextlib.ExitStack) -> tuple[PrivateServer | None, str, str]:
+    """The server that is harmed, if any, and the URLs of broker and backend; the last is "" if they are one."""
+    if wanted == "redis":
+        redis = stack.enter_context(RedisServer(appendonly=True))
+        return redis, redis.url, ""
+    if wanted == "amqp+redis":
+        rabbit = stack.enter_context(RabbitMQServer())
+        return rabbit, rabbit.url, stack.enter_context(RedisServer(appendonly=True)).url
+    broker, _, backend = wanted.partition(" ")
+    return None, f"sqlite:///{folder}/chaos.db" if broker == "sqlite" else broker, backend
 
 
 class _Controller:
@@ -189,6 +207,7 @@ class _Controller:
                     history.samples[uuid].append((state.run, state.state))
         history.strikes = {letter.uuid: letter.strikes for letter in self._server.inspect.dead(limit=100_000)}
         history.blind_strikes = 0 if self._server.broker.features.sees_runs else 1
+        history.doubles = not self._server.broker.features.deduplicates
         counted = self._server.backend.finished_since(self._began_at - dt.timedelta(seconds=2.0))
         history.finished = sum(good + bad for good, bad in counted.values())
         if history.drained:

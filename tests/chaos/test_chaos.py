@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from machinery_py.testing.servers import RedisServer, require
+from machinery_py.testing.servers import RabbitMQServer, RedisServer, require
 from tests.chaos.checker import Verdict
 from tests.chaos.run import Options, run
 
@@ -17,11 +17,11 @@ RANDOM = int(os.environ.get("CHAOS_SEED") or random.SystemRandom().randrange(1, 
 HANG = 120.0  # seconds; a guard, the run takes a tenth of it
 
 
-def chaos(url: str, seed: int, folder: pathlib.Path) -> Verdict:
+def chaos(url: str, seed: int, folder: pathlib.Path, *, tasks: int = 3000) -> Verdict:
     """One short run; its page is printed, and pytest shows it when the test fails."""
-    print(f"again: python -m tests.chaos.run --url {url} --tasks 3000 --kill-every 0.7 --rate 400 --seed {seed}")
+    print(f"again: python -m tests.chaos.run --url {url} --tasks {tasks} --kill-every 0.7 --rate 400 --seed {seed}")
     folder.mkdir(exist_ok=True)
-    verdict = run(Options(url=url, tasks=3000, kill_every=0.7, rate=400.0, seed=seed, limit=HANG, quiet=True), folder)
+    verdict = run(Options(url=url, tasks=tasks, kill_every=0.7, rate=400.0, seed=seed, limit=HANG, quiet=True), folder)
     print((folder / "page.txt").read_text())
     return verdict
 
@@ -45,4 +45,16 @@ def test_redis_loses_and_doubles_nothing_while_workers_and_server_are_killed(see
     verdict = chaos("redis", seed, tmp_path / "run")
 
     assert verdict.word == "PASSED", verdict.page(f"seed {seed}")
+    assert "kill" in str(verdict.figures["faults"])
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(2 * HANG)
+def test_rabbitmq_loses_and_doubles_nothing_while_workers_and_server_are_killed(tmp_path: pathlib.Path) -> None:
+    require(RabbitMQServer)
+    require(RedisServer)
+
+    verdict = chaos("amqp+redis", RANDOM, tmp_path / "run", tasks=700)
+
+    assert verdict.word == "PASSED", verdict.page(f"seed {RANDOM}")
     assert "kill" in str(verdict.figures["faults"])

@@ -326,6 +326,24 @@ def test_a_vhost_that_is_not_there_is_told(rabbitmq_server: RabbitMQServer, open
         open_broker(f"{rabbitmq_server.url}nowhere").consume(["q"], worker="w")
 
 
+def test_a_server_that_goes_away_in_the_middle_of_the_greeting_has_refused_nobody(
+    rabbitmq_server: RabbitMQServer, open_broker: Open, open_proxy: Callable[[int], Proxy]
+) -> None:
+    """pika guesses a wrong password or a missing vhost from how far it came; those are for good, this is not."""
+    proxy = open_proxy(rabbitmq_server.port)
+    broker = open_broker(proxy.through(rabbitmq_server.url))
+    told = set()
+    for length in (1, 100, 400, *range(480, 560, 8)):
+        proxy.reset_after(length)
+        try:
+            broker.driver.connect("test").close()
+        except BrokerUnavailable:
+            told.add(length)
+        proxy.heal()
+
+    assert {1, 100, 400} <= told
+
+
 def test_no_server_is_told_in_time(open_broker: Open) -> None:
     broker = open_broker("amqp://127.0.0.1:1/", timeout=1.0)
 
