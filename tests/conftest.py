@@ -6,6 +6,10 @@ import os
 
 import pytest
 
+#: What takes minutes, or asks much of the machine: `make chaos` runs it.
+LONG = ["chaos/test_chaos_amqp.py", "stores/test_amqp_cluster.py"]
+collect_ignore = [] if os.environ.get("MACHINERY_TEST_FULL") else LONG
+
 pytest_plugins = ["pytester", "tests.servers"]
 
 # What the machine happens to have set must not reach the tests.

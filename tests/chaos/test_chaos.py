@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from machinery_py.testing.servers import RabbitMQServer, RedisServer, require
+from machinery_py.testing.servers import RedisServer, require
 from tests.chaos.checker import Verdict
 from tests.chaos.run import Options, run
 
@@ -45,16 +45,4 @@ def test_redis_loses_and_doubles_nothing_while_workers_and_server_are_killed(see
     verdict = chaos("redis", seed, tmp_path / "run")
 
     assert verdict.word == "PASSED", verdict.page(f"seed {seed}")
-    assert "kill" in str(verdict.figures["faults"])
-
-
-@pytest.mark.chaos
-@pytest.mark.timeout(2 * HANG)
-def test_rabbitmq_loses_and_doubles_nothing_while_workers_and_server_are_killed(tmp_path: pathlib.Path) -> None:
-    require(RabbitMQServer)
-    require(RedisServer)
-
-    verdict = chaos("amqp+redis", RANDOM, tmp_path / "run", tasks=700)
-
-    assert verdict.word == "PASSED", verdict.page(f"seed {RANDOM}")
     assert "kill" in str(verdict.figures["faults"])

@@ -1,0 +1,22 @@
+"""A minute of chaos over RabbitMQ with results in Redis. `make chaos` alone runs it; tests/system/test_kills.py has the short cut."""
+
+from __future__ import annotations
+
+import pathlib
+
+import pytest
+
+from machinery_py.testing.servers import RabbitMQServer, RedisServer, require
+from tests.chaos.test_chaos import HANG, RANDOM, chaos
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(2 * HANG)
+def test_rabbitmq_loses_and_doubles_nothing_while_workers_and_server_are_killed(tmp_path: pathlib.Path) -> None:
+    require(RabbitMQServer)
+    require(RedisServer)
+
+    verdict = chaos("amqp+redis", RANDOM, tmp_path / "run", tasks=700)
+
+    assert verdict.word == "PASSED", verdict.page(f"seed {RANDOM}")
+    assert "kill" in str(verdict.figures["faults"])
