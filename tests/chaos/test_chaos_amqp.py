@@ -1,4 +1,4 @@
-"""A minute of chaos over RabbitMQ with results in Redis. `make chaos` alone runs it; tests/system/test_kills.py has the short cut."""
+"""A minute of chaos over RabbitMQ with results in Redis: `make chaos` runs it; tests/system/test_kills.py has the short cut."""
 
 from __future__ import annotations
 
