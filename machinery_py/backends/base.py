@@ -29,6 +29,7 @@ class BackendFeatures(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     conditional: bool = True  # a change can depend on the epoch: completion once, also with two stores
     keeps: bool = True  # False: the null backend
     foreign: bool = False  # Go programs may change the states in it
+    foreign_time: float = 0.0  # seconds that a group which Go shares is left to Go, since Go does not ask who has settled it
 
 
 class ReadyGroup(msgspec.Struct, frozen=True, kw_only=True, gc=False):
