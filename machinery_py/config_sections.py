@@ -47,9 +47,11 @@ class AMQPConfig(Section):
     queue_declare_args: Mapping[str, object] = table("arguments of queue.declare, as `x-max-priority: 10`")
     queue_binding_args: Mapping[str, object] = table("arguments of queue.bind, for exchanges of type `headers`")
     binding_key: str = option("machinery_task", "key that binds the queue; the route of a task on a direct exchange")
-    prefetch_count: int = option(3, "messages a consumer may hold; 0 = any number")
-    auto_delete: bool = option(False, "delay queues vanish with their last consumer")
-    delayed_queue: str = option("", "one queue for all delayed tasks, instead of one for each delay")
+    prefetch_count: int = option(3, "Go's; workers here hold what they can run, see `prefetch`")
+    auto_delete: bool = option(False, "Go's, for its delay queues; not used here")
+    delayed_queue: str = option("", "Go's, for its delay queues; not used here")
+    consumer_timeout: float = option(
+        1800.0, "what RabbitMQ's `consumer_timeout` is; longer tasks are held in another way", "s", low=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,30 +14,36 @@ from machinery_py.settlement.base import Store
 from machinery_py.settlement.two_stores import TwoStores
 from machinery_py.urls import redact, scheme_of, split_urls
 
-#: URL scheme → the class that opens it.
+#: URL scheme → what opens it.
 FAMILIES: dict[str, str] = {
     "memory": "machinery_py.families.memory:MemoryFamily",
     "eager": "machinery_py.families.eager:EagerFamily",
     "sqlite": "machinery_py.families.sqlite:SQLiteFamily",
     "null": "machinery_py.families.null:NullFamily",
     "memcache": "machinery_py.families.memcache:MemcacheFamily",
-    "redis": "machinery_py.families.redis:RedisFamily",
-    "rediss": "machinery_py.families.redis:RedisFamily",
-    "redis+socket": "machinery_py.families.redis:RedisFamily",
+    "redis": "machinery_py.families.redis:open_redis",
+    "rediss": "machinery_py.families.redis:open_redis",
+    "redis+socket": "machinery_py.families.redis:open_redis",
+    "amqp": "machinery_py.families.amqp:AMQPFamily",
+    "amqps": "machinery_py.families.amqp:AMQPFamily",
     "mongodb": "machinery_py.families.mongodb:MongoDBFamily",
     "mongodb+srv": "machinery_py.families.mongodb:MongoDBFamily",
 }
+
+_SEVERAL = {FAMILIES["redis"], FAMILIES["amqp"]}  # these know what to do with several URLs
 
 
 def open_family(url: str, options: FamilyOptions) -> Family:
     """The stores behind a URL; nothing is connected yet.
 
     Raises:
-        ConfigError: the scheme is unknown, or there are several URLs and not all are of Redis.
+        ConfigError: the scheme is unknown, or there are several URLs of a store that takes one.
     """
     parts = split_urls(url, options.separator)
-    if len(parts) > 1 and not all(part.lower().startswith("redis") for part in parts):
-        raise ConfigError(f"several URLs work with Redis only (found {', '.join(map(redact, parts))})")
+    families = {FAMILIES.get(scheme_of(part), "") for part in parts}
+    if len(parts) > 1 and not (len(families) == 1 and families <= _SEVERAL):
+        shown = ", ".join(map(redact, parts))
+        raise ConfigError(f"several URLs work with Redis or RabbitMQ only, all of one kind (found {shown})")
     target = FAMILIES.get(scheme_of(url))
     if target is None:
         raise ConfigError(f"URL {redact(url)!r}: unknown scheme (known: {', '.join(sorted(FAMILIES))})")
@@ -52,22 +58,26 @@ class Stores:
         options = FamilyOptions(
             clock=clock, lease=config.lease, expire_in=float(config.results_expire_in), timeout=config.publish_timeout,
             separator=config.multiple_broker_separator, strategy=config.broker_failover_strategy,
-            strict_durability=config.strict_durability, redis=config.redis,
-            mongodb=config.mongodb,
+            strict_durability=config.strict_durability, redis=config.redis, amqp=config.amqp, mongodb=config.mongodb,
+            default_queue=config.default_queue,
         )
         self._families: dict[str, Family] = {}
         for url in (config.broker, config.backend_url, config.lock_url):
-            if url not in self._families:
+            if url and url not in self._families:
                 self._families[url] = open_family(url, options)
         broker = self._families[config.broker]
         backend = self._families[config.backend_url]
         together = broker.together() if broker is backend else None
         self.store: Store = together or TwoStores(broker.broker(), backend.backend(), clock)
-        self._lock_family = self._families[config.lock_url]
+        self._lock_family = self._families.get(config.lock_url)
         self._lock: Lock | None = None
 
     @property
     def lock(self) -> Lock:
+        """Raises ConfigError when neither the broker nor the backend can lock, and no other store was named for it."""
+        if self._lock_family is None:
+            raise ConfigError("lock: neither the broker nor the result backend gives out locks (set lock, for instance to "
+                              "redis://host)")
         if self._lock is None:
             self._lock = self._lock_family.lock()
         return self._lock

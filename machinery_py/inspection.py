@@ -197,12 +197,16 @@ class Inspector:
         return self._engine.store.broker.dead_letters(limit=limit, queue=queue)
 
     def dead_letter(self, id: str) -> DeadLetter:
-        """One dead letter, by the start of its id or of its task's UUID.
+        """One dead letter, by its id; or the newest one by the start of its id or of its task's UUID.
 
         Raises:
             StateNotFound: there is none.
         """
-        for letter in self.dead(limit=100_000):
+        letters = self.dead(limit=100_000)
+        for letter in letters:
+            if letter.id == id:
+                return letter
+        for letter in letters:
             if letter.id.startswith(id) or (letter.uuid and letter.uuid.startswith(id)):
                 return letter
         raise StateNotFound(id)

@@ -6,7 +6,8 @@
     sqlite:////absolute/path.db        the same with a fourth slash; ?synchronous=full|normal&busy_timeout=5
     null, null://                      a result backend that keeps nothing
     redis://secret@host:6379/0         one Redis; rediss:// with TLS, redis+socket:///path/to.sock:/0
-    redis://s1,s2/0?master_name=m      the master that sentinels name
+    redis://s1,s2/0?master_name=m      the master that sentinels name; without it, nodes of a cluster
+    amqp://user:secret@host:5672/vhost  RabbitMQ; amqps:// with TLS
     mongodb://user:secret@h1,h2/db     a MongoDB; mongodb+srv://name/db by its name server
     memcache://h1:11211,h2:11211       memcached servers; each key lies on one of them
 
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 from typing import Literal
 from urllib.parse import unquote
 
+from machinery_py._drivers.amqp_url import BadAmqpUrl, parse_amqp_url
 from machinery_py._drivers.memcache_url import BadMemcacheUrl, parse_memcache_url
 from machinery_py._drivers.mongo_url import BadMongoUrl, check_mongo_url
 from machinery_py._drivers.redis_url import BadRedisUrl, parse_redis_url
@@ -48,15 +50,16 @@ SCHEMES: Mapping[str, frozenset[Role]] = {
 }
 """What each scheme can be. A new store adds its line here."""
 
-NOT_YET: tuple[str, ...] = (
-    "amqp",
-    "amqps",
-)
+NOT_YET: tuple[str, ...] = ()
 """Schemes of SCHEMES whose store comes in a later release. The release that brings one takes its line away."""
+
+NOT_YET_AS: frozenset[tuple[str, Role]] = frozenset({("amqp", "result backend"), ("amqps", "result backend")})
+"""Roles of schemes that come in a later release."""
 
 EMBEDDED: frozenset[str] = frozenset({"eager", "memory", "sqlite"})
 """Stores that need no server, and therefore serve one machine or one process only."""
 
+_AMQP = frozenset({"amqp", "amqps"})
 _REDIS = frozenset({"redis", "redis+socket", "rediss"})
 _MONGODB = frozenset({"mongodb", "mongodb+srv"})
 _BARE = frozenset({"eager", "null"})  # Go writes these without "://"
@@ -141,7 +144,10 @@ def check_url(url: str, role: Role, *, master_name: str = "") -> None:
     if not url.strip():
         raise ConfigError(f"{role} URL is empty (expected for instance 'sqlite:///machinery.db' or 'memory://')")
     scheme = scheme_of(url)
-    usable = sorted(name for name, roles in SCHEMES.items() if role in roles and name not in NOT_YET)
+    usable = sorted(
+        name for name, roles in SCHEMES.items()
+        if role in roles and name not in NOT_YET and (name, role) not in NOT_YET_AS
+    )
     known = ", ".join(usable)
     if not scheme:
         raise _refused(url, role, f"no scheme (expected scheme://…, known: {known}{nearest(url, SCHEMES)})")
@@ -151,12 +157,20 @@ def check_url(url: str, role: Role, *, master_name: str = "") -> None:
         raise _refused(url, role, f"unknown scheme {scheme!r} (known: {known}{nearest(scheme, SCHEMES)})")
     if role not in SCHEMES[scheme]:
         raise _refused(url, role, f"{scheme!r} works as {_listed(SCHEMES[scheme])} only (as {role}: {known})")
+    if (scheme, role) in NOT_YET_AS:
+        raise _refused(url, role, f"{scheme!r} as {role} is not in this release, but comes later (now: {known})")
     if scheme in NOT_YET:
         raise _refused(url, role, f"the store of {scheme!r} is not in this release, but comes later (now: {known})")
     if scheme in _REDIS:
         try:
             parse_redis_url(url, master_name=master_name)
         except BadRedisUrl as error:
+            raise _refused(url, role, str(error)) from None
+        return
+    if scheme in _AMQP:
+        try:
+            parse_amqp_url(url)
+        except BadAmqpUrl as error:
             raise _refused(url, role, str(error)) from None
         return
     if scheme in _MONGODB:

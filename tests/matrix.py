@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from machinery_py import factory
-from machinery_py.errors import Unsupported
+from machinery_py.errors import ConfigError, Unsupported
 from machinery_py.families.base import Family, FamilyOptions
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.conformance.backends import BackendConformance
@@ -59,11 +59,14 @@ def stores() -> tuple[list[str], list[str]]:
         family = _family(scheme)
         try:
             brokers[family.broker().features.name] = None
-        except Unsupported:
+        except (Unsupported, ConfigError):
             pass
-        features = family.backend().features
-        if features.keeps:
-            backends[features.name] = None
+        try:
+            features = family.backend().features
+            if features.keeps:
+                backends[features.name] = None
+        except (Unsupported, ConfigError):
+            pass
         family.close()
     return sorted(brokers), sorted(backends)
 
@@ -76,7 +79,7 @@ def _locks() -> dict[type, str]:
         family = _family(scheme)
         try:
             found.setdefault(type(family.lock()), family.backend().features.name)
-        except Unsupported:
+        except (Unsupported, ConfigError):
             pass
         family.close()
     return found

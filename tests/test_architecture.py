@@ -29,7 +29,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "wire_states",
         "wire_decode",
         "wire",
-        "_drivers _drivers.redis_url _drivers.memcache_url _drivers.mongo_url",
+        "_drivers _drivers.redis_url _drivers.memcache_url _drivers.amqp_url _drivers.mongo_url",
         "outcomes events urls config_files queues cron",
         "schedule",
         "periodic config_options",
@@ -41,24 +41,34 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "backends.transactional settlement.base",
         "_drivers _drivers.memory _drivers.tokens _drivers.doorbell _drivers.sqlite_errors _drivers.sqlite_schema"
         " _drivers.sqlite_rows _drivers.sqlite_handles _drivers.sqlite_runs"
-        " _drivers.mongo_errors"
-        " _drivers.redis_durability _drivers.redis_errors _drivers.redis_keys _drivers.redis_lua _drivers.redis_sessions",
-        "_drivers.sqlite_open _drivers.sqlite_sessions _drivers.redis_servers _drivers.redis_pool",
+        " _drivers.redis_durability _drivers.redis_errors _drivers.redis_keys _drivers.redis_lua _drivers.redis_sessions"
+        " _drivers.amqp_link _drivers.mongo_errors",
+        "_drivers.sqlite_open _drivers.sqlite_sessions _drivers.redis_servers _drivers.redis_slots _drivers.redis_pool"
+        " _drivers.amqp_publisher",
+        "_drivers.redis _drivers.redis_nodes",
+        "_drivers.redis_tries",
         "_drivers.*",
-        "brokers.sqlite_consumer backends.sqlite_records backends.sqlite_listener brokers.mongo_messages backends.mongo_records"
-        " backends.mongo_groups backends.mongo_listener",
-        "brokers.redis_lua backends.redis_lua backends.redis_listener brokers.mongo_consumer",
+        "brokers.sqlite_consumer backends.sqlite_records backends.sqlite_listener brokers.amqp_messages brokers.amqp_topology"
+        " brokers.mongo_messages backends.mongo_records backends.mongo_groups backends.mongo_listener",
+        "brokers.redis_lua backends.redis_lua backends.redis_listener"
+        " brokers.amqp_claims brokers.amqp_sending brokers.amqp_presence brokers.mongo_consumer",
         "brokers.redis_scripts brokers.redis_messages backends.redis_scripts backends.redis_records"
-        " backends.redis_amend backends.mongo_tasks",
-        "brokers.redis_looking brokers.redis_consumer backends.mongo_schedules backends.mongo_looking",
+        " backends.redis_amend brokers.amqp_holding brokers.amqp_returns brokers.amqp_looking brokers.amqp_pauses"
+        " backends.mongo_tasks",
+        "brokers.redis_looking brokers.redis_consumer backends.redis_cluster_scripts brokers.amqp_consumer"
+        " backends.mongo_schedules backends.mongo_looking",
+        "brokers.redis brokers.redis_cluster_consumer backends.redis locks.redis"
+        " backends.redis_cluster_records backends.redis_cluster_lists",
+        "backends.redis_cluster_steps",
         "backends.memcache_records backends.memcache_listener",
         "backends.memcache_index",
         "backends.memcache_groups",
         "brokers.* backends.* locks.*",
         "settlement.one_store settlement.redis_scripts settlement.redis_amend",
+        "settlement.two_stores",
         "settlement.*",
         "families families.base",
-        "families.memory",
+        "families.memory families.redis_cluster",
         "families.*",
         "factory",
         "hub context named_lock",

@@ -29,8 +29,10 @@ def prepare(chosen: Sequence[System], *, install: bool) -> tuple[list[System], l
         try:
             if install:
                 environments.make(system, lambda text: print(text, file=sys.stderr, flush=True))
-        except environments.EnvironmentFailed as failure:
-            skipped.append(str(failure))
+            if system.make is not None:
+                system.make()
+        except Exception as failure:  # whatever a maker raises: the others can be measured
+            skipped.append(f"{system.name}: {failure}")
             continue
         if environments.is_there(system):
             ready.append(system)

@@ -52,6 +52,7 @@ class System:
         stored: how many results there are; None: as many as messages are gone.
         copies: two processes are two workers, not one worker with two.
         bulk: it can send many at once.
+        make: what has to be built before; raises when it cannot be.
         share: of the tasks that are asked for; a slow one shows its speed with fewer.
         note: what differs from the others.
     """
@@ -63,6 +64,7 @@ class System:
     copies: bool = True
     bulk: bool = False
     share: float = 1.0
+    make: Callable[[], object] | None = None
     note: str
 
     @property
@@ -74,6 +76,12 @@ class System:
         return self.stored(probe) if self.stored is not None else count - self.left(probe)
 
 
+def _build_go() -> None:
+    from tests.interop.golang import build
+
+    build("v1")
+
+
 SYSTEMS: Sequence[System] = (
     System(name="machinery", left=Probe.machinery, copies=False, bulk=True,
            note="`machinery worker` as shipped (four threads in a process); acknowledged with the result, in one step"),
@@ -81,6 +89,9 @@ SYSTEMS: Sequence[System] = (
            stored=lambda probe: int(probe.ask("GET", "raw:ended") or 0),
            note="redis-py without a library: about the same commands for a task in the same batches, one thread, nothing that is"
                 " safe: **a batch is lost** with a worker that dies between taking it and noting that"),
+    System(name="gomachinery", share=0.5, left=lambda probe: int(probe.ask("LLEN", "machinery_tasks")), make=_build_go,
+           note="Go Machinery 1.10.8, a worker with ten slots; **cannot acknowledge**: a task that was taken is lost with its"
+                " worker; no bulk send; the waiter polls each 0.2 ms"),
     System(name="celery", version="5.7.0", share=0.25, stored=Probe.stored,
            left=lambda probe: probe.ask("LLEN", "celery") + probe.ask("HLEN", "unacked"),
            note="solo pool; acks_late; no bulk send"),

@@ -138,9 +138,12 @@ class RedisDriver:
 
     def open(self, *, timeout: float | None = None) -> Link:
         """A new connection. Any exception of redis-py."""
-        while (spare := self._room.enter(self._timeout, self._spare)) is not None:
+        while (spare := self._enter()) is not None:
             spare.close()  # one less
         return self._open(timeout or self._timeout)
+
+    def _enter(self) -> Link | None:
+        return self._room.enter(self._timeout, self._spare)
 
     def _spare(self) -> Link | None:
         try:
@@ -175,11 +178,8 @@ class RedisDriver:
         if self._strict and found:
             reasons = "; ".join(one.text for one in found)
             raise StoreUnusable(f"Redis at {self.servers.place}: refused by strict_durability: {reasons}")
-        # Said once by each process, however many of its threads come here at the same time.
-        with self._telling:
-            if self._checked == link.server:
-                return
-            self._checked = link.server
+        if not self._is_news(link):
+            return
         for one in found:
             logger.log(logging.WARNING if one.is_certain else logging.INFO, "Redis at %s: %s", self.servers.place, one.text)
         time_there = _ask_if_allowed(link, b"TIME") if self._texts else None
@@ -188,6 +188,12 @@ class RedisDriver:
         if abs(ahead) > SKEW:
             logger.warning("Redis at %s: this host's clock is %.0f s %s: its retries and delayed tasks come at the wrong time "
                            "(set the clock; is NTP running?)", self.servers.place, abs(ahead), "ahead" if ahead > 0 else "behind")
+
+    def _is_news(self, link: Link) -> bool:
+        """Whether nobody has told of this server: once by each process, however many of its threads are here at the same time."""
+        with self._telling:
+            is_news, self._checked = self._checked != link.server, link.server
+            return is_news
 
     def _look_at(self, link: Link) -> list[Concern]:
         text = _ask_if_allowed(link, b"INFO")
@@ -220,7 +226,7 @@ class RedisDriver:
             self._idle, self._ears, self._room, self._pid = [], [], Room(self.limits), os.getpid()
         self.servers.look()
         while True:
-            link = self._spare() or self._room.enter(self._timeout, self._spare)
+            link = self._spare() or self._enter()
             if link is None:
                 return self._open(self._timeout)
             idle = time.monotonic() - link.used_at
@@ -333,6 +339,13 @@ class RedisDriver:
                 text = f"no reply: {text}"
         self.servers.refused(text)
         raise as_ours(kind, text, place=self.servers.place, doing=doing, away=away) from error
+
+    def packed_script(self, script: Script, argument: bytes) -> bytes:
+        """A script as it is sent, and read by `read_script`."""
+        return evalsha(self.adapted(script), argument)
+
+    def read_script(self, link: Link, script: Script, argument: bytes) -> Any:
+        return read_script(link, self.adapted(script), argument)
 
     def unblock(self, numbers: Sequence[bytes]) -> None:
         """End the sleep of these connections. Failing does no harm: nobody sleeps longer than a second."""

@@ -56,6 +56,8 @@ class Room:
     def enter(self, timeout: float, spare: Callable[[], L | None]) -> L | None:
         """Return when one more may be opened; or one that came back meanwhile, to be used in its place.
 
+        `spare` finds that one, or closes one that leads elsewhere.
+
         Raises:
             redis.ConnectionError: there are too many.
         """
@@ -67,6 +69,8 @@ class Room:
                 found = spare()
                 if found is not None:
                     return found
+                if self._count < self._most:
+                    break  # `spare` has closed one
                 left = deadline - time.monotonic() if self._wait else 0.0
                 if left <= 0 or not self._changed.wait(left):
                     self._refuse()

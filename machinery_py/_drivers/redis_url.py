@@ -6,14 +6,13 @@
     rediss://host                         with TLS (Go turns it on in code only)
     redis+socket://secret@/run/redis.sock:/1
     redis://secret@h1:26379,h2:26379/0?master_name=m    sentinels, and the master that they watch
+    redis://secret@h1,h2,h3/0             nodes of a Redis Cluster; the others are found through them
 
 Options, where Go ignores a query; values are percent-encoded:
 
     ca_file, cert_file, key_file          of rediss: whom to trust (else the system's authorities), and who we are
     verify=none                           of rediss: trust whatever answers, with a warning
     master_name                           the hosts are sentinels; with sentinel_username, sentinel_password of their own
-
-Limits: several hosts without master_name, that is a cluster, are refused in this release.
 """
 
 from __future__ import annotations
@@ -61,6 +60,11 @@ class RedisUrl:
     sentinel_password: str = ""
 
     @property
+    def is_cluster(self) -> bool:
+        """Whether it lists nodes of a cluster. That a single host is one is said by `redis.cluster_mode`."""
+        return len(self.hosts) > 1 and not self.master_name
+
+    @property
     def place(self) -> str:
         """Host and port, or the socket: for texts."""
         return self.path or ",".join(f"{host}:{port}" for host, port in self.hosts)
@@ -70,7 +74,7 @@ def parse_redis_url(url: str, *, master_name: str = "") -> RedisUrl:
     """Read a URL; `master_name` is for one that names none itself.
 
     Raises:
-        BadRedisUrl: it makes no sense, or asks for what is not in this release.
+        BadRedisUrl: it makes no sense.
     """
     scheme, _, rest = url.partition("://")
     credentials, _, address = rest.rpartition("@")
@@ -92,9 +96,8 @@ def parse_redis_url(url: str, *, master_name: str = "") -> RedisUrl:
     places, _, database = address.partition("/")
     master = options.pop("master_name", "") or master_name
     hosts = tuple(_host(part, DEFAULT_SENTINEL_PORT if master else DEFAULT_PORT) for part in places.split(","))
-    if len(hosts) > 1 and not master:
-        raise BadRedisUrl(f"{len(hosts)} hosts are not in this release: Redis Cluster comes later"
-                          " (expected one host, or sentinels and ?master_name=…)")
+    if len(hosts) > 1 and not master and _database(database):
+        raise BadRedisUrl(f"{len(hosts)} hosts are a cluster, which has database 0 only (sentinels: ?master_name=…)")
     verify = options.pop("verify", "full") != "none"
     return RedisUrl(
         hosts=hosts, tls=scheme.lower() == "rediss", username=username, password=password, database=_database(database),

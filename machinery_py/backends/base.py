@@ -167,8 +167,8 @@ class Backend(ABC):
         """What is still to be published for each of these changes."""
 
     @abstractmethod
-    def clear_outbox(self, keys: Sequence[str]) -> None:
-        """The outboxes of these changes have been published."""
+    def clear_outbox(self, sent: Sequence[tuple[str, Sequence[bytes]]]) -> None:
+        """These outboxes of these keys have been published. One that was written for a key since then stays."""
 
     @abstractmethod
     def unsent(self, limit: int, *, older_than: float) -> list[tuple[str, Sequence[bytes]]]:

@@ -26,6 +26,7 @@ an item may never call its callback. States cannot be listed.
 from __future__ import annotations
 
 import datetime as dt
+import functools
 import secrets
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NoReturn, TypeVar
@@ -217,24 +218,26 @@ class MemcacheBackend(Backend):
                 found[key].append(Commit(record.nonce, record.kept_at, record.outbox, record.todo))
         return found
 
-    def clear_outbox(self, keys: Sequence[str]) -> None:
-        keys = list(dict.fromkeys(keys))
-        items = self.driver.fetch(
-            [key_of(key, prefix) for key in keys for prefix in (FIRED, OUTBOX)], doing="reading outboxes"
-        )
-        commands = []
+    def clear_outbox(self, sent: Sequence[tuple[str, Sequence[bytes]]]) -> None:
+        bodies_of: dict[str, set[bytes]] = {}
+        for key, bodies in sent:
+            bodies_of.setdefault(key, set()).update(bodies)
+        keys = {key_of(key, prefix): key for key in bodies_of for prefix in (FIRED, OUTBOX)}
+        items = self.driver.fetch(keys, doing="reading outboxes")
+        cleared: dict[bytes, Command] = {}
         for name, item in items.items():
-            if name.startswith(OUTBOX):
-                commands.append(delete(name))
-                continue
-            # Nobody else writes it but to clear it.
             commit = decode_commit(item.value)
-            commit.outbox, commit.todo = (), ()
-            commands.append(swap(name, pack(commit), seconds(CHORD_LIFE), item.cas))
-        self.driver.send(commands, doing="clearing outboxes")
-        groups = {name for name in items if name.startswith(FIRED)}
-        self._edit([(key, _clear) for key in keys if key_of(key, FIRED) not in groups])
-        self._index.drop(outboxes=keys)
+            if bodies_of[keys[name]].issuperset(commit.outbox):
+                commit.outbox, commit.todo = (), ()
+                life = seconds(CHORD_LIFE if name.startswith(FIRED) else 1.0)
+                cleared[name] = swap(name, pack(commit), life, item.cas)
+        replies = self.driver.send(list(cleared.values()), doing="clearing outboxes")
+        stored = {name for name, reply in zip(cleared, replies, strict=True) if reply == STORED}
+        kept = {keys[name] for name in items if name not in stored}
+        tasks = [key for key in bodies_of if key_of(key, FIRED) not in items]
+        gone = self._edit([(key, functools.partial(_clear, bodies_of[key])) for key in tasks])
+        kept |= {key for key, is_gone in zip(tasks, gone, strict=True) if not is_gone}
+        self._index.drop(outboxes=[key for key in bodies_of if key not in kept])
 
     def unsent(self, limit: int, *, older_than: float) -> list[tuple[str, Sequence[bytes]]]:
         before = micros(self.now()) - int(older_than * 1e6)
@@ -248,7 +251,7 @@ class MemcacheBackend(Backend):
             if bodies:
                 found.append((key, bodies))
             else:
-                self.clear_outbox([key])
+                self.clear_outbox([(key, ())])
         return found
 
     def settled_by(self, uuids: Sequence[str]) -> list[str]:
@@ -374,9 +377,13 @@ class _Advance:
             record.state, record.changed = after, True
 
 
-def _clear(record: Record) -> None:
+def _clear(sent: set[bytes], record: Record) -> bool:
+    """These messages of a task have been published. Whether there are no others."""
+    if not sent.issuperset(record.outbox):
+        return False
     if record.outbox:
         record.outbox, record.todo, record.changed = (), (), True
+    return True
 
 
 def _own_state(change: Change) -> bool:

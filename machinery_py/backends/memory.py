@@ -118,10 +118,11 @@ class MemoryBackend(TransactionalBackend):
     def _outbox(self, key: str) -> Sequence[bytes]:
         return self._outboxes.get(key, ((), 0.0))[0]
 
-    def clear_outbox(self, keys: Sequence[str]) -> None:
+    def clear_outbox(self, sent: Sequence[tuple[str, Sequence[bytes]]]) -> None:
         with self.hub.lock:
-            for key in keys:
-                self._outboxes.pop(key, None)
+            for key, bodies in sent:
+                if self._outbox(key) == tuple(bodies):
+                    self._outboxes.pop(key, None)
 
     def unsent(self, limit: int, *, older_than: float) -> list[tuple[str, Sequence[bytes]]]:
         with self.hub.lock:

@@ -242,8 +242,8 @@ class MongoBackend(MongoLooking):
     def outboxes(self, keys: Sequence[str]) -> list[Sequence[bytes]]:
         return self._tasks.outboxes(keys)
 
-    def clear_outbox(self, keys: Sequence[str]) -> None:
-        self._tasks.clear_outbox(keys)
+    def clear_outbox(self, sent: Sequence[tuple[str, Sequence[bytes]]]) -> None:
+        self._tasks.clear_outbox(sent)
 
     def unsent(self, limit: int, *, older_than: float) -> list[tuple[str, Sequence[bytes]]]:
         return self._tasks.unsent(limit, older_than=older_than)

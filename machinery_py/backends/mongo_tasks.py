@@ -10,11 +10,11 @@ import secrets
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
-from pymongo import UpdateOne
+from pymongo import DeleteOne, UpdateOne
 
 from machinery_py._drivers.mongo import Document, MongoDriver, Store, insert_new
 from machinery_py.backends.mongo_groups import CHORD_LIFE
-from machinery_py.backends.mongo_records import Kept, fields_of, kept_of, new_document, unpacked_outbox
+from machinery_py.backends.mongo_records import Kept, fields_of, kept_of, new_document, packed_outbox, unpacked_outbox
 from machinery_py.errors import BackendUnavailable
 from machinery_py.states import TaskState, advance
 
@@ -135,11 +135,23 @@ class MongoTasks:
         boxes = self.run(read, "reading outboxes") if keys else {}
         return [unpacked_outbox(boxes.get(key, b"")) for key in keys]
 
-    def clear_outbox(self, keys: Sequence[str]) -> None:
+    def clear_outbox(self, sent: Sequence[tuple[str, Sequence[bytes]]]) -> None:
+        """Only what was sent: the next run of the task may have put its own there meanwhile, at another moment."""
+        boxes = {key: packed_outbox(bodies) for key, bodies in sent}
+
         def clear(store: Store) -> None:
-            for collection in (store.tasks, store.machinery_chords):
-                collection.update_many({"_id": {"$in": list(keys)}}, {"$set": {"outbox": b"", "outbox_at": 0}})
-            store.machinery_outboxes.delete_many({"_id": {"$in": list(keys)}})
+            query = {"_id": {"$in": list(boxes)}, "outbox_at": {"$gt": 0}}
+            for place in (store.tasks, store.machinery_chords, store.machinery_outboxes):
+                these = [
+                    {"_id": one["_id"], "outbox_at": one["outbox_at"]}
+                    for one in place.find(query, {"outbox": 1, "outbox_at": 1})
+                    if bytes(one["outbox"]) == boxes[one["_id"]]
+                ]
+                if these and place is store.machinery_outboxes:
+                    place.bulk_write([DeleteOne(one) for one in these], ordered=False)
+                elif these:
+                    empty = {"$set": {"outbox": b"", "outbox_at": 0}}
+                    place.bulk_write([UpdateOne(one, empty) for one in these], ordered=False)
 
         self.run(clear, "clearing outboxes")
 

@@ -54,7 +54,7 @@ class NullBackend(Backend):
     def outboxes(self, keys: Sequence[str]) -> list[Sequence[bytes]]:
         return [()] * len(keys)
 
-    def clear_outbox(self, keys: Sequence[str]) -> None:
+    def clear_outbox(self, sent: Sequence[tuple[str, Sequence[bytes]]]) -> None:
         pass  # there is none
 
     def unsent(self, limit: int, *, older_than: float) -> list[tuple[str, Sequence[bytes]]]:

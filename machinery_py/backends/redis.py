@@ -91,8 +91,9 @@ class RedisBackend(Backend):
         boxes = self.driver.ask(b"MGET", *(f"mpy:o:{{{key}}}".encode() for key in keys), doing="reading outboxes")
         return [_outbox(box) if box else () for box in boxes]
 
-    def clear_outbox(self, keys: Sequence[str]) -> None:
-        self._run(redis_scripts.CLEAR, keys, doing="clearing outboxes")
+    def clear_outbox(self, sent: Sequence[tuple[str, Sequence[bytes]]]) -> None:
+        rows = [(key, raw(_pack_outbox(tuple(bodies)))) for key, bodies in sent]
+        self._run(redis_scripts.CLEAR, rows, doing="clearing outboxes")
 
     def unsent(self, limit: int, *, older_than: float) -> list[tuple[str, Sequence[bytes]]]:
         found = self._run(

@@ -214,6 +214,12 @@ local function write(row, force, held)
   local s = row.state
   local uuid, word, kept = S[s], row.word, S[s + $KEPT]
   local final = word == 'SUCCESS' or word == 'FAILURE'
+  if force then
+    call('ZREM', 'mpy:done', uuid)
+    for i = #done, 1, -1 do
+      if done[i] == uuid then table.remove(done, i) end
+    end
+  end
   if final and held and tonumber(kept) < $LONG then kept = '$LONG' end
   call('SET', row.key, row.doc, 'EX', kept)
   call('SET', row.m, row.kept, 'EX', kept)
@@ -227,7 +233,6 @@ local function write(row, force, held)
   else
     open[#open + 1] = uuid
   end
-  if force then call('ZREM', 'mpy:done', uuid) end
 end
 local function note_group(uuid, a)
   local g, h = group_keys(uuid)

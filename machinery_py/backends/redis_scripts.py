@@ -29,7 +29,9 @@ return table.concat(verdicts)
 
 # In: (UUID, run) of each delivery. Out: for each (epoch, 1 if its run is over, outbox or "").
 BEGIN = Script(PRELUDE + LIBRARY + filled(r"""
-local begun = {}
+local begun, uuids = {}, {}
+for i, one in ipairs(unpacked[1]) do uuids[i] = one[1] end
+look(uuids)
 for i, one in ipairs(unpacked[1]) do
   local uuid, run = one[1], one[2]
   local row = read(uuid)
@@ -84,11 +86,13 @@ end
 return found
 """)
 
-# In: keys. Out: nothing.
+# In: (key, outbox that was sent). Out: nothing. Another one is a later one.
 CLEAR = Script(PRELUDE + r"""
-for _, key in ipairs(unpacked[1]) do
-  call('DEL', 'mpy:o:{' .. key .. '}')
-  call('ZREM', 'mpy:outbox', key)
+for _, one in ipairs(unpacked[1]) do
+  local name = 'mpy:o:{' .. one[1] .. '}'
+  local kept = call('GET', name)
+  if kept == one[2] then call('DEL', name) end
+  if not kept or kept == one[2] then call('ZREM', 'mpy:outbox', one[1]) end
 end
 """)
 
@@ -130,6 +134,9 @@ return found
 
 # In: UUIDs of tasks, of groups. Out: nothing.
 FORGET = Script(PRELUDE + LIBRARY + r"""
+for _, uuids in ipairs(unpacked) do
+  for _, uuid in ipairs(uuids) do key_type(doc_key(uuid), 'string') end
+end
 for _, uuid in ipairs(unpacked[1]) do
   call('DEL', doc_key(uuid), companion(uuid))
   call('ZREM', 'mpy:open', uuid)
@@ -142,7 +149,8 @@ for _, uuid in ipairs(unpacked[2]) do
 end
 """)
 
-# In: now, seconds that finished states are kept. Out: how many groups were looked at.
+# In: now, seconds that finished states are kept. Out: how many groups were looked at. What is kept under a group's UUID and is no
+# document is left alone; MGET says that it is missing.
 TEND = Script(PRELUDE + LIBRARY + rf"""
 local text, expire = unpack(unpacked)
 local now = now_of(text)
@@ -152,7 +160,7 @@ call('ZREMRANGEBYSCORE', 'mpy:open', '-inf', now - 2 * {CHORD_LIFE} * 1000000)
 local due = call('ZRANGEBYSCORE', 'mpy:groups', '-inf', now, 'LIMIT', 0, {LOOKS})
 for _, uuid in ipairs(due) do
   local g, h = group_keys(uuid)
-  local doc, alive = call('GET', doc_key(uuid)), call('ZSCORE', 'mpy:ready', uuid)
+  local doc, alive = call('MGET', doc_key(uuid))[1], call('ZSCORE', 'mpy:ready', uuid)
   if doc and not alive then
     -- Our own document of a group holds names only: no number can suffer.
     local read, group = pcall(cjson.decode, doc)
@@ -164,7 +172,8 @@ for _, uuid in ipairs(due) do
     call('ZADD', 'mpy:groups', now + expire * 1000000, uuid)
     if doc then call('EXPIRE', doc_key(uuid), {CHORD_LIFE}) end
   else
-    call('DEL', doc_key(uuid), g, h)
+    call('DEL', g, h)
+    if doc then call('DEL', doc_key(uuid)) end
     call('ZREM', 'mpy:groups', uuid)
   end
 end

@@ -189,8 +189,10 @@ class SQLiteBackend(TransactionalBackend):
             row = connection.execute("SELECT bodies FROM outbox WHERE key = ?", (key,)).fetchone()
         return decode_bodies(row[0]) if row else ()
 
-    def clear_outbox(self, keys: Sequence[str]) -> None:
-        self._change("DELETE FROM outbox WHERE key IN (SELECT value FROM json_each(?))", as_json(keys))
+    def clear_outbox(self, sent: Sequence[tuple[str, Sequence[bytes]]]) -> None:
+        rows = [(key, encode_bodies(tuple(bodies))) for key, bodies in sent]
+        with self._transaction() as connection:
+            connection.executemany("DELETE FROM outbox WHERE key = ? AND bodies = ?", rows)
 
     def unsent(self, limit: int, *, older_than: float) -> list[tuple[str, Sequence[bytes]]]:
         before = self.driver.now() - int(older_than * 1e6)

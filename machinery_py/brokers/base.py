@@ -31,6 +31,10 @@ class BrokerFeatures(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     peeking: bool = True  # waiting and delayed messages can be listed without taking them
     pausing: bool = True  # a queue can be paused
     sees_runs: bool = False  # of what a dead consumer held, only what it ran gets a strike
+    deduplicates: bool = True  # a token is known to all processes; else to the one that used it, unless a reply was lost
+    whole_batches: bool = True  # nobody sees a part of what one call has put
+    counts_returns: bool = True  # else the first return counts as a death: strike 1 and fence 2, whoever gave it back
+    tells_age: bool = True  # QueueStats.oldest_at is known
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -203,6 +207,14 @@ class Broker(ABC):
     @abstractmethod
     def consume(self, queues: Sequence[str], *, worker: str) -> Consumer:
         """Register a consumer. Nothing is claimed yet."""
+
+    def declare(self, queues: Sequence[str]) -> Sequence[str]:
+        """Make on the server all that these queues will ever need, when an application is deployed; what that is, in words.
+
+        Most stores need nothing. Doing it again changes nothing.
+        """
+        del queues
+        return ()
 
     @abstractmethod
     def tend(self) -> float:

@@ -3,7 +3,8 @@
 A consumer that has not beaten for a lease, by the server's clock, is given up at the second look; one whose process on this
 host has ended, at the first.
 
-Limits: no cluster. What a dead consumer held gets a strike, whether it ran or not.
+Limits: one server; in a cluster it is the broker of one queue (redis_cluster.py). What a dead consumer held gets a strike,
+whether it ran or not.
 """
 
 from __future__ import annotations
@@ -187,7 +188,8 @@ class RedisBroker(Broker):
     def stats(self) -> list[QueueStats]:
         self._move_due()
         queues = self._queues()
-        lines, names = self._run(redis_looking.STATS, self.driver.now(), queues, doing="counting messages")
+        lines, names, rung = self._run(redis_looking.STATS, self.driver.now(), queues, doing="counting messages")
+        self.driver.unblock(rung)
         late = {_unquoted(name): count for name, count in names}
         return [
             QueueStats(queue=queue, waiting=waiting, running=running, delayed=parked + late.get(queue, 0), dead=dead,
@@ -227,18 +229,18 @@ class RedisBroker(Broker):
         queues = [queue_keys(queue)] if queue else self._queues()
         found = self._run(redis_looking.DEAD, queues, limit, doing="listing dead letters")
         letters = [
-            letter_of(id, name, raw) for (name, _), line in zip(queues, found, strict=True) for id, raw in line if raw
+            letter_of(number.decode(), name, raw)
+            for (name, _), line in zip(queues, found, strict=True) for number, raw in line if raw
         ]
-        letters.sort(key=lambda letter: (letter.died_at, int(letter.id.partition("-")[2])), reverse=True)
+        letters.sort(key=lambda letter: (letter.died_at, int(letter.id.partition("@")[0])), reverse=True)
         return letters[:limit]
 
     def take_dead(self, ids: Sequence[str]) -> list[DeadLetter]:
-        queues = self._queues()
-        argument = pack((queues, list(dict.fromkeys(ids))))
+        places = [(number, queue) for number, at, queue in (id.partition("@") for id in dict.fromkeys(ids)) if at and queue]
+        argument = pack(([(queue_keys(queue), number) for number, queue in places],))
         found = self.driver.run(redis_looking.TAKE_DEAD, argument, doing="taking dead letters", away=BrokerUnavailable,
                                 again=False)
-        letters = {id: letter_of(id, queues[index][0], raw) for index, id, raw in found}
-        return [letters[id.encode()] for id in dict.fromkeys(ids) if id.encode() in letters]
+        return [letter_of(number, queue, raw) for (number, queue), raw in zip(places, found, strict=True) if raw]
 
     def concerns(self) -> list[Concern]:
         return self.driver.concerns()

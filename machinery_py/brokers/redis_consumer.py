@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from machinery_py._drivers.redis import Link, RedisDriver, command, evalsha, micros, read_script
+from machinery_py._drivers.redis import Link, RedisDriver, command, micros
 from machinery_py._drivers.redis_errors import Kind, kind_of
 from machinery_py._drivers.redis_keys import queue_keys
 from machinery_py._drivers.redis_lua import pack, raw
@@ -66,14 +66,25 @@ class RedisConsumer(Consumer):
         self._start_session()
 
     def _start_session(self) -> None:
-        session = secrets.token_hex(12)
+        session = self._new_session()
         info = SessionInfo(
             name=self._worker, host=socket.gethostname(), place=place(), pid=os.getpid(), pid_started=started(os.getpid()),
-            queues=self._queues, started_at=micros(self._driver.clock.now()),
+            queues=self._listed(), started_at=micros(self._driver.clock.now()),
         )
         argument = pack((self._driver.now(), session, raw(encode_info(info)), self._keys))
         self._driver.run(redis_scripts.REGISTER, argument, doing="registering a worker", away=BrokerUnavailable)
         self.session = session
+
+    def _new_session(self) -> str:
+        return secrets.token_hex(12)
+
+    def _sleeper(self, link: Link) -> tuple[str, bool]:
+        """The connection that others are to wake, and whether it sleeps where no claim of this one sees it."""
+        return link.number.decode(), False
+
+    def _listed(self) -> tuple[str, ...]:
+        """The queues that it is shown with."""
+        return self._queues
 
     # Claiming
 
@@ -115,8 +126,9 @@ class RedisConsumer(Consumer):
         link: Link | None = None
         try:
             link = self._open_link()
+            sleeper, is_apart = self._sleeper(link)
             argument = pack((self._driver.now(), session, keys, limit, claim, [number for number, _ in self._lost],
-                             link.number.decode(), will_sleep or bool(sleep), self._noted))
+                             sleeper, will_sleep or bool(sleep), self._noted, is_apart))
             self._noted = True  # until the reply says that it is not
             reply = self._ask(link, argument, sleep)
         except MachineryError:
@@ -138,11 +150,10 @@ class RedisConsumer(Consumer):
         return deliveries, self._block if due_in < 0 else due_in / 1e6
 
     def _ask(self, link: Link, argument: bytes, sleep: float) -> Any:
-        claim = self._driver.adapted(redis_scripts.CLAIM)
-        packet = evalsha(claim, argument)
+        packet = self._driver.packed_script(redis_scripts.CLAIM, argument)
         if not sleep:
             link.send(packet)
-            return read_script(link, claim, argument)
+            return self._driver.read_script(link, redis_scripts.CLAIM, argument)
         name, prefix = self._bed or self._keys[0]
         arrivals = f"{prefix}i:{self.session}".encode()
         source = name.encode() if self._bed else arrivals
@@ -151,7 +162,7 @@ class RedisConsumer(Consumer):
             if self._woken:
                 link.send(packet)
             else:
-                link.send(command(b"BLMOVE", source, arrivals, b"LEFT", b"RIGHT", b"%.3f" % sleep) + packet)
+                link.send(command(b"BLMOVE", source, arrivals, b"LEFT", b"RIGHT", b"%.3f" % max(sleep, 0.001)) + packet)
                 try:
                     link.read()
                 except Exception as error:
@@ -159,7 +170,7 @@ class RedisConsumer(Consumer):
                         raise
         finally:
             self._asleep = b""
-        return read_script(link, claim, argument)
+        return self._driver.read_script(link, redis_scripts.CLAIM, argument)
 
     def _open_link(self) -> Link:
         self._driver.servers.look()

@@ -37,12 +37,14 @@ return arr(found)
 """)
 
 # In: now, queues. Out: for each (waiting, running, parked, dead, when its oldest was put or "", 1 if it is paused); the routing
-# keys of Go's delayed set as they stand in the JSON, and how many each.
+# keys of Go's delayed set as they stand in the JSON, and how many each; connections to be woken.
 STATS = Script(LIBRARY + r"""
-local now, queues, lines, names, counts = now_of(unpacked[1]), unpacked[2], {}, {}, {}
+local now, queues, lines, names, counts, rung = now_of(unpacked[1]), unpacked[2], {}, {}, {}, {}
+key_type(DELAYED, 'zset')
+for _, q in ipairs(queues) do key_type(q[1], 'list') end
 for _, q in ipairs(queues) do
   local p = q[2]
-  parked(q, now, {})
+  parked(q, now, rung)
   local plain = call('LLEN', q[1])
   local waiting, running = plain, 0
   for _, level in ipairs(call('ZRANGE', p .. 'l', 0, -1)) do waiting = waiting + call('LLEN', p .. 'p:' .. level) end
@@ -65,7 +67,7 @@ if call('EXISTS', DELAYED) == 1 then
   end
   for name, count in pairs(counts) do names[#names + 1] = {name, count} end
 end
-return {lines, names}
+return {lines, names, rung}
 """)
 
 # In: queues. Out: for each (session, beat in µs, how many it holds, record or nil).
@@ -85,6 +87,8 @@ return lines
 # In: queue, members of Go's delayed set that are its. Out: how many messages are gone.
 PURGE = Script(LIBRARY + r"""
 local q, members, gone = unpacked[1], unpacked[2], 0
+key_type(q[1], 'list')
+if #members > 0 then key_type(DELAYED, 'zset') end
 for _, level in ipairs(call('ZRANGE', q[2] .. 'l', 0, -1)) do
   gone = gone + call('LLEN', q[2] .. 'p:' .. level)
   call('DEL', q[2] .. 'p:' .. level)
@@ -127,17 +131,15 @@ end
 return found
 """)
 
-# In: queues, ids. Out: those that were there (index of the queue, id, letter).
+# In: (queue, id) of each. Out: the letter of each, or nothing.
 TAKE_DEAD = Script(PRELUDE + r"""
-local queues, ids, found = unpacked[1], unpacked[2], {}
-for i, q in ipairs(queues) do
-  for _, id in ipairs(ids) do
-    local letter = call('HGET', q[2] .. 'd', id)
-    if letter then
-      call('HDEL', q[2] .. 'd', id)
-      call('ZREM', q[2] .. 'e', id)
-      found[#found + 1] = {i - 1, id, letter}
-    end
+local found = {}
+for i, one in ipairs(unpacked[1]) do
+  local p, id = one[1][2], one[2]
+  found[i] = call('HGET', p .. 'd', id)
+  if found[i] then
+    call('HDEL', p .. 'd', id)
+    call('ZREM', p .. 'e', id)
   end
 end
 return found

@@ -90,7 +90,9 @@ end
 
 # unwrap: the parts of an entry of a session, or of a parked message.
 # back: gives entries of a session to the heads of their lists, in their old order, with so many strikes more.
-# parked: brings what is due from our own delayed set to its queue. due_in: µs until the next; asks not again what parked saw.
+# spoilt: whether somebody keeps something else under the queue's name.
+# parked: brings what is due from our own delayed set to its queue, if that can take it. due_in: µs until the next; asks not again
+# what parked saw. first_due raises, before anything is written, if Go's delayed set is something else.
 LIBRARY = PUTTING + filled(r"""
 local function unwrap(text)
   local number, level, fence, strikes, parks, size, at = string.match(text, '^(%d+) (%d+) (%d+) (%d+) (%d+) (%d+)\n()')
@@ -124,11 +126,20 @@ local function empty(q, session, strikes, now, rung)
   return #entries
 end
 local soonest = {}
+local function first_due() soonest['$DELAYED'] = call('ZRANGE', '$DELAYED', 0, 0, 'WITHSCORES') end
+local function spoilt(q)
+  local found = call('TYPE', q[1]).ok
+  return found ~= 'none' and found ~= 'list'
+end
 local function parked(q, now, rung)
   local z = q[2] .. 'z'
   local first = call('ZRANGE', z, 0, 0, 'WITHSCORES')
   if not first[2] or tonumber(first[2]) > now then
     soonest[z] = first
+    return
+  end
+  if spoilt(q) then
+    soonest[z] = call('ZRANGEBYSCORE', z, '(' .. int(now), '+inf', 'WITHSCORES', 'LIMIT', 0, 1)
     return
   end
   for _, text in ipairs(call('ZRANGEBYSCORE', z, '-inf', now, 'LIMIT', 0, 2000)) do
@@ -153,7 +164,7 @@ local function due_in(queues, now)
 end
 local function bury(q, raw, now, head)
   local m = unwrap(raw)
-  local id = int(now) .. '-' .. int(call('INCR', q[2] .. 'n'))
+  local id = int(call('INCR', q[2] .. 'n'))
   call('HSET', q[2] .. 'd', id, m.strikes .. ' ' .. int(now) .. ' ' .. #head .. ' ' .. #m.label .. '\n'
     .. head .. m.label .. m.body)
   call('ZADD', q[2] .. 'e', now, id)

@@ -133,7 +133,8 @@ def head_of(uuid: str, name: str, reason: str, error: str) -> msgspec.Raw:
 _head = msgspec.msgpack.Decoder(tuple[str, str, str, str]).decode
 
 
-def letter_of(id: bytes, queue: str, letter: bytes) -> DeadLetter:
+def letter_of(number: str, queue: str, letter: bytes) -> DeadLetter:
+    """A dead letter, known by its number in its queue."""
     counts, _, rest = letter.partition(b"\n")
     strikes, died_at, head_size, label_size = map(int, counts.split())
     uuid, name, reason, error = _head(rest[:head_size])
@@ -142,6 +143,6 @@ def letter_of(id: bytes, queue: str, letter: bytes) -> DeadLetter:
         message = message_of(body, queue=queue, label=label)
         uuid, name = message.uuid, message.name
     return DeadLetter(
-        id=id.decode(), uuid=uuid, name=name, queue=queue, body=body, reason=reason, error=error, strikes=strikes,
+        id=f"{number}@{queue}", uuid=uuid, name=name, queue=queue, body=body, reason=reason, error=error, strikes=strikes,
         died_at=moment_of(died_at),
     )

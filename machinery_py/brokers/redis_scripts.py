@@ -50,12 +50,12 @@ return 1
 """)
 
 # In: now, session, queues, limit, number of this claim, numbers of lost ones, connection, true if it will sleep, true if it may
-# be among the sleepers.
+# be among the sleepers, true if it sleeps at none of these queues.
 # Out: what is left of the session (1, or 0 if it was given up); µs until something is due (-1: nothing is); how many tasks
 # are revoked; connections to be woken; msgpack of (queue, first receipt, fence, strikes, parks, priority, bodies), in which the
 # receipts of the bodies follow each other; which queue a sleeper is to block at, from 1 on (0: all are paused).
 CLAIM = Script(LIBRARY + r"""
-local text, session, queues, limit, claim, lost, number, will_sleep, noted = unpack(unpacked)
+local text, session, queues, limit, claim, lost, number, will_sleep, noted, apart = unpack(unpacked)
 local now, rung, found, runs, count = now_of(text), {}, {}, 0, 0
 local function reply() return '\221' .. struct.pack('>I4', runs) .. table.concat(found) end
 local function tell(index, receipt, fence, strikes, parks, level, bodies)
@@ -89,11 +89,12 @@ local function fly(index, q, level, bodies)
   if not noted then tell(index, first + 1, 1, 0, 0, level, bodies) end
   rows('HSET', q[2] .. 'f:' .. session, entries)
 end
+first_due()
+for _, q in ipairs(queues) do key_type(q[1], 'list') end
 for _, q in ipairs(queues) do
-  key_type(q[1], 'list')
   if noted then
     call('SREM', q[2] .. 'v', number)
-    if #queues > 1 then call('SREM', q[2] .. 'w', number) end  -- the order may have been another
+    if apart or #queues > 1 then call('SREM', q[2] .. 'w', number) end  -- the order may have been another
   end
 end
 for _, q in ipairs(queues) do
@@ -158,7 +159,7 @@ end
 if will_sleep and count == 0 then
   for index, q in ipairs(queues) do
     call('SADD', q[2] .. (stopped[index] and 'u' or 'v'), number)
-    if index ~= bed and not stopped[index] then call('SADD', q[2] .. 'w', number) end
+    if (apart or index ~= bed) and not stopped[index] then call('SADD', q[2] .. 'w', number) end
   end
 end
 return {1, due_in(queues, now), call('ZCARD', 'mpy:revoked'), rung, reply(), bed}
@@ -225,6 +226,7 @@ return {held, rung}
 LOOK = Script(LIBRARY + r"""
 local text, queues, lease = unpack(unpacked)
 local now, rung, late, all = now_of(text), {}, {}, {}
+first_due()
 for _, q in ipairs(queues) do
   parked(q, now, rung)
   local found = call('ZRANGE', q[2] .. 's', 0, -1, 'WITHSCORES')
@@ -232,10 +234,12 @@ for _, q in ipairs(queues) do
     all[#all + 1] = {q[1], found[i]}
     if now - tonumber(found[i + 1]) > lease then late[#late + 1] = {q[1], found[i], int(tonumber(found[i + 1]))} end
   end
-  for _, session in ipairs(call('ZRANGE', q[2] .. 't', 0, -1)) do
-    if call('EXISTS', q[2] .. 'i:' .. session, q[2] .. 'f:' .. session) > 0 then empty(q, session, 1, now, rung) end
+  if not spoilt(q) then
+    for _, session in ipairs(call('ZRANGE', q[2] .. 't', 0, -1)) do
+      if call('EXISTS', q[2] .. 'i:' .. session, q[2] .. 'f:' .. session) > 0 then empty(q, session, 1, now, rung) end
+    end
+    call('ZREMRANGEBYSCORE', q[2] .. 't', '-inf', now)
   end
-  call('ZREMRANGEBYSCORE', q[2] .. 't', '-inf', now)
 end
 return {due_in(queues, now), late, all, rung}
 """)

@@ -207,6 +207,17 @@ def purge(args: argparse.Namespace) -> int:
     return 0
 
 
+def declare(args: argparse.Namespace) -> int:
+    """`machinery declare`."""
+    server = open_app(args, "declare")
+    made = server.broker.declare(args.rest or [server.config.default_queue])
+    if args.json:
+        print(to_json({"declared": list(made)}))
+    else:
+        print("\n".join(made) or "nothing to declare: this store makes its queues by itself")
+    return 0
+
+
 def pause(args: argparse.Namespace) -> int:
     """`machinery pause`. A queue that is not there yet may be paused: before a deployment, say."""
     server = open_app(args, "pause")

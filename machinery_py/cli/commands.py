@@ -252,6 +252,11 @@ COMMANDS: Mapping[str, Command] = {command.name: command for command in (
         help="delete what waits in a queue, delayed tasks too", examples=("machinery purge tasks mail",),
     ),
     Command(
+        name="declare", target="act:declare", words="[QUEUE …]", most=None, options=(_json, _app),
+        help="make what queues need on the server, when an application is deployed",
+        examples=("machinery declare tasks", "machinery declare tasks machinery_tasks mail"),
+    ),
+    Command(
         name="pause", target="act:pause", words="QUEUE …", least=1, most=None, options=(_json, _app),
         help="take nothing from these queues until they are resumed; what runs goes on",
         examples=("machinery pause tasks mail", "machinery pause tasks mail reports"),

@@ -121,6 +121,14 @@ class Link:
                 pass  # it is gone: the order to stop comes by the other pipe
 
 
+class StopAsked(KeyboardInterrupt):
+    """Raised where a signal meets the import of the app.
+
+    Of a class of its own: after a bare KeyboardInterrupt in an exec() of text (a dataclass is made by one) CPython ends with
+    SIGINT, even if that was caught.
+    """
+
+
 class Orders:
     """When this process is to stop: signals and the parent's pipe, as a level that only rises.
 
@@ -154,7 +162,7 @@ class Orders:
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         if self._changed is None:
             self.level = max(self.level, STOP)
-            raise KeyboardInterrupt
+            raise StopAsked
         try:
             os.write(self._write, bytes([number]))
         except OSError:

@@ -9,7 +9,7 @@ import msgspec
 from machinery_py.backends.base import Backend
 from machinery_py.brokers.base import Broker
 from machinery_py.clock import Clock
-from machinery_py.config_sections import MongoDBConfig, RedisConfig
+from machinery_py.config_sections import AMQPConfig, MongoDBConfig, RedisConfig
 from machinery_py.errors import Unsupported
 from machinery_py.locks.base import Lock
 from machinery_py.settlement.base import Store
@@ -26,6 +26,8 @@ class FamilyOptions(msgspec.Struct, frozen=True, kw_only=True):
     strategy: str = "round-robin"  # in `failover.STRATEGIES`
     strict_durability: bool = False
     redis: RedisConfig = RedisConfig()
+    amqp: AMQPConfig = AMQPConfig()
+    default_queue: str = "machinery_tasks"
     mongodb: MongoDBConfig = MongoDBConfig()
 
 

@@ -1,22 +1,47 @@
-"""`redis://`, `rediss://`, `redis+socket://`: a Redis, 6.2 or newer; the master of sentinels, or one of several URLs."""
+"""`redis://`, `rediss://`, `redis+socket://`: a Redis, 6.2 or newer; a sentinels' master, one of several URLs, a cluster."""
 
 from __future__ import annotations
 
 import math
 
 from machinery_py._drivers.redis import RedisDriver
-from machinery_py._drivers.redis_pool import Limits
 from machinery_py._drivers.redis_servers import Servers
-from machinery_py._drivers.redis_url import BadRedisUrl
+from machinery_py._drivers.redis_url import BadRedisUrl, parse_redis_url
 from machinery_py.backends.redis import RedisBackend
 from machinery_py.brokers.redis import RedisBroker
-from machinery_py.config_sections import RedisConfig
+from machinery_py.brokers.redis_cluster import is_usable
 from machinery_py.errors import ConfigError, nearest
 from machinery_py.failover import STRATEGIES
 from machinery_py.families.base import Family, FamilyOptions
+from machinery_py.families.redis_cluster import RedisClusterFamily, limits_of
 from machinery_py.locks.redis import RedisLock
 from machinery_py.settlement.redis_store import RedisStore
 from machinery_py.urls import redact, split_urls
+
+
+def open_redis(url: str, options: FamilyOptions) -> Family:
+    """The stores of a cluster, if the URL lists several nodes or the configuration says so, else of one server.
+
+    Raises:
+        ConfigError: URL and options make no sense, alone or together.
+    """
+    urls = split_urls(url, options.separator)
+    shown = ", ".join(map(redact, urls))
+    try:
+        parsed = [parse_redis_url(one, master_name=options.redis.master_name) for one in urls]
+    except BadRedisUrl as error:
+        raise ConfigError(f"{shown}: {error}") from None
+    if not options.redis.cluster_mode and not any(one.is_cluster for one in parsed):
+        return RedisFamily(url, options)
+    if len(parsed) > 1:
+        raise ConfigError(f"{shown}: found several URLs (a cluster is one URL that lists some of its nodes: redis://h1,h2,h3)")
+    if parsed[0].master_name or parsed[0].path or parsed[0].database:
+        raise ConfigError(f"{shown}: redis.cluster_mode: a cluster has no sentinels, no socket, and database 0 only")
+    key = options.redis.delayed_tasks_key
+    if not is_usable(key):
+        raise ConfigError(f"redis.delayed_tasks_key: {key!r} cannot be used in a cluster (expected a name without braces, or "
+                          "with one {…} in it)")
+    return RedisClusterFamily(url, options)
 
 
 class RedisFamily(Family):
@@ -26,7 +51,7 @@ class RedisFamily(Family):
         super().__init__(url, options)
         self._driver = RedisDriver(
             clock=options.clock, timeout=options.timeout, servers=_servers(url, options), strict=options.strict_durability,
-            limits=_limits(options.redis),
+            limits=limits_of(options.redis),
         )
 
     def broker(self) -> RedisBroker:
@@ -45,26 +70,15 @@ class RedisFamily(Family):
         self._driver.close()
 
 
-def _limits(redis: RedisConfig) -> Limits:
-    """Go's 0 is no limit."""
-    return Limits(
-        max_idle=redis.max_idle, max_active=redis.max_active, wait=redis.wait, idle_timeout=redis.max_idle_timeout or math.inf,
-        read=redis.read_timeout or math.inf, write=redis.write_timeout or math.inf,
-        block=redis.normal_tasks_poll_period / 1000, delayed_key=redis.delayed_tasks_key,
-    )
-
-
 def _servers(text: str, options: FamilyOptions) -> Servers:
     """What the URLs and the options say.
 
     Raises:
-        ConfigError: they make no sense, or ask for what is not in this release.
+        ConfigError: they make no sense.
     """
     urls = split_urls(text, options.separator)
     shown = ", ".join(map(redact, urls))
     redis = options.redis
-    if redis.cluster_mode:
-        raise ConfigError(f"{shown}: redis.cluster_mode: Redis Cluster is not in this release")
     strategy = STRATEGIES.get(options.strategy)
     if strategy is None:
         known = ", ".join(sorted(STRATEGIES)) + nearest(options.strategy, STRATEGIES)

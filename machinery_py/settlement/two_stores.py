@@ -4,7 +4,7 @@ The order of the steps is what makes it safe; each may be the last one before a 
 
     1  backend: the new state, the group arrivals, and an outbox of what is to be published, if the epoch is still ours
     2  broker:  the messages of the outbox, with UUIDs that were fixed in step 1
-    3  backend: the outbox is cleared
+    3  backend: the outbox is cleared, if it is still the one that was published
     4  broker:  the delivery is acknowledged
 
     crash after   what there is                    who goes on
@@ -111,7 +111,7 @@ class TwoStores(Store):
         filled = [(key, bodies) for key, bodies in outboxes if bodies]
         if filled:
             self.broker.put([_unpack(body) for _, bodies in filled for body in bodies], token="")
-            self.backend.clear_outbox([key for key, _ in filled])
+            self.backend.clear_outbox(filled)
 
     def tend(self) -> float:
         if self._clock.monotonic() - self._swept >= OUTBOX_AGE:

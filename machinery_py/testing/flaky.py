@@ -269,8 +269,8 @@ class FlakyBackend(Backend):
     def outboxes(self, keys: Sequence[str]) -> list[Sequence[bytes]]:
         return self.faults.backend("outboxes", lambda: self.inner.outboxes(keys))
 
-    def clear_outbox(self, keys: Sequence[str]) -> None:
-        self.faults.backend("clear_outbox", lambda: self.inner.clear_outbox(keys))
+    def clear_outbox(self, sent: Sequence[tuple[str, Sequence[bytes]]]) -> None:
+        self.faults.backend("clear_outbox", lambda: self.inner.clear_outbox(sent))
 
     def unsent(self, limit: int, *, older_than: float) -> list[tuple[str, Sequence[bytes]]]:
         return self.faults.backend("unsent", lambda: self.inner.unsent(limit, older_than=older_than))

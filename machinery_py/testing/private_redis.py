@@ -205,11 +205,29 @@ class RedisCluster(Private):
 
     def node_of(self, key: str) -> RedisServer:
         """The master that has the key now, as the first running node knows it."""
-        node = next(one for one in self.nodes if one.is_running)
+        return self._node_of(key, next(one for one in self.nodes if one.is_running))
+
+    def _node_of(self, key: str, node: RedisServer) -> RedisServer:
         slot = cast(int, node.cli("CLUSTER", "KEYSLOT", key))
         ranges = cast("list[tuple[int, int, tuple[str, int]]]", node.cli("CLUSTER", "SLOTS"))
         port = next(master[1] for first, last, master, *_ in ranges if first <= slot <= last)
         return next(one for one in self.nodes if one.port == port)
+
+    def move(self, key: str, target: RedisServer, *, at_once: int = 10) -> None:
+        """Give the slot of a key to another master, so many keys in a step, while clients go on; until all nodes know."""
+        source = self.node_of(key)
+        if source is target:
+            return
+        slot = cast(int, source.cli("CLUSTER", "KEYSLOT", key))
+        ids = {node: str(node.cli("CLUSTER", "MYID")) for node in (source, target)}
+        target.cli("CLUSTER", "SETSLOT", slot, "IMPORTING", ids[source])
+        source.cli("CLUSTER", "SETSLOT", slot, "MIGRATING", ids[target])
+        while keys := cast("list[str]", source.cli("CLUSTER", "GETKEYSINSLOT", slot, at_once)):
+            source.cli("MIGRATE", HOST, target.port, "", 0, int(HANG * 1000), "KEYS", *keys)
+        for node in (target, source):
+            node.cli("CLUSTER", "SETSLOT", slot, "NODE", ids[target])
+        running = [node for node in self.nodes if node.is_running]
+        wait_until(lambda: all(self._node_of(key, node) is target for node in running), HANG, f"{target} to have slot {slot}")
 
     def close(self) -> None:
         for node in self.nodes:

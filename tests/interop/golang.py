@@ -24,14 +24,33 @@ BUILDING = 900.0  # seconds; a first build fetches and compiles all that Go Mach
 VERSIONS = ("v1", "v2")
 
 
+class GoMissing(Exception):
+    """There is no Go toolchain."""
+
+
+class GoBroken(Exception):
+    """The program cannot be built."""
+
+
+def peer(version: str) -> Path:
+    """The program for a test. Without a Go toolchain the test is left out, and says so; a build that breaks is a failure."""
+    try:
+        return build(version)
+    except GoMissing as missing:
+        pytest.skip(f"left out: {missing}")
+    except GoBroken as broken:
+        pytest.fail(str(broken), pytrace=False)
+
+
 def build(version: str) -> Path:
     """The program for Go Machinery v1 or v2; made anew when its sources or Go have changed.
 
-    Without a Go toolchain the test is left out, and says so. A build that breaks is a failure.
+    Raises:
+        GoMissing, GoBroken
     """
     go = shutil.which("go")
     if go is None:
-        pytest.skip("left out: no Go toolchain here (install Go 1.23 or newer, and have `go` on the PATH)")
+        raise GoMissing("no Go toolchain here (install Go 1.23 or newer, and have `go` on the PATH)")
     parts = sorted(SOURCES.glob("*.go")) + sorted(SOURCES.glob("go.*")) + sorted((SOURCES / "v2").iterdir())
     told = subprocess.run([go, "version"], capture_output=True, text=True, check=True, timeout=HANG).stdout
     digest = hashlib.sha256(told.encode() + b"".join(part.read_bytes() for part in parts)).hexdigest()[:16]
@@ -44,7 +63,7 @@ def build(version: str) -> Path:
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=BUILDING, check=False,
                               env={**os.environ, "GOTOOLCHAIN": "local", "GOFLAGS": "-mod=readonly", "GOWORK": "off"})
         if done.returncode != 0:
-            pytest.fail(f"the Go peer for Go Machinery {version} cannot be built:\n{done.stderr[-4000:]}", pytrace=False)
+            raise GoBroken(f"the Go peer for Go Machinery {version} cannot be built:\n{done.stderr[-4000:]}")
         (folder / "peer").replace(program)
         shutil.rmtree(folder)
     return program
@@ -70,7 +89,7 @@ class Peer:
     """One Go process: a sender, a reader of results, and a worker after `ask("worker")`."""
 
     def __init__(self, version: str, *, broker: str, backend: str, **flags: object) -> None:
-        words = [str(build(version)), "-broker", broker, "-backend", backend]
+        words = [str(peer(version)), "-broker", broker, "-backend", backend]
         for name, value in flags.items():
             words += [f"-{name.replace('_', '-')}", str(value)]
         self._numbers = itertools.count(1)

@@ -188,7 +188,7 @@ def test_all_wrong_values_are_told_at_once() -> None:
         "  max_strikes: found True (expected a whole number, 1 or more)",
         "  concurrency: found '4' (expected a whole number, 0 or more)",
         "  broker URL 'reddis://h': unknown scheme 'reddis'"
-        " (known: eager, memory, mongodb, mongodb+srv, redis, redis+socket, rediss, sqlite; did you mean 'redis'?)",
+        " (known: amqp, amqps, eager, memory, mongodb, mongodb+srv, redis, redis+socket, rediss, sqlite; did you mean 'redis'?)",
     ]
 
 

@@ -255,7 +255,7 @@ def test_a_wrong_variable_is_named_with_what_is_expected() -> None:
         "  MACHINERY_REDIS_WAIT: redis.wait: found 'maybe' (expected true or false)",
         "  MACHINERY_AMQP_QUEUE_BINDING_ARGS: amqp.queue_binding_args: found 'x' (expected a mapping of names to values)",
         "  MACHINERY_URL: broker URL 'null': 'null' works as result backend only "
-        "(as broker: eager, memory, mongodb, mongodb+srv, redis, redis+socket, rediss, sqlite)",
+        "(as broker: amqp, amqps, eager, memory, mongodb, mongodb+srv, redis, redis+socket, rediss, sqlite)",
     ]
 
 

@@ -129,6 +129,7 @@ def test_the_variable_for_one_thing_beats_the_variable_for_all(file: Path) -> No
 
 def test_a_url_is_used_for_what_its_store_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("machinery_py.urls.NOT_YET", ())
+    monkeypatch.setattr("machinery_py.urls.NOT_YET_AS", frozenset())
     monkeypatch.setattr("machinery_py.urls.StoreUrl.parse", lambda url, role: None)
 
     config = resolve("amqp://h", environ={"MACHINERY_LOCK": "memory://locks"})
@@ -139,7 +140,7 @@ def test_a_url_is_used_for_what_its_store_can_be(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("url", ["", "reddis://host", "amqp://u:secret@host", "null", "sqlite://:memory:"])
 def test_a_url_that_cannot_be_used_is_refused_at_once(url: str) -> None:
-    with pytest.raises(ConfigError, match=r"^broker URL ") as caught:
+    with pytest.raises(ConfigError, match=r"^(broker|result backend) URL ") as caught:
         resolve(url, environ={})
 
     assert "secret" not in str(caught.value)
@@ -209,7 +210,7 @@ def test_errors_of_all_places_are_told_together(tmp_path: Path) -> None:
             f"  {path}: brokr: unknown key; did you mean 'broker'?",
             f"  {path}: concurrency: found -1 (expected a whole number, 0 or more)",
             "  MACHINERY_LEASE: lease: found 'later' (expected a number, 0.001 to 3153600000 s)",
-            "  broker URL 'reddis://host': unknown scheme 'reddis' (known: eager, memory, mongodb, "
+            "  broker URL 'reddis://host': unknown scheme 'reddis' (known: amqp, amqps, eager, memory, mongodb, "
             "mongodb+srv, redis, redis+socket, rediss, sqlite; did you mean 'redis'?)",
         ]
     )
@@ -240,6 +241,7 @@ def test_a_required_server_refuses_the_default() -> None:
 
 def test_a_required_server_accepts_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("machinery_py.urls.NOT_YET", ())
+    monkeypatch.setattr("machinery_py.urls.NOT_YET_AS", frozenset())
     monkeypatch.setattr("machinery_py.urls.StoreUrl.parse", lambda url, role: None)
     required = {"MACHINERY_REQUIRE_SERVER": "1"}
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from machinery_py._drivers.amqp_url import parse_amqp_url
 from machinery_py._drivers.memcache_url import parse_memcache_url
 from machinery_py._drivers.redis_url import parse_redis_url
 from machinery_py.errors import ConfigError
@@ -177,7 +178,7 @@ def test_null_is_a_result_backend_and_nothing_else() -> None:
 
     assert refusal("null", "broker") == (
         "broker URL 'null': 'null' works as result backend only"
-        " (as broker: eager, memory, mongodb, mongodb+srv, redis, redis+socket, rediss, sqlite)"
+        " (as broker: amqp, amqps, eager, memory, mongodb, mongodb+srv, redis, redis+socket, rediss, sqlite)"
     )
     assert "works as result backend only" in refusal("null://", "lock")
 
@@ -185,14 +186,15 @@ def test_null_is_a_result_backend_and_nothing_else() -> None:
 def test_an_unknown_scheme_names_the_known_and_the_nearest() -> None:
     assert refusal("reddis://host", "broker") == (
         "broker URL 'reddis://host': unknown scheme 'reddis'"
-        " (known: eager, memory, mongodb, mongodb+srv, redis, redis+socket, rediss, sqlite; did you mean 'redis'?)"
+        " (known: amqp, amqps, eager, memory, mongodb, mongodb+srv, redis, redis+socket, rediss, sqlite; did you mean 'redis'?)"
     )
     known = "(known: eager, memcache, memory, mongodb, mongodb+srv, null, redis, redis+socket, rediss, sqlite"
     assert known in refusal("x://", "result backend")
 
 
-@pytest.mark.parametrize("scheme", NOT_YET)
-def test_a_scheme_of_a_later_release_says_so(scheme: str) -> None:
+@pytest.mark.parametrize("scheme", ["redis", "sqlite"])
+def test_a_scheme_of_a_later_release_says_so(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("machinery_py.urls.NOT_YET", (scheme,))
     for role in SCHEMES[scheme]:
         text = refusal(f"{scheme}://u:secret@host", role)
 
@@ -331,9 +333,9 @@ def test_the_reference_page_says_which_scheme_can_be_what() -> None:
     found: dict[str, tuple[set[str], bool]] = {}
     for line in page.read_text("utf-8").partition("\n## URLs")[2].splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if len(cells) == 3 and cells[2] in {"yes", "no"}:
+        if len(cells) == 3 and cells[2] in {"yes", "no", "as broker"}:
             for url in cells[0].split(", "):
-                found[scheme_of(url.strip("`"))] = set(cells[1].split(", ")), cells[2] == "yes"
+                found[scheme_of(url.strip("`"))] = set(cells[1].split(", ")), cells[2] != "no"
 
     assert found == {scheme: (set(roles), scheme not in NOT_YET) for scheme, roles in SCHEMES.items()}
 
@@ -349,6 +351,7 @@ def test_the_reference_page_says_which_scheme_can_be_what() -> None:
         ("redis://p%40ss@host", ((("host", 6379),), "", "p@ss", 0)),
         ("redis://a@b@host", ((("host", 6379),), "", "a@b", 0)),
         ("rediss://[::1]:7000/1", ((("::1", 7000),), "", "", 1)),
+        ("redis://user:secret@h1:7000,h2/0", ((("h1", 7000), ("h2", 6379)), "user", "secret", 0)),
     ],
 )
 def test_a_redis_url_is_read_as_go_reads_it(url: str, found: tuple[object, ...]) -> None:
@@ -369,7 +372,7 @@ def test_a_redis_socket_has_its_database_behind_a_colon() -> None:
 @pytest.mark.parametrize(
     ("url", "text"),
     [
-        ("redis://secret@h1:1,h2:2/0", "2 hosts are not in this release"),
+        ("redis://secret@h1:1,h2:2/3", "2 hosts are a cluster"),
         ("redis://secret@host/x", "the database is no number"),
         ("redis://secret@host:x", "the port is no number"),
         ("redis://secret@host/0?ssl=true", "Redis URLs have no options"),
@@ -380,3 +383,33 @@ def test_a_redis_socket_has_its_database_behind_a_colon() -> None:
 def test_a_redis_url_that_makes_no_sense_is_refused_without_its_password(url: str, text: str) -> None:
     assert text in refusal(url, "broker")
     assert "secret" not in refusal(url, "broker")
+
+
+@pytest.mark.parametrize(
+    ("url", "found"),
+    [
+        ("amqp://", ("localhost", 5672, "guest", "guest", "/")),
+        ("amqp://h/", ("h", 5672, "guest", "guest", "/")),
+        ("amqp://ada:s%40c@h:1/shop", ("h", 1, "ada", "s@c", "shop")),
+        ("amqp://ada@h/%2F", ("h", 5672, "ada", "", "/")),
+        ("amqps://[::1]/a%2Fb", ("::1", 5671, "guest", "guest", "a/b")),
+    ],
+)
+def test_an_amqp_url_is_gos(url: str, found: tuple[object, ...]) -> None:
+    parsed = parse_amqp_url(url)
+
+    assert (parsed.host, parsed.port, parsed.username, parsed.password, parsed.vhost) == found
+    check_url(url, "broker")
+
+
+@pytest.mark.parametrize(
+    ("url", "text"),
+    [
+        ("amqp://h:x", "the port is no number"), ("amqp://h/a/b", "second '/'"), ("amqp://:p@h", "no user"),
+        ("amqp://h?verify=none", "needs TLS"), ("amqps://h?verify=maybe", "neither full nor none"),
+        ("amqp://h?heartbeat=x", "'heartbeat' is no number"), ("amqp://h?colour=red", "no options besides"),
+        ("amqp://a,b/v", "several hosts"), ("amqps://h?key_file=k", "needs 'cert_file'"),
+    ],
+)
+def test_an_amqp_url_that_makes_no_sense_is_refused(url: str, text: str) -> None:
+    assert text in refusal(url, "broker")

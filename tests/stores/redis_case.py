@@ -12,7 +12,7 @@ from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.servers import RedisServer
 
 # Every key that has an expiry gets that much older. In: milliseconds.
-_AGE = """
+AGE = """
 local cursor = '0'
 repeat
   local step = redis.call('SCAN', cursor, 'COUNT', 1000)
@@ -40,7 +40,7 @@ class ServerClock(ManualClock):
         before = self.now()
         super().advance(seconds, **more)
         passed = (self.now() - before).total_seconds()
-        self._driver.ask(b"EVAL", _AGE.encode(), b"0", b"%d" % round(passed * 1000), doing="ageing")
+        self._driver.ask(b"EVAL", AGE.encode(), b"0", b"%d" % round(passed * 1000), doing="ageing")
 
     def close(self) -> None:
         self._driver.close()

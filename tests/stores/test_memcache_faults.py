@@ -143,7 +143,7 @@ def test_whichever_reply_to_a_firing_is_lost_it_is_fired_once(
         assert fired or times == 2
         assert through.get_states([callback])
         assert through.trigger_chord(name) is False
-        through.clear_outbox([name])
+        through.clear_outbox([(name, [b"message"])])
         assert through.unsent(99, older_than=0.0) == []
         request += 1
     assert request > 4
@@ -227,7 +227,7 @@ def test_a_firing_that_is_cut_off_anywhere_is_finished_by_anybody(
             else:
                 assert unsent.get(name, []) == list(outbox)
             assert heir.get_state(callback).state is State.FAILURE
-            heir.clear_outbox([name])
+            heir.clear_outbox([(name, outbox)])
             dying.close()
             request += 1
         assert request > 5
@@ -384,7 +384,7 @@ def test_what_a_dead_process_left_is_found_and_then_forgotten(driver: MemcacheDr
     assert alive.unsent(9, older_than=5.0) == [("task_1", [b"message"])]
     assert [one.group_uuid for one in alive.ready_groups(9)] == ["g"]
     assert alive.trigger_chord("g") is True
-    alive.clear_outbox(["task_1"])
+    alive.clear_outbox([("task_1", [b"message"])])
     clock.advance(3600.0)
     alive.tend()
 

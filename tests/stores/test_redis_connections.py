@@ -102,7 +102,7 @@ def test_sentinels_and_certificates_stand_in_the_url() -> None:
         ("redis://a?master_name=x&master_name=y", "given twice"),
         ("redis://a?sentinel_password=p@q", "encode it as %40"),
         ("redis+socket:///run/x?master_name=m", "a socket has none"),
-        ("redis://a,b", "2 hosts are not in this release"),
+        ("redis://a,b/1", "2 hosts are a cluster, which has database 0 only"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(url: str, text: str) -> None:
@@ -112,9 +112,19 @@ def test_options_that_make_no_sense_are_refused(url: str, text: str) -> None:
         Config(broker=url)
 
 
-def test_a_cluster_is_not_in_this_release() -> None:
-    with pytest.raises(ConfigError, match="Redis Cluster is not in this release"):
-        send(Server(Config(broker="redis://localhost", redis=RedisConfig(cluster_mode=True))), "a")
+@pytest.mark.parametrize(
+    ("url", "text"),
+    [
+        ("redis://a/1", "database 0 only"),
+        ("redis://a?master_name=m", "no sentinels"),
+        ("redis+socket:///run/x", "no socket"),
+        ("redis://a;redis://b", "found several URLs"),
+    ],
+)
+def test_a_cluster_that_makes_no_sense_is_refused(url: str, text: str) -> None:
+    config = Config(broker=url, multiple_broker_separator=";", redis=RedisConfig(cluster_mode=True))
+    with pytest.raises(ConfigError, match=text):
+        send(Server(config), "a")
 
 
 # TLS

@@ -371,3 +371,12 @@ def test_the_queue_of_a_callback_is_listed_though_nobody_sent_to_it(driver: Redi
     assert session.settle([Settlement(delivery=delivery, uuid="task_1", send=[callback])]) == [SETTLED]
     assert [stats.queue for stats in both.broker.stats()] == ["mail", "new"]
     session.close()
+
+
+def test_a_sleep_of_no_length_ends(driver: RedisDriver) -> None:
+    """Redis takes less than half a millisecond, in three digits, for ever."""
+    consumer = RedisBroker(driver).consume(["mail"], worker="w")
+
+    for sleep in (0.0001, 0.0004, 0.0006):
+        assert consumer._claim(1, ("mail",), sleep=sleep, will_sleep=False)[0] == []
+    consumer.close()

@@ -95,6 +95,10 @@ WORKER_POINTS = (
 )
 
 
+#: Between the steps of a change in a Redis Cluster, which are in several slots.
+CLUSTER_POINTS = ("after-note", "after-verdict", "after-effects", "after-publish")
+
+
 class Killer:
     """Ends this process with SIGKILL the first time that its point is reached."""
 
@@ -127,6 +131,8 @@ class KillingStore(Store):
             return verdicts
 
         store.backend.apply = killing_apply  # type: ignore[method-assign]
+        if hasattr(store.backend, "_steps"):
+            kill_between_steps(store.backend._steps, store.broker)
 
     def submit(self, submission: Submission) -> None:
         killer.reach("before-submit")
@@ -151,6 +157,24 @@ class KillingStore(Store):
         pause = self._store.tend()
         killer.reach("after-tend")
         return pause
+
+
+def kill_between_steps(steps: Any, broker: Any) -> None:
+    """Let the killer in after each step of a settlement that does anything."""
+    places = ((steps, "_note"), (steps, "decide"), (steps, "carry_out"), (broker, "put_once"))
+    for (owner, name), point in zip(places, CLUSTER_POINTS, strict=True):
+        setattr(owner, name, killing_step(getattr(owner, name), point))
+
+
+def killing_step(step: Callable[..., Any], point: str) -> Callable[..., Any]:
+    def run(what: Any, **options: Any) -> Any:
+        what = list(what)
+        done = step(what, **options)
+        if what and getattr(killer.inside, "step", ""):
+            killer.reach(point)
+        return done
+
+    return run
 
 
 class KillingSession(Session):

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from machinery_py import Config, Server, current_task
+from machinery_py.settlement.two_stores import TwoStores
 
 rng = random.Random(os.getpid())
 
@@ -52,7 +53,7 @@ def main(broker: str, backend: str, ledger: str, deadliness: float) -> None:
     server = make_server(broker, backend, ledger)
     store = server.engine.store
     deadly(store, "amend", deadliness)
-    if backend != broker:
+    if isinstance(store, TwoStores):
         deadly(store.backend, "amend", deadliness)
         deadly(store, "publish", deadliness)
         deadly(store.backend, "clear_outbox", deadliness)

@@ -101,6 +101,15 @@ def test_a_signal_during_the_import_ends_it_at_once(app: App) -> None:
     assert "Traceback" not in worker.err
 
 
+def test_a_signal_while_a_class_is_made_by_exec_ends_it_in_order(app: App) -> None:
+    # CPython remembers a KeyboardInterrupt that left exec() of text, and would end with SIGINT.
+    app.write("slow.py", "exec('import pathlib, time; pathlib.Path(\\'begun\\').touch(); time.sleep(600)')\n")
+    worker = app.start("worker", "slow")
+    wait_until((app.folder / "begun").exists, HANG)
+
+    assert worker.stop() == 0
+
+
 def test_burst_ends_when_the_queues_are_empty(app: App) -> None:
     uuids = [app.send("add", str(number), "1") for number in range(3)]
 

@@ -7,6 +7,7 @@ a task runs a second time only if the first run may have begun.
 from __future__ import annotations
 
 import collections
+import itertools
 import os
 import pathlib
 import subprocess
@@ -18,13 +19,16 @@ import pytest
 from machinery_py import Server, State, Task
 from machinery_py.brokers.base import QueueStats
 from machinery_py.testing.waiting import wait_until
+from tests.stores.amqp_case import amqp_url, vhosts
 from tests.stores.memcache_case import empty_memcached
+from tests.stores.redis_cluster_case import empty_cluster, url_of
 from tests.system import crashing
-from tests.system.crashing import SENDER_POINTS, SHAPES, WORKER_POINTS
+from tests.system.crashing import CLUSTER_POINTS, SENDER_POINTS, SHAPES, WORKER_POINTS
 
-__all__ = ["empty_memcached"]
+__all__ = ["amqp_url", "empty_cluster", "empty_memcached", "vhosts"]
 
 SCRIPT = pathlib.Path(__file__).with_name("crashing.py")
+MANY = "CHAOS_KILLS" in os.environ  # `make chaos` asks for more
 HANG = 60.0  # seconds; a guard, nothing is measured with it
 
 #: How often each function must have completed, and what the ledger may hold more of because of the kill.
@@ -76,6 +80,11 @@ def stage(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> Stage:
     if request.param == "redis":
         url: str = request.getfixturevalue("empty_redis").url
         return Stage(tmp_path, url, url)
+    if request.param == "cluster":
+        nodes = url_of(request.getfixturevalue("empty_cluster"))
+        return Stage(tmp_path, nodes, nodes)
+    if request.param == "amqp":
+        return Stage(tmp_path, request.getfixturevalue("amqp_url"), f"sqlite:///{tmp_path}/states.db")
     first = f"sqlite:///{tmp_path}/first.db"
     if request.param == "memcached":
         return Stage(tmp_path, first, request.getfixturevalue("empty_memcached").url)
@@ -116,10 +125,18 @@ def cells() -> Iterator[tuple[str, str, str]]:
                 yield "one store", point, shape
             if shape in ("retry", "chord"):
                 yield "two stores", point, shape
+                if shape == "chord" or MANY:
+                    yield "amqp", point, shape
             if shape in ("retry", "chain", "broken-chord", "chord"):
                 yield "memcached", point, shape
             if shape in ("retry", "chain", "broken-chord", "chord", "delayed") and not point.startswith("inside"):
                 yield "redis", point, shape  # its steps are scripts: there is no inside
+    for point in CLUSTER_POINTS:
+        yield "cluster", point, "broken-chord"
+        if point in ("after-verdict", "after-publish"):
+            yield "cluster", point, "retry"
+    for point in ("after-claim", "inside-settle", "inside-fire"):
+        yield "cluster", point, "chord"
 
 
 @pytest.mark.parametrize(("stage", "point", "shape"), list(cells()), indirect=["stage"])
@@ -135,6 +152,7 @@ def test_a_worker_that_is_killed_loses_and_doubles_nothing(
 
     killed = stage.calls()["killed"]
     assert first.returncode == (-9 if killed else 0), first.stderr
+    assert killed or point not in CLUSTER_POINTS
     check_history(stage.calls(), shape, point)
     check_states(survivor, sent.stdout.strip(), shape)
 
@@ -169,8 +187,14 @@ def check_states(server: Server, uuid: str, shape: str) -> None:
     assert not server.inspect.dead()
 
 
-@pytest.mark.parametrize("stage", ["one store", "two stores", "redis", "memcached"], indirect=True)
-@pytest.mark.parametrize("shape", ["task", "chain", "chord"])
+@pytest.mark.parametrize(
+    ("stage", "shape"),
+    [
+        *itertools.product(("one store", "two stores", "redis", "amqp", "memcached"), ("task", "chain", "chord")),
+        ("cluster", "chord"),
+    ],
+    indirect=["stage"],
+)
 @pytest.mark.parametrize("point", SENDER_POINTS)
 def test_a_sender_that_is_killed_leaves_all_or_nothing(
     stage: Stage, survivor: Server, shape: str, point: str

@@ -13,18 +13,21 @@ from pathlib import Path
 import pytest
 
 from machinery_py import Config, Server
+from machinery_py.config_sections import AMQPConfig
 from machinery_py.testing.conformance.workflows import LinkedConformance
 from tests.matrix import stores
+from tests.stores.amqp_case import amqp_url, vhosts
 from tests.stores.memcache_case import empty_memcached
 from tests.stores.mongo_case import mongodb_server, mongodb_url
 
-__all__ = ["empty_memcached", "mongodb_server", "mongodb_url"]
+__all__ = ["amqp_url", "empty_memcached", "mongodb_server", "mongodb_url", "vhosts"]
 
 FULL = bool(os.environ.get("MACHINERY_TEST_FULL") or os.environ.get("MACHINERY_TEST_PAIRS"))
 ELSEWHERE = frozenset({
     ("memory", "memory"), ("sqlite", "sqlite"), ("redis", "redis"), ("mongodb", "mongodb"),
     ("memory", "sqlite"), ("sqlite", "memory"), ("redis", "memory"), ("mongodb", "redis"), ("redis", "mongodb"),
     ("memory", "memcache"), ("sqlite", "memcache"), ("redis", "memcache"),
+    ("amqp", "memory"), ("amqp", "sqlite"), ("amqp", "redis"), ("amqp", "memcache"),
 })
 ALWAYS = ("sqlite", "mongodb")
 _numbers = itertools.count(1)
@@ -38,8 +41,9 @@ class Pair(LinkedConformance):
     test_a_message_that_comes_twice_counts_once = None
 
     @pytest.fixture
-    def server(self, broker_url: str, backend_url: str) -> Server:
-        return Server(Config(broker=broker_url, result_backend=backend_url))
+    def server(self, broker_url: str, backend_url: str, request: pytest.FixtureRequest) -> Server:
+        amqp = AMQPConfig(queue_declare_args={"x-max-priority": 10} if "priorit" in request.node.name else {})
+        return Server(Config(broker=broker_url, result_backend=backend_url, amqp=amqp))
 
 
 def _place(kind: str, role: str) -> object:
@@ -56,6 +60,9 @@ def _place(kind: str, role: str) -> object:
     elif kind == "mongodb":
         def url(self: object, mongodb_url: str) -> str:  # type: ignore[misc]
             return mongodb_url
+    elif kind == "amqp":
+        def url(self: object, amqp_url: str) -> str:  # type: ignore[misc]
+            return amqp_url
     elif kind == "memcache":
         def url(self: object, empty_memcached: object) -> str:  # type: ignore[misc]
             return str(empty_memcached.url)  # type: ignore[attr-defined]

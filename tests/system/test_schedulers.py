@@ -17,7 +17,10 @@ import pytest
 
 from machinery_py.periodic import decode_entry
 from machinery_py.testing.waiting import wait_until
+from tests.stores.redis_cluster_case import empty_cluster, url_of
 from tests.system.scheduling import make_server
+
+__all__ = ["empty_cluster"]
 
 ROOT = pathlib.Path(__file__).parents[2]
 SECONDS = float(os.environ.get("CHAOS_SCHEDULE_SECONDS", "3"))  # `make chaos` asks for five minutes
@@ -66,16 +69,21 @@ class Fleet:
         self.server.close()
 
 
-@pytest.fixture(params=["sqlite", "redis", "redis+sqlite"] + ["sqlite+redis"] * (SECONDS > 10))
+@pytest.fixture(params=["sqlite", "redis", "redis+sqlite", "cluster"] + ["sqlite+redis"] * (SECONDS > 10))
 def fleet(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> Iterator[Fleet]:
     kinds = request.param.split("+")
-    urls = [
-        f"sqlite:///{tmp_path}/{place}.db?synchronous=normal" if kind == "sqlite" else request.getfixturevalue("empty_redis").url
-        for place, kind in enumerate(kinds)
-    ]
+    urls = [_url(request, kind, tmp_path / f"{place}.db") for place, kind in enumerate(kinds)]
     fleet = Fleet(urls[0], urls[-1], tmp_path / "ledger")
     yield fleet
     fleet.close()
+
+
+def _url(request: pytest.FixtureRequest, kind: str, file: pathlib.Path) -> str:
+    if kind == "sqlite":
+        return f"sqlite:///{file}?synchronous=normal"
+    if kind == "cluster":
+        return url_of(request.getfixturevalue("empty_cluster"))
+    return str(request.getfixturevalue("empty_redis").url)
 
 
 def test_ten_schedulers_send_each_tick_once(fleet: Fleet) -> None:

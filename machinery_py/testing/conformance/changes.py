@@ -8,7 +8,7 @@ from machinery_py.backends.base import ALREADY, FENCED, SETTLED, Backend, Change
 from machinery_py.errors import Unsupported
 from machinery_py.states import State
 from machinery_py.testing.clocks import ManualClock
-from machinery_py.testing.conformance.groups import GroupConformance, state_of, write
+from machinery_py.testing.conformance.groups import GroupConformance, OpenBackend, state_of, write
 from machinery_py.testing.waiting import together
 
 
@@ -30,7 +30,7 @@ class ChangeConformance(GroupConformance):
     def test_a_repeat_writes_nothing_whatever_it_settled(self, backend: Backend, state: State) -> None:
         change = Change(key="t", mark="one", states=(state_of("t", state),), outbox=(b"m",))
         assert backend.apply([change]) == [SETTLED]
-        backend.clear_outbox(["t"])
+        backend.clear_outbox([("t", (b"m",))])
 
         assert backend.apply([change]) == [ALREADY]
         assert backend.unsent(9, older_than=0.0) == []
@@ -131,5 +131,24 @@ class ChangeConformance(GroupConformance):
         assert len(backend.unsent(1, older_than=5.0)) == 1
         assert backend.unsent(9, older_than=25.0) == []
 
-        backend.clear_outbox(["a", "nobody"])
+        backend.clear_outbox([("a", [b"1", b"2"]), ("nobody", [b"1"])])
         assert [key for key, _ in backend.unsent(9, older_than=0.0)] == ["b"]
+
+    def test_who_clears_late_leaves_the_outbox_of_the_next_run(
+        self, backend: Backend, open_backend: OpenBackend, clock: ManualClock
+    ) -> None:
+        """Run 0 publishes its retry and falls asleep; run 1 ends; then run 0 clears what it has published."""
+        other = open_backend()
+        first, second = (b"the retry", b"\x00"), (b"the callback",)
+        backend.apply([Change(key="t", mark="1", states=(state_of("t", State.RETRY),), outbox=first)])
+        other.apply([Change(key="t", mark="2", states=(state_of("t", State.SUCCESS, run=1),), outbox=second)])
+
+        backend.clear_outbox([("t", first)])
+
+        clock.advance(1.0)
+        assert [list(outbox) for outbox in other.outboxes(["t"])] == [list(second)]
+        assert [(key, list(outbox)) for key, outbox in other.unsent(9, older_than=0.0)] == [("t", list(second))]
+        other.clear_outbox([("t", second)])
+        assert [list(outbox) for outbox in backend.outboxes(["t"])] == [[]]
+        assert backend.unsent(9, older_than=0.0) == []
+        other.close()

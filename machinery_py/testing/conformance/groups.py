@@ -236,7 +236,7 @@ class GroupConformance(BackendCase):
         )
         assert backend.apply([change]) == [SETTLED]
         assert backend.trigger_chord("g") is True
-        backend.clear_outbox(["a"])
+        backend.clear_outbox([("a", (b"m",))])
 
         assert backend.apply([change]) == [ALREADY]
 

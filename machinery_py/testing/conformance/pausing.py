@@ -1,4 +1,4 @@
-"""What every broker promises of paused queues, and of the order of a claim in several. Part of BrokerConformance."""
+"""What every broker promises of paused queues, and of several queues in one call. Part of BrokerConformance."""
 
 from __future__ import annotations
 
@@ -290,6 +290,22 @@ class PauseConformance(BrokerCase):
         broker.put([message(b"q", priority=255), message(b"r"), message(b"r0", queue="r"),
                     message(b"r9", queue="r", priority=9)], token="")
         assert bodies(consumer.receive(3, 0, ("r", "q"))) == [b"r9", b"r0", b"q"]
+
+    def test_dead_letters_of_several_queues_are_told_apart(self, broker: Broker) -> None:
+        consumer = broker.consume(["q", "r"], worker="w")
+        for queue in ("q", "r"):
+            broker.put([message(b"%d" % number, queue=queue) for number in range(3)], token="")
+        held = consumer.receive(6, 0)
+        consumer.dispose([Disposal(delivery=delivery, fate=Fate.DEAD) for delivery in held])
+
+        letters = broker.dead_letters(limit=10)
+
+        ids = [letter.id for letter in letters]
+        assert len(set(ids)) == 6
+        assert all(len(id) <= 40 and not set(id) & set(" \t\n'\"\\$*?~|&;<>()#!") for id in ids)  # typed into a shell
+        taken = broker.take_dead(ids)
+        assert sorted((one.queue, one.body) for one in taken) == [(queue, b"%d" % n) for queue in ("q", "r") for n in range(3)]
+        assert broker.dead_letters(limit=10) == []
 
     @pytest.mark.parametrize("order", [("q", "r", "s"), ("s", "r", "q"), ("r", "s", "q")], ids="-".join)
     @pytest.mark.parametrize("queue", ["q", "r", "s"])

@@ -34,8 +34,10 @@ type answer struct {
 
 func main() {
 	cnf := &config.Config{
-		AMQP:          &config.AMQPConfig{},
-		Redis:         &config.RedisConfig{NormalTasksPollPeriod: 100, DelayedTasksPollPeriod: 20},
+		AMQP: &config.AMQPConfig{},
+		Redis: &config.RedisConfig{
+			MaxIdle: 100, IdleTimeout: 240, NormalTasksPollPeriod: 100, DelayedTasksPollPeriod: 20,
+		},
 		NoUnixSignals: true,
 	}
 	flag.StringVar(&cnf.Broker, "broker", "eager", "")
@@ -48,6 +50,7 @@ func main() {
 	flag.StringVar(&cnf.AMQP.BindingKey, "binding-key", "machinery_task", "")
 	flag.IntVar(&cnf.AMQP.PrefetchCount, "prefetch", 3, "")
 	loud := flag.Bool("loud", false, "log to standard error")
+	drain := flag.Int("drain", 0, "be a worker with so many slots, and nothing else")
 	flag.Parse()
 
 	if *loud {
@@ -60,7 +63,15 @@ func main() {
 		fmt.Fprintln(os.Stderr, "peer:", err)
 		os.Exit(2)
 	}
-	serve(&peer{server: server, cnf: cnf})
+	p := &peer{server: server, cnf: cnf}
+	if *drain > 0 {
+		if err = server.RegisterTasks(taskTable()); err == nil {
+			err = server.NewWorker("drain", *drain).Launch()
+		}
+		fmt.Fprintln(os.Stderr, "peer:", err)
+		os.Exit(1)
+	}
+	serve(p)
 }
 
 func serve(p *peer) {

@@ -28,6 +28,7 @@ type orders struct {
 	Name        string            `json:"name"`
 	Spec        string            `json:"spec"`
 	Count       int               `json:"count"`
+	Start       int64             `json:"start"`
 	Seed        int64             `json:"seed"`
 	Concurrency int               `json:"concurrency"`
 	Timeout     float64           `json:"timeout"` // seconds
@@ -47,6 +48,10 @@ func (p *peer) obey(op string, o orders) (interface{}, error) {
 		return p.send(o)
 	case "send_many":
 		return p.sendMany(o)
+	case "send_numbers":
+		return p.sendNumbers(o)
+	case "latency":
+		return p.latency(o)
 	case "chain":
 		return p.chain(o)
 	case "group":
@@ -132,6 +137,40 @@ func (p *peer) sendMany(o orders) (interface{}, error) {
 		}
 	}
 	return uuids, nil
+}
+
+// sendNumbers sends echo_int64 for the numbers from `start` on, one after the other.
+func (p *peer) sendNumbers(o orders) (interface{}, error) {
+	uuids := make([]string, o.Count)
+	for i := range uuids {
+		sent, err := p.server.SendTask(numbered(o.Start + int64(i)))
+		if err != nil {
+			return nil, err
+		}
+		uuids[i] = sent.Signature.UUID
+	}
+	return uuids, nil
+}
+
+func numbered(number int64) *tasks.Signature {
+	return &tasks.Signature{Name: "echo_int64", Args: []tasks.Arg{{Type: "int64", Value: number}}}
+}
+
+// latency calls for one number after the other, and says how many seconds each took from sending to result.
+func (p *peer) latency(o orders) (interface{}, error) {
+	taken := make([]float64, o.Count)
+	for i := range taken {
+		began := time.Now()
+		sent, err := p.server.SendTask(numbered(int64(i)))
+		if err != nil {
+			return nil, err
+		}
+		if _, err = sent.GetWithTimeout(seconds(o.Timeout), 200*time.Microsecond); err != nil {
+			return nil, err
+		}
+		taken[i] = time.Since(began).Seconds()
+	}
+	return taken, nil
 }
 
 func (p *peer) chain(o orders) (interface{}, error) {
@@ -221,7 +260,7 @@ func (p *peer) work(o orders) (interface{}, error) {
 	if p.worker != nil {
 		return nil, errors.New("a worker runs already")
 	}
-	if err := p.server.RegisterTasks(taskTable(p)); err != nil {
+	if err := p.server.RegisterTasks(taskTable()); err != nil {
 		return nil, err
 	}
 	if o.Queue != "" {

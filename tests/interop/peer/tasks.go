@@ -11,7 +11,7 @@ import (
 )
 
 // taskTable names the tasks of the Go worker. Those that both languages have mean the same in tests/interop/fleet.py.
-func taskTable(p *peer) map[string]interface{} {
+func taskTable() map[string]interface{} {
 	var mutex sync.Mutex
 	failures := map[string]int{}
 

@@ -1,0 +1,40 @@
+"""`amqp://`, `amqps://`: RabbitMQ, or one of several URLs of it."""
+
+from __future__ import annotations
+
+from machinery_py._drivers.amqp import AmqpDriver
+from machinery_py._drivers.amqp_url import BadAmqpUrl
+from machinery_py.backends.base import Backend
+from machinery_py.brokers.amqp import AMQPBroker
+from machinery_py.brokers.amqp_topology import Topology
+from machinery_py.errors import ConfigError, nearest
+from machinery_py.failover import STRATEGIES
+from machinery_py.families.base import Family, FamilyOptions
+from machinery_py.urls import redact, split_urls
+
+
+class AMQPFamily(Family):
+    """A broker, connected at the first use."""
+
+    def __init__(self, url: str, options: FamilyOptions) -> None:
+        super().__init__(url, options)
+        urls = split_urls(url, options.separator)
+        strategy = STRATEGIES.get(options.strategy)
+        if strategy is None:
+            known = ", ".join(sorted(STRATEGIES)) + nearest(options.strategy, STRATEGIES)
+            raise ConfigError(f"broker_failover_strategy: found {options.strategy!r} (known: {known})")
+        try:
+            self._driver = AmqpDriver(*urls, clock=options.clock, timeout=options.timeout, strategy=strategy)
+        except BadAmqpUrl as error:
+            raise ConfigError(f"{', '.join(map(redact, urls))}: {error}") from None
+        self._topology = Topology(options.amqp, options.default_queue)
+
+    def broker(self) -> AMQPBroker:
+        return AMQPBroker(self._driver, self._topology, consumer_timeout=self.options.amqp.consumer_timeout)
+
+    def backend(self) -> Backend:
+        raise ConfigError(f"{redact(self.url)}: RabbitMQ as result backend is not in this release "
+                          "(set result_backend, for instance to redis://… or to null)")
+
+    def close(self) -> None:
+        self._driver.close()

@@ -1,0 +1,79 @@
+"""Locks in a Redis Cluster: each name is in a slot of its own, with its last fence.
+
+    mpy:lock:{<name>}     as on one Redis
+    mpy:fence:{<name>}    the last fence of the name, for a day longer than the lock
+
+Limits: as on one Redis; a replica that takes over may not know of a lock yet.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import secrets
+
+import msgspec
+
+from machinery_py._drivers.redis_cluster import RedisCluster, SlotDriver
+from machinery_py._drivers.redis_lua import PRELUDE, Script, pack
+from machinery_py._drivers.redis_slots import quoted
+from machinery_py.locks.base import GoLock, Held, Lock
+from machinery_py.locks.redis import RedisGoLock, RedisLock
+
+FENCE_LIFE = 86_400_000  # ms beyond the lock; a clock that is set back by more than this gives a smaller fence
+
+# In: name, token, ms. Out: the fence, or nothing if somebody else has the name. May be carried out twice. The fence is the
+# time in µs, or one more than the last one: so no count has to be kept for each name that ever was.
+_ACQUIRE = Script(PRELUDE + rf"""
+local name, token, ms = unpack(unpacked)
+local key, last = 'mpy:lock:{{' .. name .. '}}', 'mpy:fence:{{' .. name .. '}}'
+local held = call('GET', key)
+if held then
+  local owner, fence = string.match(held, '^(%S+) (%d+)$')
+  if owner == token then return tonumber(fence) end
+  return false
+end
+local fence = math.max(now_of(''), tonumber(call('GET', last) or '0') + 1)
+call('SET', last, int(fence), 'PX', int(ms + {FENCE_LIFE}))
+call('SET', key, token .. ' ' .. int(fence), 'PX', ms)
+return fence
+""")
+
+
+class ClusterLock(Lock):
+    """Keys in a cluster, which belongs to whoever made it."""
+
+    def __init__(self, cluster: RedisCluster) -> None:
+        self._cluster = cluster
+
+    def _at(self, name: str) -> SlotDriver:
+        return SlotDriver(self._cluster, f"mpy:{{{quoted(name)}}}:".encode())
+
+    def acquire(self, name: str, *, ttl: float) -> Held | None:
+        token = secrets.token_hex(16)
+        expires_at = self._cluster.clock.now() + dt.timedelta(seconds=ttl)
+        argument = pack((quoted(name), token, max(1, int(ttl * 1000))))
+        fence = self._at(name).run(_ACQUIRE, argument, doing="taking a lock")
+        return None if fence is None else Held(name=name, token=token, fence=fence, expires_at=expires_at)
+
+    def renew(self, held: Held, *, ttl: float) -> bool:
+        return RedisLock(self._at(held.name)).renew(msgspec.structs.replace(held, name=quoted(held.name)), ttl=ttl)
+
+    def release(self, held: Held) -> bool:
+        return RedisLock(self._at(held.name)).release(msgspec.structs.replace(held, name=quoted(held.name)))
+
+    def go(self) -> ClusterGoLock:
+        return ClusterGoLock(self._cluster)
+
+    def close(self) -> None:
+        pass  # the cluster belongs to whoever made it
+
+
+class ClusterGoLock(GoLock):
+    """Go's keys, each in its slot."""
+
+    def __init__(self, cluster: RedisCluster) -> None:
+        self._cluster = cluster
+
+    def lock(self, key: str, until: int) -> bool:
+        slot = SlotDriver(self._cluster, key.encode("utf-8", "backslashreplace"))
+        return RedisGoLock(slot).lock(key, until)

@@ -1,0 +1,37 @@
+"""Settlement in a Redis Cluster: the message is in the slot of its queue, the state in the slot of its task.
+
+The steps are those of two_stores.py. A message of an outbox is put with a name of its own, in the queue's slot: whoever publishes
+the outbox again puts nothing twice. docs/explanation/redis-cluster.md has the crash points.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import msgspec
+
+from machinery_py.backends.redis_cluster import ClusterBackend
+from machinery_py.brokers.base import Message
+from machinery_py.brokers.redis_cluster import ClusterBroker
+from machinery_py.clock import Clock
+from machinery_py.settlement.two_stores import TwoStores
+
+_unpack = msgspec.json.Decoder(Message).decode
+
+
+class ClusterStore(TwoStores):
+    """A broker and a backend in one cluster."""
+
+    def __init__(self, broker: ClusterBroker, backend: ClusterBackend, clock: Clock) -> None:
+        super().__init__(broker, backend, clock)
+        self._messages = broker
+
+    def publish(self, outboxes: Sequence[tuple[str, Sequence[bytes]]]) -> None:
+        """Steps 2 and 3 of two_stores.py."""
+        filled = [(key, bodies) for key, bodies in outboxes if bodies]
+        if filled:
+            self._messages.put_once([
+                (f"out {hashlib.sha1(body).hexdigest()}", _unpack(body)) for _, bodies in filled for body in bodies
+            ])
+            self.backend.clear_outbox(filled)

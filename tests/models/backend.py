@@ -1,0 +1,144 @@
+"""What each script of backends/redis_scripts.py does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from machinery_py.states import State
+from tests.models.redis import Bag, Redis
+from tests.models.states import (
+    LONG,
+    RATES_LIFE,
+    Batch,
+    apply_all,
+    changes_of,
+    companion,
+    document,
+    group_keys,
+    row_of,
+)
+
+SECOND = 1_000_000  # µs
+REVOKED_LIFE = 3 * 86400  # seconds
+LOOKS = 20
+
+
+def apply(redis: Redis, now: str, expire: int, flat: Sequence[object], states: Sequence[object]) -> str:
+    return apply_all(redis, Batch(), list(changes_of(flat, states).values()), int(now), expire)
+
+
+def begin(redis: Redis, deliveries: Sequence[tuple[str, int]]) -> object:
+    begun: list[object] = []
+    for uuid, run in deliveries:
+        row = row_of(redis, Batch(), uuid)
+        retried = row.state is not None and row.run == run and row.state.state is State.RETRY
+        if row.is_final() or (row.state is not None and row.run > run) or retried:
+            begun.append([row.epoch, 1, redis.get(f"mpy:o:{{{uuid}}}") or ""])
+            continue
+        kept = redis.get(companion(uuid)) or "0\n0\n\n\n\n\n\n"
+        number, _, rest = kept.split("\n", 2)
+        seconds = max(LONG, redis.seconds_left(companion(uuid)))
+        redis.keep(companion(uuid), f"{number}\n{row.epoch + 1}\n{rest}", seconds=seconds)
+        begun.append([row.epoch + 1, 0, ""])
+    return begun
+
+
+def states(redis: Redis, uuids: Sequence[str]) -> object:
+    """What holds something else looks missing."""
+    def text(key: str) -> object:
+        value = redis.keys.get(key)
+        return value if isinstance(value, str) else None
+
+    return [[text(document(uuid)), text(companion(uuid))] for uuid in uuids]
+
+
+def marks(redis: Redis, uuids: Sequence[str]) -> object:
+    return [row_of(redis, Batch(), uuid).mark for uuid in uuids]
+
+
+def ready(redis: Redis, limit: int) -> object:
+    found: list[object] = []
+    for group, _ in redis.scores("mpy:ready").in_order()[:limit]:
+        fields = redis.fields(group_keys(group)[0])
+        found.append([group, fields.get("callback", ""), fields.get("failed", "")])
+    return found
+
+
+def unsent(redis: Redis, now: str, limit: int, age: int) -> object:
+    old = [key for key, since in redis.scores("mpy:outbox").in_order() if since <= int(now) - age]
+    return [[key, redis.get(f"mpy:o:{{{key}}}") or ""] for key in old[:limit]]
+
+
+def clear(redis: Redis, sent: Sequence[tuple[str, str]]) -> None:
+    """Another outbox than the one that was sent is a later one."""
+    for key, outbox in sent:
+        if redis.get(f"mpy:o:{{{key}}}") in (None, outbox):
+            redis.delete(f"mpy:o:{{{key}}}")
+            redis.unscore("mpy:outbox", key)
+
+
+def newest(redis: Redis, keys: Sequence[str], since: int, offset: int, limit: int) -> object:
+    found: list[object] = []
+    for key in keys:
+        rows = [[uuid, str(int(at))] for uuid, at in reversed(redis.scores(key).in_order()) if at >= since]
+        found += rows[offset : offset + limit]
+    return found
+
+
+def rates(redis: Redis, now: str, since: int) -> object:
+    last = int(now) // SECOND
+    seconds = range(max(since, last - RATES_LIFE), last + 1)
+    there = [second for second in seconds if redis.exists(f"mpy:rate:{second}")]
+    return Bag([name, int(count)] for second in there for name, count in redis.fields(f"mpy:rate:{second}").items())
+
+
+def revoke(redis: Redis, now: str, uuids: Sequence[str]) -> None:
+    for uuid in uuids:
+        redis.score("mpy:revoked", uuid, int(now) + REVOKED_LIFE * SECOND)
+
+
+def revoked(redis: Redis, uuids: Sequence[str]) -> object:
+    return [uuid for uuid in uuids if uuid in redis.scores("mpy:revoked")]
+
+
+def forget(redis: Redis, tasks: Sequence[str], groups: Sequence[str]) -> None:
+    for uuid in (*tasks, *groups):
+        redis.expect(document(uuid), str)
+    for uuid in tasks:
+        redis.delete(document(uuid), companion(uuid))
+        redis.unscore("mpy:open", uuid)
+        redis.unscore("mpy:done", uuid)
+    for uuid in groups:
+        redis.delete(document(uuid), *group_keys(uuid))
+        redis.unscore("mpy:ready", uuid)
+        redis.unscore("mpy:groups", uuid)
+
+
+def tend(redis: Redis, now: str, expire: int) -> int:
+    """What is too old leaves the listings. A group is kept while it is to be settled, or a member has a document."""
+    moment = int(now)
+    redis.unscore_up_to("mpy:revoked", moment)
+    redis.unscore_up_to("mpy:done", moment - expire * SECOND)
+    redis.unscore_up_to("mpy:open", moment - 2 * LONG * SECOND)
+    due = [group for group, at in redis.scores("mpy:groups").in_order() if at <= moment][:LOOKS]
+    for group in due:
+        text = redis.keys.get(document(group))
+        text = text if isinstance(text, str) else None  # something else under this key is none of ours
+        if group in redis.scores("mpy:ready") or any(redis.exists(document(uuid)) for uuid in members_of(text)):
+            redis.score("mpy:groups", group, moment + expire * SECOND)
+            if text is not None:
+                redis.expire(document(group), LONG)
+        else:
+            if text is not None:
+                redis.delete(document(group))
+            redis.delete(*group_keys(group))
+            redis.unscore("mpy:groups", group)
+    return len(due)
+
+
+def members_of(text: str | None) -> list[str]:
+    try:
+        return json.loads(text or "")["TaskUUIDs"] or []
+    except (ValueError, KeyError, TypeError):
+        return []

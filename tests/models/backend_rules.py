@@ -1,0 +1,167 @@
+"""The steps of the machines of backend and settlement: each script with arguments from small pools."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import strategies as st
+from hypothesis.stateful import rule
+
+from machinery_py._drivers.redis import moment_of
+from machinery_py._drivers.redis_lua import raw
+from machinery_py.backends import redis_scripts
+from machinery_py.backends.redis_records import Changes
+from machinery_py.settlement import redis_scripts as settlement_scripts
+from machinery_py.signature import Arg
+from machinery_py.states import ZERO_TIME, Arrival, GroupMeta, State, TaskState
+from machinery_py.wire import encode_state
+from tests.models import backend, settlement
+from tests.models.broker_rules import KEYS, Arrivals, packed
+from tests.models.machine import QUEUES, START, Due, Fate, Messages, Passed, Pick, ScriptMachine, Session1, Token
+from tests.models.states import GOS_MUTEX
+
+TASKS = ("task_1", "task_2", "x", "jobs")  # one is so short that Go's key is not used, one is the name of a queue
+GROUPS = {"group_1": (2, b"callback"), "group_2": (1, b""), "g": (0, b"\xffcallback")}  # (total, callback)
+MOMENTS = (None, moment_of(START), moment_of(START + 90_000_000))
+EXPIRES = (3600, 900_000)  # seconds: less than a chord is kept, and more
+
+Task = st.sampled_from(TASKS)
+GroupUuid = st.sampled_from(sorted(GROUPS))
+Expire = st.sampled_from(EXPIRES)
+Words = st.sampled_from(list(State))
+States = st.builds(
+    TaskState, task_uuid=Task, task_name=st.sampled_from(["", "add", 'a"b\u00e9']), state=Words,
+    run=st.sampled_from([0, 0, 0, 1, 2]),
+    results=st.sampled_from([(), (Arg(type="string", value='"State":"PENDING","CreatedAt":"x"'),)]),
+    error=st.sampled_from(["", '"TaskName":"no"']), created_at=st.sampled_from([ZERO_TIME, *MOMENTS[1:]]),
+    queue=st.sampled_from(["", "jobs"]), progress=st.sampled_from([None, None, (1.0, 2.5)]), started_at=st.sampled_from(MOMENTS),
+    eta=st.sampled_from([None, None, moment_of(START + 1000_000_000_000)]), worker=st.sampled_from(["", "", "w1", "w2"]),
+)
+Marks = States.filter(lambda state: not state.is_finished)
+NewChange = st.fixed_dictionaries({
+    "key": Task, "mark": st.sampled_from(["", "m1", "m2"]), "epoch": st.sampled_from([0, 0, 0, 1, 2]),
+    "force": st.sampled_from([False] * 5 + [True]), "fires": st.sampled_from(["", "", "", "", *GROUPS]),
+    "states": st.lists(States, max_size=2), "groups": st.lists(GroupUuid, max_size=1),
+    "arrivals": st.lists(st.tuples(GroupUuid, Task, st.booleans()), max_size=2),
+    "outbox": st.sampled_from([b"", b"", b"\xc0out"]),
+})
+
+
+class StateRules(ScriptMachine):
+    """What both machines share."""
+
+    def changes(self, drawn: list[dict[str, Any]], expire: int) -> Changes:
+        changes = Changes(moment_of(self.now), expire)
+        for one in drawn:
+            self.add(changes, one)
+        return changes
+
+    def add(self, changes: Changes, drawn: dict[str, Any]) -> int:
+        """Add a change; its place."""
+        groups = [GroupMeta(group_uuid=group, task_uuids=TASKS[:2]) for group in drawn.get("groups", ())]
+        arrivals = [
+            Arrival(group_uuid=group, task_uuid=task, total=GROUPS[group][0], ok=ok, callback=GROUPS[group][1])
+            for group, task, ok in drawn.get("arrivals", ())
+        ]
+        return changes.add(**{**drawn, "groups": groups, "arrivals": arrivals})
+
+    @rule(deliveries=st.lists(st.tuples(Task, st.integers(0, 1)), max_size=3))
+    def tasks_begin(self, deliveries: list[tuple[str, int]]) -> None:
+        self.run(redis_scripts.BEGIN, backend.begin, deliveries)
+
+    @rule(state=States)
+    def go_writes_a_state(self, state: TaskState) -> None:
+        if len(state.task_uuid) > 2 and state.task_uuid not in QUEUES:
+            text = encode_state(state).decode("latin-1")
+            self.beside.both("SET", state.task_uuid, text, "EX", "3600")
+
+    @rule(key=st.sampled_from(["task_1", "group_1", "group_2"]), kind=st.sampled_from(["list", "set", "none", "none"]))
+    def spoil_a_document(self, key: str, kind: str) -> None:
+        self.spoil(key, kind)
+
+    @rule(is_at_it=st.booleans())
+    def go_fires_a_group(self, is_at_it: bool) -> None:
+        self.beside.both(*(("SET", GOS_MUTEX, "1") if is_at_it else ("DEL", GOS_MUTEX)))
+
+    @rule(passed=Passed, group=GroupUuid, state=States, expire=Expire, messages=Messages)
+    def fire(self, passed: int, group: str, state: TaskState, expire: int, messages: list[Any]) -> None:
+        now = self.passed(passed)
+        changes = self.changes([{"key": group, "fires": group, "states": [state]}], expire)
+        queues, rows = self.messages(messages)
+        self.run(settlement_scripts.FIRE, settlement.fire, now, expire, queues, rows, changes.changes, changes.states)
+
+
+class BackendMachine(StateRules):
+    """All scripts of the backend."""
+
+    @rule(passed=Passed, expire=Expire, drawn=st.lists(NewChange, min_size=1, max_size=3))
+    def apply(self, passed: int, expire: int, drawn: list[dict[str, Any]]) -> None:
+        now = self.passed(passed)
+        changes = self.changes(drawn, expire)
+        self.run(redis_scripts.APPLY, backend.apply, now, expire, changes.changes, changes.states)
+
+    @rule(passed=st.sampled_from([0, 0, 1_000_000, 4_000_000_000]), limit=st.integers(1, 2), since=st.integers(-5, 5))
+    def look(self, passed: int, limit: int, since: int) -> None:
+        now = self.passed(passed)
+        self.run(redis_scripts.STATES, backend.states, TASKS, reading=packed)
+        self.run(redis_scripts.MARKS, backend.marks, TASKS)
+        self.run(redis_scripts.READY, backend.ready, limit)
+        self.run(redis_scripts.UNSENT, backend.unsent, now, limit, 1_000_000)
+        self.run(redis_scripts.NEWEST, backend.newest, ["mpy:open", "mpy:done"], self.now + since * 500_000, limit - 1, 2)
+        self.run(redis_scripts.RATES, backend.rates, now, self.now // 1_000_000 + since)
+        self.run(redis_scripts.REVOKED, backend.revoked, TASKS)
+
+    @rule(passed=Passed, uuids=st.lists(Task, max_size=2))
+    def revoke(self, passed: int, uuids: list[str]) -> None:
+        self.run(redis_scripts.REVOKE, backend.revoke, self.passed(passed), uuids)
+
+    @rule(sent=st.lists(st.tuples(Task, st.sampled_from([b"\xc0out", b"other"])), max_size=2))
+    def clear(self, sent: list[tuple[str, bytes]]) -> None:
+        self.run(redis_scripts.CLEAR, backend.clear, [(key, raw(outbox)) for key, outbox in sent])
+
+    @rule(tasks=st.lists(Task, max_size=2), groups=st.lists(GroupUuid, max_size=1))
+    def forget(self, tasks: list[str], groups: list[str]) -> None:
+        self.run(redis_scripts.FORGET, backend.forget, tasks, groups)
+
+    @rule(passed=st.sampled_from([0, 3_599_000_000, 3_601_000_000, 86_400_000_000, 8 * 86_400_000_000]), expire=Expire)
+    def tend(self, passed: int, expire: int) -> None:
+        self.run(redis_scripts.TEND, backend.tend, self.passed(passed), expire)
+
+
+class SettlementMachine(Arrivals, StateRules):
+    """Messages and states together."""
+
+    @rule(passed=Passed, token=Token, expire=Expire, messages=Messages, states=st.lists(States, max_size=2), force=st.booleans(),
+          groups=st.lists(GroupUuid, max_size=1))
+    def submit(
+        self, passed: int, token: str, expire: int, messages: list[Any], states: list[TaskState], force: bool, groups: list[str]
+    ) -> None:
+        now = self.passed(passed)
+        drawn = [{"key": f"submit {token}", "states": states, "force": force, "groups": groups}] if states or groups else []
+        changes = self.changes(drawn, expire)
+        queues, rows = self.messages(messages)
+        self.run(settlement_scripts.SUBMIT, settlement.submit, now, expire, token, queues, rows, changes.changes, changes.states)
+
+    @rule(
+        passed=Passed, session=Session1, expire=Expire,
+        ends=st.lists(st.tuples(Pick, Fate, Due, st.one_of(st.none(), NewChange), Messages), min_size=1, max_size=3),
+        marks=st.lists(st.tuples(Pick, Marks), max_size=2), twice=st.booleans(),
+    )
+    def settle(self, passed: int, session: str, expire: int, ends: list[Any], marks: list[Any], twice: bool) -> None:
+        now, session = self.passed(passed), self.holder(session)
+        ends = [*ends, *ends] if twice else ends
+        changes = self.changes([], expire)
+        flat: list[object] = []
+        for pick, fate, due, change, messages in ends:
+            place = self.add(changes, change) if change else 0
+            more: object = False
+            if messages or fate != "done":
+                rows = [(QUEUES.index(one[0]), *row[1:]) for one, row in zip(messages, self.messages(messages)[1], strict=True)]
+                more = (0 if due is None else self.now + due, raw(b"head"), rows)
+            flat += (*self.delivery(session, pick), fate, place, more)
+        seen: list[object] = []
+        for pick, state in marks:
+            place = changes.add(key=state.task_uuid, states=[state])
+            seen += (*self.delivery(session, pick), place)
+        self.run(settlement_scripts.SETTLE, settlement.settle, now, expire, session, KEYS, flat, seen, changes.changes,
+                 changes.states)

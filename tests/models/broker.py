@@ -1,0 +1,233 @@
+"""What each script of brokers/redis_scripts.py does. `now` and other times are in µs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from tests.models.messages import (
+    DELAYED,
+    Entry,
+    Message,
+    Queue,
+    check,
+    digest,
+    due_in,
+    empty,
+    end,
+    entry_of,
+    flight_of,
+    give_back,
+    is_spoilt,
+    list_of,
+    put,
+    return_arrivals,
+    unpark,
+)
+from tests.models.redis import Redis, Zset
+
+TOKEN_LIFE = 600  # seconds
+
+Delivery = tuple[int, int, int, int, int, int, str]
+
+
+def used(redis: Redis, token: str) -> bool:
+    """Whether a submission has been carried out; remembers that it is."""
+    key = f"mpy:p:{token}"
+    if not token:
+        return False
+    if redis.exists(key):
+        return True
+    redis.keep(key, "1", seconds=TOKEN_LIFE)
+    return False
+
+
+def put_messages(redis: Redis, now: str, token: str, queues: Sequence[Queue], messages: Sequence[Message]) -> object:
+    check(redis, queues, messages, int(now))
+    if used(redis, token):
+        return 0
+    put(redis, queues, messages, int(now))
+    return redis.woken
+
+
+def register(redis: Redis, now: str, session: str, record: str, queues: Sequence[Queue]) -> None:
+    for name, prefix in queues:
+        redis.add("mpy:queues", name)
+        redis.keep(f"{prefix}b:{session}", record)
+        redis.score(f"{prefix}s", session, int(now))
+
+
+def is_registered(redis: Redis, session: str, queues: Sequence[Queue]) -> bool:
+    return all(session in redis.scores(prefix + "s") for _, prefix in queues)
+
+
+def beat(redis: Redis, now: str, session: str, queues: Sequence[Queue]) -> int:
+    if not is_registered(redis, session, queues):
+        return 0
+    for _, prefix in queues:
+        redis.score(prefix + "s", session, int(now))
+    return 1
+
+
+def claim(
+    redis: Redis, now: str, session: str, queues: Sequence[Queue], limit: int, claim: int, lost: Sequence[int], number: str,
+    will_sleep: bool, noted: bool, apart: bool,
+) -> object:
+    moment = int(now)
+    redis.expect(DELAYED, Zset)
+    for name, prefix in queues:
+        redis.expect(name, list)
+        if noted:
+            redis.remove(prefix + "v", number)
+            if apart or len(queues) > 1:
+                redis.remove(prefix + "w", number)
+    if not is_registered(redis, session, queues):
+        for queue in queues:
+            return_arrivals(redis, queue, session, moment)
+        return [0, -1, 1, redis.woken, [], 0]
+
+    paused = [redis.exists(prefix + "u") for _, prefix in queues]
+    bed = paused.index(False) + 1 if False in paused else 0
+    found: list[Delivery] = []
+    for place, queue in enumerate(queues):
+        found += again(redis, place, queue, session, claim, lost)
+        if paused[place]:
+            return_arrivals(redis, queue, session, moment)
+        else:
+            arrivals = f"{queue[1]}i:{session}"
+            found += fly(redis, place, queue, session, claim, 0, redis.take(arrivals, len(redis.items(arrivals))))
+    for place, queue in enumerate(queues):
+        unpark(redis, queue, moment)
+        if not paused[place]:
+            found += from_lists(redis, place, queue, session, claim, limit - len(found))
+    if will_sleep and not found:
+        for place, (_, prefix) in enumerate(queues):
+            redis.add(prefix + ("u" if paused[place] else "v"), number)
+            if not paused[place] and (apart or place + 1 != bed):
+                redis.add(prefix + "w", number)
+    return [1, due_in(redis, queues, moment), len(redis.scores("mpy:revoked")), redis.woken, found, bed]
+
+
+def again(redis: Redis, place: int, queue: Queue, session: str, claim: int, lost: Sequence[int]) -> list[Delivery]:
+    """What the lost claims of this session took, as this claim's."""
+    found: list[Delivery] = []
+    flight = flight_of(queue, session)
+    held = [(int(receipt), entry_of(text)) for receipt, text in redis.fields(flight).items()]
+    for receipt, entry in sorted(held, key=lambda one: one[0]):
+        if entry.number in lost:
+            redis.write(flight, {str(receipt): replace(entry, number=claim).text()})
+            found.append((place, receipt, entry.fence, entry.strikes, entry.parks, entry.level, entry.body))
+    return found
+
+
+def fly(
+    redis: Redis, place: int, queue: Queue, session: str, claim: int, level: int, bodies: Sequence[str]
+) -> list[Delivery]:
+    """Each message gets a receipt, and what was noted of it: this is one delivery more."""
+    found: list[Delivery] = []
+    for body in bodies:
+        receipt = redis.count(queue[1] + "n")
+        note = redis.erase(queue[1] + "a", digest(body)) or "0 0 0\n"
+        counts, _, label = note.partition("\n")
+        fence, strikes, parks = map(int, counts.split())
+        entry = Entry(claim, level, fence + 1, strikes, parks, label, body)
+        redis.write(flight_of(queue, session), {str(receipt): entry.text()})
+        found.append((place, receipt, entry.fence, strikes, parks, level, body))
+    return found
+
+
+def from_lists(
+    redis: Redis, place: int, queue: Queue, session: str, claim: int, limit: int
+) -> list[Delivery]:
+    """The highest priority first, and what has none last."""
+    found: list[Delivery] = []
+    levels = [int(level) for level, _ in reversed(redis.scores(queue[1] + "l").in_order())]
+    for level in [*levels, 0]:
+        if len(found) < limit:
+            taken = redis.take(list_of(queue, level), limit - len(found))
+            found += fly(redis, place, queue, session, claim, level, taken)
+            if level and not redis.exists(list_of(queue, level)):
+                redis.unscore(queue[1] + "l", str(level))
+    return found
+
+
+def dispose(
+    redis: Redis, now: str, session: str, queues: Sequence[Queue], disposals: Sequence[tuple[int, str, str, int, str]]
+) -> object:
+    verdicts = ""
+    backs: dict[int, list[tuple[str, Entry]]] = {}
+    for name, _ in queues:
+        redis.expect(name, list)
+    for place, receipt, fate, due, head in disposals:
+        queue = queues[place]
+        if receipt not in redis.fields(flight_of(queue, session)):
+            verdicts += "f"
+            continue
+        verdicts += "s"
+        entry = end(redis, queue, session, receipt, fate, due, head, int(now))
+        if fate == "back":
+            backs.setdefault(place, []).append((receipt, entry))
+    for place, entries in backs.items():
+        give_back(redis, queues[place], entries, int(now))
+    return [verdicts, redis.woken]
+
+
+def begin(redis: Redis, session: str, prefix: str, receipt: str) -> None:
+    if receipt in redis.fields(f"{prefix}f:{session}"):
+        redis.add(f"{prefix}r:{session}", receipt)
+
+
+def holds(redis: Redis, session: str, deliveries: Sequence[tuple[str, str]]) -> object:
+    return [int(receipt in redis.fields(f"{prefix}f:{session}")) for prefix, receipt in deliveries]
+
+
+def condemn(
+    redis: Redis, now: str, session: str, queues: Sequence[Queue], seen: str, strikes: int, grave: int
+) -> object:
+    is_there = False
+    for name, prefix in queues:
+        redis.expect(name, list)
+        last = redis.scores(prefix + "s").get(session)
+        if last is not None and seen not in ("", str(int(last))):
+            return [-1, redis.woken]
+        is_there = is_there or last is not None
+    if not is_there:
+        return [-1, redis.woken]
+    held = 0
+    for queue in queues:
+        prefix = queue[1]
+        redis.unscore(prefix + "s", session)
+        redis.delete(f"{prefix}b:{session}")
+        held += empty(redis, queue, session, strikes, int(now))
+        redis.score(prefix + "t", session, int(now) + grave)
+    return [held, redis.woken]
+
+
+def look(redis: Redis, now: str, queues: Sequence[Queue], lease: int) -> object:
+    moment = int(now)
+    late: list[object] = []
+    everybody: list[object] = []
+    redis.expect(DELAYED, Zset)
+    for queue in queues:
+        name, prefix = queue
+        unpark(redis, queue, moment)
+        for session, last in redis.scores(prefix + "s").in_order():
+            everybody.append([name, session])
+            if moment - last > lease:
+                late.append([name, session, str(int(last))])
+        if not is_spoilt(redis, queue):
+            for session in redis.scores(prefix + "t"):
+                if redis.exists(f"{prefix}i:{session}") or redis.exists(f"{prefix}f:{session}"):
+                    empty(redis, queue, session, 1, moment)
+            redis.unscore_up_to(prefix + "t", moment)
+    return [due_in(redis, queues, moment), late, everybody, redis.woken]
+
+
+def due(redis: Redis, now: str, limit: int) -> object:
+    return [body for body, score in redis.scores(DELAYED).in_order() if score <= float(now + "000")][:limit]
+
+
+def move(redis: Redis, now: str, queues: Sequence[Queue], messages: Sequence[Message]) -> object:
+    check(redis, queues, messages, int(now))
+    put(redis, queues, [one for one in messages if redis.unscore(DELAYED, one[5])], int(now))
+    return redis.woken

@@ -1,0 +1,105 @@
+"""What the machines share: the pools that arguments are drawn from, the passing of time, and how many steps are taken."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
+
+from machinery_py._drivers.redis_keys import queue_keys
+from machinery_py._drivers.redis_lua import Script, raw
+from machinery_py.testing.servers import RedisServer
+from tests.models.beside import Beside, Reading
+from tests.models.messages import Queue, flight_of
+
+QUEUES = ("jobs", "{mail}.low")
+SESSIONS = ("s1", "s2")
+CONNECTIONS = ("11", "12", "13")
+BODIES = (b'{"RoutingKey":"jobs"}', b'{"RoutingKey":"{mail}.low","ETA":null}', b"plain", b"\xff\x00\n 1 2", b"")
+LABELS = (b"", b"", b"", b"\x92\xa1u\xa1n", b"a\nlabel")
+START = 1_790_000_000_000_000  # µs
+EXAMPLES = int(os.environ.get("MODEL_EXAMPLES", "0"))  # 0: few, and the same each time
+SHRINK = os.environ.get("MODEL_SHRINK", "1") != "0"  # it takes minutes
+
+Queues = st.lists(st.sampled_from(QUEUES), min_size=1, max_size=2, unique=True)
+Queue1 = st.sampled_from(QUEUES)
+Session1 = st.sampled_from(SESSIONS)
+Pick = st.integers(0, 9)  # one of those that there are
+Passed = st.sampled_from([0, 0, 0, 1, 200_000, 250_000, 1_000_000, 30_000_000, -500_000])  # µs
+Priority = st.sampled_from([0, 0, 0, 0, 3, 9])
+Due = st.sampled_from([None, None, None, -5_000_000, 0, 1, 500_000, 1_099_999, 1_100_000, 20_000_000])  # µs from now
+Token = st.sampled_from(["", "", "t1", "t2"])
+Messages = st.lists(
+    st.tuples(Queue1, Priority, Due, st.sampled_from(LABELS), st.sampled_from([0, 0, 0, 2]), st.sampled_from(BODIES)), max_size=4
+)
+Fate = st.sampled_from(["done", "done", "back", "later", "dead"])
+
+
+class ScriptMachine(RuleBasedStateMachine):
+    """A database, its model, and a clock that the rules move."""
+
+    url = ""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.beside = Beside(self.url)
+        self.model = self.beside.model
+        self.now = START
+
+    def teardown(self) -> None:
+        self.beside.close()
+
+    def passed(self, micros: int) -> str:
+        self.now += micros
+        return str(self.now)
+
+    def run(self, script: Script, model: Any, *values: Any, reading: Reading = lambda reply: reply) -> Any:
+        return self.beside.run(script, model, *values, reading=reading)
+
+    def messages(self, drawn: list[Any]) -> tuple[list[Queue], list[Any]]:
+        """(queues, messages) as the scripts take them."""
+        names = list(dict.fromkeys(one[0] for one in drawn))
+        rows = [
+            (names.index(name), level, 0 if due is None else self.now + due, raw(label), parks, raw(body))
+            for name, level, due, label, parks, body in drawn
+        ]
+        return [queue_keys(name) for name in names], rows
+
+    def held(self, session: str) -> list[tuple[int, str]]:
+        """(place of the queue, receipt) of what a session has in flight."""
+        return [
+            (place, receipt) for place, name in enumerate(QUEUES)
+            for receipt in sorted(self.model.fields(flight_of(queue_keys(name), session)), key=int)
+        ]
+
+    def delivery(self, session: str, pick: int) -> tuple[int, str]:
+        """One of those that the session holds, and now and then one that it does not."""
+        held = self.held(session)
+        return held[pick % len(held)] if held and pick else (pick % 2, "999")
+
+    def holder(self, session: str) -> str:
+        """The session, or another if it holds nothing."""
+        return next((one for one in (session, *SESSIONS) if self.held(one)), session)
+
+    def spoil(self, key: str, kind: str) -> None:
+        """Somebody keeps something else under a key that Go sees as well."""
+        self.beside.both("DEL", key)
+        match kind:
+            case "string":
+                self.beside.both("SET", key, "spoilt")
+            case "list":
+                self.beside.both("RPUSH", key, "spoilt")
+            case "set":
+                self.beside.both("SADD", key, "spoilt")
+
+
+def run_machine(machine: type[ScriptMachine], server: RedisServer, *, examples: int, steps: int) -> None:
+    there = type(machine.__name__, (machine,), {"url": server.url})
+    run_state_machine_as_test(there, settings=settings(
+        max_examples=EXAMPLES or examples, stateful_step_count=steps, deadline=None, database=None, derandomize=not EXAMPLES,
+        suppress_health_check=list(HealthCheck), report_multiple_bugs=False, print_blob=True,
+        phases=[Phase.generate, Phase.shrink] if SHRINK else [Phase.generate],
+    ))

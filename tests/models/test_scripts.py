@@ -1,0 +1,205 @@
+"""What holds for every script: it says what goes in and out, has a model, checks before it writes, and knows a full Redis."""
+
+from __future__ import annotations
+
+import datetime as dt
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from redis.exceptions import ResponseError
+
+from machinery_py._drivers.redis_keys import queue_keys
+from machinery_py._drivers.redis_lua import Script, pack, raw
+from machinery_py.backends import redis_scripts as backend
+from machinery_py.backends.redis_records import Changes
+from machinery_py.brokers import redis_looking as looking
+from machinery_py.brokers import redis_scripts as broker
+from machinery_py.locks import redis as locks
+from machinery_py.settlement import redis_scripts as settlement
+from machinery_py.states import Arrival, GroupMeta, State, TaskState
+from machinery_py.testing.servers import RedisServer
+from tests.models.beside import Beside
+from tests.models.machine import START
+
+MODULES: dict[str, ModuleType] = {
+    "broker": broker, "looking": looking, "backend": backend, "settlement": settlement, "locks": locks
+}
+SCRIPTS = {
+    f"{name} {script}": (module, script) for name, module in MODULES.items()
+    for script, value in vars(module).items() if isinstance(value, Script)
+}
+RULES = "".join(path.read_text() for path in Path(__file__).parent.glob("*_rules.py"))
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_says_what_goes_in_and_what_comes_out(name: str) -> None:
+    module, script = SCRIPTS[name]
+    header = re.search(rf"((?:^#.*\n)+){script} = ", inspect.getsource(module), re.MULTILINE)
+
+    assert header is not None
+    assert "# In: " in header[1]
+    assert "Out: " in header[1]
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_has_a_model(name: str) -> None:
+    _, script = SCRIPTS[name]
+
+    assert re.search(rf"scripts\.{script}, \w+\.\w+|looking\.{script}, looking\.\w+", RULES)
+
+
+# One call of each script, on a Redis in which it finds everything that it works on.
+
+QUEUES = [queue_keys("jobs"), queue_keys("mail")]
+NOW = str(START + 10_000_000)
+DAY = dt.datetime(2026, 11, 1, tzinfo=dt.timezone.utc)
+LATE, SOON = START + 5_000_000, START + 900_000_000
+
+
+def message(body: str, *, place: int = 0, level: int = 0, due: int = 0, label: str = "") -> tuple[Any, ...]:
+    return place, level, due, raw(label.encode()), 0, raw(body.encode())
+
+
+def changes(**more: Any) -> tuple[list[object], list[object]]:
+    made = Changes(DAY, 3600)
+    made.add(key="task_1", mark="m", states=[TaskState(task_uuid="task_1", state=State.SUCCESS), TaskState(task_uuid="task_2")],
+             groups=[GroupMeta(group_uuid="group_2", task_uuids=["task_1"])], **more)
+    return made.changes, made.states
+
+
+ARRIVAL = Arrival(group_uuid="group_1", task_uuid="task_1", total=2, ok=True, callback=b"callback")
+FULL = [message("a"), message("b", place=1), message("c", level=3), message("d", due=SOON), message("e", due=SOON, label="x")]
+DEAD = (LATE, raw(b"head"), FULL)
+ENDS = [0, "1", "done", 1, (0, raw(b""), FULL), 1, "1", "back", 0, (0, raw(b""), []), 0, "2", "dead", 0, DEAD]
+DISPOSALS = [(0, "1", "later", LATE, raw(b"")), (0, "2", "dead", 0, raw(b"head")), (1, "1", "back", 0, raw(b""))]
+
+CALLS: dict[str, tuple[Any, ...]] = {
+    "broker PUT": (NOW, "token", QUEUES, FULL),
+    "broker REGISTER": (NOW, "s2", raw(b"record"), QUEUES),
+    "broker BEAT": (NOW, "s1", QUEUES),
+    "broker CLAIM": (NOW, "s1", QUEUES, 9, 2, [1], "12", True, True, False),
+    "broker DISPOSE": (NOW, "s1", QUEUES, DISPOSALS),
+    "broker BEGIN": ("s1", QUEUES[0][1], "1"),
+    "broker HOLDS": ("s1", [(QUEUES[0][1], "1")]),
+    "broker CONDEMN": (NOW, "s1", QUEUES, "", 1, broker.GRAVE),
+    "broker LOOK": (NOW, QUEUES, 1_000_000),
+    "broker DUE": (NOW, 10),
+    "broker MOVE": (NOW, QUEUES, [message("late", place=1)]),
+    "looking PENDING": (QUEUES[0], 10),
+    "looking LATE": (QUEUES, 10),
+    "looking STATS": (NOW, QUEUES),
+    "looking WORKERS": (QUEUES,),
+    "looking PURGE": (QUEUES[0], [raw(b"late")]),
+    "looking PAUSE": (QUEUES[0],),
+    "looking RESUME": (QUEUES[0],),
+    "looking DEAD": (QUEUES, 10),
+    "looking TAKE_DEAD": ([(QUEUES[0], "4"), (QUEUES[1], "1")],),
+    "backend APPLY": (NOW, 3600, *changes(arrivals=[ARRIVAL], outbox=b"out")),
+    "backend BEGIN": ([("task_2", 0), ("task_1", 0)],),
+    "backend STATES": (["task_1", "task_2"],),
+    "backend MARKS": (["task_1", "task_2"],),
+    "backend READY": (10,),
+    "backend UNSENT": (NOW, 10, 0),
+    "backend CLEAR": ([("task_2", raw(b"out")), ("task_1", raw(b"out"))],),
+    "backend NEWEST": (["mpy:open", "mpy:done"], 0, 0, 10),
+    "backend RATES": (NOW, START // 1_000_000),
+    "backend REVOKE": (NOW, ["task_1"]),
+    "backend REVOKED": (["task_1"],),
+    "backend FORGET": (["task_2", "task_1"], ["group_1"]),
+    "backend TEND": (str(START + 4_000_000_000), 3600),
+    "settlement SUBMIT": (NOW, 3600, "token", QUEUES, FULL, *changes()),
+    "settlement SETTLE": (NOW, 3600, "s1", QUEUES, ENDS, [], *changes(arrivals=[ARRIVAL])),
+    "settlement FIRE": (NOW, 3600, QUEUES, FULL, *changes(fires="group_1")),
+    "locks _ACQUIRE": ("other", "bb", 100_000),
+    "locks _CHANGE": ("lock", "aa", 0),
+}
+
+GOS = ("jobs", "mail", "delayed_tasks", "task_1", "task_2", "group_1", "group_2")
+
+
+@pytest.fixture
+def beside(empty_redis: RedisServer) -> Iterator[Beside]:
+    beside = Beside(empty_redis.url)
+    yield beside
+    beside.ask("CONFIG", "SET", "maxmemory", "0")
+    beside.close()
+
+
+def call(beside: Beside, script: Script, values: Any) -> str:
+    """What it was refused with, or "" if it was carried out."""
+    try:
+        beside.link.ask(b"EVAL", script.body, b"0", pack(values))
+    except ResponseError as error:
+        return str(error)
+    return ""
+
+
+def fill(beside: Beside) -> None:
+    """Messages that wait, are in flight, delayed, parked and dead; tasks that are open; a group that is to fire."""
+    start = str(START)
+    made = Changes(DAY, 3600)
+    made.add(key="task_2", states=[TaskState(task_uuid="task_1"), TaskState(task_uuid="task_2")],
+             groups=[GroupMeta(group_uuid="group_1", task_uuids=["task_2"])], outbox=b"out")
+    steps: list[tuple[Script, Any]] = [
+        (broker.REGISTER, (start, "s1", raw(b"record"), QUEUES)),
+        (broker.PUT, (start, "", QUEUES, [message("1"), message("2"), message("3"), message("4", place=1)])),
+        (broker.CLAIM, (start, "s1", QUEUES, 4, 1, [], "11", False, False, False)),
+        (broker.DISPOSE, (start, "s1", QUEUES, [(0, "3", "dead", 0, raw(b"head"))])),
+        (broker.PUT, (start, "", QUEUES, [*FULL, message("late", due=LATE), message("parked", due=LATE, label="x", place=0)])),
+        (broker.CLAIM, (start, "s1", [queue_keys("none"), *QUEUES], 0, 1, [], "11", True, False, False)),
+        (backend.APPLY, (start, 3600, made.changes, made.states)),
+        (locks._ACQUIRE, ("lock", "aa", 100_000)),
+    ]
+    for script, values in steps:
+        assert call(beside, script, values) == ""
+
+
+def test_each_script_is_called() -> None:
+    assert set(CALLS) == set(SCRIPTS)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_script_that_finds_another_type_changes_nothing(beside: Beside, name: str) -> None:
+    """Or does all that it is to do. Go's keys: anybody may write them. Ours nobody else writes."""
+    module, script = SCRIPTS[name]
+    for key in GOS:
+        beside.ask("FLUSHDB")
+        fill(beside)
+        beside.ask("DEL", key)
+        beside.ask("HSET", key, "somebody", "else's")
+        before = beside.dump()
+
+        refused = call(beside, vars(module)[script], CALLS[name])
+
+        assert not refused or "WRONGTYPE" in refused
+        assert beside.dump()[0][key] == {"somebody": "else's"}
+        if refused:
+            assert beside.dump()[0] == before[0], f"{name} was refused for {key}, and has changed something"
+
+
+NEEDS_ROOM = {
+    "broker PUT", "broker REGISTER", "broker BEGIN", "backend APPLY", "backend BEGIN", "backend REVOKE", "settlement SUBMIT",
+    "locks _ACQUIRE",
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_full_redis_refuses_a_script_whole_and_lets_pass_what_makes_room(beside: Beside, name: str) -> None:
+    module, script = SCRIPTS[name]
+    fill(beside)
+    before, _ = beside.dump()
+    beside.ask("CONFIG", "SET", "maxmemory", "1")
+
+    refused = call(beside, vars(module)[script], CALLS[name])
+
+    beside.ask("CONFIG", "SET", "maxmemory", "0")
+    if name in NEEDS_ROOM:
+        assert "used memory > 'maxmemory'" in refused
+        assert beside.dump()[0] == before
+    else:
+        assert refused == ""

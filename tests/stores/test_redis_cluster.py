@@ -1,0 +1,80 @@
+"""The contracts over a Redis Cluster of three masters, each with a replica."""
+
+from __future__ import annotations
+
+import pytest
+
+from machinery_py._drivers.memory import MemoryHub
+from machinery_py.backends.redis_cluster import ClusterBackend
+from machinery_py.brokers.memory import MemoryBroker
+from machinery_py.brokers.redis_cluster import ClusterBroker
+from machinery_py.settlement.base import Store
+from machinery_py.settlement.redis_cluster_store import ClusterStore
+from machinery_py.settlement.two_stores import TwoStores
+from machinery_py.testing.conformance.backends import BackendConformance, OpenBackend
+from machinery_py.testing.conformance.brokers import BrokerConformance, OpenBroker
+from machinery_py.testing.conformance.schedules import ScheduleConformance
+from machinery_py.testing.conformance.settlement import OpenStore, SettlementConformance
+from machinery_py.testing.servers import RedisCluster as ClusterServers
+from tests.stores.redis_cluster_case import ClusterClock, Clusters, clock, empty_cluster, open_cluster
+
+__all__ = ["clock", "empty_cluster", "open_cluster"]
+
+
+class TestClusterBroker(BrokerConformance):
+    @pytest.fixture
+    def clock(self, empty_cluster: ClusterServers) -> ClusterClock:
+        return ClusterClock(empty_cluster)
+
+    @pytest.fixture
+    def open_broker(self, open_cluster: Clusters) -> OpenBroker:
+        return lambda: ClusterBroker(open_cluster())
+
+
+class TestClusterBackend(BackendConformance):
+    @pytest.fixture
+    def clock(self, empty_cluster: ClusterServers) -> ClusterClock:
+        return ClusterClock(empty_cluster)
+
+    @pytest.fixture
+    def open_backend(self, open_cluster: Clusters) -> OpenBackend:
+        return lambda: ClusterBackend(open_cluster(), expire_in=self.expire_in)
+
+
+class TestClusterStore(SettlementConformance):
+    @pytest.fixture
+    def clock(self, empty_cluster: ClusterServers) -> ClusterClock:
+        return ClusterClock(empty_cluster)
+
+    @pytest.fixture
+    def open_store(self, open_cluster: Clusters, clock: ClusterClock) -> OpenStore:
+        def open_store() -> Store:
+            cluster = open_cluster()
+            return ClusterStore(ClusterBroker(cluster), ClusterBackend(cluster), clock)
+
+        return open_store
+
+
+class TestClusterSchedules(ScheduleConformance):
+    @pytest.fixture
+    def clock(self, empty_cluster: ClusterServers) -> ClusterClock:
+        return ClusterClock(empty_cluster)
+
+    @pytest.fixture
+    def open_store(self, open_cluster: Clusters, clock: ClusterClock) -> OpenStore:
+        def open_store() -> Store:
+            cluster = open_cluster()
+            return ClusterStore(ClusterBroker(cluster), ClusterBackend(cluster), clock)
+
+        return open_store
+
+
+class TestMemoryBrokerAndClusterBackend(ScheduleConformance):
+    @pytest.fixture
+    def clock(self, empty_cluster: ClusterServers) -> ClusterClock:
+        return ClusterClock(empty_cluster)
+
+    @pytest.fixture
+    def open_store(self, open_cluster: Clusters, clock: ClusterClock) -> OpenStore:
+        broker = MemoryBroker(MemoryHub(clock))
+        return lambda: TwoStores(broker, ClusterBackend(open_cluster()), clock)

@@ -1,0 +1,36 @@
+"""The contracts over the master that sentinels name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from machinery_py.testing.servers import RedisSentinelTrio, require
+from tests.stores import test_redis_conformance as standalone
+from tests.stores.redis_case import clock, open_driver
+
+__all__ = ["clock", "open_driver"]
+
+
+@pytest.fixture(scope="module")
+def trio() -> Iterator[RedisSentinelTrio]:
+    require(RedisSentinelTrio)
+    with RedisSentinelTrio() as trio:
+        yield trio
+
+
+@pytest.fixture
+def redis_url(trio: RedisSentinelTrio) -> str:
+    """The master with nothing in it."""
+    trio.current_master().cli("FLUSHALL")
+    return "redis://" + ",".join(f"{host}:{port}" for host, port in trio.addresses) + f"/0?master_name={trio.name}"
+
+
+class TestSentinelBroker(standalone.TestRedisBroker): ...
+
+
+class TestSentinelBackend(standalone.TestRedisBackend): ...
+
+
+class TestSentinelStore(standalone.TestRedisStore): ...

@@ -1,0 +1,129 @@
+"""Whole applications over RabbitMQ, with real workers in threads and results elsewhere.
+
+Redis has the whole suite. The other backends have what depends on the pair: how a task ends, retries, groups, paused queues.
+"""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from machinery_py import Config, Server, Unsupported, group
+from machinery_py.config_sections import AMQPConfig
+from machinery_py.testing.conformance.workflows import WorkflowConformance
+from machinery_py.testing.servers import MemcachedServer, RedisServer
+from machinery_py.testing.waiting import HANG, wait_until
+from tests.servers import rabbitmq_server
+from tests.stores.amqp_case import amqp_url, vhosts
+from tests.stores.memcache_case import empty_memcached
+
+__all__ = ["amqp_url", "empty_memcached", "rabbitmq_server", "vhosts"]
+
+OF_THE_PAIR = {
+    "test_a_task_gives_its_result",
+    "test_a_retry_keeps_the_uuid_and_counts",
+    "test_on_error_is_sent_once_after_the_last_attempt",
+    "test_a_chain_of_a_hundred",
+    "test_a_large_chord",
+    "test_a_chord_with_a_failed_member_fails",
+    "test_an_eta_is_waited_for",
+    "test_a_revoked_task_is_never_started",
+    "test_bytes_that_are_no_signature_go_to_the_dead_letters",
+    "test_an_unknown_task_waits_for_a_worker_that_knows_it",
+    "test_a_paused_queue_waits_and_what_runs_goes_on",
+    "test_two_workers_share_the_work_and_run_nothing_twice",
+    "test_what_is_not_finished_in_time_is_run_by_another",
+    "test_a_burst_ends_when_there_is_nothing_left",
+}
+
+
+class TestRabbitMQAndRedisBackend(WorkflowConformance):
+    LONG = 300
+
+    # Its callback is published twice, with one UUID, if the duplicate comes before the first outbox is cleared: at least once.
+    test_a_message_that_comes_twice_counts_once = None  # type: ignore[assignment]
+
+    @pytest.fixture
+    def server(self, amqp_url: str, empty_redis: RedisServer, request: pytest.FixtureRequest) -> Server:
+        arguments = {"x-max-priority": 10} if "priorit" in request.node.name else {}
+        amqp = AMQPConfig(queue_declare_args=arguments)
+        return Server(Config(broker=amqp_url, result_backend=empty_redis.url, amqp=amqp))
+
+
+class OfThePair(WorkflowConformance):
+    """The part of the suite that each further pair has."""
+
+    __test__ = False
+
+
+for _name in dir(OfThePair):
+    if _name.startswith("test_") and _name not in OF_THE_PAIR:
+        setattr(OfThePair, _name, None)
+
+
+class TestRabbitMQAndMemoryBackend(OfThePair):
+    __test__ = True
+
+    @pytest.fixture
+    def server(self, amqp_url: str) -> Server:
+        return Server(Config(broker=amqp_url, result_backend="memory://amqp-workflows"))
+
+
+class TestRabbitMQAndSQLiteBackend(OfThePair):
+    __test__ = True
+
+    @pytest.fixture
+    def server(self, amqp_url: str, tmp_path: Path) -> Server:
+        return Server(Config(broker=amqp_url, result_backend=f"sqlite:///{tmp_path}/states.db?synchronous=normal"))
+
+
+class TestRabbitMQAndMemcacheBackend(OfThePair):
+    __test__ = True
+
+    @pytest.fixture
+    def server(self, amqp_url: str, empty_memcached: MemcachedServer) -> Server:
+        return Server(Config(broker=amqp_url, result_backend=empty_memcached.url))
+
+
+def test_the_cut_names_tests_that_there_are() -> None:
+    assert set(dir(WorkflowConformance)) >= OF_THE_PAIR
+
+
+def test_rabbitmq_alone_runs_tasks_whose_results_nobody_wants(amqp_url: str) -> None:
+    server = Server(Config(broker=amqp_url, result_backend="null"))
+    ran: list[str] = []
+    lock = threading.Lock()
+
+    def note(word: str) -> None:
+        with lock:
+            ran.append(word)
+
+    @server.task
+    def plain(word: str) -> str:
+        note(word)
+        return word
+
+    @server.task(retries=2, backoff=lambda _: 0.05)
+    def shaky() -> None:
+        note("shaky")
+        raise RuntimeError("again")
+
+    @server.task
+    def failed(text: str) -> None:
+        note(f"failed {text}")
+
+    with server.new_worker(concurrency=4):
+        for number in range(50):
+            plain.send(str(number))
+        plain.signature("first").replace(immutable=True).then(plain.signature("after")).send()
+        plain.options(delay=0.1).send("later")
+        shaky.signature().catch(failed.partial()).send()
+        expected = sorted([*map(str, range(50)), "first", "after", "later", *["shaky"] * 3, "failed again"])
+        wait_until(lambda: len(ran) >= len(expected), HANG, what="all runs")
+        wait_until(lambda: not any(one.running or one.waiting for one in server.inspect.queues()), HANG, what="an empty queue")
+    assert sorted(ran) == expected
+    with pytest.raises(Unsupported):
+        group(plain.signature("a"), plain.signature("b")).send()
+    server.close()
