@@ -22,7 +22,7 @@ class Fleet:
 
     Attributes:
         go_fires_once: Go workers among themselves settle a chord once. Go's MongoDB backend does not ask whether the group was
-            settled: of members that end at the same moment each sends the callback.
+            settled: of members that end at the same moment each sends the callback. Nor does it keep the order of results.
     """
 
     def __init__(self, version: str, broker: str, backend: str, stack: ExitStack) -> None:
