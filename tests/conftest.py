@@ -17,6 +17,18 @@ for name in [name for name in os.environ if name.startswith("MACHINERY_") and no
     del os.environ[name]
 
 
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--write-matrix", action="store_true", help="write docs/reference/matrix.md from the tests of this run")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--write-matrix"):
+        from tests.matrix import Matrix
+
+        config.pluginmanager.register(Matrix())
+
+
 @pytest.fixture(autouse=True)
 def _no_files_in_the_repository(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
     """`Server()` makes its file where the test runs: not here."""

@@ -48,7 +48,7 @@ SWEEP = 60.0  # seconds between two looks for what has expired
 class MongoBackend(MongoLooking):
     """Collections of the driver's database. The driver belongs to whoever made it."""
 
-    features = BackendFeatures(name="mongodb", foreign=True)
+    features = BackendFeatures(name="mongodb", foreign=True, foreign_time=mongo_groups.GO_TIME)
 
     def __init__(self, driver: MongoDriver, *, expire_in: float = EXPIRE_IN) -> None:
         super().__init__(driver, MongoTasks(driver, expire_in=expire_in))

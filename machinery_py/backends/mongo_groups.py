@@ -1,11 +1,16 @@
 """Groups in MongoDB: their documents, the counting of members, and the one who settles a chord.
 
-    group_metas             Go's: _id, task_uuids, chord_triggered, lock, created_at
+    group_metas             Go's: _id, task_uuids, chord_triggered, lock, created_at; by_python: it was we who set the flag
     machinery_chords        total, arrived, callback, failed, ready, fired, fired_by, expires_at; deed and outbox as of a task
     machinery_arrivals      a document for each member that is in; its _id makes it count once
 
 `arrived` is raised only by who has just inserted the arrival, and never a second time. So it is never too high, and reaching
 the total is enough. It is too low after a crash between the two, and then the deed that was not finished counts again.
+
+Who settles a group first sets Go's flag; of Python workers the chord's own document then lets one through. Go sets its flag too,
+but does not care whether it was set: a Go worker that sees all members ended sends the callback in any case. So a group with
+members that Go has ended is left to Go for GO_TIME (`BackendFeatures.foreign_time`); only if no flag has come by then (our
+member was the last one, or the Go worker died) it is ours.
 """
 
 from __future__ import annotations
@@ -21,6 +26,7 @@ from machinery_py.states import Arrival, GroupMeta
 
 CHORD_LIFE = 7 * 86400 * 1_000_000  # µs without an arrival until a chord is taken for broken
 CHUNK = 1000  # UUIDs in one step
+GO_TIME = 1.0  # seconds that a Go worker has from the end of its member to its flag
 
 
 def _chord(uuid: str, until: int) -> Document:
@@ -108,13 +114,19 @@ def ready_groups(store: Store, limit: int) -> list[ReadyGroup]:
 
 def fire(store: Store, uuid: str, *, by: str, fields: Document, until: int) -> bool:
     """Settle the group; True for one caller, and for its repeat with the same `by`. `fields` are set with it."""
+    group = store.group_metas.find_one_and_update(
+        {"_id": uuid, "chord_triggered": False}, {"$set": {"chord_triggered": True, "by_python": True}}, {"_id": 1}
+    ) or store.group_metas.find_one({"_id": uuid}, {"by_python": 1, "chord_triggered": 1})
     for _ in range(2):
-        group = store.group_metas.find_one({"_id": uuid}, {"chord_triggered": 1})
-        by_go = bool(group and group.get("chord_triggered"))
-        if not by_go and store.machinery_chords.update_one({"_id": uuid, "fired": 0}, {"$set": fields}).matched_count:
+        chord = store.machinery_chords.find_one({"_id": uuid}, {"fired_by": 1, "failed": 1})
+        # Go sets its flag for a group with a failed member, too, and then tells nobody.
+        if group and group.get("chord_triggered") and not group.get("by_python") and not (chord and chord["failed"]):
+            gone: Document = {"$set": {"fired": 1, "fired_by": "go", "ready": 0, "expires_at": until}}
+            store.machinery_chords.update_one({"_id": uuid, "fired": 0}, gone)
+            return False
+        if store.machinery_chords.update_one({"_id": uuid, "fired": 0}, {"$set": fields}).matched_count:
             return True
-        chord = store.machinery_chords.find_one({"_id": uuid}, {"fired_by": 1})
-        if chord is not None or group is None or by_go:
+        if chord is not None or group is None:
             return chord is not None and chord["fired_by"] == by
         insert_new(store.machinery_chords, [_chord(uuid, until)])  # a Go program made the group
     return False

@@ -23,13 +23,14 @@ MOST = 10_000  # groups that are remembered
 
 
 class _Group:
-    __slots__ = ("arrival", "at", "members", "place")
+    __slots__ = ("arrival", "at", "full_at", "members", "place")
 
     def __init__(self, arrival: Arrival, at: float) -> None:
         self.arrival = arrival  # of any member: what is known of the group
         self.at = at  # the next look
         self.members: Sequence[str] = ()
         self.place = 0  # the members before it are over
+        self.full_at = 0.0  # all were seen to be over; 0: not yet
 
 
 class GroupWatch:
@@ -84,10 +85,23 @@ class GroupWatch:
             return None
         group.members = group.members or meta.task_uuids
         found = self._arrived(group)
+        if found is not None and found.arrivals[0].ok and not meta.chord_triggered and self._is_left_to_go(group):
+            return None
         if found is not None or meta.chord_triggered:
             self._forget(uuid)
         # Go has settled it, or set its flag and told nobody, because a member failed.
         return None if found is not None and meta.chord_triggered and found.arrivals[0].ok else found
+
+    def _is_left_to_go(self, group: _Group) -> bool:
+        """Whether Go still has time to settle it, where it would do that a second time after us."""
+        now = time.monotonic()
+        group.full_at = group.full_at or now
+        until = group.full_at + self._backend.features.foreign_time
+        if now >= until:
+            return False
+        with self._lock:
+            group.at = until
+        return True
 
     def _arrived(self, group: _Group) -> Change | None:
         """What has come to be known: that all are over, or that one has failed."""

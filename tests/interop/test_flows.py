@@ -64,7 +64,8 @@ def test_a_task_is_tried_as_often_as_it_says(both: Both, queue: str, sender: str
 
 
 @pytest.mark.parametrize("queue", QUEUES)
-def test_a_task_may_ask_to_be_run_later(both: Both, queue: str) -> None:
+def test_a_task_may_ask_to_be_run_later(both: Both, fleet: Fleet, queue: str) -> None:
+    fleet.needs_types()
     server, go = both
     result = server.send_task(call("later", ("string", queue), ("int64", 300), routing_key=queue))
 
@@ -97,7 +98,8 @@ def _send(both: Both, sender: str, signature: Signature[object]) -> str:
 
 
 @pytest.mark.parametrize("first", QUEUES)
-def test_a_chain_of_python_goes_through_both(both: Both, first: str) -> None:
+def test_a_chain_of_python_goes_through_both(both: Both, fleet: Fleet, first: str) -> None:
+    fleet.needs_types()
     server, go = both
     steps = (add(first, 1, 1), add(OTHER[first], 10), add(first, 100), call("mul", ("int64", 2), routing_key=OTHER[first]))
 
@@ -108,7 +110,8 @@ def test_a_chain_of_python_goes_through_both(both: Both, first: str) -> None:
 
 
 @pytest.mark.parametrize("first", QUEUES)
-def test_a_chain_of_go_goes_through_both(both: Both, first: str) -> None:
+def test_a_chain_of_go_goes_through_both(both: Both, fleet: Fleet, first: str) -> None:
+    fleet.needs_types()
     server, go = both
     steps = (add(first, 1, 1), add(OTHER[first], 10), add(first, 100), call("mul", ("int64", 2), routing_key=OTHER[first]))
 

@@ -58,6 +58,7 @@ def equal(found: Any, wanted: Any) -> bool:
 
 
 def test_what_python_sends_is_run_by_go_and_read_by_both(fleet: Fleet) -> None:
+    fleet.needs_all_types()
     server = fleet.python()
     go = fleet.go_worker()
 
@@ -71,6 +72,7 @@ def test_what_python_sends_is_run_by_go_and_read_by_both(fleet: Fleet) -> None:
 
 
 def test_what_go_sends_is_run_by_python_and_read_by_both(fleet: Fleet) -> None:
+    fleet.needs_all_types()
     server = fleet.python_worker()
     go = fleet.go()
 
@@ -85,6 +87,7 @@ def test_what_go_sends_is_run_by_python_and_read_by_both(fleet: Fleet) -> None:
 
 
 def test_a_null_slice_stays_an_empty_one(fleet: Fleet) -> None:
+    fleet.needs_all_types()
     server = fleet.python_worker()
     go = fleet.go()
 
@@ -96,6 +99,7 @@ def test_a_null_slice_stays_an_empty_one(fleet: Fleet) -> None:
 
 
 def test_many_results_and_none(fleet: Fleet) -> None:
+    fleet.needs_types()
     server = fleet.python()
     go = fleet.go_worker("of_go")
     fleet.python_worker(server, "of_python")

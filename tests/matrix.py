@@ -1,0 +1,189 @@
+"""Which contract has been tried over which stores, as a page: docs/reference/matrix.md.
+
+    make matrix      that is: pytest --write-matrix, with MACHINERY_TEST_PAIRS=1
+
+A cell is of the last run that tried the suite over these stores: what a run leaves out stays as it was.
+
+A test belongs to the suites that its class derives from; the stores are asked of the fixtures that it got. Nothing here names a
+store: one that is added has its rows as soon as its URL can be opened and its tests run.
+"""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from machinery_py import factory
+from machinery_py.errors import ConfigError, Unsupported
+from machinery_py.families.base import Family, FamilyOptions
+from machinery_py.testing.clocks import ManualClock
+from machinery_py.testing.conformance.backends import BackendConformance
+from machinery_py.testing.conformance.brokers import BrokerConformance
+from machinery_py.testing.conformance.locks import LockConformance
+from machinery_py.testing.conformance.schedules import ScheduleConformance
+from machinery_py.testing.conformance.settlement import SettlementConformance
+from machinery_py.testing.conformance.workers import WorkerConformance
+from machinery_py.testing.conformance.workflows import LinkedConformance
+
+PAGE = pathlib.Path(__file__).parents[1] / "docs" / "reference" / "matrix.md"
+
+#: What one store alone promises, and what a pair of broker and backend does.
+ALONE: Mapping[str, type] = {"broker": BrokerConformance, "result backend": BackendConformance, "lock": LockConformance}
+PAIRED: Mapping[str, type] = {
+    "settlement": SettlementConformance, "schedules": ScheduleConformance, "workflows": LinkedConformance,
+    "workers and queues": WorkerConformance,
+}
+
+#: (suite, broker or store, backend or "") → how many tests passed, failed, and were left out.
+Counts = dict[tuple[str, str, str], list[int]]
+NEVER = "–"
+_OUTCOMES = ("passed", "failed", "skipped")
+_HEAD = """# What has been tried over which stores
+
+Written by test runs (`make matrix`). A cell says how many tests of the suite passed; *failed* and *left out* are named where
+there are any, "–": the suite was not run over these stores. The suites are those of `machinery_py.testing.conformance`, the
+same for every store; what a store cannot do it must refuse in words, and that is tested in its place. `null` keeps nothing, so
+there is nothing to be tried with it. Where no `mongod` is installed, MongoDB's tests run over a stand-in (here: {mongodb}).
+"""
+
+
+def stores() -> tuple[list[str], list[str]]:
+    """The brokers and the result backends that can be opened, by the names in their features."""
+    brokers: dict[str, None] = {}
+    backends: dict[str, None] = {}
+    for scheme in factory.FAMILIES:
+        family = _family(scheme)
+        try:
+            brokers[family.broker().features.name] = None
+        except (Unsupported, ConfigError):
+            pass
+        try:
+            features = family.backend().features
+            if features.keeps:
+                backends[features.name] = None
+        except (Unsupported, ConfigError):
+            pass
+        family.close()
+    return sorted(brokers), sorted(backends)
+
+
+@functools.cache
+def _locks() -> dict[type, str]:
+    """The name of the store that each kind of lock is of."""
+    found: dict[type, str] = {}
+    for scheme in factory.FAMILIES:
+        family = _family(scheme)
+        try:
+            found.setdefault(type(family.lock()), family.backend().features.name)
+        except (Unsupported, ConfigError):
+            pass
+        family.close()
+    return found
+
+
+def _family(scheme: str) -> Family:
+    urls = {"eager": "eager", "null": "null", "memory": "memory://", "sqlite": "sqlite:///matrix.db", "redis+socket": "redis+socket:///s"}
+    return factory.open_family(urls.get(scheme, f"{scheme}://h"), FamilyOptions(clock=ManualClock()))
+
+
+def _names(found: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Broker and backend of the fixtures that a test got."""
+    app = found.get("app") or found.get("idle")
+    server = found.get("server") or getattr(app, "server", None)
+    if server is not None:
+        scheme = str(server.config.broker).partition(":")[0]
+        return ("eager" if scheme == "eager" else server.broker.features.name), server.backend.features.name
+    store = found.get("store")
+    return (store.broker.features.name, store.backend.features.name) if store is not None else None
+
+
+def _alone(suite: str, found: Mapping[str, Any]) -> str:
+    if suite == "lock":
+        return _locks().get(type(found["lock"]), "") if "lock" in found else ""
+    one = found.get("broker" if suite == "broker" else "backend")
+    return str(one.features.name) if one is not None else ""
+
+
+class Matrix:
+    """Collects while the tests run, and writes the page at their end."""
+
+    def __init__(self) -> None:
+        self._of_class: dict[tuple[str, type], tuple[str, str]] = {}
+        self._seen: list[tuple[str, type, str]] = []
+        self._mongodb = "none"
+
+    @pytest.hookimpl(hookwrapper=True)
+    def pytest_runtest_makereport(self, item: pytest.Item) -> Iterator[None]:
+        outcome: Any = yield
+        report = outcome.get_result()
+        cls = getattr(item, "cls", None)
+        if cls is None or not (report.when == "call" or report.failed or (report.when == "setup" and report.skipped)):
+            return
+        for name in ("mongod", "mongo-nx"):
+            if f"[{name}" in item.name:
+                self._mongodb = name
+        found = getattr(item, "funcargs", {})
+        for suite, base in (*ALONE.items(), *PAIRED.items()):
+            if not issubclass(cls, base) or not hasattr(base, getattr(item, "originalname", item.name)):
+                continue
+            if suite == "workers and queues" and hasattr(LinkedConformance, getattr(item, "originalname", item.name)):
+                continue  # counted with the workflows
+            names = _names(found) if suite in PAIRED else ((one, "") if (one := _alone(suite, found)) else None)
+            if names is not None:
+                self._of_class.setdefault((suite, cls), names)
+            self._seen.append((suite, cls, report.outcome))
+
+    def counts(self) -> Counts:
+        counts: Counts = {}
+        for suite, cls, outcome in self._seen:
+            names = self._of_class.get((suite, cls))
+            if names is not None:
+                counts.setdefault((suite, *names), [0, 0, 0])[_OUTCOMES.index(outcome)] += 1
+        return counts
+
+    def pytest_sessionfinish(self) -> None:
+        PAGE.write_text(page(self.counts(), mongodb=self._mongodb, before=PAGE.read_text() if PAGE.exists() else ""))
+
+
+def cells(text: str) -> dict[tuple[str, str, str], str]:
+    """What the page says: (suite, broker or store, backend or "") → cell."""
+    found: dict[tuple[str, str, str], str] = {}
+    for title, suites in (("Stores", ALONE), ("Pairs", PAIRED)):
+        for line in text.partition(f"## {title}\n")[2].partition("\n## ")[0].splitlines():
+            row = [cell.strip() for cell in line.strip("|").split("|")]
+            names, said = row[:-len(suites)], row[-len(suites):]
+            if len(names) == (1 if suites is ALONE else 2):
+                found |= {(suite, names[0], names[1] if names[1:] else ""): cell
+                          for suite, cell in zip(suites, said, strict=True)}
+    return found
+
+
+def page(counts: Counts, *, mongodb: str, before: str = "") -> str:
+    """The page with the cells of this run, and the others of the page before."""
+    brokers, backends = stores()
+    known = cells(before) | {key: _cell(*count) for key, count in counts.items()}
+    names = sorted({*brokers, *backends})
+    alone = [[name, *(known.get((suite, name, ""), NEVER) for suite in ALONE)] for name in names]
+    paired = [
+        [broker, backend, *(known.get((suite, broker, backend), NEVER) for suite in PAIRED)]
+        for broker in brokers for backend in backends
+    ]
+    return "\n".join([
+        _HEAD.format(mongodb=mongodb), "## Stores", "", *_table(["store", *ALONE], alone), "",
+        "## Pairs", "", *_table(["broker", "result backend", *PAIRED], paired), "",
+    ])
+
+
+def _cell(passed: int, failed: int, skipped: int) -> str:
+    said = [f"{passed} passed"] if passed else []
+    said += [f"**{failed} failed**"] if failed else []
+    said += [f"{skipped} left out"] if skipped else []
+    return ", ".join(said) or NEVER
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return ["| " + " | ".join(head) + " |", "|---" * len(head) + "|", *("| " + " | ".join(row) + " |" for row in rows)]
