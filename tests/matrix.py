@@ -20,6 +20,7 @@ import pytest
 from machinery_py import factory
 from machinery_py.errors import ConfigError, Unsupported
 from machinery_py.families.base import Family, FamilyOptions
+from machinery_py.testing import private_mongo
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.conformance.backends import BackendConformance
 from machinery_py.testing.conformance.brokers import BrokerConformance
@@ -114,7 +115,6 @@ class Matrix:
     def __init__(self) -> None:
         self._of_class: dict[tuple[str, type], tuple[str, str]] = {}
         self._seen: list[tuple[str, type, str]] = []
-        self._mongodb = "none"
 
     @pytest.hookimpl(hookwrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item) -> Iterator[None]:
@@ -123,9 +123,6 @@ class Matrix:
         cls = getattr(item, "cls", None)
         if cls is None or not (report.when == "call" or report.failed or (report.when == "setup" and report.skipped)):
             return
-        for name in ("mongod", "mongo-nx"):
-            if f"[{name}" in item.name:
-                self._mongodb = name
         found = getattr(item, "funcargs", {})
         for suite, base in (*ALONE.items(), *PAIRED.items()):
             if not issubclass(cls, base) or not hasattr(base, getattr(item, "originalname", item.name)):
@@ -146,7 +143,7 @@ class Matrix:
         return counts
 
     def pytest_sessionfinish(self) -> None:
-        PAGE.write_text(page(self.counts(), mongodb=self._mongodb, before=PAGE.read_text() if PAGE.exists() else ""))
+        PAGE.write_text(page(self.counts(), before=PAGE.read_text() if PAGE.exists() else ""))
 
 
 def cells(text: str) -> dict[tuple[str, str, str], str]:
@@ -162,7 +159,7 @@ def cells(text: str) -> dict[tuple[str, str, str], str]:
     return found
 
 
-def page(counts: Counts, *, mongodb: str, before: str = "") -> str:
+def page(counts: Counts, *, before: str = "") -> str:
     """The page with the cells of this run, and the others of the page before."""
     brokers, backends = stores()
     known = cells(before) | {key: _cell(*count) for key, count in counts.items()}
@@ -173,7 +170,7 @@ def page(counts: Counts, *, mongodb: str, before: str = "") -> str:
         for broker in brokers for backend in backends
     ]
     return "\n".join([
-        _HEAD.format(mongodb=mongodb), "## Stores", "", *_table(["store", *ALONE], alone), "",
+        _HEAD.format(mongodb=private_mongo.best_kind()), "## Stores", "", *_table(["store", *ALONE], alone), "",
         "## Pairs", "", *_table(["broker", "result backend", *PAIRED], paired), "",
     ])
 

@@ -31,7 +31,7 @@ def test_every_pair_has_run_the_workflows_and_nothing_failed() -> None:
 
 
 def test_a_failure_is_shown() -> None:
-    drawn = page({("workflows", "redis", "redis"): [3, 1, 2]}, mongodb="none")
+    drawn = page({("workflows", "redis", "redis"): [3, 1, 2]})
     assert "| redis | redis | – | – | 3 passed, **1 failed**, 2 left out | – |" in drawn
 
 

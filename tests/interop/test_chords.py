@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import os
 import random
 
 import pytest
@@ -16,6 +17,8 @@ from tests.interop.golang import Peer
 QUEUES = ("of_go", "of_python")
 Both = tuple[Server, Peer, Fleet]
 CHORDS = 500
+FEW = 60  # over the stand-in for MongoDB, which is slow; `MACHINERY_TEST_FULL=1` tries them all
+FULL = bool(os.environ.get("MACHINERY_TEST_FULL"))
 MEMBERS = 4
 
 
@@ -57,12 +60,13 @@ def send_chords(both: Both, sender: str, count: int) -> dict[str, list[int]]:
 @pytest.mark.parametrize("sender", ["go", "python"])
 def test_a_chord_that_is_split_over_both_fires_exactly_once(both: Both, sender: str) -> None:
     server, _, fleet = both
-    wanted = send_chords(both, sender, CHORDS)
+    count = CHORDS if fleet.go_fires_once or FULL else FEW
+    wanted = send_chords(both, sender, count)
 
     def fired() -> collections.Counter[str]:
         return collections.Counter(one.uuid for one in server.broker.pending("counted", 10 * CHORDS))
 
-    wait_until(lambda: len(fired()) >= CHORDS, timeout=4 * HANG, what="every chord has fired")
+    wait_until(lambda: len(fired()) >= count, timeout=4 * HANG, what="every chord has fired")
     assert fired() == collections.Counter(dict.fromkeys(wanted, 1))
     for one in server.broker.get_pending_tasks("counted"):
         values = [arg.value for arg in one.args]
