@@ -75,6 +75,8 @@ class GroupWatch:
         changes = [change for group in due if (change := self._look_at(group)) is not None]
         if changes:
             self._backend.apply(changes)
+            for change in changes:
+                self._forget(change.key)
         return bool(changes)
 
     def _look_at(self, group: _Group) -> Change | None:
@@ -87,10 +89,10 @@ class GroupWatch:
         found = self._arrived(group)
         if found is not None and found.arrivals[0].ok and not meta.chord_triggered and self._is_left_to_go(group):
             return None
-        if found is not None or meta.chord_triggered:
-            self._forget(uuid)
-        # Go has settled it, or set its flag and told nobody, because a member failed.
-        return None if found is not None and meta.chord_triggered and found.arrivals[0].ok else found
+        if meta.chord_triggered and (found is None or found.arrivals[0].ok):
+            self._forget(uuid)  # Go has settled it; with a failed member it would have set its flag, and told nobody
+            return None
+        return found
 
     def _is_left_to_go(self, group: _Group) -> bool:
         """Whether Go still has time to settle it, where it would do that a second time after us."""
