@@ -289,9 +289,13 @@ class Scheduler:
     def _send_under_gos_lock(self, known: Known, entry: Entry, tick: dt.datetime) -> bool:
         """First one of us claims the tick, so that we do not keep each other from it; then it asks for Go's lock.
 
-        As in Go, a tick is lost if its scheduler dies between the lock and the sending.
+        As in Go, a tick is lost if its scheduler dies between the lock and the sending. One that is so late that the next is
+        due is given up: Go's lock for it is over, so it may have been sent.
         """
         now, claimed = self.now(), entry.claimed
+        following = known.schedule.next(tick) or tick + dt.timedelta(days=1)
+        if following <= now:
+            return self._amend(entry.name, known, entry.replace(missed=entry.missed + 1))
         if claimed is not None and (now - claimed).total_seconds() < CLAIM:
             known.due_at = claimed + dt.timedelta(seconds=CLAIM)
             return True
@@ -299,7 +303,6 @@ class Scheduler:
             return False
         known, entry = self._known[entry.name], entry.replace(claimed=None)
         spec = entry.definition.spec
-        following = known.schedule.next(tick) or tick + dt.timedelta(days=1)
         key = go_lock_key(self._engine.config.go_program, entry.name, spec)
         if self._engine.stores.lock.go().lock_with_retries(key, round(following.timestamp()) * 10**9):
             return self._send_it(known, entry, tick)
