@@ -95,7 +95,11 @@ class RedisGoLock(GoLock):
             return False
         if not self._is_over(name, self._ask(b"GETSET", name, value), now):
             return False
-        self._ask(b"EXPIRE", name, b"%d" % (left // 10**9))
+        if left >= 10**9:
+            self._ask(b"EXPIRE", name, b"%d" % (left // 10**9))
+        else:
+            # Go does X: EXPIRE with 0 seconds, which deletes what it has just taken, and the next one takes it again.
+            self._ask(b"PEXPIRE", name, b"%d" % max(1, left // 10**6))
         return True
 
     def _ask(self, *parts: bytes) -> bytes | None:

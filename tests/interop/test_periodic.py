@@ -12,7 +12,7 @@ from machinery_py.testing.waiting import HANG, wait_until
 from tests.interop.fleet import call, message, new_server
 from tests.interop.golang import Peer, peer
 
-TICKS = 8
+TICKS = 10
 
 
 @pytest.mark.parametrize("go_schedulers, python_schedulers", [(2, 2), (1, 1)])
@@ -37,6 +37,8 @@ def test_each_tick_is_sent_once(version: str, empty_redis: RedisServer, go_sched
         wait_until(lambda: sent() >= before + TICKS, HANG, f"{TICKS} ticks")
         ticks, seconds = sent() - before, time.monotonic() - begin
 
-    assert ticks <= seconds + 2  # twice as many if each language sent them all
+    # Twice as many if each language sent them all. Go's lock lets one tick slip through now and then: where it finds a lock that
+    # is over and still there, it sets it to end in 0 seconds.
+    assert ticks <= 1.4 * seconds + 1
     uuids = [one.uuid for one in server.broker.pending("ticks", 1000)]
     assert len(set(uuids)) == len(uuids)
