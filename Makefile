@@ -29,6 +29,7 @@ types:
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 unit:
+	$(BIN)/python -m tests.interop.golang
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 chaos: $(STAMP)

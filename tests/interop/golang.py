@@ -170,3 +170,11 @@ class Peer:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+if __name__ == "__main__":  # before the tests, whose time is limited: a first build takes minutes
+    for one in VERSIONS:
+        try:
+            print(f"Go Machinery {one}: {build(one)}", flush=True)
+        except (GoMissing, GoBroken) as trouble:
+            print(f"Go Machinery {one}: {trouble}", flush=True)  # the tests say it again, and are left out or fail
