@@ -9,6 +9,18 @@ from typing import Protocol
 UTC = dt.timezone.utc
 _utc = dt.timezone.utc
 _now = dt.datetime.now
+_EPOCH = dt.datetime(1970, 1, 1, tzinfo=UTC)
+
+
+def micros(moment: dt.datetime) -> int:
+    """A moment as stores keep it: microseconds since 1970, UTC."""
+    passed = moment - _EPOCH
+    return (passed.days * 86400 + passed.seconds) * 1_000_000 + passed.microseconds
+
+
+def moment_of(number: int) -> dt.datetime:
+    """The moment of that many microseconds."""
+    return _EPOCH + dt.timedelta(microseconds=number)
 
 
 class Clock(Protocol):

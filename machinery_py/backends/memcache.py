@@ -60,11 +60,11 @@ from machinery_py.backends.memcache_records import (
     encode_record,
     kept_for,
     key_of,
-    micros,
     pack,
     state_in,
 )
 from machinery_py.backends.transactional import decide, is_over
+from machinery_py.clock import micros
 from machinery_py.errors import Unsupported
 from machinery_py.states import GroupMeta, State, TaskState, advance
 from machinery_py.wire import decode_group, encode_group

@@ -3,13 +3,15 @@
     <group UUID>          Go's document; our last field says when it was made
     mpy:c:<group>         callback and total, written before the first arrival; never changed
     mpy:b:<i>:<group>     a share of the arrived members, 8 bytes of hash each; changed by `cas`
-    mpy:n:<group>         a guess at how many have arrived, never too low for long; raised by `incr`
+    mpy:n:<group>         a guess at how many have arrived, never too low; raised by `incr`
     mpy:r:<group>         the group is ready; the failed member, or nothing. Written once, by `add`
     mpy:f:<group>         the group is fired, with the messages to publish. Written once, by `add`: it decides who fires
 
 A member belongs to one share, so an arrival costs the same in a chord of any size. When the guess reaches the total, or a
 member arrives a second time (its worker had died, or a reply was lost), the shares are counted. So the guess decides only
-when to look.
+when to look, and may be too high. It is never too low when an arrival has ended: who joins a share raises it afterwards, also
+who joined before; and where there is none, the first or one that was evicted, one of those who find none counts the shares and
+writes that number by `add`, which all who joined before are in, while everybody else raises it.
 """
 
 from __future__ import annotations
@@ -33,9 +35,9 @@ from machinery_py.backends.memcache_records import (
     decode_meta,
     encode_meta,
     key_of,
-    micros,
     pack,
 )
+from machinery_py.clock import micros
 from machinery_py.errors import DecodeError
 from machinery_py.states import Arrival, GroupMeta
 
@@ -119,18 +121,20 @@ class Groups:
             totals[group] = total
             if not ok:
                 failed.setdefault(group, member)
-        new, again = self._join(members)
-        look = self._guess(new, totals) | again
+        again = self._join(members)
+        joined: dict[str, int] = {}
+        for one, hashes in members.items():
+            joined[one.group] = joined.get(one.group, 0) + len(hashes)
+        look = self._guess(joined, totals) | again
         ready = {group: failed[group] for group in failed}
         for group in look - ready.keys():
-            if self._count(group, totals[group], repair=group in again) >= totals[group]:
+            if self._count(group, totals[group]) >= totals[group]:
                 ready[group] = ""
         self._make_ready(ready)
         self._let_go(arrivals)
 
-    def _join(self, members: dict[_Share, set[bytes]]) -> tuple[dict[str, int], set[str]]:
-        """Put them into their shares. How many are new, for each group; and the groups where some are not."""
-        new: dict[str, int] = {}
+    def _join(self, members: dict[_Share, set[bytes]]) -> set[str]:
+        """Put them into their shares. The groups where some were before."""
         again: set[str] = set()
         waiting = dict(members)
         for _ in rounds("the members of a group"):
@@ -144,47 +148,49 @@ class Groups:
                     again.add(share.group)
                 if missing:
                     joined = value + b"".join(sorted(missing))
-                    writes.append((share, len(missing), swap(share.key, joined, _LIFE, item.cas if item else None)))
+                    writes.append((share, swap(share.key, joined, _LIFE, item.cas if item else None)))
                 else:
                     del waiting[share]
-            replies = self._driver.send([command for _, _, command in writes], doing="counting an arrival")
-            for (share, count, _), reply in zip(writes, replies, strict=True):
+            replies = self._driver.send([command for _, command in writes], doing="counting an arrival")
+            for (share, _), reply in zip(writes, replies, strict=True):
                 if reply == STORED:
-                    new[share.group] = new.get(share.group, 0) + count
                     del waiting[share]
             if not waiting:
                 break
-        return new, again
+        return again
 
-    def _guess(self, new: dict[str, int], totals: dict[str, int]) -> set[str]:
+    def _guess(self, joined: dict[str, int], totals: dict[str, int]) -> set[str]:
         """Raise the guesses; the groups that may be complete now."""
-        groups = list(new)
-        # Not to be repeated: a reply that is lost makes the whole change come again, and then the shares are counted.
-        replies = self._driver.send(
-            [incr(key_of(group, GUESS), new[group]) for group in groups], doing="counting an arrival", again=False
-        )
-        look = set()
-        for group, reply in zip(groups, replies, strict=True):
-            guess = int(reply) if reply.isdigit() else self._count(group, totals[group], repair=True)
-            if guess >= totals[group]:
-                look.add(group)
+        look: set[str] = set()
+        waiting = list(joined)
+        for _ in rounds("how many members of a group have arrived"):
+            # Not to be repeated: a reply that is lost makes the whole change come again, which raises the guess again.
+            replies = self._driver.send(
+                [incr(key_of(group, GUESS), joined[group]) for group in waiting], doing="counting an arrival", again=False
+            )
+            look.update(
+                group for group, reply in zip(waiting, replies, strict=True)
+                if reply.isdigit() and int(reply) >= totals[group]
+            )
+            none = [group for group, reply in zip(waiting, replies, strict=True) if not reply.isdigit()]
+            begun = {group: self._begin_guess(group, totals[group]) for group in none}
+            look.update(group for group, count in begun.items() if count >= totals[group])
+            waiting = [group for group, count in begun.items() if not count]
+            if not waiting:
+                break
         return look
 
-    def _count(self, group: str, total: int, *, repair: bool) -> int:
-        """How many have arrived. `repair`: a crash or an eviction may have made the guess too low."""
+    def _begin_guess(self, group: str, total: int) -> int:
+        """Write what the shares say. 0: somebody else has just done so."""
+        count = self._count(group, total)
+        command = add(key_of(group, GUESS), b"%d" % count, _LIFE)
+        return count if self._driver.send([command], doing="counting an arrival", again=False) == [STORED] else 0
+
+    def _count(self, group: str, total: int) -> int:
+        """How many have arrived."""
         keys = [_share_key(group, number) for number in range(_shares(total))]
         items = self._driver.fetch(keys, doing="counting the members of a group")
-        count = sum(len(item.value) // HASH for item in items.values())
-        if repair and count:
-            key = key_of(group, GUESS)
-            item = self._driver.fetch([key], doing="counting the members of a group").get(key)
-            if item is None and self._driver.send(
-                [add(key, b"%d" % count, _LIFE)], doing="counting an arrival", again=False
-            ) != [STORED]:
-                item = self._driver.fetch([key], doing="counting the members of a group").get(key)
-            if item is not None and (missing := count - int(item.value)) > 0:
-                self._driver.send([incr(key, missing)], doing="counting an arrival", again=False)
-        return count
+        return sum(len(item.value) // HASH for item in items.values())
 
     def _make_ready(self, ready: dict[str, str]) -> None:
         if ready:

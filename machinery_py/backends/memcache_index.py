@@ -22,7 +22,8 @@ from collections.abc import Collection, Iterable, Iterator
 import msgspec
 
 from machinery_py._drivers.memcache import STORED, MemcacheDriver, delete, put, seconds, swap
-from machinery_py.backends.memcache_records import CHORD_LIFE, OURS, micros
+from machinery_py.backends.memcache_records import CHORD_LIFE, OURS
+from machinery_py.clock import micros
 from machinery_py.errors import BackendUnavailable
 
 ROOTS = OURS + b"roots"

@@ -32,7 +32,6 @@ _FIELD = b',"machinery_py":"'
 _END = b'"}'
 _GROUP = b'{"GroupUUID":'
 _FORBIDDEN = re.compile(rb"[\x00-\x20\x7f]")
-_EPOCH = dt.datetime(1970, 1, 1, tzinfo=dt.timezone.utc)
 
 
 def key_of(name: str, prefix: bytes = b"") -> bytes:
@@ -42,10 +41,6 @@ def key_of(name: str, prefix: bytes = b"") -> bytes:
     if not raw or len(key) > LONGEST_KEY or _FORBIDDEN.search(raw) or (not prefix and raw.startswith(OURS)):
         return (prefix or OURS) + b"sha256:" + hashlib.sha256(raw).hexdigest().encode()
     return key
-
-
-def micros(moment: dt.datetime) -> int:
-    return (moment - _EPOCH) // dt.timedelta(microseconds=1)
 
 
 class Todo(msgspec.Struct, array_like=True, gc=False):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import pytest
 
@@ -369,6 +369,37 @@ def test_members_that_arrive_in_many_threads_and_twice_are_counted_once(driver: 
     assert backend.ready_groups(9) == []
     backend.apply([Change(key="", arrivals=(arrival("last", 401),))])
     assert len(backend.ready_groups(9)) == 1
+
+
+class MeanwhileDriver(MemcacheDriver):
+    """Has something done between the counting of a group's members and the writing of what was counted."""
+
+    meanwhile: Callable[[Command], object] | None = None
+
+    def send(self, commands: Sequence[Command], *, doing: str, again: bool = True) -> list[bytes]:
+        if self.meanwhile is not None and commands and commands[0].packet.startswith(b"add mpy:n:"):
+            meanwhile, self.meanwhile = self.meanwhile, None
+            meanwhile(commands[0])
+        return super().send(commands, doing=doing, again=again)
+
+
+def test_of_those_who_arrive_first_none_is_forgotten(driver: MemcacheDriver, empty_memcached: MemcachedServer) -> None:
+    """a counts one; b joins and counts two; a writes one; c joins and makes it two; b finds that two are written."""
+    slow = [MeanwhileDriver(driver.servers) for _ in range(2)]
+
+    def arrive(member: str, through: MemcacheDriver) -> None:
+        MemcacheBackend(through).apply([Change(key="", arrivals=(arrival(member, 3),))])
+
+    def b_arrives(writing_one: Command) -> None:
+        slow[1].meanwhile = lambda _: (driver.send([writing_one], doing="testing"), arrive("c", driver))
+        arrive("b", slow[1])
+
+    slow[0].meanwhile = b_arrives
+    arrive("a", slow[0])
+
+    assert [one.group_uuid for one in MemcacheBackend(driver).ready_groups(9)] == ["g"]
+    for one in slow:
+        one.close()
 
 
 def test_what_a_dead_process_left_is_found_and_then_forgotten(driver: MemcacheDriver) -> None:
