@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -16,10 +16,18 @@ from machinery_py.config_sections import RedisConfig
 from machinery_py.errors import BackendUnavailable, MachineryError, PublishUnknown
 from machinery_py.signature import Signature
 from machinery_py.testing.proxy import REPLIES, Proxy
-from machinery_py.testing.servers import RedisServer
+from machinery_py.testing.servers import RedisServer, require
 from machinery_py.testing.waiting import HANG, together, wait_until
 
 OpenProxy = Callable[[int], Proxy]
+
+
+@pytest.fixture(scope="module")
+def redis_server() -> Iterator[RedisServer]:
+    """One of its own: connections are counted here."""
+    require(RedisServer)
+    with RedisServer() as server:
+        yield server
 
 
 def clients(redis: RedisServer, name: str) -> list[str]:
