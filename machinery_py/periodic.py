@@ -6,7 +6,6 @@ What happens to them, step by step: docs/explanation/periodic.md.
 from __future__ import annotations
 
 import datetime as dt
-import hashlib
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -48,6 +47,8 @@ class Definition(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def digest(self) -> str:
+        import hashlib  # 5 ms that only those pay who come here
+
         return hashlib.sha256(msgspec.json.encode(self)).hexdigest()[:16]
 
     def schedule(self, name: str) -> Schedule:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime as dt
-import hashlib
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -102,6 +101,8 @@ def _canonical(call: Call | None, args: Sequence[Arg]) -> tuple[object, object]:
 
 
 def _digest(parts: Sequence[object]) -> str:
+    import hashlib  # 5 ms that only those pay who come here
+
     # JSON with sorted keys and without spaces: any program can make the same bytes.
     try:
         return hashlib.sha256(_encode(parts)).hexdigest()

@@ -22,7 +22,7 @@ from pika.exceptions import AMQPError, ProbableAccessDeniedError, ProbableAuthen
 from machinery_py._drivers.amqp_link import Channel, ChannelLost, Link, LinkLost
 from machinery_py._drivers.amqp_publisher import Publisher
 from machinery_py._drivers.amqp_url import AmqpUrl, parse_amqp_url
-from machinery_py.clock import Clock, SystemClock
+from machinery_py.clock import Clock, SystemClock, micros
 from machinery_py.errors import BrokerUnavailable, MachineryError, StoreUnusable
 from machinery_py.failover import Strategy, round_robin
 from machinery_py.urls import redact
@@ -226,15 +226,6 @@ def _context(url: AmqpUrl) -> ssl.SSLContext:
     if url.cert_file:
         context.load_cert_chain(url.cert_file, url.key_file or None)
     return context
-
-
-def micros(moment: dt.datetime) -> int:
-    """Microseconds since 1970."""
-    return (moment.astimezone(UTC) - dt.datetime(1970, 1, 1, tzinfo=UTC)) // dt.timedelta(microseconds=1)
-
-
-def moment_of(number: int) -> dt.datetime:
-    return dt.datetime(1970, 1, 1, tzinfo=UTC) + dt.timedelta(microseconds=number)
 
 
 def quoted(urls: Sequence[str]) -> str:

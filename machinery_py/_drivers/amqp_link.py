@@ -12,6 +12,7 @@ does not come in time ends the connection, since nobody could tell what became o
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Callable
@@ -22,6 +23,8 @@ import pika
 from pika import spec
 from pika.adapters.select_connection import SelectConnection
 from pika.exceptions import ChannelClosedByBroker
+
+logger = logging.getLogger(__name__)
 
 OVER = 1.0  # seconds an orderly goodbye may take
 
@@ -138,7 +141,7 @@ class Link:
         try:
             work()
         except Exception:  # a channel that has closed in between: nobody waits for this
-            return
+            logger.debug("something was not done on a connection to RabbitMQ", exc_info=True)
 
     def ask(self, work: Callable[[Future[Any]], object], timeout: float) -> Any:
         """Let the link's thread do something, and wait for the future that it fills.

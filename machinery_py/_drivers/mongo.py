@@ -26,7 +26,7 @@ from pymongo.database import Database
 from pymongo.errors import BulkWriteError, DuplicateKeyError
 
 from machinery_py._drivers.mongo_errors import DUPLICATE, as_ours, is_ours_to_sort, is_unknown, may_be_repeated
-from machinery_py.clock import SYSTEM_CLOCK, Clock
+from machinery_py.clock import SYSTEM_CLOCK, Clock, micros, moment_of
 from machinery_py.errors import BackendUnavailable, MachineryError
 from machinery_py.urls import redact
 
@@ -250,16 +250,6 @@ def insert_new(collection: Collection[Document], documents: Sequence[Document]) 
             for problem in problems:
                 new[start + problem["index"]] = False
     return new
-
-
-def micros(moment: dt.datetime) -> int:
-    """A moment as our fields count it."""
-    passed = moment - _EPOCH
-    return (passed.days * 86400 + passed.seconds) * 1_000_000 + passed.microseconds
-
-
-def moment_of(number: int) -> dt.datetime:
-    return _EPOCH + dt.timedelta(microseconds=number)
 
 
 def printable(text: str) -> str:

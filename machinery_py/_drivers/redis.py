@@ -22,7 +22,7 @@ from machinery_py._drivers.redis_errors import Kind, as_ours, kind_of
 from machinery_py._drivers.redis_lua import Script
 from machinery_py._drivers.redis_pool import DELAYED, NO_LIMITS, Limits, Room, with_delayed_key
 from machinery_py._drivers.redis_servers import Servers
-from machinery_py.clock import SYSTEM_CLOCK, Clock
+from machinery_py.clock import SYSTEM_CLOCK, Clock, micros
 from machinery_py.durability import Concern
 from machinery_py.errors import BackendUnavailable, MachineryError, PublishUnknown, StoreUnusable
 
@@ -389,11 +389,3 @@ def read_script(link: Link, script: Script, argument: bytes, *keys: bytes) -> An
     return link.ask(b"EVAL", script.body, b"%d" % len(keys), *keys, argument)
 
 
-def micros(moment: dt.datetime) -> int:
-    """A moment as the scripts count it."""
-    passed = moment - _EPOCH
-    return (passed.days * 86400 + passed.seconds) * 1_000_000 + passed.microseconds
-
-
-def moment_of(number: int) -> dt.datetime:
-    return _EPOCH + dt.timedelta(microseconds=number)

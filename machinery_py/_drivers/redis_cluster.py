@@ -21,14 +21,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
-from machinery_py._drivers.redis import TIMEOUT, Link, RedisDriver, command, evalsha, micros, read_script
+from machinery_py._drivers.redis import TIMEOUT, Link, RedisDriver, command, evalsha, read_script
 from machinery_py._drivers.redis_errors import Kind, as_ours, kind_of
 from machinery_py._drivers.redis_lua import Script
 from machinery_py._drivers.redis_nodes import Address, Nodes, NodeServers
 from machinery_py._drivers.redis_pool import DELAYED, NO_LIMITS, Limits, Room
 from machinery_py._drivers.redis_slots import clustered, guard, local_key, slot_of
 from machinery_py._drivers.redis_tries import Request, Try, connection_errors, learn, passing, script_at, told
-from machinery_py.clock import SYSTEM_CLOCK, Clock
+from machinery_py.clock import SYSTEM_CLOCK, Clock, micros
 from machinery_py.durability import Concern
 from machinery_py.errors import BackendUnavailable, MachineryError
 

@@ -30,8 +30,7 @@ from machinery_py._drivers import doorbell
 from machinery_py._drivers.sqlite_errors import Unavailable, busy, is_busy, translate, unusable
 from machinery_py._drivers.sqlite_handles import Handles
 from machinery_py._drivers.sqlite_open import identity, open_reader, open_writer
-from machinery_py._drivers.sqlite_rows import micros
-from machinery_py.clock import SYSTEM_CLOCK, Clock
+from machinery_py.clock import SYSTEM_CLOCK, Clock, micros
 from machinery_py.errors import BrokerUnavailable, ConfigError
 
 RETRY = 0.0002, 0.001  # seconds between two tries for the write lock; SQLite's own handler sleeps up to 0.1

@@ -21,16 +21,6 @@ _EPOCH = dt.datetime(1970, 1, 1, tzinfo=UTC)
 Rows = list[tuple[Any, ...]]
 
 
-def micros(moment: dt.datetime) -> int:
-    """A moment as the file keeps it."""
-    passed = moment - _EPOCH
-    return (passed.days * 86400 + passed.seconds) * 1_000_000 + passed.microseconds
-
-
-def moment_of(number: int) -> dt.datetime:
-    return _EPOCH + dt.timedelta(microseconds=number)
-
-
 def printable(text: str) -> str:
     """The text with what has no UTF-8 written out: half a surrogate pair, as it stands in the names of odd files."""
     return text.encode("utf-8", "backslashreplace").decode()

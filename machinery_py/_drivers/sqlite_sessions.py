@@ -156,15 +156,6 @@ def _remove(folder: str, key: str) -> None:
         pass
 
 
-def place() -> str:
-    """Names the set of processes whose numbers mean the same: this boot, this PID namespace."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return ""
-
-
 def is_stopped(pid: int) -> bool:
     """Whether the process is suspended (SIGSTOP, a debugger)."""
     try:

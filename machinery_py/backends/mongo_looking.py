@@ -7,12 +7,13 @@ from collections.abc import Sequence
 
 from pymongo import UpdateOne
 
-from machinery_py._drivers.mongo import Document, MongoDriver, Store, micros
+from machinery_py._drivers.mongo import Document, MongoDriver, Store
 from machinery_py.backends import mongo_groups
 from machinery_py.backends.base import Backend, ReadyGroup
 from machinery_py.backends.mongo_listener import MongoListener
 from machinery_py.backends.mongo_records import state_of
 from machinery_py.backends.mongo_tasks import BATCH, MongoTasks
+from machinery_py.clock import micros
 from machinery_py.states import GroupMeta, State, TaskState
 
 REVOKED_LIFE = 3 * 86400 * 1_000_000  # µs that a revocation is kept

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from machinery_py._drivers.redis import RedisDriver, micros, moment_of
+from machinery_py._drivers.redis import RedisDriver
 from machinery_py._drivers.redis_lua import Script, pack, raw
 from machinery_py.backends import redis_amend, redis_scripts
 from machinery_py.backends.base import (
@@ -33,6 +33,7 @@ from machinery_py.backends.base import (
 )
 from machinery_py.backends.redis_listener import RedisListener
 from machinery_py.backends.redis_records import Changes, decode_rows, state_of
+from machinery_py.clock import micros, moment_of
 from machinery_py.durability import Concern
 from machinery_py.errors import BackendUnavailable
 from machinery_py.states import GroupMeta, State, TaskState

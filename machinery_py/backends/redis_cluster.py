@@ -18,7 +18,6 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from machinery_py._drivers.redis import micros, moment_of
 from machinery_py._drivers.redis_cluster import RedisCluster
 from machinery_py._drivers.redis_lua import Script, pack
 from machinery_py._drivers.redis_slots import unquoted
@@ -46,6 +45,7 @@ from machinery_py.backends.redis_cluster_steps import READY, Steps
 from machinery_py.backends.redis_listener import RedisListener
 from machinery_py.backends.redis_lua import CHORD_LIFE
 from machinery_py.backends.redis_records import state_of
+from machinery_py.clock import micros, moment_of
 from machinery_py.durability import Concern
 from machinery_py.errors import DecodeError
 from machinery_py.states import GroupMeta, State, TaskState

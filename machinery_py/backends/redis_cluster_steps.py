@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NoReturn
 
-from machinery_py._drivers.redis import micros
 from machinery_py._drivers.redis_cluster import RedisCluster
 from machinery_py._drivers.redis_lua import pack, raw
 from machinery_py._drivers.redis_tries import Request, command_at, script_at
@@ -26,6 +25,7 @@ from machinery_py.backends.redis_cluster_records import (
     record_key,
 )
 from machinery_py.backends.redis_lua import CHORD_LIFE
+from machinery_py.clock import micros
 from machinery_py.errors import StoreUnusable
 
 READY = b"mpy:ready"

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from machinery_py._drivers.redis import micros, moment_of
 from machinery_py._drivers.redis_lua import pack, raw
 from machinery_py.backends.redis_lua import CHORD_LIFE
+from machinery_py.clock import micros, moment_of
 from machinery_py.errors import ArgumentError
 from machinery_py.states import Arrival, GroupMeta, TaskState
 from machinery_py.wire import decode_state, encode_group, encode_state

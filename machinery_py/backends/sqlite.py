@@ -20,7 +20,7 @@ import sqlite3
 from collections.abc import Iterable, Sequence
 
 from machinery_py._drivers.sqlite import SQLiteDriver, Transaction
-from machinery_py._drivers.sqlite_rows import Rows, as_json, insert_rows, micros, moment_of, printable
+from machinery_py._drivers.sqlite_rows import Rows, as_json, insert_rows, printable
 from machinery_py.backends.base import BackendFeatures, Change, ReadyGroup, Records, Verdict
 from machinery_py.backends.sqlite_listener import SQLiteListener
 from machinery_py.backends.sqlite_records import (
@@ -36,6 +36,7 @@ from machinery_py.backends.sqlite_records import (
     state_of,
 )
 from machinery_py.backends.transactional import Row, TransactionalBackend
+from machinery_py.clock import micros, moment_of
 from machinery_py.errors import BackendUnavailable
 from machinery_py.states import Arrival, GroupMeta, State, TaskState
 

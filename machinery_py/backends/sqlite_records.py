@@ -10,8 +10,9 @@ from typing import Any
 
 import msgspec
 
-from machinery_py._drivers.sqlite_rows import micros, moment_of, printable
+from machinery_py._drivers.sqlite_rows import printable
 from machinery_py.backends.transactional import Row
+from machinery_py.clock import micros, moment_of
 from machinery_py.states import State, TaskState
 from machinery_py.wire import decode_results, encode_results
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from machinery_py._drivers.amqp import AmqpDriver, micros
+from machinery_py._drivers.amqp import AmqpDriver
 from machinery_py.brokers.amqp_consumer import AMQPConsumer
 from machinery_py.brokers.amqp_looking import Looking
 from machinery_py.brokers.amqp_messages import ETA, QUEUE, due_in, headers_of, parcel_of
@@ -29,8 +29,9 @@ from machinery_py.brokers.base import (
     Message,
     QueueStats,
     WorkerInfo,
+    close_all,
 )
-from machinery_py.errors import MachineryError
+from machinery_py.clock import micros
 
 TEND_EVERY = 1.0  # seconds; RabbitMQ looks after delayed messages and dead consumers by itself
 
@@ -127,11 +128,4 @@ class AMQPBroker(Broker):
 
     def close(self) -> None:
         """Close the consumers that are still open."""
-        failure: MachineryError | None = None
-        for consumer in list(self._consumers):
-            try:
-                consumer.close()
-            except MachineryError as error:
-                failure = error
-        if failure is not None:
-            raise failure
+        close_all(self._consumers)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from machinery_py._drivers.amqp import AmqpDriver, micros
+from machinery_py._drivers.amqp import AmqpDriver
 from machinery_py.brokers.amqp_messages import (
     COPY,
     DIED,
@@ -25,6 +25,7 @@ from machinery_py.brokers.amqp_messages import (
 from machinery_py.brokers.amqp_sending import Addressed
 from machinery_py.brokers.amqp_topology import Topology
 from machinery_py.brokers.base import Delivery, Disposal, Fate
+from machinery_py.clock import micros
 
 
 class Returns:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import datetime as dt
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import Enum
 from typing import Any, ClassVar
 
 import msgspec
 
 from machinery_py.durability import Concern
-from machinery_py.errors import DecodeError, Unsupported
+from machinery_py.errors import DecodeError, MachineryError, Unsupported
 from machinery_py.signature import Signature
 from machinery_py.wire import decode_signature
 
@@ -189,6 +189,18 @@ class Consumer(ABC):
     @abstractmethod
     def close(self) -> None:
         """Give back at once what is still held, to the head of its queue. May be called twice."""
+
+
+def close_all(consumers: Iterable[Consumer]) -> None:
+    """Close each of them, also after one that failed; the last failure is raised then."""
+    failure: MachineryError | None = None
+    for consumer in list(consumers):
+        try:
+            consumer.close()
+        except MachineryError as error:
+            failure = error
+    if failure is not None:
+        raise failure
 
 
 class Broker(ABC):

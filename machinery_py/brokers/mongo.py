@@ -22,8 +22,8 @@ from typing import TypeVar
 
 import msgspec
 
-from machinery_py._drivers.mongo import Document, MongoDriver, Store, insert_new, moment_of
-from machinery_py._drivers.redis_sessions import SessionInfo, is_dead
+from machinery_py._drivers.mongo import Document, MongoDriver, Store, insert_new
+from machinery_py._drivers.session_info import SessionInfo, is_dead
 from machinery_py.brokers.base import (
     Broker,
     BrokerFeatures,
@@ -31,9 +31,11 @@ from machinery_py.brokers.base import (
     Message,
     QueueStats,
     WorkerInfo,
+    close_all,
 )
 from machinery_py.brokers.mongo_consumer import ORDER, MongoConsumer, decode_info
 from machinery_py.brokers.mongo_messages import QUEUED, Status, documents_of, letter_of, message_of, release, untake
+from machinery_py.clock import moment_of
 from machinery_py.errors import BrokerUnavailable, MachineryError, PublishRefused, PublishUnknown
 
 LEASE = 10.0  # seconds without a beat until a consumer is given up
@@ -342,14 +344,7 @@ class MongoBroker(Broker):
 
     def close(self) -> None:
         """Close the consumers that are still open."""
-        failure: MachineryError | None = None
-        for consumer in list(self._consumers):
-            try:
-                consumer.close()
-            except MachineryError as error:
-                failure = error
-        if failure is not None:
-            raise failure
+        close_all(self._consumers)
 
 
 def _info(document: Document) -> SessionInfo | None:

@@ -24,10 +24,11 @@ from collections.abc import Iterable, Sequence
 import msgspec
 from pymongo import DeleteOne, ReturnDocument
 
-from machinery_py._drivers.mongo import Document, MongoDriver, Store, insert_new, micros, printable
-from machinery_py._drivers.redis_sessions import SessionInfo, encode_info, place, started
+from machinery_py._drivers.mongo import Document, MongoDriver, Store, insert_new, printable
+from machinery_py._drivers.session_info import SessionInfo, encode_info, place, started
 from machinery_py.brokers.base import Consumer, Delivery, Disposal, Fate
 from machinery_py.brokers.mongo_messages import FREE, SUSPECT, Receipt, Status, delivery_of, held, paused_of, release, untake
+from machinery_py.clock import micros
 from machinery_py.errors import BrokerUnavailable, MachineryError
 
 SOONEST, LATEST = 0.01, 0.5  # seconds between two looks

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
-from machinery_py._drivers.mongo import Document, Store, micros, moment_of, printable
+from machinery_py._drivers.mongo import Document, Store, printable
 from machinery_py.brokers.base import DeadLetter, Delivery, Message
+from machinery_py.clock import micros, moment_of
 
 SUSPECT = 1  # strikes after which only a run that is known to have begun is blamed
 

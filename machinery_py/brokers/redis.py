@@ -15,12 +15,12 @@ from typing import Any
 
 import msgspec
 
-from machinery_py._drivers.redis import RedisDriver, moment_of
+from machinery_py._drivers.redis import RedisDriver
 from machinery_py._drivers.redis_keys import queue_keys
 from machinery_py._drivers.redis_lua import Script, pack, raw
-from machinery_py._drivers.redis_sessions import SessionInfo, decode_info, is_dead
+from machinery_py._drivers.session_info import SessionInfo, decode_info, is_dead
 from machinery_py.brokers import redis_looking, redis_scripts
-from machinery_py.brokers.base import Broker, BrokerFeatures, DeadLetter, Message, QueueStats, WorkerInfo
+from machinery_py.brokers.base import Broker, BrokerFeatures, DeadLetter, Message, QueueStats, WorkerInfo, close_all
 from machinery_py.brokers.redis_consumer import RedisConsumer
 from machinery_py.brokers.redis_messages import (
     EMPTY,
@@ -33,8 +33,9 @@ from machinery_py.brokers.redis_messages import (
     packed,
     unwrapped,
 )
+from machinery_py.clock import moment_of
 from machinery_py.durability import Concern
-from machinery_py.errors import BrokerUnavailable, MachineryError, PublishUnknown
+from machinery_py.errors import BrokerUnavailable, PublishUnknown
 
 LEASE = 10.0  # seconds without a beat until a consumer is given up
 MOVE = 500  # delayed messages that are moved in one step
@@ -247,14 +248,7 @@ class RedisBroker(Broker):
 
     def close(self) -> None:
         """Close the consumers that are still open."""
-        failure: MachineryError | None = None
-        for consumer in list(self._consumers):
-            try:
-                consumer.close()
-            except MachineryError as error:
-                failure = error
-        if failure is not None:
-            raise failure
+        close_all(self._consumers)
 
 
 def _info(record: bytes | None) -> SessionInfo | None:

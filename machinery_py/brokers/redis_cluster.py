@@ -19,20 +19,20 @@ from typing import Any
 
 import msgspec
 
-from machinery_py._drivers.redis import moment_of
 from machinery_py._drivers.redis_cluster import RedisCluster, SlotDriver
 from machinery_py._drivers.redis_keys import queue_keys
 from machinery_py._drivers.redis_lua import PRELUDE, Script, pack, raw
 from machinery_py._drivers.redis_pool import DELAYED, with_delayed_key
 from machinery_py._drivers.redis_slots import QUEUES, slot_of
 from machinery_py._drivers.redis_tries import command_at, script_at
-from machinery_py.brokers.base import Broker, BrokerFeatures, DeadLetter, Message, QueueStats, WorkerInfo
+from machinery_py.brokers.base import Broker, BrokerFeatures, DeadLetter, Message, QueueStats, WorkerInfo, close_all
 from machinery_py.brokers.redis import LEASE, MOVE, RedisBroker
 from machinery_py.brokers.redis_cluster_consumer import ClusterConsumer
 from machinery_py.brokers.redis_lua import LIBRARY
 from machinery_py.brokers.redis_messages import EMPTY, Packed, Queues, known, message_of, packed
+from machinery_py.clock import moment_of
 from machinery_py.durability import Concern
-from machinery_py.errors import BrokerUnavailable, MachineryError, PublishRefused, PublishUnknown
+from machinery_py.errors import BrokerUnavailable, PublishRefused, PublishUnknown
 
 MOVE_WITHIN = 300_000_000  # µs between the look at Go's set and the move; the servers' clocks differ by less
 MOVE_LIFE = 1800  # seconds that a name is remembered under which a message was put once
@@ -300,14 +300,7 @@ class ClusterBroker(Broker):
 
     def close(self) -> None:
         """Close the consumers that are still open."""
-        failure: MachineryError | None = None
-        for consumer in list(self._consumers):
-            try:
-                consumer.close()
-            except MachineryError as error:
-                failure = error
-        if failure is not None:
-            raise failure
+        close_all(self._consumers)
 
 
 def is_usable(queue: str) -> bool:

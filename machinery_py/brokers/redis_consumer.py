@@ -19,15 +19,16 @@ from typing import Any
 
 import msgspec
 
-from machinery_py._drivers.redis import Link, RedisDriver, command, micros
+from machinery_py._drivers.redis import Link, RedisDriver, command
 from machinery_py._drivers.redis_errors import Kind, kind_of
 from machinery_py._drivers.redis_keys import queue_keys
 from machinery_py._drivers.redis_lua import pack, raw
-from machinery_py._drivers.redis_sessions import SessionInfo, encode_info, place, started
+from machinery_py._drivers.session_info import SessionInfo, encode_info, place, started
 from machinery_py.brokers import redis_scripts
 from machinery_py.brokers.base import WAITING, Consumer, Delivery, Disposal, Fate
 from machinery_py.brokers.redis_lua import SUSPECT
 from machinery_py.brokers.redis_messages import EMPTY, head_of, printable
+from machinery_py.clock import micros
 from machinery_py.errors import BrokerUnavailable, MachineryError
 
 BLOCK = 1.0  # seconds of one sleep; shorter than half a lease

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 
 import msgspec
 
-from machinery_py._drivers.redis import micros, moment_of
 from machinery_py._drivers.redis_keys import queue_keys
 from machinery_py._drivers.redis_lua import pack, raw
 from machinery_py.brokers.base import DeadLetter, Message
+from machinery_py.clock import micros, moment_of
 from machinery_py.errors import DecodeError
 from machinery_py.wire_args import encode
 from machinery_py.wire_time import parse_time

@@ -21,9 +21,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from machinery_py._drivers import sqlite_sessions
+from machinery_py._drivers import session_info, sqlite_sessions
 from machinery_py._drivers.sqlite import SQLiteDriver
-from machinery_py._drivers.sqlite_rows import as_json, insert_rows, micros, moment_of
+from machinery_py._drivers.sqlite_rows import as_json, insert_rows
 from machinery_py._drivers.sqlite_sessions import Life
 from machinery_py.brokers.base import (
     Broker,
@@ -32,9 +32,10 @@ from machinery_py.brokers.base import (
     Message,
     QueueStats,
     WorkerInfo,
+    close_all,
 )
 from machinery_py.brokers.sqlite_consumer import PROMOTE, RELEASE, SQLiteConsumer
-from machinery_py.errors import MachineryError
+from machinery_py.clock import micros, moment_of
 
 LEASE = 10.0  # seconds without a beat until a consumer whose life cannot be seen is given up
 LOOK = 0.5  # seconds between two looks for dead consumers
@@ -262,19 +263,12 @@ class SQLiteBroker(Broker):
 
     def close(self) -> None:
         """Close the consumers that are still open."""
-        failure: MachineryError | None = None
-        for consumer in list(self._consumers):
-            try:
-                consumer.close()
-            except MachineryError as error:
-                failure = error
-        if failure is not None:
-            raise failure
+        close_all(self._consumers)
 
 
 def _is_stopped(pid: int, place: str) -> bool:
     """Whether that process is suspended; False if it cannot be seen from here."""
-    return place == sqlite_sessions.place() and sqlite_sessions.is_stopped(pid)
+    return place == session_info.place() and sqlite_sessions.is_stopped(pid)
 
 
 def _row(message: Message, now: int) -> tuple[object, ...]:

@@ -18,10 +18,11 @@ from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
-from machinery_py._drivers import sqlite_sessions
+from machinery_py._drivers import session_info, sqlite_sessions
 from machinery_py._drivers.sqlite import SQLiteDriver
-from machinery_py._drivers.sqlite_rows import as_json, micros, moment_of, printable
+from machinery_py._drivers.sqlite_rows import as_json, printable
 from machinery_py.brokers.base import WAITING, Consumer, Delivery, Disposal, Fate
+from machinery_py.clock import micros, moment_of
 
 BIG = 65536  # bytes
 BEATS = 8  # a beat is written down this often in a lease
@@ -118,7 +119,7 @@ class SQLiteConsumer(Consumer):
         driver = self._driver
         key = sqlite_sessions.begin(driver.sessions_folder)
         now = driver.now()
-        row = (key, self._worker, socket.gethostname(), os.getpid(), sqlite_sessions.place(), self._json, now, now)
+        row = (key, self._worker, socket.gethostname(), os.getpid(), session_info.place(), self._json, now, now)
         try:
             with driver.claiming() as connection:
                 self._name_queues(connection, set(self._queues))

@@ -11,7 +11,7 @@ import datetime as dt
 import secrets
 
 from machinery_py._drivers.sqlite import SQLiteDriver
-from machinery_py._drivers.sqlite_rows import moment_of
+from machinery_py.clock import moment_of
 from machinery_py.errors import BackendUnavailable
 from machinery_py.locks.base import Held, Lock
 

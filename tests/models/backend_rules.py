@@ -7,10 +7,10 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
-from machinery_py._drivers.redis import moment_of
 from machinery_py._drivers.redis_lua import raw
 from machinery_py.backends import redis_scripts
 from machinery_py.backends.redis_records import Changes
+from machinery_py.clock import moment_of
 from machinery_py.settlement import redis_scripts as settlement_scripts
 from machinery_py.signature import Arg
 from machinery_py.states import ZERO_TIME, Arrival, GroupMeta, State, TaskState
