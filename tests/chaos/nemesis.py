@@ -89,6 +89,11 @@ class Fleet:
     def members(self) -> list[Member]:
         return [self._slots[slot] for slot in sorted(self._slots)]
 
+    def on_slot(self, slot: int) -> set[str]:
+        """Who has the proxy of this slot: also those that were asked to end and have not ended yet."""
+        everybody = [*self.members, *(member for member, _ in self._leaving)]
+        return {member.name for member in everybody if member.slot == slot}
+
     def pick(self, victim: float) -> Member | None:
         """One that is not frozen; None if it would be the last that is not."""
         awake = [member for member in self.members if not member.is_frozen]
@@ -271,11 +276,12 @@ class Nemesis:
 
     def _harm_link(self, fault: Fault) -> None:
         slot, proxy = sorted(self._proxies.items())[int(fault.victim * len(self._proxies))]
-        worker = next(member.name for member in self._fleet.members if member.slot == slot)
+        names = self._fleet.on_slot(slot)
         start = time.monotonic()
         if fault.kind == "reset":
             proxy.reset()
-            self._fleet.note("reset", worker, start, time.monotonic())
+            for name in names:
+                self._fleet.note("reset", name, start, time.monotonic())
             return
         if fault.kind == "drop":
             proxy.drop_replies(DROPPED)
@@ -284,9 +290,7 @@ class Nemesis:
 
         def end() -> None:
             proxy.heal()
-            # Its successor, if it was killed meanwhile, had the same proxy.
-            names = {worker, next(member.name for member in self._fleet.members if member.slot == slot)}
-            for name in names:
+            for name in names | self._fleet.on_slot(slot):  # successors have the same proxy
                 self._fleet.note(fault.kind, name, start, time.monotonic())
 
         self._later(fault.length, end)
