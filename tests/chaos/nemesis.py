@@ -95,9 +95,16 @@ class Fleet:
         return {member.name for member in everybody if member.slot == slot}
 
     def pick(self, victim: float) -> Member | None:
-        """One that is not frozen; None if it would be the last that is not."""
+        """One that is not frozen. None if it would be the last that is not, or the last that is at work.
+
+        On a slow machine Python may take longer to start than the plan leaves it; then some faults are left out.
+        """
         awake = [member for member in self.members if not member.is_frozen]
-        return awake[int(victim * len(awake))] if len(awake) > 1 or len(awake) == len(self._slots) else None
+        if len(awake) < min(2, len(self._slots)):
+            return None
+        chosen = awake[int(victim * len(awake))]
+        spared = [member for member in awake if member is not chosen] or [chosen]
+        return chosen if any(map(self._has_run, spared)) else None
 
     def kill(self, member: Member) -> None:
         now = time.monotonic()
