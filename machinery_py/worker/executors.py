@@ -44,7 +44,8 @@ class Executors:
         self._slots: queue.SimpleQueue[None] = queue.SimpleQueue()
         for _ in range(concurrency):
             self._slots.put(None)
-        self._threads: list[threading.Thread] = []
+        self._threads: list[threading.Thread] = []  # without those that are stuck in a task whose time was up
+        self._made = 0
         self._lock = threading.Lock()
         self._running: dict[int, Execution] = {}
         self._ending: dict[tuple[int, int], Execution] = {}  # run no more, and are not told yet; by execution and thread
@@ -70,8 +71,8 @@ class Executors:
 
     def _add_thread(self) -> None:
         with self._lock:
-            number = len(self._threads) + 1
-            thread = threading.Thread(target=self._work, name=f"{self._name}-{number}", daemon=True)
+            self._made += 1
+            thread = threading.Thread(target=self._work, name=f"{self._name}-{self._made}", daemon=True)
             self._threads.append(thread)
         thread.start()
 
@@ -81,6 +82,7 @@ class Executors:
             if execution is None:
                 return
             self._slots.get()
+            execution.thread_id = threading.get_ident()
             if not execution.begin():  # handed back while it waited
                 self._slots.put(None)
                 continue
@@ -90,18 +92,27 @@ class Executors:
                 self._start_coroutine(execution)
                 continue
             try:
-                execution.run(self._report)
+                self._run(execution)
                 if not self._finish(execution):
                     return
             except TimeLimitExceeded:  # it came when the task was over: this thread has been replaced
                 return
+
+    def _run(self, execution: Execution) -> None:
+        try:
+            execution.run(self._report)
+        except TimeLimitExceeded:
+            raise
+        except BaseException as error:  # of user code that is called around the task: the thread and its slot must live on
+            execution.break_off(error)
 
     def _finish(self, execution: Execution) -> bool:
         """After the run. False: this thread was replaced while it was stuck, and must end."""
         self._session.run_ends(execution.delivery)
         if not self._leave(execution):
             logger.warning("task %s came back after its time was up", execution.signature.uuid)
-            return False
+            with self._lock:
+                return False  # not before `abandon` has interrupted this thread: another may get its number
         self._slots.put(None)
         self._tell(execution)
         return True
@@ -121,12 +132,15 @@ class Executors:
 
     def abandon(self, execution: Execution) -> None:
         """Its time is up and it was settled; whatever it still does counts no more."""
-        if not self._leave(execution):
-            return  # it came to its end just now
+        with self._lock:
+            if not self._leave(execution):
+                return  # it came to its end just now
+            if not execution.is_async:
+                interrupt(execution.thread_id)
+                self._threads = [one for one in self._threads if one.ident != execution.thread_id]
         if execution.is_async:
             self.cancel(execution)
         else:
-            interrupt(execution.thread_id)
             # The thread may be stuck for long: another one takes its place and its slot.
             self._slots.put(None)
             self._add_thread()
@@ -151,6 +165,8 @@ class Executors:
             self._tasks[id(execution)] = asyncio.current_task()
             try:
                 await execution.run_async(self._report)
+            except BaseException as error:  # as in `_run`; the loop would end with SystemExit
+                execution.break_off(error)
             finally:
                 self._tasks.pop(id(execution), None)
                 self._session.run_ends(execution.delivery)
@@ -166,7 +182,9 @@ class Executors:
         with self._lock:
             if self._loop is None:
                 loop = asyncio.new_event_loop()
-                thread = threading.Thread(target=_run_loop, args=(loop,), name=f"{self._name}-loop", daemon=True)
+                thread = threading.Thread(
+                    target=_run_loop, args=(loop, lambda: self._closed), name=f"{self._name}-loop", daemon=True
+                )
                 self._loop_thread = thread
                 thread.start()
                 self._loop = loop
@@ -188,12 +206,16 @@ class Executors:
                 thread.join(timeout=0.0 if stuck else END_TIMEOUT)
 
 
-def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
-    """The loop's thread: runs until it is stopped, and cancels what is left."""
+def _run_loop(loop: asyncio.AbstractEventLoop, is_closed: Callable[[], bool]) -> None:
+    """The loop's thread: runs until it is closed, and cancels what is left."""
     import asyncio
 
     try:
-        loop.run_forever()
+        while not is_closed():
+            try:
+                loop.run_forever()
+            except BaseException:  # SystemExit in what a task has left running behind it; the others need the loop
+                logger.exception("something that a task started has left the event loop; it goes on")
     finally:
         left = asyncio.all_tasks(loop)
         for task in left:

@@ -10,11 +10,14 @@ import time
 from machinery_py.worker.execution import Execution
 from machinery_py.worker.executors import Executors
 
+SWEEP = 1000  # deadlines that are remembered without looking whether they are still needed
+
 
 class TimeLimits:
     """Watches the runs of tasks that have a time limit. The thread starts with the first of them."""
 
     def __init__(self, executors: Executors, *, name: str) -> None:
+        self._sweep_at = SWEEP
         self._executors = executors
         self._name = name
         self._deadlines: list[tuple[float, int, Execution]] = []
@@ -30,10 +33,18 @@ class TimeLimits:
             return
         with self._changed:
             heapq.heappush(self._deadlines, (time.monotonic() + limit, next(self._numbers), execution))
+            if len(self._deadlines) >= self._sweep_at:
+                self._sweep()
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name=f"{self._name}-limits", daemon=True)
                 self._thread.start()
             self._changed.notify()
+
+    def _sweep(self) -> None:
+        """Forget what is over: behind one that runs for hours a million others may have ended."""
+        self._deadlines = [one for one in self._deadlines if not one[2].is_over]
+        heapq.heapify(self._deadlines)
+        self._sweep_at = max(SWEEP, 2 * len(self._deadlines))
 
     def _work(self) -> None:
         while True:

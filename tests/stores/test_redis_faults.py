@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
 import subprocess
 import sys
@@ -26,7 +27,7 @@ from machinery_py.signature import Arg, Signature
 from machinery_py.states import State, TaskState, advance
 from machinery_py.testing.proxy import Proxy
 from machinery_py.testing.servers import RedisServer
-from machinery_py.testing.waiting import HANG, wait_until
+from machinery_py.testing.waiting import HANG, together, wait_until
 
 
 @pytest.fixture
@@ -380,3 +381,16 @@ def test_a_sleep_of_no_length_ends(driver: RedisDriver) -> None:
     for sleep in (0.0001, 0.0004, 0.0006):
         assert consumer._claim(1, ("mail",), sleep=sleep, will_sleep=False)[0] == []
     consumer.close()
+
+
+def test_several_workers_of_one_process_may_tend_at_the_same_time(driver: RedisDriver) -> None:
+    broker = RedisBroker(driver)
+
+    def work(number: int) -> None:
+        for _ in range(20):
+            with contextlib.closing(broker.consume(["mail"], worker=f"w{number}")):
+                broker.tend()
+            broker.tend()
+
+    together(6, work)
+    assert broker.workers() == []

@@ -1,0 +1,288 @@
+"""What the user's code may do in a worker: whatever it is, its task comes to an end and the worker keeps all of its slots."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from machinery_py import Config, RetryTaskLater, Server, Signature, State, TaskFailed, group
+from machinery_py.brokers.base import Message
+from machinery_py.events import TaskStarted
+from machinery_py.testing.waiting import HANG, wait_until
+from machinery_py.worker import limits, upkeep
+from machinery_py.worker.executors import Executors
+from machinery_py.worker.limits import TimeLimits
+from machinery_py.worker.worker import Worker
+
+SLOTS = 2
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    server = Server(Config(broker="memory://"))
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def worker(server: Server) -> Iterator[Worker]:
+    """It must end in good order, with all that was given to it settled."""
+    worker = server.new_worker(concurrency=SLOTS, shutdown_timeout=HANG)
+    with worker:
+        yield worker
+        wait_until(lambda: worker.active == 0, what="nothing runs any more")
+    assert not any(stats.running or stats.waiting for stats in server.broker.stats())
+
+
+def has_all_slots(server: Server) -> None:
+    """As many tasks as there are slots run at the same time."""
+    barrier = threading.Barrier(SLOTS)
+    meet = server.register_task("meet", lambda: barrier.wait(HANG) >= 0)
+    for result in [meet.send() for _ in range(2 * SLOTS)]:
+        assert result.get(timeout=HANG)
+
+
+def leave(_: object) -> None:
+    sys.exit("enough")
+
+
+async def nothing() -> str:
+    return "done"
+
+
+async def wrong() -> None:
+    raise ValueError("wrong")
+
+
+def test_a_handler_after_the_task_may_call_exit(server: Server, worker: Worker) -> None:
+    plain, coroutine = server.register_task("plain", lambda: "done"), server.register_task("coroutine", nothing)
+    worker.set_post_task_handler(leave)
+
+    for _ in range(2 * SLOTS):
+        assert plain.send().get(timeout=HANG) == "done"
+        assert coroutine.send().get(timeout=HANG) == "done"
+    has_all_slots(server)
+
+
+def test_an_error_handler_may_call_exit(server: Server, worker: Worker) -> None:
+    plain, coroutine = server.register_task("plain", lambda: int("x")), server.register_task("coroutine", wrong)
+    worker.set_error_handler(leave)
+
+    for task in (plain, coroutine) * SLOTS:
+        with pytest.raises(TaskFailed):
+            task.send().get(timeout=HANG)
+    has_all_slots(server)
+
+
+def test_an_event_handler_that_calls_exit_fails_the_task_at_which_it_did(server: Server, worker: Worker) -> None:
+    plain, coroutine = server.register_task("plain", lambda: "done"), server.register_task("coroutine", nothing)
+    end = server.events.subscribe(TaskStarted, leave)
+
+    for task in (plain, coroutine) * SLOTS:
+        with pytest.raises(TaskFailed, match="enough"):
+            task.send().get(timeout=HANG)
+    end()
+    has_all_slots(server)
+
+
+@dataclass
+class Fragile:
+    """Raises what nobody expects when it is made."""
+
+    number: int
+
+    def __post_init__(self) -> None:
+        raise KeyError("no such number")
+
+
+def test_an_argument_that_cannot_be_made_fails_its_task(server: Server, worker: Worker) -> None:
+    def look(value: Fragile) -> None: ...
+
+    server.register_task("look", look)
+
+    for _ in range(2 * SLOTS):
+        with pytest.raises(TaskFailed, match="is no Fragile: KeyError") as caught:
+            server.send_task(Signature.of("look", {"number": 1})).get(timeout=HANG)
+        assert caught.value.error_type == "ArgumentError"
+    has_all_slots(server)
+
+
+class NoText(RetryTaskLater):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+class NoDelay(RetryTaskLater):
+    def __init__(self) -> None:
+        pass
+
+
+def test_a_request_to_run_later_that_is_broken_harms_nobody(server: Server, worker: Worker) -> None:
+    tries: list[int] = []
+
+    def no_text() -> str:
+        tries.append(1)
+        if len(tries) == 1:
+            raise NoText("later", 0.0)
+        return "done"
+
+    def no_delay() -> None:
+        raise NoDelay
+
+    assert server.register_task("no_text", no_text).send().get(timeout=HANG) == "done"
+    with pytest.raises(TaskFailed, match="delay"):
+        server.register_task("no_delay", no_delay).send().get(timeout=HANG)
+    has_all_slots(server)
+
+
+def test_what_a_coroutine_leaves_running_cannot_end_the_loop(server: Server, worker: Worker) -> None:
+    left: list[asyncio.Task[None]] = []
+
+    async def exits() -> None:
+        leave(None)
+
+    async def leaves_behind() -> str:
+        left.append(asyncio.ensure_future(exits()))
+        return "done"
+
+    async def stops() -> str:
+        asyncio.get_running_loop().stop()
+        return "done"
+
+    for name, function in (("leaves_behind", leaves_behind), ("stops", stops), ("nothing", nothing)):
+        task = server.register_task(name, function)
+        for _ in range(SLOTS):
+            assert task.send().get(timeout=HANG) == "done"
+    has_all_slots(server)
+
+
+# Time limits
+
+
+def test_threads_that_are_stuck_are_replaced_one_for_one(server: Server, worker: Worker) -> None:
+    gate = threading.Event()
+    stuck = server.task("stuck", time_limit=0.05)(lambda: gate.wait(HANG) and None)
+
+    for _ in range(2 * SLOTS):
+        with pytest.raises(TaskFailed, match="time limit"):
+            stuck.send().get(timeout=HANG)
+    has_all_slots(server)
+    gate.set()
+
+
+class Ended:
+    """An execution with an hour of time that has ended."""
+
+    is_over = True
+    time_limit = 3600.0
+
+
+def test_deadlines_of_what_has_ended_are_forgotten_behind_one_that_runs_on() -> None:
+    class Running(Ended):
+        is_over = False
+
+    executors: Any = Executors.__new__(Executors)
+    watch = TimeLimits(executors, name="test")
+    try:
+        watch.watch(Running())  # type: ignore[arg-type]  # what it looks at of an Execution
+        for _ in range(10 * limits.SWEEP):
+            watch.watch(Ended())  # type: ignore[arg-type]
+        assert len(watch._deadlines) <= limits.SWEEP
+    finally:
+        watch.close()
+
+
+# Chords
+
+
+def test_a_publish_handler_that_fails_at_a_chords_callback_ends_the_chord_alone(server: Server) -> None:
+    @server.set_pre_publish_handler
+    def broken(signature: Signature[Any]) -> None:
+        if signature.name == "bad":
+            raise RuntimeError("my handler")
+
+    add = server.register_task("add", lambda *numbers: sum(numbers))
+    bad = server.register_task("bad", lambda *numbers: None)
+    failing = [(group(add.signature(1), add.signature(2)) | bad.partial()).send() for _ in range(3)]
+
+    for _ in range(2):  # a second worker can start, too
+        with server.new_worker(concurrency=SLOTS):
+            good = (group(add.signature(1), add.signature(2)) | add.partial()).send()
+            assert good.get(timeout=HANG) == 3
+            for result in failing:
+                with pytest.raises(TaskFailed, match="callback cannot be sent: my handler"):
+                    result.get(timeout=HANG)
+    assert server.engine.store.ready_groups() == []
+
+
+def test_an_error_callback_that_cannot_be_sent_keeps_no_chord_from_ending(server: Server) -> None:
+    @server.set_pre_publish_handler
+    def broken(signature: Signature[Any]) -> None:
+        if signature.name == "bad":
+            raise RuntimeError("my handler")
+
+    add = server.register_task("add", lambda *numbers: sum(numbers))
+    fail = server.register_task("fail", lambda: int("x"))
+    bad = server.register_task("bad", lambda *texts: None)
+    result = (group(add.signature(1), fail.signature()) | add.partial().catch(bad.partial())).send()
+
+    with server.new_worker(concurrency=SLOTS), pytest.raises(TaskFailed):
+        result.callback.get(timeout=HANG)
+    assert server.engine.store.ready_groups() == []
+
+
+def test_a_chord_of_a_foreign_sender_whose_error_callback_is_none_ends(server: Server) -> None:
+    server.register_task("fail", lambda: int("x"))
+    callback = {"UUID": "task_callback", "Name": "fail", "OnError": [{"Name": 7}]}
+    member = {"UUID": "task_member", "Name": "fail", "GroupUUID": "group_g", "GroupTaskCount": 1, "ChordCallback": callback}
+    body = json.dumps(member).encode()
+    server.broker.put([Message(uuid="", name="", queue="machinery_tasks", body=body)], token="")
+
+    with server.new_worker(concurrency=SLOTS):
+        wait_until(lambda: server.result("task_callback").is_finished() or server.inspect.dead(), what="an end of the chord")
+        assert server.register_task("good", lambda: 1).send().get(timeout=HANG) == 1
+    assert server.engine.store.ready_groups() == []
+    assert server.inspect.dead() or server.result("task_callback").get_state().state is State.FAILURE
+
+
+# Suspects
+
+
+def test_a_suspect_that_was_given_back_does_not_stop_the_worker(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(upkeep, "STALE", 0.01)
+    gate = threading.Event()
+    add = server.register_task("add", lambda *numbers: sum(numbers))
+    held = server.register_task("held", lambda: gate.wait(HANG) and None)
+    first = [add.send(number) for number in range(50)]  # they teach the worker that tasks are short: it claims many
+    long = held.send()
+    suspect = add.options(uuid="task_suspect").send(1)
+    let_two_workers_die(server.broker, "task_suspect")
+
+    with server.new_worker(concurrency=1) as worker:
+        for number, result in enumerate(first):
+            assert result.get(timeout=HANG) == number
+        wait_until(lambda: [(one.running, one.waiting) for one in server.broker.stats()] == [(1, 1)], what="it was given back")
+        gate.set()
+
+        assert long.get(timeout=HANG) is None
+        assert suspect.get(timeout=HANG) == 1
+        assert add.send(2).get(timeout=HANG) == 2
+        assert worker.ready
+
+
+def let_two_workers_die(broker: Any, uuid: str) -> None:
+    """While they ran this task."""
+    dying = broker.consume(["machinery_tasks"], worker="dies")
+    dying.receive(1000, 0)
+    for hold in broker._holds.values():
+        for entry in hold.entries.values():
+            if entry.message.uuid == uuid:
+                entry.strikes = 2
+    dying.close()
