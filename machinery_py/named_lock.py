@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable
 from types import TracebackType
 
+from machinery_py.context import check_time
 from machinery_py.errors import LockLost, LockNotAcquired, MachineryError
 from machinery_py.locks.base import Held, Lock
 
@@ -201,6 +202,7 @@ class NamedLock:
         deadline = self._deadline(timeout, blocking=blocking)
         pause = POLL[0]
         while not self._try():
+            check_time()
             left = deadline - time.monotonic()
             if left <= 0:
                 return False

@@ -11,6 +11,7 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 
 from machinery_py.backends.base import Backend
 from machinery_py.clock import Clock
+from machinery_py.context import check_time
 from machinery_py.errors import ResultExpired, ResultTimeout, TaskFailed
 from machinery_py.hub import LOOK_AGAIN, Hub, HubWaiter
 from machinery_py.states import State, TaskState
@@ -159,6 +160,7 @@ class _Wait:
         Raises:
             ResultTimeout: the time is up.
         """
+        check_time()
         waited = self._clock.monotonic() - self._start
         if self._timeout is not None and waited >= self._timeout:
             what, state, queue = self._waitable._describe()

@@ -312,7 +312,8 @@ class Execution:
     def time_out(self, limit: float) -> bool:
         """End it because its time is up. False: it has ended."""
         self.error = TimeLimitExceeded(f"ran longer than its time limit of {limit:g} s")
-        self._cancel()
+        if self.context is not None:
+            self.context.cancel(time_is_up=True)
         return self.end(self.failed(self.error))
 
     def end(self, outcome: Outcome, *, fate: Fate = Fate.DONE, reason: str = "") -> bool:

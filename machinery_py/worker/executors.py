@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import sys
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,9 @@ logger = logging.getLogger(__name__)
 Report = Callable[[Execution], None]
 
 END_TIMEOUT = 2.0  # seconds for an idle thread to end
+
+#: Modules of ours from which user code is called, and which take no locks.
+LOCKLESS = frozenset(f"machinery_py.{name}" for name in ("context", "registry", "worker.execution", "worker.usercode"))
 
 
 class Executors:
@@ -45,6 +49,7 @@ class Executors:
         for _ in range(concurrency):
             self._slots.put(None)
         self._threads: list[threading.Thread] = []  # without those that are stuck in a task whose time was up
+        self._stuck: set[int] = set()  # threads of these that are to be interrupted
         self._made = 0
         self._lock = threading.Lock()
         self._running: dict[int, Execution] = {}
@@ -111,8 +116,9 @@ class Executors:
         self._session.run_ends(execution.delivery)
         if not self._leave(execution):
             logger.warning("task %s came back after its time was up", execution.signature.uuid)
-            with self._lock:
-                return False  # not before `abandon` has interrupted this thread: another may get its number
+            with self._lock:  # it is not interrupted any more: another thread may get its number
+                self._stuck.discard(threading.get_ident())
+            return False
         self._slots.put(None)
         self._tell(execution)
         return True
@@ -136,7 +142,7 @@ class Executors:
             if not self._leave(execution):
                 return  # it came to its end just now
             if not execution.is_async:
-                interrupt(execution.thread_id)
+                self._stuck.add(execution.thread_id)
                 self._threads = [one for one in self._threads if one.ident != execution.thread_id]
         if execution.is_async:
             self.cancel(execution)
@@ -145,6 +151,15 @@ class Executors:
             self._slots.put(None)
             self._add_thread()
         self._tell(execution)
+
+    def interrupt(self) -> bool:
+        """Raise TimeLimitExceeded in the threads that run abandoned tasks. False: some are where they must not be
+        interrupted just now, and the caller is to come again."""
+        with self._lock:
+            for thread_id in list(self._stuck):
+                if interrupt(thread_id):
+                    self._stuck.discard(thread_id)
+            return not self._stuck
 
     def cancel(self, execution: Execution) -> None:
         """Ask a running task to stop: coroutines are cancelled, functions see `Context.cancelled`."""
@@ -225,8 +240,30 @@ def _run_loop(loop: asyncio.AbstractEventLoop, is_closed: Callable[[], bool]) ->
         loop.close()
 
 
-def interrupt(thread_id: int) -> None:
-    """Raise TimeLimitExceeded in a thread, as soon as it runs Python code again."""
+def interrupt(thread_id: int) -> bool:
+    """Raise TimeLimitExceeded in a thread, as soon as it runs Python code again. False: not now.
+
+    The exception comes between any two steps: also where a lock has just been taken, which then nobody gives back, and all
+    threads of the worker wait for it. So a thread is left alone while it is in this library, called by its task, or in `logging`.
+    """
     import ctypes  # 10 ms that only workers with time limits pay
 
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread_id), ctypes.py_object(TimeLimitExceeded))
+    if _has_locks(thread_id):
+        return False
+    set_exception = ctypes.pythonapi.PyThreadState_SetAsyncExc
+    set_exception(ctypes.c_ulong(thread_id), ctypes.py_object(TimeLimitExceeded))
+    if not _has_locks(thread_id):
+        return True
+    set_exception(ctypes.c_ulong(thread_id), None)  # it went on meanwhile
+    return False
+
+
+def _has_locks(thread_id: int) -> bool:
+    """Whether it may have some that others wait for."""
+    frame = sys._current_frames().get(thread_id)
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__"))
+        if module not in LOCKLESS and module.partition(".")[0] in ("machinery_py", "logging"):
+            return frame.f_code is not Executors._run.__code__  # else it was the user's code all the way
+        frame = frame.f_back
+    return False

@@ -11,6 +11,7 @@ from machinery_py.worker.execution import Execution
 from machinery_py.worker.executors import Executors
 
 SWEEP = 1000  # deadlines that are remembered without looking whether they are still needed
+RETRY = 0.02  # seconds until a thread is interrupted that is where it must not be
 
 
 class TimeLimits:
@@ -48,6 +49,7 @@ class TimeLimits:
 
     def _work(self) -> None:
         while True:
+            all_told = self._executors.interrupt()
             with self._changed:
                 while self._deadlines and self._deadlines[0][2].is_over:
                     heapq.heappop(self._deadlines)
@@ -55,7 +57,7 @@ class TimeLimits:
                     return
                 pause = self._deadlines[0][0] - time.monotonic() if self._deadlines else None
                 if pause is None or pause > 0:
-                    self._changed.wait(pause)
+                    self._changed.wait(pause if all_told else min(pause or RETRY, RETRY))
                     continue
                 _, _, execution = heapq.heappop(self._deadlines)
             limit = execution.time_limit

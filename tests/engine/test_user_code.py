@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import pathlib
 import sys
 import threading
 from collections.abc import Iterator
@@ -177,6 +178,69 @@ def test_threads_that_are_stuck_are_replaced_one_for_one(server: Server, worker:
     gate.set()
 
 
+@pytest.mark.parametrize("store", ["memory", "sqlite", "redis"])
+def test_a_task_whose_time_is_up_while_it_sends_leaves_no_lock_behind(
+    store: str, request: pytest.FixtureRequest, tmp_path: pathlib.Path
+) -> None:
+    urls = {"memory": lambda: "memory://", "sqlite": lambda: f"sqlite:///{tmp_path}/m.db",
+            "redis": lambda: request.getfixturevalue("empty_redis").url}
+    server = Server(Config(broker=urls[store]()))
+    ended: list[int] = []
+
+    @server.task(time_limit=0.1)
+    def sends() -> None:
+        try:
+            while True:
+                small.options(queue="nobody").send()
+        finally:
+            ended.append(1)
+
+    @server.task(time_limit=0.1)
+    def waits() -> None:
+        try:
+            small.options(queue="nobody").send().get()
+        finally:
+            ended.append(1)
+
+    @server.task(time_limit=0.1)
+    def locks() -> None:
+        try:
+            server.lock("held").acquire()
+        finally:
+            ended.append(1)
+
+    small = server.register_task("small", lambda: None)
+    with server.lock("held"), server.new_worker(concurrency=SLOTS):
+        results = [task.send() for task in (sends, waits, locks, sends) * 2]
+        for result in results:
+            with pytest.raises(TaskFailed, match="time limit"):
+                result.get(timeout=HANG)
+        wait_until(lambda: len(ended) == len(results), what="all of them were told")
+        has_all_slots(server)
+    server.close()
+
+
+def test_a_task_is_interrupted_in_code_that_another_task_calls(server: Server, worker: Worker) -> None:
+    ended = threading.Event()
+
+    @server.task
+    def inner() -> None:
+        try:
+            while True:
+                pass
+        finally:
+            ended.set()
+
+    @server.task(time_limit=0.05)
+    def outer() -> None:
+        inner()
+
+    with pytest.raises(TaskFailed, match="time limit"):
+        outer.send().get(timeout=HANG)
+    assert ended.wait(HANG)
+    has_all_slots(server)
+
+
 class Ended:
     """An execution with an hour of time that has ended."""
 
@@ -188,8 +252,8 @@ def test_deadlines_of_what_has_ended_are_forgotten_behind_one_that_runs_on() -> 
     class Running(Ended):
         is_over = False
 
-    executors: Any = Executors.__new__(Executors)
-    watch = TimeLimits(executors, name="test")
+    session: Any = None
+    watch = TimeLimits(Executors(1, session, name="test", on_done=leave, report=leave), name="test")
     try:
         watch.watch(Running())  # type: ignore[arg-type]  # what it looks at of an Execution
         for _ in range(10 * limits.SWEEP):
