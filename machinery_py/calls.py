@@ -14,6 +14,7 @@ from machinery_py.errors import ArgumentError
 from machinery_py.signature import Arg
 from machinery_py.values import converter, describe, result_of, to_python
 
+REFLECT = "Reflect task args error: "  # Go's words: other programs see this text in the state
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _PLAIN = {int: "int64", str: "string", bool: "bool"}  # sent as they are; ints are checked for 64 bits when encoded
 
@@ -180,8 +181,7 @@ class Call:
                 args, named = self._split(args)
             values = [to_python(arg.type, arg.value) for arg in args]
         except ArgumentError as error:
-            # Go's words: other programs see this text in the state.
-            raise ArgumentError(f"Reflect task args error: {error}") from None
+            raise ArgumentError(f"{REFLECT}{error}") from None
         if self._convert_any:
             values = [self._converted(self._parameter(index), value) for index, value in enumerate(values)]
             named = {name: self._converted(self._keyword(name), value) for name, value in named.items()}

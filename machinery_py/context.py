@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import Any, TypeVar
 
-from machinery_py.errors import MachineryError
+from machinery_py.errors import MachineryError, TimeLimitExceeded
 from machinery_py.signature import Signature
 
 T = TypeVar("T")
@@ -27,7 +27,7 @@ class Context:
         worker: the name of the worker that runs it.
     """
 
-    __slots__ = ("_cancelled", "_delivery", "_last_report", "_report", "queue", "signature", "worker")
+    __slots__ = ("_cancelled", "_delivery", "_last_report", "_report", "_time_is_up", "queue", "signature", "worker")
 
     def __init__(self, signature: Signature[Any], *, queue: str, delivery: int, worker: str, report: Report | None) -> None:
         self.signature = signature
@@ -36,6 +36,7 @@ class Context:
         self.worker = worker
         self._report = report
         self._cancelled = False
+        self._time_is_up = False
         self._last_report = 0.0
 
     @property
@@ -79,9 +80,18 @@ class Context:
         """Whether the task is asked to stop: it was revoked, its lease was lost, or its time is up."""
         return self._cancelled
 
-    def cancel(self) -> None:
+    def cancel(self, *, time_is_up: bool = False) -> None:
         """Ask the task to stop. It has to look at `cancelled`."""
         self._cancelled = True
+        self._time_is_up = time_is_up
+
+    def check_time(self) -> None:
+        """
+        Raises:
+            TimeLimitExceeded: the time of the task is up.
+        """
+        if self._time_is_up:
+            raise TimeLimitExceeded(f"task {self.name} {self.uuid}: its time limit is over")
 
     def progress(self, done: float, total: float) -> None:
         """Let others see how far it is: `result.get_state().progress`. Cheap enough to be called in a loop."""
@@ -125,3 +135,14 @@ def current_task() -> Context:
 
 def task_or_none() -> Context | None:
     return _current.get(None)
+
+
+def check_time() -> None:
+    """Called where this library may wait or take locks: a task is not interrupted from outside there (worker/executors.py).
+
+    Raises:
+        TimeLimitExceeded: a task runs here, and its time is up.
+    """
+    task = _current.get(None)
+    if task is not None:
+        task.check_time()

@@ -14,6 +14,7 @@ from machinery_py.backoff import full_jitter
 from machinery_py.brokers.base import Message
 from machinery_py.clock import Clock
 from machinery_py.config import Config
+from machinery_py.context import check_time
 from machinery_py.errors import ArgumentError, BackendUnavailable, BrokerUnavailable, MachineryError, PublishUnknown
 from machinery_py.events import EventBus, TaskSent
 from machinery_py.factory import Stores
@@ -178,6 +179,7 @@ class Engine:
         unknown: PublishUnknown | None = None
         failure: MachineryError
         while True:
+            check_time()
             try:
                 return publish()
             except PublishUnknown as error:

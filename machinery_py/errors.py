@@ -162,9 +162,9 @@ class StoreUnusable(MachineryError):
 class StateNotFound(MachineryError, LookupError):
     """The backend keeps no state under this UUID: it expired, or there never was one."""
 
-    def __init__(self, uuid: str) -> None:
+    def __init__(self, uuid: str, text: str = "") -> None:
         self.uuid = uuid
-        super().__init__(f"no state of {uuid}: it expired, or it was never sent")
+        super().__init__(text or f"no state of {uuid}: it expired, or it was never sent")
 
 
 class Unsupported(MachineryError, NotImplementedError):

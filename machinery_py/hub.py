@@ -3,73 +3,106 @@
 from __future__ import annotations
 
 import collections
+import contextlib
+import logging
+import os
 import threading
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, cast
 
 from machinery_py.backends.base import Listener
 
-if TYPE_CHECKING:
-    import asyncio
+logger = logging.getLogger(__name__)
 
 LOOK_AGAIN = 1.0  # seconds; the longest a waiter relies on being woken
 
 
 class Hub:
-    """Wakes coroutines when tasks finish: one thread and one listener for all that wait in this process."""
+    """Wakes coroutines when tasks finish: one thread and one listener for all that wait in this process.
+
+    Only `watch` and `close` ask the store: the loop, in which all others are called, must not wait for it.
+    """
 
     def __init__(self, open_listener: Callable[[], Listener]) -> None:
         self._open = open_listener
-        self._lock = threading.Lock()
-        self._waiting: dict[int, tuple[asyncio.AbstractEventLoop, asyncio.Event]] = {}
+        self._lock = threading.Lock()  # held for moments only
+        self._asking = threading.Lock()  # held while the listener is changed
+        self._waiting: set[HubWaiter] = set()
         self._watched: collections.Counter[str] = collections.Counter()
+        self._over: list[str] = []  # nobody waits for these any more; the thread tells the listener
         self._listener: Listener | None = None
         self._thread: threading.Thread | None = None
-        self._closed = False
+        self._closed = threading.Event()
+        self._pid = os.getpid()
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it was made by this process. A forked child has no such thread, and must leave the listener alone."""
+        return self._pid == os.getpid()
 
     def waiter(self) -> HubWaiter:
         """For one coroutine: `with` it, watch, look, wait."""
         return HubWaiter(self)
 
-    def join(self, loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
-        """Set this event at every wake-up."""
+    def join(self, waiter: HubWaiter) -> None:
+        """Wake it whenever something may have finished."""
         with self._lock:
-            self._waiting[id(event)] = (loop, event)
+            self._waiting.add(waiter)
+
+    def leave(self, waiter: HubWaiter) -> None:
+        with self._lock:
+            self._waiting.discard(waiter)
+            for uuid in waiter.watched:
+                self._watched[uuid] -= 1
+                if self._watched[uuid] <= 0:
+                    del self._watched[uuid]
+                    self._over.append(uuid)
+
+    def watch(self, waiter: HubWaiter, uuids: Iterable[str]) -> None:
+        """Wake it also for these; returns when that is sure."""
+        with self._asking:
+            with self._lock:
+                if waiter not in self._waiting:
+                    return  # it was cancelled meanwhile
+                new = set(uuids) - waiter.watched
+                waiter.watched |= new
+                self._watched.update(new)
+            if self._closed.is_set():
+                return  # it looks by itself
             if self._listener is None:
                 self._listener = self._open()
-                self._thread = threading.Thread(target=self._run, name="machinery-results", daemon=True)
+                self._thread = threading.Thread(
+                    target=self._run, args=(self._listener,), name="machinery-results", daemon=True
+                )
                 self._thread.start()
+            self._listener.watch(new)
 
-    def leave(self, event: asyncio.Event, uuids: Iterable[str]) -> None:
-        with self._lock:
-            self._waiting.pop(id(event), None)
-            self._watched.subtract(uuids)
-            over = [uuid for uuid in uuids if self._watched[uuid] <= 0]
-            for uuid in over:
-                del self._watched[uuid]
-            if self._listener is not None:
-                self._listener.unwatch(over)
-
-    def watch(self, uuids: Iterable[str]) -> None:
-        with self._lock:
-            self._watched.update(uuids)
-            if self._listener is not None:
-                self._listener.watch(uuids)
-
-    def _run(self) -> None:
-        listener = cast(Listener, self._listener)
-        while not self._closed:
-            listener.wait(LOOK_AGAIN)
+    def _run(self, listener: Listener) -> None:
+        while not self._closed.is_set():
+            try:
+                listener.wait(LOOK_AGAIN)
+                self._tidy(listener)
+            except Exception as error:  # the store is away: those who wait look by themselves, and are told
+                logger.debug("nobody is woken now: %s", error)
+                self._closed.wait(LOOK_AGAIN)
             with self._lock:
-                waiting = list(self._waiting.values())
-            for loop, event in waiting:
-                if not loop.is_closed():
-                    loop.call_soon_threadsafe(event.set)
+                waiting = list(self._waiting)
+            for waiter in waiting:
+                waiter.wake()
+
+    def _tidy(self, listener: Listener) -> None:
+        if not self._over:
+            return
+        with self._asking:
+            with self._lock:
+                over, self._over = [uuid for uuid in self._over if uuid not in self._watched], []
+            listener.unwatch(over)
 
     def close(self) -> None:
         """End the thread. May be called twice."""
-        self._closed = True
-        with self._lock:
+        self._closed.set()
+        if not self.is_ours:
+            return
+        with self._asking:
             listener, thread, self._listener, self._thread = self._listener, self._thread, None, None
         if listener is not None and thread is not None:
             listener.wake()
@@ -78,7 +111,7 @@ class Hub:
 
 
 class HubWaiter:
-    """One coroutine's share of the hub."""
+    """One coroutine's share of the hub. `watched`: guarded by the hub."""
 
     def __init__(self, hub: Hub) -> None:
         import asyncio  # loaded by now: we are in a coroutine
@@ -86,22 +119,29 @@ class HubWaiter:
         self._hub = hub
         self._event = asyncio.Event()
         self._loop = asyncio.get_running_loop()
-        self._watched: set[str] = set()
+        self.watched: set[str] = set()
 
     def __enter__(self) -> HubWaiter:
-        self._hub.join(self._loop, self._event)
+        self._hub.join(self)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._hub.leave(self._event, self._watched)
+        self._hub.leave(self)
 
     def watch(self, uuids: Iterable[str]) -> bool:
-        """Be woken for these as well; whether some of them are new: then look once more before you wait."""
-        new = set(uuids) - self._watched
+        """Be woken for these as well; whether some of them are new: then look once more before you wait.
+
+        Called in a thread of its own: it may take as long as the store.
+        """
+        new = set(uuids) - self.watched
         if new:
-            self._watched |= new
-            self._hub.watch(new)
+            self._hub.watch(self, new)
         return bool(new)
+
+    def wake(self) -> None:
+        """Called in the hub's thread."""
+        with contextlib.suppress(RuntimeError):  # its loop has been closed
+            self._loop.call_soon_threadsafe(self._event.set)
 
     async def wait(self, timeout: float) -> None:
         """Return when something may have finished, or after `timeout`."""

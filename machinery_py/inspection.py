@@ -209,7 +209,7 @@ class Inspector:
         for letter in letters:
             if letter.id.startswith(id) or (letter.uuid and letter.uuid.startswith(id)):
                 return letter
-        raise StateNotFound(id)
+        raise StateNotFound(id, f"no dead letter {id!r}")
 
     def replay_dead(self, ids: Sequence[str]) -> list[str]:
         """Put dead letters back into their queues, byte for byte, without strikes; which tasks.

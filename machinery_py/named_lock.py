@@ -8,12 +8,15 @@ and at the end of the `with` block.
 from __future__ import annotations
 
 import logging
+import os
 import random
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from types import TracebackType
 
+from machinery_py.context import check_time
 from machinery_py.errors import LockLost, LockNotAcquired, MachineryError
 from machinery_py.locks.base import Held, Lock
 
@@ -48,6 +51,14 @@ class LockKeeper:
         self._over: list[Lease] = []  # to be given back
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
+        _keepers.add(self)
+
+    def after_fork(self) -> None:
+        """In a forked child: what the parent holds is not ours, and its thread is not here."""
+        for _, lease in self._leases.values():
+            lease.lost = True
+        self._leases, self._over, self._thread = {}, [], None
+        self._changed = threading.Condition()
 
     def take(self, name: str, *, on_lost: Callable[[], object] | None = None) -> Lease | None:
         """Hold the name, or None if somebody has it. `on_lost`: called in the keeper's thread when it is lost."""
@@ -187,10 +198,11 @@ class NamedLock:
             raise LockLost(self.name)
 
     def acquire(self, *, blocking: bool = True, timeout: float | None = None) -> bool:
-        """Hold it; False if that was not possible in `timeout` seconds, or at once without `blocking`."""
-        deadline = _deadline(timeout if blocking else 0.0)
+        """Hold it; False if that was not possible in `timeout` seconds (or those of the lock), or at once without `blocking`."""
+        deadline = self._deadline(timeout, blocking=blocking)
         pause = POLL[0]
         while not self._try():
+            check_time()
             left = deadline - time.monotonic()
             if left <= 0:
                 return False
@@ -202,7 +214,7 @@ class NamedLock:
         """`acquire` for coroutines."""
         import asyncio  # loaded by now: we are in a coroutine
 
-        deadline = _deadline(timeout if blocking else 0.0)
+        deadline = self._deadline(timeout, blocking=blocking)
         pause = POLL[0]
         while True:
             attempt = asyncio.ensure_future(asyncio.to_thread(self._try))
@@ -217,6 +229,11 @@ class NamedLock:
                 return taken
             await asyncio.sleep(min(left, pause * random.uniform(0.5, 1.0)))
             pause = min(POLL[1], pause * 1.5)
+
+    def _deadline(self, timeout: float | None, *, blocking: bool) -> float:
+        if timeout is None:
+            timeout = self._timeout
+        return time.monotonic() if not blocking else float("inf") if timeout is None else time.monotonic() + timeout
 
     def _try(self) -> bool:
         lease = self._keeper.take(self.name)
@@ -277,5 +294,13 @@ class NamedLock:
             raise LockLost(self.name)
 
 
-def _deadline(timeout: float | None) -> float:
-    return float("inf") if timeout is None else time.monotonic() + timeout
+_keepers: weakref.WeakSet[LockKeeper] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for keeper in list(_keepers):
+        keeper.after_fork()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

@@ -11,8 +11,9 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 
 from machinery_py.backends.base import Backend
 from machinery_py.clock import Clock
+from machinery_py.context import check_time
 from machinery_py.errors import ResultExpired, ResultTimeout, TaskFailed
-from machinery_py.hub import LOOK_AGAIN, Hub
+from machinery_py.hub import LOOK_AGAIN, Hub, HubWaiter
 from machinery_py.states import State, TaskState
 from machinery_py.workflow import result_value
 
@@ -83,10 +84,16 @@ class Waitable(Generic[R]):
 
         wait = _Wait(self, timeout)
         with self._source.hub.waiter() as waiter:
-            while not await asyncio.to_thread(self._look):
-                if not waiter.watch(self._awaited()):
-                    await waiter.wait(wait.next_pause())
+            while (pause := await asyncio.to_thread(self._step, wait, waiter)) is not None:
+                if pause:
+                    await waiter.wait(pause)
         return self._value()
+
+    def _step(self, wait: _Wait, waiter: HubWaiter) -> float | None:
+        """One step of `get_async`, in a thread, since each asks the store: the seconds until the next; None: it is there."""
+        if self._look():
+            return None
+        return 0.0 if waiter.watch(self._awaited()) else wait.next_pause()
 
     def __await__(self) -> Generator[Any, None, R]:
         return self.get_async().__await__()
@@ -153,6 +160,7 @@ class _Wait:
         Raises:
             ResultTimeout: the time is up.
         """
+        check_time()
         waited = self._clock.monotonic() - self._start
         if self._timeout is not None and waited >= self._timeout:
             what, state, queue = self._waitable._describe()
@@ -186,6 +194,7 @@ class AsyncResult(Waitable[R]):
         self.name = name
         self.queue = queue
         self.duplicate = duplicate
+        self._chain: ChainResult[Any] | None = None  # in which it is a step, and has no state before its turn
 
     def get_state(self) -> TaskState:
         """How far the task is.
@@ -200,6 +209,15 @@ class AsyncResult(Waitable[R]):
         self._source.revoke([self.uuid])
 
     def _look(self) -> bool:
+        try:
+            return self._look_alone()
+        except ResultExpired:
+            if self._chain is None or self._chain._is_past(self):
+                raise
+            return False
+
+    def _look_alone(self) -> bool:
+        """As if it were no step of anything."""
         state = self._states.get(self.uuid) or self._read([self.uuid]).get(self.uuid)
         if state is None:
             raise self._expired(self.uuid)
@@ -284,6 +302,8 @@ class ChainResult(Waitable[R]):
         for step in self.steps[1:]:
             if isinstance(step, GroupResult):
                 step._sent = False
+            else:
+                step._chain = self
 
     @property
     def uuid(self) -> str:
@@ -300,7 +320,7 @@ class ChainResult(Waitable[R]):
             self._at = len(self.steps) - 1
         while self._at < len(self.steps):
             try:
-                if not self.steps[self._at]._look():
+                if not _alone(self.steps[self._at]):
                     return False
             except ResultExpired:
                 # A step that was not reached yet has no state, as in Go; the first has one from the start.
@@ -309,6 +329,10 @@ class ChainResult(Waitable[R]):
                 return False
             self._at += 1
         return True
+
+    def _is_past(self, step: AsyncResult[Any]) -> bool:
+        """Whether its turn is over. Raises what keeps it from ever coming."""
+        return self._look() or self._at > self.steps.index(step)
 
     def _value(self) -> R:
         return cast(R, self.steps[-1]._value())
@@ -349,6 +373,10 @@ def raise_if_failed(state: TaskState) -> None:
 def _finished(step: AsyncResult[Any] | GroupResult[Any]) -> bool:
     """Whether the step has succeeded. That it has no state, or failed, is found out in its turn."""
     try:
-        return step._look()
+        return _alone(step)
     except (TaskFailed, ResultExpired):
         return False
+
+
+def _alone(step: AsyncResult[Any] | GroupResult[Any]) -> bool:
+    return step._look_alone() if isinstance(step, AsyncResult) else step._look()

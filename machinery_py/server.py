@@ -303,7 +303,7 @@ class Server(Declaring, SendingAsync):
     @property
     def hub(self) -> Hub:
         """Wakes coroutines that wait for results."""
-        if self._hub is None:
+        if self._hub is None or not self._hub.is_ours:
             self._hub = Hub(self._listener)
         return self._hub
 

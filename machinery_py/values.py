@@ -294,6 +294,8 @@ def converter(annotation: Any) -> Callable[[Any], Any] | None:
         except (msgspec.ValidationError, RecursionError) as error:
             text = str(error)
             raise ArgumentError(f"{shown(value)} is no {name}: {text[:1].lower()}{text[1:]}") from None
+        except Exception as error:  # user code: what a dataclass or a model does when it is made
+            raise ArgumentError(f"{shown(value)} is no {name}: {type(error).__name__}: {error}") from error
 
     return convert
 

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import weakref
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
+
+from machinery_py import Server
 
 #: What takes minutes, or asks much of the machine: `make chaos` runs it.
 LONG = ["chaos/test_chaos_amqp.py", "stores/test_amqp_cluster.py"]
@@ -15,7 +21,6 @@ pytest_plugins = ["pytester", "tests.servers"]
 # What the machine happens to have set must not reach the tests.
 for name in [name for name in os.environ if name.startswith("MACHINERY_") and not name.startswith("MACHINERY_TEST_")]:
     del os.environ[name]
-
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -33,3 +38,22 @@ def pytest_configure(config: pytest.Config) -> None:
 def _no_files_in_the_repository(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
     """`Server()` makes its file where the test runs: not here."""
     monkeypatch.chdir(str(tmp_path))
+
+
+@pytest.fixture(autouse=True)
+def _servers_are_closed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A Server that a test leaves open is closed behind it: other tests count the connections of the shared servers."""
+    made: list[weakref.ref[Server]] = []
+    begin = Server.__init__
+
+    def noted(server: Server, *args: Any, **kwargs: Any) -> None:
+        made.append(weakref.ref(server))
+        begin(server, *args, **kwargs)
+
+    monkeypatch.setattr(Server, "__init__", noted)
+    yield
+    for one in made:
+        server = one()
+        if server is not None and hasattr(server, "_hub"):  # else it was refused
+            with contextlib.suppress(Exception):  # its store may be gone
+                server.close()

@@ -42,7 +42,7 @@ def digest() -> int:
     """Send the digest to every reader; returns how many they are."""
     due_at = current_task().headers["machinery_tick"]  # the time it was due, however late it runs
     for reader in READERS:
-        post.send(reader, f"News of {due_at[:10]}", "Nothing has happened.")
+        post.send(reader, f"News of {due_at[:10]}", f"Nothing has happened by {due_at}.")
     return len(READERS)
 
 

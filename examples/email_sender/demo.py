@@ -1,4 +1,5 @@
-"""Everything at once, in a temporary folder: mail server, web service and worker; sign-ups, a bulk, and trouble.
+"""Everything at once, in a temporary folder: mail server, web service and workers; sign-ups, a bulk, a digest by the clock, and
+trouble.
 
 The exit code is 0 if every mail that was to arrive is there exactly once, and nothing else is.
 """
@@ -18,10 +19,12 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from email import message_from_bytes
 from pathlib import Path
 from typing import Any, NoReturn
 
 HERE = Path(__file__).resolve().parent
+CRON = HERE.parent / "cron"  # the example with the digest
 sys.path.insert(0, str(HERE))  # for `python -m`; a script has its folder there already
 sys.dont_write_bytecode = True  # nothing is left behind beside the examples, either
 
@@ -36,6 +39,8 @@ THREADS = 8  # of the worker
 STOP_TIMEOUT = 15.0  # seconds for a process to end in order
 FORCE_AFTER = 5.0  # seconds that it gets when the demo has failed or was interrupted
 LOOK = 0.05  # seconds between two looks
+DIGEST_SPEC = "* * * * * *"  # each second: a demo has no minute
+DIGESTS = 3  # that are waited for
 
 SIGNUPS = [("ada@example.com", "Ada"), ("grace@example.com", "Grace"), ("alan@example.com", "Alan"),
            ("emilie@example.com", "Émilie"), ("edsger@example.com", "Edsger")]
@@ -167,6 +172,20 @@ def check_mails(demo: Demo) -> None:
              "each reader keeps exactly one")
 
 
+def digests(demo: Demo) -> None:
+    """By the clock, then once by hand, as `machinery periodic run` does it; each is to come once to each reader."""
+    demo.wait_until(lambda: any(one.name == "digest" and one.sent >= DIGESTS for one in server.schedules.list()))
+    server.schedules.run_now("digest")
+    server.schedules.pause("digest")  # what is sent now is run, and no more is sent
+    demo.wait_until(lambda: not any(one.waiting or one.running for one in server.inspect.queues()))
+    mails = [message_from_bytes(path.read_bytes()) for path in (demo.folder / "outbox").glob("*.eml")]
+    news = Counter((mail["To"], mail.get_payload()) for mail in mails if mail["Subject"].startswith("News"))
+    sent, readers = server.schedules.get("digest").sent, {to for to, _ in news}
+    if len(news) != sent * len(readers) or set(news.values()) != {1}:
+        raise Trouble(f"{sent} ticks of the digest became {news}")
+    demo.say(f"the digest, here due each second, came {sent} times, the last one by hand: each once to {len(readers)} readers")
+
+
 def summary(demo: Demo, uuids: list[str]) -> None:
     states = server.backend.get_states([*uuids, *demo.uuids.values()])
     print("\nQUEUE   WAITING  RUNNING  DELAYED  DEAD")
@@ -212,18 +231,23 @@ def run(demo: Demo) -> None:
         "SMTP_HOST": "127.0.0.1", "SMTP_PORT": str(demo.mailbox.port), "MAIL_PATIENCE": "0.5",
         "PYTHONPATH": str(HERE), "PYTHONDONTWRITEBYTECODE": "1", "TMPDIR": str(demo.folder),
     }
-    worker_command = [sys.executable, "-m", "machinery_py", "worker", "tasks", "-Q", "mail,bulk", "-c", str(THREADS)]
+    machinery = [sys.executable, "-m", "machinery_py"]
+    worker_command = [*machinery, "worker", "tasks", "-Q", "mail,bulk", "-c", str(THREADS)]
+    clock = {"DIGEST_SPEC": DIGEST_SPEC, "OUTBOX": str(demo.folder / "outbox")}
+    digest_command = [*machinery, "worker", "digest", "--app-dir", str(CRON), "-c", "2"]
     service_command = [sys.executable, str(HERE / "app.py"), "--port", "0"]
     # Stopped in the other order: first nothing new comes, then nothing is left to do, then the mail server goes.
     with (
         process(demo, "worker", worker_command, environ),
+        process(demo, "digest worker", digest_command, environ | clock),
         process(demo, "service", service_command, environ) as service,
     ):
         demo.address = service.stdout.readline().strip().removeprefix("http://") if service.stdout else ""
-        demo.say(f"mail server, web service and worker started in {demo.folder}")
+        demo.say(f"mail server, web service and workers started in {demo.folder}")
         sign_ups(demo)
         uuids = send_bulk(demo)
         check_mails(demo)
+        digests(demo)
         summary(demo, uuids)
         print()
 

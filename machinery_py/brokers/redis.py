@@ -104,14 +104,15 @@ class RedisBroker(Broker):
     def _learn(self, sessions: Iterable[tuple[bytes, bytes]]) -> None:
         """Read what sessions that are new to us say of themselves; condemn those whose process has ended."""
         there: dict[bytes, bytes] = {session: queue for queue, session in sessions}
+        # Several workers of one process may be here at the same time.
         for session in self._records.keys() - there.keys():
-            del self._records[session]
+            self._records.pop(session, None)
         for session, queue in there.items():
             if session not in self._records:
                 key = f"{queue_keys(queue.decode())[1]}b:{session.decode()}".encode()
                 record = self.driver.ask(b"GET", key, doing="looking at a worker", away=BrokerUnavailable)
                 self._records[session] = _info(record)
-            info = self._records[session]
+            info = self._records.get(session)
             if info is not None and is_dead(info):
                 self._condemn(session, info.queues, "")
 

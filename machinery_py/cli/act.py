@@ -10,7 +10,7 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from machinery_py.cli.look import open_app, state_record
+from machinery_py.cli.look import open_app, state_record, what_came_out
 from machinery_py.cli.tables import ago, clean, clean_lines, fields, length, many, moment, short_uuid, table, to_json, value_text
 from machinery_py.errors import ArgumentError, MachineryError, ResultExpired, TaskFailed, Unsupported, nearest
 from machinery_py.states import State, TaskState
@@ -152,7 +152,7 @@ def _print_result(
     else:
         parts = [short_uuid(result.uuid), state.state]
         if state.state is State.FAILURE:
-            parts.append(value_text(state.error)[1:-1])
+            parts.append(value_text(what_came_out(state))[1:-1])
         elif state.state is State.SUCCESS:
             parts.append(value_text(value))
         if seconds is not None and state.is_finished:
@@ -220,6 +220,8 @@ def declare(args: argparse.Namespace) -> int:
 
 def pause(args: argparse.Namespace) -> int:
     """`machinery pause`. A queue that is not there yet may be paused: before a deployment, say."""
+    if "" in args.rest:
+        raise ArgumentError("pause: the name of a queue is empty")
     server = open_app(args, "pause")
     found = {stats.queue: stats for stats in server.broker.stats()}
     names = list(dict.fromkeys(args.rest))

@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from machinery_py.errors import ConfigError
 from machinery_py.queues import parse_queues
 
+LONGEST = 36_500 * 86_400.0  # seconds; the clocks of most stores end some time
+MOST = 1_000_000_000  # of anything
+
 Options = Callable[[argparse.ArgumentParser], None]
 
 _UNITS = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
@@ -71,13 +74,16 @@ def seconds(text: str) -> float:
     found = _LENGTH.fullmatch(text.strip().lower())
     if found is None:
         raise argparse.ArgumentTypeError(f"{text!r} is no length of time (expected for instance 90, 500ms, 10m, 1h, 2d)")
-    return float(found[1]) * _UNITS[found[2]]
+    length = float(found[1]) * _UNITS[found[2]]
+    if length > LONGEST:
+        raise argparse.ArgumentTypeError(f"{text!r} is too long (expected at most 36500d)")
+    return length
 
 
 def _whole(least: int) -> Callable[[str], int]:
     def read(text: str) -> int:
-        if not text.isascii() or not text.isdigit() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {least} on")
+        if not text.isascii() or not text.isdigit() or len(text) > len(str(MOST)) or not least <= int(text) <= MOST:
+            raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {least} to {MOST}")
         return int(text)
 
     return read

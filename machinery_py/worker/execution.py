@@ -15,16 +15,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from machinery_py.brokers.base import Delivery, Fate
+from machinery_py.calls import REFLECT
 from machinery_py.context import Context, enter, leave
 from machinery_py.engine import NOTHING, Engine, Outgoing
-from machinery_py.errors import (
-    ArgumentError,
-    DecodeError,
-    MachineryError,
-    NoRetry,
-    RetryTaskLater,
-    TimeLimitExceeded,
-)
+from machinery_py.errors import ArgumentError, DecodeError, MachineryError, NoRetry, RetryTaskLater, TimeLimitExceeded
 from machinery_py.outcomes import Failed, FollowUp, Outcome, Postponed, Succeeded, follow_up
 from machinery_py.registry import Task, TaskSettings
 from machinery_py.settlement.base import Mark, Settlement
@@ -133,6 +127,8 @@ class Execution:
     def _as_go_says(self, error: ArgumentError) -> str:
         """The text with numbers quoted as they stand in the message: other programs compare it."""
         assert self.task is not None
+        if not str(error).startswith(REFLECT):
+            return str(error)  # of one of our own types, which such a number may not fit
         try:
             self.task.call.values(decode_exact(self.delivery.body).args)
         except ArgumentError as exact:
@@ -162,7 +158,6 @@ class Execution:
         if report is not None:
             report(self)
         token = enter(self.context)  # type: ignore[arg-type]  # prepare has made it
-        self.thread_id = threading.get_ident()
         self.call_started = time.perf_counter()
         try:
             outcome = self._call(*prepared)
@@ -181,14 +176,13 @@ class Execution:
         if hooks.post_task is not None:
             try:
                 hooks.post_task(self.signature)
-            except Exception:  # user code
+            except BaseException:  # user code; sys.exit() there must not end the thread
                 logger.exception("the post-task handler failed after task %s", self.signature.uuid)
 
     @property
     def is_final(self) -> bool:
         """Whether it has ended in SUCCESS or FAILURE."""
-        states = self.settlement.states if self.settlement else ()
-        return bool(states) and states[0].is_finished
+        return self.settlement is not None and any(state.is_finished for state in self.settlement.states[:1])
 
     def tell_error(self, error: Exception) -> None:
         """Hand a final failure to the error handler, or to the log."""
@@ -198,7 +192,7 @@ class Execution:
             return
         try:
             self.hooks.error(error)
-        except Exception:  # user code
+        except BaseException:  # user code
             logger.exception("the error handler failed after task %s", self.signature.uuid)
 
     def _call(self, args: list[Any], kwargs: dict[str, Any]) -> Outcome:
@@ -267,7 +261,7 @@ class Execution:
     def failed(self, error: BaseException) -> Outcome:
         """What the function raised, as an outcome."""
         if isinstance(error, RetryTaskLater):
-            return Postponed(error=str(error), delay=error.delay)
+            return Postponed(error=text_of(error), delay=error.delay)
         settings = self.task.settings if self.task else _PLAIN
         self.error = error if isinstance(error, Exception) else MachineryError(f"{type(error).__name__}: {text_of(error)}")
         if isinstance(error, NoRetry):
@@ -285,6 +279,12 @@ class Execution:
     def finish(self, outcome: Outcome) -> bool:
         """End it with this outcome. False: something else has ended it before."""
         return self.end(outcome)
+
+    def break_off(self, error: BaseException) -> None:
+        """End it as failed, unless it has ended: something failed beside the call, and nobody else would end it."""
+        logger.error("task %s broke off", self.signature.uuid, exc_info=error, extra={"task_uuid": self.signature.uuid})
+        if not self._done:
+            self.finish(self.failed(error))
 
     def begin(self) -> bool:
         """It is to be run now. False: it has ended before, because it was handed back."""
@@ -312,7 +312,8 @@ class Execution:
     def time_out(self, limit: float) -> bool:
         """End it because its time is up. False: it has ended."""
         self.error = TimeLimitExceeded(f"ran longer than its time limit of {limit:g} s")
-        self._cancel()
+        if self.context is not None:
+            self.context.cancel(time_is_up=True)
         return self.end(self.failed(self.error))
 
     def end(self, outcome: Outcome, *, fate: Fate = Fate.DONE, reason: str = "") -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import sys
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,9 @@ logger = logging.getLogger(__name__)
 Report = Callable[[Execution], None]
 
 END_TIMEOUT = 2.0  # seconds for an idle thread to end
+
+#: Modules of ours from which user code is called, and which take no locks.
+LOCKLESS = frozenset(f"machinery_py.{name}" for name in ("context", "registry", "worker.execution", "worker.usercode"))
 
 
 class Executors:
@@ -44,7 +48,9 @@ class Executors:
         self._slots: queue.SimpleQueue[None] = queue.SimpleQueue()
         for _ in range(concurrency):
             self._slots.put(None)
-        self._threads: list[threading.Thread] = []
+        self._threads: list[threading.Thread] = []  # without those that are stuck in a task whose time was up
+        self._stuck: set[int] = set()  # threads of these that are to be interrupted
+        self._made = 0
         self._lock = threading.Lock()
         self._running: dict[int, Execution] = {}
         self._ending: dict[tuple[int, int], Execution] = {}  # run no more, and are not told yet; by execution and thread
@@ -70,8 +76,8 @@ class Executors:
 
     def _add_thread(self) -> None:
         with self._lock:
-            number = len(self._threads) + 1
-            thread = threading.Thread(target=self._work, name=f"{self._name}-{number}", daemon=True)
+            self._made += 1
+            thread = threading.Thread(target=self._work, name=f"{self._name}-{self._made}", daemon=True)
             self._threads.append(thread)
         thread.start()
 
@@ -81,6 +87,7 @@ class Executors:
             if execution is None:
                 return
             self._slots.get()
+            execution.thread_id = threading.get_ident()
             if not execution.begin():  # handed back while it waited
                 self._slots.put(None)
                 continue
@@ -90,17 +97,27 @@ class Executors:
                 self._start_coroutine(execution)
                 continue
             try:
-                execution.run(self._report)
+                self._run(execution)
                 if not self._finish(execution):
                     return
             except TimeLimitExceeded:  # it came when the task was over: this thread has been replaced
                 return
+
+    def _run(self, execution: Execution) -> None:
+        try:
+            execution.run(self._report)
+        except TimeLimitExceeded:
+            raise
+        except BaseException as error:  # of user code that is called around the task: the thread and its slot must live on
+            execution.break_off(error)
 
     def _finish(self, execution: Execution) -> bool:
         """After the run. False: this thread was replaced while it was stuck, and must end."""
         self._session.run_ends(execution.delivery)
         if not self._leave(execution):
             logger.warning("task %s came back after its time was up", execution.signature.uuid)
+            with self._lock:  # it is not interrupted any more: another thread may get its number
+                self._stuck.discard(threading.get_ident())
             return False
         self._slots.put(None)
         self._tell(execution)
@@ -121,16 +138,28 @@ class Executors:
 
     def abandon(self, execution: Execution) -> None:
         """Its time is up and it was settled; whatever it still does counts no more."""
-        if not self._leave(execution):
-            return  # it came to its end just now
+        with self._lock:
+            if not self._leave(execution):
+                return  # it came to its end just now
+            if not execution.is_async:
+                self._stuck.add(execution.thread_id)
+                self._threads = [one for one in self._threads if one.ident != execution.thread_id]
         if execution.is_async:
             self.cancel(execution)
         else:
-            interrupt(execution.thread_id)
             # The thread may be stuck for long: another one takes its place and its slot.
             self._slots.put(None)
             self._add_thread()
         self._tell(execution)
+
+    def interrupt(self) -> bool:
+        """Raise TimeLimitExceeded in the threads that run abandoned tasks. False: some are where they must not be
+        interrupted just now, and the caller is to come again."""
+        with self._lock:
+            for thread_id in list(self._stuck):
+                if interrupt(thread_id):
+                    self._stuck.discard(thread_id)
+            return not self._stuck
 
     def cancel(self, execution: Execution) -> None:
         """Ask a running task to stop: coroutines are cancelled, functions see `Context.cancelled`."""
@@ -151,6 +180,8 @@ class Executors:
             self._tasks[id(execution)] = asyncio.current_task()
             try:
                 await execution.run_async(self._report)
+            except BaseException as error:  # as in `_run`; the loop would end with SystemExit
+                execution.break_off(error)
             finally:
                 self._tasks.pop(id(execution), None)
                 self._session.run_ends(execution.delivery)
@@ -166,7 +197,9 @@ class Executors:
         with self._lock:
             if self._loop is None:
                 loop = asyncio.new_event_loop()
-                thread = threading.Thread(target=_run_loop, args=(loop,), name=f"{self._name}-loop", daemon=True)
+                thread = threading.Thread(
+                    target=_run_loop, args=(loop, lambda: self._closed), name=f"{self._name}-loop", daemon=True
+                )
                 self._loop_thread = thread
                 thread.start()
                 self._loop = loop
@@ -188,12 +221,16 @@ class Executors:
                 thread.join(timeout=0.0 if stuck else END_TIMEOUT)
 
 
-def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
-    """The loop's thread: runs until it is stopped, and cancels what is left."""
+def _run_loop(loop: asyncio.AbstractEventLoop, is_closed: Callable[[], bool]) -> None:
+    """The loop's thread: runs until it is closed, and cancels what is left."""
     import asyncio
 
     try:
-        loop.run_forever()
+        while not is_closed():
+            try:
+                loop.run_forever()
+            except BaseException:  # SystemExit in what a task has left running behind it; the others need the loop
+                logger.exception("something that a task started has left the event loop; it goes on")
     finally:
         left = asyncio.all_tasks(loop)
         for task in left:
@@ -203,8 +240,30 @@ def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
         loop.close()
 
 
-def interrupt(thread_id: int) -> None:
-    """Raise TimeLimitExceeded in a thread, as soon as it runs Python code again."""
+def interrupt(thread_id: int) -> bool:
+    """Raise TimeLimitExceeded in a thread, as soon as it runs Python code again. False: not now.
+
+    The exception comes between any two steps: also where a lock has just been taken, which then nobody gives back, and all
+    threads of the worker wait for it. So a thread is left alone while it is in this library, called by its task, or in `logging`.
+    """
     import ctypes  # 10 ms that only workers with time limits pay
 
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread_id), ctypes.py_object(TimeLimitExceeded))
+    if _has_locks(thread_id):
+        return False
+    set_exception = ctypes.pythonapi.PyThreadState_SetAsyncExc
+    set_exception(ctypes.c_ulong(thread_id), ctypes.py_object(TimeLimitExceeded))
+    if not _has_locks(thread_id):
+        return True
+    set_exception(ctypes.c_ulong(thread_id), None)  # it went on meanwhile
+    return False
+
+
+def _has_locks(thread_id: int) -> bool:
+    """Whether it may have some that others wait for."""
+    frame = sys._current_frames().get(thread_id)
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__"))
+        if module not in LOCKLESS and module.partition(".")[0] in ("machinery_py", "logging"):
+            return frame.f_code is not Executors._run.__code__  # else it was the user's code all the way
+        frame = frame.f_back
+    return False

@@ -11,15 +11,25 @@ from typing import Any
 
 from machinery_py.backends.base import ReadyGroup
 from machinery_py.engine import NOTHING, Engine
-from machinery_py.errors import ArgumentError, DecodeError, StateNotFound
+from machinery_py.errors import (
+    BackendUnavailable,
+    DecodeError,
+    PublishRefused,
+    PublishUnknown,
+    StateNotFound,
+    StoreUnusable,
+)
 from machinery_py.outcomes import Failed, follow_up
 from machinery_py.settlement.base import Firing
 from machinery_py.signature import Signature
 from machinery_py.states import State, TaskState
 from machinery_py.wire import decode_signature
+from machinery_py.worker.usercode import text_of
 from machinery_py.workflow import chord_callback
 
 logger = logging.getLogger(__name__)
+
+AWAY = (BackendUnavailable, PublishRefused, PublishUnknown, StoreUnusable)  # no group's fault: the next look tries again
 
 
 def fire_ready_groups(engine: Engine) -> int:
@@ -34,8 +44,14 @@ def fire_ready_groups(engine: Engine) -> int:
 
 
 def _fire(engine: Engine, ready: ReadyGroup) -> bool:
-    firing, sent = firing_of(engine, ready)
-    fired = engine.store.fire(firing)
+    try:
+        firing, sent = firing_of(engine, ready)
+        fired = engine.store.fire(firing)
+    except AWAY:
+        raise
+    except Exception:  # the groups behind it must not wait for it
+        logger.exception("group %s cannot be settled now", ready.group_uuid)
+        return False
     if fired:
         engine.tell_sent(sent)
     return fired
@@ -57,8 +73,10 @@ def firing_of(engine: Engine, ready: ReadyGroup) -> tuple[Firing, Sequence[Signa
         out = engine.outgoing([filled])
     except StateNotFound as error:
         return _failed(engine, ready, callback, f"the results of the chord's members are not there any more: {error}")
-    except ArgumentError as error:
-        return _failed(engine, ready, callback, f"the chord's callback cannot be sent: {error}")
+    except AWAY:
+        raise
+    except Exception as error:  # the pre-publish hook is user code; the chord must end all the same
+        return _failed(engine, ready, callback, f"the chord's callback cannot be sent: {text_of(error)}")
     firing = Firing(group_uuid=ready.group_uuid, states=out.states, send=out.messages, groups=out.groups)
     return firing, out.signatures
 
@@ -75,7 +93,12 @@ def _failed(
     engine: Engine, ready: ReadyGroup, callback: Signature[Any], error: str
 ) -> tuple[Firing, Sequence[Signature[Any]]]:
     now = engine.clock.now()
-    then = follow_up(callback, Failed(error=error, error_type="ChordMemberFailed", retryable=False), now=now)
+    outcome = Failed(error=error, error_type="ChordMemberFailed", retryable=False)
+    try:
+        then = follow_up(callback, outcome, now=now)
+    except DecodeError as broken:
+        logger.error("what follows chord %s cannot be decoded: %s", callback.uuid, broken)
+        then = follow_up(callback.replace(on_success=(), on_error=()), outcome, now=now)
     state = TaskState(
         task_uuid=callback.uuid, task_name=callback.name, state=State.FAILURE, error=error,
         error_type=then.error_type, created_at=now, finished_at=now, run=callback.run, attempt=callback.attempt,
@@ -83,7 +106,7 @@ def _failed(
     )
     try:
         out = engine.outgoing(then.send)
-    except ArgumentError:
+    except Exception:  # the pre-publish hook is user code
         logger.exception("the error callbacks of chord %s cannot be sent", callback.uuid)
         out = NOTHING
     firing = Firing(

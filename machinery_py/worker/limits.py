@@ -10,11 +10,15 @@ import time
 from machinery_py.worker.execution import Execution
 from machinery_py.worker.executors import Executors
 
+SWEEP = 1000  # deadlines that are remembered without looking whether they are still needed
+RETRY = 0.02  # seconds until a thread is interrupted that is where it must not be
+
 
 class TimeLimits:
     """Watches the runs of tasks that have a time limit. The thread starts with the first of them."""
 
     def __init__(self, executors: Executors, *, name: str) -> None:
+        self._sweep_at = SWEEP
         self._executors = executors
         self._name = name
         self._deadlines: list[tuple[float, int, Execution]] = []
@@ -30,13 +34,22 @@ class TimeLimits:
             return
         with self._changed:
             heapq.heappush(self._deadlines, (time.monotonic() + limit, next(self._numbers), execution))
+            if len(self._deadlines) >= self._sweep_at:
+                self._sweep()
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name=f"{self._name}-limits", daemon=True)
                 self._thread.start()
             self._changed.notify()
 
+    def _sweep(self) -> None:
+        """Forget what is over: behind one that runs for hours a million others may have ended."""
+        self._deadlines = [one for one in self._deadlines if not one[2].is_over]
+        heapq.heapify(self._deadlines)
+        self._sweep_at = max(SWEEP, 2 * len(self._deadlines))
+
     def _work(self) -> None:
         while True:
+            all_told = self._executors.interrupt()
             with self._changed:
                 while self._deadlines and self._deadlines[0][2].is_over:
                     heapq.heappop(self._deadlines)
@@ -44,7 +57,7 @@ class TimeLimits:
                     return
                 pause = self._deadlines[0][0] - time.monotonic() if self._deadlines else None
                 if pause is None or pause > 0:
-                    self._changed.wait(pause)
+                    self._changed.wait(pause if all_told else min(pause or RETRY, RETRY))
                     continue
                 _, _, execution = heapq.heappop(self._deadlines)
             limit = execution.time_limit

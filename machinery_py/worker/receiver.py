@@ -213,7 +213,11 @@ class Receiver:
 
     def _run_lonely(self) -> None:
         """Run a suspect when nothing else is held: if it kills this process, no other task is blamed for it."""
-        while self._lonely and len(self._held) == len(self._lonely) and not self._stop.is_set():
+        while self._lonely and not self._stop.is_set():
+            # Upkeep may have handed some back.
+            self._lonely = [execution for execution in self._lonely if not execution.is_over]
+            if not self._lonely or len(self._held) != len(self._lonely):
+                return
             execution = self._lonely.pop(0)
             # Held, and no longer among the lonely: nothing is claimed or run until it is settled.
             logger.warning("task %s runs alone: %d workers died while they ran it",

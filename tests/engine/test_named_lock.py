@@ -88,6 +88,58 @@ def test_by_hand(server: Server) -> None:
         assert lock.fence
 
 
+def test_by_hand_it_waits_as_long_as_the_lock_says(server: Server) -> None:
+    with server.lock("feed"):
+        assert not server.lock("feed", blocking=False).acquire()
+        assert not server.lock("feed", timeout=0.05).acquire()
+        assert not asyncio.run(server.lock("feed", timeout=0.05).acquire_async())
+        assert not server.lock("feed", timeout=60.0).acquire(timeout=0.05)
+        assert not server.lock("feed", timeout=60.0).acquire(blocking=False)
+
+
+FORKING = """
+import os, sys, threading
+from machinery_py import Config, Server
+from machinery_py.testing.waiting import wait_until
+import time
+
+server = Server(Config(broker=sys.argv[1], lease=0.4))
+
+
+def pass_time(seconds):
+    end = time.monotonic() + seconds
+    wait_until(lambda: time.monotonic() >= end)
+
+
+mine = server.lock("parent")
+assert mine.acquire()
+child = os.fork()
+if child == 0:
+    code = 1
+    try:
+        assert not mine.held and not mine.release()
+        with server.lock("child") as lock:
+            pass_time(1.2)
+            assert lock.held
+        code = 0
+    finally:
+        os._exit(code)
+_, status = os.waitpid(child, 0)
+assert os.waitstatus_to_exitcode(status) == 0
+assert mine.held and mine.release()
+server.close()
+"""
+
+
+@pytest.mark.parametrize("store", ["sqlite", "redis"])
+def test_a_forked_child_renews_its_own_locks_and_leaves_those_of_its_parent(
+    store: str, request: pytest.FixtureRequest, tmp_path: pathlib.Path
+) -> None:
+    url = f"sqlite:///{tmp_path}/m.db" if store == "sqlite" else request.getfixturevalue("empty_redis").url
+
+    subprocess.run([sys.executable, "-W", "ignore", "-c", FORKING, url], check=True, timeout=60.0)
+
+
 def steal(server: Server, lock: NamedLock) -> None:
     """Take the lease away, as if the store had forgotten it."""
     assert lock._held is not None

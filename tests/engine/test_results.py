@@ -193,8 +193,35 @@ def test_a_chain_raises_what_broke_it(bench: Bench) -> None:
     for _ in range(2):
         with pytest.raises(TaskFailed, match="first"):
             result.get(timeout=0)
+    for step in result.steps:
+        assert step.is_finished()
+        with pytest.raises(TaskFailed, match="first"):
+            step.get(timeout=0)
+
+
+def test_a_step_can_be_waited_for_before_its_turn(bench: Bench) -> None:
+    result = bench.server.send_chain(chain(bench.add.signature(1, 1), bench.add.partial(1), bench.add.partial(1)))
+    last = result.steps[-1]
+    assert (last.touch(), last.is_finished()) == (None, False)
+    with pytest.raises(ResultTimeout):
+        last.get(timeout=0)
+    bench.drain()
+    assert [step.get(timeout=0) for step in reversed(result.steps)] == [4, 3, 2]
+    bench.server.backend.purge_state(last.uuid)
     with pytest.raises(ResultExpired):
-        result.steps[1].get(timeout=0)  # by itself it cannot be told from one that expired
+        bench.server.result(last.uuid).get(timeout=0)
+
+
+def test_a_chords_callback_can_be_waited_for_before_its_turn(bench: Bench) -> None:
+    for member, error in ((bench.add.signature(1, 1), ""), (bench.fail.signature("member"), "member")):
+        result = (group(member, bench.add.signature(2, 2)) | bench.add.partial()).send()
+        assert (result.callback.touch(), result.callback.is_finished()) == (None, False)
+        bench.drain()
+        if error:
+            with pytest.raises(TaskFailed, match=error):
+                result.callback.get(timeout=0)
+        else:
+            assert result.callback.get(timeout=0) == 6
 
 
 def test_a_chain_whose_first_steps_have_expired_still_has_its_result(bench: Bench) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterable, Iterator
 from typing import Any, TypeVar
 
 import pytest
 
 from machinery_py import Config, ResultTimeout, Server, TaskFailed, chain, chord, group
-from machinery_py.testing.waiting import HANG
+from machinery_py.backends.base import Listener
+from machinery_py.testing.waiting import HANG, wait_until
 from tests.engine.apps import Bench, bench
 
 __all__ = ["bench"]
@@ -155,3 +156,99 @@ def test_closing_the_server_ends_the_thread() -> None:
     server.close()
     server.close()
     assert threads() == before
+
+
+class SlowListener(Listener):
+    """One whose store does not answer, until it does."""
+
+    def __init__(self, listener: Listener) -> None:
+        self._listener = listener
+        self.answers = threading.Event()
+
+    def watch(self, uuids: Iterable[str]) -> None:
+        assert self.answers.wait(HANG), "the loop waited for the store"
+        self._listener.watch(uuids)
+
+    def unwatch(self, uuids: Iterable[str]) -> None:
+        self._listener.unwatch(uuids)
+
+    def wait(self, timeout: float) -> None:
+        self._listener.wait(timeout)
+
+    def wake(self) -> None:
+        self._listener.wake()
+
+    def close(self) -> None:
+        self._listener.close()
+
+
+def test_the_loop_goes_on_while_the_store_does_not_answer(working: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = SlowListener(working.server.backend.listener())
+    monkeypatch.setattr(working.server.backend, "listener", lambda: slow)
+    gate = threading.Event()
+    held = working.server.register_task("held", lambda: gate.wait(HANG) and 1)
+
+    async def use() -> list[int]:
+        results = [await held.send_async() for _ in range(3)]
+        waiting = [asyncio.ensure_future(result.get_async(timeout=HANG)) for result in results]
+        while not threads():
+            await asyncio.sleep(0)
+        waiting.append(asyncio.ensure_future(results[0].get_async(timeout=HANG)))  # it joins while others ask
+        waiting[1].cancel()  # and one leaves
+        with pytest.raises(asyncio.CancelledError):
+            await waiting.pop(1)
+        slow.answers.set()
+        gate.set()
+        return list(await asyncio.gather(*waiting))
+
+    assert run(use()) == [1, 1, 1]
+
+
+def test_what_nobody_waits_for_any_more_is_not_watched(bench: Bench) -> None:
+    async def use() -> None:
+        result = await bench.add.send_async(1, 2)
+        for _ in range(3):
+            waiting = asyncio.ensure_future(result.get_async())
+            while not bench.server.hub._watched:
+                await asyncio.sleep(0)
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+
+    run(use())
+    wait_until(lambda: not bench.server.hub._over)
+    assert not bench.server.hub._watched
+    assert not bench.server.hub._waiting
+
+
+class ClosingLoop:
+    """A loop that is closed just when somebody is about to be woken in it."""
+
+    def call_soon_threadsafe(self, *_: object) -> None:
+        raise RuntimeError("Event loop is closed")
+
+
+def test_a_loop_that_closes_keeps_nobody_else_from_being_woken(working: Bench) -> None:
+    async def use() -> list[int]:
+        hub = working.server.hub
+        gone = hub.waiter()
+        gone._loop = ClosingLoop()  # type: ignore[assignment]
+        with gone:
+            return [await (await working.add.send_async(i, 1)) for i in range(20)]
+
+    assert run(use()) == list(range(1, 21))
+    assert threads()
+
+
+def test_a_forked_child_has_a_hub_of_its_own(working: Bench) -> None:
+    async def use() -> int:
+        return await (await working.add.send_async(1, 2))
+
+    assert run(use()) == 3
+    hub = working.server.hub
+    assert working.server.hub is hub
+    hub._pid += 1  # as a child would find it
+    assert run(use()) == 3
+    assert working.server.hub is not hub
+    hub._pid -= 1
+    hub.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pathlib
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 
@@ -55,8 +56,9 @@ class TestSQLiteStore(ClaimConformance):
 
 class TestRedisStore(ClaimConformance):
     @pytest.fixture
-    def clock(self, redis_url: str) -> ServerClock:
-        return ServerClock(redis_url)
+    def clock(self, redis_url: str) -> Iterator[ServerClock]:
+        with closing(ServerClock(redis_url)) as clock:
+            yield clock
 
     @pytest.fixture
     def open_store(self, open_driver: Drivers) -> OpenStore:
@@ -76,8 +78,9 @@ class TestTwoMemoryStores(ClaimConformance):
 
 class TestMemoryBrokerAndRedisBackend(ClaimConformance):
     @pytest.fixture
-    def clock(self, redis_url: str) -> ServerClock:
-        return ServerClock(redis_url)
+    def clock(self, redis_url: str) -> Iterator[ServerClock]:
+        with closing(ServerClock(redis_url)) as clock:
+            yield clock
 
     @pytest.fixture
     def open_store(self, open_driver: Drivers, clock: ServerClock) -> OpenStore:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import json
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +52,9 @@ class TestSQLiteLock(LockConformance):
 
 class TestRedisLock(LockConformance):
     @pytest.fixture
-    def clock(self, redis_url: str) -> ServerClock:
-        return ServerClock(redis_url)
+    def clock(self, redis_url: str) -> Iterator[ServerClock]:
+        with closing(ServerClock(redis_url)) as clock:
+            yield clock
 
     @pytest.fixture
     def open_lock(self, open_driver: Drivers) -> OpenLock:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import closing
+
 import pytest
 
 from machinery_py.backends.redis import RedisBackend
@@ -18,8 +21,9 @@ __all__ = ["clock", "open_driver", "redis_server", "redis_url"]
 
 class TestRedisBroker(BrokerConformance):
     @pytest.fixture
-    def clock(self, redis_url: str) -> ServerClock:
-        return ServerClock(redis_url)
+    def clock(self, redis_url: str) -> Iterator[ServerClock]:
+        with closing(ServerClock(redis_url)) as clock:
+            yield clock
 
     @pytest.fixture
     def open_broker(self, open_driver: Drivers) -> OpenBroker:
@@ -28,8 +32,9 @@ class TestRedisBroker(BrokerConformance):
 
 class TestRedisBackend(BackendConformance):
     @pytest.fixture
-    def clock(self, redis_url: str) -> ServerClock:
-        return ServerClock(redis_url)
+    def clock(self, redis_url: str) -> Iterator[ServerClock]:
+        with closing(ServerClock(redis_url)) as clock:
+            yield clock
 
     @pytest.fixture
     def open_backend(self, open_driver: Drivers) -> OpenBackend:
@@ -38,8 +43,9 @@ class TestRedisBackend(BackendConformance):
 
 class TestRedisStore(SettlementConformance):
     @pytest.fixture
-    def clock(self, redis_url: str) -> ServerClock:
-        return ServerClock(redis_url)
+    def clock(self, redis_url: str) -> Iterator[ServerClock]:
+        with closing(ServerClock(redis_url)) as clock:
+            yield clock
 
     @pytest.fixture
     def open_store(self, open_driver: Drivers) -> OpenStore:

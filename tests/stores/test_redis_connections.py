@@ -194,7 +194,7 @@ def test_a_dead_first_server_is_passed_without_waiting(
     before = time.monotonic()
     send(server)
 
-    assert time.monotonic() - before < 1.0
+    assert time.monotonic() - before < 3.0  # two thirds of publish_timeout are more
     assert empty_redis.cli("LLEN", "machinery_tasks") == 1
     switches = [record.message for record in caplog.records if "switching to redis://" in record.message]
     assert len(switches) == 2
@@ -210,7 +210,7 @@ def test_when_all_are_dead_their_urls_are_told_in_time() -> None:
     with pytest.raises(BrokerUnavailable) as caught:
         send(server, "a")
 
-    assert time.monotonic() - before < 2.0
+    assert time.monotonic() - before < 4.0  # the default is 5 s
     assert first.replace(":sesame", "***") in str(caught.value)
     assert other.replace(":sesame", "***") in str(caught.value)
     assert "sesame" not in str(caught.value)
@@ -311,19 +311,19 @@ def test_a_black_hole_is_noticed_within_the_timeout(empty_redis: RedisServer, op
     with pytest.raises(BackendUnavailable, match=r"[Tt]ime"):
         driver.ask(b"PING", doing="asking")
 
-    assert time.monotonic() - before < 2.5  # the reply, and a new connection
+    assert time.monotonic() - before < 4.5  # the reply, and a new connection; the default is 5 s
     driver.close()
 
 
 def test_a_black_hole_has_no_more_than_its_share_of_the_time(empty_redis: RedisServer, open_proxy: OpenProxy) -> None:
     proxy = open_proxy(empty_redis.port)
     proxy.black_hole()
-    server = several(proxy.through(empty_redis.url), empty_redis.url, publish_timeout=2.0)
+    server = several(proxy.through(empty_redis.url), empty_redis.url, publish_timeout=4.0)
 
     before = time.monotonic()
     send(server)
 
-    assert time.monotonic() - before < 2.0
+    assert time.monotonic() - before < 4.0
 
 
 @pytest.mark.parametrize("text", ["LOADING Redis is loading", "UNBLOCKED force unblock", "MASTERDOWN Link with MASTER is down"])

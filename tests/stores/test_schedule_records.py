@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pathlib
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 
@@ -56,8 +57,9 @@ class TestSQLiteStore(ScheduleConformance):
 
 class TestRedisStore(ScheduleConformance):
     @pytest.fixture
-    def clock(self, redis_url: str) -> ServerClock:
-        return ServerClock(redis_url)
+    def clock(self, redis_url: str) -> Iterator[ServerClock]:
+        with closing(ServerClock(redis_url)) as clock:
+            yield clock
 
     @pytest.fixture
     def open_store(self, open_driver: Drivers) -> OpenStore:
@@ -77,8 +79,9 @@ class TestTwoMemoryStores(ScheduleConformance):
 
 class TestMemoryBrokerAndRedisBackend(ScheduleConformance):
     @pytest.fixture
-    def clock(self, redis_url: str) -> ServerClock:
-        return ServerClock(redis_url)
+    def clock(self, redis_url: str) -> Iterator[ServerClock]:
+        with closing(ServerClock(redis_url)) as clock:
+            yield clock
 
     @pytest.fixture
     def open_store(self, open_driver: Drivers, clock: ServerClock) -> OpenStore:

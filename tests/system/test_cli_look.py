@@ -162,7 +162,7 @@ def test_a_sent_task_is_waited_for_and_its_result_printed(app: App) -> None:
     done = app.run("send", "tasks", "add", "20", "22", "--wait").stdout
     assert re.fullmatch(r"task_\w{8}…  SUCCESS  42  \([\d.]+ m?s\)\n", done)
     failed = app.run("send", "tasks", "boom", "--wait", code=1).stdout
-    assert re.fullmatch(r"task_\w{8}…  FAILURE  no  \([\d.]+ m?s\)\n", failed)
+    assert re.fullmatch(r"task_\w{8}…  FAILURE  ValueError: no  \([\d.]+ m?s\)\n", failed)
 
 
 def test_arguments_are_json_or_strings_as_the_task_wants_them(app: App) -> None:

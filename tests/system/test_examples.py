@@ -92,6 +92,7 @@ def test_the_demo_delivers_every_mail_once_and_leaves_nothing_behind(tmp_path: P
 
     assert "each reader keeps exactly one" in out
     assert "999 of 1,000 delivered, 1 refused" in out
+    assert re.search(r"the digest, .* came \d+ times, the last one by hand: each once to 2 readers", out)
     assert list(tmp_path.iterdir()) == []
     assert sorted(path.name for path in (EXAMPLES / "email_sender").iterdir()) == before
     assert not children_of(tmp_path)

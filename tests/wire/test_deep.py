@@ -57,9 +57,9 @@ def test_a_chain_as_long_as_go_reads_is_read_and_sent_on() -> None:
 def test_a_chain_of_a_thousand_is_decoded_in_milliseconds() -> None:
     body = encode_signature(chain(1000))
 
-    started = time.perf_counter()
+    started = time.thread_time()
     decode_signature(body)
-    assert time.perf_counter() - started < 0.5
+    assert time.thread_time() - started < 0.5
 
 
 def test_a_chain_is_decoded_in_a_thread_with_a_small_stack_as_well() -> None:
