@@ -37,7 +37,7 @@ SENDS = list(itertools.product(BACKENDS, SENDER_POINTS, ("task", "chain", "chord
 
 
 @pytest.fixture
-def stage(request: pytest.FixtureRequest, tmp_path: pathlib.Path, amqp_url: str) -> Stage:
+def stage(request: pytest.FixtureRequest, tmp_path: pathlib.Path, amqp_url: str, mongodb_url: str) -> Stage:
     match request.param:
         case "redis":
             backend = request.getfixturevalue("empty_redis").url
@@ -46,7 +46,7 @@ def stage(request: pytest.FixtureRequest, tmp_path: pathlib.Path, amqp_url: str)
         case "sqlite":
             backend = f"sqlite:///{tmp_path}/states.db"
         case _:
-            backend = request.getfixturevalue("mongodb_url")
+            backend = mongodb_url
     return Stage(tmp_path, amqp_url, backend)
 
 
