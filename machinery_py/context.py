@@ -27,12 +27,17 @@ class Context:
         worker: the name of the worker that runs it.
     """
 
-    __slots__ = ("_cancelled", "_delivery", "_last_report", "_report", "_time_is_up", "queue", "signature", "worker")
+    __slots__ = (
+        "_cancelled", "_delivery", "_epoch", "_last_report", "_report", "_time_is_up", "queue", "signature", "worker",
+    )
 
-    def __init__(self, signature: Signature[Any], *, queue: str, delivery: int, worker: str, report: Report | None) -> None:
+    def __init__(
+        self, signature: Signature[Any], *, queue: str, delivery: int, worker: str, report: Report | None, epoch: int = 0
+    ) -> None:
         self.signature = signature
         self.queue = queue
         self._delivery = delivery
+        self._epoch = epoch
         self.worker = worker
         self._report = report
         self._cancelled = False
@@ -73,7 +78,7 @@ class Context:
     @property
     def fence(self) -> int:
         """Grows with every run and every delivery of the task; pass it to systems that can refuse an older number."""
-        return self.signature.run << 32 | self._delivery
+        return self.signature.run << 32 | (self._epoch or self._delivery)
 
     @property
     def cancelled(self) -> bool:

@@ -53,11 +53,11 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "brokers.redis_lua backends.redis_lua backends.redis_listener"
         " brokers.amqp_claims brokers.amqp_sending brokers.amqp_presence brokers.mongo_consumer",
         "brokers.redis_scripts brokers.redis_messages backends.redis_scripts backends.redis_records"
-        " backends.redis_amend brokers.amqp_holding brokers.amqp_returns brokers.amqp_looking brokers.amqp_pauses"
+        " backends.redis_amend brokers.amqp_holding brokers.amqp_returns brokers.amqp_gets brokers.amqp_pauses"
         " backends.mongo_tasks",
-        "brokers.redis_looking brokers.redis_consumer backends.redis_cluster_scripts brokers.amqp_consumer"
+        "brokers.redis_looking brokers.redis_consumer backends.redis_cluster_scripts brokers.amqp_looking brokers.amqp_taking"
         " backends.mongo_schedules backends.mongo_looking",
-        "brokers.redis brokers.redis_cluster_consumer backends.redis locks.redis"
+        "brokers.redis brokers.redis_cluster_consumer backends.redis locks.redis brokers.amqp_consumer"
         " backends.redis_cluster_records backends.redis_cluster_lists",
         "backends.redis_cluster_steps",
         "backends.memcache_records backends.memcache_listener",

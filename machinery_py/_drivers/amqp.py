@@ -34,6 +34,7 @@ if logging.getLogger("pika").level == logging.NOTSET:
 UTC = dt.UTC
 KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 15_000}
 SHORTEST = 0.5  # seconds for one of several servers, however many there are
+NOT_FOUND, LOCKED = 404, 405
 
 
 class AmqpDriver:
@@ -201,9 +202,15 @@ def translated(place: str, doing: str) -> Iterator[None]:
     except MachineryError:
         raise
     except ChannelLost as error:
-        raise StoreUnusable(f"RabbitMQ at {place}: {doing}: {explained(error)}") from error
+        kind = BrokerUnavailable if passes(error) else StoreUnusable
+        raise kind(f"RabbitMQ at {place}: {doing}: {explained(error)}") from error
     except (LinkLost, AMQPError) as error:
         raise BrokerUnavailable(f"RabbitMQ at {place}: {doing}: {error}") from error
+
+
+def passes(error: ChannelLost) -> bool:
+    """Whether the server's refusal ends by itself: a classic queue whose node is down, a lock of somebody who is gone."""
+    return error.code == LOCKED or (error.code == NOT_FOUND and "down or inaccessible" in error.text)
 
 
 def explained(error: ChannelLost) -> str:

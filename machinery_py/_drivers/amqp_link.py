@@ -265,8 +265,11 @@ class Channel:
         """End a subscription, in the link's thread; what is on its way still reaches its callback, and then `then` is called.
 
         pika's own basic_cancel rejects what arrives between the request and the reply. That would mark messages as
-        delivered before which nobody has seen.
+        delivered before which nobody has seen. Where it has no such inside any more, its own it is.
         """
+        if not hasattr(self.raw, "_rpc"):
+            self.raw.basic_cancel(tag, lambda _: then())
+            return
 
         def cancelled(_: object) -> None:
             self.raw._consumers.pop(tag, None)

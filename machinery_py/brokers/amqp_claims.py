@@ -25,12 +25,16 @@ class Claim:
 
     def __init__(
         self, channel: Channel, queues: Sequence[str], count: int, wait: float,
-        shut: Callable[[], Collection[str]] = tuple,
+        shut: Callable[[], Collection[str]] = tuple, *, keep: bool = False,
     ) -> None:
-        """With several queues each gives one message at most. `shut`: those that are passed over, when it begins."""
+        """With several queues each gives one message at most. `shut`: those that are passed over, when it begins.
+
+        `keep`: take one message, and do not end the subscription that has brought it, see amqp_gets.
+        """
         self._channel = channel
         self._queues = queues
-        self._count = count
+        self._count = 1 if keep else count
+        self._keep = keep
         self._wait = wait
         self._shut = shut
         self.found: list[Taken] = []
@@ -56,7 +60,6 @@ class Claim:
         shut = self._shut()
         queues = [queue for queue in self._queues if queue not in shut]
         self._tags = [f"machinery.{next(_tags)}" for _ in queues]
-        self._left = len(self._tags)
         if queues:
             # pika sends each of these when the one before is answered.
             raw.basic_qos(prefetch_count=min(self._count, MOST) if len(queues) == 1 else 1, callback=_nothing)
@@ -69,7 +72,11 @@ class Claim:
 
     def _taker(self, queue: str) -> Callable[..., None]:
         def take(_: object, method: Any, properties: Any, body: bytes) -> None:
-            self.found.append(taken(queue, method, properties, body))
+            one = taken(queue, method, properties, body)
+            if self._keep and not self._ended:
+                one.subscription = method.consumer_tag
+                self._tags.remove(one.subscription)
+            self.found.append(one)
             self.end()
 
         return take
@@ -86,6 +93,7 @@ class Claim:
             return  # the future fails by itself
         if not self._tags and self._future is not None:
             settle(self._future, self.found)
+        self._left = len(self._tags)
         for tag in self._tags:
             self._channel.cancel(tag, self._unsubscribed)
 

@@ -25,35 +25,21 @@ import msgspec
 
 from machinery_py._drivers.amqp import AmqpDriver, translated
 from machinery_py._drivers.amqp_link import Channel, ChannelLost, Link, LinkLost, settle
-from machinery_py.brokers.amqp_claims import Claim, drained
+from machinery_py.brokers.amqp_gets import Getter
 from machinery_py.brokers.amqp_holding import Held, Holding
 from machinery_py.brokers.amqp_messages import FENCE, STRIKES, Taken
 from machinery_py.brokers.amqp_pauses import Gates
 from machinery_py.brokers.amqp_presence import Report, listen
 from machinery_py.brokers.amqp_returns import Returns
 from machinery_py.brokers.amqp_sending import Sending
+from machinery_py.brokers.amqp_taking import Life, Taking
 from machinery_py.brokers.amqp_topology import Topology, carry_out
 from machinery_py.brokers.base import Consumer, Delivery, Disposal, Fate, WorkerInfo
 from machinery_py.errors import BrokerUnavailable, MachineryError
 
 logger = logging.getLogger(__name__)
 
-FULL_BURST = 100  # messages; RabbitMQ hands over some 200 in one go, though more are there
-
 _receipts = itertools.count(1)
-
-
-class Life:
-    """A connection and its channels. What was delivered on it ends with it."""
-
-    def __init__(self, link: Link, main: Channel, holding: Holding) -> None:
-        self.link = link
-        self.main = main
-        self.holding = holding
-
-    @property
-    def is_open(self) -> bool:
-        return self.main.is_open
 
 
 class AMQPConsumer(Consumer):
@@ -73,9 +59,9 @@ class AMQPConsumer(Consumer):
         self._held: dict[str, Held] = {}
         self._life: Life | None = None
         self._birth: object = None
-        self._claim: Claim | None = None
         self._gates = Gates()
-        self._woken = self._given_up = self._closed = False
+        self._taking = Taking(self._gates, driver.timeout)
+        self._given_up = self._closed = False
         self._hold_for = consumer_timeout / 2
         now = driver.clock.now()
         self.info = WorkerInfo(
@@ -125,11 +111,15 @@ class AMQPConsumer(Consumer):
         main = link.channel(timeout)
         main.watch(functools.partial(self._on_channel_lost, lost))
         main.ask(functools.partial(self._watch_queues, main), timeout)
-        return Life(link, main, Holding(
-            link, self._sending, self._driver, self._topology, f"{self.info.session}.{secrets.token_hex(2)}"))
+        holding = Holding(link, self._sending, self._driver, self._topology, f"{self.info.session}.{secrets.token_hex(2)}")
+        if not self._topology.is_quorum:
+            return Life(link, main, holding, None)
+        gets = link.channel(timeout)
+        gets.watch(functools.partial(self._on_gets_lost, main))
+        return Life(link, main, holding, Getter(gets))
 
     def _heard(self, body: bytes, answer: Callable[[], object]) -> None:
-        self._gates.hear(body, self._claim, answer)
+        self._gates.hear(body, self._taking.claim, answer)
 
     def _look_for_marks(self, link: Link) -> None:
         """Ask which queues are paused; what nobody can say while the server takes no messages stays as it was."""
@@ -144,7 +134,7 @@ class AMQPConsumer(Consumer):
             raise
 
         def learn(future: Future[Any]) -> None:
-            self._gates.learn(marked, turn, self._claim)
+            self._gates.learn(marked, turn, self._taking.claim)
             settle(future, None)
 
         link.ask(learn, self._driver.timeout)
@@ -158,6 +148,13 @@ class AMQPConsumer(Consumer):
             logger.error("RabbitMQ at %s closed the channel of a consumer: %s; what it held will run again",
                          self._driver.place, error)
         lost()
+
+    def _on_gets_lost(self, main: Channel, error: Exception) -> None:
+        """One life, one end."""
+        if isinstance(error, ChannelLost):
+            logger.warning("RabbitMQ at %s closed the channel of a consumer: %s", self._driver.place, error)
+        if main.raw.is_open:
+            main.raw.close()
 
     def _on_queue_gone(self, main: Channel, _: object) -> None:
         """The server ended a subscription: a queue was deleted, or moved to another node. A new life declares it again."""
@@ -178,7 +175,7 @@ class AMQPConsumer(Consumer):
         holding: dict[str, int] = {}
         for held in list(self._held.values()):
             holding[held.delivery.queue] = holding.get(held.delivery.queue, 0) + 1
-        claim = self._claim
+        claim = self._taking.claim
         for one in claim.found if claim is not None else ():
             holding[one.queue] = holding.get(one.queue, 0) + 1
         return Report(msgspec.structs.replace(self.info, holding=sum(holding.values())), holding)
@@ -195,37 +192,12 @@ class AMQPConsumer(Consumer):
         with translated(self._driver.place, f"receiving from {', '.join(queues)}"):
             while True:
                 turn = self._gates.turn
-                found = self._take_all(life, queues, limit, left)
+                found = self._taking.take(life, queues, limit, left)
                 left = until - time.monotonic()
-                if found or left <= 0 or self._woken or turn == self._gates.turn:
+                if found or left <= 0 or self._taking.woken or turn == self._gates.turn:
                     break  # else a queue was paused or resumed, and that ended the wait
-        self._woken = False
+        self._taking.woken = False
         return self._hold(life, found, limit)
-
-    def _take_all(self, life: Life, queues: Sequence[str], limit: int, wait: float) -> list[Taken]:
-        if len(queues) == 1:
-            return self._take(life, queues, limit, wait)
-        found: list[Taken] = []
-        for queue in queues:
-            if len(found) < limit and queue not in self._gates.shut:
-                found += self._take(life, [queue], limit - len(found), 0.0)
-        return found or (self._take(life, queues, limit, wait) if wait > 0 else [])
-
-    def _take(self, life: Life, queues: Sequence[str], limit: int, wait: float) -> list[Taken]:
-        claim = Claim(life.main, queues, limit, wait, self._shut)
-        self._claim = claim
-        if self._woken:
-            claim.end()
-        try:
-            found = claim.run(self._driver.timeout)
-        finally:
-            self._claim = None
-        if FULL_BURST <= len(found) < limit and len(queues) == 1:
-            found += drained(life.main, queues[0], limit - len(found), self._driver.timeout, self._shut)
-        return found
-
-    def _shut(self) -> frozenset[str]:
-        return self._gates.shut
 
     def _hold(self, life: Life, found: Sequence[Taken], limit: int) -> list[Delivery]:
         now = self._driver.clock.monotonic()
@@ -235,7 +207,9 @@ class AMQPConsumer(Consumer):
                 return []  # they are back already
             for one in found[:limit]:
                 delivery = self._delivery(one)
-                self._held[delivery.receipt] = Held(delivery, one, life.main, one.tag, now, self._birth)
+                channel = life.getter.channel if life.getter is not None and one.gotten else life.main
+                self._held[delivery.receipt] = Held(
+                    delivery, one, channel, one.tag, now, self._birth, subscription=one.subscription)
                 deliveries.append(delivery)
         surplus = [(one.tag, False) for one in found[limit:]]  # two queues got their message in one moment
         if surplus:
@@ -268,6 +242,7 @@ class AMQPConsumer(Consumer):
                 with self._lock:
                     self._held |= {held.delivery.receipt: held for held, _ in pairs if held.birth is self._birth}
                 raise
+        self._unsubscribe([held for held, _ in pairs])
         # Last, on purpose: a crash above this line brings the message back, a crash below it must not.
         lost: set[str] = set()
         for channel in {id(held.channel): held.channel for held, _ in pairs}.values():
@@ -276,6 +251,29 @@ class AMQPConsumer(Consumer):
             if not self._settle(channel, tags):
                 lost |= {held.delivery.receipt for held, _ in here}
         return [held is not None and held.delivery.receipt not in lost for held in ours]
+
+    def _unsubscribe(self, held: Sequence[Held]) -> None:
+        """End what brought these: when they are settled it would bring others."""
+        over = [one for one in held if one.subscription]
+        if not over:
+            return
+        left = len(over)
+
+        def ended(future: Future[Any]) -> None:
+            nonlocal left
+            left -= 1
+            if not left:
+                settle(future, None)
+
+        def work(future: Future[Any]) -> None:
+            for one in over:
+                one.subscription, tag = "", one.subscription
+                one.channel.cancel(tag, lambda: ended(future))
+
+        try:
+            over[0].channel.ask(work, self._driver.timeout)
+        except (LinkLost, ChannelLost):
+            pass  # the same will be said of settling them
 
     def _settle(self, channel: Channel, tags: Sequence[tuple[int, bool]]) -> bool:
         """Acknowledge (True) or give back (False), and wait until the server has seen it. False: the channel is gone."""
@@ -300,6 +298,9 @@ class AMQPConsumer(Consumer):
     def holds(self, deliveries: Sequence[Delivery]) -> list[bool]:
         return [delivery.receipt in self._held for delivery in deliveries]
 
+    def is_lost(self, delivery: Delivery) -> bool:
+        return delivery.receipt not in self._held
+
     # Living
 
     def run_begins(self, delivery: Delivery) -> None:
@@ -316,6 +317,7 @@ class AMQPConsumer(Consumer):
         if life is None or not held:
             return
         channel, tags = life.holding.copy(held)
+        self._unsubscribe(held)
         now = self._driver.clock.monotonic()
         over: dict[int, tuple[Channel, list[tuple[int, bool]]]] = {}
         with self._lock:
@@ -344,8 +346,8 @@ class AMQPConsumer(Consumer):
         return True
 
     def wake(self) -> None:
-        self._woken = True
-        claim, life = self._claim, self._life
+        self._taking.woken = True
+        claim, life = self._taking.claim, self._life
         if claim is not None and life is not None:
             life.link.tell(claim.end)
 

@@ -48,6 +48,7 @@ class Held(msgspec.Struct, gc=False, eq=False):
     since: float
     birth: object
     moved: bool = False
+    subscription: str = ""  # to be ended before it is settled
 
 
 class Holding:

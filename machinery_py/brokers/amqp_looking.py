@@ -4,7 +4,11 @@ Each look has a connection of its own. What it took goes back to its place when 
 looks, the messages are in its hands: a worker that asks in that moment gets them some milliseconds later. One process looks
 at a time: an exclusive queue is the lock, and goes with the connection of its owner.
 
-Limits: a waiting message that was looked at counts as delivered once before (`redelivered`). RabbitMQ has no other way.
+Counting takes nothing. But the levels are shared by all queues: whose the delayed messages are is known if they were sent to one
+queue alone, else some are read: at most SAMPLE of each level, and again when the counts have changed, or after SPLIT_LIFE.
+
+Limits: a waiting message that was looked at counts as delivered once before (`redelivered`). RabbitMQ has no other way. With more
+than SAMPLE messages in a level and several queues, the delayed of each are an estimate, whose sum is right.
 """
 
 from __future__ import annotations
@@ -18,18 +22,20 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
-from machinery_py._drivers.amqp import AmqpDriver
+from machinery_py._drivers.amqp import LOCKED, NOT_FOUND, AmqpDriver
 from machinery_py._drivers.amqp_link import Channel, ChannelLost, settle
 from machinery_py.brokers.amqp_claims import drained
-from machinery_py.brokers.amqp_messages import QUEUE, Taken, letter_of, message_of
+from machinery_py.brokers.amqp_gets import Getter, gotten
+from machinery_py.brokers.amqp_messages import LATE, QUEUE, Taken, letter_of, message_of
 from machinery_py.brokers.amqp_presence import Report, ask
 from machinery_py.brokers.amqp_topology import LEVELS, Topology
 from machinery_py.brokers.base import DeadLetter, Message, QueueStats
 from machinery_py.errors import BrokerUnavailable
 
 ALL = 1_000_000  # messages; as many as are there
+SAMPLE = 200  # messages
+SPLIT_LIFE = 10.0  # seconds
 LOCK = "machinery.lock.looking"
-NOT_FOUND, LOCKED = 404, 405
 
 
 class Looking:
@@ -38,6 +44,7 @@ class Looking:
     def __init__(self, driver: AmqpDriver, topology: Topology) -> None:
         self._driver = driver
         self._topology = topology
+        self._split: tuple[Sequence[int], float, Counter[str]] | None = None  # counts, until when, delayed by queue
 
     # Messages
 
@@ -90,18 +97,19 @@ class Looking:
     def queues(self) -> list[str]:
         """Every queue that was ever used. Names that are noted twice are thinned out."""
         with self._looking("listing queues") as channel:
-            return self._queues(channel)
+            return self._queues(channel)[0]
 
-    def _queues(self, channel: Channel) -> list[str]:
-        seen: set[str] = set()
+    def _queues(self, channel: Channel) -> tuple[list[str], list[str]]:
+        """All queues, and those to which delayed messages were sent."""
+        seen: set[tuple[str, bool]] = set()
         spare: list[int] = []
         for one in self._taken(channel, self._topology.registry, ALL):
-            name = one.body.decode(errors="replace")
-            if name in seen:
+            note = one.body.decode(errors="replace"), bool(one.headers.get(LATE))
+            if note in seen:
                 spare.append(one.tag)
-            seen.add(name)
+            seen.add(note)
         self._acknowledge(channel, spare)
-        return sorted(seen)
+        return sorted({name for name, _ in seen}), sorted(name for name, late in seen if late)
 
     def reports(self) -> Sequence[Report]:
         with self._driver.visit("listing workers") as channel:
@@ -114,8 +122,9 @@ class Looking:
 
     def stats(self) -> list[QueueStats]:
         with self._looking("counting messages") as channel:
-            waiting = {queue: self._count(channel, queue) or 0 for queue in self._queues(channel)}
-            late = self._late_of(channel, list(waiting))
+            queues, late_queues = self._queues(channel)
+            waiting = {queue: self._count(channel, queue) or 0 for queue in queues}
+            late = self._late_of(channel, late_queues)
             dead = {queue: self._count(channel, self._topology.dead_queue(queue)) or 0 for queue in waiting}
         # Last: what is on its way from the queue to a worker is rather counted twice than not at all.
         running: Counter[str] = Counter()
@@ -127,11 +136,26 @@ class Looking:
         ]
 
     def _late_of(self, channel: Channel, queues: Sequence[str]) -> Counter[str]:
-        """How many messages are delayed for each queue; they are read only if there are some and it matters whose they are."""
-        total = sum(self._counts(channel, [self._topology.level_name(level) for level in range(LEVELS)]))
-        if total and len(queues) > 1:
-            return Counter(one.text(QUEUE) for one in self._late(channel))
-        return Counter(dict.fromkeys(queues, total))
+        """How many messages are delayed for each of the queues to which any ever were."""
+        levels = [self._topology.level_name(level) for level in range(LEVELS)]
+        counts = self._counts(channel, levels)
+        if not any(counts):
+            return Counter()
+        if len(queues) == 1:
+            return Counter({queues[0]: sum(counts)})
+        known = self._split
+        if known is None or known[0] != counts or known[1] < time.monotonic():
+            known = self._split = counts, time.monotonic() + SPLIT_LIFE, self._read_split(channel, levels, counts)
+        return known[2]
+
+    def _read_split(self, channel: Channel, levels: Sequence[str], counts: Sequence[int]) -> Counter[str]:
+        shares: dict[str, float] = {}
+        for level, count in zip(levels, counts, strict=True):
+            some = self._drained(channel, level, min(count, SAMPLE))
+            for one in some:
+                queue = one.text(QUEUE)
+                shares[queue] = shares.get(queue, 0.0) + count / len(some)
+        return Counter({queue: round(share) for queue, share in shares.items()})
 
     # Ways and means
 
@@ -159,7 +183,12 @@ class Looking:
         return found
 
     def _taken(self, channel: Channel, queue: str, limit: int) -> list[Taken]:
-        return drained(channel, queue, limit, self._driver.timeout) if self._count(channel, queue) else []
+        return self._drained(channel, queue, limit) if self._count(channel, queue) else []
+
+    def _drained(self, channel: Channel, queue: str, limit: int) -> list[Taken]:
+        if self._topology.is_quorum:
+            return gotten(Getter(channel), queue, limit, self._driver.timeout) if limit else []
+        return drained(channel, queue, limit, self._driver.timeout)
 
     def _count(self, channel: Channel, queue: str) -> int | None:
         """How many messages wait in a queue; None if there is no such queue. A wrong name must not end the channel."""

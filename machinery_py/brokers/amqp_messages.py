@@ -10,6 +10,7 @@
       machinery_fence      deliveries that were counted so far
       machinery_strikes    deaths that were counted so far
       machinery_reason, machinery_error, machinery_died, machinery_letter      of a dead letter
+      machinery_late       of a queue's name in the registry: delayed messages were sent to it
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ SENT, QUEUE, ETA, PARKS = "machinery_sent", "machinery_queue", "machinery_eta", 
 FENCE, STRIKES = "machinery_fence", "machinery_strikes"
 REASON, ERROR, DIED, LETTER = "machinery_reason", "machinery_error", "machinery_died", "machinery_letter"
 COPY = "machinery_copy"  # which move into a holding queue a copy belongs to
+LATE = "machinery_late"  # of a name in the registry: delayed messages were sent to this queue
 UUID, NAME = "machinery_uuid", "machinery_name"  # where the property cannot hold them
 
 SHORT = 255  # bytes of a short string
@@ -46,6 +48,8 @@ class Taken(msgspec.Struct, gc=False):
     uuid: str
     name: str
     body: bytes
+    subscription: str = ""  # brought it, and goes on until it is settled
+    gotten: bool = False  # asked for, see amqp_gets
 
     def number(self, header: str) -> int:
         """A header of ours; 0 when it is not there, or somebody has put something else there."""

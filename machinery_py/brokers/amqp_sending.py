@@ -15,9 +15,10 @@ from contextlib import contextmanager
 
 import msgspec
 
-from machinery_py._drivers.amqp import AmqpDriver, explained
+from machinery_py._drivers.amqp import AmqpDriver, explained, passes
 from machinery_py._drivers.amqp_link import ChannelLost, LinkLost
 from machinery_py._drivers.amqp_publisher import End, Parcel, Publisher
+from machinery_py.brokers.amqp_messages import LATE
 from machinery_py.brokers.amqp_topology import PAUSED, Topology, carry_out, digest
 from machinery_py.errors import BrokerUnavailable, PublishRefused, PublishUnknown
 
@@ -71,7 +72,7 @@ class Sending:
         self._lock = threading.RLock()
         self._declared_on: Publisher | None = None
         self._ready: set[tuple[str, str]] = set()
-        self._registered: set[str] = set()
+        self._registered: set[tuple[str, str]] = set()
 
     def send(self, addressed: Sequence[Addressed], attempt: Attempt | None = None) -> None:
         """Store it all; of an attempt that was made before, what is left.
@@ -92,12 +93,11 @@ class Sending:
         todo = attempt.left
         wanted = [addressed[index] for index in todo]
         with self._refusing():
-            names = self.prepare(publisher, wanted)
+            news = self.prepare(publisher, wanted)
         # What is new is told to the registry with the same stroke.
-        notes = [Parcel("", self._topology.registry, name.encode(), {}) for name in names]
-        batch = publisher.publish([*(one.parcel for one in wanted), *notes])
+        batch = publisher.publish([*(one.parcel for one in wanted), *map(self._note, news)])
         ends = batch.ends[: len(todo)]
-        self._registered.update(names if all(end is End.CONFIRMED for end in batch.ends[len(todo) :]) else ())
+        self._registered.update(news if all(end is End.CONFIRMED for end in batch.ends[len(todo) :]) else ())
         attempt.left = [index for index, end in zip(todo, ends, strict=True) if end is not End.CONFIRMED]
         attempt.stored |= any(end in (End.CONFIRMED, End.UNKNOWN) for end in ends)
         if End.REFUSED in ends:
@@ -117,10 +117,11 @@ class Sending:
                 f"RabbitMQ at {place}: {ends.count(End.UNKNOWN)} of {total} messages may or may not have been stored: {why}"
             ) from failure
         if End.REFUSED in ends:
-            key = keys[ends.index(End.REFUSED)]
-            text = (f"RabbitMQ at {place} took no message for {key!r}: its queue is full (x-max-length with x-overflow),"
-                    " or a quorum queue that has no leader just now")
-            raise PublishUnknown(text) if attempt.stored else PublishRefused(text)
+            text = f"RabbitMQ at {place} took no message for {keys[ends.index(End.REFUSED)]!r}: its queue "
+            text += "is full (x-max-length)" if self._topology.limits_length else "has no leader just now, or is full by a policy"
+            if attempt.stored:
+                raise PublishUnknown(text)
+            raise PublishRefused(text) if self._topology.limits_length else BrokerUnavailable(text)
         if last and attempt.left:
             key = keys[ends.index(End.RETURNED)]
             text = (f"RabbitMQ at {place}: exchange {self._topology.config.exchange!r} "
@@ -141,7 +142,8 @@ class Sending:
         try:
             yield
         except ChannelLost as error:
-            raise PublishRefused(f"RabbitMQ at {self._driver.place}: {explained(error)}") from error
+            kind = BrokerUnavailable if passes(error) else PublishRefused
+            raise kind(f"RabbitMQ at {self._driver.place}: {explained(error)}") from error
         except LinkLost as error:
             raise BrokerUnavailable(f"RabbitMQ at {self._driver.place}: {error}") from error
 
@@ -152,8 +154,8 @@ class Sending:
         with self._lock:
             self._ready.clear()
 
-    def prepare(self, publisher: Publisher, addressed: Iterable[Addressed]) -> list[str]:
-        """Declare what the parcels need and is not known to be there; the queues that are new to the registry.
+    def prepare(self, publisher: Publisher, addressed: Iterable[Addressed]) -> list[tuple[str, str]]:
+        """Declare what the parcels need and is not known to be there; what of it the registry has to be told.
 
         Raises:
             LinkLost, ChannelLost: as Channel.rpc. A refused declaration ends the publishing channel.
@@ -174,7 +176,11 @@ class Sending:
             if missing:
                 self._declare(publisher, missing)
                 self._ready.update(missing)
-        return [name for kind, name in wanted if kind == "queue" and name not in self._registered]
+        return [what for what in wanted if what[0] in ("queue", "due") and what not in self._registered]
+
+    def _note(self, what: tuple[str, str]) -> Parcel:
+        kind, name = what
+        return Parcel("", self._topology.registry, name.encode(), {LATE: True} if kind == "due" else {})
 
     def _declare(self, publisher: Publisher, missing: Sequence[tuple[str, str]]) -> None:
         """On a channel of its own: what the server refuses must not end the one with messages on their way."""
@@ -210,9 +216,9 @@ class Sending:
         Raises:
             PublishRefused, PublishUnknown, BrokerUnavailable: a later message to the queue tells it.
         """
-        new = [queue for queue in queues if queue not in self._registered]
+        new = [what for queue in queues if (what := ("queue", queue)) not in self._registered]
         if new:
-            self.send([Addressed(Parcel("", self._topology.registry, queue.encode(), {})) for queue in new])
+            self.send([Addressed(self._note(what)) for what in new])
             self._registered.update(new)
 
     def paused(self, queues: Sequence[str]) -> frozenset[str]:
@@ -240,5 +246,5 @@ class Sending:
         self.forget()
         wanted = [Addressed(Parcel("", "", b"", {}), queue, delayed=True, dead=True) for queue in queues]
         with self._refusing():
-            names = self.prepare(self._open(), wanted)
-        self.note(names)
+            self.prepare(self._open(), wanted)
+        self.note(queues)

@@ -29,6 +29,7 @@ from machinery_py.errors import PublishRefused
 LEVELS = 33  # the longest delay is 2³³ - 1 ticks: 13 years
 TICK = 0.05  # seconds; a delayed message comes so late at most, and never early
 LONGEST_NAME = 255  # bytes
+OFTEN = 1_000_000_000  # deliveries of one message in a quorum queue of ours; -1, for no limit, is new in RabbitMQ 4
 
 CONTROL = "machinery.control"
 DUE = "machinery.delay.due"
@@ -46,6 +47,7 @@ class Topology:
         self.config = config
         self.default_queue = default_queue
         self.is_quorum = config.queue_declare_args.get("x-queue-type") == "quorum"
+        self.limits_length = bool({"x-max-length", "x-max-length-bytes"} & config.queue_declare_args.keys())
         # Quorum queues as well, or all of a cluster would stand still when the node is gone that has these.
         self.registry = self._named("queues")
         self.workers = self._named("workers")
@@ -164,7 +166,8 @@ class Topology:
         return arguments
 
     def _ours(self) -> dict[str, Any]:
-        return {"x-queue-type": "quorum"} if self.is_quorum else {}
+        # RabbitMQ 4 drops, unless it is told otherwise, what was looked at and put back 20 times.
+        return {"x-queue-type": "quorum", "x-delivery-limit": OFTEN} if self.is_quorum else {}
 
 
 def digest(queue: str) -> str:

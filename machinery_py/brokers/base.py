@@ -61,7 +61,8 @@ class Delivery(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     Attributes:
         receipt: hashable; means something to the store alone. Unique for this handing-over.
-        fence: grows with each delivery of the message.
+        fence: grows with each delivery of the message; see BrokerFeatures.counts_returns.
+        epoch: of a result backend that is another store: grows with each delivery of the task that was begun. 0: there is none.
         strikes: how many consumers died (or lost their lease) while they ran it; where the broker cannot know what ran
             (see BrokerFeatures.sees_runs), while they held it.
         sent_at: when it was put on the queue, if the broker knows.
@@ -71,6 +72,7 @@ class Delivery(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     queue: str
     receipt: Any
     fence: int = 1
+    epoch: int = 0
     strikes: int = 0
     parks: int = 0
     priority: int = 0
@@ -176,6 +178,11 @@ class Consumer(ABC):
 
     def run_ends(self, delivery: Delivery) -> None:  # noqa: B027
         """The call has come back."""
+
+    def is_lost(self, delivery: Delivery) -> bool:
+        """Whether it is known here, without a round trip, that the delivery is not ours any more: it must not be begun."""
+        del delivery
+        return False
 
     @abstractmethod
     def beat(self) -> bool:

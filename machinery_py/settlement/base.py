@@ -107,6 +107,11 @@ class Session(ABC):
     def run_ends(self, delivery: Delivery) -> None:
         """As Consumer.run_ends."""
 
+    def is_lost(self, delivery: Delivery) -> bool:
+        """As Consumer.is_lost."""
+        del delivery
+        return False
+
     @abstractmethod
     def beat(self) -> bool:
         """As Consumer.beat."""
@@ -130,6 +135,9 @@ class ConsumerSession(Session):
 
     def run_ends(self, delivery: Delivery) -> None:
         self._consumer.run_ends(delivery)
+
+    def is_lost(self, delivery: Delivery) -> bool:
+        return self._consumer.is_lost(delivery)
 
     def beat(self) -> bool:
         return self._consumer.beat()

@@ -126,7 +126,6 @@ class TwoSession(ConsumerSession):
     def __init__(self, store: TwoStores, consumer: Consumer) -> None:
         self._store = store
         super().__init__(consumer)
-        self._epochs: dict[object, int] = {}  # receipt → epoch, until the delivery is settled
         self._owed: list[Delivery] = []  # claimed, could not be begun, and could not be given back either
         self._settling = threading.Lock()  # a repeat must see what the first try has left undone
 
@@ -164,8 +163,7 @@ class TwoSession(ConsumerSession):
                 if start.outbox:
                     unsent.append(uuid)
             else:
-                self._epochs[delivery.receipt] = start.epoch
-                fresh.append(delivery)
+                fresh.append(msgspec.structs.replace(delivery, epoch=start.epoch))
         if unsent:
             # Asked for again when no settlement of ours is between storing an outbox and clearing it.
             with self._settling:
@@ -194,25 +192,21 @@ class TwoSession(ConsumerSession):
         if again:
             self._store.publish(list(zip(again, self._store.backend.outboxes(again), strict=True)))
         ours = self._consumer.dispose([disposal_of(settlement) for settlement in settlements])
-        result: list[Verdict] = []
-        for settlement, mine in zip(settlements, ours, strict=True):
-            verdict = verdicts.get(id(settlement), SETTLED if mine else FENCED)
-            if verdict is not FENCED:  # else a repeat would carry no epoch, and not be fenced
-                self._epochs.pop(settlement.delivery.receipt, None)
-            result.append(verdict)
-        return result
+        return [
+            verdicts.get(id(settlement), SETTLED if mine else FENCED)
+            for settlement, mine in zip(settlements, ours, strict=True)
+        ]
 
     def _change(self, settlement: Settlement) -> Change:
         return Change(
-            key=settlement.uuid, mark=mark_of(settlement.delivery),
-            epoch=self._epochs.get(settlement.delivery.receipt, 0),
+            key=settlement.uuid, mark=mark_of(settlement.delivery), epoch=settlement.delivery.epoch,
             states=settlement.states, groups=settlement.groups, arrivals=settlement.arrivals,
             outbox=[_pack(message) for message in settlement.send],
         )
 
     def _mark(self, marks: Sequence[Mark]) -> None:
         self._store.backend.apply([
-            Change(key=mark.state.task_uuid, states=(mark.state,), epoch=self._epochs.get(mark.delivery.receipt, 0))
+            Change(key=mark.state.task_uuid, states=(mark.state,), epoch=mark.delivery.epoch)
             for mark in marks
         ])
 

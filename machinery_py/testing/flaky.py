@@ -162,6 +162,9 @@ class FlakySession(Session):
     def run_ends(self, delivery: Delivery) -> None:
         self.session.run_ends(delivery)
 
+    def is_lost(self, delivery: Delivery) -> bool:
+        return self.session.is_lost(delivery)
+
     def beat(self) -> bool:
         return self.faults.broker("beat", self.session.beat)
 
@@ -241,6 +244,9 @@ class FlakyConsumer(Consumer):
 
     def run_ends(self, delivery: Delivery) -> None:
         self.inner.run_ends(delivery)
+
+    def is_lost(self, delivery: Delivery) -> bool:
+        return self.inner.is_lost(delivery)
 
     def beat(self) -> bool:
         return self.faults.broker("beat", self.inner.beat)

@@ -115,7 +115,7 @@ class Execution:
             self.finish(Failed(error=self._as_go_says(error), error_type="ArgumentError", retryable=False))
             return None
         self.context = Context(
-            signature, queue=self.delivery.queue, delivery=self.delivery.fence, worker=self.worker,
+            signature, queue=self.delivery.queue, delivery=self.delivery.fence, epoch=self.delivery.epoch, worker=self.worker,
             report=None if report is None else self._reporter(report),
         )
         self.phase = State.STARTED

@@ -88,6 +88,8 @@ class Executors:
                 return
             self._slots.get()
             execution.thread_id = threading.get_ident()
+            if self._session.is_lost(execution.delivery) and execution.hand_back():
+                self._on_done(execution)  # whoever has it now runs it
             if not execution.begin():  # handed back while it waited
                 self._slots.put(None)
                 continue

@@ -93,8 +93,12 @@ class Upkeep:
             fire_ready_groups(self._engine)
 
     def _look_after(self) -> None:
-        """Cancel what was revoked while it ran, and give back what waits behind long tasks."""
+        """Cancel what was lost or revoked while it ran, and give back what waits behind long tasks."""
         running = self._executors.running()
+        for execution in running:
+            context = execution.context
+            if context is not None and not context.cancelled and self._session.is_lost(execution.delivery):
+                self._executors.cancel(execution)
         if running:
             revoked = self._engine.store.backend.revoked([execution.signature.uuid for execution in running])
             for execution in running:

@@ -2,7 +2,7 @@
 
 One line for each event, one `write` for each line, so that a kill leaves whole lines. Fields are divided by tabs:
 
-    start     moment, uuid, run, fence, digest of the arguments, unix time
+    start     moment, uuid, run, fence, digest of the arguments, unix time, "again" or "first" (delivery of this message)
     end       moment, uuid, run, fence, "ok" or "raised"
     settled   moment, uuid, run, state      the worker was told that this is true now
     attempt   moment, uuid, parent          a task is about to send another one
@@ -59,7 +59,8 @@ def digest(values: Sequence[Any]) -> str:
 @server.around_task
 def keep_ledger(signature: Signature[object]) -> Iterator[None]:
     facts = signature.uuid, signature.run, current_task().fence & 0xFFFFFFFF
-    note("start", *facts, digest([arg.value for arg in signature.args]), f"{time.time():.6f}")
+    times = "again" if current_task().is_redelivery else "first"
+    note("start", *facts, digest([arg.value for arg in signature.args]), f"{time.time():.6f}", times)
     try:
         yield
     except BaseException:

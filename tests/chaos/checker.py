@@ -15,11 +15,8 @@ from machinery_py.states import State
 from tests.chaos.app import digest
 from tests.chaos.history import RANK, Final, Happened, History, Run, Sent
 from tests.chaos.plan import Call, result_of
+from tests.chaos.repeats import EXPLAINS, ZOMBIE, Repeats
 
-EXPLAINS = frozenset({"kill", "freeze", "hole"})  # after which a task may run again
-ZOMBIES = frozenset({"freeze", "hole"})  # whose victim comes back, and may still run what it held
-BREAKS = frozenset({"server", "reset", *EXPLAINS})  # end connections: what was held returns, what was published may be doubled
-ZOMBIE = 5.0  # seconds that it may do so
 ETA_TOLERANCE = 0.002  # seconds
 MAX_STRIKES = 3
 SHOWN = 40  # violations on the page
@@ -77,8 +74,8 @@ def check(history: History) -> Verdict:
         waiting = itertools.islice((one for one in checker.outcomes() if one.rule == "lost"), UNFINISHED)
         return Verdict(valid=False, figures=checker.figures(), violations=[*why, *waiting])
     rules: tuple[Callable[[], Iterator[Violation]], ...] = (
-        checker.outcomes, checker.unexpected, checker.completed_twice, checker.repeats, checker.arguments, checker.order,
-        checker.monotone, checker.retries, checker.too_early, checker.leftovers,
+        checker.outcomes, checker.unexpected, checker.completed_twice, checker.repeats, checker.fences, checker.arguments,
+        checker.order, checker.monotone, checker.retries, checker.too_early, checker.leftovers,
     )
     return Verdict(violations=[one for rule in rules for one in rule()], figures=checker.figures())
 
@@ -90,9 +87,7 @@ class _Checker:
         self.history = history
         self.calls = history.calls
         self.runs = history.runs_of()
-        self.faults: dict[str, list[Happened]] = defaultdict(list)
-        for fault in history.faults:
-            self.faults[fault.worker].append(fault)
+        self.repeated = Repeats(history, self.runs)
         self._due: dict[str, bool | None] = {}
 
     # What must be there
@@ -137,7 +132,7 @@ class _Checker:
 
     def _given_up(self, uuid: str) -> Iterator[Violation]:
         strikes = self.history.strikes.get(uuid, MAX_STRIKES)
-        cut_off = sum(self._explained(one, one.start + 1e9) for one in self.runs.get(uuid, ()))
+        cut_off = sum(self.repeated.was_taken(one, one.start + 1e9) for one in self.runs.get(uuid, ()))
         if cut_off < strikes - self.history.blind_strikes:
             yield self._violation("blamed", uuid, f"given up after {strikes} strikes; faults hit only {cut_off} of its runs")
 
@@ -222,34 +217,21 @@ class _Checker:
                 by_run[one.run].append(one)
             for same in by_run.values():
                 for before, after in itertools.pairwise(same):
-                    explained = self._explained(before, after.start) or self._is_zombie(before) or self._is_zombie(after)
-                    explained = explained or self._may_be_doubled(after)
-                    if not explained:
+                    if not self.repeated.is_explained(before, after):
                         rule = "chord fired twice" if uuid in self.calls and self.calls[uuid].gathers else "unexplained repeat"
                         yield self._violation(rule, uuid, f"ran on {before.worker}, and {after.start - before.start:.3f} s later "
                                                           f"on {after.worker}; no fault hit the first (fences "
                                                           f"{before.fence}, {after.fence})")
 
-    def _explained(self, before: Run, until: float) -> bool:
-        """Whether a fault hit its process between its start and its settlement, and before `until`."""
-        last = min(until, before.settled if before.settled is not None else until)
-        return any(
-            fault.kind in EXPLAINS and fault.start <= last and fault.end >= before.start
-            for fault in (*self.faults[before.worker], *self.faults[""])
-        )
-
-    def _may_be_doubled(self, one: Run) -> bool:
-        """Whether a fault in front of it may have left a second message with its UUID; the store lets one of the two finish."""
-        return self.history.doubles and any(
-            fault.kind in BREAKS and fault.start <= one.start for fault in self.history.faults
-        )
-
-    def _is_zombie(self, one: Run) -> bool:
-        """Whether its process had been out of reach just before, and may not have known that the task was not its any more."""
-        return any(
-            fault.kind in ZOMBIES and fault.start <= one.start <= fault.end + ZOMBIE
-            for fault in (*self.faults[one.worker], *self.faults[""])
-        )
+    def fences(self) -> Iterator[Violation]:
+        """I9: each execution has a fence of its own, and only the greatest of them settles: nobody had the task after it."""
+        for uuid, runs in self.runs.items():
+            for number, count in Counter((one.run, one.fence) for one in runs).items():
+                if count > 1:
+                    yield self._violation("fence", uuid, f"{count} executions of run {number[0]} have the fence {number[1]}")
+            for one in runs:
+                if one.settled is not None and one.fence < max(other.fence for other in runs if other.run == one.run):
+                    yield self._violation("fence", uuid, f"settled with the fence {one.fence}, which was not the last")
 
     def arguments(self) -> Iterator[Violation]:
         """I6, I7: each execution got its own arguments, and the results of those in front of it, in order."""
@@ -324,7 +306,7 @@ class _Checker:
             "tasks that ended": sum(state.state.is_finished for state in history.states.values()),
             "executions": len(history.runs),
             "executions repeated": extra,
-            "executions by zombies": sum(one.settled is None and self._is_zombie(one) for one in self.history.runs),
+            "executions by zombies": sum(one.settled is None and self.repeated.is_zombie(one) for one in self.history.runs),
             "chords": sum(bool(call.gathers) for call in self.calls.values()),
             "given up (dead letters)": len(history.strikes),
             "tasks sampled": len(history.samples),
@@ -378,7 +360,7 @@ class _Checker:
             if one.end is not None:
                 events.append((one.end, f"end on {one.worker}, run {one.run}: {'ok' if one.ok else 'raised'}"))
             last = one.settled or one.start + ZOMBIE
-            near = (fault for fault in (*self.faults[one.worker], *self.faults[""])
+            near = (fault for fault in (*self.repeated.faults[one.worker], *self.repeated.faults[""])
                     if one.start - ZOMBIE <= fault.end and fault.start <= last)
             events += [(fault.start, f"{fault.kind} of {fault.worker or 'all'} until {fault.end:.3f}") for fault in near]
         events += [(one.at, f"settled on {one.worker}, run {one.run}: {one.state}")

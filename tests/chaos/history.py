@@ -26,6 +26,7 @@ class Run:
     start: float
     started_at: float = 0.0  # unix time
     digest: str = ""
+    again: bool = False  # its message had been handed over before, to whomever
     end: float | None = None  # None: it was cut off
     ok: bool = False
     settled: float | None = None  # when its worker was told that its outcome is true
@@ -59,6 +60,7 @@ class Sent:
 
     word: str
     at: float = 0.0
+    tried: float = 0.0  # since when
     eta: float = 0.0  # unix time
     parent: str = ""  # of what a task sent
 
@@ -86,7 +88,7 @@ class History:
     states: dict[str, Final] = field(default_factory=dict)
     strikes: dict[str, int] = field(default_factory=dict)  # of each dead letter
     blind_strikes: int = 0  # that a task may get although it had not begun, see BrokerFeatures.sees_runs
-    doubles: bool = False  # a message may be there twice after a fault, and a state without its message: two stores over AMQP
+    doubles: bool = False  # what is published or held in the moment of a fault may be there twice, or a state without its message
     left: list[str] = field(default_factory=list)  # what should not be in the stores any more
     incidents: list[str] = field(default_factory=list)  # workers that ended by themselves, or not when they were asked to
     drained: bool = True
@@ -110,19 +112,20 @@ def read_folder(history: History, folder: pathlib.Path) -> None:
         _read_ledger(history, path, path.name.partition("-")[2])
     for word, at, uuid, eta in _lines(folder / "journal"):
         before = history.sent.get(uuid)
+        tried = float(at) if before is None else before.tried
         if word != "attempt":
-            history.sent[uuid] = Sent(word=word, at=float(at), eta=float(eta))
+            history.sent[uuid] = Sent(word=word, at=float(at), eta=float(eta), tried=tried)
         elif before is None:  # a loader that ends in between leaves this
-            history.sent[uuid] = Sent(word="unknown", at=float(at), eta=float(eta))
+            history.sent[uuid] = Sent(word="unknown", at=float(at), eta=float(eta), tried=tried)
 
 
 def _read_ledger(history: History, path: pathlib.Path, worker: str) -> None:
     open_: dict[tuple[str, str], Run] = {}
     for event, at, uuid, *facts in _lines(path):
         match event, facts:
-            case "start", [run, fence, digest, started_at]:
+            case "start", [run, fence, digest, started_at, times]:
                 one = Run(uuid=uuid, run=int(run), fence=int(fence), worker=worker, start=float(at),
-                          started_at=float(started_at), digest=digest)
+                          started_at=float(started_at), digest=digest, again=times == "again")
                 open_[uuid, run] = one
                 history.runs.append(one)
             case "end", [run, _, word]:
@@ -132,9 +135,9 @@ def _read_ledger(history: History, path: pathlib.Path, worker: str) -> None:
                 if (uuid, run) in open_:
                     open_[uuid, run].settled = float(at)
             case "attempt", [parent]:
-                history.sent[uuid] = Sent(word="unknown", at=float(at), parent=parent)
+                history.sent[uuid] = Sent(word="unknown", at=float(at), tried=float(at), parent=parent)
             case "accepted", [parent]:
-                history.sent[uuid] = Sent(word="accepted", at=float(at), parent=parent)
+                history.sent[uuid] = Sent(word="accepted", at=float(at), tried=history.sent[uuid].tried, parent=parent)
             case _:
                 raise ValueError(f"{path}: {event} {facts}: unknown")
 

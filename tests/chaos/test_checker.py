@@ -61,10 +61,15 @@ def ran(
     return one
 
 
-def again(history: History, uuid: str, at: float, *, worker: str = "w2", fence: int = 2) -> Run:
-    """The last execution of it, once more."""
+def again(
+    history: History, uuid: str, at: float, *, worker: str = "w2", fence: int = 2, settled: bool = True, same: bool = True
+) -> Run:
+    """The last execution of it, once more; `settled`: it is the one that counts. `same`: not a second message."""
     before = next(one for one in reversed(history.runs) if one.uuid == uuid)
-    one = Run(uuid=uuid, run=before.run, fence=fence, worker=worker, start=at, end=at + 0.01, ok=before.ok, digest=before.digest)
+    one = Run(uuid=uuid, run=before.run, fence=fence, worker=worker, start=at, end=at + 0.01, ok=before.ok, digest=before.digest,
+              again=same)
+    if settled:
+        before.settled, one.settled = None, at + 0.02
     history.runs.append(one)
     return one
 
@@ -120,8 +125,18 @@ def repeat_a_task_after_a_fault_of_another_worker(history: History) -> None:
     history.faults.append(Happened(kind="kill", worker="w9", start=1.005, end=1.005))
 
 
+def give_two_executions_one_fence(history: History) -> None:
+    again(history, "task", 1.005, fence=1)
+    history.faults.append(Happened(kind="kill", worker="w1", start=1.002, end=1.002))
+
+
+def settle_a_task_that_somebody_else_has(history: History) -> None:
+    again(history, "task", 1.005, settled=False)
+    history.faults.append(Happened(kind="kill", worker="w1", start=1.002, end=1.002))
+
+
 def repeat_a_task_that_was_settled_before_the_fault(history: History) -> None:
-    again(history, "task", 2.0)
+    again(history, "task", 2.0, settled=False)
     history.faults.append(Happened(kind="kill", worker="w1", start=1.5, end=1.5))
 
 
@@ -187,6 +202,8 @@ WRONG: dict[Callable[[History], None], str] = {
     repeat_a_task_after_a_fault_of_another_worker: "unexplained repeat",
     repeat_a_task_that_was_settled_before_the_fault: "unexplained repeat",
     repeat_a_task_after_a_fault_that_explains_nothing: "unexplained repeat",
+    give_two_executions_one_fence: "fence",
+    settle_a_task_that_somebody_else_has: "fence",
     let_a_state_go_back: "state went back",
     let_a_final_state_change: "state went back",
     let_a_run_go_back: "state went back",
@@ -217,6 +234,66 @@ def test_what_is_wrong_is_found(harm: Callable[[History], None], rule: str) -> N
     assert rule in verdict.rules()
     assert verdict.word == "FAILED"
     assert rule in verdict.page("test")
+
+
+#: A second execution of "task" where messages may be doubled: is it of the same message, the fault, and is it explained.
+DOUBLES: dict[str, tuple[bool, Happened | None, bool]] = {
+    "no fault": (True, None, False),
+    "a second message without a fault": (False, None, False),
+    "a fault before it was sent": (False, Happened(kind="server", worker="", start=-2.0, end=-1.9), False),
+    "a kill of the server while it was sent": (False, Happened(kind="server", worker="", start=-1.4, end=-1.3), True),
+    "a reset of a worker while it was sent": (False, Happened(kind="reset", worker="w1", start=-1.4, end=-1.3), False),
+    "a kill of the server after it was sent": (False, Happened(kind="server", worker="", start=-1.1, end=-1.0), False),
+    "a reset of its worker while it ran": (True, Happened(kind="reset", worker="w1", start=1.005, end=1.005), True),
+    "a reset of another worker while it ran": (True, Happened(kind="reset", worker="w9", start=1.005, end=1.005), False),
+    "a reset of the second worker before that": (True, Happened(kind="reset", worker="w2", start=3.0, end=3.0), False),
+}
+
+
+@pytest.mark.parametrize(("same", "fault", "explained"), DOUBLES.values(), ids=DOUBLES)
+def test_a_second_execution_where_messages_may_be_doubled(same: bool, fault: Happened | None, explained: bool) -> None:
+    history = good()
+    history.doubles = True
+    history.sent["task"] = Sent(word="accepted", at=-1.2, tried=-1.5)
+    again(history, "task", 5.0, same=same)
+    if fault is not None:
+        history.faults.append(fault)
+
+    verdict = check(history)
+
+    assert verdict.rules() == (set() if explained else {"unexplained repeat"})
+
+
+@pytest.mark.parametrize(("fault", "explained"), [
+    (Happened(kind="reset", worker="w1", start=1.005, end=1.01), True),
+    (Happened(kind="reset", worker="w1", start=0.9, end=0.95), False),
+    (Happened(kind="reset", worker="w9", start=1.005, end=1.01), False),
+    (Happened(kind="server", worker="", start=1.015, end=1.3), True),
+    (Happened(kind="server", worker="", start=1.05, end=1.1), False),
+])
+def test_what_follows_may_be_doubled_where_the_task_in_front_of_it_was_settled(fault: Happened, explained: bool) -> None:
+    history = good()
+    history.doubles = True
+    again(history, "second", 9.0, same=False)
+    history.faults.append(fault)
+
+    assert check(history).rules() == (set() if explained else {"unexplained repeat"})
+
+
+def test_what_came_back_may_be_doubled_where_it_is_moved_and_both_have_come_back_then() -> None:
+    history = good()
+    history.doubles = True
+    first = next(one for one in history.runs if one.uuid == "task")
+    first.again = True
+    again(history, "task", 9.0)
+    history.faults.append(Happened(kind="kill", worker="w7", start=0.7, end=0.7))
+    moved = check(history)
+
+    first.again = False
+    fresh = check(history)
+
+    assert moved.rules() == set()
+    assert fresh.rules() == {"unexplained repeat"}
 
 
 def test_a_repeat_after_a_kill_of_its_worker_is_explained_and_its_recovery_is_measured() -> None:

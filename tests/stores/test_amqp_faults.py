@@ -7,15 +7,16 @@ import gc
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
+from machinery_py import Config, Server, Signature
 from machinery_py._drivers.amqp import AmqpDriver
 from machinery_py.brokers.amqp import AMQPBroker
 from machinery_py.brokers.amqp_consumer import AMQPConsumer
 from machinery_py.brokers.amqp_topology import LEVELS, Topology
-from machinery_py.brokers.base import Disposal, Fate
+from machinery_py.brokers.base import Delivery, Disposal, Fate
 from machinery_py.clock import SystemClock
 from machinery_py.config import AMQPConfig
 from machinery_py.errors import BrokerUnavailable, MachineryError, PublishRefused, PublishUnknown, StoreUnusable
@@ -300,6 +301,29 @@ def test_f72_a_short_delay_does_not_wait_behind_a_long_one(amqp_url: str, open_b
     assert list(came)[-2:] == [b"4", b"1"]
     assert all(came[body] >= etas[body] for body in came)
     assert [one.body for one in broker.delayed(9)] == [b"0"]
+
+
+def test_f73_a_task_that_nobody_knows_comes_back_after_pauses_that_grow(amqp_url: str) -> None:
+    server = Server(Config(broker=amqp_url, result_backend="null"))
+    moments: list[float] = []
+    with server.new_worker("w", 1) as worker:
+        session = worker._session
+        assert session is not None
+        receive = session.receive
+
+        def noting(limit: int, timeout: float, order: Sequence[str] = ()) -> list[Delivery]:
+            found = receive(limit, timeout, order)
+            moments.extend(time.monotonic() for _ in found)
+            return found
+
+        session.receive = noting  # type: ignore[method-assign]
+        server.send_task(Signature(name="unknown"))
+        wait_until(lambda: len(moments) >= 3, HANG, "three deliveries")
+    server.close()
+
+    first, second, third = moments[:3]
+    assert second - first >= 0.9
+    assert third - second >= 1.9
 
 
 def test_f74_what_is_too_large_for_the_server_is_refused(strict_server: RabbitMQServer, open_broker: Open) -> None:

@@ -21,6 +21,7 @@ from machinery_py import Server, chord, group
 from machinery_py.backends.base import Verdict
 from machinery_py.brokers.base import Delivery
 from machinery_py.settlement.base import Firing, Mark, Session, Settlement, Store, Submission
+from machinery_py.settlement.two_stores import TwoStores
 
 server = Server(
     broker=os.environ.get("CRASH_BROKER", "memory://"), result_backend=os.environ.get("CRASH_BACKEND", "memory://")
@@ -95,6 +96,9 @@ WORKER_POINTS = (
 )
 
 
+#: Where states and messages are in two stores: the outbox is published; it is cleared, and the message not acknowledged.
+TWO_STORES_POINTS = ("after-sent", "after-cleared")
+
 #: Between the steps of a change in a Redis Cluster, which are in several slots.
 CLUSTER_POINTS = ("after-note", "after-verdict", "after-effects", "after-publish")
 
@@ -133,6 +137,9 @@ class KillingStore(Store):
         store.backend.apply = killing_apply  # type: ignore[method-assign]
         if hasattr(store.backend, "_steps"):
             kill_between_steps(store.backend._steps, store.broker)
+        if isinstance(store, TwoStores):
+            for owner, name, point in zip((store.broker, store.backend), ("put", "clear_outbox"), TWO_STORES_POINTS, strict=True):
+                setattr(owner, name, killing_step(getattr(owner, name), point))
 
     def submit(self, submission: Submission) -> None:
         killer.reach("before-submit")
@@ -208,6 +215,9 @@ class KillingSession(Session):
 
     def run_ends(self, delivery: Delivery) -> None:
         self._session.run_ends(delivery)
+
+    def is_lost(self, delivery: Delivery) -> bool:
+        return self._session.is_lost(delivery)
 
     def beat(self) -> bool:
         return self._session.beat()

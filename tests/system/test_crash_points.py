@@ -19,16 +19,14 @@ import pytest
 from machinery_py import Server, State, Task
 from machinery_py.brokers.base import QueueStats
 from machinery_py.testing.waiting import wait_until
-from tests.stores.amqp_case import amqp_url, vhosts
 from tests.stores.memcache_case import empty_memcached
 from tests.stores.redis_cluster_case import empty_cluster, url_of
 from tests.system import crashing
 from tests.system.crashing import CLUSTER_POINTS, SENDER_POINTS, SHAPES, WORKER_POINTS
 
-__all__ = ["amqp_url", "empty_cluster", "empty_memcached", "vhosts"]
+__all__ = ["empty_cluster", "empty_memcached"]
 
 SCRIPT = pathlib.Path(__file__).with_name("crashing.py")
-MANY = "CHAOS_KILLS" in os.environ  # `make chaos` asks for more
 HANG = 60.0  # seconds; a guard, nothing is measured with it
 
 #: How often each function must have completed, and what the ledger may hold more of because of the kill.
@@ -83,8 +81,6 @@ def stage(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> Stage:
     if request.param == "cluster":
         nodes = url_of(request.getfixturevalue("empty_cluster"))
         return Stage(tmp_path, nodes, nodes)
-    if request.param == "amqp":
-        return Stage(tmp_path, request.getfixturevalue("amqp_url"), f"sqlite:///{tmp_path}/states.db")
     first = f"sqlite:///{tmp_path}/first.db"
     if request.param == "memcached":
         return Stage(tmp_path, first, request.getfixturevalue("empty_memcached").url)
@@ -125,8 +121,6 @@ def cells() -> Iterator[tuple[str, str, str]]:
                 yield "one store", point, shape
             if shape in ("retry", "chord"):
                 yield "two stores", point, shape
-                if shape == "chord" or MANY:
-                    yield "amqp", point, shape
             if shape in ("retry", "chain", "broken-chord", "chord"):
                 yield "memcached", point, shape
             if shape in ("retry", "chain", "broken-chord", "chord", "delayed") and not point.startswith("inside"):
@@ -190,7 +184,7 @@ def check_states(server: Server, uuid: str, shape: str) -> None:
 @pytest.mark.parametrize(
     ("stage", "shape"),
     [
-        *itertools.product(("one store", "two stores", "redis", "amqp", "memcached"), ("task", "chain", "chord")),
+        *itertools.product(("one store", "two stores", "redis", "memcached"), ("task", "chain", "chord")),
         ("cluster", "chord"),
     ],
     indirect=["stage"],

@@ -157,6 +157,17 @@ class FencingConformance(StoreCase):
         heir.close()
         assert drain(store, "q") == []
 
+    def test_each_delivery_has_a_greater_number(self, store: Store, session: Session, clock: ManualClock) -> None:
+        submit(store, "a")
+        (delivery,) = session.receive(1, 0)
+        numbers = [delivery.epoch or delivery.fence]
+        for _ in range(3):
+            session, delivery = self.take_over(store, session, clock)
+            numbers.append(delivery.epoch or delivery.fence)
+
+        assert numbers == sorted(set(numbers))
+        assert session.settle([settlement(delivery)]) == [SETTLED]
+
     def test_who_lost_the_delivery_cannot_send_a_retry(
         self, store: Store, session: Session, clock: ManualClock
     ) -> None:
