@@ -10,9 +10,13 @@ import pytest
 from machinery_py import Config, Server
 from machinery_py.testing.conformance.exclusive import ExclusiveConformance
 from machinery_py.testing.conformance.unique import UniqueConformance
+from machinery_py.testing.servers import MemcachedServer, RedisCluster
+from tests.stores.memcache_case import empty_memcached
+from tests.stores.mongo_case import mongodb_server, mongodb_url
 from tests.stores.redis_case import redis_server, redis_url
+from tests.stores.redis_cluster_case import empty_cluster, url_of
 
-__all__ = ["redis_server", "redis_url"]
+__all__ = ["empty_cluster", "empty_memcached", "mongodb_server", "mongodb_url", "redis_server", "redis_url"]
 
 _numbers = itertools.count(1)
 
@@ -60,3 +64,27 @@ class TestMemoryBrokerAndRedisBackend(Unique):
     @pytest.fixture
     def server(self, redis_url: str) -> Server:
         return Server(Config(broker=memory(), result_backend=redis_url))
+
+
+class TestMongo(Unique):
+    @pytest.fixture
+    def server(self, mongodb_url: str) -> Server:
+        return Server(Config(broker=mongodb_url))
+
+
+class TestRedisCluster(Unique):
+    @pytest.fixture
+    def server(self, empty_cluster: RedisCluster) -> Server:
+        return Server(Config(broker=url_of(empty_cluster)))
+
+
+class TestMemoryBrokerAndMongoBackend(UniqueConformance):
+    @pytest.fixture
+    def server(self, mongodb_url: str) -> Server:
+        return Server(Config(broker=memory(), result_backend=mongodb_url))
+
+
+class TestMemoryBrokerAndMemcacheBackend(UniqueConformance):
+    @pytest.fixture
+    def server(self, empty_memcached: MemcachedServer) -> Server:
+        return Server(Config(broker=memory(), result_backend=empty_memcached.url))
