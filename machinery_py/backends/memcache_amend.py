@@ -5,8 +5,8 @@
     mpy:schedules    the names of all records, with the moment at which each was listed
 
 A change is one `cas` of its item. States and messages that go with it stand in the same item, as owed, until the messages have
-been published; a later change keeps what is owed by those before. A record is listed before it is written, and once more after it,
-so the list names too much and never too little.
+been published; a later change keeps what is owed by those before. A record is listed before it is written, and once more after
+it, so the list names too much and never too little.
 
     crash after                     who goes on
     the index, or the list          nobody: nothing is true

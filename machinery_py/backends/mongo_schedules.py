@@ -9,8 +9,8 @@ before. States, groups and messages are its deed, done afterwards and then taken
 finished by whoever changes the record next, or by `tend`.
 
 Who reads a claim looks at its task next, and takes a task without a state for one that is over. So the states of a deed that is
-open are written before its claim is shown. A worker that only marks a claim changes its turn and leaves stamp and deed as they are: its
-task has come, so its message was stored, and whoever stored it is about to clear the deed.
+open are written before its claim is shown. A worker that only marks a claim changes its turn and leaves stamp and deed as they
+are: its task has come, so its message was stored, and whoever stored it is about to clear the deed.
 
 The version of all records is how many documents there are and the sum of their stamps, which are random.
 """
