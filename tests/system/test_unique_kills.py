@@ -17,11 +17,11 @@ from machinery_py.testing.waiting import HANG as ONE
 from machinery_py.testing.waiting import wait_until
 from tests.freezing import freeze
 from tests.stores.memcache_case import empty_memcached
-from tests.stores.mongo_case import mongodb_server, mongodb_url
+from tests.stores.mongo_case import own_mongodb
 from tests.stores.redis_cluster_case import empty_cluster, url_of
 from tests.system.sameness_app import LEASE
 
-__all__ = ["empty_cluster", "empty_memcached", "mongodb_server", "mongodb_url"]
+__all__ = ["empty_cluster", "empty_memcached"]
 
 FULL = bool(os.environ.get("MACHINERY_TEST_FULL"))
 ROOT = pathlib.Path(__file__).parents[2]
@@ -81,7 +81,7 @@ def _url(request: pytest.FixtureRequest, kind: str, file: pathlib.Path) -> str:
         case "cluster":
             return url_of(request.getfixturevalue("empty_cluster"))
         case "mongodb":
-            return str(request.getfixturevalue("mongodb_url"))
+            return own_mongodb(request)
     return str(request.getfixturevalue(f"empty_{kind}").url)
 
 
