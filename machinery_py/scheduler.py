@@ -163,8 +163,9 @@ class Scheduler:
             self._version = records.version
             self._take(records.bodies)
         if records.era != self._era:
-            if self._era:
-                logger.warning("the result backend may have forgotten schedules: what code declares is stored again")
+            gone = sorted(self._declared.all().keys() - self._known.keys() - self._unreadable.keys())
+            if self._era and gone:
+                logger.warning("schedules were forgotten by the result backend, and are stored again: %s", ", ".join(gone))
             self._era, self._synced = records.era, -1
         if len(self._declared) != self._synced:
             count = len(self._declared)

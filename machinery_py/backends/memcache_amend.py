@@ -37,6 +37,7 @@ from machinery_py.backends.memcache_records import CHORD_LIFE, OURS, Commit, Tod
 from machinery_py.clock import micros
 
 RECORD, CLAIM, LIST = OURS + b"s:", OURS + b"u:", OURS + b"schedules"
+MAKING = 30_000_000  # µs from listing a record to writing it; one that is not there by then is gone
 REMOVED_LIFE = 86400 * 1_000_000  # µs that a removed record is remembered: a version never comes again
 _FOREVER = b"0"
 
@@ -135,7 +136,8 @@ class Amending:
 
     def records(self, known: str, now: dt.datetime) -> Records:
         names, items = self._all()
-        missing = sorted(set(names.listed_at) - items.keys())
+        before = self._now() - MAKING
+        missing = sorted(name for name, at in names.listed_at.items() if name not in items and at < before)
         era = f"{names.era}.{_digest(missing)}" if names.era else ""
         version = _digest([era, *(f"{name} {kept.nonce.hex()}" for name, kept in sorted(items.items()))])
         if version == known:
