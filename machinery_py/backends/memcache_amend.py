@@ -175,10 +175,8 @@ class Amending:
         done: dict[bytes, bool] = {}
         if not jobs:
             return done
+        waiting = list(jobs)
         for _ in rounds("a record"):
-            waiting = [key for key in jobs if key not in done]
-            if not waiting:
-                break
             items = self._driver.fetch(waiting, doing="reading records")
             writes: dict[bytes, Command] = {}
             for key in waiting:
@@ -194,6 +192,9 @@ class Amending:
                     writes[key] = self._written(key, msgspec.structs.replace(after, nonce=nonce), item)
             replies = self._driver.send(list(writes.values()), doing="writing records")
             done |= {key: True for key, reply in zip(writes, replies, strict=True) if reply == STORED}
+            waiting = [key for key in jobs if key not in done]
+            if not waiting:
+                break
         return done
 
     def _written(self, key: bytes, kept: Kept, item: Item | None) -> Command:
