@@ -15,6 +15,7 @@ from machinery_py._drivers.memory import MemoryHub
 from machinery_py.backends.base import Amendment, sending_key
 from machinery_py.backends.memcache import MemcacheBackend
 from machinery_py.backends.memcache_amend import CLAIM, LIST, RECORD, REMOVED_LIFE
+from machinery_py.backends.memcache_records import key_of
 from machinery_py.brokers.memory import MemoryBroker
 from machinery_py.errors import BackendUnavailable
 from machinery_py.factory import Stores
@@ -25,7 +26,7 @@ from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.conformance.claims import claim
 from machinery_py.testing.conformance.fencing import drain, message_of, state_of
 from machinery_py.testing.conformance.schedules import amend, bodies
-from machinery_py.testing.flaky import FlakyBroker
+from machinery_py.testing.flaky import FlakyBackend, FlakyBroker
 from machinery_py.testing.proxy import Proxy
 from machinery_py.testing.servers import MemcachedServer
 from machinery_py.testing.waiting import HANG, together, wait_until
@@ -260,6 +261,40 @@ def test_a_message_that_is_in_memcached_alone_is_not_said_to_be_sent(empty_memca
     with server.new_worker(concurrency=1):
         assert joined.get(timeout=HANG) == 1
     server.close()
+
+
+def test_a_message_that_is_forgotten_with_its_claim_is_published_by_the_next_try(empty_memcached: MemcachedServer) -> None:
+    server = Server(Config(broker="memory://", result_backend=empty_memcached.url))
+    stores = Stores(server.config, server.clock)
+    backend = FlakyBackend(stores.store.backend)
+    amended = backend.inner.amend
+
+    def forgotten(amendment: Amendment) -> bool:
+        done = amended(amendment)
+        flush_claim(empty_memcached, amendment.name)
+        backend.inner.amend = amended  # type: ignore[method-assign]
+        return done
+
+    backend.inner.amend = forgotten  # type: ignore[method-assign]
+    backend.faults.next_call("amend", lose_reply=True)
+    server.engine.swap(server.config, server.clock, _With(stores, TwoStores(stores.store.broker, backend, server.clock)))
+    ran: list[int] = []
+    task = server.task("work", unique=True)(ran.append)
+
+    first = task.send(1)
+
+    assert not first.duplicate
+    assert task.send(1).uuid == first.uuid
+    with server.new_worker(concurrency=1):
+        first.get(timeout=HANG)
+    assert ran == [1]
+    server.close()
+
+
+def flush_claim(server: MemcachedServer, name: str) -> None:
+    driver = MemcacheDriver(parse_memcache_url(server.url))
+    driver.send([delete(key_of(name, CLAIM))], doing="testing")
+    driver.close()
 
 
 class App:
