@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from machinery_py.backends.base import Amendment
+from machinery_py.backends.base import Amendment, tick_key
 from machinery_py.engine import NOTHING, Engine, Outgoing
 from machinery_py.errors import (
     BackendUnavailable,
@@ -103,7 +103,7 @@ class Scheduler:
         self._synced = 0  # how many declarations the store has been told
         self._known: dict[str, Known] = {}
         self._unreadable: dict[str, bytes] = {}
-        self._version = ""
+        self._version = self._era = ""
         self._stale = True
         self._read_at = 0.0
         self._read_now = dt.datetime(1970, 1, 1, tzinfo=dt.timezone.utc)  # the store's time then
@@ -162,6 +162,11 @@ class Scheduler:
         if records.bodies is not None:
             self._version = records.version
             self._take(records.bodies)
+        if records.era != self._era:
+            gone = sorted(self._declared.all().keys() - self._known.keys() - self._unreadable.keys())
+            if self._era and gone:
+                logger.warning("schedules were forgotten by the result backend, and are stored again: %s", ", ".join(gone))
+            self._era, self._synced = records.era, -1
         if len(self._declared) != self._synced:
             count = len(self._declared)
             self._sync()
@@ -365,7 +370,7 @@ def amend(
     tick: dt.datetime | None = None,
 ) -> bool:
     """Change a record, and send with it."""
-    key = f"tick {id} {tick.isoformat()}" if tick is not None else ""
+    key = tick_key(name, f"{id}/{tick.isoformat()}") if tick is not None else ""
     return engine.store.amend(
         Amendment(name=name, expected=expected, body=body, states=out.states, groups=out.groups, outbox_key=key), out.messages
     )

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from machinery_py.backends.base import Amendment
+from machinery_py.backends.base import Amendment, sending_key
 from machinery_py.engine import Engine, pending
 from machinery_py.errors import (
     BackendUnavailable,
@@ -103,7 +103,10 @@ class _Sending:
             now = self._engine.now()
             held = decode_claim(body) if body is not None else None
             states = self._states(held)
-            if (held is not None and held.token == self._token) or self._was_sent(states):
+            mine = held is not None and held.token == self._token
+            if mine and backend.features.forgets:
+                self._publish_what_is_left()
+            if mine or self._was_sent(states, held):
                 self.holder = self.signature.uuid
                 return False
             replaced: TaskState | None = None
@@ -124,10 +127,24 @@ class _Sending:
             uuids.append(self.signature.uuid)
         return self._engine.store.backend.get_states(uuids) if uuids else {}
 
-    def _was_sent(self, states: dict[str, TaskState]) -> bool:
+    def _was_sent(self, states: dict[str, TaskState], held: Claim | None) -> bool:
         """Whether a try of ours was carried out and its reply was lost; the task may even be over, and its claim gone."""
         own = states.get(self.signature.uuid)
-        return own is not None and self._asked_at is not None and own.created_at >= self._asked_at
+        if own is None or self._asked_at is None or own.created_at < self._asked_at:
+            return False
+        # Where a claim may be forgotten, so may the message that was kept with it. Sent once more it has the same UUID.
+        is_lost = held is None and own.state is State.PENDING and self._engine.store.backend.features.forgets
+        return not is_lost
+
+    def _publish_what_is_left(self) -> None:
+        """What was accepted must not lie in a store that forgets until somebody else publishes it."""
+        try:
+            self._engine.store.publish_left(sending_key(self._key, self._token))
+        except (PublishRefused, BackendUnavailable) as error:
+            raise self._unknown(error) from error
+
+    def _unknown(self, error: Exception) -> PublishUnknown:
+        return PublishUnknown(f"{self.signature.name} {self.signature.uuid} may have been sent: {error}")
 
     def _may_replace(self, held: Claim) -> bool:
         return self._on_duplicate == "replace" and held.replaceable and not held.started and held.uuid != self.signature.uuid
@@ -148,13 +165,13 @@ class _Sending:
         amendment = Amendment(
             name=self._key, expected=expected, body=encode_claim(claim), life=claim.life(now, self.signature.eta),
             states=[pending(self.signature, now), *([replaced] if replaced is not None else ())],
-            outbox_key=f"unique {self._token}",
+            outbox_key=sending_key(self._key, self._token),
         )
         try:
             return self._engine.store.amend(amendment, [self._message])
         except (PublishRefused, BackendUnavailable) as error:
             # The key may be ours, and between two stores the message then follows in any case.
-            raise PublishUnknown(f"{self.signature.name} {self.signature.uuid} may have been sent: {error}") from error
+            raise self._unknown(error) from error
 
 
 def _replaced(state: TaskState, *, by: str, now: dt.datetime) -> TaskState:

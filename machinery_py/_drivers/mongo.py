@@ -6,7 +6,7 @@ repeated write (retryWrites) from a new one, on a single server nobody does. Aft
     <database>.machinery_queues      every queue that ever held something or had a consumer
     <database>.machinery_messages    brokers/mongo.py; machinery_tokens and machinery_sessions too
     <database>.tasks, .group_metas   Go's documents, backends/mongo.py; machinery_chords, _arrivals, _revoked,
-                                     _records and _outboxes too
+                                     _records, _claims and _outboxes too
     <database>.machinery_locks       locks/mongo.py
 """
 
@@ -59,6 +59,8 @@ _INDEXES: Sequence[tuple[str, Sequence[tuple[str, int]]]] = (
     ("machinery_arrivals", [("group", 1)]),
     ("machinery_revoked", [("expires_at", 1)]),
     ("machinery_records", [("deed_at", 1)]),
+    ("machinery_claims", [("deed_at", 1)]),
+    ("machinery_claims", [("expires_at", 1)]),
     ("machinery_outboxes", [("outbox_at", 1)]),
 )
 

@@ -30,6 +30,7 @@ class BackendFeatures(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     keeps: bool = True  # False: the null backend
     foreign: bool = False  # Go programs may change the states in it
     claims: bool = False  # it keeps the keys of unique tasks
+    forgets: bool = False  # any single thing that it was given may be gone, at any time: see its documentation
     foreign_time: float = 0.0  # seconds that a group which Go shares is left to Go, since Go does not ask who has settled it
 
 
@@ -71,6 +72,7 @@ class Records(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The small records that the engine keeps in a backend: its schedules.
 
     Attributes:
+        era: another one when records may have been forgotten (`BackendFeatures.forgets`).
         now: the moment by the store's own clock.
         version: changes with every change of a record.
         bodies: name → record; None: the version is the one that the caller knows.
@@ -79,6 +81,7 @@ class Records(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     now: dt.datetime
     version: str
     bodies: Mapping[str, bytes] | None = None
+    era: str = ""
 
 
 class Amendment(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -89,6 +92,7 @@ class Amendment(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         body: what it holds then; None: it is gone.
         states, groups: of the messages that are sent with it.
         outbox: those messages, where the broker is another store; kept under `outbox_key` until `clear_outbox`.
+        outbox_key: `tick_key` or `sending_key`; empty if nothing is sent.
         life: seconds; then it is no record, but a claim: `claims` reads it, it has a name of its own kind, and is forgotten
             that long after its last change. 0: a record.
     """
@@ -101,6 +105,26 @@ class Amendment(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     groups: Sequence[GroupMeta] = ()
     outbox: Sequence[bytes] = ()
     outbox_key: str = ""
+
+
+def tick_key(name: str, token: str) -> str:
+    """The key of what is sent with the change of a record. `token`: without a space."""
+    return f"tick {name} {token}"
+
+
+def sending_key(claim: str, token: str) -> str:
+    """The key of what is sent with the change of a claim. `token`: without a space."""
+    return f"unique {claim} {token}"
+
+
+def record_of(key: str) -> str | None:
+    """The record of a `tick_key`."""
+    return key[5:].rpartition(" ")[0] if key.startswith("tick ") else None
+
+
+def claim_of(key: str) -> str | None:
+    """The claim of a `sending_key`."""
+    return key[7:].rpartition(" ")[0] if key.startswith("unique ") else None
 
 
 class Verdict(msgspec.Struct, frozen=True, gc=False):

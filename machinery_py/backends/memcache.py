@@ -31,22 +31,23 @@ import secrets
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NoReturn, TypeVar
 
-import msgspec
-
 from machinery_py._drivers.memcache import STORED, Command, MemcacheDriver, delete, put, seconds, swap
 from machinery_py.backends.base import (
-    ALREADY,
     FENCED,
     SETTLED,
+    Amendment,
     Backend,
     BackendFeatures,
     Begun,
     Change,
     ReadyGroup,
+    Records,
     Verdict,
 )
+from machinery_py.backends.memcache_amend import Amending
 from machinery_py.backends.memcache_groups import FIRED, Groups
 from machinery_py.backends.memcache_index import Index, rounds
+from machinery_py.backends.memcache_jobs import Advance, Begin, Settling, clear, own_state, todo_of
 from machinery_py.backends.memcache_listener import MemcacheListener
 from machinery_py.backends.memcache_records import (
     CHORD_LIFE,
@@ -56,18 +57,16 @@ from machinery_py.backends.memcache_records import (
     Todo,
     decode_commit,
     decode_record,
-    document_of,
     encode_record,
     kept_for,
     key_of,
     pack,
     state_in,
 )
-from machinery_py.backends.transactional import decide, is_over
 from machinery_py.clock import micros
 from machinery_py.errors import Unsupported
-from machinery_py.states import GroupMeta, State, TaskState, advance
-from machinery_py.wire import decode_group, encode_group
+from machinery_py.states import GroupMeta, State, TaskState
+from machinery_py.wire import decode_group
 
 EXPIRE_IN = 3600.0  # seconds that a finished task is kept
 REVOKED_LIFE = 3 * 86400.0  # seconds that a revocation is kept
@@ -80,13 +79,14 @@ T = TypeVar("T")
 class MemcacheBackend(Backend):
     """Items on the driver's servers. The driver belongs to whoever made it."""
 
-    features = BackendFeatures(name="memcache", durable=False, listing=False)
+    features = BackendFeatures(name="memcache", durable=False, listing=False, claims=True, forgets=True)
 
     def __init__(self, driver: MemcacheDriver, *, expire_in: float = EXPIRE_IN) -> None:
         self.driver = driver
         self.expire_in = expire_in
         self._index = Index(driver)
         self._groups = Groups(driver, self._index, expire_in=expire_in)
+        self._amending = Amending(driver, self._index, self._carry_out)
         self._tend_at = 0.0
 
     def now(self) -> dt.datetime:
@@ -99,8 +99,8 @@ class MemcacheBackend(Backend):
         self._index.note(outboxes=[change.key for change in changes if change.outbox or change.fires])
         verdicts: dict[int, Verdict] = {}
         todo: list[Todo] = []
-        tasks = [index for index, change in enumerate(changes) if not change.fires and _own_state(change)]
-        settled = self._edit([(changes[index].key, _Settling(self, changes[index])) for index in tasks])
+        tasks, now = [index for index, change in enumerate(changes) if not change.fires and own_state(change)], micros(self.now())
+        settled = self._edit([(changes[index].key, Settling(changes[index], now)) for index in tasks])
         for index, (verdict, more) in zip(tasks, settled, strict=True):
             verdicts[index] = verdict
             todo += more
@@ -116,7 +116,7 @@ class MemcacheBackend(Backend):
 
     def _commit(self, change: Change, todo: list[Todo]) -> Verdict:
         """A change that belongs to no task: of a group that is fired, or without a condition."""
-        own = _todo_of(change, change.states)
+        own = todo_of(change, change.states)
         commit = Commit(b"", micros(self.now()), tuple(change.outbox), (own,) if own else ())
         if change.fires:
             if not self._groups.fire(change.fires, commit):
@@ -134,7 +134,7 @@ class MemcacheBackend(Backend):
             self._groups.create(groups)
         states = [(state, one.force) for one in todo for document in one.states if (state := state_in(document)) is not None]
         if states:
-            self._edit([(state.task_uuid, _Advance(state, force)) for state, force in states])
+            self._edit([(state.task_uuid, Advance(state, force)) for state, force in states])
         arrivals = [arrival for one in todo for arrival in one.arrivals]
         if arrivals:
             self._groups.arrive(arrivals)
@@ -192,7 +192,7 @@ class MemcacheBackend(Backend):
 
     def begin(self, keys: Sequence[tuple[str, int]]) -> list[Begun]:
         now = micros(self.now())
-        found = self._edit([(uuid, _Begin(run, now)) for uuid, run in keys])
+        found = self._edit([(uuid, Begin(run, now)) for uuid, run in keys])
         self._carry_out([one for _, todo in found for one in todo])
         return [begun for begun, _ in found]
 
@@ -216,6 +216,8 @@ class MemcacheBackend(Backend):
             record = records.get(key)
             if record is not None and record.outbox:
                 found[key].append(Commit(record.nonce, record.kept_at, record.outbox, record.todo))
+        for key, owed in self._amending.commits(keys).items():
+            found[key] += owed
         return found
 
     def clear_outbox(self, sent: Sequence[tuple[str, Sequence[bytes]]]) -> None:
@@ -235,8 +237,9 @@ class MemcacheBackend(Backend):
         stored = {name for name, reply in zip(cleared, replies, strict=True) if reply == STORED}
         kept = {keys[name] for name in items if name not in stored}
         tasks = [key for key in bodies_of if key_of(key, FIRED) not in items]
-        gone = self._edit([(key, functools.partial(_clear, bodies_of[key])) for key in tasks])
+        gone = self._edit([(key, functools.partial(clear, bodies_of[key])) for key in tasks])
         kept |= {key for key, is_gone in zip(tasks, gone, strict=True) if not is_gone}
+        self._amending.clear(bodies_of.items())
         self._index.drop(outboxes=[key for key in bodies_of if key not in kept])
 
     def unsent(self, limit: int, *, older_than: float) -> list[tuple[str, Sequence[bytes]]]:
@@ -253,6 +256,18 @@ class MemcacheBackend(Backend):
             else:
                 self.clear_outbox([(key, ())])
         return found
+
+    def records(self, known: str = "") -> Records:
+        return self._amending.records(known, self.now())
+
+    def amend(self, amendment: Amendment) -> bool:
+        return self._amending.amend(amendment)
+
+    def claims(self, names: Sequence[str]) -> list[bytes | None]:
+        return self._amending.claims(names) if names else []
+
+    def release(self, claims: Sequence[tuple[str, bytes]]) -> None:
+        self._amending.release(claims)
 
     def settled_by(self, uuids: Sequence[str]) -> list[str]:
         records = self._load(set(uuids))
@@ -311,88 +326,8 @@ class MemcacheBackend(Backend):
         keys = {key for segment in segments for key in segment.outboxes}
         groups = {group.group_uuid for group in self._groups.ready(2**31)}
         self._index.tend(groups | {key for key, commits in self._commits(keys).items() if commits})
+        self._amending.tend()
         return SWEEP
 
     def close(self) -> None:
         pass  # the driver belongs to whoever made it
-
-
-class _Settling:
-    """A change of the task that it belongs to. Gives the verdict, and what else is to become true."""
-
-    def __init__(self, backend: MemcacheBackend, change: Change) -> None:
-        self._change = change
-        self._now = micros(backend.now())
-
-    def __call__(self, record: Record) -> tuple[Verdict, Sequence[Todo]]:
-        change = self._change
-        if record.epoch == 0:
-            # A Go program or an eviction has thrown our epoch away: nobody can be told to be late.
-            change = msgspec.structs.replace(change, epoch=0)
-        verdict, states = decide(change, {change.key: record})
-        if verdict is ALREADY:
-            return verdict, record.todo
-        if verdict is FENCED:
-            return verdict, ()
-        record.state = next(state for state in states if state.task_uuid == change.key)
-        record.mark = change.mark or record.mark
-        todo = _todo_of(change, [state for state in change.states if state.task_uuid != change.key])
-        # What an earlier batch noted was done before this delivery came; what this very batch noted was not.
-        if todo:
-            record.todo = (*record.todo, todo) if record.changed else (todo,)
-        if change.outbox:
-            record.outbox = (*record.outbox, *change.outbox) if record.changed else tuple(change.outbox)
-            record.kept_at = self._now
-        record.changed = True
-        record.awaited = record.awaited or bool(todo.arrivals)
-        return verdict, (todo,) if todo else ()
-
-
-class _Begin:
-    """A delivery of this run begins. Gives how it stands, and what the run before has left to do."""
-
-    def __init__(self, run: int, now: int) -> None:
-        self._run = run
-        self._now = now
-
-    def __call__(self, record: Record) -> tuple[Begun, Sequence[Todo]]:
-        if is_over(record.state, self._run):
-            return Begun(epoch=record.epoch, finished=True, outbox=record.outbox), record.todo
-        # By the clock, so that an epoch from before an eviction is not given out again.
-        record.epoch = max(record.epoch + 1, self._now)
-        record.changed = True
-        return Begun(epoch=record.epoch), ()
-
-
-class _Advance:
-    """A state of a task that another one's change brings along."""
-
-    def __init__(self, state: TaskState, force: bool) -> None:
-        self._state = state
-        self._force = force
-
-    def __call__(self, record: Record) -> None:
-        after = self._state if self._force else advance(record.state, self._state)
-        if after is not None:
-            record.state, record.changed = after, True
-
-
-def _clear(sent: set[bytes], record: Record) -> bool:
-    """These messages of a task have been published. Whether there are no others."""
-    if not sent.issuperset(record.outbox):
-        return False
-    if record.outbox:
-        record.outbox, record.todo, record.changed = (), (), True
-    return True
-
-
-def _own_state(change: Change) -> bool:
-    return any(state.task_uuid == change.key for state in change.states)
-
-
-def _todo_of(change: Change, states: Iterable[TaskState]) -> Todo:
-    return Todo(
-        states=[document_of(state) for state in states], groups=[encode_group(group) for group in change.groups],
-        arrivals=[(one.group_uuid, one.task_uuid, one.total, one.ok) for one in change.arrivals if one.callback],
-        force=change.force,
-    )

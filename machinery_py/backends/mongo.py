@@ -48,7 +48,7 @@ SWEEP = 60.0  # seconds between two looks for what has expired
 class MongoBackend(MongoLooking):
     """Collections of the driver's database. The driver belongs to whoever made it."""
 
-    features = BackendFeatures(name="mongodb", foreign=True, foreign_time=mongo_groups.GO_TIME)
+    features = BackendFeatures(name="mongodb", foreign=True, claims=True, foreign_time=mongo_groups.GO_TIME)
 
     def __init__(self, driver: MongoDriver, *, expire_in: float = EXPIRE_IN) -> None:
         super().__init__(driver, MongoTasks(driver, expire_in=expire_in))
@@ -248,7 +248,7 @@ class MongoBackend(MongoLooking):
     def unsent(self, limit: int, *, older_than: float) -> list[tuple[str, Sequence[bytes]]]:
         return self._tasks.unsent(limit, older_than=older_than)
 
-    # Schedules
+    # Schedules and claims
 
     def records(self, known: str = "") -> Records:
         version = self.schedules.version()
@@ -257,14 +257,24 @@ class MongoBackend(MongoLooking):
     def amend(self, amendment: Amendment) -> bool:
         return self.schedules.amend(amendment, b"", self.finish_tick)
 
+    def claims(self, names: Sequence[str]) -> list[bytes | None]:
+        return self.schedules.claims(names, lambda tick: self._show_tick(tick, again=True)) if names else []
+
+    def release(self, claims: Sequence[tuple[str, bytes]]) -> None:
+        self.schedules.release(claims)
+
     def finish_tick(self, tick: Tick, again: bool) -> None:
         """What follows from an amendment that sends nothing here. May be repeated, with `again`."""
         self.follow_tick(tick, again=again)
-        self.schedules.clear(tick)
+        if not tick.send:  # else it is for a store that can send
+            self.schedules.clear(tick)
 
     def follow_tick(self, tick: Tick, *, again: bool) -> None:
-        self.follow([msgspec.structs.replace(tick.change, key="", outbox=())], again=again)
+        self._show_tick(tick, again=again)
         self.schedules.keep_outbox(tick)
+
+    def _show_tick(self, tick: Tick, *, again: bool) -> None:
+        self.follow([msgspec.structs.replace(tick.change, key="", outbox=())], again=again)
 
     # House-keeping
 
@@ -274,8 +284,7 @@ class MongoBackend(MongoLooking):
                 self.follow([change], again=True)
                 self.clear_deeds([change])
         for tick in self.schedules.old_ticks():
-            if not tick.send:
-                self.finish_tick(tick, again=True)
+            self.finish_tick(tick, again=True)
         return self.tend_tasks()
 
     def tend_tasks(self) -> float:

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from machinery_py._drivers.redis_cluster import RedisCluster
-from machinery_py._drivers.redis_lua import Script, pack
+from machinery_py._drivers.redis_lua import Script, pack, raw
 from machinery_py._drivers.redis_slots import unquoted
 from machinery_py._drivers.redis_tries import Request, command_at, script_at
 from machinery_py.backends import redis_cluster_scripts as scripts
@@ -29,6 +29,8 @@ from machinery_py.backends.redis import EXPIRE_IN, SWEEP, VERDICTS
 from machinery_py.backends.redis_cluster_lists import PAGE, PREFIXES, Newest, shard_of
 from machinery_py.backends.redis_cluster_records import (
     SCHEDULES,
+    claim_key,
+    claim_prefix,
     companion_key,
     document_key,
     framed,
@@ -58,7 +60,7 @@ _REVOKED = b"{" + REVOKED + b"}:"  # names its slot
 class ClusterBackend(Backend):
     """Documents in a cluster, which belongs to whoever made it."""
 
-    features = BackendFeatures(name="redis", foreign=True)
+    features = BackendFeatures(name="redis", foreign=True, claims=True)
 
     def __init__(self, cluster: RedisCluster, *, expire_in: float = EXPIRE_IN) -> None:
         self.cluster = cluster
@@ -139,13 +141,30 @@ class ClusterBackend(Backend):
 
     def amend(self, amendment: Amendment) -> bool:
         part = parts_of_tick(amendment, self.now(), self.cluster.now(), self.seconds)
-        name = amendment.name.encode("utf-8", "backslashreplace")
-        if not self._steps.amend(name, amendment.expected or b"", amendment.body or b"", part):
+        expected, body = amendment.expected or b"", amendment.body or b""
+        if amendment.life:
+            done = self._steps.amend_claim(amendment.name, expected, body, math.ceil(amendment.life), part)
+        else:
+            done = self._steps.amend(amendment.name.encode("utf-8", "backslashreplace"), expected, body, part)
+        if not done:
             return False
         self._steps.carry_out(part.effects)
         if part.record and not part.outbox:
             self._steps.forget([(part.name, framed(()))])
         return True
+
+    def claims(self, names: Sequence[str]) -> list[bytes | None]:
+        found = self._ask([
+            script_at(claim_prefix(name), scripts.CLAIM, pack((raw(claim_key(name)),))) for name in names
+        ], "reading claims") if names else []
+        # Who reads a claim looks at its task next, and takes one without a state for one that is over.
+        self._steps.carry_out([effect for _, record in found if record for effect in read_record(record)[1]])
+        return [body for body, _ in found]
+
+    def release(self, claims: Sequence[tuple[str, bytes]]) -> None:
+        self._ask([
+            script_at(claim_prefix(name), scripts.RELEASE, pack((raw(claim_key(name)), raw(body)))) for name, body in claims
+        ], "releasing claims")
 
     def settled_by(self, uuids: Sequence[str]) -> list[str]:
         replies = self._ask([

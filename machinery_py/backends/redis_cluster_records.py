@@ -2,6 +2,9 @@
 
 What follows is an effect: a script, at the slot of a name. Effects may be carried out again by anybody. They are remembered,
 with the outbox, in the record of the change, `mpy:o:{key}`: four bytes of length, the outbox, and the effects.
+
+The record of what a schedule sends is in the slot of all schedules, that of what is sent with a claim in the slot of the claim.
+Its name begins with what no quoted name begins with, and tells the slot.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import msgspec
 from machinery_py._drivers.redis_lua import Script, pack, raw
 from machinery_py._drivers.redis_slots import quoted, unquoted
 from machinery_py.backends import redis_cluster_scripts as scripts
-from machinery_py.backends.base import Amendment, Change
+from machinery_py.backends.base import Amendment, Change, claim_of
 from machinery_py.backends.redis_records import Changes, packed_state
 from machinery_py.states import TaskState
 from machinery_py.wire import encode_group
@@ -42,7 +45,7 @@ SCRIPTS: dict[str, Script] = {
 
 SCHEDULES = b"mpy:{mpy:records}:"  # names the slot of the schedules, and of the records of what they send
 TICK = "tick "  # what the keys of those begin with
-_TICK = "%="  # what they are told from UUIDs by; no quoted name begins so
+_TICK, _CLAIM = "%=", "%!"  # what these are told from UUIDs by
 
 
 def name_of(uuid: str) -> str:
@@ -55,14 +58,30 @@ def tick_name(key: str) -> str:
     return _TICK + name_of(key)
 
 
+def claim_name(key: str) -> str:
+    """The key of what is sent with a claim, as our keys have it."""
+    return _CLAIM + name_of(key)
+
+
 def names_of(key: str) -> tuple[str, ...]:
     """Under which names there may be a record with this key."""
-    return (name_of(key), tick_name(key)) if key.startswith(TICK) else (name_of(key),)
+    if key.startswith(TICK):
+        return name_of(key), tick_name(key)
+    return (name_of(key), claim_name(key)) if claim_of(key) is not None else (name_of(key),)
 
 
 def key_of(name: str) -> str:
     """The UUID or key that has this name."""
-    return unquoted(name.removeprefix(_TICK))
+    return unquoted(name.removeprefix(_TICK).removeprefix(_CLAIM))
+
+
+def claim_prefix(claim: str) -> bytes:
+    """What names the slot of a claim."""
+    return b"mpy:{%b}:" % name_of(claim).encode()
+
+
+def claim_key(claim: str) -> bytes:
+    return b"mpy:u:{%b}" % name_of(claim).encode()
 
 
 def document_key(name: str) -> bytes:
@@ -76,12 +95,18 @@ def companion_key(name: str) -> bytes:
 
 
 def record_key(name: str) -> bytes:
-    return b"%bo:%b" % (SCHEDULES, name.encode()) if name.startswith(_TICK) else b"mpy:o:{%b}" % name.encode()
+    if name.startswith((_TICK, _CLAIM)):
+        return b"%bo:%b" % (prefix_of(name), name.encode())
+    return b"mpy:o:{%b}" % name.encode()
 
 
 def prefix_of(name: str) -> bytes:
     """What names the slot of a task or group, and of its record."""
-    return SCHEDULES if name.startswith(_TICK) else b"mpy:{%b}:" % name.encode()
+    if name.startswith(_TICK):
+        return SCHEDULES
+    if name.startswith(_CLAIM):
+        return claim_prefix(claim_of(key_of(name)) or "")
+    return b"mpy:{%b}:" % name.encode()
 
 
 class Parts(msgspec.Struct, gc=False):
@@ -146,11 +171,12 @@ def parts_of(change: Change, now: dt.datetime, now_text: str, expire: int) -> Pa
 
 
 def parts_of_tick(amendment: Amendment, now: dt.datetime, now_text: str, expire: int) -> Parts:
-    """What follows from the change of a schedule. Nothing of it is in the schedule's slot."""
+    """What follows from the change of a schedule or a claim. Nothing of it is in that one's slot."""
     change = Change(key="", states=amendment.states, groups=amendment.groups)
     effects = parts_of(change, now, now_text, expire).effects
     outbox = framed(amendment.outbox) if amendment.outbox else b""
-    return Parts(tick_name(amendment.outbox_key), Changes(now, expire), False, False, False, outbox, effects)
+    name = (claim_name if amendment.life else tick_name)(amendment.outbox_key)
+    return Parts(name, Changes(now, expire), False, False, False, outbox, effects)
 
 
 def _row(state: TaskState, now: dt.datetime, expire: int) -> tuple[object, ...]:

@@ -133,6 +133,40 @@ call('INCR', prefix .. 'n')
 return 's'
 """, NOTED=NOTED_FOR))
 
+# A claim is kept behind the key of the record of what was sent with it, and the length of that, in four bytes.
+
+# In: key of the claim. Out: what it holds, or nil; the record of what was sent with it, if that is not done with, or nil.
+CLAIM = Script(PRELUDE + r"""
+local kept = call('GET', unpacked[1])
+if not kept then return {false, false} end
+local size = struct.unpack('>I4', kept)
+return {string.sub(kept, 5 + size), size > 0 and call('GET', string.sub(kept, 5, 4 + size))}
+""")
+
+# In: now, key of the claim, expected, body, life, key of the record, record or "", µs of its note. Out: as of AMEND.
+AMEND_CLAIM = Script(PRELUDE + filled(r"""
+local text, claim, expected, body, life, key, record, noted = unpack(unpacked)
+if record ~= '' and now_of(text) > noted + $NOTED then return 'l' end
+local kept, head, holds = call('GET', claim), '\0\0\0\0', ''
+if kept then
+  local size = struct.unpack('>I4', kept)
+  head, holds = string.sub(kept, 1, 4 + size), string.sub(kept, 5 + size)
+end
+if holds ~= expected then return 'f' end
+if record ~= '' then
+  call('SET', key, record)
+  head = struct.pack('>I4', #key) .. key
+end
+if body == '' then call('DEL', claim) else call('SET', claim, head .. body, 'EX', int(life)) end
+return 's'
+""", NOTED=NOTED_FOR))
+
+# In: key of the claim, body. Out: nothing.
+RELEASE = Script(PRELUDE + r"""
+local kept = call('GET', unpacked[1])
+if kept and string.sub(kept, 5 + struct.unpack('>I4', kept)) == unpacked[2] then call('DEL', unpacked[1]) end
+""")
+
 # In: now, version known to the caller. Out: now, version, and names and bodies in turn, unless the version is known.
 SCHEDULES = Script(PRELUDE + r"""
 local prefix = string.sub(KEYS[1], 1, -2)

@@ -20,6 +20,8 @@ from machinery_py.backends.redis_cluster_records import (
     SCRIPTS,
     Effect,
     Parts,
+    claim_key,
+    claim_prefix,
     document_key,
     prefix_of,
     record_key,
@@ -106,8 +108,8 @@ class Steps:
     def amend(self, name: bytes, expected: bytes, body: bytes, part: Parts) -> bool:
         """Steps 1 and 2 for the change of a schedule.
 
-        The note stays when it is refused: another one who sends the same tick may have used it for his record. It is dropped when
-        it is old.
+        The note stays when it is refused: another one who sends the same tick may have used it for his record, and so may an
+        earlier try of ours whose reply was lost. It is dropped when it is old.
         """
         record = part.record
         for _ in range(TRIES):
@@ -116,6 +118,21 @@ class Steps:
                 self._cluster.now(), raw(name), raw(expected), raw(body), raw(record_key(part.name)), raw(record), stamp,
             ))
             (letter,) = self._ask([script_at(SCHEDULES, scripts.AMEND, argument)], "changing a schedule", again=False)
+            if letter != b"l":
+                return bool(letter == b"s")
+        self._refuse_clocks()
+
+    def amend_claim(self, claim: str, expected: bytes, body: bytes, life: int, part: Parts) -> bool:
+        """The same for a claim."""
+        record = part.record
+        for _ in range(TRIES):
+            stamp = self._note([part.name])[part.name] if record else 0
+            argument = pack((
+                self._cluster.now(), raw(claim_key(claim)), raw(expected), raw(body), life,
+                raw(record_key(part.name) if record else b""), raw(record), stamp,
+            ))
+            request = script_at(claim_prefix(claim), scripts.AMEND_CLAIM, argument)
+            (letter,) = self._ask([request], "changing a claim", again=False)
             if letter != b"l":
                 return bool(letter == b"s")
         self._refuse_clocks()

@@ -24,7 +24,7 @@ from machinery_py.brokers.amqp_messages import (
 )
 from machinery_py.brokers.amqp_sending import Addressed
 from machinery_py.brokers.amqp_topology import Topology
-from machinery_py.brokers.base import Delivery, Disposal, Fate
+from machinery_py.brokers.base import WAITING, Delivery, Disposal, Fate
 from machinery_py.clock import micros
 
 
@@ -46,7 +46,7 @@ class Returns:
         uuid, name = one.uuid or one.text(UUID), one.name or one.text(NAME)
         delayed = dead = False
         if disposal.fate is Fate.LATER:
-            headers[PARKS] = delivery.parks + 1
+            headers[PARKS] = delivery.parks + (disposal.reason != WAITING)
             delay = due_in(disposal.eta, self._driver.clock.now())
             if disposal.eta is not None and delay:
                 headers |= {QUEUE: delivery.queue, ETA: micros(disposal.eta)}

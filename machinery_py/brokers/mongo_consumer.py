@@ -26,7 +26,7 @@ from pymongo import DeleteOne, ReturnDocument
 
 from machinery_py._drivers.mongo import Document, MongoDriver, Store, insert_new, printable
 from machinery_py._drivers.session_info import SessionInfo, encode_info, place, started
-from machinery_py.brokers.base import Consumer, Delivery, Disposal, Fate
+from machinery_py.brokers.base import WAITING, Consumer, Delivery, Disposal, Fate
 from machinery_py.brokers.mongo_messages import FREE, SUSPECT, Receipt, Status, delivery_of, held, paused_of, release, untake
 from machinery_py.clock import micros
 from machinery_py.errors import BrokerUnavailable, MachineryError
@@ -212,12 +212,9 @@ class MongoConsumer(Consumer):
         return self._driver.run(delete, doing="ending deliveries", away=BrokerUnavailable) if writes else set()
 
     def _end(self, disposal: Disposal) -> bool:
-        fields = fields_at_end(disposal, self._driver.now())
-        increase: Document = {"$inc": {"parks": 1}} if disposal.fate is Fate.LATER else {}
+        fields = update_at_end(disposal, self._driver.now())
         return self._driver.run(
-            lambda store: store.machinery_messages.update_one(
-                held(disposal.delivery), {"$set": fields, **increase}
-            ).matched_count > 0,
+            lambda store: store.machinery_messages.update_one(held(disposal.delivery), fields).matched_count > 0,
             doing="ending deliveries", away=BrokerUnavailable, again=False,
         )
 
@@ -284,8 +281,13 @@ class MongoConsumer(Consumer):
         self._driver.ring("messages")
 
 
-def fields_at_end(disposal: Disposal, now: int) -> Document:
-    """What a message gets that is not done: where it goes from here. (LATER: one park more.)"""
+def update_at_end(disposal: Disposal, now: int, **more: object) -> Document:
+    """The update of a message that is not done: where it goes from here. `more`: fields that are set besides."""
+    parked = disposal.fate is Fate.LATER and disposal.reason != WAITING
+    return {"$set": {**_fields_at_end(disposal, now), **more}, **({"$inc": {"parks": 1}} if parked else {})}
+
+
+def _fields_at_end(disposal: Disposal, now: int) -> Document:
     match disposal.fate:
         case Fate.BACK | Fate.DONE:
             return {**FREE, "status": int(Status.WAITING)}

@@ -164,7 +164,8 @@ def _backend(server: Server) -> Iterator[Finding]:
     server.backend.purge_state(new_uuid())  # of a task that was never sent: a write that changes nothing
     yield Finding("backend", Mark.OK, "can be written")
     if not features.durable and not features.embedded:
-        yield Finding("backend", Mark.NOTE, "forgets results when it restarts or is full; so can a chord be lost")
+        yield Finding("backend", Mark.NOTE, "forgets results, schedules and keys of unique tasks when it restarts or is full; "
+                      "so can a chord be lost")
 
 
 def _timed(ask: Callable[[], object]) -> float:

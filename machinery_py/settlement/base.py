@@ -177,6 +177,13 @@ class Store(ABC):
         """
         raise Unsupported(f"{type(self).__name__} keeps no schedules")
 
+    def publish_left(self, key: str) -> None:  # noqa: B027 - most stores keep no messages of their own
+        """Publish what an `amend` with this outbox key has left, if it was cut off between two stores.
+
+        Raises:
+            PublishRefused, BackendUnavailable: it is still left.
+        """
+
     def ready_groups(self, limit: int = 100) -> list[ReadyGroup]:
         """Groups that wait for `fire`: normally only those that completed just now."""
         return self.backend.ready_groups(limit)

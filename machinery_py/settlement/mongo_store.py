@@ -31,7 +31,7 @@ from machinery_py.backends.mongo_schedules import Tick
 from machinery_py.backends.transactional import is_over
 from machinery_py.brokers.base import Delivery, Disposal, Fate, Message
 from machinery_py.brokers.mongo import MongoBroker
-from machinery_py.brokers.mongo_consumer import MongoConsumer, fields_at_end
+from machinery_py.brokers.mongo_consumer import MongoConsumer, update_at_end
 from machinery_py.brokers.mongo_messages import Receipt, Status
 from machinery_py.errors import (
     BackendUnavailable,
@@ -323,8 +323,7 @@ def _ending(settlement: Settlement) -> _Ending:
 def _last_update(deed: _Deed, now: int) -> Document:
     disposal = Disposal(delivery=Delivery(body=b"", queue="", receipt=None), fate=deed.fate, eta=deed.eta, reason=deed.reason,
                         error=deed.error, uuid=deed.uuid, name=deed.name)
-    fields = {**fields_at_end(disposal, now), "deed": b"", "deed_at": 0}
-    return {"$set": fields, "$inc": {"parks": 1}} if deed.fate is Fate.LATER else {"$set": fields}
+    return update_at_end(disposal, now, deed=b"", deed_at=0)
 
 
 def _token(text: str) -> str:

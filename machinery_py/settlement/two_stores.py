@@ -106,6 +106,9 @@ class TwoStores(Store):
         self.publish([(amendment.outbox_key, amendment.outbox)])
         return True
 
+    def publish_left(self, key: str) -> None:
+        self.publish([(key, self.backend.outboxes([key])[0])])
+
     def publish(self, outboxes: Sequence[tuple[str, Sequence[bytes]]]) -> None:
         """Steps 2 and 3."""
         filled = [(key, bodies) for key, bodies in outboxes if bodies]

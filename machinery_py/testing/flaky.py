@@ -130,6 +130,9 @@ class FlakyStore(Store):
     def amend(self, amendment: Amendment, send: Sequence[Message] = ()) -> bool:
         return self.faults.broker("amend", lambda: self.store.amend(amendment, send))
 
+    def publish_left(self, key: str) -> None:
+        self.store.publish_left(key)
+
     def ready_groups(self, limit: int = 100) -> list[ReadyGroup]:
         return self.faults.backend("ready_groups", lambda: self.store.ready_groups(limit))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 from collections.abc import Iterator
@@ -9,7 +10,9 @@ from collections.abc import Iterator
 import pytest
 
 from machinery_py._drivers.mongo import MongoDriver
+from machinery_py.testing import private_mongo
 from machinery_py.testing.clocks import ManualClock
+from machinery_py.testing.servers import require
 from tests.servers import mongodb_server
 
 __all__ = ["mongodb_server"]
@@ -47,6 +50,15 @@ def mongodb_url(mongodb_server: str) -> Iterator[str]:
     yield f"{place.rstrip('/')}/{name}" + (f"?{query}" if query else "")
     with MongoClient(mongodb_server, serverSelectionTimeoutMS=5000) as client:
         client.drop_database(name)
+
+
+def own_mongodb(request: pytest.FixtureRequest) -> str:
+    """The URL of a server for this fixture alone: `mongodb_url` has parameters, and cannot be asked for by its name."""
+    kind = private_mongo.KINDS[private_mongo.best_kind()]
+    require(kind)
+    stack = contextlib.ExitStack()
+    request.addfinalizer(stack.close)
+    return stack.enter_context(kind()).url + "machinery_test"
 
 
 @pytest.fixture

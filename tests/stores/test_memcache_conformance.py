@@ -17,6 +17,8 @@ from machinery_py.settlement.base import Session, Store
 from machinery_py.settlement.two_stores import TwoSession, TwoStores
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.conformance.backends import BackendConformance, OpenBackend
+from machinery_py.testing.conformance.claims import ClaimConformance
+from machinery_py.testing.conformance.schedules import ScheduleConformance
 from machinery_py.testing.conformance.settlement import OpenStore, SettlementConformance
 from machinery_py.testing.servers import MemcachedServer, require
 from tests.stores.memcache_case import Drivers, ServerClock, clock, empty_memcached, flush, open_driver
@@ -84,3 +86,22 @@ class TestSQLiteBrokerAndMemcacheBackend(SettlementConformance):
         assert isinstance(session._consumer, SQLiteConsumer)
         session._consumer.abandon()
         store.tend()
+
+
+class BesideMemory:
+    @pytest.fixture
+    def clock(self, empty_memcached: MemcachedServer) -> ServerClock:
+        return ServerClock(empty_memcached)
+
+    @pytest.fixture
+    def open_store(self, clock: ServerClock, open_driver: Drivers) -> OpenStore:
+        broker = MemoryBroker(MemoryHub(clock))
+        return lambda: TwoStores(broker, MemcacheBackend(open_driver()), clock)
+
+
+class TestSchedulesInMemcache(BesideMemory, ScheduleConformance):
+    pass
+
+
+class TestClaimsInMemcache(BesideMemory, ClaimConformance):
+    pass

@@ -16,6 +16,7 @@ from machinery_py.settlement.two_stores import TwoStores
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.conformance.backends import BackendConformance, OpenBackend
 from machinery_py.testing.conformance.brokers import BrokerConformance, OpenBroker
+from machinery_py.testing.conformance.claims import ClaimConformance
 from machinery_py.testing.conformance.locks import LockConformance, OpenLock
 from machinery_py.testing.conformance.schedules import ScheduleConformance
 from machinery_py.testing.conformance.settlement import OpenStore, SettlementConformance
@@ -55,6 +56,17 @@ class TestMongoSchedules(MongoStores, ScheduleConformance):
 
 
 class TestSchedulesInMongoBesideAnotherBroker(ScheduleConformance):
+    @pytest.fixture
+    def open_store(self, open_driver: Drivers, clock: ManualClock) -> OpenStore:
+        broker = MemoryBroker(MemoryHub(clock))
+        return lambda: TwoStores(broker, MongoBackend(open_driver()), clock)
+
+
+class TestMongoClaims(MongoStores, ClaimConformance):
+    pass
+
+
+class TestClaimsInMongoBesideAnotherBroker(ClaimConformance):
     @pytest.fixture
     def open_store(self, open_driver: Drivers, clock: ManualClock) -> OpenStore:
         broker = MemoryBroker(MemoryHub(clock))

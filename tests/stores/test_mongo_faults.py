@@ -24,11 +24,13 @@ from pymongo.errors import (
 
 from machinery_py import Config, Server
 from machinery_py._drivers import mongo_errors
+from machinery_py._drivers.memory import MemoryHub
 from machinery_py._drivers.mongo import MongoDriver
-from machinery_py.backends.base import ALREADY, SETTLED, Change
+from machinery_py.backends.base import ALREADY, SETTLED, Amendment, Change
 from machinery_py.backends.mongo import MongoBackend
 from machinery_py.backends.mongo_records import go_value
 from machinery_py.brokers.base import Message
+from machinery_py.brokers.memory import MemoryBroker
 from machinery_py.brokers.mongo import MongoBroker
 from machinery_py.errors import (
     BackendUnavailable,
@@ -40,13 +42,17 @@ from machinery_py.errors import (
     StoreUnusable,
 )
 from machinery_py.locks.mongo import MongoLock
-from machinery_py.settlement.base import Submission
+from machinery_py.settlement.base import Store, Submission
 from machinery_py.settlement.mongo_store import MongoStore
+from machinery_py.settlement.two_stores import TwoStores
 from machinery_py.signature import Arg, Signature
 from machinery_py.states import State, TaskState
 from machinery_py.testing import private_mongo
-from machinery_py.testing.conformance.fencing import message_of, settlement, state_of, submit
+from machinery_py.testing.clocks import ManualClock
+from machinery_py.testing.conformance.claims import claim
+from machinery_py.testing.conformance.fencing import drain, message_of, settlement, state_of, submit
 from machinery_py.testing.proxy import Proxy
+from machinery_py.testing.waiting import HANG
 from tests.stores.mongo_case import mongodb_server, mongodb_url
 
 __all__ = ["mongodb_server", "mongodb_url"]
@@ -143,6 +149,56 @@ def test_a_settlement_is_carried_out_once_whatever_happens_to_a_reply(
     assert store.backend.get_state("a").state is State.SUCCESS
     other = store.open_session(["c", "q"], worker="w")
     assert [one.receipt.uuid for one in other.receive(9, 0)] == ["c1", "c2"]
+
+
+@pytest.mark.parametrize("how", ["lost reply", "stepped down"])
+@pytest.mark.parametrize("word", [b"insert", b"update"])
+def test_a_unique_task_is_sent_once_whatever_happens_to_a_reply(
+    mongodb_url: str, proxy: Proxy, monkeypatch: pytest.MonkeyPatch, how: str, word: bytes
+) -> None:
+    monkeypatch.setattr(MongoDriver, "deed_age", 0.3)
+    server, ran = Server(proxy.through(mongodb_url)), list[int]()
+    task = server.task("work", unique=True)(ran.append)
+    task.send(1)
+    cut(proxy, how, word)
+
+    first = task.send(2)
+    second = task.send(2)
+    proxy.heal()
+
+    assert (first.duplicate, second.duplicate, second.uuid) == (False, True, first.uuid)
+    with server.new_worker(concurrency=1):
+        first.get(timeout=HANG)
+    assert sorted(ran) == [1, 2]
+    server.close()
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["one store", "two stores"])
+def test_a_claim_shows_its_task_although_its_sender_stands_still(
+    store: MongoStore, monkeypatch: pytest.MonkeyPatch, beside: bool
+) -> None:
+    """Behind the write of the claim: who took a task without a state for one that is over would let a second one in."""
+    backend = MongoBackend(store.driver)
+    slow: Store = TwoStores(MemoryBroker(MemoryHub(ManualClock())), backend, ManualClock()) if beside else MongoStore(
+        MongoBroker(store.driver), backend)
+    monkeypatch.setattr(backend, "follow_tick", lambda tick, again: (_ for _ in ()).throw(BackendUnavailable("stopped")))
+    with pytest.raises(BackendUnavailable, match="stopped"):
+        claim(slow, "a", None, b"1", "t")
+    assert store.backend.get_states(["t"]) == {}
+
+    assert store.backend.claims(["a"]) == [b"1"]
+    assert store.backend.get_state("t").state is State.PENDING
+    assert not claim(store, "a", None, b"2", "u")
+    # Marked as started, and released, while what was begun with it is still open.
+    assert store.backend.amend(Amendment(name="a", expected=b"1", body=b"started", life=100.0))
+    store.backend.release([("a", b"started")])
+    assert store.backend.claims(["a"]) == [None]
+
+    monkeypatch.setattr(MongoDriver, "deed_age", 0.0)
+    store.tend()
+    sent = [key for key, _ in store.backend.unsent(9, older_than=0.0)] if beside else drain(store, "q")
+    assert sent == (["unique a t"] if beside else ["t"])
+    assert claim(store, "a", None, b"3", "v")
 
 
 @pytest.mark.parametrize("word", WRITES)

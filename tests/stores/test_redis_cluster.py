@@ -13,6 +13,7 @@ from machinery_py.settlement.redis_cluster_store import ClusterStore
 from machinery_py.settlement.two_stores import TwoStores
 from machinery_py.testing.conformance.backends import BackendConformance, OpenBackend
 from machinery_py.testing.conformance.brokers import BrokerConformance, OpenBroker
+from machinery_py.testing.conformance.claims import ClaimConformance
 from machinery_py.testing.conformance.schedules import ScheduleConformance
 from machinery_py.testing.conformance.settlement import OpenStore, SettlementConformance
 from machinery_py.testing.servers import RedisCluster as ClusterServers
@@ -70,6 +71,31 @@ class TestClusterSchedules(ScheduleConformance):
 
 
 class TestMemoryBrokerAndClusterBackend(ScheduleConformance):
+    @pytest.fixture
+    def clock(self, empty_cluster: ClusterServers) -> ClusterClock:
+        return ClusterClock(empty_cluster)
+
+    @pytest.fixture
+    def open_store(self, open_cluster: Clusters, clock: ClusterClock) -> OpenStore:
+        broker = MemoryBroker(MemoryHub(clock))
+        return lambda: TwoStores(broker, ClusterBackend(open_cluster()), clock)
+
+
+class TestClusterClaims(ClaimConformance):
+    @pytest.fixture
+    def clock(self, empty_cluster: ClusterServers) -> ClusterClock:
+        return ClusterClock(empty_cluster)
+
+    @pytest.fixture
+    def open_store(self, open_cluster: Clusters, clock: ClusterClock) -> OpenStore:
+        def open_store() -> Store:
+            cluster = open_cluster()
+            return ClusterStore(ClusterBroker(cluster), ClusterBackend(cluster), clock)
+
+        return open_store
+
+
+class TestClaimsInAClusterBesideAnotherBroker(ClaimConformance):
     @pytest.fixture
     def clock(self, empty_cluster: ClusterServers) -> ClusterClock:
         return ClusterClock(empty_cluster)

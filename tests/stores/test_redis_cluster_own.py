@@ -10,19 +10,24 @@ from typing import Any
 import msgspec
 import pytest
 
+from machinery_py._drivers.memory import MemoryHub
 from machinery_py._drivers.redis_cluster import RedisCluster
 from machinery_py._drivers.redis_lua import raw
 from machinery_py._drivers.redis_tries import Request, command_at
-from machinery_py.backends.base import SETTLED, Amendment, Change
+from machinery_py.backends.base import SETTLED, Amendment, Change, sending_key
 from machinery_py.backends.redis_cluster import ClusterBackend
 from machinery_py.backends.redis_cluster_records import parts_of_tick
 from machinery_py.brokers.base import Delivery, Message
+from machinery_py.brokers.memory import MemoryBroker
 from machinery_py.brokers.redis_cluster import FOR_EVER, ClusterBroker, name_of_move
 from machinery_py.brokers.redis_messages import EMPTY
 from machinery_py.errors import BackendUnavailable, BrokerUnavailable, PublishRefused, PublishUnknown, StoreUnusable
+from machinery_py.settlement.base import Store
 from machinery_py.settlement.redis_cluster_store import ClusterStore
+from machinery_py.settlement.two_stores import TwoStores
 from machinery_py.states import Arrival, GroupMeta, State, TaskState
-from machinery_py.testing.conformance.fencing import body_of, settlement, state_of, submit
+from machinery_py.testing.conformance.claims import claim
+from machinery_py.testing.conformance.fencing import body_of, drain, message_of, settlement, state_of, submit
 from machinery_py.testing.servers import RedisCluster as ClusterServers
 from machinery_py.testing.servers import RedisServer, ReplyError
 from machinery_py.testing.waiting import HANG, together, wait_until
@@ -383,3 +388,84 @@ def test_what_a_schedule_sends_is_sent_although_its_sender_died_and_another_one_
     late.tend()
     assert len(late.broker.pending("q", 9)) == 1
     assert late.backend.unsent(9, older_than=0.0) == []
+
+
+class Died(BaseException):
+    """Stands for SIGKILL: nobody catches it."""
+
+
+class Mortal(RedisCluster):
+    """Its process dies before one of its steps."""
+
+    left = -1  # steps that it lives for
+
+    def ask(self, requests: Sequence[Request], **options: Any) -> list[Any]:
+        if self.left == 0:
+            raise Died
+        self.left -= 1
+        return super().ask(requests, **options)
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["one cluster", "two stores"])
+def test_a_unique_send_that_is_cut_off_anywhere_is_made_or_not(
+    empty_cluster: ClusterServers, open_cluster: Clusters, clock: ClusterClock, beside: bool
+) -> None:
+    mortal = Mortal(url_of(empty_cluster), clock=clock)
+    memory = MemoryBroker(MemoryHub(clock))
+
+    def open_one(cluster: RedisCluster) -> Store:
+        backend = ClusterBackend(cluster)
+        return TwoStores(memory, backend, clock) if beside else ClusterStore(ClusterBroker(cluster), backend, clock)
+
+    dying, heir = open_one(mortal), open_one(open_cluster())
+    sent: list[str] = []
+    number, dies, taken = 0, True, 0
+    while dies:
+        name = f"key {number}"
+        mortal.left = number
+        try:
+            assert claim(dying, name, None, b"1", f"t{number}")
+            dies = False
+        except Died:
+            pass
+
+        if heir.backend.claims([name]) == [None]:
+            assert claim(heir, name, None, b"2", f"u{number}")
+            sent.append(f"u{number}")
+        else:  # whoever reads it finds its task: else it would look as if that were over
+            assert heir.backend.get_state(f"t{number}").state is State.PENDING
+            assert not claim(heir, name, None, b"2", f"u{number}")
+            sent.append(f"t{number}")
+            taken += dies
+        number += 1
+    clock.advance(6.0)
+    heir.tend()
+
+    found = drain(heir, "q")
+    assert (set(found), len(found) >= len(sent)) == (set(sent), True)
+    if not beside:
+        assert len(found) == len(sent)
+    assert heir.backend.unsent(9, older_than=0.0) == []
+    assert 2 <= taken < number - 1
+    mortal.close()
+
+
+def test_what_a_claim_still_owes_outlives_it(open_store: OpenStore, open_cluster: Clusters, clock: ClusterClock) -> None:
+    """Its window is over and another has the key, before the message of the first was published."""
+    heir = open_store()
+    first = Amendment(name="a", expected=None, body=b"1", life=50.0, states=[state_of("t")], outbox_key=sending_key("a", "t"),
+                      outbox=[msgspec.json.encode(message_of("t"))])
+    assert ClusterBackend(open_cluster()).amend(first)
+    # Marked by its worker, and still shown with what is owed.
+    assert heir.backend.amend(Amendment(name="a", expected=b"1", body=b"started", life=50.0))
+    assert heir.backend.claims(["a"]) == [b"started"]
+    clock.advance(60.0)
+    assert heir.backend.claims(["a"]) == [None]
+    assert claim(heir, "a", None, b"2", "u")
+    clock.advance(6.0)
+    heir.tend()
+
+    assert sorted(drain(heir, "q")) == ["t", "u"]
+    clock.advance(70.0)
+    heir.tend()
+    assert heir.backend._steps.noted(9, 0.0) == []  # type: ignore[attr-defined]

@@ -50,6 +50,12 @@ def after(*numbers: int) -> int:
     return sum(numbers)
 
 
+@server.task(unique=True)
+def alone(name: str) -> str:
+    note("alone", name)
+    return name
+
+
 @server.task
 def on_error(error: str) -> None:
     note("on_error", error)

@@ -1,6 +1,7 @@
 """A process that kills itself after a chosen command to MongoDB; run by test_mongo_crashes.py.
 
     python mongo_crashing.py worker|send SHAPE NUMBER before|after
+    python mongo_crashing.py unique NAME NUMBER before|after          send a unique task
 
 The commands that write are counted from the moment that the work begins; `before`: the command is not sent, `after`: it was
 carried out and its reply is not heard.
@@ -59,6 +60,9 @@ def main(command: str, shape: str, number: str, when: str) -> int:
     server = crashing.server
     server.engine.store.tend()  # the connection and the indexes are made
     Killer.armed = True
+    if command == "unique":
+        print(server.send(crashing.alone.signature(shape)).uuid, flush=True)
+        return 0
     if command == "send":
         print(server.send(crashing.SHAPES[shape]()).uuid, flush=True)
         return 0

@@ -46,6 +46,10 @@ STEPS = [
 SENDS = [(when, number) for when in ("before", "after") for number in range(1, 9)] if FULL else [
     ("after", 1), ("before", 3), ("before", 5),
 ]
+#: After the claim, its state, its message, and all of it.
+UNIQUE = [(when, number) for when in ("before", "after") for number in range(1, 6)] if FULL else [
+    ("before", 2), ("before", 3), ("after", 3),
+]
 
 
 @pytest.fixture
@@ -78,7 +82,7 @@ def finish(stage: Stage, survivor: Server) -> None:
 
 def unfinished(server: Server) -> bool:
     driver: MongoDriver = server.broker.driver  # type: ignore[attr-defined]
-    collections = ("machinery_tokens", "machinery_messages", "machinery_chords", "tasks")
+    collections = ("machinery_tokens", "machinery_messages", "machinery_chords", "tasks", "machinery_claims")
     return any(driver.run(lambda store, name=name: store[name].find_one({"deed_at": {"$gt": 0}}), doing="looking")  # type: ignore[misc]
                for name in collections)
 
@@ -130,3 +134,19 @@ def test_a_sender_that_is_killed_at_any_write_leaves_all_or_nothing(
     assert {name: calls[name] for name in ("plain", "after")} in ({"plain": 5, "after": 1}, {"plain": 0, "after": 0}), calls
     if sent.returncode == 0:
         assert calls["plain"] == 5
+
+
+@pytest.mark.parametrize(("when", "number"), UNIQUE)
+def test_a_sender_of_a_unique_task_that_is_killed_at_any_write_has_sent_it_or_not(
+    stage: Stage, survivor: Server, when: str, number: int
+) -> None:
+    first = run(stage, "unique", "a", str(number), when)
+    assert first.returncode in (0, -9), first.stderr
+
+    second = survivor.send(crashing.alone.signature("a"))
+    finish(stage, survivor)
+
+    assert stage.calls()["alone"] == 1
+    assert second.get(timeout=HANG) == "a"
+    assert second.duplicate is ((when, number) != ("before", 1))
+    assert not survivor.send(crashing.alone.signature("a")).duplicate

@@ -17,10 +17,12 @@ import pytest
 
 from machinery_py.periodic import decode_entry
 from machinery_py.testing.waiting import wait_until
+from tests.stores.memcache_case import empty_memcached
+from tests.stores.mongo_case import own_mongodb
 from tests.stores.redis_cluster_case import empty_cluster, url_of
 from tests.system.scheduling import make_server
 
-__all__ = ["empty_cluster"]
+__all__ = ["empty_cluster", "empty_memcached"]
 
 ROOT = pathlib.Path(__file__).parents[2]
 SECONDS = float(os.environ.get("CHAOS_SCHEDULE_SECONDS", "3"))  # `make chaos` asks for five minutes
@@ -69,7 +71,10 @@ class Fleet:
         self.server.close()
 
 
-@pytest.fixture(params=["sqlite", "redis", "redis+sqlite", "cluster"] + ["sqlite+redis"] * (SECONDS > 10))
+LONG = ["sqlite+redis", "mongodb", "redis+memcached"]
+
+
+@pytest.fixture(params=["sqlite", "redis", "redis+sqlite", "cluster", *(LONG if SECONDS > 3 else ())])
 def fleet(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> Iterator[Fleet]:
     kinds = request.param.split("+")
     urls = [_url(request, kind, tmp_path / f"{place}.db") for place, kind in enumerate(kinds)]
@@ -83,6 +88,10 @@ def _url(request: pytest.FixtureRequest, kind: str, file: pathlib.Path) -> str:
         return f"sqlite:///{file}?synchronous=normal"
     if kind == "cluster":
         return url_of(request.getfixturevalue("empty_cluster"))
+    if kind == "mongodb":
+        return own_mongodb(request)
+    if kind == "memcached":
+        return str(request.getfixturevalue("empty_memcached").url)
     return str(request.getfixturevalue("empty_redis").url)
 
 

@@ -1,8 +1,12 @@
-"""Unique and exclusive tasks over pairs of stores, with real workers in threads."""
+"""Unique and exclusive tasks over pairs of stores, with real workers in threads.
+
+On the slower ones `make chaos` runs all of it (MACHINERY_TEST_FULL=1); otherwise what depends on how a store keeps a key.
+"""
 
 from __future__ import annotations
 
 import itertools
+import os
 from pathlib import Path
 
 import pytest
@@ -10,9 +14,13 @@ import pytest
 from machinery_py import Config, Server
 from machinery_py.testing.conformance.exclusive import ExclusiveConformance
 from machinery_py.testing.conformance.unique import UniqueConformance
+from machinery_py.testing.servers import MemcachedServer, RedisCluster
+from tests.stores.memcache_case import empty_memcached
+from tests.stores.mongo_case import mongodb_server, mongodb_url
 from tests.stores.redis_case import redis_server, redis_url
+from tests.stores.redis_cluster_case import empty_cluster, url_of
 
-__all__ = ["redis_server", "redis_url"]
+__all__ = ["empty_cluster", "empty_memcached", "mongodb_server", "mongodb_url", "redis_server", "redis_url"]
 
 _numbers = itertools.count(1)
 
@@ -60,3 +68,50 @@ class TestMemoryBrokerAndRedisBackend(Unique):
     @pytest.fixture
     def server(self, redis_url: str) -> Server:
         return Server(Config(broker=memory(), result_backend=redis_url))
+
+
+FULL = bool(os.environ.get("MACHINERY_TEST_FULL"))
+
+#: What is decided before a store is asked, or by the lock alone.
+ELSEWHERE = [
+    "test_the_same_call_is_known_however_it_is_written", "test_the_key_may_be_the_callers_own", "test_a_call_can_ask_for_itself",
+    "test_a_duplicate_can_be_an_error", "test_steps_of_a_workflow_are_sent_in_any_case",
+    "test_fifty_calls_on_three_workers_run_one_at_a_time", "test_calls_with_other_arguments_run_beside_each_other",
+    "test_one_that_may_not_wait_is_skipped_and_says_so", "test_it_waits_for_so_long_and_then_fails",
+    "test_whatever_ends_a_run_frees_its_lock", "test_a_coroutine_passes_the_same_gate",
+]
+
+
+def short(suite: type) -> type:
+    """The suite, less that; all of it with MACHINERY_TEST_FULL."""
+    return suite if FULL else type(suite.__name__, (suite,), {name: None for name in ELSEWHERE if hasattr(suite, name)})
+
+
+class TestMongo(short(Unique)):  # type: ignore[misc]  # made at run time
+    @pytest.fixture
+    def server(self, mongodb_url: str) -> Server:
+        return Server(Config(broker=mongodb_url))
+
+
+class TestRedisCluster(short(Unique)):  # type: ignore[misc]
+    @pytest.fixture
+    def server(self, empty_cluster: RedisCluster) -> Server:
+        return Server(Config(broker=url_of(empty_cluster)))
+
+
+class TestMemoryBrokerAndMemcacheBackend(short(UniqueConformance)):  # type: ignore[misc]
+    @pytest.fixture
+    def server(self, empty_memcached: MemcachedServer) -> Server:
+        return Server(Config(broker=memory(), result_backend=empty_memcached.url))
+
+
+if FULL:
+    class TestMemoryBrokerAndMongoBackend(UniqueConformance):
+        @pytest.fixture
+        def server(self, mongodb_url: str) -> Server:
+            return Server(Config(broker=memory(), result_backend=mongodb_url))
+
+    class TestMemoryBrokerAndClusterBackend(UniqueConformance):
+        @pytest.fixture
+        def server(self, empty_cluster: RedisCluster) -> Server:
+            return Server(Config(broker=memory(), result_backend=url_of(empty_cluster)))

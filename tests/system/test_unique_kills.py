@@ -16,8 +16,14 @@ from machinery_py import Config, Server, State
 from machinery_py.testing.waiting import HANG as ONE
 from machinery_py.testing.waiting import wait_until
 from tests.freezing import freeze
+from tests.stores.memcache_case import empty_memcached
+from tests.stores.mongo_case import own_mongodb
+from tests.stores.redis_cluster_case import empty_cluster, url_of
 from tests.system.sameness_app import LEASE
 
+__all__ = ["empty_cluster", "empty_memcached"]
+
+FULL = bool(os.environ.get("MACHINERY_TEST_FULL"))
 ROOT = pathlib.Path(__file__).parents[2]
 HANG = 3 * ONE
 SENDERS, EACH = 4, 50
@@ -68,29 +74,45 @@ def _named(name: str) -> str:
     return name
 
 
+def _url(request: pytest.FixtureRequest, kind: str, file: pathlib.Path) -> str:
+    match kind:
+        case "sqlite":
+            return f"sqlite:///{file}"
+        case "cluster":
+            return url_of(request.getfixturevalue("empty_cluster"))
+        case "mongodb":
+            return own_mongodb(request)
+    return str(request.getfixturevalue(f"empty_{kind}").url)
+
+
 @pytest.fixture(params=["sqlite", "redis"])
 def site(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> Iterator[Site]:
-    url = f"sqlite:///{tmp_path}/same.db" if request.param == "sqlite" else request.getfixturevalue("empty_redis").url
-    site = Site(tmp_path, url)
+    site = Site(tmp_path, _url(request, request.param, tmp_path / "same.db"))
     yield site
     site.close()
 
 
-@pytest.fixture(params=["sqlite and sqlite", "sqlite and redis"])
+@pytest.fixture(params=["sqlite", "redis", *["mongodb", "cluster"] * FULL])
+def anywhere(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> Iterator[Site]:
+    site = Site(tmp_path, _url(request, request.param, tmp_path / "same.db"))
+    yield site
+    site.close()
+
+
+@pytest.fixture(params=["sqlite", "redis", "memcached", *["mongodb", "cluster"] * FULL])
 def two(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> Iterator[Site]:
-    own = request.param == "sqlite and sqlite"
-    backend = f"sqlite:///{tmp_path}/states.db" if own else request.getfixturevalue("empty_redis").url
-    site = Site(tmp_path, f"sqlite:///{tmp_path}/messages.db", backend)
+    """SQLite for messages, and this for states."""
+    site = Site(tmp_path, f"sqlite:///{tmp_path}/messages.db", _url(request, request.param, tmp_path / "states.db"))
     yield site
     site.close()
 
 
 @pytest.mark.timeout(2 * HANG)
-def test_two_hundred_sends_of_racing_processes_let_one_in(site: Site, tmp_path: pathlib.Path) -> None:
-    gate = site.gate("start")
+def test_two_hundred_sends_of_racing_processes_let_one_in(anywhere: Site, tmp_path: pathlib.Path) -> None:
+    gate = anywhere.gate("start")
     outputs = [(tmp_path / f"out{number}").open("w+b") for number in range(SENDERS)]
-    senders = [site.run("tests.system.sameness_app", "send", str(EACH), gate, output=output) for output in outputs]
-    wait_until(lambda: len(site.lines("ready")) == SENDERS, timeout=HANG, what="senders at the start")
+    senders = [anywhere.run("tests.system.sameness_app", "send", str(EACH), gate, output=output) for output in outputs]
+    wait_until(lambda: len(anywhere.lines("ready")) == SENDERS, timeout=HANG, what="senders at the start")
     pathlib.Path(gate).touch()
 
     assert [sender.wait(HANG) for sender in senders] == [0] * SENDERS
@@ -103,26 +125,26 @@ def test_two_hundred_sends_of_racing_processes_let_one_in(site: Site, tmp_path: 
     assert len(rows) == SENDERS * EACH
     assert [duplicate for _, duplicate in rows].count("False") == 1
     assert len({uuid for uuid, _ in rows}) == 1
-    assert [one.waiting for one in site.server.inspect.queues() if one.waiting] == [1]
+    assert [one.waiting for one in anywhere.server.inspect.queues() if one.waiting] == [1]
 
 
 @pytest.mark.timeout(3 * HANG)
-def test_a_killed_worker_neither_frees_nor_blocks_a_key(site: Site) -> None:
-    gate = site.gate("gate")
-    first = site.alone.send(gate)
-    victim = site.worker()
-    wait_until(lambda: site.lines("begin"), timeout=HANG, what="the first run")
+def test_a_killed_worker_neither_frees_nor_blocks_a_key(anywhere: Site) -> None:
+    gate = anywhere.gate("gate")
+    first = anywhere.alone.send(gate)
+    victim = anywhere.worker()
+    wait_until(lambda: anywhere.lines("begin"), timeout=HANG, what="the first run")
 
     victim.kill()
     victim.wait()
-    assert site.alone.send(gate).uuid == first.uuid
-    site.worker()
-    wait_until(lambda: len(site.lines("begin")) == 2, timeout=HANG, what="the second run")
-    assert site.alone.send(gate).uuid == first.uuid
+    assert anywhere.alone.send(gate).uuid == first.uuid
+    anywhere.worker()
+    wait_until(lambda: len(anywhere.lines("begin")) == 2, timeout=HANG, what="the second run")
+    assert anywhere.alone.send(gate).uuid == first.uuid
     pathlib.Path(gate).touch()
 
     assert first.get(timeout=HANG) == gate
-    assert not site.alone.send(gate).duplicate
+    assert not anywhere.alone.send(gate).duplicate
 
 
 @pytest.mark.timeout(3 * HANG)

@@ -19,7 +19,7 @@ import time
 
 import pytest
 
-from machinery_py.brokers.base import Broker, Consumer, Delivery, Disposal, Fate, Message
+from machinery_py.brokers.base import WAITING, Broker, Consumer, Delivery, Disposal, Fate, Message
 from machinery_py.errors import Unsupported
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.conformance.leases import LeaseConformance, OpenBroker, back, bodies, done, message, put
@@ -244,15 +244,15 @@ class BrokerConformance(LeaseConformance, PauseConformance):
 
     def test_later_waits_and_counts(self, broker: Broker, consumer: Consumer, clock: ManualClock) -> None:
         put(broker, b"a")
-        for parks in range(3):
+        for turn, (parks, reason) in enumerate([(0, ""), (1, WAITING), (1, ""), (2, "")]):
             (delivery,) = consumer.receive(5, 0)
-            assert (delivery.parks, delivery.strikes, delivery.fence) == (parks, 0, parks + 1)
+            assert (delivery.parks, delivery.strikes, delivery.fence) == (parks, 0, turn + 1)
             eta = seconds(clock.now(), 5.0)
-            assert consumer.dispose([Disposal(delivery=delivery, fate=Fate.LATER, eta=eta)]) == [True]
+            assert consumer.dispose([Disposal(delivery=delivery, fate=Fate.LATER, eta=eta, reason=reason)]) == [True]
             assert consumer.receive(5, 0) == []
             if broker.features.peeking:
                 assert [(parked.body, parked.parks, parked.eta) for parked in broker.delayed(5)] == [
-                    (b"a", parks + 1, eta)
+                    (b"a", parks + (reason != WAITING), eta)
                 ]
             clock.advance(5.5)
             consumer.beat()
