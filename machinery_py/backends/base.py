@@ -30,6 +30,7 @@ class BackendFeatures(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     keeps: bool = True  # False: the null backend
     foreign: bool = False  # Go programs may change the states in it
     claims: bool = False  # it keeps the keys of unique tasks
+    schedules: bool = True  # it keeps records, which schedules are kept in
     foreign_time: float = 0.0  # seconds that a group which Go shares is left to Go, since Go does not ask who has settled it
 
 

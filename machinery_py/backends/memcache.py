@@ -80,7 +80,7 @@ T = TypeVar("T")
 class MemcacheBackend(Backend):
     """Items on the driver's servers. The driver belongs to whoever made it."""
 
-    features = BackendFeatures(name="memcache", durable=False, listing=False)
+    features = BackendFeatures(name="memcache", durable=False, listing=False, schedules=False)
 
     def __init__(self, driver: MemcacheDriver, *, expire_in: float = EXPIRE_IN) -> None:
         self.driver = driver

@@ -39,6 +39,7 @@ from machinery_py.backends.mongo_records import (
 from machinery_py.backends.mongo_schedules import MongoSchedules, Tick
 from machinery_py.backends.mongo_tasks import BATCH, ROUNDS, MongoTasks, seen_of
 from machinery_py.backends.transactional import Row, decide, is_over
+from machinery_py.durability import Concern
 from machinery_py.states import Arrival, GroupMeta, TaskState
 
 EXPIRE_IN = 3600.0  # seconds that a finished task is kept
@@ -305,6 +306,9 @@ class MongoBackend(MongoLooking):
         if is_full:
             self._next_sweep = 0.0
         return is_full
+
+    def concerns(self) -> list[Concern]:
+        return self.driver.concerns()
 
     def close(self) -> None:
         pass  # the driver belongs to whoever made it

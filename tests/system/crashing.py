@@ -21,6 +21,7 @@ from machinery_py import Server, chord, group
 from machinery_py.backends.base import Verdict
 from machinery_py.brokers.base import Delivery
 from machinery_py.settlement.base import Firing, Mark, Session, Settlement, Store, Submission
+from machinery_py.settlement.two_stores import TwoStores
 
 server = Server(
     broker=os.environ.get("CRASH_BROKER", "memory://"), result_backend=os.environ.get("CRASH_BACKEND", "memory://")
@@ -98,6 +99,9 @@ WORKER_POINTS = (
 #: Between the steps of a change in a Redis Cluster, which are in several slots.
 CLUSTER_POINTS = ("after-note", "after-verdict", "after-effects", "after-publish")
 
+#: Between the steps of a change in two stores: what follows is published, its outbox is cleared.
+TWO_STORE_POINTS = ("after-put", "after-clear")
+
 
 class Killer:
     """Ends this process with SIGKILL the first time that its point is reached."""
@@ -132,7 +136,11 @@ class KillingStore(Store):
 
         store.backend.apply = killing_apply  # type: ignore[method-assign]
         if hasattr(store.backend, "_steps"):
-            kill_between_steps(store.backend._steps, store.broker)
+            steps = store.backend._steps
+            places = ((steps, "_note"), (steps, "decide"), (steps, "carry_out"), (store.broker, "put_once"))
+            kill_between_steps(places, CLUSTER_POINTS)
+        elif isinstance(store, TwoStores):
+            kill_between_steps(((store.broker, "put"), (store.backend, "clear_outbox")), TWO_STORE_POINTS)
 
     def submit(self, submission: Submission) -> None:
         killer.reach("before-submit")
@@ -159,10 +167,9 @@ class KillingStore(Store):
         return pause
 
 
-def kill_between_steps(steps: Any, broker: Any) -> None:
+def kill_between_steps(places: Sequence[tuple[Any, str]], points: Sequence[str]) -> None:
     """Let the killer in after each step of a settlement that does anything."""
-    places = ((steps, "_note"), (steps, "decide"), (steps, "carry_out"), (broker, "put_once"))
-    for (owner, name), point in zip(places, CLUSTER_POINTS, strict=True):
+    for (owner, name), point in zip(places, points, strict=True):
         setattr(owner, name, killing_step(getattr(owner, name), point))
 
 

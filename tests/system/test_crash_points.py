@@ -23,7 +23,7 @@ from tests.stores.amqp_case import amqp_url, vhosts
 from tests.stores.memcache_case import empty_memcached
 from tests.stores.redis_cluster_case import empty_cluster, url_of
 from tests.system import crashing
-from tests.system.crashing import CLUSTER_POINTS, SENDER_POINTS, SHAPES, WORKER_POINTS
+from tests.system.crashing import CLUSTER_POINTS, SENDER_POINTS, SHAPES, TWO_STORE_POINTS, WORKER_POINTS
 
 __all__ = ["amqp_url", "empty_cluster", "empty_memcached", "vhosts"]
 
@@ -131,6 +131,10 @@ def cells() -> Iterator[tuple[str, str, str]]:
                 yield "memcached", point, shape
             if shape in ("retry", "chain", "broken-chord", "chord", "delayed") and not point.startswith("inside"):
                 yield "redis", point, shape  # its steps are scripts: there is no inside
+    for stores in ("two stores", "amqp", "memcached"):
+        for point, shape in itertools.product(TWO_STORE_POINTS, ("retry", "chord")):
+            if MANY or (stores == "two stores") == (shape == "retry"):
+                yield stores, point, shape
     for point in CLUSTER_POINTS:
         yield "cluster", point, "broken-chord"
         if point in ("after-verdict", "after-publish"):
@@ -152,7 +156,7 @@ def test_a_worker_that_is_killed_loses_and_doubles_nothing(
 
     killed = stage.calls()["killed"]
     assert first.returncode == (-9 if killed else 0), first.stderr
-    assert killed or point not in CLUSTER_POINTS
+    assert killed or point not in (*CLUSTER_POINTS, *TWO_STORE_POINTS)
     check_history(stage.calls(), shape, point)
     check_states(survivor, sent.stdout.strip(), shape)
 
