@@ -197,6 +197,34 @@ def test_what_died_between_two_writes_is_finished_by_another(store: MongoStore, 
     assert session.settle([end]) == [ALREADY]
 
 
+@pytest.mark.parametrize("by", ["tend", "repeat", "next change"])
+def test_what_follows_from_a_change_is_finished_once_by_another(
+    driver: MongoDriver, monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
+    """Its owner died behind the first write. Who finishes it also takes it out, or it would be done again for ever."""
+    backend, heir = MongoBackend(driver), MongoBackend(driver)
+    retry = Change(key="t", mark="1", states=(state_of("t", State.RETRY), state_of("c")))
+    monkeypatch.setattr(backend, "follow", lambda changes, again: (_ for _ in ()).throw(BackendUnavailable("killed")))
+    with pytest.raises(BackendUnavailable):
+        backend.apply([retry])
+    assert backend.get_states(["c"]) == {}
+
+    if by == "tend":
+        monkeypatch.setattr(MongoDriver, "deed_age", 0.0)
+        heir.tend()
+    elif by == "repeat":
+        assert heir.apply([retry]) == [ALREADY]
+    else:
+        assert heir.apply([Change(key="t", mark="2", states=(state_of("t", State.SUCCESS, run=1),))]) == [SETTLED]
+
+    assert backend.get_state("c").state is State.PENDING
+    assert driver.run(lambda store: store.tasks.find_one({"deed_at": {"$gt": 0}}), doing="looking") is None
+    backend.purge_state("c")
+    monkeypatch.setattr(MongoDriver, "deed_age", 0.0)
+    heir.tend()
+    assert backend.get_states(["c"]) == {}
+
+
 def test_a_server_that_is_away_refuses_within_its_time_and_is_used_again_when_it_is_back(
     mongodb_server: str
 ) -> None:
