@@ -28,7 +28,8 @@ def connect(url: str) -> Any:
     """A database of its own beside the library's, with the indexes that the operations touch."""
     from pymongo import MongoClient
 
-    database = MongoClient(url, w="majority")["bench_raw"]
+    client: MongoClient[Document] = MongoClient(url, w="majority")
+    database = client["bench_raw"]
     for keys in (
         [("status", 1), ("queue", 1), ("priority", -1), ("order", 1)], [("status", 1), ("due_at", 1)], [("session", 1)],
         [("lease", 1)], [("deed_at", 1)],
