@@ -114,20 +114,20 @@ def drain_raw(url: str, count: int, *, claim: int, settle: int) -> float:
 def _claim(database: Any, lease: str, limit: int) -> list[Document]:
     order = [("priority", -1), ("order", 1)]
     waits = {"status": WAITING, "queue": QUEUE}
-    ids = [one["_id"] for one in database.messages.find(waits, {"_id": 1}).sort(order).limit(limit)]
+    ids = [one["_id"] for one in database.messages.find(waits, {"_id": 1}).sort(order).limit(limit).batch_size(limit)]
     mine = {"$set": {"status": TAKEN, "lease": lease, "session": "session", "begun": 0}}
     database.messages.update_many({"_id": {"$in": ids}, "status": WAITING}, mine)
     database.queues.find_one({"_id": QUEUE, "paused": 1}, {"_id": 1})
     taken = {"queue": QUEUE, "lease": lease, "status": TAKEN}
     database.messages.update_many(taken, {"$set": {"status": HELD}, "$inc": {"fence": 1}})
-    found = list(database.messages.find({**taken, "status": HELD}).sort(order))
+    found = list(database.messages.find({**taken, "status": HELD}).sort(order).batch_size(limit + 1))
     _states(database, found)
     return found
 
 
 def _states(database: Any, messages: list[Document]) -> list[Document]:
     keys = [one["uuid"] for one in messages]
-    return list(database.tasks.find({"_id": {"$in": keys}}, {"results": 0, "outbox": 0}))
+    return list(database.tasks.find({"_id": {"$in": keys}}, {"results": 0, "outbox": 0}).batch_size(len(keys) + 1))
 
 
 def _settle(database: Any, messages: list[Document]) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import pathlib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -124,11 +125,14 @@ class Matrix:
     def __init__(self) -> None:
         self._of_class: dict[tuple[str, type], tuple[str, str]] = {}
         self._seen: list[tuple[str, type, str]] = []
+        self._left: Counter[tuple[str, type]] = Counter()  # tests that have not run yet
 
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         counted = [item for item in items if any(is_counted(item, *suite) for suite in SUITES)]
         config.hook.pytest_deselected(items=list(set(items) - set(counted)))
         items[:] = counted
+        self._left.update((suite, item.cls) for item in counted for suite, base in SUITES  # type: ignore[attr-defined]
+                          if is_counted(item, suite, base))
 
     @pytest.hookimpl(hookwrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item) -> Iterator[None]:
@@ -145,18 +149,21 @@ class Matrix:
             if names is not None:
                 self._of_class.setdefault((suite, cls), names)
             self._seen.append((suite, cls, report.outcome))
+            self._left[suite, cls] -= 1
 
     def counts(self) -> Counts:
+        unfinished: dict[str, set[tuple[str, str]]] = {}  # interrupted: a part of the tests says nothing
+        for (suite, cls), left in self._left.items():
+            if left > 0 and (suite, cls) in self._of_class:
+                unfinished.setdefault(suite, set()).add(self._of_class[suite, cls])
         counts: Counts = {}
         for suite, cls, outcome in self._seen:
             names = self._of_class.get((suite, cls))
-            if names is not None:
+            if names is not None and names not in unfinished.get(suite, ()):
                 counts.setdefault((suite, *names), [0, 0, 0])[_OUTCOMES.index(outcome)] += 1
         return counts
 
-    def pytest_sessionfinish(self, exitstatus: int) -> None:
-        if exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
-            return  # interrupted: a part of the counts says nothing
+    def pytest_sessionfinish(self) -> None:
         PAGE.write_text(page(self.counts(), before=PAGE.read_text() if PAGE.exists() else ""))
 
 
