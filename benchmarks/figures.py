@@ -57,6 +57,7 @@ MEASUREMENTS: Sequence[Measurement] = (
     Measurement(name="send_one", sizes=(3000, 100), figures=[
         Figure(name="send", what="send, one by one", unit=PER_SECOND, more_is_better=True, targets={"redis": 7000.0}),
         Figure(name="raw send", what="… bare SQLite: the same rows and commits", unit=PER_SECOND, more_is_better=True),
+        Figure(name="pymongo send", what="… bare pymongo: the same operations", unit=PER_SECOND, more_is_better=True),
     ]),
     Measurement(name="send_bulk", sizes=(20_000, 500), figures=[
         Figure(name="send in bulk", what="send, a group of {n:,}", unit=PER_SECOND, more_is_better=True,
@@ -64,10 +65,11 @@ MEASUREMENTS: Sequence[Measurement] = (
     ]),
     Measurement(name="drain", sizes=(20_000, 500), figures=[
         Figure(name="drain", what="run {n:,} no-op tasks, one process", unit=PER_SECOND, more_is_better=True,
-               targets={"memory": 30_000.0, "sqlite": 3000.0, "redis": 20_000.0}),
+               targets={"memory": 30_000.0, "sqlite": 3000.0, "redis": 20_000.0, "mongodb": 1500.0}),
         Figure(name="cpu per task", what="… worker CPU for each of them", unit="µs", targets={"": 40.0}),
         Figure(name="commits", what="… claims and settlements for 1,000 of them", unit=""),
         Figure(name="raw drain", what="… bare SQLite: the same rows and commits", unit=PER_SECOND, more_is_better=True),
+        Figure(name="pymongo drain", what="… bare pymongo: the same operations", unit=PER_SECOND, more_is_better=True),
     ]),
     Measurement(name="drain_two", schemes=("sqlite", "redis", "mongodb"), sizes=(20_000, 500), figures=[
         Figure(name="drain by two", what="run {n:,} no-op tasks, two processes", unit=PER_SECOND, more_is_better=True),
@@ -102,6 +104,8 @@ MEASUREMENTS: Sequence[Measurement] = (
 )
 
 #: (figure, baseline): the first is quoted as a part of the second.
-BASELINES: Sequence[tuple[str, str]] = (("send", "raw send"), ("drain", "raw drain"))
+BASELINES: Sequence[tuple[str, str]] = (
+    ("send", "raw send"), ("drain", "raw drain"), ("send", "pymongo send"), ("drain", "pymongo drain"),
+)
 
 BY_NAME: Mapping[str, Measurement] = {measurement.name: measurement for measurement in MEASUREMENTS}

@@ -18,6 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from benchmarks import raw_mongo
 from benchmarks.raw_sqlite import RawSender, drain_raw
 from benchmarks.workers import THREADS, helper_drain, helper_serve, idle_worker, work_off_by
 from benchmarks.workload import (
@@ -30,6 +31,7 @@ from benchmarks.workload import (
     check_queues_empty,
     cpu,
     fill,
+    is_mongodb,
     is_sqlite,
     make_server,
 )
@@ -58,7 +60,11 @@ def send_one(url: str, count: int) -> Figures:
     task.send(0)
     seconds = raw_seconds = 0.0
     with contextlib.ExitStack() as stack:
-        raw = stack.enter_context(RawSender(beside(url))) if is_sqlite(url) else None
+        raw: RawSender | raw_mongo.RawSender | None = None
+        if is_sqlite(url):
+            raw = stack.enter_context(RawSender(beside(url)))
+        elif is_mongodb(url):
+            raw = stack.enter_context(raw_mongo.RawSender(url))
         for block in range(BLOCKS):
             began = time.perf_counter()
             for number in range(block * count // BLOCKS, (block + 1) * count // BLOCKS):
@@ -69,7 +75,7 @@ def send_one(url: str, count: int) -> Figures:
     _check_waiting(server, count + 1)
     figures = {"send": count / seconds}
     if raw is not None:
-        figures["raw send"] = count // BLOCKS * BLOCKS / raw_seconds
+        figures["pymongo send" if is_mongodb(url) else "raw send"] = count // BLOCKS * BLOCKS / raw_seconds
     return figures
 
 
@@ -102,6 +108,9 @@ def drain(url: str, count: int) -> Figures:
                "commits": 1000 * rounds / count}
     if is_sqlite(url):
         figures["raw drain"] = drain_raw(beside(url), count, batch=max(1, round(2 * count / rounds)))
+    elif is_mongodb(url):
+        figures["pymongo drain"] = raw_mongo.drain_raw(
+            url, count, claim=max(1, round(count / run["claims"])), settle=max(1, round(count / run["settlements"])))
     return figures
 
 

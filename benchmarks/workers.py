@@ -55,15 +55,18 @@ def work_off(server: Any, count: int) -> Figures:
     worker.start()
     pause = threading.Event()
     processed, ended, looked = 0, began, began
+    is_empty = False
     while processed < count:
         pause.wait(POLL)
         now = time.monotonic()
         if worker.processed != processed:
-            processed, ended = worker.processed, now
+            processed, ended, is_empty = worker.processed, now, False
         elif now - max(ended, looked) > QUIET:
             looked = now
-            if now - began > WAIT or not any(stats.waiting or stats.running for stats in server.broker.stats()):
+            if now - began > WAIT or is_empty:
                 break  # another process has done the rest
+            # At the second look: what was settled while we looked is not counted yet.
+            is_empty = not any(stats.waiting or stats.running for stats in server.broker.stats())
     used = cpu() - before
     worker.stop()
     return {"began": began, "ended": ended, "processed": processed, "cpu": used,

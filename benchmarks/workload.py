@@ -48,6 +48,10 @@ def is_sqlite(url: str) -> bool:
     return url.startswith("sqlite:")
 
 
+def is_mongodb(url: str) -> bool:
+    return url.startswith("mongodb:")
+
+
 def beside(url: str) -> str:
     """A file for the raw measurement, on the same disk."""
     return url.removeprefix("sqlite:///").partition("?")[0] + ".raw"

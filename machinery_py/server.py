@@ -68,7 +68,7 @@ class Server(Declaring, SendingAsync):
         self.schedules = Schedules(self.engine, self.declared)
         self._hub: Hub | None = None
         self._inline = Inline(self.engine, self._all_queues, name="eager")
-        self._told_loop = False
+        self._told_loop = self._is_warned = False
         self.engine.attach(self._inline.drain)
 
     # What it consists of
@@ -260,8 +260,17 @@ class Server(Declaring, SendingAsync):
     def _send_workflow(self, chain: Chain[R]) -> ChainResult[R]:
         self._note_loop()
         plan = link(chain, now=self.now())
+        if not self._is_warned and any(step.is_group for step in plan.steps[:-1]):
+            self._warn_of_forgetting()
         self.engine.submit(plan.first, plan.groups)
         return self._results(plan)
+
+    def _warn_of_forgetting(self) -> None:
+        self._is_warned = True
+        features = self.backend.features
+        if features.keeps and not features.durable and not features.embedded:
+            logger.warning("a chord was sent whose members are counted in %s, which forgets when it restarts or is full: then "
+                           "its callback is never called (name another result backend for chords that matter)", features.name)
 
     def _results(self, plan: Plan) -> ChainResult[Any]:
         steps = [self._step_result(step, plan) for step in plan.steps]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import pathlib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -38,6 +39,7 @@ PAIRED: Mapping[str, type] = {
     "settlement": SettlementConformance, "schedules": ScheduleConformance, "workflows": LinkedConformance,
     "workers and queues": WorkerConformance,
 }
+SUITES = (*ALONE.items(), *PAIRED.items())
 
 #: (suite, broker or store, backend or "") → how many tests passed, failed, and were left out.
 Counts = dict[tuple[str, str, str], list[int]]
@@ -109,12 +111,28 @@ def _alone(suite: str, found: Mapping[str, Any]) -> str:
     return str(one.features.name) if one is not None else ""
 
 
+def is_counted(item: pytest.Item, suite: str, base: type) -> bool:
+    """Whether the test is one of this suite."""
+    cls, name = getattr(item, "cls", None), getattr(item, "originalname", item.name)
+    if cls is None or not issubclass(cls, base) or not hasattr(base, name):
+        return False
+    return suite != "workers and queues" or not hasattr(LinkedConformance, name)  # counted with the workflows
+
+
 class Matrix:
-    """Collects while the tests run, and writes the page at their end."""
+    """Leaves out what it does not count, collects while the tests run, and writes the page at their end."""
 
     def __init__(self) -> None:
         self._of_class: dict[tuple[str, type], tuple[str, str]] = {}
         self._seen: list[tuple[str, type, str]] = []
+        self._left: Counter[tuple[str, type]] = Counter()  # tests that have not run yet
+
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        counted = [item for item in items if any(is_counted(item, *suite) for suite in SUITES)]
+        config.hook.pytest_deselected(items=list(set(items) - set(counted)))
+        items[:] = counted
+        self._left.update((suite, item.cls) for item in counted for suite, base in SUITES  # type: ignore[attr-defined]
+                          if is_counted(item, suite, base))
 
     @pytest.hookimpl(hookwrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item) -> Iterator[None]:
@@ -124,21 +142,24 @@ class Matrix:
         if cls is None or not (report.when == "call" or report.failed or (report.when == "setup" and report.skipped)):
             return
         found = getattr(item, "funcargs", {})
-        for suite, base in (*ALONE.items(), *PAIRED.items()):
-            if not issubclass(cls, base) or not hasattr(base, getattr(item, "originalname", item.name)):
+        for suite, base in SUITES:
+            if not is_counted(item, suite, base):
                 continue
-            if suite == "workers and queues" and hasattr(LinkedConformance, getattr(item, "originalname", item.name)):
-                continue  # counted with the workflows
             names = _names(found) if suite in PAIRED else ((one, "") if (one := _alone(suite, found)) else None)
             if names is not None:
                 self._of_class.setdefault((suite, cls), names)
             self._seen.append((suite, cls, report.outcome))
+            self._left[suite, cls] -= 1
 
     def counts(self) -> Counts:
+        unfinished: dict[str, set[tuple[str, str]]] = {}  # interrupted: a part of the tests says nothing
+        for (suite, cls), left in self._left.items():
+            if left > 0 and (suite, cls) in self._of_class:
+                unfinished.setdefault(suite, set()).add(self._of_class[suite, cls])
         counts: Counts = {}
         for suite, cls, outcome in self._seen:
             names = self._of_class.get((suite, cls))
-            if names is not None:
+            if names is not None and names not in unfinished.get(suite, ()):
                 counts.setdefault((suite, *names), [0, 0, 0])[_OUTCOMES.index(outcome)] += 1
         return counts
 

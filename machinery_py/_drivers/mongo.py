@@ -13,6 +13,7 @@ repeated write (retryWrites) from a new one, on a single server nobody does. Aft
 from __future__ import annotations
 
 import datetime as dt
+import logging
 import os
 import threading
 import time
@@ -23,15 +24,20 @@ from typing import Any, ClassVar, TypeVar
 from pymongo import MongoClient
 from pymongo.collection import Collection
 from pymongo.database import Database
-from pymongo.errors import BulkWriteError, DuplicateKeyError
+from pymongo.errors import BulkWriteError, DuplicateKeyError, OperationFailure
 
+from machinery_py._drivers.mongo_durability import Told, concerns, version_of
 from machinery_py._drivers.mongo_errors import DUPLICATE, as_ours, is_ours_to_sort, is_unknown, may_be_repeated
 from machinery_py.clock import SYSTEM_CLOCK, Clock, micros, moment_of
-from machinery_py.errors import BackendUnavailable, MachineryError
+from machinery_py.durability import Concern
+from machinery_py.errors import BackendUnavailable, MachineryError, StoreUnusable
 from machinery_py.urls import redact
+
+logger = logging.getLogger(__name__)
 
 TIMEOUT = 5.0  # seconds for a server to be found, and for a reply
 DATABASE = "machinery"  # Go's
+OLDEST = (4, 0)  # version of the server
 CLOCK_LIFE = 60.0  # seconds that the difference between the server's clock and ours is believed
 T = TypeVar("T")
 Document = dict[str, Any]
@@ -94,12 +100,15 @@ class MongoDriver:
 
     deed_age: ClassVar[float] = 5.0
 
-    def __init__(self, url: str, *, clock: Clock = SYSTEM_CLOCK, timeout: float = TIMEOUT, database: str = "") -> None:
+    def __init__(
+        self, url: str, *, clock: Clock = SYSTEM_CLOCK, timeout: float = TIMEOUT, database: str = "", strict: bool = False
+    ) -> None:
         self.url = url
         self.clock = clock
         self.place = redact(url)
         self._timeout = timeout
         self._name = database
+        self._strict = strict  # refuse a server that may lose what it is given
         self._opening = threading.Lock()
         self._client: MongoClient[Document] | None = None
         self._store: Store | None = None
@@ -202,6 +211,7 @@ class MongoDriver:
         try:
             default = client.get_default_database(DATABASE).name
             store: Store = client[self._name or default]
+            self._check(store)
             for collection, keys in _INDEXES:
                 store[collection].create_index(list(keys))
         except BaseException:
@@ -209,6 +219,28 @@ class MongoDriver:
             raise
         self._client, self._store = client, store
         return store
+
+    def _check(self, store: Store) -> None:
+        """Refuse what cannot be worked with, and tell what may be lost."""
+        told = _told_by(store)
+        version = version_of(told.build)
+        if version is not None and version < OLDEST:
+            raise StoreUnusable(f"MongoDB at {self.place} is version {told.build['version']} "
+                                f"(needed: {OLDEST[0]}.{OLDEST[1]} or newer)")
+        found = concerns(told)
+        if self._strict and found:
+            reasons = "; ".join(one.text for one in found)
+            raise StoreUnusable(f"MongoDB at {self.place}: refused by strict_durability: {reasons}")
+        for one in found:
+            logger.log(logging.WARNING if one.is_certain else logging.INFO, "MongoDB at %s: %s", self.place, one.text)
+
+    def concerns(self) -> list[Concern]:
+        """What is wrong with the server now, or cannot be known.
+
+        Raises:
+            BackendUnavailable, StoreUnusable: it cannot be asked.
+        """
+        return self.run(lambda store: concerns(_told_by(store)), doing="looking at its settings")
 
     def bell(self, what: str) -> Bell:
         """A bell that `ring` rings, of any driver of this process with the same URL."""
@@ -229,6 +261,21 @@ class MongoDriver:
             client, self._client, self._store = self._client, None, None
         if client is not None and os.getpid() == self._pid:
             client.close()
+
+
+def _told_by(store: Store) -> Told:
+    admin = store.client.admin
+
+    def ask_if_allowed(command: str) -> Document | None:
+        try:
+            return admin.command(command)
+        except OperationFailure:
+            return None  # no right to ask, or no such command
+
+    return Told(
+        hello=admin.command("ismaster"), build=ask_if_allowed("buildInfo") or {}, status=ask_if_allowed("serverStatus"),
+        options=ask_if_allowed("getCmdLineOpts"), concern=store.write_concern.document,
+    )
 
 
 def insert_new(collection: Collection[Document], documents: Sequence[Document]) -> list[bool]:

@@ -30,6 +30,7 @@ _FULL = frozenset({14031, 12501})  # OutOfDiskSpace, QuotaExceeded
 _TOO_BIG = frozenset({10334, 17280, 17419, 17420})
 _INTERRUPTED = frozenset({91, 11600, 11602})  # the server is going down, or was a primary: it may have been carried out
 _NOT_PRIMARY = frozenset({10107, 10058, 13435, 13436, 189})  # refused before anything was done
+_CURSOR_LOST = frozenset({43, 175, 237})  # CursorNotFound, QueryPlanKilled, CursorKilled: what is read is read anew
 
 
 def is_unknown(error: BaseException) -> bool:
@@ -46,11 +47,11 @@ def is_unknown(error: BaseException) -> bool:
 
 
 def may_be_repeated(error: BaseException) -> bool:
-    """Whether a repeat may meet a server that answers: the connection was lost, or the primary is another one now."""
+    """Whether a repeat may meet a server that answers: the connection or a cursor was lost, or the primary is another one now."""
     if isinstance(error, ServerSelectionTimeoutError):
         return False
     return isinstance(error, AutoReconnect) or (
-        isinstance(error, OperationFailure) and error.code in _INTERRUPTED | _NOT_PRIMARY
+        isinstance(error, OperationFailure) and error.code in _INTERRUPTED | _NOT_PRIMARY | _CURSOR_LOST
     )
 
 

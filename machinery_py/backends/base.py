@@ -31,6 +31,7 @@ class BackendFeatures(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     foreign: bool = False  # Go programs may change the states in it
     claims: bool = False  # it keeps the keys of unique tasks
     forgets: bool = False  # any single thing that it was given may be gone, at any time: see its documentation
+    schedules: bool = True  # it keeps records, which schedules are kept in
     foreign_time: float = 0.0  # seconds that a group which Go shares is left to Go, since Go does not ask who has settled it
 
 

@@ -39,6 +39,7 @@ from machinery_py.backends.mongo_records import (
 from machinery_py.backends.mongo_schedules import MongoSchedules, Tick
 from machinery_py.backends.mongo_tasks import BATCH, ROUNDS, MongoTasks, seen_of
 from machinery_py.backends.transactional import Row, decide, is_over
+from machinery_py.durability import Concern
 from machinery_py.states import Arrival, GroupMeta, TaskState
 
 EXPIRE_IN = 3600.0  # seconds that a finished task is kept
@@ -183,13 +184,16 @@ class MongoBackend(MongoLooking):
     def clear_deeds(self, changes: Sequence[Change]) -> None:
         """What follows from these changes has been done."""
         keys = [change.key for change in changes if _own(change)]
+        marks = [change.mark for change in changes if _own(change)]
+        # A later change may have left its own deed there.
+        ours: Document = {"_id": {"$in": keys}, **({"mark": {"$in": marks}} if all(marks) else {})}
         groups = [change.fires for change in changes if change.fires]
         none: Document = {"$set": {"deed": b"", "deed_at": 0}}
         neither: Document = {"$set": {"deed": b"", "deed_at": 0, "send": b""}}
 
         def clear(store: Store) -> None:
             if keys:
-                store.tasks.update_many({"_id": {"$in": keys}}, none)
+                store.tasks.update_many(ours, none)
             if groups:
                 store.machinery_chords.update_many({"_id": {"$in": groups}}, neither)
 
@@ -198,11 +202,15 @@ class MongoBackend(MongoLooking):
 
     def _finish_deeds(self, keys: Sequence[str]) -> None:
         """Do what is left of these tasks' changes: their owner died, or lost a reply."""
-        for row in self._tasks.load(keys).values():
+        none: Document = {"$set": {"deed": b"", "deed_at": 0}}
+        for uuid, row in self._tasks.load(keys).items():
             deed = unpacked_changes(row.deed)
             if deed:
                 self.follow(deed, again=True)
-                self.clear_deeds(deed)
+                # Not one that was written meanwhile.
+                this: Document = {"_id": uuid, "deed_at": row.deed_at}
+                self._tasks.run(lambda store, this=this: store.tasks.update_one(this, none),  # type: ignore[misc]
+                                "clearing what was done")
 
     def _finish_old_deeds(self) -> int:
         before = self.driver.now() - int(self.driver.deed_age * 1e6)
@@ -314,6 +322,9 @@ class MongoBackend(MongoLooking):
         if is_full:
             self._next_sweep = 0.0
         return is_full
+
+    def concerns(self) -> list[Concern]:
+        return self.driver.concerns()
 
     def close(self) -> None:
         pass  # the driver belongs to whoever made it

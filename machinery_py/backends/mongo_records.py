@@ -42,6 +42,7 @@ class Kept(Row, kw_only=True):
     version: int = 0  # 0: there is none
     word: str | None = None  # the document's state, if only a Go program has written it
     deed: bytes = b""
+    deed_at: int = 0
 
 
 def kept_of(document: Document) -> Kept:
@@ -49,6 +50,7 @@ def kept_of(document: Document) -> Kept:
     return Kept(
         state=state_of(document), mark=str(document.get("mark") or ""), epoch=int(document.get("epoch") or 0),
         version=version, word=str(document.get("state") or ""), deed=bytes(document.get("deed") or b""),
+        deed_at=int(document.get("deed_at") or 0),
     )
 
 

@@ -53,7 +53,7 @@ class MongoTasks:
             return {
                 one["_id"]: kept_of(one)
                 for start in range(0, len(wanted), BATCH)
-                for one in store.tasks.find({"_id": {"$in": wanted[start : start + BATCH]}}, _SLIM)
+                for one in store.tasks.find({"_id": {"$in": wanted[start : start + BATCH]}}, _SLIM).batch_size(BATCH + 1)
             }
 
         return self.run(read, "reading states") if wanted else {}

@@ -30,7 +30,8 @@ class NullBackend(Backend):
     """Accepts every change and forgets it."""
 
     features = BackendFeatures(
-        name="null", durable=False, shared=False, embedded=False, listing=False, conditional=False, keeps=False
+        name="null", durable=False, shared=False, embedded=False, listing=False, conditional=False, keeps=False,
+        schedules=False,
     )
 
     def __init__(self, clock: Clock) -> None:

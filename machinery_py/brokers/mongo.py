@@ -36,6 +36,7 @@ from machinery_py.brokers.base import (
 from machinery_py.brokers.mongo_consumer import ORDER, MongoConsumer, decode_info
 from machinery_py.brokers.mongo_messages import QUEUED, Status, documents_of, letter_of, message_of, release, untake
 from machinery_py.clock import moment_of
+from machinery_py.durability import Concern
 from machinery_py.errors import BrokerUnavailable, MachineryError, PublishRefused, PublishUnknown
 
 LEASE = 10.0  # seconds without a beat until a consumer is given up
@@ -341,6 +342,9 @@ class MongoBroker(Broker):
             return [letter_of(one) for one in taken if one is not None]
 
         return self.driver.run(take, doing="taking dead letters", away=BrokerUnavailable, again=False)
+
+    def concerns(self) -> list[Concern]:
+        return self.driver.concerns()
 
     def close(self) -> None:
         """Close the consumers that are still open."""

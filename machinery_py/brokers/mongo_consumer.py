@@ -155,7 +155,8 @@ class MongoConsumer(Consumer):
             return [] if one is None else [one]
         if not messages.update_many(taken, hold).matched_count:
             return []
-        return list(messages.find({**taken, "status": int(Status.HELD)}).sort(ORDER))
+        # With a batch as large as that, nothing is left to be asked for in a second command.
+        return list(messages.find({**taken, "status": int(Status.HELD)}).sort(ORDER).batch_size(limit + 1))
 
     def _take(self, store: Store, queue: str, limit: int, lease: str) -> bool:
         """The first step of a claim; whether it has taken anything."""
@@ -165,7 +166,7 @@ class MongoConsumer(Consumer):
         if limit == 1:
             return messages.find_one_and_update(waits, mine, {"_id": 1}, sort=ORDER) is not None
         for _ in range(TRIES):
-            ids = [one["_id"] for one in messages.find(waits, {"_id": 1}).sort(ORDER).limit(limit)]
+            ids = [one["_id"] for one in messages.find(waits, {"_id": 1}).sort(ORDER).limit(limit).batch_size(limit)]
             if not ids:
                 return False
             if messages.update_many({"_id": {"$in": ids}, "status": int(Status.WAITING)}, mine).matched_count:

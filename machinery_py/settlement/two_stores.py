@@ -13,6 +13,7 @@ The order of the steps is what makes it safe; each may be the last one before a 
                                                    lets one of each be finished
     3             final state, empty outbox        the redelivery is acknowledged
 
+A second message of a task is no redelivery: it is acknowledged, and the outbox is left to whoever settled the first.
 An outbox whose delivery never comes back (its broker lost it) is sent by `tend` when it is old.
 
 Limits: with a backend that has no conditional changes (its features say so) callbacks are sent at least once.
@@ -163,7 +164,8 @@ class TwoSession(ConsumerSession):
         for (delivery, uuid, _), start in zip(known, begun, strict=True):
             if start.finished:
                 over.append(delivery)
-                if start.outbox:
+                # Another message of the task leaves the outbox to who is at it: it lives, or its own message comes back.
+                if start.outbox and delivery.redelivered:
                     unsent.append(uuid)
             else:
                 fresh.append(msgspec.structs.replace(delivery, epoch=start.epoch))

@@ -40,6 +40,7 @@ from machinery_py.testing.waiting import HANG
 
 CHUNK = 65_536  # bytes a read may give
 TICKS = 20.0  # pieces a second, when the bandwidth is limited
+Answer = Callable[[bytes], bytes]  # request → reply
 RST_ON_CLOSE = struct.pack("ii", 1, 0)  # SO_LINGER for no time at all
 
 
@@ -83,8 +84,9 @@ class _Traps:
     drop_matching: bytes | None = None
     answers: int = 0
     answer: str = ""
-    make_answer: Callable[[bytes], bytes] | None = None
+    make_answer: Answer | None = None
     answer_matching: bytes = b""
+    is_executed: bool = False
 
 
 class _Reset(Exception):
@@ -99,6 +101,7 @@ class _Connection:
     client: socket.socket
     server: socket.socket = field(default_factory=socket.socket)
     is_reset: bool = False
+    answer: bytes = b""  # to be sent in the place of the next reply
     drops_reply: bool = False  # it has sent the request that drop_next_reply(matching=…) waited for
     finished: set[Direction] = field(default_factory=set)  # by half_close: what still comes is swallowed
 
@@ -239,13 +242,14 @@ class Proxy:
         """
         self._set_trap(drops=times, drop_matching=matching)
 
-    def answer_next(self, error: str | Callable[[bytes], bytes], *, matching: bytes = b"", times: int = 1) -> None:
+    def answer_next(self, error: str | Answer, *, matching: bytes = b"", times: int = 1, executed: bool = False) -> None:
         """Answer the next request that contains `matching` with a Redis error, e.g. "LOADING wait"; do not forward it.
 
-        A pipeline is answered with one error a command. For other servers `error` makes the reply from the request.
+        A pipeline is answered with one error a command. For other servers `error` makes the reply from the request. `executed`:
+        forward it after all, and put the answer in the place of its reply.
         """
         text, make = (error.removeprefix("-"), None) if isinstance(error, str) else ("", error)
-        self._set_trap(answer=text, make_answer=make, answer_matching=matching, answers=times)
+        self._set_trap(answer=text, make_answer=make, answer_matching=matching, answers=times, is_executed=executed)
 
     # From any thread to the loop
 
@@ -341,6 +345,8 @@ class Proxy:
                 return
             if direction is REPLIES:
                 self._drop_perhaps(connection, read)
+                if connection.answer:
+                    read, connection.answer = connection.answer, b""
             elif answer := self._answer_to(connection, read):
                 await self._loop.sock_sendall(connection.client, answer)
                 continue
@@ -360,10 +366,10 @@ class Proxy:
         traps.answers -= 1
         self.counts["answered"] += 1
         self._log(connection.number, f"answered: {traps.answer}")
-        if traps.make_answer is not None:
-            return traps.make_answer(request)
         commands = len(re.findall(rb"(?:^|\r\n)\*\d+(?=\r\n)", request))
-        return f"-{traps.answer}\r\n".encode() * max(1, commands)
+        make = traps.make_answer or (lambda _: f"-{traps.answer}\r\n".encode() * max(1, commands))
+        connection.answer = make(request) if traps.is_executed else b""
+        return b"" if traps.is_executed else make(request)
 
     def _drop_perhaps(self, connection: _Connection, reply: bytes) -> None:
         traps = self._traps

@@ -526,6 +526,27 @@ def test_a_memcached_that_dies_and_comes_back_empty_loses_no_task() -> None:
         shop.server.close()
 
 
+def test_who_sends_chords_is_warned_once_that_they_may_be_forgotten(
+    empty_memcached: MemcachedServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    shop = Shop(empty_memcached.url)
+    group(shop.note.signature(1), shop.note.signature(2)).send()
+    (shop.note.signature(1) | shop.note.partial()).send()
+    assert "chord" not in caplog.text
+    for _ in range(2):
+        (group(shop.note.signature(1), shop.note.signature(2)) | shop.total.partial()).send()
+
+    [warning] = [one.message for one in caplog.records if one.name == "machinery_py.server"]
+    assert "counted in memcache, which forgets when it restarts or is full" in warning
+    shop.server.close()
+
+    quiet = Server("memory://")
+    note = quiet.register_task("note", abs)
+    (group(note.signature(1), note.signature(2)) | note.partial()).send()
+    quiet.close()
+    assert len([one for one in caplog.records if one.name == "machinery_py.server"]) == 1
+
+
 def test_who_waits_for_what_is_forgotten_is_told(empty_memcached: MemcachedServer) -> None:
     shop = Shop(empty_memcached.url)
     result = shop.note.send(1)

@@ -42,7 +42,7 @@ from machinery_py.errors import (
     StoreUnusable,
 )
 from machinery_py.locks.mongo import MongoLock
-from machinery_py.settlement.base import Store, Submission
+from machinery_py.settlement.base import Firing, Mark, Store, Submission
 from machinery_py.settlement.mongo_store import MongoStore
 from machinery_py.settlement.two_stores import TwoStores
 from machinery_py.signature import Arg, Signature
@@ -50,7 +50,7 @@ from machinery_py.states import State, TaskState
 from machinery_py.testing import private_mongo
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.conformance.claims import claim
-from machinery_py.testing.conformance.fencing import drain, message_of, settlement, state_of, submit
+from machinery_py.testing.conformance.fencing import arrival, drain, message_of, settlement, state_of, submit
 from machinery_py.testing.proxy import Proxy
 from machinery_py.testing.waiting import HANG
 from tests.stores.mongo_case import mongodb_server, mongodb_url
@@ -58,6 +58,7 @@ from tests.stores.mongo_case import mongodb_server, mongodb_url
 __all__ = ["mongodb_server", "mongodb_url"]
 
 WRITES = (b"insert", b"update", b"delete", b"findAndModify")
+FAULTS = ("lost reply", "stepped down", "stepped down after it")
 
 
 @pytest.fixture
@@ -86,11 +87,14 @@ def cut(proxy: Proxy, how: str, word: bytes) -> None:
     name = b"\x02" + word + b"\x00"
     if how == "lost reply":
         proxy.drop_next_reply(matching=name)
-    else:
+    elif how == "stepped down":
         proxy.answer_next(private_mongo.refusal(10107), matching=name)
+    else:
+        # InterruptedDueToReplStateChange: it was carried out, and the client does not know.
+        proxy.answer_next(private_mongo.refusal(11602), matching=name, executed=True)
 
 
-@pytest.mark.parametrize("how", ["lost reply", "stepped down"])
+@pytest.mark.parametrize("how", FAULTS)
 @pytest.mark.parametrize("word", WRITES)
 def test_a_submission_is_carried_out_once_whatever_happens_to_a_reply(
     store: MongoStore, proxy: Proxy, how: str, word: bytes
@@ -110,7 +114,7 @@ def test_a_submission_is_carried_out_once_whatever_happens_to_a_reply(
     assert set(store.backend.get_states(["a", "b"])) == {"a", "b"}
 
 
-@pytest.mark.parametrize("how", ["lost reply", "stepped down"])
+@pytest.mark.parametrize("how", FAULTS)
 @pytest.mark.parametrize("word", WRITES)
 @pytest.mark.parametrize("limit", [1, 5])
 def test_no_claim_is_lost_with_its_reply(store: MongoStore, proxy: Proxy, how: str, word: bytes, limit: int) -> None:
@@ -127,7 +131,7 @@ def test_no_claim_is_lost_with_its_reply(store: MongoStore, proxy: Proxy, how: s
     assert sorted(found) == ["a", "b", "c"]
 
 
-@pytest.mark.parametrize("how", ["lost reply", "stepped down"])
+@pytest.mark.parametrize("how", FAULTS)
 @pytest.mark.parametrize("word", WRITES)
 def test_a_settlement_is_carried_out_once_whatever_happens_to_a_reply(
     store: MongoStore, proxy: Proxy, how: str, word: bytes
@@ -249,6 +253,34 @@ def test_what_died_between_two_writes_is_finished_by_another(store: MongoStore, 
     assert session.settle([end]) == [ALREADY]
 
 
+@pytest.mark.parametrize("by", ["tend", "repeat", "next change"])
+def test_what_follows_from_a_change_is_finished_once_by_another(
+    driver: MongoDriver, monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
+    """Its owner died behind the first write. Who finishes it also takes it out, or it would be done again for ever."""
+    backend, heir = MongoBackend(driver), MongoBackend(driver)
+    retry = Change(key="t", mark="1", states=(state_of("t", State.RETRY), state_of("c")))
+    monkeypatch.setattr(backend, "follow", lambda changes, again: (_ for _ in ()).throw(BackendUnavailable("killed")))
+    with pytest.raises(BackendUnavailable):
+        backend.apply([retry])
+    assert backend.get_states(["c"]) == {}
+
+    if by == "tend":
+        monkeypatch.setattr(MongoDriver, "deed_age", 0.0)
+        heir.tend()
+    elif by == "repeat":
+        assert heir.apply([retry]) == [ALREADY]
+    else:
+        assert heir.apply([Change(key="t", mark="2", states=(state_of("t", State.SUCCESS, run=1),))]) == [SETTLED]
+
+    assert backend.get_state("c").state is State.PENDING
+    assert driver.run(lambda store: store.tasks.find_one({"deed_at": {"$gt": 0}}), doing="looking") is None
+    backend.purge_state("c")
+    monkeypatch.setattr(MongoDriver, "deed_age", 0.0)
+    heir.tend()
+    assert backend.get_states(["c"]) == {}
+
+
 def test_a_server_that_is_away_refuses_within_its_time_and_is_used_again_when_it_is_back(
     mongodb_server: str
 ) -> None:
@@ -272,6 +304,69 @@ def test_a_server_that_is_away_refuses_within_its_time_and_is_used_again_when_it
         assert [one.body for one in consumer.receive(9, 0)] == [b"a", b"b"]
         consumer.close()
         driver.close()
+
+
+@pytest.mark.parametrize("code", [43, 175])
+def test_what_was_to_be_read_with_a_lost_cursor_is_read_anew(driver: MongoDriver, proxy: Proxy, code: int) -> None:
+    backend = MongoBackend(driver)
+    backend.apply([change(TaskState(task_uuid="t"))])
+    proxy.answer_next(private_mongo.refusal(code, "cursor not found"), matching=b"\x02find\x00")
+
+    assert set(backend.get_states(["t"])) == {"t"}
+    assert proxy.counts["answered"] == 1
+
+
+@pytest.mark.parametrize("end", ["reset", "finish"])
+def test_connections_that_the_server_has_closed_are_opened_anew(store: MongoStore, proxy: Proxy, end: str) -> None:
+    submit(store, "a", token="t")
+    session = store.open_session(["q"], worker="w")
+    getattr(proxy, end)()
+
+    found: list[str] = []
+    for _ in range(3):
+        try:
+            found += [one.receipt.uuid for one in session.receive(9, 0)]
+        except BrokerUnavailable:
+            continue  # it was closed while it was asked
+    assert found == ["a"]
+    getattr(proxy, end)()
+    assert session.beat() is True
+
+
+def test_every_write_waits_for_the_majority(mongodb_url: str) -> None:
+    """What only an old primary had is gone when it comes back; no write of ours may be of that kind."""
+    heard: list[Any] = []
+    is_over = threading.Event()
+
+    class Hear(pymongo.monitoring.CommandListener):
+        def started(self, event: Any) -> None:
+            if not is_over.is_set():
+                heard.append((event.command_name, event.command.get("writeConcern")))
+
+        def succeeded(self, event: Any) -> None: ...
+        def failed(self, event: Any) -> None: ...
+
+    pymongo.monitoring.register(Hear())
+    driver = MongoDriver(mongodb_url)
+    store = MongoStore(MongoBroker(driver), MongoBackend(driver))
+    submit(store, "a", "b", token="t")
+    session = store.open_session(["q"], worker="w")
+    one, two = session.receive(9, 0)
+    session.settle([settlement(one, callbacks=["c"], arrivals=[arrival(one, 1)])], [Mark(delivery=two, state=state_of("b"))])
+    assert store.fire(Firing(group_uuid="g"))
+    session.beat()
+    store.tend()
+    session.close()
+    lock = MongoLock(driver)
+    held = lock.acquire("n", ttl=10.0)
+    assert held is not None
+    lock.release(held)
+    driver.close()
+    is_over.set()
+
+    writes = [(name, concern) for name, concern in heard if name in ("insert", "update", "delete", "findAndModify")]
+    assert {name for name, _ in writes} == {"insert", "update", "delete", "findAndModify"}
+    assert [(name, concern) for name, concern in writes if (concern or {}).get("w") != "majority"] == []
 
 
 def test_what_can_never_be_stored_is_refused_and_harms_nobody(store: MongoStore) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pathlib
+from collections.abc import Callable, Sequence
 
 import pytest
 
 from machinery_py import Server, StateNotFound, Unsupported, group
 from machinery_py._drivers.memory import MemoryHub
 from machinery_py._drivers.sqlite import SQLiteDriver
+from machinery_py.backends.base import SETTLED
 from machinery_py.backends.memory import MemoryBackend
 from machinery_py.backends.sqlite import SQLiteBackend
 from machinery_py.brokers.base import Message
@@ -18,6 +20,7 @@ from machinery_py.settlement.base import Submission
 from machinery_py.settlement.two_stores import TwoStores
 from machinery_py.states import State, TaskState
 from machinery_py.testing.clocks import ManualClock
+from machinery_py.testing.conformance.fencing import drain, settlement, submit, uuid_of
 from machinery_py.testing.conformance.settlement import OpenStore, SettlementConformance
 from machinery_py.testing.flaky import FlakyBroker
 
@@ -72,6 +75,57 @@ def test_a_refused_replay_leaves_the_finished_state(refusing: tuple[TwoStores, F
         store.submit(submission(replay=True))
 
     assert store.backend.get_state("task_1").state is State.FAILURE
+
+
+class Entered(MemoryBroker):
+    """Lets others do something before each `put`."""
+
+    enter: Callable[[], object] = staticmethod(lambda: None)
+
+    def put(self, messages: Sequence[Message], *, token: str) -> None:
+        self.enter()
+        super().put(messages, token=token)
+
+
+def test_a_second_message_leaves_the_callback_to_who_is_publishing_it(clock: ManualClock) -> None:
+    """Another worker takes it when the state of the first is written and its callback is not on its queue."""
+    broker, backend = Entered(MemoryHub(clock)), MemoryBackend(MemoryHub(clock))
+    one, other = TwoStores(broker, backend, clock), TwoStores(broker, backend, clock)
+    submit(one, "a", token="1")
+    submit(one, "a", token="2")
+    session, beside = one.open_session(["q"], worker="one"), other.open_session(["q"], worker="other")
+    (first,) = session.receive(1, 0)
+    taken: list[object] = []
+    broker.enter = lambda: taken.append(beside.receive(9, 0))  # type: ignore[method-assign]
+
+    assert session.settle([settlement(first, callbacks=["c"])]) == [SETTLED]
+
+    assert taken == [[]]
+    assert drain(other, "c") == ["c"]
+    beside.close()
+    assert drain(other, "q") == []
+    assert backend.unsent(9, older_than=0.0) == []
+
+
+def test_a_redelivery_publishes_what_its_dead_owner_has_not(clock: ManualClock) -> None:
+    memory, backend = MemoryBroker(MemoryHub(clock)), MemoryBackend(MemoryHub(clock))
+    broker = FlakyBroker(memory)
+    dying, other = TwoStores(broker, backend, clock), TwoStores(memory, backend, clock)
+    submit(dying, "a")
+    session = dying.open_session(["q"], worker="dying")
+    (first,) = session.receive(1, 0)
+    broker.faults.next_call("put")
+    with pytest.raises(BrokerUnavailable):
+        session.settle([settlement(first, callbacks=["c"])])
+    for _ in range(2):  # it beats no more, and is given up at the second look
+        clock.advance(11.0)
+        other.broker.tend()
+
+    heir = other.open_session(["q", "c"], worker="heir")
+
+    assert [uuid_of(one) for one in (*heir.receive(9, 0), *heir.receive(9, 0))] == ["c"]
+    assert session.settle([settlement(first, callbacks=["c"])]) != [SETTLED]
+    assert backend.unsent(9, older_than=0.0) == []
 
 
 def test_the_null_backend_runs_tasks_and_refuses_what_it_cannot_do() -> None:

@@ -102,11 +102,11 @@ WORKER_POINTS = (
 )
 
 
-#: Where states and messages are in two stores: the outbox is published; it is cleared, and the message not acknowledged.
-TWO_STORES_POINTS = ("after-sent", "after-cleared")
-
 #: Between the steps of a change in a Redis Cluster, which are in several slots.
 CLUSTER_POINTS = ("after-note", "after-verdict", "after-effects", "after-publish")
+
+#: Between the steps of a change in two stores: what follows is published, its outbox is cleared.
+TWO_STORE_POINTS = ("after-put", "after-clear")
 
 
 class Killer:
@@ -142,10 +142,11 @@ class KillingStore(Store):
 
         store.backend.apply = killing_apply  # type: ignore[method-assign]
         if hasattr(store.backend, "_steps"):
-            kill_between_steps(store.backend._steps, store.broker)
-        if isinstance(store, TwoStores):
-            for owner, name, point in zip((store.broker, store.backend), ("put", "clear_outbox"), TWO_STORES_POINTS, strict=True):
-                setattr(owner, name, killing_step(getattr(owner, name), point))
+            steps = store.backend._steps
+            places = ((steps, "_note"), (steps, "decide"), (steps, "carry_out"), (store.broker, "put_once"))
+            kill_between_steps(places, CLUSTER_POINTS)
+        elif isinstance(store, TwoStores):
+            kill_between_steps(((store.broker, "put"), (store.backend, "clear_outbox")), TWO_STORE_POINTS)
 
     def submit(self, submission: Submission) -> None:
         killer.reach("before-submit")
@@ -172,10 +173,9 @@ class KillingStore(Store):
         return pause
 
 
-def kill_between_steps(steps: Any, broker: Any) -> None:
+def kill_between_steps(places: Sequence[tuple[Any, str]], points: Sequence[str]) -> None:
     """Let the killer in after each step of a settlement that does anything."""
-    places = ((steps, "_note"), (steps, "decide"), (steps, "carry_out"), (broker, "put_once"))
-    for (owner, name), point in zip(places, CLUSTER_POINTS, strict=True):
+    for (owner, name), point in zip(places, points, strict=True):
         setattr(owner, name, killing_step(getattr(owner, name), point))
 
 

@@ -19,14 +19,14 @@ from tests.stores.amqp_case import amqp_url, vhosts
 from tests.stores.memcache_case import empty_memcached
 from tests.stores.mongo_case import mongodb_server, mongodb_url
 from tests.system import crashing
-from tests.system.crashing import SENDER_POINTS, TWO_STORES_POINTS, WORKER_POINTS
+from tests.system.crashing import SENDER_POINTS, TWO_STORE_POINTS, WORKER_POINTS
 from tests.system.test_crash_points import EXPECTED, HANG, Stage, check_history, check_states, nothing_left
 
 __all__ = ["amqp_url", "empty_memcached", "mongodb_server", "mongodb_url", "vhosts"]
 
 FULL = bool(os.environ.get("MACHINERY_TEST_FULL"))
 BACKENDS = ("redis", "sqlite", "mongodb", "memcache")
-POINTS = (*WORKER_POINTS, *TWO_STORES_POINTS)
+POINTS = (*WORKER_POINTS, *TWO_STORE_POINTS)
 
 CELLS = list(itertools.product(BACKENDS, POINTS, ("chord", "retry", "broken-chord"))) if FULL else [
     (backend, point, "chord") for backend, point in zip(itertools.cycle(BACKENDS), POINTS)
@@ -74,7 +74,7 @@ def test_a_worker_on_rabbitmq_that_is_killed_loses_and_doubles_nothing(
 
     killed = stage.calls()["killed"]
     assert first.returncode == (-9 if killed else 0), first.stderr
-    assert killed or point not in TWO_STORES_POINTS
+    assert killed or point not in TWO_STORE_POINTS
     check_history(stage.calls(), shape, point)
     check_states(survivor, sent.stdout.strip(), shape)
 

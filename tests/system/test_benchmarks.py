@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 
+from machinery_py.testing import private_mongo
+from machinery_py.testing.servers import require
+
 ROOT = Path(__file__).resolve().parents[2]
 HANG = 150.0  # seconds
 
@@ -30,6 +33,18 @@ def test_a_quick_run_measures_every_figure_on_memory_and_sqlite(tmp_path: Path) 
     assert report["figures"][""]["import"] > 0
     assert all(value > 0 for name, value in (*memory.items(), *sqlite.items()) if name != "idle cpu")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_mongodb_is_measured_beside_a_bare_loop(tmp_path: Path) -> None:
+    require(private_mongo.KINDS[private_mongo.best_kind()])
+    done = run("benchmarks", "--quick", "--json", "--url", "mongodb://private", "--only", "send_one", "drain",
+               "--folder", str(tmp_path))
+
+    report: dict[str, Any] = json.loads(done.stdout)
+    assert report["failures"] == [], done.stderr
+    figures = report["figures"]["mongodb://private"]
+    assert figures.keys() == {"send", "pymongo send", "drain", "pymongo drain", "cpu per task", "commits"}
+    assert all(value > 0 for value in figures.values())
 
 
 def test_the_table_names_each_figure(tmp_path: Path) -> None:

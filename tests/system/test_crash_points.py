@@ -22,7 +22,7 @@ from machinery_py.testing.waiting import wait_until
 from tests.stores.memcache_case import empty_memcached
 from tests.stores.redis_cluster_case import empty_cluster, url_of
 from tests.system import crashing
-from tests.system.crashing import CLUSTER_POINTS, SENDER_POINTS, SHAPES, WORKER_POINTS
+from tests.system.crashing import CLUSTER_POINTS, SENDER_POINTS, SHAPES, TWO_STORE_POINTS, WORKER_POINTS
 
 __all__ = ["empty_cluster", "empty_memcached"]
 
@@ -125,6 +125,8 @@ def cells() -> Iterator[tuple[str, str, str]]:
                 yield "memcached", point, shape
             if shape in ("retry", "chain", "broken-chord", "chord", "delayed") and not point.startswith("inside"):
                 yield "redis", point, shape  # its steps are scripts: there is no inside
+    for point, stores in itertools.product(TWO_STORE_POINTS, ("two stores", "memcached")):
+        yield stores, point, "retry" if stores == "two stores" else "chord"
     for point in CLUSTER_POINTS:
         yield "cluster", point, "broken-chord"
         if point in ("after-verdict", "after-publish"):
@@ -146,7 +148,7 @@ def test_a_worker_that_is_killed_loses_and_doubles_nothing(
 
     killed = stage.calls()["killed"]
     assert first.returncode == (-9 if killed else 0), first.stderr
-    assert killed or point not in CLUSTER_POINTS
+    assert killed or point not in (*CLUSTER_POINTS, *TWO_STORE_POINTS)
     check_history(stage.calls(), shape, point)
     check_states(survivor, sent.stdout.strip(), shape)
 

@@ -1,11 +1,13 @@
 """A worker, and a sender, are killed after each of their writes to MongoDB; another worker finishes what they have begun.
 
-A settlement on one server is many writes, and each gap between two is a crash point (docs/explanation/mongodb-protocol.md).
-`make chaos` tries them all (MACHINERY_TEST_FULL=1); otherwise one of each kind.
+A settlement on one server is many writes, and each gap between two is a crash point (docs/explanation/mongodb-protocol.md). So it
+is where MongoDB is one of two stores, which have steps between them as well. `make chaos` tries them all
+(MACHINERY_TEST_FULL=1); otherwise one of each kind.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import pathlib
 import subprocess
@@ -16,35 +18,56 @@ import pytest
 
 from machinery_py import Config, Server, Task
 from machinery_py._drivers.mongo import MongoDriver
+from machinery_py.settlement import two_stores
 from machinery_py.testing.waiting import wait_until
+from tests.stores.amqp_case import amqp_url, vhosts
 from tests.stores.mongo_case import mongodb_server, mongodb_url
 from tests.system import crashing
+from tests.system.crashing import TWO_STORE_POINTS, WORKER_POINTS
 from tests.system.test_crash_points import EXPECTED, HANG, Stage, check_history, check_states, nothing_left
 
-__all__ = ["mongodb_server", "mongodb_url"]
+__all__ = ["amqp_url", "mongodb_server", "mongodb_url", "vhosts"]
 
 SCRIPT = pathlib.Path(__file__).with_name("mongo_crashing.py")
-CERTAIN = 10  # writes that a worker makes for each of these shapes, and more
+ONE = "mongodb"
+PAIRS = ("mongodb+redis", "amqp+mongodb", "redis+mongodb")  # broker and result backend
+
+#: Writes to MongoDB that a worker makes for each of these shapes, and more.
+CERTAIN = {ONE: 10, "mongodb+redis": 6, "amqp+mongodb": 6, "redis+mongodb": 6}
 
 FULL = bool(os.environ.get("MACHINERY_TEST_FULL"))
 
-#: Shape, before or after the write is carried out, number of the write.
+#: Stores, shape, before or after the write is carried out, number of the write.
 WRITES = [
     # After the nth write is before the next one, but for what the server does in between: one shape is enough.
-    *((shape, "before", number) for shape in ("retry", "chord") for number in range(1, 16)),
-    *(("broken-chord", "before", number) for number in range(4, 15, 2)),
-    *(("retry", "after", number) for number in range(1, 15, 2)),
+    *((ONE, shape, "before", number) for shape in ("retry", "chord") for number in range(1, 16)),
+    *((ONE, "broken-chord", "before", number) for number in range(4, 15, 2)),
+    *((ONE, "retry", "after", number) for number in range(1, 15, 2)),
+    *((pair, shape, "before", number) for pair in PAIRS for shape in ("retry", "chord") for number in range(1, 13)),
+    *((pair, "retry", "after", number) for pair in PAIRS for number in range(1, 9, 2)),
 ] if FULL else [
-    ("retry", "before", 3), ("retry", "before", 6), ("retry", "before", 8), ("retry", "after", 3),
-    ("chord", "before", 1), ("chord", "before", 5), ("chord", "before", 9), ("chord", "before", 10),
-    ("broken-chord", "before", 8),
+    (ONE, "retry", "before", 3), (ONE, "retry", "before", 6), (ONE, "retry", "before", 8), (ONE, "retry", "after", 3),
+    (ONE, "chord", "before", 1), (ONE, "chord", "before", 5), (ONE, "chord", "before", 9), (ONE, "chord", "before", 10),
+    (ONE, "broken-chord", "before", 8),
+    *((pair, "retry", "before", number) for pair, number in zip(PAIRS, (5, 4, 6), strict=True)),
 ]
 STEPS = [
-    ("after-claim", "chord"), ("in-task", "delayed"), ("before-settle", "chain"), ("after-settle", "retry"),
-    ("before-fire", "chord"), ("after-fire", "broken-chord"), ("after-tend", "chord"),
-] if FULL else [("after-claim", "chord"), ("after-settle", "retry"), ("before-fire", "chord")]
-SENDS = [(when, number) for when in ("before", "after") for number in range(1, 9)] if FULL else [
-    ("after", 1), ("before", 3), ("before", 5),
+    *((ONE, point, shape) for point, shape in (
+        ("after-claim", "chord"), ("in-task", "delayed"), ("before-settle", "chain"), ("after-settle", "retry"),
+        ("before-fire", "chord"), ("after-fire", "broken-chord"), ("after-tend", "chord"),
+    )),
+    *itertools.product(PAIRS, (*WORKER_POINTS, *TWO_STORE_POINTS), ("retry", "chord", "broken-chord")),
+] if FULL else [
+    (ONE, "after-claim", "chord"), (ONE, "after-settle", "retry"), (ONE, "before-fire", "chord"),
+    ("mongodb+redis", "after-put", "retry"), ("mongodb+redis", "inside-fire", "chord"),
+    ("amqp+mongodb", "inside-settle", "retry"), ("amqp+mongodb", "after-put", "chord"),
+    ("redis+mongodb", "after-clear", "retry"), ("redis+mongodb", "inside-settle", "chord"),
+]
+SENDS = [
+    *((ONE, when, number) for when in ("before", "after") for number in range(1, 9)),
+    *((pair, when, number) for pair in PAIRS for when in ("before", "after") for number in range(1, 5)),
+] if FULL else [
+    (ONE, "after", 1), (ONE, "before", 3), (ONE, "before", 5), ("mongodb+redis", "after", 1), ("amqp+mongodb", "before", 2),
 ]
 #: After the claim, its state, its message, and all of it.
 UNIQUE = [(when, number) for when in ("before", "after") for number in range(1, 6)] if FULL else [
@@ -53,9 +76,15 @@ UNIQUE = [(when, number) for when in ("before", "after") for number in range(1, 
 
 
 @pytest.fixture
-def stage(tmp_path: pathlib.Path, mongodb_url: str, monkeypatch: pytest.MonkeyPatch) -> Stage:
+def stage(
+    request: pytest.FixtureRequest, tmp_path: pathlib.Path, mongodb_url: str, monkeypatch: pytest.MonkeyPatch
+) -> Stage:
     monkeypatch.setattr(MongoDriver, "deed_age", 0.3)
-    return Stage(tmp_path, mongodb_url, mongodb_url)
+    monkeypatch.setattr(two_stores, "OUTBOX_AGE", 0.5)
+    urls = {"mongodb": lambda: mongodb_url, "redis": lambda: request.getfixturevalue("empty_redis").url,
+            "amqp": lambda: request.getfixturevalue("amqp_url")}
+    broker, _, backend = request.param.partition("+")
+    return Stage(tmp_path, urls[broker](), urls[backend or broker]())
 
 
 @pytest.fixture
@@ -81,15 +110,16 @@ def finish(stage: Stage, survivor: Server) -> None:
 
 
 def unfinished(server: Server) -> bool:
-    driver: MongoDriver = server.broker.driver  # type: ignore[attr-defined]
+    driver = next(one.driver for one in (server.broker, server.backend)
+                  if isinstance(getattr(one, "driver", None), MongoDriver))  # type: ignore[attr-defined]
     collections = ("machinery_tokens", "machinery_messages", "machinery_chords", "tasks", "machinery_claims")
-    return any(driver.run(lambda store, name=name: store[name].find_one({"deed_at": {"$gt": 0}}), doing="looking")  # type: ignore[misc]
+    return any(driver.run(lambda store, name=name: store[name].find_one({"deed_at": {"$gt": 0}}), doing="looking")
                for name in collections)
 
 
-@pytest.mark.parametrize(("shape", "when", "number"), WRITES)
+@pytest.mark.parametrize(("stage", "shape", "when", "number"), WRITES, indirect=["stage"])
 def test_a_worker_that_is_killed_at_any_write_loses_and_doubles_nothing(
-    stage: Stage, survivor: Server, shape: str, when: str, number: int
+    stage: Stage, survivor: Server, request: pytest.FixtureRequest, shape: str, when: str, number: int
 ) -> None:
     sent = stage.run("send", shape, "")
     assert sent.returncode == 0, sent.stderr
@@ -98,7 +128,7 @@ def test_a_worker_that_is_killed_at_any_write_loses_and_doubles_nothing(
     finish(stage, survivor)
 
     killed = stage.calls()["killed"]
-    assert killed or number > CERTAIN
+    assert killed or number > CERTAIN[request.node.callspec.params["stage"]]
     assert first.returncode == (-9 if killed else 0), first.stderr
     for function, count in EXPECTED[shape].items():
         # Two slots, and what the second of them was doing at that moment.
@@ -106,7 +136,7 @@ def test_a_worker_that_is_killed_at_any_write_loses_and_doubles_nothing(
     check_states(survivor, sent.stdout.strip(), shape)
 
 
-@pytest.mark.parametrize(("point", "shape"), STEPS)
+@pytest.mark.parametrize(("stage", "point", "shape"), STEPS, indirect=["stage"])
 def test_a_worker_that_is_killed_between_two_steps_loses_and_doubles_nothing(
     stage: Stage, survivor: Server, shape: str, point: str
 ) -> None:
@@ -116,12 +146,14 @@ def test_a_worker_that_is_killed_between_two_steps_loses_and_doubles_nothing(
     first = stage.run("worker", point)
     finish(stage, survivor)
 
-    assert first.returncode == (-9 if stage.calls()["killed"] else 0), first.stderr
+    killed = stage.calls()["killed"]
+    assert first.returncode == (-9 if killed else 0), first.stderr
+    assert killed or point not in TWO_STORE_POINTS
     check_history(stage.calls(), shape, point)
     check_states(survivor, sent.stdout.strip(), shape)
 
 
-@pytest.mark.parametrize(("when", "number"), SENDS)
+@pytest.mark.parametrize(("stage", "when", "number"), SENDS, indirect=["stage"])
 def test_a_sender_that_is_killed_at_any_write_leaves_all_or_nothing(
     stage: Stage, survivor: Server, when: str, number: int
 ) -> None:

@@ -1,6 +1,7 @@
 """Whole applications over RabbitMQ, with real workers in threads and results elsewhere.
 
-Redis has the whole suite. The other backends have what depends on the pair: how a task ends, retries, groups, paused queues.
+Redis has the whole suite. The other backends have what depends on the pair: how a task ends, retries, groups, paused queues;
+`make matrix` and `make chaos` run the whole with them as well, in test_pairs.py.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from machinery_py.testing.waiting import HANG, wait_until
 from tests.servers import rabbitmq_server
 from tests.stores.amqp_case import amqp_url, vhosts
 from tests.stores.memcache_case import empty_memcached
+from tests.stores.pair_case import ALL_PAIRS
 
 __all__ = ["amqp_url", "empty_memcached", "rabbitmq_server", "vhosts"]
 
@@ -42,9 +44,6 @@ OF_THE_PAIR = {
 class TestRabbitMQAndRedisBackend(WorkflowConformance):
     LONG = 300
 
-    # Its callback is published twice, with one UUID, if the duplicate comes before the first outbox is cleared: at least once.
-    test_a_message_that_comes_twice_counts_once = None  # type: ignore[assignment]
-
     @pytest.fixture
     def server(self, amqp_url: str, empty_redis: RedisServer, request: pytest.FixtureRequest) -> Server:
         arguments = {"x-max-priority": 10} if "priorit" in request.node.name else {}
@@ -64,7 +63,7 @@ for _name in dir(OfThePair):
 
 
 class TestRabbitMQAndMemoryBackend(OfThePair):
-    __test__ = True
+    __test__ = not ALL_PAIRS
 
     @pytest.fixture
     def server(self, amqp_url: str) -> Server:
@@ -72,7 +71,7 @@ class TestRabbitMQAndMemoryBackend(OfThePair):
 
 
 class TestRabbitMQAndSQLiteBackend(OfThePair):
-    __test__ = True
+    __test__ = not ALL_PAIRS
 
     @pytest.fixture
     def server(self, amqp_url: str, tmp_path: Path) -> Server:
@@ -80,7 +79,7 @@ class TestRabbitMQAndSQLiteBackend(OfThePair):
 
 
 class TestRabbitMQAndMemcacheBackend(OfThePair):
-    __test__ = True
+    __test__ = not ALL_PAIRS
 
     @pytest.fixture
     def server(self, amqp_url: str, empty_memcached: MemcachedServer) -> Server:

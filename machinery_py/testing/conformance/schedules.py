@@ -8,11 +8,15 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
 from machinery_py.backends.base import Amendment
 from machinery_py.brokers.base import Message
-from machinery_py.errors import StateNotFound
+from machinery_py.errors import StateNotFound, Unsupported
 from machinery_py.settlement.base import Session, Store
 from machinery_py.states import GroupMeta, State
 from machinery_py.testing.clocks import ManualClock
@@ -39,13 +43,36 @@ def bodies(store: Store) -> dict[str, bytes]:
     return dict(found)
 
 
+def where_kept(test: Callable[..., None]) -> Callable[..., None]:
+    """A store that keeps no records must refuse them in words instead, and do nothing."""
+
+    @functools.wraps(test)
+    def tried(self: StoreCase, **fixtures: Any) -> None:
+        store: Store = fixtures["store"] if "store" in fixtures else fixtures["open_store"]()
+        if store.backend.features.schedules:
+            test(self, **fixtures)
+            return
+        with pytest.raises(Unsupported, match="keeps no schedules"):
+            store.backend.records()
+        for body in (b"1", None):
+            with pytest.raises(Unsupported, match="keeps no schedules"):
+                amend(store, "a", None, body, "t", groups=(GroupMeta(group_uuid="g", task_uuids=("t",)),))
+        assert drain(store, "q") == []
+        assert store.backend.get_states(["t"]) == {}
+        assert store.backend.get_group("g") is None
+
+    return tried
+
+
 class ScheduleConformance(StoreCase):
     """Everything that Store.amend, Backend.amend and Backend.records say."""
 
+    @where_kept
     def test_at_first_there_is_none(self, store: Store, clock: ManualClock) -> None:
         records = store.backend.records()
         assert (records.bodies, records.now) == ({}, clock.now())
 
+    @where_kept
     def test_a_record_is_made_changed_and_removed(self, store: Store) -> None:
         assert amend(store, "a", None, b"1")
         assert amend(store, "b", None, b"x")
@@ -57,6 +84,7 @@ class ScheduleConformance(StoreCase):
         assert amend(store, "a", None, b"3")
         assert bodies(store) == {"a": b"3", "b": b"x"}
 
+    @where_kept
     def test_who_expects_something_else_writes_nothing(self, store: Store, session: Session) -> None:
         amend(store, "a", None, b"1")
 
@@ -70,6 +98,7 @@ class ScheduleConformance(StoreCase):
         with pytest.raises(StateNotFound):
             store.backend.get_state("t")
 
+    @where_kept
     def test_what_is_sent_with_it_comes_with_its_states_and_groups(self, store: Store, session: Session) -> None:
         assert amend(store, "a", None, b"1", "t", "u", groups=(GroupMeta(group_uuid="g", task_uuids=("t", "u")),))
 
@@ -80,6 +109,7 @@ class ScheduleConformance(StoreCase):
         assert list(group.task_uuids) == ["t", "u"]
         assert store.backend.unsent(9, older_than=0.0) == []
 
+    @where_kept
     def test_repeated_after_a_lost_reply_it_sends_once(self, store: Store) -> None:
         amend(store, "a", None, b"1")
         for _ in range(3):
@@ -88,6 +118,7 @@ class ScheduleConformance(StoreCase):
         assert bodies(store) == {"a": b"2"}
         assert drain(store, "q") == ["t"]
 
+    @where_kept
     def test_of_many_who_expect_the_same_one_sends(self, open_store: OpenStore) -> None:
         stores = [open_store() for _ in range(4)]
         amend(stores[0], "a", None, b"0")
@@ -105,6 +136,7 @@ class ScheduleConformance(StoreCase):
         for store in stores:
             store.close()
 
+    @where_kept
     def test_the_version_changes_with_every_change(self, store: Store) -> None:
         versions = [store.backend.records().version]
         for expected, body in ((None, b"1"), (b"1", b"2"), (b"2", b"1"), (b"1", None), (None, b"1")):
@@ -118,6 +150,7 @@ class ScheduleConformance(StoreCase):
         assert not amend(store, "a", b"0", b"9")
         assert store.backend.records(versions[-1]).bodies is None
 
+    @where_kept
     def test_other_handles_see_it(self, open_store: OpenStore) -> None:
         one, two = open_store(), open_store()
         amend(one, "a", None, b"1")
@@ -128,6 +161,7 @@ class ScheduleConformance(StoreCase):
         one.close()
         two.close()
 
+    @where_kept
     def test_any_name_and_any_bytes(self, store: Store) -> None:
         kept = {"": b"\x00\xff", "日本": b"{}", "a b:{c}'; --": b"x" * 100_000, "n" * 500: b"\n"}
         for name, body in kept.items():
@@ -137,6 +171,7 @@ class ScheduleConformance(StoreCase):
             assert amend(store, name, body, None)
         assert bodies(store) == {}
 
+    @where_kept
     def test_records_are_not_forgotten_when_results_are(self, store: Store, clock: ManualClock) -> None:
         amend(store, "a", None, b"1", "t")
         drain(store, "q")

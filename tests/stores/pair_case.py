@@ -1,0 +1,168 @@
+"""Two stores of any two kinds, for the suites that are run over pairs of broker and result backend.
+
+    place("redis", "broker")     a fixture `broker_place`: where an empty store of that kind is
+    open_side(place)             that store as one side of a pair, with a clock of its own
+    PairClock(one, other)        time that passes in both
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from machinery_py._drivers.memory import MemoryHub
+from machinery_py.backends.base import Backend
+from machinery_py.backends.memcache import MemcacheBackend
+from machinery_py.backends.memory import MemoryBackend
+from machinery_py.backends.mongo import MongoBackend
+from machinery_py.backends.redis import RedisBackend
+from machinery_py.backends.sqlite import SQLiteBackend
+from machinery_py.brokers.amqp import AMQPBroker
+from machinery_py.brokers.base import Broker
+from machinery_py.brokers.memory import MemoryBroker
+from machinery_py.brokers.mongo import MongoBroker
+from machinery_py.brokers.redis import RedisBroker
+from machinery_py.brokers.sqlite import SQLiteBroker
+from machinery_py.brokers.sqlite_consumer import SQLiteConsumer
+from machinery_py.config import AMQPConfig
+from machinery_py.settlement.base import Session, Store
+from machinery_py.settlement.two_stores import TwoSession
+from machinery_py.testing.clocks import ManualClock
+from machinery_py.testing.servers import MemcachedServer, RedisServer
+from tests.stores import amqp_case, memcache_case, mongo_case, redis_case, test_sqlite_conformance
+
+#: Every pair, not only a few: `make matrix` and `make chaos`.
+ALL_PAIRS = bool(os.environ.get("MACHINERY_TEST_FULL") or os.environ.get("MACHINERY_TEST_PAIRS"))
+
+_numbers = itertools.count(1)
+
+
+@dataclass(frozen=True)
+class Place:
+    """An empty store."""
+
+    kind: str
+    url: str
+    memcached: MemcachedServer | None = None
+
+
+def place(kind: str, role: str) -> object:
+    """A fixture. What it asks for it names, since a server may have parameters."""
+
+    def memory(self: object) -> Place:
+        return Place(kind, f"memory://pair-{role}-{next(_numbers)}")
+
+    def sqlite(self: object, tmp_path: Path) -> Place:
+        return Place(kind, f"sqlite:///{tmp_path}/{role}.db?synchronous=normal")
+
+    def redis(self: object, empty_redis: RedisServer) -> Place:
+        return Place(kind, empty_redis.url)
+
+    def mongodb(self: object, mongodb_url: str) -> Place:
+        return Place(kind, mongodb_url)
+
+    def amqp(self: object, amqp_url: str) -> Place:
+        return Place(kind, amqp_url)
+
+    def memcache(self: object, empty_memcached: MemcachedServer) -> Place:
+        return Place(kind, empty_memcached.url, empty_memcached)
+
+    kinds: dict[str, Callable[..., Place]] = {
+        function.__name__: function for function in (memory, sqlite, redis, mongodb, amqp, memcache)
+    }
+    return pytest.fixture(name=f"{role}_place")(kinds[kind])
+
+
+@dataclass(frozen=True)
+class Side:
+    """One store of a pair. What it opens has connections of its own, as another process would."""
+
+    clock: ManualClock
+    close: Callable[[], object]
+    open_broker: Callable[[], Broker] | None = None
+    open_backend: Callable[[], Backend] | None = None
+
+
+def open_side(place: Place) -> Side:
+    return _KINDS[place.kind](place)
+
+
+def _memory(place: Place) -> Side:
+    clock = ManualClock()
+    hub = MemoryHub(clock)
+    broker, backend = MemoryBroker(hub), MemoryBackend(hub)
+    return Side(clock, lambda: None, lambda: broker, lambda: backend)
+
+
+def _sqlite(place: Place) -> Side:
+    path = Path(place.url.removeprefix("sqlite:///").partition("?")[0])
+    clock = ManualClock()
+    drivers = test_sqlite_conformance.Drivers(path, clock)
+    return Side(clock, drivers.close, lambda: SQLiteBroker(drivers()), lambda: SQLiteBackend(drivers()))
+
+
+def _redis(place: Place) -> Side:
+    clock = redis_case.ServerClock(place.url)
+    drivers = redis_case.Drivers(place.url, clock)
+
+    def close() -> None:
+        drivers.close()
+        clock.close()
+
+    return Side(clock, close, lambda: RedisBroker(drivers()), lambda: RedisBackend(drivers()))
+
+
+def _mongodb(place: Place) -> Side:
+    clock = ManualClock()
+    drivers = mongo_case.Drivers(place.url, clock)
+    return Side(clock, drivers.close, lambda: MongoBroker(drivers()), lambda: MongoBackend(drivers()))
+
+
+def _amqp(place: Place) -> Side:
+    clock = amqp_case.PacedClock(place.url)
+    brokers = amqp_case.Brokers(place.url, clock, AMQPConfig())
+    return Side(clock, brokers.close, brokers)
+
+
+def _memcache(place: Place) -> Side:
+    assert place.memcached is not None
+    clock = memcache_case.ServerClock(place.memcached)
+    drivers = memcache_case.Drivers(clock)
+    return Side(clock, drivers.close, None, lambda: MemcacheBackend(drivers()))
+
+
+_KINDS: dict[str, Callable[[Place], Side]] = {
+    "memory": _memory, "sqlite": _sqlite, "redis": _redis, "mongodb": _mongodb, "amqp": _amqp, "memcache": _memcache,
+}
+
+
+class PairClock(ManualClock):
+    """Both sides' clocks in step with one."""
+
+    def __init__(self, *parts: ManualClock) -> None:
+        super().__init__()
+        self._parts = parts
+
+    def advance(self, seconds: float = 0.0, **more: float) -> None:
+        super().advance(seconds, **more)
+        for part in self._parts:
+            part.advance(seconds, **more)
+
+
+def dies_at_once(store: Store, session: Session) -> bool:
+    """Let the session die as its process would, where that is seen at once. False: it is seen by its missing beats."""
+    assert isinstance(session, TwoSession)
+    consumer = session._consumer
+    if isinstance(store.broker, AMQPBroker):
+        amqp_case.crash(store.broker, consumer)  # type: ignore[arg-type]  # it is this broker's
+    elif isinstance(consumer, SQLiteConsumer):
+        consumer.abandon()
+        store.tend()
+    else:
+        return False
+    return True
