@@ -10,6 +10,7 @@ with Go; without it they are carried along and change nothing. Go's own delay qu
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Sequence
 
@@ -33,6 +34,7 @@ from machinery_py.brokers.base import (
 )
 from machinery_py.clock import micros
 
+SETTLED = 1.5  # seconds; RabbitMQ 3.10 notes twice a second which quorum queues it has, and loses what it had not noted for good
 TEND_EVERY = 1.0  # seconds; RabbitMQ looks after delayed messages and dead consumers by itself
 
 
@@ -87,6 +89,8 @@ class AMQPBroker(Broker):
     def declare(self, queues: Sequence[str]) -> Sequence[str]:
         names = list(dict.fromkeys(map(self.topology.queue_of, queues)))
         self._sending.declare(names)
+        if self.topology.is_quorum:
+            time.sleep(SETTLED)
         return self.topology.described(names)
 
     def tend(self) -> float:

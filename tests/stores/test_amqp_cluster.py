@@ -1,4 +1,4 @@
-"""Three RabbitMQ nodes as one cluster: several URLs, quorum queues whose leader dies, moves, or is alone, and queues of a dead node."""
+"""Three RabbitMQ nodes as one cluster: quorum queues whose leader dies, moves or is alone, and classic queues of a dead node."""
 
 from __future__ import annotations
 
@@ -208,6 +208,7 @@ def is_put(broker: AMQPBroker, body: bytes) -> bool:
 def move_leader(leader: RabbitMQServer, queue: str) -> None:
     answer = leader.ctl("eval", f"""
         {{ok, Q}} = rabbit_amqqueue:lookup(rabbit_misc:r(<<"/">>, queue, <<"{queue}">>)), {{Name, Leader}} = amqqueue:get_pid(Q),
-        [Other | _] = [Node || Node <- [node() | nodes()], Node =/= Leader], ra:transfer_leadership({{Name, Leader}}, {{Name, Other}}).
+        [Other | _] = [Node || Node <- [node() | nodes()], Node =/= Leader],
+        ra:transfer_leadership({{Name, Leader}}, {{Name, Other}}).
     """)
     assert answer.strip() == "ok"

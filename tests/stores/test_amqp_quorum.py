@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -13,9 +14,10 @@ from machinery_py.brokers.amqp_topology import Topology
 from machinery_py.brokers.base import Disposal, Fate
 from machinery_py.config import AMQPConfig
 from machinery_py.testing.conformance.leases import back, bodies, done, message, put
+from machinery_py.testing.servers import RabbitMQServer, require
 from machinery_py.testing.waiting import HANG, together, wait_until
 from tests.servers import rabbitmq_server
-from tests.stores.amqp_case import amqp_url, crash, vhosts
+from tests.stores.amqp_case import amqp_url, crash, vhosts, waiting
 
 __all__ = ["amqp_url", "rabbitmq_server", "vhosts"]
 
@@ -73,6 +75,60 @@ def test_what_a_dead_consumer_held_comes_back(broker: AMQPBroker) -> None:
     assert [one.strikes for one in found] == [1, 1]
     heir.dispose(back(found[0]))
     assert bodies(heir.receive(5, 5.0)) == [found[0].body]
+
+
+def test_f70_what_was_declared_when_the_application_was_deployed_survives_a_kill_of_the_server() -> None:
+    require(RabbitMQServer)
+    with RabbitMQServer() as server:
+        driver = AmqpDriver(server.url, timeout=20.0)
+        broker = AMQPBroker(driver, Topology(AMQPConfig(queue_declare_args={"x-queue-type": "quorum"}), "machinery_tasks"))
+        broker.declare(["q"])
+
+        server.kill()
+        server.start()
+
+        late = dt.datetime.now(dt.UTC) + dt.timedelta(seconds=0.2)
+        broker.put([message(b"late", eta=late), message(b"1")], token="")
+        consumer = broker.consume(["q"], worker="w")
+        found = consumer.receive(1, HANG)
+        while len(found) < 2:
+            found += consumer.receive(1, HANG)
+        assert bodies(found) == [b"1", b"late"]
+        assert consumer.dispose([Disposal(delivery=one, fate=Fate.DEAD, reason="poison") for one in found]) == [True, True]
+        assert len(broker.dead_letters(limit=5)) == 2
+        broker.close()
+        driver.close()
+
+
+def test_a_subscription_that_woke_somebody_brings_nothing_more(broker: AMQPBroker) -> None:
+    consumer = broker.consume(["q", "r"], worker="w")
+    waker = threading.Timer(0.2, lambda: put(broker, b"1"))
+    waker.start()
+    (first,) = consumer.receive(5, HANG)
+    waker.join()
+    put(broker, b"2", b"3")
+
+    assert bodies(broker.consume(["q"], worker="other").receive(1, HANG)) == [b"2"]
+    assert consumer.dispose(done(first)) == [True]
+    assert waiting(broker, "q") == 1  # and not with the first one
+    assert bodies(consumer.receive(5, HANG)) == [b"3"]
+
+
+@pytest.mark.parametrize("fate", [Fate.BACK, Fate.LATER, Fate.DEAD])
+def test_what_woke_somebody_is_disposed_of_as_any_other(broker: AMQPBroker, fate: Fate) -> None:
+    consumer = broker.consume(["q"], worker="w")
+    waker = threading.Timer(0.2, lambda: put(broker, b"1"))
+    waker.start()
+    (first,) = consumer.receive(5, HANG)
+    waker.join()
+
+    assert consumer.dispose([Disposal(delivery=first, fate=fate)]) == [True]
+
+    if fate is Fate.DEAD:
+        assert len(broker.dead_letters(limit=5)) == 1
+        assert consumer.receive(5, 0.0) == []
+    else:
+        assert bodies(consumer.receive(5, HANG)) == [b"1"]
 
 
 def test_delays_dead_letters_and_looking(broker: AMQPBroker) -> None:
