@@ -45,7 +45,7 @@ from machinery_py.backends.base import (
     ReadyGroup,
     Verdict,
 )
-from machinery_py.backends.memcache_groups import FIRED, Groups
+from machinery_py.backends.memcache_groups import FIRED, GO_TIME, Groups
 from machinery_py.backends.memcache_index import Index, rounds
 from machinery_py.backends.memcache_listener import MemcacheListener
 from machinery_py.backends.memcache_records import (
@@ -80,7 +80,7 @@ T = TypeVar("T")
 class MemcacheBackend(Backend):
     """Items on the driver's servers. The driver belongs to whoever made it."""
 
-    features = BackendFeatures(name="memcache", durable=False, listing=False)
+    features = BackendFeatures(name="memcache", durable=False, listing=False, foreign=True, foreign_time=GO_TIME)
 
     def __init__(self, driver: MemcacheDriver, *, expire_in: float = EXPIRE_IN) -> None:
         self.driver = driver

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import collections
 import datetime as dt
+import logging
+import time
 
 import pytest
 
 from machinery_py import Chain, Server, Signature, State, TaskFailed
 from machinery_py.testing.waiting import HANG, wait_until
+from machinery_py.worker.acceptance import FIRST_PAUSE
 from tests.interop.conftest import Fleet
 from tests.interop.fleet import call, message
 from tests.interop.golang import GoError, Peer
@@ -170,9 +174,11 @@ def _state(server: Server, uuid: str) -> State | None:
 # One queue for both
 
 
-def test_tasks_that_only_the_other_knows_reach_it(fleet: Fleet) -> None:
+def test_tasks_that_only_the_other_knows_reach_it(fleet: Fleet, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "machinery_py.worker.acceptance")
     server = fleet.python_worker()
     fleet.go_worker()
+    began = time.monotonic()
 
     results = [
         server.send_task(call(f"{language}_only", ("string", str(number))))
@@ -183,6 +189,10 @@ def test_tasks_that_only_the_other_knows_reach_it(fleet: Fleet) -> None:
         language = ("go", "python")[number % 2]
         assert result.get(timeout=2 * HANG) == f"{language}:{number // 2}"
     assert not server.inspect.dead()
+    # No hot loop on our side: a task was put back once, and again only after a pause that doubles each time.
+    put_back = collections.Counter(vars(one).get("task_uuid") for one in caplog.records if "not registered" in one.getMessage())
+    most = max(put_back.values(), default=0)
+    assert time.monotonic() - began >= FIRST_PAUSE * (2 ** max(0, most - 1) - 1)
 
 
 def test_both_take_from_one_queue(fleet: Fleet) -> None:
