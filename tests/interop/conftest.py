@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from typing import Any
 
+import pika
 import pytest
 from pymongo import MongoClient
 
 from machinery_py import Server
 from machinery_py.testing import private_mongo
-from machinery_py.testing.servers import require
+from machinery_py.testing.servers import RabbitMQServer, require
 from tests.interop.fleet import new_server
 from tests.interop.golang import VERSIONS, Peer
 from tests.interop.relay import Relay
-from tests.stores.amqp_case import amqp_url, vhosts
 from tests.stores.memcache_case import empty_memcached
 
-__all__ = ["amqp_url", "empty_memcached", "vhosts"]
+__all__ = ["empty_memcached"]
 
 FULL = bool(os.environ.get("MACHINERY_TEST_FULL"))
 
@@ -79,12 +79,24 @@ def version(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-#: The pairs that Go Machinery has as well. `make chaos` tries them all.
+#: The pairs that Go Machinery has as well. `make chaos` tries everything on all of them.
 STORES = ("redis+redis", "redis+mongodb", "amqp+redis", "redis+memcache", "amqp+memcache")
 FLEETS = [(stores, version) for stores in STORES for version in VERSIONS]
+#: Where not FULL: what all tests run on, and what these run on as well. Of Go's RabbitMQ broker the versions are all but the same.
+BRIEF = [*((stores, version) for stores in STORES[:2] for version in VERSIONS), ("amqp+redis", "v2")]
+ALSO = {
+    "tests.interop.test_values": [("amqp+redis", "v1")],
+    "tests.interop.test_chords": [("amqp+redis", "v1"), ("redis+memcache", "v2")],
+}
 
 
-@pytest.fixture(params=FLEETS, ids="-".join)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "fleet" in metafunc.fixturenames:
+        fleets = FLEETS if FULL else BRIEF + ALSO.get(metafunc.module.__name__, [])
+        metafunc.parametrize("fleet", fleets, ids="-".join, indirect=True)
+
+
+@pytest.fixture
 def fleet(request: pytest.FixtureRequest) -> Iterator[Fleet]:
     """A fleet on a pair of stores, with one version of Go Machinery."""
     stores, version = request.param
@@ -99,10 +111,24 @@ def _url(request: pytest.FixtureRequest, kind: str) -> str:
     if kind == "mongodb":
         return str(request.getfixturevalue("go_mongodb_url"))
     if kind == "amqp":
-        return str(request.getfixturevalue("amqp_url"))
+        return str(request.getfixturevalue("go_amqp_url"))
     if kind == "memcache":
         return str(request.getfixturevalue("empty_memcached").url)
     raise AssertionError(kind)
+
+
+QUEUES = ("machinery_tasks", "machinery_task", "of_go", "of_python", "counted", "ticks", "none")
+
+
+@pytest.fixture
+def go_amqp_url(rabbitmq_server: RabbitMQServer) -> str:
+    """RabbitMQ without the queues that these tests use. The way of delayed messages stays: making it takes longer than a test."""
+    with closing(pika.BlockingConnection(pika.URLParameters(rabbitmq_server.url))) as connection:
+        channel = connection.channel()
+        for queue in QUEUES:
+            channel.queue_delete(queue)
+            channel.queue_delete(f"machinery.dead.{queue}")
+    return rabbitmq_server.url
 
 
 @pytest.fixture(scope="session")

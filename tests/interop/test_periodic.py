@@ -14,12 +14,11 @@ from machinery_py.testing.servers import RedisServer
 from machinery_py.testing.waiting import HANG, wait_until
 from tests.interop.conftest import FULL
 from tests.interop.fleet import call, message, new_server
-from tests.interop.golang import Peer, peer
+from tests.interop.golang import VERSIONS, Peer, peer
 
-TICKS = 10
-CASES = [("redis", 2, 2), ("redis", 1, 1), ("amqp", 1, 1)]
-if FULL:
-    CASES.append(("amqp", 2, 2))
+TICKS = {"redis": 10, "amqp": 5}
+CASES = [(version, "redis", count, count) for version in VERSIONS for count in (2, 1)]
+CASES += [(version, "amqp", count, count) for version in VERSIONS for count in (2, 1)] if FULL else [("v2", "amqp", 1, 1)]
 
 
 def counter(server: Server, broker: str, stack: contextlib.ExitStack) -> Callable[[], int]:
@@ -31,12 +30,12 @@ def counter(server: Server, broker: str, stack: contextlib.ExitStack) -> Callabl
     return lambda: int(channel.queue_declare("ticks", passive=True).method.message_count)
 
 
-@pytest.mark.parametrize("kind, go_schedulers, python_schedulers", CASES)
+@pytest.mark.parametrize("version, kind, go_schedulers, python_schedulers", CASES)
 def test_each_tick_is_sent_once(
     request: pytest.FixtureRequest, version: str, empty_redis: RedisServer, kind: str, go_schedulers: int, python_schedulers: int
 ) -> None:
     tick = call("where", routing_key="ticks")
-    broker = empty_redis.url if kind == "redis" else str(request.getfixturevalue("amqp_url"))
+    broker = empty_redis.url if kind == "redis" else str(request.getfixturevalue("go_amqp_url"))
     lock = f"redis://127.0.0.1:{empty_redis.port}"
     with contextlib.ExitStack() as stack:
         for _ in range(go_schedulers):
@@ -51,7 +50,7 @@ def test_each_tick_is_sent_once(
 
         wait_until(sent, HANG, "the first tick")
         begin, before = time.monotonic(), sent()
-        wait_until(lambda: sent() >= before + TICKS, HANG, f"{TICKS} ticks")
+        wait_until(lambda: sent() >= before + TICKS[kind], HANG, "the ticks")
         ticks, seconds = sent() - before, time.monotonic() - begin
 
         # Twice as many if each language sent them all. Go's lock lets one tick slip through now and then: where it finds a lock
