@@ -226,10 +226,12 @@ class Backend(ABC):
         """Chords of which members of ours are in, and others have been missing for long: Go programs may have ended those, of
         which nobody is told. Each is given to one caller, and later again. The arrivals name no member.
         """
+        del limit
         return []
 
     def drop_partial(self, group_uuids: Sequence[str]) -> None:
         """These have been settled, or are not there any more: `partial_groups` is not to give them again."""
+        del group_uuids  # nothing is listed here
 
     @abstractmethod
     def list_states(

@@ -82,7 +82,7 @@ def version(request: pytest.FixtureRequest) -> str:
 #: The pairs that Go Machinery has as well. `make chaos` tries everything on all of them.
 STORES = ("redis+redis", "redis+mongodb", "amqp+redis", "redis+memcache", "amqp+memcache")
 FLEETS = [(stores, version) for stores in STORES for version in VERSIONS]
-#: Where not FULL: what all tests run on, and what these run on as well. Of Go's RabbitMQ broker the versions are all but the same.
+#: Where not FULL: what all tests run on, and what some run on as well. Go's RabbitMQ broker is all but the same in both versions.
 BRIEF = [*((stores, version) for stores in STORES[:2] for version in VERSIONS), ("amqp+redis", "v2")]
 ALSO = {
     "tests.interop.test_values": [("amqp+redis", "v1")],
