@@ -60,6 +60,7 @@ _INDEXES: Sequence[tuple[str, Sequence[tuple[str, int]]]] = (
     ("tasks", [("outbox_at", 1)]),
     ("machinery_chords", [("ready", 1)]),
     ("machinery_chords", [("expires_at", 1)]),
+    ("machinery_chords", [("look_at", 1)]),
     ("machinery_chords", [("deed_at", 1)]),
     ("machinery_chords", [("outbox_at", 1)]),
     ("machinery_arrivals", [("group", 1)]),

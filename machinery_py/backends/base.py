@@ -247,6 +247,17 @@ class Backend(ABC):
     def ready_groups(self, limit: int) -> list[ReadyGroup]:
         """Groups whose callback nobody has settled yet. Any worker may do it; `Change.fires` lets one through."""
 
+    def partial_groups(self, limit: int) -> list[Arrival]:
+        """Chords of which members of ours are in, and others have been missing for long: Go programs may have ended those, of
+        which nobody is told. Each is given to one caller, and later again. The arrivals name no member.
+        """
+        del limit
+        return []
+
+    def drop_partial(self, group_uuids: Sequence[str]) -> None:
+        """These have been settled, or are not there any more: `partial_groups` is not to give them again."""
+        del group_uuids  # nothing is listed here
+
     @abstractmethod
     def list_states(
         self, *, state: State | None = None, name: str = "", since: dt.datetime | None = None, limit: int = 100

@@ -45,7 +45,7 @@ from machinery_py.backends.base import (
     Verdict,
 )
 from machinery_py.backends.memcache_amend import Amending
-from machinery_py.backends.memcache_groups import FIRED, Groups
+from machinery_py.backends.memcache_groups import FIRED, GO_TIME, Groups
 from machinery_py.backends.memcache_index import Index, rounds
 from machinery_py.backends.memcache_jobs import Advance, Begin, Settling, clear, own_state, todo_of
 from machinery_py.backends.memcache_listener import MemcacheListener
@@ -79,7 +79,9 @@ T = TypeVar("T")
 class MemcacheBackend(Backend):
     """Items on the driver's servers. The driver belongs to whoever made it."""
 
-    features = BackendFeatures(name="memcache", durable=False, listing=False, claims=True, forgets=True)
+    features = BackendFeatures(
+        name="memcache", durable=False, listing=False, claims=True, forgets=True, foreign=True, foreign_time=GO_TIME,
+    )
 
     def __init__(self, driver: MemcacheDriver, *, expire_in: float = EXPIRE_IN) -> None:
         self.driver = driver

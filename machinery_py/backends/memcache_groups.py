@@ -12,6 +12,10 @@ member arrives a second time (its worker had died, or a reply was lost), the sha
 when to look, and may be too high. It is never too low when an arrival has ended: who joins a share raises it afterwards, also
 who joined before; and where there is none, the first or one that was evicted, one of those who find none counts the shares and
 writes that number by `add`, which all who joined before are in, while everybody else raises it.
+
+Go counts by reading all states, and writes its flag into the document with neither `cas` nor a look at who was faster. So a group
+with members that Go has ended is left to Go for GO_TIME (`BackendFeatures.foreign_time`); if no flag has come by then (our member
+was the last one, or the Go worker died) it is ours. Go sets the flag of a group with a failed member, too, and then tells nobody.
 """
 
 from __future__ import annotations
@@ -44,6 +48,7 @@ from machinery_py.states import Arrival, GroupMeta
 logger = logging.getLogger(__name__)
 
 SHARE = 256  # members of a share, more or less
+GO_TIME = 1.0  # seconds that a Go worker has from the end of its member to its flag
 HASH = 8  # bytes; of 100,000 members two share one in 1 of 4,000,000,000 chords
 
 CALLBACK, SHARES, GUESS, READY, FIRED = (OURS + letter + b":" for letter in (b"c", b"b", b"n", b"r", b"f"))
@@ -236,10 +241,15 @@ class Groups:
 
     def fire(self, group_uuid: str, commit: Commit) -> bool:
         """Write the commit, if nobody has fired the group before."""
-        key, document = key_of(group_uuid, FIRED), key_of(group_uuid)
-        others = [document, key_of(group_uuid, READY), key_of(group_uuid, CALLBACK)]
-        found = self._driver.fetch([key, *others], doing="firing a group")
-        if key in found or not found.keys() & set(others) or _go_fired(found[document].value if document in found else b""):
+        key, document, ready = key_of(group_uuid, FIRED), key_of(group_uuid), key_of(group_uuid, READY)
+        known = (document, ready, key_of(group_uuid, CALLBACK))
+        found = self._driver.fetch([key, *known], doing="firing a group")
+        if key in found or not found.keys() & set(known):
+            return False
+        has_failed = ready in found and found[ready].value
+        if not has_failed and document in found and _go_fired(found[document].value):
+            self._driver.send([add(key, pack(Commit(b"go", self.now())), _LIFE)], doing="firing a group")
+            self.after_fire(group_uuid)
             return False
         commit.nonce = secrets.token_bytes(8)
         if self._driver.send([add(key, pack(commit), _LIFE)], doing="firing a group") != [STORED]:
@@ -273,7 +283,7 @@ class Groups:
 
 def _go_fired(document: bytes) -> bool:
     try:
-        return bool(document) and decode_meta(document)[0].chord_triggered
+        return decode_meta(document)[0].chord_triggered
     except DecodeError:
         return False
 

@@ -153,9 +153,10 @@ class MongoBackend(MongoLooking):
         self._tasks.run(lambda store: mongo_groups.add_groups(store, groups, until=until, moment=moment), "writing groups")
 
     def _arrive(self, arrivals: Sequence[Arrival], *, again: bool) -> None:
-        until = self._tasks.until() + mongo_groups.CHORD_LIFE
+        now, until = self.driver.now(), self._tasks.until() + mongo_groups.CHORD_LIFE
         late = self._tasks.run(
-            lambda store: mongo_groups.arrive(store, arrivals, until=until, recount=again), "counting members", again=False
+            lambda store: mongo_groups.arrive(store, arrivals, now=now, until=until, recount=again),
+            "counting members", again=False,
         )
         if late:
             expires_at = self._tasks.until()
@@ -167,7 +168,7 @@ class MongoBackend(MongoLooking):
         """Settle the change's group, for one caller; what follows is left to `follow`, and `send` to the one store."""
         by, now, until = secrets.token_hex(8), self.driver.now(), self._tasks.until()
         fields = {
-            "fired": now, "fired_by": by, "ready": 0, "expires_at": until, "deed_at": now,
+            "fired": now, "fired_by": by, "ready": 0, "look_at": 0, "expires_at": until, "deed_at": now,
             "deed": packed_changes([msgspec.structs.replace(change, outbox=())]),
             "send": send, "outbox": packed_outbox(change.outbox), "outbox_at": now if change.outbox else 0,
         }

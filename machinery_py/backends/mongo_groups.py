@@ -1,7 +1,8 @@
 """Groups in MongoDB: their documents, the counting of members, and the one who settles a chord.
 
     group_metas             Go's: _id, task_uuids, chord_triggered, lock, created_at; by_python: it was we who set the flag
-    machinery_chords        total, arrived, callback, failed, ready, fired, fired_by, expires_at; deed and outbox as of a task
+    machinery_chords        total, arrived, callback, failed, ready, fired, fired_by, expires_at; deed and outbox as of a task;
+                            look_at, looks: when a worker looks whether Go has ended the members that are missing, and how often
     machinery_arrivals      a document for each member that is in; its _id makes it count once
 
 `arrived` is raised only by who has just inserted the arrival, and never a second time. So it is never too high, and reaching
@@ -26,6 +27,8 @@ from machinery_py.states import Arrival, GroupMeta
 
 CHORD_LIFE = 7 * 86400 * 1_000_000  # µs without an arrival until a chord is taken for broken
 CHUNK = 1000  # UUIDs in one step
+LEFT = 30_000_000  # µs from a chord's first arrival until somebody looks whether members of others have completed it
+PATIENCE = 8  # looks at an incomplete group; from then on their pauses do not grow
 GO_TIME = 1.0  # seconds that a Go worker has from the end of its member to its flag
 
 
@@ -33,6 +36,7 @@ def _chord(uuid: str, until: int) -> Document:
     return {
         "_id": uuid, "total": 0, "arrived": 0, "callback": b"", "failed": "", "ready": 0, "fired": 0, "fired_by": "",
         "deed": b"", "deed_at": 0, "send": b"", "outbox": b"", "outbox_at": 0, "expires_at": until,
+        "look_at": 0, "looks": 0,
     }
 
 
@@ -60,7 +64,7 @@ def get_group(store: Store, uuid: str) -> GroupMeta | None:
     )
 
 
-def arrive(store: Store, arrivals: Iterable[Arrival], *, until: int, recount: bool) -> list[str]:
+def arrive(store: Store, arrivals: Iterable[Arrival], *, now: int, until: int, recount: bool) -> list[str]:
     """Count each member once. Returns the members whose chord is settled already.
 
     Args:
@@ -76,12 +80,14 @@ def arrive(store: Store, arrivals: Iterable[Arrival], *, until: int, recount: bo
         new = insert_new(store.machinery_arrivals, [
             {"_id": printable(f"{group}\n{uuid}"), "group": group, "member": uuid} for uuid in unique
         ])
-        if _count(store, group, list(unique.values()), new, until=until, recount=recount):
+        if _count(store, group, list(unique.values()), new, now=now, until=until, recount=recount):
             late += unique
     return late
 
 
-def _count(store: Store, group: str, members: Sequence[Arrival], new: Sequence[bool], *, until: int, recount: bool) -> bool:
+def _count(
+    store: Store, group: str, members: Sequence[Arrival], new: Sequence[bool], *, now: int, until: int, recount: bool
+) -> bool:
     """Raise the count and make the group ready; whether it was settled before."""
     last = members[-1]
     failed = next((one.task_uuid for one, is_new in zip(members, new, strict=True)
@@ -101,15 +107,32 @@ def _count(store: Store, group: str, members: Sequence[Arrival], new: Sequence[b
     is_full = last.total > 0 and arrived >= last.total
     if last.callback:
         is_ready = is_full or chord["failed"] != ""
-        store.machinery_chords.update_one(
-            {"_id": group, "fired": 0, "ready": 0}, {"$set": {"ready": int(is_ready), "expires_at": 0 if is_ready else until}}
-        )
+        look_at = 0 if is_ready else chord.get("look_at") or now + LEFT
+        fields = {"ready": int(is_ready), "expires_at": 0 if is_ready else until, "look_at": look_at}
+        store.machinery_chords.update_one({"_id": group, "fired": 0, "ready": 0}, {"$set": fields})
     return False
 
 
 def ready_groups(store: Store, limit: int) -> list[ReadyGroup]:
     found = store.machinery_chords.find({"ready": 1}, {"callback": 1, "failed": 1}).sort("_id", 1).limit(limit)
     return [ReadyGroup(group_uuid=one["_id"], callback=bytes(one["callback"]), failed_member=one["failed"]) for one in found]
+
+
+def partial_groups(store: Store, limit: int, *, now: int) -> list[Arrival]:
+    """Incomplete groups whose time to be looked at has come. The next is later each time."""
+    found: list[Arrival] = []
+    due: Document = {"look_at": {"$gt": 0, "$lte": now}}
+    for one in list(store.machinery_chords.find(due, {"total": 1, "callback": 1, "look_at": 1, "looks": 1}).limit(limit)):
+        looks = one["looks"] + 1
+        later = {"$set": {"look_at": now + LEFT * min(looks, PATIENCE), "looks": looks}}
+        if store.machinery_chords.update_one({"_id": one["_id"], "look_at": one["look_at"]}, later).matched_count:
+            known = bytes(one["callback"])
+            found.append(Arrival(group_uuid=one["_id"], task_uuid="", total=one["total"], ok=True, callback=known))
+    return found
+
+
+def drop_partial(store: Store, uuids: Sequence[str]) -> None:
+    store.machinery_chords.update_many({"_id": {"$in": list(uuids)}}, {"$set": {"look_at": 0}})
 
 
 def fire(store: Store, uuid: str, *, by: str, fields: Document, until: int) -> bool:
@@ -121,7 +144,7 @@ def fire(store: Store, uuid: str, *, by: str, fields: Document, until: int) -> b
         chord = store.machinery_chords.find_one({"_id": uuid}, {"fired_by": 1, "failed": 1})
         # Go sets its flag for a group with a failed member, too, and then tells nobody.
         if group and group.get("chord_triggered") and not group.get("by_python") and not (chord and chord["failed"]):
-            gone: Document = {"$set": {"fired": 1, "fired_by": "go", "ready": 0, "expires_at": until}}
+            gone: Document = {"$set": {"fired": 1, "fired_by": "go", "ready": 0, "look_at": 0, "expires_at": until}}
             store.machinery_chords.update_one({"_id": uuid, "fired": 0}, gone)
             return False
         if store.machinery_chords.update_one({"_id": uuid, "fired": 0}, {"$set": fields}).matched_count:

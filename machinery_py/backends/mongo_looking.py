@@ -14,7 +14,7 @@ from machinery_py.backends.mongo_listener import MongoListener
 from machinery_py.backends.mongo_records import state_of
 from machinery_py.backends.mongo_tasks import BATCH, MongoTasks
 from machinery_py.clock import micros
-from machinery_py.states import GroupMeta, State, TaskState
+from machinery_py.states import Arrival, GroupMeta, State, TaskState
 
 REVOKED_LIFE = 3 * 86400 * 1_000_000  # µs that a revocation is kept
 
@@ -48,6 +48,13 @@ class MongoLooking(Backend):
 
     def ready_groups(self, limit: int) -> list[ReadyGroup]:
         return self._tasks.run(lambda store: mongo_groups.ready_groups(store, limit), "looking for complete groups")
+
+    def partial_groups(self, limit: int) -> list[Arrival]:
+        now = self.driver.now()
+        return self._tasks.run(lambda store: mongo_groups.partial_groups(store, limit, now=now), "looking for incomplete groups")
+
+    def drop_partial(self, group_uuids: Sequence[str]) -> None:
+        self._tasks.run(lambda store: mongo_groups.drop_partial(store, group_uuids), "forgetting incomplete groups")
 
     def list_states(
         self, *, state: State | None = None, name: str = "", since: dt.datetime | None = None, limit: int = 100

@@ -36,7 +36,7 @@ from machinery_py.backends.redis_records import Changes, decode_rows, state_of
 from machinery_py.clock import micros, moment_of
 from machinery_py.durability import Concern
 from machinery_py.errors import BackendUnavailable
-from machinery_py.states import GroupMeta, State, TaskState
+from machinery_py.states import Arrival, GroupMeta, State, TaskState
 from machinery_py.wire import decode_group
 
 EXPIRE_IN = 3600.0  # seconds that a finished task is kept
@@ -158,6 +158,16 @@ class RedisBackend(Backend):
             ReadyGroup(group_uuid=uuid.decode(), callback=callback, failed_member=failed.decode())
             for uuid, callback, failed in self._run(redis_scripts.READY, limit, doing="looking for complete groups")
         ]
+
+    def partial_groups(self, limit: int) -> list[Arrival]:
+        return [
+            Arrival(group_uuid=uuid.decode(), task_uuid="", total=total, ok=True, callback=callback)
+            for uuid, total, callback in self._run(
+                redis_scripts.PARTIAL, self.driver.now(), limit, doing="looking for incomplete groups")
+        ]
+
+    def drop_partial(self, group_uuids: Sequence[str]) -> None:
+        self.driver.ask(b"ZREM", b"mpy:partial", *map(_bytes, group_uuids), doing="forgetting incomplete groups")
 
     def list_states(
         self, *, state: State | None = None, name: str = "", since: dt.datetime | None = None, limit: int = 100

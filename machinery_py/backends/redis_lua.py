@@ -21,6 +21,7 @@ from machinery_py._drivers.redis_lua import filled
 from machinery_py.states import State, TaskState, advance
 
 CHORD_LIFE = 7 * 86400  # seconds that a state is kept that is not finished, and a chord without an arrival
+LEFT = 30_000_000  # µs from a chord's first arrival until somebody looks whether members of others have completed it
 RATES_LIFE = 3700  # seconds that finished tasks are counted by their second
 
 
@@ -40,6 +41,7 @@ _STATE = ("UUID", "WORD", "RUN", "HEAD", "CREATED", "TAIL", "NAMED", "LINES", "W
 NAMES: dict[str, object] = {
     **{name: place for names in (_CHANGE, _STATE) for place, name in enumerate(names)},
     "CHANGE": len(_CHANGE), "STATE": len(_STATE), "SAME": steps(0), "LATER": steps(1), "LONG": CHORD_LIFE, "RATES": RATES_LIFE,
+    "LEFT": LEFT,
     "OURS": r"'^%d*\n%d*\n[^\n]*\n([^\n]*)\n([^\n]*)\n([^\n]*)\n([^\n]*)\n()'",
 }
 
@@ -234,18 +236,20 @@ local function write(row, force, held)
     open[#open + 1] = uuid
   end
 end
-local function note_group(uuid, a)
+local function note_group(uuid, a, now)
   local g, h = group_keys(uuid)
-  call('HSET', g, 'total', a.total, 'callback', a.callback)
+  local first = call('HSET', g, 'total', a.total, 'callback', a.callback) == 2
   if a.failed then call('HSETNX', g, 'failed', a.failed) end
   local complete = a.failed or call('HEXISTS', g, 'failed') == 1 or (a.total > 0 and call('SCARD', h) >= a.total)
   if a.callback ~= '' and not has_fired(uuid) and complete then
     call('ZADD', 'mpy:ready', 0, uuid)
+    call('ZREM', 'mpy:partial', uuid)
     call('PERSIST', g)
     call('PERSIST', h)
   elseif not call('ZSCORE', 'mpy:ready', uuid) then
     call('EXPIRE', g, $LONG)
     call('EXPIRE', h, $LONG)
+    if first and a.callback ~= '' and not has_fired(uuid) then call('ZADD', 'mpy:partial', int(now + $LEFT), uuid) end
   end
 end
 local function note_states(now)
@@ -270,7 +274,7 @@ local function note_states(now)
     for name, count in pairs(rates) do new = call('HINCRBY', key, name, count) == count or new end
     if new then call('EXPIRE', key, '$RATES') end
   end
-  for uuid, a in pairs(arrived) do note_group(uuid, a) end
+  for uuid, a in pairs(arrived) do note_group(uuid, a, now) end
   done, open, rates, arrived = {}, {}, {}, {}
 end
 local function arrive(a)
@@ -290,6 +294,7 @@ end
 local function fire(uuid, expire)
   local g, h = group_keys(uuid)
   call('ZREM', 'mpy:ready', uuid)
+  call('ZREM', 'mpy:partial', uuid)
   call('HSET', g, 'fired', 1)
   fired[uuid] = '1'
   local doc = call('GET', doc_key(uuid))

@@ -10,6 +10,7 @@ from machinery_py._drivers.redis_lua import PRELUDE, Script, filled
 from machinery_py.backends.redis_lua import CHORD_LIFE, LIBRARY, NAMES, RATES_LIFE
 
 REVOKED_LIFE = 3 * 86400  # seconds that a revocation is kept
+PATIENCE = 8  # looks at an incomplete group; from then on their pauses do not grow
 LOOKS = 20  # groups that are looked at in one step, for expiry
 
 # In: now, seconds that finished states are kept, C, S. Out: a letter each: s(ettled), a(lready), f(enced).
@@ -75,6 +76,23 @@ for i, uuid in ipairs(call('ZRANGE', 'mpy:ready', 0, unpacked[1] - 1)) do
 end
 return found
 """)
+
+# In: now, limit. Out: (group, total, callback) of incomplete groups whose time to be looked at has come; the next is later.
+PARTIAL = Script(PRELUDE + LIBRARY + filled(r"""
+local now, found = now_of(unpacked[1]), {}
+for _, uuid in ipairs(call('ZRANGEBYSCORE', 'mpy:partial', '-inf', now, 'LIMIT', 0, unpacked[2])) do
+  local g = group_keys(uuid)
+  local kept = call('HMGET', g, 'total', 'callback')
+  if kept[2] then
+    local looks = call('HINCRBY', g, 'looks', 1)
+    call('ZADD', 'mpy:partial', int(now + $LEFT * math.min(looks, $LOOKS)), uuid)
+    found[#found + 1] = {uuid, tonumber(kept[1]), kept[2]}
+  else
+    call('ZREM', 'mpy:partial', uuid)
+  end
+end
+return found
+""", LOOKS=PATIENCE, **NAMES))
 
 # In: now, limit, µs of age. Out: (key, bodies) of outboxes that are older.
 UNSENT = Script(PRELUDE + r"""
@@ -145,6 +163,7 @@ end
 for _, uuid in ipairs(unpacked[2]) do
   call('DEL', doc_key(uuid), group_keys(uuid))
   call('ZREM', 'mpy:ready', uuid)
+  call('ZREM', 'mpy:partial', uuid)
   call('ZREM', 'mpy:groups', uuid)
 end
 """)
@@ -175,6 +194,7 @@ for _, uuid in ipairs(due) do
     call('DEL', g, h)
     if doc then call('DEL', doc_key(uuid)) end
     call('ZREM', 'mpy:groups', uuid)
+    call('ZREM', 'mpy:partial', uuid)
   end
 end
 return #due

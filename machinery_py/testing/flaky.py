@@ -33,7 +33,7 @@ from machinery_py.brokers.base import (
 )
 from machinery_py.errors import BackendUnavailable, BrokerUnavailable, PublishUnknown
 from machinery_py.settlement.base import Firing, Mark, Session, Settlement, Store, Submission
-from machinery_py.states import GroupMeta, State, TaskState
+from machinery_py.states import Arrival, GroupMeta, State, TaskState
 
 T = TypeVar("T")
 
@@ -307,6 +307,12 @@ class FlakyBackend(Backend):
 
     def ready_groups(self, limit: int) -> list[ReadyGroup]:
         return self.faults.backend("ready_groups", lambda: self.inner.ready_groups(limit))
+
+    def partial_groups(self, limit: int) -> list[Arrival]:
+        return self.faults.backend("partial_groups", lambda: self.inner.partial_groups(limit))
+
+    def drop_partial(self, group_uuids: Sequence[str]) -> None:
+        self.faults.backend("drop_partial", lambda: self.inner.drop_partial(group_uuids))
 
     def list_states(
         self, *, state: State | None = None, name: str = "", since: dt.datetime | None = None, limit: int = 100

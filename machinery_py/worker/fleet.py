@@ -4,6 +4,9 @@ A Go worker that ends the last member finds all the others by their states, and 
 or a member failed there (of which Go tells nobody), somebody has to look: so a worker remembers the groups of its members,
 and reads the states of the others. Each look goes on where the one before met a member that is not over, so a group of any
 length costs one state a member, and one more each time.
+
+A worker that dies forgets them. So the store lists the groups that stay incomplete, where it can (`partial_groups`), and from
+time to time one of the workers takes a look at each.
 """
 
 from __future__ import annotations
@@ -20,13 +23,15 @@ SOON = 0.05  # seconds between two looks at a group that has changed
 AGAIN = 5.0  # seconds between two looks at one that has not
 AHEAD = 64  # states read at once
 MOST = 10_000  # groups that are remembered
+ADOPTED = 100  # groups of others that are looked at together
 
 
 class _Group:
-    __slots__ = ("arrival", "at", "full_at", "members", "place")
+    __slots__ = ("adopted", "arrival", "at", "full_at", "members", "place")
 
-    def __init__(self, arrival: Arrival, at: float) -> None:
+    def __init__(self, arrival: Arrival, at: float, *, adopted: bool = False) -> None:
         self.arrival = arrival  # of any member: what is known of the group
+        self.adopted = adopted  # no member of it was run here: one look is enough
         self.at = at  # the next look
         self.members: Sequence[str] = ()
         self.place = 0  # the members before it are over
@@ -57,7 +62,15 @@ class GroupWatch:
                     if len(self._groups) > MOST:
                         self._groups.popitem(last=False)
                 else:
-                    group.at = min(group.at, soon)
+                    group.at, group.adopted = min(group.at, soon), False
+
+    def adopt(self) -> None:
+        """Take a look at groups that others may have left behind."""
+        found = self._backend.partial_groups(ADOPTED) if self._foreign else ()
+        now = time.monotonic()
+        with self._lock:
+            for arrival in found:
+                self._groups.setdefault(arrival.group_uuid, _Group(arrival, now, adopted=True))
 
     def due_in(self) -> float:
         """Seconds until the next look; infinite when nothing is watched."""
@@ -73,6 +86,9 @@ class GroupWatch:
             for group in due:
                 group.at = now + AGAIN
         changes = [change for group in due if (change := self._look_at(group)) is not None]
+        for group in due:
+            if group.adopted and not group.full_at:
+                self._forget(group.arrival.group_uuid)
         if changes:
             self._backend.apply(changes)
             for change in changes:
@@ -84,6 +100,7 @@ class GroupWatch:
         meta = self._backend.get_group(uuid)
         if meta is None:
             self._forget(uuid)
+            self._backend.drop_partial([uuid])
             return None
         group.members = group.members or meta.task_uuids
         found = self._arrived(group)
@@ -91,6 +108,8 @@ class GroupWatch:
             return None
         if meta.chord_triggered and (found is None or found.arrivals[0].ok):
             self._forget(uuid)  # Go has settled it; with a failed member it would have set its flag, and told nobody
+            if group.adopted:
+                self._backend.drop_partial([uuid])
             return None
         return found
 

@@ -91,6 +91,7 @@ class Upkeep:
         if now >= self._groups_at:
             self._groups_at = now + GROUPS_EVERY
             fire_ready_groups(self._engine)
+            self._groups.adopt()
 
     def _look_after(self) -> None:
         """Cancel what was lost or revoked while it ran, and give back what waits behind long tasks."""

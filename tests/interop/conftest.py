@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from typing import Any
 
+import pika
 import pytest
 from pymongo import MongoClient
 
 from machinery_py import Server
 from machinery_py.testing import private_mongo
-from machinery_py.testing.servers import RedisServer, require
+from machinery_py.testing.servers import RabbitMQServer, require
 from tests.interop.fleet import new_server
 from tests.interop.golang import VERSIONS, Peer
 from tests.interop.relay import Relay
+from tests.stores.memcache_case import empty_memcached
+
+__all__ = ["empty_memcached"]
+
+FULL = bool(os.environ.get("MACHINERY_TEST_FULL"))
 
 
 class Fleet:
@@ -22,7 +29,9 @@ class Fleet:
 
     Attributes:
         go_fires_once: Go workers among themselves settle a chord once. Go's MongoDB backend does not ask whether the group was
-            settled: of members that end at the same moment each sends the callback. Nor does it keep the order of results.
+            settled, and with memcached two may ask at the same moment: of members that end together each sends the callback.
+        keeps_order: the callback that Go sends has the results in the order of the group.
+        is_quick: hundreds of chords take seconds.
     """
 
     def __init__(self, version: str, broker: str, backend: str, stack: ExitStack) -> None:
@@ -30,7 +39,9 @@ class Fleet:
         self.broker = broker
         self.backend = backend
         self._stack = stack
-        self.go_fires_once = not backend.startswith("mongodb")
+        self.go_fires_once = not backend.startswith(("mongodb", "memcache"))
+        self.keeps_order = not backend.startswith("mongodb")
+        self.is_quick = broker == backend
 
     def needs_all_types(self) -> None:
         """Leave the test out where Go programs cannot read what they themselves have stored."""
@@ -57,7 +68,8 @@ class Fleet:
         return self._stack.enter_context(Peer(self.version, broker=self.broker, backend=self.backend, **flags))
 
     def go_worker(self, queue: str = "", *, concurrency: int = 4, **flags: object) -> Peer:
-        peer = self.go(**flags)
+        """On RabbitMQ Go binds each queue by the binding key: without one of its own it would get a copy of all default tasks."""
+        peer = self.go(**{"binding_key": queue, **flags} if queue and self.broker.startswith("amqp") else flags)
         peer.ask("worker", queue=queue, concurrency=concurrency)
         return peer
 
@@ -67,20 +79,28 @@ def version(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+#: The pairs that Go Machinery has as well. `make chaos` tries everything on all of them.
+STORES = ("redis+redis", "redis+mongodb", "amqp+redis", "redis+memcache", "amqp+memcache")
+FLEETS = [(stores, version) for stores in STORES for version in VERSIONS]
+#: Where not FULL: what all tests run on, and what some run on as well. Go's RabbitMQ broker is all but the same in both versions.
+BRIEF = [*((stores, version) for stores in STORES[:2] for version in VERSIONS), ("amqp+redis", "v2")]
+ALSO = {
+    "tests.interop.test_values": [("amqp+redis", "v1")],
+    "tests.interop.test_chords": [("amqp+redis", "v1"), ("redis+memcache", "v2")],
+}
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "fleet" in metafunc.fixturenames:
+        fleets = FLEETS if FULL else BRIEF + ALSO.get(metafunc.module.__name__, [])
+        metafunc.parametrize("fleet", fleets, ids="-".join, indirect=True)
+
+
 @pytest.fixture
-def redis_fleet(version: str, empty_redis: RedisServer) -> Iterator[Fleet]:
-    with ExitStack() as stack:
-        yield Fleet(version, empty_redis.url, empty_redis.url, stack)
-
-
-FleetMaker = Callable[[], Fleet]
-STORES = ("redis+redis", "redis+mongodb")
-
-
-@pytest.fixture(params=STORES)
-def fleet(request: pytest.FixtureRequest, version: str) -> Iterator[Fleet]:
-    """A fleet on each pair of stores that Go Machinery has as well."""
-    broker, backend = (_url(request, kind) for kind in str(request.param).split("+"))
+def fleet(request: pytest.FixtureRequest) -> Iterator[Fleet]:
+    """A fleet on a pair of stores, with one version of Go Machinery."""
+    stores, version = request.param
+    broker, backend = (_url(request, kind) for kind in stores.split("+"))
     with ExitStack() as stack:
         yield Fleet(version, broker, backend, stack)
 
@@ -90,7 +110,25 @@ def _url(request: pytest.FixtureRequest, kind: str) -> str:
         return str(request.getfixturevalue("empty_redis").url)
     if kind == "mongodb":
         return str(request.getfixturevalue("go_mongodb_url"))
+    if kind == "amqp":
+        return str(request.getfixturevalue("go_amqp_url"))
+    if kind == "memcache":
+        return str(request.getfixturevalue("empty_memcached").url)
     raise AssertionError(kind)
+
+
+QUEUES = ("machinery_tasks", "machinery_task", "of_go", "of_python", "counted", "ticks", "none")
+
+
+@pytest.fixture
+def go_amqp_url(rabbitmq_server: RabbitMQServer) -> str:
+    """RabbitMQ without the queues that these tests use. The way of delayed messages stays: making it takes longer than a test."""
+    with closing(pika.BlockingConnection(pika.URLParameters(rabbitmq_server.url))) as connection:
+        channel = connection.channel()
+        for queue in QUEUES:
+            channel.queue_delete(queue)
+            channel.queue_delete(f"machinery.dead.{queue}")
+    return rabbitmq_server.url
 
 
 @pytest.fixture(scope="session")

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import collections
-import os
 import random
 
 import pytest
 
 from machinery_py import Group, Server, Signature, State, TaskFailed
 from machinery_py.testing.waiting import HANG, wait_until
-from tests.interop.conftest import Fleet
+from tests.interop.conftest import FULL, Fleet
 from tests.interop.fleet import call, message
 from tests.interop.golang import Peer
 
 QUEUES = ("of_go", "of_python")
 Both = tuple[Server, Peer, Fleet]
 CHORDS = 500
-FEW = 60  # over the stand-in for MongoDB, which is slow; `MACHINERY_TEST_FULL=1` tries them all
-FULL = bool(os.environ.get("MACHINERY_TEST_FULL"))
+FEW = 60  # where it takes longer; `MACHINERY_TEST_FULL=1` tries them all
 MEMBERS = 4
 
 
@@ -60,7 +58,7 @@ def send_chords(both: Both, sender: str, count: int) -> dict[str, list[int]]:
 @pytest.mark.parametrize("sender", ["go", "python"])
 def test_a_chord_that_is_split_over_both_fires_exactly_once(both: Both, sender: str) -> None:
     server, _, fleet = both
-    count = CHORDS if fleet.go_fires_once or FULL else FEW
+    count = CHORDS if FULL or fleet.is_quick else FEW
     wanted = send_chords(both, sender, count)
 
     def fired() -> collections.Counter[str]:
@@ -70,7 +68,7 @@ def test_a_chord_that_is_split_over_both_fires_exactly_once(both: Both, sender: 
     assert fired() == collections.Counter(dict.fromkeys(wanted, 1))
     for one in server.broker.get_pending_tasks("counted"):
         values = [arg.value for arg in one.args]
-        assert (values if fleet.go_fires_once else sorted(values)) == wanted[one.uuid]
+        assert (values if fleet.keeps_order else sorted(values)) == wanted[one.uuid]
 
 
 @pytest.mark.parametrize("sender", ["go", "python"])

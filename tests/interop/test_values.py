@@ -105,12 +105,13 @@ def test_many_results_and_none(fleet: Fleet) -> None:
     fleet.python_worker(server, "of_python")
 
     for queue in ("of_go", "of_python"):
-        pair = server.send_task(call("pair", ("int64", 1), ("string", "a"), routing_key=queue))
-        none = server.send_task(call("none", routing_key=queue))
-        assert pair.get(timeout=HANG) == (2, "a!")
-        assert none.get(timeout=HANG) is None
-        assert go.result(pair.uuid) == [2, "a!"]
-        assert go.result(none.uuid) == []
+        pair, none = call("pair", ("int64", 1), ("string", "a"), routing_key=queue), call("none", routing_key=queue)
+        of_go = [go.ask("send", message=message(one)) for one in (pair, none)]
+        for pairs, nones in (of_go, [server.send_task(one).uuid for one in (pair, none)]):
+            assert server.result(pairs).get(timeout=HANG) == (2, "a!")
+            assert server.result(nones).get(timeout=HANG) is None
+            assert go.result(pairs) == [2, "a!"]
+            assert go.result(nones) == []
 
 
 def test_headers_arrive(fleet: Fleet) -> None:

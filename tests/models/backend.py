@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from machinery_py.states import State
 from tests.models.redis import Bag, Redis
 from tests.models.states import (
+    LEFT,
     LONG,
     RATES_LIFE,
     Batch,
@@ -65,6 +66,21 @@ def ready(redis: Redis, limit: int) -> object:
     return found
 
 
+def partial(redis: Redis, now: str, limit: int) -> object:
+    found: list[object] = []
+    due = [group for group, at in redis.scores("mpy:partial").in_order() if at <= int(now)][:limit]
+    for group in due:
+        fields = redis.fields(group_keys(group)[0])
+        if "callback" in fields:
+            looks = int(fields.get("looks", "0")) + 1
+            redis.write(group_keys(group)[0], {"looks": str(looks)})
+            redis.score("mpy:partial", group, int(now) + LEFT * min(looks, 8))
+            found.append([group, int(fields["total"]), fields["callback"]])
+        else:
+            redis.unscore("mpy:partial", group)
+    return found
+
+
 def unsent(redis: Redis, now: str, limit: int, age: int) -> object:
     old = [key for key, since in redis.scores("mpy:outbox").in_order() if since <= int(now) - age]
     return [[key, redis.get(f"mpy:o:{{{key}}}") or ""] for key in old[:limit]]
@@ -112,6 +128,7 @@ def forget(redis: Redis, tasks: Sequence[str], groups: Sequence[str]) -> None:
     for uuid in groups:
         redis.delete(document(uuid), *group_keys(uuid))
         redis.unscore("mpy:ready", uuid)
+        redis.unscore("mpy:partial", uuid)
         redis.unscore("mpy:groups", uuid)
 
 
@@ -134,6 +151,7 @@ def tend(redis: Redis, now: str, expire: int) -> int:
                 redis.delete(document(group))
             redis.delete(*group_keys(group))
             redis.unscore("mpy:groups", group)
+            redis.unscore("mpy:partial", group)
     return len(due)
 
 

@@ -100,12 +100,13 @@ class BackendMachine(StateRules):
         changes = self.changes(drawn, expire)
         self.run(redis_scripts.APPLY, backend.apply, now, expire, changes.changes, changes.states)
 
-    @rule(passed=st.sampled_from([0, 0, 1_000_000, 4_000_000_000]), limit=st.integers(1, 2), since=st.integers(-5, 5))
+    @rule(passed=st.sampled_from([0, 0, 1_000_000, 60_000_000, 4_000_000_000]), limit=st.integers(1, 2), since=st.integers(-5, 5))
     def look(self, passed: int, limit: int, since: int) -> None:
         now = self.passed(passed)
         self.run(redis_scripts.STATES, backend.states, TASKS, reading=packed)
         self.run(redis_scripts.MARKS, backend.marks, TASKS)
         self.run(redis_scripts.READY, backend.ready, limit)
+        self.run(redis_scripts.PARTIAL, backend.partial, now, limit)
         self.run(redis_scripts.UNSENT, backend.unsent, now, limit, 1_000_000)
         self.run(redis_scripts.NEWEST, backend.newest, ["mpy:open", "mpy:done"], self.now + since * 500_000, limit - 1, 2)
         self.run(redis_scripts.RATES, backend.rates, now, self.now // 1_000_000 + since)

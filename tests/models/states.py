@@ -19,6 +19,7 @@ from machinery_py.wire import encode_state
 from tests.models.redis import Hash, Redis
 
 LONG = 7 * 86400  # seconds
+LEFT = 30_000_000  # µs
 RATES_LIFE = 3700  # seconds
 GOS_MUTEX = "TriggerChordMutex"  # there while Go fires a group
 
@@ -213,6 +214,7 @@ def fire(redis: Redis, group: str, expire: int) -> None:
     """The group is settled; from now on its members are kept no longer than others."""
     hash_key, set_key = group_keys(group)
     redis.unscore("mpy:ready", group)
+    redis.unscore("mpy:partial", group)
     redis.write(hash_key, {"fired": "1"})
     text = redis.get(document(group))
     if text is not None:
@@ -226,9 +228,10 @@ def triggered(text: str) -> str:
     return re.sub('"ChordTriggered":false', '"ChordTriggered":true', text, count=1)
 
 
-def note_group(redis: Redis, group: str, arrived: Sequence[Arrived]) -> None:
+def note_group(redis: Redis, group: str, arrived: Sequence[Arrived], now: int) -> None:
     hash_key, set_key = group_keys(group)
     _, _, total, _, callback = arrived[-1]
+    is_first = not {"total", "callback"} & redis.fields(hash_key).keys()
     redis.write(hash_key, {"total": str(total), "callback": callback})
     failed = [member for _, member, _, ok, _ in arrived if not ok]
     if failed and "failed" not in redis.fields(hash_key):
@@ -236,11 +239,14 @@ def note_group(redis: Redis, group: str, arrived: Sequence[Arrived]) -> None:
     complete = "failed" in redis.fields(hash_key) or 0 < total <= len(redis.members(set_key))
     if callback and complete and not has_fired(redis, group):
         redis.score("mpy:ready", group, 0)
+        redis.unscore("mpy:partial", group)
         redis.persist(hash_key)
         redis.persist(set_key)
     elif group not in redis.scores("mpy:ready"):
         redis.expire(hash_key, LONG)
         redis.expire(set_key, LONG)
+        if is_first and callback and not has_fired(redis, group):
+            redis.score("mpy:partial", group, now + LEFT)
 
 
 # A batch
@@ -280,7 +286,7 @@ def finish(redis: Redis, batch: Batch, now: int) -> None:
         if name not in before:
             redis.expire(rates, RATES_LIFE)
     for group, arrived in batch.arrived.items():
-        note_group(redis, group, arrived)
+        note_group(redis, group, arrived, now)
     batch.listed, batch.finished, batch.arrived = {}, [], {}
 
 

@@ -104,6 +104,7 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "backend STATES": (["task_1", "task_2"],),
     "backend MARKS": (["task_1", "task_2"],),
     "backend READY": (10,),
+    "backend PARTIAL": (str(START + 60_000_000), 10),
     "backend UNSENT": (NOW, 10, 0),
     "backend CLEAR": ([("task_2", raw(b"out")), ("task_1", raw(b"out"))],),
     "backend NEWEST": (["mpy:open", "mpy:done"], 0, 0, 10),
@@ -140,11 +141,12 @@ def call(beside: Beside, script: Script, values: Any) -> str:
 
 
 def fill(beside: Beside) -> None:
-    """Messages that wait, are in flight, delayed, parked and dead; tasks that are open; a group that is to fire."""
+    """Messages that wait, are in flight, delayed, parked and dead; tasks that are open; a group that is incomplete."""
     start = str(START)
     made = Changes(DAY, 3600)
     made.add(key="task_2", states=[TaskState(task_uuid="task_1"), TaskState(task_uuid="task_2")],
-             groups=[GroupMeta(group_uuid="group_1", task_uuids=["task_2"])], outbox=b"out")
+             groups=[GroupMeta(group_uuid="group_1", task_uuids=["task_2"])], outbox=b"out",
+             arrivals=[Arrival(group_uuid="group_3", task_uuid="task_2", total=2, ok=True, callback=b"callback")])
     steps: list[tuple[Script, Any]] = [
         (broker.REGISTER, (start, "s1", raw(b"record"), QUEUES)),
         (broker.PUT, (start, "", QUEUES, [message("1"), message("2"), message("3"), message("4", place=1)])),
@@ -183,8 +185,8 @@ def test_a_script_that_finds_another_type_changes_nothing(beside: Beside, name: 
 
 
 NEEDS_ROOM = {
-    "broker PUT", "broker REGISTER", "broker BEGIN", "backend APPLY", "backend BEGIN", "backend REVOKE", "settlement SUBMIT",
-    "locks _ACQUIRE",
+    "broker PUT", "broker REGISTER", "broker BEGIN", "backend APPLY", "backend BEGIN", "backend PARTIAL", "backend REVOKE",
+    "settlement SUBMIT", "locks _ACQUIRE",
 }
 
 

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from machinery_py import Config, Server, State, group
+from machinery_py import Config, Group, Server, Signature, State, group
 from machinery_py._drivers.memcache import MemcacheDriver, put
 from machinery_py._drivers.memcache_url import parse_memcache_url
-from machinery_py.backends.base import SETTLED, Change
+from machinery_py.backends.base import FENCED, SETTLED, Change
 from machinery_py.backends.memcache import MemcacheBackend
 from machinery_py.backends.memcache_records import CHORD_LIFE, LONGEST_KEY, key_of
-from machinery_py.states import TaskState
+from machinery_py.signature import Arg
+from machinery_py.states import Arrival, GroupMeta, TaskState
 from machinery_py.testing.servers import MemcachedServer
-from machinery_py.testing.waiting import HANG
-from machinery_py.wire import decode_group, decode_state
+from machinery_py.testing.waiting import HANG, wait_until
+from machinery_py.wire import decode_group, decode_state, encode_group, encode_state
+from machinery_py.worker.fleet import GroupWatch
 from tests.stores.memcache_case import empty_memcached, time_left
 
 __all__ = ["empty_memcached"]
@@ -197,4 +200,111 @@ def test_an_application_leaves_gos_documents(empty_memcached: MemcachedServer, d
     assert (document["TaskName"], document["State"], document["Results"]) == ("add", "SUCCESS", [{"Type": "int64", "Value": 3}])
     assert meta["TaskUUIDs"] == [one.uuid for one in result]
     assert meta["GroupUUID"] == result.uuid
+    server.close()
+
+
+# Chords that Go shares
+
+MEMBERS = ("task_1", "task_2")
+
+
+def arrival(member: str, *, ok: bool = True) -> Arrival:
+    return Arrival(group_uuid="group_1", task_uuid=member, total=len(MEMBERS), ok=ok, callback=b"{}")
+
+
+def go_ends(driver: MemcacheDriver, member: str, *, ok: bool = True) -> None:
+    state = State.SUCCESS if ok else State.FAILURE
+    write(driver, member, encode_state(TaskState(task_uuid=member, state=state, error="" if ok else "no")))
+
+
+def go_settles(driver: MemcacheDriver) -> None:
+    write(driver, "group_1", encode_group(GroupMeta(group_uuid="group_1", task_uuids=MEMBERS, chord_triggered=True)))
+
+
+def we_end(backend: MemcacheBackend, member: str) -> None:
+    state = TaskState(task_uuid=member, state=State.SUCCESS)
+    assert backend.apply([Change(key=member, mark="m", states=(state,), arrivals=(arrival(member),))]) == [SETTLED]
+
+
+def look_until_forgotten(watch: GroupWatch) -> None:
+    def is_over() -> bool:
+        if watch.due_in() == 0.0:
+            watch.look()
+        return watch.due_in() == math.inf
+
+    wait_until(is_over, HANG, "the group is forgotten")
+
+
+@pytest.fixture
+def watch(backend: MemcacheBackend) -> GroupWatch:
+    """A worker's, which has run the first member of a group."""
+    backend.apply([Change(key="g", groups=(GroupMeta(group_uuid="group_1", task_uuids=MEMBERS),))])
+    we_end(backend, MEMBERS[0])
+    watch = GroupWatch(backend)
+    watch.note([arrival(MEMBERS[0])])
+    return watch
+
+
+def test_a_chord_whose_last_member_go_has_ended_is_ours_if_go_does_not_settle_it(
+    driver: MemcacheDriver, backend: MemcacheBackend, watch: GroupWatch
+) -> None:
+    go_ends(driver, MEMBERS[1])
+
+    look_until_forgotten(watch)
+
+    assert [(one.group_uuid, one.failed_member) for one in backend.ready_groups(9)] == [("group_1", "")]
+    assert backend.apply([Change(key="group_1", fires="group_1")]) == [SETTLED]
+    assert json.loads(read(driver, "group_1"))["ChordTriggered"] is True
+
+
+def test_a_chord_that_go_has_settled_is_not_settled_again(
+    driver: MemcacheDriver, backend: MemcacheBackend, watch: GroupWatch
+) -> None:
+    go_ends(driver, MEMBERS[1])
+    go_settles(driver)
+
+    look_until_forgotten(watch)
+
+    assert backend.ready_groups(9) == []
+    assert backend.apply([Change(key="group_1", fires="group_1")]) == [FENCED]
+
+
+def test_a_ready_chord_that_go_has_settled_is_no_longer_ready(driver: MemcacheDriver, backend: MemcacheBackend) -> None:
+    backend.apply([Change(key="g", groups=(GroupMeta(group_uuid="group_1", task_uuids=MEMBERS),))])
+    for member in MEMBERS:
+        we_end(backend, member)
+    assert len(backend.ready_groups(9)) == 1
+    go_settles(driver)
+
+    assert backend.apply([Change(key="group_1", fires="group_1")]) == [FENCED]
+
+    assert backend.ready_groups(9) == []
+
+
+def test_a_chord_with_a_member_that_failed_in_go_is_ours_though_go_has_set_its_flag(
+    driver: MemcacheDriver, backend: MemcacheBackend, watch: GroupWatch
+) -> None:
+    go_ends(driver, MEMBERS[1], ok=False)
+    go_settles(driver)  # and tells nobody
+
+    look_until_forgotten(watch)
+
+    assert [one.failed_member for one in backend.ready_groups(9)] == [MEMBERS[1]]
+    assert backend.apply([Change(key="group_1", fires="group_1")]) == [SETTLED]
+    assert backend.ready_groups(9) == []
+
+
+def test_a_worker_calls_back_for_a_chord_of_which_go_has_ended_a_member(
+    empty_memcached: MemcachedServer, driver: MemcacheDriver
+) -> None:
+    server = Server(Config(broker="memory://", result_backend=empty_memcached.url))
+    server.register_task("one", lambda: 1)
+    server.register_task("total", lambda *parts: sum(parts))
+    members = [Signature.of("one"), Signature.of("one").replace(routing_key="of_go")]
+
+    result = server.send_chord(Group(members) | Signature.of("total"))
+    of_go = result.group.results[1].uuid
+    write(driver, of_go, encode_state(TaskState(task_uuid=of_go, state=State.SUCCESS, results=(Arg.of(2),))))
+    with server.new_worker(concurrency=2):
+        assert result.get(timeout=HANG) == 3
     server.close()

@@ -20,6 +20,7 @@ from machinery_py.testing.conformance.claims import ClaimConformance
 from machinery_py.testing.conformance.locks import LockConformance, OpenLock
 from machinery_py.testing.conformance.schedules import ScheduleConformance
 from machinery_py.testing.conformance.settlement import OpenStore, SettlementConformance
+from tests.stores.left_behind import LeftBehind
 from tests.stores.mongo_case import Drivers, clock, mongodb_server, mongodb_url, open_driver
 
 __all__ = ["clock", "mongodb_server", "mongodb_url", "open_driver"]
@@ -35,6 +36,12 @@ class TestMongoBackend(BackendConformance):
     @pytest.fixture
     def open_backend(self, open_driver: Drivers) -> OpenBackend:
         return lambda: MongoBackend(open_driver(), expire_in=self.expire_in)
+
+
+class TestChordsThatAreLeftBehindInMongo(LeftBehind):
+    @pytest.fixture
+    def open_backend(self, open_driver: Drivers) -> OpenBackend:
+        return lambda: MongoBackend(open_driver())
 
 
 class MongoStores:

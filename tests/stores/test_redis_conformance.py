@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import closing
 
+import msgspec
 import pytest
 
 from machinery_py.backends.redis import RedisBackend
@@ -14,6 +15,9 @@ from machinery_py.settlement.redis_store import RedisStore
 from machinery_py.testing.conformance.backends import BackendConformance, OpenBackend
 from machinery_py.testing.conformance.brokers import BrokerConformance, OpenBroker
 from machinery_py.testing.conformance.settlement import OpenStore, SettlementConformance
+from machinery_py.wire import encode_group
+from machinery_py.worker.fleet import GroupWatch
+from tests.stores.left_behind import GROUP, SOON, LeftBehind, ended, look_until_idle
 from tests.stores.redis_case import Drivers, ServerClock, clock, open_driver, redis_server, redis_url
 
 __all__ = ["clock", "open_driver", "redis_server", "redis_url"]
@@ -54,3 +58,27 @@ class TestRedisStore(SettlementConformance):
             return RedisStore(RedisBroker(driver), RedisBackend(driver))
 
         return open_store
+
+
+class TestChordsThatAreLeftBehindInRedis(LeftBehind):
+    @pytest.fixture
+    def clock(self, redis_url: str) -> ServerClock:
+        return ServerClock(redis_url)
+
+    @pytest.fixture
+    def open_backend(self, open_driver: Drivers) -> OpenBackend:
+        return lambda: RedisBackend(open_driver())
+
+    def test_a_chord_that_go_has_settled_is_dropped(self, backend: RedisBackend, clock: ServerClock) -> None:
+        backend.apply([ended("task_2")])
+        settled = encode_group(msgspec.structs.replace(GROUP, chord_triggered=True))
+        backend.driver.ask(b"SET", b"group_1", settled, doing="testing")
+        clock.advance(SOON)
+        watch = GroupWatch(backend)
+
+        watch.adopt()
+        look_until_idle(watch)
+
+        assert backend.ready_groups(9) == []
+        clock.advance(1000.0)
+        assert backend.partial_groups(9) == []

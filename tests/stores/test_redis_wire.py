@@ -10,15 +10,18 @@ from typing import Any
 
 import pytest
 
-from machinery_py import Config, Server, Signature, State
+from machinery_py import Config, Group, Server, Signature, State
 from machinery_py._drivers.redis import RedisDriver
 from machinery_py.backends.base import Change
 from machinery_py.backends.redis import RedisBackend
 from machinery_py.backends.redis_lua import CHORD_LIFE
 from machinery_py.brokers.base import Message
 from machinery_py.brokers.redis import RedisBroker
+from machinery_py.signature import Arg
+from machinery_py.states import TaskState
 from machinery_py.testing.waiting import HANG, wait_until
-from machinery_py.wire import decode_group, decode_signature, decode_state
+from machinery_py.wire import decode_group, decode_signature, decode_state, encode_state
+from machinery_py.worker import upkeep
 from tests.stores.redis_case import redis_server, redis_url
 
 __all__ = ["redis_server", "redis_url"]
@@ -140,4 +143,28 @@ def test_what_we_send_has_gos_bytes_in_gos_keys(redis_url: str, driver: RedisDri
     (body,) = ask(driver, "LRANGE", "machinery_tasks", "0", "-1")
     assert list(json.loads(body))[:4] == ["UUID", "Name", "RoutingKey", "ETA"]
     assert json.loads(ask(driver, "GET", result.uuid))["State"] == "PENDING"
+    server.close()
+
+
+def test_a_worker_ends_a_chord_of_go_and_a_worker_that_is_gone(
+    redis_url: str, driver: RedisDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upkeep, "GROUPS_EVERY", 0.1)
+    server = Server(Config(broker=redis_url))
+    server.register_task("one", lambda: 1)
+    server.register_task("total", lambda *parts: sum(parts))
+    members = [Signature.of("one"), Signature.of("one").replace(routing_key="of_go")]
+    result = server.send_chord(Group(members) | Signature.of("total"))
+    ours, of_go = result.group.results
+    with server.new_worker(concurrency=1):
+        assert ours.get(timeout=HANG) == 1
+
+    # A Go worker ends the other one, and dies before it looks at the group.
+    ask(driver, "SET", of_go.uuid, encode_state(TaskState(task_uuid=of_go.uuid, state=State.SUCCESS, results=(Arg.of(2),))))
+    assert ask(driver, "ZRANGE", "mpy:partial", "0", "-1") == [result.group.uuid.encode()]
+    ask(driver, "ZADD", "mpy:partial", "1", result.group.uuid)  # half a minute later
+
+    with server.new_worker(concurrency=1):
+        assert result.get(timeout=HANG) == 3
+    assert ask(driver, "EXISTS", "mpy:partial") == 0
     server.close()
