@@ -9,7 +9,7 @@ import msgspec
 from hypothesis import note
 from redis.exceptions import ResponseError
 
-from machinery_py._drivers.redis import Link, RedisDriver
+from machinery_py._drivers.redis import Link, RedisDriver, command
 from machinery_py._drivers.redis_lua import Script, pack, raw
 from tests.models.redis import Bag, Hash, Redis, WrongType, Zset
 
@@ -118,6 +118,22 @@ class Beside:
                 expires[key] = (time_ms + left) / 1000
         return keys, expires
 
+    def snapshot(self) -> list[bytes]:
+        """For `restore`."""
+        parts: list[bytes] = []
+        for key in self.link.ask(b"KEYS", b"*"):
+            left = max(0, self.link.ask(b"PTTL", key))
+            parts += (key, b"%d" % left, self.link.ask(b"DUMP", key))
+        return parts
+
+    def restore(self, snapshot: list[bytes]) -> None:
+        """Only these keys are left, as they were."""
+        packets = [command(b"FLUSHDB")]
+        packets += [command(b"RESTORE", *snapshot[at : at + 3]) for at in range(0, len(snapshot), 3)]
+        self.link.send(b"".join(packets))
+        for _ in packets:
+            self.link.read()
+
     def heard(self) -> list[str]:
         """The channels on which something was published since the last call."""
         self.link.ask(b"PUBLISH", b"mpy:m:end", b"")
@@ -172,12 +188,12 @@ class Beside:
 
     # What others do
 
-    def both(self, *command: str) -> None:
+    def both(self, *words: str) -> None:
         """A command of somebody else: SET, RPUSH, DEL, SADD, ZADD."""
-        note(f"{command!r}")
-        self.ask(*command)
+        note(f"{words!r}")
+        self.ask(*words)
         self.model.begin()
-        name, key, *rest = command
+        name, key, *rest = words
         model = self.model
         match name:
             case "SET":

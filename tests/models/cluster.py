@@ -237,7 +237,6 @@ def take_in(redis: Redis, now: str, queue: Queue, moves: Sequence[tuple[str, Mes
     if int(now) > latest:
         return 0
     check(redis, [queue], [message for _, message in moves], int(now))
-    redis.expect(queue[0], list)
     put(redis, [queue], [message for name, message in moves if not used(redis, name, seconds=MOVE_LIFE)], int(now))
     return redis.woken
 

@@ -26,7 +26,7 @@ from machinery_py.testing.waiting import HANG, wait_until
 from machinery_py.wire import encode_group
 from tests.models.machine import START
 from tests.models.slots import ClusterBeside
-from tests.models.test_scripts import CLUSTER, DAY, LATE, NOW, message, scripts_of
+from tests.models.test_scripts import CLUSTER, DAY, LATE, NOW, half_done, message, scripts_of
 
 TASK, GROUP, SHARD, QUEUE = prefix_of("task_1"), prefix_of("group_1"), PREFIXES[0].encode(), queue_keys("jobs")[1].encode()
 GOS_SET = queue_keys("delayed_tasks")[1].encode()
@@ -146,6 +146,13 @@ def test_a_script_that_finds_another_type_changes_nothing(beside: ClusterBeside,
         assert beside.dump()[0][key] == {"somebody": "else's"}
         if refused:
             assert beside.dump()[0] == before[0], f"{name} was refused for {key}, and has changed something"
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_script_that_finds_another_type_under_a_key_of_ours_changes_nothing(beside: ClusterBeside, name: str) -> None:
+    fill(beside)
+
+    assert half_done(beside, lambda: call(beside, name)) == []
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -7,7 +7,7 @@ import functools
 import importlib
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -32,6 +32,7 @@ from machinery_py.states import Arrival, GroupMeta, State, TaskState
 from machinery_py.testing.servers import RedisServer
 from tests.models.beside import Beside
 from tests.models.machine import START
+from tests.models.redis import Hash
 
 MODULES: dict[str, ModuleType] = {
     "broker": broker, "looking": looking, "backend": backend, "settlement": settlement, "locks": locks, "amending": amending,
@@ -190,6 +191,11 @@ def fill(beside: Beside) -> None:
     ]
     for script, values in steps:
         assert call(beside, script, values) == ""
+    for session in ("s1", "dead"):  # what a sleeper has just been given, and one that is over
+        beside.ask("RPUSH", f"mpy:{{jobs}}:i:{session}", f"given to {session}")
+    beside.ask("ZADD", "mpy:{jobs}:t", str(START), "dead")
+    beside.ask("SADD", "mpy:{jobs}:r:s1", "2")
+    beside.ask("SADD", "mpy:{jobs}:v", "13")
 
 
 def test_each_script_is_called() -> None:
@@ -213,6 +219,36 @@ def test_a_script_that_finds_another_type_changes_nothing(beside: Beside, name: 
         assert beside.dump()[0][key] == {"somebody": "else's"}
         if refused:
             assert beside.dump()[0] == before[0], f"{name} was refused for {key}, and has changed something"
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_script_that_finds_another_type_under_a_key_of_ours_changes_nothing(beside: Beside, name: str) -> None:
+    """Nobody writes there but us; should somebody do it, no message is lost for that."""
+    module, script = SCRIPTS[name]
+    fill(beside)
+
+    assert half_done(beside, lambda: call(beside, vars(module)[script], CALLS[name])) == []
+
+
+def half_done(beside: Beside, call: Callable[[], str]) -> list[str]:
+    """The keys which, when they hold something else, have the call refused after it has changed something."""
+    full, before = beside.snapshot(), beside.dump()[0]
+    assert call() == ""
+    there = beside.dump()[0] | before
+    found: list[str] = []
+    for key, value in sorted(there.items()):
+        commands = [("RPUSH", key, "somebody else's") if isinstance(value, Hash) else ("HSET", key, "somebody", "else's")]
+        if isinstance(value, str) and value.isdigit():
+            commands.append(("SET", key, "no number"))
+        for command in commands:
+            beside.restore(full)
+            beside.ask("DEL", key)
+            beside.ask(*command)
+            before = beside.dump()[0]
+            refused = call()
+            if refused and beside.dump()[0] != before:
+                found.append(f"{command}: {refused}")
+    return found
 
 
 NEEDS_ROOM = {
