@@ -12,6 +12,8 @@ from contextlib import ExitStack
 import pytest
 
 from machinery_py.testing import private_mongo
+from machinery_py.testing.private import free_port
+from machinery_py.testing.private_redis import BUS, SLOTS
 from machinery_py.testing.proxy import Proxy
 from machinery_py.testing.servers import (
     MemcachedServer,
@@ -21,6 +23,7 @@ from machinery_py.testing.servers import (
     RedisServer,
     require,
 )
+from machinery_py.testing.waiting import HANG, wait_until
 
 
 @pytest.fixture(scope="session")
@@ -52,6 +55,16 @@ def redis_cluster() -> Iterator[RedisCluster]:
     require(RedisCluster)
     with RedisCluster() as cluster:
         yield cluster
+
+
+@pytest.fixture(scope="session")
+def redis_node() -> Iterator[RedisServer]:
+    """A Redis Cluster of one node, which has all slots."""
+    require(RedisServer)
+    with RedisServer(port=free_port(besides=BUS), config={"cluster-enabled": "yes", "cluster-node-timeout": "1000"}) as node:
+        node.cli("CLUSTER", "ADDSLOTS", *range(SLOTS))
+        wait_until(lambda: "cluster_state:ok" in str(node.cli("CLUSTER", "INFO")), HANG, "a node that serves all slots")
+        yield node
 
 
 @pytest.fixture(scope="session")

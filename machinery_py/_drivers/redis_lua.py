@@ -47,7 +47,8 @@ class Script:
 # Lua hashes every string that it makes: bodies are joined once.
 # bin(s), arr(t): msgpack of a byte string, of an array of packed items. int(n): a number without an exponent; redis.call
 # writes numbers as doubles, which takes longer than most commands.
-# key_type(key, kind): raises before anything is written if the key holds something else.
+# key_type(key, kind): raises before anything is written if the key holds something else; whether it is there.
+# counter(key): the same for a number that is counted up.
 # rows(key, command, items): one command with many arguments, in steps that Lua can unpack.
 PRELUDE = r"""
 local call = redis.call
@@ -76,6 +77,14 @@ local function key_type(key, kind)
     error('WRONGTYPE ' .. key .. ' holds a ' .. found .. ', not a ' .. kind)
   end
   checked[key] = kind
+  return found ~= 'none'
+end
+local function counter(key)
+  local fine, value = pcall(call, 'GET', key)
+  if not fine then key_type(key, 'string') end
+  if value and not string.find(value, '^%-?%d+$') then
+    error('WRONGTYPE ' .. key .. ' holds a text, not a number')
+  end
 end
 local function rows(command, key, items)
   for i = 1, #items, 2000 do

@@ -20,6 +20,7 @@ local function holds(name, expected, life)
     return (call('GET', 'mpy:u:' .. name) or '') == expected
   end
   key_type('mpy:records', 'hash')
+  counter('mpy:records:n')
   return (call('HGET', 'mpy:records', name) or '') == expected
 end
 local function swap(name, body, life)
@@ -49,6 +50,7 @@ text, expire, name, expected, body, life, C, S = unpack(unpacked)
 local now, plan, _ = now_of(text), nil, nil
 if not holds(name, expected, life) then return 0 end
 if C[1] then
+  listable({1}, now)
   look_at({1})
   _, plan = decide(1)
 end
@@ -60,6 +62,7 @@ return 1
 
 # In: (name, body) of claims. Out: nothing.
 RELEASE = Script(PRELUDE + r"""
+for _, one in ipairs(unpacked[1]) do key_type('mpy:u:' .. one[1], 'string') end
 for _, one in ipairs(unpacked[1]) do
   local key = 'mpy:u:' .. one[1]
   if call('GET', key) == one[2] then call('DEL', key) end

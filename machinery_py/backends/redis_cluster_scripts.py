@@ -127,6 +127,7 @@ local text, name, expected, body, key, record, noted = unpack(unpacked)
 local all = prefix .. 'all'
 if record ~= '' and now_of(text) > noted + $NOTED then return 'l' end
 if (call('HGET', all, name) or '') ~= expected then return 'f' end
+counter(prefix .. 'n')
 if record ~= '' then call('SET', key, record) end
 if body == '' then call('HDEL', all, name) else call('HSET', all, name, body) end
 call('INCR', prefix .. 'n')
@@ -210,6 +211,9 @@ local prefix = string.sub(KEYS[1], 1, -2)
 local text, done, names, open, replayed = unpack(unpacked)
 local now = now_of(text)
 local stamp, rate = int(now), prefix .. 'rate:' .. int(math.floor(now / 1000000))
+key_type(prefix .. 'open', 'zset')
+key_type(prefix .. 'done', 'zset')
+key_type(rate, 'hash')
 for i, uuid in ipairs(done) do
   call('ZREM', prefix .. 'open', uuid)
   if call('ZADD', prefix .. 'done', stamp, uuid) == 1 then
@@ -238,6 +242,7 @@ return found
 EXPIRE = Script(PRELUDE + r"""
 local prefix = string.sub(KEYS[1], 1, -2)
 local now = now_of(unpacked[1])
+key_type(prefix .. 'open', 'zset')
 call('ZREMRANGEBYSCORE', prefix .. 'done', '-inf', now - unpacked[2] * 1000000)
 call('ZREMRANGEBYSCORE', prefix .. 'open', '-inf', now - unpacked[3] * 1000000)
 """)

@@ -48,6 +48,7 @@ NAMES: dict[str, object] = {
 # A companion is lines: run, epoch, mark, started, progress, queue, worker, and then our fields.
 # look: reads what is stored of tasks, in one command for all; `known` keeps it, and what is decided after that.
 # decide: what a change would write, and its verdict (s, a, f); writes nothing, and the next change sees it in `known`.
+# listable: raises, before anything is written, if a listing in which these changes will be noted is something else.
 # commit: writes it. note_states: writes the listings and the groups, once for all that a script has committed.
 LIBRARY = filled(r"""
 local C, S
@@ -202,6 +203,7 @@ local function decide(c)
   end
   if fires ~= '' then
     if firing[fires] or not may_fire(fires) then return 'f' end
+    key_type(select(2, group_keys(fires)), 'set')
     firing[fires] = true
   end
   for _, a in ipairs(C[c + $ARRIVALS] or NONE) do
@@ -211,6 +213,17 @@ local function decide(c)
   end
   for uuid, row in pairs(new) do known[uuid] = row end
   return 's', plan
+end
+local function listable(changes, now)
+  if #changes == 0 then return end
+  key_type('mpy:open', 'zset')
+  key_type('mpy:done', 'zset')
+  key_type('mpy:rate:' .. int(math.floor(now / 1000000)), 'hash')
+  for _, c in ipairs(changes) do
+    if C[c + $ARRIVALS] or C[c + $FIRES] ~= '' then key_type('mpy:ready', 'zset') end
+    if C[c + $GROUPS] then key_type('mpy:groups', 'zset') end
+    if C[c + $OUTBOX] ~= '' then key_type('mpy:outbox', 'zset') end
+  end
 end
 local function write(row, force, held)
   local s = row.state

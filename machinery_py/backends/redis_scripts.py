@@ -19,6 +19,7 @@ local text, expire
 text, expire, C, S = unpack(unpacked)
 local now, changes, verdicts, plans = now_of(text), {}, {}, {}
 for c = 1, #C, $CHANGE do changes[#changes + 1] = c end
+listable(changes, now)
 look_at(changes)
 for i, c in ipairs(changes) do verdicts[i], plans[i] = decide(c) end
 for i, c in ipairs(changes) do
@@ -106,6 +107,8 @@ return found
 
 # In: (key, outbox that was sent). Out: nothing. Another one is a later one.
 CLEAR = Script(PRELUDE + r"""
+key_type('mpy:outbox', 'zset')
+for _, one in ipairs(unpacked[1]) do key_type('mpy:o:{' .. one[1] .. '}', 'string') end
 for _, one in ipairs(unpacked[1]) do
   local name = 'mpy:o:{' .. one[1] .. '}'
   local kept = call('GET', name)
@@ -155,6 +158,7 @@ FORGET = Script(PRELUDE + LIBRARY + r"""
 for _, uuids in ipairs(unpacked) do
   for _, uuid in ipairs(uuids) do key_type(doc_key(uuid), 'string') end
 end
+for _, name in ipairs({'open', 'done', 'ready', 'groups'}) do key_type('mpy:' .. name, 'zset') end
 for _, uuid in ipairs(unpacked[1]) do
   call('DEL', doc_key(uuid), companion(uuid))
   call('ZREM', 'mpy:open', uuid)
@@ -173,6 +177,7 @@ end
 TEND = Script(PRELUDE + LIBRARY + rf"""
 local text, expire = unpack(unpacked)
 local now = now_of(text)
+for _, name in ipairs({{'revoked', 'open', 'done', 'ready', 'groups'}}) do key_type('mpy:' .. name, 'zset') end
 call('ZREMRANGEBYSCORE', 'mpy:revoked', '-inf', now)
 call('ZREMRANGEBYSCORE', 'mpy:done', '-inf', now - expire * 1000000)
 call('ZREMRANGEBYSCORE', 'mpy:open', '-inf', now - 2 * {CHORD_LIFE} * 1000000)

@@ -59,7 +59,7 @@ _TAKE_IN = Script(LIBRARY + rf"""
 local text, q, moves, latest = unpack(unpacked)
 local now, rung, messages = now_of(text), {{}}, {{}}
 if now > latest then return 0 end
-key_type(q[1], 'list')
+for _, one in ipairs(moves) do check({{q}}, {{one[2]}}, now) end
 for _, one in ipairs(moves) do
   if call('SET', 'mpy:p:' .. one[1], '1', 'NX', 'EX', {MOVE_LIFE}) then messages[#messages + 1] = one[2] end
 end

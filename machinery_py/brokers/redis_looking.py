@@ -41,7 +41,11 @@ return arr(found)
 STATS = Script(LIBRARY + r"""
 local now, queues, lines, names, counts, rung = now_of(unpacked[1]), unpacked[2], {}, {}, {}, {}
 key_type(DELAYED, 'zset')
-for _, q in ipairs(queues) do key_type(q[1], 'list') end
+for _, q in ipairs(queues) do
+  usable(q, {})
+  for _, level in ipairs(call('ZRANGE', q[2] .. 'l', 0, -1)) do key_type(q[2] .. 'p:' .. level, 'list') end
+  for _, session in ipairs(call('ZRANGE', q[2] .. 's', 0, -1)) do key_type(q[2] .. 'f:' .. session, 'hash') end
+end
 for _, q in ipairs(queues) do
   local p = q[2]
   parked(q, now, rung)
@@ -89,6 +93,8 @@ PURGE = Script(LIBRARY + r"""
 local q, members, gone = unpacked[1], unpacked[2], 0
 key_type(q[1], 'list')
 if #members > 0 then key_type(DELAYED, 'zset') end
+key_type(q[2] .. 'z', 'zset')
+for _, level in ipairs(call('ZRANGE', q[2] .. 'l', 0, -1)) do key_type(q[2] .. 'p:' .. level, 'list') end
 for _, level in ipairs(call('ZRANGE', q[2] .. 'l', 0, -1)) do
   gone = gone + call('LLEN', q[2] .. 'p:' .. level)
   call('DEL', q[2] .. 'p:' .. level)
@@ -102,6 +108,8 @@ return gone
 # In: queue. Out: connections to be woken: who sleeps at the queue's list is to find another bed.
 PAUSE = Script(LIBRARY + r"""
 local q, rung = unpacked[1], {}
+key_type('mpy:queues', 'set')
+key_type(q[2] .. 'u', 'set')
 ring(q, 'v', 100000, rung)  -- first: after a removal a full Redis lets the rest pass
 call('SADD', 'mpy:queues', q[1])
 call('SADD', q[2] .. 'u', '')
@@ -111,6 +119,7 @@ return rung
 # In: queue. Out: connections to be woken.
 RESUME = Script(LIBRARY + r"""
 local q, rung = unpacked[1], {}
+key_type(q[2] .. 'v', 'set')
 for _, number in ipairs(call('SMEMBERS', q[2] .. 'u')) do
   if number ~= '' then rung[#rung + 1] = number end
 end
@@ -134,6 +143,10 @@ return found
 # In: (queue, id) of each. Out: the letter of each, or nothing.
 TAKE_DEAD = Script(PRELUDE + r"""
 local found = {}
+for _, one in ipairs(unpacked[1]) do
+  key_type(one[1][2] .. 'd', 'hash')
+  key_type(one[1][2] .. 'e', 'zset')
+end
 for i, one in ipairs(unpacked[1]) do
   local p, id = one[1][2], one[2]
   found[i] = call('HGET', p .. 'd', id)

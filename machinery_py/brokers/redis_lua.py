@@ -14,6 +14,7 @@ MARKS = 4096  # of these notes
 SUSPECT = 1  # strikes after which only a run that is known to have begun is blamed
 
 # give: puts bodies on a queue's list, at its head or tail, and notes when; the first that a queue ever gets, that it is there.
+# check: raises, before anything is written, if a key that these messages come to is something else.
 # put: stores messages; returns connections of sleepers that must be woken.
 PUTTING = PRELUDE + filled(r"""
 local DELAYED = '$DELAYED'
@@ -57,10 +58,41 @@ local function park(q, due, m, rung, now)
   call('ZADD', q[2] .. 'z', due, wrap(number, m.level, m.fence, m.strikes, m.parks, m.label, m.body))
   if due < now + 1100000 then ring(q, 'v', 1, rung) end
 end
+local givable, parkable = {}, {}
+local function can_give(q, level)
+  local list, p = list_of(q, level), q[2]
+  if givable[list] then return end
+  key_type(list, 'list')
+  if level > 0 then
+    key_type(p .. 'l', 'zset')
+    key_type(p .. 'v', 'set')
+  else
+    counter(p .. 'c')
+    key_type(p .. 'o', 'list')
+  end
+  key_type(p .. 'w', 'set')
+  key_type('mpy:queues', 'set')
+  givable[list] = true
+end
+local function can_park(q)
+  if parkable[q] then return end
+  counter(q[2] .. 'n')
+  key_type(q[2] .. 'z', 'zset')
+  key_type(q[2] .. 'v', 'set')
+  key_type('mpy:queues', 'set')
+  parkable[q] = true
+end
 local function check(queues, messages, now)
   for _, m in ipairs(messages) do
-    key_type(list_of(queues[m[1] + 1], m[2]), 'list')
-    if m[3] > now then key_type('$DELAYED', 'zset') end
+    local q, plain = queues[m[1] + 1], m[4] == '' and m[5] == 0
+    if m[3] <= now then
+      can_give(q, m[2])
+      if not plain then key_type(q[2] .. 'a', 'hash') end
+    else
+      key_type(list_of(q, m[2]), 'list')
+      key_type('$DELAYED', 'zset')
+      can_park(q)
+    end
   end
 end
 local function put(queues, messages, now, rung)
@@ -91,8 +123,10 @@ end
 # unwrap: the parts of an entry of a session, or of a parked message.
 # back: gives entries of a session to the heads of their lists, in their old order, with so many strikes more.
 # spoilt: whether somebody keeps something else under the queue's name.
-# parked: brings what is due from our own delayed set to its queue, if that can take it. due_in: µs until the next; asks not again
-# what parked saw. first_due raises, before anything is written, if Go's delayed set is something else.
+# usable: raises, before anything is written, if somebody does so with one of the keys that entries need which come back, wait or
+# die. can_empty: the same for all that a session has of a queue.
+# parked: brings what is due from our own delayed set to its queue, if that can take it; whether it did. due_in: µs until the
+# next; asks not again what parked saw. first_due raises, before anything is written, if Go's delayed set is something else.
 LIBRARY = PUTTING + filled(r"""
 local function unwrap(text)
   local number, level, fence, strikes, parks, size, at = string.match(text, '^(%d+) (%d+) (%d+) (%d+) (%d+) (%d+)\n()')
@@ -110,9 +144,29 @@ local function back(q, entries, strikes, now, rung, begun)
     note(q, m.body, m.fence, m.strikes + more, m.parks, m.label)
   end
 end
+local used = {}
+local function usable(q, entries)
+  local p = q[2]
+  if not used[p] then
+    can_give(q, 0)
+    can_park(q)
+    key_type(p .. 'a', 'hash')
+    key_type(p .. 'd', 'hash')
+    key_type(p .. 'e', 'zset')
+    key_type(p .. 'l', 'zset')
+    used[p] = true
+  end
+  for _, text in ipairs(entries) do can_give(q, tonumber(string.match(text, '^%d+ (%d+)'))) end
+end
+local function can_empty(q, session)
+  local p = q[2]
+  key_type(p .. 'i:' .. session, 'list')
+  key_type(p .. 'f:' .. session, 'hash')
+  key_type(p .. 'r:' .. session, 'set')
+  usable(q, call('HVALS', p .. 'f:' .. session))
+end
 local function empty(q, session, strikes, now, rung)
   local flight, arrivals, entries = q[2] .. 'f:' .. session, q[2] .. 'i:' .. session, {}
-  key_type(q[1], 'list')
   while true do
     local body = call('RPOP', arrivals)
     if not body then break end
@@ -131,23 +185,25 @@ local function spoilt(q)
   local found = call('TYPE', q[1]).ok
   return found ~= 'none' and found ~= 'list'
 end
-local function parked(q, now, rung)
+local function parked(q, now, rung, first)
   local z = q[2] .. 'z'
-  local first = call('ZRANGE', z, 0, 0, 'WITHSCORES')
+  first = first or call('ZRANGE', z, 0, 0, 'WITHSCORES')
   if not first[2] or tonumber(first[2]) > now then
     soonest[z] = first
     return
   end
-  if spoilt(q) then
+  local texts = call('ZRANGEBYSCORE', z, '-inf', now, 'LIMIT', 0, 2000)
+  if not pcall(usable, q, texts) then
     soonest[z] = call('ZRANGEBYSCORE', z, '(' .. int(now), '+inf', 'WITHSCORES', 'LIMIT', 0, 1)
     return
   end
-  for _, text in ipairs(call('ZRANGEBYSCORE', z, '-inf', now, 'LIMIT', 0, 2000)) do
+  for _, text in ipairs(texts) do
     call('ZREM', z, text)
     local m = unwrap(text)
     give(q, m.level, {m.body}, false, now, rung)
     note(q, m.body, m.fence, m.strikes, m.parks, m.label)
   end
+  return true
 end
 local function due_in(queues, now)
   local least

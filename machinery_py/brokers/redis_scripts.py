@@ -27,6 +27,8 @@ return rung
 REGISTER = Script(LIBRARY + r"""
 local text, session, record, queues = unpack(unpacked)
 local now = now_of(text)
+key_type('mpy:queues', 'set')
+for _, q in ipairs(queues) do key_type(q[2] .. 's', 'zset') end
 for _, q in ipairs(queues) do
   call('SADD', 'mpy:queues', q[1])
   call('SET', q[2] .. 'b:' .. session, record)
@@ -90,30 +92,43 @@ local function fly(index, q, level, bodies)
   rows('HSET', q[2] .. 'f:' .. session, entries)
 end
 first_due()
-for _, q in ipairs(queues) do key_type(q[1], 'list') end
+local revoked, alive, arrived, levels, firsts, stopped, bed = call('ZCARD', 'mpy:revoked'), true, {}, {}, {}, {}, 0
+for index, q in ipairs(queues) do
+  local p = q[2]
+  key_type(q[1], 'list')
+  counter(p .. 'n')
+  key_type(p .. 'a', 'hash')
+  key_type(p .. 'f:' .. session, 'hash')
+  alive = call('ZSCORE', p .. 's', session) and alive
+  arrived[index] = call('LRANGE', p .. 'i:' .. session, 0, -1)
+  levels[index] = call('ZREVRANGE', p .. 'l', 0, -1)
+  for _, level in ipairs(levels[index]) do key_type(p .. 'p:' .. level, 'list') end
+  firsts[index] = call('ZRANGE', p .. 'z', 0, 0, 'WITHSCORES')
+  -- From a paused queue nothing is taken, and nobody sleeps at its list; resuming it wakes those who noted themselves.
+  if key_type(p .. 'u', 'set') then stopped[index] = true elseif bed == 0 then bed = index end
+  if noted then
+    key_type(p .. 'v', 'set')
+    key_type(p .. 'w', 'set')
+  end
+end
+for index, q in ipairs(queues) do
+  if #arrived[index] > 0 and (stopped[index] or not alive) then usable(q, {}) end
+end
 for _, q in ipairs(queues) do
   if noted then
     call('SREM', q[2] .. 'v', number)
     if apart or #queues > 1 then call('SREM', q[2] .. 'w', number) end  -- the order may have been another
   end
 end
-for _, q in ipairs(queues) do
-  if not call('ZSCORE', q[2] .. 's', session) then
-    for _, each in ipairs(queues) do
-      local arrivals = each[2] .. 'i:' .. session
-      while true do
-        local body = call('RPOP', arrivals)
-        if not body then break end
-        give(each, 0, {body}, true, now, rung)
-      end
-    end
-    return {0, -1, 1, rung, reply(), 0}
-  end
+local function return_arrivals(q, bodies)
+  for i = #bodies, 1, -1 do give(q, 0, {bodies[i]}, true, now, rung) end
 end
--- From a paused queue nothing is taken, and nobody sleeps at its list; resuming it wakes those who noted themselves.
-local stopped, bed = {}, 0
-for index, q in ipairs(queues) do
-  if call('EXISTS', q[2] .. 'u') == 1 then stopped[index] = true elseif bed == 0 then bed = index end
+if not alive then
+  for index, q in ipairs(queues) do
+    call('DEL', q[2] .. 'i:' .. session)
+    return_arrivals(q, arrived[index])
+  end
+  return {0, -1, 1, rung, reply(), 0}
 end
 for index, q in ipairs(queues) do
   if #lost > 0 then
@@ -132,21 +147,15 @@ for index, q in ipairs(queues) do
       tell(index, one[1], m.fence, m.strikes, m.parks, m.level, {m.body})
     end
   end
-  local arrivals = q[2] .. 'i:' .. session
-  local bodies = call('LRANGE', arrivals, 0, -1)
-  if #bodies > 0 then
-    call('DEL', arrivals)
-    if stopped[index] then
-      for i = #bodies, 1, -1 do give(q, 0, {bodies[i]}, true, now, rung) end
-    else
-      fly(index, q, 0, bodies)
-    end
+  if #arrived[index] > 0 then
+    call('DEL', q[2] .. 'i:' .. session)
+    if stopped[index] then return_arrivals(q, arrived[index]) else fly(index, q, 0, arrived[index]) end
   end
 end
 for index, q in ipairs(queues) do
-  parked(q, now, rung)
+  if parked(q, now, rung, firsts[index]) then levels[index] = call('ZREVRANGE', q[2] .. 'l', 0, -1) end
   if count < limit and not stopped[index] then
-    for _, level in ipairs(call('ZREVRANGE', q[2] .. 'l', 0, -1)) do
+    for _, level in ipairs(levels[index]) do
       if count < limit then
         local list = q[2] .. 'p:' .. level
         fly(index, q, tonumber(level), call('LPOP', list, limit - count) or {})
@@ -162,24 +171,28 @@ if will_sleep and count == 0 then
     if (apart or index ~= bed) and not stopped[index] then call('SADD', q[2] .. 'w', number) end
   end
 end
-return {1, due_in(queues, now), call('ZCARD', 'mpy:revoked'), rung, reply(), bed}
+return {1, due_in(queues, now), revoked, rung, reply(), bed}
 """)
 
 # In: now, session, queues, disposals (index of the queue, receipt, fate, due, head of the dead letter).
 # Out: a letter each, s or f; connections to be woken.
 DISPOSE = Script(LIBRARY + r"""
 local text, session, queues, disposals = unpack(unpacked)
-local now, rung, backs, verdicts, taken = now_of(text), {}, {}, {}, {}
+local now, rung, backs, verdicts, raws, taken = now_of(text), {}, {}, {}, {}, {}
 for _, q in ipairs(queues) do key_type(q[1], 'list') end
 for i, d in ipairs(disposals) do
   local q = queues[d[1] + 1]
   local flight = q[2] .. 'f:' .. session
   local raw = not taken[flight .. d[2]] and call('HGET', flight, d[2])
-  verdicts[i] = raw and 's' or 'f'
+  verdicts[i], raws[i] = raw and 's' or 'f', raw
   if raw then
     taken[flight .. d[2]] = true
-    end_delivery(q, flight, d[2], raw, d[3], d[4], d[5], backs, now, rung)
+    if d[3] ~= 'done' then usable(q, {raw}) end
   end
+end
+for i, d in ipairs(disposals) do
+  local q = queues[d[1] + 1]
+  if raws[i] then end_delivery(q, q[2] .. 'f:' .. session, d[2], raws[i], d[3], d[4], d[5], backs, now, rung) end
 end
 give_backs(backs, now, rung)
 return {table.concat(verdicts), rung}
@@ -213,6 +226,10 @@ for _, q in ipairs(queues) do
 end
 if not there then return {-1, rung} end
 for _, q in ipairs(queues) do
+  key_type(q[2] .. 't', 'zset')
+  can_empty(q, session)
+end
+for _, q in ipairs(queues) do
   call('ZREM', q[2] .. 's', session)
   call('DEL', q[2] .. 'b:' .. session)
   held = held + empty(q, session, strikes, now, rung)
@@ -225,23 +242,33 @@ return {held, rung}
 # (queue, session); connections to be woken.
 LOOK = Script(LIBRARY + r"""
 local text, queues, lease = unpack(unpacked)
-local now, rung, late, all = now_of(text), {}, {}, {}
+local now, rung, late, all, sound = now_of(text), {}, {}, {}, {}
+local function read(q)
+  return {z = call('ZRANGE', q[2] .. 'z', 0, 0, 'WITHSCORES'), s = call('ZRANGE', q[2] .. 's', 0, -1, 'WITHSCORES'),
+          t = call('ZRANGE', q[2] .. 't', 0, -1)}
+end
 first_due()
 for _, q in ipairs(queues) do
-  parked(q, now, rung)
-  local found = call('ZRANGE', q[2] .. 's', 0, -1, 'WITHSCORES')
-  for i = 1, #found, 2 do
-    all[#all + 1] = {q[1], found[i]}
-    if now - tonumber(found[i + 1]) > lease then late[#late + 1] = {q[1], found[i], int(tonumber(found[i + 1]))} end
-  end
-  if not spoilt(q) then
-    for _, session in ipairs(call('ZRANGE', q[2] .. 't', 0, -1)) do
-      if call('EXISTS', q[2] .. 'i:' .. session, q[2] .. 'f:' .. session) > 0 then empty(q, session, 1, now, rung) end
+  -- Where somebody keeps something else under one of its keys, the other queues are still looked after.
+  local fine, found = pcall(read, q)
+  if fine then
+    sound[#sound + 1] = q
+    parked(q, now, rung, found.z)
+    for i = 1, #found.s, 2 do
+      local session, beat = found.s[i], tonumber(found.s[i + 1])
+      all[#all + 1] = {q[1], session}
+      if now - beat > lease then late[#late + 1] = {q[1], session, int(beat)} end
     end
-    call('ZREMRANGEBYSCORE', q[2] .. 't', '-inf', now)
+    local emptied = not spoilt(q)
+    for _, session in ipairs(emptied and found.t or {}) do
+      if call('EXISTS', q[2] .. 'i:' .. session, q[2] .. 'f:' .. session) > 0 then
+        if pcall(can_empty, q, session) then empty(q, session, 1, now, rung) else emptied = false end
+      end
+    end
+    if emptied then call('ZREMRANGEBYSCORE', q[2] .. 't', '-inf', now) end
   end
 end
-return {due_in(queues, now), late, all, rung}
+return {due_in(sound, now), late, all, rung}
 """)
 
 # In: now, limit. Out: bodies that are due in Go's set, the first due first.

@@ -21,10 +21,10 @@ from machinery_py.locks.redis import RedisGoLock, RedisLock
 
 FENCE_LIFE = 86_400_000  # ms beyond the lock; a clock that is set back by more than this gives a smaller fence
 
-# In: name, token, ms. Out: the fence, or nothing if somebody else has the name. May be carried out twice. The fence is the
+# In: now, name, token, ms. Out: the fence, or nothing if somebody else has the name. May be carried out twice. The fence is the
 # time in µs, or one more than the last one: so no count has to be kept for each name that ever was.
 _ACQUIRE = Script(PRELUDE + rf"""
-local name, token, ms = unpack(unpacked)
+local text, name, token, ms = unpack(unpacked)
 local key, last = 'mpy:lock:{{' .. name .. '}}', 'mpy:fence:{{' .. name .. '}}'
 local held = call('GET', key)
 if held then
@@ -32,7 +32,7 @@ if held then
   if owner == token then return tonumber(fence) end
   return false
 end
-local fence = math.max(now_of(''), tonumber(call('GET', last) or '0') + 1)
+local fence = math.max(now_of(text), tonumber(call('GET', last) or '0') + 1)
 call('SET', last, int(fence), 'PX', int(ms + {FENCE_LIFE}))
 call('SET', key, token .. ' ' .. int(fence), 'PX', ms)
 return fence
@@ -51,7 +51,7 @@ class ClusterLock(Lock):
     def acquire(self, name: str, *, ttl: float) -> Held | None:
         token = secrets.token_hex(16)
         expires_at = self._cluster.clock.now() + dt.timedelta(seconds=ttl)
-        argument = pack((quoted(name), token, max(1, int(ttl * 1000))))
+        argument = pack((self._cluster.now(), quoted(name), token, max(1, int(ttl * 1000))))
         fence = self._at(name).run(_ACQUIRE, argument, doing="taking a lock")
         return None if fence is None else Held(name=name, token=token, fence=fence, expires_at=expires_at)
 

@@ -21,6 +21,7 @@ text, expire, token, queues, messages, C, S = unpack(unpacked)
 local now, rung, plan, _ = now_of(text), {{}}, nil, nil
 check(queues, messages, now)
 if C[1] then
+  listable({{1}}, now)
   look_at({{1}})
   _, plan = decide(1)
 end
@@ -56,6 +57,7 @@ end
 for at = 1, #ends, 5 do
   if ends[at + 3] > 0 then changes[#changes + 1] = ends[at + 3] end
 end
+listable(changes, now)
 look_at(changes)
 for at = 1, #ends, 5 do
   local index, receipt, fate, c, more = ends[at] + 1, ends[at + 1], ends[at + 2], ends[at + 3], ends[at + 4]
@@ -63,7 +65,7 @@ for at = 1, #ends, 5 do
   if held[index][receipt] and not over[index][receipt] then
     if c > 0 then verdict, plans[at] = decide(c) end
     if more and #more[3] > 0 then check(queues, more[3], now) end
-    if fate == 'done' then table.insert(gone[index], receipt) else key_type(queues[index][1], 'list') end
+    if fate == 'done' then table.insert(gone[index], receipt) else usable(queues[index], {held[index][receipt]}) end
     over[index][receipt] = at
   else
     local row = c > 0 and read(C[c])
@@ -105,6 +107,7 @@ local text, expire, queues, messages
 text, expire, queues, messages, C, S = unpack(unpacked)
 local now, rung = now_of(text), {}
 check(queues, messages, now)
+listable({1}, now)
 look_at({1})
 local verdict, plan = decide(1)
 if verdict ~= 's' then

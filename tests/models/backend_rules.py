@@ -16,7 +16,7 @@ from machinery_py.signature import Arg
 from machinery_py.states import ZERO_TIME, Arrival, GroupMeta, State, TaskState
 from machinery_py.wire import encode_state
 from tests.models import backend, settlement
-from tests.models.broker_rules import KEYS, Arrivals, packed
+from tests.models.broker_rules import Arrivals, packed
 from tests.models.machine import QUEUES, START, Due, Fate, Messages, Passed, Pick, ScriptMachine, Session1, Token
 from tests.models.states import GOS_MUTEX
 
@@ -164,5 +164,5 @@ class SettlementMachine(Arrivals, StateRules):
         for pick, state in marks:
             place = changes.add(key=state.task_uuid, states=[state])
             seen += (*self.delivery(session, pick), place)
-        self.run(settlement_scripts.SETTLE, settlement.settle, now, expire, session, KEYS, flat, seen, changes.changes,
+        self.run(settlement_scripts.SETTLE, settlement.settle, now, expire, session, self.keys, flat, seen, changes.changes,
                  changes.states)

@@ -9,14 +9,14 @@ import msgspec
 from hypothesis import note
 from redis.exceptions import ResponseError
 
-from machinery_py._drivers.redis import Link, RedisDriver
-from machinery_py._drivers.redis_lua import Script, pack
+from machinery_py._drivers.redis import Link, RedisDriver, command
+from machinery_py._drivers.redis_lua import Script, pack, raw
 from tests.models.redis import Bag, Hash, Redis, WrongType, Zset
 
 NEAR = 30.0  # seconds between two expiries that are meant to be the same; the shortest difference of any two is 100
 
 # Out: the server's time in ms; of each key (name, type, ms until it expires, what it holds).
-_DUMP = b"""
+DUMP = b"""
 local found = {}
 local time = redis.call('TIME')
 for i, key in ipairs(redis.call('KEYS', '*')) do
@@ -48,6 +48,18 @@ def text(value: Any) -> Any:
     return value
 
 
+def unpacked(packed: msgspec.Raw | bytes) -> Any:
+    """What was packed for a script, so that it can be packed again: its texts may hold any bytes."""
+    head = bytes(packed)[0]
+    if 0x90 <= head <= 0x9F or head in (0xDC, 0xDD):
+        return [unpacked(one) for one in msgspec.msgpack.decode(packed, type=list[msgspec.Raw])]
+    if 0xA0 <= head <= 0xBF:
+        return raw(bytes(packed)[1:])
+    if head in (0xD9, 0xDA, 0xDB):
+        return raw(bytes(packed)[{0xD9: 2, 0xDA: 3, 0xDB: 5}[head] :])
+    return msgspec.msgpack.decode(packed)
+
+
 def seen(key: str, value: Any) -> Any:
     """A value for comparing, and for reading in a failure."""
     if isinstance(value, set):
@@ -57,6 +69,8 @@ def seen(key: str, value: Any) -> Any:
 
 class Beside:
     """A database of the real server, and the model of it."""
+
+    dumping = DUMP
 
     def __init__(self, url: str) -> None:
         self.driver = RedisDriver(url)
@@ -77,11 +91,14 @@ class Beside:
     def ask(self, *parts: str) -> Any:
         return text(self.link.ask(*(part.encode("latin-1") for part in parts)))
 
+    def evaluate(self, script: Script, argument: bytes) -> Any:
+        return self.link.ask(b"EVAL", script.body, b"0", argument)
+
     # What there is
 
     def dump(self) -> tuple[dict[str, Any], dict[str, float]]:
         """The keys of the server, and when they expire."""
-        time_ms, found = text(self.link.ask(b"EVAL", _DUMP, b"0"))
+        time_ms, found = text(self.link.ask(b"EVAL", self.dumping, b"0"))
         keys: dict[str, Any] = {}
         expires: dict[str, float] = {}
         for key, kind, left, holds in found:
@@ -100,6 +117,22 @@ class Beside:
             if left >= 0:
                 expires[key] = (time_ms + left) / 1000
         return keys, expires
+
+    def snapshot(self) -> list[bytes]:
+        """For `restore`."""
+        parts: list[bytes] = []
+        for key in self.link.ask(b"KEYS", b"*"):
+            left = max(0, self.link.ask(b"PTTL", key))
+            parts += (key, b"%d" % left, self.link.ask(b"DUMP", key))
+        return parts
+
+    def restore(self, snapshot: list[bytes]) -> None:
+        """Only these keys are left, as they were."""
+        packets = [command(b"FLUSHDB")]
+        packets += [command(b"RESTORE", *snapshot[at : at + 3]) for at in range(0, len(snapshot), 3)]
+        self.link.send(b"".join(packets))
+        for _ in packets:
+            self.link.read()
 
     def heard(self) -> list[str]:
         """The channels on which something was published since the last call."""
@@ -120,7 +153,7 @@ class Beside:
         shown = text(list(values))
         note(f"{model.__name__}{tuple(shown)!r}")
         try:
-            reply = reading(text(self.link.ask(b"EVAL", script.body, b"0", pack(values))))
+            reply = reading(text(self.evaluate(script, pack(values))))
         except ResponseError as error:
             reply = "WRONGTYPE" if "WRONGTYPE" in str(error) else str(error)
         self._after, expires = self.dump()
@@ -155,12 +188,12 @@ class Beside:
 
     # What others do
 
-    def both(self, *command: str) -> None:
-        """A command of somebody else: SET, RPUSH, DEL, SADD."""
-        note(f"{command!r}")
-        self.ask(*command)
+    def both(self, *words: str) -> None:
+        """A command of somebody else: SET, RPUSH, DEL, SADD, ZADD."""
+        note(f"{words!r}")
+        self.ask(*words)
         self.model.begin()
-        name, key, *rest = command
+        name, key, *rest = words
         model = self.model
         match name:
             case "SET":
@@ -172,6 +205,8 @@ class Beside:
             case "SADD":
                 for member in rest:
                     model.add(key, member)
+            case "ZADD":
+                model.score(key, rest[1], float(rest[0]))
             case "DEL":
                 model.delete(key)
             case _:

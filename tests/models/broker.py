@@ -31,14 +31,14 @@ TOKEN_LIFE = 600  # seconds
 Delivery = tuple[int, int, int, int, int, int, str]
 
 
-def used(redis: Redis, token: str) -> bool:
+def used(redis: Redis, token: str, *, seconds: int = TOKEN_LIFE) -> bool:
     """Whether a submission has been carried out; remembers that it is."""
     key = f"mpy:p:{token}"
     if not token:
         return False
     if redis.exists(key):
         return True
-    redis.keep(key, "1", seconds=TOKEN_LIFE)
+    redis.keep(key, "1", seconds=seconds)
     return False
 
 
@@ -216,7 +216,7 @@ def look(redis: Redis, now: str, queues: Sequence[Queue], lease: int) -> object:
             if moment - last > lease:
                 late.append([name, session, str(int(last))])
         if not is_spoilt(redis, queue):
-            for session in redis.scores(prefix + "t"):
+            for session, _ in redis.scores(prefix + "t").in_order():
                 if redis.exists(f"{prefix}i:{session}") or redis.exists(f"{prefix}f:{session}"):
                     empty(redis, queue, session, 1, moment)
             redis.unscore_up_to(prefix + "t", moment)

@@ -8,7 +8,6 @@ import msgspec
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 
-from machinery_py._drivers.redis_keys import queue_keys
 from machinery_py._drivers.redis_lua import raw
 from machinery_py.brokers import redis_looking, redis_scripts
 from tests.models import broker, looking
@@ -29,8 +28,6 @@ from tests.models.machine import (
     Token,
 )
 from tests.models.messages import DELAYED
-
-KEYS = [queue_keys(name) for name in QUEUES]
 
 
 def packed(reply: Any) -> Any:
@@ -58,7 +55,7 @@ class Arrivals(ScriptMachine):
     @initialize()
     def two_sessions(self) -> None:
         for session in ("s1", "s2"):
-            self.run(redis_scripts.REGISTER, broker.register, str(self.now), session, raw(b"record"), KEYS)
+            self.run(redis_scripts.REGISTER, broker.register, str(self.now), session, raw(b"record"), self.keys)
 
     @rule(passed=Passed, token=Token, messages=Messages)
     def put(self, passed: int, token: str, messages: list[Any]) -> None:
@@ -76,15 +73,15 @@ class Arrivals(ScriptMachine):
     ) -> None:
         now, self.claims = self.passed(passed), self.claims + 1
         lost = [self.claims - one for one in lost]
-        keys = [queue_keys(name) for name in queues]
+        keys = self.queues(queues)
         self.run(redis_scripts.CLAIM, broker.claim, now, session, keys, limit, self.claims, lost, number, will_sleep, noted,
                  apart, reading=claimed)
 
     @rule(passed=Passed, session=Session1, messages=Messages)
     def a_session_gets_messages(self, passed: int, session: str, messages: list[Any]) -> None:
-        self.register(passed, session, list(QUEUES))
+        self.register(passed, session, list(self.names))
         self.put(0, "", messages)
-        self.claim(0, session, list(QUEUES), 5, [], "11", False, False, False)
+        self.claim(0, session, list(self.names), 5, [], "11", False, False, False)
 
     @rule(passed=Passed, session=Session1, pick=Pick)
     def a_session_dies(self, passed: int, session: str, pick: int) -> None:
@@ -98,34 +95,34 @@ class Arrivals(ScriptMachine):
         now = self.passed(passed)
         grave = redis_scripts.GRAVE if strikes else redis_scripts.CLOSED
         seen = now if seen == "now" else seen
-        self.run(redis_scripts.CONDEMN, broker.condemn, now, session, KEYS, seen, strikes, grave)
+        self.run(redis_scripts.CONDEMN, broker.condemn, now, session, self.keys, seen, strikes, grave)
 
     @rule(passed=Passed, session=Session1, queues=Queues)
     def register(self, passed: int, session: str, queues: list[str]) -> None:
-        keys = [queue_keys(name) for name in queues]
+        keys = self.queues(queues)
         self.run(redis_scripts.REGISTER, broker.register, self.passed(passed), session, raw(b"again"), keys)
 
     @rule(session=Session1, pick=Pick)
     def begin(self, session: str, pick: int) -> None:
         place, receipt = self.delivery(session, pick)
-        self.run(redis_scripts.BEGIN, broker.begin, session, KEYS[place][1], receipt)
+        self.run(redis_scripts.BEGIN, broker.begin, session, self.keys[place][1], receipt)
 
     @rule(key=st.sampled_from([*QUEUES, DELAYED]), kind=st.sampled_from(["string", "set", "list", *["none"] * 4]))
     def spoil_a_key_of_go(self, key: str, kind: str) -> None:
         if kind != "none":
-            self.spoil(key, kind)
+            self.spoil(self.key(key), kind)
             return
-        for one in (*QUEUES, DELAYED):
+        for one in (*QUEUES, self.key(DELAYED)):
             if self.model.keys.get(one) in ("spoilt", ["spoilt"], {"spoilt"}):
                 self.spoil(one, "none")
 
     @rule(queue=Queue1)
     def pause(self, queue: str) -> None:
-        self.run(redis_looking.PAUSE, looking.pause, queue_keys(queue))
+        self.run(redis_looking.PAUSE, looking.pause, self.queue(queue))
 
     @rule(queue=Queue1)
     def resume(self, queue: str) -> None:
-        self.run(redis_looking.RESUME, looking.resume, queue_keys(queue))
+        self.run(redis_looking.RESUME, looking.resume, self.queue(queue))
 
 
 class BrokerMachine(Arrivals):
@@ -133,7 +130,7 @@ class BrokerMachine(Arrivals):
 
     @rule(passed=Passed, session=Session1, queues=Queues)
     def beat(self, passed: int, session: str, queues: list[str]) -> None:
-        keys = [queue_keys(name) for name in queues]
+        keys = self.queues(queues)
         self.run(redis_scripts.BEAT, broker.beat, self.passed(passed), session, keys)
 
     @rule(passed=Passed, session=Session1, ends=st.lists(st.tuples(Pick, Fate, Due), min_size=1, max_size=4))
@@ -142,22 +139,22 @@ class BrokerMachine(Arrivals):
         rows = [
             (*self.delivery(session, pick), fate, 0 if due is None else self.now + due, raw(b"head")) for pick, fate, due in ends
         ]
-        self.run(redis_scripts.DISPOSE, broker.dispose, now, session, KEYS, rows)
+        self.run(redis_scripts.DISPOSE, broker.dispose, now, session, self.keys, rows)
 
     @rule(session=Session1, picks=st.lists(Pick, max_size=3))
     def holds(self, session: str, picks: list[int]) -> None:
         deliveries = [self.delivery(session, pick) for pick in picks]
-        held = [(KEYS[place][1], receipt) for place, receipt in deliveries]
+        held = [(self.keys[place][1], receipt) for place, receipt in deliveries]
         self.run(redis_scripts.HOLDS, broker.holds, session, held)
 
     @rule(session=Session1, queue=Queue1, body=st.sampled_from(BODIES))
     def a_sleeper_is_given_a_message(self, session: str, queue: str, body: bytes) -> None:
         """What BLMOVE does, whether the session is still there or not."""
-        self.beside.both("RPUSH", f"{queue_keys(queue)[1]}i:{session}", body.decode("latin-1"))
+        self.beside.both("RPUSH", f"{self.queue(queue)[1]}i:{session}", body.decode("latin-1"))
 
     @rule(passed=Passed, lease=st.sampled_from([0, 1_000_000, 10_000_000]))
     def look(self, passed: int, lease: int) -> None:
-        self.run(redis_scripts.LOOK, broker.look, self.passed(passed), KEYS, lease)
+        self.run(redis_scripts.LOOK, broker.look, self.passed(passed), self.keys, lease)
 
     @rule(passed=Passed, limit=st.integers(1, 3), queue=Queue1, level=st.sampled_from([0, 0, 3]))
     def move_what_is_due(self, passed: int, limit: int, queue: str, level: int) -> None:
@@ -166,24 +163,24 @@ class BrokerMachine(Arrivals):
         if bodies == "WRONGTYPE":
             bodies = ["plain"]
         rows = [(0, level, 0, raw(b""), 0, raw(body.encode("latin-1"))) for body in [*bodies, "gone"]]
-        self.run(redis_scripts.MOVE, broker.move, now, [queue_keys(queue)], rows)
+        self.run(redis_scripts.MOVE, broker.move, now, [self.queue(queue)], rows)
 
     @rule(queue=Queue1, limit=st.integers(1, 5))
     def list_what_waits(self, queue: str, limit: int) -> None:
-        self.run(redis_looking.PENDING, looking.pending, queue_keys(queue), limit, reading=packed)
-        self.run(redis_looking.LATE, looking.late, KEYS, limit, reading=packed)
-        self.run(redis_looking.DEAD, looking.dead, KEYS, limit)
+        self.run(redis_looking.PENDING, looking.pending, self.queue(queue), limit, reading=packed)
+        self.run(redis_looking.LATE, looking.late, self.keys, limit, reading=packed)
+        self.run(redis_looking.DEAD, looking.dead, self.keys, limit)
 
     @rule(passed=Passed)
     def count(self, passed: int) -> None:
-        self.run(redis_looking.STATS, looking.stats, self.passed(passed), KEYS)
-        self.run(redis_looking.WORKERS, looking.workers, KEYS)
+        self.run(redis_looking.STATS, looking.stats, self.passed(passed), self.keys)
+        self.run(redis_looking.WORKERS, looking.workers, self.keys)
 
     @rule(queue=Queue1, bodies=st.lists(st.sampled_from(BODIES), max_size=2))
     def purge(self, queue: str, bodies: list[bytes]) -> None:
-        self.run(redis_looking.PURGE, looking.purge, queue_keys(queue), [raw(body) for body in bodies])
+        self.run(redis_looking.PURGE, looking.purge, self.queue(queue), [raw(body) for body in bodies])
 
     @rule(pick=Pick)
     def take_dead(self, pick: int) -> None:
-        letters = [(queue, id) for queue in KEYS for id in sorted(self.model.fields(queue[1] + "d"))]
-        self.run(redis_looking.TAKE_DEAD, looking.take_dead, [*letters[: pick % 3], (KEYS[0], "999")])
+        letters = [(queue, id) for queue in self.keys for id in sorted(self.model.fields(queue[1] + "d"))]
+        self.run(redis_looking.TAKE_DEAD, looking.take_dead, [*letters[: pick % 3], (self.keys[0], "999")])

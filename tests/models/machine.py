@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from hypothesis import HealthCheck, Phase, settings
@@ -35,19 +36,23 @@ Token = st.sampled_from(["", "", "t1", "t2"])
 Messages = st.lists(
     st.tuples(Queue1, Priority, Due, st.sampled_from(LABELS), st.sampled_from([0, 0, 0, 2]), st.sampled_from(BODIES)), max_size=4
 )
-Fate = st.sampled_from(["done", "done", "back", "later", "dead"])
+Fate = st.sampled_from(["done", "done", "back", "later", "wait", "dead"])
 
 
 class ScriptMachine(RuleBasedStateMachine):
     """A database, its model, and a clock that the rules move."""
 
     url = ""
+    names: Sequence[str] = QUEUES  # of the queues that there are
 
     def __init__(self) -> None:
         super().__init__()
-        self.beside = Beside(self.url)
+        self.beside = self.open()
         self.model = self.beside.model
         self.now = START
+
+    def open(self) -> Beside:
+        return Beside(self.url)
 
     def teardown(self) -> None:
         self.beside.close()
@@ -56,36 +61,52 @@ class ScriptMachine(RuleBasedStateMachine):
         self.now += micros
         return str(self.now)
 
+    def key(self, name: str) -> str:
+        """What a key that belongs to no queue is called."""
+        return name
+
     def run(self, script: Script, model: Any, *values: Any, reading: Reading = lambda reply: reply) -> Any:
         return self.beside.run(script, model, *values, reading=reading)
 
+    def queue(self, drawn: str) -> Queue:
+        """As the scripts take it; another if there is none of that name."""
+        return queue_keys(drawn if drawn in self.names else self.names[0])
+
+    def queues(self, drawn: Iterable[str]) -> list[Queue]:
+        return list(dict.fromkeys(map(self.queue, drawn)))
+
+    @property
+    def keys(self) -> list[Queue]:
+        """Of all queues."""
+        return self.queues(self.names)
+
     def messages(self, drawn: list[Any]) -> tuple[list[Queue], list[Any]]:
         """(queues, messages) as the scripts take them."""
-        names = list(dict.fromkeys(one[0] for one in drawn))
+        queues = self.queues(one[0] for one in drawn)
         rows = [
-            (names.index(name), level, 0 if due is None else self.now + due, raw(label), parks, raw(body))
+            (queues.index(self.queue(name)), level, 0 if due is None else self.now + due, raw(label), parks, raw(body))
             for name, level, due, label, parks, body in drawn
         ]
-        return [queue_keys(name) for name in names], rows
+        return queues, rows
 
     def held(self, session: str) -> list[tuple[int, str]]:
         """(place of the queue, receipt) of what a session has in flight."""
         return [
-            (place, receipt) for place, name in enumerate(QUEUES)
-            for receipt in sorted(self.model.fields(flight_of(queue_keys(name), session)), key=int)
+            (place, receipt) for place, queue in enumerate(self.keys)
+            for receipt in sorted(self.model.fields(flight_of(queue, session)), key=int)
         ]
 
     def delivery(self, session: str, pick: int) -> tuple[int, str]:
         """One of those that the session holds, and now and then one that it does not."""
         held = self.held(session)
-        return held[pick % len(held)] if held and pick else (pick % 2, "999")
+        return held[pick % len(held)] if held and pick else (pick % len(self.names), "999")
 
     def holder(self, session: str) -> str:
         """The session, or another if it holds nothing."""
         return next((one for one in (session, *SESSIONS) if self.held(one)), session)
 
     def spoil(self, key: str, kind: str) -> None:
-        """Somebody keeps something else under a key that Go sees as well."""
+        """Somebody keeps something else under a key."""
         self.beside.both("DEL", key)
         match kind:
             case "string":

@@ -188,8 +188,9 @@ def end(redis: Redis, queue: Queue, session: str, receipt: str, fate: str, due: 
         letter = f"{entry.strikes} {now} {len(head)} {len(entry.label)}\n{head}{entry.label}{entry.body}"
         redis.write(queue[1] + "d", {id: letter})
         redis.score(queue[1] + "e", id, now)
-    elif fate == "later":
-        entry = replace(entry, parks=entry.parks + 1)
+    elif fate in ("later", "wait"):
+        if fate == "later":
+            entry = replace(entry, parks=entry.parks + 1)
         if due > now:
             park(redis, queue, due, entry, now)
         else:

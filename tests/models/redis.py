@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any
 
 
@@ -43,8 +43,8 @@ class Redis:
     """
 
     def __init__(self) -> None:
-        self.keys: dict[str, Any] = {}
-        self.expires: dict[str, float] = {}
+        self.keys: MutableMapping[str, Any] = {}
+        self.expires: MutableMapping[str, float] = {}
         self._wanted: dict[str, type] = {}  # what this step takes keys for
         self.published: list[str] = []
         self.woken: Bag = Bag()

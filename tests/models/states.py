@@ -6,7 +6,7 @@ Which state follows which, and what it keeps of the one before, is asked of `sta
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,8 +43,9 @@ class Row:
 
 @dataclass(frozen=True)
 class NewState:
-    """A state as a script takes it, with what is not part of the state. `kept`: seconds."""
+    """A state as a script takes it, with what is not part of the state. `uuid`: as our keys have it; `kept`: seconds."""
 
+    uuid: str
     state: TaskState
     queue: str
     kept: int
@@ -65,8 +66,13 @@ class Change:
 
 @dataclass
 class Batch:
-    """What one script has decided, and has to note at its end."""
+    """What one script has decided, and has to note at its end.
 
+    Attributes:
+        may_fire: in a cluster another rule tells whether Go has a group.
+    """
+
+    may_fire: Callable[[Redis, str], bool] | None = None
     rows: dict[str, Row] = field(default_factory=dict)
     fires: set[str] = field(default_factory=set)
     listed: dict[str, str] = field(default_factory=dict)
@@ -93,7 +99,7 @@ def state_from(
     queue: str, kept: str,
 ) -> NewState:
     state = state_of((head + created + tail).encode("latin-1"), f"{run}\n0\n\n{lines}".encode("latin-1"))
-    return NewState(state, queue, int(kept))
+    return NewState(uuid, state, queue, int(kept))
 
 
 def document(uuid: str) -> str:
@@ -142,7 +148,7 @@ def after(row: Row, state: TaskState) -> TaskState | None:
 def check_documents(redis: Redis, changes: Iterable[Change]) -> None:
     for change in changes:
         for one in change.states:
-            redis.expect(document(one.state.task_uuid), str)
+            redis.expect(document(one.uuid), str)
 
 
 def decide(redis: Redis, batch: Batch, change: Change) -> tuple[str, Plan]:
@@ -153,7 +159,7 @@ def decide(redis: Redis, batch: Batch, change: Change) -> tuple[str, Plan]:
     plan: Plan = []
     new: dict[str, Row] = {}
     for one in change.states:
-        uuid, state = one.state.task_uuid, one.state
+        uuid, state = one.uuid, one.state
         row = new.get(uuid) or row_of(redis, batch, uuid)
         decides = uuid == change.key and uuid not in new
         new_state = state if change.force else after(row, state)
@@ -166,7 +172,7 @@ def decide(redis: Redis, batch: Batch, change: Change) -> tuple[str, Plan]:
         elif decides:
             return "f", []
     if change.fires:
-        if change.fires in batch.fires or not may_fire(redis, change.fires):
+        if change.fires in batch.fires or not (batch.may_fire or may_fire)(redis, change.fires):
             return "f", []
         batch.fires.add(change.fires)
     for group, *_ in change.arrivals:
@@ -182,7 +188,7 @@ def is_same_step(row: Row, state: TaskState) -> bool:
 
 def write(redis: Redis, batch: Batch, one: NewState, row: Row, *, for_a_chord: bool) -> None:
     assert row.state is not None
-    uuid, state = row.state.task_uuid, row.state
+    uuid, state = one.uuid, row.state
     kept = max(one.kept, LONG) if state.is_finished and for_a_chord else one.kept
     redis.keep(document(uuid), encode_state(state).decode("latin-1"), seconds=kept)
     lines = f"{row.run}\n{row.epoch}\n{row.mark}\n".encode("latin-1") + _lines(state)
@@ -259,7 +265,7 @@ def commit(redis: Redis, batch: Batch, change: Change, plan: Plan, now: int, exp
     for one, row in plan:
         write(redis, batch, one, row, for_a_chord=for_a_chord)
         if change.force:  # it starts anew
-            redis.unscore("mpy:done", one.state.task_uuid)
+            redis.unscore("mpy:done", one.uuid)
     for group, text in change.groups:
         if not redis.exists(document(group)):
             redis.keep(document(group), triggered(text) if has_fired(redis, group) else text, seconds=LONG)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import datetime as dt
+import functools
+import importlib
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,30 +17,56 @@ from redis.exceptions import ResponseError
 
 from machinery_py._drivers.redis_keys import queue_keys
 from machinery_py._drivers.redis_lua import Script, pack, raw
+from machinery_py.backends import redis_amend as amending
+from machinery_py.backends import redis_cluster_scripts as cluster
 from machinery_py.backends import redis_scripts as backend
 from machinery_py.backends.redis_records import Changes
+from machinery_py.brokers import redis_cluster as cluster_broker
 from machinery_py.brokers import redis_looking as looking
 from machinery_py.brokers import redis_scripts as broker
 from machinery_py.locks import redis as locks
+from machinery_py.locks import redis_cluster as cluster_locks
+from machinery_py.settlement import redis_amend as sending
 from machinery_py.settlement import redis_scripts as settlement
 from machinery_py.states import Arrival, GroupMeta, State, TaskState
 from machinery_py.testing.servers import RedisServer
 from tests.models.beside import Beside
 from tests.models.machine import START
+from tests.models.redis import Hash
 
 MODULES: dict[str, ModuleType] = {
-    "broker": broker, "looking": looking, "backend": backend, "settlement": settlement, "locks": locks
+    "broker": broker, "looking": looking, "backend": backend, "settlement": settlement, "locks": locks, "amending": amending,
+    "sending": sending,
 }
-SCRIPTS = {
-    f"{name} {script}": (module, script) for name, module in MODULES.items()
-    for script, value in vars(module).items() if isinstance(value, Script)
-}
-RULES = "".join(path.read_text() for path in Path(__file__).parent.glob("*_rules.py"))
+CLUSTER: dict[str, ModuleType] = {"cluster": cluster, "cluster broker": cluster_broker, "cluster locks": cluster_locks}
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+def scripts_of(modules: dict[str, ModuleType]) -> dict[str, tuple[ModuleType, str]]:
+    """Those that a module defines itself."""
+    return {
+        f"{name} {script}": (module, script) for name, module in modules.items() for script, value in vars(module).items()
+        if isinstance(value, Script) and f"\n{script} = Script(" in inspect.getsource(module)
+    }
+
+
+SCRIPTS = scripts_of(MODULES)
+ALL = SCRIPTS | scripts_of(CLUSTER)
+
+
+@functools.cache
+def modelled() -> frozenset[Script]:
+    """The scripts that a rule runs beside a model."""
+    found: list[object] = []
+    for path in Path(__file__).parent.glob("*_rules.py"):
+        rules = importlib.import_module(f"tests.models.{path.stem}")
+        for alias, script in re.findall(r"(\w+)\.(_?[A-Z_]+), \w+\.\w+", path.read_text()):
+            found.append(getattr(getattr(rules, alias), script))
+    return frozenset(one for one in found if isinstance(one, Script))
+
+
+@pytest.mark.parametrize("name", ALL)
 def test_a_script_says_what_goes_in_and_what_comes_out(name: str) -> None:
-    module, script = SCRIPTS[name]
+    module, script = ALL[name]
     header = re.search(rf"((?:^#.*\n)+){script} = ", inspect.getsource(module), re.MULTILINE)
 
     assert header is not None
@@ -46,11 +74,11 @@ def test_a_script_says_what_goes_in_and_what_comes_out(name: str) -> None:
     assert "Out: " in header[1]
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", ALL)
 def test_a_script_has_a_model(name: str) -> None:
-    _, script = SCRIPTS[name]
+    module, script = ALL[name]
 
-    assert re.search(rf"scripts\.{script}, \w+\.\w+|looking\.{script}, looking\.\w+", RULES)
+    assert vars(module)[script] in modelled()
 
 
 # One call of each script, on a Redis in which it finds everything that it works on.
@@ -116,6 +144,10 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "settlement SUBMIT": (NOW, 3600, "token", QUEUES, FULL, *changes()),
     "settlement SETTLE": (NOW, 3600, "s1", QUEUES, ENDS, [], *changes(arrivals=[ARRIVAL])),
     "settlement FIRE": (NOW, 3600, QUEUES, FULL, *changes(fires="group_1")),
+    "amending AMEND": (NOW, 3600, "nightly", raw(b"old"), raw(b"new"), 0, *changes(outbox=b"out")),
+    "amending RECORDS": (NOW, "0"),
+    "amending RELEASE": ([("claimed", raw(b"mine"))],),
+    "sending AMEND": (NOW, 3600, "nightly", raw(b"old"), raw(b"new"), 0, *changes(), QUEUES, FULL),
     "locks _ACQUIRE": ("other", "bb", 100_000),
     "locks _CHANGE": ("lock", "aa", 0),
 }
@@ -155,10 +187,17 @@ def fill(beside: Beside) -> None:
         (broker.PUT, (start, "", QUEUES, [*FULL, message("late", due=LATE), message("parked", due=LATE, label="x", place=0)])),
         (broker.CLAIM, (start, "s1", [queue_keys("none"), *QUEUES], 0, 1, [], "11", True, False, False)),
         (backend.APPLY, (start, 3600, made.changes, made.states)),
+        (amending.AMEND, (start, 3600, "nightly", raw(b""), raw(b"old"), 0, [], [])),
+        (amending.AMEND, (start, 3600, "claimed", raw(b""), raw(b"mine"), 600, [], [])),
         (locks._ACQUIRE, ("lock", "aa", 100_000)),
     ]
     for script, values in steps:
         assert call(beside, script, values) == ""
+    for session in ("s1", "dead"):  # what a sleeper has just been given, and one that is over
+        beside.ask("RPUSH", f"mpy:{{jobs}}:i:{session}", f"given to {session}")
+    beside.ask("ZADD", "mpy:{jobs}:t", str(START), "dead")
+    beside.ask("SADD", "mpy:{jobs}:r:s1", "2")
+    beside.ask("SADD", "mpy:{jobs}:v", "13")
 
 
 def test_each_script_is_called() -> None:
@@ -184,9 +223,39 @@ def test_a_script_that_finds_another_type_changes_nothing(beside: Beside, name: 
             assert beside.dump()[0] == before[0], f"{name} was refused for {key}, and has changed something"
 
 
+@pytest.mark.parametrize("name", CALLS)
+def test_a_script_that_finds_another_type_under_a_key_of_ours_changes_nothing(beside: Beside, name: str) -> None:
+    """Nobody writes there but us; should somebody do it, no message is lost for that."""
+    module, script = SCRIPTS[name]
+    fill(beside)
+
+    assert half_done(beside, lambda: call(beside, vars(module)[script], CALLS[name])) == []
+
+
+def half_done(beside: Beside, call: Callable[[], str]) -> list[str]:
+    """The keys which, when they hold something else, have the call refused after it has changed something."""
+    full, before = beside.snapshot(), beside.dump()[0]
+    assert call() == ""
+    there = beside.dump()[0] | before
+    found: list[str] = []
+    for key, value in sorted(there.items()):
+        commands = [("RPUSH", key, "somebody else's") if isinstance(value, Hash) else ("HSET", key, "somebody", "else's")]
+        if isinstance(value, str) and value.isdigit():
+            commands.append(("SET", key, "no number"))
+        for command in commands:
+            beside.restore(full)
+            beside.ask("DEL", key)
+            beside.ask(*command)
+            before = beside.dump()[0]
+            refused = call()
+            if refused and beside.dump()[0] != before:
+                found.append(f"{command}: {refused}")
+    return found
+
+
 NEEDS_ROOM = {
     "broker PUT", "broker REGISTER", "broker BEGIN", "backend APPLY", "backend BEGIN", "backend PARTIAL", "backend REVOKE",
-    "settlement SUBMIT", "locks _ACQUIRE",
+    "settlement SUBMIT", "locks _ACQUIRE", "amending AMEND", "sending AMEND",
 }
 
 

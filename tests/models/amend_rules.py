@@ -1,0 +1,80 @@
+"""The steps of a machine that changes schedules and claims, and sends with them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import strategies as st
+from hypothesis.stateful import rule
+
+from machinery_py._drivers.redis_lua import raw
+from machinery_py.backends import redis_amend as backend_scripts
+from machinery_py.settlement import redis_amend as settlement_scripts
+from tests.models import amend
+from tests.models.backend_rules import Expire, GroupUuid, StateRules, States
+from tests.models.machine import Messages, Passed
+
+NAMES = ("nightly", "a}b\u00e9")
+LIVES = (0, 0, 600, 7200)  # seconds; 0: a record
+HELD = (b"", b"one", b"\xfftwo")  # b"": none
+
+Name = st.sampled_from(NAMES)
+Body = st.sampled_from(HELD)
+NewAmendment = st.fixed_dictionaries({
+    "name": Name, "life": st.sampled_from(LIVES), "guess": st.sampled_from(["right"] * 4 + ["wrong"]), "body": Body,
+    "key": st.sampled_from(["tick 1", "tick 1", "task_1"]), "states": st.lists(States, max_size=2),
+    "groups": st.lists(GroupUuid, max_size=1), "outbox": st.sampled_from([b"", b"\xc0out"]),
+})
+
+
+def paired(reply: Any) -> Any:
+    """The reply of RECORDS, with its names and bodies in pairs."""
+    if reply == "WRONGTYPE":
+        return reply
+    return [*reply[:2], *([list(pair) for pair in zip(rest[::2], rest[1::2], strict=True)] for rest in reply[2:])]
+
+
+class AmendMachine(StateRules):
+    def amendment(self, drawn: dict[str, Any], now: str, expire: int) -> tuple[object, ...]:
+        """What both scripts take first."""
+        name, life = drawn["name"], drawn["life"]
+        key = amend.claim_key(name.encode().decode("latin-1")) if life else amend.RECORDS
+        there = self.model.keys.get(key, "")
+        text = there.get(name.encode().decode("latin-1"), "") if isinstance(there, dict) else there
+        expected = text.encode("latin-1") if isinstance(text, str) else b""
+        if drawn["guess"] == "wrong":
+            expected += b"?"
+        one = {name: drawn[name] for name in ("key", "states", "groups", "outbox")}
+        changes = self.changes([one] if one["states"] or one["groups"] or one["outbox"] else [], expire)
+        return now, expire, name, raw(expected), raw(drawn["body"]), life, changes.changes, changes.states
+
+    @rule(passed=Passed, expire=Expire, drawn=NewAmendment)
+    def amend(self, passed: int, expire: int, drawn: dict[str, Any]) -> None:
+        self.run(backend_scripts.AMEND, amend.amend, *self.amendment(drawn, self.passed(passed), expire))
+
+    @rule(passed=Passed, expire=Expire, drawn=NewAmendment, messages=Messages)
+    def amend_and_send(self, passed: int, expire: int, drawn: dict[str, Any], messages: list[Any]) -> None:
+        values = self.amendment({**drawn, "outbox": b""}, self.passed(passed), expire)
+        self.run(settlement_scripts.AMEND, amend.amend_and_send, *values, *self.messages(messages))
+
+    @rule(passed=Passed, behind=st.integers(0, 1))
+    def read_records(self, passed: int, behind: int) -> None:
+        known = self.model.keys.get(amend.VERSION, "0")
+        known = str(int(known) - behind) if isinstance(known, str) and known.isdigit() else known
+        self.run(backend_scripts.RECORDS, amend.records, self.passed(passed), known, reading=paired)
+
+    @rule(claims=st.lists(st.tuples(Name, Body.filter(bool)), max_size=3))
+    def release(self, claims: list[tuple[str, bytes]]) -> None:
+        self.run(backend_scripts.RELEASE, amend.release, [(name, raw(body)) for name, body in claims])
+
+    @rule(name=Name)
+    def a_claim_expires(self, name: str) -> None:
+        self.beside.both("DEL", amend.claim_key(name.encode().decode("latin-1")))
+
+    @rule(name=Name, kind=st.sampled_from(["list", "set", "none", "none"]))
+    def spoil_a_claim(self, name: str, kind: str) -> None:
+        self.spoil(amend.claim_key(name.encode().decode("latin-1")), kind)
+
+    @rule(kind=st.sampled_from(["list", "none", "none", "none"]))
+    def spoil_the_records(self, kind: str) -> None:
+        self.spoil(amend.RECORDS, kind)
