@@ -11,11 +11,12 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from machinery_py.testing.servers import RedisServer
+from machinery_py.testing.servers import RabbitMQServer, RedisServer
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 PRIVATE_REDIS = "redis://private"  # a server that is started for each measurement, so that no old state is in its way
+PRIVATE_AMQP = f"amqp://private+{PRIVATE_REDIS}"  # messages in RabbitMQ, results in Redis
 #: The file is never rewritten while something is measured.
 REDIS_CONFIG = {"appendfsync": "everysec", "auto-aof-rewrite-percentage": "0"}
 HANG = 300.0  # seconds after which a measurement is taken to hang
@@ -59,11 +60,14 @@ def measure(name: str, url: str, count: int, environ: dict[str, str], *, folder:
 
 @contextlib.contextmanager
 def own_store(url: str, folder: Path) -> Iterator[str]:
-    """The URL of a store that is empty: a SQLite URL gets a file in `folder`, PRIVATE_REDIS a server; any other stays as it is,
-    with all that is in it."""
+    """The URL of a store that is empty: a SQLite URL gets a file in `folder`, PRIVATE_REDIS and PRIVATE_AMQP get servers; any
+    other stays as it is, with all that is in it."""
     if url == PRIVATE_REDIS:
         with RedisServer(appendonly=True, config=REDIS_CONFIG) as server:
             yield server.url
+    elif url == PRIVATE_AMQP:
+        with RabbitMQServer() as rabbit, RedisServer(appendonly=True, config=REDIS_CONFIG) as server:
+            yield f"{rabbit.url}+{server.url}"
     elif url.startswith("sqlite:"):
         with tempfile.TemporaryDirectory(prefix="store-", dir=folder) as place:
             query = url.partition("?")[2]

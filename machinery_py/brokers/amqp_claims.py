@@ -69,6 +69,7 @@ class Claim:
 
     def _taker(self, queue: str) -> Callable[..., None]:
         def take(_: object, method: Any, properties: Any, body: bytes) -> None:
+            self._channel.note(method.delivery_tag)
             self.found.append(taken(queue, method, properties, body))
             self.end()
 
