@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TextIO
 
 from benchmarks import against
-from benchmarks.children import PRIVATE_MONGODB, PRIVATE_REDIS, MeasurementFailed, environment, measure
+from benchmarks.children import PRIVATE_AMQP, PRIVATE_MONGODB, PRIVATE_REDIS, MeasurementFailed, environment, measure
 from benchmarks.figures import BASELINES, BY_NAME, MEASUREMENTS, Figure, Measurement
 
 DEFAULT_URLS = ("memory://", "sqlite:///bench.db")
@@ -61,7 +61,7 @@ def plan(urls: Sequence[str], only: Sequence[str]) -> Iterator[tuple[Measurement
 
 def scheme_of(url: str) -> str:
     scheme = url.partition(":")[0]
-    return {"rediss": "redis", "redis+socket": "redis", "mongodb+srv": "mongodb"}.get(scheme, scheme)
+    return {"rediss": "redis", "amqps": "amqp", "redis+socket": "redis", "mongodb+srv": "mongodb"}.get(scheme, scheme)
 
 
 def run_all(
@@ -118,7 +118,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measures machinery_py.")
     parser.add_argument("--url", nargs="+", default=list(DEFAULT_URLS), metavar="URL",
                         help=f"stores; a SQLite file is made anew for each measurement, whatever its name; {PRIVATE_REDIS} and "
-                             f"{PRIVATE_MONGODB} are servers of our own, others are used as they are")
+                             f"{PRIVATE_MONGODB} are servers of our own, {PRIVATE_AMQP} two of them, others are used as they are")
     parser.add_argument("--only", nargs="+", default=[], choices=sorted(BY_NAME), metavar="NAME",
                         help=", ".join(BY_NAME))
     parser.add_argument("--quick", action="store_true", help="a few seconds: shows that everything works, not how fast")

@@ -12,12 +12,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from machinery_py.testing import private_mongo
-from machinery_py.testing.servers import RedisServer
+from machinery_py.testing.servers import RabbitMQServer, RedisServer
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 # Servers that are started for each measurement, so that no old state is in its way.
 PRIVATE_REDIS = "redis://private"
+PRIVATE_AMQP = f"amqp://private+{PRIVATE_REDIS}"  # messages in RabbitMQ, results in Redis
 PRIVATE_MONGODB = "mongodb://private"  # mongod where it is installed, else the stand-in of the tests
 #: The file is never rewritten while something is measured.
 REDIS_CONFIG = {"appendfsync": "everysec", "auto-aof-rewrite-percentage": "0"}
@@ -62,14 +63,17 @@ def measure(name: str, url: str, count: int, environ: dict[str, str], *, folder:
 
 @contextlib.contextmanager
 def own_store(url: str, folder: Path) -> Iterator[str]:
-    """The URL of a store that is empty: a SQLite URL gets a file in `folder`, a private one a server; any other stays as it is,
-    with all that is in it."""
+    """The URL of a store that is empty: a SQLite URL gets a file in `folder`, a private one its servers; any other stays as it
+    is, with all that is in it."""
     if url == PRIVATE_REDIS:
         with RedisServer(appendonly=True, config=REDIS_CONFIG) as server:
             yield server.url
+    elif url == PRIVATE_AMQP:
+        with RabbitMQServer() as rabbit, RedisServer(appendonly=True, config=REDIS_CONFIG) as server:
+            yield f"{rabbit.url}+{server.url}"
     elif url == PRIVATE_MONGODB:
-        with private_mongo.KINDS[private_mongo.best_kind()]() as server:
-            yield f"{server.url}bench"
+        with private_mongo.KINDS[private_mongo.best_kind()]() as mongo:
+            yield f"{mongo.url}bench"
     elif url.startswith("sqlite:"):
         with tempfile.TemporaryDirectory(prefix="store-", dir=folder) as place:
             query = url.partition("?")[2]

@@ -44,7 +44,7 @@ class Measurement:
     name: str
     figures: Sequence[Figure]
     sizes: tuple[int, int] = (1, 1)
-    schemes: Sequence[str] = ("memory", "sqlite", "redis", "mongodb")
+    schemes: Sequence[str] = ("memory", "sqlite", "redis", "amqp", "mongodb")
 
 
 PER_SECOND = "/s"
@@ -61,7 +61,12 @@ MEASUREMENTS: Sequence[Measurement] = (
     ]),
     Measurement(name="send_bulk", sizes=(20_000, 500), figures=[
         Figure(name="send in bulk", what="send, a group of {n:,}", unit=PER_SECOND, more_is_better=True,
-               targets={"": 40_000.0}),
+               targets={"": 40_000.0, "amqp": 10_000.0}),
+    ]),
+    Measurement(name="publish", schemes=("amqp",), sizes=(20_000, 500), figures=[
+        Figure(name="publish", what="publish with confirms, {n:,} messages", unit=PER_SECOND, more_is_better=True,
+               targets={"amqp": 10_000.0}),
+        Figure(name="raw publish", what="… bare pika: the same messages and confirms", unit=PER_SECOND, more_is_better=True),
     ]),
     Measurement(name="drain", sizes=(20_000, 500), figures=[
         Figure(name="drain", what="run {n:,} no-op tasks, one process", unit=PER_SECOND, more_is_better=True,
@@ -71,7 +76,7 @@ MEASUREMENTS: Sequence[Measurement] = (
         Figure(name="raw drain", what="… bare SQLite: the same rows and commits", unit=PER_SECOND, more_is_better=True),
         Figure(name="pymongo drain", what="… bare pymongo: the same operations", unit=PER_SECOND, more_is_better=True),
     ]),
-    Measurement(name="drain_two", schemes=("sqlite", "redis", "mongodb"), sizes=(20_000, 500), figures=[
+    Measurement(name="drain_two", schemes=("sqlite", "redis", "amqp", "mongodb"), sizes=(20_000, 500), figures=[
         Figure(name="drain by two", what="run {n:,} no-op tasks, two processes", unit=PER_SECOND, more_is_better=True),
     ]),
     Measurement(name="latency", sizes=(500, 30), figures=[
@@ -98,14 +103,15 @@ MEASUREMENTS: Sequence[Measurement] = (
         Figure(name="memory", what="PSS of an idle worker", unit="MB", targets={"": 40.0}),
         Figure(name="idle cpu", what="CPU of an idle worker", unit="%", targets={"": 1.0}),
     ]),
-    Measurement(name="starting", schemes=("sqlite", "redis", "mongodb"), sizes=(5, 1), figures=[
+    Measurement(name="starting", schemes=("sqlite", "redis", "amqp", "mongodb"), sizes=(5, 1), figures=[
         Figure(name="ready", what="worker process, start to ready", unit="s", targets={"": 0.3}),
     ]),
 )
 
 #: (figure, baseline): the first is quoted as a part of the second.
 BASELINES: Sequence[tuple[str, str]] = (
-    ("send", "raw send"), ("drain", "raw drain"), ("send", "pymongo send"), ("drain", "pymongo drain"),
+    ("send", "raw send"), ("publish", "raw publish"), ("drain", "raw drain"),
+    ("send", "pymongo send"), ("drain", "pymongo drain"),
 )
 
 BY_NAME: Mapping[str, Measurement] = {measurement.name: measurement for measurement in MEASUREMENTS}

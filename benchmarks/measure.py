@@ -34,6 +34,7 @@ from benchmarks.workload import (
     is_mongodb,
     is_sqlite,
     make_server,
+    parts,
 )
 
 BLOCKS = 20  # turns in which sends of the library and bare ones alternate
@@ -90,6 +91,29 @@ def send_bulk(url: str, count: int) -> Figures:
     seconds = time.perf_counter() - began
     _check_waiting(server, count + 1)
     return {"send in bulk": count / seconds}
+
+
+def publish(url: str, count: int) -> Figures:
+    """Messages alone, beside what pika does with the same ones. Both wait until all are confirmed."""
+    from benchmarks.peers.raw_amqp.line import Line
+    from machinery_py.brokers.base import Message
+
+    server = make_server(url)
+    line = Line(parts(url)[0])
+    body = b'{"UUID":"task_0","Name":"noop","Args":[{"Type":"int64","Value":1}],"RoutingKey":"machinery_tasks"}'
+    uuids = [f"task_{number:036d}" for number in range(count)]
+    server.broker.put([Message(uuid="task", name="noop", queue="machinery_tasks", body=body)], token="")
+    seconds = raw_seconds = 0.0
+    for start in range(0, count, BULK):
+        part = uuids[start:start + BULK]
+        began = time.perf_counter()
+        server.broker.put([Message(uuid=uuid, name="noop", queue="machinery_tasks", body=body) for uuid in part], token="")
+        middle = time.perf_counter()
+        line.publish([(uuid, body) for uuid in part])
+        seconds += middle - began
+        raw_seconds += time.perf_counter() - middle
+    _check_waiting(server, count + 1)
+    return {"publish": count / seconds, "raw publish": count / raw_seconds}
 
 
 def _check_waiting(server: Any, count: int) -> None:
@@ -189,6 +213,7 @@ def large_chord(url: str, count: int) -> Figures:
 
 def delayed(url: str, count: int) -> Figures:
     server = make_server(url)
+    server.broker.declare([server.config.default_queue])  # on RabbitMQ, delays need a hundred declarations once
     # Long enough to send them all; what counts begins when they are due.
     due_at = server.now() + timedelta(seconds=1.0 + count / 5000)
     uuids = fill(server, count, eta=due_at)
@@ -230,11 +255,13 @@ def starting(url: str, count: int) -> Figures:
     """Start to "Ready" of `machinery worker`, as a user sees it."""
     application = Path(__file__).with_name("application.py")
     command = [sys.executable, "-m", "machinery_py", "worker", application.stem, "--app-dir", str(application.parent)]
+    broker, results = parts(url)
+    variables = {"MACHINERY_BROKER": broker, "MACHINERY_RESULT_BACKEND": results}
     taken: list[float] = []
     for _number in range(count + 1):
         began = time.perf_counter()
         child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-                                 env={**os.environ, "MACHINERY_URL": url})
+                                 env={**os.environ, **{name: value for name, value in variables.items() if value}})
         assert child.stdout is not None
         lines = iter(child.stdout.readline, "")
         if not any(text.startswith("Ready") for text in lines):
@@ -248,7 +275,7 @@ def starting(url: str, count: int) -> Figures:
 COMMANDS: dict[str, Callable[[str, int], Figures]] = {
     function.__name__: function
     for function in (
-        importing, send_one, send_bulk, drain, drain_two, latency, chain, long_chain, chord, large_chord, delayed, idle,
+        importing, send_one, send_bulk, publish, drain, drain_two, latency, chain, long_chain, chord, large_chord, delayed, idle,
         starting, helper_drain, helper_serve,
     )
 }

@@ -25,6 +25,7 @@ ROLES = ("receiver", "settler", "upkeep")
 TASKS = 20_000
 THREADS = 4
 NAME = "bench"
+CONNECTION = "machinery-amqp-"  # the threads of connections to RabbitMQ
 
 Place = tuple[str, str, int]  # file, function, line
 
@@ -53,7 +54,7 @@ class Sampler:
         while not self._stop.wait(INTERVAL):
             frames = sys._current_frames()
             for thread in threading.enumerate():
-                if thread.ident is None or not thread.name.startswith(f"{NAME}-"):
+                if thread.ident is None or not thread.name.startswith((f"{NAME}-", CONNECTION)):
                     continue
                 try:
                     used = time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
@@ -83,6 +84,8 @@ class Sampler:
 
 def role_of(name: str) -> str:
     last = name.rpartition("-")[2]
+    if name.startswith(CONNECTION):
+        return f"connection: {last}"
     return last if last in ROLES else "executors"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 # Nothing of the library is imported at the top: what is imported then is part of what is measured.
 
 WAIT = 240.0  # seconds for any result
+SETTLING = 10.0  # seconds from the last result to its acknowledgement, at most
 BULK = 5000  # tasks submitted in one step where sending is not what is measured
 
 Figures = dict[str, float]
@@ -27,7 +29,8 @@ def make_server(url: str) -> Any:
     tree = os.environ.get("MACHINERY_BENCH_TREE", "")
     if tree and not Path(machinery_py.__file__).resolve().is_relative_to(Path(tree).resolve()):
         raise Wrong(f"machinery_py is from {machinery_py.__file__}, not from {tree}")
-    server = machinery_py.Server(url)
+    broker, results = parts(url)
+    server = machinery_py.Server(broker=broker, result_backend=results) if results else machinery_py.Server(url)
 
     @server.task
     def noop(number: int) -> int:
@@ -42,6 +45,12 @@ def make_server(url: str) -> Any:
         return sum(numbers)
 
     return server
+
+
+def parts(url: str) -> tuple[str, str]:
+    """The URLs of the broker and of the results, which are "" if they are where the broker is."""
+    broker, plus, results = url.partition("+redis://")
+    return broker, plus[1:] + results
 
 
 def is_sqlite(url: str) -> bool:
@@ -83,10 +92,12 @@ def check_all_succeeded(server: Any, uuids: Sequence[str]) -> None:
 
 
 def check_queues_empty(server: Any) -> None:
-    # The last settlement is committed before its result can be seen, so there is nothing to wait for.
-    for stats in server.broker.stats():
-        if stats.waiting or stats.running or stats.delayed or stats.dead:
-            raise Wrong(f"queue {stats.queue!r} is not empty: {stats}")
+    # In one store the last settlement is committed before its result can be seen. Two stores acknowledge after that.
+    deadline = time.monotonic() + (0.0 if server.config.result_backend in ("", server.config.broker) else SETTLING)
+    while left := [stats for stats in server.broker.stats() if stats.waiting or stats.running or stats.delayed or stats.dead]:
+        if time.monotonic() >= deadline:
+            raise Wrong(f"queue {left[0].queue!r} is not empty: {left[0]}")
+        time.sleep(0.1)
 
 
 def cpu() -> float:

@@ -42,11 +42,11 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "_drivers _drivers.memory _drivers.tokens _drivers.doorbell _drivers.sqlite_errors _drivers.sqlite_schema"
         " _drivers.sqlite_rows _drivers.sqlite_handles _drivers.sqlite_runs"
         " _drivers.redis_durability _drivers.redis_errors _drivers.redis_keys _drivers.redis_lua _drivers.session_info"
-        " _drivers.amqp_link _drivers.mongo_errors _drivers.mongo_durability",
+        " _drivers.amqp_frames _drivers.mongo_errors _drivers.mongo_durability",
         "_drivers.sqlite_open _drivers.sqlite_sessions _drivers.redis_servers _drivers.redis_slots _drivers.redis_pool"
-        " _drivers.amqp_publisher",
-        "_drivers.redis _drivers.redis_nodes",
-        "_drivers.redis_tries",
+        " _drivers.amqp_connection _drivers.amqp_confirms",
+        "_drivers.redis _drivers.redis_nodes _drivers.amqp_link",
+        "_drivers.redis_tries _drivers.amqp_publisher",
         "_drivers.*",
         "brokers.sqlite_consumer backends.sqlite_records backends.sqlite_listener brokers.amqp_messages brokers.amqp_topology"
         " brokers.mongo_messages backends.mongo_records backends.mongo_groups backends.mongo_listener",

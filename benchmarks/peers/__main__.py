@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
@@ -15,8 +16,8 @@ from benchmarks.children import REDIS_CONFIG
 from benchmarks.peers import environments, report
 from benchmarks.peers.processes import RoundFailed
 from benchmarks.peers.rounds import LATENCY_CALLS, Bench, Figures
-from benchmarks.peers.systems import BY_NAME, SYSTEMS, System
-from machinery_py.testing.servers import RedisServer
+from benchmarks.peers.systems import BY_NAME, ON, System
+from machinery_py.testing.servers import RabbitMQServer, RedisServer
 
 LEAST = 50  # tasks, whatever the share of a system
 
@@ -42,16 +43,20 @@ def prepare(chosen: Sequence[System], *, install: bool) -> tuple[list[System], l
 
 
 def measure(
-    systems: Sequence[System], *, tasks: int, rounds: int, calls: int, folder: Path
+    systems: Sequence[System], *, tasks: int, rounds: int, calls: int, folder: Path, broker: str = "redis"
 ) -> tuple[dict[str, dict[int, Figures]], list[str], dict[str, object]]:
-    """All rounds of all systems on one server: figures, failures, and facts about the run."""
+    """All rounds of all systems on the same servers: figures, failures, and facts about the run."""
     results: dict[str, dict[int, Figures]] = {}
     failures: list[str] = []
     steps = Steps(rounds * len(systems), sys.stderr)
     loads: list[float] = []
-    with RedisServer(appendonly=True, config=REDIS_CONFIG) as redis:
-        bench = Bench(redis, folder)
+    with contextlib.ExitStack() as stack:
+        redis = stack.enter_context(RedisServer(appendonly=True, config=REDIS_CONFIG))
+        rabbit = stack.enter_context(RabbitMQServer()) if broker == "amqp" else None
+        bench = Bench(redis, folder, rabbit)
         version = str(bench.probe.ask("INFO", "server")["redis_version"])
+        if rabbit is not None:
+            version += f", RabbitMQ {rabbit.ctl('version').strip()}"
         for number in range(rounds):
             # Nobody is always the first, or always behind the same other one.
             turn = number % len(systems)
@@ -74,6 +79,8 @@ def measure(
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.peers",
                                      description="Measures machinery_py beside others, on one Redis.")
+    parser.add_argument("--broker", default="redis", choices=list(ON),
+                        help="amqp: messages in RabbitMQ and results in Redis, of the systems that can")
     parser.add_argument("--peers", nargs="+", default=list(BY_NAME), choices=list(BY_NAME), metavar="NAME",
                         help=", ".join(BY_NAME))
     parser.add_argument("--tasks", type=int, default=20_000, metavar="N", help="in each drain; slow systems get a part of them")
@@ -86,13 +93,14 @@ def main() -> int:
     if min(options.tasks, options.rounds, options.calls) < 1:
         parser.error("--tasks, --rounds and --calls take numbers from 1 on")
 
-    systems, skipped = prepare([system for system in SYSTEMS if system.name in options.peers], install=not options.no_install)
+    chosen = [system for system in ON[options.broker] if system.name in options.peers]
+    systems, skipped = prepare(chosen, install=not options.no_install)
     if options.prepare or not systems:
         print("\n".join(skipped), file=sys.stderr)
         return 1 if skipped else 0
     with tempfile.TemporaryDirectory(prefix="machinery-peers-") as name:
         results, failures, facts = measure(systems, tasks=options.tasks, rounds=options.rounds, calls=options.calls,
-                                           folder=Path(name))
+                                           folder=Path(name), broker=options.broker)
     if options.json:
         print(json.dumps(report.as_json(results, facts=facts, failures=failures, skipped=skipped), indent=2))
     else:

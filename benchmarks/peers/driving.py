@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 URL = os.environ.get("PEERS_URL", "redis://127.0.0.1:6379")  # without a database
+AMQP = os.environ.get("PEERS_AMQP", "")  # where the messages are, if not in Redis
 IS_LATENCY = os.environ.get("PEERS_LATENCY") == "1"
 WARM = 10  # calls before what is timed: connections, scripts, caches
 WAIT = 30.0  # seconds for any one result

@@ -21,7 +21,7 @@ class EnvironmentFailed(Exception):
 
 def folder(system: System) -> Path:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "machinery_py" / "peers" / f"{system.name}-{system.version}"
+    return cache / "machinery_py" / "peers" / f"{system.environment or system.name}-{system.version}"
 
 
 def python_of(system: System) -> Path:
@@ -60,4 +60,4 @@ def make(system: System, say: Callable[[str], None]) -> None:
 
 
 def _requirements(system: System) -> Path:
-    return HERE / system.name / "requirements.txt"
+    return HERE / system.folder / system.requirements

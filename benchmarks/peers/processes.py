@@ -9,7 +9,7 @@ import signal
 import subprocess
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +26,18 @@ class RoundFailed(Exception):
     """A system did not do what it should; its speed means nothing."""
 
 
-def environment(url: str, *, latency: bool) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("MACHINERY_", "PYTHON"))}
-    return {**kept, "PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1", "PEERS_URL": url, "PEERS_LATENCY": str(int(latency)),
-            "MACHINERY_URL": f"{url}/0"}
+Servers = Mapping[str, str]  # variables that tell the scripts where the servers are
 
 
-def ask(system: System, url: str, action: str, count: int, file: Path) -> dict[str, Any]:
+def environment(servers: Servers, *, latency: bool) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("MACHINERY_", "PYTHON", "PEERS_"))}
+    return {**kept, "PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1", "PEERS_LATENCY": str(int(latency)), **servers}
+
+
+def ask(system: System, servers: Servers, action: str, count: int, file: Path) -> dict[str, Any]:
     """Run its send.py; what that printed."""
-    command = [str(python_of(system)), "-m", f"benchmarks.peers.{system.name}.send", action, str(count), str(file)]
-    environ = environment(url, latency=action == "latency")
+    command = [str(python_of(system)), "-m", f"benchmarks.peers.{system.folder}.send", action, str(count), str(file)]
+    environ = environment(servers, latency=action == "latency")
     try:
         done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=HANG, check=False)
     except subprocess.TimeoutExpired as error:
@@ -49,17 +51,17 @@ def ask(system: System, url: str, action: str, count: int, file: Path) -> dict[s
 class Workers:
     """Worker processes that stand ready, each command in a session of its own with whatever it starts."""
 
-    def __init__(self, system: System, url: str, processes: int, *, latency: bool = False) -> None:
+    def __init__(self, system: System, servers: Servers, processes: int, *, latency: bool = False) -> None:
         self.system = system
         # Output goes to a file: nobody reads a pipe while the clock runs.
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self._children: list[subprocess.Popen[str]] = []
         commands, each = (processes, 1) if system.copies else (1, processes)
-        command = [str(python_of(system)), "-m", f"benchmarks.peers.{system.name}.drain", str(each)]
+        command = [str(python_of(system)), "-m", f"benchmarks.peers.{system.folder}.drain", str(each)]
         for _ in range(commands):
             self._children.append(subprocess.Popen(
-                command, env=environment(url, latency=latency), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log,
-                text=True, start_new_session=True,
+                command, env=environment(servers, latency=latency), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                stderr=self._log, text=True, start_new_session=True,
             ))
 
     def wait_ready(self) -> None:
@@ -126,9 +128,9 @@ class Workers:
 
 
 @contextlib.contextmanager
-def workers(system: System, url: str, processes: int, *, latency: bool = False) -> Iterator[Workers]:
+def workers(system: System, servers: Servers, processes: int, *, latency: bool = False) -> Iterator[Workers]:
     """Worker processes that run from here to the end."""
-    started = Workers(system, url, processes, latency=latency)
+    started = Workers(system, servers, processes, latency=latency)
     try:
         started.wait_ready()
         started.go()

@@ -24,6 +24,7 @@ FIGURES: Sequence[Figure] = (
     Figure(name="commands", what="Redis commands a task", unit=""),
     Figure(name="reads", what="Redis socket reads a task", unit=""),
     Figure(name="redis cpu", what="Redis CPU a task", unit="µs"),
+    Figure(name="rabbitmq cpu", what="RabbitMQ CPU a task", unit="µs"),
 )
 
 Results = Mapping[str, Mapping[int, Figures]]  # by system and round
@@ -66,7 +67,8 @@ def table(results: Results) -> list[str]:
     names = [name for name in BY_NAME if results.get(name)]
     head = [f"{name} {BY_NAME[name].version}".strip() for name in names]
     lines = ["| median of the rounds | " + " | ".join(head) + " |", "|---|" + "---:|" * len(names)]
-    for figure in FIGURES:
+    shown = [figure for figure in FIGURES if any(figure.name in one for found in results.values() for one in found.values())]
+    for figure in shown:
         cells = []
         for name in names:
             values = [figures[figure.name] for figures in results[name].values() if figure.name in figures]
@@ -76,7 +78,7 @@ def table(results: Results) -> list[str]:
     if OURS not in names or not peers:
         return lines
     lines += ["", "| times better than … (least to most) | " + " | ".join(peers) + " |", "|---|" + "---:|" * len(peers)]
-    for figure in FIGURES:
+    for figure in shown:
         cells = []
         for name in peers:
             found = sorted(ratios(results, name, figure))

@@ -13,14 +13,18 @@ from typing import cast
 
 from redis.exceptions import ResponseError
 
-from benchmarks.peers.processes import HANG, RoundFailed, Workers, ask, workers
+from benchmarks.peers.processes import HANG, TICKS, RoundFailed, Workers, ask, workers
 from benchmarks.peers.systems import Probe, System
-from machinery_py.testing.servers import RedisServer
+from machinery_py.testing.servers import RabbitMQServer, RedisServer
 
 LATENCY_CALLS = 300
 POLL = 0.01  # seconds between two looks at a queue
 STARTED = 0.1  # of the tasks are done when the clock starts: until then workers connect, fork, warm up
 LOOKS = 20  # that show what a look costs
+
+VHOST = """rabbit_vhost:delete(<<"{before}">>, <<"bench">>), rabbit_vhost:add(<<"{name}">>, <<"bench">>),
+    rabbit_auth_backend_internal:set_permissions(
+    <<"guest">>, <<"{name}">>, <<".*">>, <<".*">>, <<".*">>, <<"bench">>)."""
 
 Figures = dict[str, float]
 
@@ -37,12 +41,14 @@ class Mark:
 
 
 class Bench:
-    """The server that all share, and what it tells about itself."""
+    """The server that all share, and what it tells about itself; with `rabbit`, that has the messages and Redis the results."""
 
-    def __init__(self, redis: RedisServer, folder: Path) -> None:
+    def __init__(self, redis: RedisServer, folder: Path, rabbit: RabbitMQServer | None = None) -> None:
         self.redis = redis
+        self.rabbit = rabbit
         self.url = redis.url.rpartition("/")[0]
-        self.probe = Probe(self.url)
+        self.probe = Probe(self.url, rabbit)
+        self._vhosts = 0
         self._file = folder / "ids.json"
         self._pause = threading.Event()
 
@@ -52,26 +58,35 @@ class Bench:
         for processes in (1, 2):
             self._clear()
             action = "bulk" if processes == 2 and system.bulk else "one"
-            sent = float(ask(system, self.url, action, count, self._file)["rate"])
+            sent = float(ask(system, self.servers, action, count, self._file)["rate"])
             if processes == 1 or system.bulk:
                 figures["send" if action == "one" else "bulk"] = sent
             left = system.left(self.probe)
             if left != count:
                 raise RoundFailed(f"{system.name}: {left:,} messages wait after sending, not {count:,}")
             figures |= self._drain(system, count, processes)
-            checked = ask(system, self.url, "check", count, self._file)
+            checked = ask(system, self.servers, "check", count, self._file)
             if checked != {"wrong": 0, "checked": count}:
                 raise RoundFailed(f"{system.name}: results: {checked}")
         self._clear()
-        with workers(system, self.url, 1, latency=True):
-            taken = sorted(cast("list[float]", ask(system, self.url, "latency", calls, self._file)["seconds"]))
+        with workers(system, self.servers, 1, latency=True):
+            taken = sorted(cast("list[float]", ask(system, self.servers, "latency", calls, self._file)["seconds"]))
         figures["latency"] = 1000 * statistics.median(taken)
         figures["p99"] = 1000 * taken[math.ceil(len(taken) * 0.99) - 1]
         return figures
 
+    @property
+    def servers(self) -> dict[str, str]:
+        """Where they are, for the scripts."""
+        found = {"PEERS_URL": self.url, "MACHINERY_URL": f"{self.url}/0"}
+        if self.rabbit is not None:
+            amqp = f"{self.rabbit.url}{self.probe.vhost}"
+            found |= {"PEERS_AMQP": amqp, "MACHINERY_BROKER": amqp}
+        return found
+
     def _drain(self, system: System, count: int, processes: int) -> Figures:
         look = self._cost_of_a_look(system, count)
-        with workers(system, self.url, processes) as running:
+        with workers(system, self.servers, processes) as running:
             start = self._mark(running, time.monotonic(), done=0)
             began = self._mark(running, self._wait(running, count, math.ceil(count * STARTED)))
             if began.done > count / 2:
@@ -123,14 +138,17 @@ class Bench:
     def _server(self) -> dict[str, float]:
         """What Redis counts: commands, those in scripts too; reads from sockets; its own CPU in µs."""
         counts = self.probe.ask("INFO", "commandstats")
+        rabbit = {} if self.rabbit is None else {"rabbitmq cpu": 1e6 * _cpu(self.rabbit.pid)}
         commands = sum(line["calls"] for name, line in counts.items() if not name.startswith("cmdstat_info"))
         facts = {**self.probe.ask("INFO", "stats"), **self.probe.ask("INFO", "cpu")}
         return {"commands": commands, "reads": facts["total_reads_processed"],
-                "redis cpu": 1e6 * (facts["used_cpu_sys"] + facts["used_cpu_user"])}
+                "redis cpu": 1e6 * (facts["used_cpu_sys"] + facts["used_cpu_user"]), **rabbit}
 
     def _clear(self) -> None:
         """An empty server, with an empty file behind it."""
         self.probe.ask("FLUSHALL")
+        if self.rabbit is not None:
+            self._new_vhost(self.rabbit)
         self._done = self._looks = 0
         deadline = time.monotonic() + HANG
         while True:
@@ -145,3 +163,15 @@ class Bench:
             if time.monotonic() > deadline:
                 raise RoundFailed("Redis still writes its file anew")
             self._pause.wait(POLL)
+
+    def _new_vhost(self, rabbit: RabbitMQServer) -> None:
+        """Nothing of the last one is left, and nothing has to be known of the queues of a system."""
+        before, self._vhosts = self.probe.vhost, self._vhosts + 1
+        self.probe.vhost = f"bench{self._vhosts}"
+        rabbit.ctl("eval", VHOST.format(name=self.probe.vhost, before=before))
+
+
+def _cpu(pid: int) -> float:
+    """Seconds of CPU of a process."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
+    return (int(fields[11]) + int(fields[12])) / TICKS

@@ -9,12 +9,19 @@ from typing import Any
 from redis import Redis
 
 from machinery_py import Server
+from machinery_py.testing.servers import RabbitMQServer
 
 
 class Probe:
-    """Connections to the server, for looking at the queues of a system while it works."""
+    """Connections to the server, for looking at the queues of a system while it works.
 
-    def __init__(self, url: str) -> None:
+    Attributes:
+        vhost: of RabbitMQ, in which the system has its queues.
+    """
+
+    def __init__(self, url: str, rabbit: RabbitMQServer | None = None) -> None:
+        self._rabbit = rabbit
+        self.vhost = "/"
         self._queue = Redis.from_url(f"{url}/0", decode_responses=True)
         self._results = Redis.from_url(f"{url}/1", decode_responses=True)
         self._server = Server(f"{url}/0")
@@ -33,6 +40,12 @@ class Probe:
             facts = reply if isinstance(reply, dict) else dict(zip(reply[::2], reply[1::2], strict=True))
             left += int(facts["pending"]) + int(facts["lag"] or 0)
         return left
+
+    def queued(self, *queues: str) -> int:
+        """How many messages of queues of RabbitMQ are not acknowledged, whether a worker has them or not. Takes a second."""
+        assert self._rabbit is not None
+        lines = self._rabbit.ctl("list_queues", "-p", self.vhost, "--no-table-headers", "name", "messages").splitlines()
+        return sum(int(count) for name, _, count in (line.rpartition("\t") for line in lines) if name in queues)
 
     def machinery(self) -> int:
         return sum(stats.waiting + stats.running + stats.delayed + stats.dead for stats in self._server.broker.stats())
@@ -54,6 +67,8 @@ class System:
         bulk: it can send many at once.
         make: what has to be built before; raises when it cannot be.
         share: of the tasks that are asked for; a slow one shows its speed with fewer.
+        scripts: the folder of its scripts, if that is not its name.
+        requirements: the file there that pins its versions. environment: of that name, if not its own.
         note: what differs from the others.
     """
 
@@ -65,7 +80,14 @@ class System:
     bulk: bool = False
     share: float = 1.0
     make: Callable[[], object] | None = None
+    scripts: str = ""
+    requirements: str = "requirements.txt"
+    environment: str = ""
     note: str
+
+    @property
+    def folder(self) -> str:
+        return self.scripts or self.name
 
     @property
     def is_ours(self) -> bool:
@@ -112,5 +134,25 @@ SYSTEMS: Sequence[System] = (
            note="uvloop; bulk: 100 sends side by side; worker and waiter poll (each 1 ms and 0.5 ms)"),
 )
 
+#: The same on RabbitMQ, with results in Redis: those that can.
+AMQP_SYSTEMS: Sequence[System] = (
+    System(name="machinery", copies=False, bulk=True, left=lambda probe: probe.queued("machinery_tasks"),
+           stored=lambda probe: int(probe.ask("ZCARD", "mpy:done")),
+           note="`machinery worker` as shipped (four threads in a process), each message confirmed and acknowledged after its"
+                " result is stored"),
+    System(name="raw", scripts="raw_amqp", bulk=True, left=lambda probe: probe.queued("raw"),
+           stored=lambda probe: int(probe.ask("GET", "raw:ended") or 0),
+           note="pika (SelectConnection) and redis-py without a library: a publish, a confirm, a delivery for each task, and for"
+                " each batch one acknowledgement and the same commands as the baseline on Redis"),
+    System(name="celery", version="5.7.0", share=0.25, stored=Probe.stored, left=lambda probe: probe.queued("celery"),
+           note="solo pool; acks_late, confirm_publish; no bulk send"),
+    System(name="dramatiq", version="2.2.1", share=0.5, stored=Probe.stored, copies=False,
+           requirements="requirements-amqp.txt", environment="dramatiq-amqp",
+           left=lambda probe: probe.queued("default", "default.DQ", "default.XQ"),
+           note="four threads in a process, 200 messages in stock, confirm_delivery; middleware for retries and results only;"
+                " no bulk send"),
+)
+
+ON: Mapping[str, Sequence[System]] = {"redis": SYSTEMS, "amqp": AMQP_SYSTEMS}
 BY_NAME: Mapping[str, System] = {system.name: system for system in SYSTEMS}
 OURS = "machinery"

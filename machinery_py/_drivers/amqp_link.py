@@ -15,14 +15,16 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any
 
 import pika
 from pika import spec
-from pika.adapters.select_connection import SelectConnection
 from pika.exceptions import ChannelClosedByBroker
+
+from machinery_py._drivers.amqp_connection import Connection
+from machinery_py._drivers.amqp_frames import acks, nacks
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +56,7 @@ class Link:
         self._on_lost = on_lost
         self._lock = threading.Lock()
         self._waiting: set[Future[Any]] = set()
-        self._connection: SelectConnection | None = None
+        self._connection: Connection | None = None
         self._opened: Future[None] = Future()
         self._thread: threading.Thread | None = None
         self._pid = os.getpid()
@@ -66,6 +68,12 @@ class Link:
     @property
     def is_open(self) -> bool:
         return self.lost is None and self._connection is not None and self._pid == os.getpid()
+
+    @property
+    def most(self) -> int:
+        """Bytes of a body that go into one frame, on an open link."""
+        assert self._connection is not None
+        return self._connection.most
 
     def open(self, timeout: float) -> None:
         """Connect.
@@ -84,7 +92,7 @@ class Link:
     def _run(self) -> None:
         ended: Exception | None = None
         try:
-            self._connection = SelectConnection(
+            self._connection = Connection(
                 self._parameters, on_open_callback=self._on_open, on_open_error_callback=self._on_end,
                 on_close_callback=self._on_end,
             )
@@ -218,6 +226,7 @@ class Channel:
         self.lost: Exception | None = None
         self._waiting: set[Future[Any]] = set()
         self._on_lost: Callable[[Exception], object] | None = None
+        self._unsettled: dict[int, None] = {}  # tags of deliveries, the oldest first; touched in the link's thread alone
         raw.add_on_close_callback(self._on_close)
 
     @property
@@ -276,6 +285,40 @@ class Channel:
             then()
 
         self.raw._rpc(spec.Basic.Cancel(consumer_tag=tag), cancelled, [(spec.Basic.CancelOk, {"consumer_tag": tag})])
+
+    def write(self, pieces: Iterable[bytes]) -> None:
+        """Send frames of this channel that are encoded already; in the link's thread.
+
+        Raises:
+            Exception: nothing was sent, since the channel is closing or closed.
+        """
+        if not self.raw.is_open:
+            raise self.lost or LinkLost("closing")
+        for piece in pieces:
+            self.raw.connection.write(piece)
+
+    def note(self, tag: int) -> None:
+        """A message was delivered that `dispose` will get; in the link's thread. On a channel, all are noted or none."""
+        self._unsettled[tag] = None
+
+    def dispose(self, tags: Iterable[tuple[int, bool]]) -> None:
+        """Acknowledge (True) or give back (False); in the link's thread.
+
+        What is not older than anything unsettled is acknowledged with one frame.
+        """
+        kept, done, back = list[int](), list[int](), list[int]()
+        for tag, is_done in tags:
+            noted = tag in self._unsettled
+            self._unsettled.pop(tag, None)
+            (back if not is_done else kept if noted else done).append(tag)
+        oldest = next(iter(self._unsettled), None)
+        head = [tag for tag in kept if oldest is None or tag < oldest]
+        done += [tag for tag in kept if oldest is not None and tag > oldest]
+        number = self.raw.channel_number
+        # First what goes back: what is acknowledged up to a tag would take it along.
+        frames = nacks(number, back) + acks(number, done, up_to=max(head, default=0))
+        if frames:
+            self.write([frames])
 
     def close(self) -> None:
         """What was delivered on it and not settled goes back. Waits for that, but not for ever."""

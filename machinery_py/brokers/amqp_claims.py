@@ -72,6 +72,7 @@ class Claim:
 
     def _taker(self, queue: str) -> Callable[..., None]:
         def take(_: object, method: Any, properties: Any, body: bytes) -> None:
+            self._channel.note(method.delivery_tag)
             one = taken(queue, method, properties, body)
             if self._keep and not self._ended:
                 one.subscription = method.consumer_tag

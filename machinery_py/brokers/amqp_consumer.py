@@ -279,11 +279,7 @@ class AMQPConsumer(Consumer):
         """Acknowledge (True) or give back (False), and wait until the server has seen it. False: the channel is gone."""
 
         def work(future: Future[Any]) -> None:
-            for tag, done in tags:
-                if done:
-                    channel.raw.basic_ack(tag)
-                else:
-                    channel.raw.basic_nack(tag, requeue=True)
+            channel.dispose(tags)
             # An acknowledgement has no answer; the server reads a channel in order, and this has one.
             channel.raw.basic_qos(prefetch_count=0, callback=lambda _: settle(future, None))
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from machinery_py._drivers.amqp_publisher import Parcel
+from machinery_py._drivers.amqp_frames import Parcel
 from machinery_py.brokers.base import DeadLetter, Message
 from machinery_py.clock import micros, moment_of
 from machinery_py.errors import DecodeError

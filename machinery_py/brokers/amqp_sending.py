@@ -16,8 +16,10 @@ from contextlib import contextmanager
 import msgspec
 
 from machinery_py._drivers.amqp import AmqpDriver, explained, passes
+from machinery_py._drivers.amqp_confirms import End
+from machinery_py._drivers.amqp_frames import Parcel
 from machinery_py._drivers.amqp_link import ChannelLost, LinkLost
-from machinery_py._drivers.amqp_publisher import End, Parcel, Publisher
+from machinery_py._drivers.amqp_publisher import Publisher
 from machinery_py.brokers.amqp_messages import LATE
 from machinery_py.brokers.amqp_topology import PAUSED, Topology, carry_out, digest
 from machinery_py.errors import BrokerUnavailable, PublishRefused, PublishUnknown
@@ -56,10 +58,8 @@ class Attempts:
         if not token:
             return Attempt(count, now)
         with self._lock:
-            for old, attempt in list(self._known.items()):
-                if attempt.born > now - TOKEN_LIFE:
-                    break
-                del self._known[old]
+            while self._known and self._known[oldest := next(iter(self._known))].born <= now - TOKEN_LIFE:
+                del self._known[oldest]
             return self._known.setdefault(token, Attempt(count, now))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from machinery_py.testing import private_mongo
-from machinery_py.testing.servers import require
+from machinery_py.testing.servers import RabbitMQServer, RedisServer, require
 
 ROOT = Path(__file__).resolve().parents[2]
 HANG = 150.0  # seconds
@@ -53,6 +53,20 @@ def test_the_table_names_each_figure(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "run 500 no-op tasks, one process" in done.stdout
     assert "send to result, idle worker, median" in done.stdout
+
+
+def test_messages_in_rabbitmq_are_measured_beside_bare_pika(tmp_path: Path) -> None:
+    require(RabbitMQServer)
+    require(RedisServer)
+    url = "amqp://private+redis://private"
+
+    done = run("benchmarks", "--quick", "--json", "--url", url, "--only", "publish", "drain", "--folder", str(tmp_path))
+
+    report: dict[str, Any] = json.loads(done.stdout)
+    assert report["failures"] == [], done.stderr
+    figures = report["figures"][url]
+    assert figures.keys() == {"publish", "raw publish", "drain", "cpu per task", "commits"}
+    assert all(value > 0 for value in figures.values())
 
 
 def test_the_profile_charges_each_role_of_a_worker() -> None:

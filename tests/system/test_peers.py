@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from benchmarks.peers import driving, environments, report
-from benchmarks.peers.systems import BY_NAME, OURS, SYSTEMS
-from machinery_py.testing.servers import RedisServer, require
+from benchmarks.peers.systems import AMQP_SYSTEMS, BY_NAME, OURS, SYSTEMS
+from machinery_py.testing.servers import RabbitMQServer, RedisServer, require
 
 ROOT = Path(__file__).resolve().parents[2]
 PEERS = ROOT / "benchmarks" / "peers"
@@ -27,9 +27,9 @@ def run(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
                           env={**os.environ, **environ}, capture_output=True, text=True, timeout=HANG, check=False)
 
 
-def measured(*names: str, rounds: int = 1) -> dict[str, Any]:
+def measured(*names: str, rounds: int = 1, broker: str = "redis") -> dict[str, Any]:
     require(RedisServer)
-    done = run("--peers", *names, "--tasks", "300", "--rounds", str(rounds), "--calls", "10", "--json")
+    done = run("--broker", broker, "--peers", *names, "--tasks", "300", "--rounds", str(rounds), "--calls", "10", "--json")
     assert done.stdout, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     assert found["failures"] == []
@@ -37,8 +37,9 @@ def measured(*names: str, rounds: int = 1) -> dict[str, Any]:
     return found
 
 
-def check_figures(rounds: Sequence[Mapping[str, float]], *, bulk: bool) -> None:
-    expected = {figure.name for figure in report.FIGURES} - (set() if bulk else {"bulk"})
+def check_figures(rounds: Sequence[Mapping[str, float]], *, bulk: bool, broker: str = "redis") -> None:
+    missing = (set() if bulk else {"bulk"}) | (set() if broker == "amqp" else {"rabbitmq cpu"})
+    expected = {figure.name for figure in report.FIGURES} - missing
     for figures in rounds:
         assert figures.keys() == expected | {"round"}
         assert all(figures[name] > 0 for name in ("send", "drain", "drain by two", "latency", "p99", "commands"))
@@ -52,6 +53,17 @@ def test_machinery_is_measured_beside_bare_redis_in_every_round() -> None:
         assert [figures["round"] for figures in rounds] == [1, 2]
         check_figures(rounds, bulk=True)
     assert len(found["ratios"]["raw"]["drain"]) == 2
+
+
+def test_machinery_is_measured_beside_bare_pika_with_messages_in_rabbitmq() -> None:
+    require(RabbitMQServer)
+
+    found = measured("raw", OURS, broker="amqp")
+
+    assert found["rounds"].keys() == {"raw", OURS}
+    for rounds in found["rounds"].values():
+        check_figures(rounds, bulk=True, broker="amqp")
+    assert "RabbitMQ" in found["facts"]["redis"]
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -77,13 +89,13 @@ def test_every_script_compiles(path: Path) -> None:
     compile(path.read_bytes(), str(path), "exec")
 
 
-@pytest.mark.parametrize("system", SYSTEMS, ids=lambda system: system.name)
+@pytest.mark.parametrize("system", [*SYSTEMS, *AMQP_SYSTEMS], ids=lambda system: system.environment or system.folder)
 def test_every_system_has_its_scripts_and_pins_its_versions(system: Any) -> None:
-    folder = PEERS / system.name
+    folder = PEERS / system.folder
 
     assert (folder / "send.py").exists() and (folder / "drain.py").exists()
     if not system.is_ours:
-        pins = (folder / "requirements.txt").read_text().splitlines()
+        pins = (folder / system.requirements).read_text().splitlines()
         assert f"{system.name}=={system.version}" in pins
         assert all("==" in pin for pin in pins)
 

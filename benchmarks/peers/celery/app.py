@@ -1,19 +1,23 @@
 # mypy: ignore-errors
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportFunctionMemberAccess=false
-"""Celery: acknowledged after the run, results in another database, and everything off that costs and is not needed."""
+"""Celery: acknowledged after the run, results in another database, and everything off that costs and is not needed. On
+RabbitMQ a message is confirmed before `delay` returns, as ours is.
+"""
 
 from __future__ import annotations
 
 from celery import Celery
 
-from benchmarks.peers.driving import URL
+from benchmarks.peers.driving import AMQP, URL
 
-app = Celery("peers", broker=f"{URL}/0", backend=f"{URL}/1")
+app = Celery("peers", broker=AMQP or f"{URL}/0", backend=f"{URL}/1")
 app.conf.update(
     task_acks_late=True, worker_prefetch_multiplier=64, worker_disable_rate_limits=True, task_send_sent_event=False,
     worker_send_task_events=False, broker_connection_retry_on_startup=True, worker_enable_remote_control=False,
     broker_pool_limit=1,
 )
+if AMQP:
+    app.conf.broker_transport_options = {"confirm_publish": True}
 
 
 @app.task
