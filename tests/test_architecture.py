@@ -45,7 +45,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         " _drivers.amqp_link _drivers.mongo_errors",
         "_drivers.sqlite_open _drivers.sqlite_sessions _drivers.redis_servers _drivers.redis_slots _drivers.redis_pool"
         " _drivers.amqp_publisher",
-        "_drivers.redis _drivers.redis_nodes",
+        "_drivers.redis _drivers.redis_nodes _drivers.amqp",
         "_drivers.redis_tries",
         "_drivers.*",
         "brokers.sqlite_consumer backends.sqlite_records backends.sqlite_listener brokers.amqp_messages brokers.amqp_topology"
@@ -62,7 +62,9 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "backends.redis_cluster_steps",
         "backends.memcache_records backends.memcache_listener",
         "backends.memcache_index",
-        "backends.memcache_groups",
+        "backends.memcache_groups backends.amqp_records",
+        "backends.amqp_groups backends.amqp_revocations",
+        "backends.amqp_listener",
         "brokers.* backends.* locks.*",
         "settlement.one_store settlement.redis_scripts settlement.redis_amend",
         "settlement.two_stores",

@@ -28,6 +28,7 @@ class BackendFeatures(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     listing: bool = True  # states can be listed by name and state
     conditional: bool = True  # a change can depend on the epoch: completion once, also with two stores
     keeps: bool = True  # False: the null backend
+    keeps_unfinished: bool = True  # what is not finished does not expire
     foreign: bool = False  # Go programs may change the states in it
     claims: bool = False  # it keeps the keys of unique tasks
     foreign_time: float = 0.0  # seconds that a group which Go shares is left to Go, since Go does not ask who has settled it
