@@ -85,7 +85,8 @@ class Places:
         """
         expiry = int(expire_in * 1000)
         if not 0 < expiry <= LONGEST_EXPIRY:
-            raise ConfigError(f"results_expire_in: found {expire_in:g} s (results in RabbitMQ: at most {LONGEST_EXPIRY // 1000})")
+            most = LONGEST_EXPIRY // 1000
+            raise ConfigError(f"results_expire_in: found {expire_in:.0f} s (results in RabbitMQ: at most {most})")
         self._shared = {"x-message-ttl": expiry, "x-expires": expiry}
         self._ours = {**OURS, "x-message-ttl": GROUP_LIFE, "x-expires": GROUP_LIFE}
 

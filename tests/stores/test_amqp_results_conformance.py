@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import pytest
@@ -22,6 +23,8 @@ __all__ = ["amqp_config", "amqp_url", "open_backends", "open_brokers", "rabbitmq
 
 
 class TestAMQPBackend(BackendConformance):
+    MANY = 10_000 if os.environ.get("MACHINERY_TEST_FULL") else 500  # each has a queue of its own
+
     @pytest.fixture
     def clock(self, results_url: str) -> LapsingClock:
         return LapsingClock(results_url)

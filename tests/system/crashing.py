@@ -99,6 +99,10 @@ WORKER_POINTS = (
 CLUSTER_POINTS = ("after-note", "after-verdict", "after-effects", "after-publish")
 
 
+#: Of a turn of the RabbitMQ backend that settles or fires: all is read and nothing written; all is written, the locks are held.
+TURN_POINTS = ("turn-before-end", "turn-after-end")
+
+
 class Killer:
     """Ends this process with SIGKILL the first time that its point is reached."""
 
@@ -131,6 +135,8 @@ class KillingStore(Store):
             return verdicts
 
         store.backend.apply = killing_apply  # type: ignore[method-assign]
+        if hasattr(store.backend, "_turns"):
+            kill_in_turns()
         if hasattr(store.backend, "_steps"):
             kill_between_steps(store.backend._steps, store.broker)
 
@@ -164,6 +170,22 @@ def kill_between_steps(steps: Any, broker: Any) -> None:
     places = ((steps, "_note"), (steps, "decide"), (steps, "carry_out"), (broker, "put_once"))
     for (owner, name), point in zip(places, CLUSTER_POINTS, strict=True):
         setattr(owner, name, killing_step(getattr(owner, name), point))
+
+
+def kill_in_turns() -> None:
+    """Let the killer in before and after the transaction of a turn that settles or fires."""
+    from machinery_py._drivers.amqp_turns import Turn
+
+    end = Turn.end
+
+    def killing_end(turn: Turn, then: Callable[[], object]) -> None:
+        if getattr(killer.inside, "step", ""):
+            killer.reach("turn-before-end")
+        end(turn, then)
+        if getattr(killer.inside, "step", ""):
+            killer.reach("turn-after-end")
+
+    Turn.end = killing_end  # type: ignore[method-assign]
 
 
 def killing_step(step: Callable[..., Any], point: str) -> Callable[..., Any]:
