@@ -24,7 +24,7 @@ from __future__ import annotations
 import contextlib
 import datetime as dt
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NoReturn, TypeVar
 
 import msgspec
@@ -44,6 +44,7 @@ from machinery_py.backends.amqp_records import (
     REVOCATIONS,
     REVOKED,
     REVOKED_LOCK,
+    GroupRecord,
     OutboxEntry,
     Places,
     Record,
@@ -58,12 +59,12 @@ from machinery_py.backends.amqp_revocations import Revocations
 from machinery_py.backends.base import Amendment, Backend, BackendFeatures, Begun, Change, ReadyGroup, Verdict
 from machinery_py.backends.transactional import Row, TransactionalBackend, is_over
 from machinery_py.clock import micros
-from machinery_py.errors import BackendUnavailable, DecodeError, StateNotFound, Unsupported
+from machinery_py.errors import BackendUnavailable, DecodeError, Unsupported
 from machinery_py.states import Arrival, GroupMeta, State, TaskState
 from machinery_py.wire import decode_signature
 
 EXPIRE_IN = 3600.0  # seconds that a state is kept
-GO_TIME = 1.0  # seconds that a Go worker has from the end of its member to the callback
+GO_TIME = 3.0  # seconds that a Go worker has from the end of its member to the callback; it opens some connections on the way
 IDLE = 60.0  # seconds; there is little to tend
 TRIES = 3
 
@@ -287,10 +288,16 @@ class AMQPBackend(TransactionalBackend):
         return {uuid: row.state for uuid, row in rows.items() if row.state is not None}
 
     def get_group(self, group_uuid: str) -> GroupMeta | None:
-        record = self._carry([group_uuid], "reading a group", lambda work: work.groups.load(group_uuid), again=True)
-        if record is None or not record.document:
+        def step(work: _Work) -> tuple[GroupRecord, GroupMeta] | None:
+            record = work.groups.load(group_uuid)
+            if record is None or not (record.document or record.callback):
+                return None
+            return record, meta_of(group_uuid, record, {} if record.document else work.groups.members(group_uuid))
+
+        found = self._carry([group_uuid], "reading a group", step, again=True)
+        if found is None:
             return None
-        meta = meta_of(record, triggered=record.fired)
+        record, meta = found
         if record.callback and not record.fired:
             if self._go_has_fired(record.callback):
                 return msgspec.structs.replace(meta, chord_triggered=True)
@@ -306,19 +313,13 @@ class AMQPBackend(TransactionalBackend):
             return False
         return bool(uuid and self.get_states([uuid]))
 
-    def group_task_states(self, group_uuid: str) -> list[TaskState]:
-        """As in Backend. A member of a chord is found even if its own state has expired, or a Go program has read it."""
-        group = self.get_group(group_uuid)
-        if group is None:
-            raise StateNotFound(group_uuid)
-        states: Mapping[str, TaskState] = self.get_states(group.task_uuids)
-        if len(states) < len(set(group.task_uuids)):
-            kept = self._carry([group_uuid], "reading a group", lambda work: work.groups.members(group_uuid), again=True)
-            states = {**kept, **states}
-        for uuid in group.task_uuids:
-            if uuid not in states:
-                raise StateNotFound(uuid)
-        return [states[uuid] for uuid in group.task_uuids]
+    def member_states(self, group_uuid: str, uuids: Sequence[str]) -> dict[str, TaskState]:
+        """A member of a chord is found though its own state has expired, or a Go program has read it."""
+        states = self.get_states(uuids)
+        if states.keys() >= set(uuids):
+            return states
+        kept = self._carry([group_uuid], "reading a group", lambda work: work.groups.members(group_uuid), again=True)
+        return {**{uuid: state for uuid in uuids if (state := kept.get(uuid)) is not None}, **states}
 
     def ready_groups(self, limit: int) -> list[ReadyGroup]:
         return self._carry((), "reading ready groups", lambda work: work.groups.ready(limit), again=True)

@@ -1,15 +1,19 @@
 """Groups in RabbitMQ: who has arrived, who is complete, and who settles. All of it inside a turn that holds the group's lock.
 
-A member that ends is one message in `machinery.results.members.<group>`, and for Go one in `<group>`. The server counts
-them; only when there are as many as the group has members are they read, and each UUID counted once. Members that Go workers
-have ended are in `<group>` alone, so both are looked at.
+A member that ends is one message in `machinery.results.members.<group>`, and for Go one in `<group>`. The server counts ours;
+only when there are as many as the group has members are they read, and each UUID counted once.
+
+Members that Go workers have ended are in `<group>` alone. Go's worker that ends the last one sends the callback, and asks
+nobody; so the workers here look after such a group, and leave it to Go for a while (`BackendFeatures.foreign_time`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from machinery_py._drivers.amqp_turns import Turn
+import msgspec
+
+from machinery_py._drivers.amqp_turns import Place, Turn
 from machinery_py.backends.amqp_records import (
     READY,
     READY_LOCK,
@@ -26,7 +30,7 @@ from machinery_py.backends.amqp_records import (
 )
 from machinery_py.backends.base import ReadyGroup
 from machinery_py.errors import DecodeError
-from machinery_py.states import Arrival, GroupMeta, TaskState
+from machinery_py.states import Arrival, GroupMeta, State, TaskState
 from machinery_py.wire import decode_group, decode_state, encode_group
 
 
@@ -92,60 +96,51 @@ class Groups:
         if record.fired:
             return
         first = next(iter(members.values()))
-        ours, shared = self._places.members(group), self._places.shared_members(group)
-        most = max(turn.count(ours), turn.count(shared)) + len(members)
-        for uuid in members:
+        place = self._places.members(group)
+        count = turn.count(place) + len(members)
+        known = self._known(place) if count >= first.total else frozenset[str]()
+        for uuid in members.keys() - known:
             body = bodies.get(uuid, b"")
-            turn.put(ours, pack(Member(uuid=uuid, body=body)))
+            turn.put(place, pack(Member(uuid=uuid, body=body)))
             if body:
-                turn.put(shared, document_of(body))
+                turn.put(self._places.shared_members(group), document_of(body))
         changed = not record.callback
         record.callback, record.total = first.callback, first.total
         failed = next((uuid for uuid, one in members.items() if not one.ok), "")
-        complete = not failed and most >= first.total and self._distinct(group, members) >= first.total
+        complete = count >= first.total and len(known | members.keys()) >= first.total
         if (failed or complete) and not record.ready:
             record.ready, record.failed_member, changed = True, failed, True
             turn.put(READY, pack(ReadyEntry(group=group, callback=first.callback, failed_member=failed)))
         if changed:
             self._save(group, record)
 
-    def _distinct(self, group: str, new: Mapping[str, Arrival]) -> int:
-        """How many members are in, of whom some come now. Those that are in several times lose the others."""
-        ours, shared = self._places.members(group), self._places.shared_members(group)
-        turn = self._turn
-        turn.read([ours, shared])
-        seen = set(new)
-        for one in turn.held(ours):
+    def _known(self, place: Place) -> frozenset[str]:
+        """The members that are in. Those that came in several times stay once."""
+        self._turn.read([place])
+        seen: set[str] = set()
+        for one in self._turn.held(place):
             member = decode_member(one.body).uuid
             if member in seen:
-                turn.drop([one])
+                self._turn.drop([one])
             seen.add(member)
-        for one in turn.held(shared):
-            try:
-                seen.add(decode_state(one.body).task_uuid)
-            except DecodeError:
-                pass  # whoever put it there: it is no member
-        return len(seen)
+        return frozenset(seen)
 
-    def members(self, group: str) -> dict[str, TaskState]:
-        """The states that the members of a chord came in with, ours and Go's."""
+    def members(self, group: str) -> dict[str, TaskState | None]:
+        """The members of a chord that are in, ours and Go's, in the order of their coming, with their states if known."""
         ours, shared = self._places.members(group), self._places.shared_members(group)
-        turn = self._turn
-        turn.read([ours])
-        turn.count(shared)
-        turn.read([shared])
-        found: dict[str, TaskState] = {}
-        for one in turn.held(shared):
+        self._turn.count(shared)  # not to be probed: a Go worker may be reading it
+        self._turn.read([ours, shared])
+        found: dict[str, TaskState | None] = {}
+        for one in self._turn.held(shared):
             try:
                 state = decode_state(one.body)
             except DecodeError:
-                continue
+                continue  # whoever put it there: it is no member
             found[state.task_uuid] = state
-        for one in turn.held(ours):
+        for one in self._turn.held(ours):
             member = decode_member(one.body)
             row = decode_record(member.uuid, [member.body] if member.body else [])
-            if row.state is not None:
-                found[member.uuid] = row.state
+            found[member.uuid] = row.state or found.get(member.uuid)
         return found
 
     # Settling
@@ -176,9 +171,12 @@ class Groups:
         ]
 
 
-def meta_of(record: GroupRecord, *, triggered: bool) -> GroupMeta:
-    """Raises DecodeError: a later version wrote it."""
-    meta = decode_group(record.document)
-    return GroupMeta(
-        group_uuid=meta.group_uuid, task_uuids=meta.task_uuids, chord_triggered=triggered, created_at=meta.created_at
-    )
+def meta_of(group: str, record: GroupRecord, members: Mapping[str, TaskState | None]) -> GroupMeta:
+    """What Go's backends would keep of the group. Go sends chords without it: then it has the members that are in, once they
+    are all, or one of them has failed.
+    """
+    if record.document:
+        meta = decode_group(record.document)
+        return msgspec.structs.replace(meta, chord_triggered=record.fired)
+    over = len(members) >= record.total or any(one is not None and one.state is State.FAILURE for one in members.values())
+    return GroupMeta(group_uuid=group, task_uuids=tuple(members) if over else (), chord_triggered=record.fired)

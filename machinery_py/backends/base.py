@@ -321,11 +321,15 @@ class Backend(ABC):
         group = self.get_group(group_uuid)
         if group is None:
             raise StateNotFound(group_uuid)
-        states = self.get_states(group.task_uuids)
+        states = self.member_states(group_uuid, group.task_uuids)
         for uuid in group.task_uuids:
             if uuid not in states:
                 raise StateNotFound(uuid)
         return [states[uuid] for uuid in group.task_uuids]
+
+    def member_states(self, group_uuid: str, uuids: Sequence[str]) -> dict[str, TaskState]:
+        """As get_states, of members of a group: a store may have kept for it what is gone otherwise."""
+        return self.get_states(uuids)
 
     def group_completed(self, group_uuid: str) -> bool:
         """Whether every member has ended in SUCCESS or FAILURE.
