@@ -53,7 +53,7 @@ SCHEMES: Mapping[str, frozenset[Role]] = {
 NOT_YET: tuple[str, ...] = ()
 """Schemes of SCHEMES whose store comes in a later release. The release that brings one takes its line away."""
 
-NOT_YET_AS: frozenset[tuple[str, Role]] = frozenset({("amqp", "result backend"), ("amqps", "result backend")})
+NOT_YET_AS: frozenset[tuple[str, Role]] = frozenset()
 """Roles of schemes that come in a later release."""
 
 EMBEDDED: frozenset[str] = frozenset({"eager", "memory", "sqlite"})

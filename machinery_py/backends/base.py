@@ -28,6 +28,7 @@ class BackendFeatures(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     listing: bool = True  # states can be listed by name and state
     conditional: bool = True  # a change can depend on the epoch: completion once, also with two stores
     keeps: bool = True  # False: the null backend
+    keeps_unfinished: bool = True  # what is not finished does not expire
     foreign: bool = False  # Go programs may change the states in it
     claims: bool = False  # it keeps the keys of unique tasks
     forgets: bool = False  # any single thing that it was given may be gone, at any time: see its documentation
@@ -356,11 +357,15 @@ class Backend(ABC):
         group = self.get_group(group_uuid)
         if group is None:
             raise StateNotFound(group_uuid)
-        states = self.get_states(group.task_uuids)
+        states = self.member_states(group_uuid, group.task_uuids)
         for uuid in group.task_uuids:
             if uuid not in states:
                 raise StateNotFound(uuid)
         return [states[uuid] for uuid in group.task_uuids]
+
+    def member_states(self, group_uuid: str, uuids: Sequence[str]) -> dict[str, TaskState]:
+        """As get_states, of members of a group: a store may have kept for it what is gone otherwise."""
+        return self.get_states(uuids)
 
     def group_completed(self, group_uuid: str) -> bool:
         """Whether every member has ended in SUCCESS or FAILURE.

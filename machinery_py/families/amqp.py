@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from machinery_py._drivers.amqp import AmqpDriver
 from machinery_py._drivers.amqp_url import BadAmqpUrl
-from machinery_py.backends.base import Backend
+from machinery_py.backends.amqp import AMQPBackend
 from machinery_py.brokers.amqp import AMQPBroker
 from machinery_py.brokers.amqp_topology import Topology
 from machinery_py.errors import ConfigError, nearest
@@ -14,7 +14,7 @@ from machinery_py.urls import redact, split_urls
 
 
 class AMQPFamily(Family):
-    """A broker, connected at the first use."""
+    """A broker and a result backend, connected at the first use."""
 
     def __init__(self, url: str, options: FamilyOptions) -> None:
         super().__init__(url, options)
@@ -32,9 +32,8 @@ class AMQPFamily(Family):
     def broker(self) -> AMQPBroker:
         return AMQPBroker(self._driver, self._topology, consumer_timeout=self.options.amqp.consumer_timeout)
 
-    def backend(self) -> Backend:
-        raise ConfigError(f"{redact(self.url)}: RabbitMQ as result backend is not in this release "
-                          "(set result_backend, for instance to redis://… or to null)")
+    def backend(self) -> AMQPBackend:
+        return AMQPBackend(self._driver, expire_in=self.options.expire_in)
 
     def close(self) -> None:
         self._driver.close()

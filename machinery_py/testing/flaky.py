@@ -302,6 +302,9 @@ class FlakyBackend(Backend):
     def get_states(self, uuids: Sequence[str]) -> dict[str, TaskState]:
         return self.faults.backend("get_states", lambda: self.inner.get_states(uuids))
 
+    def member_states(self, group_uuid: str, uuids: Sequence[str]) -> dict[str, TaskState]:
+        return self.faults.backend("member_states", lambda: self.inner.member_states(group_uuid, uuids))
+
     def get_group(self, group_uuid: str) -> GroupMeta | None:
         return self.faults.backend("get_group", lambda: self.inner.get_group(group_uuid))
 

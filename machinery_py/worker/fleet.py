@@ -103,6 +103,8 @@ class GroupWatch:
             self._backend.drop_partial([uuid])
             return None
         group.members = group.members or meta.task_uuids
+        if not group.members:
+            return None  # Go names the members of a group to some stores only; they come to be known as they end
         found = self._arrived(group)
         if found is not None and found.arrivals[0].ok and not meta.chord_triggered and self._is_left_to_go(group):
             return None
@@ -128,7 +130,7 @@ class GroupWatch:
         """What has come to be known: that all are over, or that one has failed."""
         while group.place < len(group.members):
             ahead = group.members[group.place:group.place + AHEAD]
-            states = self._backend.get_states(ahead)
+            states = self._backend.member_states(group.arrival.group_uuid, ahead)
             for member in ahead:
                 state = states.get(member)
                 if state is None or not state.is_finished:

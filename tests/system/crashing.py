@@ -109,6 +109,10 @@ CLUSTER_POINTS = ("after-note", "after-verdict", "after-effects", "after-publish
 TWO_STORE_POINTS = ("after-put", "after-clear")
 
 
+#: Of a turn of the RabbitMQ backend that settles or fires: all is read and nothing written; all is written, the locks are held.
+TURN_POINTS = ("turn-before-end", "turn-after-end")
+
+
 class Killer:
     """Ends this process with SIGKILL the first time that its point is reached."""
 
@@ -141,6 +145,8 @@ class KillingStore(Store):
             return verdicts
 
         store.backend.apply = killing_apply  # type: ignore[method-assign]
+        if hasattr(store.backend, "_turns"):
+            kill_in_turns()
         if hasattr(store.backend, "_steps"):
             steps = store.backend._steps
             places = ((steps, "_note"), (steps, "decide"), (steps, "carry_out"), (store.broker, "put_once"))
@@ -177,6 +183,22 @@ def kill_between_steps(places: Sequence[tuple[Any, str]], points: Sequence[str])
     """Let the killer in after each step of a settlement that does anything."""
     for (owner, name), point in zip(places, points, strict=True):
         setattr(owner, name, killing_step(getattr(owner, name), point))
+
+
+def kill_in_turns() -> None:
+    """Let the killer in before and after the transaction of a turn that settles or fires."""
+    from machinery_py._drivers.amqp_turns import Turn
+
+    end = Turn.end
+
+    def killing_end(turn: Turn, then: Callable[[], object]) -> None:
+        if getattr(killer.inside, "step", ""):
+            killer.reach("turn-before-end")
+        end(turn, then)
+        if getattr(killer.inside, "step", ""):
+            killer.reach("turn-after-end")
+
+    Turn.end = killing_end  # type: ignore[method-assign]
 
 
 def killing_step(step: Callable[..., Any], point: str) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""Whole applications over RabbitMQ, with real workers in threads and results elsewhere.
+"""Whole applications over RabbitMQ, with real workers in threads and results there or elsewhere.
 
 Redis has the whole suite. The other backends have what depends on the pair: how a task ends, retries, groups, paused queues;
 `make matrix` and `make chaos` run the whole with them as well, in test_pairs.py.
@@ -84,6 +84,27 @@ class TestRabbitMQAndMemcacheBackend(OfThePair):
     @pytest.fixture
     def server(self, amqp_url: str, empty_memcached: MemcachedServer) -> Server:
         return Server(Config(broker=amqp_url, result_backend=empty_memcached.url))
+
+
+class TestRabbitMQAndMemoryBroker(OfThePair):
+    __test__ = True
+
+    # A thousand tasks are a thousand queues: `make matrix` has the time.
+    test_a_large_chord = None  # type: ignore[assignment]
+
+    @pytest.fixture
+    def server(self, amqp_url: str) -> Server:
+        return Server(Config(broker=f"memory://{amqp_url.rpartition('/')[2]}", result_backend=amqp_url))
+
+
+class TestRabbitMQAlone(OfThePair):
+    __test__ = True
+
+    test_a_large_chord = None  # type: ignore[assignment]
+
+    @pytest.fixture
+    def server(self, amqp_url: str) -> Server:
+        return Server(Config(broker=amqp_url))
 
 
 def test_the_cut_names_tests_that_there_are() -> None:

@@ -1,0 +1,411 @@
+"""Reading and writing queues as if they were records: one process at a time, and all that a turn writes at once.
+
+    turns = Turns(driver, declare)
+    with turns.turn(["lock.3"], "storing a state") as turn:
+        turn.read([place])
+        turn.put(place, b"new")
+        turn.drop(turn.held(place))
+
+What makes that safe:
+
+- **A lock** is a queue with a single active consumer and a token in it. Whoever is handed the token has the lock; the others
+  are handed it in turn when he gives it back, or when his connection ends. A spare token does no harm: it goes to the one
+  consumer that is active. Locks are taken in the order of their names.
+- **A read** takes all messages of a queue and holds them. The end of the turn, or of the connection, puts back what was not
+  dropped, in its place.
+- **The end** of a turn is one AMQP transaction: all that was put and all that was dropped, or nothing. It is on the channel
+  that holds the locks, so a process that lost its connection, and with it the lock, can write nothing.
+
+A queue that is not there is not made by a read: a message that lives for no time at all is sent to it first, and comes back
+if there is none.
+
+Limits: a transaction that spans queues is not one step for a server that dies in the middle of it. In a cluster a lock is gone
+while the node is down that its queue lives on.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import pika
+from pika import spec
+from pika.exceptions import AMQPError
+
+from machinery_py._drivers.amqp import AmqpDriver
+from machinery_py._drivers.amqp_link import Channel, ChannelLost, Link, LinkLost, settle
+from machinery_py.errors import BackendUnavailable, BrokerUnavailable, StoreUnusable
+
+PATIENCE = 15.0  # seconds to wait for a lock
+EACH = 0.02  # seconds more for each queue of a long list
+AHEAD = 200  # requests that are on their way together
+NOT_FOUND, OTHER_ARGUMENTS = 404, 406
+
+#: Of a queue that is a lock: its consumers come one after the other, and spare tokens do not pile up.
+LOCK_ARGUMENTS = {"x-queue-type": "classic", "x-single-active-consumer": True, "x-max-length": 1}
+#: Of our queues that stay. The server's default may be another type, which knows no messages that live for no time.
+OURS = {"x-queue-type": "classic"}
+
+_tags = itertools.count(1)
+_PROPERTIES = pika.BasicProperties(content_type="application/json", delivery_mode=2)
+_PROBE = pika.BasicProperties(expiration="0")
+
+
+class Place(NamedTuple):
+    """A queue, and how it is declared."""
+
+    queue: str
+    arguments: Mapping[str, object]
+    durable: bool = True
+    auto_delete: bool = False
+
+
+class Held(NamedTuple):
+    """A message in the hands of a turn."""
+
+    tag: int
+    body: bytes
+
+
+class QueueMoved(Exception):
+    """A queue went away between two looks; nothing was written."""
+
+
+class TurnLost(BackendUnavailable):
+    """The connection ended in the middle of a turn, which may have been carried out."""
+
+
+class LockTaken(Exception):
+    """Others have held a lock for too long."""
+
+    def __init__(self, lock: str) -> None:
+        self.lock = lock
+        super().__init__(lock)
+
+
+class Reader:
+    """Takes all messages of queues on a channel. All requests are on their way together: the server answers them in order.
+
+    pika would have each wait for the answer to the one before. Which of its members that touches is told by the tests at once.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+        self._on_empty: Callable[[], object] = _nothing
+        channel.raw.add_callback(lambda _: self._on_empty(), [spec.Basic.GetEmpty], one_shot=False)
+
+    def all(self, queues: Iterable[str], timeout: float, *, auto_ack: bool = False) -> dict[str, list[Held]]:
+        """What is there. Raises LinkLost, ChannelLost."""
+        found: dict[str, list[Held]] = {queue: [] for queue in queues}
+        asked, more = deque[str](), deque(found)
+        raw = self.channel.raw
+
+        def begin(future: Future[Any]) -> None:
+            def ask() -> None:
+                while more and len(asked) < AHEAD:
+                    asked.append(more.popleft())
+                    raw._send_method(spec.Basic.Get(queue=asked[-1], no_ack=auto_ack))
+                if asked:
+                    raw._on_getok_callback = got
+                else:
+                    settle(future, None)
+
+            def got(_: object, method: Any, __: object, body: bytes) -> None:
+                queue = asked.popleft()
+                found[queue].append(Held(method.delivery_tag, body))
+                if method.message_count:
+                    more.append(queue)
+                ask()
+
+            def empty() -> None:
+                asked.popleft()
+                ask()
+
+            self._on_empty = empty
+            ask()
+
+        if found:
+            self.channel.ask(begin, timeout + EACH * len(found))
+        return found
+
+
+class Desk:
+    """A channel that turns take place on, one after the other."""
+
+    def __init__(self, link: Link, timeout: float) -> None:
+        self.channel = link.channel(timeout)
+        self.reader = Reader(self.channel)
+        self.returned: set[str] = set()
+        raw = self.channel.raw
+        raw.add_on_return_callback(lambda _, method, __, ___: self.returned.add(method.routing_key))
+        self.channel.rpc("basic_qos", prefetch_count=1, timeout=timeout)  # one token for each lock
+        self.channel.rpc("tx_select", timeout=timeout)
+
+
+class Turn:
+    """What one thread reads and writes under its locks. Ended by `Turns.turn`."""
+
+    def __init__(self, desk: Desk, timeout: float) -> None:
+        self._desk = desk
+        self._channel = desk.channel
+        self._timeout = timeout
+        self._locks: dict[str, tuple[str, int]] = {}  # → the tags of the consumer and of the token
+        self._held: dict[str, list[Held]] = {}
+        self._known: set[str] = set()  # these queues are there
+        self._absent: set[str] = set()
+        self._dropped: set[int] = set()
+        self._made: dict[str, Place] = {}
+        self._messages: list[tuple[str, str, bytes, bool]] = []
+        self._over: list[str] = []
+
+    def take(self, locks: Iterable[str]) -> None:
+        """Hold these locks until the end. All of them come after those that are held already, by name.
+
+        Raises:
+            LockTaken: somebody else has one of them for too long.
+        """
+        for lock in sorted(set(locks) - self._locks.keys()):
+            token = self._channel.ask(functools.partial(self._ask_for, lock), PATIENCE + self._timeout)
+            if token is None:
+                raise LockTaken(lock)
+            self._locks[lock] = token
+
+    def _ask_for(self, lock: str, future: Future[Any]) -> None:
+        raw, tag = self._channel.raw, f"machinery.turn.{next(_tags)}"
+        timer = raw.connection.ioloop.call_later(PATIENCE, lambda: settle(future, None))
+
+        def handed(_: object, method: Any, __: object, ___: object) -> None:
+            raw.connection.ioloop.remove_timeout(timer)
+            settle(future, (tag, method.delivery_tag))
+
+        raw.basic_consume(lock, handed, consumer_tag=tag, callback=_nothing)
+
+    # Reading
+
+    def read(self, places: Iterable[Place]) -> None:
+        """Take what lies in these queues, if they are there."""
+        queues = {place.queue for place in places} - self._held.keys() - self._absent
+        unknown = queues - self._known
+        if unknown:
+            self._desk.returned.clear()
+            self._channel.ask(lambda future: self._probe(unknown, future), self._timeout + EACH * len(unknown))
+            self._absent |= self._desk.returned & unknown
+        self._held |= self._desk.reader.all(sorted(queues - self._absent), self._timeout)
+
+    def _probe(self, queues: Iterable[str], future: Future[Any]) -> None:
+        raw = self._channel.raw
+        for queue in queues:
+            raw.basic_publish("", queue, b"", _PROBE, mandatory=True)
+        raw.tx_commit(lambda _: settle(future, None))
+
+    def held(self, place: Place) -> Sequence[Held]:
+        """What was read of it."""
+        return self._held.get(place.queue, ())
+
+    def count(self, place: Place) -> int:
+        """How many messages are in a queue that was not read. It is made if it is not there."""
+        frame = self._channel.rpc("queue_declare", timeout=self._timeout, **_declaration(place))
+        self._known.add(place.queue)
+        return int(frame.method.message_count)
+
+    # Writing: true when the turn ends
+
+    def put(self, place: Place, body: bytes) -> None:
+        """Append a message. The queue is made if it is not there."""
+        self.make(place)
+        self._messages.append(("", place.queue, body, True))
+
+    def make(self, place: Place) -> None:
+        """Let the queue be there."""
+        if place.queue not in self._held and place.queue not in self._known:
+            self._made[place.queue] = place
+
+    def tell(self, exchange: str, key: str, body: bytes) -> None:
+        """Send a message to whoever listens."""
+        self._messages.append((exchange, key, body, False))
+
+    def drop(self, held: Iterable[Held]) -> None:
+        """These messages do not go back."""
+        self._dropped.update(one.tag for one in held)
+
+    def delete(self, place: Place) -> None:
+        """The queue is not needed any more, once all the rest is true."""
+        self._over.append(place.queue)
+
+    def end(self, then: Callable[[], object]) -> None:
+        """Write all of it, and give the locks back; `then` is called in the link's thread when the channel is free."""
+        self._desk.returned.clear()
+        wait = self._timeout + EACH * (len(self._messages) + len(self._made) + len(self._held))
+        self._channel.ask(lambda future: self._write(future, then), wait)
+        gone = self._desk.returned & {queue for _, queue, _, must in self._messages if must}
+        if gone:
+            raise BackendUnavailable(f"RabbitMQ: queue {min(gone)!r} was deleted while it was written to")
+
+    def _write(self, future: Future[Any], then: Callable[[], object]) -> None:
+        raw = self._channel.raw
+        for place in self._made.values():
+            raw.queue_declare(**_declaration(place))  # without a callback nothing is waited for
+        for exchange, key, body, must in self._messages:
+            raw.basic_publish(exchange, key, body, _PROPERTIES, mandatory=must)
+        tags = [one.tag for held in self._held.values() for one in held]
+        for tag in tags:
+            if tag in self._dropped:
+                raw.basic_ack(tag)
+            else:
+                raw.basic_nack(tag, requeue=True)
+
+        def written(_: object = None) -> None:
+            for queue in self._over:
+                raw.queue_delete(queue)
+            self._release(then)
+            settle(future, None)
+
+        if self._messages or tags:
+            raw.tx_commit(written)
+        else:
+            written()
+
+    def _release(self, then: Callable[[], object]) -> None:
+        """Unsubscribe first: else the tokens would come to us again."""
+        raw = self._channel.raw
+        if not self._locks:
+            then()
+            return
+        for tag, _ in self._locks.values():
+            raw.basic_cancel(tag, callback=_nothing)
+        for _, token in self._locks.values():
+            raw.basic_nack(token, requeue=True)
+        raw.tx_commit(lambda _: then())
+
+
+class Turns:
+    """A connection for turns, made when it is needed. May be used from any thread."""
+
+    def __init__(self, driver: AmqpDriver, declare: Callable[[Channel], object]) -> None:
+        """`declare` is called for each new connection, with a channel that is closed then."""
+        self.driver = driver
+        self._declare = declare
+        self._lock = threading.Lock()
+        self._link: Link | None = None
+        self._free: deque[Desk] = deque()
+        self._pid = os.getpid()
+
+    @contextmanager
+    def turn(self, locks: Iterable[str], doing: str) -> Iterator[Turn]:
+        """A turn, whose writes are true when the `with` has ended without an error.
+
+        Raises:
+            TurnLost: it may have been carried out.
+            BackendUnavailable, StoreUnusable, QueueMoved: it was not.
+        """
+        with self.translated(doing):
+            desk = self._desk(doing)
+            turn = Turn(desk, self.driver.timeout)
+            try:
+                turn.take(locks)
+                yield turn
+                turn.end(lambda: self._free.append(desk))
+            except LockTaken as error:
+                desk.channel.close()
+                with self.visit() as channel:
+                    declare_lock(channel, error.lock, self.driver.timeout)  # it may have no token: somebody has purged it
+                raise BackendUnavailable(
+                    f"RabbitMQ at {self.driver.place}: {doing}: others have held {error.lock!r} for {PATIENCE:g} s"
+                ) from error
+            except BaseException:
+                desk.channel.close()  # all that it has in its hands goes back
+                raise
+
+    @contextmanager
+    def visit(self) -> Iterator[Channel]:
+        """A channel for something else than a turn. Raises as `link`."""
+        channel = self.link().channel(self.driver.timeout)
+        yield channel
+        channel.close()
+
+    def _desk(self, doing: str) -> Desk:
+        link = self.link()
+        if not link.wait_unblocked(self.driver.timeout):
+            raise BackendUnavailable(f"RabbitMQ at {self.driver.place}: {doing}: it takes no messages now: {link.blocked}")
+        while True:
+            try:
+                desk = self._free.pop()
+            except IndexError:
+                return Desk(link, self.driver.timeout)
+            if desk.channel.is_open:
+                return desk
+
+    def link(self) -> Link:
+        """The connection, with all that turns need declared on its server.
+
+        Raises:
+            BackendUnavailable, StoreUnusable, and what `translated` translates.
+        """
+        with self._lock:
+            if self._link is None or not self._link.is_open:
+                if self._link is not None and self._pid == os.getpid():
+                    self._link.close()
+                self._free.clear()
+                self._link, self._pid = None, os.getpid()
+                link = self.driver.connect("results")
+                try:
+                    channel = link.channel(self.driver.timeout)
+                    self._declare(channel)
+                    channel.close()
+                except BaseException:
+                    link.close()
+                    raise
+                self._link = link
+            return self._link
+
+    @contextmanager
+    def translated(self, doing: str) -> Iterator[None]:
+        """Turn the errors of links and of pika into ours."""
+        where = f"RabbitMQ at {self.driver.place}: {doing}"
+        try:
+            yield
+        except BrokerUnavailable as error:
+            raise BackendUnavailable(str(error)) from error
+        except ChannelLost as error:
+            if error.code == NOT_FOUND:
+                raise QueueMoved(error.text) from error
+            hint = (" (results_expire_in must be the same in every program that stores results here, in Go and in Python)"
+                    if error.code == OTHER_ARGUMENTS else "")
+            raise StoreUnusable(f"{where}: {error.text}{hint}") from error
+        except (LinkLost, AMQPError) as error:
+            raise TurnLost(f"{where}: {error}") from error
+
+    def close(self) -> None:
+        """May be called twice; the next use connects again."""
+        with self._lock:
+            link, self._link = self._link, None
+            self._free.clear()
+        if link is not None:
+            link.close()
+
+
+def declare_lock(channel: Channel, lock: str, timeout: float) -> None:
+    """Let there be a lock of this name, with a token in it if nobody has one."""
+    frame = channel.rpc("queue_declare", queue=lock, durable=True, arguments=dict(LOCK_ARGUMENTS), timeout=timeout)
+    if not frame.method.message_count:
+        channel.link.tell(lambda: lay(channel, lock))
+
+
+def lay(channel: Channel, lock: str) -> None:
+    """Lay a token into a lock. In the link's thread."""
+    channel.raw.basic_publish("", lock, b"", _PROPERTIES)
+
+
+def _declaration(place: Place) -> dict[str, Any]:
+    return {"queue": place.queue, "durable": place.durable, "auto_delete": place.auto_delete, "arguments": dict(place.arguments)}
+
+
+def _nothing(*_: object) -> None:
+    pass
