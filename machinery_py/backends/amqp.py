@@ -86,7 +86,7 @@ class AMQPBackend(TransactionalBackend):
     """Queues on the driver's server. The driver belongs to whoever made it."""
 
     features = BackendFeatures(
-        name="amqp", durable=False, listing=False, foreign=True, foreign_time=GO_TIME, keeps_unfinished=False
+        name="amqp", durable=False, listing=False, foreign=True, foreign_time=GO_TIME, keeps_unfinished=False, schedules=False
     )
 
     def __init__(self, driver: AmqpDriver, *, expire_in: float = EXPIRE_IN) -> None:
