@@ -44,7 +44,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         " _drivers.redis_durability _drivers.redis_errors _drivers.redis_keys _drivers.redis_lua _drivers.session_info"
         " _drivers.amqp_link _drivers.mongo_errors",
         "_drivers.sqlite_open _drivers.sqlite_sessions _drivers.redis_servers _drivers.redis_slots _drivers.redis_pool"
-        " _drivers.amqp_publisher",
+        " _drivers.amqp_publisher _drivers.amqp_reader",
         "_drivers.redis _drivers.redis_nodes _drivers.amqp",
         "_drivers.redis_tries",
         "_drivers.*",
