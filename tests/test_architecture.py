@@ -46,7 +46,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "_drivers.sqlite_open _drivers.sqlite_sessions _drivers.redis_servers _drivers.redis_slots _drivers.redis_pool"
         " _drivers.amqp_connection _drivers.amqp_confirms",
         "_drivers.redis _drivers.redis_nodes _drivers.amqp_link",
-        "_drivers.redis_tries _drivers.amqp_publisher",
+        "_drivers.redis_tries _drivers.amqp_publisher _drivers.amqp_reader",
         "_drivers.amqp",
         "_drivers.*",
         "brokers.sqlite_consumer backends.sqlite_records backends.sqlite_listener brokers.amqp_messages brokers.amqp_topology"

@@ -36,16 +36,14 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import pika
-from pika import spec
 from pika.exceptions import AMQPError
 
 from machinery_py._drivers.amqp import AmqpDriver
 from machinery_py._drivers.amqp_link import Channel, ChannelLost, Link, LinkLost, settle
+from machinery_py._drivers.amqp_reader import EACH, Held, Reader
 from machinery_py.errors import BackendUnavailable, BrokerUnavailable, StoreUnusable
 
 PATIENCE = 15.0  # seconds to wait for a lock
-EACH = 0.02  # seconds more for each queue of a long list
-AHEAD = 200  # requests that are on their way together
 NOT_FOUND, OTHER_ARGUMENTS = 404, 406
 
 #: Of a queue that is a lock: its consumers come one after the other, and spare tokens do not pile up.
@@ -67,13 +65,6 @@ class Place(NamedTuple):
     auto_delete: bool = False
 
 
-class Held(NamedTuple):
-    """A message in the hands of a turn."""
-
-    tag: int
-    body: bytes
-
-
 class QueueMoved(Exception):
     """A queue went away between two looks; nothing was written."""
 
@@ -88,52 +79,6 @@ class LockTaken(Exception):
     def __init__(self, lock: str) -> None:
         self.lock = lock
         super().__init__(lock)
-
-
-class Reader:
-    """Takes all messages of queues on a channel. All requests are on their way together: the server answers them in order.
-
-    pika would have each wait for the answer to the one before. Which of its members that touches is told by the tests at once.
-    """
-
-    def __init__(self, channel: Channel) -> None:
-        self.channel = channel
-        self._on_empty: Callable[[], object] = _nothing
-        channel.raw.add_callback(lambda _: self._on_empty(), [spec.Basic.GetEmpty], one_shot=False)
-
-    def all(self, queues: Iterable[str], timeout: float, *, auto_ack: bool = False) -> dict[str, list[Held]]:
-        """What is there. Raises LinkLost, ChannelLost."""
-        found: dict[str, list[Held]] = {queue: [] for queue in queues}
-        asked, more = deque[str](), deque(found)
-        raw = self.channel.raw
-
-        def begin(future: Future[Any]) -> None:
-            def ask() -> None:
-                while more and len(asked) < AHEAD:
-                    asked.append(more.popleft())
-                    raw._send_method(spec.Basic.Get(queue=asked[-1], no_ack=auto_ack))
-                if asked:
-                    raw._on_getok_callback = got
-                else:
-                    settle(future, None)
-
-            def got(_: object, method: Any, __: object, body: bytes) -> None:
-                queue = asked.popleft()
-                found[queue].append(Held(method.delivery_tag, body))
-                if method.message_count:
-                    more.append(queue)
-                ask()
-
-            def empty() -> None:
-                asked.popleft()
-                ask()
-
-            self._on_empty = empty
-            ask()
-
-        if found:
-            self.channel.ask(begin, timeout + EACH * len(found))
-        return found
 
 
 class Desk:

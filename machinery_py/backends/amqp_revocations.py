@@ -11,7 +11,8 @@ import time
 from collections.abc import Iterable, Sequence
 
 from machinery_py._drivers.amqp_link import Channel
-from machinery_py._drivers.amqp_turns import Reader, Turns
+from machinery_py._drivers.amqp_reader import Reader
+from machinery_py._drivers.amqp_turns import Turns
 from machinery_py.backends.amqp_records import (
     REVOCATIONS,
     REVOKED,

@@ -188,7 +188,7 @@ def test_an_unknown_scheme_names_the_known_and_the_nearest() -> None:
         "broker URL 'reddis://host': unknown scheme 'reddis'"
         " (known: amqp, amqps, eager, memory, mongodb, mongodb+srv, redis, redis+socket, rediss, sqlite; did you mean 'redis'?)"
     )
-    known = "(known: eager, memcache, memory, mongodb, mongodb+srv, null, redis, redis+socket, rediss, sqlite"
+    known = "(known: amqp, amqps, eager, memcache, memory, mongodb, mongodb+srv, null, redis, redis+socket, rediss, sqlite"
     assert known in refusal("x://", "result backend")
 
 

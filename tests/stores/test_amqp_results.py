@@ -26,7 +26,7 @@ from machinery_py.signature import Arg
 from machinery_py.states import State, TaskState
 from machinery_py.testing.conformance.groups import arrival, arrive, ready, state_of, write
 from machinery_py.testing.proxy import REPLIES, REQUESTS, Proxy
-from machinery_py.testing.servers import RabbitMQServer, require
+from machinery_py.testing.servers import RabbitMQServer
 from machinery_py.testing.waiting import HANG, wait_until
 from machinery_py.wire import encode_state
 from tests.servers import open_proxy, rabbitmq_server
@@ -449,31 +449,6 @@ def test_a_task_that_go_ends_is_found_by_looking(backend: AMQPBackend, go: Block
     assert backend.get_state("u").is_finished
     listener.unwatch(["t"])
     listener.close()
-
-
-def test_outboxes_chords_and_revocations_survive_a_kill_of_the_server(open_backend: Open) -> None:
-    require(RabbitMQServer)
-    with RabbitMQServer() as server:
-        backend = open_backend(server.url, timeout=3.0)
-        backend.init_group("g", ["t"])
-        backend.revoke(["r"])
-        assert finish(backend) == SETTLED.word
-        server.kill()
-        server.start()
-
-        def answers() -> bool:
-            try:
-                return backend.get_states(["t"]) == {}
-            except BackendUnavailable:
-                return False
-
-        wait_until(answers, HANG)
-        assert [list(bodies) for _, bodies in backend.unsent(9, older_than=0.0)] == [[b"callback"]]
-        assert set(ready(backend)) == {"g"}
-        assert [state.state for state in backend.group_task_states("g")] == [State.SUCCESS]
-        assert backend.revoked(["r", "t"]) == {"r"}
-        assert backend.trigger_chord("g") is True
-        assert backend.trigger_chord("g") is False
 
 
 def test_the_lock_of_the_outboxes_comes_after_those_of_tasks() -> None:
