@@ -4,7 +4,8 @@ pika has no public way for either, so this overrides what is its own. All but th
 before; a release of pika that does not call these methods would read deliveries by itself, as right and slower.
 """
 
-# pyright: reportAttributeAccessIssue=false - what is pika's own is not in its stubs
+# What is pika's own is not in its stubs.
+# pyright: reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
