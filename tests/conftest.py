@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-#: What takes minutes, or asks much of the machine: `make chaos` runs it.
+#: What takes minutes, or asks much of the machine (three RabbitMQ nodes, which start for half a minute): `make chaos` runs it.
 LONG = ["chaos/test_chaos_amqp.py", "stores/test_amqp_cluster.py"]
 collect_ignore = [] if os.environ.get("MACHINERY_TEST_FULL") else LONG
 
