@@ -12,7 +12,7 @@ import pytest
 
 from machinery_py import Server
 
-#: What takes minutes, or asks much of the machine: `make chaos` runs it.
+#: What takes minutes, or asks much of the machine (three RabbitMQ nodes, which start for half a minute): `make chaos` runs it.
 LONG = ["chaos/test_chaos_amqp.py", "stores/test_amqp_cluster.py", "stores/test_amqp_results_restart.py"]
 collect_ignore = [] if os.environ.get("MACHINERY_TEST_FULL") else LONG
 

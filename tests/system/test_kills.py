@@ -15,6 +15,7 @@ import pytest
 
 from machinery_py import Config, Server, State
 from machinery_py.errors import BrokerUnavailable
+from machinery_py.testing import private_mongo
 from machinery_py.testing.waiting import wait_until
 from tests.freezing import can_be_written, freeze, stands_still
 from tests.stores.amqp_case import amqp_url, vhosts
@@ -60,15 +61,28 @@ class Fleet:
             process.wait()
 
 
-@pytest.fixture(params=["sqlite", "redis", "amqp"])
+STORES = ["sqlite", "redis", "amqp", *(["amqp and redis", "amqp and mongodb"] if os.environ.get("MACHINERY_TEST_FULL") else [])]
+
+
+@pytest.fixture(params=STORES)
 def fleet(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> Iterator[Fleet]:
     if request.param == "amqp":
         fleet = Fleet(tmp_path, request.getfixturevalue("amqp_url"), f"sqlite:///{tmp_path}/states.db")
+    elif request.param == "amqp and redis":
+        fleet = Fleet(tmp_path, request.getfixturevalue("amqp_url"), request.getfixturevalue("empty_redis").url)
+    elif request.param == "amqp and mongodb":
+        fleet = Fleet(tmp_path, request.getfixturevalue("amqp_url"), _mongodb(request))
     else:
         sqlite = f"sqlite:///{tmp_path}/kills.db"
         fleet = Fleet(tmp_path, sqlite if request.param == "sqlite" else request.getfixturevalue("empty_redis").url)
     yield fleet
     fleet.stop()
+
+
+def _mongodb(request: pytest.FixtureRequest) -> str:
+    server = private_mongo.KINDS[private_mongo.best_kind()]()
+    request.addfinalizer(server.close)
+    return f"{server.start().url}kills"
 
 
 @pytest.fixture
