@@ -156,8 +156,10 @@ def test_a_worker_that_is_killed_loses_and_doubles_nothing(
 def check_history(calls: collections.Counter[str], shape: str, point: str) -> None:
     """A run that the kill cut off, or whose result it kept from being stored, is repeated; nothing else is."""
     expected = EXPECTED[shape]
-    # Two slots, and what the second of them was doing at that moment.
-    slack = 4 if calls["killed"] and point not in ("before-fire", "inside-fire") else 0
+    # Two slots, and what the second of them was doing at that moment. A chord is fired when all of its members have been settled,
+    # but for one that is broken: that is failed at once, while another member may be running.
+    is_quiet = point in ("before-fire", "inside-fire") and shape != "broken-chord"
+    slack = 4 if calls["killed"] and not is_quiet else 0
     for function, count in expected.items():
         assert count <= calls[function] <= count + slack, (function, calls)
     assert set(calls) <= {*expected, "killed"}
