@@ -9,6 +9,10 @@ whether it ran or not.
 
 from __future__ import annotations
 
+import collections
+import itertools
+import math
+import time
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -39,6 +43,8 @@ from machinery_py.errors import BrokerUnavailable, PublishUnknown
 
 LEASE = 10.0  # seconds without a beat until a consumer is given up
 MOVE = 500  # delayed messages that are moved in one step
+COUNT = 2000  # delayed messages that are looked at in one step
+PATIENCE = 0.5  # seconds that one call of `tend` moves them: who has a million to move must not miss its beats
 STALE_LOOK = 1.5  # leases; who looks less often than that slept itself, and judges nobody
 
 
@@ -96,7 +102,7 @@ class RedisBroker(Broker):
         self._learn(sessions)
         self._judge({(session, beat) for _, session, beat in late})
         if due_in == 0:
-            self._move_due()
+            self._move_due(PATIENCE)
             return 0.0
         interval = self.lease / 4
         return interval if due_in < 0 else min(interval, due_in / 1e6)
@@ -138,8 +144,9 @@ class RedisBroker(Broker):
         )
         self.driver.unblock(rung)
 
-    def _move_due(self) -> None:
-        """Bring what is due in Go's delayed set to its queues, the oldest first."""
+    def _move_due(self, patience: float = math.inf) -> None:
+        """Bring what is due in Go's delayed set to its queues, the oldest first; one step, and more for so many seconds."""
+        end = time.monotonic() + patience
         while True:
             bodies = self._run(redis_scripts.DUE, self.driver.now(), MOVE, doing="looking for due messages")
             if not bodies:
@@ -155,7 +162,7 @@ class RedisBroker(Broker):
             self.driver.unblock(self._run(
                 redis_scripts.MOVE, self.driver.now(), queues.keys, rows, doing="moving due messages"
             ))
-            if len(bodies) < MOVE:
+            if len(bodies) < MOVE or time.monotonic() >= end:
                 return
 
     # Looking
@@ -190,14 +197,25 @@ class RedisBroker(Broker):
     def stats(self) -> list[QueueStats]:
         self._move_due()
         queues = self._queues()
-        lines, names, rung = self._run(redis_looking.STATS, self.driver.now(), queues, doing="counting messages")
+        lines, rung = self._run(redis_looking.STATS, self.driver.now(), queues, doing="counting messages")
         self.driver.unblock(rung)
-        late = {_unquoted(name): count for name, count in names}
+        late = self._late_by_queue()
         return [
-            QueueStats(queue=queue, waiting=waiting, running=running, delayed=parked + late.get(queue, 0), dead=dead,
+            QueueStats(queue=queue, waiting=waiting, running=running, delayed=parked + late[queue], dead=dead,
                        oldest_at=moment_of(int(oldest)) if oldest else None, paused=bool(paused))
             for (queue, _), (waiting, running, parked, dead, oldest, paused) in zip(queues, lines, strict=True)
         ]
+
+    def _late_by_queue(self) -> collections.Counter[str]:
+        """How many messages in Go's delayed set there are for each queue. In steps: a million at once would stop the server."""
+        counts: collections.Counter[str] = collections.Counter()
+        for start in itertools.count(0, COUNT):
+            looked, names = self._run(redis_looking.LATE_NAMES, start, COUNT, doing="counting delayed messages")
+            for name, count in names:
+                counts[_unquoted(name)] += count
+            if looked < COUNT:
+                break
+        return counts
 
     def workers(self) -> list[WorkerInfo]:
         queues = self._queues()
@@ -216,10 +234,16 @@ class RedisBroker(Broker):
         return list(found.values())
 
     def purge(self, queue: str) -> int:
-        members = self.driver.ask(b"ZRANGE", self.driver.limits.delayed_key.encode(), b"0", b"-1", doing="purging a queue",
-                                  away=BrokerUnavailable)
-        ours = [raw(member) for member in members if (said := known(member)) is not None and said.RoutingKey == queue]
-        return int(self._run(redis_looking.PURGE, queue_keys(queue), ours, doing="purging a queue"))
+        ours: list[msgspec.Raw] = []
+        for start in itertools.count(0, COUNT):
+            place = b"%d" % start, b"%d" % (start + COUNT - 1)
+            members = self.driver.ask(b"ZREVRANGE", self.driver.limits.delayed_key.encode(), *place, doing="purging a queue",
+                                      away=BrokerUnavailable)
+            ours += [raw(member) for member in members if (said := known(member)) is not None and said.RoutingKey == queue]
+            if len(members) < COUNT:
+                break
+        steps = [ours[start : start + COUNT] for start in range(0, len(ours), COUNT)] or [[]]
+        return sum(int(self._run(redis_looking.PURGE, queue_keys(queue), step, doing="purging a queue")) for step in steps)
 
     def pause(self, queue: str) -> None:
         self.driver.unblock(self._run(redis_looking.PAUSE, queue_keys(queue), doing="pausing a queue"))

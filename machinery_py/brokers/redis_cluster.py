@@ -79,8 +79,8 @@ class QueueBroker(RedisBroker):
         self.queue = queue
         self.is_known = False  # in the list of queues
 
-    def move_due(self) -> None:
-        self._move_due()
+    def move_due(self, patience: float) -> None:
+        self._move_due(patience)
 
     def take_in(self, moves: Sequence[_Move], latest: int) -> bool:
         """Put each message whose name was not used before. False: it is too late for it, and nothing was done."""

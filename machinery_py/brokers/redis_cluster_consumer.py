@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 AWAY_PAUSE = 1.0  # seconds until a queue whose node is away is tried again, if others are there
 
-Place = tuple[str, SlotDriver, Callable[[], object]]
+Place = tuple[str, SlotDriver, Callable[[float], object]]
 """A queue, its driver, and what brings its due messages to it."""
 
 
@@ -125,7 +125,7 @@ class _Part(RedisConsumer):
         try:
             deliveries, self.due_in = self._claim(limit, self._queues, sleep=0.0, will_sleep=will_sleep)
             if not deliveries and self.due_in <= 0.0:
-                self._move_due()
+                self._move_due(0.0)
                 deliveries, due_in = self._claim(limit, self._queues, sleep=0.0, will_sleep=will_sleep)
                 self.due_in = max(due_in, 0.01)  # another mover is at it
         except BrokerUnavailable as error:
@@ -136,7 +136,7 @@ class _Part(RedisConsumer):
         self.failure = None
         if deliveries and self.due_in <= 0.0:
             try:
-                self._move_due()
+                self._move_due(0.0)
             except MachineryError:
                 pass  # what was claimed is ours; the next mover does its part
         return deliveries

@@ -45,7 +45,7 @@ class RedisConsumer(Consumer):
     session = ""
 
     def __init__(
-        self, driver: RedisDriver, queues: tuple[str, ...], *, worker: str, move_due: Callable[[], object]
+        self, driver: RedisDriver, queues: tuple[str, ...], *, worker: str, move_due: Callable[[float], object]
     ) -> None:
         self._driver = driver
         self._queues = tuple(dict.fromkeys(queues))
@@ -100,7 +100,7 @@ class RedisConsumer(Consumer):
             if left <= 0:
                 break
             if due_in <= 0.0:
-                self._move_due()
+                self._move_due(0.0)
                 due_in = self._block
                 deliveries, due_in = self._claim(limit, queues, sleep=0.0, will_sleep=True)
                 if not deliveries and due_in > 0.0:
@@ -110,7 +110,7 @@ class RedisConsumer(Consumer):
             deliveries, due_in = self._claim(limit, queues, sleep=min(left, due_in, self._block), will_sleep=left > self._block)
         if deliveries and due_in <= 0.0:
             try:
-                self._move_due()
+                self._move_due(0.0)
             except MachineryError:
                 pass  # these are ours now, and nobody else will ever hand them out; the next mover does its part
         self._woken = False

@@ -36,10 +36,10 @@ for _, q in ipairs(queues) do look(q[2] .. 'z', q[1], 1) end
 return arr(found)
 """)
 
-# In: now, queues. Out: for each (waiting, running, parked, dead, when its oldest was put or "", 1 if it is paused); the routing
-# keys of Go's delayed set as they stand in the JSON, and how many each; connections to be woken.
+# In: now, queues. Out: for each (waiting, running, parked, dead, when its oldest was put or "", 1 if it is paused);
+# connections to be woken.
 STATS = Script(LIBRARY + r"""
-local now, queues, lines, names, counts, rung = now_of(unpacked[1]), unpacked[2], {}, {}, {}, {}
+local now, queues, lines, rung = now_of(unpacked[1]), unpacked[2], {}, {}
 key_type(DELAYED, 'zset')
 for _, q in ipairs(queues) do
   usable(q, {})
@@ -64,14 +64,21 @@ for _, q in ipairs(queues) do
   lines[#lines + 1] = {waiting, running, call('ZCARD', p .. 'z'), call('HLEN', p .. 'd'), oldest,
     call('EXISTS', p .. 'u')}
 end
-if call('EXISTS', DELAYED) == 1 then
-  for _, body in ipairs(call('ZRANGE', DELAYED, 0, -1)) do
-    local name = string.match(body, '"RoutingKey":("[^"]*")') or ''
-    counts[name] = (counts[name] or 0) + 1
-  end
-  for name, count in pairs(counts) do names[#names + 1] = {name, count} end
+return {lines, rung}
+""")
+
+# In: at which place of Go's delayed set to begin, the last due first, and how many to look at. Out: how many there were; their
+# routing keys as they stand in the JSON, and how many each. From the end: what is moved to its queue meanwhile shifts no other.
+LATE_NAMES = Script(PRELUDE + r"""
+local start, size, counts, names = unpacked[1], unpacked[2], {}, {}
+key_type('delayed_tasks', 'zset')
+local bodies = call('ZREVRANGE', 'delayed_tasks', start, start + size - 1)
+for _, body in ipairs(bodies) do
+  local name = string.match(body, '"RoutingKey":("[^"]*")') or ''
+  counts[name] = (counts[name] or 0) + 1
 end
-return {lines, names, rung}
+for name, count in pairs(counts) do names[#names + 1] = {name, count} end
+return {#bodies, names}
 """)
 
 # In: queues. Out: for each (session, beat in µs, how many it holds, record or nil).

@@ -31,7 +31,11 @@ BEATS = 8  # a beat is written down this often in a lease
 NameQueues = Callable[[sqlite3.Connection, set[str]], object]
 
 # In: now. Out: how many. All that are due become waiting.
-PROMOTE = "UPDATE messages INDEXED BY messages_delayed SET status = 0 WHERE status = 1 AND due_at <= ?"
+# In: now. The oldest first, and no more than nobody minds to wait for: a million at once would keep all others from writing.
+PROMOTE = """
+UPDATE messages SET status = 0 WHERE id IN (
+    SELECT id FROM messages INDEXED BY messages_delayed WHERE status = 1 AND due_at <= ? ORDER BY due_at LIMIT 10000)
+"""
 
 # In: key, worker, host, pid, place, queues (JSON), started_at, beat_at.
 _REGISTER = """

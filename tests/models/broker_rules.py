@@ -174,6 +174,8 @@ class BrokerMachine(Arrivals):
     @rule(passed=Passed)
     def count(self, passed: int) -> None:
         self.run(redis_looking.STATS, looking.stats, self.passed(passed), self.keys)
+        for start in (0, 2):
+            self.run(redis_looking.LATE_NAMES, looking.late_names, start, 2)
         self.run(redis_looking.WORKERS, looking.workers, self.keys)
 
     @rule(queue=Queue1, bodies=st.lists(st.sampled_from(BODIES), max_size=2))

@@ -46,9 +46,15 @@ def stats(redis: Redis, now: str, queues: Sequence[Queue]) -> object:
             waiting, running, len(redis.scores(prefix + "z")), len(redis.fields(prefix + "d")),
             oldest(redis, queue, plain) if plain else "", int(redis.exists(prefix + "u")),
         ])
-    keys = (re.search(r'"RoutingKey":("[^"]*")', body) for body in redis.scores(DELAYED))
+    return [lines, redis.woken]
+
+
+def late_names(redis: Redis, start: int, size: int) -> object:
+    redis.expect(DELAYED, Zset)
+    bodies = [body for body, _ in redis.scores(DELAYED).in_order()][::-1][start : start + size]
+    keys = (re.search(r'"RoutingKey":("[^"]*")', body) for body in bodies)
     counts = Counter(found[1] if found else "" for found in keys)
-    return [lines, Bag([name, count] for name, count in counts.items()), redis.woken]
+    return [len(bodies), Bag([name, count] for name, count in counts.items())]
 
 
 def oldest(redis: Redis, queue: Queue, length: int) -> str:

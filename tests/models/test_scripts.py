@@ -121,6 +121,7 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "looking PENDING": (QUEUES[0], 10),
     "looking LATE": (QUEUES, 10),
     "looking STATS": (NOW, QUEUES),
+    "looking LATE_NAMES": (0, 2),
     "looking WORKERS": (QUEUES,),
     "looking PURGE": (QUEUES[0], [raw(b"late")]),
     "looking PAUSE": (QUEUES[0],),

@@ -17,7 +17,7 @@ from machinery_py import Config, Server
 from machinery_py._drivers.redis import RedisDriver
 from machinery_py.backends.base import ALREADY, FENCED, SETTLED, Change
 from machinery_py.backends.redis import RedisBackend
-from machinery_py.brokers import redis_looking
+from machinery_py.brokers import redis, redis_looking
 from machinery_py.brokers.base import Disposal, Fate, Message
 from machinery_py.brokers.redis import RedisBroker
 from machinery_py.errors import BrokerUnavailable, DecodeError, MachineryError, PublishRefused, PublishUnknown, StoreUnusable
@@ -398,3 +398,30 @@ def test_several_workers_of_one_process_may_tend_at_the_same_time(driver: RedisD
 
     together(6, work)
     assert broker.workers() == []
+
+
+def test_a_worker_that_moves_a_million_can_beat_in_between(driver: RedisDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redis, "PATIENCE", 0.0)
+    broker = RedisBroker(driver)
+    due = dt.datetime.now(dt.timezone.utc) + dt.timedelta(seconds=0.5)
+    body = b'{"UUID":"task_%d","Name":"n","RoutingKey":"mail","Args":null}'  # as Go writes it: for Go's delayed set
+    late = [Message(uuid=f"task_{n}", name="n", queue="mail", body=body % n, eta=due) for n in range(3 * redis.MOVE + 1)]
+    broker.put(late, token="")
+    wait_until(lambda: dt.datetime.now(dt.timezone.utc) > due, what="they are due")
+    waiting: list[int] = []
+    while broker.tend() == 0.0:
+        waiting.append(ask(driver, "LLEN", "mail"))
+    assert waiting == [redis.MOVE, 2 * redis.MOVE, 3 * redis.MOVE, 3 * redis.MOVE + 1]
+
+
+def test_delayed_messages_are_counted_and_purged_in_steps(driver: RedisDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redis, "COUNT", 3)
+    broker = RedisBroker(driver)
+    due = dt.datetime.now(dt.timezone.utc) + dt.timedelta(hours=1)
+    for count, queue in ((7, "mail"), (2, "news")):
+        body = b'{"UUID":"task_%d","Name":"n","RoutingKey":"' + queue.encode() + b'","Args":null}'
+        broker.put([Message(uuid=f"task_{n}", name="n", queue=queue, body=body % n, eta=due) for n in range(count)], token="")
+        assert ask(driver, "ZCARD", "delayed_tasks") in (7, 9)
+    assert {one.queue: one.delayed for one in broker.stats()} == {"mail": 7, "news": 2}
+    assert (broker.purge("mail"), broker.purge("mail")) == (7, 0)
+    assert {one.queue: one.delayed for one in broker.stats()} == {"mail": 0, "news": 2}

@@ -336,3 +336,16 @@ def test_closing_when_the_file_is_gone_leaves_a_dead_consumer_behind_and_says_so
     with pytest.raises(StoreUnusable, match="deleted"):
         consumer.close()
     consumer.close()
+
+
+def test_very_many_that_are_due_come_in_steps(path: Path) -> None:
+    clock = ManualClock()
+    broker = SQLiteBroker(SQLiteDriver(path, clock=clock))
+    eta = clock.now() + dt.timedelta(seconds=5)
+    broker.put([Message(uuid=f"task_{n}", name="n", queue="q", body=b"x", eta=eta) for n in range(10_001)], token="")
+    clock.advance(6.0)
+
+    assert broker.tend() == 0.0  # there are more
+    assert [(one.waiting, one.delayed) for one in broker.stats()] == [(10_001, 0)]
+    assert broker.tend() > 0.0
+    broker.driver.close()

@@ -25,7 +25,7 @@ from machinery_py.testing.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
-HANG = 60.0  # seconds
+HANG = 150.0  # seconds
 
 
 def environ(folder: Path, **more: str) -> dict[str, str]:
