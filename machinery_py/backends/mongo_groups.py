@@ -123,7 +123,7 @@ def partial_groups(store: Store, limit: int, *, now: int) -> list[Arrival]:
     found: list[Arrival] = []
     due: Document = {"look_at": {"$gt": 0, "$lte": now}}
     for one in list(store.machinery_chords.find(due, {"total": 1, "callback": 1, "look_at": 1, "looks": 1}).limit(limit)):
-        looks = one["looks"] + 1
+        looks = one.get("looks", 0) + 1
         later = {"$set": {"look_at": now + LEFT * min(looks, PATIENCE), "looks": looks}}
         if store.machinery_chords.update_one({"_id": one["_id"], "look_at": one["look_at"]}, later).matched_count:
             known = bytes(one["callback"])

@@ -86,9 +86,10 @@ class GroupWatch:
             for group in due:
                 group.at = now + AGAIN
         changes = [change for group in due if (change := self._look_at(group)) is not None]
-        for group in due:
-            if group.adopted and not group.full_at:
-                self._forget(group.arrival.group_uuid)
+        with self._lock:
+            for group in due:
+                if group.adopted and not group.full_at:
+                    self._groups.pop(group.arrival.group_uuid, None)
         if changes:
             self._backend.apply(changes)
             for change in changes:

@@ -117,7 +117,7 @@ def _url(request: pytest.FixtureRequest, kind: str) -> str:
     raise AssertionError(kind)
 
 
-QUEUES = ("machinery_tasks", "machinery_task", "of_go", "of_python", "counted", "ticks", "none")
+QUEUES = ("machinery_tasks", "machinery_task", "of_go", "of_python", "of_both", "counted", "ticks", "none")
 
 
 @pytest.fixture

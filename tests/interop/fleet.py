@@ -72,6 +72,10 @@ def _register_arithmetic(server: Server) -> None:
     def where() -> str:
         return "python"
 
+    @server.task("hold")
+    def hold() -> str:
+        return "python"
+
     @server.task("python_only")
     def python_only(text: str) -> str:
         return f"python:{text}"

@@ -208,3 +208,19 @@ def test_both_take_from_one_queue(fleet: Fleet) -> None:
 
     assert set(places) <= {"go", "python"}
     assert len(places) == 200
+
+
+def test_what_a_go_worker_held_when_it_was_killed_comes_back_on_rabbitmq_only(fleet: Fleet) -> None:
+    server = fleet.python()
+    go = fleet.go_worker("of_both")
+    held = server.send_task(call("hold", routing_key="of_both"))  # for ever, in Go
+    wait_until(lambda: _state(server, held.uuid) is State.STARTED, what="Go runs it")
+
+    go.kill()
+    fleet.python_worker(server, "of_both")
+
+    if fleet.broker.startswith("amqp"):
+        assert held.get(timeout=HANG) == "python"
+    else:
+        assert server.send_task(call("where", routing_key="of_both")).get(timeout=HANG) == "python"
+        assert _state(server, held.uuid) is State.STARTED  # Go had popped it: nobody has it any more

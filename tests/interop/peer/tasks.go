@@ -23,6 +23,7 @@ func taskTable() map[string]interface{} {
 		"none":    func() error { return nil },
 		"where":   func() (string, error) { return "go", nil },
 		"go_only": func(text string) (string, error) { return "go:" + text, nil },
+		"hold":    func() (string, error) { select {} }, // until the process is killed
 		"fail":    func(text string) error { return errors.New(text) },
 		"crash":   func(text string) error { panic(text) },
 		"caught":  func(text string) (string, error) { return "go caught " + text, nil },
