@@ -223,11 +223,16 @@ def test_a_script_that_finds_another_type_changes_nothing(beside: Beside, name: 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_script_that_finds_another_type_under_a_key_of_ours_changes_nothing(beside: Beside, name: str) -> None:
-    """Nobody writes there but us; should somebody do it, no message is lost for that."""
+    """Nobody writes there but us; should somebody do it, no message is lost for that.
+
+    But for a claim that finds something else under the key of its session, whose random name nobody knows.
+    """
     module, script = SCRIPTS[name]
     fill(beside)
 
-    assert half_done(beside, lambda: call(beside, vars(module)[script], CALLS[name])) == []
+    found = half_done(beside, lambda: call(beside, vars(module)[script], CALLS[name]))
+
+    assert [key for key in found if name != "broker CLAIM" or not key.endswith(":f:s1")] == []
 
 
 def half_done(beside: Beside, call: Callable[[], str]) -> list[str]:
@@ -247,7 +252,7 @@ def half_done(beside: Beside, call: Callable[[], str]) -> list[str]:
             before = beside.dump()[0]
             refused = call()
             if refused and beside.dump()[0] != before:
-                found.append(f"{command}: {refused}")
+                found.append(key)
     return found
 
 
