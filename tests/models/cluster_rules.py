@@ -18,6 +18,7 @@ from machinery_py.backends.redis_cluster import _REVOKED
 from machinery_py.backends.redis_cluster_lists import PREFIXES
 from machinery_py.backends.redis_cluster_records import (
     SCHEDULES,
+    SCRIPTS,
     Effect,
     framed,
     name_of,
@@ -86,12 +87,7 @@ class ClusterBackendMachine(ClusterMachine):
         return prefix_of(name_of(uuid))
 
     def carry_out(self, effect: Effect) -> None:
-        script = scripts.CHANGE if effect.kind in ("state", "replay") else self.script_of(effect.kind)
-        self.run_at(prefix_of(effect.name), script, MODELS[effect.kind], *unpacked(effect.argument))
-
-    @staticmethod
-    def script_of(kind: str) -> Any:
-        return {"group": scripts.GROUP, "arrival": scripts.ARRIVE, "fired": scripts.LOOK_AT}[kind]
+        self.run_at(prefix_of(effect.name), SCRIPTS[effect.kind], MODELS[effect.kind], *unpacked(effect.argument))
 
     @rule(passed=Passed, expire=Expire, drawn=NewChange, box=Boxes, age=AGES, crash=Pick)
     def change(self, passed: int, expire: int, drawn: dict[str, Any], box: tuple[bytes, ...], age: int, crash: int) -> None:
