@@ -124,7 +124,8 @@ class ClusterBackendMachine(ClusterMachine):
         self.run_at(self.at(uuid_of(task)), redis_scripts.BEGIN, backend.begin, [(name, run)])
         self.run_at(self.at(uuid_of(task)), redis_scripts.MARKS, backend.marks, [name])
 
-    @rule(passed=Passed, expire=Expire, group=GroupUuid, tasks=st.lists(Task, min_size=1, max_size=2), ok=st.booleans())
+    @rule(passed=Passed, expire=Expire, group=GroupUuid, tasks=st.lists(Task, min_size=1, max_size=2, unique=True),
+          ok=st.sampled_from([True, True, False]))
     def a_group_is_flagged_and_fired(self, passed: int, expire: int, group: str, tasks: list[str], ok: bool) -> None:
         self.run_at(self.at(group), scripts.GROUP, cluster.keep_group, group, raw(encode_group(group_meta(group))))
         for task in tasks:
@@ -276,6 +277,12 @@ class ClusterQueueMachine(ClusterMachine, BrokerMachine):
         if reply not in (0, "WRONGTYPE") and crash != 1:
             self.gone(rows)
 
+    @rule(passed=Passed, body=st.sampled_from(BODIES), level=st.sampled_from([0, 0, 3]), crash=st.integers(0, 2))
+    def what_go_delayed_is_moved(self, passed: int, body: bytes, level: int, crash: int) -> None:
+        self.spoil(DELAYED, "none")
+        self.go_delays(passed, [(body, 0)])
+        self.move(0, 3, level, 0, crash)
+
     @rule(bodies=st.lists(st.tuples(st.sampled_from(BODIES), st.sampled_from([b"5", b"1790000000000000000"])), max_size=2))
     def moved_by_another(self, bodies: list[tuple[bytes, bytes]]) -> None:
         self.gone(bodies)
@@ -297,6 +304,11 @@ class ClusterLockMachine(ClusterMachine):
     @rule(name=Name)
     def expire(self, name: str) -> None:
         self.beside.both("DEL", f"mpy:lock:{{{quoted(name)}}}")
+
+    @rule(passed=Passed, name=Name, token=Token, ms=Millis)
+    def expires_and_is_taken(self, passed: int, name: str, token: str, ms: int) -> None:
+        self.expire(name)
+        self.acquire(passed, name, token, ms)
 
     @staticmethod
     def at(name: str) -> bytes:

@@ -176,7 +176,8 @@ def fill(beside: Beside) -> None:
     start = str(START)
     made = Changes(DAY, 3600)
     made.add(key="task_2", states=[TaskState(task_uuid="task_1"), TaskState(task_uuid="task_2")],
-             groups=[GroupMeta(group_uuid="group_1", task_uuids=["task_2"])], outbox=b"out")
+             groups=[GroupMeta(group_uuid="group_1", task_uuids=["task_2"])], outbox=b"out",
+             arrivals=[Arrival(group_uuid="group_1", task_uuid="task_2", total=2, ok=True, callback=b"callback")])
     steps: list[tuple[Script, Any]] = [
         (broker.REGISTER, (start, "s1", raw(b"record"), QUEUES)),
         (broker.PUT, (start, "", QUEUES, [message("1"), message("2"), message("3"), message("4", place=1)])),
