@@ -49,6 +49,8 @@ class Script:
 # writes numbers as doubles, which takes longer than most commands.
 # key_type(key, kind): raises before anything is written if the key holds something else; whether it is there.
 # counter(key): the same for a number that is counted up.
+# try(command, key, …): for what a message can do without (who sleeps, when it came, how many there were): where somebody keeps
+# something else under that key of ours, the rest is still done.
 # rows(key, command, items): one command with many arguments, in steps that Lua can unpack.
 PRELUDE = r"""
 local call = redis.call
@@ -78,6 +80,10 @@ local function key_type(key, kind)
   end
   checked[key] = kind
   return found ~= 'none'
+end
+local function try(...)
+  local fine, reply = pcall(call, ...)
+  return fine and reply
 end
 local function counter(key)
   local fine, value = pcall(call, 'GET', key)

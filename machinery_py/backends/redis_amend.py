@@ -50,7 +50,7 @@ text, expire, name, expected, body, life, C, S = unpack(unpacked)
 local now, plan, _ = now_of(text), nil, nil
 if not holds(name, expected, life) then return 0 end
 if C[1] then
-  listable({1}, now)
+  listable({1})
   look_at({1})
   _, plan = decide(1)
 end

@@ -48,7 +48,7 @@ NAMES: dict[str, object] = {
 # A companion is lines: run, epoch, mark, started, progress, queue, worker, and then our fields.
 # look: reads what is stored of tasks, in one command for all; `known` keeps it, and what is decided after that.
 # decide: what a change would write, and its verdict (s, a, f); writes nothing, and the next change sees it in `known`.
-# listable: raises, before anything is written, if a listing in which these changes will be noted is something else.
+# listable: raises, before anything is written, if a set from which these changes are to be found again is something else.
 # commit: writes it. note_states: writes the listings and the groups, once for all that a script has committed.
 LIBRARY = filled(r"""
 local C, S
@@ -214,11 +214,7 @@ local function decide(c)
   for uuid, row in pairs(new) do known[uuid] = row end
   return 's', plan
 end
-local function listable(changes, now)
-  if #changes == 0 then return end
-  key_type('mpy:open', 'zset')
-  key_type('mpy:done', 'zset')
-  key_type('mpy:rate:' .. int(math.floor(now / 1000000)), 'hash')
+local function listable(changes)
   for _, c in ipairs(changes) do
     if C[c + $ARRIVALS] or C[c + $FIRES] ~= '' then key_type('mpy:ready', 'zset') end
     if C[c + $GROUPS] then key_type('mpy:groups', 'zset') end
@@ -230,7 +226,7 @@ local function write(row, force, held)
   local uuid, word, kept = S[s], row.word, S[s + $KEPT]
   local final = word == 'SUCCESS' or word == 'FAILURE'
   if force then
-    call('ZREM', 'mpy:done', uuid)
+    try('ZREM', 'mpy:done', uuid)
     for i = #done, 1, -1 do
       if done[i] == uuid then table.remove(done, i) end
     end
@@ -278,13 +274,13 @@ local function note_states(now)
       rows_open[#rows_open + 1] = uuid
     end
   end
-  rows('ZREM', 'mpy:open', done)
-  rows('ZADD', 'mpy:done', rows_done)
-  rows('ZADD', 'mpy:open', rows_open)
+  pcall(rows, 'ZREM', 'mpy:open', done)
+  pcall(rows, 'ZADD', 'mpy:done', rows_done)
+  pcall(rows, 'ZADD', 'mpy:open', rows_open)
   if next(rates) then
     local key = 'mpy:rate:' .. int(math.floor(now / 1000000))
     local new = false
-    for name, count in pairs(rates) do new = call('HINCRBY', key, name, count) == count or new end
+    for name, count in pairs(rates) do new = try('HINCRBY', key, name, count) == count or new end
     if new then call('EXPIRE', key, '$RATES') end
   end
   for uuid, a in pairs(arrived) do note_group(uuid, a, now) end

@@ -19,7 +19,7 @@ local text, expire
 text, expire, C, S = unpack(unpacked)
 local now, changes, verdicts, plans = now_of(text), {}, {}, {}
 for c = 1, #C, $CHANGE do changes[#changes + 1] = c end
-listable(changes, now)
+listable(changes)
 look_at(changes)
 for i, c in ipairs(changes) do verdicts[i], plans[i] = decide(c) end
 for i, c in ipairs(changes) do

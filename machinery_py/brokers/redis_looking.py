@@ -43,6 +43,8 @@ local now, queues, lines, rung = now_of(unpacked[1]), unpacked[2], {}, {}
 key_type(DELAYED, 'zset')
 for _, q in ipairs(queues) do
   usable(q, {})
+  counter(q[2] .. 'c')
+  key_type(q[2] .. 'o', 'list')
   for _, level in ipairs(call('ZRANGE', q[2] .. 'l', 0, -1)) do key_type(q[2] .. 'p:' .. level, 'list') end
   for _, session in ipairs(call('ZRANGE', q[2] .. 's', 0, -1)) do key_type(q[2] .. 'f:' .. session, 'hash') end
 end

@@ -23,7 +23,7 @@ local function list_of(q, level)
   return q[1]
 end
 local function ring(q, set, count, rung)
-  for _, number in ipairs(call('SPOP', q[2] .. set, count)) do rung[#rung + 1] = number end
+  for _, number in ipairs(try('SPOP', q[2] .. set, count) or {}) do rung[#rung + 1] = number end
 end
 local function give(q, level, bodies, at_head, now, rung)
   local list, p = list_of(q, level), q[2]
@@ -32,15 +32,15 @@ local function give(q, level, bodies, at_head, now, rung)
     length = call(at_head and 'LPUSH' or 'RPUSH', list, unpack(bodies, i, math.min(i + 1999, #bodies)))
   end
   if level > 0 then
-    call('SADD', 'mpy:queues', q[1])
+    try('SADD', 'mpy:queues', q[1])
     call('ZADD', p .. 'l', level, int(level))
     ring(q, 'v', #bodies, rung)
   elseif not at_head then
-    local place, last = call('INCRBY', p .. 'c', #bodies) - #bodies, nil
-    if place == 0 then call('SADD', 'mpy:queues', q[1]) end
-    if length == #bodies then call('DEL', p .. 'o') else last = call('LINDEX', p .. 'o', -1) end
-    if not last or now - tonumber(string.match(last, ' (%d+)')) >= $EVERY then
-      if call('RPUSH', p .. 'o', int(place) .. ' ' .. int(now)) > $MARKS then call('LPOP', p .. 'o') end
+    local place, last = (try('INCRBY', p .. 'c', #bodies) or #bodies) - #bodies, nil
+    if place == 0 then try('SADD', 'mpy:queues', q[1]) end
+    if length == #bodies then call('DEL', p .. 'o') else last = try('LINDEX', p .. 'o', -1) end
+    if not last or now - tonumber(string.match(last, ' (%d+)') or 0) >= $EVERY then
+      if (try('RPUSH', p .. 'o', int(place) .. ' ' .. int(now)) or 0) > $MARKS then call('LPOP', p .. 'o') end
     end
   end
   ring(q, 'w', #bodies, rung)
@@ -58,28 +58,15 @@ local function park(q, due, m, rung, now)
   call('ZADD', q[2] .. 'z', due, wrap(number, m.level, m.fence, m.strikes, m.parks, m.label, m.body))
   if due < now + 1100000 then ring(q, 'v', 1, rung) end
 end
-local givable, parkable = {}, {}
+local parkable = {}
 local function can_give(q, level)
-  local list, p = list_of(q, level), q[2]
-  if givable[list] then return end
-  key_type(list, 'list')
-  if level > 0 then
-    key_type(p .. 'l', 'zset')
-    key_type(p .. 'v', 'set')
-  else
-    counter(p .. 'c')
-    key_type(p .. 'o', 'list')
-  end
-  key_type(p .. 'w', 'set')
-  key_type('mpy:queues', 'set')
-  givable[list] = true
+  key_type(list_of(q, level), 'list')
+  if level > 0 then key_type(q[2] .. 'l', 'zset') end
 end
 local function can_park(q)
   if parkable[q] then return end
   counter(q[2] .. 'n')
   key_type(q[2] .. 'z', 'zset')
-  key_type(q[2] .. 'v', 'set')
-  key_type('mpy:queues', 'set')
   parkable[q] = true
 end
 local function check(queues, messages, now)
@@ -91,7 +78,7 @@ local function check(queues, messages, now)
     else
       key_type(list_of(q, m[2]), 'list')
       key_type('$DELAYED', 'zset')
-      can_park(q)
+      if not plain then can_park(q) end
     end
   end
 end
@@ -108,11 +95,11 @@ local function put(queues, messages, now, rung)
       table.insert(lists[list], body)
       if label ~= '' or parks > 0 then note(q, body, 0, 0, parks, label) end
     elseif label == '' and parks == 0 then
-      call('SADD', 'mpy:queues', q[1])
+      try('SADD', 'mpy:queues', q[1])
       call('ZADD', '$DELAYED', int(due) .. '000', body)
       if due < now + 1100000 then ring(q, 'v', 1, rung) end
     else
-      call('SADD', 'mpy:queues', q[1])
+      try('SADD', 'mpy:queues', q[1])
       park(q, due, {level = level, fence = 0, strikes = 0, parks = parks, label = label, body = body}, rung, now)
     end
   end

@@ -58,7 +58,7 @@ return 1
 # receipts of the bodies follow each other; which queue a sleeper is to block at, from 1 on (0: all are paused).
 CLAIM = Script(LIBRARY + r"""
 local text, session, queues, limit, claim, lost, number, will_sleep, noted, apart = unpack(unpacked)
-local now, rung, found, runs, count = now_of(text), {}, {}, 0, 0
+local now, rung, found, runs, count, with_notes = now_of(text), {}, {}, 0, 0, {}
 local function reply() return '\221' .. struct.pack('>I4', runs) .. table.concat(found) end
 local function tell(index, receipt, fence, strikes, parks, level, bodies)
   found[#found + 1] = '\151' .. cmsgpack.pack(index - 1, receipt, fence, strikes, parks, level)
@@ -73,7 +73,7 @@ local function fly(index, q, level, bodies)
   if #bodies == 0 then return end
   local first = call('INCRBY', q[2] .. 'n', #bodies) - #bodies
   local a, entries, plain = q[2] .. 'a', {}, wrap(claim, level, 1, 0, 0, '', '')
-  local noted = call('EXISTS', a) == 1
+  local noted = with_notes[index]
   for i, body in ipairs(bodies) do
     local note = noted and call('HGET', a, redis.sha1hex(body))
     entries[2 * i - 1] = int(first + i)
@@ -97,8 +97,7 @@ for index, q in ipairs(queues) do
   local p = q[2]
   key_type(q[1], 'list')
   counter(p .. 'n')
-  key_type(p .. 'a', 'hash')
-  key_type(p .. 'f:' .. session, 'hash')
+  with_notes[index] = key_type(p .. 'a', 'hash')
   alive = call('ZSCORE', p .. 's', session) and alive
   arrived[index] = call('LRANGE', p .. 'i:' .. session, 0, -1)
   levels[index] = call('ZREVRANGE', p .. 'l', 0, -1)
@@ -106,18 +105,14 @@ for index, q in ipairs(queues) do
   firsts[index] = call('ZRANGE', p .. 'z', 0, 0, 'WITHSCORES')
   -- From a paused queue nothing is taken, and nobody sleeps at its list; resuming it wakes those who noted themselves.
   if key_type(p .. 'u', 'set') then stopped[index] = true elseif bed == 0 then bed = index end
-  if noted then
-    key_type(p .. 'v', 'set')
-    key_type(p .. 'w', 'set')
-  end
 end
 for index, q in ipairs(queues) do
   if #arrived[index] > 0 and (stopped[index] or not alive) then usable(q, {}) end
 end
 for _, q in ipairs(queues) do
   if noted then
-    call('SREM', q[2] .. 'v', number)
-    if apart or #queues > 1 then call('SREM', q[2] .. 'w', number) end  -- the order may have been another
+    try('SREM', q[2] .. 'v', number)
+    if apart or #queues > 1 then try('SREM', q[2] .. 'w', number) end  -- the order may have been another
   end
 end
 local function return_arrivals(q, bodies)
@@ -153,7 +148,9 @@ for index, q in ipairs(queues) do
   end
 end
 for index, q in ipairs(queues) do
-  if parked(q, now, rung, firsts[index]) then levels[index] = call('ZREVRANGE', q[2] .. 'l', 0, -1) end
+  if parked(q, now, rung, firsts[index]) then
+    levels[index], with_notes[index] = call('ZREVRANGE', q[2] .. 'l', 0, -1), true
+  end
   if count < limit and not stopped[index] then
     for _, level in ipairs(levels[index]) do
       if count < limit then
@@ -167,8 +164,8 @@ for index, q in ipairs(queues) do
 end
 if will_sleep and count == 0 then
   for index, q in ipairs(queues) do
-    call('SADD', q[2] .. (stopped[index] and 'u' or 'v'), number)
-    if (apart or index ~= bed) and not stopped[index] then call('SADD', q[2] .. 'w', number) end
+    try('SADD', q[2] .. (stopped[index] and 'u' or 'v'), number)
+    if (apart or index ~= bed) and not stopped[index] then try('SADD', q[2] .. 'w', number) end
   end
 end
 return {1, due_in(queues, now), revoked, rung, reply(), bed}

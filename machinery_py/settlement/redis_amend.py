@@ -16,7 +16,7 @@ local now, rung, plan, _ = now_of(text), {}, nil, nil
 if not holds(name, expected, life) then return false end
 check(queues, messages, now)
 if C[1] then
-  listable({1}, now)
+  listable({1})
   look_at({1})
   _, plan = decide(1)
 end

@@ -21,7 +21,7 @@ text, expire, token, queues, messages, C, S = unpack(unpacked)
 local now, rung, plan, _ = now_of(text), {{}}, nil, nil
 check(queues, messages, now)
 if C[1] then
-  listable({{1}}, now)
+  listable({{1}})
   look_at({{1}})
   _, plan = decide(1)
 end
@@ -57,7 +57,7 @@ end
 for at = 1, #ends, 5 do
   if ends[at + 3] > 0 then changes[#changes + 1] = ends[at + 3] end
 end
-listable(changes, now)
+listable(changes)
 look_at(changes)
 for at = 1, #ends, 5 do
   local index, receipt, fate, c, more = ends[at] + 1, ends[at + 1], ends[at + 2], ends[at + 3], ends[at + 4]
@@ -107,7 +107,7 @@ local text, expire, queues, messages
 text, expire, queues, messages, C, S = unpack(unpacked)
 local now, rung = now_of(text), {}
 check(queues, messages, now)
-listable({1}, now)
+listable({1})
 look_at({1})
 local verdict, plan = decide(1)
 if verdict ~= 's' then

@@ -10,9 +10,10 @@ from hypothesis.stateful import rule
 from machinery_py._drivers.redis_lua import raw
 from machinery_py.backends import redis_amend as backend_scripts
 from machinery_py.settlement import redis_amend as settlement_scripts
-from tests.models import amend
+from tests.models import amend as amending
 from tests.models.backend_rules import Expire, GroupUuid, StateRules, States
-from tests.models.machine import Messages, Passed
+from tests.models.machine import QUEUES, Messages, Passed
+from tests.models.messages import DELAYED
 
 NAMES = ("nightly", "a}b\u00e9")
 LIVES = (0, 0, 600, 7200)  # seconds; 0: a record
@@ -38,7 +39,7 @@ class AmendMachine(StateRules):
     def amendment(self, drawn: dict[str, Any], now: str, expire: int) -> tuple[object, ...]:
         """What both scripts take first."""
         name, life = drawn["name"], drawn["life"]
-        key = amend.claim_key(name.encode().decode("latin-1")) if life else amend.RECORDS
+        key = amending.claim_key(name.encode().decode("latin-1")) if life else amending.RECORDS
         there = self.model.keys.get(key, "")
         text = there.get(name.encode().decode("latin-1"), "") if isinstance(there, dict) else there
         expected = text.encode("latin-1") if isinstance(text, str) else b""
@@ -50,31 +51,47 @@ class AmendMachine(StateRules):
 
     @rule(passed=Passed, expire=Expire, drawn=NewAmendment)
     def amend(self, passed: int, expire: int, drawn: dict[str, Any]) -> None:
-        self.run(backend_scripts.AMEND, amend.amend, *self.amendment(drawn, self.passed(passed), expire))
+        self.run(backend_scripts.AMEND, amending.amend, *self.amendment(drawn, self.passed(passed), expire))
 
     @rule(passed=Passed, expire=Expire, drawn=NewAmendment, messages=Messages)
     def amend_and_send(self, passed: int, expire: int, drawn: dict[str, Any], messages: list[Any]) -> None:
         values = self.amendment({**drawn, "outbox": b""}, self.passed(passed), expire)
-        self.run(settlement_scripts.AMEND, amend.amend_and_send, *values, *self.messages(messages))
+        self.run(settlement_scripts.AMEND, amending.amend_and_send, *values, *self.messages(messages))
 
     @rule(passed=Passed, behind=st.integers(0, 1))
     def read_records(self, passed: int, behind: int) -> None:
-        known = self.model.keys.get(amend.VERSION, "0")
+        known = self.model.keys.get(amending.VERSION, "0")
         known = str(int(known) - behind) if isinstance(known, str) and known.isdigit() else known
-        self.run(backend_scripts.RECORDS, amend.records, self.passed(passed), known, reading=paired)
+        self.run(backend_scripts.RECORDS, amending.records, self.passed(passed), known, reading=paired)
 
     @rule(claims=st.lists(st.tuples(Name, Body.filter(bool)), max_size=3))
     def release(self, claims: list[tuple[str, bytes]]) -> None:
-        self.run(backend_scripts.RELEASE, amend.release, [(name, raw(body)) for name, body in claims])
+        self.run(backend_scripts.RELEASE, amending.release, [(name, raw(body)) for name, body in claims])
+
+    @rule(passed=Passed, name=Name, body=Body.filter(bool), released=Body.filter(bool))
+    def a_claim_is_made_and_released(self, passed: int, name: str, body: bytes, released: bytes) -> None:
+        self.spoil(amending.claim_key(name.encode().decode("latin-1")), "none")
+        now = self.passed(passed)
+        self.run(backend_scripts.AMEND, amending.amend, now, 3600, name, raw(b""), raw(body), 600, [], [])
+        self.release([(name, released)])
 
     @rule(name=Name)
     def a_claim_expires(self, name: str) -> None:
-        self.beside.both("DEL", amend.claim_key(name.encode().decode("latin-1")))
+        self.beside.both("DEL", amending.claim_key(name.encode().decode("latin-1")))
 
     @rule(name=Name, kind=st.sampled_from(["list", "set", "none", "none"]))
     def spoil_a_claim(self, name: str, kind: str) -> None:
-        self.spoil(amend.claim_key(name.encode().decode("latin-1")), kind)
+        self.spoil(amending.claim_key(name.encode().decode("latin-1")), kind)
 
-    @rule(kind=st.sampled_from(["list", "none", "none", "none"]))
-    def spoil_the_records(self, kind: str) -> None:
-        self.spoil(amend.RECORDS, kind)
+    @rule(key=st.sampled_from([amending.RECORDS, DELAYED, *QUEUES]), kind=st.sampled_from(["set", "none", "none"]))
+    def spoil_another_key(self, key: str, kind: str) -> None:
+        self.spoil(key, kind)
+
+    @rule(passed=Passed, expire=Expire, drawn=NewAmendment, messages=Messages.filter(bool),
+          key=st.sampled_from([DELAYED, *QUEUES]))
+    def what_is_sent_finds_another_type(
+        self, passed: int, expire: int, drawn: dict[str, Any], messages: list[Any], key: str
+    ) -> None:
+        self.spoil(key, "set")
+        self.amend_and_send(passed, expire, {**drawn, "guess": "right"}, messages)
+        self.spoil(key, "none")

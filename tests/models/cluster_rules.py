@@ -18,6 +18,7 @@ from machinery_py.backends.redis_cluster import _REVOKED
 from machinery_py.backends.redis_cluster_lists import PREFIXES
 from machinery_py.backends.redis_cluster_records import (
     SCHEDULES,
+    SCRIPTS,
     Effect,
     framed,
     name_of,
@@ -86,12 +87,7 @@ class ClusterBackendMachine(ClusterMachine):
         return prefix_of(name_of(uuid))
 
     def carry_out(self, effect: Effect) -> None:
-        script = scripts.CHANGE if effect.kind in ("state", "replay") else self.script_of(effect.kind)
-        self.run_at(prefix_of(effect.name), script, MODELS[effect.kind], *unpacked(effect.argument))
-
-    @staticmethod
-    def script_of(kind: str) -> Any:
-        return {"group": scripts.GROUP, "arrival": scripts.ARRIVE, "fired": scripts.LOOK_AT}[kind]
+        self.run_at(prefix_of(effect.name), SCRIPTS[effect.kind], MODELS[effect.kind], *unpacked(effect.argument))
 
     @rule(passed=Passed, expire=Expire, drawn=NewChange, box=Boxes, age=AGES, crash=Pick)
     def change(self, passed: int, expire: int, drawn: dict[str, Any], box: tuple[bytes, ...], age: int, crash: int) -> None:
@@ -128,7 +124,8 @@ class ClusterBackendMachine(ClusterMachine):
         self.run_at(self.at(uuid_of(task)), redis_scripts.BEGIN, backend.begin, [(name, run)])
         self.run_at(self.at(uuid_of(task)), redis_scripts.MARKS, backend.marks, [name])
 
-    @rule(passed=Passed, expire=Expire, group=GroupUuid, tasks=st.lists(Task, min_size=1, max_size=2), ok=st.booleans())
+    @rule(passed=Passed, expire=Expire, group=GroupUuid, tasks=st.lists(Task, min_size=1, max_size=2, unique=True),
+          ok=st.sampled_from([True, True, False]))
     def a_group_is_flagged_and_fired(self, passed: int, expire: int, group: str, tasks: list[str], ok: bool) -> None:
         self.run_at(self.at(group), scripts.GROUP, cluster.keep_group, group, raw(encode_group(group_meta(group))))
         for task in tasks:
@@ -280,6 +277,12 @@ class ClusterQueueMachine(ClusterMachine, BrokerMachine):
         if reply not in (0, "WRONGTYPE") and crash != 1:
             self.gone(rows)
 
+    @rule(passed=Passed, body=st.sampled_from(BODIES), level=st.sampled_from([0, 0, 3]), crash=st.integers(0, 2))
+    def what_go_delayed_is_moved(self, passed: int, body: bytes, level: int, crash: int) -> None:
+        self.spoil(DELAYED, "none")
+        self.go_delays(passed, [(body, 0)])
+        self.move(0, 3, level, 0, crash)
+
     @rule(bodies=st.lists(st.tuples(st.sampled_from(BODIES), st.sampled_from([b"5", b"1790000000000000000"])), max_size=2))
     def moved_by_another(self, bodies: list[tuple[bytes, bytes]]) -> None:
         self.gone(bodies)
@@ -301,6 +304,11 @@ class ClusterLockMachine(ClusterMachine):
     @rule(name=Name)
     def expire(self, name: str) -> None:
         self.beside.both("DEL", f"mpy:lock:{{{quoted(name)}}}")
+
+    @rule(passed=Passed, name=Name, token=Token, ms=Millis)
+    def expires_and_is_taken(self, passed: int, name: str, token: str, ms: int) -> None:
+        self.expire(name)
+        self.acquire(passed, name, token, ms)
 
     @staticmethod
     def at(name: str) -> bytes:

@@ -179,7 +179,8 @@ def fill(beside: Beside) -> None:
     made = Changes(DAY, 3600)
     made.add(key="task_2", states=[TaskState(task_uuid="task_1"), TaskState(task_uuid="task_2")],
              groups=[GroupMeta(group_uuid="group_1", task_uuids=["task_2"])], outbox=b"out",
-             arrivals=[Arrival(group_uuid="group_3", task_uuid="task_2", total=2, ok=True, callback=b"callback")])
+             arrivals=[Arrival(group_uuid=group, task_uuid="task_2", total=2, ok=True, callback=b"callback")
+                       for group in ("group_1", "group_3")])
     steps: list[tuple[Script, Any]] = [
         (broker.REGISTER, (start, "s1", raw(b"record"), QUEUES)),
         (broker.PUT, (start, "", QUEUES, [message("1"), message("2"), message("3"), message("4", place=1)])),
@@ -226,11 +227,16 @@ def test_a_script_that_finds_another_type_changes_nothing(beside: Beside, name: 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_script_that_finds_another_type_under_a_key_of_ours_changes_nothing(beside: Beside, name: str) -> None:
-    """Nobody writes there but us; should somebody do it, no message is lost for that."""
+    """Nobody writes there but us; should somebody do it, no message is lost for that.
+
+    But for a claim that finds something else under the key of its session, whose random name nobody knows.
+    """
     module, script = SCRIPTS[name]
     fill(beside)
 
-    assert half_done(beside, lambda: call(beside, vars(module)[script], CALLS[name])) == []
+    found = half_done(beside, lambda: call(beside, vars(module)[script], CALLS[name]))
+
+    assert [key for key in found if name != "broker CLAIM" or not key.endswith(":f:s1")] == []
 
 
 def half_done(beside: Beside, call: Callable[[], str]) -> list[str]:
@@ -250,7 +256,7 @@ def half_done(beside: Beside, call: Callable[[], str]) -> list[str]:
             before = beside.dump()[0]
             refused = call()
             if refused and beside.dump()[0] != before:
-                found.append(f"{command}: {refused}")
+                found.append(key)
     return found
 
 
