@@ -1,12 +1,13 @@
 """Groups in MongoDB: their documents, the counting of members, and the one who settles a chord.
 
     group_metas             Go's: _id, task_uuids, chord_triggered, lock, created_at; by_python: it was we who set the flag
-    machinery_chords        total, arrived, callback, failed, ready, fired, fired_by, expires_at; deed and outbox as of a task;
+    machinery_chords        total, arrived, doubts, callback, failed, ready, fired, fired_by, expires_at; deed and outbox as of a task;
                             look_at, looks: when a worker looks whether Go has ended the members that are missing, and how often
     machinery_arrivals      a document for each member that is in; its _id makes it count once
 
 `arrived` is raised only by who has just inserted the arrival, and never a second time. So it is never too high, and reaching
-the total is enough. It is too low after a crash between the two, and then the deed that was not finished counts again.
+the total is enough. It is too low, for good, after a crash between the two. Who finishes that deed finds the arrival there, cannot
+know whether it was counted, and raises `doubts`: it may be as much too low as that, so that near the end the arrivals are counted.
 
 Who settles a group first sets Go's flag; of Python workers the chord's own document then lets one through. Go sets its flag too,
 but does not care whether it was set: a Go worker that sees all members ended sends the callback in any case. So a group with
@@ -34,7 +35,7 @@ GO_TIME = 1.0  # seconds that a Go worker has from the end of its member to its 
 
 def _chord(uuid: str, until: int) -> Document:
     return {
-        "_id": uuid, "total": 0, "arrived": 0, "callback": b"", "failed": "", "ready": 0, "fired": 0, "fired_by": "",
+        "_id": uuid, "total": 0, "arrived": 0, "doubts": 0, "callback": b"", "failed": "", "ready": 0, "fired": 0, "fired_by": "",
         "deed": b"", "deed_at": 0, "send": b"", "outbox": b"", "outbox_at": 0, "expires_at": until,
         "look_at": 0, "looks": 0,
     }
@@ -68,7 +69,7 @@ def arrive(store: Store, arrivals: Iterable[Arrival], *, now: int, until: int, r
     """Count each member once. Returns the members whose chord is settled already.
 
     Args:
-        recount: a crash may lie between; what is in is counted anew.
+        recount: it may have been done before, and a crash may lie between an arrival and its counting.
     """
     by_group: dict[str, list[Arrival]] = {}
     for one in arrivals:
@@ -95,14 +96,15 @@ def _count(
     if failed:
         store.machinery_chords.update_one({"_id": group, "failed": "", "fired": 0}, {"$set": {"failed": failed}})
     # The pool repeats this one only where the server knows the repeat (see `MongoDriver.run`, again=False, by the caller).
+    more = {"arrived": sum(new), "doubts": list(new).count(False) if recount else 0}
     chord = store.machinery_chords.find_one_and_update(
-        {"_id": group}, {"$inc": {"arrived": sum(new)}, "$set": {"total": last.total, "callback": last.callback}},
+        {"_id": group}, {"$inc": more, "$set": {"total": last.total, "callback": last.callback}},
         return_document=ReturnDocument.AFTER,
     )
     if chord is None or chord["fired"]:
         return chord is not None
     arrived = chord["arrived"]
-    if recount and arrived < last.total:
+    if arrived < last.total <= arrived + chord.get("doubts", 0):
         arrived = store.machinery_arrivals.count_documents({"group": group})
     is_full = last.total > 0 and arrived >= last.total
     if last.callback:

@@ -45,15 +45,16 @@ class MongoTasks:
     def too_many_rivals(self) -> BackendUnavailable:
         return BackendUnavailable(f"MongoDB at {self.driver.place}: writing states: others were faster {ROUNDS} times")
 
-    def load(self, uuids: Iterable[str]) -> dict[str, Kept]:
-        """The documents that there are, for writing over them."""
+    def load(self, uuids: Iterable[str], which: Document | None = None) -> dict[str, Kept]:
+        """The documents that there are, for writing over them; `which`: of these alone."""
         wanted = list(dict.fromkeys(uuids))
 
         def read(store: Store) -> dict[str, Kept]:
             return {
                 one["_id"]: kept_of(one)
                 for start in range(0, len(wanted), BATCH)
-                for one in store.tasks.find({"_id": {"$in": wanted[start : start + BATCH]}}, _SLIM).batch_size(BATCH + 1)
+                for one in store.tasks.find({"_id": {"$in": wanted[start : start + BATCH]}, **(which or {})}, _SLIM)
+                .batch_size(BATCH + 1)
             }
 
         return self.run(read, "reading states") if wanted else {}

@@ -26,6 +26,7 @@ from machinery_py import Config, Server
 from machinery_py._drivers import mongo_errors
 from machinery_py._drivers.memory import MemoryHub
 from machinery_py._drivers.mongo import MongoDriver
+from machinery_py.backends import mongo_groups
 from machinery_py.backends.base import ALREADY, SETTLED, Amendment, Change
 from machinery_py.backends.mongo import MongoBackend
 from machinery_py.backends.mongo_records import go_value
@@ -46,7 +47,7 @@ from machinery_py.settlement.base import Firing, Mark, Store, Submission
 from machinery_py.settlement.mongo_store import MongoStore
 from machinery_py.settlement.two_stores import TwoStores
 from machinery_py.signature import Arg, Signature
-from machinery_py.states import State, TaskState
+from machinery_py.states import Arrival, State, TaskState
 from machinery_py.testing import private_mongo
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.conformance.claims import claim
@@ -279,6 +280,39 @@ def test_what_follows_from_a_change_is_finished_once_by_another(
     monkeypatch.setattr(MongoDriver, "deed_age", 0.0)
     heir.tend()
     assert backend.get_states(["c"]) == {}
+
+
+@pytest.mark.parametrize("late", [0, 1, 2])
+def test_a_member_that_was_not_counted_does_not_keep_its_chord_waiting(
+    driver: MongoDriver, monkeypatch: pytest.MonkeyPatch, late: int
+) -> None:
+    """Its worker died between the arrival and the count; so many others arrive before somebody finishes that, the rest after it."""
+    backend, heir = MongoBackend(driver), MongoBackend(driver)
+
+    def ended(uuid: str) -> Change:
+        arrived = Arrival(group_uuid="g", task_uuid=uuid, total=3, ok=True, callback=b"callback")
+        return Change(key=uuid, mark=f"mark {uuid}", states=(state_of(uuid, State.SUCCESS),), arrivals=(arrived,))
+
+    def die(*_: object, **__: object) -> bool:
+        raise BackendUnavailable("killed")
+
+    monkeypatch.setattr(mongo_groups, "_count", die)
+    with pytest.raises(BackendUnavailable):
+        backend.apply([ended("a")])
+    monkeypatch.undo()
+
+    for uuid in "bc"[:late]:
+        heir.apply([ended(uuid)])
+        assert heir.ready_groups(9) == []
+    monkeypatch.setattr(MongoDriver, "deed_age", 0.0)
+    heir.tend()
+    for uuid in "bc"[late:]:
+        assert heir.ready_groups(9) == []
+        heir.apply([ended(uuid)])
+
+    assert [group.group_uuid for group in heir.ready_groups(9)] == ["g"]
+    assert heir.apply([ended("a")]) == [ALREADY]
+    assert backend.trigger_chord("g") is True
 
 
 def test_a_server_that_is_away_refuses_within_its_time_and_is_used_again_when_it_is_back(

@@ -24,7 +24,7 @@ else:
 
 
 class TestMongo(WorkflowConformance):
-    LONG = 300 if ALL_PAIRS else 100
+    LONG = 60
 
     @pytest.fixture
     def server(self, mongodb_url: str) -> Server:
