@@ -50,12 +50,6 @@ SCHEMES: Mapping[str, frozenset[Role]] = {
 }
 """What each scheme can be. A new store adds its line here."""
 
-NOT_YET: tuple[str, ...] = ()
-"""Schemes of SCHEMES whose store comes in a later release. The release that brings one takes its line away."""
-
-NOT_YET_AS: frozenset[tuple[str, Role]] = frozenset()
-"""Roles of schemes that come in a later release."""
-
 EMBEDDED: frozenset[str] = frozenset({"eager", "memory", "sqlite"})
 """Stores that need no server, and therefore serve one machine or one process only."""
 
@@ -139,16 +133,12 @@ def check_url(url: str, role: Role, *, master_name: str = "") -> None:
     With a `master_name`, hosts of a Redis URL are sentinels.
 
     Raises:
-        ConfigError: unknown scheme, a scheme for another role or of a later release, or a malformed rest.
+        ConfigError: unknown scheme, a scheme for another role, or a malformed rest.
     """
     if not url.strip():
         raise ConfigError(f"{role} URL is empty (expected for instance 'sqlite:///machinery.db' or 'memory://')")
     scheme = scheme_of(url)
-    usable = sorted(
-        name for name, roles in SCHEMES.items()
-        if role in roles and name not in NOT_YET and (name, role) not in NOT_YET_AS
-    )
-    known = ", ".join(usable)
+    known = ", ".join(sorted(name for name, roles in SCHEMES.items() if role in roles))
     if not scheme:
         raise _refused(url, role, f"no scheme (expected scheme://…, known: {known}{nearest(url, SCHEMES)})")
     if scheme in _NOT_PORTED:
@@ -157,10 +147,6 @@ def check_url(url: str, role: Role, *, master_name: str = "") -> None:
         raise _refused(url, role, f"unknown scheme {scheme!r} (known: {known}{nearest(scheme, SCHEMES)})")
     if role not in SCHEMES[scheme]:
         raise _refused(url, role, f"{scheme!r} works as {_listed(SCHEMES[scheme])} only (as {role}: {known})")
-    if (scheme, role) in NOT_YET_AS:
-        raise _refused(url, role, f"{scheme!r} as {role} is not in this release, but comes later (now: {known})")
-    if scheme in NOT_YET:
-        raise _refused(url, role, f"the store of {scheme!r} is not in this release, but comes later (now: {known})")
     if scheme in _REDIS:
         try:
             parse_redis_url(url, master_name=master_name)

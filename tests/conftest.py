@@ -9,8 +9,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from machinery_py import Server
+
+# A machine that is busy is no failure: nothing here is a measurement.
+settings.register_profile("machinery", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("machinery")
 
 #: What takes minutes, or asks much of the machine (three RabbitMQ nodes, which start for half a minute): `make chaos` runs it.
 LONG = ["chaos/test_chaos_amqp.py", "stores/test_amqp_cluster.py", "stores/test_amqp_results_restart.py"]

@@ -31,7 +31,7 @@ from machinery_py.named_lock import NamedLock
 from machinery_py.schedules import Schedules
 from machinery_py.signature import Arg, Signature
 from machinery_py.testing.clocks import ManualClock
-from machinery_py.urls import NOT_YET, NOT_YET_AS, SCHEMES
+from machinery_py.urls import SCHEMES
 from machinery_py.wire import encode_signature
 from tests.docs.drawn import DRAWN, redrawn, shape, shape_of_function
 from tests.docs.pages import (
@@ -308,20 +308,19 @@ def test_every_store_has_its_row() -> None:
     text = read("docs/reference/stores.md")
     rows = re.findall(r"^\| `([\w+]+)` \| (\w+) \| (\w+) \| (\w+) \| (\w+) \| (\w+) \|", text, re.MULTILINE)
 
-    assert {row[0] for row in rows} == set(factory.FAMILIES) == set(SCHEMES) - set(NOT_YET)
+    assert {row[0] for row in rows} == set(factory.FAMILIES) == set(SCHEMES)
     for scheme, *claims in rows:
         urls = {"sqlite": "sqlite:///a.db", "memory": "memory://", "redis": "redis://h", "rediss": "rediss://h",
                 "redis+socket": "redis+socket:///s", "amqp": "amqp://h", "amqps": "amqps://h", "memcache": "memcache://h",
                 "mongodb": "mongodb://h", "mongodb+srv": "mongodb+srv://h"}
         url = str(urls.get(scheme, scheme))
         family = factory.open_family(url, FamilyOptions(clock=ManualClock()))
-        keeps = (scheme, "result backend") not in NOT_YET_AS
-        store = family.backend().features if keeps else family.broker().features
+        store = family.backend().features
         sends = "broker" in SCHEMES[scheme]
         durable = "yes" if store.durable else "messages" if sends and family.broker().features.durable else "no"
         assert claims == [
             one if isinstance(one, str) else "yes" if one else "no"
-            for one in (sends, keeps, durable, store.shared, family.together() is not None)
+            for one in (sends, True, durable, store.shared, family.together() is not None)
         ]
 
 

@@ -117,7 +117,6 @@ def test_results_and_locks_can_be_elsewhere() -> None:
 
 
 def test_locks_are_where_the_results_are_if_the_broker_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("machinery_py.urls.NOT_YET", ())
     monkeypatch.setattr("machinery_py.urls.StoreUrl.parse", lambda url, role: None)
 
     assert Config(broker="amqp://h", result_backend="redis://h").lock_url == "redis://h"

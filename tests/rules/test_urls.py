@@ -15,7 +15,6 @@ from machinery_py._drivers.redis_url import parse_redis_url
 from machinery_py.errors import ConfigError
 from machinery_py.urls import (
     EMBEDDED,
-    NOT_YET,
     SCHEMES,
     Role,
     StoreUrl,
@@ -147,9 +146,7 @@ def test_several_urls_are_split_at_the_separator_only_if_every_part_is_a_url() -
 
 
 def test_the_tables_of_schemes_agree() -> None:
-    assert set(NOT_YET) <= set(SCHEMES)
     assert set(SCHEMES) >= EMBEDDED
-    assert not EMBEDDED & set(NOT_YET)
     assert serves("redis://h", "lock")
     assert not serves("amqp://h", "lock")
     assert not serves("reddis://h", "broker")
@@ -192,19 +189,8 @@ def test_an_unknown_scheme_names_the_known_and_the_nearest() -> None:
     assert known in refusal("x://", "result backend")
 
 
-@pytest.mark.parametrize("scheme", ["redis", "sqlite"])
-def test_a_scheme_of_a_later_release_says_so(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("machinery_py.urls.NOT_YET", (scheme,))
-    for role in SCHEMES[scheme]:
-        text = refusal(f"{scheme}://u:secret@host", role)
-
-        assert text.startswith(f"{role} URL '{scheme}://")
-        assert "not in this release" in text
-        assert "secret" not in text
-
-
 @pytest.mark.parametrize(("url", "role"), [("amqp://h", "lock"), ("memcache://h", "broker"), ("memcache://h", "lock")])
-def test_a_scheme_of_a_later_release_is_refused_in_a_role_that_it_never_has(url: str, role: Role) -> None:
+def test_a_scheme_is_refused_in_a_role_that_it_never_has(url: str, role: Role) -> None:
     assert "only (as" in refusal(url, role)
 
 
@@ -330,14 +316,14 @@ def test_a_store_url_does_not_change_and_can_be_sent_to_another_process() -> Non
 
 def test_the_reference_page_says_which_scheme_can_be_what() -> None:
     page = Path(__file__).parents[2] / "docs" / "reference" / "config.md"
-    found: dict[str, tuple[set[str], bool]] = {}
+    found: dict[str, set[str]] = {}
     for line in page.read_text("utf-8").partition("\n## URLs")[2].splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if len(cells) == 3 and cells[2] in {"yes", "no", "as broker"}:
             for url in cells[0].split(", "):
-                found[scheme_of(url.strip("`"))] = set(cells[1].split(", ")), cells[2] != "no"
+                found[scheme_of(url.strip("`"))] = set(cells[1].split(", "))
 
-    assert found == {scheme: (set(roles), scheme not in NOT_YET) for scheme, roles in SCHEMES.items()}
+    assert found == {scheme: set(roles) for scheme, roles in SCHEMES.items()}
 
 
 @pytest.mark.parametrize(
