@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import datetime as dt
 import logging
 import os
 import platform
@@ -201,8 +200,9 @@ def _queues(server: Server) -> Iterator[Finding]:
             if stats.paused:
                 yield Finding("queues", Mark.NOTE, f"{stats.queue!r} is paused, and empty")
             continue
-        oldest = dt.timedelta() if stats.oldest_at is None else now - stats.oldest_at
-        text = f"{stats.queue!r}: {many(stats.waiting, 'task')} waiting, the oldest for {length(oldest.total_seconds())}"
+        text = f"{stats.queue!r}: {many(stats.waiting, 'task')} waiting"
+        if stats.oldest_at is not None:
+            text += f", the oldest for {length((now - stats.oldest_at).total_seconds())}"
         if stats.paused:
             yield Finding("queues", Mark.NOTE, f"{text}; it is paused (machinery resume APP {stats.queue})")
         elif stats.queue in served:

@@ -36,7 +36,7 @@ def queues(args: argparse.Namespace) -> int:
         return 0
     rows = [
         (f"{one.queue} (paused)" if one.paused else one.queue, count(one.waiting), count(one.running), count(one.delayed),
-         count(one.failed), length(one.oldest) if one.waiting else NONE, count(one.per_minute))
+         count(one.failed), length(one.oldest) if one.oldest else NONE, count(one.per_minute))
         for one in found
     ]
     print(table(("QUEUE", "WAITING", "RUNNING", "DELAYED", "FAILED", "OLDEST", "PER MIN"), rows, right=range(1, 7)))

@@ -97,3 +97,24 @@ def test_a_weight_that_is_none_is_refused(app: App, queues: str, said: str) -> N
     done = app.run(*BURST, "-Q", queues, code=2)
     assert said in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_an_age_that_the_broker_does_not_know_is_not_made_up(app: App) -> None:
+    app.write("forgetful.py", """
+import msgspec
+from machinery_py import Server
+from machinery_py.brokers.sqlite import SQLiteBroker
+
+class Forgetful(SQLiteBroker):
+    def stats(self):
+        return [msgspec.structs.replace(one, oldest_at=None) for one in super().stats()]
+
+server = Server()
+server.broker.__class__ = Forgetful
+server.task("add")(lambda a, b: a + b)
+""")
+    app.send("add", "1", "2")
+
+    assert app.run("queues", "forgetful").stdout.splitlines()[1].split() == ["machinery_tasks", "1", "0", "0", "0", "-", "0"]
+    doctor = app.run("doctor", "forgetful", code=1).stdout
+    assert "'machinery_tasks': 1 task waiting; no worker on this queue" in doctor
