@@ -58,8 +58,8 @@ class Bench:
     def __init__(self, server: MemcachedServer, url: str = "") -> None:
         self.clock = ManualClock()
         broker = MemoryBroker(MemoryHub(self.clock))
-        self.faulty = FaultyDriver(parse_memcache_url(url or server.url), clock=self.clock, timeout=0.5)
-        self.driver = MemcacheDriver(parse_memcache_url(server.url), clock=self.clock)
+        self.faulty = FaultyDriver(parse_memcache_url(url or server.url), clock=self.clock, timeout=HANG)
+        self.driver = MemcacheDriver(parse_memcache_url(server.url), clock=self.clock, timeout=HANG)
         self.store = TwoStores(broker, MemcacheBackend(self.faulty), self.clock)
         self.heir = TwoStores(broker, MemcacheBackend(self.driver), self.clock)
 
@@ -243,7 +243,7 @@ class _With(Stores):
 
 
 def test_a_message_that_is_in_memcached_alone_is_not_said_to_be_sent(empty_memcached: MemcachedServer) -> None:
-    server = Server(Config(broker="memory://", result_backend=empty_memcached.url, publish_timeout=0.5))
+    server = Server(Config(broker="memory://", result_backend=empty_memcached.url, publish_timeout=2.0))
     stores = Stores(server.config, server.clock)
     broker = FlakyBroker(stores.store.broker)
     server.engine.swap(server.config, server.clock, _With(stores, TwoStores(broker, stores.store.backend, server.clock)))
