@@ -1,13 +1,13 @@
 """Groups in MongoDB: their documents, the counting of members, and the one who settles a chord.
 
     group_metas             Go's: _id, task_uuids, chord_triggered, lock, created_at; by_python: it was we who set the flag
-    machinery_chords        total, arrived, doubts, callback, failed, ready, fired, fired_by, expires_at; deed and outbox as of a task;
+    machinery_chords        total, arrived, doubts, callback, failed, ready, fired, fired_by, expires_at; deed and outbox;
                             look_at, looks: when a worker looks whether Go has ended the members that are missing, and how often
     machinery_arrivals      a document for each member that is in; its _id makes it count once
 
 `arrived` is raised only by who has just inserted the arrival, and never a second time. So it is never too high, and reaching
-the total is enough. It is too low, for good, after a crash between the two. Who finishes that deed finds the arrival there, cannot
-know whether it was counted, and raises `doubts`: it may be as much too low as that, so that near the end the arrivals are counted.
+the total is enough. It is too low, for good, after a crash between the two. Who finishes that deed finds the arrival there,
+cannot know whether it was counted, and raises `doubts`: `arrived` may be too low by as much, so the last arrivals are counted.
 
 Who settles a group first sets Go's flag; of Python workers the chord's own document then lets one through. Go sets its flag too,
 but does not care whether it was set: a Go worker that sees all members ended sends the callback in any case. So a group with

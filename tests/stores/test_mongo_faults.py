@@ -286,7 +286,7 @@ def test_what_follows_from_a_change_is_finished_once_by_another(
 def test_a_member_that_was_not_counted_does_not_keep_its_chord_waiting(
     driver: MongoDriver, monkeypatch: pytest.MonkeyPatch, late: int
 ) -> None:
-    """Its worker died between the arrival and the count; so many others arrive before somebody finishes that, the rest after it."""
+    """Its worker died between the arrival and the count; so many others arrive before somebody finishes that, the rest after."""
     backend, heir = MongoBackend(driver), MongoBackend(driver)
 
     def ended(uuid: str) -> Change:
