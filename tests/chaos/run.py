@@ -217,8 +217,9 @@ class _Controller:
         history.strikes = {letter.uuid: letter.strikes for letter in self._server.inspect.dead(limit=100_000)}
         history.blind_strikes = 0 if self._server.broker.features.sees_runs else 1
         history.doubles = not self._server.broker.features.deduplicates
-        counted = self._server.backend.finished_since(self._began_at - dt.timedelta(seconds=2.0))
-        history.finished = sum(good + bad for good, bad in counted.values())
+        if self._server.backend.features.listing:
+            counted = self._server.backend.finished_since(self._began_at - dt.timedelta(seconds=2.0))
+            history.finished = sum(good + bad for good, bad in counted.values())
         if history.drained:
             history.left += self._left()
 
