@@ -146,25 +146,6 @@ def test_f69_a_leader_that_moves_is_followed(cluster: RabbitMQCluster, scene: Sc
         scene.check(load.accepted)
 
 
-@pytest.mark.timeout(6 * LONG)
-def test_f69_a_minority_takes_nothing_and_goes_on_when_the_others_are_back(cluster: RabbitMQCluster, scene: Scene) -> None:
-    with scene.server.new_worker("one", 2), scene.server.new_worker("two", 2):
-        with Load(scene.server, scene.work) as load:
-            load.more(TASKS)
-            for node in cluster.nodes[1:]:
-                node.freeze()
-            refused = load.refused
-            wait_until(lambda: load.refused > refused + 1, LONG, "refusals")
-            before = len(load.accepted)
-            wait_until(lambda: load.refused > refused + 2, LONG, "another refusal")
-            assert len(load.accepted) == before
-            for node in cluster.nodes[1:]:
-                node.thaw()
-            load.more(TASKS)
-
-        scene.check(load.accepted)
-
-
 def test_a_classic_queue_whose_node_is_down_is_waited_for(cluster: RabbitMQCluster) -> None:
     """Not a wrong declaration: it passes when the node is back."""
     home, other = cluster.nodes[1], cluster.nodes[2]
@@ -191,6 +172,25 @@ def test_a_classic_queue_whose_node_is_down_is_waited_for(cluster: RabbitMQClust
     assert bodies(found)[-1] == b"4"
     broker.close()
     broker.driver.close()
+
+
+@pytest.mark.timeout(6 * LONG)
+def test_f69_a_minority_takes_nothing_and_goes_on_when_the_others_are_back(cluster: RabbitMQCluster, scene: Scene) -> None:
+    with scene.server.new_worker("one", 2), scene.server.new_worker("two", 2):
+        with Load(scene.server, scene.work) as load:
+            load.more(TASKS)
+            for node in cluster.nodes[1:]:
+                node.freeze()
+            refused = load.refused
+            wait_until(lambda: load.refused > refused + 1, LONG, "refusals")
+            before = len(load.accepted)
+            wait_until(lambda: load.refused > refused + 2, LONG, "another refusal")
+            assert len(load.accepted) == before
+            for node in cluster.nodes[1:]:
+                node.thaw()
+            load.more(TASKS)
+
+        scene.check(load.accepted)
 
 
 def opened(node: RabbitMQServer) -> AMQPBroker:
