@@ -73,7 +73,7 @@ class RedisServer(PrivateServer):
 
         Raises:
             ReplyError: Redis refused it.
-            OSError: it does not listen, or did not answer in 30 s.
+            OSError: it does not listen, or did not answer in time.
         """
         with self._connect() as connection, connection.makefile("rwb") as stream:
             return _ask(cast(BinaryIO, stream), words)

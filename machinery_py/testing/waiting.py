@@ -11,7 +11,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 POLL = 0.005  # seconds between two looks
-HANG = 30.0  # seconds after which a test is taken to hang
+HANG = 60.0  # seconds after which a test is taken to hang
 
 
 def wait_until(predicate: Callable[[], object], timeout: float = HANG, what: str = "the condition") -> None:
