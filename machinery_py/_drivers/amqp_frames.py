@@ -64,6 +64,7 @@ class Handed(msgspec.Struct, gc=False):
 
     delivery_tag: int
     redelivered: bool
+    routing_key: str
 
 
 class Properties(msgspec.Struct, gc=False):
@@ -170,7 +171,9 @@ def read_delivery(buffer: bytes, at: int) -> tuple[bytes, Handed]:
     begin = at + 5
     end = begin + buffer[at + 4]
     tag, redelivered = _read_tag(buffer, end)
-    return buffer[begin:end], Handed(tag, bool(redelivered & 1))
+    key = end + 10 + buffer[end + 9]  # behind the name of the exchange
+    routing_key = buffer[key + 1 : key + 1 + buffer[key]].decode("utf-8", "surrogateescape")
+    return buffer[begin:end], Handed(tag, bool(redelivered & 1), routing_key)
 
 
 def read_header(buffer: bytes, at: int, end: int) -> tuple[int, Any]:

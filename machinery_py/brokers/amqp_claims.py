@@ -64,19 +64,19 @@ class Claim:
             # pika sends each of these when the one before is answered.
             raw.basic_qos(prefetch_count=min(self._count, MOST) if len(queues) == 1 else 1, callback=_nothing)
         for tag, queue in zip(self._tags, queues, strict=True):
-            raw.basic_consume(queue, self._taker(queue), consumer_tag=tag, callback=_nothing)
+            raw.basic_consume(queue, self._taker(queue, tag), consumer_tag=tag, callback=_nothing)
         if self._wait > 0 and not self._wanted:
             self._timer = raw.connection.ioloop.call_later(self._wait, self.end)
         else:
             self.end()
 
-    def _taker(self, queue: str) -> Callable[..., None]:
+    def _taker(self, queue: str, tag: str) -> Callable[..., None]:
         def take(_: object, method: Any, properties: Any, body: bytes) -> None:
             self._channel.note(method.delivery_tag)
             one = taken(queue, method, properties, body)
             if self._keep and not self._ended:
-                one.subscription = method.consumer_tag
-                self._tags.remove(one.subscription)
+                one.subscription = tag
+                self._tags.remove(tag)
             self.found.append(one)
             self.end()
 

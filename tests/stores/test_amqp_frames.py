@@ -276,3 +276,4 @@ def test_the_short_cut_is_taken_by_deliveries_to_subscribers(link: Link, theirs:
 
     assert (type(method), type(properties)) == (Handed, Properties)
     assert (properties.message_id, body) == ("uuid", b"body")
+    assert (method.redelivered, method.routing_key) == (False, "q")
