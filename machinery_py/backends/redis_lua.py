@@ -208,7 +208,8 @@ local function decide(c)
   end
   for _, a in ipairs(C[c + $ARRIVALS] or NONE) do
     local g, h = group_keys(a[1])
-    key_type(g, 'hash')
+    -- Only the first arrival of a group is noted there.
+    if not key_type(g, 'hash') then key_type('mpy:partial', 'zset') end
     key_type(h, 'set')
   end
   for uuid, row in pairs(new) do known[uuid] = row end
@@ -252,7 +253,7 @@ local function note_group(uuid, a, now)
   local complete = a.failed or call('HEXISTS', g, 'failed') == 1 or (a.total > 0 and call('SCARD', h) >= a.total)
   if a.callback ~= '' and not has_fired(uuid) and complete then
     call('ZADD', 'mpy:ready', 0, uuid)
-    call('ZREM', 'mpy:partial', uuid)
+    try('ZREM', 'mpy:partial', uuid)
     call('PERSIST', g)
     call('PERSIST', h)
   elseif not call('ZSCORE', 'mpy:ready', uuid) then
@@ -303,7 +304,7 @@ end
 local function fire(uuid, expire)
   local g, h = group_keys(uuid)
   call('ZREM', 'mpy:ready', uuid)
-  call('ZREM', 'mpy:partial', uuid)
+  try('ZREM', 'mpy:partial', uuid)
   call('HSET', g, 'fired', 1)
   fired[uuid] = '1'
   local doc = call('GET', doc_key(uuid))

@@ -79,12 +79,13 @@ return found
 """)
 
 # In: now, limit. Out: (group, total, callback) of incomplete groups whose time to be looked at has come; the next is later.
+# One with something else under its key is left out, and keeps no other from being looked at.
 PARTIAL = Script(PRELUDE + LIBRARY + filled(r"""
 local now, found = now_of(unpacked[1]), {}
 for _, uuid in ipairs(call('ZRANGEBYSCORE', 'mpy:partial', '-inf', now, 'LIMIT', 0, unpacked[2])) do
   local g = group_keys(uuid)
-  local kept = call('HMGET', g, 'total', 'callback')
-  if kept[2] then
+  local kept = try('HMGET', g, 'total', 'callback')
+  if kept and kept[2] then
     local looks = call('HINCRBY', g, 'looks', 1)
     call('ZADD', 'mpy:partial', int(now + $LEFT * math.min(looks, $LOOKS)), uuid)
     found[#found + 1] = {uuid, tonumber(kept[1]), kept[2]}
@@ -158,7 +159,7 @@ FORGET = Script(PRELUDE + LIBRARY + r"""
 for _, uuids in ipairs(unpacked) do
   for _, uuid in ipairs(uuids) do key_type(doc_key(uuid), 'string') end
 end
-for _, name in ipairs({'open', 'done', 'ready', 'groups'}) do key_type('mpy:' .. name, 'zset') end
+for _, name in ipairs({'open', 'done', 'ready', 'partial', 'groups'}) do key_type('mpy:' .. name, 'zset') end
 for _, uuid in ipairs(unpacked[1]) do
   call('DEL', doc_key(uuid), companion(uuid))
   call('ZREM', 'mpy:open', uuid)
@@ -177,7 +178,7 @@ end
 TEND = Script(PRELUDE + LIBRARY + rf"""
 local text, expire = unpack(unpacked)
 local now = now_of(text)
-for _, name in ipairs({{'revoked', 'open', 'done', 'ready', 'groups'}}) do key_type('mpy:' .. name, 'zset') end
+for _, name in ipairs({{'revoked', 'open', 'done', 'ready', 'partial', 'groups'}}) do key_type('mpy:' .. name, 'zset') end
 call('ZREMRANGEBYSCORE', 'mpy:revoked', '-inf', now)
 call('ZREMRANGEBYSCORE', 'mpy:done', '-inf', now - expire * 1000000)
 call('ZREMRANGEBYSCORE', 'mpy:open', '-inf', now - 2 * {CHORD_LIFE} * 1000000)

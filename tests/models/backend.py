@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 
 from machinery_py.states import State
-from tests.models.redis import Bag, Redis
+from tests.models.redis import Bag, Hash, Redis, Zset
 from tests.models.states import (
     LEFT,
     LONG,
@@ -70,8 +70,8 @@ def partial(redis: Redis, now: str, limit: int) -> object:
     found: list[object] = []
     due = [group for group, at in redis.scores("mpy:partial").in_order() if at <= int(now)][:limit]
     for group in due:
-        fields = redis.fields(group_keys(group)[0])
-        if "callback" in fields:
+        fields = redis.keys.get(group_keys(group)[0])
+        if isinstance(fields, Hash) and "callback" in fields:
             looks = int(fields.get("looks", "0")) + 1
             redis.write(group_keys(group)[0], {"looks": str(looks)})
             redis.score("mpy:partial", group, int(now) + LEFT * min(looks, 8))
@@ -121,6 +121,7 @@ def revoked(redis: Redis, uuids: Sequence[str]) -> object:
 def forget(redis: Redis, tasks: Sequence[str], groups: Sequence[str]) -> None:
     for uuid in (*tasks, *groups):
         redis.expect(document(uuid), str)
+    redis.expect("mpy:partial", Zset)
     for uuid in tasks:
         redis.delete(document(uuid), companion(uuid))
         redis.unscore("mpy:open", uuid)
@@ -135,6 +136,7 @@ def forget(redis: Redis, tasks: Sequence[str], groups: Sequence[str]) -> None:
 def tend(redis: Redis, now: str, expire: int) -> int:
     """What is too old leaves the listings. A group is kept while it is to be settled, or a member has a document."""
     moment = int(now)
+    redis.expect("mpy:partial", Zset)
     redis.unscore_up_to("mpy:revoked", moment)
     redis.unscore_up_to("mpy:done", moment - expire * SECOND)
     redis.unscore_up_to("mpy:open", moment - 2 * LONG * SECOND)

@@ -18,7 +18,7 @@ from machinery_py.wire import encode_state
 from tests.models import backend, settlement
 from tests.models.broker_rules import Arrivals, packed
 from tests.models.machine import QUEUES, START, Due, Fate, Messages, Passed, Pick, ScriptMachine, Session1, Token
-from tests.models.states import GOS_MUTEX
+from tests.models.states import GOS_MUTEX, group_keys
 
 TASKS = ("task_1", "task_2", "x", "jobs")  # one is so short that Go's key is not used, one is the name of a queue
 GROUPS = {"group_1": (2, b"callback"), "group_2": (1, b""), "g": (0, b"\xffcallback")}  # (total, callback)
@@ -78,6 +78,18 @@ class StateRules(ScriptMachine):
     @rule(key=st.sampled_from(["task_1", "group_1", "group_2"]), kind=st.sampled_from(["list", "set", "none", "none"]))
     def spoil_a_document(self, key: str, kind: str) -> None:
         self.spoil(key, kind)
+
+    @rule(kind=st.sampled_from(["list", "none", "none", "none"]))
+    def spoil_the_incomplete_groups(self, kind: str) -> None:
+        self.spoil("mpy:partial", kind)
+
+    @rule(group=GroupUuid, kind=st.sampled_from(["list", "none"]), passed=Passed)
+    def look_at_a_spoilt_group(self, group: str, kind: str, passed: int) -> None:
+        """Somebody keeps something else under the key of a group, while others are looked at."""
+        key = group_keys(group)[0]
+        self.spoil(key, kind)
+        self.run(redis_scripts.PARTIAL, backend.partial, self.passed(passed + 60_000_000), 9)
+        self.spoil(key, "none")
 
     @rule(is_at_it=st.booleans())
     def go_fires_a_group(self, is_at_it: bool) -> None:

@@ -161,6 +161,53 @@ def schedules(redis: Redis, prefix: str, now: str, known: str) -> object:
     return [now, version, Bag([name, body] for name, body in redis.fields(prefix + "all").items())]
 
 
+# Claims: the length of the key of a record in four bytes, that key, and what the claim holds
+
+
+def claim(redis: Redis, key: str) -> object:
+    kept = redis.get(key)
+    if kept is None:
+        return [None, None]
+    record, holds = parts_of_claim(kept)
+    return [holds, redis.get(record) if record else None]
+
+
+def amend_claim(
+    redis: Redis, now: str, claimed: str, expected: str, body: str, life: int, key: str, record: str, noted: int
+) -> str:
+    """A claim with which nothing is sent names the record of the one before."""
+    if record and int(now) > noted + NOTED_FOR:
+        return "l"
+    named, holds = parts_of_claim(redis.get(claimed) or claim_text("", ""))
+    if holds != expected:
+        return "f"
+    if record:
+        redis.keep(key, record)
+        named = key
+    if body:
+        redis.keep(claimed, claim_text(named, body), seconds=life)
+    else:
+        redis.delete(claimed)
+    return "s"
+
+
+def release(redis: Redis, key: str, body: str) -> None:
+    """Whoever holds another claim by now keeps it."""
+    kept = redis.get(key)
+    if kept is not None and parts_of_claim(kept)[1] == body:
+        redis.delete(key)
+
+
+def parts_of_claim(kept: str) -> tuple[str, str]:
+    """The key of a record, or "", and what the claim holds."""
+    end = 4 + int.from_bytes(kept[:4].encode("latin-1"), "big")
+    return kept[4:end], kept[end:]
+
+
+def claim_text(record: str, holds: str) -> str:
+    return len(record).to_bytes(4, "big").decode("latin-1") + record + holds
+
+
 # Listings
 
 

@@ -13,13 +13,16 @@ from machinery_py._drivers.redis_lua import raw
 from machinery_py._drivers.redis_slots import local_key, quoted
 from machinery_py.backends import redis_cluster_scripts as scripts
 from machinery_py.backends import redis_scripts
-from machinery_py.backends.base import Amendment, Change
+from machinery_py.backends.base import Amendment, Change, sending_key
 from machinery_py.backends.redis_cluster import _REVOKED
 from machinery_py.backends.redis_cluster_lists import PREFIXES
 from machinery_py.backends.redis_cluster_records import (
     SCHEDULES,
     SCRIPTS,
     Effect,
+    claim_key,
+    claim_name,
+    claim_prefix,
     framed,
     name_of,
     parts_of,
@@ -34,7 +37,7 @@ from machinery_py.locks import redis_cluster as cluster_lock_scripts
 from machinery_py.states import Arrival, GroupMeta, TaskState
 from machinery_py.wire import encode_group, encode_state
 from tests.models import backend, cluster, locks
-from tests.models.amend_rules import paired
+from tests.models.amend_rules import HELD, paired
 from tests.models.backend_rules import GROUPS, TASKS, Expire, GroupUuid, NewChange, States, Task
 from tests.models.beside import unpacked
 from tests.models.broker_rules import BrokerMachine
@@ -51,6 +54,7 @@ MODELS = {"state": cluster.change, "replay": cluster.change, "group": cluster.ke
 AGES = st.sampled_from([0, 0, 0, 0, scripts.NOTED_FOR, scripts.NOTED_FOR + 1])  # µs since the note of a record
 
 Shard = st.sampled_from(SHARDS)
+Claim = st.sampled_from(["nightly", "a}b\u00e9 c"])
 Listed = st.lists(Task, max_size=3, unique=True)
 Ended = st.sampled_from(["SUCCESSjobs", "FAILUREjobs", "SUCCESS"])
 Boxes = st.sampled_from([(), (b"\xc0out",), (b"other", b"")])
@@ -200,6 +204,61 @@ class ClusterBackendMachine(ClusterMachine):
     def a_tick_is_sent(self, box: tuple[bytes, ...]) -> None:
         name = parts_of_tick(Amendment(name="", expected=None, body=None, outbox_key="tick 1"), moment_of(0), "", 1).name
         self.run_at(prefix_of(name), scripts.SENT, cluster.sent, raw(record_key(name)), raw(framed(box)))
+
+
+class ClusterClaimMachine(ClusterMachine):
+    """The keys of unique tasks, each in a slot of its own with the records of what was sent with it."""
+
+    @rule(passed=Passed, claim=Claim, right=st.sampled_from([True, True, True, False]), body=st.sampled_from(HELD),
+          token=st.sampled_from(["t1", "t2"]), box=Boxes, states=st.lists(States, max_size=1), life=st.sampled_from([600, 7200]),
+          age=AGES)
+    def amend(
+        self, passed: int, claim: str, right: bool, body: bytes, token: str, box: tuple[bytes, ...], states: list[TaskState],
+        life: int, age: int,
+    ) -> None:
+        now, there = self.passed(passed), self.model.keys.get(claim_key(claim).decode(), "")
+        held = cluster.parts_of_claim(there)[1] if isinstance(there, str) else ""
+        expected = held.encode("latin-1") + (b"" if right else b"?")
+        amendment = Amendment(name=claim, expected=expected, body=body, life=life, outbox=box,
+                              outbox_key=sending_key(claim, token), states=[renamed(state) for state in states])
+        part = parts_of_tick(amendment, moment_of(self.now), now, 3600)
+        self.run_at(
+            claim_prefix(claim), scripts.AMEND_CLAIM, cluster.amend_claim, now, raw(claim_key(claim)), raw(expected), raw(body),
+            life, raw(record_key(part.name) if part.record else b""), raw(part.record), self.now - age,
+        )
+
+    @rule(claim=Claim)
+    def read(self, claim: str) -> None:
+        self.run_at(claim_prefix(claim), scripts.CLAIM, cluster.claim, raw(claim_key(claim)))
+
+    @rule(claim=Claim, body=st.sampled_from(HELD[1:]))
+    def release(self, claim: str, body: bytes) -> None:
+        self.run_at(claim_prefix(claim), scripts.RELEASE, cluster.release, raw(claim_key(claim)), raw(body))
+
+    @rule(passed=Passed, claim=Claim, box=Boxes, body=st.sampled_from(HELD[1:]), released=st.sampled_from(HELD[1:]))
+    def a_claim_is_made_read_and_released(
+        self, passed: int, claim: str, box: tuple[bytes, ...], body: bytes, released: bytes
+    ) -> None:
+        self.expire(claim)
+        self.amend(passed, claim, True, body, "t1", box, [], 600, 0)
+        self.read(claim)
+        self.release(claim, released)
+
+    @rule(claim=Claim, token=st.sampled_from(["t1", "t2"]))
+    def a_record_is_done_with(self, claim: str, token: str) -> None:
+        self.beside.both("DEL", record_key(claim_name(sending_key(claim, token))).decode())
+
+    @rule(claim=Claim)
+    def expire(self, claim: str) -> None:
+        self.spoil(claim_key(claim).decode(), "none")
+
+    @rule(claim=Claim, kind=st.sampled_from(["list", "set", "none"]))
+    def spoil_a_claim(self, claim: str, kind: str) -> None:
+        self.spoil(claim_key(claim).decode(), kind)
+
+    @rule(claim=Claim, token=st.sampled_from(["t1", "t2"]), kind=st.sampled_from(["list", "none"]))
+    def spoil_a_record(self, claim: str, token: str, kind: str) -> None:
+        self.spoil(record_key(claim_name(sending_key(claim, token))).decode(), kind)
 
 
 class ClusterListsMachine(ClusterMachine):

@@ -16,7 +16,7 @@ from machinery_py.backends.redis_records import _lines, state_of
 from machinery_py.errors import DecodeError
 from machinery_py.states import TaskState, advance
 from machinery_py.wire import encode_state
-from tests.models.redis import Hash, Redis
+from tests.models.redis import Hash, Redis, Zset
 
 LONG = 7 * 86400  # seconds
 LEFT = 30_000_000  # µs
@@ -178,6 +178,8 @@ def decide(redis: Redis, batch: Batch, change: Change) -> tuple[str, Plan]:
     for group, *_ in change.arrivals:
         redis.expect(group_keys(group)[0], Hash)
         redis.expect(group_keys(group)[1], set)
+        if not redis.exists(group_keys(group)[0]):
+            redis.expect("mpy:partial", Zset)
     batch.rows.update(new)
     return "s", plan
 
@@ -220,7 +222,7 @@ def fire(redis: Redis, group: str, expire: int) -> None:
     """The group is settled; from now on its members are kept no longer than others."""
     hash_key, set_key = group_keys(group)
     redis.unscore("mpy:ready", group)
-    redis.unscore("mpy:partial", group)
+    leave_incomplete(redis, group)
     redis.write(hash_key, {"fired": "1"})
     text = redis.get(document(group))
     if text is not None:
@@ -228,6 +230,12 @@ def fire(redis: Redis, group: str, expire: int) -> None:
     members = redis.members(set_key)
     for key in (hash_key, set_key, *map(document, members), *map(companion, members)):
         redis.expire(key, expire)
+
+
+def leave_incomplete(redis: Redis, group: str) -> None:
+    """What is complete can do without: where somebody keeps something else, that stays."""
+    if isinstance(redis.keys.get("mpy:partial"), Zset):
+        redis.unscore("mpy:partial", group)
 
 
 def triggered(text: str) -> str:
@@ -245,7 +253,7 @@ def note_group(redis: Redis, group: str, arrived: Sequence[Arrived], now: int) -
     complete = "failed" in redis.fields(hash_key) or 0 < total <= len(redis.members(set_key))
     if callback and complete and not has_fired(redis, group):
         redis.score("mpy:ready", group, 0)
-        redis.unscore("mpy:partial", group)
+        leave_incomplete(redis, group)
         redis.persist(hash_key)
         redis.persist(set_key)
     elif group not in redis.scores("mpy:ready"):

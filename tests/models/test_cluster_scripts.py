@@ -12,8 +12,9 @@ from machinery_py._drivers.redis_keys import queue_keys
 from machinery_py._drivers.redis_lua import Script, pack, raw
 from machinery_py._drivers.redis_slots import clustered, slot_of
 from machinery_py.backends import redis_cluster_scripts as cluster
+from machinery_py.backends.base import sending_key
 from machinery_py.backends.redis_cluster_lists import PREFIXES
-from machinery_py.backends.redis_cluster_records import SCHEDULES, prefix_of
+from machinery_py.backends.redis_cluster_records import SCHEDULES, claim_key, claim_name, claim_prefix, prefix_of, record_key
 from machinery_py.backends.redis_records import Changes
 from machinery_py.brokers import redis_cluster as broker
 from machinery_py.brokers import redis_scripts
@@ -30,6 +31,8 @@ from tests.models.test_scripts import CLUSTER, DAY, LATE, NOW, half_done, messag
 
 TASK, GROUP, SHARD, QUEUE = prefix_of("task_1"), prefix_of("group_1"), PREFIXES[0].encode(), queue_keys("jobs")[1].encode()
 GOS_SET = queue_keys("delayed_tasks")[1].encode()
+UNIQUE, CLAIM = claim_prefix("claimed"), claim_key("claimed")
+SENT = [record_key(claim_name(sending_key("claimed", token))) for token in ("t1", "t2")]  # the records of what goes with it
 RECORD = raw(b"\0\0\0\1\x90effects")
 
 
@@ -54,6 +57,9 @@ CALLS: dict[str, tuple[bytes, tuple[Any, ...]]] = {
     "cluster LOOSEN": (TASK, ("task_1", 60)),
     "cluster SENT": (prefix_of("task_2"), (raw(b"mpy:o:{task_2}"), raw(b"\0\0\0\1\x90"))),
     "cluster AMEND": (SCHEDULES, (NOW, "nightly", raw(b"old"), raw(b"new"), raw(b"mpy:{mpy:records}:o:1"), RECORD, int(NOW))),
+    "cluster CLAIM": (UNIQUE, (raw(CLAIM),)),
+    "cluster AMEND_CLAIM": (UNIQUE, (NOW, raw(CLAIM), raw(b"mine"), raw(b"next"), 600, raw(SENT[1]), RECORD, int(NOW))),
+    "cluster RELEASE": (UNIQUE, (raw(CLAIM), raw(b"mine"))),
     "cluster SCHEDULES": (SCHEDULES, (NOW, "0")),
     "cluster NOTE": (SHARD, (NOW, ["task_1", "task_3"])),
     "cluster DROP": (SHARD, ([("task_1", str(START))],)),
@@ -70,7 +76,7 @@ LOCAL = {"cluster broker _TAKE_IN", "cluster locks _ACQUIRE"}  # these are run b
 SCRIPTS = scripts_of(CLUSTER)
 NEEDS_ROOM = {
     "cluster FLAG", "cluster CHANGE", "cluster CHANGE of a group", "cluster GROUP", "cluster ARRIVE", "cluster AMEND",
-    "cluster NOTE", "cluster broker _TAKE_IN", "cluster locks _ACQUIRE",
+    "cluster AMEND_CLAIM", "cluster NOTE", "cluster broker _TAKE_IN", "cluster locks _ACQUIRE",
 }
 GOS = ("jobs", "delayed_tasks", "task_1", "group_1", "group_2", "group_3")
 
@@ -104,7 +110,7 @@ def call(beside: ClusterBeside, name: str) -> str:
 
 
 def fill(beside: ClusterBeside) -> None:
-    """An open task with a companion, a group with a member in, a record, a schedule, listings, and messages."""
+    """An open task with a companion, a group with a member in, a record, a schedule, a claim, listings, and messages."""
     start = str(START)
     open_task = change(key="task_1", states=[TaskState(task_uuid="task_1")])
     group = raw(encode_group(GroupMeta(group_uuid="group", task_uuids=["task_1"])))
@@ -116,6 +122,7 @@ def fill(beside: ClusterBeside) -> None:
         (GROUP, cluster.ARRIVE, (("group_1", "task_1", 1, True, raw(b"callback")),)),
         (GROUP, cluster.FLAG, ("group_1",)),
         (SCHEDULES, cluster.AMEND, (start, "nightly", raw(b""), raw(b"old"), raw(b""), raw(b""), 0)),
+        (UNIQUE, cluster.AMEND_CLAIM, (start, raw(CLAIM), raw(b""), raw(b"mine"), 600, raw(SENT[0]), RECORD, START)),
         (SHARD, cluster.NOTE, (start, ["task_1"])),
         (SHARD, cluster.LIST, (start, ["task_2"], ["SUCCESSjobs"], ["task_1"], False)),
         (QUEUE, clustered(redis_scripts.PUT), (start, "", [queue_keys("jobs")], [message("1")])),

@@ -8,7 +8,13 @@ from machinery_py.testing.servers import RedisServer
 from tests.models.amend_rules import AmendMachine
 from tests.models.backend_rules import BackendMachine, SettlementMachine
 from tests.models.broker_rules import BrokerMachine
-from tests.models.cluster_rules import ClusterBackendMachine, ClusterListsMachine, ClusterLockMachine, ClusterQueueMachine
+from tests.models.cluster_rules import (
+    ClusterBackendMachine,
+    ClusterClaimMachine,
+    ClusterListsMachine,
+    ClusterLockMachine,
+    ClusterQueueMachine,
+)
 from tests.models.lock_rules import LockMachine
 from tests.models.machine import EXAMPLES, run_machine
 
@@ -37,6 +43,10 @@ def test_the_scripts_of_schedules_and_claims_do_what_their_models_say(empty_redi
 
 def test_the_scripts_of_a_clusters_backend_do_what_their_models_say(redis_node: RedisServer) -> None:
     run_machine(ClusterBackendMachine, redis_node, examples=40, steps=20)
+
+
+def test_the_scripts_of_a_clusters_claims_do_what_their_models_say(redis_node: RedisServer) -> None:
+    run_machine(ClusterClaimMachine, redis_node, examples=25, steps=20)
 
 
 def test_the_scripts_of_a_clusters_listings_do_what_their_models_say(redis_node: RedisServer) -> None:

@@ -239,6 +239,27 @@ def test_a_script_that_finds_another_type_under_a_key_of_ours_changes_nothing(be
     assert [key for key in found if name != "broker CLAIM" or not key.endswith(":f:s1")] == []
 
 
+def test_settling_a_ready_group_that_finds_another_type_under_a_key_of_ours_changes_nothing(beside: Beside) -> None:
+    fill(beside)
+    assert call(beside, backend.APPLY, CALLS["backend APPLY"]) == ""
+    assert beside.ask("ZRANGE", "mpy:ready", "0", "-1") == ["group_1"]
+    made, ready = Changes(DAY, 3600), beside.snapshot()
+    made.add(key="group_1", fires="group_1")
+    values = NOW, 3600, QUEUES, FULL, made.changes, made.states
+    assert call(beside, settlement.FIRE, values) == ""
+    assert beside.ask("ZRANGE", "mpy:ready", "0", "-1") == []
+    beside.restore(ready)
+
+    assert half_done(beside, lambda: call(beside, settlement.FIRE, values)) == []
+
+
+def test_tending_a_group_that_is_over_and_finds_another_type_under_a_key_of_ours_changes_nothing(beside: Beside) -> None:
+    fill(beside)
+    beside.ask("DEL", "task_2")
+
+    assert half_done(beside, lambda: call(beside, backend.TEND, CALLS["backend TEND"])) == []
+
+
 def half_done(beside: Beside, call: Callable[[], str]) -> list[str]:
     """The keys which, when they hold something else, have the call refused after it has changed something."""
     full, before = beside.snapshot(), beside.dump()[0]
