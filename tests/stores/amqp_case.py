@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import functools
 import threading
 from collections.abc import Iterator
 
@@ -41,6 +42,12 @@ class Vhosts:
             self._made += self.BATCH
         self._given += 1
         return f"{self._server.url}t{self._given - 1}"
+
+
+@functools.cache
+def vhosts_of(server: RabbitMQServer) -> Vhosts:
+    """One for each server: pytest makes a session's fixture anew for each module that imports it, and they share a server."""
+    return Vhosts(server)
 
 
 class PacedClock(ManualClock):
@@ -133,7 +140,7 @@ def waiting(broker: AMQPBroker, queue: str) -> int:
 
 @pytest.fixture(scope="session")
 def vhosts(rabbitmq_server: RabbitMQServer) -> Vhosts:
-    return Vhosts(rabbitmq_server)
+    return vhosts_of(rabbitmq_server)
 
 
 @pytest.fixture
