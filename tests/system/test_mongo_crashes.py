@@ -168,7 +168,7 @@ def test_a_sender_that_is_killed_at_any_write_leaves_all_or_nothing(
         assert calls["plain"] == 5
 
 
-@pytest.mark.parametrize(("when", "number"), UNIQUE)
+@pytest.mark.parametrize(("stage", "when", "number"), [(ONE, *write) for write in UNIQUE], indirect=["stage"])
 def test_a_sender_of_a_unique_task_that_is_killed_at_any_write_has_sent_it_or_not(
     stage: Stage, survivor: Server, when: str, number: int
 ) -> None:
