@@ -259,19 +259,26 @@ class Backend(ABC):
         """These have been settled, or are not there any more: `partial_groups` is not to give them again."""
         del group_uuids  # nothing is listed here
 
-    @abstractmethod
     def list_states(
         self, *, state: State | None = None, name: str = "", since: dt.datetime | None = None, limit: int = 100
     ) -> list[TaskState]:
-        """The newest states. `since`: changed at or after that moment."""
+        """The newest states. `since`: changed at or after that moment.
 
-    @abstractmethod
+        Raises:
+            Unsupported: this backend cannot list (`BackendFeatures.listing`).
+        """
+        raise self._unlisted()
+
     def find(self, prefix: str, limit: int = 2) -> list[str]:
-        """UUIDs that begin like this."""
+        """UUIDs that begin like this. Raises as `list_states`."""
+        raise self._unlisted()
 
-    @abstractmethod
     def finished_since(self, moment: dt.datetime) -> dict[str, tuple[int, int]]:
-        """For each queue, how many tasks (succeeded, failed) since then."""
+        """For each queue, how many tasks (succeeded, failed) since then. Raises as `list_states`."""
+        raise self._unlisted()
+
+    def _unlisted(self) -> Unsupported:
+        return Unsupported(f"the {self.features.name} backend cannot list the tasks that it keeps: ask for one by its whole UUID")
 
     @abstractmethod
     def revoke(self, uuids: Sequence[str]) -> None:

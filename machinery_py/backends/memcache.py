@@ -29,7 +29,7 @@ import datetime as dt
 import functools
 import secrets
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
 from machinery_py._drivers.memcache import STORED, Command, MemcacheDriver, delete, put, seconds, swap
 from machinery_py.backends.base import (
@@ -64,8 +64,7 @@ from machinery_py.backends.memcache_records import (
     state_in,
 )
 from machinery_py.clock import micros
-from machinery_py.errors import Unsupported
-from machinery_py.states import GroupMeta, State, TaskState
+from machinery_py.states import GroupMeta, TaskState
 from machinery_py.wire import decode_group
 
 EXPIRE_IN = 3600.0  # seconds that a finished task is kept
@@ -285,21 +284,6 @@ class MemcacheBackend(Backend):
 
     def ready_groups(self, limit: int) -> list[ReadyGroup]:
         return self._groups.ready(limit)
-
-    def list_states(
-        self, *, state: State | None = None, name: str = "", since: dt.datetime | None = None, limit: int = 100
-    ) -> list[TaskState]:
-        self._cannot_list()
-
-    def find(self, prefix: str, limit: int = 2) -> list[str]:
-        self._cannot_list()
-
-    def finished_since(self, moment: dt.datetime) -> dict[str, tuple[int, int]]:
-        self._cannot_list()
-
-    @staticmethod
-    def _cannot_list() -> NoReturn:
-        raise Unsupported("memcached cannot list what it holds: ask for a task by its whole UUID; see BackendFeatures.listing")
 
     def revoke(self, uuids: Sequence[str]) -> None:
         self.driver.send([put(key_of(uuid, REVOKED), b"1", seconds(REVOKED_LIFE)) for uuid in uuids], doing="revoking")
