@@ -54,7 +54,7 @@ class MongoBackend(MongoLooking):
     def __init__(self, driver: MongoDriver, *, expire_in: float = EXPIRE_IN) -> None:
         super().__init__(driver, MongoTasks(driver, expire_in=expire_in))
         self.expire_in = expire_in
-        self.load = self._tasks.load
+        self.load_ended = self._tasks.load_ended
         self.schedules = MongoSchedules(driver, self._tasks)
         self._next_sweep = 0.0
 

@@ -16,13 +16,16 @@ from machinery_py._drivers.mongo import Document, MongoDriver, Store, insert_new
 from machinery_py.backends.mongo_groups import CHORD_LIFE
 from machinery_py.backends.mongo_records import Kept, fields_of, kept_of, new_document, packed_outbox, unpacked_outbox
 from machinery_py.errors import BackendUnavailable
-from machinery_py.states import TaskState, advance
+from machinery_py.states import State, TaskState, advance
 
 BATCH = 1000  # documents in one step
 ROUNDS = 200  # tries of a write that others are faster at
 
 T = TypeVar("T")
 _SLIM = {"results": 0, "outbox": 0}
+
+#: Only tasks in one of these states, or in a later run, may have ended a run.
+_ENDED = frozenset({State.SUCCESS.value, State.FAILURE.value, State.RETRY.value})
 
 #: UUID → version and state of the document that is written over.
 Before = dict[str, tuple[int, str | None]]
@@ -45,19 +48,34 @@ class MongoTasks:
     def too_many_rivals(self) -> BackendUnavailable:
         return BackendUnavailable(f"MongoDB at {self.driver.place}: writing states: others were faster {ROUNDS} times")
 
-    def load(self, uuids: Iterable[str], which: Document | None = None) -> dict[str, Kept]:
-        """The documents that there are, for writing over them; `which`: of these alone."""
+    def load(self, uuids: Iterable[str]) -> dict[str, Kept]:
+        """The documents that there are, for writing over them."""
         wanted = list(dict.fromkeys(uuids))
 
         def read(store: Store) -> dict[str, Kept]:
             return {
                 one["_id"]: kept_of(one)
                 for start in range(0, len(wanted), BATCH)
-                for one in store.tasks.find({"_id": {"$in": wanted[start : start + BATCH]}, **(which or {})}, _SLIM)
+                for one in store.tasks.find({"_id": {"$in": wanted[start : start + BATCH]}}, _SLIM)
                 .batch_size(BATCH + 1)
             }
 
         return self.run(read, "reading states") if wanted else {}
+
+    def load_ended(self, uuids: Iterable[str]) -> dict[str, Kept]:
+        """As `load`, of those of which a run may have ended. Asked for by `_id` alone, so that no server looks at other tasks."""
+        wanted = list(dict.fromkeys(uuids))
+
+        def read(store: Store) -> list[str]:
+            return [
+                one["_id"]
+                for start in range(0, len(wanted), BATCH)
+                for one in store.tasks.find({"_id": {"$in": wanted[start : start + BATCH]}}, {"state": 1, "run": 1})
+                .batch_size(BATCH + 1)
+                if one.get("state") in _ENDED or one.get("run")
+            ]
+
+        return self.load(self.run(read, "reading states")) if wanted else {}
 
     def save(
         self, rows: dict[str, Kept], before: Before, more: dict[str, Document], held: set[str]

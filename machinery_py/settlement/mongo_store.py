@@ -52,11 +52,6 @@ BUSY = 32  # settlements and marks in a batch from which RECEIVED is not written
 SUBMISSION = "submission"  # a deed of a token, with states and groups
 BATCH = 500  # messages that are ended in one step
 
-#: Only of tasks in one of these states, or in a later run, a delivery may be the second one.
-_PERHAPS_OVER: Document = {
-    "$or": [{"state": {"$in": [State.SUCCESS.value, State.FAILURE.value, State.RETRY.value]}}, {"run": {"$gt": 0}}]
-}
-
 _pack = msgspec.msgpack.Encoder().encode
 _submission = msgspec.msgpack.Decoder(Submission).decode
 _messages = msgspec.msgpack.Decoder(list[Message]).decode
@@ -242,7 +237,7 @@ class MongoSession(ConsumerSession):
         if not deliveries:
             return deliveries
         try:
-            rows = self._store.states.load((delivery.receipt.uuid for delivery in deliveries), _PERHAPS_OVER)
+            rows = self._store.states.load_ended(delivery.receipt.uuid for delivery in deliveries)
             over = [one for one in deliveries if (row := rows.get(one.receipt.uuid)) and row.state and _is_over(one, row.state)]
             if over:
                 self._consumer.dispose([Disposal(delivery=delivery) for delivery in over])
