@@ -64,7 +64,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "backends.memcache_records backends.memcache_listener",
         "backends.memcache_index",
         "backends.memcache_groups backends.memcache_jobs backends.amqp_records",
-        "backends.memcache_amend backends.amqp_groups backends.amqp_revocations",
+        "backends.memcache_amend backends.amqp_groups backends.amqp_revocations backends.amqp_amend",
         "backends.amqp_listener",
         "brokers.* backends.* locks.*",
         "settlement.one_store settlement.redis_scripts settlement.redis_amend",

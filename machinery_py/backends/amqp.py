@@ -15,8 +15,8 @@ gone for us as well, and its task counts as one that was never stored.)
 
 Limits: a state expires `results_expire_in` after it was written, whether the task is finished or not, as in Go; that must be
 longer than tasks wait and run. The results of a chord's members are kept for it. States are lost when RabbitMQ restarts, as in
-Go: a task that was finished and not acknowledged then runs again; outboxes and chords are kept. States cannot be listed.
-Schedules and keys of unique tasks are not kept.
+Go: a task that was finished and not acknowledged then runs again, and a key is free whose task has no state; outboxes, chords
+and schedules (amqp_amend.py) are kept. States cannot be listed.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ import contextlib
 import datetime as dt
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
 import msgspec
 
 from machinery_py._drivers.amqp import AmqpDriver
 from machinery_py._drivers.amqp_link import Channel
 from machinery_py._drivers.amqp_turns import QueueMoved, Turn, TurnLost, Turns, declare_lock
+from machinery_py.backends.amqp_amend import SCHEDULES, SCHEDULES_LOCK, Amending
 from machinery_py.backends.amqp_groups import Groups, meta_of
 from machinery_py.backends.amqp_listener import AMQPListener
 from machinery_py.backends.amqp_records import (
@@ -56,11 +57,11 @@ from machinery_py.backends.amqp_records import (
     pack,
 )
 from machinery_py.backends.amqp_revocations import Revocations
-from machinery_py.backends.base import Amendment, Backend, BackendFeatures, Begun, Change, ReadyGroup, Verdict
+from machinery_py.backends.base import Amendment, BackendFeatures, Begun, Change, ReadyGroup, Records, Verdict
 from machinery_py.backends.transactional import Row, TransactionalBackend, is_over
 from machinery_py.clock import micros
-from machinery_py.errors import BackendUnavailable, DecodeError, Unsupported
-from machinery_py.states import Arrival, GroupMeta, State, TaskState
+from machinery_py.errors import BackendUnavailable, DecodeError
+from machinery_py.states import Arrival, GroupMeta, TaskState
 from machinery_py.wire import decode_signature
 
 EXPIRE_IN = 3600.0  # seconds that a state is kept
@@ -74,9 +75,10 @@ T = TypeVar("T")
 class _Work:
     """What one thread is at."""
 
-    def __init__(self, turn: Turn, places: Places) -> None:
+    def __init__(self, turn: Turn, places: Places, now: int) -> None:
         self.turn = turn
         self.groups = Groups(places, turn)
+        self.amending = Amending(turn, now)
         self.rows: dict[str, Record] = {}  # as they were read
         self.bodies: dict[str, bytes] = {}  # as they are written
         self.arrivals: list[Arrival] = []
@@ -86,7 +88,7 @@ class AMQPBackend(TransactionalBackend):
     """Queues on the driver's server. The driver belongs to whoever made it."""
 
     features = BackendFeatures(
-        name="amqp", durable=False, listing=False, foreign=True, foreign_time=GO_TIME, keeps_unfinished=False, schedules=False
+        name="amqp", durable=False, listing=False, foreign=True, foreign_time=GO_TIME, keeps_unfinished=False, claims=True
     )
 
     def __init__(self, driver: AmqpDriver, *, expire_in: float = EXPIRE_IN) -> None:
@@ -104,9 +106,9 @@ class AMQPBackend(TransactionalBackend):
     def _declare(self, channel: Channel) -> None:
         """What is there for all tasks. Waits for each answer: a mistake must not pass unnoticed."""
         wait = self.driver.timeout
-        for lock in (*LOCKS, OUTBOX_LOCK, READY_LOCK, REVOKED_LOCK):
+        for lock in (*LOCKS, OUTBOX_LOCK, READY_LOCK, REVOKED_LOCK, SCHEDULES_LOCK):
             declare_lock(channel, lock, wait)
-        for place in (OUTBOX, READY, REVOKED):
+        for place in (OUTBOX, READY, REVOKED, SCHEDULES):
             channel.rpc("queue_declare", queue=place.queue, durable=True, arguments=dict(place.arguments), timeout=wait)
         for exchange, kind in ((FINISHED, "direct"), (REVOCATIONS, "fanout")):
             channel.rpc("exchange_declare", exchange=exchange, exchange_type=kind, durable=True, timeout=wait)
@@ -114,12 +116,21 @@ class AMQPBackend(TransactionalBackend):
 
     # Turns
 
-    def _carry(self, uuids: Iterable[str], doing: str, step: Callable[[_Work], T], *, again: bool = False) -> T:
-        """Do a step with the locks of these tasks and groups. `again`: it only reads, and may be repeated when it was lost."""
+    def _carry(
+        self, uuids: Iterable[str], doing: str, step: Callable[[_Work], T], *, locks: Iterable[str] = (), again: bool = False
+    ) -> T:
+        """Do a step with the locks of these tasks, groups and claims, and with `locks`.
+
+        Joins the turn that this thread is in already, which must have taken those locks. `again`: the step reads, or writes
+        what may be written twice, and is repeated when it was lost.
+        """
+        if (joined := getattr(self._mine, "work", None)) is not None:
+            return step(joined)
+        held = {*locks, *map(lock_of, uuids)}
         for left in reversed(range(TRIES)):
             try:
-                with self._turns.turn({lock_of(uuid) for uuid in uuids}, doing) as turn:
-                    work = self._mine.work = _Work(turn, self._places)
+                with self._turns.turn(held, doing) as turn:
+                    work = self._mine.work = _Work(turn, self._places, micros(self.now()))
                     try:
                         result = step(work)
                         work.groups.write()
@@ -253,31 +264,39 @@ class AMQPBackend(TransactionalBackend):
         entries = self._carry((), "reading outboxes", lambda _: self._entries(), again=True)
         return [(entry.key, entry.bodies) for entry in entries if entry.kept_at <= before][:limit]
 
-    # What it does not keep
+    # Records and claims
 
     def amend(self, amendment: Amendment) -> bool:
-        return Backend.amend(self, amendment)
-
-    def release(self, claims: Sequence[tuple[str, bytes]]) -> None:
-        Backend.release(self, claims)
+        uuids = {state.task_uuid for state in amendment.states} | {group.group_uuid for group in amendment.groups}
+        return self._carry(
+            uuids | {amendment.name} if amendment.life else uuids, "changing a record",
+            lambda _: TransactionalBackend.amend(self, amendment), locks=() if amendment.life else [SCHEDULES_LOCK],
+        )
 
     def _swap_record(self, name: str, expected: bytes | None, body: bytes | None) -> bool:
-        raise NotImplementedError  # `amend` has refused it
+        return self._work.amending.swap_record(name, expected, body)
 
-    def list_states(
-        self, *, state: State | None = None, name: str = "", since: dt.datetime | None = None, limit: int = 100
-    ) -> list[TaskState]:
-        self._cannot_list()
+    def _swap_claim(self, name: str, expected: bytes | None, body: bytes | None, life: float) -> bool:
+        return self._work.amending.swap_claim(name, expected, body, life)
 
-    def find(self, prefix: str, limit: int = 2) -> list[str]:
-        self._cannot_list()
+    def release(self, claims: Sequence[tuple[str, bytes]]) -> None:
+        names = [name for name, _ in claims]
 
-    def finished_since(self, moment: dt.datetime) -> dict[str, tuple[int, int]]:
-        self._cannot_list()
+        def step(work: _Work) -> None:
+            work.amending.claims(names)  # all at once, not one after the other
+            TransactionalBackend.release(self, claims)
 
-    @staticmethod
-    def _cannot_list() -> NoReturn:
-        raise Unsupported("results in RabbitMQ cannot be listed: ask for a task by its whole UUID; see BackendFeatures.listing")
+        if claims:
+            self._carry(names, "releasing claims", step, again=True)
+
+    def claims(self, names: Sequence[str]) -> list[bytes | None]:
+        return self._carry(names, "reading claims", lambda work: work.amending.claims(names), again=True) if names else []
+
+    def records(self, known: str = "") -> Records:
+        table = self._carry(
+            (), "reading schedules", lambda work: work.amending.table(), locks=[SCHEDULES_LOCK], again=True
+        )
+        return Records(now=self.now(), version=table.version, bodies=None if table.version == known else table.by_name())
 
     # Reading
 
@@ -327,7 +346,7 @@ class AMQPBackend(TransactionalBackend):
     # Revocations, purges
 
     def revoke(self, uuids: Sequence[str]) -> None:
-        self._revocations.add(uuids)
+        self._carry((), "revoking", lambda work: self._revocations.add(work.turn, uuids), again=True)
 
     def revoked(self, uuids: Sequence[str]) -> set[str]:
         return self._revocations.among(uuids) if uuids else set()

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 from machinery_py._drivers.amqp_link import Channel
 from machinery_py._drivers.amqp_reader import Reader
-from machinery_py._drivers.amqp_turns import Turns
+from machinery_py._drivers.amqp_turns import Turn, TurnLost, Turns
 from machinery_py.backends.amqp_records import (
     REVOCATIONS,
     REVOKED,
@@ -36,14 +36,20 @@ class Revocations:
         self._reader: Reader | None = None
         self._queue = ""
 
-    def add(self, uuids: Sequence[str]) -> None:
+    def add(self, turn: Turn, uuids: Sequence[str]) -> None:
+        """May be repeated: to be revoked twice is to be revoked."""
         names = [name_of(uuid) for uuid in uuids]
-        with self._turns.turn((), "revoking") as turn:
-            for start in range(0, len(names), CHUNK):
-                turn.tell(REVOCATIONS, "", pack(names[start:start + CHUNK]))
+        for start in range(0, len(names), CHUNK):
+            turn.tell(REVOCATIONS, "", pack(names[start:start + CHUNK]))
 
     def among(self, uuids: Sequence[str]) -> set[str]:
         """Those of them that are revoked."""
+        try:
+            return self._among(uuids)
+        except TurnLost:
+            return self._among(uuids)  # a new subscription begins with all that there is
+
+    def _among(self, uuids: Sequence[str]) -> set[str]:
         with self._lock, self._turns.translated("reading revocations"):
             if self._reader is None or not self._reader.channel.is_open:
                 self._subscribe()

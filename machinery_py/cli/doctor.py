@@ -162,9 +162,14 @@ def _backend(server: Server) -> Iterator[Finding]:
             yield Finding("backend", Mark.WRONG if concern.is_certain else Mark.NOTE, concern.text)
     server.backend.purge_state(new_uuid())  # of a task that was never sent: a write that changes nothing
     yield Finding("backend", Mark.OK, "can be written")
-    if not features.durable and not features.embedded:
+    if features.forgets:
         yield Finding("backend", Mark.NOTE, "forgets results, schedules and keys of unique tasks when it restarts or is full; "
                       "so can a chord be lost")
+    elif not features.durable and not features.embedded:
+        yield Finding("backend", Mark.NOTE, "forgets states when it restarts; the key of a unique task without a state is free")
+    if not features.keeps_unfinished:
+        kept = length(server.config.results_expire_in)
+        yield Finding("backend", Mark.NOTE, f"keeps a state for {kept} (results_expire_in), also of a task that waits or runs")
 
 
 def _timed(ask: Callable[[], object]) -> float:

@@ -14,6 +14,8 @@ from machinery_py.settlement.base import Session, Store
 from machinery_py.settlement.two_stores import TwoSession, TwoStores
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.conformance.backends import BackendConformance, OpenBackend
+from machinery_py.testing.conformance.claims import ClaimConformance
+from machinery_py.testing.conformance.schedules import ScheduleConformance
 from machinery_py.testing.conformance.settlement import OpenStore, SettlementConformance
 from tests.servers import rabbitmq_server
 from tests.stores.amqp_case import Brokers, PacedClock, amqp_config, amqp_url, crash, open_brokers, vhosts
@@ -34,11 +36,23 @@ class TestAMQPBackend(BackendConformance):
         return open_backends
 
 
-class TestMemoryBrokerAndAMQPBackend(SettlementConformance):
+class BesideMemory:
     @pytest.fixture
     def open_store(self, open_backends: Backends, clock: ManualClock) -> OpenStore:
         broker = MemoryBroker(MemoryHub(clock))
         return lambda: TwoStores(broker, open_backends(), clock)
+
+
+class TestMemoryBrokerAndAMQPBackend(BesideMemory, SettlementConformance):
+    pass
+
+
+class TestSchedulesInRabbitMQ(BesideMemory, ScheduleConformance):
+    pass
+
+
+class TestClaimsInRabbitMQ(BesideMemory, ClaimConformance):
+    pass
 
 
 class TestAMQPBrokerAndAMQPBackend(SettlementConformance):

@@ -22,85 +22,56 @@ from tests.stores.redis_cluster_case import ClusterClock, Clusters, clock, empty
 __all__ = ["clock", "empty_cluster", "open_cluster"]
 
 
-class TestClusterBroker(BrokerConformance):
+class ClusterTime:
     @pytest.fixture
     def clock(self, empty_cluster: ClusterServers) -> ClusterClock:
         return ClusterClock(empty_cluster)
 
+
+class InCluster(ClusterTime):
+    @pytest.fixture
+    def open_store(self, open_cluster: Clusters, clock: ClusterClock) -> OpenStore:
+        def open_store() -> Store:
+            cluster = open_cluster()
+            return ClusterStore(ClusterBroker(cluster), ClusterBackend(cluster), clock)
+
+        return open_store
+
+
+class InClusterBesideMemory(ClusterTime):
+    @pytest.fixture
+    def open_store(self, open_cluster: Clusters, clock: ClusterClock) -> OpenStore:
+        broker = MemoryBroker(MemoryHub(clock))
+        return lambda: TwoStores(broker, ClusterBackend(open_cluster()), clock)
+
+
+class TestClusterBroker(ClusterTime, BrokerConformance):
     @pytest.fixture
     def open_broker(self, open_cluster: Clusters) -> OpenBroker:
         return lambda: ClusterBroker(open_cluster())
 
 
-class TestClusterBackend(BackendConformance):
-    @pytest.fixture
-    def clock(self, empty_cluster: ClusterServers) -> ClusterClock:
-        return ClusterClock(empty_cluster)
-
+class TestClusterBackend(ClusterTime, BackendConformance):
     @pytest.fixture
     def open_backend(self, open_cluster: Clusters) -> OpenBackend:
         return lambda: ClusterBackend(open_cluster(), expire_in=self.expire_in)
 
 
-class TestClusterStore(SettlementConformance):
-    @pytest.fixture
-    def clock(self, empty_cluster: ClusterServers) -> ClusterClock:
-        return ClusterClock(empty_cluster)
-
-    @pytest.fixture
-    def open_store(self, open_cluster: Clusters, clock: ClusterClock) -> OpenStore:
-        def open_store() -> Store:
-            cluster = open_cluster()
-            return ClusterStore(ClusterBroker(cluster), ClusterBackend(cluster), clock)
-
-        return open_store
+class TestClusterStore(InCluster, SettlementConformance):
+    pass
 
 
-class TestClusterSchedules(ScheduleConformance):
-    @pytest.fixture
-    def clock(self, empty_cluster: ClusterServers) -> ClusterClock:
-        return ClusterClock(empty_cluster)
-
-    @pytest.fixture
-    def open_store(self, open_cluster: Clusters, clock: ClusterClock) -> OpenStore:
-        def open_store() -> Store:
-            cluster = open_cluster()
-            return ClusterStore(ClusterBroker(cluster), ClusterBackend(cluster), clock)
-
-        return open_store
+class TestClusterSchedules(InCluster, ScheduleConformance):
+    pass
 
 
-class TestMemoryBrokerAndClusterBackend(ScheduleConformance):
-    @pytest.fixture
-    def clock(self, empty_cluster: ClusterServers) -> ClusterClock:
-        return ClusterClock(empty_cluster)
-
-    @pytest.fixture
-    def open_store(self, open_cluster: Clusters, clock: ClusterClock) -> OpenStore:
-        broker = MemoryBroker(MemoryHub(clock))
-        return lambda: TwoStores(broker, ClusterBackend(open_cluster()), clock)
+class TestMemoryBrokerAndClusterBackend(InClusterBesideMemory, ScheduleConformance):
+    pass
 
 
-class TestClusterClaims(ClaimConformance):
-    @pytest.fixture
-    def clock(self, empty_cluster: ClusterServers) -> ClusterClock:
-        return ClusterClock(empty_cluster)
-
-    @pytest.fixture
-    def open_store(self, open_cluster: Clusters, clock: ClusterClock) -> OpenStore:
-        def open_store() -> Store:
-            cluster = open_cluster()
-            return ClusterStore(ClusterBroker(cluster), ClusterBackend(cluster), clock)
-
-        return open_store
+class TestClusterClaims(InCluster, ClaimConformance):
+    pass
 
 
-class TestClaimsInAClusterBesideAnotherBroker(ClaimConformance):
-    @pytest.fixture
-    def clock(self, empty_cluster: ClusterServers) -> ClusterClock:
-        return ClusterClock(empty_cluster)
-
-    @pytest.fixture
-    def open_store(self, open_cluster: Clusters, clock: ClusterClock) -> OpenStore:
-        broker = MemoryBroker(MemoryHub(clock))
-        return lambda: TwoStores(broker, ClusterBackend(open_cluster()), clock)
+class TestClaimsInAClusterBesideAnotherBroker(InClusterBesideMemory, ClaimConformance):
+    pass

@@ -2,62 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import closing
-
 import msgspec
 import pytest
 
 from machinery_py.backends.redis import RedisBackend
 from machinery_py.brokers.redis import RedisBroker
-from machinery_py.settlement.base import Store
-from machinery_py.settlement.redis_store import RedisStore
 from machinery_py.testing.conformance.backends import BackendConformance, OpenBackend
 from machinery_py.testing.conformance.brokers import BrokerConformance, OpenBroker
-from machinery_py.testing.conformance.settlement import OpenStore, SettlementConformance
+from machinery_py.testing.conformance.settlement import SettlementConformance
 from machinery_py.wire import encode_group
 from machinery_py.worker.fleet import GroupWatch
 from tests.stores.left_behind import GROUP, SOON, LeftBehind, ended, look_until_idle
+from tests.stores.record_stores import InRedis, RedisTime
 from tests.stores.redis_case import Drivers, ServerClock, clock, open_driver, redis_server, redis_url
 
 __all__ = ["clock", "open_driver", "redis_server", "redis_url"]
 
 
-class TestRedisBroker(BrokerConformance):
-    @pytest.fixture
-    def clock(self, redis_url: str) -> Iterator[ServerClock]:
-        with closing(ServerClock(redis_url)) as clock:
-            yield clock
-
+class TestRedisBroker(RedisTime, BrokerConformance):
     @pytest.fixture
     def open_broker(self, open_driver: Drivers) -> OpenBroker:
         return lambda: RedisBroker(open_driver())
 
 
-class TestRedisBackend(BackendConformance):
-    @pytest.fixture
-    def clock(self, redis_url: str) -> Iterator[ServerClock]:
-        with closing(ServerClock(redis_url)) as clock:
-            yield clock
-
+class TestRedisBackend(RedisTime, BackendConformance):
     @pytest.fixture
     def open_backend(self, open_driver: Drivers) -> OpenBackend:
         return lambda: RedisBackend(open_driver(), expire_in=self.expire_in)
 
 
-class TestRedisStore(SettlementConformance):
-    @pytest.fixture
-    def clock(self, redis_url: str) -> Iterator[ServerClock]:
-        with closing(ServerClock(redis_url)) as clock:
-            yield clock
-
-    @pytest.fixture
-    def open_store(self, open_driver: Drivers) -> OpenStore:
-        def open_store() -> Store:
-            driver = open_driver()
-            return RedisStore(RedisBroker(driver), RedisBackend(driver))
-
-        return open_store
+class TestRedisStore(InRedis, SettlementConformance):
+    pass
 
 
 class TestChordsThatAreLeftBehindInRedis(LeftBehind):

@@ -2,105 +2,54 @@
 
 from __future__ import annotations
 
-import pathlib
-from collections.abc import Iterator
-from contextlib import closing
-
 import pytest
 
 from machinery_py._drivers.memory import MemoryHub
-from machinery_py._drivers.sqlite import SQLiteDriver
 from machinery_py.backends.base import Amendment
 from machinery_py.backends.memory import MemoryBackend
 from machinery_py.backends.null import NullBackend
-from machinery_py.backends.redis import RedisBackend
-from machinery_py.backends.sqlite import SQLiteBackend
 from machinery_py.brokers.memory import MemoryBroker
-from machinery_py.brokers.redis import RedisBroker
-from machinery_py.brokers.sqlite import SQLiteBroker
 from machinery_py.errors import BackendUnavailable, BrokerUnavailable, PublishUnknown, Unsupported
-from machinery_py.settlement.base import Store
-from machinery_py.settlement.one_store import OneStore
-from machinery_py.settlement.redis_store import RedisStore
 from machinery_py.settlement.two_stores import TwoStores
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.conformance.fencing import drain
-from machinery_py.testing.conformance.schedules import OpenStore, ScheduleConformance, amend, bodies
+from machinery_py.testing.conformance.schedules import ScheduleConformance, amend, bodies
 from machinery_py.testing.flaky import FlakyBackend, FlakyBroker
-from tests.stores.redis_case import Drivers, ServerClock, clock, open_driver, redis_server, redis_url
+from tests.stores.record_stores import (
+    InMemory,
+    InRedis,
+    InRedisBesideMemory,
+    InSQLite,
+    InSQLiteBesideMemory,
+    InTwoMemories,
+)
+from tests.stores.redis_case import clock, open_driver, redis_server, redis_url
 
 __all__ = ["clock", "open_driver", "redis_server", "redis_url"]
 
 
-class TestMemoryStore(ScheduleConformance):
-    @pytest.fixture
-    def open_store(self, clock: ManualClock) -> OpenStore:
-        hub = MemoryHub(clock)
-        broker, backend = MemoryBroker(hub), MemoryBackend(hub)
-        return lambda: OneStore(broker, backend, hub.transaction)
+class TestMemoryStore(InMemory, ScheduleConformance):
+    pass
 
 
-class TestSQLiteStore(ScheduleConformance):
-    @pytest.fixture
-    def open_store(self, clock: ManualClock, tmp_path: pathlib.Path) -> Iterator[OpenStore]:
-        drivers: list[SQLiteDriver] = []
-
-        def open_store() -> Store:
-            driver = SQLiteDriver(tmp_path / "machinery.db", clock=clock, synchronous="NORMAL")
-            drivers.append(driver)
-            return OneStore(SQLiteBroker(driver), SQLiteBackend(driver), driver.transaction)
-
-        yield open_store
-        for driver in drivers:
-            driver.close()
+class TestSQLiteStore(InSQLite, ScheduleConformance):
+    pass
 
 
-class TestRedisStore(ScheduleConformance):
-    @pytest.fixture
-    def clock(self, redis_url: str) -> Iterator[ServerClock]:
-        with closing(ServerClock(redis_url)) as clock:
-            yield clock
-
-    @pytest.fixture
-    def open_store(self, open_driver: Drivers) -> OpenStore:
-        def open_store() -> Store:
-            driver = open_driver()
-            return RedisStore(RedisBroker(driver), RedisBackend(driver))
-
-        return open_store
+class TestRedisStore(InRedis, ScheduleConformance):
+    pass
 
 
-class TestTwoMemoryStores(ScheduleConformance):
-    @pytest.fixture
-    def open_store(self, clock: ManualClock) -> OpenStore:
-        broker, backend = MemoryBroker(MemoryHub(clock)), MemoryBackend(MemoryHub(clock))
-        return lambda: TwoStores(broker, backend, clock)
+class TestTwoMemoryStores(InTwoMemories, ScheduleConformance):
+    pass
 
 
-class TestMemoryBrokerAndRedisBackend(ScheduleConformance):
-    @pytest.fixture
-    def clock(self, redis_url: str) -> Iterator[ServerClock]:
-        with closing(ServerClock(redis_url)) as clock:
-            yield clock
-
-    @pytest.fixture
-    def open_store(self, open_driver: Drivers, clock: ServerClock) -> OpenStore:
-        broker = MemoryBroker(MemoryHub(clock))
-        return lambda: TwoStores(broker, RedisBackend(open_driver()), clock)
+class TestMemoryBrokerAndRedisBackend(InRedisBesideMemory, ScheduleConformance):
+    pass
 
 
-class TestMemoryBrokerAndSQLiteBackend(ScheduleConformance):
-    @pytest.fixture
-    def open_store(self, clock: ManualClock, tmp_path: pathlib.Path) -> Iterator[OpenStore]:
-        broker, drivers = MemoryBroker(MemoryHub(clock)), list[SQLiteDriver]()
-
-        def open_store() -> Store:
-            drivers.append(SQLiteDriver(tmp_path / "states.db", clock=clock))
-            return TwoStores(broker, SQLiteBackend(drivers[-1]), clock)
-
-        yield open_store
-        for driver in drivers:
-            driver.close()
+class TestMemoryBrokerAndSQLiteBackend(InSQLiteBesideMemory, ScheduleConformance):
+    pass
 
 
 @pytest.mark.parametrize(("call", "lost"), [("put", False), ("put", True), ("clear_outbox", False), ("amend", True)])

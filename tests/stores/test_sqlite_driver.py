@@ -7,7 +7,6 @@ import shutil
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,40 +15,11 @@ from machinery_py._drivers.sqlite import SQLiteDriver
 from machinery_py._drivers.sqlite_open import network_kind
 from machinery_py.backends.base import Amendment
 from machinery_py.backends.sqlite import SQLiteBackend
-from machinery_py.brokers.base import Message
 from machinery_py.brokers.sqlite import SQLiteBroker
 from machinery_py.errors import ConfigError, PublishRefused, StoreUnusable
+from tests.stores.sqlite_case import driver, integrity, message, path, queues
 
-ADD_QUEUE = "INSERT INTO queues VALUES (?)"
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "machinery.db"
-
-
-@pytest.fixture
-def driver(path: Path) -> Iterator[SQLiteDriver]:
-    driver = SQLiteDriver(path)
-    yield driver
-    driver.close()
-
-
-def message(number: int = 0, size: int = 10) -> Message:
-    return Message(uuid=f"task_{number}", name="add", queue="q", body=b"x" * size)
-
-
-def queues(driver: SQLiteDriver) -> set[str]:
-    with driver.reading() as connection:
-        return {name for (name,) in connection.execute("SELECT name FROM queues").fetchall()}
-
-
-def integrity(path: Path) -> str:
-    connection = sqlite3.connect(path)
-    try:
-        return str(connection.execute("PRAGMA integrity_check").fetchone()[0])
-    finally:
-        connection.close()
+__all__ = ["driver", "path"]
 
 
 def test_nothing_is_opened_before_the_first_use(path: Path) -> None:

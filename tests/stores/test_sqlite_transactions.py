@@ -6,48 +6,18 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from machinery_py._drivers.sqlite import SQLiteDriver
-from machinery_py.brokers.base import Message
 from machinery_py.brokers.sqlite import SQLiteBroker
 from machinery_py.errors import BackendUnavailable, BrokerUnavailable
 from machinery_py.testing.waiting import HANG, together, wait_until
+from tests.stores.sqlite_case import ADD_QUEUE, driver, integrity, message, path, queues
 from tests.stores.sqlite_processes import Other
 
-ADD_QUEUE = "INSERT INTO queues VALUES (?)"
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "machinery.db"
-
-
-@pytest.fixture
-def driver(path: Path) -> Iterator[SQLiteDriver]:
-    driver = SQLiteDriver(path)
-    yield driver
-    driver.close()
-
-
-def message(number: int = 0, size: int = 10) -> Message:
-    return Message(uuid=f"task_{number}", name="add", queue="q", body=b"x" * size)
-
-
-def queues(driver: SQLiteDriver) -> set[str]:
-    with driver.reading() as connection:
-        return {name for (name,) in connection.execute("SELECT name FROM queues").fetchall()}
-
-
-def integrity(path: Path) -> str:
-    connection = sqlite3.connect(path)
-    try:
-        return str(connection.execute("PRAGMA integrity_check").fetchone()[0])
-    finally:
-        connection.close()
+__all__ = ["driver", "path"]
 
 
 def test_a_transaction_is_all_or_nothing(driver: SQLiteDriver) -> None:

@@ -9,20 +9,17 @@ from __future__ import annotations
 import itertools
 import os
 import pathlib
-from collections.abc import Iterator
 
 import pytest
 
-from machinery_py import Server, Task
-from machinery_py.testing.waiting import wait_until
+from machinery_py import Server
 from tests.stores.amqp_case import amqp_url, vhosts
 from tests.stores.memcache_case import empty_memcached
 from tests.stores.mongo_case import mongodb_server, mongodb_url
-from tests.system import crashing
 from tests.system.crashing import SENDER_POINTS, TWO_STORE_POINTS, WORKER_POINTS
-from tests.system.test_crash_points import EXPECTED, HANG, Stage, check_history, check_states, nothing_left
+from tests.system.test_crash_points import Stage, survive_sender, survive_worker, survivor
 
-__all__ = ["amqp_url", "empty_memcached", "mongodb_server", "mongodb_url", "vhosts"]
+__all__ = ["amqp_url", "empty_memcached", "mongodb_server", "mongodb_url", "survivor", "vhosts"]
 
 FULL = bool(os.environ.get("MACHINERY_TEST_FULL"))
 BACKENDS = ("redis", "sqlite", "mongodb", "memcache")
@@ -50,47 +47,15 @@ def stage(request: pytest.FixtureRequest, tmp_path: pathlib.Path, amqp_url: str,
     return Stage(tmp_path, amqp_url, backend)
 
 
-@pytest.fixture
-def survivor(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    """A server in this process, with the same tasks, that nobody kills."""
-    monkeypatch.setenv("CRASH_LEDGER", str(stage.ledger))
-    server = stage.server()
-    for task in crashing.server.engine.registry:
-        server.engine.registry.add(Task(task.name, task.function, task.settings, server))
-    yield server
-    server.close()
-
-
 @pytest.mark.parametrize(("stage", "point", "shape"), CELLS, indirect=["stage"])
 def test_a_worker_on_rabbitmq_that_is_killed_loses_and_doubles_nothing(
     stage: Stage, survivor: Server, shape: str, point: str
 ) -> None:
-    sent = stage.run("send", shape, "")
-    assert sent.returncode == 0, sent.stderr
-
-    first = stage.run("worker", point)
-    with survivor.new_worker(concurrency=2):
-        wait_until(nothing_left(survivor), timeout=HANG, what="all messages are settled")
-
-    killed = stage.calls()["killed"]
-    assert first.returncode == (-9 if killed else 0), first.stderr
-    assert killed or point not in TWO_STORE_POINTS
-    check_history(stage.calls(), shape, point)
-    check_states(survivor, sent.stdout.strip(), shape)
+    survive_worker(stage, survivor, shape, point, certain=point in TWO_STORE_POINTS)
 
 
 @pytest.mark.parametrize(("stage", "point", "shape"), SENDS, indirect=["stage"])
 def test_a_sender_to_rabbitmq_that_is_killed_leaves_all_or_nothing(
     stage: Stage, survivor: Server, shape: str, point: str
 ) -> None:
-    sent = stage.run("send", shape, point)
-    assert sent.returncode == -9
-
-    with survivor.new_worker(concurrency=2):
-        wait_until(nothing_left(survivor), timeout=HANG, what="all messages are settled")
-
-    calls = stage.calls()
-    if point == "before-submit":
-        assert set(calls) == {"killed"}
-    else:
-        assert {name: calls[name] for name in EXPECTED[shape]} == EXPECTED[shape]
+    survive_sender(stage, survivor, shape, point)

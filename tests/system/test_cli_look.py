@@ -10,8 +10,13 @@ import sys
 
 import pytest
 
+from machinery_py.testing.servers import MemcachedServer
 from machinery_py.testing.waiting import wait_until
+from tests.stores.amqp_case import amqp_url, vhosts
+from tests.stores.memcache_case import empty_memcached
 from tests.system.cli_app import HANG, App, app_in_a_folder
+
+__all__ = ["amqp_url", "empty_memcached", "vhosts"]
 
 app = app_in_a_folder
 
@@ -151,6 +156,17 @@ def test_the_doctor_never_shows_a_traceback(app: App) -> None:
     for done in (app.run("doctor", "tasks", code=1, MACHINERY_URL="sqlite:///letter.db"), app.run("doctor", "broken", code=2)):
         assert "WRONG" in done.stdout
         assert "Traceback" not in done.stdout + done.stderr
+
+
+def test_the_doctor_says_what_a_backend_forgets(app: App, amqp_url: str, empty_memcached: MemcachedServer) -> None:
+    text = app.run("doctor", "tasks", MACHINERY_RESULT_BACKEND=amqp_url).stdout
+    assert "forgets states when it restarts; the key of a unique task without a state is free" in text
+    assert "keeps a state for 1 h (results_expire_in), also of a task that waits or runs" in text
+    assert "forgets results" not in text
+
+    text = app.run("doctor", "tasks", MACHINERY_RESULT_BACKEND=empty_memcached.url).stdout
+    assert "forgets results, schedules and keys of unique tasks when it restarts or is full" in text
+    assert "keeps a state" not in text
 
 
 # Sending

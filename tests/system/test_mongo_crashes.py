@@ -24,7 +24,7 @@ from tests.stores.amqp_case import amqp_url, vhosts
 from tests.stores.mongo_case import mongodb_server, mongodb_url
 from tests.system import crashing
 from tests.system.crashing import TWO_STORE_POINTS, WORKER_POINTS
-from tests.system.test_crash_points import EXPECTED, HANG, Stage, check_history, check_states, nothing_left
+from tests.system.test_crash_points import EXPECTED, HANG, Stage, check_states, nothing_left, survive_worker
 
 __all__ = ["amqp_url", "mongodb_server", "mongodb_url", "vhosts"]
 
@@ -140,17 +140,7 @@ def test_a_worker_that_is_killed_at_any_write_loses_and_doubles_nothing(
 def test_a_worker_that_is_killed_between_two_steps_loses_and_doubles_nothing(
     stage: Stage, survivor: Server, shape: str, point: str
 ) -> None:
-    sent = stage.run("send", shape, "")
-    assert sent.returncode == 0, sent.stderr
-
-    first = stage.run("worker", point)
-    finish(stage, survivor)
-
-    killed = stage.calls()["killed"]
-    assert first.returncode == (-9 if killed else 0), first.stderr
-    assert killed or point not in TWO_STORE_POINTS
-    check_history(stage.calls(), shape, point)
-    check_states(survivor, sent.stdout.strip(), shape)
+    survive_worker(stage, survivor, shape, point, certain=point in TWO_STORE_POINTS, finish=finish)
 
 
 @pytest.mark.parametrize(("stage", "when", "number"), SENDS, indirect=["stage"])

@@ -17,12 +17,13 @@ import pytest
 
 from machinery_py.periodic import decode_entry
 from machinery_py.testing.waiting import wait_until
+from tests.stores.amqp_case import amqp_url, vhosts
 from tests.stores.memcache_case import empty_memcached
 from tests.stores.mongo_case import own_mongodb
 from tests.stores.redis_cluster_case import empty_cluster, url_of
 from tests.system.scheduling import make_server
 
-__all__ = ["empty_cluster", "empty_memcached"]
+__all__ = ["amqp_url", "empty_cluster", "empty_memcached", "vhosts"]
 
 ROOT = pathlib.Path(__file__).parents[2]
 SECONDS = float(os.environ.get("CHAOS_SCHEDULE_SECONDS", "3"))  # `make chaos` asks for five minutes
@@ -71,7 +72,7 @@ class Fleet:
         self.server.close()
 
 
-LONG = ["sqlite+redis", "mongodb", "redis+memcached"]
+LONG = ["sqlite+redis", "mongodb", "redis+memcached", "sqlite+amqp", "amqp"]
 
 
 @pytest.fixture(params=["sqlite", "redis", "redis+sqlite", "cluster", *(LONG if SECONDS > 3 else ())])
@@ -90,6 +91,8 @@ def _url(request: pytest.FixtureRequest, kind: str, file: pathlib.Path) -> str:
         return url_of(request.getfixturevalue("empty_cluster"))
     if kind == "mongodb":
         return own_mongodb(request)
+    if kind == "amqp":
+        return str(request.getfixturevalue("amqp_url"))
     if kind == "memcached":
         return str(request.getfixturevalue("empty_memcached").url)
     return str(request.getfixturevalue("empty_redis").url)

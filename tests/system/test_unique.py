@@ -15,12 +15,15 @@ from machinery_py import Config, Server
 from machinery_py.testing.conformance.exclusive import ExclusiveConformance
 from machinery_py.testing.conformance.unique import UniqueConformance
 from machinery_py.testing.servers import MemcachedServer, RedisCluster
+from tests.stores.amqp_case import amqp_url, vhosts
 from tests.stores.memcache_case import empty_memcached
 from tests.stores.mongo_case import mongodb_server, mongodb_url
 from tests.stores.redis_case import redis_server, redis_url
 from tests.stores.redis_cluster_case import empty_cluster, url_of
 
-__all__ = ["empty_cluster", "empty_memcached", "mongodb_server", "mongodb_url", "redis_server", "redis_url"]
+__all__ = [
+    "amqp_url", "empty_cluster", "empty_memcached", "mongodb_server", "mongodb_url", "redis_server", "redis_url", "vhosts",
+]
 
 _numbers = itertools.count(1)
 
@@ -105,7 +108,18 @@ class TestMemoryBrokerAndMemcacheBackend(short(UniqueConformance)):  # type: ign
         return Server(Config(broker=memory(), result_backend=empty_memcached.url))
 
 
+class TestMemoryBrokerAndAMQPBackend(short(UniqueConformance)):  # type: ignore[misc]
+    @pytest.fixture
+    def server(self, amqp_url: str) -> Server:
+        return Server(Config(broker=memory(), result_backend=amqp_url))
+
+
 if FULL:
+    class TestAMQP(UniqueConformance):
+        @pytest.fixture
+        def server(self, amqp_url: str) -> Server:
+            return Server(Config(broker=amqp_url))
+
     class TestMemoryBrokerAndMongoBackend(UniqueConformance):
         @pytest.fixture
         def server(self, mongodb_url: str) -> Server:

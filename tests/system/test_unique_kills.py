@@ -16,12 +16,13 @@ from machinery_py import Config, Server, State
 from machinery_py.testing.waiting import HANG as ONE
 from machinery_py.testing.waiting import wait_until
 from tests.freezing import freeze
+from tests.stores.amqp_case import amqp_url, vhosts
 from tests.stores.memcache_case import empty_memcached
 from tests.stores.mongo_case import own_mongodb
 from tests.stores.redis_cluster_case import empty_cluster, url_of
 from tests.system.sameness_app import LEASE
 
-__all__ = ["empty_cluster", "empty_memcached"]
+__all__ = ["amqp_url", "empty_cluster", "empty_memcached", "vhosts"]
 
 FULL = bool(os.environ.get("MACHINERY_TEST_FULL"))
 ROOT = pathlib.Path(__file__).parents[2]
@@ -82,6 +83,8 @@ def _url(request: pytest.FixtureRequest, kind: str, file: pathlib.Path) -> str:
             return url_of(request.getfixturevalue("empty_cluster"))
         case "mongodb":
             return own_mongodb(request)
+        case "amqp":
+            return str(request.getfixturevalue("amqp_url"))
     return str(request.getfixturevalue(f"empty_{kind}").url)
 
 
@@ -92,14 +95,14 @@ def site(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> Iterator[Sit
     site.close()
 
 
-@pytest.fixture(params=["sqlite", "redis", *["mongodb", "cluster"] * FULL])
+@pytest.fixture(params=["sqlite", "redis", *["mongodb", "cluster", "amqp"] * FULL])
 def anywhere(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> Iterator[Site]:
     site = Site(tmp_path, _url(request, request.param, tmp_path / "same.db"))
     yield site
     site.close()
 
 
-@pytest.fixture(params=["sqlite", "redis", "memcached", *["mongodb", "cluster"] * FULL])
+@pytest.fixture(params=["sqlite", "redis", "memcached", "amqp", *["mongodb", "cluster"] * FULL])
 def two(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> Iterator[Site]:
     """SQLite for messages, and this for states."""
     site = Site(tmp_path, f"sqlite:///{tmp_path}/messages.db", _url(request, request.param, tmp_path / "states.db"))

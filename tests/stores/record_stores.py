@@ -1,0 +1,93 @@
+"""The stores that schedules and claims are tried over in the same way: each class opens one kind, for a suite of conformance."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
+
+from machinery_py._drivers.memory import MemoryHub
+from machinery_py._drivers.sqlite import SQLiteDriver
+from machinery_py.backends.memory import MemoryBackend
+from machinery_py.backends.redis import RedisBackend
+from machinery_py.backends.sqlite import SQLiteBackend
+from machinery_py.brokers.memory import MemoryBroker
+from machinery_py.brokers.redis import RedisBroker
+from machinery_py.brokers.sqlite import SQLiteBroker
+from machinery_py.settlement.base import Store
+from machinery_py.settlement.one_store import OneStore
+from machinery_py.settlement.redis_store import RedisStore
+from machinery_py.settlement.two_stores import TwoStores
+from machinery_py.testing.clocks import ManualClock
+from machinery_py.testing.conformance.fencing import OpenStore
+from tests.stores.redis_case import Drivers, ServerClock
+
+
+class InMemory:
+    @pytest.fixture
+    def open_store(self, clock: ManualClock) -> OpenStore:
+        hub = MemoryHub(clock)
+        broker, backend = MemoryBroker(hub), MemoryBackend(hub)
+        return lambda: OneStore(broker, backend, hub.transaction)
+
+
+class InSQLite:
+    @pytest.fixture
+    def open_store(self, clock: ManualClock, tmp_path: pathlib.Path) -> Iterator[OpenStore]:
+        drivers: list[SQLiteDriver] = []
+
+        def open_store() -> Store:
+            driver = SQLiteDriver(tmp_path / "machinery.db", clock=clock, synchronous="NORMAL")
+            drivers.append(driver)
+            return OneStore(SQLiteBroker(driver), SQLiteBackend(driver), driver.transaction)
+
+        yield open_store
+        for driver in drivers:
+            driver.close()
+
+
+class RedisTime:
+    @pytest.fixture
+    def clock(self, redis_url: str) -> Iterator[ServerClock]:
+        with closing(ServerClock(redis_url)) as clock:
+            yield clock
+
+
+class InRedis(RedisTime):
+    @pytest.fixture
+    def open_store(self, open_driver: Drivers) -> OpenStore:
+        def open_store() -> Store:
+            driver = open_driver()
+            return RedisStore(RedisBroker(driver), RedisBackend(driver))
+
+        return open_store
+
+
+class InTwoMemories:
+    @pytest.fixture
+    def open_store(self, clock: ManualClock) -> OpenStore:
+        broker, backend = MemoryBroker(MemoryHub(clock)), MemoryBackend(MemoryHub(clock))
+        return lambda: TwoStores(broker, backend, clock)
+
+
+class InRedisBesideMemory(RedisTime):
+    @pytest.fixture
+    def open_store(self, open_driver: Drivers, clock: ServerClock) -> OpenStore:
+        broker = MemoryBroker(MemoryHub(clock))
+        return lambda: TwoStores(broker, RedisBackend(open_driver()), clock)
+
+
+class InSQLiteBesideMemory:
+    @pytest.fixture
+    def open_store(self, clock: ManualClock, tmp_path: pathlib.Path) -> Iterator[OpenStore]:
+        broker, drivers = MemoryBroker(MemoryHub(clock)), list[SQLiteDriver]()
+
+        def open_store() -> Store:
+            drivers.append(SQLiteDriver(tmp_path / "states.db", clock=clock))
+            return TwoStores(broker, SQLiteBackend(drivers[-1]), clock)
+
+        yield open_store
+        for driver in drivers:
+            driver.close()

@@ -1,0 +1,43 @@
+"""One SQLite file, and what tests of its driver ask of it."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from machinery_py._drivers.sqlite import SQLiteDriver
+from machinery_py.brokers.base import Message
+
+ADD_QUEUE = "INSERT INTO queues VALUES (?)"
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "machinery.db"
+
+
+@pytest.fixture
+def driver(path: Path) -> Iterator[SQLiteDriver]:
+    driver = SQLiteDriver(path)
+    yield driver
+    driver.close()
+
+
+def message(number: int = 0, size: int = 10) -> Message:
+    return Message(uuid=f"task_{number}", name="add", queue="q", body=b"x" * size)
+
+
+def queues(driver: SQLiteDriver) -> set[str]:
+    with driver.reading() as connection:
+        return {name for (name,) in connection.execute("SELECT name FROM queues").fetchall()}
+
+
+def integrity(path: Path) -> str:
+    connection = sqlite3.connect(path)
+    try:
+        return str(connection.execute("PRAGMA integrity_check").fetchone()[0])
+    finally:
+        connection.close()
