@@ -25,6 +25,7 @@ from machinery_py.testing import private_mongo
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.conformance.backends import BackendConformance
 from machinery_py.testing.conformance.brokers import BrokerConformance
+from machinery_py.testing.conformance.claims import ClaimConformance
 from machinery_py.testing.conformance.locks import LockConformance
 from machinery_py.testing.conformance.schedules import ScheduleConformance
 from machinery_py.testing.conformance.settlement import SettlementConformance
@@ -37,7 +38,7 @@ PAGE = pathlib.Path(__file__).parents[1] / "docs" / "reference" / "matrix.md"
 ALONE: Mapping[str, type] = {"broker": BrokerConformance, "result backend": BackendConformance, "lock": LockConformance}
 PAIRED: Mapping[str, type] = {
     "settlement": SettlementConformance, "schedules": ScheduleConformance, "workflows": LinkedConformance,
-    "workers and queues": WorkerConformance,
+    "workers and queues": WorkerConformance, "unique keys": ClaimConformance,
 }
 SUITES = (*ALONE.items(), *PAIRED.items())
 

@@ -25,15 +25,14 @@ def test_the_page_has_every_store_pair_and_suite() -> None:
 
 
 def test_every_pair_has_run_every_suite_and_nothing_failed() -> None:
-    """But for results in RabbitMQ, which are slow: beside them, some suites have been run in part or not at all."""
     assert "failed**" not in PAGE.read_text()
     for broker, backend, *cells in rows("Pairs")[1:]:
-        assert backend == "amqp" or all("passed" in cell for cell in cells), (broker, backend)
+        assert all("passed" in cell for cell in cells), (broker, backend)
 
 
 def test_a_failure_is_shown() -> None:
     drawn = page({("workflows", "redis", "redis"): [3, 1, 2]})
-    assert "| redis | redis | – | – | 3 passed, **1 failed**, 2 left out | – |" in drawn
+    assert "| redis | redis | – | – | 3 passed, **1 failed**, 2 left out | – | – |" in drawn
 
 
 def test_the_page_is_found() -> None:

@@ -34,7 +34,7 @@ from machinery_py.settlement.base import Session, Store
 from machinery_py.settlement.two_stores import TwoSession
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.servers import MemcachedServer, RedisServer
-from tests.stores import amqp_case, memcache_case, mongo_case, redis_case, test_sqlite_conformance
+from tests.stores import amqp_case, amqp_results_case, memcache_case, mongo_case, redis_case, test_sqlite_conformance
 
 #: Every pair, not only a few: `make matrix` and `make chaos`.
 ALL_PAIRS = bool(os.environ.get("MACHINERY_TEST_FULL") or os.environ.get("MACHINERY_TEST_PAIRS"))
@@ -66,8 +66,8 @@ def place(kind: str, role: str) -> object:
     def mongodb(self: object, mongodb_url: str) -> Place:
         return Place(kind, mongodb_url)
 
-    def amqp(self: object, amqp_url: str) -> Place:
-        return Place(kind, amqp_url)
+    def amqp(self: object, vhosts: Callable[[], object]) -> Place:
+        return Place(kind, str(vhosts()))  # results by themselves: tests call tasks and queues by the same short names
 
     def memcache(self: object, empty_memcached: MemcachedServer) -> Place:
         return Place(kind, empty_memcached.url, empty_memcached)
@@ -126,7 +126,13 @@ def _mongodb(place: Place) -> Side:
 def _amqp(place: Place) -> Side:
     clock = amqp_case.PacedClock(place.url)
     brokers = amqp_case.Brokers(place.url, clock, AMQPConfig())
-    return Side(clock, brokers.close, brokers)
+    backends = amqp_results_case.Backends(place.url, clock)
+
+    def close() -> None:
+        brokers.close()
+        backends.close()
+
+    return Side(clock, close, brokers, backends)
 
 
 def _memcache(place: Place) -> Side:

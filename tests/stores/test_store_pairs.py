@@ -1,4 +1,4 @@
-"""The settlement and schedule contracts over every broker beside every result backend; what docs/reference/matrix.md shows.
+"""The contracts of settlements, schedules and claims over every broker beside every backend: docs/reference/matrix.md shows it.
 
 Pairs that have a class of their own elsewhere are run there. `make matrix` (MACHINERY_TEST_PAIRS=1) and `make chaos`
 (MACHINERY_TEST_FULL=1) run all others; otherwise a few are, such that each kind of store is in one of them.
@@ -14,6 +14,7 @@ import pytest
 from machinery_py.settlement.base import Session, Store
 from machinery_py.settlement.two_stores import TwoStores
 from machinery_py.testing.clocks import ManualClock
+from machinery_py.testing.conformance.claims import ClaimConformance
 from machinery_py.testing.conformance.fencing import StoreCase
 from machinery_py.testing.conformance.schedules import ScheduleConformance
 from machinery_py.testing.conformance.settlement import OpenStore, SettlementConformance
@@ -28,14 +29,16 @@ __all__ = ["amqp_url", "empty_memcached", "mongodb_server", "mongodb_url", "vhos
 SETTLED_ELSEWHERE = frozenset({
     ("memory", "memory"), ("sqlite", "sqlite"), ("redis", "redis"), ("mongodb", "mongodb"),
     ("memory", "sqlite"), ("mongodb", "memory"), ("memory", "mongodb"), ("amqp", "memory"), ("amqp", "sqlite"),
-    ("memory", "memcache"), ("sqlite", "memcache"),
+    ("memory", "memcache"), ("sqlite", "memcache"), ("memory", "amqp"), ("amqp", "amqp"),
 })
 SCHEDULED_ELSEWHERE = frozenset({
     ("memory", "memory"), ("sqlite", "sqlite"), ("redis", "redis"), ("mongodb", "mongodb"),
-    ("memory", "redis"), ("memory", "sqlite"), ("memory", "mongodb"),
+    ("memory", "redis"), ("memory", "sqlite"), ("memory", "mongodb"), ("memory", "amqp"),
 })
+CLAIMED_ELSEWHERE = SCHEDULED_ELSEWHERE | {("memory", "memcache")}
 SETTLED_ALWAYS = frozenset({("amqp", "mongodb"), ("redis", "mongodb"), ("mongodb", "redis")})
 SCHEDULED_ALWAYS = frozenset({("amqp", "redis"), ("redis", "mongodb"), ("memory", "memcache")})
+CLAIMED_ALWAYS = frozenset({("amqp", "redis")})
 
 
 class Pair(StoreCase):
@@ -72,9 +75,14 @@ class Schedules(Pair, ScheduleConformance):
     __test__ = False
 
 
+class Claims(Pair, ClaimConformance):
+    __test__ = False
+
+
 for _broker, _backend in itertools.product(*stores()):
     for _suite, _elsewhere, _always in (
         (Settlements, SETTLED_ELSEWHERE, SETTLED_ALWAYS), (Schedules, SCHEDULED_ELSEWHERE, SCHEDULED_ALWAYS),
+        (Claims, CLAIMED_ELSEWHERE, CLAIMED_ALWAYS),
     ):
         if (_broker, _backend) not in _elsewhere and (ALL_PAIRS or (_broker, _backend) in _always):
             _name = f"Test{_suite.__name__}Of{_broker.capitalize()}And{_backend.capitalize()}"
