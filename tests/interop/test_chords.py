@@ -57,7 +57,7 @@ def send_chords(both: Both, sender: str, count: int) -> dict[str, list[int]]:
 
 @pytest.mark.parametrize("sender", ["go", "python"])
 def test_a_chord_that_is_split_over_both_fires_exactly_once(both: Both, sender: str) -> None:
-    server, _, fleet = both
+    server, go, fleet = both
     count = CHORDS if FULL or fleet.is_quick else FEW
     wanted = send_chords(both, sender, count)
 
@@ -65,6 +65,8 @@ def test_a_chord_that_is_split_over_both_fires_exactly_once(both: Both, sender: 
         return collections.Counter(one.uuid for one in server.broker.pending("counted", 10 * CHORDS))
 
     wait_until(lambda: len(fired()) >= count, timeout=4 * HANG, what="every chord has fired")
+    go.ask("quit")  # when it has ended what it was at
+    wait_until(lambda: not server.backend.ready_groups(count), what="there is nothing left to fire")
     assert fired() == collections.Counter(dict.fromkeys(wanted, 1))
     for one in server.broker.get_pending_tasks("counted"):
         values = [arg.value for arg in one.args]

@@ -138,10 +138,8 @@ def test_f69_a_leader_that_moves_is_followed(cluster: RabbitMQCluster, scene: Sc
     with scene.server.new_worker("one", 2), scene.server.new_worker("two", 2):
         with Load(scene.server, scene.work) as load:
             load.more(TASKS)
-            before = cluster.leader_of("machinery_tasks")
-            move_leader(before, "machinery_tasks")
+            move_leader(cluster, "machinery_tasks")
             load.more(TASKS)
-            assert cluster.leader_of("machinery_tasks") is not before
 
         scene.check(load.accepted)
 
@@ -205,10 +203,18 @@ def is_put(broker: AMQPBroker, body: bytes) -> bool:
     return True
 
 
-def move_leader(leader: RabbitMQServer, queue: str) -> None:
-    answer = leader.ctl("eval", f"""
-        {{ok, Q}} = rabbit_amqqueue:lookup(rabbit_misc:r(<<"/">>, queue, <<"{queue}">>)), {{Name, Leader}} = amqqueue:get_pid(Q),
-        [Other | _] = [Node || Node <- [node() | nodes()], Node =/= Leader],
-        ra:transfer_leadership({{Name, Leader}}, {{Name, Other}}).
-    """)
-    assert answer.strip() == "ok"
+def move_leader(cluster: RabbitMQCluster, queue: str) -> None:
+    """Let another node lead. One that is asked and lags behind may lose the election that follows: it is asked again."""
+    before = cluster.leader_of(queue)
+
+    def moved() -> bool:
+        if cluster.leader_of(queue) is before:
+            before.ctl("eval", f"""
+                {{ok, Q}} = rabbit_amqqueue:lookup(rabbit_misc:r(<<"/">>, queue, <<"{queue}">>)),
+                {{Name, Leader}} = amqqueue:get_pid(Q),
+                [Other | _] = [Node || Node <- [node() | nodes()], Node =/= Leader],
+                ra:transfer_leadership({{Name, Leader}}, {{Name, Other}}).
+            """)
+        return cluster.leader_of(queue) is not before
+
+    wait_until(moved, LONG, "another leader")
