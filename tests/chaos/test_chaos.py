@@ -13,7 +13,9 @@ from tests.chaos.checker import Verdict
 from tests.chaos.run import Options, run
 
 FIXED = 7
+FULL = bool(os.environ.get("MACHINERY_TEST_FULL"))
 RANDOM = int(os.environ.get("CHAOS_SEED") or random.SystemRandom().randrange(1, 1_000_000))
+SEEDS = [pytest.param(FIXED, id="fixed"), *[pytest.param(RANDOM, id="random")] * FULL]  # `make chaos`: both
 HANG = 120.0  # seconds; a guard, the run takes a tenth of it
 
 
@@ -28,7 +30,7 @@ def chaos(url: str, seed: int, folder: pathlib.Path, *, tasks: int = 3000) -> Ve
 
 @pytest.mark.chaos
 @pytest.mark.timeout(2 * HANG)
-@pytest.mark.parametrize("seed", [FIXED, RANDOM], ids=["fixed", "random"])
+@pytest.mark.parametrize("seed", SEEDS)
 def test_sqlite_loses_and_doubles_nothing_while_workers_are_killed(seed: int, tmp_path: pathlib.Path) -> None:
     verdict = chaos("sqlite", seed, tmp_path / "run")
 
@@ -38,7 +40,7 @@ def test_sqlite_loses_and_doubles_nothing_while_workers_are_killed(seed: int, tm
 
 @pytest.mark.chaos
 @pytest.mark.timeout(2 * HANG)
-@pytest.mark.parametrize("seed", [FIXED, RANDOM], ids=["fixed", "random"])
+@pytest.mark.parametrize("seed", SEEDS)
 def test_redis_loses_and_doubles_nothing_while_workers_and_server_are_killed(seed: int, tmp_path: pathlib.Path) -> None:
     require(RedisServer)
 
