@@ -3,16 +3,23 @@
 SQLite knows the locks of a process by the files that it has open. If a child inherited open ones, its own connections
 would rely on locks that only the parent has, and the log could be deleted under them. So all is closed before a fork.
 
+The SQLite library has locks of its own, for all connections of a process. A child that was forked while another thread
+held one waits for it for ever, at its first call. So no thread is in the library during a fork, not even to free a
+connection that was dropped without `close`: that is done when nobody forks.
+
 Limits: forks that Python does not see (by a C library) are noticed by the process id, and the inherited connections are
-left alone; such a child must not outlive its parent.
+left alone; such a child must not outlive its parent. Other users of SQLite in the process are not known here: a program
+whose threads use it by themselves must not fork meanwhile.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sqlite3
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -50,7 +57,22 @@ class Handles:
     forking: bool = False
 
     def __post_init__(self) -> None:
-        _all.add(self)
+        free = _Fork.lock.acquire(timeout=FORK_PATIENCE)  # who opens a file now must not do it beside a fork
+        try:
+            _all.add(self)
+        finally:
+            if free:
+                _Fork.lock.release()
+        _close_dropped()
+
+    def __del__(self) -> None:
+        """May run anywhere, also in the middle of a fork: it waits for nothing."""
+        connections = [*self.readers, *([self.writer] if self.writer is not None else [])]
+        if self.pid == os.getpid():
+            _dropped.extend(connections)
+            _close_dropped()
+        else:
+            _inherited.extend(connections)
 
     def close(self) -> None:
         """Close all that is not in use. Called with the lock and the gate held."""
@@ -100,14 +122,26 @@ class Handles:
 
 
 class _Fork:
-    """One fork at a time."""
+    """One fork at a time, and none while dropped connections are closed."""
 
     lock = threading.Lock()
     held: tuple[Handles, ...] = ()
 
 
 _all: weakref.WeakSet[Handles] = weakref.WeakSet()
-_inherited: list[Handles] = []
+_inherited: list[Handles | sqlite3.Connection] = []
+_dropped: deque[sqlite3.Connection] = deque()
+
+
+def _close_dropped() -> None:
+    """Close them, unless somebody forks or closes just now, who does it afterwards."""
+    while _dropped and _Fork.lock.acquire(blocking=False):
+        try:
+            with contextlib.suppress(IndexError, sqlite3.Error):
+                while True:
+                    _dropped.popleft().close()
+        finally:
+            _Fork.lock.release()
 
 
 def _before_fork() -> None:
@@ -122,6 +156,7 @@ def _after_fork() -> None:
         handles.after_fork()
     _Fork.held = ()
     _Fork.lock.release()
+    _close_dropped()
 
 
 def _after_fork_in_child() -> None:
@@ -130,6 +165,8 @@ def _after_fork_in_child() -> None:
             handles.keep_for_ever()
         _all.discard(handles)
     _Fork.held = ()
+    _inherited.extend(_dropped)
+    _dropped.clear()
     _Fork.lock = threading.Lock()
 
 

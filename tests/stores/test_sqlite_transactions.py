@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import signal
 import sqlite3
 import threading
-import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -197,25 +199,59 @@ os._exit(0)
     assert integrity(path) == "ok"
 
 
+def forked(work: Callable[[], bool]) -> None:
+    """Fork, and see that `work` comes true in the child, which does not outlive this call."""
+    child = os.fork()
+    if child == 0:
+        try:
+            os._exit(0 if work() else 1)
+        finally:
+            os._exit(2)
+    try:
+        wait_until(lambda: os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT))
+    except AssertionError:
+        os.kill(child, signal.SIGKILL)
+        raise
+    finally:
+        status = os.waitpid(child, 0)[1]
+    assert status == 0
+
+
 def test_threads_that_write_while_others_fork_are_not_disturbed(driver: SQLiteDriver) -> None:
     broker = SQLiteBroker(driver)
 
-    def work(index: int) -> int:
+    def work(index: int) -> None:
         if index:
             for number in range(30):
                 broker.put([message(number)], token="")
-            return 0
+            return
         for _ in range(10):
-            child = os.fork()
-            if child == 0:
-                try:
-                    os._exit(0 if broker.put([message(99)], token="") else 1)
-                finally:
-                    os._exit(2)
-            assert os.waitpid(child, 0)[1] == 0
-        return 0
+            forked(lambda: broker.put([message(99)], token=""))
 
-    started = time.monotonic()
     together(4, work)
     assert len(broker.pending("q", 1000)) == 100
-    assert time.monotonic() - started < HANG
+
+
+def test_a_fork_waits_until_what_was_dropped_without_close_is_closed(path: Path, driver: SQLiteDriver) -> None:
+    # A child that is forked while another thread closes a connection would wait for ever for a lock of the SQLite library.
+    forking = threading.Event()
+
+    def drop(index: int) -> None:
+        while not forking.is_set():
+            other = SQLiteDriver(path.with_name(f"dropped{index}.db"))
+            SQLiteBroker(other).put([message()], token="")
+            del other
+            gc.collect(1)
+
+    def work(index: int) -> None:
+        if index:
+            drop(index)
+            return
+        try:
+            for _ in range(50):
+                forked(lambda: SQLiteBroker(driver).put([message()], token=""))
+        finally:
+            forking.set()
+
+    together(3, work)
+    assert len(SQLiteBroker(driver).pending("q", 1000)) == 50

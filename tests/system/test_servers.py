@@ -158,10 +158,15 @@ def test_a_line_that_redis_does_not_know_is_reported_with_its_log() -> None:
 def test_eight_start_at_once_and_outlive_the_threads_that_started_them() -> None:
     require(RedisServer)
     servers = [RedisServer() for _ in range(8)]
-    try:
-        together(8, lambda number: servers[number].start())
 
-        assert not [thread for thread in threading.enumerate() if thread.name.startswith("together")]
+    def start(number: int) -> threading.Thread:
+        servers[number].start()
+        return threading.current_thread()
+
+    try:
+        starters = together(8, start)
+
+        assert not [thread for thread in starters if thread.is_alive()]
         assert [server.cli("PING") for server in servers] == ["PONG"] * 8
         assert len({server.port for server in servers}) == 8
     finally:
