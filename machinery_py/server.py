@@ -288,11 +288,12 @@ class Server(Declaring, SendingAsync):
         return signature.routing_key or self.config.default_queue
 
     def _note_loop(self) -> None:
-        asyncio = sys.modules.get("asyncio")
-        if self._told_loop or asyncio is None:
+        # Missing also while another thread is just loading it.
+        running_loop = getattr(sys.modules.get("asyncio"), "get_running_loop", None)
+        if self._told_loop or running_loop is None:
             return
         try:
-            asyncio.get_running_loop()
+            running_loop()
         except RuntimeError:
             return
         self._told_loop = True

@@ -6,6 +6,8 @@ import dataclasses
 import datetime as dt
 import enum
 import functools
+import sys
+import types
 from typing import Annotated, Any
 
 import pytest
@@ -310,3 +312,11 @@ def test_an_eta_without_a_zone_is_refused_in_a_signature_as_well(server: Server)
     naive = task.signature(1).replace(eta=dt.datetime(2027, 1, 1))
     with pytest.raises((ValueError, ArgumentError)):
         server.send_task(naive)
+
+
+def test_a_task_is_sent_while_another_thread_is_loading_asyncio(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Server("memory://")
+    task = server.register_task("plain", plain)
+    monkeypatch.setitem(sys.modules, "asyncio", types.ModuleType("asyncio"))
+
+    assert task.send(1).uuid
