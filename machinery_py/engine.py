@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime as dt
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -18,6 +17,7 @@ from machinery_py.context import check_time
 from machinery_py.errors import ArgumentError, BackendUnavailable, BrokerUnavailable, MachineryError, PublishUnknown
 from machinery_py.events import EventBus, TaskSent
 from machinery_py.factory import Stores
+from machinery_py.forks import ForkLock
 from machinery_py.named_lock import LockKeeper
 from machinery_py.outcomes import Arrived
 from machinery_py.registry import Registry
@@ -57,7 +57,7 @@ class Engine:
         self.pre_publish: PrePublish | None = None
         self.around: list[Around] = []
         self._stores: Stores | None = None
-        self._lock = threading.Lock()
+        self._lock = ForkLock()
         self._attached: Callable[[], object] | None = None
 
     @property

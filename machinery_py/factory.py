@@ -9,6 +9,7 @@ from machinery_py.clock import Clock
 from machinery_py.config import Config
 from machinery_py.errors import ConfigError
 from machinery_py.families.base import Family, FamilyOptions
+from machinery_py.forks import not_forking
 from machinery_py.locks.base import Lock
 from machinery_py.settlement.base import Store
 from machinery_py.settlement.two_stores import TwoStores
@@ -48,7 +49,9 @@ def open_family(url: str, options: FamilyOptions) -> Family:
     if target is None:
         raise ConfigError(f"URL {redact(url)!r}: unknown scheme (known: {', '.join(sorted(FAMILIES))})")
     module, _, name = target.partition(":")
-    return cast(Family, getattr(importlib.import_module(module), name)(url, options))
+    with not_forking():
+        family = getattr(importlib.import_module(module), name)
+    return cast(Family, family(url, options))
 
 
 class Stores:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime as dt
 import logging
 import os
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic, Literal, ParamSpec, Protocol, TypedDict, TypeVar, Unpack, cast
 
@@ -16,6 +15,7 @@ from machinery_py.backoff import Backoff
 from machinery_py.calls import Call
 from machinery_py.context import Context
 from machinery_py.errors import TaskAlreadyRegistered, TaskNotRegistered, nearest
+from machinery_py.forks import ForkLock
 from machinery_py.results import AsyncResult
 from machinery_py.signature import HEADER_EXPIRES, HEADER_ON_DUPLICATE, HEADER_UNIQUE, Arg, Signature, Step
 
@@ -264,7 +264,7 @@ class Registry:
 
     def __init__(self) -> None:
         self._tasks: dict[str, Task[..., Any]] = {}
-        self._lock = threading.Lock()
+        self._lock = ForkLock()
 
     def add(self, task: Task[..., Any]) -> None:
         """Take the task in.

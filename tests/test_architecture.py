@@ -16,7 +16,7 @@ MAX_FUNCTION = 60  # lines, without the docstring
 FLOORS: tuple[frozenset[str], ...] = tuple(
     frozenset(row.split())
     for row in (
-        "errors clock backoff version failover durability",
+        "errors clock backoff version failover durability forks",
         "values_go",
         "values_json",
         "values",
@@ -70,7 +70,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "settlement.one_store settlement.redis_scripts settlement.redis_amend",
         "settlement.two_stores",
         "settlement.*",
-        "families families.base",
+        "families families.base families.network",
         "families.memory families.redis_cluster",
         "families.*",
         "factory",

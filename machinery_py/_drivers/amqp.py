@@ -12,7 +12,6 @@ import functools
 import logging
 import os
 import ssl
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -25,6 +24,7 @@ from machinery_py._drivers.amqp_url import AmqpUrl, parse_amqp_url
 from machinery_py.clock import Clock, SystemClock, micros
 from machinery_py.errors import BrokerUnavailable, MachineryError, StoreUnusable
 from machinery_py.failover import Strategy, round_robin
+from machinery_py.forks import ForkLock
 from machinery_py.urls import redact
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class AmqpDriver:
         self._strategy = strategy
         self._parsed: dict[str, AmqpUrl] = {url: parse_amqp_url(url) for url in urls}
         self._current = urls[0]
-        self._lock = threading.RLock()
+        self._lock = ForkLock(reentrant=True)
         self._publisher: Publisher | None = None
         self._pid = os.getpid()
 

@@ -163,10 +163,12 @@ class Doorbell:
         """Take the bell down; nobody may wait any more. May be called twice."""
         with self._lock:
             self._take_down()
-            for end in (self._wake_read, self._wake_write):
+            # Forgotten first: a child that is forked in between must not close another file under these numbers.
+            ends = self._wake_read, self._wake_write
+            self._wake_read = self._wake_write = -1
+            for end in ends:
                 if end >= 0:
                     os.close(end)
-            self._wake_read = self._wake_write = -1
 
     def __del__(self) -> None:
         self.close()
@@ -175,10 +177,10 @@ class Doorbell:
         """In a forked child: the parent's bell is not ours, and must not look alive because of us."""
         self._lock = threading.Lock()
         self._woken = threading.Event()
-        if self._bell >= 0:
-            os.close(self._bell)
-            self._bell = -1
-        if self._wake_read >= 0:
+        bell, self._bell = self._bell, -1
+        if bell >= 0:
+            os.close(bell)
+        if self._wake_write >= 0:
             os.close(self._wake_read)
             os.close(self._wake_write)
             self._open_pipe()

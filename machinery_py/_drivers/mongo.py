@@ -31,6 +31,7 @@ from machinery_py._drivers.mongo_errors import DUPLICATE, as_ours, is_ours_to_so
 from machinery_py.clock import SYSTEM_CLOCK, Clock, micros, moment_of
 from machinery_py.durability import Concern
 from machinery_py.errors import BackendUnavailable, MachineryError, StoreUnusable
+from machinery_py.forks import ForkLock
 from machinery_py.urls import redact
 
 logger = logging.getLogger(__name__)
@@ -73,7 +74,7 @@ _INDEXES: Sequence[tuple[str, Sequence[tuple[str, int]]]] = (
 
 #: (URL, database, what for) → those of this process that sleep until something comes.
 _bells: dict[tuple[str, str, str], weakref.WeakSet[Bell]] = {}
-_hanging = threading.Lock()
+_hanging = ForkLock()
 
 
 class Bell:
@@ -110,12 +111,12 @@ class MongoDriver:
         self._timeout = timeout
         self._name = database
         self._strict = strict  # refuse a server that may lose what it is given
-        self._opening = threading.Lock()
+        self._opening = ForkLock()
         self._client: MongoClient[Document] | None = None
         self._store: Store | None = None
         self._pid = os.getpid()
         self._last = self._last_order = 0
-        self._counting = threading.Lock()
+        self._counting = ForkLock()
         self._ahead = 0  # µs that the server's clock is ahead of ours
         self._measured = -CLOCK_LIFE
 
@@ -191,7 +192,7 @@ class MongoDriver:
     def _open(self) -> Store:
         if os.getpid() != self._pid:
             # The parent's sockets are its own; a client that a fork copied must not be used, nor closed.
-            self._client, self._store, self._opening, self._pid = None, None, threading.Lock(), os.getpid()
+            self._client, self._store, self._pid = None, None, os.getpid()
         store = self._store
         if store is None:
             with self._opening:

@@ -25,6 +25,7 @@ from machinery_py._drivers.redis_servers import Servers
 from machinery_py.clock import SYSTEM_CLOCK, Clock, micros
 from machinery_py.durability import Concern
 from machinery_py.errors import BackendUnavailable, MachineryError, PublishUnknown, StoreUnusable
+from machinery_py.forks import ForkLock
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +119,7 @@ class RedisDriver:
         self._strict = strict
         self._checked = -1  # the server that was looked at
         self._local = threading.local()
-        self._telling = threading.Lock()
+        self._telling = ForkLock()
         self._texts = clock is SYSTEM_CLOCK
 
     def now(self) -> str:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -31,6 +30,7 @@ from machinery_py._drivers.redis_tries import Request, Try, connection_errors, l
 from machinery_py.clock import SYSTEM_CLOCK, Clock, micros
 from machinery_py.durability import Concern
 from machinery_py.errors import BackendUnavailable, MachineryError
+from machinery_py.forks import ForkLock
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class RedisCluster:
         self.strict = strict
         self._drivers: dict[Address, NodeDriver] = {}
         self._slots: dict[bytes, SlotDriver] = {}
-        self._changing = threading.Lock()
+        self._changing = ForkLock()
         self._room, self._pid = Room(limits), os.getpid()
         self._checked: set[str] = set()  # masters that were looked at
         self._looked = not strict  # at all of them

@@ -6,7 +6,6 @@ The map may be old. A node that does not have a slot (any more) refuses what is 
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +14,7 @@ from machinery_py._drivers.redis_servers import SHORTEST, Servers, ask, connecte
 from machinery_py._drivers.redis_slots import SLOTS
 from machinery_py._drivers.redis_url import parse_redis_url
 from machinery_py.errors import StoreUnusable
+from machinery_py.forks import ForkLock
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class Nodes:
         self._known: tuple[Address, ...] = ()
         self._looked_at = -LOOK_PAUSE
         self._failure: Exception | str | None = None
-        self._looking = threading.Lock()
+        self._looking = ForkLock()
 
     @property
     def place(self) -> str:

@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-FORK_PATIENCE = 30.0  # seconds that a fork waits for what other threads are reading just now
+from machinery_py.forks import FORK_PATIENCE, at_fork
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -170,5 +170,4 @@ def _after_fork_in_child() -> None:
     _Fork.lock = threading.Lock()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork_in_child)
+at_fork(_before_fork, _after_fork, _after_fork_in_child)

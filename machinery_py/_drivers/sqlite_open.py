@@ -8,12 +8,12 @@ from __future__ import annotations
 import os
 import random
 import sqlite3
-import threading
 import time
 
 from machinery_py._drivers.sqlite_errors import busy, is_busy, refuse_open, translate, unusable
 from machinery_py._drivers.sqlite_schema import APPLICATION_ID, TABLES, UPGRADES, VERSION
 from machinery_py.errors import BrokerUnavailable
+from machinery_py.forks import ForkLock
 
 CHECKPOINT = 4000  # pages of 4 KB in the log before they are copied into the file
 LOG_LIMIT = 64 << 20  # bytes that the log keeps on disk when it is idle
@@ -29,18 +29,7 @@ NETWORK = frozenset({
 RETRY = 0.001, 0.01  # seconds between two tries while another process makes the file
 
 
-class _Opening:
-    """Between our creating a file and closing it, nobody of us may lock it."""
-
-    lock = threading.Lock()
-
-
-def _after_fork() -> None:
-    _Opening.lock = threading.Lock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+_opening = ForkLock()  # between our creating a file and closing it, nobody of us may lock it
 
 
 def open_writer(path: str, *, synchronous: str, busy_timeout: float) -> sqlite3.Connection:
@@ -57,7 +46,7 @@ def open_writer(path: str, *, synchronous: str, busy_timeout: float) -> sqlite3.
     if kind:
         raise unusable(path, f"it is on a network file system ({kind}) without sound locks (name a local file)")
     deadline = time.monotonic() + max(PATIENCE, busy_timeout)
-    with _Opening.lock:
+    with _opening:
         _create(path)
         connection = _connect(path, 0.0)
         try:

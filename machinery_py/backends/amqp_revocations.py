@@ -6,7 +6,6 @@ is asked: so to know that there is nothing new costs one round trip, however man
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterable, Sequence
 
@@ -22,6 +21,7 @@ from machinery_py.backends.amqp_records import (
     name_of,
     pack,
 )
+from machinery_py.forks import ForkLock
 
 CHUNK = 1000  # names in one message
 
@@ -31,7 +31,7 @@ class Revocations:
 
     def __init__(self, turns: Turns) -> None:
         self._turns = turns
-        self._lock = threading.Lock()
+        self._lock = ForkLock()
         self._names: dict[str, float] = {}  # → when it was heard, oldest first
         self._reader: Reader | None = None
         self._queue = ""

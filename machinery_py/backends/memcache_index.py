@@ -15,7 +15,6 @@ from __future__ import annotations
 import os
 import random
 import secrets
-import threading
 import time
 from collections.abc import Collection, Iterable, Iterator
 
@@ -25,6 +24,7 @@ from machinery_py._drivers.memcache import STORED, MemcacheDriver, delete, put, 
 from machinery_py.backends.memcache_records import CHORD_LIFE, OURS
 from machinery_py.clock import micros
 from machinery_py.errors import BackendUnavailable
+from machinery_py.forks import ForkLock
 
 ROOTS = OURS + b"roots"
 SEGMENT = OURS + b"x:"
@@ -65,7 +65,7 @@ class Index:
 
     def __init__(self, driver: MemcacheDriver) -> None:
         self._driver = driver
-        self._lock = threading.Lock()
+        self._lock = ForkLock()
         self._pid = os.getpid()
         self._name = b""
         self._outboxes: dict[str, None] = {}

@@ -23,6 +23,7 @@ from machinery_py._drivers.amqp_publisher import Publisher
 from machinery_py.brokers.amqp_messages import LATE
 from machinery_py.brokers.amqp_topology import PAUSED, Topology, carry_out, digest
 from machinery_py.errors import BrokerUnavailable, PublishRefused, PublishUnknown
+from machinery_py.forks import ForkLock
 
 TOO_LARGE = 406  # AMQP's code for what breaks a rule; of a publish, its size
 TOKEN_LIFE = 600.0  # seconds; longer than anybody repeats a submission
@@ -52,7 +53,7 @@ class Attempts:
 
     def __init__(self) -> None:
         self._known: dict[str, Attempt] = {}
-        self._lock = threading.Lock()
+        self._lock = ForkLock()
 
     def of(self, token: str, count: int, now: float) -> Attempt:
         if not token:
@@ -69,7 +70,7 @@ class Sending:
     def __init__(self, driver: AmqpDriver, topology: Topology) -> None:
         self._driver = driver
         self._topology = topology
-        self._lock = threading.RLock()
+        self._lock = ForkLock(reentrant=True)
         self._declared_on: Publisher | None = None
         self._ready: set[tuple[str, str]] = set()
         self._registered: set[tuple[str, str]] = set()

@@ -15,7 +15,6 @@ batch becomes visible message by message.
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -38,6 +37,7 @@ from machinery_py.brokers.mongo_messages import QUEUED, Status, documents_of, le
 from machinery_py.clock import moment_of
 from machinery_py.durability import Concern
 from machinery_py.errors import BrokerUnavailable, MachineryError, PublishRefused, PublishUnknown
+from machinery_py.forks import ForkLock
 
 LEASE = 10.0  # seconds without a beat until a consumer is given up
 STALE_LOOK = 1.5  # leases; who looks less often than that slept itself, and judges nobody
@@ -65,7 +65,7 @@ class MongoBroker(Broker):
         self._seen: dict[str, _Seen] = {}
         self._named: set[str] = set()
         self._busy: set[str] = set()  # tokens of calls that are at it
-        self._putting = threading.Lock()
+        self._putting = ForkLock()
         self._consumers: weakref.WeakSet[MongoConsumer] = weakref.WeakSet()
         self._next_sweep = self._next_holders = 0.0
 

@@ -9,6 +9,7 @@ from machinery_py.brokers.amqp import AMQPBroker
 from machinery_py.brokers.amqp_topology import Topology
 from machinery_py.errors import ConfigError, nearest
 from machinery_py.failover import STRATEGIES
+from machinery_py.families import network as _network  # noqa: F401 – for what it loads
 from machinery_py.families.base import Family, FamilyOptions
 from machinery_py.urls import redact, split_urls
 

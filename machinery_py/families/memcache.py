@@ -5,6 +5,7 @@ from __future__ import annotations
 from machinery_py._drivers.memcache import TIMEOUT, MemcacheDriver
 from machinery_py._drivers.memcache_url import parse_memcache_url
 from machinery_py.backends.memcache import MemcacheBackend
+from machinery_py.families import network as _network  # noqa: F401 – for what it loads
 from machinery_py.families.base import Family, FamilyOptions
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 
 from machinery_py._drivers.memory import MemoryHub
 from machinery_py.backends.memory import MemoryBackend
 from machinery_py.brokers.memory import MemoryBroker
 from machinery_py.families.base import Family, FamilyOptions
+from machinery_py.forks import ForkLock
 from machinery_py.locks.memory import MemoryLock
 from machinery_py.settlement.one_store import OneStore
 from machinery_py.urls import StoreUrl
@@ -25,7 +25,7 @@ class _Shared:
 
 
 _named: weakref.WeakValueDictionary[str, _Shared] = weakref.WeakValueDictionary()
-_naming = threading.Lock()
+_naming = ForkLock()
 
 
 class MemoryFamily(Family):

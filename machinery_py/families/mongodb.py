@@ -5,6 +5,7 @@ from __future__ import annotations
 from machinery_py._drivers.mongo import MongoDriver
 from machinery_py.backends.mongo import MongoBackend
 from machinery_py.brokers.mongo import MongoBroker
+from machinery_py.families import network as _network  # noqa: F401 – for what it loads
 from machinery_py.families.base import Family, FamilyOptions
 from machinery_py.locks.mongo import MongoLock
 from machinery_py.settlement.mongo_store import MongoStore

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+import redis as _redis  # noqa: F401 – the drivers load it when they connect, and a fork may come in between there
+
 from machinery_py._drivers.redis import RedisDriver
 from machinery_py._drivers.redis_servers import Servers
 from machinery_py._drivers.redis_url import BadRedisUrl, parse_redis_url
@@ -12,6 +14,7 @@ from machinery_py.brokers.redis import RedisBroker
 from machinery_py.brokers.redis_cluster import is_usable
 from machinery_py.errors import ConfigError, nearest
 from machinery_py.failover import STRATEGIES
+from machinery_py.families import network as _network  # noqa: F401 – for what it loads
 from machinery_py.families.base import Family, FamilyOptions
 from machinery_py.families.redis_cluster import RedisClusterFamily, limits_of
 from machinery_py.locks.redis import RedisLock

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import subprocess
 import sys
 import threading
@@ -14,6 +15,7 @@ import pytest
 from machinery_py._drivers import doorbell
 from machinery_py._drivers.doorbell import Doorbell, ring
 from machinery_py.testing.waiting import HANG, together
+from tests.forking import forked
 
 
 @pytest.fixture
@@ -161,6 +163,24 @@ def test_where_no_bell_can_hang_one_looks_often(tmp_path: Path) -> None:
     bell.wake()
     with bell:
         assert bell.wait(HANG) is True
+
+
+def test_a_child_that_is_forked_while_a_bell_is_closed_closes_no_other_file(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    bell = Doorbell(folder, "q")
+    close, others = os.close, list[int]()
+
+    def close_and_fork(number: int) -> None:
+        close(number)
+        if not others:
+            others.append(os.open(os.devnull, os.O_RDONLY))
+            assert others == [number]
+            forked(lambda: stat.S_ISCHR(os.fstat(number).st_mode))
+
+    monkeypatch.setattr(os, "close", close_and_fork)
+    bell.close()
+
+    assert others
+    close(others[0])
 
 
 def test_a_forked_child_does_not_keep_the_bell_of_its_parent_alive(folder: str) -> None:

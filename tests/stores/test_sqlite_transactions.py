@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import gc
-import os
-import signal
 import sqlite3
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,6 +13,7 @@ from machinery_py._drivers.sqlite import SQLiteDriver
 from machinery_py.brokers.sqlite import SQLiteBroker
 from machinery_py.errors import BackendUnavailable, BrokerUnavailable
 from machinery_py.testing.waiting import HANG, together, wait_until
+from tests.forking import forked
 from tests.stores.sqlite_case import ADD_QUEUE, driver, integrity, message, path, queues
 from tests.stores.sqlite_processes import Other
 
@@ -197,24 +195,6 @@ os._exit(0)
         assert other.line() == "child 11"
     assert len(SQLiteBroker(SQLiteDriver(path)).pending("q", 100)) == 11
     assert integrity(path) == "ok"
-
-
-def forked(work: Callable[[], bool]) -> None:
-    """Fork, and see that `work` comes true in the child, which does not outlive this call."""
-    child = os.fork()
-    if child == 0:
-        try:
-            os._exit(0 if work() else 1)
-        finally:
-            os._exit(2)
-    try:
-        wait_until(lambda: os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT))
-    except AssertionError:
-        os.kill(child, signal.SIGKILL)
-        raise
-    finally:
-        status = os.waitpid(child, 0)[1]
-    assert status == 0
 
 
 def test_threads_that_write_while_others_fork_are_not_disturbed(driver: SQLiteDriver) -> None:

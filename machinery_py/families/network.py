@@ -1,0 +1,7 @@
+"""What every client of a server loads when it first connects: loaded with its family, which happens while nobody forks."""
+
+from __future__ import annotations
+
+import codecs
+
+codecs.lookup("idna")  # for names of hosts

@@ -1,0 +1,105 @@
+"""What a forked child needs to go on: no lock that is held for ever, and nothing half done.
+
+A fork copies locks as they are, and of the threads only the one that forks. So a lock that another thread held just then
+is never given back in the child. What a child goes on with is guarded by `ForkLock`, which is free there. Where that is
+not enough, the fork waits: for imports (`not_forking`), and for what `at_fork` was told.
+
+Limits: what a ForkLock guards may be half changed in the child. It must be of use as it is, or be known by its process id
+and made anew.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from types import TracebackType
+from typing import NamedTuple
+
+FORK_PATIENCE = 30.0  # seconds that a fork waits for what other threads are at just now
+
+
+class ForkLock:
+    """`with lock:`. If it is `reentrant`, the thread that is inside may enter again."""
+
+    __slots__ = ("__weakref__", "_held", "_is_reentrant")
+
+    def __init__(self, *, reentrant: bool = False) -> None:
+        self._is_reentrant = reentrant
+        self.renew()
+        _locks.add(self)
+
+    def renew(self) -> None:
+        """Be free, in a child."""
+        self._held = threading.RLock() if self._is_reentrant else threading.Lock()
+
+    def __enter__(self) -> None:
+        self._held.acquire()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._held.release()
+
+
+@contextmanager
+def not_forking() -> Iterator[None]:
+    """No other thread forks meanwhile: for imports. Python has a lock for each module, and a child finds it taken for ever."""
+    with _Gate.lock:
+        yield
+
+
+def at_fork(before: Callable[[], object], after: Callable[[], object], in_child: Callable[[], object]) -> None:
+    """Call these at each fork, `before` and `after` in the parent. One that is added during a fork begins with the next."""
+    _hooks.append(Hooks(before, after, in_child))
+
+
+class Hooks(NamedTuple):
+    before: Callable[[], object]
+    after: Callable[[], object]
+    in_child: Callable[[], object]
+
+
+class _Gate:
+    """Held by who forks, or by who must not be copied just now."""
+
+    lock = threading.RLock()
+
+
+class _Fork(threading.local):
+    """The fork that this thread is at."""
+
+    hooks: tuple[Hooks, ...] = ()
+
+
+_fork = _Fork()
+_hooks: list[Hooks] = []
+_locks: weakref.WeakSet[ForkLock] = weakref.WeakSet()
+
+
+def _before_fork() -> None:
+    _Gate.lock.acquire(timeout=FORK_PATIENCE)
+    _fork.hooks = tuple(_hooks)  # not earlier: an import may have added one
+    for hooks in reversed(_fork.hooks):
+        hooks.before()
+
+
+def _after_fork() -> None:
+    for hooks in _fork.hooks:
+        hooks.after()
+    with suppress(RuntimeError):  # it was not had in time
+        _Gate.lock.release()
+
+
+def _after_fork_in_child() -> None:
+    _Gate.lock = threading.RLock()
+    for lock in list(_locks):
+        lock.renew()
+    for hooks in _fork.hooks:
+        hooks.in_child()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork_in_child)
