@@ -28,7 +28,6 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -42,6 +41,7 @@ from machinery_py._drivers.amqp import AmqpDriver
 from machinery_py._drivers.amqp_link import Channel, ChannelLost, Link, LinkLost, settle
 from machinery_py._drivers.amqp_reader import EACH, Held, Reader
 from machinery_py.errors import BackendUnavailable, BrokerUnavailable, StoreUnusable
+from machinery_py.forks import ForkLock
 
 PATIENCE = 15.0  # seconds to wait for a lock
 NOT_FOUND, OTHER_ARGUMENTS = 404, 406
@@ -88,7 +88,9 @@ class Desk:
         self.channel = link.channel(timeout)
         self.reader = Reader(self.channel)
         self.returned: set[str] = set()
+        self.on_cancel: Callable[[str], object] = _nothing  # by the server, of a subscription with this tag
         raw = self.channel.raw
+        raw.add_on_cancel_callback(lambda frame: self.on_cancel(frame.method.consumer_tag))
         raw.add_on_return_callback(lambda _, method, __, ___: self.returned.add(method.routing_key))
         self.channel.rpc("basic_qos", prefetch_count=1, timeout=timeout)  # one token for each lock
         self.channel.rpc("tx_select", timeout=timeout)
@@ -102,6 +104,7 @@ class Turn:
         self._channel = desk.channel
         self._timeout = timeout
         self._locks: dict[str, tuple[str, int]] = {}  # → the tags of the consumer and of the token
+        self._tags: set[str] = set()  # of the consumers that hold; touched in the link's thread alone
         self._held: dict[str, list[Held]] = {}
         self._known: set[str] = set()  # these queues are there
         self._absent: set[str] = set()
@@ -109,6 +112,9 @@ class Turn:
         self._made: dict[str, Place] = {}
         self._messages: list[tuple[str, str, bytes, bool]] = []
         self._over: list[str] = []
+        self._asking = ""  # with this tag
+        self._ask_again: Callable[[], object] = _nothing
+        desk.on_cancel = self._cancelled
 
     def take(self, locks: Iterable[str]) -> None:
         """Hold these locks until the end. All of them come after those that are held already, by name.
@@ -123,14 +129,32 @@ class Turn:
             self._locks[lock] = token
 
     def _ask_for(self, lock: str, future: Future[Any]) -> None:
-        raw, tag = self._channel.raw, f"machinery.turn.{next(_tags)}"
+        raw = self._channel.raw
         timer = raw.connection.ioloop.call_later(PATIENCE, lambda: settle(future, None))
 
-        def handed(_: object, method: Any, __: object, ___: object) -> None:
-            raw.connection.ioloop.remove_timeout(timer)
-            settle(future, (tag, method.delivery_tag))
+        def ask() -> None:
+            tag = self._asking = f"machinery.turn.{next(_tags)}"
 
-        raw.basic_consume(lock, handed, consumer_tag=tag, callback=_nothing)
+            def handed(_: object, method: Any, __: object, ___: object) -> None:
+                raw.connection.ioloop.remove_timeout(timer)
+                self._asking = ""
+                self._tags.add(tag)
+                settle(future, (tag, method.delivery_tag))
+
+            raw.basic_consume(lock, handed, consumer_tag=tag, callback=_nothing)
+
+        self._ask_again = ask
+        ask()
+
+    def _cancelled(self, tag: str) -> None:
+        """The server has ended a subscription by itself, since the queue's process has ended: who waits, asks again.
+
+        Who had the lock has it no more; its channel is closed, so that it writes nothing.
+        """
+        if tag in self._tags and self._channel.raw.is_open:
+            self._channel.raw.close()
+        elif tag == self._asking:
+            self._ask_again()
 
     # Reading
 
@@ -220,6 +244,7 @@ class Turn:
     def _release(self, then: Callable[[], object]) -> None:
         """Unsubscribe first: else the tokens would come to us again."""
         raw = self._channel.raw
+        self._tags.clear()
         if not self._locks:
             then()
             return
@@ -237,7 +262,7 @@ class Turns:
         """`declare` is called for each new connection, with a channel that is closed then."""
         self.driver = driver
         self._declare = declare
-        self._lock = threading.Lock()
+        self._lock = ForkLock()
         self._link: Link | None = None
         self._free: deque[Desk] = deque()
         self._pid = os.getpid()
@@ -254,19 +279,31 @@ class Turns:
             desk = self._desk(doing)
             turn = Turn(desk, self.driver.timeout)
             try:
-                turn.take(locks)
+                self._take(turn, locks)
                 yield turn
                 turn.end(lambda: self._free.append(desk))
             except LockTaken as error:
                 desk.channel.close()
                 with self.visit() as channel:
-                    declare_lock(channel, error.lock, self.driver.timeout)  # it may have no token: somebody has purged it
+                    # It may have no token: somebody has purged it.
+                    declare_lock(channel, error.lock, self.driver.timeout, is_stuck=True)
                 raise BackendUnavailable(
                     f"RabbitMQ at {self.driver.place}: {doing}: others have held {error.lock!r} for {PATIENCE:g} s"
                 ) from error
             except BaseException:
                 desk.channel.close()  # all that it has in its hands goes back
                 raise
+
+    def _take(self, turn: Turn, locks: Iterable[str]) -> None:
+        wanted = list(locks)
+        try:
+            turn.take(wanted)
+        except ChannelLost as error:
+            if error.code == NOT_FOUND:  # somebody has deleted one
+                with self.visit() as channel:
+                    for lock in wanted:
+                        declare_lock(channel, lock, self.driver.timeout)
+            raise
 
     @contextmanager
     def visit(self) -> Iterator[Channel]:
@@ -336,10 +373,14 @@ class Turns:
             link.close()
 
 
-def declare_lock(channel: Channel, lock: str, timeout: float) -> None:
-    """Let there be a lock of this name, with a token in it if nobody has one."""
-    frame = channel.rpc("queue_declare", queue=lock, durable=True, arguments=dict(LOCK_ARGUMENTS), timeout=timeout)
-    if not frame.method.message_count:
+def declare_lock(channel: Channel, lock: str, timeout: float, *, is_stuck: bool = False) -> None:
+    """Let there be a lock of this name, with a token in it if nobody has or wants one; also then if it `is_stuck`.
+
+    A token that comes while consumers change can end the queue's process (RabbitMQ 3.10, a match of `BQ:is_empty`), so none
+    is laid beside consumers without need.
+    """
+    found = channel.rpc("queue_declare", queue=lock, durable=True, arguments=dict(LOCK_ARGUMENTS), timeout=timeout).method
+    if not found.message_count and (is_stuck or not found.consumer_count):
         channel.link.tell(lambda: lay(channel, lock))
 
 

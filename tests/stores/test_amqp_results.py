@@ -372,6 +372,35 @@ def test_a_lock_that_was_emptied_is_filled_again(
     assert backend.get_state("t").state is State.PENDING
 
 
+def test_who_has_a_lock_that_is_deleted_writes_nothing_and_who_waits_for_it_gets_it(
+    amqp_url: str, backend: AMQPBackend, open_backend: Open, go: BlockingChannel
+) -> None:
+    # As when the process of the queue ends in the server.
+    write(backend, state_of("t"))
+    place, lock, seen = backend._places.task("t"), lock_of("t"), list[State]()
+    waiter = open_backend(amqp_url)
+    thread = threading.Thread(target=lambda: seen.append(waiter.get_state("t").state))
+
+    with pytest.raises(TurnLost), backend._turns.turn([lock], "holding") as turn:
+        turn.read([place])
+        thread.start()
+        wait_until(lambda: consumers(amqp_url, lock) == 2)
+        go.queue_delete(lock)
+        turn.drop(turn.held(place))
+        wait_until(lambda: not turn._channel.is_open)
+    thread.join(HANG)
+
+    assert seen == [State.PENDING]
+
+
+def consumers(url: str, queue: str) -> int:
+    connection = pika.BlockingConnection(pika.URLParameters(url))
+    try:
+        return int(connection.channel().queue_declare(queue, passive=True).method.consumer_count)
+    finally:
+        connection.close()
+
+
 def test_spare_tokens_let_nobody_else_in(amqp_url: str, open_backend: Open, backend: AMQPBackend, go: BlockingChannel) -> None:
     other = open_backend(amqp_url)
     inside = threading.Event()
