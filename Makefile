@@ -36,7 +36,7 @@ chaos: $(STAMP)
 	MACHINERY_TEST_FULL=1 CHAOS_KILLS=$${CHAOS_KILLS:-200} $(BIN)/python -m pytest tests/system/test_kills.py tests/system/test_crash_points.py tests/chaos tests/stores/test_amqp_cluster.py tests/stores/test_amqp_faults.py -v
 	MACHINERY_TEST_FULL=1 $(BIN)/python -m pytest tests/system/test_mongo_crashes.py tests/system/test_amqp_crashes.py tests/system/test_workflows_mongo.py tests/system/test_pairs.py tests/stores/test_store_pairs.py tests/system/test_unique.py tests/system/test_unique_kills.py -v
 	MACHINERY_TEST_FULL=1 $(BIN)/python -m pytest tests/interop -v
-	MODEL_EXAMPLES=$${MODEL_EXAMPLES:-1000} $(BIN)/python -m pytest tests/models -v --timeout 3600
+	MODEL_EXAMPLES=$${MODEL_EXAMPLES:-1000} $(BIN)/python -m pytest tests/models tests/stores/test_model.py -v --timeout 3600
 	CHAOS_SCHEDULE_SECONDS=300 SCHEDULE_CHANGES=100000 $(BIN)/python -m pytest tests/system/test_schedulers.py tests/rules/test_schedule.py -v --timeout 3600
 	$(BIN)/python -m tests.chaos.run --url sqlite --tasks 20000 --kill-every 1
 	$(BIN)/python -m tests.chaos.run --url redis --tasks 100000 --kill-every 2 --lease 10
