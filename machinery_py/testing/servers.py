@@ -50,7 +50,7 @@ __all__ = [
 
 
 class RabbitMQServer(PrivateServer):
-    """One RabbitMQ node, without plug-ins. It starts in three seconds; durable queues survive `kill`.
+    """One RabbitMQ node, without plug-ins. It starts in three seconds. Durable queues survive `kill`, but for those just made.
 
     Attributes:
         node: the name of the Erlang node.

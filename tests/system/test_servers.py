@@ -279,6 +279,7 @@ def test_rabbitmq_keeps_a_durable_message_over_a_kill_and_leaves_no_process() ->
             channel.queue_declare("mail", durable=True)
             channel.basic_publish("", "mail", b"x", pika.BasicProperties(delivery_mode=2))
         assert server.ctl("list_queues", "name", "messages").split() == ["name", "messages", "mail", "1"]
+        server.ctl("eval", "ok = mnesia:sync_log().")  # that there is a queue, it writes down later
         processes = family(server.pid)
 
         server.freeze()
