@@ -87,10 +87,12 @@ def _before_fork() -> None:
 
 
 def _after_fork() -> None:
-    for hooks in _fork.hooks:
-        hooks.after()
-    with suppress(RuntimeError):  # it was not had in time
-        _Gate.lock.release()
+    try:
+        for hooks in _fork.hooks:
+            hooks.after()
+    finally:
+        with suppress(RuntimeError):  # it was not had in time
+            _Gate.lock.release()
 
 
 def _after_fork_in_child() -> None:

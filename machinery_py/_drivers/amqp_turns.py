@@ -20,7 +20,7 @@ A queue that is not there is not made by a read: a message that lives for no tim
 if there is none.
 
 Limits: a transaction that spans queues is not one step for a server that dies in the middle of it. In a cluster a lock is gone
-while the node is down that its queue lives on.
+while the node is down that its queue lives on. What is committed in the very moment in which a lock's queue crashes stays.
 """
 
 from __future__ import annotations
