@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Iterator
 
 PACKAGE = pathlib.Path(__file__).parents[1] / "machinery_py"
-MAX_FILE = 400  # lines
+MAX_FILE = 500  # lines
 MAX_FUNCTION = 60  # lines, without the docstring
 
 #: A module stands on the first row that names it, and may import earlier rows only.
