@@ -49,6 +49,8 @@ class Executors:
         self._slots: queue.SimpleQueue[None] = queue.SimpleQueue()
         for _ in range(concurrency):
             self._slots.put(None)
+        # A token for each thread that has nothing to do, until all threads there may be have been made.
+        self._idle: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []  # without those that are stuck in a task whose time was up
         self._stuck: set[int] = set()  # threads of these that are to be interrupted
         self._made = 0
@@ -61,11 +63,18 @@ class Executors:
         self._closed = False
 
     def submit(self, execution: Execution) -> None:
-        """Run it as soon as a slot is free."""
+        """Run it as soon as a slot is free. Called by one thread only, the receiver's.
+
+        While there may be more threads, each execution in the queue has a thread of its own: one that gave its token, or
+        a new one. Counting the threads that look idle would not do: one may have taken an execution and not said so yet.
+        """
+        if not self._is_full():
+            try:
+                self._idle.get(block=False)
+            except queue.Empty:
+                with self._lock:
+                    self._start_thread()
         self._queue.put(execution)
-        threads = len(self._threads)
-        if threads < self.concurrency and self._queue.qsize() > threads - len(self._running):
-            self._add_thread()
 
     def running(self) -> list[Execution]:
         """What runs now."""
@@ -75,36 +84,47 @@ class Executors:
         """What runs now, and what has just ended and is not with the settler yet: it must not be closed before."""
         return [*self._running.values(), *self._ending.values()]
 
-    def _add_thread(self) -> None:
-        with self._lock:
-            self._made += 1
-            thread = threading.Thread(target=self._work, name=f"{self._name}-{self._made}", daemon=True)
-            self._threads.append(thread)
+    def _is_full(self) -> bool:
+        """Whether all threads there may be have been made; from then on they all stand in one line for the queue."""
+        return len(self._threads) >= self.concurrency
+
+    def _start_thread(self, instead_of: int | None = None) -> None:
+        """Start a thread, perhaps in the place of a stuck one. The caller holds `_lock`.
+
+        The list changes in one step: once all threads are there, `submit` must not find a place free in between.
+        """
+        self._made += 1
+        thread = threading.Thread(target=self._work, name=f"{self._name}-{self._made}", daemon=True)
         thread.start()
+        self._threads = [*(one for one in self._threads if instead_of is None or one.ident != instead_of), thread]
 
     def _work(self) -> None:
         while True:
             execution = self._queue.get()
-            if execution is None:
+            if execution is None or not self._work_off(execution):
                 return
-            self._slots.get()
-            execution.thread_id = threading.get_ident()
-            if self._session.is_lost(execution.delivery) and execution.hand_back():
-                self._on_done(execution)  # whoever has it now runs it
-            if not execution.begin():  # handed back while it waited
-                self._slots.put(None)
-                continue
-            self._running[id(execution)] = execution
-            self._session.run_begins(execution.delivery)
-            if execution.is_async:
-                self._start_coroutine(execution)
-                continue
-            try:
-                self._run(execution)
-                if not self._finish(execution):
-                    return
-            except TimeLimitExceeded:  # it came when the task was over: this thread has been replaced
-                return
+            if not self._is_full():
+                self._idle.put(None)
+
+    def _work_off(self, execution: Execution) -> bool:
+        """Run the execution, or start its coroutine. False: this thread was replaced meanwhile, and must end."""
+        self._slots.get()
+        execution.thread_id = threading.get_ident()
+        if self._session.is_lost(execution.delivery) and execution.hand_back():
+            self._on_done(execution)  # whoever has it now runs it
+        if not execution.begin():  # handed back while it waited
+            self._slots.put(None)
+            return True
+        self._running[id(execution)] = execution
+        self._session.run_begins(execution.delivery)
+        if execution.is_async:
+            self._start_coroutine(execution)
+            return True
+        try:
+            self._run(execution)
+            return self._finish(execution)
+        except TimeLimitExceeded:  # it came when the task was over: this thread has been replaced
+            return False
 
     def _run(self, execution: Execution) -> None:
         try:
@@ -146,13 +166,13 @@ class Executors:
                 return  # it came to its end just now
             if not execution.is_async:
                 self._stuck.add(execution.thread_id)
-                self._threads = [one for one in self._threads if one.ident != execution.thread_id]
+                # The thread may be stuck for long: another one takes its place, its slot and its token.
+                self._start_thread(instead_of=execution.thread_id)
         if execution.is_async:
             self.cancel(execution)
         else:
-            # The thread may be stuck for long: another one takes its place and its slot.
             self._slots.put(None)
-            self._add_thread()
+            self._idle.put(None)
         self._tell(execution)
 
     def interrupt(self) -> bool:

@@ -1,0 +1,152 @@
+"""Executors: each free slot gets the next task, however its threads are scheduled."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from machinery_py import Server, current_task
+from machinery_py._drivers.memory import MemoryHub
+from machinery_py.backends.memory import MemoryBackend
+from machinery_py.brokers.base import Delivery
+from machinery_py.brokers.memory import MemoryBroker
+from machinery_py.settlement.one_store import OneSession, OneStore
+from machinery_py.testing.waiting import HANG, wait_until
+from machinery_py.worker.acceptance import accept, peek
+from machinery_py.worker.execution import Execution
+from machinery_py.worker.executors import Executors
+from machinery_py.worker.usercode import Hooks
+
+
+class Pausing(OneSession):
+    """Stops a thread that has taken a delivery from the executors' queue and does not run it yet."""
+
+    def __init__(self, store: OneStore, hub: MemoryHub) -> None:
+        super().__init__(store, store.broker.consume(["machinery_tasks"], worker="w"), hub.transaction)
+        self.pauses = False
+        self.paused = threading.Event()
+        self.go_on = threading.Event()
+
+    def is_lost(self, delivery: Delivery) -> bool:
+        if self.pauses:
+            self.pauses = False
+            self.paused.set()
+            assert self.go_on.wait(HANG)
+        return super().is_lost(delivery)
+
+
+class Pool:
+    """Executors over a memory store, and tasks for them; `runs` has the names of those that have begun."""
+
+    def __init__(self, concurrency: int) -> None:
+        hub = MemoryHub()
+        self.server = Server("memory://")
+        store = self.server.engine.stores.store = OneStore(MemoryBroker(hub), MemoryBackend(hub), hub.transaction)
+        self.session = Pausing(store, hub)
+        self.executors = Executors(concurrency, self.session, name="w", on_done=lambda _: None, report=lambda _: None)
+        self.runs: list[str] = []
+        self.may_end = threading.Event()
+        self.tasks = {
+            "short": self.server.register_task("short", self.note),
+            "long": self.server.register_task("long", self.wait),
+            "coroutine": self.server.register_task("coroutine", self.wait_async),
+        }
+
+    def note(self) -> None:
+        self.runs.append(current_task().name)
+
+    def wait(self) -> None:
+        self.note()
+        assert self.may_end.wait(HANG)
+
+    async def wait_async(self) -> None:
+        self.note()
+        while not self.may_end.is_set():
+            await asyncio.sleep(0.01)
+
+    def submit(self, name: str) -> Execution:
+        self.tasks[name].send()
+        [delivery] = self.session.receive(1, HANG)
+        execution = Execution(self.server.engine, Hooks(), delivery, "w")
+        assert peek(execution)
+        assert accept(execution, ())
+        self.executors.submit(execution)
+        return execution
+
+    def wait_for(self, execution: Execution) -> None:
+        wait_until(lambda: execution.is_over and execution not in self.executors.busy(), HANG, "the end of a task")
+
+    def run_to_its_end(self, name: str) -> None:
+        self.wait_for(self.submit(name))
+
+    def close(self) -> None:
+        self.may_end.set()
+        self.session.go_on.set()
+        wait_until(lambda: not self.executors.busy(), HANG, "the end of all tasks")
+        self.executors.close()
+        self.session.close()
+        self.server.close()
+
+
+@pytest.fixture
+def pool() -> Iterator[Pool]:
+    pool = Pool(concurrency=2)
+    yield pool
+    pool.close()
+
+
+def test_task_gets_a_slot_while_the_idle_thread_takes_another(pool: Pool) -> None:
+    """The interleaving that Python 3.13 made common: taken from the queue, and not running yet."""
+    pool.run_to_its_end("short")
+    pool.session.pauses = True
+    pool.submit("long")
+    assert pool.session.paused.wait(HANG)
+
+    pool.submit("short")
+
+    wait_until(lambda: pool.runs == ["short", "short"], HANG, "the free slot to be used")
+    pool.session.go_on.set()
+    wait_until(lambda: pool.runs[2:] == ["long"], HANG, "the task that was paused")
+
+
+def test_tasks_share_one_thread_when_each_ends_before_the_next(pool: Pool) -> None:
+    for _ in range(5):
+        pool.run_to_its_end("short")
+        wait_until(lambda: pool.executors._idle.qsize() == 1, HANG, "the thread to be idle")
+
+    assert len(pool.executors._threads) == 1
+
+
+def test_coroutines_need_one_thread_to_be_started(pool: Pool) -> None:
+    pool.submit("coroutine")
+    wait_until(lambda: pool.executors._idle.qsize() == 1, HANG, "the thread to be idle")
+    pool.submit("coroutine")
+    wait_until(lambda: pool.runs == ["coroutine"] * 2, HANG, "both")
+
+    assert len(pool.executors._threads) == 1
+
+
+def test_slots_are_all_used_after_a_task_was_abandoned(pool: Pool) -> None:
+    stuck = pool.submit("long")
+    wait_until(lambda: pool.runs == ["long"], HANG, "the task")
+    pool.executors.abandon(stuck)
+
+    pool.submit("long")
+    pool.submit("long")
+
+    wait_until(lambda: pool.runs == ["long"] * 3, HANG, "both slots to be used")
+    assert len(pool.executors._threads) == 2
+
+
+def test_tokens_of_idle_threads_do_not_pile_up(pool: Pool) -> None:
+    pool.submit("long")
+    pool.submit("short")
+    wait_until(lambda: sorted(pool.runs) == ["long", "short"], HANG, "two threads")
+
+    for _ in range(50):
+        pool.wait_for(pool.submit("short"))
+
+    assert pool.executors._idle.qsize() <= 1
