@@ -1,16 +1,17 @@
 # The commands anyone needs. Both of the first two set up everything they use.
 #
-#   make demo    the e-mail sender on the embedded default, against a real SMTP server
-#   make test    every test, lint and type check
-#   make check   the same without setting up
-#   make chaos   workers are killed for minutes;  make bench: measured figures
+#   make demo       the e-mail sender on the embedded default, against a real SMTP server
+#   make test       every test, lint and type check
+#   make check      the same without setting up
+#   make chaos      workers are killed for minutes;  make bench: measured figures
+#   make platforms  the tests on newer Pythons and servers
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check lint types unit chaos matrix bench clean
+.PHONY: demo test check lint types unit chaos matrix platforms bench clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/email_sender/demo.py
@@ -45,6 +46,10 @@ chaos: $(STAMP)
 
 matrix: $(STAMP)
 	MACHINERY_TEST_PAIRS=1 $(BIN)/python -m pytest -p no:xdist --write-matrix tests/stores tests/system/test_workflows*.py tests/system/test_pairs.py
+
+# On newer Pythons and servers, in Debian roots; needs root and debootstrap, and makes the roots in .platforms the first time.
+platforms: $(STAMP)
+	$(BIN)/python -m tests.platforms $(PLATFORMS)
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks

@@ -1,0 +1,232 @@
+"""Runs the tests on other Pythons and servers than this machine's, in minimal Debian roots: `make platforms`.
+
+    python -m tests.platforms                 all of them, half an hour on two cores
+    python -m tests.platforms python3.15      one
+    python -m tests.platforms --tests tests/engine/test_executors.py
+
+A root is made once by debootstrap (two minutes) in `.platforms/`, or where MACHINERY_PLATFORMS says, and used again; each run
+copies the checkout into it and installs it anew. The tests run in the root with their own processes and mounts, which end with
+them. It asks for root's rights and debootstrap, and takes packages from the mirror that this machine's apt uses.
+The table of docs/reference/platforms.md is written by a run of everything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import configparser
+import os
+import shutil
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "reference" / "platforms.md"
+ROOTS = Path(os.environ.get("MACHINERY_PLATFORMS", ROOT / ".platforms"))
+BEGIN, END = "<!-- measured: platforms -->", "<!-- end -->"
+HEAD = ("platform", "Python", "Redis", "RabbitMQ", "memcached", "tests", "passed", "failed", "left out")
+
+FAST = ("tests/rules", "tests/wire", "tests/engine", "tests/models", "tests/test_architecture.py", "tests/test_public_api.py")
+SYSTEM = ("tests/system",)
+STORES = ("tests/stores",)
+REDIS = ("tests/stores", "-k", "redis or cluster")
+
+#: Linters look at the text, which is the same on every Python.
+LINTERS = frozenset(("mypy", "pyright", "ruff", "types-PyYAML"))
+#: The stand-in for MongoDB works on Pythons that its metadata does not name yet.
+UNNAMED = "nx-27017"
+
+PACKAGES = ("ca-certificates", "gcc", "libc6-dev", "make", "openssl", "procps", "redis-server", "rabbitmq-server", "memcached")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Platform:
+    """One Python with the servers of one Debian release.
+
+    Attributes:
+        suite: of Debian; platforms of one suite share a root.
+        redis: the program that serves as Redis.
+        selections: what pytest runs, a run each.
+    """
+
+    name: str
+    suite: str
+    python: str
+    selections: Sequence[Sequence[str]]
+    redis: str = "redis-server"
+
+    @property
+    def packages(self) -> list[str]:
+        return [*PACKAGES, self.python, f"{self.python}-venv", f"{self.python}-dev"]
+
+
+PLATFORMS = (
+    Platform(name="python3.13", suite="trixie", python="python3.13", selections=(FAST + SYSTEM + STORES,)),
+    Platform(name="valkey", suite="trixie", python="python3.13", redis="valkey-server", selections=(REDIS,)),
+    Platform(name="python3.14", suite="sid", python="python3.14", selections=(FAST + SYSTEM,)),
+    Platform(name="python3.15", suite="sid", python="python3.15", selections=(FAST + SYSTEM,)),
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.platforms", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", help=f"of {', '.join(one.name for one in PLATFORMS)}; all if none is named")
+    parser.add_argument("--tests", nargs=argparse.REMAINDER, help="run these instead, and leave the page as it is")
+    options = parser.parse_args(arguments)
+    unknown = set(options.names) - {one.name for one in PLATFORMS}
+    if unknown:
+        parser.error(f"unknown platform {sorted(unknown)[0]!r} (known: {', '.join(one.name for one in PLATFORMS)})")
+    if os.geteuid() != 0:
+        parser.error("making and entering a Debian root asks for root's rights: sudo make platforms")
+    if shutil.which("debootstrap") is None:
+        parser.error("debootstrap is missing: apt-get install debootstrap")
+
+    chosen = [one for one in PLATFORMS if not options.names or one.name in options.names]
+    rows: list[list[str]] = []
+    for platform in chosen:
+        selections = [options.tests] if options.tests else platform.selections
+        rows.append(try_platform(platform, selections))
+        print("\n| " + " | ".join(HEAD) + " |\n| " + " | ".join(rows[-1]) + " |\n", flush=True)
+    if not options.tests:
+        PAGE.write_text(with_rows(PAGE.read_text(), rows))
+    failed = sum(int(row[HEAD.index("failed")]) for row in rows)
+    print(f"{len(rows)} platforms, {failed} tests failed")
+    return 1 if failed or not all(int(row[HEAD.index("passed")]) for row in rows) else 0
+
+
+def try_platform(platform: Platform, selections: Sequence[Sequence[str]]) -> list[str]:
+    """Make what is missing, run the tests, and return a row of the table."""
+    print(f"=== {platform.name}", flush=True)
+    root = make_root(platform)
+    copy_checkout(root)
+    install(root, platform)
+    counts = [0, 0, 0]
+    for selection in selections:
+        for place, count in enumerate(run_tests(root, platform, selection)):
+            counts[place] += count
+    said = " ".join(dict.fromkeys(word for selection in selections for word in selection))
+    return [platform.name, *versions(root, platform), said.replace("tests/", ""), *map(str, counts)]
+
+
+def make_root(platform: Platform) -> Path:
+    """Return the platform's root, with its packages."""
+    root = ROOTS / platform.suite
+    if not (root / "etc" / "debian_version").exists():
+        ROOTS.mkdir(parents=True, exist_ok=True)
+        half_made = ROOTS / f"{platform.suite}.new"
+        shutil.rmtree(half_made, ignore_errors=True)
+        subprocess.run(["debootstrap", "--variant=minbase", platform.suite, half_made, mirror()], check=True)
+        # A mirror may hold a state of the rolling release that is some weeks old, and says so by its date.
+        (half_made / "etc/apt/apt.conf.d/90platforms").write_text('Acquire::Check-Valid-Until "false";\n')
+        policy = half_made / "usr/sbin/policy-rc.d"  # no service is started by its package
+        policy.write_text("#!/bin/sh\nexit 101\n")
+        policy.chmod(0o755)
+        half_made.rename(root)
+    certificates = Path("/etc/ssl/certs/ca-certificates.crt")
+    packages = [*platform.packages, platform.redis]
+    enter(root, "export DEBIAN_FRONTEND=noninteractive; dpkg -s $0 $@ >/dev/null 2>&1 ||"
+                " { apt-get -q update && apt-get -q -y install --no-install-recommends $0 $@; }", *packages)
+    if certificates.exists():  # the package index may be behind an authority that only this machine knows
+        shutil.copy(certificates, root / certificates.relative_to("/"))
+    return root
+
+
+def mirror() -> str:
+    """Return the address from which this machine takes Debian's own packages."""
+    done = subprocess.run(["apt-get", "indextargets", "--format", "$(REPO_URI)", "Origin: Debian"],
+                          check=True, capture_output=True, text=True, timeout=60)
+    return next(line for line in done.stdout.splitlines() if "security" not in line)
+
+
+def copy_checkout(root: Path) -> None:
+    """Copy what git knows of, and has not been told to ignore, to /src/machinery; shared data beside it."""
+    target = root / "src" / "machinery"
+    shutil.rmtree(target.parent, ignore_errors=True)
+    listed = subprocess.run(["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+                            cwd=ROOT, check=True, capture_output=True, text=True, timeout=60).stdout
+    for name in filter(None, listed.split("\0")):
+        if (ROOT / name).is_file():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, target / name)
+    shared = ROOT.parent / "shared"
+    if shared.is_dir():
+        shutil.copytree(shared, target.parent / "shared")
+
+
+def install(root: Path, platform: Platform) -> None:
+    """Make /venv-<python>, with the checkout and what its tests need."""
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    wanted = [line.strip() for line in setup["options.extras_require"]["dev"].splitlines() if line.strip()]
+    wanted = [line for line in wanted if not LINTERS & {line.partition(">")[0].partition("=")[0]}]
+    unnamed = [line for line in wanted if line.startswith(UNNAMED)]
+    enter(root, f"test -d /venv-{platform.python} || {platform.python} -m venv /venv-{platform.python}")
+    pip = f"cd /src/machinery && /venv-{platform.python}/bin/python -m pip install -q"
+    enter(root, f"{pip} --upgrade pip setuptools")
+    enter(root, f'{pip} --editable . "$0" "$@"', *(line for line in wanted if line not in unnamed))
+    enter(root, f'{pip} --ignore-requires-python "$0" "$@"', *unnamed)
+
+
+def run_tests(root: Path, platform: Platform, selection: Sequence[str]) -> tuple[int, int, int]:
+    """Run pytest in the root; return how many passed, failed and were left out."""
+    report = root / "src" / "report.xml"
+    # Whatever the tests call Redis is the platform's: the same program under the name they look for.
+    enter(root, 'mkdir -p /redis && ln -sf "$(command -v "$0")" /redis/redis-server', platform.redis)
+    enter(root, f'cd /src/machinery && CI=true PATH=/redis:/venv-{platform.python}/bin:$PATH '
+                f'/venv-{platform.python}/bin/python -m pytest -q -n 2 --dist worksteal --junitxml /src/report.xml "$0" "$@"',
+          *selection, check=False)
+    if not report.exists():
+        return 0, 1, 0
+    [suite] = ElementTree.parse(report).getroot().iter("testsuite")
+    failed = int(suite.get("failures", 0)) + int(suite.get("errors", 0))
+    skipped = int(suite.get("skipped", 0))
+    return int(suite.get("tests", 0)) - failed - skipped, failed, skipped
+
+
+def versions(root: Path, platform: Platform) -> list[str]:
+    """Return the versions of Python, Redis, RabbitMQ and memcached in the root."""
+    asked = enter(root, f"""
+        {platform.python} -c 'import platform; print(platform.python_version())'
+        {platform.redis} --version | sed 's/^\\(Redis\\|Valkey\\) server v=\\([0-9.]*\\).*/\\1 \\2/'
+        for one in rabbitmq-server memcached; do dpkg-query -W -f '${{Version}}\\n' $one | sed 's/-.*//'; done
+    """, capture=True)
+    return asked.splitlines()
+
+
+def enter(root: Path, script: str, *words: str, check: bool = True, capture: bool = False) -> str:
+    """Run a script in the root, with mounts and processes of its own that end with it; return what it printed."""
+    inner = 'mount --rbind /dev "$0/dev" && mount -t proc proc "$0/proc" && mount -t tmpfs tmp "$0/tmp" && exec chroot "$@"'
+    clean = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "HOME": "/root", "LANG": "C.UTF-8"}
+    done = subprocess.run(
+        ["unshare", "--mount", "--pid", "--fork", "--kill-child", "sh", "-c", inner, root, root, "bash", "-c", script, *words],
+        check=check, text=True, stdout=subprocess.PIPE if capture else None, env=clean | proxies(),
+    )
+    return done.stdout if capture else ""
+
+
+def proxies() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.lower() in ("http_proxy", "https_proxy", "no_proxy")}
+
+
+def with_rows(page: str, rows: Sequence[Sequence[str]]) -> str:
+    """Return the page with these rows in its table; rows of platforms that were not tried stay."""
+    before, _, rest = page.partition(BEGIN)
+    table, _, after = rest.partition(END)
+    known = {row[0]: row for row in map(cells, table.splitlines()) if len(row) == len(HEAD)}
+    known |= {row[0]: list(row) for row in rows}
+    lines = [known[one.name] for one in PLATFORMS if one.name in known]
+    drawn = ["| " + " | ".join(HEAD) + " |", "|---" * len(HEAD) + "|", *("| " + " | ".join(line) + " |" for line in lines)]
+    return before + BEGIN + "\n" + "\n".join(drawn) + "\n" + END + after
+
+
+def cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip().strip("|").split("|")]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
