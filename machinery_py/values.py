@@ -242,7 +242,17 @@ def _without_none(hint: Any) -> Any:
     return hint
 
 
-_READ: dict[str, Callable[[Any], Any]] = {**READ, "json": lambda value: value, "py": unpack}
+def _read_json(value: Any) -> Any:
+    """A copy: what the function changes in its arguments must not reach the retry, the hooks and the callbacks."""
+    if type(value) is not list and type(value) is not dict:
+        return value
+    try:
+        return msgspec.to_builtins(value, enc_hook=float)  # in C; a Number becomes a float
+    except RecursionError:
+        raise ArgumentError("a json value has too many levels") from None
+
+
+_READ: dict[str, Callable[[Any], Any]] = {**READ, "json": _read_json, "py": unpack}
 _WRITE: dict[str, Callable[[Any], Any]] = {
     "bool": write_bool,
     "string": write_text,

@@ -126,7 +126,7 @@ def _read_list(item_type: str, value: Any) -> list[Any]:
         kind = NATURAL[item_type]
         same = set(map(type, value)) == {kind} and item_type != "float32"
         if same and (kind is not int or within(value, *RANGES[item_type])):
-            return value
+            return value.copy()  # the function may change it, and the message must not
         return [READ[item_type](item) for item in value]
     if value is None or value == "" or value == {}:
         return []

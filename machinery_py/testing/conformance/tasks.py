@@ -242,6 +242,27 @@ class TaskConformance:
         state = result.get_state()
         assert (state.state, state.attempt, state.run, state.error) == (State.SUCCESS, 3, 2, "")
 
+    @pytest.mark.parametrize("kind", ["sync", "async"])
+    def test_a_retry_gets_the_arguments_as_they_were_sent(self, app: App, kind: str) -> None:
+        def spoil(ctx: Context, numbers: Any, mixed: Any, deep: dict[str, Any], dates: Any) -> None:
+            app.calls.append((list(numbers), list(mixed), repr(deep), list(dates)))
+            numbers.append(0)
+            mixed.clear()
+            deep["a"][0]["b"].append("more")
+            dates.pop()
+            assert [ctx.signature.args[index].value for index in (0, 1)] == [[1, 2], [1, "x"]]
+            raise ConnectionError("away")
+
+        async def spoil_async(ctx: Context, numbers: Any, mixed: Any, deep: dict[str, Any], dates: Any) -> None:
+            spoil(ctx, numbers, mixed, deep, dates)
+
+        task = app.server.task("spoil", retries=2, backoff=[0.0])(spoil_async if kind == "async" else spoil)
+        sent = [1, 2], [1, "x"], {"a": [{"b": []}]}, [dt.date(2026, 1, 2)]
+        with pytest.raises(TaskFailed, match="away"):
+            task.send(*sent).get(timeout=HANG)
+
+        assert app.calls == [([1, 2], [1, "x"], repr(sent[2]), sent[3])] * 3
+
     def test_retries_end(self, app: App) -> None:
         failing = app.server.task("failing", backoff=lambda n: 0.0)(app._fail)
         result = failing.options(retries=2).send("x")
