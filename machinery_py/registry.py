@@ -82,7 +82,7 @@ class TaskSettings(msgspec.Struct, frozen=True, kw_only=True):
         backoff: how long to wait between them.
         retry_on: which exceptions are retried; None: all but NoRetry and wrong arguments.
         time_limit: seconds one run may take.
-        ignore_result: no results are kept, only the state.
+        ignore_result: no results are kept, only the state; they are passed on all the same.
         unique, exclusive and what belongs to them: see SamenessOptions.
     """
 

@@ -142,7 +142,7 @@ class Server(Declaring, SendingAsync):
             retry_on: only these exceptions are retried; by default all but NoRetry and wrong arguments.
             time_limit: seconds one run may take.
             priority: 0 to 255, the higher first.
-            ignore_result: keep no results, only the state.
+            ignore_result: keep no results, only the state; callbacks, the next step and a chord's callback get them all the same.
             sameness: `unique`, `exclusive` and what belongs to them; see SamenessOptions.
 
         Raises:

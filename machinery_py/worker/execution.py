@@ -241,7 +241,7 @@ class Execution:
         """What the function returned, as an outcome."""
         task = self.task
         assert task is not None
-        if task.settings.ignore_result or value is None:
+        if value is None or (task.settings.ignore_result and not self._passes_on):
             return Succeeded(())
         try:
             results = task.call.results(value)
@@ -257,6 +257,18 @@ class Execution:
                     error_type="ArgumentError", retryable=False,
                 )
         return Succeeded(results)
+
+    @property
+    def _passes_on(self) -> bool:
+        """Whether somebody gets the result from this run: a callback, the next step, a chord's callback."""
+        signature = self.signature
+        return (bool(signature.on_success) and not signature.immutable) or self._is_collected
+
+    @property
+    def _is_collected(self) -> bool:
+        """Whether the result is read from the state, by whoever sends the chord's callback."""
+        callback = self.signature.chord_callback
+        return callback is not None and not callback.immutable
 
     def failed(self, error: BaseException) -> Outcome:
         """What the function raised, as an outcome."""
@@ -348,8 +360,9 @@ class Execution:
     def _settlement(self, then: FollowUp, now: dt.datetime, *, fate: Fate, reason: str) -> Settlement:
         signature = self.signature
         final = then.state is not State.RETRY
+        spared = self.task is not None and self.task.settings.ignore_result and not self._is_collected
         state = TaskState(
-            task_uuid=signature.uuid, task_name=signature.name, state=then.state, results=then.results,
+            task_uuid=signature.uuid, task_name=signature.name, state=then.state, results=() if spared else then.results,
             error=then.error, error_type=then.error_type, traceback=then.traceback, created_at=now,
             run=signature.run, attempt=signature.attempt, queue=self.delivery.queue, worker=self.worker,
             started_at=self.started_at, finished_at=now if final else None, progress=self.progress,

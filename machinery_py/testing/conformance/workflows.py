@@ -62,6 +62,20 @@ class LinkedConformance(TaskConformance):
         (app.add.signature(1, 1) | app.note.partial("c").replace(immutable=True)).send().get(timeout=HANG)
         assert app.calls == [("a",), ("b", 5), ("c", 2)]
 
+    def test_an_ignored_result_is_passed_on_and_not_kept(self, app: App) -> None:
+        quiet = app.server.task("quiet", ignore_result=True)(lambda *numbers: sum(numbers))
+        chained = (quiet.signature(1, 1) | quiet.partial(5) | app.add.partial(1)).send()
+        quiet.signature(3).then(app.note.partial("callback")).send()
+        members = group(quiet.signature(1), quiet.signature(2) | quiet.partial(4))
+        collected = chord(members, app.total.partial(), collect=True).send()
+        alone = group(quiet.signature(1), quiet.signature(2)).send()
+
+        assert chained.get(timeout=HANG) == 8
+        assert [step.get(timeout=HANG) for step in chained.steps] == [None, None, 8]
+        assert collected.get(timeout=HANG) == 7
+        assert alone.get(timeout=HANG) == [None, None]
+        assert app.wait_for(3) == [("callback", 3)]
+
     def test_a_chain_of_one(self, app: App) -> None:
         assert chain(app.add.signature(1, 1)).send().get(timeout=HANG) == 2
 
