@@ -257,7 +257,7 @@ class TaskConformance:
             spoil(ctx, numbers, mixed, deep, dates)
 
         task = app.server.task("spoil", retries=2, backoff=[0.0])(spoil_async if kind == "async" else spoil)
-        sent = [1, 2], [1, "x"], {"a": [{"b": []}]}, [dt.date(2026, 1, 2)]
+        sent: tuple[Any, ...] = ([1, 2], [1, "x"], {"a": [{"b": []}]}, [dt.date(2026, 1, 2)])
         with pytest.raises(TaskFailed, match="away"):
             task.send(*sent).get(timeout=HANG)
 

@@ -74,7 +74,8 @@ class LinkedConformance(TaskConformance):
         assert [step.get(timeout=HANG) for step in chained.steps] == [None, None, 8]
         assert collected.get(timeout=HANG) == 7
         assert alone.get(timeout=HANG) == [None, None]
-        assert app.wait_for(3) == [("callback", 3)]
+        app.wait_until_idle()
+        assert app.calls == [("callback", 3)]
 
     def test_a_chain_of_one(self, app: App) -> None:
         assert chain(app.add.signature(1, 1)).send().get(timeout=HANG) == 2
