@@ -22,7 +22,7 @@ from machinery_py.named_lock import LockKeeper
 from machinery_py.outcomes import Arrived
 from machinery_py.registry import Registry
 from machinery_py.settlement.base import Store, Submission
-from machinery_py.signature import Signature, new_uuid
+from machinery_py.signature import Signature, counted, new_uuid
 from machinery_py.states import Arrival, GroupMeta, State, TaskState
 from machinery_py.wire import encode_signature
 
@@ -125,12 +125,14 @@ class Engine:
         return Outgoing(messages, states, groups, sent)
 
     def completed(self, signature: Signature[Any]) -> Signature[Any]:
-        """With UUID and queue; passed through the pre-publish hook, which may return another one."""
+        """With UUID, queue, and what counts from now on; passed through the pre-publish hook, which may return another one."""
         if not signature.uuid or not signature.routing_key:
             signature = signature.replace(
                 uuid=signature.uuid or new_uuid(),
                 routing_key=signature.routing_key or self.config.default_queue,
             )
+        if signature.headers:
+            signature = counted(signature, self.clock.now())
         if self.pre_publish is not None:
             signature = self.pre_publish(signature) or signature
         return signature

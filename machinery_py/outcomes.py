@@ -12,7 +12,7 @@ from typing import Any, assert_never
 import msgspec
 
 from machinery_py.backoff import Backoff, delay_for
-from machinery_py.signature import HEADER_ATTEMPT, HEADER_RUN, Arg, Lazy, Signature
+from machinery_py.signature import COUNTED, HEADER_ATTEMPT, HEADER_RUN, Arg, Lazy, Signature
 from machinery_py.states import State
 
 
@@ -122,7 +122,9 @@ def _error_callbacks(signature: Signature[Any], error: str) -> Sequence[Signatur
 def _again(signature: Signature[Any], *, now: dt.datetime, delay: float, counted: bool) -> Signature[Any]:
     """The same task for its next run; UUID, group and callbacks stay."""
     attempt = signature.attempt + counted
-    headers = {**signature.headers, HEADER_RUN: str(signature.run + 1)}
+    # Only a Go worker sends what is still to be counted; it is not counted from the retry.
+    headers = {key: value for key, value in signature.headers.items() if key not in COUNTED}
+    headers[HEADER_RUN] = str(signature.run + 1)
     if attempt > 1:
         headers[HEADER_ATTEMPT] = str(attempt)
     return signature.replace(

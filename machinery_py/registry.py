@@ -17,7 +17,17 @@ from machinery_py.context import Context
 from machinery_py.errors import TaskAlreadyRegistered, TaskNotRegistered, nearest
 from machinery_py.forks import ForkLock
 from machinery_py.results import AsyncResult
-from machinery_py.signature import HEADER_EXPIRES, HEADER_ON_DUPLICATE, HEADER_UNIQUE, Arg, Signature, Step
+from machinery_py.signature import (
+    HEADER_DELAY,
+    HEADER_EXPIRES,
+    HEADER_EXPIRES_IN,
+    HEADER_ON_DUPLICATE,
+    HEADER_UNIQUE,
+    LONGEST,
+    Arg,
+    Signature,
+    Step,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -28,10 +38,10 @@ R = TypeVar("R")
 class SendOptions(TypedDict, total=False):
     """How one call is sent.
 
-    delay: seconds or a timedelta, from now. eta: aware. queue: its name. priority: 0 to 255, the higher first. expires: not
-    started later than that many seconds (or timedelta) from now, or that moment. retries: tries after the first. headers:
-    strings that travel with the task. uuid: instead of a random one. unique, on_duplicate: as for the task, with a text as the
-    key.
+    delay: seconds or a timedelta, from when it is sent: in a workflow, when its turn has come; in a schedule, at the tick. eta:
+    aware. queue: its name. priority: 0 to 255, the higher first. expires: not started later than that many seconds (or timedelta)
+    from when it is sent, or that moment. retries: tries after the first. headers: strings that travel with the task. uuid:
+    instead of a random one. unique, on_duplicate: as for the task, with a text as the key.
     """
 
     delay: float | dt.timedelta
@@ -133,7 +143,6 @@ class TaskSender(Protocol):
 
     def send(self, step: Step[Any]) -> Any: ...
     async def send_async(self, step: Step[Any]) -> Any: ...
-    def now(self) -> dt.datetime: ...
 
 
 class Task(Generic[P, R]):
@@ -202,16 +211,19 @@ class Task(Generic[P, R]):
         return self._with_options(arguments, options)
 
     def _with_options(self, arguments: Sequence[Arg], options: SendOptions) -> Signature[R]:
-        settings, now = self.settings, self._sender.now()
-        eta = options.get("eta")
-        if (delay := options.get("delay")) is not None:
-            eta = now + _timedelta(delay)
-        _check_zone(self.name, "eta", eta)
+        settings = self.settings
         headers = dict(options.get("headers", {}))
-        if (expires := options.get("expires")) is not None:
-            moment = expires if isinstance(expires, dt.datetime) else now + _timedelta(expires)
-            _check_zone(self.name, "expires", moment)
-            headers[HEADER_EXPIRES] = repr(moment.timestamp())
+        # Lengths travel as they are, and are counted when it is sent: that may be long after, by another process.
+        if (delay := options.get("delay")) is not None:
+            headers[HEADER_DELAY] = self._length("delay", delay)
+        eta = options.get("eta") if delay is None else None
+        _check_zone(self.name, "eta", eta)
+        expires = options.get("expires")
+        if isinstance(expires, dt.datetime):
+            _check_zone(self.name, "expires", expires)
+            headers[HEADER_EXPIRES] = repr(expires.timestamp())
+        elif expires is not None:
+            headers[HEADER_EXPIRES_IN] = self._length("expires", expires)
         if "on_duplicate" in options:
             _check_word(self.name, "on_duplicate", options["on_duplicate"])
             headers[HEADER_ON_DUPLICATE] = options["on_duplicate"]
@@ -223,6 +235,12 @@ class Task(Generic[P, R]):
             name=self.name, args=arguments, uuid=options.get("uuid", ""), eta=eta, headers=headers,
             routing_key=options.get("queue", settings.queue), priority=priority, retry_count=retries, sender=self._sender,
         )
+
+    def _length(self, option: str, value: float | dt.timedelta) -> str:
+        seconds = value.total_seconds() if isinstance(value, dt.timedelta) else float(value)
+        if not abs(seconds) <= LONGEST:
+            raise ValueError(f"{self.name}: {option}={value!r} (expected seconds or a timedelta of at most 317 years)")
+        return repr(seconds)
 
     def __repr__(self) -> str:
         return f"<Task {self.name!r}>"

@@ -24,6 +24,8 @@ S = TypeVar("S")
 HEADER_RUN = "machinery_run"  # how many runs ended before this one, retries of every kind
 HEADER_ATTEMPT = "machinery_attempt"  # which try this is, 1 for the first; RetryTaskLater does not count
 HEADER_EXPIRES = "machinery_expires"  # unix seconds; not started after that
+HEADER_DELAY = "machinery_delay"  # of what is not sent yet: seconds from the sending to its ETA
+HEADER_EXPIRES_IN = "machinery_expires_in"  # of what is not sent yet: seconds from the sending to machinery_expires
 HEADER_UNIQUE = "machinery_unique"  # the key that a unique task holds, hashed; "" for none, whatever the task says
 HEADER_UNIQUE_START = "machinery_unique_start"  # what becomes of the key when the task starts: "free" or "keep"
 HEADER_ON_DUPLICATE = "machinery_on_duplicate"  # for the sender: what to do when the key is held
@@ -293,6 +295,35 @@ class Signature(msgspec.Struct, Step[R], frozen=True, kw_only=True, gc=False):
     def run(self) -> int:
         """How many runs of this task ended in RETRY before this one."""
         return _number(self.headers, HEADER_RUN, 0)
+
+
+COUNTED = (HEADER_DELAY, HEADER_EXPIRES_IN)
+LONGEST = 1e10  # seconds, 317 years; a longer delay or expiry is none
+
+
+def counted(signature: Signature[Any], now: dt.datetime) -> Signature[Any]:
+    """The signature with its delay and expiry counted from now on, since it is sent now.
+
+    A moment that it has already stays: the caller's own, or that of a retry.
+    """
+    headers = {key: value for key, value in signature.headers.items() if key not in COUNTED}
+    if len(headers) == len(signature.headers):
+        return signature
+    eta, delay, expiry = signature.eta, _length(signature, HEADER_DELAY), _length(signature, HEADER_EXPIRES_IN)
+    if eta is None and delay is not None:
+        eta = now + dt.timedelta(seconds=delay)
+    if expiry is not None:
+        headers.setdefault(HEADER_EXPIRES, repr(now.timestamp() + expiry))
+    return signature.replace(eta=eta, headers=headers)
+
+
+def _length(signature: Signature[Any], key: str) -> float | None:
+    """The seconds in a header; None for what no sender of ours has written."""
+    try:
+        seconds = float(signature.headers.get(key, "nan"))
+    except (TypeError, ValueError):
+        return None
+    return seconds if abs(seconds) <= LONGEST else None
 
 
 def _number(headers: Mapping[str, Any], key: str, default: int) -> int:

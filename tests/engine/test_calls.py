@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from machinery_py import ArgumentError, Context, Server, Signature, Task, TaskAlreadyRegistered, TaskNotRegistered
 from machinery_py.calls import Call
 from machinery_py.registry import AsyncTask
-from machinery_py.signature import HEADER_EXPIRES, Arg
+from machinery_py.signature import HEADER_DELAY, HEADER_EXPIRES, HEADER_EXPIRES_IN, Arg, counted
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.wire import decode_signature, encode_signature
 
@@ -286,17 +286,42 @@ def test_options_say_how_a_call_is_sent(server: Server) -> None:
     options = task.options(queue="slow", priority=9, retries=7, headers={"tenant": "acme"}, uuid="task_mine", delay=5)
     found = options.signature(1)
     assert (found.routing_key, found.priority, found.retry_count, found.uuid) == ("slow", 9, 7, "task_mine")
-    assert (found.headers, found.eta) == ({"tenant": "acme"}, now + dt.timedelta(seconds=5))
-    assert task.options(delay=dt.timedelta(hours=2)).signature(1).eta == now + dt.timedelta(hours=2)
+    assert (found.headers, found.eta) == ({"tenant": "acme", HEADER_DELAY: "5.0"}, None)
+    assert task.options(delay=dt.timedelta(hours=2)).signature(1).headers == {HEADER_DELAY: "7200.0"}
     assert task.options(eta=now).partial().eta == now
 
 
-@pytest.mark.parametrize("expires", [
-    60, dt.timedelta(minutes=1), dt.datetime(2024, 1, 1, 12, 1, tzinfo=dt.timezone.utc),
-])
-def test_expiry_travels_as_a_header(server: Server, expires: Any) -> None:
-    header = server.task(plain).options(expires=expires).signature(1).headers[HEADER_EXPIRES]
-    assert float(header) == (server.now() + dt.timedelta(minutes=1)).timestamp()
+def test_delay_and_expiry_count_from_the_sending(server: Server) -> None:
+    task, later = server.task(plain), server.now() + dt.timedelta(days=3)
+    options = [task.options(delay=60, expires=120), task.options(delay=dt.timedelta(minutes=1), expires=dt.timedelta(minutes=2))]
+    for found in (counted(one.signature(1), later) for one in options):
+        assert found.eta == later + dt.timedelta(minutes=1)
+        assert found.headers == {HEADER_EXPIRES: repr((later + dt.timedelta(minutes=2)).timestamp())}
+        assert counted(found, later + dt.timedelta(days=1)) is found
+
+
+def test_moments_stay_whenever_it_is_sent(server: Server) -> None:
+    task, moment = server.task(plain), server.now()
+    fixed = task.options(eta=moment, expires=moment).signature(1)
+    assert fixed.headers == {HEADER_EXPIRES: repr(moment.timestamp())}
+    late = moment + dt.timedelta(days=3)
+    assert counted(fixed, late) is fixed
+    assert counted(task.options(delay=5).signature(1).replace(eta=moment), late).eta == moment
+    assert counted(fixed.with_headers(**{HEADER_EXPIRES_IN: "5.0"}), late) == fixed
+
+
+@pytest.mark.parametrize("text", ["", "soon", "nan", "inf", "1e300"])
+def test_a_length_that_is_none_is_dropped(text: str) -> None:
+    odd: Signature[Any] = Signature(name="t", headers={HEADER_DELAY: text, HEADER_EXPIRES_IN: text, "tenant": "acme"})
+    assert counted(odd, dt.datetime(2026, 1, 2, tzinfo=dt.timezone.utc)) == Signature(name="t", headers={"tenant": "acme"})
+
+
+@pytest.mark.parametrize("length", [float("nan"), float("inf"), 1e300])
+def test_a_length_that_no_clock_can_count_is_refused(server: Server, length: float) -> None:
+    task = server.task(plain)
+    for option in ("delay", "expires"):
+        with pytest.raises(ValueError, match=f"plain: {option}="):
+            task.options(**{option: length}).signature(1)  # type: ignore[typeddict-item]
 
 
 def test_wrong_options_are_told(server: Server) -> None:

@@ -15,10 +15,11 @@ from machinery_py import ArgumentError, Server, Signature, chain, group
 from machinery_py.backends.base import Amendment
 from machinery_py.errors import MachineryError, ScheduleError, ScheduleNotFound, Unsupported
 from machinery_py.scheduler import Scheduler
-from machinery_py.signature import HEADER_SCHEDULE, HEADER_TICK
+from machinery_py.signature import HEADER_EXPIRES, HEADER_SCHEDULE, HEADER_TICK
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.flaky import Faults, FlakyStore
 from machinery_py.testing.waiting import together, wait_until
+from machinery_py.wire import decode_signature
 from machinery_py.worker.inline import Inline
 
 START = dt.datetime(2026, 1, 2, 3, 4, 5, tzinfo=dt.timezone.utc)
@@ -107,6 +108,35 @@ def test_a_tick_says_which_it_is_and_each_run_has_a_uuid_of_its_own(app: App) ->
         {HEADER_SCHEDULE: "s", HEADER_TICK: f"2026-01-02T03:0{minute}:00+00:00"} for minute in (5, 6)
     ]
     assert len({signature.uuid for signature in sent} - {"mine"}) == 2
+
+
+def test_delay_and_expiry_count_from_the_tick(app: App) -> None:
+    late = app.task.options(delay=3600, expires=7200).signature()
+    app.server.register_periodic_task("0 6 * * *", "s", late)
+    app.server.register_periodic_chain("0 6 * * *", "c", app.task.options(delay=60).signature(), late)
+    app.scheduler.step()
+    app.clock.advance(hours=2, minutes=55, seconds=55)
+    for day in (2, 3):
+        six = dt.datetime(2026, 1, day, 6, tzinfo=dt.timezone.utc)
+        app.scheduler.step()
+        sent = [decode_signature(message.body) for message in app.server.broker.delayed(10)]
+        delayed = {signature.headers[HEADER_SCHEDULE]: signature for signature in sent}
+        assert (delayed["s"].eta, delayed["c"].eta) == (six + dt.timedelta(hours=1), six + dt.timedelta(minutes=1))
+        assert delayed["s"].headers[HEADER_EXPIRES] == repr((six + dt.timedelta(hours=2)).timestamp())
+        for _ in range(2):
+            app.clock.advance(hours=1, minutes=1)
+            app.run()
+        assert app.ran == ["07:01:00", "07:01:00", "08:02:00"] * (day - 1)
+        app.clock.advance(hours=21, minutes=58)
+
+
+def test_a_declaration_with_a_delay_is_the_same_at_each_start(clock: ManualClock, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):
+        program = App(clock, "memory://starts")
+        program.server.register_periodic_task("0 6 * * *", "s", program.task.options(delay=60, expires=60).signature())
+        program.scheduler.step()
+        clock.advance(hours=1)
+    assert "is changed" not in caplog.text
 
 
 def test_workflows_are_sent_whole(app: App) -> None:
