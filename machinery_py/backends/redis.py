@@ -9,8 +9,10 @@ Limits: what only Go programs wrote is not listed. `find` reads the names of all
 from __future__ import annotations
 
 import datetime as dt
+import itertools
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -46,6 +48,8 @@ READ = 2000  # states in one script
 WRITE = 2000  # changes in one script
 
 VERDICTS: dict[int, Verdict] = {ord("s"): SETTLED, ord("a"): ALREADY, ord("f"): FENCED}
+
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_.:-]+", re.ASCII)  # looks the same in everybody's JSON
 
 _pack_outbox = msgspec.msgpack.Encoder().encode
 _outbox = msgspec.msgpack.Decoder(tuple[bytes, ...]).decode
@@ -172,20 +176,30 @@ class RedisBackend(Backend):
     def list_states(
         self, *, state: State | None = None, name: str = "", since: dt.datetime | None = None, limit: int = 100
     ) -> list[TaskState]:
-        finished = state is not None and state.is_finished
-        sets = ["mpy:done"] if finished else ["mpy:done", "mpy:open"] if state is None else ["mpy:open"]
-        first = 0 if since is None else micros(since)
-        found: list[TaskState] = []
-        skipped = 0
-        while len(found) < limit:
-            rows = self._run(redis_scripts.NEWEST, sets, first, skipped, READ, doing="listing states")
-            rows.sort(key=lambda row: int(row[1]), reverse=True)
-            skipped += READ
-            states = self.get_states([uuid.decode() for uuid, _ in rows])
-            found += [one for one in states.values() if state in (None, one.state) and name in ("", one.task_name)]
-            if len(rows) < READ:
-                break
-        return found[:limit]
+        # What ends in between is met twice, in its later state; in the other order it would be missed.
+        sets = ["mpy:open", "mpy:done"] if state is None else ["mpy:done" if state.is_finished else "mpy:open"]
+        found: dict[str, tuple[int, TaskState]] = {}
+        for key in sets:
+            for at, one in itertools.islice(self._newest(key, state, name, 0 if since is None else micros(since), limit), limit):
+                found[one.task_uuid] = at, one
+        newest = sorted(found.values(), key=lambda row: row[0], reverse=True)
+        return [one for _, one in newest[:limit]]
+
+    def _newest(self, key: str, state: State | None, name: str, since: int, limit: int) -> Iterator[tuple[int, TaskState]]:
+        """Those of one set that fit, the last changed first, and when. The server looks through them, READ at a time."""
+        word, quoted = state.value if state else "", f'"{name}"' if _PLAIN_NAME.fullmatch(name) else ""
+        high, skip = "+inf", 0
+        while True:
+            looked, last, skip, times, packed = self._run(
+                redis_scripts.FIND, key, high, skip, since, READ, limit, word, quoted, doing="listing states"
+            )
+            high = last.decode()
+            for at, (document, companion) in zip(times, decode_rows(packed), strict=True):
+                one = state_of(document, companion) if document is not None else None
+                if one is not None and state in (None, one.state) and name in ("", one.task_name):
+                    yield int(at), one
+            if looked < READ and len(times) < limit:
+                return
 
     def find(self, prefix: str, limit: int = 2) -> list[str]:
         pattern = b"".join(b"\\" + bytes((c,)) if c in b"*?[]\\^-" else bytes((c,)) for c in _bytes(prefix)) + b"*"

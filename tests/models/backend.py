@@ -102,6 +102,31 @@ def newest(redis: Redis, keys: Sequence[str], since: int, offset: int, limit: in
     return found
 
 
+def find(
+    redis: Redis, key: str, high: str, skip: int, low: int, size: int, limit: int, word: str, name: str
+) -> object:
+    """A hundred at a time, until enough are found."""
+    rows = [(uuid, str(int(at))) for uuid, at in reversed(redis.scores(key).in_order()) if low <= at <= float(high)]
+    rows = rows[skip : skip + size]
+    looked: list[tuple[str, str]] = []
+    times: list[str] = []
+    found: list[list[object]] = []
+    for start in range(0, len(rows), 100):
+        if len(found) >= limit:
+            break
+        looked += rows[start : start + 100]
+        for uuid, at in rows[start : start + 100]:
+            text = redis.keys.get(document(uuid))
+            said = json.loads(text) if isinstance(text, str) else {}
+            if said and word in ("", said["State"]) and name in ("", f'"{said["TaskName"]}"'):
+                ours = redis.keys.get(companion(uuid))
+                times.append(at)
+                found.append([text, ours if isinstance(ours, str) else None])
+    last = looked[-1][1] if looked else high
+    same = sum(at == last for _, at in looked)
+    return [len(looked), last, skip + same if last == high else same, times, found]
+
+
 def rates(redis: Redis, now: str, since: int) -> object:
     last = int(now) // SECOND
     seconds = range(max(since, last - RATES_LIFE), last + 1)

@@ -47,6 +47,11 @@ NewChange = st.fixed_dictionaries({
 })
 
 
+def rows_last(reply: Any) -> Any:
+    """A reply whose last part is packed."""
+    return [*reply[:-1], packed(reply[-1])]
+
+
 class StateRules(ScriptMachine):
     """What both machines share."""
 
@@ -121,8 +126,16 @@ class BackendMachine(StateRules):
         self.run(redis_scripts.PARTIAL, backend.partial, now, limit)
         self.run(redis_scripts.UNSENT, backend.unsent, now, limit, 1_000_000)
         self.run(redis_scripts.NEWEST, backend.newest, ["mpy:open", "mpy:done"], self.now + since * 500_000, limit - 1, 2)
+        self.run(redis_scripts.FIND, backend.find, "mpy:done", "+inf", 0, self.now + since * 500_000, 2, limit, "", "",
+                 reading=rows_last)
         self.run(redis_scripts.RATES, backend.rates, now, self.now // 1_000_000 + since)
         self.run(redis_scripts.REVOKED, backend.revoked, TASKS)
+
+    @rule(key=st.sampled_from(["mpy:open", "mpy:done"]), since=st.integers(-5, 5), skip=st.integers(0, 2),
+          limit=st.integers(1, 3), word=st.sampled_from(["", "SUCCESS", "PENDING"]), name=st.sampled_from(["", '"add"', '"no"']))
+    def find(self, key: str, since: int, skip: int, limit: int, word: str, name: str) -> None:
+        moment = str(self.now + since * 500_000)
+        self.run(redis_scripts.FIND, backend.find, key, moment, skip, 0, 3, limit, word, name, reading=rows_last)
 
     @rule(passed=Passed, uuids=st.lists(Task, max_size=2))
     def revoke(self, passed: int, uuids: list[str]) -> None:

@@ -137,6 +137,7 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "backend UNSENT": (NOW, 10, 0),
     "backend CLEAR": ([("task_2", raw(b"out")), ("task_1", raw(b"out"))],),
     "backend NEWEST": (["mpy:open", "mpy:done"], 0, 0, 10),
+    "backend FIND": ("mpy:open", "+inf", 0, 0, 10, 10, "PENDING", '"add"'),
     "backend RATES": (NOW, START // 1_000_000),
     "backend REVOKE": (NOW, ["task_1"]),
     "backend REVOKED": (["task_1"],),

@@ -5,8 +5,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from machinery_py.backends.base import Change
 from machinery_py.backends.redis import RedisBackend
 from machinery_py.brokers.redis import RedisBroker
+from machinery_py.states import State, TaskState
 from machinery_py.testing.conformance.backends import BackendConformance, OpenBackend
 from machinery_py.testing.conformance.brokers import BrokerConformance, OpenBroker
 from machinery_py.testing.conformance.settlement import SettlementConformance
@@ -29,6 +31,22 @@ class TestRedisBackend(RedisTime, BackendConformance):
     @pytest.fixture
     def open_backend(self, open_driver: Drivers) -> OpenBackend:
         return lambda: RedisBackend(open_driver(), expire_in=self.expire_in)
+
+
+    def test_tasks_of_a_rare_name_are_looked_for_by_the_server(self, backend: RedisBackend) -> None:
+        def sent() -> int:
+            info = backend.driver.ask(b"INFO", b"stats", doing="testing").decode()
+            return int(info.partition("total_net_output_bytes:")[2].split()[0])
+
+        for name, uuids in (("rare", range(1)), ("often", range(1, 10_001))):
+            states = [TaskState(task_uuid=f"task_{uuid}", task_name=name, state=State.SUCCESS) for uuid in uuids]
+            backend.apply([Change(key=name, states=states)])
+        before = sent()
+
+        found = backend.list_states(name="rare")
+
+        assert [state.task_uuid for state in found] == ["task_0"]
+        assert sent() - before < 100_000  # bytes: all that are looked at are more than a million
 
 
 class TestRedisStore(InRedis, SettlementConformance):

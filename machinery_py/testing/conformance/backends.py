@@ -212,6 +212,24 @@ class BackendConformance(ChangeConformance):
         assert names(since=middle) == ["t0"]
         assert names(since=middle - dt.timedelta(seconds=2.5)) == ["t0", "t3", "t2"]
 
+    def test_a_rare_name_is_found_behind_many_others(self, backend: Backend, clock: ManualClock) -> None:
+        if not backend.features.listing:
+            return  # refused, as the test above has seen
+        many = min(self.MANY, 2_500)
+        names = {"rare": "first", 'm\u00fcl "<&>': "second"}
+        write(backend, *(state_of(uuid, State.SUCCESS, task_name=name) for name, uuid in names.items()))
+        clock.advance(1.0)
+        # All of one moment: what is read page by page must neither skip one of these nor read it twice.
+        write(backend, *(state_of(f"task_{number}", State.SUCCESS, task_name="often") for number in range(many)))
+
+        for name, uuid in names.items():
+            assert [state.task_uuid for state in backend.list_states(name=name)] == [uuid]
+            assert [state.task_uuid for state in backend.list_states(name=name, state=State.SUCCESS)] == [uuid]
+            assert backend.list_states(name=name, state=State.FAILURE) == []
+        often = [state.task_uuid for state in backend.list_states(name="often", limit=2 * many)]
+        assert sorted(often) == sorted(f"task_{number}" for number in range(many))
+        assert len(backend.list_states(limit=2 * many)) == many + 2
+
     def test_finding_takes_the_prefix_as_it_is(self, backend: Backend) -> None:
         if not backend.features.listing:
             return  # refused, as the test above has seen
