@@ -45,6 +45,8 @@ LEASE = 10.0  # seconds without a beat until a consumer is given up
 MOVE = 500  # delayed messages that are moved in one step
 COUNT = 2000  # delayed messages that are looked at in one step
 PATIENCE = 0.5  # seconds that one call of `tend` moves them: who has a million to move must not miss its beats
+OTHERS = 50  # queues of others that are looked at in one step, in turn: an idle worker must not ask for ten thousand
+RECORDS = 1000  # sessions whose records are remembered, as far as nobody saw them end
 STALE_LOOK = 1.5  # leases; who looks less often than that slept itself, and judges nobody
 
 
@@ -63,7 +65,10 @@ class RedisBroker(Broker):
     def __init__(self, driver: RedisDriver, *, lease: float = LEASE) -> None:
         self.driver = driver
         self.lease = lease
+        self._own: dict[str, None] = {}  # queues that this process has consumers of
+        self._cursor = b"0"  # where the next look at queues of others begins
         self._suspects: dict[bytes, _Suspicion] = {}
+        self._doubtful: list[str] = []  # the queues of the suspects
         self._records: dict[bytes, SessionInfo | None] = {}
         self._consumers: weakref.WeakSet[RedisConsumer] = weakref.WeakSet()
 
@@ -82,6 +87,7 @@ class RedisBroker(Broker):
     def consume(self, queues: Sequence[str], *, worker: str) -> RedisConsumer:
         consumer = RedisConsumer(self.driver, tuple(queues), worker=worker, move_due=self._move_due)
         self._consumers.add(consumer)
+        self._own.update(dict.fromkeys(queues))
         return consumer
 
     def _run(self, script: Script, *values: object, doing: str) -> Any:
@@ -93,13 +99,21 @@ class RedisBroker(Broker):
 
     # House-keeping
 
+    def _looked_after(self) -> list[tuple[str, str]]:
+        """Our queues, those of suspects, and some others: where no worker is, what is late is late for nobody."""
+        self._cursor, names = self.driver.ask(
+            b"SSCAN", b"mpy:queues", self._cursor, b"COUNT", b"%d" % OTHERS, doing="listing queues", away=BrokerUnavailable
+        )
+        others = sorted(name.decode(errors="replace") for name in names)
+        return [queue_keys(name) for name in dict.fromkeys([*self._own, *self._doubtful, *others])]
+
     def tend(self) -> float:
-        queues = self._queues()
         due_in, late, sessions, rung = self._run(
-            redis_scripts.LOOK, self.driver.now(), queues, int(self.lease * 1e6), doing="looking after queues"
+            redis_scripts.LOOK, self.driver.now(), self._looked_after(), int(self.lease * 1e6), doing="looking after queues"
         )
         self.driver.unblock(rung)
         self._learn(sessions)
+        self._doubtful = [queue.decode(errors="replace") for queue, _, _ in late]
         self._judge({(session, beat) for _, session, beat in late})
         if due_in == 0:
             self._move_due(PATIENCE)
@@ -111,7 +125,7 @@ class RedisBroker(Broker):
         """Read what sessions that are new to us say of themselves; condemn those whose process has ended."""
         there: dict[bytes, bytes] = {session: queue for queue, session in sessions}
         # Several workers of one process may be here at the same time.
-        for session in self._records.keys() - there.keys():
+        for session in self._records.keys() - there.keys() if len(self._records) > RECORDS else ():
             self._records.pop(session, None)
         for session, queue in there.items():
             if session not in self._records:

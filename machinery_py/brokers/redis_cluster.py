@@ -26,7 +26,7 @@ from machinery_py._drivers.redis_pool import DELAYED, with_delayed_key
 from machinery_py._drivers.redis_slots import QUEUES, slot_of
 from machinery_py._drivers.redis_tries import command_at, script_at
 from machinery_py.brokers.base import Broker, BrokerFeatures, DeadLetter, Message, QueueStats, WorkerInfo, close_all
-from machinery_py.brokers.redis import LEASE, MOVE, RedisBroker
+from machinery_py.brokers.redis import LEASE, MOVE, OTHERS, RedisBroker
 from machinery_py.brokers.redis_cluster_consumer import ClusterConsumer
 from machinery_py.brokers.redis_lua import LIBRARY
 from machinery_py.brokers.redis_messages import EMPTY, Packed, Queues, known, message_of, packed
@@ -90,8 +90,16 @@ class QueueBroker(RedisBroker):
         self.driver.unblock(rung)
         return True
 
+    @property
+    def has_suspects(self) -> bool:
+        """Whether it wants to be tended again soon, to judge them."""
+        return bool(self._suspects)
+
     def _queues(self) -> list[tuple[str, str]]:
         return [queue_keys(self.queue)]
+
+    def _looked_after(self) -> list[tuple[str, str]]:
+        return self._queues()
 
     def _condemn(self, session: bytes, queues: Sequence[str], beat: str) -> None:
         # What the session holds of its other queues, their own brokers give back.
@@ -109,6 +117,8 @@ class ClusterBroker(Broker):
         self._go_key = cluster.limits.delayed_key.encode()
         self._go_slot = queue_keys(cluster.limits.delayed_key)[1].encode()
         self._brokers: dict[str, QueueBroker] = {}
+        self._own: dict[str, None] = {}  # queues that this process has consumers of
+        self._cursor = b"0"  # where the next look at queues of others begins
         self._turn = 0
         self._consumers: weakref.WeakSet[ClusterConsumer] = weakref.WeakSet()
 
@@ -172,14 +182,24 @@ class ClusterBroker(Broker):
         self._register(queues)
         brokers = [self._of(queue) for queue in dict.fromkeys(queues)]
         places = [(one.queue, one.slot, one.move_due) for one in brokers]
+        self._own.update(dict.fromkeys(queues))
         consumer = ClusterConsumer(places, worker=worker, patience=self.lease / 4)
         self._consumers.add(consumer)
         return consumer
 
     # House-keeping
 
+    def _looked_after(self) -> list[QueueBroker]:
+        """As RedisBroker's. Each costs a round trip."""
+        ((self._cursor, names),) = self.cluster.ask(
+            [command_at(b"SSCAN", QUEUES, self._cursor, b"COUNT", b"%d" % OTHERS)], doing="listing queues", away=BrokerUnavailable
+        )
+        others = sorted(name.decode(errors="replace") for name in names)
+        doubtful = [queue for queue, broker in list(self._brokers.items()) if broker.has_suspects]
+        return [self._of(queue) for queue in dict.fromkeys([*self._own, *doubtful, *others])]
+
     def tend(self) -> float:
-        brokers = self._all()
+        brokers = self._looked_after()
         pause = self._move_theirs()
         for _ in brokers:
             # Once round. After a failure, which takes its time, the next call begins behind that queue.
