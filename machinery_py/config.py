@@ -62,6 +62,8 @@ class Config(Section):
     prefetch: int = option(512, "tasks a thread worker may hold beyond the running ones, at most")
     concurrency: int = option(0, "tasks that a worker runs at once; 0 = two for each processor")
     go_program: str = option("", "a Go program with the same schedules: ticks are sent under its lock only; empty = none")
+    inherited_headers: str = option(
+        "", "beginnings of headers that go on to what a task sends: `tenant,x-`; trace context always does")
     require_server: bool = option(False, "refuse the stores that need no server (sqlite, memory, eager)")
     strict_durability: bool = option(False, "refuse a server that may forget what it has stored, instead of warning")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import datetime as dt
 import time
@@ -126,8 +127,21 @@ enter = _current.set
 leave = _current.reset
 
 
+@contextlib.contextmanager
+def on_behalf_of(signature: Signature[Any], *, queue: str, worker: str = "") -> Iterator[None]:
+    """Make it the current task while what follows from its end is made and passes the pre-publish hook.
+
+    In a context of its own: the time of the one that ran may be up, and what the hook does must not be stopped by that.
+    """
+    token = enter(Context(signature, queue=queue, delivery=1, worker=worker, report=None))
+    try:
+        yield
+    finally:
+        leave(token)
+
+
 def current_task() -> Context:
-    """The task that runs here.
+    """The task that runs here; in the pre-publish hook, also the one that has ended, and sends its callbacks or its retry.
 
     Raises:
         MachineryError: none does.

@@ -13,7 +13,7 @@ from machinery_py.backoff import full_jitter
 from machinery_py.brokers.base import Message
 from machinery_py.clock import Clock
 from machinery_py.config import Config
-from machinery_py.context import check_time
+from machinery_py.context import check_time, task_or_none
 from machinery_py.errors import ArgumentError, BackendUnavailable, BrokerUnavailable, MachineryError, PublishUnknown
 from machinery_py.events import EventBus, TaskSent
 from machinery_py.factory import Stores
@@ -41,6 +41,9 @@ class Outgoing(msgspec.Struct, frozen=True):
 
 
 NOTHING = Outgoing((), (), (), ())
+
+TRACE_CONTEXT = frozenset({"traceparent", "tracestate", "baggage"})  # headers of the W3C
+OURS = "machinery_"  # how the headers of signature.py begin
 
 FIRST_PAUSE = 0.05  # seconds until a submission is repeated
 
@@ -131,11 +134,26 @@ class Engine:
                 uuid=signature.uuid or new_uuid(),
                 routing_key=signature.routing_key or self.config.default_queue,
             )
+        signature = self.inheriting(signature)
         if signature.headers:
             signature = counted(signature, self.clock.now())
         if self.pre_publish is not None:
             signature = self.pre_publish(signature) or signature
         return signature
+
+    def inheriting(self, signature: Signature[Any]) -> Signature[Any]:
+        """With the headers that it takes over from the task that sends it: trace context, and those that the configuration
+        names. Its own of the same name win; ours are never taken over."""
+        task = task_or_none()
+        if task is None or not task.signature.headers:
+            return signature
+        prefixes = tuple(filter(None, map(str.strip, self.config.inherited_headers.split(","))))
+        found = {
+            key: value for key, value in task.signature.headers.items()
+            if (key in TRACE_CONTEXT or (key.startswith(prefixes) and not key.startswith(OURS)))
+            and key not in signature.headers and isinstance(value, str)
+        }
+        return signature.replace(headers={**found, **signature.headers}) if found else signature
 
     def message(self, signature: Signature[Any]) -> Message:
         body = encode_signature(signature)
@@ -202,7 +220,7 @@ class Engine:
             if callback is not None and member.group_uuid:
                 found.append(Arrival(
                     group_uuid=member.group_uuid, task_uuid=member.uuid, total=member.group_task_count, ok=one.ok,
-                    callback=encode_signature(callback),
+                    callback=encode_signature(self.inheriting(callback)),
                 ))
         return found
 

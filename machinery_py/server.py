@@ -205,7 +205,8 @@ class Server(Declaring, SendingAsync):
     ) -> Callable[[Signature[Any]], Signature[Any] | None]:
         """Look at each signature before it is published, also callbacks and retries; return another one to change it.
 
-        Go calls this SetPreTaskHandler, and leaves out group members; here they pass, too.
+        `current_task()` gives the task that sends it: the one that runs, or has ended. There is none outside of tasks, and at a
+        chord's callback. Go calls this SetPreTaskHandler, and leaves out group members; here they pass, too.
         """
         self.engine.pre_publish = handler
         return handler

@@ -16,14 +16,14 @@ from typing import Any
 
 from machinery_py.brokers.base import Delivery, Fate
 from machinery_py.calls import REFLECT
-from machinery_py.context import Context, enter, leave
+from machinery_py.context import Context, enter, leave, on_behalf_of
 from machinery_py.engine import NOTHING, Engine, Outgoing
 from machinery_py.errors import ArgumentError, DecodeError, MachineryError, NoRetry, RetryTaskLater, TimeLimitExceeded
 from machinery_py.outcomes import Failed, FollowUp, Outcome, Postponed, Succeeded, follow_up
 from machinery_py.registry import Task, TaskSettings
 from machinery_py.settlement.base import Mark, Settlement
 from machinery_py.signature import Signature
-from machinery_py.states import State, TaskState
+from machinery_py.states import Arrival, State, TaskState
 from machinery_py.wire import decode_exact, encode_results
 from machinery_py.worker.gate import Gate, in_thread, is_gated
 from machinery_py.worker.usercode import Hooks, await_around, call_around, text_of, traceback_of, type_name_of
@@ -369,21 +369,23 @@ class Execution:
             eta=then.retry.eta if then.retry is not None else None,
             message=self.delivery.body if then.state is State.FAILURE else b"",
         )
-        out = self._outgoing(then)
+        out, arrivals = self._following(then)
         self.sends = out.signatures
         return Settlement(
             delivery=self.delivery, uuid=signature.uuid, name=signature.name, fate=fate, reason=reason, error=then.error,
-            states=(state, *out.states), send=out.messages,
-            arrivals=self.engine.arrivals(then.arrived) if then.arrived else (),
+            states=(state, *out.states), send=out.messages, arrivals=arrivals,
         )
 
-    def _outgoing(self, then: FollowUp) -> Outgoing:
-        out = self.engine.outgoing(then.send) if then.send else NOTHING
-        if then.retry is None:
-            return out
-        # The retry has no PENDING of its own: RETRY stays visible until it runs (Go overwrites it).
-        retry = self.engine.message(self.engine.completed(then.retry))
-        return Outgoing([retry, *out.messages], out.states, out.groups, out.signatures)
+    def _following(self, then: FollowUp) -> tuple[Outgoing, Sequence[Arrival]]:
+        if not then.send and then.retry is None and not then.arrived:
+            return NOTHING, ()
+        with on_behalf_of(self.signature, queue=self.delivery.queue, worker=self.worker):
+            out, arrivals = self.engine.outgoing(then.send), self.engine.arrivals(then.arrived)
+            if then.retry is None:
+                return out, arrivals
+            # The retry has no PENDING of its own: RETRY stays visible until it runs (Go overwrites it).
+            retry = self.engine.message(self.engine.completed(then.retry))
+        return Outgoing([retry, *out.messages], out.states, out.groups, out.signatures), arrivals
 
     def settle(self, settlement: Settlement) -> bool:
         """End it like this. False: it has ended."""

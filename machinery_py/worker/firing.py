@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from machinery_py.backends.base import ReadyGroup
+from machinery_py.context import on_behalf_of
 from machinery_py.engine import NOTHING, Engine
 from machinery_py.errors import (
     BackendUnavailable,
@@ -104,13 +105,12 @@ def _failed(
         error_type=then.error_type, created_at=now, finished_at=now, run=callback.run, attempt=callback.attempt,
         queue=callback.routing_key or engine.config.default_queue,
     )
-    try:
-        out = engine.outgoing(then.send)
-    except Exception:  # the pre-publish hook is user code
-        logger.exception("the error callbacks of chord %s cannot be sent", callback.uuid)
-        out = NOTHING
-    firing = Firing(
-        group_uuid=ready.group_uuid, states=(state, *out.states), send=out.messages,
-        arrivals=engine.arrivals(then.arrived),
-    )
+    with on_behalf_of(callback, queue=state.queue):
+        try:
+            out = engine.outgoing(then.send)
+        except Exception:  # the pre-publish hook is user code
+            logger.exception("the error callbacks of chord %s cannot be sent", callback.uuid)
+            out = NOTHING
+        arrivals = engine.arrivals(then.arrived)
+    firing = Firing(group_uuid=ready.group_uuid, states=(state, *out.states), send=out.messages, arrivals=arrivals)
     return firing, out.signatures

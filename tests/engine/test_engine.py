@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import datetime as dt
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from machinery_py import NoRetry, Server, Signature, TaskFailed, chain, chord, group
+from machinery_py import MachineryError, NoRetry, Server, Signature, TaskFailed, chain, chord, current_task, group
 from machinery_py.settlement.base import Submission
 from machinery_py.signature import HEADER_EXPIRES
 from machinery_py.testing import Harness
+from machinery_py.testing.waiting import wait_until
 
 
 class Flow:
@@ -24,10 +26,14 @@ class Flow:
         self.work = self.server.register_task("work", lambda *_: None)
         self.late = self.server.register_task("late", lambda *_: None)
         self.fail = self.server.register_task("fail", self._fail)
+        self.parent = self.server.register_task("parent", self._parent)
         self.harness = Harness(self.server)
 
     def _fail(self, *_: object) -> None:
         raise NoRetry("broken")
+
+    def _parent(self) -> None:
+        self.late.send()
 
     def drain(self) -> None:
         self.harness.drain(raise_failures=False)
@@ -105,6 +111,113 @@ def test_a_retry_of_what_a_go_worker_sent_counts_nothing_anew(flow: Flow) -> Non
     flow.drain()
 
     assert [set(one.headers) for one in flow.published] == [{"machinery_run", "machinery_attempt"}]
+
+
+# Headers that go on
+
+
+TRACE = {"traceparent": "00-1", "tracestate": "a=1", "baggage": "b=2"}
+
+
+@pytest.mark.parametrize("place", [
+    "chain", "group", "member", "chord", "chord behind", "chord failed", "never ran", "then", "catch", "sent", "sent async",
+])
+def test_trace_context_goes_on_to_what_a_task_sends(flow: Flow, place: str) -> None:
+    late, work, fail = flow.late.partial(), flow.work.options(headers=TRACE), flow.fail.options(headers=TRACE)
+    parent = flow.parent.options(headers=TRACE)
+    flow.server.register_task("async_parent", _async_parent(flow))
+    step = {
+        "chain": lambda: chain(work.signature(), flow.work.partial(), late),
+        "group": lambda: chain(work.signature(), group(late, flow.work.partial())),
+        "member": lambda: group(chain(work.signature(), late)),
+        "chord": lambda: chord(group(work.signature(), work.signature()), late),
+        "chord behind": lambda: chain(work.signature(), group(flow.work.partial(), flow.work.partial()), late),
+        "chord failed": lambda: chord(group(fail.signature(), work.signature()), flow.work.partial().catch(late)),
+        "never ran": lambda: chord(group(chain(fail.signature(), flow.work.partial())), flow.work.partial().catch(late)),
+        "then": lambda: work.signature().then(late),
+        "catch": lambda: fail.signature().catch(late),
+        "sent": parent.signature,
+        "sent async": lambda: Signature(name="async_parent", headers=TRACE, sender=flow.server),
+    }[place]()
+
+    flow.server.send(step)
+    flow.drain()
+
+    assert flow.sent("late").headers == TRACE
+
+
+def test_declared_headers_go_on_and_ours_never_do(flow: Flow) -> None:
+    server = flow.server
+    server.engine.config = server.config.replace(inherited_headers="tenant, x-, m")
+    headers = {"tenant": "acme", "tenant_id": "7", "x-a": "1", "y": "2", "mine": "3", **TRACE}
+    late = flow.late.options(headers={"x-a": "", "own": "4"}).partial()
+
+    (flow.work.options(headers=headers, expires=60).signature() | late).send()
+    flow.drain()
+
+    assert "machinery_expires" in flow.sent("work").headers
+    assert flow.sent("late").headers == {"tenant": "acme", "tenant_id": "7", "x-a": "", "own": "4", "mine": "3", **TRACE}
+
+
+def test_what_is_sent_outside_a_task_inherits_nothing(flow: Flow) -> None:
+    flow.work.options(headers=TRACE).send()
+    flow.drain()
+    flow.late.send()
+    assert flow.sent("late").headers == {}
+
+
+def test_the_publish_handler_sees_the_task_that_sends(flow: Flow) -> None:
+    seen: list[tuple[str, str]] = []
+
+    @flow.server.set_pre_publish_handler
+    def look(signature: Signature[Any]) -> None:
+        try:
+            seen.append((signature.name, current_task().name))
+        except MachineryError:
+            seen.append((signature.name, ""))
+
+    flaky = flow.server.task("flaky", retries=1, backoff=[0])(_away)
+    (flow.parent.signature() | flow.work.partial()).send()
+    flow.drain()
+    assert seen == [("parent", ""), ("late", "parent"), ("work", "parent")]
+    seen.clear()
+
+    flaky.signature().catch(flow.late.partial()).send()
+    flow.drain()
+    assert seen == [("flaky", ""), ("flaky", "flaky"), ("late", "flaky")]
+    seen.clear()
+
+    chord(group(flow.work.signature()), flow.late.partial()).send()
+    flow.drain()
+    assert seen == [("work", ""), ("late", "")]  # its members have run anywhere
+    seen.clear()
+
+    chord(group(flow.fail.signature()), flow.work.partial().catch(flow.late.partial())).send()
+    flow.drain()
+    assert seen == [("fail", ""), ("late", "work")]
+    with pytest.raises(MachineryError, match="outside"):
+        current_task()
+
+
+def test_a_handler_may_send_for_a_task_whose_time_is_up(flow: Flow) -> None:
+    flow.server.task("slow", time_limit=0.05)(_until_time_is_up)
+    flow.server.set_pre_publish_handler(
+        lambda signature: None if signature.name != "late" else (flow.work.send(), flow.published.append(signature))[1])
+    Signature(name="slow", sender=flow.server).catch(flow.late.partial()).send()
+    with flow.server.new_worker(concurrency=1):
+        wait_until(lambda: any(one.name == "late" for one in flow.published))
+
+
+def _async_parent(flow: Flow) -> Any:
+    async def async_parent() -> None:
+        await flow.late.send_async()
+
+    return async_parent
+
+
+def _until_time_is_up() -> None:
+    while not current_task().cancelled:
+        threading.Event().wait(0.01)
 
 
 def _away() -> None:

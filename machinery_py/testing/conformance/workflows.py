@@ -77,6 +77,16 @@ class LinkedConformance(TaskConformance):
         app.wait_until_idle()
         assert app.calls == [("callback", 3)]
 
+    def test_trace_context_goes_on_to_each_step_and_the_callback_of_a_chord(self, app: App) -> None:
+        @app.server.task
+        def trace(*_: Any) -> str:
+            return str(current_task().headers.get("traceparent"))
+
+        first = trace.options(headers={"traceparent": "00-first"})
+        assert (first.signature() | trace.partial() | trace.partial()).send().get(timeout=HANG) == "00-first"
+        members = [trace.options(headers={"traceparent": f"00-{index}"}).signature() for index in range(3)]
+        assert (group(members) | trace.partial()).send().get(timeout=HANG) in {"00-0", "00-1", "00-2"}
+
     def test_a_chain_of_one(self, app: App) -> None:
         assert chain(app.add.signature(1, 1)).send().get(timeout=HANG) == 2
 
