@@ -158,9 +158,12 @@ def _describe_other(value: Any) -> tuple[str, Any]:
     if isinstance(value, BYTES):
         return "[]byte", bytes(value)
     try:
-        return "json", pack(value, 0, False)
-    except NeedsTags:
-        return "py", pack(value, 0, True)
+        try:
+            return "json", pack(value, 0, False)
+        except NeedsTags:
+            return "py", pack(value, 0, True)
+    except RecursionError:
+        raise ArgumentError(f"cannot send {shown(value)}: too little stack is left (recursion in what calls this)") from None
 
 
 def _write_list(item_type: str, value: Any) -> list[Any] | None:

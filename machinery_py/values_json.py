@@ -22,7 +22,7 @@ import msgspec
 from machinery_py.errors import ArgumentError
 from machinery_py.values_go import INT64_MAX, INT64_MIN, UINT64_MAX, read_base64, single
 
-MAX_DEPTH = 200  # levels of a value; far below where Python's own recursion ends
+MAX_DEPTH = 200  # levels of JSON in a value, sent or received; far below where recursion ends on any Python
 
 
 class NeedsTags(Exception):
@@ -105,14 +105,15 @@ _KEPT = (bytes, bytearray, dt.datetime, dt.date, dt.timedelta, decimal.Decimal, 
 def pack(value: Any, depth: int, tags: bool) -> Any:
     """The value as JSON, with tags where JSON has no word for it.
 
+    Args:
+        depth: levels of JSON that are around it.
+
     Raises:
         NeedsTags: tags are not allowed, but needed.
     """
     kind = type(value)
     if value is None or kind is bool:
         return value
-    if depth > MAX_DEPTH:
-        raise ArgumentError(f"cannot send a value of more than {MAX_DEPTH} levels, or one that contains itself")
     if kind is str:
         return write_text(value)
     if kind is int:
@@ -120,11 +121,13 @@ def pack(value: Any, depth: int, tags: bool) -> Any:
         return value
     if kind is float:
         return write_float("float64", value)
+    _check_depth(depth + 1)
     if isinstance(value, dict):
         if all(type(key) is str for key in value) and not (tags and "$" in value):
             return {write_text(key): pack(item, depth + 1, tags) for key, item in value.items()}
+        _check_depth(depth + 3)
         pairs = value.items() if tags else ()
-        return _tagged("dict", [[pack(key, depth + 1, True), pack(item, depth + 1, True)] for key, item in pairs], tags)
+        return _tagged("dict", [[_pack_key(key, depth + 3), pack(item, depth + 3, True)] for key, item in pairs], tags)
     if isinstance(value, (list, tuple)):
         return [pack(item, depth + 1, tags) for item in value]
     if isinstance(value, enum.Enum):
@@ -132,12 +135,28 @@ def pack(value: Any, depth: int, tags: bool) -> Any:
     if isinstance(value, (str, int, float)):
         return pack(base_value(value), depth + 1, tags)
     if isinstance(value, (set, frozenset)):
+        _check_depth(depth + 2)
         name = "set" if isinstance(value, set) else "frozenset"
-        return _tagged(name, [pack(item, depth + 1, True) for item in value] if tags else [], tags)
+        return _tagged(name, [_pack_key(item, depth + 2) for item in value] if tags else [], tags)
     for classes, name, write in _TAGS:
         if isinstance(value, classes):
+            _check_depth(depth + 2)
             return _tagged(name, write(value), tags)
     return pack(_model(value), depth + 1, tags)
+
+
+def _check_depth(depth: int) -> None:
+    if depth > MAX_DEPTH:
+        raise ArgumentError(f"cannot send a value of more than {MAX_DEPTH} levels, or one that contains itself")
+
+
+def _pack_key(value: Any, depth: int) -> Any:
+    """A key of a dict or an item of a set, which has to be one again when it is read."""
+    packed = pack(value, depth, True)
+    if type(packed) is list or (type(packed) is dict and packed.get("$") in (None, "set", "dict")):
+        raise ArgumentError(f"cannot send {shown(value)} as a key of a dict or an item of a set: "
+                            f"it would come back as a {'list' if type(packed) is list else 'dict or set'} (send a list of pairs)")
+    return packed
 
 
 def _tagged(name: str, value: Any, tags: bool) -> dict[str, Any]:
@@ -190,8 +209,8 @@ _UNTAG: dict[str, Callable[[Any], Any]] = {
 
 def unpack(value: Any, depth: int = 0) -> Any:
     """What `pack` made of a value, with its tags resolved."""
-    if depth > 3 * MAX_DEPTH:
-        raise ArgumentError(f"a py value has more than {3 * MAX_DEPTH} levels")
+    if depth > MAX_DEPTH:
+        raise ArgumentError(f"a py value has more than {MAX_DEPTH} levels")
     if type(value) is list:
         return [unpack(item, depth + 1) for item in value]
     if type(value) is not dict:

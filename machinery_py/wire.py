@@ -18,7 +18,8 @@ from machinery_py.errors import ArgumentError, DecodeError
 from machinery_py.signature import Lazy, Signature
 from machinery_py.wire_args import ReceivedArg, WrittenArg, encode, explain, write_args
 from machinery_py.wire_decode import decode_exact, decode_list, decode_signature
-from machinery_py.wire_lenient import SIGNATURE, Reader, fold
+from machinery_py.wire_lenient import SIGNATURE, fold
+from machinery_py.wire_levels import MAX_LEVELS, is_deep, levels
 from machinery_py.wire_states import (
     decode_group,
     decode_results,
@@ -146,12 +147,8 @@ def _encode_nested(signature: Signature[Any]) -> bytes:
         _push_list(todo, piece.on_success, level + 1)
         todo.append((b'"OnSuccess":', 0))
     body = b"".join(pieces)
-    if deepest > _LONG:
-        try:
-            Reader(body).check_levels()
-        except DecodeError:
-            found = f"{signature.name} holds {deepest} signatures inside of each other"
-            raise ArgumentError(f"{found} (Go reads 5000)") from None
+    if deepest > _LONG and levels(body) > MAX_LEVELS:
+        raise ArgumentError(f"{signature.name} holds {deepest} signatures inside of each other (Go reads 5000)")
     return body
 
 
@@ -182,12 +179,10 @@ _NULL = re.compile(rb'null(?<!":null)')
 
 def _without_nulls(nested: Lazy) -> Sequence[Signature[Any]] | None:
     """The signatures to write anew, because a null is among them, which kills a Go worker; None if there is none."""
-    if not _NULL.search(nested.raw):
-        return None
+    if not _NULL.search(nested.raw) or is_deep(nested.raw):
+        return None  # too deep to be sure; Go hands it on as well
     try:
         _read_nested(nested.raw)
-    except RecursionError:
-        return None  # too deep to be sure; Go hands it on as well
     except (msgspec.DecodeError, UnicodeDecodeError):
         try:
             return tuple(nested)

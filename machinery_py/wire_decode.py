@@ -22,6 +22,7 @@ from machinery_py.errors import DecodeError
 from machinery_py.signature import Lazy, Signature
 from machinery_py.wire_args import ReceivedArg, has_minus_zero, received
 from machinery_py.wire_lenient import SIGNATURE, Reader, read_record
+from machinery_py.wire_levels import is_deep
 from machinery_py.wire_time import parse_time
 
 MAX_CALLBACKS = 64  # chord callbacks inside of each other; Go has no limit, nobody has a use for two
@@ -74,7 +75,7 @@ _decode_head = Decoder(_Head).decode
 _decode_step = Decoder(_Step).decode
 _decode_message = Decoder(_Message).decode
 _decode_items = Decoder(list[msgspec.Raw]).decode
-# What the decoders raise. RecursionError: a long chain.
+# What the decoders raise. RecursionError: somebody called us with hardly any stack left.
 _SLOW = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError, OverflowError)
 
 # How a message ends that has no options and no nested signatures. It holds no bracket but the last, so that these keys
@@ -85,6 +86,7 @@ _PLAIN_END = (
     b'"IgnoreWhenTaskNotRegistered":false}'
 )
 _PLAIN_LENGTH = len(_PLAIN_END)
+_FLAT = 700  # bytes
 _NO_CALLBACKS = _PLAIN_END[_PLAIN_END.index(b',"OnSuccess"') :]
 
 
@@ -96,7 +98,8 @@ def decode_signature(body: bytes) -> Signature[Any]:
     Raises:
         DecodeError: Go would not read it either.
     """
-    if body.endswith(_PLAIN_END) and body.startswith(b'{"UUID":"'):
+    # With all the keys that are asked for here, a value that is too deep needs more than _FLAT bytes.
+    if body.endswith(_PLAIN_END) and body.startswith(b'{"UUID":"') and (len(body) <= _FLAT or not is_deep(body)):
         try:
             head = _decode_head(body[:-_PLAIN_LENGTH] + b"}")
         except _SLOW:
@@ -114,7 +117,7 @@ def decode_signature(body: bytes) -> Signature[Any]:
                     group_task_count=head.GroupTaskCount,
                     headers=head.Headers or {},
                 )
-    elif body.endswith(_NO_CALLBACKS):
+    elif body.endswith(_NO_CALLBACKS) and (len(body) <= _FLAT or not is_deep(body)):
         try:
             step = _decode_step(body[: -len(_NO_CALLBACKS)] + b"}")
         except _SLOW:
@@ -154,10 +157,13 @@ def _with_callbacks(body: bytes, decode: Callable[[bytes], tuple[dict[str, Any],
 
 def _decode_one(body: bytes) -> tuple[dict[str, Any], bytes]:
     """The fields of one signature, and the bytes of its ChordCallback."""
+    chain = _decode_long_chain(body)
+    if chain is not None:
+        return chain
+    if is_deep(body):
+        return _decode_leniently(body)
     try:
         message = _decode_message(body)
-    except RecursionError:
-        return _decode_long_chain(body) or _decode_leniently(body)
     except _SLOW:
         return _decode_leniently(body)
     success, error, callback = bytes(message.OnSuccess), bytes(message.OnError), bytes(message.ChordCallback)
@@ -186,6 +192,7 @@ def _decode_one(body: bytes) -> tuple[dict[str, Any], bytes]:
 
 _CHAIN_END = _PLAIN_END[_PLAIN_END.index(b',"OnError"') :]  # how a step of a chain ends
 _CHAIN_START = b',"OnSuccess":'
+_LONG = 16_384  # bytes; a chain that may be too deep for a decoder is longer
 _NEXT_SIGNATURE = b'},{"UUID":'  # behind another one in the same list; inside of a string its quotes would be escaped
 
 
@@ -194,14 +201,16 @@ def _decode_long_chain(body: bytes) -> tuple[dict[str, Any], bytes] | None:
 
     With every other key in its place before and behind it, what is left in the middle is OnSuccess and nothing else.
     """
+    if len(body) < _LONG or not body.endswith(b"]" + _CHAIN_END):
+        return None
     start = body.find(_CHAIN_START + b"[")
-    if start < 0 or not body.endswith(b"]" + _CHAIN_END):
+    if start < 0 or is_deep(body[:start]):
         return None
     try:
         step = _decode_step(body[:start] + b"}")
     except _SLOW:
         return None
-    if step.Args and has_minus_zero(step.Args, body[:start]):
+    if (step.Args and has_minus_zero(step.Args, body[:start])) or _repeats_headers(body[:start]):
         return None
     fields = _head_fields(step, body)
     fields["priority"] = step.Priority
@@ -249,27 +258,29 @@ def decode_list(raw: bytes) -> tuple[Signature[Any], ...]:
     Raises:
         DecodeError: one of them is none.
     """
-    items: list[bytes] = []
+    # The rest of a long chain: one signature, with one in its list, with one in its list …
+    if len(raw) > _LONG and _NEXT_SIGNATURE not in raw and raw.startswith(b"[{") and raw.endswith(b"}]"):
+        step = _decode_long_chain(raw[1:-1])
+        if step is not None:
+            return (Signature(**step[0]),)
     try:
-        items = [bytes(item) for item in _decode_items(raw)]
-    except _SLOW as error:
-        # The rest of a long chain: one signature, with one in its list, with one in its list …
-        if isinstance(error, RecursionError) and _NEXT_SIGNATURE not in raw and raw.startswith(b"[{") and raw.endswith(b"}]"):
-            step = _decode_long_chain(raw[1:-1])
-            if step is not None:
-                return (Signature(**step[0]),)
-        reader = Reader(raw)
-
-        def item(at: int) -> int:
-            piece, end = reader.raw(at)
-            items.append(piece)
-            return end
-
-        try:
-            reader.array(reader.skip_space(0), item)
-        except RecursionError:
-            raise DecodeError("no list of signatures: exceeded max depth") from None
+        items = [bytes(item) for item in _decode_items(raw)] if not is_deep(raw) else _items(raw)
+    except _SLOW:
+        items = _items(raw)
     return tuple([decode_signature(item) for item in items if item != b"null"])
+
+
+def _items(raw: bytes) -> list[bytes]:
+    items: list[bytes] = []
+    reader = Reader(raw)
+
+    def item(at: int) -> int:
+        piece, end = reader.raw(at)
+        items.append(piece)
+        return end
+
+    reader.array(reader.skip_space(0), item)
+    return items
 
 
 def _eta(text: str, body: bytes) -> dt.datetime:

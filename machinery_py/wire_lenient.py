@@ -17,9 +17,10 @@ import msgspec
 
 from machinery_py.errors import DecodeError
 from machinery_py.values import Number
+from machinery_py.values_json import MAX_DEPTH
+from machinery_py.wire_levels import MAX_LEVELS, is_deep
 from machinery_py.wire_time import parse_time
 
-MAX_LEVELS = 10_000  # Go's limit
 _INT64 = range(-(2**63), 2**63)
 _UINT8 = range(256)
 
@@ -78,6 +79,7 @@ class Reader:
 
     def __init__(self, body: bytes, *, exact: bool = False) -> None:
         self.text = _text(body)
+        self._is_deep = is_deep(body, 0)
         self._decode = (_EXACT if exact else _SHORT).raw_decode
 
     def skip_space(self, at: int) -> int:
@@ -86,9 +88,11 @@ class Reader:
 
     def value(self, at: int) -> tuple[Any, int]:
         """The JSON value that begins there, and where it ends."""
+        if self._is_deep and self.text.startswith(("{", "["), at):
+            self._end_of_brackets(at, MAX_DEPTH)
         try:
             return self._decode(self.text, at)
-        except RecursionError:
+        except RecursionError:  # called with hardly any stack left
             raise DecodeError("exceeded max depth") from None
         except ValueError as error:
             raise self.wrong(at, getattr(error, "msg", str(error))) from None
@@ -138,21 +142,16 @@ class Reader:
         if not self.text.startswith(("{", "["), at):
             end = self.value(at)[1]
             return self.text[at:end].encode(), end
-        end = self._end_of_brackets(at, outside=1)
+        end = self._end_of_brackets(at, MAX_LEVELS - 1)
         raw = self.text[at:end].encode()
-        try:
-            _checked(raw)
-        except RecursionError:
-            pass
-        except ValueError:
-            self.value(at)  # the stricter of the two may be wrong
+        if not is_deep(raw):
+            try:
+                _checked(raw)
+            except ValueError:
+                self.value(at)  # the stricter of the two may be wrong
         return raw, end
 
-    def check_levels(self) -> None:
-        """Raise DecodeError when the object is nested deeper than Go reads."""
-        self._end_of_brackets(0, outside=0)
-
-    def _end_of_brackets(self, at: int, *, outside: int) -> int:
+    def _end_of_brackets(self, at: int, limit: int) -> int:
         find, text = _BRACKET.match, self.text
         closing: list[str] = []
         while True:
@@ -169,8 +168,8 @@ class Reader:
                 raise self.wrong(at - 1, "the brackets do not match")
             elif not closing:
                 return at
-            if len(closing) + outside > MAX_LEVELS:
-                raise DecodeError("exceeded max depth")
+            if len(closing) > limit:
+                raise DecodeError(f"nested deeper than {limit} levels")
 
 
 Field = Callable[[Reader, int, Any], tuple[Any, int]]  # text, where it begins, what the same key gave before

@@ -15,6 +15,7 @@ from machinery_py.states import GroupMeta, TaskState
 from machinery_py.states import State as StateName
 from machinery_py.wire_args import ReceivedArg, WrittenResult, encode, explain, has_minus_zero, received, write_results
 from machinery_py.wire_lenient import GROUP, STATE, Reader, read_args, read_record
+from machinery_py.wire_levels import AROUND_RESULTS, is_deep
 from machinery_py.wire_time import format_time, parse_time
 
 _Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
@@ -92,6 +93,8 @@ def decode_state(body: bytes) -> TaskState:
     Raises:
         DecodeError: Go would not read it, or its state is none of the six.
     """
+    if is_deep(body):
+        return _decode_state_leniently(body)
     try:
         read = _decode_state(body)
     except _SLOW:
@@ -138,12 +141,12 @@ def decode_group(body: bytes) -> GroupMeta:
     Raises:
         DecodeError: Go would not read it.
     """
+    if is_deep(body):
+        return _decode_group_leniently(body)
     try:
         read = _decode_group(body)
     except _SLOW:
-        fields, _ = read_record(body, GROUP, "group")
-        fields.setdefault("group_uuid", "")
-        return GroupMeta(**fields)
+        return _decode_group_leniently(body)
     return GroupMeta(
         group_uuid=read.GroupUUID,
         task_uuids=tuple(read.TaskUUIDs or ()),
@@ -152,6 +155,12 @@ def decode_group(body: bytes) -> GroupMeta:
         created_at=_moment(read.CreatedAt),
         ttl=read.TTL,
     )
+
+
+def _decode_group_leniently(body: bytes) -> GroupMeta:
+    fields, _ = read_record(body, GROUP, "group")
+    fields.setdefault("group_uuid", "")
+    return GroupMeta(**fields)
 
 
 def encode_results(results: Sequence[Arg]) -> bytes:
@@ -173,9 +182,10 @@ def decode_results(body: bytes) -> tuple[Arg, ...]:
         DecodeError: it is no list of results.
     """
     try:
-        results = tuple(_decode_results(body))
-        if not has_minus_zero(results, body):
-            return results
+        if not is_deep(body, AROUND_RESULTS):
+            results = tuple(_decode_results(body))
+            if not has_minus_zero(results, body):
+                return results
     except _SLOW:
         pass
     try:

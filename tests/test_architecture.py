@@ -23,7 +23,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "signature",
         "states",
         "workflow",
-        "wire_time",
+        "wire_time wire_levels",
         "wire_lenient",
         "wire_args",
         "wire_states",

@@ -24,6 +24,7 @@ from machinery_py._drivers.amqp_frames import Parcel
 from machinery_py.brokers.base import DeadLetter, Message
 from machinery_py.clock import micros, moment_of
 from machinery_py.errors import DecodeError
+from machinery_py.wire_levels import is_deep
 from machinery_py.wire_time import parse_time
 
 SENT, QUEUE, ETA, PARKS = "machinery_sent", "machinery_queue", "machinery_eta", "machinery_parks"
@@ -137,6 +138,8 @@ _decode = msgspec.json.Decoder(_Known).decode
 
 
 def _known(body: bytes) -> _Known:
+    if is_deep(body):
+        return _Known()
     try:
         return _decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError):

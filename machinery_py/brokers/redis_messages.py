@@ -17,6 +17,7 @@ from machinery_py.brokers.base import DeadLetter, Message
 from machinery_py.clock import micros, moment_of
 from machinery_py.errors import DecodeError
 from machinery_py.wire_args import encode
+from machinery_py.wire_levels import is_deep
 from machinery_py.wire_time import parse_time
 
 Packed = tuple[int, int, int, msgspec.Raw, int, msgspec.Raw]
@@ -85,7 +86,9 @@ def printable(text: str) -> str:
 
 
 def known(body: bytes) -> _Known | None:
-    """What the bytes say, or None if they are no signature."""
+    """What the bytes say, or None if they are no signature, or too deep to be looked into in passing."""
+    if is_deep(body):
+        return None
     try:
         return _known(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError):

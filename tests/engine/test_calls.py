@@ -118,6 +118,26 @@ def test_a_hole_in_front_of_an_argument_gets_its_default() -> None:
     assert sent(three, 1, c=2) == [("", "int64", 1), ("", "int64", 7), ("", "int64", 2)]
 
 
+def nested(levels: int) -> Any:
+    value: Any = 1
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize("value", [nested(201), nested(100_000), {(1, 2): 3}], ids=["201", "100000", "tuple-key"])
+def test_what_could_not_be_read_again_is_refused_with_the_argument_or_result(value: Any) -> None:
+    def f(first: Any, second: Any) -> Any: ...
+
+    call = Call("f", f)
+    with pytest.raises(ArgumentError, match=r"^f argument 'second': cannot send "):
+        call.arguments((1, value), {})
+    with pytest.raises(ArgumentError, match=r"^f result: cannot send "):
+        call.results(value)
+    with pytest.raises(ArgumentError, match=r"^f argument 2: cannot send "):
+        encode_signature(Signature(name="f", args=(Arg(type="int64", value=1), Arg(type="json", value=value))))
+
+
 def test_what_cannot_be_sent_is_told_with_the_argument() -> None:
     with pytest.raises(ArgumentError, match=r"task argument 'b': cannot send <object>"):
         sent(plain, 1, object())

@@ -194,6 +194,23 @@ def deep(levels: int) -> Any:
     return value
 
 
+class Pair(enum.Enum):
+    ONE = (1, 2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    a: int
+
+
+def nested_keys(count: int) -> Any:
+    """Each level of it is three of JSON."""
+    value: Any = 1
+    for _ in range(count):
+        value = {1: value}
+    return value
+
+
 @dataclasses.dataclass
 class Ring:
     other: Any = None
@@ -232,6 +249,14 @@ def ring() -> Ring:
         deep(300),
         deep(100_000),
         {"a": {1, object()}},
+        {(1, 2): "a"},
+        {"a": [{("x",): 1}]},
+        {(1, 2), (3, 4)},
+        frozenset({(1,)}),
+        {Pair.ONE: 1},
+        {Frozen(1): 1},
+        {frozenset({(1,)}): 1},
+        nested_keys(67),
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -241,6 +266,19 @@ def test_what_cannot_be_sent_is_refused_without_its_address(value: Any) -> None:
 
     assert " at 0x" not in str(caught.value)
     assert len(str(caught.value)) < 300
+
+
+def test_a_key_that_would_come_back_as_a_list_is_named_in_the_refusal() -> None:
+    with pytest.raises(ArgumentError) as caught:
+        describe({(1, 2): "a"})
+
+    text = "cannot send (1, 2) as a key of a dict or an item of a set: it would come back as a list (send a list of pairs)"
+    assert str(caught.value) == text
+
+
+@pytest.mark.parametrize("value", [deep(199), nested_keys(66), {frozenset({1}): {b"x", None}}], ids=["deep", "keys", "frozen"])
+def test_what_is_just_inside_of_the_limits_comes_back_the_same(value: Any) -> None:
+    assert over_the_wire(value) == value
 
 
 def test_a_refusal_says_what_to_do_instead() -> None:

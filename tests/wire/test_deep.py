@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import json
+import sys
 import threading
 import time
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import pytest
 from hypothesis import given
@@ -22,7 +25,9 @@ from machinery_py.wire import (
     decode_state,
     encode_signature,
 )
+from machinery_py.wire_levels import is_deep, levels
 
+R = TypeVar("R")
 
 def chain(length: int) -> Signature[Any]:
     step = Signature[Any](name=f"step{length}", uuid=f"task_{length}")
@@ -92,6 +97,115 @@ def test_a_hundred_thousand_levels_are_refused(key: str, bracket: str, closed: b
 
     with pytest.raises(DecodeError):
         decode_signature(body)
+
+
+@pytest.fixture
+def without_a_limit_of_python() -> Iterator[None]:
+    """As on a Python whose own limit is nowhere near; run what is tested in `with_much_stack`."""
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(10**6)
+    yield
+    sys.setrecursionlimit(before)
+
+
+def with_much_stack(call: Callable[[], R]) -> R:
+    before = threading.stack_size(400 * 1024 * 1024)
+    try:
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            return pool.submit(call).result()
+    finally:
+        threading.stack_size(before)
+
+
+@pytest.mark.usefixtures("without_a_limit_of_python")
+@pytest.mark.parametrize("decode", [decode_signature, decode_exact, decode_state, decode_group, decode_results])
+@pytest.mark.parametrize("key", ["OnSuccess", "OnError", "ChordCallback", "Args", "Headers", "Results", "Other"])
+@pytest.mark.parametrize(("start", "end"), ["[]", ('{"a":', "}")])
+def test_a_hundred_thousand_levels_are_refused_whatever_the_interpreter_allows(
+    decode: Callable[[bytes], object], key: str, start: str, end: str
+) -> None:
+    body = f'{{"{key}":{start * 100_000}1{end * 100_000}}}'.encode()
+
+    with pytest.raises(DecodeError):
+        with_much_stack(lambda: decode(body))
+    with pytest.raises(DecodeError):
+        with_much_stack(lambda: decode(b"[" + body + b"]"))
+
+
+def message_with(value: str, **changes: str) -> bytes:
+    body = encode_signature(Signature.of("f", 1)).replace(b'"Type":"int64","Value":1', f'"Type":"json","Value":{value}'.encode())
+    for key, text in changes.items():
+        body = body.replace(f'"{key}":null'.encode(), f'"{key}":{text}'.encode())
+    return body
+
+
+@pytest.mark.usefixtures("without_a_limit_of_python")
+@pytest.mark.parametrize(("start", "end"), ["[]", ('{"a":', "}"), ('["]",{"\\\\\\"{":', "}]")])
+@pytest.mark.parametrize(
+    "changes", [{}, {"OnError": '[{"Name":"e"}]'}, {"OnSuccess": '[{"OnSuccess":' * 120 + "null" + "}]" * 120}]
+)
+def test_a_value_of_200_levels_is_read_and_one_of_201_is_not(start: str, end: str, changes: dict[str, str]) -> None:
+    each = 2 if "," in start else 1
+    fits = message_with(start * (200 // each) + "1" + end * (200 // each), **changes)
+    deeper = message_with("[" + start * (200 // each) + "1" + end * (200 // each) + "]", **changes)
+
+    for decode in (decode_signature, decode_exact):
+        assert encode_signature(decode(fits))  # and it can be sent on
+        with pytest.raises(DecodeError):
+            decode(deeper)
+        with pytest.raises(DecodeError):
+            decode(deeper.replace(b'"Name"', b'"name"', 1))
+
+
+@pytest.mark.usefixtures("without_a_limit_of_python")
+def test_a_result_of_200_levels_is_read_and_one_of_201_is_not() -> None:
+    for count in (200, 201):
+        value = "[" * count + "1" + "]" * count
+        results = f'[{{"Type":"json","Value":{value}}}]'
+        state = (
+            f'{{"TaskUUID":"u","TaskName":"f","State":"SUCCESS","Results":{results},"Error":"",'
+            '"CreatedAt":"2026-01-02T03:04:05Z","TTL":0}'
+        )
+        lenient = state.replace("TaskName", "taskname")
+        for decode, body in ((decode_results, results), (decode_state, state), (decode_state, lenient)):
+            with contextlib.nullcontext() if count == 200 else pytest.raises(DecodeError):
+                assert decode(body.encode())
+
+
+def slow_levels(text: str) -> int:
+    """The same, a character at a time."""
+    deepest = now = 0
+    inside = escaped = False
+    for char in text:
+        if inside:
+            inside = escaped or char != '"'
+            escaped = not escaped and char == "\\"
+        elif char == '"':
+            inside = True
+        else:
+            now += (char in "[{") - (char in "]}")
+            deepest = max(deepest, now)
+    return deepest
+
+
+JSON = st.recursive(st.none() | st.integers() | st.text('[]{}"\\,: é', max_size=12), lambda inner: st.lists(inner, max_size=4)
+                    | st.dictionaries(st.text('[]{}"\\', max_size=4), inner, max_size=4), max_leaves=40)
+
+
+@given(JSON, st.integers(0, 400), st.booleans())
+def test_levels_are_counted_as_they_stand_outside_of_strings(value: Any, cut: int, spaced: bool) -> None:
+    text = json.dumps(value, indent=1 if spaced else None, ensure_ascii=False)
+
+    assert levels(text.encode()) == slow_levels(text)
+    assert levels(text[:cut].rstrip("\\").encode()) == slow_levels(text[:cut])
+
+
+@given(st.integers(150, 260), st.integers(1, 3), st.sampled_from([0, 2, 3]), st.booleans())
+def test_a_message_is_deep_by_its_deepest_value_however_long_it_is(count: int, repeats: int, around: int, wide: bool) -> None:
+    one = "[" * count + "]" * count
+    text = f"[{','.join([one] * repeats + ['[{},[]]'] * 500 * wide)}]" + " " * 600
+
+    assert is_deep(text.encode(), around) == (count + 1 > 200 + around)
 
 
 def test_levels_without_an_object_around_them_are_refused() -> None:
@@ -210,3 +324,19 @@ def test_any_bytes_give_a_record_or_decode_error(body: bytes) -> None:
     for decode in (decode_state, decode_group, decode_results):
         with contextlib.suppress(DecodeError):
             decode(body)
+
+
+@pytest.mark.parametrize("end", ["", ',"Priority":1,"Immutable":false,"RetryCount":0,"RetryTimeout":0'])
+def test_the_shortest_message_with_a_deep_value_is_refused(end: str) -> None:
+    options = end or ',"Priority":0,"Immutable":false,"RetryCount":0,"RetryTimeout":0'
+    whole = (
+        '{"UUID":"","Name":"f","RoutingKey":"","ETA":null,"GroupUUID":"","GroupTaskCount":0,"Args":[{"Value":%s}],"Headers":null'
+        f'{options},"OnSuccess":null,"OnError":null,"ChordCallback":null,"BrokerMessageGroupId":"","SQSReceiptHandle":"",'
+        '"StopTaskDeletionOnError":false,"IgnoreWhenTaskNotRegistered":false}'
+    )
+
+    assert decode_signature((whole % ("[" * 200 + "]" * 200)).encode()).args
+    with pytest.raises(DecodeError):
+        decode_signature((whole % ("[" * 201 + "]" * 201)).encode())
+    with pytest.raises(DecodeError):
+        decode_signature(b'{"Args":[{"Value":%s}]}' % (b"[" * 201 + b"]" * 201))
