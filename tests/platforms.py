@@ -203,7 +203,7 @@ def enter(root: Path, script: str, *words: str, check: bool = True, capture: boo
     inner = 'mount --rbind /dev "$0/dev" && mount -t proc proc "$0/proc" && mount -t tmpfs tmp "$0/tmp" && exec chroot "$@"'
     clean = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "HOME": "/root", "LANG": "C.UTF-8"}
     # All of it ends with this process, however that ends.
-    alone = ["setpriv", "--pdeathsig", "TERM", "unshare", "--mount", "--pid", "--fork", "--kill-child"]
+    alone = ["setpriv", "--pdeathsig", "KILL", "unshare", "--mount", "--pid", "--fork", "--kill-child"]
     done = subprocess.run(
         [*alone, "sh", "-c", inner, root, root, "bash", "-c", script, *words],
         check=check, text=True, stdout=subprocess.PIPE if capture else None, env=clean | proxies(),
