@@ -84,7 +84,7 @@ class WorkerEvent(Event, frozen=True, kw_only=True):
 
 
 class WorkerOnline(WorkerEvent, frozen=True, kw_only=True):
-    """A worker has registered and takes tasks."""
+    """A worker has registered, and is about to claim its first task."""
 
 
 class WorkerHeartbeat(WorkerEvent, frozen=True, kw_only=True):

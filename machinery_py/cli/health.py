@@ -2,7 +2,8 @@
 
     $TMPDIR/machinery-<uid>/<app>/<pid>.json    written anew every BEAT by each worker, and gone when it ends
 
-The folders are this user's alone; <app> is a hash of the app's name and the working directory.
+The folders are this user's alone; <app> is a hash of the app's name and the working directory. A file that the user has named may
+be in a folder of everybody: it is made anew and put in its place each time, with mode 0600, and neither side follows a link.
 
 Alive is a question to the worker alone: a broker that is away must not get workers restarted. Ready asks about the broker, too.
 """
@@ -16,6 +17,7 @@ import hashlib
 import json
 import logging
 import os
+import secrets
 import stat
 import sys
 import tempfile
@@ -34,6 +36,9 @@ BEAT = 2.5  # seconds
 MAX_AGE = 15.0  # seconds
 HTTP_TIMEOUT = 5.0  # seconds a client may take
 
+# No link, and no waiting for somebody to write into a named pipe.
+_UNFOLLOWED = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -42,10 +47,10 @@ class Place:
     folder: str
     file: str = ""
 
-    def path(self, label: str) -> str:
-        """The file of this process. `label`: its number below a supervisor, or ""."""
+    def path(self, label: str, pid: int) -> str:
+        """The file of a process. `label`: its number below a supervisor, or ""."""
         if not self.file:
-            return os.path.join(self.folder, f"{os.getpid()}.json")
+            return os.path.join(self.folder, f"{pid}.json")
         return f"{self.file}.{label}" if label else self.file
 
     def files(self) -> list[str]:
@@ -89,7 +94,7 @@ class Pulse:
 
     def __init__(self, place: Place, *, label: str, worker: str, is_ready: Callable[[], bool]) -> None:
         self._place = place
-        self._path = place.path(label)
+        self._path = place.path(label, os.getpid())
         self._worker = worker
         self._is_ready = is_ready
         self._stop = threading.Event()
@@ -136,11 +141,31 @@ class Pulse:
                     os.mkdir(folder, 0o700)
                 if not is_private(folder):
                     raise PermissionError(1, f"folder {folder!r} is not this user's alone")
-        # Written beside it and moved: a probe never reads half of it.
-        draft = f"{self._path}.{os.getpid()}.draft"
-        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), "w", encoding="utf-8") as file:
-            file.write(content)
-        os.replace(draft, self._path)
+        # Written beside it and moved: a probe never reads half of it. Under a name that nobody can have laid a link under.
+        draft = f"{self._path}.{secrets.token_hex(8)}.draft"
+        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            with open(descriptor, "w", encoding="utf-8") as file:
+                file.write(content)
+            os.replace(draft, self._path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.unlink(draft)
+            raise
+
+
+def forget(place: Place, *, label: str, pid: int) -> None:
+    """Remove the heartbeat of a process that was killed."""
+    with contextlib.suppress(OSError):
+        os.unlink(place.path(label, pid))
+
+
+def clear(place: Place) -> None:
+    """Remove what workers have left under a name that was given: there may have been more of them, and all must be fresh."""
+    for path in place.files() if place.file else ():
+        if _read(path, same_machine=False) is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
 
 
 def started_at(pid: int) -> str:
@@ -189,9 +214,12 @@ def look(place: Place, *, max_age: float = MAX_AGE, pids: Collection[int] | None
 
 def _read(path: str, *, same_machine: bool) -> Beat | None:
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(os.open(path, _UNFOLLOWED), encoding="utf-8") as file:
+            found = os.fstat(file.fileno())
+            if not (stat.S_ISREG(found.st_mode) and _is_trusted(found.st_uid)):
+                return None
             content: dict[str, Any] = json.load(file)
-            age = time.time() - os.fstat(file.fileno()).st_mtime
+            age = time.time() - found.st_mtime
         beat = Beat(str(content["worker"]), int(content["pid"]), abs(age), content["ready"] is True)
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -199,6 +227,11 @@ def _read(path: str, *, same_machine: bool) -> Beat | None:
     if same_machine and os.path.isdir("/proc/self") and started_at(beat.pid) != content.get("started"):
         return None
     return beat
+
+
+def _is_trusted(owner: int) -> bool:
+    """Whether its heartbeat is believed: our own and root's; root believes all."""
+    return not hasattr(os, "getuid") or os.getuid() == 0 or owner in (0, os.getuid())
 
 
 def health(args: argparse.Namespace) -> int:

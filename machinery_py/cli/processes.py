@@ -1,7 +1,8 @@
 """A process of ours and the pipe through which it is told to stop.
 
     parent → child    "q": end when the running tasks are done; "a": end now; end of file: the parent is gone, so "q"
-    child → parent    a line for each piece of news: "ready 30.0" (its shutdown timeout)
+    child → parent    a line for each piece of news: "ready 30.0" (its shutdown timeout), before its first claim; "over": it ends
+                      by itself, and the exit code is its own. Without that word a task has ended it
 
 Signals count in the outermost process alone: the first is "q", the second "a". In a child any number of them is one "q", because
 Ctrl+C goes to all processes of a terminal, and service managers signal all of a service, beside what the parent passes on.

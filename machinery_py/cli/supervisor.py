@@ -1,6 +1,8 @@
 """`-p N`: worker processes that are started again when they die. The supervisor imports none of the user's code.
 
-A process that dies is replaced at once; one that keeps dying, after pauses that double up to LONGEST_PAUSE. What it ran is taken
+A process says when it is ready, before it claims its first task, and when it ends by itself. One that dies in between was ended
+by a task, and its exit code is the task's: it is replaced at once, so that poison costs the good tasks no pause. One that does
+not become ready, or ends by itself, is replaced after pauses that double up to LONGEST_PAUSE. What a dead process ran is taken
 over by the others: their upkeep finds dead workers. A process that cannot start at all (exit code 2 or 3) ends everything.
 """
 
@@ -25,7 +27,8 @@ logger = logging.getLogger(__name__)
 
 FIRST_PAUSE = 0.5  # seconds before the second restart in a row; the first is at once
 LONGEST_PAUSE = 30.0  # seconds
-HEALTHY = 60.0  # seconds of life after which a death is the first one again
+SHORTEST_LIFE = 0.5  # seconds between two starts of one of the N: so often at most, where a task ends each process at once
+HEALTHY = 60.0  # seconds of life after which a failure is the first one again
 PATIENCE = 5.0  # seconds beyond the shutdown timeout until a process that does not end is killed
 DEFAULT_GRACE = 30.0  # seconds; until a process has told its shutdown timeout
 CANNOT_START = (2, 3)
@@ -39,13 +42,33 @@ class _Slot:
         self.child: Child | None = None
         self.started_at = 0.0
         self.start_at: float | None = 0.0  # when to start one; None: there is one, or there is no more to do
-        self.deaths = 0  # in a row
-        self.has_been_ready = False
+        self.failures = 0  # in a row, each without a task's doing
+        self.has_been_ready = False  # one of its processes
+        self.is_ready = False
+        self.is_over = False  # it has said that it ends by itself
+        self.is_killed = False
+
+    def start(self, words: list[str], pass_on: list[int]) -> None:
+        self.child = Child(words, label=str(self.number), pass_on=pass_on)
+        self.started_at = time.monotonic()
+        self.start_at = None
+        self.is_ready = self.is_over = self.is_killed = False
+
+    def start_again(self) -> float:
+        """Have another one started; the seconds until then."""
+        now = time.monotonic()
+        if self.is_ready and not self.is_over:
+            self.failures = 0
+        else:
+            self.failures = 1 if now - self.started_at >= HEALTHY else self.failures + 1
+        pause = pause_after(self.failures)
+        self.start_at = max(now + pause, self.started_at + SHORTEST_LIFE)
+        return pause
 
 
-def pause_after(deaths: int) -> float:
-    """Seconds to wait before a process that has died so often in a row is started again."""
-    return 0.0 if deaths <= 1 else min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(deaths - 2, 10))
+def pause_after(failures: int) -> float:
+    """Seconds to wait before a process that has failed so often in a row is started again."""
+    return 0.0 if failures <= 1 else min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(failures - 2, 10))
 
 
 class Supervisor:
@@ -54,6 +77,7 @@ class Supervisor:
     def __init__(self, args: argparse.Namespace, link: Link) -> None:
         self._args = args
         self._link = link
+        self._place = health.place_of(args)
         self._slots = [_Slot(number) for number in range(1, args.processes + 1)]
         self._grace: float = DEFAULT_GRACE if args.shutdown_timeout is None else args.shutdown_timeout
         self._level = RUN
@@ -70,6 +94,7 @@ class Supervisor:
         signal.signal(signal.SIGCHLD, self._on_child)
         try:
             Orders(self._link).follow(self._on_order)
+            health.clear(self._place)
             with ExitStack() as stack:
                 if self._args.health_port is not None:
                     stack.enter_context(
@@ -100,10 +125,10 @@ class Supervisor:
 
     def _wait(self) -> None:
         moments = [slot.start_at for slot in self._slots if slot.start_at is not None]
-        if self._kill_at is not None:
+        if self._kill_at is not None and not all(slot.is_killed for slot in self._running()):
             moments.append(self._kill_at)
         timeout = min([1.0, *(max(0.0, moment - time.monotonic()) for moment in moments)])
-        news = [slot.child.news for slot in self._running() if slot.child is not None and not slot.has_been_ready]
+        news = [slot.child.news for slot in self._running() if slot.child is not None and not slot.is_ready]
         with suppress(OSError):
             if self._wake_read in select.select([self._wake_read, *news], [], [], timeout)[0]:
                 os.read(self._wake_read, 4096)
@@ -125,13 +150,8 @@ class Supervisor:
 
     def _start(self, slot: _Slot) -> None:
         args = self._args
-        quiet = slot.number > 1 or slot.deaths > 0
-        slot.child = Child(
-            ["--no-banner", *args.argv] if quiet else args.argv, label=str(slot.number),
-            pass_on=[] if args.reloaded is None else [args.reloaded],
-        )
-        slot.started_at = time.monotonic()
-        slot.start_at = None
+        is_first = slot.number == 1 and not slot.started_at
+        slot.start(args.argv if is_first else ["--no-banner", *args.argv], [] if args.reloaded is None else [args.reloaded])
 
     # Looking
 
@@ -145,6 +165,7 @@ class Supervisor:
             if code is not None:
                 child.close()
                 slot.child = None
+                health.forget(self._place, label=str(slot.number), pid=child.pid)
                 self._has_ended(slot, child.pid, code)
         if not self._is_ready and all(slot.has_been_ready for slot in self._slots):
             self._is_ready = True
@@ -156,27 +177,29 @@ class Supervisor:
         for line in child.read_news():
             word, _, value = line.partition(" ")
             if word == "ready":
-                slot.has_been_ready = True
+                slot.is_ready = slot.has_been_ready = True
                 if self._args.shutdown_timeout is None:
                     self._grace = float(value)
+            elif word == "over":
+                slot.is_over = True
 
     def _has_ended(self, slot: _Slot, pid: int, code: int) -> None:
         how = how_it_ended(code)
-        if self._level or (self._args.burst and code == 0):
+        if self._level or (self._args.burst and slot.is_over and code == 0):
             logger.debug("worker process %d (pid %d) has ended: %s", slot.number, pid, how)
             return
         if code in CANNOT_START and not slot.has_been_ready:
+            logger.error("worker process %d (pid %d) cannot start: %s; ending", slot.number, pid, how)
             self._code = self._code or code
             self._on_order(STOP)
             return
-        if time.monotonic() - slot.started_at >= HEALTHY:
-            slot.deaths = 0
-        slot.deaths += 1
-        pause = pause_after(slot.deaths)
-        slot.start_at = time.monotonic() + pause
+        if code >= 0 and slot.is_ready and not slot.is_over:
+            how += " (a task ended it)"
+        pause = slot.start_again()
         logger.log(
-            logging.INFO if code == 0 else logging.ERROR, "worker process %d (pid %d) has ended: %s; starting another one%s",
-            slot.number, pid, how, f" in {pause:g} s" if pause else "",
+            logging.INFO if code == 0 and slot.is_over else logging.ERROR,
+            "worker process %d (pid %d) has ended: %s; starting another one%s", slot.number, pid, how,
+            f" in {pause:g} s" if pause else "",
         )
 
     # Stopping
@@ -196,7 +219,8 @@ class Supervisor:
         for slot in self._running():
             assert slot.child is not None
             slot.child.order(self._level)
-            if now >= self._kill_at:
+            if now >= self._kill_at and not slot.is_killed:
+                slot.is_killed = True
                 logger.error("worker process %d (pid %d) does not end: killing it; its tasks will run again",
                              slot.number, slot.child.pid)
                 slot.child.process.kill()
@@ -209,7 +233,7 @@ class Supervisor:
 
     def _answers(self) -> bool:
         pids = {slot.child.pid for slot in self._running() if slot.child is not None}
-        return bool(pids) and health.look(health.place_of(self._args), pids=pids).is_ready
+        return bool(pids) and health.look(self._place, pids=pids).is_ready
 
 
 def run(args: argparse.Namespace, link: Link) -> int:

@@ -6,7 +6,6 @@ import argparse
 import logging
 import os
 import socket
-import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LOOK_FOR_READY = 0.01  # seconds between two looks whether the worker is ready
 BROKEN = 1  # exit code of a worker that could not go on
 
 
@@ -54,16 +52,21 @@ def _work(args: argparse.Namespace, link: Link) -> int:
     if not args.no_banner:
         say(args, banner(server, one, args.processes))
     vital = Vital(one)
-    watch = ReadyWatch(one, lambda: _on_ready(args, link, one))
+    place = health.place_of(args)
+    if not link.is_numbered:
+        health.clear(place)
+    ready = Readiness(one, lambda: _on_ready(args, link, one))
     label = link.label if link.is_numbered else ""
     with ExitStack() as stack:
-        stack.enter_context(watch)
-        stack.enter_context(health.Pulse(health.place_of(args), label=label, worker=one.name, is_ready=vital.is_ready))
+        stack.enter_context(health.Pulse(place, label=label, worker=one.name, is_ready=vital.is_ready))
         if args.health_port is not None and not link.is_numbered:
             stack.enter_context(health.serve(args.health_host, args.health_port, lambda: True, vital.is_ready))
         orders.follow(lambda level: one.abort() if level == STOP_NOW else one.quit(),
                       grace=f" (at most {one.shutdown_timeout:g} s; once more to stop now)")
-        code = _launch(one, watch)
+        try:
+            code = _launch(one, ready)
+        finally:
+            link.tell("over")
     server.close()
     return code
 
@@ -78,11 +81,11 @@ def new_worker(server: Server, args: argparse.Namespace, link: Link) -> Worker:
     )
 
 
-def _launch(one: Worker, watch: ReadyWatch) -> int:
+def _launch(one: Worker, ready: Readiness) -> int:
     try:
         return one.launch(signals=False)
     except MachineryError as error:
-        if not watch.was_ready or isinstance(error, (BrokerUnavailable, BackendUnavailable)):
+        if not ready.was_ready or isinstance(error, (BrokerUnavailable, BackendUnavailable)):
             raise  # it could not even start, or gave up waiting for its store: 2 or 3, see main
         logger.error("%s", error)
         return BROKEN
@@ -94,35 +97,18 @@ def _on_ready(args: argparse.Namespace, link: Link, one: Worker) -> None:
         say(args, READY)
 
 
-class ReadyWatch:
-    """Calls a function, once, when the worker has made its first round trip. A context; in a thread of its own."""
+class Readiness:
+    """Calls a function, once, when the worker has its session and before its first claim: what it claims may end the process."""
 
     def __init__(self, one: Worker, then: Callable[[], object]) -> None:
         self.was_ready = False
-        self._worker = one
         self._then = then
-        self._online = threading.Event()
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._look, name="machinery-ready", daemon=True)
-        one.engine.events.subscribe(WorkerOnline, lambda _: self._online.set())
+        one.engine.events.subscribe(WorkerOnline, self._on_online)
 
-    def __enter__(self) -> ReadyWatch:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self._online.set()
-        self._thread.join(timeout=5.0)
-
-    def _look(self) -> None:
-        # Worker.ready may be asked once it has started, and then it is online.
-        self._online.wait()
-        while not self._worker.ready:
-            if self._ended.wait(LOOK_FOR_READY):
-                return
-        self.was_ready = True
-        self._then()
+    def _on_online(self, _: WorkerOnline) -> None:
+        if not self.was_ready:
+            self.was_ready = True
+            self._then()
 
 
 class Vital:

@@ -215,13 +215,14 @@ class Worker:
             on_beat=self._on_beat,
         )
         self._session = session
+        # Before the first claim: whatever that brings, this worker could start.
+        engine.events.emit(WorkerOnline(worker=self.name))
         self._settler.start()
         self._upkeep.start()
         self._receiver.start()
         if self._declared is not None:
             self._ticking = Ticking(engine, self._declared, name=self.name)
             self._ticking.start()
-        engine.events.emit(WorkerOnline(worker=self.name))
 
     def quit(self) -> None:
         """Ask it to end: `launch` returns when the running tasks are done. From any thread, and as often as you like."""

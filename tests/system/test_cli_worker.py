@@ -270,6 +270,31 @@ def test_a_worker_that_hangs_is_not_alive(app: App) -> None:
     assert not (app.folder / "beat.json").exists()
 
 
+def test_a_named_heartbeat_file_follows_no_link_and_is_private(app: App) -> None:
+    precious = app.write("precious.txt", "precious")
+    (app.folder / "beat.json").symlink_to(precious)
+
+    worker = app.worker("--heartbeat-file", "beat.json")
+
+    assert precious.read_text() == "precious"
+    found = (app.folder / "beat.json").lstat()
+    assert stat.S_ISREG(found.st_mode)
+    assert stat.S_IMODE(found.st_mode) == 0o600
+    assert worker.stop() == 0
+
+
+def test_a_heartbeat_behind_a_link_or_a_pipe_is_none(app: App) -> None:
+    worker = app.worker("--heartbeat-file", "beat.json")
+    (app.folder / "link.json").symlink_to(app.folder / "beat.json")
+    os.mkfifo(app.folder / "pipe.json")
+
+    app.run("health", "tasks", "--heartbeat-file", "beat.json")
+    app.run("health", "tasks", "--heartbeat-file", "link.json", code=1)
+    app.run("health", "tasks", "--heartbeat-file", "pipe.json", code=1)
+
+    assert worker.stop() == 0
+
+
 def test_a_broker_that_is_away_leaves_a_worker_alive_and_not_ready(app: App) -> None:
     worker = app.worker(MACHINERY_LEASE="1")
     wait_until(lambda: app.run("health", "tasks", "--ready", code=None).returncode == 0, HANG)

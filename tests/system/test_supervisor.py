@@ -2,16 +2,36 @@
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import os
+import random
 import signal
+import time
 
 import pytest
 
+from machinery_py import Server, Signature, State
 from machinery_py.cli.supervisor import LONGEST_PAUSE, pause_after
 from machinery_py.testing.waiting import wait_until
-from tests.system.cli_app import HANG, App, Running, app_in_a_folder, children, is_alive
+from tests.system.cli_app import HANG, TASKS, App, Running, app_in_a_folder, children, is_alive
 
 app = app_in_a_folder
+
+MAX_STRIKES = 3  # deaths after which a task is a dead letter
+ENDING = TASKS + """
+@server.task
+def end(code: int) -> None:
+    os._exit(code)
+
+@server.task
+def noop() -> None:
+    pass
+
+@server.task
+def crash() -> None:
+    os.abort()
+"""
 
 
 def workers(process: Running) -> list[int]:
@@ -19,7 +39,7 @@ def workers(process: Running) -> list[int]:
 
 
 def test_pauses_double_up_to_a_longest_one() -> None:
-    assert [pause_after(deaths) for deaths in (1, 2, 3, 4, 5)] == [0.0, 0.5, 1.0, 2.0, 4.0]
+    assert [pause_after(failures) for failures in (0, 1, 2, 3, 4, 5)] == [0.0, 0.0, 0.5, 1.0, 2.0, 4.0]
     assert pause_after(100) == LONGEST_PAUSE
 
 
@@ -82,6 +102,78 @@ def test_what_cannot_start_ends_it_with_its_code(app: App, words: list[str], env
     assert "machinery: " in done.stderr
 
 
+@pytest.mark.parametrize("code", [0, 2, 3])
+def test_the_exit_code_of_a_task_is_not_the_workers(app: App, code: int) -> None:
+    app.write("tasks.py", ENDING)
+    app.send("end", str(code))
+
+    process = app.start("worker", "tasks", "-p", "2", "-c", "1")
+    process.wait_for(f"has ended: exit code {code} (a task ended it); starting another one\n", times=MAX_STRIKES)
+    process.wait_for(f"{MAX_STRIKES} workers died while they ran it")
+
+    wait_until(lambda: len(workers(process)) == 2, HANG)
+    assert process.stop() == 0
+
+
+def test_a_burst_goes_on_when_a_task_ends_a_process_with_code_0(app: App) -> None:
+    app.write("tasks.py", ENDING)
+    app.send("end", "0")
+    uuids = [app.send("add", str(number), "1") for number in range(2)]
+
+    done = app.run("worker", "tasks", "-p", "2", "-c", "1", "--burst")
+
+    assert done.stderr.count("exit code 0 (a task ended it)") == MAX_STRIKES
+    assert [app.state(uuid) for uuid in uuids] == ["SUCCESS"] * 2
+
+
+def test_a_process_that_fails_before_it_is_ready_is_started_again_after_pauses(app: App) -> None:
+    app.write("tasks.py", "import os, pathlib\npathlib.Path('fails').exists() and os._exit(7)\n" + TASKS)
+    process = app.worker("-p", "2")
+
+    app.write("fails", "")
+    os.kill(workers(process)[0], signal.SIGKILL)
+
+    process.wait_for("has ended: killed by SIGKILL; starting another one\n")
+    process.wait_for("has ended: exit code 7; starting another one\n")
+    process.wait_for("has ended: exit code 7; starting another one in 0.5 s\n")
+    process.wait_for("has ended: exit code 7; starting another one in 1 s\n")
+    assert process.stop() == 0
+
+
+def seconds_for(app: App, server: Server, names: list[str]) -> float:
+    """How long two processes take, from their start, until all of these tasks are over."""
+    results = [server.send(Signature(name=name)) for name in names]
+    begun = time.monotonic()
+    process = app.start("worker", "tasks", "-p", "2", "-c", "2")
+    wait_until(lambda: all(result.get_state().is_finished for result in results), 4 * HANG)
+    took = time.monotonic() - begun
+    assert process.stop() == 0
+    ended = collections.Counter((name, result.get_state().state) for name, result in zip(names, results, strict=True))
+    assert ended == {("noop", State.SUCCESS): names.count("noop")} | (
+        {("crash", State.FAILURE): names.count("crash")} if "crash" in names else {}
+    )
+    return took
+
+
+@pytest.mark.parametrize("store", ["sqlite", "redis"])
+def test_poison_does_not_starve_the_others(app: App, store: str, request: pytest.FixtureRequest) -> None:
+    poison = 3
+    names = ["noop"] * 200
+    mixed = names + ["crash"] * poison
+    url = f"sqlite:///{app.folder}/poison.db" if store == "sqlite" else request.getfixturevalue("empty_redis").url
+    app.env["MACHINERY_URL"] = url
+    app.write("tasks.py", ENDING)
+    with contextlib.closing(Server(url)) as server:
+        without = seconds_for(app, server, names)
+
+        took = seconds_for(app, server, random.Random(1).sample(mixed, len(mixed)))
+
+        letters = server.inspect.dead()
+    assert [(letter.name, letter.strikes) for letter in letters] == [("crash", MAX_STRIKES)] * poison
+    # A second for each death, and as much again for a machine that is busy; pauses would make minutes of it.
+    assert took < 2 * (2 * without + poison * MAX_STRIKES)
+
+
 def test_a_signal_to_the_whole_group_is_one_signal(app: App) -> None:
     process = app.start("worker", "tasks", "-p", "2", "-c", "1", own_group=True)
     process.wait_ready()
@@ -131,7 +223,7 @@ def test_a_process_that_does_not_end_is_killed(app: App) -> None:
 
     assert process.stop() == 1
 
-    assert f"(pid {stopped}) does not end: killing it" in process.err
+    assert process.err.count(f"(pid {stopped}) does not end: killing it") == 1
     assert not is_alive(stopped)
 
 
@@ -146,3 +238,40 @@ def test_reload_and_several_processes_go_together(app: App) -> None:
     process.wait_for("Ready.", times=2)
     wait_until(lambda: not any(is_alive(pid) for pid in (supervisor, *first)), HANG)
     assert process.stop() == 0
+
+
+# Health
+
+
+def beats(app: App, *words: str) -> list[int]:
+    return sorted(one["pid"] for one in app.json("health", "tasks", *words, code=None)["workers"])
+
+
+@pytest.mark.parametrize("words", [[], ["--heartbeat-file", "beat"]])
+def test_health_knows_the_processes_that_live(app: App, words: list[str]) -> None:
+    process = app.worker("-p", "2", *words)
+    wait_until(lambda: beats(app, *words) == workers(process), HANG)
+    victim = workers(process)[0]
+
+    os.kill(victim, signal.SIGKILL)
+
+    wait_until(lambda: len(beats(app, *words)) == 2 and victim not in beats(app, *words), HANG)
+    assert beats(app, *words) == workers(process)
+    assert process.stop() == 0
+
+
+@pytest.mark.parametrize(("before", "after"), [("3", "2"), ("2", "1"), ("1", "2")])
+def test_a_heartbeat_that_a_killed_worker_left_does_not_count(app: App, before: str, after: str) -> None:
+    left = app.worker("-p", before, "--heartbeat-file", "beat")
+    pids = [left.pid, *workers(left)]
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    left.wait()
+    app.write("beat.1.gz", "of another program")
+
+    process = app.worker("-p", after, "--heartbeat-file", "beat")
+
+    living = workers(process) if after != "1" else [process.pid]
+    assert beats(app, "--heartbeat-file", "beat") == living
+    assert process.stop() == 0
+    assert sorted(path.name for path in app.folder.glob("beat*")) == ["beat.1.gz"]
