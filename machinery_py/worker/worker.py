@@ -19,7 +19,8 @@ from typing import Any, TypeVar
 
 from machinery_py.backends.base import ALREADY, SETTLED, Verdict
 from machinery_py.brokers.base import Fate
-from machinery_py.config import Config
+from machinery_py.config import OPTIONS, Config
+from machinery_py.config_options import raise_all
 from machinery_py.engine import Engine
 from machinery_py.errors import MachineryError
 from machinery_py.events import (
@@ -63,12 +64,19 @@ class Worker:
             each claim goes through them in an order drawn by weight. By default those of the setting `queues`.
         burst: end when there is nothing left to do; what waits in a paused queue is left there.
         declared: the schedules that code declares; None: it carries no scheduler.
+
+    Raises:
+        ConfigError: a number is not what the setting of its name may be.
     """
 
     def __init__(
         self, engine: Engine, name: str = "", *, concurrency: int = 0, queues: Queues = (), burst: bool = False,
         shutdown_timeout: float | None = None, declared: Declared | None = None,
     ) -> None:
+        raise_all([
+            text for key, value in (("concurrency", concurrency), ("shutdown_timeout", shutdown_timeout))
+            if value is not None and (text := OPTIONS[key].problem(value))
+        ])
         self.engine = engine
         self.name = name or f"{hostname()}-{os.getpid()}"
         self.concurrency = concurrency or engine.config.concurrency or 2 * (os.cpu_count() or 1)
@@ -85,6 +93,8 @@ class Worker:
         # Filled by signal handlers: unlike an Event, a SimpleQueue can be put to by a handler that interrupts its reader.
         self._signals: queue.SimpleQueue[signal.Signals | None] = queue.SimpleQueue()
         self._stopped = threading.Lock()
+        self._attendant: threading.Thread | None = None  # ends what `start` began
+        self._has_ended = False
         self._session: Session | None = None
         self._outage = Outage(engine, self.name)
         self._declared = declared
@@ -172,12 +182,27 @@ class Worker:
         self.stop()
 
     def start(self) -> None:
-        """Start all parts in the background. It does not wait for a store that is away, as `launch` does.
+        """Start all parts in the background, until `stop`, `quit` or `abort`. A burst ends by itself.
+
+        It does not wait for a store that is away, as `launch` does. What it cannot go on with is in the log, and ends it.
 
         Raises:
             BrokerUnavailable, BackendUnavailable, StoreUnusable: it could not start; it may be started again.
         """
+        if self._has_ended:
+            self._has_ended = False
+            self._quit.clear()
+            self._abrupt.clear()
         self._begin(self._open())
+        self._attendant = threading.Thread(target=self._attend, name=f"{self.name}-attendant", daemon=True)
+        self._attendant.start()
+
+    def _attend(self) -> None:
+        try:
+            self._wait()
+        except MachineryError as error:
+            logger.error("%s", error)
+        self.stop()
 
     def _open(self) -> Session:
         if self._session is not None:
@@ -225,7 +250,10 @@ class Worker:
             self._ticking.start()
 
     def quit(self) -> None:
-        """Ask it to end: `launch` returns when the running tasks are done. From any thread, and as often as you like."""
+        """Ask it to end, when the running tasks are done; it returns at once. From any thread, and as often as you like.
+
+        `launch` returns then; what `start` began ends in the background, and `stop` waits for that.
+        """
         self._quit.set()
         self._signals.put(None)
 
@@ -235,12 +263,20 @@ class Worker:
         self.quit()
 
     def stop(self) -> bool:
-        """End it in order. False: it was cut short by `abort`."""
+        """End it in order, and wait for that. False: it was cut short by `abort`."""
+        self._end()
+        if self._attendant is not None and self._attendant is not threading.current_thread():
+            self._attendant.join()
+        return not self._abrupt.is_set()
+
+    def _end(self) -> None:
         with self._stopped:
             session, self._session = self._session, None
             if session is None:
-                return True
+                return
             self._quit.set()
+            self._has_ended = True
+            self._signals.put(None)  # for the attendant
             if self._ticking is not None:
                 self._ticking.stop()
             self._receiver.stop()
@@ -264,7 +300,6 @@ class Worker:
             except MachineryError as error:
                 logger.warning("this worker could not sign off, and will be found gone: %s", error)
             self.engine.events.emit(WorkerOffline(worker=self.name, processed=self.processed))
-            return not self._abrupt.is_set()
 
     @property
     def ready(self) -> bool:
