@@ -19,7 +19,7 @@ from machinery_py.events import EventBus, TaskSent
 from machinery_py.factory import Stores
 from machinery_py.forks import ForkLock
 from machinery_py.named_lock import LockKeeper
-from machinery_py.outcomes import Arrived
+from machinery_py.outcomes import Arrived, FollowUp, failing
 from machinery_py.registry import Registry
 from machinery_py.settlement.base import Store, Submission
 from machinery_py.signature import Signature, counted, new_uuid
@@ -44,6 +44,7 @@ NOTHING = Outgoing((), (), (), ())
 
 TRACE_CONTEXT = frozenset({"traceparent", "tracestate", "baggage"})  # headers of the W3C
 OURS = "machinery_"  # how the headers of signature.py begin
+STEP_FAILED = "ChainStepFailed"  # the error type of a last task that never ran
 
 FIRST_PAUSE = 0.05  # seconds until a submission is repeated
 
@@ -107,8 +108,13 @@ class Engine:
         if stores is not None:
             stores.close()
 
-    def outgoing(self, signatures: Sequence[Signature[Any]], groups: Sequence[GroupMeta] = ()) -> Outgoing:
+    def outgoing(
+        self, signatures: Sequence[Signature[Any]], groups: Sequence[GroupMeta] = (), awaited: Sequence[Signature[Any]] = (),
+    ) -> Outgoing:
         """Make messages: fill in UUID and queue, let the pre-publish hook look, encode, check the size.
+
+        Args:
+            awaited: sent later, by a worker, but PENDING from now on.
 
         Raises:
             ArgumentError: something in a signature cannot be sent.
@@ -125,6 +131,8 @@ class Engine:
             messages.append(message)
             states.append(pending(signature, now))
             sent.append(signature)
+        for later in awaited:
+            states.append(pending(later.replace(routing_key=later.routing_key or self.config.default_queue), now))
         return Outgoing(messages, states, groups, sent)
 
     def completed(self, signature: Signature[Any]) -> Signature[Any]:
@@ -169,18 +177,16 @@ class Engine:
         )
 
     def submit(
-        self, signatures: Sequence[Signature[Any]], groups: Sequence[GroupMeta] = (), *, replay: bool = False
+        self, signatures: Sequence[Signature[Any]], groups: Sequence[GroupMeta] = (), awaited: Sequence[Signature[Any]] = (),
     ) -> None:
-        """Publish.
+        """Publish; `awaited` as for `outgoing`.
 
         Raises:
             ArgumentError, PublishRefused, PublishUnknown: as Server.send_task.
         """
-        out = self.outgoing(signatures, groups)
+        out = self.outgoing(signatures, groups, awaited)
         if out.messages:
-            self._submit(Submission(
-                token=new_uuid(""), messages=out.messages, states=out.states, groups=out.groups, replay=replay,
-            ))
+            self._submit(Submission(token=new_uuid(""), messages=out.messages, states=out.states, groups=out.groups))
             self.tell_sent(out.signatures)
 
     def tell_sent(self, signatures: Sequence[Signature[Any]]) -> None:
@@ -232,5 +238,15 @@ def pending(signature: Signature[Any], now: dt.datetime) -> TaskState:
     """The state that a signature has when it is published."""
     return TaskState(
         task_uuid=signature.uuid, task_name=signature.name, state=State.PENDING, created_at=now,
-        run=signature.run, attempt=signature.attempt, queue=signature.routing_key, eta=signature.eta,
+        run=signature.run, attempt=signature.attempt, queue=signature.routing_key, eta=signature.eta, message=failing(signature),
     )
+
+
+def broken(then: FollowUp, signature: Signature[Any], now: dt.datetime) -> Sequence[TaskState]:
+    """The state of the last task of a chain in which this step has failed."""
+    if not then.breaks:
+        return ()
+    return (TaskState(
+        task_uuid=then.breaks, state=State.FAILURE, error=f"step {signature.name} {signature.uuid} failed: {then.error}",
+        error_type=STEP_FAILED, created_at=now, finished_at=now,
+    ),)

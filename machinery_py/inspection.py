@@ -9,10 +9,10 @@ from collections.abc import Sequence
 import msgspec
 
 from machinery_py.brokers.base import DeadLetter, Message, QueueStats, WorkerInfo
-from machinery_py.engine import Engine, pending
+from machinery_py.engine import STEP_FAILED, Engine, pending
 from machinery_py.errors import BackendUnavailable, BrokerUnavailable, DecodeError, MachineryError, StateNotFound, Unsupported
 from machinery_py.settlement.base import Submission
-from machinery_py.signature import HEADER_ATTEMPT, HEADER_RUN, Signature, new_uuid
+from machinery_py.signature import HEADER_ATTEMPT, HEADER_LAST, HEADER_RUN, Signature, new_uuid
 from machinery_py.states import State, TaskState
 from machinery_py.wire import decode_signature, encode_signature
 
@@ -124,9 +124,7 @@ class Inspector:
         return TaskReport(state=state, signature=self._signature(state))
 
     def _signature(self, state: TaskState) -> Signature[object] | None:
-        body = state.message
-        if not body and not state.is_finished:
-            body = self._waiting_body(state)
+        body = state.message if state.is_finished else self._waiting_body(state)
         try:
             return decode_signature(body) if body else None
         except DecodeError:
@@ -168,9 +166,18 @@ class Inspector:
                     Message(uuid=one.uuid, name=one.name, queue=one.routing_key, body=body, priority=one.priority)
                     for one, body in zip(batch, bodies[start:start + 1000], strict=True)
                 ],
-                states=[pending(one, now) for one in batch], replay=True,
+                states=[*(pending(one, now) for one in batch), *self._mended(batch)], replay=True,
             ))
         return [one.uuid for one in signatures]
+
+    def _mended(self, signatures: Sequence[Signature[object]]) -> list[TaskState]:
+        """The states of the tasks that failed only because these steps in front of them had failed."""
+        lasts = {str(one.headers[HEADER_LAST]) for one in signatures if one.headers.get(HEADER_LAST)}
+        states = self._engine.store.backend.get_states(sorted(lasts)).values() if lasts else ()
+        return [
+            TaskState(task_uuid=one.task_uuid, task_name=one.task_name, created_at=one.created_at, queue=one.queue)
+            for one in states if one.state is State.FAILURE and one.error_type == STEP_FAILED
+        ]
 
     def purge(self, queue: str) -> int:
         """Delete all waiting and delayed messages of a queue; how many."""

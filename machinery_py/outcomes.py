@@ -12,8 +12,9 @@ from typing import Any, assert_never
 import msgspec
 
 from machinery_py.backoff import Backoff, delay_for
-from machinery_py.signature import COUNTED, HEADER_ATTEMPT, HEADER_RUN, Arg, Lazy, Signature
+from machinery_py.signature import COUNTED, HEADER_ATTEMPT, HEADER_LAST, HEADER_RUN, Arg, Lazy, Signature
 from machinery_py.states import State
+from machinery_py.wire import decode_signature, encode_signature
 
 
 class Succeeded(msgspec.Struct, frozen=True, gc=False):
@@ -44,6 +45,8 @@ class Postponed(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 Outcome = Succeeded | Failed | Postponed
 
+REVOKED = Failed(error="revoked", error_type="Revoked", retryable=False)
+
 
 class Arrived(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A member of a chord's group that is over."""
@@ -59,7 +62,7 @@ class FollowUp(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         retry: the same task, to be run again.
         send: callbacks.
         arrived: members of groups that are over: this task, and those behind it that will never run now.
-        eta: when the retry is due.
+        breaks: the last task of the chain, which will never run now; its state says why.
     """
 
     state: State
@@ -70,6 +73,7 @@ class FollowUp(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     retry: Signature[Any] | None = None
     send: Sequence[Signature[Any]] = ()
     arrived: Sequence[Arrived] = ()
+    breaks: str = ""
 
 
 def follow_up(signature: Signature[Any], outcome: Outcome, *, now: dt.datetime, backoff: Backoff = "fibonacci") -> FollowUp:
@@ -98,6 +102,7 @@ def follow_up(signature: Signature[Any], outcome: Outcome, *, now: dt.datetime, 
                 state=State.FAILURE, error=outcome.error, error_type=outcome.error_type, traceback=outcome.traceback,
                 send=_error_callbacks(signature, outcome.error),
                 arrived=tuple(_never_to_arrive(signature)),
+                breaks=_last_of(signature),
             )
         case _:
             assert_never(outcome)
@@ -150,3 +155,40 @@ def _never_to_arrive(signature: Signature[Any]) -> Iterator[Arrived]:
 def _may_hold_members(callbacks: Sequence[Signature[Any]]) -> bool:
     # A chain of thousands is not unpacked to find out that it has no group in it.
     return b'"ChordCallback":{' in callbacks.raw if isinstance(callbacks, Lazy) else bool(callbacks)
+
+
+def _last_of(signature: Signature[Any]) -> str:
+    last = signature.headers.get(HEADER_LAST, "") if signature.headers else ""
+    return last if isinstance(last, str) else ""
+
+
+# What the failure of a task that waits would take along: its state says so, since its message is with the broker, or in a step
+# in front of it.
+
+ALONE = b"-"  # nothing
+
+
+def failing(signature: Signature[Any]) -> bytes:
+    """What must be known to fail the task without its message."""
+    on_success: Sequence[Signature[Any]] = ()
+    if signature.on_success and any(map(_holds_members, signature.on_success)):
+        on_success = signature.on_success
+    if not (on_success or signature.on_error or signature.chord_callback or _last_of(signature)):
+        return ALONE
+    return encode_signature(signature.replace(args=(), on_success=on_success))
+
+
+def _holds_members(signature: Signature[Any]) -> bool:
+    waiting = [signature]
+    while waiting:
+        one = waiting.pop()
+        if one.chord_callback is not None:
+            return True
+        if _may_hold_members(one.on_success):
+            waiting.extend(one.on_success)
+    return False
+
+
+def failing_of(kept: bytes, name: str, uuid: str) -> Signature[Any]:
+    """The signature that `failing` was asked for, as far as its failure needs it."""
+    return (Signature(name=name) if kept == ALONE else decode_signature(kept)).replace(uuid=uuid)

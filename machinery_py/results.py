@@ -205,7 +205,7 @@ class AsyncResult(Waitable[R]):
         return self._states.get(self.uuid) or self._source.backend.get_state(self.uuid)
 
     def revoke(self) -> None:
-        """If it has not started, it never will (its state becomes FAILURE, "revoked"); if it runs, it is asked to stop."""
+        """If it has not started, it never will, and is FAILURE, "revoked", from now on; if it runs, it is asked to stop."""
         self._source.revoke([self.uuid])
 
     def _look(self) -> bool:
@@ -311,8 +311,8 @@ class ChainResult(Waitable[R]):
 
     def revoke(self) -> None:
         """As AsyncResult.revoke, for every step."""
-        for step in self.steps:
-            step.revoke()
+        uuids = [uuid for step in self.steps for uuid in (step._uuids if isinstance(step, GroupResult) else (step.uuid,))]
+        self._source.revoke(uuids)
 
     def _look(self) -> bool:
         last = self.steps[-1]

@@ -356,7 +356,7 @@ def sending(engine: Engine, entry: Entry, tick: dt.datetime) -> tuple[Entry, Out
     """
     plan = link(unpack_step(entry.definition.work), now=engine.clock.now())
     first = [_told(signature, entry.name, tick) for signature in plan.first]
-    out = engine.outgoing(first, plan.groups)
+    out = engine.outgoing(first, plan.groups, plan.awaited)
     run = run_of(plan.steps) if entry.definition.overlap != "allow" else ()
     return entry.replace(ran=tick, run=run, sent=entry.sent + 1), out
 

@@ -15,6 +15,7 @@ from machinery_py.clock import SYSTEM_CLOCK, Clock
 from machinery_py.config import Config
 from machinery_py.context import Context
 from machinery_py.declaring import Anything, Declaring, TaskDecorator
+from machinery_py.endings import revoke
 from machinery_py.engine import Engine
 from machinery_py.errors import MachineryError
 from machinery_py.events import EventBus
@@ -30,6 +31,7 @@ from machinery_py.sending import SendingAsync
 from machinery_py.settings import resolve
 from machinery_py.signature import Chain, Signature, Step
 from machinery_py.unique import is_unique, send_unique
+from machinery_py.worker.firing import fire_ready_groups
 from machinery_py.worker.inline import Inline
 from machinery_py.worker.worker import Worker
 from machinery_py.workflow import Group, Plan, PlannedStep, link
@@ -263,7 +265,7 @@ class Server(Declaring, SendingAsync):
         plan = link(chain, now=self.now())
         if not self._is_warned and any(step.is_group for step in plan.steps[:-1]):
             self._warn_of_forgetting()
-        self.engine.submit(plan.first, plan.groups)
+        self.engine.submit(plan.first, plan.groups, plan.awaited)
         return self._results(plan)
 
     def _warn_of_forgetting(self) -> None:
@@ -346,8 +348,9 @@ class Server(Declaring, SendingAsync):
         return module
 
     def revoke(self, uuids: Sequence[str]) -> None:
-        """These tasks are not started any more; those that run are asked to stop."""
-        self.backend.revoke(list(uuids))
+        """These tasks are not started any more: they are FAILURE, "revoked", from now on; those that run are asked to stop."""
+        if revoke(self.engine, list(uuids)):
+            fire_ready_groups(self.engine)
 
     def lock(self, name: str, *, timeout: float | None = None, blocking: bool = True) -> NamedLock:
         """A lock across all processes with this lock store: `with server.lock("feed-7"):`, or `async with`.

@@ -30,6 +30,7 @@ HEADER_UNIQUE = "machinery_unique"  # the key that a unique task holds, hashed; 
 HEADER_UNIQUE_START = "machinery_unique_start"  # what becomes of the key when the task starts: "free" or "keep"
 HEADER_ON_DUPLICATE = "machinery_on_duplicate"  # for the sender: what to do when the key is held
 HEADER_COLLECT = "machinery_collect"  # on a chord's callback: all results as one list
+HEADER_LAST = "machinery_last"  # on a step of a chain: the UUID of the last one, which fails with it
 HEADER_SCHEDULE = "machinery_schedule"  # the name of the schedule that sent it
 HEADER_TICK = "machinery_tick"  # the time at which that was due
 

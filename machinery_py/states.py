@@ -64,7 +64,8 @@ class TaskState(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         attempt: which try, 1 for the first.
         progress: (done, total) as the task last reported it.
         worker: the worker that wrote the state.
-        message: of a failed task, the signature of its last try, so that it can be looked at and sent again.
+        message: of a failed task, the signature of its last try, so that it can be looked at and sent again; of one that waits,
+            what its failure would take along (`outcomes.failing`).
     """
 
     task_uuid: str

@@ -14,7 +14,18 @@ from typing import Any, Protocol, TypeVar, cast
 import msgspec
 
 from machinery_py.errors import WorkflowError
-from machinery_py.signature import HEADER_COLLECT, HEADER_UNIQUE, Arg, Chain, Result, Signature, Step, new_uuid, sender_of
+from machinery_py.signature import (
+    HEADER_COLLECT,
+    HEADER_LAST,
+    HEADER_UNIQUE,
+    Arg,
+    Chain,
+    Result,
+    Signature,
+    Step,
+    new_uuid,
+    sender_of,
+)
 from machinery_py.states import GroupMeta
 from machinery_py.values import from_result
 
@@ -113,11 +124,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         first: what is to be published now; the rest travels inside it.
         groups: every group in it, to be known to the backend before any member ends.
+        awaited: the last tasks of the chains that begin now: their states are there from the start.
         steps: for each step of the outermost chain the UUIDs whose states tell how it went, and whether it is a group.
     """
 
     first: Sequence[Signature[Any]]
     groups: Sequence[GroupMeta]
+    awaited: Sequence[Signature[Any]]
     steps: Sequence[PlannedStep]
 
 
@@ -134,8 +147,8 @@ def link(step: Step[Any], *, now: dt.datetime) -> Plan:
     """Link a workflow for sending. UUIDs that are missing are made; those given are kept."""
     linker = _Linker(now)
     steps = step.steps if isinstance(step, Chain) else (step,)
-    first, planned = linker.link_steps(steps, ())
-    return Plan(first=first, groups=tuple(linker.groups), steps=planned)
+    first, planned = linker.link_steps(steps, begins=True)
+    return Plan(first=first, groups=tuple(linker.groups), awaited=tuple(linker.awaited), steps=planned)
 
 
 class _Linker:
@@ -144,19 +157,28 @@ class _Linker:
     def __init__(self, now: dt.datetime) -> None:
         self.now = now
         self.groups: list[GroupMeta] = []
+        self.awaited: list[Signature[Any]] = []
 
     def link_steps(
-        self, steps: Sequence[Step[Any]], after: tuple[Signature[Any], ...], member_of: _Membership | None = None
+        self, steps: Sequence[Step[Any]], member_of: _Membership | None = None, *, begins: bool
     ) -> tuple[tuple[Signature[Any], ...], tuple[PlannedStep, ...]]:
-        """Link steps in front of `after`; the last one belongs to `member_of`, if that is given."""
+        """Link these steps; the last one belongs to `member_of`, if that is given. `begins`: the first is sent now."""
         planned: list[PlannedStep] = []
+        after: tuple[Signature[Any], ...] = ()
+        last = ""
         for index in range(len(steps) - 1, -1, -1):
             step = steps[index]
             if isinstance(step, Group):
-                after, plan = self._link_group(step, after)
+                after, plan = self._link_group(step, after, begins=begins and index == 0)
             elif isinstance(step, Signature):
                 prefix = "chord_" if index and isinstance(steps[index - 1], Group) else "task_"
+                if last:
+                    step = step.with_headers(**{HEADER_LAST: last})
                 after, plan = self._link_task(step, after, member_of if index == len(steps) - 1 else None, prefix)
+                if index and index == len(steps) - 1:
+                    last = after[0].uuid
+                    if begins:
+                        self.awaited.append(after[0])
             else:
                 raise WorkflowError(f"{step!r} cannot be a step (expected a signature, group or chain)")
             planned.append(plan)
@@ -177,7 +199,7 @@ class _Linker:
         return (task,), PlannedStep(uuids=(task.uuid,), names=(task.name,))
 
     def _link_group(
-        self, step: Group[Any], after: tuple[Signature[Any], ...]
+        self, step: Group[Any], after: tuple[Signature[Any], ...], *, begins: bool
     ) -> tuple[tuple[Signature[Any], ...], PlannedStep]:
         membership = _Membership(new_uuid("group_"), len(step.steps), after[0] if after else None)
         heads: list[Signature[Any]] = []
@@ -186,7 +208,7 @@ class _Linker:
         leading: list[str] = []
         for member in step.steps:
             inner = member.steps if isinstance(member, Chain) else (member,)
-            first, planned = self.link_steps(inner, (), membership)
+            first, planned = self.link_steps(inner, membership, begins=begins)
             heads.extend(first)
             uuids.append(planned[-1].uuids[0])
             names.append(planned[-1].names[0])

@@ -81,7 +81,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "sameness",
         "registry",
         "engine",
-        "scheduler unique sending",
+        "scheduler unique sending endings",
         "schedules",
         "declaring inspection worker worker.usercode worker.courtesy worker.fleet worker.ticking",
         "worker.gate",

@@ -57,7 +57,7 @@ from machinery_py.backends.amqp_records import (
     pack,
 )
 from machinery_py.backends.amqp_revocations import Revocations
-from machinery_py.backends.base import Amendment, BackendFeatures, Begun, Change, ReadyGroup, Records, Verdict
+from machinery_py.backends.base import REVOKED_LIFE, Amendment, BackendFeatures, Begun, Change, ReadyGroup, Records, Verdict
 from machinery_py.backends.transactional import Row, TransactionalBackend, is_over
 from machinery_py.clock import micros
 from machinery_py.errors import BackendUnavailable, DecodeError
@@ -345,8 +345,9 @@ class AMQPBackend(TransactionalBackend):
 
     # Revocations, purges
 
-    def revoke(self, uuids: Sequence[str]) -> None:
-        self._carry((), "revoking", lambda work: self._revocations.add(work.turn, uuids), again=True)
+    def revoke(self, uuids: Sequence[str], life: float = REVOKED_LIFE) -> None:
+        until = micros(self.now()) + int(life * 1e6)
+        self._carry((), "revoking", lambda work: self._revocations.add(work.turn, uuids, until), locks=[REVOKED_LOCK], again=True)
 
     def revoked(self, uuids: Sequence[str]) -> set[str]:
         return self._revocations.among(uuids) if uuids else set()

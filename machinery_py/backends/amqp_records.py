@@ -7,7 +7,7 @@
     machinery.results.members.<group>         one message for each member that is in, with its last state
     machinery.results.outbox                  the outboxes that are open
     machinery.results.ready                   the groups that are ready and not settled
-    machinery.results.revoked                 which tasks are revoked
+    machinery.results.revoked.until           which tasks are revoked
     machinery.results.lock.<n>                see _drivers/amqp_turns.py
     machinery.finished                        exchange: the UUIDs of tasks that finish, for who waits for them
     machinery.revocations                     exchange: to `revoked`, and to each process that has asked for it
@@ -40,7 +40,6 @@ from machinery_py.wire import decode_state, encode_state
 logger = logging.getLogger(__name__)
 
 GROUP_LIFE = 7 * 86_400_000  # ms that a chord may go on without an arrival
-REVOKED_LIFE = 3 * 86_400_000  # ms that a revocation is kept
 LONGEST_EXPIRY = 2**31 - 1  # ms; Go writes it as a signed number of 32 bits
 LONGEST_NAME = 200  # bytes of a UUID; AMQP has 255 for a queue with what we put before it
 STRIPES = 8  # locks that the tasks and groups share
@@ -49,8 +48,7 @@ PREFIX = "machinery.results."
 LOCKS = tuple(f"{PREFIX}lock.{number}" for number in range(STRIPES))
 # Taken after the others: turns take locks in the order of their names.
 OUTBOX_LOCK, READY_LOCK, REVOKED_LOCK = (f"{PREFIX}lock.{name}" for name in ("outbox", "ready", "revoked"))
-OUTBOX, READY = (Place(PREFIX + name, OURS) for name in ("outbox", "ready"))
-REVOKED = Place(PREFIX + "revoked", {**OURS, "x-message-ttl": REVOKED_LIFE})
+OUTBOX, READY, REVOKED = (Place(PREFIX + name, OURS) for name in ("outbox", "ready", "revoked.until"))
 FINISHED, REVOCATIONS = "machinery.finished", "machinery.revocations"
 
 _FIELD = b',"machinery_py":'
@@ -257,9 +255,16 @@ class OutboxEntry(msgspec.Struct, array_like=True, gc=False):
     bodies: Sequence[bytes]
 
 
+class Revocation(msgspec.Struct, array_like=True, gc=False):
+    """Names of revoked tasks, and until when, in µs."""
+
+    until: int
+    names: Sequence[str]
+
+
 pack = msgspec.msgpack.Encoder().encode
 decode_group_record = msgspec.msgpack.Decoder(GroupRecord).decode
 decode_member = msgspec.msgpack.Decoder(Member).decode
 decode_ready = msgspec.msgpack.Decoder(ReadyEntry).decode
 decode_outbox = msgspec.msgpack.Decoder(OutboxEntry).decode
-decode_names = msgspec.msgpack.Decoder(list[str]).decode
+decode_revocation = msgspec.msgpack.Decoder(Revocation).decode

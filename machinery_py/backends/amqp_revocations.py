@@ -1,12 +1,11 @@
-"""Which tasks are revoked: a queue that keeps it for three days, and in each process that asks a copy of what it holds.
+"""Which tasks are revoked: a queue that keeps it, and in each process that asks a copy of what it holds.
 
 A revocation goes to an exchange, and from there to the queue and to one queue of each process, which it empties whenever it
-is asked: so to know that there is nothing new costs one round trip, however many there are.
+is asked: so to know that there is nothing new costs one round trip, however many there are. Whoever revokes removes what is over.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Sequence
 
 from machinery_py._drivers.amqp_link import Channel
@@ -15,12 +14,13 @@ from machinery_py._drivers.amqp_turns import Turn, TurnLost, Turns
 from machinery_py.backends.amqp_records import (
     REVOCATIONS,
     REVOKED,
-    REVOKED_LIFE,
     REVOKED_LOCK,
-    decode_names,
+    Revocation,
+    decode_revocation,
     name_of,
     pack,
 )
+from machinery_py.clock import micros
 from machinery_py.forks import ForkLock
 
 CHUNK = 1000  # names in one message
@@ -32,15 +32,20 @@ class Revocations:
     def __init__(self, turns: Turns) -> None:
         self._turns = turns
         self._lock = ForkLock()
-        self._names: dict[str, float] = {}  # → when it was heard, oldest first
+        self._names: dict[str, int] = {}  # → until when, in µs
         self._reader: Reader | None = None
         self._queue = ""
 
-    def add(self, turn: Turn, uuids: Sequence[str]) -> None:
-        """May be repeated: to be revoked twice is to be revoked."""
+    def add(self, turn: Turn, uuids: Sequence[str], until: int) -> None:
+        """Keep them until then (µs). May be repeated: to be revoked twice is to be revoked. The turn holds REVOKED_LOCK."""
+        turn.read([REVOKED])
+        turn.drop(one for one in turn.held(REVOKED) if decode_revocation(one.body).until <= self._now())
         names = [name_of(uuid) for uuid in uuids]
         for start in range(0, len(names), CHUNK):
-            turn.tell(REVOCATIONS, "", pack(names[start:start + CHUNK]))
+            turn.tell(REVOCATIONS, "", pack(Revocation(until, names[start:start + CHUNK])))
+
+    def _now(self) -> int:
+        return micros(self._turns.driver.clock.now())
 
     def among(self, uuids: Sequence[str]) -> set[str]:
         """Those of them that are revoked."""
@@ -70,13 +75,12 @@ class Revocations:
         self._reader = Reader(channel)
 
     def _hear(self, bodies: Iterable[bytes]) -> None:
-        now = time.monotonic()
-        for body in bodies:
-            self._names.update(dict.fromkeys(decode_names(body), now))
-        for name, heard_at in list(self._names.items()):
-            if heard_at > now - REVOKED_LIFE / 1000:
-                break
-            del self._names[name]
+        news = [decode_revocation(body) for body in bodies]
+        if news:
+            now = self._now()
+            for one in news:
+                self._names.update(dict.fromkeys(one.names, one.until))
+            self._names = {name: until for name, until in self._names.items() if until > now}
 
 
 def own_queue(channel: Channel, timeout: float) -> str:

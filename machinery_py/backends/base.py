@@ -17,6 +17,8 @@ from machinery_py.errors import StateNotFound, Unsupported
 from machinery_py.signature import Arg, Signature
 from machinery_py.states import Arrival, GroupMeta, State, TaskState
 
+REVOKED_LIFE = 3 * 86400.0  # seconds that a revocation is kept of a task whose message may still come
+
 
 class BackendFeatures(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What a backend can do. What it cannot is refused with Unsupported, in words."""
@@ -281,8 +283,8 @@ class Backend(ABC):
         return Unsupported(f"the {self.features.name} backend cannot list the tasks that it keeps: ask for one by its whole UUID")
 
     @abstractmethod
-    def revoke(self, uuids: Sequence[str]) -> None:
-        """Remember that these are not to be started."""
+    def revoke(self, uuids: Sequence[str], life: float = REVOKED_LIFE) -> None:
+        """Remember that these are not to be started, for so many seconds; the last call counts."""
 
     @abstractmethod
     def revoked(self, uuids: Sequence[str]) -> set[str]:

@@ -34,6 +34,7 @@ from typing import TypeVar
 from machinery_py._drivers.memcache import STORED, Command, MemcacheDriver, delete, put, seconds, swap
 from machinery_py.backends.base import (
     FENCED,
+    REVOKED_LIFE,
     SETTLED,
     Amendment,
     Backend,
@@ -68,7 +69,6 @@ from machinery_py.states import GroupMeta, TaskState
 from machinery_py.wire import decode_group
 
 EXPIRE_IN = 3600.0  # seconds that a finished task is kept
-REVOKED_LIFE = 3 * 86400.0  # seconds that a revocation is kept
 SWEEP = 30.0  # seconds between two looks at the index
 OUTBOX, REVOKED = OURS + b"o:", OURS + b"v:"
 
@@ -285,8 +285,8 @@ class MemcacheBackend(Backend):
     def ready_groups(self, limit: int) -> list[ReadyGroup]:
         return self._groups.ready(limit)
 
-    def revoke(self, uuids: Sequence[str]) -> None:
-        self.driver.send([put(key_of(uuid, REVOKED), b"1", seconds(REVOKED_LIFE)) for uuid in uuids], doing="revoking")
+    def revoke(self, uuids: Sequence[str], life: float = REVOKED_LIFE) -> None:
+        self.driver.send([put(key_of(uuid, REVOKED), b"1", seconds(life)) for uuid in uuids], doing="revoking")
 
     def revoked(self, uuids: Sequence[str]) -> set[str]:
         keys = {key_of(uuid, REVOKED): uuid for uuid in uuids}

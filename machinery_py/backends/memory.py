@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from machinery_py._drivers.memory import MemoryHub
-from machinery_py.backends.base import BackendFeatures, Listener, ReadyGroup, Records
+from machinery_py.backends.base import REVOKED_LIFE, BackendFeatures, Listener, ReadyGroup, Records
 from machinery_py.backends.transactional import Row, TransactionalBackend
 from machinery_py.states import Arrival, GroupMeta, State, TaskState
 
@@ -51,7 +51,7 @@ class MemoryBackend(TransactionalBackend):
         self._groups: dict[str, _Group] = {}
         self._ready: set[str] = set()
         self._outboxes: dict[str, tuple[Sequence[bytes], float]] = {}
-        self._revoked: set[str] = set()
+        self._revoked: dict[str, dt.datetime] = {}  # → until when
         self._records: dict[str, bytes] = {}
         self._records_version = 0
         self._claims: dict[str, tuple[bytes, dt.datetime]] = {}  # with the moment at which each is forgotten
@@ -214,13 +214,13 @@ class MemoryBackend(TransactionalBackend):
                 counts[state.queue] = (good + (not failed), bad + failed)
         return counts
 
-    def revoke(self, uuids: Sequence[str]) -> None:
+    def revoke(self, uuids: Sequence[str], life: float = REVOKED_LIFE) -> None:
         with self.hub.lock:
-            self._revoked.update(uuids)
+            self._revoked.update(dict.fromkeys(uuids, self.now() + dt.timedelta(seconds=life)))
 
     def revoked(self, uuids: Sequence[str]) -> set[str]:
         with self.hub.lock:
-            return self._revoked.intersection(uuids) if self._revoked else set()
+            return self._revoked.keys() & uuids if self._revoked else set()
 
     def purge_state(self, task_uuid: str) -> None:
         with self.hub.lock:
@@ -248,13 +248,14 @@ class MemoryBackend(TransactionalBackend):
             awaited = self._awaited()
             for name in [name for name in self._claims if self._claim(name) is None]:
                 del self._claims[name]
+            for uuid in [uuid for uuid, until in self._revoked.items() if until <= self.now()]:
+                del self._revoked[uuid]
             for uuid, changed_at in list(self._changed_at.items()):
                 if changed_at > before:
                     break
                 state = self._rows[uuid].state
                 if (state is None or state.is_finished) and uuid not in awaited:
                     self.purge_state(uuid)
-                    self._revoked.discard(uuid)
             for name, group in list(self._groups.items()):
                 if group.touched_at <= before and not group.ready and self._is_forsaken(group):
                     self.purge_group_meta(name)

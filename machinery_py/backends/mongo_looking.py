@@ -9,14 +9,12 @@ from pymongo import UpdateOne
 
 from machinery_py._drivers.mongo import Document, MongoDriver, Store
 from machinery_py.backends import mongo_groups
-from machinery_py.backends.base import Backend, ReadyGroup
+from machinery_py.backends.base import REVOKED_LIFE, Backend, ReadyGroup
 from machinery_py.backends.mongo_listener import MongoListener
 from machinery_py.backends.mongo_records import state_of
 from machinery_py.backends.mongo_tasks import BATCH, MongoTasks
 from machinery_py.clock import micros
 from machinery_py.states import Arrival, GroupMeta, State, TaskState
-
-REVOKED_LIFE = 3 * 86400 * 1_000_000  # µs that a revocation is kept
 
 
 class MongoLooking(Backend):
@@ -86,8 +84,8 @@ class MongoLooking(Backend):
         bad = self._tasks.run(lambda store: count(store, State.FAILURE), "counting what has finished")
         return {queue: (good.get(queue, 0), bad.get(queue, 0)) for queue in good.keys() | bad.keys()}
 
-    def revoke(self, uuids: Sequence[str]) -> None:
-        until = self.driver.now() + REVOKED_LIFE
+    def revoke(self, uuids: Sequence[str], life: float = REVOKED_LIFE) -> None:
+        until = self.driver.now() + int(life * 1e6)
         writes = [UpdateOne({"_id": uuid}, {"$set": {"expires_at": until}}, upsert=True) for uuid in dict.fromkeys(uuids)]
 
         def write(store: Store) -> None:

@@ -10,6 +10,7 @@ import datetime as dt
 from collections.abc import Iterable, Sequence
 
 from machinery_py.backends.base import (
+    REVOKED_LIFE,
     SETTLED,
     Backend,
     BackendFeatures,
@@ -84,7 +85,7 @@ class NullBackend(Backend):
     def finished_since(self, moment: dt.datetime) -> dict[str, tuple[int, int]]:
         return {}
 
-    def revoke(self, uuids: Sequence[str]) -> None:
+    def revoke(self, uuids: Sequence[str], life: float = REVOKED_LIFE) -> None:
         raise self._unsupported("revocations")
 
     def revoked(self, uuids: Sequence[str]) -> set[str]:

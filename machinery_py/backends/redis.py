@@ -23,6 +23,7 @@ from machinery_py.backends import redis_amend, redis_scripts
 from machinery_py.backends.base import (
     ALREADY,
     FENCED,
+    REVOKED_LIFE,
     SETTLED,
     Amendment,
     Backend,
@@ -224,9 +225,9 @@ class RedisBackend(Backend):
             counts[queue] = (good + count, bad) if name.startswith(b"S") else (good, bad + count)
         return counts
 
-    def revoke(self, uuids: Sequence[str]) -> None:
+    def revoke(self, uuids: Sequence[str], life: float = REVOKED_LIFE) -> None:
         if uuids:
-            self._run(redis_scripts.REVOKE, self.driver.now(), uuids, doing="revoking tasks")
+            self._run(redis_scripts.REVOKE, self.driver.now(), math.ceil(life), uuids, doing="revoking tasks")
 
     def revoked(self, uuids: Sequence[str]) -> set[str]:
         if not uuids or self.driver.none_revoked():

@@ -24,7 +24,17 @@ from machinery_py._drivers.redis_slots import unquoted
 from machinery_py._drivers.redis_tries import Request, command_at, script_at
 from machinery_py.backends import redis_cluster_scripts as scripts
 from machinery_py.backends import redis_scripts
-from machinery_py.backends.base import Amendment, Backend, BackendFeatures, Begun, Change, ReadyGroup, Records, Verdict
+from machinery_py.backends.base import (
+    REVOKED_LIFE,
+    Amendment,
+    Backend,
+    BackendFeatures,
+    Begun,
+    Change,
+    ReadyGroup,
+    Records,
+    Verdict,
+)
 from machinery_py.backends.redis import EXPIRE_IN, SWEEP, VERDICTS
 from machinery_py.backends.redis_cluster_lists import PAGE, PREFIXES, Newest, shard_of
 from machinery_py.backends.redis_cluster_records import (
@@ -244,9 +254,9 @@ class ClusterBackend(Backend):
 
     # Revoking, forgetting
 
-    def revoke(self, uuids: Sequence[str]) -> None:
+    def revoke(self, uuids: Sequence[str], life: float = REVOKED_LIFE) -> None:
         if uuids:
-            argument = pack((self.cluster.now(), list(map(name_of, uuids))))
+            argument = pack((self.cluster.now(), math.ceil(life), list(map(name_of, uuids))))
             self._ask([script_at(_REVOKED, redis_scripts.REVOKE, argument)], "revoking tasks")
 
     def revoked(self, uuids: Sequence[str]) -> set[str]:

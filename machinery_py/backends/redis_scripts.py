@@ -9,7 +9,6 @@ from __future__ import annotations
 from machinery_py._drivers.redis_lua import PRELUDE, Script, filled
 from machinery_py.backends.redis_lua import CHORD_LIFE, LIBRARY, NAMES, RATES_LIFE
 
-REVOKED_LIFE = 3 * 86400  # seconds that a revocation is kept
 PATIENCE = 8  # looks at an incomplete group; from then on their pauses do not grow
 LOOKS = 20  # groups that are looked at in one step, for expiry
 
@@ -176,10 +175,10 @@ end
 return found
 """)
 
-# In: now, UUIDs. Out: nothing.
-REVOKE = Script(PRELUDE + rf"""
-local until_ = now_of(unpacked[1]) + {REVOKED_LIFE} * 1000000
-for _, uuid in ipairs(unpacked[2]) do call('ZADD', 'mpy:revoked', until_, uuid) end
+# In: now, seconds that it is remembered, UUIDs. Out: nothing.
+REVOKE = Script(PRELUDE + r"""
+local until_ = int(now_of(unpacked[1]) + unpacked[2] * 1000000)
+for _, uuid in ipairs(unpacked[3]) do call('ZADD', 'mpy:revoked', until_, uuid) end
 """)
 
 # In: UUIDs. Out: those that are revoked.

@@ -4,7 +4,7 @@
     groups           a row each; ready = 1 while the callback is to be settled
     group_members    position, arrived, ok; a member is counted when its row changes
     outbox           messages still to be published by somebody else's broker
-    revoked          tasks not to be started, for three days
+    revoked          tasks not to be started, until when
     records          schedules: a row each, with a new id after each change
     claims           keys of unique tasks
 
@@ -21,7 +21,7 @@ from collections.abc import Iterable, Sequence
 
 from machinery_py._drivers.sqlite import SQLiteDriver, Transaction
 from machinery_py._drivers.sqlite_rows import Rows, as_json, insert_rows, printable
-from machinery_py.backends.base import BackendFeatures, Change, ReadyGroup, Records, Verdict
+from machinery_py.backends.base import REVOKED_LIFE, BackendFeatures, Change, ReadyGroup, Records, Verdict
 from machinery_py.backends.sqlite_listener import SQLiteListener
 from machinery_py.backends.sqlite_records import (
     ALL,
@@ -41,7 +41,6 @@ from machinery_py.errors import BackendUnavailable
 from machinery_py.states import Arrival, GroupMeta, State, TaskState
 
 EXPIRE_IN = 3600.0  # seconds that a finished task is kept
-REVOKED_LIFE = 3 * 86400.0  # seconds that a revocation is kept
 CHORD_LIFE = 7 * 86400.0  # seconds without an arrival until a chord is taken for broken
 SWEEP = 60.0  # seconds between two looks for what has expired
 BATCH = 1000  # rows deleted in one step, so that nobody waits long for the file
@@ -308,8 +307,8 @@ class SQLiteBackend(TransactionalBackend):
         )
         return {queue: (good, bad) for queue, good, bad in found}
 
-    def revoke(self, uuids: Sequence[str]) -> None:
-        until = self.driver.now() + int(REVOKED_LIFE * 1e6)
+    def revoke(self, uuids: Sequence[str], life: float = REVOKED_LIFE) -> None:
+        until = self.driver.now() + int(life * 1e6)
         self._change("INSERT OR REPLACE INTO revoked SELECT value, ? FROM json_each(?)", until, as_json(uuids))
 
     def revoked(self, uuids: Sequence[str]) -> set[str]:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from machinery_py.backends.base import Amendment, Backend, ReadyGroup, Verdict
+from machinery_py.backends.base import Amendment, Backend, Change, ReadyGroup, Verdict
 from machinery_py.brokers.base import Broker, Consumer, Delivery, Fate, Message
 from machinery_py.errors import Unsupported
 from machinery_py.states import Arrival, GroupMeta, TaskState
@@ -70,13 +70,26 @@ class Mark(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class Firing(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """The settling of a group: its callback is sent, or failed, once."""
+    """The settling of a group: its callback is sent, or failed, once. Or the end of a task that no worker holds.
 
-    group_uuid: str
+    Attributes:
+        task_uuid: of the task, whose state is the first; then there is no group.
+    """
+
+    group_uuid: str = ""
+    task_uuid: str = ""
     states: Sequence[TaskState] = ()
     send: Sequence[Message] = ()
     groups: Sequence[GroupMeta] = ()
     arrivals: Sequence[Arrival] = ()
+
+
+def change_of(firing: Firing, outbox: Sequence[bytes] = ()) -> Change:
+    """What it changes in the backend."""
+    return Change(
+        key=firing.task_uuid or firing.group_uuid, fires=firing.group_uuid, states=firing.states, groups=firing.groups,
+        arrivals=firing.arrivals, outbox=outbox,
+    )
 
 
 class Session(ABC):
@@ -169,7 +182,7 @@ class Store(ABC):
 
     @abstractmethod
     def fire(self, firing: Firing) -> bool:
-        """Settle a group. True for one caller; for all others nothing is written."""
+        """Settle a group, or end a task that no worker holds. True for one caller; for all others nothing is written."""
 
     def amend(self, amendment: Amendment, send: Sequence[Message] = ()) -> bool:
         """Change a record of the backend, and publish messages with it, as one step (two stores: the rest follows in any

@@ -41,7 +41,7 @@ from machinery_py.errors import (
     PublishUnknown,
     StoreUnusable,
 )
-from machinery_py.settlement.base import ConsumerSession, Firing, Mark, Session, Settlement, Store, Submission
+from machinery_py.settlement.base import ConsumerSession, Firing, Mark, Session, Settlement, Store, Submission, change_of
 from machinery_py.settlement.one_store import disposal_of, mark_of
 from machinery_py.states import State, TaskState
 from machinery_py.wire import decode_signature
@@ -54,6 +54,7 @@ BATCH = 500  # messages that are ended in one step
 
 _pack = msgspec.msgpack.Encoder().encode
 _submission = msgspec.msgpack.Decoder(Submission).decode
+_message = msgspec.msgpack.Decoder(Message).decode
 _messages = msgspec.msgpack.Decoder(list[Message]).decode
 
 
@@ -122,10 +123,9 @@ class MongoStore(Store):
         return MongoSession(self, self.messages.consume(queues, worker=worker))
 
     def fire(self, firing: Firing) -> bool:
-        change = Change(
-            key=firing.group_uuid, fires=firing.group_uuid, states=firing.states, groups=firing.groups,
-            arrivals=firing.arrivals,
-        )
+        if firing.task_uuid:
+            return self._end_unheld(firing)
+        change = change_of(firing)
         if not self.states.fire(change, _pack(firing.send)):
             return False
         self._after_firing(change, firing.send, again=False)
@@ -135,6 +135,20 @@ class MongoStore(Store):
         self.states.follow([change], again=again)
         self.messages.store([(_token(f"fire {change.fires}"), send)])
         self.states.clear_deeds([change])
+
+    def _end_unheld(self, firing: Firing) -> bool:
+        """The task's document is the word, with an outbox; as two_stores.py."""
+        change = change_of(firing, [_pack(message) for message in firing.send])
+        if self.states.apply([change]) != [SETTLED]:
+            return False
+        self._publish([(change.key, change.outbox)])
+        return True
+
+    def _publish(self, outboxes: Sequence[tuple[str, Sequence[bytes]]]) -> None:
+        filled = [(key, bodies) for key, bodies in outboxes if bodies]
+        if filled:
+            self.messages.store([(_token(f"task {key}"), [_message(body) for body in bodies]) for key, bodies in filled])
+            self.states.clear_outbox(filled)
 
     def amend(self, amendment: Amendment, send: Sequence[Message] = ()) -> bool:
         return self.states.schedules.amend(amendment, _pack(send) if send else b"", self._finish_tick)
@@ -213,6 +227,7 @@ class MongoStore(Store):
                 logger.exception("the end of task %s cannot be finished; its message stays as it is", ending.deed.uuid)
         for change, send in self.states.old_firings():
             self._after_firing(change, _messages(send) if send else (), again=True)
+        self._publish(self.states.unsent(BATCH, older_than=self.driver.deed_age))
         for tick in self.states.schedules.old_ticks():
             self._finish_tick(tick, again=True)
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from machinery_py.backends.base import ALREADY, FENCED, SETTLED, Amendment, Backend, Change, Verdict
 from machinery_py.brokers.base import Broker, Consumer, Delivery, Disposal, Message
-from machinery_py.settlement.base import ConsumerSession, Firing, Mark, Session, Settlement, Store, Submission
+from machinery_py.settlement.base import ConsumerSession, Firing, Mark, Session, Settlement, Store, Submission, change_of
 
 Transaction = Callable[[], contextlib.AbstractContextManager[object]]
 
@@ -52,11 +52,7 @@ class OneStore(Store):
 
     def fire(self, firing: Firing) -> bool:
         with self._transaction():
-            change = Change(
-                key=firing.group_uuid, fires=firing.group_uuid,
-                states=firing.states, groups=firing.groups, arrivals=firing.arrivals,
-            )
-            if self.backend.apply([change]) != [SETTLED]:
+            if self.backend.apply([change_of(firing)]) != [SETTLED]:
                 return False
             if firing.send:
                 self.broker.put(firing.send, token="")

@@ -100,8 +100,8 @@ if #open > 0 then pcall(note_states, now) end
 return {table.concat(verdicts), rung}
 """, **NAMES))
 
-# In: now, seconds, queues, messages, C of one change that fires a group, S. Out: nothing if that was done before, else
-# connections to be woken.
+# In: now, seconds, queues, messages, C of one change that fires a group or ends a task, S. Out: nothing if that was done
+# before, else connections to be woken.
 FIRE = Script(PUTTING + STATES + filled(r"""
 local text, expire, queues, messages
 text, expire, queues, messages, C, S = unpack(unpacked)
@@ -111,7 +111,7 @@ listable({1})
 look_at({1})
 local verdict, plan = decide(1)
 if verdict ~= 's' then
-  settled_elsewhere(C[1 + $FIRES])
+  if C[1 + $FIRES] ~= '' then settled_elsewhere(C[1 + $FIRES]) end
   return false
 end
 commit(1, plan, now, expire)

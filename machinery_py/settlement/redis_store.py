@@ -61,11 +61,11 @@ class RedisStore(Store):
         queues = Queues()
         rows = [packed(message, queues) for message in firing.send]
         change = Changes(self.states.now(), self.states.seconds)
-        change.add(key=firing.group_uuid, fires=firing.group_uuid, states=firing.states, groups=firing.groups,
-                   arrivals=firing.arrivals)
+        change.add(key=firing.task_uuid or firing.group_uuid, fires=firing.group_uuid, states=firing.states,
+                   groups=firing.groups, arrivals=firing.arrivals)
         argument = pack((self.driver.now(), self.states.seconds, queues.keys, rows, change.changes, change.states))
         rung = self.driver.run(
-            redis_scripts.FIRE, argument, doing="settling a group", away=BrokerUnavailable, again=False
+            redis_scripts.FIRE, argument, doing="settling a group or a task", away=BrokerUnavailable, again=False
         )
         if rung is None:
             return False

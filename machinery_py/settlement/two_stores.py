@@ -32,7 +32,7 @@ from machinery_py.backends.base import ALREADY, FENCED, SETTLED, Amendment, Back
 from machinery_py.brokers.base import Broker, Consumer, Delivery, Disposal, Fate, Message
 from machinery_py.clock import Clock
 from machinery_py.errors import DecodeError, MachineryError, PublishRefused
-from machinery_py.settlement.base import ConsumerSession, Firing, Mark, Session, Settlement, Store, Submission
+from machinery_py.settlement.base import ConsumerSession, Firing, Mark, Session, Settlement, Store, Submission, change_of
 from machinery_py.settlement.one_store import disposal_of, mark_of
 from machinery_py.states import TaskState
 from machinery_py.wire import decode_signature
@@ -90,13 +90,10 @@ class TwoStores(Store):
         return TwoSession(self, self.broker.consume(queues, worker=worker))
 
     def fire(self, firing: Firing) -> bool:
-        change = Change(
-            key=firing.group_uuid, fires=firing.group_uuid, states=firing.states, groups=firing.groups,
-            arrivals=firing.arrivals, outbox=[_pack(message) for message in firing.send],
-        )
+        change = change_of(firing, [_pack(message) for message in firing.send])
         if self.backend.apply([change]) != [SETTLED]:
             return False
-        self.publish([(firing.group_uuid, change.outbox)])
+        self.publish([(change.key, change.outbox)])
         return True
 
     def amend(self, amendment: Amendment, send: Sequence[Message] = ()) -> bool:

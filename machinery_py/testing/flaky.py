@@ -20,7 +20,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from machinery_py.backends.base import Amendment, Backend, Begun, Change, Listener, ReadyGroup, Records, Verdict
+from machinery_py.backends.base import REVOKED_LIFE, Amendment, Backend, Begun, Change, Listener, ReadyGroup, Records, Verdict
 from machinery_py.brokers.base import (
     Broker,
     Consumer,
@@ -328,8 +328,8 @@ class FlakyBackend(Backend):
     def finished_since(self, moment: dt.datetime) -> dict[str, tuple[int, int]]:
         return self.inner.finished_since(moment)
 
-    def revoke(self, uuids: Sequence[str]) -> None:
-        self.faults.backend("revoke", lambda: self.inner.revoke(uuids))
+    def revoke(self, uuids: Sequence[str], life: float = REVOKED_LIFE) -> None:
+        self.faults.backend("revoke", lambda: self.inner.revoke(uuids, life))
 
     def revoked(self, uuids: Sequence[str]) -> set[str]:
         return self.faults.backend("revoked", lambda: self.inner.revoked(uuids))

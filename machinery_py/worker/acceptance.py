@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import logging
-from collections.abc import Container
+from collections.abc import Mapping
 from typing import Any
 
 from machinery_py.brokers.base import Fate
@@ -56,8 +56,12 @@ def peek(execution: Execution) -> str:
     return execution.signature.uuid
 
 
-def accept(execution: Execution, revoked: Container[str]) -> bool:
-    """Find out what is to be run, after `peek`. False: nothing is; the settlement says what becomes of the message."""
+def accept(execution: Execution, revoked: Mapping[str, bool]) -> bool:
+    """Find out what is to be run, after `peek`. False: nothing is; the settlement says what becomes of the message.
+
+    Args:
+        revoked: from `revoked_among`.
+    """
     if execution.is_over:
         return False
     signature = execution.signature
@@ -65,7 +69,7 @@ def accept(execution: Execution, revoked: Container[str]) -> bool:
     if execution.delivery.strikes >= execution.engine.config.max_strikes:
         _poison(execution)
     elif signature.uuid in revoked:
-        execution.finish(Failed(error="revoked", error_type="Revoked", retryable=False))
+        execution.withdraw(is_over=revoked[signature.uuid])
     elif _is_expired(signature, execution.engine.clock.now()):
         execution.finish(Failed(error="expired before it was started", error_type="Expired", retryable=False))
     elif execution.task is None:

@@ -17,9 +17,9 @@ from typing import Any
 from machinery_py.brokers.base import Delivery, Fate
 from machinery_py.calls import REFLECT
 from machinery_py.context import Context, enter, leave, on_behalf_of
-from machinery_py.engine import NOTHING, Engine, Outgoing
+from machinery_py.engine import NOTHING, Engine, Outgoing, broken
 from machinery_py.errors import ArgumentError, DecodeError, MachineryError, NoRetry, RetryTaskLater, TimeLimitExceeded
-from machinery_py.outcomes import Failed, FollowUp, Outcome, Postponed, Succeeded, follow_up
+from machinery_py.outcomes import REVOKED, Failed, FollowUp, Outcome, Postponed, Succeeded, failing, follow_up
 from machinery_py.registry import Task, TaskSettings
 from machinery_py.settlement.base import Mark, Settlement
 from machinery_py.signature import Signature
@@ -42,7 +42,8 @@ class Execution:
 
     __slots__ = (
         "_done", "_lock", "call_started", "committed", "context", "delivery", "engine", "error", "gate", "hooks", "outcome",
-        "phase", "progress", "queued", "runtime", "sends", "settlement", "signature", "started_at", "task", "thread_id", "worker",
+        "phase", "progress", "queued", "revoked", "runtime", "sends", "settlement", "signature", "started_at", "task",
+        "thread_id", "worker",
     )
 
     def __init__(self, engine: Engine, hooks: Hooks, delivery: Delivery, worker: str) -> None:
@@ -60,6 +61,7 @@ class Execution:
         self.settlement: Settlement | None = None
         self.sends: Sequence[Signature[Any]] = ()  # what the settlement publishes
         self.committed = False  # the settler has it
+        self.revoked = False  # it is known here that it was
         self.outcome: Outcome | None = None
         self.error: Exception | None = None
         self.started_at: dt.datetime | None = None
@@ -272,11 +274,13 @@ class Execution:
 
     def failed(self, error: BaseException) -> Outcome:
         """What the function raised, as an outcome."""
+        if self.revoked and (isinstance(error, RetryTaskLater) or type(error).__name__ == "CancelledError"):
+            return REVOKED
         if isinstance(error, RetryTaskLater):
             return Postponed(error=text_of(error), delay=error.delay)
         settings = self.task.settings if self.task else _PLAIN
         self.error = error if isinstance(error, Exception) else MachineryError(f"{type(error).__name__}: {text_of(error)}")
-        if isinstance(error, NoRetry):
+        if isinstance(error, NoRetry) or self.revoked:
             retryable = False
         elif settings.retry_on is not None:
             retryable = isinstance(error, settings.retry_on)
@@ -367,14 +371,19 @@ class Execution:
             run=signature.run, attempt=signature.attempt, queue=self.delivery.queue, worker=self.worker,
             started_at=self.started_at, finished_at=now if final else None, progress=self.progress,
             eta=then.retry.eta if then.retry is not None else None,
-            message=self.delivery.body if then.state is State.FAILURE else b"",
+            message=self._kept(then),
         )
         out, arrivals = self._following(then)
         self.sends = out.signatures
         return Settlement(
             delivery=self.delivery, uuid=signature.uuid, name=signature.name, fate=fate, reason=reason, error=then.error,
-            states=(state, *out.states), send=out.messages, arrivals=arrivals,
+            states=(state, *broken(then, signature, now), *out.states), send=out.messages, arrivals=arrivals,
         )
+
+    def _kept(self, then: FollowUp) -> bytes:
+        if then.retry is not None:
+            return failing(then.retry)
+        return self.delivery.body if then.state is State.FAILURE else b""
 
     def _following(self, then: FollowUp) -> tuple[Outgoing, Sequence[Arrival]]:
         if not then.send and then.retry is None and not then.arrived:
@@ -387,10 +396,27 @@ class Execution:
             retry = self.engine.message(self.engine.completed(then.retry))
         return Outgoing([retry, *out.messages], out.states, out.groups, out.signatures), arrivals
 
-    def settle(self, settlement: Settlement) -> bool:
-        """End it like this. False: it has ended."""
+
+    def withdraw(self, *, is_over: bool) -> bool:
+        """End it as revoked. False: it has begun, or ended.
+
+        Args:
+            is_over: the task has ended without its message, which is all that is left of it.
+        """
+        self.revoked = True
+        if is_over:
+            settlement, outcome = Settlement(delivery=self.delivery, uuid=self.signature.uuid, name=self.signature.name), None
+        else:
+            settlement, outcome = self._ended(REVOKED, fate=Fate.DONE, reason="")
+        if not self.settle(settlement, unbegun=True):
+            return False
+        self.outcome = outcome
+        return True
+
+    def settle(self, settlement: Settlement, *, unbegun: bool = False) -> bool:
+        """End it like this. False: it has ended, or begun though it should be `unbegun`."""
         with self._lock:
-            if self._done:
+            if self._done or (unbegun and self.call_started):
                 return False
             self._done = True
             self.settlement = settlement

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from machinery_py.backends.base import ReadyGroup
-from machinery_py.context import on_behalf_of
-from machinery_py.engine import NOTHING, Engine
+from machinery_py.endings import end_unheld
+from machinery_py.engine import Engine
 from machinery_py.errors import (
     BackendUnavailable,
     DecodeError,
@@ -20,10 +20,10 @@ from machinery_py.errors import (
     StateNotFound,
     StoreUnusable,
 )
-from machinery_py.outcomes import Failed, follow_up
+from machinery_py.outcomes import Failed
 from machinery_py.settlement.base import Firing
 from machinery_py.signature import Signature
-from machinery_py.states import State, TaskState
+from machinery_py.states import TaskState
 from machinery_py.wire import decode_signature
 from machinery_py.worker.usercode import text_of
 from machinery_py.workflow import chord_callback
@@ -93,24 +93,10 @@ def _why(engine: Engine, member: str) -> str:
 def _failed(
     engine: Engine, ready: ReadyGroup, callback: Signature[Any], error: str
 ) -> tuple[Firing, Sequence[Signature[Any]]]:
-    now = engine.clock.now()
     outcome = Failed(error=error, error_type="ChordMemberFailed", retryable=False)
-    try:
-        then = follow_up(callback, outcome, now=now)
-    except DecodeError as broken:
-        logger.error("what follows chord %s cannot be decoded: %s", callback.uuid, broken)
-        then = follow_up(callback.replace(on_success=(), on_error=()), outcome, now=now)
-    state = TaskState(
-        task_uuid=callback.uuid, task_name=callback.name, state=State.FAILURE, error=error,
-        error_type=then.error_type, created_at=now, finished_at=now, run=callback.run, attempt=callback.attempt,
-        queue=callback.routing_key or engine.config.default_queue,
-    )
-    with on_behalf_of(callback, queue=state.queue):
-        try:
-            out = engine.outgoing(then.send)
-        except Exception:  # the pre-publish hook is user code
-            logger.exception("the error callbacks of chord %s cannot be sent", callback.uuid)
-            out = NOTHING
-        arrivals = engine.arrivals(then.arrived)
-    firing = Firing(group_uuid=ready.group_uuid, states=(state, *out.states), send=out.messages, arrivals=arrivals)
-    return firing, out.signatures
+    state = engine.store.backend.get_states([callback.uuid]).get(callback.uuid)
+    if state is not None and state.is_finished:  # it was revoked: what follows from its end has followed
+        return Firing(group_uuid=ready.group_uuid), ()
+    queue = callback.routing_key or engine.config.default_queue
+    stands = TaskState(task_uuid=callback.uuid, run=callback.run, attempt=callback.attempt, queue=queue)
+    return end_unheld(engine, callback, outcome, stands, group_uuid=ready.group_uuid)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
+from machinery_py.endings import revoked_among
 from machinery_py.engine import Engine
 from machinery_py.settlement.base import Session
 from machinery_py.worker.acceptance import accept, peek
@@ -65,7 +66,7 @@ class Inline:
 
     def _run(self, session: Session, execution: Execution) -> None:
         uuid = peek(execution)
-        revoked = self._engine.store.backend.revoked([uuid]) if uuid else set()
+        revoked = revoked_among(self._engine, [uuid]) if uuid else {}
         if accept(execution, revoked):
             def report(told: Execution) -> None:
                 mark = told.mark()

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from machinery_py.brokers.base import Delivery, Fate
+from machinery_py.endings import revoked_among
 from machinery_py.engine import Engine
 from machinery_py.errors import MachineryError
 from machinery_py.queues import QueueOrder
@@ -202,14 +203,14 @@ class Receiver:
             if execution.hand_back():
                 self._settler.put(execution)
 
-    def _revoked(self, executions: list[Execution]) -> frozenset[str]:
+    def _revoked(self, executions: list[Execution]) -> dict[str, bool]:
         uuids = [uuid for execution in executions if (uuid := peek(execution))]
         try:
-            return frozenset(self._engine.store.backend.revoked(uuids)) if uuids else frozenset()
+            return revoked_among(self._engine, uuids) if uuids else {}
         except MachineryError as error:
             # They are claimed and must be run: a revocation that cannot be read now is seen by upkeep when they run.
             logger.warning("revocations cannot be read: %s", error)
-            return frozenset()
+            return {}
 
     def _run_lonely(self) -> None:
         """Run a suspect when nothing else is held: if it kills this process, no other task is blamed for it."""

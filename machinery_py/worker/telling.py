@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from machinery_py.backends.base import FENCED, Verdict
 from machinery_py.brokers.base import Fate
+from machinery_py.endings import let_go
 from machinery_py.engine import Engine
 from machinery_py.events import MessageDead, TaskFailed, TaskFenced, TaskRetried, TaskSucceeded
 from machinery_py.states import State
@@ -27,14 +28,18 @@ def log_fenced(execution: Execution, verdict: Verdict) -> None:
 
 def let_next(engine: Engine, executions: Sequence[Execution], verdicts: Sequence[Verdict]) -> None:
     """Give back what they held that others wait for: locks, and the keys of what is over."""
-    over = []
+    over, revoked = [], []
     for execution, verdict in zip(executions, verdicts, strict=True):
         if execution.gate is not None:
             execution.gate.leave()
         if execution.signature.headers and execution.settlement is not None and verdict is not FENCED:
             over.append((execution.signature, execution.settlement))
+        if execution.revoked and execution.settlement is not None and execution.settlement.fate is Fate.DONE:
+            revoked.append(execution.signature.uuid)
     if over:
         tidy(engine, over)
+    if revoked:
+        let_go(engine, revoked)
 
 
 def tell(engine: Engine, execution: Execution, verdict: Verdict) -> None:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from machinery_py.endings import revoked_among
 from machinery_py.engine import Engine
 from machinery_py.errors import MachineryError
 from machinery_py.settlement.base import Session
@@ -100,15 +101,21 @@ class Upkeep:
             context = execution.context
             if context is not None and not context.cancelled and self._session.is_lost(execution.delivery):
                 self._executors.cancel(execution)
-        if running:
-            revoked = self._engine.store.backend.revoked([execution.signature.uuid for execution in running])
-            for execution in running:
-                if execution.signature.uuid in revoked:
-                    self._executors.cancel(execution)
+        self._stop_revoked()
         if len(running) >= self._executors.concurrency:
             long_ago = time.perf_counter() - STALE
             if all(0 < execution.call_started < long_ago for execution in running):
                 self._give_back_waiting()
+
+    def _stop_revoked(self) -> None:
+        """Ask what runs to stop; what has not begun never will."""
+        held = {one.signature.uuid: one for one in self._receiver.held() if not one.is_over and not one.revoked}
+        for uuid, is_over in (revoked_among(self._engine, list(held)) if held else {}).items():
+            if held[uuid].withdraw(is_over=is_over):
+                self._settler.put(held[uuid])
+        for execution in self._executors.running():
+            if execution.revoked and not (execution.context is not None and execution.context.cancelled):
+                self._executors.cancel(execution)
 
     def _give_back_waiting(self) -> None:
         for execution in self._receiver.held():

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from machinery_py import Chain, Server, Signature, WorkflowError, chain, chord, group
-from machinery_py.signature import HEADER_COLLECT, Arg, Step
+from machinery_py.signature import HEADER_COLLECT, HEADER_LAST, Arg, Step
 from machinery_py.wire import decode_signature, encode_signature
 from machinery_py.workflow import Plan, chord_callback, link, result_value
 from tests.wire.golden_files import lines
@@ -54,12 +54,18 @@ def shape(signature: dict[str, Any], ids: dict[str, str] | None = None) -> Any:
     return json.loads(json.dumps(found).replace("null", "[]").replace("{}", "[]"))
 
 
+def without_ours(signature: dict[str, Any]) -> dict[str, Any]:
+    """The message without our header."""
+    headers = {key: value for key, value in (signature["Headers"] or {}).items() if key != HEADER_LAST}
+    return {**signature, "Headers": headers, "OnSuccess": [without_ours(one) for one in signature["OnSuccess"] or ()]}
+
+
 # As Go writes it
 
 
 def test_a_chain_is_gos() -> None:
     plan = linked(chain(sig("a"), sig("b", uuid="task_given"), sig("c")))
-    assert shape(wire(plan.first[0])) == shape(GOLDEN["new_chain_1"])
+    assert shape(without_ours(wire(plan.first[0]))) == shape(GOLDEN["new_chain_1"])
     assert [step.uuids[0] for step in plan.steps][1] == "task_given"
 
 

@@ -21,7 +21,6 @@ from tests.models.states import (
 )
 
 SECOND = 1_000_000  # µs
-REVOKED_LIFE = 3 * 86400  # seconds
 LOOKS = 20
 
 
@@ -134,9 +133,9 @@ def rates(redis: Redis, now: str, since: int) -> object:
     return Bag([name, int(count)] for second in there for name, count in redis.fields(f"mpy:rate:{second}").items())
 
 
-def revoke(redis: Redis, now: str, uuids: Sequence[str]) -> None:
+def revoke(redis: Redis, now: str, seconds: int, uuids: Sequence[str]) -> None:
     for uuid in uuids:
-        redis.score("mpy:revoked", uuid, int(now) + REVOKED_LIFE * SECOND)
+        redis.score("mpy:revoked", uuid, int(now) + seconds * SECOND)
 
 
 def revoked(redis: Redis, uuids: Sequence[str]) -> object:

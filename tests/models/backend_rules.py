@@ -103,7 +103,15 @@ class StateRules(ScriptMachine):
     @rule(passed=Passed, group=GroupUuid, state=States, expire=Expire, messages=Messages)
     def fire(self, passed: int, group: str, state: TaskState, expire: int, messages: list[Any]) -> None:
         now = self.passed(passed)
-        changes = self.changes([{"key": group, "fires": group, "states": [state]}], expire)
+        self._fire({"key": group, "fires": group, "states": [state]}, now, expire, messages)
+
+    @rule(passed=Passed, state=States, group=GroupUuid, ok=st.booleans(), expire=Expire, messages=Messages)
+    def end_a_task(self, passed: int, state: TaskState, group: str, ok: bool, expire: int, messages: list[Any]) -> None:
+        drawn = {"key": state.task_uuid, "states": [state], "arrivals": [(group, state.task_uuid, ok)]}
+        self._fire(drawn, self.passed(passed), expire, messages)
+
+    def _fire(self, drawn: dict[str, Any], now: str, expire: int, messages: list[Any]) -> None:
+        changes = self.changes([drawn], expire)
         queues, rows = self.messages(messages)
         self.run(settlement_scripts.FIRE, settlement.fire, now, expire, queues, rows, changes.changes, changes.states)
 
@@ -137,9 +145,9 @@ class BackendMachine(StateRules):
         moment = str(self.now + since * 500_000)
         self.run(redis_scripts.FIND, backend.find, key, moment, skip, 0, 3, limit, word, name, reading=rows_last)
 
-    @rule(passed=Passed, uuids=st.lists(Task, max_size=2))
-    def revoke(self, passed: int, uuids: list[str]) -> None:
-        self.run(redis_scripts.REVOKE, backend.revoke, self.passed(passed), uuids)
+    @rule(passed=Passed, seconds=st.sampled_from([1, 3 * 86400, 366 * 86400]), uuids=st.lists(Task, max_size=2))
+    def revoke(self, passed: int, seconds: int, uuids: list[str]) -> None:
+        self.run(redis_scripts.REVOKE, backend.revoke, self.passed(passed), seconds, uuids)
 
     @rule(sent=st.lists(st.tuples(Task, st.sampled_from([b"\xc0out", b"other"])), max_size=2))
     def clear(self, sent: list[tuple[str, bytes]]) -> None:

@@ -291,9 +291,9 @@ class ClusterListsMachine(ClusterMachine):
     def expire(self, passed: int, shard: bytes, seconds: int, others: int) -> None:
         self.run_in(shard, scripts.EXPIRE, cluster.expire, self.passed(passed), seconds, others)
 
-    @rule(passed=Passed, uuids=st.lists(Task, max_size=2))
-    def revoke(self, passed: int, uuids: list[str]) -> None:
-        self.run_at(_REVOKED, redis_scripts.REVOKE, backend.revoke, self.passed(passed), uuids)
+    @rule(passed=Passed, seconds=st.sampled_from([1, 3 * 86400, 366 * 86400]), uuids=st.lists(Task, max_size=2))
+    def revoke(self, passed: int, seconds: int, uuids: list[str]) -> None:
+        self.run_at(_REVOKED, redis_scripts.REVOKE, backend.revoke, self.passed(passed), seconds, uuids)
         self.run_at(_REVOKED, redis_scripts.REVOKED, backend.revoked, list(TASKS))
 
 

@@ -116,7 +116,7 @@ def fire(
     check_documents(redis, [change])
     verdict, plan = decide(redis, batch, change)
     if verdict != "s":
-        if not redis.exists(GOS_MUTEX) and not may_fire(redis, change.fires):
+        if change.fires and not redis.exists(GOS_MUTEX) and not may_fire(redis, change.fires):
             redis.unscore("mpy:ready", change.fires)
         return None
     commit(redis, batch, change, plan, int(now), expire)

@@ -139,7 +139,7 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "backend NEWEST": (["mpy:open", "mpy:done"], 0, 0, 10),
     "backend FIND": ("mpy:open", "+inf", 0, 0, 10, 10, "PENDING", '"add"'),
     "backend RATES": (NOW, START // 1_000_000),
-    "backend REVOKE": (NOW, ["task_1"]),
+    "backend REVOKE": (NOW, 3 * 86400, ["task_1"]),
     "backend REVOKED": (["task_1"],),
     "backend FORGET": (["task_2", "task_1"], ["group_1"]),
     "backend TEND": (str(START + 4_000_000_000), 3600),

@@ -189,6 +189,15 @@ class BackendConformance(ChangeConformance):
         assert backend.revoked([]) == set()
         assert backend.get_state("a").state is State.PENDING
 
+    def test_a_revocation_is_kept_as_long_as_was_asked(self, backend: Backend, clock: ManualClock) -> None:
+        backend.revoke(["year", "days"], 366 * 86400.0)
+        backend.revoke(["days"], 86400.0)
+        clock.advance(days=300)
+        backend.tend()
+        backend.revoke(["new"])
+
+        assert backend.revoked(["year", "new"]) == {"year", "new"}
+
     def test_states_are_listed_newest_first(self, backend: Backend, clock: ManualClock) -> None:
         if not backend.features.listing:
             for ask in (backend.list_states, lambda: backend.find("t"), lambda: backend.finished_since(MOMENT)):

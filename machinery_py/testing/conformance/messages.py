@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
 
-from machinery_py import Context, NoRetry, Server, Signature, State, TaskFailed, current_task
+from machinery_py import Context, NoRetry, Server, Signature, State, TaskFailed, chord, current_task, group
 from machinery_py.brokers.base import Message
 from machinery_py.testing.conformance.application import App
 from machinery_py.testing.conformance.tasks import TaskConformance
@@ -30,6 +31,85 @@ class MessageConformance(TaskConformance):
                     result.get(timeout=HANG)
             kept.get(timeout=HANG)
         assert idle.calls == [("kept",)]
+
+    def test_a_task_that_is_revoked_while_it_waits_is_over_at_once(self, idle: App) -> None:
+        waits = idle.server.send_task(idle.note.signature("waits").catch(idle.note.partial("caught")))
+        delayed = idle.server.send_task(idle.note.options(delay=0.5).signature("delayed").catch(idle.note.partial("caught")))
+        for result in (waits, delayed):
+            result.revoke()
+            with pytest.raises(TaskFailed, match="revoked") as caught:
+                result.get(timeout=HANG)
+            assert caught.value.error_type == "Revoked"
+        waits.revoke()
+
+        with idle.running():
+            idle.wait_for("caught")
+            idle.add.options(delay=0.6).send(1, 2).get(timeout=HANG)
+            idle.wait_until_idle()
+        assert idle.calls == [("revoked", "caught")] * 2
+
+    def test_a_retry_that_is_revoked_while_it_waits_is_over_at_once(self, app: App) -> None:
+        @app.server.task(retries=1, backoff=[3600.0])
+        def shaky() -> None:
+            app.calls.append(("shaky",))
+            raise ValueError("once")
+
+        result = app.server.send_task(shaky.signature().catch(app.note.partial("caught")))
+        app.wait_for_state(result.uuid, State.RETRY)
+        result.revoke()
+
+        with pytest.raises(TaskFailed, match="revoked"):
+            result.get(timeout=HANG)
+        wait_until(lambda: ("revoked", "caught") in app.calls)
+
+    def test_a_revoked_member_breaks_its_chord_at_once(self, idle: App) -> None:
+        members = group(idle.add.options(delay=3600.0).signature(1, 2), idle.add.signature(3, 4))
+        result = idle.server.send_chord(chord(members, idle.total.partial().catch(idle.note.partial("caught")), collect=True))
+        result.group[0].revoke()
+
+        with pytest.raises(TaskFailed, match="chord member add .* failed: revoked"):
+            idle.server.result(result.uuid).get(timeout=HANG)
+        with idle.running():
+            wait_until(lambda: idle.calls, what="the callback's on_error")
+            result.group[1].get(timeout=HANG)
+        assert [call[-1] for call in idle.calls] == ["caught"]
+
+    def test_a_revoked_callback_is_told_once(self, app: App) -> None:
+        members = group(app.wait.signature("slow"), app.echo.signature(1))
+        result = app.server.send_chord(chord(members, app.fail.partial("never").catch(app.note.partial("caught"))))
+        result.callback.revoke()
+        app.gate("slow").set()
+
+        assert result.group.get(timeout=HANG) == ["slow", 1]
+        wait_until(lambda: ("revoked", "caught") in app.calls)
+        app.wait_until_idle()
+        assert app.calls.count(("revoked", "caught")) == 1
+        assert ("fail", "never") not in app.calls
+
+    def test_of_revoking_and_beginning_one_happens(self, app: App) -> None:
+        results = [
+            app.server.send_task(app.echo.signature(i).then(app.note.partial(i)).catch(app.note.partial(i))) for i in range(40)
+        ]
+        for result in results:
+            result.revoke()
+        wait_until(lambda: all(result.is_finished() for result in results), what="all to be over")
+        app.wait_until_idle()
+
+        good = [i for i, result in enumerate(results) if result.get_state().state is State.SUCCESS]
+        assert sorted(app.calls, key=lambda call: int(call[-1])) == [(i if i in good else "revoked", i) for i in range(40)]
+
+    def test_a_revoked_coroutine_ends_as_revoked(self, app: App) -> None:
+        @app.server.task(retries=3)
+        async def sleep() -> None:
+            app.calls.append(("in",))
+            await asyncio.sleep(HANG)
+
+        result = sleep.send()
+        wait_until(lambda: app.calls)
+        result.revoke()
+        with pytest.raises(TaskFailed, match="revoked") as caught:
+            result.get(timeout=HANG)
+        assert (caught.value.error, caught.value.error_type) == ("revoked", "Revoked")
 
     def test_a_running_task_is_asked_to_stop(self, app: App) -> None:
         @app.server.task

@@ -18,7 +18,7 @@ import pytest
 from machinery_py.backends.base import ALREADY, FENCED, SETTLED, Verdict
 from machinery_py.brokers.base import Fate, Message
 from machinery_py.settlement.base import Firing, Mark, Session, Settlement, Store, Submission
-from machinery_py.states import GroupMeta, State
+from machinery_py.states import Arrival, GroupMeta, State
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.conformance.fencing import (
     FencingConformance,
@@ -267,6 +267,34 @@ class SettlementConformance(FencingConformance):
         assert store.ready_groups() == []
         assert store.backend.get_state("callback").error == "b failed"
         assert drain(store, "c") == []
+
+    def test_a_task_that_nobody_holds_is_ended_once(self, store: Store, open_store: OpenStore) -> None:
+        submit(store, "a", "b")
+        session = store.open_session(["q"], worker="w")
+        a, b = session.receive(2, 0)
+        assert session.settle([settlement(b)]) == [SETTLED]
+
+        def end(uuid: str, number: int) -> bool:
+            states = [state_of(uuid, State.FAILURE, error="revoked"), state_of(f"c{number}")]
+            arrivals = [Arrival(group_uuid="g", task_uuid=uuid, total=2, ok=False, callback=b"callback")]
+            send = [message_of(f"c{number}", queue="c")]
+            return store.fire(Firing(task_uuid=uuid, states=states, send=send, arrivals=arrivals))
+
+        ended = together(4, lambda number: end("a", number))
+        assert ended.count(True) == 1
+        assert not end("b", 9)
+        assert drain(store, "c") == [f"c{ended.index(True)}"]
+        assert (store.backend.get_state("a").error, store.backend.get_state("b").state) == ("revoked", State.SUCCESS)
+        assert [(group.group_uuid, group.failed_member) for group in store.ready_groups()] == [("g", "a")]
+
+        # The worker that had just begun it comes too late.
+        assert session.settle([settlement(a, callbacks=["never"])]) == [FENCED]
+        assert drain(store, "c") == [f"c{ended.index(True)}"]
+        session.close()
+        assert store.backend.get_state("a").error == "revoked"
+        another = open_store().open_session(["q"], worker="w")
+        assert another.receive(9, 0) == []
+        another.close()
 
     def test_many_sessions_settle_each_task_once(self, store: Store, open_store: OpenStore) -> None:
         uuids = [f"task_{number}" for number in range(120)]

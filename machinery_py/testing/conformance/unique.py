@@ -157,6 +157,8 @@ class UniqueConformance(AppCase):
         first = task.options(expires=-1.0 if end == "expiry" else HANG).send("x" if end == "arguments" else 1)
         if end == "revoke":
             first.revoke()
+            assert not task.send(1).duplicate
+            return
         if end == "purge":
             idle.server.backend.purge_state(first.uuid)
             assert not task.send(1).duplicate

@@ -365,6 +365,52 @@ class WorkflowConformance(LinkedConformance, WorkerConformance):
         result.get(timeout=HANG)
         assert result.is_finished()
 
+    @pytest.mark.parametrize("shape", ["chain", "chord", "chord in a chain", "chains in a group"])
+    def test_the_last_task_can_be_asked_for_from_the_start(self, idle: App, shape: str) -> None:
+        """`server.result(uuid)` in another process, which knows nothing of the steps in front of it."""
+        def flow(first: Signature[Any]) -> Any:
+            match shape:
+                case "chain":
+                    return chain(first, idle.echo.partial(), idle.echo.partial())
+                case "chord":
+                    return chord(group(first, idle.echo.signature("x")), idle.count.partial())
+                case "chord in a chain":
+                    members = group(first, idle.echo.signature("y"))
+                    return chain(idle.note.signature("x"), members, idle.count.partial(), idle.echo.partial())
+                case _:
+                    return chain(group(chain(first, idle.echo.partial()), idle.echo.signature("x")), idle.count.partial())
+
+        good, bad = flow(idle.wait.signature("open")).send(), flow(idle.fail.signature("boom")).send()
+        ends = [idle.server.result(flow.uuid) for flow in (good, bad)]
+        assert [end.get_state().state for end in ends] == [State.PENDING] * 2
+        assert [end.is_finished() for end in ends] == [False] * 2
+
+        with idle.running():
+            with pytest.raises(TaskFailed, match="fail task_.* failed: boom"):
+                ends[1].get(timeout=HANG)
+            with pytest.raises(TaskFailed, match="boom"):
+                bad.get(timeout=HANG)
+            idle.gate("open").set()
+            assert ends[0].get(timeout=HANG) == good.get(timeout=HANG)
+            assert ends[0].get(timeout=HANG) == ("open" if shape == "chain" else 2)
+
+    def test_a_step_that_is_sent_again_mends_its_chain(self, app: App) -> None:
+        @app.server.task
+        def shaky(number: int) -> int:
+            app.calls.append(("shaky", number))
+            if len(app.calls) == 1:
+                raise ValueError("once")
+            return number
+
+        result = chain(shaky.signature(7), app.echo.partial()).send()
+        with pytest.raises(TaskFailed, match="once"):
+            app.server.result(result.uuid).get(timeout=HANG)
+        app.wait_until_idle()
+        assert app.server.inspect.retry([result.steps[0].uuid]) == [result.steps[0].uuid]
+
+        assert app.server.result(result.uuid).get(timeout=HANG) == 7
+        assert app.server.backend.get_state(result.uuid).task_name == "echo"
+
     def test_a_revoked_step_breaks_the_chain(self, app: App) -> None:
         result = app.server.send_chain(chain(app.wait.signature("gate"), app.note.partial("never")))
         result.revoke()
