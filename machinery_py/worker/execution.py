@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import datetime as dt
 import logging
 import threading
@@ -147,11 +148,15 @@ class Execution:
         return tell
 
     def run(self, report: Callable[[Execution], None] | None = None) -> None:
-        """Call the function in this thread, and finish.
+        """Call the function in this thread, in a context of its own, and finish.
 
         Args:
             report: called when the state is worth a mark: started, and progress.
         """
+        # What a task sets in ContextVars ends with it, as in a coroutine; the next one on this thread is another call.
+        contextvars.copy_context().run(self._run, report)
+
+    def _run(self, report: Callable[[Execution], None] | None) -> None:
         if is_gated(self.task, self.signature) and not self.pass_gate():
             return
         prepared = self.prepare(report)

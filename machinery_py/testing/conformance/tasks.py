@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import dataclasses
 import datetime as dt
 import decimal
@@ -55,6 +56,9 @@ VALUES = [
 ]
 
 
+_seen: contextvars.ContextVar[int] = contextvars.ContextVar("seen", default=0)
+
+
 class TaskConformance:
     """One task at a time. Subclasses give the Server; one that needs no worker overrides `app`.
 
@@ -81,6 +85,21 @@ class TaskConformance:
                 gate.set()
 
     # Arguments and results
+
+    def test_what_a_task_sets_in_context_variables_ends_with_it(self, app: App) -> None:
+        @app.server.task
+        def sync() -> int:
+            _seen.set(_seen.get() + 1)
+            return _seen.get()
+
+        @app.server.task
+        async def coroutine() -> int:
+            _seen.set(_seen.get() + 1)
+            return _seen.get()
+
+        results = [task.send() for _ in range(20) for task in (sync, coroutine)]
+        assert {result.get(timeout=HANG) for result in results} == {1}
+        assert _seen.get() == 0
 
     def test_a_task_gives_its_result(self, app: App) -> None:
         result = app.add.send(1, 2)
