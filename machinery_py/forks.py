@@ -1,8 +1,11 @@
-"""What a forked child needs to go on: no lock that is held for ever, and nothing half done.
+"""What a forked child needs to go on: no lock that is held for ever, nothing half done, and no signal handler of ours.
 
 A fork copies locks as they are, and of the threads only the one that forks. So a lock that another thread held just then
 is never given back in the child. What a child goes on with is guarded by `ForkLock`, which is free there. Where that is
 not enough, the fork waits: for imports (`not_forking`), and for what `at_fork` was told.
+
+A signal handler that tells the worker to stop would do so from a child as well, and keep the child from being ended. So a child
+has the default handlers in the place of those that were set by `handle`.
 
 Limits: what a ForkLock guards may be half changed in the child. It must be of use as it is, or be known by its process id
 and made anew.
@@ -11,12 +14,13 @@ and made anew.
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from types import TracebackType
-from typing import NamedTuple
+from types import FrameType, TracebackType
+from typing import Any, NamedTuple
 
 FORK_PATIENCE = 30.0  # seconds that a fork waits for what other threads are at just now
 
@@ -56,6 +60,12 @@ def at_fork(before: Callable[[], object], after: Callable[[], object], in_child:
     _hooks.append(Hooks(before, after, in_child))
 
 
+def handle(number: int, handler: Callable[[int, FrameType | None], object]) -> Any:
+    """Handle a signal in this process alone; the handler before. Called in the main thread."""
+    _handlers[number] = handler
+    return signal.signal(number, handler)
+
+
 class Hooks(NamedTuple):
     before: Callable[[], object]
     after: Callable[[], object]
@@ -72,11 +82,13 @@ class _Fork(threading.local):
     """The fork that this thread is at."""
 
     hooks: tuple[Hooks, ...] = ()
+    mask: set[Any] | None = None  # signals that were blocked before
 
 
 _fork = _Fork()
 _hooks: list[Hooks] = []
 _locks: weakref.WeakSet[ForkLock] = weakref.WeakSet()
+_handlers: dict[int, Callable[[int, FrameType | None], object]] = {}
 
 
 def _before_fork() -> None:
@@ -84,10 +96,20 @@ def _before_fork() -> None:
     _fork.hooks = tuple(_hooks)  # not earlier: an import may have added one
     for hooks in reversed(_fork.hooks):
         hooks.before()
+    if _handlers:
+        # A signal to the child waits until its handler is the default one: ours would swallow it.
+        _fork.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _handlers)
+
+
+def _unblock() -> None:
+    mask, _fork.mask = _fork.mask, None
+    if mask is not None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def _after_fork() -> None:
     try:
+        _unblock()
         for hooks in _fork.hooks:
             hooks.after()
     finally:
@@ -99,6 +121,11 @@ def _after_fork_in_child() -> None:
     _Gate.lock = threading.RLock()
     for lock in list(_locks):
         lock.renew()
+    for number, handler in _handlers.items():
+        if signal.getsignal(number) == handler:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    _handlers.clear()
+    _unblock()
     for hooks in _fork.hooks:
         hooks.in_child()
 

@@ -16,7 +16,7 @@ MAX_FUNCTION = 60  # lines, without the docstring
 FLOORS: tuple[frozenset[str], ...] = tuple(
     frozenset(row.split())
     for row in (
-        "errors clock backoff version failover durability forks",
+        "errors clock backoff version failover durability forks descriptors",
         "values_go",
         "values_json",
         "values",

@@ -14,6 +14,7 @@ from typing import Any
 from pika import frame
 from pika.adapters.select_connection import SelectConnection
 
+from machinery_py import descriptors
 from machinery_py._drivers.amqp_frames import (
     BODY,
     DELIVER,
@@ -70,6 +71,7 @@ class Connection(SelectConnection):  # type: ignore[misc]  # pika has no types f
 
     def _proto_connection_made(self, transport: Any) -> None:
         transport._MAX_RECV_BYTES = READ
+        descriptors.keep(transport._sock)
         super()._proto_connection_made(transport)
 
     def _on_data_available(self, data_in: bytes) -> None:

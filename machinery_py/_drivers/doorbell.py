@@ -23,6 +23,8 @@ from collections.abc import Collection
 from types import TracebackType
 from typing import Literal
 
+from machinery_py import descriptors
+
 FALLBACK = 0.05  # seconds between two looks where there are no named pipes
 NAP = 1.0  # seconds after which a sleeper makes sure that its bell still hangs
 STALE = 10.0  # seconds; a bell without an owner may be one that is being hung up, so it is taken down later
@@ -84,6 +86,8 @@ class Doorbell:
             self._wake_read, self._wake_write = os.pipe()
             os.set_blocking(self._wake_read, False)
             os.set_blocking(self._wake_write, False)
+            for end in (self._wake_read, self._wake_write):
+                descriptors.keep(end)
 
     def __enter__(self) -> Doorbell:
         self._hang()
@@ -168,6 +172,7 @@ class Doorbell:
             self._wake_read = self._wake_write = -1
             for end in ends:
                 if end >= 0:
+                    descriptors.drop(end)
                     os.close(end)
 
     def __del__(self) -> None:

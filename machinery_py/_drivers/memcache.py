@@ -18,6 +18,7 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, NoReturn
 
+from machinery_py import descriptors
 from machinery_py._drivers.memcache_url import Address
 from machinery_py.clock import SYSTEM_CLOCK, Clock
 from machinery_py.errors import ArgumentError, BackendUnavailable, MachineryError, StoreUnusable
@@ -48,6 +49,7 @@ class Link:
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self._file = self._socket.makefile("rb", 64 * 1024)
+        descriptors.keep(self._socket)
         self.used = False  # before: the server may have closed it since
 
     def send(self, packet: bytes) -> None:

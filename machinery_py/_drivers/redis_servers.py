@@ -19,6 +19,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from machinery_py import descriptors
 from machinery_py._drivers.redis_errors import Kind, kind_of
 from machinery_py._drivers.redis_url import RedisUrl, parse_redis_url
 from machinery_py.errors import MachineryError, StoreUnusable
@@ -249,6 +250,7 @@ def connected(connection: Any) -> Any:
     except BaseException:
         connection.disconnect()
         raise
+    descriptors.keep(connection._sock)
     return connection
 
 

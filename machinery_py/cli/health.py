@@ -27,6 +27,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from machinery_py import descriptors
 from machinery_py.cli.tables import length, to_json
 from machinery_py.errors import ConfigError
 
@@ -299,6 +300,7 @@ def serve(host: str, port: int, is_live: Callable[[], bool], is_ready: Callable[
     except (OSError, OverflowError) as error:
         what = getattr(error, "strerror", None) or str(error)
         raise ConfigError(f"health port {host}:{port}: {what.lower()} (choose another --health-port)") from error
+    descriptors.keep(server.socket)
     thread = threading.Thread(target=server.serve_forever, args=(0.1,), name="machinery-health", daemon=True)
     thread.start()
     try:

@@ -20,6 +20,8 @@ import threading
 from collections.abc import Callable, Sequence
 from types import FrameType
 
+from machinery_py import descriptors, forks
+
 logger = logging.getLogger(__name__)
 
 RUN, STOP, STOP_NOW = 0, 1, 2
@@ -32,8 +34,15 @@ _LEVELS = {ord("q"): STOP, ord("a"): STOP_NOW}
 class Child:
     """A child process of this one, on its pipes. Belongs to one thread."""
 
-    def __init__(self, words: Sequence[str], *, label: str, pass_on: Sequence[int] = (), has_stdin: bool = False) -> None:
-        """Start `machinery worker` with these words behind it. `pass_on`: further descriptors that it inherits."""
+    def __init__(
+        self, words: Sequence[str], *, label: str, pass_on: Sequence[int] = (), is_at_terminal: bool = False
+    ) -> None:
+        """Start `machinery worker` with these words behind it.
+
+        Args:
+            pass_on: further descriptors that it inherits.
+            is_at_terminal: it has our stdin, and stays in our process group; else it leads one.
+        """
         if "--child" in words:  # this process is a child itself
             at = words.index("--child")
             words = [*words[:at], *words[at + 2 :]]
@@ -42,8 +51,10 @@ class Child:
         os.set_blocking(self.news, False)
         command = [sys.executable, "-m", "machinery_py", "worker", "--child", f"{label}:{orders_in}:{news_out}", *words]
         try:
-            self.process = subprocess.Popen(command, pass_fds=(orders_in, news_out, *pass_on),
-                                            stdin=None if has_stdin else subprocess.DEVNULL)
+            self.process = subprocess.Popen(
+                command, pass_fds=(orders_in, news_out, *pass_on), stdin=None if is_at_terminal else subprocess.DEVNULL,
+                process_group=None if is_at_terminal else 0,
+            )
         finally:
             os.close(orders_in)
             os.close(news_out)
@@ -103,6 +114,7 @@ class Link:
         for descriptor in (self.orders, self._news):
             if descriptor >= 0:
                 os.set_inheritable(descriptor, False)
+                descriptors.keep(descriptor)
 
     @property
     def is_child(self) -> bool:
@@ -144,9 +156,11 @@ class Orders:
         self._changed: Callable[[int], object] | None = None
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
+        for end in (self._read, self._write):
+            descriptors.keep(end)
         self._lock = threading.Lock()
         for number in SIGNALS:
-            signal.signal(number, self._on_signal)
+            forks.handle(number, self._on_signal)
         if link.is_child:
             die_with_parent()
         threading.Thread(target=self._listen, name="machinery-orders", daemon=True).start()

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 
+from machinery_py import descriptors
 from machinery_py.cli.processes import RUN, STOP, STOP_NOW, Child, Link, Orders, how_it_ended
 from machinery_py.cli.tables import at_home
 
@@ -83,7 +84,7 @@ class Reloader:
 
     def _start(self) -> Child:
         words = ["--reloaded", str(self._tell), *self._args.argv]
-        return Child(words, label="reload", pass_on=[self._tell], has_stdin=True)
+        return Child(words, label="reload", pass_on=[self._tell], is_at_terminal=True)
 
     def _stop(self, child: Child, grace: float | None) -> int:
         """Let the child end, and make it end; its exit code."""
@@ -174,6 +175,7 @@ def telling_files(descriptor: int | None) -> Iterator[None]:
         yield
         return
     os.set_inheritable(descriptor, False)
+    descriptors.keep(descriptor)
     told: set[str] = set()
     try:
         yield

@@ -21,6 +21,7 @@ from types import FrameType
 
 from machinery_py.cli import health
 from machinery_py.cli.banner import READY, say
+from machinery_py.cli.leftovers import LOOK, Group
 from machinery_py.cli.processes import RUN, STOP, STOP_NOW, Child, Link, Orders, how_it_ended
 
 logger = logging.getLogger(__name__)
@@ -80,6 +81,7 @@ class Supervisor:
         self._place = health.place_of(args)
         self._slots = [_Slot(number) for number in range(1, args.processes + 1)]
         self._grace: float = DEFAULT_GRACE if args.shutdown_timeout is None else args.shutdown_timeout
+        self._groups: list[Group] = []  # of those that have ended
         self._level = RUN
         self._kill_at: float | None = None
         self._code = 0
@@ -100,7 +102,7 @@ class Supervisor:
                     stack.enter_context(
                         health.serve(self._args.health_host, self._args.health_port, self._is_live, self._answers)
                     )
-                while self._start_due() or self._running():
+                while self._start_due() or self._running() or self._groups:
                     self._wait()
                     self._look()
             return self._code
@@ -127,7 +129,7 @@ class Supervisor:
         moments = [slot.start_at for slot in self._slots if slot.start_at is not None]
         if self._kill_at is not None and not all(slot.is_killed for slot in self._running()):
             moments.append(self._kill_at)
-        timeout = min([1.0, *(max(0.0, moment - time.monotonic()) for moment in moments)])
+        timeout = min([LOOK if self._groups else 1.0, *(max(0.0, moment - time.monotonic()) for moment in moments)])
         news = [slot.child.news for slot in self._running() if slot.child is not None and not slot.is_ready]
         with suppress(OSError):
             if self._wake_read in select.select([self._wake_read, *news], [], [], timeout)[0]:
@@ -157,6 +159,8 @@ class Supervisor:
 
     def _look(self) -> None:
         self._obey()
+        for group in self._groups:
+            group.look()
         for slot in self._running():
             child = slot.child
             assert child is not None
@@ -165,8 +169,10 @@ class Supervisor:
             if code is not None:
                 child.close()
                 slot.child = None
+                self._groups.append(Group(child.pid))
                 health.forget(self._place, label=str(slot.number), pid=child.pid)
                 self._has_ended(slot, child.pid, code)
+        self._groups = [group for group in self._groups if not group.is_over]
         if not self._is_ready and all(slot.has_been_ready for slot in self._slots):
             self._is_ready = True
             self._link.tell(f"ready {self._grace}")

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from machinery_py.cli import health, logs, reload
+from machinery_py.cli import health, leftovers, logs, reload
 from machinery_py.cli.banner import READY, banner, say
 from machinery_py.cli.processes import STOP_NOW, Link, Orders
 from machinery_py.errors import BackendUnavailable, BrokerUnavailable, MachineryError
@@ -44,6 +44,7 @@ def worker(args: argparse.Namespace) -> int:
 
 def _work(args: argparse.Namespace, link: Link) -> int:
     orders = Orders(link)
+    leftovers.hold_lifeline()
     with reload.telling_files(args.reloaded):
         from machinery_py.cli import apps  # loads the library; a signal may interrupt that from here on
 
@@ -58,6 +59,7 @@ def _work(args: argparse.Namespace, link: Link) -> int:
     ready = Readiness(one, lambda: _on_ready(args, link, one))
     label = link.label if link.is_numbered else ""
     with ExitStack() as stack:
+        stack.callback(leftovers.end_below)
         stack.enter_context(health.Pulse(place, label=label, worker=one.name, is_ready=vital.is_ready))
         if args.health_port is not None and not link.is_numbered:
             stack.enter_context(health.serve(args.health_host, args.health_port, lambda: True, vital.is_ready))

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, TypeVar
 
+from machinery_py import forks
 from machinery_py.backends.base import ALREADY, SETTLED, Verdict
 from machinery_py.brokers.base import Fate
 from machinery_py.config import OPTIONS, Config
@@ -403,7 +404,7 @@ class Worker:
             self._signals.put(signal.Signals(number))
 
         wanted = (signal.SIGINT, signal.SIGTERM)
-        return {number: signal.signal(number, on_signal) for number in wanted}
+        return {number: forks.handle(number, on_signal) for number in wanted}
 
 
 def _configured(config: Config) -> Queues:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -21,10 +25,44 @@ from tests.servers import open_proxy, rabbitmq_server
 from tests.stores.amqp_case import amqp_url, vhosts
 from tests.stores.memcache_case import empty_memcached
 from tests.stores.mongo_case import mongodb_server, mongodb_url
+from tests.system.cli_app import HANG as LONG
+from tests.system.cli_app import TASKS, App, app_in_a_folder, children, is_alive
 
 __all__ = ["amqp_url", "empty_memcached", "mongodb_server", "mongodb_url", "open_proxy", "rabbitmq_server", "vhosts"]
 
 FORKS = 8
+
+app = app_in_a_folder
+
+FORKING = TASKS + """
+import multiprocessing, subprocess, sys
+
+def square(number: int) -> int:
+    return number * number
+
+@server.task
+def squares(how: str) -> int:
+    with multiprocessing.get_context(how).Pool(2) as pool:
+        return sum(pool.map(square, range(5)))
+
+@server.task
+def leave(how: str) -> None:
+    if how == "popen":
+        pid = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"]).pid
+    elif how == "os.fork":
+        pid = os.fork()
+        if pid == 0:
+            time.sleep(1000)
+            os._exit(0)
+    else:
+        process = multiprocessing.get_context(how).Process(target=time.sleep, args=(1000,))
+        process.start()
+        pid = process.pid
+    with open(HERE / "notes.txt", "a") as file:
+        file.write(f"{how} {pid}\\n")
+"""
+FORKED = ("os.fork", "fork")
+EXECUTED = ("popen", "spawn", "forkserver")
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -113,3 +151,126 @@ def test_a_child_connects_to_rabbitmq_that_was_forked_while_a_thread_was_connect
         thread.join(HANG)
         driver.close()
     assert not thread.is_alive()
+
+
+# What tasks fork
+
+
+@pytest.mark.parametrize("pair", ["redis+redis", "amqp+amqp", "amqp+redis", "redis+memcache"])
+def test_a_child_has_no_connection_of_its_worker(pair: str, request: pytest.FixtureRequest) -> None:
+    urls = [
+        str(getattr(given, "url", given)) for kind in pair.split("+")
+        for given in [request.getfixturevalue({"redis": "empty_redis", "memcache": "empty_memcached", "amqp": "amqp_url"}[kind])]
+    ]
+    ports = {urlsplit(url).port for url in urls}
+    server = Server(Config(broker=urls[0], result_backend=urls[1]))
+    add = server.register_task("add", _add)
+    try:
+        with server.new_worker(concurrency=2):
+            assert add.send(1, 2).get(timeout=HANG) == 3
+            assert ports & peers()
+
+            forked(lambda: not ports & peers())
+
+            assert add.send(1, 2).get(timeout=HANG) == 3
+    finally:
+        server.close()
+
+
+def _add(a: int, b: int) -> int:
+    return a + b
+
+
+def peers() -> set[int | None]:
+    """The ports to which this process has connections."""
+    found: set[int | None] = set()
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            with socket.socket(fileno=os.dup(int(name))) as one:
+                address = one.getpeername()
+        except OSError:
+            continue  # no socket, or not connected
+        if isinstance(address, tuple):
+            found.add(address[1])
+    return found
+
+
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_a_task_may_use_multiprocessing(app: App, processes: str) -> None:
+    app.write("tasks.py", FORKING)
+    worker = app.worker("-p", processes, "-c", "1")
+
+    uuids = [app.send("squares", how) for how in ("fork", "spawn", "forkserver")]
+
+    wait_until(lambda: [app.state(uuid) for uuid in uuids] == ["SUCCESS"] * 3, LONG)
+    assert worker.process.poll() is None
+    assert "stopping" not in worker.err
+    assert worker.stop() == 0
+
+
+def left_behind(app: App, hows: tuple[str, ...]) -> list[int]:
+    """Have tasks leave processes behind; their numbers."""
+    for how in hows:
+        app.send("leave", how)
+    wait_until(lambda: len(app.notes) == len(hows), LONG)
+    pids = [pid for _, pid in app.notes]
+    assert all(map(is_alive, pids))
+    return pids
+
+
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_what_a_task_left_behind_ends_with_its_worker(app: App, processes: str) -> None:
+    app.write("tasks.py", FORKING)
+    worker = app.worker("-p", processes, "-c", "1")
+    pids = left_behind(app, FORKED + EXECUTED)
+
+    assert worker.stop() == 0
+
+    assert not any(map(is_alive, pids))
+
+
+def test_what_a_task_left_behind_ends_with_its_killed_process(app: App) -> None:
+    app.write("tasks.py", FORKING)
+    worker = app.worker("-p", "2", "-c", "1")
+    pids = left_behind(app, FORKED + EXECUTED)
+
+    for pid in children(worker.pid):
+        os.kill(pid, signal.SIGKILL)
+
+    wait_until(lambda: not any(map(is_alive, pids)), LONG)
+    assert worker.stop() == 0
+
+
+def test_what_a_task_has_forked_ends_with_a_killed_worker(app: App) -> None:
+    app.write("tasks.py", FORKING)
+    worker = app.worker("-c", "1")
+    pids = left_behind(app, FORKED)
+
+    worker.signal(signal.SIGKILL)
+
+    wait_until(lambda: not any(map(is_alive, pids)), LONG)
+
+
+def test_what_a_task_has_forked_ends_when_supervisor_and_processes_are_killed(app: App) -> None:
+    app.write("tasks.py", FORKING)
+    worker = app.worker("-p", "2", "-c", "1")
+    pids = left_behind(app, FORKED)
+
+    for pid in (worker.pid, *children(worker.pid)):
+        os.kill(pid, signal.SIGKILL)
+
+    wait_until(lambda: not any(map(is_alive, pids)), LONG)
+
+
+def test_a_forked_child_does_not_hold_the_health_port(app: App) -> None:
+    app.write("tasks.py", FORKING)
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port = one.getsockname()[1]
+    worker = app.worker("-c", "1", "--health-port", str(port))
+    (pid,) = left_behind(app, ("os.fork",))
+
+    forked_sockets = [os.readlink(f"/proc/{pid}/fd/{name}") for name in os.listdir(f"/proc/{pid}/fd")]
+
+    assert not any(link.startswith("socket:") for link in forked_sockets)
+    assert worker.stop() == 0

@@ -1,0 +1,120 @@
+"""Processes that tasks have left behind: they end with the worker that ran the tasks.
+
+    the worker ends in order        it ends all processes below it (Linux)
+    it is killed, under `-p`        the supervisor ends its process group: each process of `-p` leads one
+    it is killed, without `-p`      forked children are killed by the kernel, as the lifeline is cut (Linux)
+
+Limits: a process that has left on purpose is not found: without `-p` one whose parent has ended (a double fork), with `-p` one in
+a session or group of its own (`setsid`) when the worker is killed. Nor is, without `-p`, what a killed worker had executed
+(subprocess, spawn, forkserver); a service manager ends those with the service.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from contextlib import suppress
+
+from machinery_py import descriptors
+
+GRACE = 2.0  # seconds between SIGTERM and SIGKILL
+SET_SIGNAL = 10  # F_SETSIG, which Python does not name
+LOOK = 0.02  # seconds between two looks whether they have ended
+
+
+def end_below() -> None:
+    """End all processes below this one, and theirs: SIGTERM, and SIGKILL after GRACE."""
+    if not _has_children() or not os.path.isdir("/proc/self"):
+        return
+    left = _signal(_below(os.getpid()), signal.SIGTERM)
+    deadline = time.monotonic() + GRACE
+    while left and time.monotonic() < deadline:
+        time.sleep(LOOK)
+        left &= _below(os.getpid())
+    _signal(_below(os.getpid()), signal.SIGKILL)
+
+
+def _has_children() -> bool:
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except (ChildProcessError, AttributeError):
+        return False
+    return True
+
+
+def _signal(pids: set[int], number: signal.Signals) -> set[int]:
+    for pid in pids:
+        with suppress(OSError):  # it has ended
+            os.kill(pid, number)
+    return pids
+
+
+def _below(top: int) -> set[int]:
+    """The processes below this one that run, without multiprocessing's own: it tidies up behind the others, and ends then."""
+    parents = {int(name): _parent(name) for name in os.listdir("/proc") if name.isdigit()}
+    tracker = sys.modules.get("multiprocessing.resource_tracker")
+    spared = getattr(getattr(tracker, "_resource_tracker", None), "_pid", None)
+    below, last = set[int](), {top}
+    while last:
+        last = {pid for pid, parent in parents.items() if parent in last and pid != spared}
+        below |= last
+    return below
+
+
+def _parent(pid: str) -> int:
+    """The parent of a process; 0 if it runs no more."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            state, parent = file.read().rpartition(")")[2].split()[:2]
+    except (OSError, ValueError):
+        return 0
+    return 0 if state in "ZX" else int(parent)
+
+
+def hold_lifeline() -> None:
+    """Have forked children killed when this process dies, however that happens. Lasts as long as the process. Linux only.
+
+    Each child has the kernel send it SIGKILL when a pipe is closed that nobody writes to but this process. PR_SET_PDEATHSIG would
+    do it with the thread that forks, and a task may fork in a thread that ends.
+    """
+    if sys.platform != "linux":
+        return
+    import fcntl
+
+    read, write = os.pipe()
+    descriptors.keep(write)
+
+    def hang_on() -> None:
+        with suppress(OSError):  # it was closed, or there is no /proc: nobody holds this child then
+            end = os.open(f"/proc/self/fd/{read}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # what is set is its own
+            fcntl.fcntl(end, fcntl.F_SETOWN, os.getpid())
+            fcntl.fcntl(end, SET_SIGNAL, signal.SIGKILL)
+            fcntl.fcntl(end, fcntl.F_SETFL, os.O_NONBLOCK | os.O_ASYNC)
+            with suppress(BlockingIOError):
+                if os.read(end, 1) == b"":  # it died in between
+                    os._exit(1)
+
+    os.register_at_fork(after_in_child=hang_on)
+
+
+class Group:
+    """The process group of a worker that has ended; what is in it still was left behind. Belongs to one thread."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._kill_at = time.monotonic() + GRACE
+        self.is_over = not self._signal(signal.SIGTERM)
+
+    def look(self) -> None:
+        """Look whether it is empty; when its time is up, kill what is in it."""
+        is_late = time.monotonic() >= self._kill_at
+        self.is_over = not self._signal(signal.SIGKILL if is_late else 0) or is_late
+
+    def _signal(self, number: int) -> bool:
+        try:
+            os.killpg(self._pid, number)
+        except OSError:
+            return False  # nobody, or nobody who may be signalled
+        return True

@@ -1,0 +1,81 @@
+"""Descriptors that are this process's alone: the pipes and sockets of the library.
+
+A forked child has a copy of each. It would keep connections open that the parent has closed, hold its ports, and write into
+its pipes. So in a child the null device takes the place of each: the number stays taken until its owner closes it, and whoever
+uses it finds an end of file. What is executed (subprocess, spawn) inherits none, as all are closed there.
+
+In the process itself a task may close them (`os.closerange`), and then what gets their numbers next is read and written instead.
+`broken` finds out.
+
+Limits: not known here are the files of SQLite, which are closed before a fork, the sockets of pymongo, which closes its own in a
+child, and selectors.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from typing import Protocol
+
+
+class HasNumber(Protocol):
+    """A socket. It says -1 when it is closed."""
+
+    def fileno(self) -> int: ...
+
+
+Identity = tuple[int, int, int]  # device, inode, kind: what a number stands for
+
+_numbers: dict[int, Identity] = {}
+_sockets: weakref.WeakKeyDictionary[HasNumber, Identity] = weakref.WeakKeyDictionary()
+
+
+def keep(thing: int | HasNumber) -> None:
+    """This descriptor, or that of this socket, is ours alone. A number that is kept is dropped before it is closed."""
+    if isinstance(thing, int):
+        _numbers[thing] = _identity(thing)
+    else:
+        _sockets[thing] = _identity(thing.fileno())
+
+
+def drop(number: int) -> None:
+    """It will be closed."""
+    _numbers.pop(number, None)
+
+
+def broken() -> list[int]:
+    """Those that are not any more what they were, though nobody of us has closed them."""
+    found = [number for number, identity in list(_numbers.items()) if _is_changed(number, identity) and number in _numbers]
+    for one, identity in list(_sockets.items()):
+        number = one.fileno()
+        if number >= 0 and _is_changed(number, identity) and one.fileno() == number:  # else it is being closed just now
+            found.append(number)
+    return found
+
+
+def _is_changed(number: int, identity: Identity) -> bool:
+    try:
+        return _identity(number) != identity
+    except OSError:
+        return True
+
+
+def _identity(number: int) -> Identity:
+    found = os.fstat(number)
+    return found.st_dev, found.st_ino, found.st_mode
+
+
+def _after_fork_in_child() -> None:
+    numbers = {*_numbers, *(number for one in list(_sockets) if (number := one.fileno()) >= 0)}
+    _numbers.clear()
+    _sockets.clear()
+    if not numbers:
+        return
+    null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    for number in numbers:
+        os.dup2(null, number, inheritable=False)
+    os.close(null)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
