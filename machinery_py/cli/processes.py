@@ -2,7 +2,7 @@
 
     parent → child    "q": end when the running tasks are done; "a": end now; end of file: the parent is gone, so "q"
     child → parent    a line for each piece of news: "ready 30.0" (its shutdown timeout), before its first claim; "over": it ends
-                      by itself, and the exit code is its own. Without that word a task has ended it
+                      by itself, and the exit code is its own. Without that word a task has ended it; "beat": every BEAT between
 
 Signals count in the outermost process alone: the first is "q", the second "a". In a child any number of them is one "q", because
 Ctrl+C goes to all processes of a terminal, and service managers signal all of a service, beside what the parent passes on.
@@ -25,6 +25,8 @@ from machinery_py import descriptors, forks
 logger = logging.getLogger(__name__)
 
 RUN, STOP, STOP_NOW = 0, 1, 2
+
+BEAT = 2.5  # seconds between two beats
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _ORDERS = {STOP: b"q", STOP_NOW: b"a"}
@@ -59,6 +61,7 @@ class Child:
             os.close(orders_in)
             os.close(news_out)
         self.pid = self.process.pid
+        self.is_cut = False  # nothing more will be heard: it has ended, or a task has closed its end
         self._unread = b""
         self._told = RUN
 
@@ -76,6 +79,7 @@ class Child:
         try:
             while chunk := os.read(self.news, 65536):
                 self._unread += chunk
+            self.is_cut = True
         except OSError:
             pass  # nothing more for now
         *lines, self._unread = self._unread.split(b"\n")
@@ -84,6 +88,15 @@ class Child:
     def ended(self) -> int | None:
         """Its exit code, negative for a signal; None while it runs."""
         return self.process.poll()
+
+    def used(self) -> float | None:
+        """Seconds of processor that it has used; None if that is unknown, or it is stopped (SIGSTOP, a debugger)."""
+        try:
+            with open(f"/proc/{self.pid}/stat", encoding="utf-8", errors="replace") as file:
+                parts = file.read().rpartition(")")[2].split()
+        except OSError:
+            return None
+        return None if parts[0] in "Tt" else (int(parts[11]) + int(parts[12])) / os.sysconf("SC_CLK_TCK")
 
     def kill(self) -> None:
         self.process.kill()

@@ -4,6 +4,9 @@ A process says when it is ready, before it claims its first task, and when it en
 by a task, and its exit code is the task's: it is replaced at once, so that poison costs the good tasks no pause. One that does
 not become ready, or ends by itself, is replaced after pauses that double up to LONGEST_PAUSE. What a dead process ran is taken
 over by the others: their upkeep finds dead workers. A process that cannot start at all (exit code 2 or 3) ends everything.
+
+A process that is ready beats. One that is silent is killed and replaced, unless it computes: a task may hold the interpreter for
+as long as it does that.
 """
 
 from __future__ import annotations
@@ -31,6 +34,9 @@ LONGEST_PAUSE = 30.0  # seconds
 SHORTEST_LIFE = 0.5  # seconds between two starts of one of the N: so often at most, where a task ends each process at once
 HEALTHY = 60.0  # seconds of life after which a failure is the first one again
 PATIENCE = 5.0  # seconds beyond the shutdown timeout until a process that does not end is killed
+SILENCE = 60.0  # seconds without a beat until a process is killed that does not compute
+COMPUTES = 0.05  # of the processor; threads that only wait for the interpreter use less
+GLANCE = 2.0  # seconds that count between two looks at a process; there are more where this one was stopped itself
 DEFAULT_GRACE = 30.0  # seconds; until a process has told its shutdown timeout
 CANNOT_START = (2, 3)
 
@@ -48,12 +54,32 @@ class _Slot:
         self.is_ready = False
         self.is_over = False  # it has said that it ends by itself
         self.is_killed = False
+        self.looked_at = 0.0
+        self.silence = 0.0  # seconds without a beat
+        self.used: float | None = None  # seconds of processor, at the last beat
 
     def start(self, words: list[str], pass_on: list[int]) -> None:
         self.child = Child(words, label=str(self.number), pass_on=pass_on)
         self.started_at = time.monotonic()
         self.start_at = None
         self.is_ready = self.is_over = self.is_killed = False
+
+    def is_heard(self, child: Child) -> None:
+        self.silence = 0.0
+        self.used = child.used()
+
+    def is_silent(self, child: Child) -> bool:
+        """Whether it must be killed: it was ready, and nothing is heard of it any more."""
+        now = time.monotonic()
+        passed, self.looked_at = min(now - self.looked_at, GLANCE), now
+        if not self.is_ready or self.is_over:
+            return False
+        self.silence += passed
+        if self.silence >= SILENCE / 6:
+            used = child.used()
+            if used is None or self.used is None or used - self.used >= COMPUTES * self.silence:
+                self.is_heard(child)
+        return self.silence >= SILENCE
 
     def start_again(self) -> float:
         """Have another one started; the seconds until then."""
@@ -130,7 +156,7 @@ class Supervisor:
         if self._kill_at is not None and not all(slot.is_killed for slot in self._running()):
             moments.append(self._kill_at)
         timeout = min([LOOK if self._groups else 1.0, *(max(0.0, moment - time.monotonic()) for moment in moments)])
-        news = [slot.child.news for slot in self._running() if slot.child is not None and not slot.is_ready]
+        news = [slot.child.news for slot in self._running() if slot.child is not None and not slot.child.is_cut]
         with suppress(OSError):
             if self._wake_read in select.select([self._wake_read, *news], [], [], timeout)[0]:
                 os.read(self._wake_read, 4096)
@@ -172,6 +198,8 @@ class Supervisor:
                 self._groups.append(Group(child.pid))
                 health.forget(self._place, label=str(slot.number), pid=child.pid)
                 self._has_ended(slot, child.pid, code)
+            elif slot.is_silent(child):
+                self._kill(slot, child, f"has been silent for {SILENCE:g} s")
         self._groups = [group for group in self._groups if not group.is_over]
         if not self._is_ready and all(slot.has_been_ready for slot in self._slots):
             self._is_ready = True
@@ -182,6 +210,7 @@ class Supervisor:
     def _read_news(self, slot: _Slot, child: Child) -> None:
         for line in child.read_news():
             word, _, value = line.partition(" ")
+            slot.is_heard(child)
             if word == "ready":
                 slot.is_ready = slot.has_been_ready = True
                 if self._args.shutdown_timeout is None:
@@ -208,6 +237,12 @@ class Supervisor:
             f" in {pause:g} s" if pause else "",
         )
 
+    def _kill(self, slot: _Slot, child: Child, why: str) -> None:
+        if not slot.is_killed:
+            slot.is_killed = True
+            logger.error("worker process %d (pid %d) %s: killing it; its tasks will run again", slot.number, child.pid, why)
+            child.process.kill()
+
     # Stopping
 
     def _obey(self) -> None:
@@ -225,11 +260,8 @@ class Supervisor:
         for slot in self._running():
             assert slot.child is not None
             slot.child.order(self._level)
-            if now >= self._kill_at and not slot.is_killed:
-                slot.is_killed = True
-                logger.error("worker process %d (pid %d) does not end: killing it; its tasks will run again",
-                             slot.number, slot.child.pid)
-                slot.child.process.kill()
+            if now >= self._kill_at:
+                self._kill(slot, slot.child, "does not end")
                 self._code = self._code or 1
 
     # Health

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from machinery_py.cli import health, leftovers, logs, reload
 from machinery_py.cli.banner import READY, banner, say
+from machinery_py.cli.guard import BROKEN, Guard
 from machinery_py.cli.processes import STOP_NOW, Link, Orders
 from machinery_py.errors import BackendUnavailable, BrokerUnavailable, MachineryError
 from machinery_py.events import WorkerOnline
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-BROKEN = 1  # exit code of a worker that could not go on
 
 
 def worker(args: argparse.Namespace) -> int:
@@ -65,6 +65,7 @@ def _work(args: argparse.Namespace, link: Link) -> int:
             stack.enter_context(health.serve(args.health_host, args.health_port, lambda: True, vital.is_ready))
         orders.follow(lambda level: one.abort() if level == STOP_NOW else one.quit(),
                       grace=f" (at most {one.shutdown_timeout:g} s; once more to stop now)")
+        stack.enter_context(Guard(link, one.blame))
         try:
             code = _launch(one, ready)
         finally:

@@ -302,6 +302,14 @@ class Worker:
                 logger.warning("this worker could not sign off, and will be found gone: %s", error)
             self.engine.events.emit(WorkerOffline(worker=self.name, processed=self.processed))
 
+    def blame(self) -> None:
+        """Give a strike to all that was begun here and is not settled, should this process die now."""
+        session = self._session
+        if session is not None:
+            for execution in self._receiver.held():
+                if execution.call_started:
+                    session.run_begins(execution.delivery)
+
     @property
     def ready(self) -> bool:
         """Whether the store answers: tasks can be received and settled."""

@@ -14,7 +14,11 @@ import urllib.request
 import pytest
 
 from machinery_py.testing.waiting import wait_until
-from tests.system.cli_app import HANG, App, app_in_a_folder
+from tests.servers import rabbitmq_server
+from tests.stores.amqp_case import amqp_url, vhosts
+from tests.system.cli_app import HANG, TASKS, App, app_in_a_folder
+
+__all__ = ["amqp_url", "rabbitmq_server", "vhosts"]
 
 app = app_in_a_folder
 
@@ -144,6 +148,20 @@ def test_no_secret_is_in_the_banner(app: App) -> None:
 
     assert all("hunter2" not in done.stdout + done.stderr for done in shown)
     assert all("mongodb://ada:***@localhost:27017" in done.stdout + done.stderr for done in shown[1:])  # a worker shows no lock
+
+
+@pytest.mark.parametrize("store", ["sqlite", "redis", "amqp"])
+def test_a_worker_whose_descriptors_a_task_has_closed_ends(app: App, store: str, request: pytest.FixtureRequest) -> None:
+    app.write("tasks.py", TASKS + "\n@server.task\ndef close() -> None:\n    os.closerange(0, 21)\n")
+    if store != "sqlite":
+        url = request.getfixturevalue({"redis": "empty_redis", "amqp": "amqp_url"}[store])
+        app.env["MACHINERY_URL"] = str(getattr(url, "url", url))
+    worker = app.worker("-c", "1")
+
+    app.send("close")
+
+    assert worker.wait() == 1
+    assert "a task has closed descriptors of this worker: ending at once" in worker.err
 
 
 # Logs

@@ -240,6 +240,64 @@ def test_reload_and_several_processes_go_together(app: App) -> None:
     assert process.stop() == 0
 
 
+# Tasks that break their process
+
+
+CLOSING = TASKS + """
+@server.task
+def close(low: int, high: int) -> None:
+    os.closerange(low, high)
+
+@server.task
+def hang() -> None:
+    import ctypes
+    with open(HERE / "notes.txt", "a") as file:
+        file.write(f"hang {os.getpid()}\\n")
+    ctypes.PyDLL(None).pause()  # the interpreter is not let go
+
+@server.task
+def compute() -> int:
+    return sum(range(300_000_000))  # nor here, for some seconds
+"""
+
+
+def test_a_process_whose_descriptors_a_task_has_closed_is_replaced(app: App) -> None:
+    app.write("tasks.py", CLOSING)
+    process = app.worker("-p", "2", "-c", "1")
+    first = workers(process)
+
+    app.send("close", "0", "21")
+
+    wait_until(lambda: len(set(workers(process)) - set(first)) == 1, HANG)
+    assert app.json("send", "tasks", "add", "1", "2", "--wait", "--timeout", f"{HANG:g}")["result"] == 3
+    assert process.stop() == 0
+
+
+def test_a_process_that_is_silent_is_replaced(app: App) -> None:
+    app.write("tasks.py", CLOSING)
+    app.write("patience/sitecustomize.py", "from machinery_py.cli import supervisor\nsupervisor.SILENCE = 5.0\n")
+    process = app.worker("-p", "2", "-c", "1", PYTHONPATH=str(app.folder / "patience"))
+
+    app.send("hang")
+    wait_until(lambda: app.notes, HANG)
+
+    process.wait_for(f"(pid {app.notes[0][1]}) has been silent for 5 s: killing it; its tasks will run again\n")
+    process.signal(signal.SIGTERM)
+    process.signal(signal.SIGTERM)
+    process.wait()
+
+
+def test_a_process_that_computes_is_not_taken_for_a_silent_one(app: App) -> None:
+    app.write("tasks.py", CLOSING)
+    app.write("patience/sitecustomize.py", "from machinery_py.cli import supervisor\nsupervisor.SILENCE = 3.0\n")
+    process = app.worker("-p", "2", "-c", "1", PYTHONPATH=str(app.folder / "patience"))
+
+    assert app.json("send", "tasks", "compute", "--wait", "--timeout", f"{HANG:g}")["result"] == 44999999850000000
+
+    assert "killing it" not in process.err
+    assert process.stop() == 0
+
+
 # Health
 
 
