@@ -8,7 +8,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Container, MutableMapping, Sequence
+
+from machinery_py.errors import StoreUnusable
+from machinery_py.urls import redact
 
 #: All URLs as they were configured, and the one that has just failed → the one to try next. From any thread.
 Strategy = Callable[[Sequence[str], str], str]
@@ -26,3 +29,20 @@ def shuffle(urls: Sequence[str], failed: str) -> str:
 
 #: What the option `broker_failover_strategy` may be; add your own.
 STRATEGIES: MutableMapping[str, Strategy] = {"round-robin": round_robin, "shuffle": shuffle}
+
+
+def following(strategy: Strategy, urls: Sequence[str], failed: str, known: Container[str]) -> str:
+    """The URL to be tried after that which failed.
+
+    Raises:
+        StoreUnusable: the strategy raised, or chose something else.
+    """
+    if len(urls) == 1:
+        return failed
+    try:
+        chosen = strategy(urls, failed)
+    except Exception as error:  # the user's function
+        raise StoreUnusable(f"broker_failover_strategy raised {error!r} after {redact(failed)}") from error
+    if chosen not in known:
+        raise StoreUnusable(f"broker_failover_strategy chose {redact(str(chosen))!r} (expected one of the broker URLs)")
+    return chosen

@@ -23,7 +23,7 @@ from machinery_py._drivers.amqp_publisher import Publisher
 from machinery_py._drivers.amqp_url import AmqpUrl, parse_amqp_url
 from machinery_py.clock import Clock, SystemClock, micros
 from machinery_py.errors import BrokerUnavailable, MachineryError, StoreUnusable
-from machinery_py.failover import Strategy, round_robin
+from machinery_py.failover import Strategy, following, round_robin
 from machinery_py.forks import ForkLock
 from machinery_py.urls import redact
 
@@ -97,10 +97,7 @@ class AmqpDriver:
             return link
 
     def _after(self, failed: str) -> str:
-        chosen = self._strategy(self.urls, failed) if len(self.urls) > 1 else failed
-        if chosen not in self._parsed:
-            raise StoreUnusable(f"broker_failover_strategy chose {redact(str(chosen))!r} (expected one of the broker URLs)")
-        return chosen
+        return following(self._strategy, self.urls, failed, self._parsed)
 
     def _check(self, url: str, error: BaseException | None) -> None:
         """Raise what another try would not better."""

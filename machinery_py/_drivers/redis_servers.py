@@ -23,7 +23,7 @@ from machinery_py import descriptors
 from machinery_py._drivers.redis_errors import Kind, kind_of
 from machinery_py._drivers.redis_url import RedisUrl, parse_redis_url
 from machinery_py.errors import MachineryError, StoreUnusable
-from machinery_py.failover import Strategy, round_robin
+from machinery_py.failover import Strategy, following, round_robin
 from machinery_py.urls import redact
 
 logger = logging.getLogger(__name__)
@@ -127,15 +127,7 @@ class Servers:
     # One round
 
     def _after(self, failed: str) -> str:
-        if len(self.urls) == 1:
-            return failed
-        try:
-            chosen = self._strategy(self.urls, failed)
-        except Exception as error:  # the user's function
-            raise StoreUnusable(f"broker_failover_strategy raised {error!r} after {redact(failed)}") from error
-        if chosen not in self._parsed:
-            raise StoreUnusable(f"broker_failover_strategy chose {redact(str(chosen))!r} (expected one of the broker URLs)")
-        return chosen
+        return following(self._strategy, self.urls, failed, self._parsed)
 
     def _report(self, failed: str, error: Exception, following: str, number: int) -> None:
         total = len(self.urls)

@@ -288,7 +288,7 @@ class Execution:
         if isinstance(error, NoRetry) or self.revoked:
             retryable = False
         elif settings.retry_on is not None:
-            retryable = isinstance(error, settings.retry_on)
+            retryable = isinstance(error, (*settings.retry_on, TimeLimitExceeded))
         else:
             retryable = True
         return Failed(

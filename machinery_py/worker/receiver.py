@@ -16,6 +16,7 @@ from machinery_py.brokers.base import Delivery, Fate
 from machinery_py.endings import revoked_among
 from machinery_py.engine import Engine
 from machinery_py.errors import MachineryError
+from machinery_py.events import TaskStarted
 from machinery_py.queues import QueueOrder
 from machinery_py.settlement.base import Session
 from machinery_py.worker.acceptance import accept, peek
@@ -32,6 +33,7 @@ PREFETCH_WINDOW = 0.1  # seconds of work that is held in advance
 RECEIVE_TIMEOUT = 1.0  # seconds of one waiting claim
 BURST_TIMEOUT = 0.05  # seconds; a worker that ends when nothing is left need not wait for more
 SMOOTHING = 0.1  # weight of the newest run in the average
+TELLING = 5.0  # seconds; longer than handlers of events take
 LONELY_STRIKES = 2  # a task that this many dying workers ran is run with nothing beside it
 
 
@@ -57,6 +59,7 @@ class Receiver:
         self._stop = threading.Event()
         self._mean = 0.0  # seconds a run takes, of late
         self._held: dict[int, Execution] = {}
+        self._telling: Sequence[Execution] = ()
         self._lonely: list[Execution] = []
         self._courtesy = Courtesy()
         self._cautious = False  # the last claim brought suspects; see _hold_back
@@ -86,7 +89,8 @@ class Receiver:
         return list(self._held.values())
 
     def settled(self, executions: Sequence[Execution]) -> None:
-        """They are over: there is room for others. Called in the settler's thread."""
+        """They are over: there is room for others. Called in the settler's thread, and `told` after it."""
+        self._telling = executions
         for execution in executions:
             self._held.pop(id(execution), None)
             if execution.runtime:
@@ -94,6 +98,10 @@ class Receiver:
         # Once for all of a commit: each wake-up costs the threads that run tasks a turn of the interpreter.
         with self._room:
             self._room.notify()
+
+    def told(self) -> None:
+        """All that goes with their end was told."""
+        self._telling = ()
 
     def _limit(self) -> int:
         """How many may be held."""
@@ -172,6 +180,8 @@ class Receiver:
             self._held[id(execution)] = execution
         revoked = self._revoked(executions)
         self._hold_back(executions)
+        if self._engine.events.wants(TaskStarted):
+            self._let_tell(executions)
         for execution in executions:
             if accept(execution, revoked):
                 if execution.delivery.strikes >= LONELY_STRIKES:
@@ -182,6 +192,16 @@ class Receiver:
             else:
                 self._settler.put(execution)
                 self._note_return(execution)
+
+    def _let_tell(self, executions: Sequence[Execution]) -> None:
+        """Let TaskRetried of a run be told before TaskStarted of the next, whose message may be here before that."""
+        retried = {execution.signature.uuid for execution in executions if execution.signature.run}
+        deadline = time.monotonic() + TELLING
+        while retried and time.monotonic() < deadline:
+            ended = [one for one in self.held() if one.is_over]
+            if not any(one.signature.uuid in retried for one in (*ended, *self._telling)):
+                return
+            self._stop.wait(0.005)
 
     def _note_return(self, execution: Execution) -> None:
         """Remember when a task comes back that is not known here."""

@@ -244,6 +244,7 @@ class Worker:
         # Before the first claim: whatever that brings, this worker could start.
         engine.events.emit(WorkerOnline(worker=self.name))
         self._settler.start()
+        engine.events.emit(WorkerOnline(worker=self.name))  # before the first beat, and the first task
         self._upkeep.start()
         self._receiver.start()
         if self._declared is not None:
@@ -405,6 +406,7 @@ class Worker:
             else:
                 log_fenced(execution, verdict)
             tell(self.engine, execution, verdict)
+        self._receiver.told()
         let_next(self.engine, executions, verdicts)
 
     def _handle_signals(self) -> dict[signal.Signals, Any]:

@@ -72,7 +72,7 @@ class Pool:
         [delivery] = self.session.receive(1, HANG)
         execution = Execution(self.server.engine, Hooks(), delivery, "w")
         assert peek(execution)
-        assert accept(execution, ())
+        assert accept(execution, {})
         self.executors.submit(execution)
         return execution
 

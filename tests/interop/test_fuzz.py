@@ -69,7 +69,7 @@ def test_messages_of_go_mean_the_same_to_python(go: Peer, seed: int) -> None:
     for before, after in zip(made, go.ask("decode", messages=again), strict=True):
         assert not after.get("error"), (before, after)
         assert normal(json.loads(after["wire"])) == normal(json.loads(before["wire"]))
-        assert all(map(alike, after["args"] or [], before["args"] or []))
+        assert all(alike(one, other) for one, other in zip(after["args"] or [], before["args"] or [], strict=True))
 
 
 def alike(after: Any, before: Any) -> bool:

@@ -84,7 +84,7 @@ def test_what_has_not_begun_when_the_connection_breaks_is_not_begun(server: Serv
     for delivery in deliveries:
         execution = Execution(server.engine, Hooks(), delivery, "w")
         assert peek(execution)
-        assert accept(execution, ())
+        assert accept(execution, {})
         executors.submit(execution)
     wait_until(lambda: runs == [0], HANG, "the first task")
 

@@ -244,6 +244,15 @@ def test_a_strategy_of_ones_own_is_named_in_the_configuration(
     assert empty_redis.cli("LLEN", "machinery_tasks") == 1
 
 
+@pytest.mark.parametrize("scheme", ["redis", "amqp"])
+def test_a_strategy_that_raises_is_named(monkeypatch: pytest.MonkeyPatch, scheme: str) -> None:
+    monkeypatch.setitem(STRATEGIES, "broken", lambda urls, failed: urls[1 // 0])
+    urls = [dead().replace("redis://", f"{scheme}://guest") for _ in range(2)]
+    with pytest.raises(StoreUnusable, match="broker_failover_strategy raised ZeroDivisionError.* after ") as caught:
+        send(several(*urls, broker_failover_strategy="broken"))
+    assert "sesame" not in str(caught.value)
+
+
 def test_an_unknown_strategy_and_other_stores_are_refused() -> None:
     with pytest.raises(ConfigError, match="broker_failover_strategy: found 'shufle' .*did you mean 'shuffle'"):
         send(several("redis://a", "redis://b", broker_failover_strategy="shufle"), "a")

@@ -140,6 +140,15 @@ class WorkerConformance(QueueConformance):
             assert fine.get(timeout=HANG) == 3
         assert idle.calls == []
 
+    def test_a_run_past_its_time_limit_is_retried_whatever_is_retried_besides(self, app: App) -> None:
+        @app.server.task(time_limit=0.2, retries=1, backoff=[0.0], retry_on=(ConnectionError,))
+        def slow() -> int:
+            while current_task().attempt == 1:
+                app.gate("never").wait(0.005)
+            return current_task().attempt
+
+        assert slow.send().get(timeout=HANG) == 2
+
     def test_a_run_ends_at_its_time_limit(self, app: App) -> None:
         @app.server.task(time_limit=0.2)
         def stuck() -> None:
