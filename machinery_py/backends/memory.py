@@ -66,7 +66,7 @@ class MemoryBackend(TransactionalBackend):
     def _load(self, uuids: Iterable[str]) -> dict[str, Row]:
         rows = self._rows
         return {uuid: Row(state=row.state, mark=row.mark, epoch=row.epoch)
-                for uuid in uuids if (row := rows.get(uuid)) is not None}
+                for uuid in uuids if (row := rows.get(uuid)) is not None and not self._is_over(uuid, row.state)}
 
     def _save(self, rows: Sequence[tuple[str, Row]]) -> None:
         now = self.now()
@@ -172,7 +172,7 @@ class MemoryBackend(TransactionalBackend):
         with self.hub.lock:
             rows = self._rows
             return {uuid: row.state for uuid in uuids
-                    if (row := rows.get(uuid)) is not None and row.state is not None}
+                    if (row := rows.get(uuid)) is not None and row.state is not None and not self._is_over(uuid, row.state)}
 
     def get_group(self, group_uuid: str) -> GroupMeta | None:
         with self.hub.lock:
@@ -197,13 +197,16 @@ class MemoryBackend(TransactionalBackend):
                 one = self._rows[uuid].state
                 if len(found) >= limit or (since is not None and self._changed_at[uuid] < since):
                     break
-                if one is not None and state in (None, one.state) and name in ("", one.task_name):
+                if one is None or state not in (None, one.state) or name not in ("", one.task_name):
+                    continue
+                if not self._is_over(uuid, one):
                     found.append(one)
             return found
 
     def find(self, prefix: str, limit: int = 2) -> list[str]:
         with self.hub.lock:
-            return sorted(uuid for uuid in self._rows if uuid.startswith(prefix))[:limit]
+            return sorted(uuid for uuid, row in self._rows.items()
+                          if uuid.startswith(prefix) and not self._is_over(uuid, row.state))[:limit]
 
     def finished_since(self, moment: dt.datetime) -> dict[str, tuple[int, int]]:
         counts: dict[str, tuple[int, int]] = {}
@@ -260,6 +263,12 @@ class MemoryBackend(TransactionalBackend):
                 if group.touched_at <= before and not group.ready and self._is_forsaken(group):
                     self.purge_group_meta(name)
         return SWEEP
+
+    def _is_over(self, uuid: str, state: TaskState | None) -> bool:
+        """Whether it has expired, and only no sweep has come yet."""
+        if state is None or not state.is_finished:
+            return False
+        return self._changed_at[uuid] <= self.now() - dt.timedelta(seconds=self.expire_in) and uuid not in self._awaited()
 
     def _awaited(self) -> set[str]:
         """Members whose results a chord will want, at most a week after the last one came in."""

@@ -11,7 +11,7 @@ from machinery_py._drivers.mongo import Document, MongoDriver, Store
 from machinery_py.backends import mongo_groups
 from machinery_py.backends.base import REVOKED_LIFE, Backend, ReadyGroup
 from machinery_py.backends.mongo_listener import MongoListener
-from machinery_py.backends.mongo_records import state_of
+from machinery_py.backends.mongo_records import is_over, state_of
 from machinery_py.backends.mongo_tasks import BATCH, MongoTasks
 from machinery_py.clock import micros
 from machinery_py.states import Arrival, GroupMeta, State, TaskState
@@ -31,12 +31,14 @@ class MongoLooking(Backend):
         return self._tasks.marks(uuids)
 
     def get_states(self, uuids: Sequence[str]) -> dict[str, TaskState]:
+        now = self.driver.now()
+
         def read(store: Store) -> dict[str, TaskState]:
             return {
                 state.task_uuid: state
                 for start in range(0, len(uuids), BATCH)
                 for one in store.tasks.find({"_id": {"$in": list(uuids[start : start + BATCH])}})
-                if (state := state_of(one)) is not None
+                if not is_over(one, now) and (state := state_of(one)) is not None
             }
 
         return self._tasks.run(read, "reading states") if uuids else {}
@@ -65,12 +67,14 @@ class MongoLooking(Backend):
         documents = self._tasks.run(
             lambda store: list(store.tasks.find(query).sort("changed_at", -1).limit(limit)), "listing states"
         )
-        return [one for document in documents if (one := state_of(document)) is not None]
+        now = self.driver.now()
+        return [one for document in documents if not is_over(document, now) and (one := state_of(document)) is not None]
 
     def find(self, prefix: str, limit: int = 2) -> list[str]:
         query = {"_id": {"$gte": prefix, "$lt": prefix + "\U0010ffff"}}
         return self._tasks.run(
-            lambda store: [one["_id"] for one in store.tasks.find(query, {"_id": 1}).sort("_id", 1).limit(limit)],
+            lambda store: [one["_id"] for one in store.tasks.find(query, {"expires_at": 1}).sort("_id", 1).limit(limit)
+                           if not is_over(one, self.driver.now())],
             "looking for a task",
         )
 

@@ -45,12 +45,19 @@ class Kept(Row, kw_only=True):
     deed_at: int = 0
 
 
-def kept_of(document: Document) -> Kept:
+def is_over(document: Document, now: int) -> bool:
+    """Whether it has expired, and only no sweep has come yet."""
+    return 0 < (document.get("expires_at") or 0) <= now
+
+
+def kept_of(document: Document, now: int) -> Kept:
+    """`now`: µs; what has expired is written over as if it had no state."""
     version = int(document.get("version") or 0)
+    over = is_over(document, now)
     return Kept(
-        state=state_of(document), mark=str(document.get("mark") or ""), epoch=int(document.get("epoch") or 0),
-        version=version, word=str(document.get("state") or ""), deed=bytes(document.get("deed") or b""),
-        deed_at=int(document.get("deed_at") or 0),
+        state=None if over else state_of(document), mark="" if over else str(document.get("mark") or ""),
+        epoch=int(document.get("epoch") or 0), version=version, word=str(document.get("state") or ""),
+        deed=bytes(document.get("deed") or b""), deed_at=int(document.get("deed_at") or 0),
     )
 
 

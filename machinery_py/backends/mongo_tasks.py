@@ -50,11 +50,11 @@ class MongoTasks:
 
     def load(self, uuids: Iterable[str]) -> dict[str, Kept]:
         """The documents that there are, for writing over them."""
-        wanted = list(dict.fromkeys(uuids))
+        wanted, now = list(dict.fromkeys(uuids)), self.driver.now()
 
         def read(store: Store) -> dict[str, Kept]:
             return {
-                one["_id"]: kept_of(one)
+                one["_id"]: kept_of(one, now)
                 for start in range(0, len(wanted), BATCH)
                 for one in store.tasks.find({"_id": {"$in": wanted[start : start + BATCH]}}, _SLIM)
                 .batch_size(BATCH + 1)

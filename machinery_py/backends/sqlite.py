@@ -28,6 +28,7 @@ from machinery_py.backends.sqlite_records import (
     LOAD,
     SAVE,
     SAVE_OVER,
+    STANDS,
     decode_bodies,
     decode_kept,
     encode_bodies,
@@ -126,7 +127,7 @@ class SQLiteBackend(TransactionalBackend):
         with self.driver.reading() as connection:
             return {
                 kept.uuid: Row(state=kept.task_state() if kept.state else None, mark=kept.mark, epoch=kept.epoch)
-                for kept in decode_kept(connection.execute(LOAD, (as_json(wanted),)).fetchone()[0])
+                for kept in decode_kept(connection.execute(LOAD, (as_json(wanted), self.driver.now())).fetchone()[0])
             }
 
     def _save(self, rows: Sequence[tuple[str, Row]]) -> None:
@@ -252,10 +253,10 @@ class SQLiteBackend(TransactionalBackend):
         return [marks.get(uuid, "") for uuid in uuids]
 
     def get_states(self, uuids: Sequence[str]) -> dict[str, TaskState]:
-        query = f"SELECT {ALL} FROM tasks WHERE uuid IN (SELECT value FROM json_each(?)) AND state IS NOT NULL"
+        query = f"SELECT {ALL} FROM tasks WHERE uuid IN (SELECT value FROM json_each(?)) AND state IS NOT NULL AND {STANDS}"
         states: dict[str, TaskState] = {}
         for start in range(0, len(uuids), READ):
-            for row in self._read(query, as_json(uuids[start : start + READ])):
+            for row in self._read(query, as_json(uuids[start : start + READ]), self.driver.now()):
                 states[row[0]] = state_of(row)
         return states
 
@@ -286,8 +287,8 @@ class SQLiteBackend(TransactionalBackend):
     def list_states(
         self, *, state: State | None = None, name: str = "", since: dt.datetime | None = None, limit: int = 100
     ) -> list[TaskState]:
-        query = _LISTED
-        parameters: list[object] = [0 if since is None else micros(since)]
+        query = f"{_LISTED} AND {STANDS}"
+        parameters: list[object] = [0 if since is None else micros(since), self.driver.now()]
         if state is not None:
             query, parameters = f"{query} AND state = ?", [*parameters, state.value]
         if name:
@@ -296,7 +297,8 @@ class SQLiteBackend(TransactionalBackend):
 
     def find(self, prefix: str, limit: int = 2) -> list[str]:
         found = self._read(
-            "SELECT uuid FROM tasks WHERE uuid >= ? AND uuid < ? ORDER BY uuid LIMIT ?", *_range(prefix), limit
+            f"SELECT uuid FROM tasks WHERE uuid >= ? AND uuid < ? AND {STANDS} ORDER BY uuid LIMIT ?", *_range(prefix),
+            self.driver.now(), limit,
         )
         return [uuid for (uuid,) in found]
 

@@ -22,17 +22,26 @@ COLUMNS = (
 )
 ALL = f"{COLUMNS}, results, message"
 
-# In: UUIDs (JSON). Out: one JSON array, so that it is one step. Without results and message: only finished tasks have
-# them, and what is finished is never written again from what was loaded.
+#: In: now. Less what is finished and whose time is over, but for the members of chords that are not settled.
+STANDS = """
+(expires_at IS NULL OR expires_at > ? OR EXISTS (
+    SELECT 1 FROM group_members AS m JOIN groups AS g ON g.uuid = m.group_uuid
+    WHERE m.task_uuid = tasks.uuid AND g.fired = 0 AND g.callback <> x''))
+"""
+
+# In: UUIDs (JSON), now. Out: one JSON array, so that it is one step. Without results: only finished tasks have them, and what
+# is finished is never written again from what was loaded. Without message, which SAVE_OVER keeps.
 LOAD = f"""
-SELECT json_group_array(json_array({COLUMNS}, mark, epoch)) FROM tasks WHERE uuid IN (SELECT value FROM json_each(?))
+SELECT json_group_array(json_array({COLUMNS}, mark, epoch)) FROM tasks
+WHERE uuid IN (SELECT value FROM json_each(?)) AND {STANDS}
 """
 
 SAVE = f"INSERT INTO tasks ({COLUMNS}, mark, epoch, changed_at, expires_at, results, message)"
 SAVE_OVER = "ON CONFLICT (uuid) DO UPDATE SET " + ", ".join(
     f"{name.strip()} = excluded.{name.strip()}"
-    for name in f"{COLUMNS}, mark, epoch, changed_at, expires_at, results, message".split(",")[1:]
-)
+    for name in f"{COLUMNS}, mark, epoch, changed_at, expires_at, results".split(",")[1:]
+) + ", message = CASE WHEN excluded.state = state AND excluded.run = run THEN coalesce(excluded.message, message)" \
+    " ELSE excluded.message END"
 
 
 class Kept(msgspec.Struct, array_like=True, gc=False):

@@ -7,6 +7,7 @@ import weakref
 from machinery_py._drivers.memory import MemoryHub
 from machinery_py.backends.memory import MemoryBackend
 from machinery_py.brokers.memory import MemoryBroker
+from machinery_py.errors import ConfigError
 from machinery_py.families.base import Family, FamilyOptions
 from machinery_py.forks import ForkLock
 from machinery_py.locks.memory import MemoryLock
@@ -18,6 +19,7 @@ class _Shared:
     """The stores behind one memory URL."""
 
     def __init__(self, options: FamilyOptions) -> None:
+        self.options = options
         self.hub = MemoryHub(options.clock)
         self.broker = MemoryBroker(self.hub, lease=options.lease)
         self.backend = MemoryBackend(self.hub, expire_in=options.expire_in)
@@ -36,7 +38,9 @@ class MemoryFamily(Family):
         name = StoreUrl.parse(url).name
         with _naming:
             shared = _named.get(name) if name else None
-            if shared is None:
+            if shared is not None:
+                _check(url, shared.options, options)
+            else:
                 shared = _Shared(options)
                 if name:
                     _named[name] = shared
@@ -53,3 +57,14 @@ class MemoryFamily(Family):
 
     def together(self) -> OneStore:
         return OneStore(self._shared.broker, self._shared.backend, self._shared.hub.transaction)
+
+
+def _check(url: str, first: FamilyOptions, options: FamilyOptions) -> None:
+    """Raise ConfigError if the store works by other options than this Server would have it."""
+    for name, there, here in (
+        ("lease", first.lease, options.lease), ("results_expire_in", first.expire_in, options.expire_in),
+        ("clock", first.clock, options.clock),
+    ):
+        if there is not here and there != here:
+            raise ConfigError(f"{url}: {name} is {there!r} in the Server that opened this store first, and {here!r} here "
+                              "(give both the same, or name another store)")

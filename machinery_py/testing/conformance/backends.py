@@ -172,6 +172,18 @@ class BackendConformance(ChangeConformance):
         unfinished = {state for state in State if not state.is_finished}
         assert {state.state for state in kept.values()} == (unfinished if backend.features.keeps_unfinished else set())
 
+    def test_what_has_expired_is_not_there_before_any_sweep(self, backend: Backend, clock: ManualClock) -> None:
+        write(backend, state_of("old", State.SUCCESS))
+        clock.advance(self.expire_in * 0.9)
+        assert set(backend.get_states(["old"])) == {"old"}
+        clock.advance(self.expire_in * 0.2)
+
+        assert backend.get_states(["old"]) == {}
+        if backend.features.listing:
+            assert (backend.list_states(), backend.find("ol")) == ([], [])
+        write(backend, state_of("old"))  # sent again
+        assert backend.get_state("old").state is State.PENDING
+
     def test_a_task_is_kept_from_when_it_finished(self, backend: Backend, clock: ManualClock) -> None:
         write(backend, state_of("t"))
         clock.advance(self.expire_in * 0.9)

@@ -108,15 +108,18 @@ class ChangeConformance(GroupConformance):
         if not backend.features.conditional:
             return  # refused, as the test above has seen
         write(backend, state_of("retried", State.RETRY), state_of("next", State.STARTED, run=1))
+        write(backend, state_of("waiting", message=b"-"))
         success = state_of("done", State.SUCCESS)
         backend.apply([Change(key="done", mark="m", states=(success,), outbox=(b"1", b"\x002"))])
 
-        begun = backend.begin([("done", 0), ("retried", 0), ("retried", 1), ("next", 0), ("next", 1), ("unknown", 0)])
+        names = [("done", 0), ("retried", 0), ("retried", 1), ("next", 0), ("next", 1), ("unknown", 0), ("waiting", 0)]
+        begun = backend.begin(names)
 
-        assert [one.finished for one in begun] == [True, True, False, True, False, False]
+        assert [one.finished for one in begun] == [True, True, False, True, False, False, False]
         assert list(begun[0].outbox) == [b"1", b"\x002"]
-        assert [list(one.outbox) for one in begun[1:]] == [[]] * 5
+        assert [list(one.outbox) for one in begun[1:]] == [[]] * 6
         assert all(one.epoch > 0 for one in begun if not one.finished)
+        assert backend.get_state("waiting").message == b"-"
         assert backend.get_states(["unknown"]) == {}
 
     def test_an_outbox_is_kept_until_it_is_cleared(self, backend: Backend, clock: ManualClock) -> None:
