@@ -175,7 +175,16 @@ def failing(signature: Signature[Any]) -> bytes:
         on_success = signature.on_success
     if not (on_success or signature.on_error or signature.chord_callback or _last_of(signature)):
         return ALONE
-    return encode_signature(signature.replace(args=(), on_success=on_success))
+    bare = signature.replace(uuid="", eta=None, args=(), on_success=on_success)
+    # The members of a chord are sent together, and what their failures take along is mostly the same.
+    last, kept = _encoded[0]
+    if bare.chord_callback is None or bare.chord_callback is not last.chord_callback or bare != last:
+        kept = encode_signature(bare)
+        _encoded[0] = bare, kept
+    return kept
+
+
+_encoded: list[tuple[Signature[Any], bytes]] = [(Signature(name=""), b"")]  # the last one
 
 
 def _holds_members(signature: Signature[Any]) -> bool:

@@ -33,7 +33,7 @@ Row = tuple[bytes | None, bytes | None]
 _ours = msgspec.msgpack.Decoder(_Ours).decode
 decode_rows = msgspec.msgpack.Decoder(list[Row]).decode
 _CREATED = b'"CreatedAt":"'
-_PLAIN: dict[tuple[str, int], bytes] = {}  # our fields of a state that has none but its attempt
+_PLAIN: dict[tuple[str, int, bytes], bytes] = {}  # our fields of a state that has none but its attempt, and `outcomes.ALONE`
 _MOST = 2**31  # seconds; a longer expiry is refused by Redis
 
 
@@ -78,11 +78,11 @@ def _kept(state: TaskState, now: dt.datetime) -> int:
 
 def _our_fields(state: TaskState) -> bytes:
     finished, eta = state.finished_at, state.eta
-    if finished is None and eta is None and not state.error_type and not state.traceback and not state.message:
-        key = (state.state._value_, state.attempt)
+    if finished is None and eta is None and not state.error_type and not state.traceback and len(state.message) < 2:
+        key = (state.state._value_, state.attempt, state.message)
         plain = _PLAIN.get(key)
         if plain is None:
-            plain = pack(key)
+            plain = pack((*key[:2], "", "", None, None, state.message) if state.message else key[:2])
             if len(_PLAIN) < 1024:
                 _PLAIN[key] = plain
         return plain
