@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -37,6 +38,15 @@ def pytest_configure(config: pytest.Config) -> None:
         from tests.matrix import Matrix
 
         config.pluginmanager.register(Matrix())
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _what_consumers_ran_is_known_to_this_run_alone() -> Iterator[None]:
+    """Their files lie in the folder for temporary ones: no earlier run's may be there. A short path, for sockets."""
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="mpy") as folder:
+        patch.setenv("TMPDIR", folder)
+        patch.setattr(tempfile, "tempdir", folder)
+        yield
 
 
 @pytest.fixture(autouse=True)

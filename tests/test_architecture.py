@@ -40,10 +40,10 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "brokers backends locks settlement",
         "backends.transactional settlement.base",
         "_drivers _drivers.memory _drivers.tokens _drivers.doorbell _drivers.sqlite_errors _drivers.sqlite_schema"
-        " _drivers.sqlite_rows _drivers.sqlite_handles _drivers.sqlite_runs"
+        " _drivers.sqlite_rows _drivers.sqlite_handles"
         " _drivers.redis_durability _drivers.redis_errors _drivers.redis_keys _drivers.redis_lua _drivers.session_info"
-        " _drivers.amqp_frames _drivers.mongo_errors _drivers.mongo_durability",
-        "_drivers.sqlite_open _drivers.sqlite_sessions _drivers.redis_servers _drivers.redis_slots _drivers.redis_pool"
+        " _drivers.run_table _drivers.amqp_frames _drivers.mongo_errors _drivers.mongo_durability",
+        "_drivers.sqlite_open _drivers.session_files _drivers.redis_servers _drivers.redis_slots _drivers.redis_pool"
         " _drivers.amqp_connection _drivers.amqp_confirms",
         "_drivers.redis _drivers.redis_nodes _drivers.amqp_link",
         "_drivers.redis_tries _drivers.amqp_publisher _drivers.amqp_reader",

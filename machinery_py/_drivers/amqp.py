@@ -61,6 +61,10 @@ class AmqpDriver:
         self._pid = os.getpid()
 
     @property
+    def vhost(self) -> str:
+        return self._parsed[self._current].vhost
+
+    @property
     def place(self) -> str:
         """The server in use: for texts."""
         return self._parsed[self._current].place

@@ -2,7 +2,7 @@
 
     <file>, <file>-wal, <file>-shm    the database, mode 0600; tables in sqlite_schema.py
     <file>-bells/                     who sleeps (doorbell.py)
-    <file>-sessions/                  who lives (sqlite_sessions.py)
+    <file>-sessions/                  who lives (session_files.py)
 
 Each process has one connection that writes, under one lock, and others that read and never wait for it. A transaction
 is `BEGIN IMMEDIATE`, so that it never fails for being late. What the outside is told about is committed with fsync;

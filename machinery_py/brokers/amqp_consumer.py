@@ -3,13 +3,17 @@
 It has a connection of its own. When that, or the channel on it, is gone, all that was held belongs to others from that moment:
 the server has put it back. What was delivered in an older life is never acknowledged in a newer one.
 
-Limits: RabbitMQ counts no deaths; it says that a message was delivered before, and no more. So the first return of a message
-is one strike, whatever the reason; a suspect is counted exactly from then on, see amqp_holding.
+RabbitMQ counts no deaths; it says that a message was delivered before, and no more. So whoever gets one that came back looks
+whether a consumer of this host ran it that lives no more (session_files.py): that is a strike.
+
+Limits: what died on another host is not seen, and is no strike; what came back is counted exactly when it runs again, see
+amqp_holding.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import itertools
 import logging
 import os
@@ -17,7 +21,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -25,6 +29,7 @@ import msgspec
 
 from machinery_py._drivers.amqp import AmqpDriver, translated
 from machinery_py._drivers.amqp_link import Channel, ChannelLost, Link, LinkLost, settle
+from machinery_py._drivers.session_files import host_file, host_folder, ran_by_the_dead
 from machinery_py.brokers.amqp_gets import Getter
 from machinery_py.brokers.amqp_holding import Held, Holding
 from machinery_py.brokers.amqp_messages import FENCE, STRIKES, Taken
@@ -38,6 +43,9 @@ from machinery_py.brokers.base import Consumer, Delivery, Disposal, Fate, Worker
 from machinery_py.errors import BrokerUnavailable, MachineryError
 
 logger = logging.getLogger(__name__)
+
+KIND = "amqp"  # of the files that say what consumers run
+MARKED = 512  # bytes of a message that it is known by; the UUID is in front
 
 _receipts = itertools.count(1)
 
@@ -61,6 +69,8 @@ class AMQPConsumer(Consumer):
         self._birth: object = None
         self._gates = Gates()
         self._taking = Taking(self._gates, driver.timeout)
+        self._vhost = driver.vhost.encode()
+        self._file = host_file(KIND)
         self._given_up = self._closed = False
         self._hold_for = consumer_timeout / 2
         now = driver.clock.now()
@@ -170,6 +180,9 @@ class AMQPConsumer(Consumer):
                 self._birth = None
                 self._given_up = True
                 self._held.clear()
+                # What it ran is somebody else's now, who shall see that in the file of one who lives no more.
+                self._file.abandon()
+                self._file = host_file(KIND)
 
     def _report(self) -> Report:
         holding: dict[str, int] = {}
@@ -202,11 +215,12 @@ class AMQPConsumer(Consumer):
     def _hold(self, life: Life, found: Sequence[Taken], limit: int) -> list[Delivery]:
         now = self._driver.clock.monotonic()
         deliveries: list[Delivery] = []
+        blamed = ran_by_the_dead(host_folder(KIND)) if any(one.redelivered for one in found) else set()
         with self._lock:
             if self._life is not life or self._birth is None:
                 return []  # they are back already
             for one in found[:limit]:
-                delivery = self._delivery(one)
+                delivery = self._delivery(one, blamed)
                 channel = life.getter.channel if life.getter is not None and one.gotten else life.main
                 self._held[delivery.receipt] = Held(
                     delivery, one, channel, one.tag, now, self._birth, subscription=one.subscription)
@@ -216,10 +230,16 @@ class AMQPConsumer(Consumer):
             self._settle(life.main, surplus)
         return deliveries
 
-    def _delivery(self, one: Taken) -> Delivery:
+    def _mark_of(self, body: bytes) -> int:
+        """What a message is noted with in its consumer's file."""
+        return int.from_bytes(hashlib.blake2b(self._vhost + body[:MARKED], digest_size=8).digest(), "little")
+
+    def _delivery(self, one: Taken, blamed: Collection[int]) -> Delivery:
         fence, strikes = one.number(FENCE) + 1, one.number(STRIKES)
         if one.redelivered:
-            fence, strikes = fence + 1, max(strikes, 1)
+            fence = fence + 1
+            if not strikes and self._mark_of(one.body) in blamed:
+                strikes = 1  # a further one would be in its header
         return Delivery(
             body=one.body, queue=one.queue, receipt=f"{self.info.session}:{next(_receipts)}", fence=fence, strikes=strikes,
             parks=self._returns.parks(one), priority=one.priority, sent_at=one.sent_at,
@@ -301,11 +321,18 @@ class AMQPConsumer(Consumer):
 
     def run_begins(self, delivery: Delivery) -> None:
         held = self._held.get(delivery.receipt)
-        if delivery.strikes and held is not None and not held.moved:
+        if held is None:
+            return
+        self._file.begins(self._mark_of(delivery.body))
+        held.begun = True
+        if delivery.strikes or held.one.redelivered:
             try:
                 self._move([held])
             except MachineryError as error:
                 logger.warning("a suspect task runs uncounted: %s", error)
+
+    def run_ends(self, delivery: Delivery) -> None:
+        self._file.ends(self._mark_of(delivery.body))
 
     def _move(self, held: Sequence[Held]) -> None:
         """Hold these in the holding queue from now on."""
@@ -330,6 +357,7 @@ class AMQPConsumer(Consumer):
     def beat(self) -> bool:
         if self._closed:
             return True
+        self._file.touch()
         life = self._open()
         with translated(self._driver.place, "asking which queues are paused"):
             self._look_for_marks(life.link)  # and keeps the connection open that answers to questions go through
@@ -366,6 +394,7 @@ class AMQPConsumer(Consumer):
             if life.main.is_open:
                 life.main.close()
             life.link.close()
+        self._file.end()
 
 
 def _is_published(held: Held, disposal: Disposal) -> bool:

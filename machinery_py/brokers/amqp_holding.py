@@ -4,7 +4,7 @@ A delivery is moved into our holding queue for two reasons:
 
 - RabbitMQ ends a channel on which a delivery is unacknowledged for longer than its `consumer_timeout`, 30 minutes unless it
   is configured. What runs longer is moved before that, and again as often as it takes.
-- A suspect (it came back before) is about to run: the copy says one strike more.
+- A suspect (it came back before) is about to run: the copy says one strike more. What has not begun gets none.
 
 The holding queue has one subscriber, us; what is in it is unacknowledged on our channel, so its time to live does not run.
 When we die the server puts it back, its time is over at once, and dead-lettering brings it to the queue it came from.
@@ -48,6 +48,7 @@ class Held(msgspec.Struct, gc=False, eq=False):
     since: float
     birth: object
     moved: bool = False
+    begun: bool = False
     subscription: str = ""  # to be ended before it is settled
 
 
@@ -88,7 +89,7 @@ class Holding:
 
     def _addressed(self, held: Held, number: int) -> Addressed:
         delivery = held.delivery
-        headers = own_headers(held.one) | {COPY: number, FENCE: delivery.fence, STRIKES: delivery.strikes + 1}
+        headers = own_headers(held.one) | {COPY: number, FENCE: delivery.fence, STRIKES: delivery.strikes + held.begun}
         return Addressed(parcel_of(
             "", self._names[delivery.queue], body=delivery.body, uuid=held.one.uuid, name=held.one.name,
             priority=delivery.priority, headers=headers,

@@ -30,10 +30,9 @@ class BrokerFeatures(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     priorities: bool = True
     peeking: bool = True  # waiting and delayed messages can be listed without taking them
     pausing: bool = True  # a queue can be paused
-    sees_runs: bool = False  # of what a dead consumer held, only what it ran gets a strike
     deduplicates: bool = True  # a token is known to all processes; else to the one that used it, unless a reply was lost
     whole_batches: bool = True  # nobody sees a part of what one call has put
-    counts_returns: bool = True  # else the first return counts as a death: strike 1 and fence 2, whoever gave it back
+    counts_returns: bool = True  # else the fence counts the first return alone
     tells_age: bool = True  # QueueStats.oldest_at is known
 
 
@@ -63,8 +62,7 @@ class Delivery(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         receipt: hashable; means something to the store alone. Unique for this handing-over.
         fence: grows with each delivery of the message; see BrokerFeatures.counts_returns.
         epoch: of a result backend that is another store: grows with each delivery of the task that was begun. 0: there is none.
-        strikes: how many consumers died (or lost their lease) while they ran it; where the broker cannot know what ran
-            (see BrokerFeatures.sees_runs), while they held it.
+        strikes: how many consumers died (or lost their lease) while they ran it; fewer, if nobody could see what one of them ran.
         sent_at: when it was put on the queue, if the broker knows.
     """
 
@@ -173,7 +171,7 @@ class Consumer(ABC):
     def run_begins(self, delivery: Delivery) -> None:  # noqa: B027 - not every broker can make use of it
         """The task is called now: if this consumer dies before `run_ends`, it gets a strike.
 
-        No round trip is made, but for a task that has a strike already and a broker that cannot see runs in another way.
+        A round trip is made for what came back alone, and only where a consumer may die in a place that nobody sees.
         """
 
     def run_ends(self, delivery: Delivery) -> None:  # noqa: B027

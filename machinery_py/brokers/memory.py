@@ -68,7 +68,7 @@ class _Hold:
 class MemoryBroker(Broker):
     """Queues as heaps under the hub's lock."""
 
-    features = BrokerFeatures(name="memory", durable=False, shared=False, embedded=True, sees_runs=True)
+    features = BrokerFeatures(name="memory", durable=False, shared=False, embedded=True)
 
     def __init__(self, hub: MemoryHub, *, lease: float = LEASE) -> None:
         self.hub = hub

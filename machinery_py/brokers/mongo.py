@@ -22,6 +22,7 @@ from typing import TypeVar
 import msgspec
 
 from machinery_py._drivers.mongo import Document, MongoDriver, Store, insert_new
+from machinery_py._drivers.session_files import bury, host_folder, ran
 from machinery_py._drivers.session_info import SessionInfo, is_dead
 from machinery_py.brokers.base import (
     Broker,
@@ -32,7 +33,7 @@ from machinery_py.brokers.base import (
     WorkerInfo,
     close_all,
 )
-from machinery_py.brokers.mongo_consumer import ORDER, MongoConsumer, decode_info
+from machinery_py.brokers.mongo_consumer import KIND, ORDER, MongoConsumer, decode_info
 from machinery_py.brokers.mongo_messages import QUEUED, Status, documents_of, letter_of, message_of, release, untake
 from machinery_py.clock import moment_of
 from machinery_py.durability import Concern
@@ -245,7 +246,9 @@ class MongoBroker(Broker):
             self._give_back(session)
 
     def _give_back(self, session: str) -> None:
-        self._run(lambda store: release(store, session, strikes=1), "giving a dead worker's messages back")
+        began = ran(host_folder(KIND), session)
+        self._run(lambda store: release(store, session, began), "giving a dead worker's messages back")
+        bury(host_folder(KIND), session)
         self.driver.ring("messages")
 
     # Looking

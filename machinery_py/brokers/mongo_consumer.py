@@ -8,14 +8,13 @@ Asleep, a consumer looks again ever more rarely; what this process publishes wak
 paused it looks for the mark alone.
 
 Limits: what another process publishes is noticed at the next look: at a tenth of the time since the last message, 10 ms to
-half a second. What a dead consumer held gets a strike, whether it ran or not.
+half a second.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
-import secrets
 import socket
 import threading
 import time
@@ -25,15 +24,27 @@ import msgspec
 from pymongo import DeleteOne, ReturnDocument
 
 from machinery_py._drivers.mongo import Document, MongoDriver, Store, insert_new, printable
+from machinery_py._drivers.session_files import host_file
 from machinery_py._drivers.session_info import SessionInfo, encode_info, place, started
 from machinery_py.brokers.base import WAITING, Consumer, Delivery, Disposal, Fate
-from machinery_py.brokers.mongo_messages import FREE, SUSPECT, Receipt, Status, delivery_of, held, paused_of, release, untake
+from machinery_py.brokers.mongo_messages import (
+    FREE,
+    Receipt,
+    Status,
+    delivery_of,
+    held,
+    mark_of,
+    paused_of,
+    release,
+    untake,
+)
 from machinery_py.clock import micros
 from machinery_py.errors import BrokerUnavailable, MachineryError
 
 SOONEST, LATEST = 0.01, 0.5  # seconds between two looks
 LOST_LIFE = 30.0  # seconds that a claim without a reply is asked for
 TRIES = 5  # claims in a row that rivals may spoil
+KIND = "mongodb"  # of the files that say what consumers run
 ORDER = [("priority", -1), ("order", 1)]
 
 
@@ -59,7 +70,8 @@ class MongoConsumer(Consumer):
         self._start_session()
 
     def _start_session(self) -> None:
-        session = secrets.token_hex(12)
+        file = host_file(KIND)
+        session = file.key
         now = self._driver.now()
         info = SessionInfo(
             name=self._worker, host=socket.gethostname(), place=place(), pid=os.getpid(), pid_started=started(os.getpid()),
@@ -72,7 +84,7 @@ class MongoConsumer(Consumer):
             insert_new(store.machinery_sessions, [document])
 
         self._driver.run(register, doing="registering a worker", away=BrokerUnavailable)
-        self.session = session
+        self.session, self._file = session, file
 
     # Claiming
 
@@ -233,16 +245,20 @@ class MongoConsumer(Consumer):
         return [ours.get(_id(delivery)) == delivery.receipt.lease for delivery in deliveries]
 
     def run_begins(self, delivery: Delivery) -> None:
-        # All that is held when a worker dies gets a first strike, for nobody knows what ran; further ones only what ran.
-        if delivery.strikes < SUSPECT:
+        self._file.begins(mark_of(_id(delivery)))
+        if not delivery.redelivered:
             return
+        # As in Redis: what the last worker may have died of counts from now on wherever this one dies.
         try:
             self._driver.run(
                 lambda store: store.machinery_messages.update_one(held(delivery), {"$set": {"begun": 1}}),
-                doing="beginning a suspect", away=BrokerUnavailable,
+                doing="beginning a task that came back", away=BrokerUnavailable,
             )
         except MachineryError:
-            return  # if it kills this worker now, the next one blames it
+            return  # if it kills this worker now, the next death counts
+
+    def run_ends(self, delivery: Delivery) -> None:
+        self._file.ends(mark_of(_id(delivery)))
 
     # Living
 
@@ -250,6 +266,7 @@ class MongoConsumer(Consumer):
         if self._closed:
             return True
         with self._starting:
+            self._file.touch()
             beat: Document = {"$inc": {"beats": 1}, "$set": {"beat_at": self._driver.now()}}
             alive = self._driver.run(
                 lambda store: store.machinery_sessions.update_one({"_id": self.session}, beat).matched_count > 0,
@@ -258,10 +275,10 @@ class MongoConsumer(Consumer):
             if alive:
                 return True
             before = self.session
+            self._file.end()
             self._start_session()
             # It may have claimed something after it was given up; the others would find that at their next look.
-            self._driver.run(lambda store: release(store, before, strikes=0), doing="giving messages back",
-                             away=BrokerUnavailable)
+            self._driver.run(lambda store: release(store, before, ()), doing="giving messages back", away=BrokerUnavailable)
             return False
 
     def wake(self) -> None:
@@ -276,9 +293,10 @@ class MongoConsumer(Consumer):
 
         def leave(store: Store) -> None:
             store.machinery_sessions.delete_one({"_id": self.session})
-            release(store, self.session, strikes=0)
+            release(store, self.session, ())
 
         self._driver.run(leave, doing="giving messages back", away=BrokerUnavailable)
+        self._file.end()
         self._driver.ring("messages")
 
 

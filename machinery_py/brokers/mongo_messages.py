@@ -6,16 +6,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import secrets
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
 from machinery_py._drivers.mongo import Document, Store, printable
 from machinery_py.brokers.base import DeadLetter, Delivery, Message
 from machinery_py.clock import micros, moment_of
-
-SUSPECT = 1  # strikes after which only a run that is known to have begun is blamed
 
 
 class Status(IntEnum):
@@ -95,16 +94,27 @@ def held(delivery: Delivery) -> Document:
     return {"_id": id, "lease": lease, "status": int(Status.HELD)}
 
 
-def release(store: Store, session: str, *, strikes: int) -> None:
-    """Give back what a session holds, to its old places. May be repeated. Who is blamed: redis_consumer.py says the same."""
+def mark_of(id: str) -> int:
+    """What a message is noted with in its consumer's file."""
+    return int.from_bytes(hashlib.blake2b(id.encode(), digest_size=8).digest(), "little")
+
+
+def release(store: Store, session: str, began: Collection[int] | None) -> None:
+    """Give back what a session holds, to its old places. May be repeated.
+
+    Args:
+        began: the marks of what gets a strike. None: what is noted here as begun.
+    """
     untake(store, {"session": session})
+    messages = store.machinery_messages
     back: Document = {"$set": {**FREE, "status": int(Status.WAITING)}}
-    blamed: Document = {**back, "$inc": {"strikes": strikes}}
     mine: Document = {"session": session, "status": int(Status.HELD)}
-    if strikes:
-        store.machinery_messages.update_many({**mine, "begun": 1}, blamed)
-        store.machinery_messages.update_many({**mine, "strikes": {"$lt": SUSPECT}}, blamed)
-    store.machinery_messages.update_many(mine, back)
+    which: Document = {"begun": 1}
+    if began:
+        which = {"_id": {"$in": [one["_id"] for one in messages.find(mine, {"_id": 1}) if mark_of(one["_id"]) in began]}}
+    if began is None or began:
+        messages.update_many({**mine, **which}, {**back, "$inc": {"strikes": 1}})
+    messages.update_many(mine, back)
 
 
 def untake(store: Store, which: Document) -> None:

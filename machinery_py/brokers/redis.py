@@ -3,8 +3,7 @@
 A consumer that has not beaten for a lease, by the server's clock, is given up at the second look; one whose process on this
 host has ended, at the first.
 
-Limits: one server; in a cluster it is the broker of one queue (redis_cluster.py). What a dead consumer held gets a strike,
-whether it ran or not.
+Limits: one server; in a cluster it is the broker of one queue (redis_cluster.py).
 """
 
 from __future__ import annotations
@@ -22,10 +21,11 @@ import msgspec
 from machinery_py._drivers.redis import RedisDriver
 from machinery_py._drivers.redis_keys import queue_keys
 from machinery_py._drivers.redis_lua import Script, pack, raw
+from machinery_py._drivers.session_files import bury, host_folder
 from machinery_py._drivers.session_info import SessionInfo, decode_info, is_dead
 from machinery_py.brokers import redis_looking, redis_scripts
 from machinery_py.brokers.base import Broker, BrokerFeatures, DeadLetter, Message, QueueStats, WorkerInfo, close_all
-from machinery_py.brokers.redis_consumer import RedisConsumer
+from machinery_py.brokers.redis_consumer import KIND, RedisConsumer, began_by
 from machinery_py.brokers.redis_messages import (
     EMPTY,
     Packed,
@@ -152,11 +152,18 @@ class RedisBroker(Broker):
                 self._suspects[session] = (beat, first if young else now)
 
     def _condemn(self, session: bytes, queues: Sequence[str], beat: str) -> None:
-        _, rung = self._run(
-            redis_scripts.CONDEMN, self.driver.now(), session.decode(), [queue_keys(queue) for queue in queues], beat, 1,
-            redis_scripts.GRAVE, doing="giving a dead worker's messages back",
+        if self._give_up(session.decode(), queues, beat):
+            bury(host_folder(KIND), session.decode())
+
+    def _give_up(self, session: str, queues: Sequence[str], beat: str) -> bool:
+        """Give back what it held, if it has not beaten since. False: it has, or somebody was faster."""
+        began = began_by(session, queues)
+        held, rung = self._run(
+            redis_scripts.CONDEMN, self.driver.now(), session, [queue_keys(queue) for queue in queues], beat,
+            False if began is None else began, redis_scripts.GRAVE, doing="giving a dead worker's messages back",
         )
         self.driver.unblock(rung)
+        return bool(held >= 0)
 
     def _move_due(self, patience: float = math.inf) -> None:
         """Bring what is due in Go's delayed set to its queues, the oldest first; one step, and more for so many seconds."""

@@ -102,8 +102,8 @@ class QueueBroker(RedisBroker):
         return self._queues()
 
     def _condemn(self, session: bytes, queues: Sequence[str], beat: str) -> None:
-        # What the session holds of its other queues, their own brokers give back.
-        super()._condemn(session, [self.queue], beat)
+        # What the session holds of its other queues, their own brokers give back; they read its file, too.
+        self._give_up(session.decode(), [self.queue], beat)
 
 
 class ClusterBroker(Broker):

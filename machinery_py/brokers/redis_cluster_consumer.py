@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 import time
 from collections.abc import Callable, Sequence
 
@@ -28,9 +27,10 @@ from machinery_py._drivers.redis_keys import queue_keys
 from machinery_py._drivers.redis_lua import pack
 from machinery_py._drivers.redis_slots import clustered
 from machinery_py._drivers.redis_tries import Request, command_at, passing, script_at
+from machinery_py._drivers.session_files import SessionFile, host_file
 from machinery_py.brokers import redis_scripts
 from machinery_py.brokers.base import Consumer, Delivery, Disposal
-from machinery_py.brokers.redis_consumer import RedisConsumer
+from machinery_py.brokers.redis_consumer import KIND, RedisConsumer
 from machinery_py.errors import BrokerUnavailable, MachineryError
 
 logger = logging.getLogger(__name__)
@@ -53,8 +53,8 @@ class _Part(RedisConsumer):
         self._look_at = 0.0
         super().__init__(self.driver, (self.queue,), worker=worker, move_due=move_due)
 
-    def _new_session(self) -> str:
-        return self._owner.next_session
+    def _new_file(self) -> SessionFile:
+        return self._owner.file
 
     def _listed(self) -> tuple[str, ...]:
         return self._owner.queues
@@ -151,7 +151,7 @@ class ClusterConsumer(Consumer):
     def __init__(self, places: Sequence[Place], *, worker: str, patience: float) -> None:
         """`patience`: seconds for a beat."""
         self.queues = tuple(queue for queue, _, _ in places)
-        self.next_session = secrets.token_hex(12)
+        self.file = host_file(KIND)  # of its session, or of the next one while that begins
         self.bed: _Part | None = None  # where it sleeps, while it does
         self.sleeper = ""  # the number of its connection there
         self._parts: list[_Part] = []
@@ -256,9 +256,13 @@ class ClusterConsumer(Consumer):
     def run_begins(self, delivery: Delivery) -> None:
         self._part_of(delivery).run_begins(delivery)
 
+    def run_ends(self, delivery: Delivery) -> None:
+        self._part_of(delivery).run_ends(delivery)
+
     def beat(self) -> bool:
         if self._closed:
             return True
+        self.file.touch()
         # All in one round trip, and soon: a node that is away must not keep the queues of others from hearing of us.
         cluster = self._parts[0].driver.cluster
         registered = cluster.ask([part.beat_request() for part in self._parts], doing="beating", away=BrokerUnavailable,
@@ -267,7 +271,8 @@ class ClusterConsumer(Consumer):
             return True
         # Given up in one queue is given up in all: a session that is over changes nothing any more.
         self._restarting = True
-        self.next_session = secrets.token_hex(12)
+        self.file.end()
+        self.file = host_file(KIND)
         for part in self._parts:
             part.restart()
         self._restarting = False

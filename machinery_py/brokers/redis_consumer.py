@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import itertools
 import os
-import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import msgspec
@@ -23,10 +23,10 @@ from machinery_py._drivers.redis import Link, RedisDriver, command
 from machinery_py._drivers.redis_errors import Kind, kind_of
 from machinery_py._drivers.redis_keys import queue_keys
 from machinery_py._drivers.redis_lua import pack, raw
+from machinery_py._drivers.session_files import SessionFile, host_file, host_folder, ran
 from machinery_py._drivers.session_info import SessionInfo, encode_info, place, started
 from machinery_py.brokers import redis_scripts
 from machinery_py.brokers.base import WAITING, Consumer, Delivery, Disposal, Fate
-from machinery_py.brokers.redis_lua import SUSPECT
 from machinery_py.brokers.redis_messages import EMPTY, head_of, printable
 from machinery_py.clock import micros
 from machinery_py.errors import BrokerUnavailable, MachineryError
@@ -35,6 +35,7 @@ BLOCK = 1.0  # seconds of one sleep; shorter than half a lease
 LINK_TIMEOUT = 3.0  # seconds for the reply to a claim, beyond its sleep
 LOST_LIFE = 30.0  # seconds that a claim without a reply is asked for
 WAKE_TRIES = 20  # a wake may come before the sleep it is to end
+KIND = "redis"  # of the files that say what consumers run
 
 _claimed = msgspec.msgpack.Decoder(list[tuple[int, int, int, int, int, int, list[bytes]]]).decode
 
@@ -52,6 +53,7 @@ class RedisConsumer(Consumer):
         self._keys = [queue_keys(queue) for queue in self._queues]
         self._bed: tuple[str, str] | None = None  # the queue that it sleeps at, as the last claim said
         self._places = {queue: index for index, queue in enumerate(self._queues)}
+        self._marks = {queue: mark_of(queue) for queue in self._queues}
         self._worker = printable(worker)
         self._move_due = move_due
         self._block = min(BLOCK, driver.limits.block)
@@ -67,17 +69,19 @@ class RedisConsumer(Consumer):
         self._start_session()
 
     def _start_session(self) -> None:
-        session = self._new_session()
+        file = self._new_file()
+        session = file.key
         info = SessionInfo(
             name=self._worker, host=socket.gethostname(), place=place(), pid=os.getpid(), pid_started=started(os.getpid()),
             queues=self._listed(), started_at=micros(self._driver.clock.now()),
         )
         argument = pack((self._driver.now(), session, raw(encode_info(info)), self._keys))
         self._driver.run(redis_scripts.REGISTER, argument, doing="registering a worker", away=BrokerUnavailable)
-        self.session = session
+        self.session, self._file = session, file
 
-    def _new_session(self) -> str:
-        return secrets.token_hex(12)
+    def _new_file(self) -> SessionFile:
+        """Under whose key it lives."""
+        return host_file(KIND)
 
     def _sleeper(self, link: Link) -> tuple[str, bool]:
         """The connection that others are to wake, and whether it sleeps where no claim of this one sees it."""
@@ -233,15 +237,22 @@ class RedisConsumer(Consumer):
         )]
 
     def run_begins(self, delivery: Delivery) -> None:
-        # All that is held when a worker dies gets a first strike, for nobody knows what ran; further ones only what ran.
-        if delivery.strikes < SUSPECT:
-            return
         index, number = self.place_of(delivery)
+        if number:
+            self._file.begins(self._marks[delivery.queue] | int(number))
+        if not delivery.redelivered:
+            return
+        # It may be what the last worker died of, and nobody could see it. Noted in Redis too it counts wherever this one dies.
         argument = pack((self.session, self._keys[index][1], number))
         try:
-            self._driver.run(redis_scripts.BEGIN, argument, doing="beginning a suspect", away=BrokerUnavailable)
+            self._driver.run(redis_scripts.BEGIN, argument, doing="beginning a task that came back", away=BrokerUnavailable)
         except MachineryError:
-            return  # if it kills this worker now, the next one blames it
+            return  # if it kills this worker now, the next death counts
+
+    def run_ends(self, delivery: Delivery) -> None:
+        _, number = self.place_of(delivery)
+        if number:
+            self._file.ends(self._marks[delivery.queue] | int(number))
 
     # Living
 
@@ -249,6 +260,7 @@ class RedisConsumer(Consumer):
         if self._closed:
             return True
         with self._starting:
+            self._file.touch()
             argument = pack((self._driver.now(), self.session, self._keys))
             if self._driver.run(redis_scripts.BEAT, argument, doing="beating", away=BrokerUnavailable):
                 return True
@@ -280,9 +292,23 @@ class RedisConsumer(Consumer):
 
     def _give_up(self, grave: int) -> None:
         """Leave the registries; what is still held goes back."""
-        argument = pack((self._driver.now(), self.session, self._keys, "", 0, grave))
+        argument = pack((self._driver.now(), self.session, self._keys, "", [()] * len(self._keys), grave))
         _, rung = self._driver.run(redis_scripts.CONDEMN, argument, doing="giving messages back", away=BrokerUnavailable)
         self._driver.unblock(rung)
+        self._file.end()
+
+
+def mark_of(queue: str) -> int:
+    """What a delivery's number is noted with, since each queue counts its own."""
+    return zlib.crc32(queue.encode(errors="replace")) << 32
+
+
+def began_by(session: str, queues: Collection[str]) -> list[list[str]] | None:
+    """For each queue the receipts of what a session ran when it died. None: that cannot be known here."""
+    ids = ran(host_folder(KIND), session)
+    if ids is None:
+        return None
+    return [[str(id & 0xFFFFFFFF) for id in ids if id & ~0xFFFFFFFF == mark_of(queue)] for queue in queues]
 
 
 def end_of(disposal: Disposal) -> tuple[str, int, msgspec.Raw]:

@@ -11,7 +11,6 @@ from machinery_py._drivers.redis_pool import DELAYED
 
 MARK_EVERY = 250_000  # µs between two notes of when a place of a queue was filled
 MARKS = 4096  # of these notes
-SUSPECT = 1  # strikes after which only a run that is known to have begun is blamed
 
 # give: puts bodies on a queue's list, at its head or tail, and notes when; the first that a queue ever gets, that it is there.
 # check: raises, before anything is written, if a key that these messages come to is something else.
@@ -108,7 +107,8 @@ end
 """, DELAYED=DELAYED, EVERY=MARK_EVERY, MARKS=MARKS)
 
 # unwrap: the parts of an entry of a session, or of a parked message.
-# back: gives entries of a session to the heads of their lists, in their old order, with so many strikes more.
+# back: gives entries of a session to the heads of their lists, in their old order; `guilty` are the receipts that get a strike.
+# empty: gives back all that a session has of a queue; `began` gets a strike, or if that is false what the session has noted.
 # spoilt: whether somebody keeps something else under the queue's name.
 # usable: raises, before anything is written, if somebody does so with one of the keys that entries need which come back, wait or
 # die. can_empty: the same for all that a session has of a queue.
@@ -121,14 +121,12 @@ local function unwrap(text)
   return {number = number, level = tonumber(level), fence = tonumber(fence), strikes = tonumber(strikes),
           parks = tonumber(parks), label = string.sub(text, at, at + size - 1), body = string.sub(text, at + size)}
 end
-local function back(q, entries, strikes, now, rung, begun)
+local function back(q, entries, guilty, now, rung)
   table.sort(entries, function(a, b) return tonumber(a[1]) > tonumber(b[1]) end)
   for _, entry in ipairs(entries) do
     local m = unwrap(entry[2])
     give(q, m.level, {m.body}, true, now, rung)
-    local more = strikes
-    if m.strikes >= $SUSPECT and not (begun and call('SISMEMBER', begun, entry[1]) == 1) then more = 0 end
-    note(q, m.body, m.fence, m.strikes + more, m.parks, m.label)
+    note(q, m.body, m.fence, m.strikes + (guilty[entry[1]] or 0), m.parks, m.label)
   end
 end
 local used = {}
@@ -152,8 +150,9 @@ local function can_empty(q, session)
   key_type(p .. 'r:' .. session, 'set')
   usable(q, call('HVALS', p .. 'f:' .. session))
 end
-local function empty(q, session, strikes, now, rung)
-  local flight, arrivals, entries = q[2] .. 'f:' .. session, q[2] .. 'i:' .. session, {}
+local function empty(q, session, began, now, rung)
+  local flight, arrivals, noted = q[2] .. 'f:' .. session, q[2] .. 'i:' .. session, q[2] .. 'r:' .. session
+  local entries, guilty = {}, {}
   while true do
     local body = call('RPOP', arrivals)
     if not body then break end
@@ -161,9 +160,9 @@ local function empty(q, session, strikes, now, rung)
   end
   local all = call('HGETALL', flight)
   for i = 1, #all, 2 do entries[#entries + 1] = {all[i], all[i + 1]} end
-  call('DEL', flight)
-  back(q, entries, strikes, now, rung, q[2] .. 'r:' .. session)
-  call('DEL', q[2] .. 'r:' .. session)
+  for _, receipt in ipairs(began or call('SMEMBERS', noted)) do guilty[receipt] = 1 end
+  call('DEL', flight, noted)
+  back(q, entries, guilty, now, rung)
   return #entries
 end
 local soonest = {}
@@ -235,7 +234,7 @@ end
 local function give_backs(backs, now, rung)
   for q, entries in pairs(backs) do
     for _, entry in ipairs(entries) do call('HDEL', entry[3], entry[1]) end
-    back(q, entries, 0, now, rung)
+    back(q, entries, {}, now, rung)
   end
 end
-""", DELAYED=DELAYED, SUSPECT=SUSPECT)
+""", DELAYED=DELAYED)

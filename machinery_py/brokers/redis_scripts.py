@@ -195,10 +195,14 @@ give_backs(backs, now, rung)
 return {table.concat(verdicts), rung}
 """)
 
-# In: session, prefix of the queue, receipt. Out: nothing. If the session dies now, this delivery gets a strike.
+# In: session, prefix of the queue, receipt. Out: nothing. Notes that this delivery is being run; what is over is forgotten.
 BEGIN = Script(PRELUDE + r"""
 local session, prefix, receipt = unpack(unpacked)
-if call('HEXISTS', prefix .. 'f:' .. session, receipt) == 1 then call('SADD', prefix .. 'r:' .. session, receipt) end
+local flight, noted = prefix .. 'f:' .. session, prefix .. 'r:' .. session
+for _, one in ipairs(call('SMEMBERS', noted)) do
+  if call('HEXISTS', flight, one) == 0 then call('SREM', noted, one) end
+end
+if call('HEXISTS', flight, receipt) == 1 then call('SADD', noted, receipt) end
 """)
 
 # In: session, deliveries (prefix, receipt). Out: 1 or 0 for each.
@@ -208,10 +212,11 @@ for i, d in ipairs(unpacked[2]) do held[i] = call('HEXISTS', d[1] .. 'f:' .. ses
 return held
 """)
 
-# In: now, session, queues, the beat that was seen or "", strikes, µs of its tombstone. Out: -1 if the session has beaten
-# since or is gone, else how many messages it held; connections to be woken.
+# In: now, session, queues, the beat that was seen or "", for each queue the receipts that get a strike (false: what the session
+# has noted), µs of its tombstone. Out: -1 if the session has beaten since or is gone, else how many messages it held; connections
+# to be woken.
 CONDEMN = Script(LIBRARY + r"""
-local text, session, queues, seen, strikes, grave = unpack(unpacked)
+local text, session, queues, seen, began, grave = unpack(unpacked)
 local now, rung, held, there = now_of(text), {}, 0, false
 for _, q in ipairs(queues) do
   key_type(q[1], 'list')
@@ -226,10 +231,10 @@ for _, q in ipairs(queues) do
   key_type(q[2] .. 't', 'zset')
   can_empty(q, session)
 end
-for _, q in ipairs(queues) do
+for index, q in ipairs(queues) do
   call('ZREM', q[2] .. 's', session)
   call('DEL', q[2] .. 'b:' .. session)
-  held = held + empty(q, session, strikes, now, rung)
+  held = held + empty(q, session, began and began[index], now, rung)
   call('ZADD', q[2] .. 't', now + grave, session)
 end
 return {held, rung}
@@ -259,7 +264,7 @@ for _, q in ipairs(queues) do
     local emptied = not spoilt(q)
     for _, session in ipairs(emptied and found.t or {}) do
       if call('EXISTS', q[2] .. 'i:' .. session, q[2] .. 'f:' .. session) > 0 then
-        if pcall(can_empty, q, session) then empty(q, session, 1, now, rung) else emptied = false end
+        if pcall(can_empty, q, session) then empty(q, session, false, now, rung) else emptied = false end
       end
     end
     if emptied then call('ZREMRANGEBYSCORE', q[2] .. 't', '-inf', now) end

@@ -2,7 +2,7 @@
 
     messages    a row each: waiting (status 0), delayed (1) or held (2) by a session; its id is its place in its queue
     dead        dead letters
-    sessions    a row for each consumer; it lives while it holds the lock on its file (_drivers/sqlite_sessions.py)
+    sessions    a row for each consumer; it lives while it holds the lock on its file (_drivers/session_files.py)
     queues      every queue that ever held something or had a consumer
     paused      those that nothing is claimed from
     tokens      submissions of the last ten minutes
@@ -21,10 +21,10 @@ from collections.abc import Sequence
 
 import msgspec
 
-from machinery_py._drivers import session_info, sqlite_sessions
+from machinery_py._drivers import session_files, session_info
+from machinery_py._drivers.session_files import Life
 from machinery_py._drivers.sqlite import SQLiteDriver
 from machinery_py._drivers.sqlite_rows import as_json, insert_rows
-from machinery_py._drivers.sqlite_sessions import Life
 from machinery_py.brokers.base import (
     Broker,
     BrokerFeatures,
@@ -69,7 +69,7 @@ _names = msgspec.json.Decoder(tuple[str, ...]).decode
 class SQLiteBroker(Broker):
     """Queues in the driver's file. The driver belongs to whoever made it."""
 
-    features = BrokerFeatures(name="sqlite", embedded=True, sees_runs=sqlite_sessions.HAS_LOCKS)
+    features = BrokerFeatures(name="sqlite", embedded=True)
 
     def __init__(self, driver: SQLiteDriver, *, lease: float = LEASE) -> None:
         self.driver = driver
@@ -117,7 +117,7 @@ class SQLiteBroker(Broker):
             if self._sweep():
                 self._next_sweep = monotonic
         with self.driver.reading() as connection:
-            others = any(not sqlite_sessions.is_own(key) for (key,) in connection.execute("SELECT key FROM sessions"))
+            others = any(not session_files.is_own(key) for (key,) in connection.execute("SELECT key FROM sessions"))
         interval = LOOK if others else self.lease / 4
         if due is None:
             return interval
@@ -150,17 +150,17 @@ class SQLiteBroker(Broker):
             for number, key in dead:
                 # Only who takes the row gives back: another reaper, or the consumer's own close, may have been faster.
                 if connection.execute("DELETE FROM sessions WHERE id = ?", (number,)).rowcount:
-                    ran = sqlite_sessions.ran(folder, key)
-                    connection.execute(RELEASE, (None if ran is None else as_json(ran), number))
+                    ran = session_files.ran(folder, key)
+                    connection.execute(RELEASE, (None if ran is None else as_json(sorted(ran)), number))
                     reaped += 1
             self.driver.ring("q")
         for number, key in dead:
             self._suspects.discard(number)
-            sqlite_sessions.bury(folder, key)
+            session_files.bury(folder, key)
         return reaped
 
     def _is_dead(self, number: int, key: str, pid: int, place: str, beat_at: int) -> bool:
-        life = sqlite_sessions.look(self.driver.sessions_folder, key)
+        life = session_files.look(self.driver.sessions_folder, key)
         if life is Life.DEAD:
             return True
         if self.driver.now() - beat_at <= self.lease * 1e6 or not (life is Life.UNKNOWN or _is_stopped(pid, place)):
@@ -177,7 +177,7 @@ class SQLiteBroker(Broker):
         with self.driver.reading() as connection:
             old = connection.execute("SELECT 1 FROM tokens WHERE used_at < ? LIMIT 1", (before,)).fetchone()
             keys = {key for (key,) in connection.execute("SELECT key FROM sessions").fetchall()}
-        sqlite_sessions.sweep(self.driver.sessions_folder, keys)
+        session_files.sweep(self.driver.sessions_folder, keys)
         if old is None:
             return False
         with self.driver.claiming() as connection:
@@ -227,7 +227,7 @@ class SQLiteBroker(Broker):
             WorkerInfo(session=key, name=worker, host=host, pid=pid, queues=_names(queues),
                        started_at=moment_of(started_at), beat_at=moment_of(beat_at), holding=holding.get(number, 0))
             for number, key, pid, _, beat_at, worker, host, queues, started_at in rows
-            if sqlite_sessions.look(self.driver.sessions_folder, key) is not Life.DEAD
+            if session_files.look(self.driver.sessions_folder, key) is not Life.DEAD
         ]
 
     def purge(self, queue: str) -> int:
@@ -268,7 +268,7 @@ class SQLiteBroker(Broker):
 
 def _is_stopped(pid: int, place: str) -> bool:
     """Whether that process is suspended; False if it cannot be seen from here."""
-    return place == session_info.place() and sqlite_sessions.is_stopped(pid)
+    return place == session_info.place() and session_files.is_stopped(pid)
 
 
 def _row(message: Message, now: int) -> tuple[object, ...]:

@@ -18,11 +18,13 @@ from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
-from machinery_py._drivers import session_info, sqlite_sessions
+from machinery_py._drivers import session_info
+from machinery_py._drivers.session_files import SessionFile
 from machinery_py._drivers.sqlite import SQLiteDriver
 from machinery_py._drivers.sqlite_rows import as_json, printable
 from machinery_py.brokers.base import WAITING, Consumer, Delivery, Disposal, Fate
 from machinery_py.clock import micros, moment_of
+from machinery_py.errors import MachineryError
 
 BIG = 65536  # bytes
 BEATS = 8  # a beat is written down this often in a lease
@@ -85,10 +87,13 @@ SELECT coalesce(nullif(?, ''), uuid), coalesce(nullif(?, ''), name), queue, body
 FROM messages WHERE id = ?
 """
 
-# In: ids that get a strike (JSON; NULL: all), session. What it held goes back to its place.
+# In: id, session. Its run is noted here where there is no file to note it in: as claim -1.
+_BEGIN = "UPDATE messages SET claim = -1 WHERE id = ? AND status = 2 AND session = ?"
+
+# In: ids that get a strike (JSON; NULL: those that are noted here), session. What it held goes back to its place.
 RELEASE = """
 UPDATE messages INDEXED BY messages_held SET status = 0, session = NULL, claim = NULL,
-    strikes = strikes + (?1 IS NULL OR id IN (SELECT value FROM json_each(?1)))
+    strikes = strikes + iif(?1 IS NULL, claim IS -1, id IN (SELECT value FROM json_each(?1)))
 WHERE status = 2 AND session = ?2
 """
 
@@ -121,18 +126,18 @@ class SQLiteConsumer(Consumer):
 
     def _start_session(self) -> None:
         driver = self._driver
-        key = sqlite_sessions.begin(driver.sessions_folder)
+        file = SessionFile(driver.sessions_folder)
         now = driver.now()
-        row = (key, self._worker, socket.gethostname(), os.getpid(), session_info.place(), self._json, now, now)
+        row = (file.key, self._worker, socket.gethostname(), os.getpid(), session_info.place(), self._json, now, now)
         try:
             with driver.claiming() as connection:
                 self._name_queues(connection, set(self._queues))
                 number = connection.execute(_REGISTER, row).lastrowid or 0
         except BaseException:
-            sqlite_sessions.end(driver.sessions_folder, key)
+            file.end()
             raise
-        self.session, self._number, self._beat_at = key, number, now
-        self._runs = sqlite_sessions.run_table(key)
+        self.session, self._number, self._beat_at = file.key, number, now
+        self._file = file
 
     def receive(self, limit: int, timeout: float, order: Sequence[str] = ()) -> list[Delivery]:
         if self._closed:
@@ -241,12 +246,17 @@ class SQLiteConsumer(Consumer):
         return [ours.get(_id(delivery)) == delivery.fence for delivery in deliveries]
 
     def run_begins(self, delivery: Delivery) -> None:
-        if self._runs is not None:
-            self._runs.begins(_id(delivery))
+        if self._file.notes_runs:
+            self._file.begins(_id(delivery))
+        elif delivery.redelivered:
+            try:
+                with self._driver.claiming() as connection:
+                    connection.execute(_BEGIN, (_id(delivery), self._number))
+            except MachineryError:
+                return  # if it kills this worker now, the next death counts
 
     def run_ends(self, delivery: Delivery) -> None:
-        if self._runs is not None:
-            self._runs.ends(_id(delivery))
+        self._file.ends(_id(delivery))
 
     def beat(self) -> bool:
         if self._closed:
@@ -264,7 +274,7 @@ class SQLiteConsumer(Consumer):
                     alive = connection.execute(update, (now, self._number)).rowcount > 0
                 self._beat_at = now
             if not alive:
-                sqlite_sessions.end(self._driver.sessions_folder, self.session)
+                self._file.end()
                 self._start_session()
             return alive
 
@@ -284,15 +294,16 @@ class SQLiteConsumer(Consumer):
         except BaseException:
             self.abandon()  # then others find us dead
             raise
-        sqlite_sessions.end(self._driver.sessions_folder, self.session)
+        self._file.end()
 
     def abandon(self) -> None:
         """Let go of the proof of life and of nothing else, as a process does that dies."""
-        sqlite_sessions.abandon(self.session)
+        self._file.abandon()
 
     def __del__(self) -> None:
         # Nobody can dispose of what it holds any more: others shall find it dead, not alive as long as this process.
-        self.abandon()
+        if self.session:
+            self.abandon()
 
 
 def _big_body(connection: sqlite3.Connection, id: int) -> bytes | None:

@@ -7,6 +7,7 @@ PREFETCH_WINDOW at the pace of the last tasks. A worker whose tasks are long hol
 from __future__ import annotations
 
 import logging
+import math
 import random
 import threading
 import time
@@ -34,7 +35,8 @@ RECEIVE_TIMEOUT = 1.0  # seconds of one waiting claim
 BURST_TIMEOUT = 0.05  # seconds; a worker that ends when nothing is left need not wait for more
 SMOOTHING = 0.1  # weight of the newest run in the average
 TELLING = 5.0  # seconds; longer than handlers of events take
-LONELY_STRIKES = 2  # a task that this many dying workers ran is run with nothing beside it
+PROBATION = 2.0  # seconds that nothing begins beside a suspect: what kills its process does that soon, as a rule
+PATIENCE = 0.2  # seconds that further suspects wait for the one in front; then other workers may have them
 
 
 class Receiver:
@@ -60,9 +62,8 @@ class Receiver:
         self._mean = 0.0  # seconds a run takes, of late
         self._held: dict[int, Execution] = {}
         self._telling: Sequence[Execution] = ()
-        self._lonely: list[Execution] = []
+        self._suspects: list[Execution] = []  # held, and not submitted yet
         self._courtesy = Courtesy()
-        self._cautious = False  # the last claim brought suspects; see _hold_back
         self._outage = outage
         self.connected = False
         self.received_at = time.monotonic()  # of the last round trip that worked
@@ -118,8 +119,6 @@ class Receiver:
 
     def _free(self) -> int:
         """How many to claim now: none until half of what may be held in advance is gone, so that claims stay large."""
-        if self._cautious:
-            return self._executors.concurrency - len(self._held)
         limit = self._limit()
         free = limit - len(self._held)
         spare = limit - self._executors.concurrency
@@ -128,8 +127,9 @@ class Receiver:
     def _work(self) -> None:
         try:
             while not self._stop.is_set():
-                self._run_lonely()
-                free = self._free() if self._settler.healthy and not self._lonely else 0
+                if self._suspects:
+                    self._run_suspects()
+                free = self._free() if self._settler.healthy and not self._suspects else 0
                 if free <= 0 or not self._may_consume():
                     self._wait_for_room()
                     continue
@@ -179,13 +179,12 @@ class Receiver:
         for execution in executions:
             self._held[id(execution)] = execution
         revoked = self._revoked(executions)
-        self._hold_back(executions)
         if self._engine.events.wants(TaskStarted):
             self._let_tell(executions)
         for execution in executions:
             if accept(execution, revoked):
-                if execution.delivery.strikes >= LONELY_STRIKES:
-                    self._lonely.append(execution)
+                if execution.delivery.strikes:
+                    self._suspects.append(execution)
                     continue
                 self._settler.mark(execution)
                 self._executors.submit(execution)
@@ -209,20 +208,6 @@ class Receiver:
         if settlement is not None and settlement.fate is Fate.LATER and settlement.eta is not None:
             self._courtesy.promise(time.monotonic() + (settlement.eta - self._engine.clock.now()).total_seconds())
 
-    def _hold_back(self, executions: list[Execution]) -> None:
-        """Hold no more suspects than can run, where the broker cannot see what ran.
-
-        There all that a dying worker held gets a strike. Without this a few deaths in a row would make poison of tasks that
-        only waited in it: claimed together, given back together, and claimed together again.
-        """
-        if self._engine.store.broker.features.sees_runs:
-            return
-        suspects = [execution for execution in executions if 0 < execution.delivery.strikes < LONELY_STRIKES]
-        self._cautious = bool(suspects)
-        for execution in suspects[self._executors.concurrency:]:
-            if execution.hand_back():
-                self._settler.put(execution)
-
     def _revoked(self, executions: list[Execution]) -> dict[str, bool]:
         uuids = [uuid for execution in executions if (uuid := peek(execution))]
         try:
@@ -232,19 +217,53 @@ class Receiver:
             logger.warning("revocations cannot be read: %s", error)
             return {}
 
-    def _run_lonely(self) -> None:
-        """Run a suspect when nothing else is held: if it kills this process, no other task is blamed for it."""
-        while self._lonely and not self._stop.is_set():
+    def _run_suspects(self) -> None:
+        """Run suspects one after the other, as soon as nothing is beside them. Those that are left wait for that."""
+        since = time.perf_counter()
+        while self._suspects and not self._stop.is_set():
             # Upkeep may have handed some back.
-            self._lonely = [execution for execution in self._lonely if not execution.is_over]
-            if not self._lonely or len(self._held) != len(self._lonely):
+            self._suspects = [one for one in self._suspects if not one.is_over]
+            if not self._suspects:
                 return
-            execution = self._lonely.pop(0)
-            # Held, and no longer among the lonely: nothing is claimed or run until it is settled.
+            suspect = self._suspects[0]
+            if not self._is_alone(suspect):
+                if time.perf_counter() - since > PATIENCE:
+                    self._leave_to_others(1)
+                self._wait_for_room()
+                continue
+            del self._suspects[0]
             logger.warning("task %s runs alone: %d workers died while they ran it",
-                           execution.signature.uuid, execution.delivery.strikes)
-            self._settler.mark(execution)
-            self._executors.submit(execution)
+                           suspect.signature.uuid, suspect.delivery.strikes)
+            self._settler.mark(suspect)
+            self._executors.submit(suspect)
+            self._watch(suspect)
+
+    def _probation(self, suspect: Execution) -> float:
+        """Seconds for which nothing may begin beside it. When its next strike is its last, it is alone until it ends."""
+        return PROBATION if suspect.delivery.strikes < self._engine.config.max_strikes - 1 else math.inf
+
+    def _is_alone(self, suspect: Execution) -> bool:
+        """Whether all that is held beside the suspects has begun so long ago that it is not to be cleared any more."""
+        long_ago = time.perf_counter() - self._probation(suspect)
+        waiting = {id(one) for one in self._suspects}
+        return all(0.0 < one.call_started < long_ago for one in self.held() if id(one) not in waiting)
+
+    def _watch(self, suspect: Execution) -> None:
+        """Wait until it is over, or has run for so long that others may begin beside it."""
+        begun, probation = time.perf_counter(), self._probation(suspect)
+        while id(suspect) in self._held and not self._stop.is_set():
+            passed = time.perf_counter() - begun
+            if passed > probation:
+                return
+            if passed > PATIENCE:
+                self._leave_to_others(0)
             with self._room:
-                while id(execution) in self._held and not self._stop.is_set():
-                    self._room.wait(0.25)
+                if id(suspect) in self._held and not self._stop.is_set():
+                    self._room.wait(PATIENCE)
+
+    def _leave_to_others(self, kept: int) -> None:
+        """Give suspects back that must wait here, all but the first `kept`."""
+        for suspect in self._suspects[kept:]:
+            if suspect.hand_back():
+                self._settler.put(suspect)
+        del self._suspects[kept:]

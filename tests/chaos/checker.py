@@ -133,7 +133,7 @@ class _Checker:
     def _given_up(self, uuid: str) -> Iterator[Violation]:
         strikes = self.history.strikes.get(uuid, MAX_STRIKES)
         cut_off = sum(self.repeated.was_taken(one, one.start + 1e9) for one in self.runs.get(uuid, ()))
-        if cut_off < strikes - self.history.blind_strikes:
+        if cut_off < strikes:
             yield self._violation("blamed", uuid, f"given up after {strikes} strikes; faults hit only {cut_off} of its runs")
 
     def _is_due(self, call: Call) -> bool | None:

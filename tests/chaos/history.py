@@ -87,7 +87,6 @@ class History:
     samples: dict[str, list[tuple[int, State]]] = field(default_factory=dict)
     states: dict[str, Final] = field(default_factory=dict)
     strikes: dict[str, int] = field(default_factory=dict)  # of each dead letter
-    blind_strikes: int = 0  # that a task may get although it had not begun, see BrokerFeatures.sees_runs
     doubles: bool = False  # what is published or held in the moment of a fault may be there twice, or a state without its message
     left: list[str] = field(default_factory=list)  # what should not be in the stores any more
     incidents: list[str] = field(default_factory=list)  # workers that ended by themselves, or not when they were asked to

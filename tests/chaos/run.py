@@ -215,7 +215,6 @@ class _Controller:
                 if uuid in history.samples:
                     history.samples[uuid].append((state.run, state.state))
         history.strikes = {letter.uuid: letter.strikes for letter in self._server.inspect.dead(limit=100_000)}
-        history.blind_strikes = 0 if self._server.broker.features.sees_runs else 1
         history.doubles = not self._server.broker.features.deduplicates
         if self._server.backend.features.listing:
             counted = self._server.backend.finished_since(self._began_at - dt.timedelta(seconds=2.0))

@@ -17,7 +17,7 @@ from machinery_py import Config, RetryTaskLater, Server, Signature, State, TaskF
 from machinery_py.brokers.base import Message
 from machinery_py.events import TaskStarted
 from machinery_py.testing.waiting import HANG, wait_until
-from machinery_py.worker import limits, upkeep
+from machinery_py.worker import limits
 from machinery_py.worker.executors import Executors
 from machinery_py.worker.limits import TimeLimits
 from machinery_py.worker.worker import Worker
@@ -336,41 +336,3 @@ def test_a_chord_of_a_foreign_sender_whose_error_callback_is_none_ends(server: S
         assert server.register_task("good", lambda: 1).send().get(timeout=HANG) == 1
     assert server.engine.store.ready_groups() == []
     assert server.result("task_callback").get_state().state is State.FAILURE
-
-
-# Suspects
-
-
-def test_suspects_that_were_given_back_do_not_stop_the_worker(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(upkeep, "STALE", 0.01)
-    gate = threading.Event()
-    add = server.register_task("add", lambda *numbers: sum(numbers))
-    held = server.register_task("held", lambda: gate.wait(HANG) and None)
-    long = held.send()
-    suspects = [add.send(number) for number in range(2)]
-    broker: Any = server.broker
-    let_two_workers_die(broker, {suspect.uuid for suspect in suspects})
-    server.broker.pause("machinery_tasks")
-
-    with server.new_worker(concurrency=1) as worker:
-        worker._receiver._mean = 1e-6  # it has learnt that tasks are short, and claims both
-        server.broker.resume("machinery_tasks")
-        queue = broker._queues["machinery_tasks"]
-        wait_until(lambda: sum(entry.fence > 1 for entry in list(queue)) == 2, what="they were claimed, and given back")
-        gate.set()
-
-        assert long.get(timeout=HANG) is None
-        assert [suspect.get(timeout=HANG) for suspect in suspects] == [0, 1]
-        assert add.send(2).get(timeout=HANG) == 2
-        assert worker.ready
-
-
-def let_two_workers_die(broker: Any, uuids: set[str]) -> None:
-    """While they ran these tasks."""
-    dying = broker.consume(["machinery_tasks"], worker="dies")
-    dying.receive(1000, 0)
-    for hold in broker._holds.values():
-        for entry in hold.entries.values():
-            if entry.message.uuid in uuids:
-                entry.strikes = 2
-    dying.close()

@@ -8,7 +8,6 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import msgspec
 import pytest
 
 from machinery_py import Config, Context, Server, Signature, State, TaskFailed, current_task, group
@@ -144,42 +143,6 @@ def test_revocations_that_cannot_be_read_keep_no_task_from_running() -> None:
         backend.faults.next_call("revoked")
     with bench.server.new_worker(concurrency=2):
         assert [bench.add.send(i, 1).get(timeout=HANG) for i in range(5)] == [1, 2, 3, 4, 5]
-    bench.server.close()
-
-
-class BlindBroker(MemoryBroker):
-    """Cannot see what a dead consumer ran: all that it held gets a strike."""
-
-    features = msgspec.structs.replace(MemoryBroker.features, sees_runs=False)
-
-
-def test_suspects_are_not_held_in_advance_where_the_broker_cannot_see_what_ran() -> None:
-    bench = Bench()
-    hub = MemoryHub()
-    broker = BlindBroker(hub)
-    bench.server.engine.stores.store = OneStore(broker, MemoryBackend(hub), hub.transaction)
-    held: list[int] = []
-
-    @bench.server.task
-    def look() -> None:
-        held.append(broker.stats()[0].running)
-
-    for _ in range(200):
-        bench.add.send(1, 1)  # so that the worker learns that tasks are short, and claims many
-    suspects = [look.options(headers={}).send() for _ in range(50)]
-    for delivery in (first := broker.consume(["machinery_tasks"], worker="dies")).receive(1000, 0):
-        first.run_begins(delivery)
-    for hold in broker._holds.values():
-        for entry in hold.entries.values():
-            entry.strikes += entry.message.name == "look"
-    first.close()
-
-    with bench.server.new_worker(concurrency=2):
-        for suspect in suspects:
-            suspect.get(timeout=HANG)
-
-    assert sum(count <= 2 for count in held) >= 45
-    assert not bench.server.inspect.dead()
     bench.server.close()
 
 

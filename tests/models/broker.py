@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Literal
 
 from tests.models.messages import (
     DELAYED,
@@ -173,8 +174,11 @@ def dispose(
 
 
 def begin(redis: Redis, session: str, prefix: str, receipt: str) -> None:
-    if receipt in redis.fields(f"{prefix}f:{session}"):
-        redis.add(f"{prefix}r:{session}", receipt)
+    held, noted = redis.fields(f"{prefix}f:{session}"), f"{prefix}r:{session}"
+    for one in set(redis.members(noted)) - set(held):
+        redis.remove(noted, one)
+    if receipt in held:
+        redis.add(noted, receipt)
 
 
 def holds(redis: Redis, session: str, deliveries: Sequence[tuple[str, str]]) -> object:
@@ -182,7 +186,8 @@ def holds(redis: Redis, session: str, deliveries: Sequence[tuple[str, str]]) -> 
 
 
 def condemn(
-    redis: Redis, now: str, session: str, queues: Sequence[Queue], seen: str, strikes: int, grave: int
+    redis: Redis, now: str, session: str, queues: Sequence[Queue], seen: str, began: Sequence[Sequence[str]] | Literal[False],
+    grave: int,
 ) -> object:
     is_there = False
     for name, prefix in queues:
@@ -194,11 +199,11 @@ def condemn(
     if not is_there:
         return [-1, redis.woken]
     held = 0
-    for queue in queues:
+    for place, queue in enumerate(queues):
         prefix = queue[1]
         redis.unscore(prefix + "s", session)
         redis.delete(f"{prefix}b:{session}")
-        held += empty(redis, queue, session, strikes, int(now))
+        held += empty(redis, queue, session, began[place] if began else None, int(now))
         redis.score(prefix + "t", session, int(now) + grave)
     return [held, redis.woken]
 
@@ -218,7 +223,7 @@ def look(redis: Redis, now: str, queues: Sequence[Queue], lease: int) -> object:
         if not is_spoilt(redis, queue):
             for session, _ in redis.scores(prefix + "t").in_order():
                 if redis.exists(f"{prefix}i:{session}") or redis.exists(f"{prefix}f:{session}"):
-                    empty(redis, queue, session, 1, moment)
+                    empty(redis, queue, session, None, moment)
             redis.unscore_up_to(prefix + "t", moment)
     return [due_in(redis, queues, moment), late, everybody, redis.woken]
 

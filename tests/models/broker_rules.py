@@ -87,15 +87,19 @@ class Arrivals(ScriptMachine):
     def a_session_dies(self, passed: int, session: str, pick: int) -> None:
         session = self.holder(session)
         self.begin(session, pick)
-        self.condemn(passed, session, 1, "")
+        self.condemn(passed, session, None, "")
         self.a_session_gets_messages(0, session, [])
 
-    @rule(passed=Passed, session=Session1, strikes=st.integers(0, 1), seen=st.sampled_from(["", "", "1", "now"]))
-    def condemn(self, passed: int, session: str, strikes: int, seen: str) -> None:
+    @rule(passed=Passed, session=Session1, pick=st.none() | Pick, seen=st.sampled_from(["", "", "1", "now"]))
+    def condemn(self, passed: int, session: str, pick: int | None, seen: str) -> None:
         now = self.passed(passed)
-        grave = redis_scripts.GRAVE if strikes else redis_scripts.CLOSED
+        began: list[list[str]] | bool = False
+        if pick is not None:
+            place, receipt = self.delivery(session, pick)
+            began = [[receipt] if index == place else [] for index in range(len(self.keys))]
+        grave = redis_scripts.CLOSED if began else redis_scripts.GRAVE
         seen = now if seen == "now" else seen
-        self.run(redis_scripts.CONDEMN, broker.condemn, now, session, self.keys, seen, strikes, grave)
+        self.run(redis_scripts.CONDEMN, broker.condemn, now, session, self.keys, seen, began, grave)
 
     @rule(passed=Passed, session=Session1, queues=Queues)
     def register(self, passed: int, session: str, queues: list[str]) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from tests.models.redis import Redis, Zset
@@ -145,14 +145,12 @@ def due_in(redis: Redis, queues: Sequence[Queue], now: int) -> int:
 
 
 def give_back(
-    redis: Redis, queue: Queue, entries: Sequence[tuple[str, Entry]], now: int, *, strikes: int = 0, begun: str = ""
+    redis: Redis, queue: Queue, entries: Sequence[tuple[str, Entry]], now: int, *, guilty: Collection[str] = ()
 ) -> None:
-    """Give (receipt, message) to the heads of their lists, the oldest in front. A second strike is for those that had begun."""
-    blamed = redis.members(begun) if begun else set()
+    """Give (receipt, message) to the heads of their lists, the oldest in front. The guilty receipts get a strike."""
     for receipt, entry in sorted(entries, key=lambda one: int(one[0]), reverse=True):
         give(redis, queue, entry.level, entry.body, now, first=True)
-        more = strikes if entry.strikes == 0 or receipt in blamed else 0
-        remember(redis, queue, replace(entry, strikes=entry.strikes + more))
+        remember(redis, queue, replace(entry, strikes=entry.strikes + (receipt in guilty)))
 
 
 def return_arrivals(redis: Redis, queue: Queue, session: str, now: int) -> None:
@@ -166,15 +164,16 @@ def flight_of(queue: Queue, session: str) -> str:
     return f"{queue[1]}f:{session}"
 
 
-def empty(redis: Redis, queue: Queue, session: str, strikes: int, now: int) -> int:
-    """Take from a session all that it holds of a queue; how many had arrived at it."""
+def empty(redis: Redis, queue: Queue, session: str, began: Collection[str] | None, now: int) -> int:
+    """Take from a session all that it holds of a queue; how many had arrived at it. None: it began what it has noted."""
     redis.expect(queue[0], list)
     return_arrivals(redis, queue, session, now)
     held = redis.fields(flight_of(queue, session))
     redis.delete(flight_of(queue, session))
-    begun = f"{queue[1]}r:{session}"
-    give_back(redis, queue, [(receipt, entry_of(text)) for receipt, text in held.items()], now, strikes=strikes, begun=begun)
-    redis.delete(begun)
+    noted = f"{queue[1]}r:{session}"
+    guilty = set(redis.members(noted) if began is None else began)
+    give_back(redis, queue, [(receipt, entry_of(text)) for receipt, text in held.items()], now, guilty=guilty)
+    redis.delete(noted)
     return len(held)
 
 

@@ -114,7 +114,7 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "broker DISPOSE": (NOW, "s1", QUEUES, DISPOSALS),
     "broker BEGIN": ("s1", QUEUES[0][1], "1"),
     "broker HOLDS": ("s1", [(QUEUES[0][1], "1")]),
-    "broker CONDEMN": (NOW, "s1", QUEUES, "", 1, broker.GRAVE),
+    "broker CONDEMN": (NOW, "s1", QUEUES, "", False, broker.GRAVE),
     "broker LOOK": (NOW, QUEUES, 1_000_000),
     "broker DUE": (NOW, 10),
     "broker MOVE": (NOW, QUEUES, [message("late", place=1)]),

@@ -59,6 +59,7 @@ def taken(broker: AMQPBroker, *, suspect: bool = False) -> tuple[AMQPConsumer, D
     consumer = broker.consume(["q"], worker="w")
     (delivery,) = consumer.receive(1, HANG)
     if suspect:
+        consumer.run_begins(delivery)
         crash(broker, consumer)
         (delivery,) = consumer.receive(1, HANG)
         assert delivery.strikes == 1

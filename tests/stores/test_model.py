@@ -489,12 +489,11 @@ class StoreMachine(RuleBasedStateMachine):
         survivors = [other.session.session for other in self.alive() if other is not worker]
         self.bench.crash(worker.session.session, survivors)
         worker.life = "given up"
-        blind = not self.store.broker.features.sees_runs
         guilty = {hand.copy.message.body for hand in worker.hands if hand.running and self.holds(worker, hand)}
         for copy in self.copies.values():
             if copy.holder is worker:
                 copy.place, copy.holder = "waiting", None
-                copy.strikes += blind or copy.message.body in guilty
+                copy.strikes += copy.message.body in guilty
 
     @precondition(lambda self: self.alive())
     @rule(pick=Pick)

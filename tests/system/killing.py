@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 
 from machinery_py import Server, current_task
 from machinery_py.testing.waiting import wait_until
@@ -28,6 +29,12 @@ def work(number: int) -> int:
 def deadly() -> None:
     note("deadly")
     os.kill(os.getpid(), 9)
+
+
+@server.task
+def rest(seconds: float) -> None:
+    note("ran")
+    time.sleep(seconds)
 
 
 @server.task

@@ -125,7 +125,7 @@ class LeaseConformance(BrokerCase):
 
         assert seen == [(0, 1), (1, 2), (2, 3), (3, 4)]
 
-    def test_what_a_dead_consumer_did_not_run_has_no_strike_if_the_broker_can_know(
+    def test_what_a_dead_consumer_did_not_run_gets_no_strike(
         self, broker: Broker, consumer: Consumer, clock: ManualClock
     ) -> None:
         put(broker, b"held", b"ran before", b"runs")
@@ -137,11 +137,35 @@ class LeaseConformance(BrokerCase):
 
         found = broker.consume(["q"], worker="heir").receive(5, 0)
 
-        innocent = 0 if broker.features.sees_runs else 1
-        assert [(delivery.body, delivery.strikes) for delivery in found] == [
-            (b"held", innocent), (b"ran before", innocent), (b"runs", 1),
-        ]
+        assert [(one.body, one.strikes) for one in found] == [(b"held", 0), (b"ran before", 0), (b"runs", 1)]
         assert [delivery.fence for delivery in found] == [2, 2, 2]
+
+    def test_what_is_only_held_gets_no_strike_however_often_its_consumer_dies(
+        self, broker: Broker, clock: ManualClock
+    ) -> None:
+        put(broker, b"runs", b"held")
+        for deaths in range(4):
+            consumer = broker.consume(["q"], worker="w")
+            found = {one.body: one for one in consumer.receive(2, 0)}
+            assert {body: one.strikes for body, one in found.items()} == {b"runs": deaths, b"held": 0}
+            consumer.run_begins(found[b"runs"])
+            self.crash_consumer(broker, consumer, clock)
+
+    def test_what_was_claimed_with_a_strike_and_not_run_keeps_it_and_gets_no_other(
+        self, broker: Broker, consumer: Consumer, clock: ManualClock
+    ) -> None:
+        put(broker, b"a")
+        consumer.run_begins(consumer.receive(1, 0)[0])
+        self.crash_consumer(broker, consumer, clock)
+        second = broker.consume(["q"], worker="second")
+        assert [one.strikes for one in second.receive(1, 0)] == [1]
+        self.crash_consumer(broker, second, clock)
+        third = broker.consume(["q"], worker="third")
+        (delivery,) = third.receive(1, 0)
+        assert delivery.strikes == 1
+        third.close()
+
+        assert [one.strikes for one in broker.consume(["q"], worker="heir").receive(1, 0)] == [1]
 
     def test_a_dead_letter_keeps_the_strikes(self, broker: Broker, consumer: Consumer, clock: ManualClock) -> None:
         put(broker, b"a")
@@ -240,8 +264,7 @@ class LeaseConformance(BrokerCase):
         found = broker.consume(["q"], worker="heir").receive(10, 0)
 
         assert bodies(found) == [b"1", b"2", b"3"]
-        blamed = 0 if broker.features.counts_returns else 1
-        assert [delivery.strikes for delivery in found] == [blamed, blamed, 0]
+        assert [delivery.strikes for delivery in found] == [0, 0, 0]
         assert [delivery.fence for delivery in found] == [one.fence + 1, two.fence + 1, 1]
 
     def test_a_closed_consumer_has_nothing(self, broker: Broker, consumer: Consumer) -> None:
