@@ -19,6 +19,7 @@ from machinery_py.config_files import FilePath, kind_of
 from machinery_py.config_options import MOMENT, Section, option, options_of, raise_all
 from machinery_py.config_sections import AMQPConfig, MongoDBConfig, RedisConfig
 from machinery_py.errors import ConfigError, nearest
+from machinery_py.names import queue_problem
 from machinery_py.queues import problem_of
 from machinery_py.urls import Role
 
@@ -316,6 +317,9 @@ def _problems(values: Mapping[str, object], sources: Mapping[str, str]) -> list[
     ]
     if text := problem_of(values.get("queues")):
         problems.append(f"{_origin(sources.get('queues', ''))}queues: {text}")
+    default = values.get("default_queue")
+    if isinstance(default, str) and default and (text := queue_problem(default)):
+        problems.append(f"{_origin(sources.get('default_queue', ''))}default_queue: {text}")
     backoff = values.get("broker_connection_backoff")
     if isinstance(backoff, str) and backoff and backoff not in SCHEDULES:
         known = ", ".join(sorted(SCHEDULES))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -14,17 +15,27 @@ from machinery_py.brokers.base import Message
 from machinery_py.clock import Clock
 from machinery_py.config import Config
 from machinery_py.context import check_time, task_or_none
-from machinery_py.errors import ArgumentError, BackendUnavailable, BrokerUnavailable, MachineryError, PublishUnknown
+from machinery_py.errors import (
+    ArgumentError,
+    BackendUnavailable,
+    BrokerUnavailable,
+    MachineryError,
+    NameRefused,
+    PublishUnknown,
+)
 from machinery_py.events import EventBus, TaskSent
 from machinery_py.factory import Stores
 from machinery_py.forks import ForkLock
 from machinery_py.named_lock import LockKeeper
+from machinery_py.names import check_message, check_uuid
 from machinery_py.outcomes import Arrived, FollowUp, failing
 from machinery_py.registry import Registry
 from machinery_py.settlement.base import Store, Submission
-from machinery_py.signature import Signature, counted, new_uuid
+from machinery_py.signature import Lazy, Signature, counted, new_uuid
 from machinery_py.states import Arrival, GroupMeta, State, TaskState
 from machinery_py.wire import encode_signature
+
+logger = logging.getLogger(__name__)
 
 PrePublish = Callable[[Signature[Any]], Signature[Any] | None]
 T = TypeVar("T")
@@ -118,9 +129,12 @@ class Engine:
 
         Raises:
             ArgumentError: something in a signature cannot be sent.
+            NameRefused: a name in one cannot be used.
         """
         if not signatures and not groups:
             return NOTHING
+        for group in groups:
+            check_uuid(group.group_uuid, self.config.default_queue)
         now = self.clock.now()
         messages: list[Message] = []
         states: list[TaskState] = []
@@ -163,7 +177,24 @@ class Engine:
         }
         return signature.replace(headers={**found, **signature.headers}) if found else signature
 
+    def _check_names(self, signature: Signature[Any]) -> None:
+        """Those in it, and in what follows it; of what came off the wire when it is sent.
+
+        Raises:
+            NameRefused: one cannot be used.
+        """
+        waiting = [signature]
+        while waiting:
+            one = waiting.pop()
+            check_message(one.routing_key, self.config.default_queue, name=one.name, uuid=one.uuid, group_uuid=one.group_uuid)
+            for nested in (one.on_success, one.on_error):
+                if nested and type(nested) is not Lazy:
+                    waiting += nested
+            if one.chord_callback is not None:
+                waiting.append(one.chord_callback)
+
     def message(self, signature: Signature[Any]) -> Message:
+        self._check_names(signature)
         body = encode_signature(signature)
         limit = self.config.max_message_size
         if len(body) > limit:
@@ -224,6 +255,11 @@ class Engine:
         for one in arrived:
             member, callback = one.member, one.member.chord_callback
             if callback is not None and member.group_uuid:
+                try:
+                    check_uuid(member.group_uuid, self.config.default_queue)
+                except NameRefused as error:
+                    logger.error("a member of a group that cannot be: %s", error)  # behind one that can: none was ever sent
+                    continue
                 found.append(Arrival(
                     group_uuid=member.group_uuid, task_uuid=member.uuid, total=member.group_task_count, ok=one.ok,
                     callback=encode_signature(self.inheriting(callback)),
@@ -245,6 +281,11 @@ def pending(signature: Signature[Any], now: dt.datetime) -> TaskState:
 def broken(then: FollowUp, signature: Signature[Any], now: dt.datetime) -> Sequence[TaskState]:
     """The state of the last task of a chain in which this step has failed."""
     if not then.breaks:
+        return ()
+    try:
+        check_uuid(then.breaks, signature.routing_key)  # a header says it
+    except NameRefused as error:
+        logger.error("the last task of the chain of %s cannot be: %s", signature.uuid, error)
         return ()
     return (TaskState(
         task_uuid=then.breaks, state=State.FAILURE, error=f"step {signature.name} {signature.uuid} failed: {then.error}",

@@ -13,7 +13,8 @@
     ├── WorkflowError (ValueError)            a chain, group or chord that could never work
     ├── DecodeError (ValueError)              bytes that are no signature or no state
     ├── PublishRefused                        nothing was stored; sending again is safe
-    │   └── BrokerUnavailable (ConnectionError)
+    │   ├── BrokerUnavailable (ConnectionError)
+    │   └── NameRefused (ValueError)          a name that cannot be used, or that somebody else's data has
     ├── DuplicateTask                         a unique task was not sent: its key is held by another
     ├── PublishUnknown                        it may have been stored
     ├── BackendUnavailable (ConnectionError)  the result backend does not answer
@@ -123,6 +124,23 @@ class PublishRefused(MachineryError):
 
 class BrokerUnavailable(PublishRefused, ConnectionError):
     """The broker could not be reached in time; nothing was stored."""
+
+
+class NameRefused(PublishRefused, ValueError):
+    """A task, queue, UUID, group or lock cannot be called so, or what is not ours lies under its name. It will not pass.
+
+    Attributes:
+        name: that was refused.
+    """
+
+    permanent = True
+
+    def __init__(self, text: str, name: str = "") -> None:
+        self.name = name
+        super().__init__(text, name)
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class DuplicateTask(MachineryError):

@@ -11,6 +11,7 @@ import msgspec
 from machinery_py.brokers.base import DeadLetter, Message, QueueStats, WorkerInfo
 from machinery_py.engine import STEP_FAILED, Engine, pending
 from machinery_py.errors import BackendUnavailable, BrokerUnavailable, DecodeError, MachineryError, StateNotFound, Unsupported
+from machinery_py.names import check_queue
 from machinery_py.settlement.base import Submission
 from machinery_py.signature import HEADER_ATTEMPT, HEADER_LAST, HEADER_RUN, Signature, new_uuid
 from machinery_py.states import State, TaskState
@@ -181,6 +182,7 @@ class Inspector:
 
     def purge(self, queue: str) -> int:
         """Delete all waiting and delayed messages of a queue; how many."""
+        check_queue(queue)
         return self._engine.store.broker.purge(queue)
 
     def pause(self, queue: str) -> None:
@@ -191,6 +193,7 @@ class Inspector:
         Raises:
             Unsupported: the broker cannot.
         """
+        check_queue(queue)
         self._engine.store.broker.pause(queue)
 
     def resume(self, queue: str) -> None:

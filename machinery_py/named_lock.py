@@ -19,6 +19,7 @@ from types import TracebackType
 from machinery_py.context import check_time
 from machinery_py.errors import LockLost, LockNotAcquired, MachineryError
 from machinery_py.locks.base import Held, Lock
+from machinery_py.names import check_lock
 
 logger = logging.getLogger(__name__)
 
@@ -163,6 +164,8 @@ class NamedLock:
     """
 
     def __init__(self, keeper: LockKeeper, name: str, *, timeout: float | None, blocking: bool) -> None:
+        """Raises NameRefused: no lock may be called so."""
+        check_lock(name)
         self.name = name
         self._keeper = keeper
         self._timeout = timeout if blocking else 0.0

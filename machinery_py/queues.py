@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from random import Random
 
 from machinery_py.errors import ConfigError
+from machinery_py.names import queue_problem
 
 #: What a worker is given: names in strict order, or names with their weights.
 Queues = Sequence[str] | Mapping[str, float]
@@ -31,10 +32,13 @@ class QueueOrder:
         """The order of checked queues.
 
         Raises:
-            ConfigError: a text instead of a list, or a weight that is none.
+            ConfigError: a text instead of a list, a name that no queue may have, or a weight that is none.
         """
         if isinstance(queues, str):
             raise ConfigError(f"queues: found the text {queues!r} (expected a list of names, or a mapping of names to weights)")
+        for name in queues:
+            if problem := queue_problem(name):
+                raise ConfigError(f"queues: {problem}")
         if not isinstance(queues, Mapping):
             return cls(tuple(dict.fromkeys(queues)))
         for name, weight in queues.items():
@@ -82,10 +86,10 @@ def parse_queues(text: str) -> tuple[str, ...] | dict[str, float]:
 def problem_of(text: object) -> str:
     """What is wrong with such a text in a setting; "" if nothing, or if it is empty."""
     try:
-        parse_queues(text if isinstance(text, str) and text else "any")
+        names = parse_queues(text if isinstance(text, str) and text else "any")
     except ConfigError as error:
         return str(error)
-    return ""
+    return next(filter(None, map(queue_problem, names)), "")
 
 
 def _split(part: str) -> tuple[str, float | None]:

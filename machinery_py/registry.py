@@ -16,6 +16,7 @@ from machinery_py.calls import Call
 from machinery_py.context import Context
 from machinery_py.errors import TaskAlreadyRegistered, TaskNotRegistered, nearest
 from machinery_py.forks import ForkLock
+from machinery_py.names import check_queue, check_task, check_uuid
 from machinery_py.results import AsyncResult
 from machinery_py.signature import (
     HEADER_DELAY,
@@ -149,6 +150,10 @@ class Task(Generic[P, R]):
     """A registered function. It can still be called as before; `send` lets a worker call it."""
 
     def __init__(self, name: str, function: Callable[..., Any], settings: TaskSettings, sender: TaskSender) -> None:
+        """Raises NameRefused: no task, or no queue, may be called so."""
+        check_task(name)
+        if settings.queue:
+            check_queue(settings.queue)
         self.name = name
         self.function = function
         self.settings = settings
@@ -191,11 +196,16 @@ class Task(Generic[P, R]):
 
         Raises:
             TypeError: there is no such option.
+            NameRefused: no queue, or no task's UUID, may be called so.
         """
         for name in options:
             if name not in OPTION_NAMES:
                 raise TypeError(f"{self.name}: no option {name!r} (known: {', '.join(sorted(OPTION_NAMES))}"
                                 f"{nearest(name, OPTION_NAMES)})")
+        if queue := options.get("queue"):
+            check_queue(queue)
+        if uuid := options.get("uuid"):
+            check_uuid(uuid)
         return Bound(self, options)
 
     def _signature(

@@ -17,7 +17,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
     frozenset(row.split())
     for row in (
         "errors clock backoff version durability forks descriptors",
-        "values_go",
+        "values_go names",
         "values_json",
         "values",
         "signature",

@@ -17,7 +17,8 @@ What makes that safe:
   that holds the locks, so a process that lost its connection, and with it the lock, can write nothing.
 
 A queue that is not there is not made by a read: a message that lives for no time at all is sent to it first, and comes back
-if there is none.
+if there is none. Where others may have a queue of that name, it is declared instead: the server refuses that if it was made with
+other arguments, and ends the turn before anything is read of it or written to it.
 
 Limits: a transaction that spans queues is not one step for a server that dies in the middle of it. In a cluster a lock is gone
 while the node is down that its queue lives on. What is committed in the very moment in which a lock's queue crashes stays.
@@ -28,6 +29,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
+import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -40,11 +42,14 @@ from pika.exceptions import AMQPError
 from machinery_py._drivers.amqp import AmqpDriver
 from machinery_py._drivers.amqp_link import Channel, ChannelLost, Link, LinkLost, settle
 from machinery_py._drivers.amqp_reader import EACH, Held, Reader
-from machinery_py.errors import BackendUnavailable, BrokerUnavailable, StoreUnusable
+from machinery_py.errors import BackendUnavailable, BrokerUnavailable, NameRefused, StoreUnusable
 from machinery_py.forks import ForkLock
+from machinery_py.names import is_made
 
 PATIENCE = 15.0  # seconds to wait for a lock
 NOT_FOUND, OTHER_ARGUMENTS = 404, 406
+REFUSALS = (403, 405, OTHER_ARGUMENTS)  # no right to it; somebody has it alone; made in another way
+_QUEUE = re.compile(r"queue '(.*)' in vhost")
 
 #: Of a queue that is a lock: its consumers come one after the other, and spare tokens do not pile up.
 LOCK_ARGUMENTS = {"x-queue-type": "classic", "x-single-active-consumer": True, "x-max-length": 1}
@@ -57,12 +62,13 @@ _PROBE = pika.BasicProperties(expiration="0")
 
 
 class Place(NamedTuple):
-    """A queue, and how it is declared."""
+    """A queue, and how it is declared. `is_ours`: nobody else has a queue of this name."""
 
     queue: str
     arguments: Mapping[str, object]
     durable: bool = True
     auto_delete: bool = False
+    is_ours: bool = True
 
 
 class QueueMoved(Exception):
@@ -160,18 +166,23 @@ class Turn:
 
     def read(self, places: Iterable[Place]) -> None:
         """Take what lies in these queues, if they are there."""
-        queues = {place.queue for place in places} - self._held.keys() - self._absent
+        wanted = {place.queue: place for place in places}
+        queues = wanted.keys() - self._held.keys() - self._absent
         unknown = queues - self._known
         if unknown:
             self._desk.returned.clear()
-            self._channel.ask(lambda future: self._probe(unknown, future), self._timeout + EACH * len(unknown))
+            looked_for = [wanted[queue] for queue in unknown]
+            self._channel.ask(lambda future: self._probe(looked_for, future), self._timeout + EACH * len(unknown))
             self._absent |= self._desk.returned & unknown
         self._held |= self._desk.reader.all(sorted(queues - self._absent), self._timeout)
 
-    def _probe(self, queues: Iterable[str], future: Future[Any]) -> None:
+    def _probe(self, places: Iterable[Place], future: Future[Any]) -> None:
         raw = self._channel.raw
-        for queue in queues:
-            raw.basic_publish("", queue, b"", _PROBE, mandatory=True)
+        for place in places:
+            if place.is_ours:
+                raw.basic_publish("", place.queue, b"", _PROBE, mandatory=True)
+            else:
+                raw.queue_declare(**_declaration(place))  # without a callback nothing is waited for
         raw.tx_commit(lambda _: settle(future, None))
 
     def held(self, place: Place) -> Sequence[Held]:
@@ -206,6 +217,8 @@ class Turn:
 
     def delete(self, place: Place) -> None:
         """The queue is not needed any more, once all the rest is true."""
+        if not place.is_ours:
+            self.count(place)
         self._over.append(place.queue)
 
     def end(self, then: Callable[[], object]) -> None:
@@ -358,6 +371,9 @@ class Turns:
         except ChannelLost as error:
             if error.code == NOT_FOUND:
                 raise QueueMoved(error.text) from error
+            if theirs := queue_of_others(error):
+                hint = "it is not ours, and was left as it is (choose another UUID)"
+                raise NameRefused(f"{where}: queue {theirs!r}: {hint}: {error.text}", theirs) from error
             hint = (" (results_expire_in must be the same in every program that stores results here, in Go and in Python)"
                     if error.code == OTHER_ARGUMENTS else "")
             raise StoreUnusable(f"{where}: {error.text}{hint}") from error
@@ -371,6 +387,16 @@ class Turns:
             self._free.clear()
         if link is not None:
             link.close()
+
+
+def queue_of_others(error: ChannelLost) -> str:
+    """The queue that the server does not let us have, since somebody else has made it, or may not be had; "" if it is our own."""
+    found = _QUEUE.search(error.text) if error.code in REFUSALS else None
+    if found is None or found[1].startswith("machinery.") or is_made(found[1]):
+        return ""
+    # One with another expiry is a result's: `results_expire_in` differs.
+    is_result = "inequivalent arg 'x-" in error.text and "but current is none" not in error.text
+    return "" if is_result else found[1]
 
 
 def declare_lock(channel: Channel, lock: str, timeout: float, *, is_stuck: bool = False) -> None:

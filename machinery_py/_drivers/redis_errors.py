@@ -6,9 +6,19 @@ whether the command may be repeated.
 
 from __future__ import annotations
 
+import logging
+import math
+import re
+import time
+from collections.abc import Iterable
 from enum import Enum
 
-from machinery_py.errors import DecodeError, MachineryError, PublishRefused, StoreUnusable
+from machinery_py.errors import MachineryError, NameRefused, PublishRefused, StoreUnusable
+
+logger = logging.getLogger(__name__)
+
+TOLD_AGAIN = 60.0  # seconds until a spoilt key is told again
+_told: dict[bytes, float] = {}  # when
 
 
 class Kind(Enum):
@@ -40,6 +50,12 @@ _WORDS: tuple[tuple[Kind, tuple[str, ...]], ...] = (
 )  # fmt: skip
 
 
+# As key_type and the other checks of the scripts say it.
+_SPOILT = re.compile(r"WRONGTYPE (?P<key>.+?) (?P<found>(?:holds|is) a .+?)(?: script: .*)?\Z", re.DOTALL)
+#: Our keys that all tasks share, not those of one task, group or queue.
+_SHARED = re.compile(r"mpy:[a-z]+(?::[n0-9]+)?\Z")
+
+
 def kind_of(text: str) -> Kind:
     """What an error reply means; client libraries cut off its first word for some."""
     for kind, words in _WORDS:
@@ -59,8 +75,33 @@ def as_ours(kind: Kind, text: str, *, place: str, doing: str, away: type[Machine
             hint = "ca_file, cert_file and key_file of the URL" if "certificate" in text else "user, password, rights and version"
             return StoreUnusable(f"Redis at {place}: {doing}: {text} (check {hint})")
         case Kind.TYPE:
-            return DecodeError(f"Redis at {place}: {doing}: a key of ours holds something else: {text}")
+            return spoilt(text, f"Redis at {place}: {doing}")
         case Kind.AWAY:
             return away(f"Redis at {place}: {doing}: {text}")
         case _:
             return MachineryError(f"Redis at {place}: {doing}: {text}")
+
+
+def spoilt(text: str, where: str) -> StoreUnusable | NameRefused:
+    """The error for a key under which something else lies: nothing was written.
+
+    What all tasks need must be put right, and until then nothing is lost; what one name stands for is that name's fault.
+    """
+    found = _SPOILT.search(text)
+    if found is None:
+        return NameRefused(f"{where}: a key holds something else: {text}")
+    key, what = found["key"], found["found"]
+    if _SHARED.match(key) or (what.endswith("not a zset") and not key.startswith("mpy:")):  # Go's set of delayed messages
+        return StoreUnusable(f"{where}: key {key!r} {what}: another program has written to it (rename or delete the key)")
+    return NameRefused(f"{where}: key {key!r} {what}: it is not ours, and was left as it is (choose another name)", key)
+
+
+def tell_spoilt(problems: Iterable[bytes], *, doing: str) -> None:
+    """Log which keys hold something else, each once a minute: a script has left them alone, and done the rest."""
+    for text in problems:
+        now = time.monotonic()
+        if now - _told.get(text, -math.inf) > TOLD_AGAIN:
+            if len(_told) > 1000:
+                _told.clear()
+            _told[text] = now
+            logger.error("%s", spoilt(text.decode(errors="replace"), f"Redis: {doing}"))

@@ -51,6 +51,7 @@ class Script:
 # counter(key): the same for a number that is counted up.
 # try(command, key, …): for what a message can do without (who sleeps, when it came, how many there were): where somebody keeps
 # something else under that key of ours, the rest is still done.
+# words(problem): what pcall says was raised, as a text.
 # rows(key, command, items): one command with many arguments, in steps that Lua can unpack.
 PRELUDE = r"""
 local call = redis.call
@@ -85,6 +86,7 @@ local function try(...)
   local fine, reply = pcall(call, ...)
   return fine and reply
 end
+local function words(problem) return type(problem) == 'table' and problem.err or problem end
 local function counter(key)
   local fine, value = pcall(call, 'GET', key)
   if not fine then key_type(key, 'string') end

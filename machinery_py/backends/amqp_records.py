@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import datetime as dt
 import hashlib
-import logging
 import zlib
 from collections.abc import Iterable, Sequence
 
@@ -33,11 +32,10 @@ import msgspec
 
 from machinery_py._drivers.amqp_turns import OURS, Place
 from machinery_py.backends.transactional import Row
-from machinery_py.errors import ArgumentError, ConfigError, DecodeError
+from machinery_py.errors import ArgumentError, ConfigError, DecodeError, NameRefused
+from machinery_py.names import is_made, shown
 from machinery_py.states import TaskState, advance
 from machinery_py.wire import decode_state, encode_state
-
-logger = logging.getLogger(__name__)
 
 GROUP_LIFE = 7 * 86_400_000  # ms that a chord may go on without an arrival
 LONGEST_EXPIRY = 2**31 - 1  # ms; Go writes it as a signed number of 32 bits
@@ -45,6 +43,7 @@ LONGEST_NAME = 200  # bytes of a UUID; AMQP has 255 for a queue with what we put
 STRIPES = 8  # locks that the tasks and groups share
 
 PREFIX = "machinery.results."
+TRIGGERED = "_chord_triggered"
 LOCKS = tuple(f"{PREFIX}lock.{number}" for number in range(STRIPES))
 # Taken after the others: turns take locks in the order of their names.
 OUTBOX_LOCK, READY_LOCK, REVOKED_LOCK = (f"{PREFIX}lock.{name}" for name in ("outbox", "ready", "revoked"))
@@ -89,7 +88,8 @@ class Places:
         self._ours = {**OURS, "x-message-ttl": GROUP_LIFE, "x-expires": GROUP_LIFE}
 
     def _go(self, queue: str) -> Place:
-        return Place(queue, self._shared, durable=False, auto_delete=True)
+        is_ours = queue.startswith("machinery.") or is_made(queue.removesuffix(TRIGGERED)) is not None
+        return Place(queue, self._shared, durable=False, auto_delete=True, is_ours=is_ours)
 
     def task(self, uuid: str) -> Place:
         return self._go(name_of(uuid))
@@ -98,7 +98,7 @@ class Places:
         return self._go(name_of(group))
 
     def triggered(self, group: str) -> Place:
-        return self._go(f"{name_of(group)}_chord_triggered")
+        return self._go(f"{name_of(group)}{TRIGGERED}")
 
     def group(self, group: str) -> Place:
         return Place(f"{PREFIX}group.{name_of(group)}", self._ours)
@@ -170,17 +170,22 @@ def _encoded(uuid: str, row: Row, state: TaskState, seq: int) -> bytes:
 
 
 def decode_record(uuid: str, bodies: Iterable[bytes]) -> Record:
-    """The task after all that its queue holds, oldest first. What is no state is passed over: else it could never be run."""
+    """The task after all that its queue holds, oldest first.
+
+    Raises:
+        NameRefused: it holds something else than states of this task: nothing of it is to be dropped.
+    """
     found = Record()
-    for body in bodies:
+    for body in filter(None, bodies):  # an empty one is a look of ours whether the queue is there
         document, ours = _without_field(body)
         if ours is not None and ours.seq < found.seq:
             continue
         try:
             state = decode_state(document) if ours is None or ours.stated else None
         except DecodeError as error:
-            logger.warning("queue %r in RabbitMQ holds something that is no state of task %s: %s", name_of(uuid), uuid, error)
-            continue
+            raise _theirs(uuid, str(error)) from error
+        if state is not None and state.task_uuid != uuid.encode("utf-8", "backslashreplace").decode():
+            raise _theirs(uuid, f"a state of {shown(state.task_uuid)}")
         if ours is None:
             assert state is not None
             after = advance(found.state, state)
@@ -189,6 +194,11 @@ def decode_record(uuid: str, bodies: Iterable[bytes]) -> Record:
         else:
             found = Record(state=_merged(state, ours), mark=ours.mark, epoch=ours.epoch, seq=ours.seq)
     return found
+
+
+def _theirs(uuid: str, found: str) -> NameRefused:
+    return NameRefused(f"queue {shown(name_of(uuid))} in RabbitMQ holds what is no state of task {shown(uuid)}, and was left as "
+                       f"it is (choose another UUID): {found}", uuid)
 
 
 def _merged(state: TaskState | None, ours: _Ours) -> TaskState | None:

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import datetime as dt
 import functools
+import logging
 import secrets
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TypeVar
@@ -65,8 +66,12 @@ from machinery_py.backends.memcache_records import (
     state_in,
 )
 from machinery_py.clock import micros
+from machinery_py.errors import NameRefused
+from machinery_py.names import shown
 from machinery_py.states import GroupMeta, TaskState
 from machinery_py.wire import decode_group
+
+logger = logging.getLogger(__name__)
 
 EXPIRE_IN = 3600.0  # seconds that a finished task is kept
 SWEEP = 30.0  # seconds between two looks at the index
@@ -134,11 +139,21 @@ class MemcacheBackend(Backend):
         if groups:
             self._groups.create(groups)
         states = [(state, one.force) for one in todo for document in one.states if (state := state_in(document)) is not None]
-        if states:
-            self._edit([(state.task_uuid, Advance(state, force)) for state, force in states])
+        self._advance([(state.task_uuid, Advance(state, force)) for state, force in states])
         arrivals = [arrival for one in todo for arrival in one.arrivals]
         if arrivals:
             self._groups.arrive(arrivals)
+
+    def _advance(self, jobs: Sequence[tuple[str, Advance]]) -> None:
+        """What cannot be written is left out: its message is sent all the same."""
+        try:
+            self._edit(jobs)
+        except NameRefused as error:
+            if len(jobs) == 1:
+                logger.error("what follows a task is left out: %s", error)
+                return
+            for job in jobs:
+                self._advance([job])
 
     def _load(self, uuids: Iterable[str]) -> dict[str, Record]:
         keys = {uuid: key_of(uuid) for uuid in uuids}
@@ -185,6 +200,8 @@ class MemcacheBackend(Backend):
         return [results[index] for index in range(len(jobs))]
 
     def _written(self, uuid: str, record: Record, nonce: bytes, now: dt.datetime) -> Command:
+        if record.theirs:
+            raise _not_ours(uuid, record.theirs)
         record.nonce = nonce
         expiry = seconds(kept_for(record, now, self.expire_in))
         return swap(key_of(uuid), encode_record(uuid, record), expiry, record.cas)
@@ -293,6 +310,9 @@ class MemcacheBackend(Backend):
         return {keys[key] for key in self.driver.fetch(keys, doing="reading revocations")}
 
     def purge_state(self, task_uuid: str) -> None:
+        for record in self._load([task_uuid]).values():
+            if record.theirs:
+                raise _not_ours(task_uuid, record.theirs)
         self.driver.send([delete(key_of(task_uuid))], doing="purging a state")
 
     def purge_group_meta(self, group_uuid: str) -> None:
@@ -317,3 +337,8 @@ class MemcacheBackend(Backend):
 
     def close(self) -> None:
         pass  # the driver belongs to whoever made it
+
+
+def _not_ours(uuid: str, found: str) -> NameRefused:
+    return NameRefused(f"the item {shown(uuid)} in memcached is no state of this task, and was left as it is (choose another "
+                       f"UUID): {found}", uuid)

@@ -38,6 +38,7 @@ from machinery_py.backends.memcache_records import (
     decode_commit,
     decode_meta,
     encode_meta,
+    is_meta,
     key_of,
     pack,
 )
@@ -94,7 +95,10 @@ class Groups:
         return msgspec.structs.replace(group, chord_triggered=True) if fired in found else group
 
     def purge(self, group_uuid: str) -> None:
-        keys = [key_of(group_uuid), *self._keys(group_uuid)]
+        document = self._driver.fetch([key_of(group_uuid)], doing="reading a group").get(key_of(group_uuid))
+        keys = self._keys(group_uuid)
+        if document is not None and is_meta(document.value):
+            keys.append(key_of(group_uuid))
         self._driver.send([delete(key) for key in keys], doing="purging a group")
         self._index.drop(groups=[group_uuid])
 
@@ -273,6 +277,8 @@ class Groups:
             except DecodeError as error:
                 logger.warning("the item of group %s in memcached is no group: %s", group_uuid, error)
                 return
+            if group.group_uuid != group_uuid:
+                return  # somebody else's
             body = encode_meta(msgspec.structs.replace(group, chord_triggered=True), made_at)
             if group.chord_triggered or self._driver.send(
                 [swap(key, body, _LIFE, item.cas)], doing="writing a group"

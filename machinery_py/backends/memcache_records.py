@@ -11,7 +11,6 @@ from __future__ import annotations
 import binascii
 import datetime as dt
 import hashlib
-import logging
 import re
 from collections.abc import Sequence
 
@@ -19,10 +18,9 @@ import msgspec
 
 from machinery_py.backends.transactional import Row
 from machinery_py.errors import ArgumentError, DecodeError
+from machinery_py.names import shown
 from machinery_py.states import GroupMeta, TaskState
 from machinery_py.wire import decode_group, decode_state, encode_group, encode_state
-
-logger = logging.getLogger(__name__)
 
 CHORD_LIFE = 7 * 86400.0  # seconds that a state is kept that is not finished, and a chord without an arrival
 LONGEST_KEY = 250  # bytes
@@ -82,9 +80,11 @@ class Record(Row, kw_only=True):
         cas: the number of the item that was read; None if there was none.
         nonce, kept_at, outbox, todo: as of a Commit.
         awaited: a chord will want its results.
+        theirs: what was read instead, if it is no state of this task; it is not written over.
     """
 
     cas: int | None = None
+    theirs: str = ""
     nonce: bytes = b""
     kept_at: int = 0
     outbox: Sequence[bytes] = ()
@@ -162,18 +162,19 @@ def _printable(state: TaskState) -> TaskState:
 
 
 def decode_record(uuid: str, body: bytes, cas: int) -> Record:
-    """What is in the item. Bytes that are no state count as none, or a task that has them could never be run."""
+    """What is in the item. Bytes that are no state of this task are `theirs`."""
     document, field = _without_field(body)
     if document.startswith(_GROUP):
-        return Record(cas=cas)  # asked for because a group has an outbox as well
+        return Record(cas=cas, theirs="a group")  # asked for because a group has an outbox as well
     try:
         own = _ours(field) if field else None
         if own is not None and not own.stated:
             return _record(None, own, cas)
         state = decode_state(document)
     except (DecodeError, msgspec.DecodeError) as error:
-        logger.warning("the item of task %s in memcached is no state, and is ignored: %s", uuid, error)
-        return Record(cas=cas)
+        return Record(cas=cas, theirs=str(error))
+    if uuid and state.task_uuid != uuid.encode("utf-8", "backslashreplace").decode():
+        return Record(cas=cas, theirs=f"a state of {shown(state.task_uuid)}")
     if own is None:
         return Record(state=state, cas=cas)
     state = TaskState(
@@ -215,6 +216,11 @@ def state_in(document: bytes) -> TaskState | None:
 def encode_meta(group: GroupMeta, kept_at: int) -> bytes:
     """The document of a group, with when it was made."""
     return _with_field(encode_group(group), pack(kept_at))
+
+
+def is_meta(body: bytes) -> bool:
+    """Whether it is the document of a group, and nobody else's."""
+    return body.startswith(_GROUP)
 
 
 def decode_meta(body: bytes) -> tuple[GroupMeta, int]:

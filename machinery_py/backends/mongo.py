@@ -55,6 +55,7 @@ class MongoBackend(MongoLooking):
         super().__init__(driver, MongoTasks(driver, expire_in=expire_in))
         self.expire_in = expire_in
         self.load_ended = self._tasks.load_ended
+        self.refusals = self._tasks.refusals
         self.schedules = MongoSchedules(driver, self._tasks)
         self._next_sweep = 0.0
 

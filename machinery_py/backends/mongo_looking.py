@@ -109,6 +109,7 @@ class MongoLooking(Backend):
         return self._tasks.run(read, "looking for revoked tasks") if uuids else set()
 
     def purge_state(self, task_uuid: str) -> None:
+        self._tasks.load([task_uuid])  # what is no state is refused
         self._tasks.run(lambda store: store.tasks.delete_one({"_id": task_uuid}), "forgetting a task")
 
     def purge_group_meta(self, group_uuid: str) -> None:

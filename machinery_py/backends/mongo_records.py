@@ -24,7 +24,8 @@ from msgspec.structs import force_setattr
 from machinery_py._drivers.mongo import Document, printable
 from machinery_py.backends.base import Change
 from machinery_py.backends.transactional import Row
-from machinery_py.errors import DecodeError
+from machinery_py.errors import DecodeError, NameRefused
+from machinery_py.names import shown
 from machinery_py.signature import Arg
 from machinery_py.states import ZERO_TIME, State, TaskState
 
@@ -50,8 +51,23 @@ def is_over(document: Document, now: int) -> bool:
     return 0 < (document.get("expires_at") or 0) <= now
 
 
+#: What Go writes of a task, and its second version.
+_GOS = frozenset({"_id", "state", "task_name", "results", "error", "created_at", "delete_at", "ttl"})
+
+
+def refuse_others(document: Document) -> None:
+    """Raises NameRefused: it is nobody's state of a task."""
+    word = document.get("state")
+    if isinstance(word, str) and (not word or word in _STATES) and ("version" in document or document.keys() <= _GOS):
+        return
+    uuid, fields = str(document["_id"]), ", ".join(sorted(map(str, document)))
+    raise NameRefused(f"document {shown(uuid)} in MongoDB's collection 'tasks' is no state of a task, and was left as it is "
+                      f"(choose another UUID): it has the fields {shown(fields)}", uuid)
+
+
 def kept_of(document: Document, now: int) -> Kept:
-    """`now`: µs; what has expired is written over as if it had no state."""
+    """For writing over it. `now`: µs; what has expired is written over as if it had no state. Raises as refuse_others."""
+    refuse_others(document)
     version = int(document.get("version") or 0)
     over = is_over(document, now)
     return Kept(

@@ -6,6 +6,7 @@ knows whether it was the one. A write whose reply was lost knows its own by the 
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
@@ -15,8 +16,11 @@ from pymongo import DeleteOne, UpdateOne
 from machinery_py._drivers.mongo import Document, MongoDriver, Store, insert_new
 from machinery_py.backends.mongo_groups import CHORD_LIFE
 from machinery_py.backends.mongo_records import Kept, fields_of, kept_of, new_document, packed_outbox, unpacked_outbox
-from machinery_py.errors import BackendUnavailable
+from machinery_py.errors import BackendUnavailable, NameRefused
+from machinery_py.names import is_made
 from machinery_py.states import State, TaskState, advance
+
+logger = logging.getLogger(__name__)
 
 BATCH = 1000  # documents in one step
 ROUNDS = 200  # tries of a write that others are faster at
@@ -61,6 +65,20 @@ class MongoTasks:
             }
 
         return self.run(read, "reading states") if wanted else {}
+
+    def refusals(self, uuids: Iterable[str]) -> dict[str, NameRefused]:
+        """Why states of these UUIDs are not written: something else lies there. Nobody is asked for UUIDs that we or Go made."""
+        refused: dict[str, NameRefused] = {}
+        chosen = [uuid for uuid in dict.fromkeys(uuids) if not is_made(uuid)]
+        try:
+            self.load(chosen)
+        except NameRefused:
+            for uuid in chosen:
+                try:
+                    self.load([uuid])
+                except NameRefused as error:
+                    refused[uuid] = error
+        return refused
 
     def load_ended(self, uuids: Iterable[str]) -> dict[str, Kept]:
         """As `load`, of those of which a run may have ended. Asked for by `_id` alone, so that no server looks at other tasks."""
@@ -124,9 +142,16 @@ class MongoTasks:
         return rows.keys() - self.run(ours, "reading states")
 
     def advance(self, states: Sequence[TaskState], *, force: bool = False, again: bool = False) -> None:
-        """Each through `advance`, as far as it goes; with `force` as it is, but `again` only over an earlier run."""
+        """Each through `advance`, as far as it goes; with `force` as it is, but `again` only over an earlier run.
+
+        One whose document is somebody else's is left out: its message is sent all the same.
+        """
         left = list(states)
         for _ in range(ROUNDS):
+            refused = self.refusals(state.task_uuid for state in left)
+            for error in refused.values():
+                logger.error("what follows a task is left out: %s", error)
+            left = [state for state in left if state.task_uuid not in refused]
             if not left:
                 return
             rows = self.load(state.task_uuid for state in left)

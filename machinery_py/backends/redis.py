@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from machinery_py._drivers.redis import RedisDriver
+from machinery_py._drivers.redis_errors import tell_spoilt
 from machinery_py._drivers.redis_lua import Script, pack, raw
 from machinery_py.backends import redis_amend, redis_scripts
 from machinery_py.backends.base import (
@@ -159,9 +160,11 @@ class RedisBackend(Backend):
         return decode_group(document) if document else None
 
     def ready_groups(self, limit: int) -> list[ReadyGroup]:
+        found, spoilt = self._run(redis_scripts.READY, limit, doing="looking for complete groups")
+        tell_spoilt(spoilt, doing="looking for complete groups")
         return [
             ReadyGroup(group_uuid=uuid.decode(), callback=callback, failed_member=failed.decode())
-            for uuid, callback, failed in self._run(redis_scripts.READY, limit, doing="looking for complete groups")
+            for uuid, callback, failed in found
         ]
 
     def partial_groups(self, limit: int) -> list[Arrival]:

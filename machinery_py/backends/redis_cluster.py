@@ -19,6 +19,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from machinery_py._drivers.redis_cluster import RedisCluster
+from machinery_py._drivers.redis_errors import tell_spoilt
 from machinery_py._drivers.redis_lua import Script, pack, raw
 from machinery_py._drivers.redis_slots import unquoted
 from machinery_py._drivers.redis_tries import Request, command_at, script_at
@@ -202,10 +203,12 @@ class ClusterBackend(Backend):
         names = [row.decode() for row in rows]
         found: list[ReadyGroup] = []
         over: list[str] = []
-        for name, (callback, failed, fired, _) in zip(
+        for name, (callback, failed, fired, _, problems) in zip(
             names, self._each(scripts.LOOK_AT, names, "looking for complete groups"), strict=True
         ):
-            if fired or callback is None:
+            if problems:
+                tell_spoilt(problems, doing="looking for complete groups")
+            elif fired or callback is None:
                 over.append(name)
             else:
                 member = unquoted(failed.decode()) if failed else ""
@@ -270,7 +273,7 @@ class ClusterBackend(Backend):
         name = name_of(task_uuid)
         shard = shard_of(name).encode()
         self._ask([
-            command_at(b"DEL", document_key(name), companion_key(name)),
+            script_at(prefix_of(name), scripts.FORGET_TASK, pack((name,))),
             command_at(b"ZREM", shard + b"open", name.encode()), command_at(b"ZREM", shard + b"done", name.encode()),
         ], "forgetting a task")
 
@@ -289,8 +292,9 @@ class ClusterBackend(Backend):
         self._ask([script_at(shard.encode(), scripts.EXPIRE, argument) for shard in PREFIXES], "looking for what is over")
         self._ask([command_at(b"ZREMRANGEBYSCORE", REVOKED, b"-inf", b"%d" % now)], "looking for what is over")
         due = self._steps.due_groups(now)
-        documents = self._ask([command_at(b"GET", document_key(name)) for name in due], "looking for what is over")
-        alive = [name for name, document in zip(due, documents, strict=True) if self._is_wanted(name, document)]
+        # MGET says of something else that it is missing.
+        documents = self._ask([command_at(b"MGET", document_key(name)) for name in due], "looking for what is over")
+        alive = [name for name, (document,) in zip(due, documents, strict=True) if self._is_wanted(name, document)]
         self._steps.keep_groups(alive, now + self.seconds * 1_000_000)
         self._steps.forget_groups([name for name in due if name not in alive])
         pause = 0.05 if len(due) >= redis_scripts.LOOKS else SWEEP

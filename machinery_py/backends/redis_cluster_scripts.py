@@ -25,7 +25,8 @@ end
 _FLAG = '"ChordTriggered": true'
 _MAY_FIRE = rf"""
 may_fire = function(uuid)
-  local doc = call('GET', doc_key(uuid))
+  key_type((group_keys(uuid)), 'hash')
+  local doc = group_doc(uuid)
   if (not doc and call('EXISTS', (group_keys(uuid))) == 0) or has_fired(uuid) then return false end
   if not doc or call('HGET', (group_keys(uuid)), 'failed') then return true end
   return string.find(doc, '{_FLAG}', 1, true) or not string.find(doc, '"ChordTriggered":', 1, true)
@@ -35,7 +36,7 @@ end
 # In: group. Out: 1 if Go may be at it as well, which its mutex tells; 2 if Go has settled it, or is at it; else 0.
 FLAG = Script(PRELUDE + LIBRARY + rf"""
 local uuid = unpacked[1]
-local doc = call('GET', doc_key(uuid))
+local doc = group_doc(uuid)
 if not doc or has_fired(uuid) or call('HGET', (group_keys(uuid)), 'failed') then return 0 end
 if string.find(doc, '{_FLAG}', 1, true) then return 1 end
 local from, to = string.find(doc, '"ChordTriggered":false', 1, true)
@@ -72,6 +73,8 @@ return {verdict, written()}
 # In: group, document. Out: nothing.
 GROUP = Script(PRELUDE + LIBRARY + filled(r"""
 local uuid, doc = unpack(unpacked)
+key_type((group_keys(uuid)), 'hash')
+if not group_doc(uuid) and is_queue(uuid) then error('WRONGTYPE ' .. uuid .. ' is a queue, not a group') end
 if call('HGET', (group_keys(uuid)), 'fired') then doc = triggered(doc) end
 call('SET', doc_key(uuid), doc, 'NX', 'EX', $LONG)
 """, **NAMES))
@@ -98,11 +101,29 @@ call('EXPIRE', h, $LONG)
 return 0
 """, **NAMES))
 
-# In: group. Out: callback, failed member, fired, or nil each; the members that are in, if it was fired.
+# In: group. Out: callback, failed member, fired, or nil each; the members that are in, if it was fired; texts that name keys
+# under which something else lies.
 LOOK_AT = Script(PRELUDE + LIBRARY + r"""
 local g, h = group_keys(unpacked[1])
+local fine, problem = pcall(key_type, g, 'hash')
+if not fine then return {false, false, false, {}, {words(problem)}} end
 local kept = call('HMGET', g, 'callback', 'failed', 'fired')
-return {kept[1], kept[2], kept[3], kept[3] and call('SMEMBERS', h) or {}}
+return {kept[1], kept[2], kept[3], kept[3] and call('SMEMBERS', h) or {}, {}}
+""")
+
+# In: group. Out: nothing. What somebody else keeps under its UUID stays.
+FORGET_GROUP = Script(PRELUDE + LIBRARY + r"""
+local uuid = unpacked[1]
+local doc = try('GET', doc_key(uuid))
+if doc and is_group(uuid, doc) then call('DEL', doc_key(uuid)) end
+call('DEL', group_keys(uuid))
+""")
+
+# In: UUID of a task. Out: nothing.
+FORGET_TASK = Script(PRELUDE + LIBRARY + r"""
+local uuid = unpacked[1]
+look({uuid})
+call('DEL', doc_key(uuid), companion(uuid))
 """)
 
 # In: UUID, seconds. Out: nothing. The document expires by then.

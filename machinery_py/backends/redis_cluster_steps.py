@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NoReturn
 
@@ -28,7 +29,7 @@ from machinery_py.backends.redis_cluster_records import (
 )
 from machinery_py.backends.redis_lua import CHORD_LIFE
 from machinery_py.clock import micros
-from machinery_py.errors import StoreUnusable
+from machinery_py.errors import NameRefused, StoreUnusable
 
 READY = b"mpy:ready"
 GO_MUTEX = b"TriggerChordMutex"
@@ -36,6 +37,8 @@ GROUPS = b"mpy:groups"
 TRIES = 3  # at a change; more than one when this process was stopped between its note and its record
 NOTES = 10_000  # of our own that are remembered; the others are looked at and dropped by whoever tends
 STALE = 2 * scripts.NOTED_FOR  # µs after which a note without a record will never get one
+
+logger = logging.getLogger(__name__)
 
 
 class Steps:
@@ -175,9 +178,16 @@ class Steps:
         groups = [effect.name for effect in effects if effect.kind == "group"]
         if groups:
             self.keep_groups(groups, micros(self._cluster.clock.now()) + self._seconds * 1_000_000, documents=False)
-        replies = self._ask([
-            script_at(prefix_of(effect.name), SCRIPTS[effect.kind], effect.argument) for effect in effects
-        ], "writing what follows")
+        try:
+            replies = self._ask([
+                script_at(prefix_of(effect.name), SCRIPTS[effect.kind], effect.argument) for effect in effects
+            ], "writing what follows")
+        except NameRefused as error:
+            if len(effects) == 1:
+                logger.error("what follows a task is left out: %s", error)  # its message is sent all the same
+            for effect in effects if len(effects) > 1 else ():
+                self.carry_out([effect])
+            return
         pairs = list(zip(effects, replies, strict=True))
         self._list([(reply, one.kind == "replay") for one, reply in pairs if one.kind in ("state", "replay")])
         self._arrived([(one, reply) for one, reply in pairs if one.kind == "arrival"])
@@ -193,7 +203,7 @@ class Steps:
 
     def _fired(self, groups: Sequence[tuple[str, Any]]) -> None:
         if groups:
-            self._loosen(member.decode() for _, (_, _, fired, members) in groups if fired for member in members)
+            self._loosen(member.decode() for _, (_, _, fired, members, _) in groups if fired for member in members)
             self._ask([command_at(b"ZREM", READY, *(name.encode() for name, _ in groups))], "settling groups")
 
     def _loosen(self, names: Iterable[str]) -> None:
@@ -248,10 +258,7 @@ class Steps:
 
     def forget_groups(self, names: Sequence[str]) -> None:
         if names:
-            self._ask([
-                command_at(b"DEL", document_key(name), f"mpy:g:{{{name}}}".encode(), f"mpy:h:{{{name}}}".encode())
-                for name in names
-            ], "forgetting groups")
+            self._ask([script_at(prefix_of(name), scripts.FORGET_GROUP, pack((name,))) for name in names], "forgetting groups")
             gone = [name.encode() for name in names]
             self._ask([command_at(b"ZREM", READY, *gone), command_at(b"ZREM", GROUPS, *gone)], "forgetting groups")
 

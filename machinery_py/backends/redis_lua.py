@@ -46,7 +46,8 @@ NAMES: dict[str, object] = {
 }
 
 # A companion is lines: run, epoch, mark, started, progress, queue, worker, and then our fields.
-# look: reads what is stored of tasks, in one command for all; `known` keeps it, and what is decided after that.
+# look: reads what is stored of tasks, in one command for all; `known` keeps it, and what is decided after that. Raises if
+# something else lies under a UUID, or it is the name of a queue: nothing of others is ever written over.
 # decide: what a change would write, and its verdict (s, a, f); writes nothing, and the next change sees it in `known`.
 # listable: raises, before anything is written, if a set from which these changes are to be found again is something else.
 # commit: writes it. note_states: writes the listings and the groups, once for all that a script has committed.
@@ -75,6 +76,35 @@ local function word_and_time(doc)
   until not at
   return string.match(doc, '^%u+', word + 1), string.match(doc, '^[^"]*', last + 1)
 end
+local function unquoted(uuid)
+  if uuid == '%' then return '' end
+  return (string.gsub(string.gsub(string.gsub(uuid, '%%7D', '}'), '%%7B', '{'), '%%25', '%%'))
+end
+local function is_of(uuid, doc, head, after)
+  local at = #head + 1
+  if string.find(doc, uuid, at, true) == at and string.byte(doc, at + #uuid) == 34 and string.find(doc, head, 1, true) == 1 then
+    return true
+  end
+  -- JSON may write the same in another way, and a cluster quotes.
+  local stop = string.sub(doc, 1, #head) == head and string.find(doc, after, at, true)
+  local fine, read = pcall(cjson.decode, '[' .. string.sub(doc, at - 1, (stop or 0) - 1) .. ']')
+  return fine and (read[1] == uuid or read[1] == unquoted(uuid))
+end
+local function is_group(uuid, doc) return is_of(uuid, doc, '{"GroupUUID":"', ',"TaskUUIDs":') end
+local function group_doc(uuid)
+  local key = doc_key(uuid)
+  key_type(key, 'string')
+  local doc = call('GET', key)
+  if doc and not is_group(uuid, doc) then error('WRONGTYPE ' .. key .. ' holds a text, not group ' .. uuid) end
+  return doc
+end
+local function is_queue(uuid)
+  -- UUIDs as Go makes them, task_1a2b3c4d-…, are no names of queues.
+  if #uuid < 3 or string.find(uuid, '^%l%l%l%l%l?_%x%x%x%x%x%x%x%x%-%x%x%x%x%-') then return false end
+  if string.sub(uuid, 1, 4) == 'mpy:' or uuid == 'delayed_tasks' or uuid == 'TriggerChordMutex' then return true end
+  local p = 'mpy:{' .. uuid .. '}:'
+  return call('EXISTS', p .. 'n', p .. 'c', p .. 's') > 0
+end
 local function row_of(key, m, doc, kept)
   local word, created
   if doc then word, created = word_and_time(doc) end
@@ -88,7 +118,7 @@ local function row_of(key, m, doc, kept)
 end
 local function look(uuids)
   for start = 1, #uuids, 1000 do
-    local keys, new, missing = {}, {}, {}
+    local keys, new, missing, wrong = {}, {}, {}, nil
     for i = start, math.min(start + 999, #uuids) do
       local uuid = uuids[i]
       if not known[uuid] then
@@ -101,15 +131,25 @@ local function look(uuids)
     local found = #keys > 0 and call('MGET', unpack(keys))
     for i, uuid in ipairs(new) do
       local key = keys[2 * i - 1]
-      if not found[2 * i - 1] then missing[#missing + 1] = key end
-      known[uuid] = row_of(key, keys[2 * i], found[2 * i - 1], found[2 * i])
+      local doc = found[2 * i - 1]
+      if not doc then
+        missing[#missing + 1] = key
+        if is_queue(uuid) then wrong = uuid .. ' is a queue, not a task' end
+      elseif not is_of(uuid, doc, '{"TaskUUID":"', ',"TaskName":') then
+        wrong = key .. ' holds a text, not task ' .. uuid
+      end
+      known[uuid] = row_of(key, keys[2 * i], doc, found[2 * i])
     end
     -- MGET says of a key of another type that it is missing.
     if #missing > 0 and call('EXISTS', unpack(missing)) > 0 then
       for _, key in ipairs(missing) do
-        checked[key] = nil
-        key_type(key, 'string')
+        local found = call('TYPE', key).ok
+        if found ~= 'none' then wrong = key .. ' holds a ' .. found .. ', not a string' end
       end
+    end
+    if wrong then
+      for i, uuid in ipairs(new) do known[uuid], checked[keys[2 * i - 1]] = nil, nil end
+      error('WRONGTYPE ' .. wrong)
     end
   end
 end
@@ -165,7 +205,8 @@ local function has_fired(uuid)
   return fired[uuid]
 end
 local function may_fire(uuid)
-  local doc = call('GET', doc_key(uuid))
+  key_type((group_keys(uuid)), 'hash')
+  local doc = group_doc(uuid)
   if not doc and call('EXISTS', (group_keys(uuid))) == 0 then return false end
   if has_fired(uuid) then return false end
   -- Go sets its flag for a group with a failed member, too, and then tells nobody.
@@ -205,6 +246,9 @@ local function decide(c)
     if firing[fires] or not may_fire(fires) then return 'f' end
     key_type(select(2, group_keys(fires)), 'set')
     firing[fires] = true
+  end
+  for _, one in ipairs(C[c + $GROUPS] or NONE) do
+    if not group_doc(one[1]) and is_queue(one[1]) then error('WRONGTYPE ' .. one[1] .. ' is a queue, not a group') end
   end
   for _, a in ipairs(C[c + $ARRIVALS] or NONE) do
     local g, h = group_keys(a[1])

@@ -67,20 +67,32 @@ for i, uuid in ipairs(unpacked[1]) do found[i] = read(uuid).mark end
 return found
 """)
 
-# In: limit. Out: (group, callback, failed member or "").
+# In: limit. Out: (group, callback, failed member or ""); texts that name keys of groups under which something else lies: these
+# groups are left out.
 READY = Script(PRELUDE + LIBRARY + r"""
-local found = {}
-for i, uuid in ipairs(call('ZRANGE', 'mpy:ready', 0, unpacked[1] - 1)) do
-  local kept = call('HMGET', (group_keys(uuid)), 'callback', 'failed')
-  found[i] = {uuid, kept[1] or '', kept[2] or ''}
-end
-return found
+local limit, found, spoilt, at = unpacked[1], {}, {}, 0
+key_type('mpy:ready', 'zset')
+repeat
+  local uuids = call('ZRANGE', 'mpy:ready', at, at + limit - 1)
+  for _, uuid in ipairs(uuids) do
+    local g = group_keys(uuid)
+    local kept = try('HMGET', g, 'callback', 'failed')
+    if not kept then
+      spoilt[#spoilt + 1] = select(2, pcall(key_type, g, 'hash'))
+    elseif #found < limit then
+      found[#found + 1] = {uuid, kept[1] or '', kept[2] or ''}
+    end
+  end
+  at = at + limit
+until #uuids < limit or #found == limit
+return {found, spoilt}
 """)
 
 # In: now, limit. Out: (group, total, callback) of incomplete groups whose time to be looked at has come; the next is later.
 # One with something else under its key is left out, and keeps no other from being looked at.
 PARTIAL = Script(PRELUDE + LIBRARY + filled(r"""
 local now, found = now_of(unpacked[1]), {}
+key_type('mpy:partial', 'zset')
 for _, uuid in ipairs(call('ZRANGEBYSCORE', 'mpy:partial', '-inf', now, 'LIMIT', 0, unpacked[2])) do
   local g = group_keys(uuid)
   local kept = try('HMGET', g, 'total', 'callback')
@@ -177,6 +189,7 @@ return found
 
 # In: now, seconds that it is remembered, UUIDs. Out: nothing.
 REVOKE = Script(PRELUDE + r"""
+key_type('mpy:revoked', 'zset')
 local until_ = int(now_of(unpacked[1]) + unpacked[2] * 1000000)
 for _, uuid in ipairs(unpacked[3]) do call('ZADD', 'mpy:revoked', until_, uuid) end
 """)
@@ -184,7 +197,7 @@ for _, uuid in ipairs(unpacked[3]) do call('ZADD', 'mpy:revoked', until_, uuid) 
 # In: UUIDs. Out: those that are revoked.
 REVOKED = Script(PRELUDE + r"""
 local found = {}
-if call('EXISTS', 'mpy:revoked') == 0 then return found end
+if not key_type('mpy:revoked', 'zset') then return found end
 for _, uuid in ipairs(unpacked[1]) do
   if call('ZSCORE', 'mpy:revoked', uuid) then found[#found + 1] = uuid end
 end
@@ -193,9 +206,8 @@ return found
 
 # In: UUIDs of tasks, of groups. Out: nothing.
 FORGET = Script(PRELUDE + LIBRARY + r"""
-for _, uuids in ipairs(unpacked) do
-  for _, uuid in ipairs(uuids) do key_type(doc_key(uuid), 'string') end
-end
+look(unpacked[1])
+for _, uuid in ipairs(unpacked[2]) do group_doc(uuid) end
 for _, name in ipairs({'open', 'done', 'ready', 'partial', 'groups'}) do key_type('mpy:' .. name, 'zset') end
 for _, uuid in ipairs(unpacked[1]) do
   call('DEL', doc_key(uuid), companion(uuid))
@@ -215,14 +227,15 @@ end
 TEND = Script(PRELUDE + LIBRARY + rf"""
 local text, expire = unpack(unpacked)
 local now = now_of(text)
-for _, name in ipairs({{'revoked', 'open', 'done', 'ready', 'partial', 'groups'}}) do key_type('mpy:' .. name, 'zset') end
-call('ZREMRANGEBYSCORE', 'mpy:revoked', '-inf', now)
-call('ZREMRANGEBYSCORE', 'mpy:done', '-inf', now - expire * 1000000)
-call('ZREMRANGEBYSCORE', 'mpy:open', '-inf', now - 2 * {CHORD_LIFE} * 1000000)
+try('ZREMRANGEBYSCORE', 'mpy:revoked', '-inf', now)
+try('ZREMRANGEBYSCORE', 'mpy:done', '-inf', now - expire * 1000000)
+try('ZREMRANGEBYSCORE', 'mpy:open', '-inf', now - 2 * {CHORD_LIFE} * 1000000)
+for _, name in ipairs({{'ready', 'partial', 'groups'}}) do key_type('mpy:' .. name, 'zset') end
 local due = call('ZRANGEBYSCORE', 'mpy:groups', '-inf', now, 'LIMIT', 0, {LOOKS})
 for _, uuid in ipairs(due) do
   local g, h = group_keys(uuid)
   local doc, alive = call('MGET', doc_key(uuid))[1], call('ZSCORE', 'mpy:ready', uuid)
+  if doc and not is_group(uuid, doc) then doc = false end
   if doc and not alive then
     -- Our own document of a group holds names only: no number can suffer.
     local read, group = pcall(cjson.decode, doc)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import itertools
+import logging
 import math
 import time
 import weakref
@@ -30,6 +31,7 @@ from machinery_py.brokers.redis_messages import (
     EMPTY,
     Packed,
     Queues,
+    head_of,
     known,
     letter_of,
     message_of,
@@ -39,8 +41,12 @@ from machinery_py.brokers.redis_messages import (
 )
 from machinery_py.clock import moment_of
 from machinery_py.durability import Concern
-from machinery_py.errors import BrokerUnavailable, PublishUnknown
+from machinery_py.errors import BrokerUnavailable, NameRefused, PublishUnknown
+from machinery_py.names import REASON, check_queue
 
+logger = logging.getLogger(__name__)
+
+FIRST_QUEUE = "machinery_tasks"  # of messages that name none
 LEASE = 10.0  # seconds without a beat until a consumer is given up
 MOVE = 500  # delayed messages that are moved in one step
 COUNT = 2000  # delayed messages that are looked at in one step
@@ -172,19 +178,34 @@ class RedisBroker(Broker):
             bodies = self._run(redis_scripts.DUE, self.driver.now(), MOVE, doing="looking for due messages")
             if not bodies:
                 return
-            queues = Queues()
-            rows: list[Packed] = []
-            for body in bodies:
-                said = known(body)
-                # Bytes that say no queue stay visible where somebody will bury them.
-                queue = (said.RoutingKey if said else "") or "machinery_tasks"
-                priority = said.Priority if said and 0 <= said.Priority <= 255 else 0
-                rows.append((queues.place(queue), priority, 0, EMPTY, 0, raw(body)))
-            self.driver.unblock(self._run(
-                redis_scripts.MOVE, self.driver.now(), queues.keys, rows, doing="moving due messages"
-            ))
+            try:
+                self._move(bodies)
+            except NameRefused:
+                for body in bodies:
+                    try:
+                        self._move([body])
+                    except NameRefused as error:
+                        self._bury(body, str(error))
             if len(bodies) < MOVE or time.monotonic() >= end:
                 return
+
+    def _move(self, bodies: Sequence[bytes]) -> None:
+        queues = Queues()
+        rows: list[Packed] = []
+        for body in bodies:
+            said = known(body)
+            # Bytes that say no queue stay visible where somebody will bury them.
+            queue = (said.RoutingKey if said else "") or FIRST_QUEUE
+            check_queue(queue)
+            priority = said.Priority if said and 0 <= said.Priority <= 255 else 0
+            rows.append((queues.place(queue), priority, 0, EMPTY, 0, raw(body)))
+        self.driver.unblock(self._run(redis_scripts.MOVE, self.driver.now(), queues.keys, rows, doing="moving due messages"))
+
+    def _bury(self, body: bytes, error: str) -> None:
+        """Bring a delayed message whose queue cannot be one to the dead letters of a queue that somebody looks at."""
+        logger.error("a delayed message goes to the dead letters of %r: %s: %s", FIRST_QUEUE, REASON, error)
+        self._run(redis_scripts.BURY, self.driver.now(), queue_keys(FIRST_QUEUE), raw(body), head_of("", "", REASON, error),
+                  doing="burying a delayed message")
 
     # Looking
 

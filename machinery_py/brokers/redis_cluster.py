@@ -13,6 +13,7 @@ Delayed messages are brought to their queues by Python workers only.
 from __future__ import annotations
 
 import hashlib
+import logging
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -26,13 +27,14 @@ from machinery_py._drivers.redis_pool import DELAYED, with_delayed_key
 from machinery_py._drivers.redis_slots import QUEUES, slot_of
 from machinery_py._drivers.redis_tries import command_at, script_at
 from machinery_py.brokers.base import Broker, BrokerFeatures, DeadLetter, Message, QueueStats, WorkerInfo, close_all
-from machinery_py.brokers.redis import LEASE, MOVE, OTHERS, RedisBroker
+from machinery_py.brokers.redis import FIRST_QUEUE, LEASE, MOVE, OTHERS, RedisBroker
 from machinery_py.brokers.redis_cluster_consumer import ClusterConsumer
 from machinery_py.brokers.redis_lua import LIBRARY
 from machinery_py.brokers.redis_messages import EMPTY, Packed, Queues, known, message_of, packed
 from machinery_py.clock import moment_of
 from machinery_py.durability import Concern
-from machinery_py.errors import BrokerUnavailable, PublishRefused, PublishUnknown
+from machinery_py.errors import BrokerUnavailable, NameRefused, PublishRefused, PublishUnknown
+from machinery_py.names import queue_problem
 
 MOVE_WITHIN = 300_000_000  # µs between the look at Go's set and the move; the servers' clocks differ by less
 MOVE_LIFE = 1800  # seconds that a name is remembered under which a message was put once
@@ -68,6 +70,8 @@ return rung
 """)
 
 _Move = tuple[str, Packed]
+
+logger = logging.getLogger(__name__)
 
 
 class QueueBroker(RedisBroker):
@@ -126,13 +130,13 @@ class ClusterBroker(Broker):
         """The broker of this queue.
 
         Raises:
-            PublishRefused: its name has braces in such places that our keys for it would be in another slot.
+            NameRefused: its name has braces in such places that our keys for it would be in another slot.
         """
         broker = self._brokers.get(queue)
         if broker is None:
             if not is_usable(queue):
-                raise PublishRefused(f"queue {queue!r}: its keys would be in several slots of a Redis Cluster (expected a name "
-                                     "without braces, or with one {…} in it)")
+                raise NameRefused(f"queue {queue!r}: its keys would be in several slots of a Redis Cluster (expected a name "
+                                  "without braces, or with one {…} in it)", queue)
             broker = QueueBroker(self.cluster.at(queue_keys(queue)[1].encode()), queue, lease=self.lease)
             self._brokers[queue] = broker
         return broker
@@ -229,16 +233,26 @@ class ClusterBroker(Broker):
                 parts.setdefault(self._place(said.RoutingKey if said else ""), []).append((move, (body, score)))
             self._register(list(parts))
             for queue, moves in parts.items():
-                if self._of(queue).take_in([move for move, _ in moves], int(now) + MOVE_WITHIN):
+                if self._take_in(queue, [move for move, _ in moves], int(now) + MOVE_WITHIN):
                     self._go(_GONE, [(raw(body), raw(score)) for _, (body, score) in moves], doing="moving due messages")
+
+    def _take_in(self, queue: str, moves: Sequence[_Move], latest: int) -> bool:
+        """As QueueBroker.take_in; what a spoilt queue cannot take comes to that of messages that name none."""
+        try:
+            return self._of(queue).take_in(moves, latest)
+        except NameRefused as error:
+            if queue == FIRST_QUEUE:
+                raise
+            logger.error("delayed messages of %r go to %r: %s", queue, FIRST_QUEUE, error)
+            return self._of(FIRST_QUEUE).take_in(moves, latest)
 
     def _go(self, script: Script, *values: object, doing: str) -> Any:
         script = with_delayed_key(script, self.cluster.limits.delayed_key)
         return self.cluster.ask([script_at(self._go_slot, script, pack(values))], doing=doing, away=BrokerUnavailable)[0]
 
     def _place(self, routing_key: str) -> str:
-        """The queue of a message of Go's; one that says none stays visible where somebody will bury it."""
-        return routing_key if routing_key and is_usable(routing_key) else "machinery_tasks"
+        """The queue of a message of Go's; one that says none, or one that cannot be, comes where somebody will bury it."""
+        return routing_key if not queue_problem(routing_key) and is_usable(routing_key) else FIRST_QUEUE
 
     def _theirs(self) -> list[tuple[int, Message]]:
         """What is in Go's set, with the moment at which it is due, in µs."""

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from machinery_py._drivers.redis import Link, RedisDriver, command
-from machinery_py._drivers.redis_errors import Kind, kind_of
+from machinery_py._drivers.redis_errors import Kind, kind_of, tell_spoilt
 from machinery_py._drivers.redis_keys import queue_keys
 from machinery_py._drivers.redis_lua import pack, raw
 from machinery_py._drivers.session_files import SessionFile, host_file, host_folder, ran
@@ -141,7 +141,8 @@ class RedisConsumer(Consumer):
         except Exception as error:  # redis-py's, sorted by `fail`
             self._failed(error, link, claim)
             raise AssertionError("unreachable") from error
-        alive, due_in, revoked, rung, blob, bed = reply
+        alive, due_in, revoked, rung, blob, bed, problems = reply
+        tell_spoilt(problems, doing="claiming messages")
         self._bed = keys[bed - 1] if bed else None
         # Forgotten only when it has been asked for with success; claims may fail for longer than that.
         self._lost = [one for one in self._lost if now - one[1] < LOST_LIFE]

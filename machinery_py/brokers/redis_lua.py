@@ -71,6 +71,7 @@ end
 local function check(queues, messages, now)
   for _, m in ipairs(messages) do
     local q, plain = queues[m[1] + 1], m[4] == '' and m[5] == 0
+    if q[1] == '$DELAYED' then error('WRONGTYPE ' .. q[1] .. ' is a set of delayed messages, not a queue') end
     if m[3] <= now then
       can_give(q, m[2])
       if not plain then key_type(q[2] .. 'a', 'hash') end
@@ -110,10 +111,11 @@ end
 # back: gives entries of a session to the heads of their lists, in their old order; `guilty` are the receipts that get a strike.
 # empty: gives back all that a session has of a queue; `began` gets a strike, or if that is false what the session has noted.
 # spoilt: whether somebody keeps something else under the queue's name.
-# usable: raises, before anything is written, if somebody does so with one of the keys that entries need which come back, wait or
-# die. can_empty: the same for all that a session has of a queue.
+# usable: raises, before anything is written, if somebody does so with one of the keys that entries need which come back or wait.
+# can_bury: the same for those that die. can_end: whether this fate can be carried out; if not, the entry stays in flight until
+# its queue is as it should be. can_empty: as usable, for all that a session has of a queue.
 # parked: brings what is due from our own delayed set to its queue, if that can take it; whether it did. due_in: µs until the
-# next; asks not again what parked saw. first_due raises, before anything is written, if Go's delayed set is something else.
+# next; asks not again what parked saw. first_due: whether Go's delayed set is what it should be; if not, nothing is due in it.
 LIBRARY = PUTTING + filled(r"""
 local function unwrap(text)
   local number, level, fence, strikes, parks, size, at = string.match(text, '^(%d+) (%d+) (%d+) (%d+) (%d+) (%d+)\n()')
@@ -130,18 +132,27 @@ local function back(q, entries, guilty, now, rung)
   end
 end
 local used = {}
+local function can_bury(q)
+  counter(q[2] .. 'n')
+  key_type(q[2] .. 'd', 'hash')
+  key_type(q[2] .. 'e', 'zset')
+end
 local function usable(q, entries)
   local p = q[2]
   if not used[p] then
     can_give(q, 0)
     can_park(q)
+    can_bury(q)
     key_type(p .. 'a', 'hash')
-    key_type(p .. 'd', 'hash')
-    key_type(p .. 'e', 'zset')
     key_type(p .. 'l', 'zset')
     used[p] = true
   end
   for _, text in ipairs(entries) do can_give(q, tonumber(string.match(text, '^%d+ (%d+)'))) end
+end
+local function can_end(q, fate, raw)
+  if fate == 'done' then return true end
+  if fate == 'dead' then return (pcall(can_bury, q)) end
+  return (pcall(usable, q, {raw}))
 end
 local function can_empty(q, session)
   local p = q[2]
@@ -166,7 +177,11 @@ local function empty(q, session, began, now, rung)
   return #entries
 end
 local soonest = {}
-local function first_due() soonest['$DELAYED'] = call('ZRANGE', '$DELAYED', 0, 0, 'WITHSCORES') end
+local function first_due()
+  local found = try('ZRANGE', '$DELAYED', 0, 0, 'WITHSCORES')
+  soonest['$DELAYED'] = found or {}
+  return found
+end
 local function spoilt(q)
   local found = call('TYPE', q[1]).ok
   return found ~= 'none' and found ~= 'list'

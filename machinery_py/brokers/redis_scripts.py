@@ -28,23 +28,27 @@ REGISTER = Script(LIBRARY + r"""
 local text, session, record, queues = unpack(unpacked)
 local now = now_of(text)
 key_type('mpy:queues', 'set')
-for _, q in ipairs(queues) do key_type(q[2] .. 's', 'zset') end
 for _, q in ipairs(queues) do
-  call('SADD', 'mpy:queues', q[1])
-  call('SET', q[2] .. 'b:' .. session, record)
-  call('ZADD', q[2] .. 's', now, session)
+  if pcall(key_type, q[2] .. 's', 'zset') then
+    call('SADD', 'mpy:queues', q[1])
+    call('SET', q[2] .. 'b:' .. session, record)
+    call('ZADD', q[2] .. 's', now, session)
+  end
 end
 """)
 
 # In: now, session, queues. Out: 1, or 0 if the session was given up in one of its queues. The score is removed first, so
-# that a full Redis lets the beat pass.
+# that a full Redis lets the beat pass. A queue whose registry is something else is left out, here and in all that follows.
 BEAT = Script(LIBRARY + r"""
 local text, session, queues = unpack(unpacked)
 local now = now_of(text)
+local sound = {}
 for _, q in ipairs(queues) do
-  if not call('ZSCORE', q[2] .. 's', session) then return 0 end
+  local fine, beat = pcall(call, 'ZSCORE', q[2] .. 's', session)
+  if fine and not beat then return 0 end
+  if fine then sound[#sound + 1] = q end
 end
-for _, q in ipairs(queues) do
+for _, q in ipairs(sound) do
   call('ZREM', q[2] .. 's', session)
   call('ZADD', q[2] .. 's', now, session)
 end
@@ -55,13 +59,14 @@ return 1
 # be among the sleepers, true if it sleeps at none of these queues.
 # Out: what is left of the session (1, or 0 if it was given up); µs until something is due (-1: nothing is); how many tasks
 # are revoked; connections to be woken; msgpack of (queue, first receipt, fence, strikes, parks, priority, bodies), in which the
-# receipts of the bodies follow each other; which queue a sleeper is to block at, from 1 on (0: all are paused).
+# receipts of the bodies follow each other; which queue a sleeper is to block at, from 1 on (0: all are paused or spoilt); texts
+# that name keys under which something else lies. A queue with such a key is left alone, and the others are claimed from.
 CLAIM = Script(LIBRARY + r"""
 local text, session, queues, limit, claim, lost, number, will_sleep, noted, apart = unpack(unpacked)
-local now, rung, found, runs, count, with_notes = now_of(text), {}, {}, 0, 0, {}
+local now, rung, found, runs, count, with_notes, places, problems = now_of(text), {}, {}, 0, 0, {}, {}, {}
 local function reply() return '\221' .. struct.pack('>I4', runs) .. table.concat(found) end
 local function tell(index, receipt, fence, strikes, parks, level, bodies)
-  found[#found + 1] = '\151' .. cmsgpack.pack(index - 1, receipt, fence, strikes, parks, level)
+  found[#found + 1] = '\151' .. cmsgpack.pack(places[index] - 1, receipt, fence, strikes, parks, level)
     .. '\221' .. struct.pack('>I4', #bodies)
   for _, body in ipairs(bodies) do
     found[#found + 1] = bin_head(body)
@@ -91,23 +96,47 @@ local function fly(index, q, level, bodies)
   if not noted then tell(index, first + 1, 1, 0, 0, level, bodies) end
   rows('HSET', q[2] .. 'f:' .. session, entries)
 end
-first_due()
-local revoked, alive, arrived, levels, firsts, stopped, bed = call('ZCARD', 'mpy:revoked'), true, {}, {}, {}, {}, 0
-for index, q in ipairs(queues) do
+local alive, arrived, levels, firsts, stopped, bed = true, {}, {}, {}, {}, 0
+local function expect(kind, ...)
+  for _, key in ipairs({...}) do
+    local fine, problem = pcall(key_type, key, kind)
+    if not fine then problems[#problems + 1] = words(problem) end
+  end
+end
+local function sight(index, q)
   local p = q[2]
   key_type(q[1], 'list')
   counter(p .. 'n')
   with_notes[index] = key_type(p .. 'a', 'hash')
-  alive = call('ZSCORE', p .. 's', session) and alive
+  local beat = call('ZSCORE', p .. 's', session)
   arrived[index] = call('LRANGE', p .. 'i:' .. session, 0, -1)
   levels[index] = call('ZREVRANGE', p .. 'l', 0, -1)
   for _, level in ipairs(levels[index]) do key_type(p .. 'p:' .. level, 'list') end
   firsts[index] = call('ZRANGE', p .. 'z', 0, 0, 'WITHSCORES')
-  -- From a paused queue nothing is taken, and nobody sleeps at its list; resuming it wakes those who noted themselves.
-  if key_type(p .. 'u', 'set') then stopped[index] = true elseif bed == 0 then bed = index end
+  stopped[index] = key_type(p .. 'u', 'set')
+  if #arrived[index] > 0 and (stopped[index] or not beat) then usable(q, {}) end
+  alive = beat and alive
 end
-for index, q in ipairs(queues) do
-  if #arrived[index] > 0 and (stopped[index] or not alive) then usable(q, {}) end
+if not first_due() then expect('zset', DELAYED) end
+local revoked = try('ZCARD', 'mpy:revoked')
+if not revoked then
+  expect('zset', 'mpy:revoked')
+  revoked = 1  -- as far as we know
+end
+local all = queues
+queues = {}
+for place, q in ipairs(all) do
+  local index = #queues + 1
+  local fine, problem = pcall(sight, index, q)
+  if fine then
+    queues[index], places[index] = q, place
+    -- From a paused queue nothing is taken, and nobody sleeps at its list; resuming it wakes those who noted themselves.
+    if bed == 0 and not stopped[index] then bed = index end
+  else
+    local before = #problems
+    expect('zset', q[2] .. 's', q[2] .. 'l', q[2] .. 'z')
+    if #problems == before then problems[before + 1] = words(problem) end
+  end
 end
 for _, q in ipairs(queues) do
   if noted then
@@ -123,7 +152,7 @@ if not alive then
     call('DEL', q[2] .. 'i:' .. session)
     return_arrivals(q, arrived[index])
   end
-  return {0, -1, 1, rung, reply(), 0}
+  return {0, -1, 1, rung, reply(), 0, problems}
 end
 for index, q in ipairs(queues) do
   if #lost > 0 then
@@ -168,7 +197,7 @@ if will_sleep and count == 0 then
     if (apart or index ~= bed) and not stopped[index] then try('SADD', q[2] .. 'w', number) end
   end
 end
-return {1, due_in(queues, now), revoked, rung, reply(), bed}
+return {1, due_in(queues, now), revoked, rung, reply(), places[bed] or 0, problems}
 """)
 
 # In: now, session, queues, disposals (index of the queue, receipt, fate, due, head of the dead letter).
@@ -176,16 +205,13 @@ return {1, due_in(queues, now), revoked, rung, reply(), bed}
 DISPOSE = Script(LIBRARY + r"""
 local text, session, queues, disposals = unpack(unpacked)
 local now, rung, backs, verdicts, raws, taken = now_of(text), {}, {}, {}, {}, {}
-for _, q in ipairs(queues) do key_type(q[1], 'list') end
 for i, d in ipairs(disposals) do
   local q = queues[d[1] + 1]
   local flight = q[2] .. 'f:' .. session
   local raw = not taken[flight .. d[2]] and call('HGET', flight, d[2])
+  if raw and not can_end(q, d[3], raw) then raw = false end
   verdicts[i], raws[i] = raw and 's' or 'f', raw
-  if raw then
-    taken[flight .. d[2]] = true
-    if d[3] ~= 'done' then usable(q, {raw}) end
-  end
+  if raw then taken[flight .. d[2]] = true end
 end
 for i, d in ipairs(disposals) do
   local q = queues[d[1] + 1]
@@ -214,24 +240,27 @@ return held
 
 # In: now, session, queues, the beat that was seen or "", for each queue the receipts that get a strike (false: what the session
 # has noted), µs of its tombstone. Out: -1 if the session has beaten since or is gone, else how many messages it held; connections
-# to be woken.
+# to be woken. A queue with something else under one of its keys stays as it is.
 CONDEMN = Script(LIBRARY + r"""
 local text, session, queues, seen, began, grave = unpack(unpacked)
-local now, rung, held, there = now_of(text), {}, 0, false
-for _, q in ipairs(queues) do
-  key_type(q[1], 'list')
+local now, rung, held, sound = now_of(text), {}, 0, {}
+local there = false
+local function sight(index, q)
   local beat = call('ZSCORE', q[2] .. 's', session)
-  if beat then
-    if seen ~= '' and int(tonumber(beat)) ~= seen then return {-1, rung} end
-    there = true
-  end
-end
-if not there then return {-1, rung} end
-for _, q in ipairs(queues) do
+  there = there or beat
+  if beat and seen ~= '' and int(tonumber(beat)) ~= seen then return true end
+  key_type(q[1], 'list')
   key_type(q[2] .. 't', 'zset')
   can_empty(q, session)
+  sound[#sound + 1] = index
 end
 for index, q in ipairs(queues) do
+  local _, lives = pcall(sight, index, q)
+  if lives == true then return {-1, rung} end
+end
+if not there then return {-1, rung} end
+for _, index in ipairs(sound) do
+  local q = queues[index]
   call('ZREM', q[2] .. 's', session)
   call('DEL', q[2] .. 'b:' .. session)
   held = held + empty(q, session, began and began[index], now, rung)
@@ -275,6 +304,7 @@ return {due_in(sound, now), late, all, rung}
 
 # In: now, limit. Out: bodies that are due in Go's set, the first due first.
 DUE = Script(LIBRARY + r"""
+key_type(DELAYED, 'zset')
 return call('ZRANGEBYSCORE', DELAYED, '-inf', int(now_of(unpacked[1])) .. '000', 'LIMIT', 0, unpacked[2])
 """)
 
@@ -288,4 +318,13 @@ for _, m in ipairs(messages) do
 end
 put(queues, ours, now, rung)
 return rung
+""")
+
+# In: now, queue, member of Go's set, head of a dead letter. Out: 1 if it has gone to the dead letters of that queue.
+BURY = Script(LIBRARY + r"""
+local text, q, body, head = unpack(unpacked)
+can_bury(q)
+if call('ZREM', DELAYED, body) == 0 then return 0 end
+bury(q, wrap(0, 0, 0, 0, 0, '', body), now_of(text), head)
+return 1
 """)

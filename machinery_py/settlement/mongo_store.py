@@ -41,6 +41,7 @@ from machinery_py.errors import (
     PublishUnknown,
     StoreUnusable,
 )
+from machinery_py.names import REASON
 from machinery_py.settlement.base import ConsumerSession, Firing, Mark, Session, Settlement, Store, Submission, change_of
 from machinery_py.settlement.one_store import disposal_of, mark_of
 from machinery_py.states import State, TaskState
@@ -105,6 +106,9 @@ class MongoStore(Store):
         self._looked = self.driver.clock.monotonic()
 
     def submit(self, submission: Submission) -> None:
+        # First, since what has begun is carried out in any case.
+        for error in self.states.refusals(state.task_uuid for state in submission.states).values():
+            raise error
         if submission.token:
             self.messages.once(
                 submission.token, SUBMISSION, _pack(submission), lambda: self._carry_out(submission, again=False)
@@ -252,6 +256,7 @@ class MongoSession(ConsumerSession):
         if not deliveries:
             return deliveries
         try:
+            deliveries = self._bury(deliveries)
             rows = self._store.states.load_ended(delivery.receipt.uuid for delivery in deliveries)
             over = [one for one in deliveries if (row := rows.get(one.receipt.uuid)) and row.state and _is_over(one, row.state)]
             if over:
@@ -262,6 +267,20 @@ class MongoSession(ConsumerSession):
             raise
         gone = {delivery.receipt for delivery in over}
         return [delivery for delivery in deliveries if delivery.receipt not in gone]
+
+    def _bury(self, deliveries: list[Delivery]) -> list[Delivery]:
+        """Those that can be run; the others, under whose UUID something else lies, go to the dead letters."""
+        refused = self._store.states.refusals(delivery.receipt.uuid for delivery in deliveries)
+        dead = [
+            Disposal(delivery=delivery, fate=Fate.DEAD, reason=REASON, error=str(refused[uuid]), uuid=uuid)
+            for delivery in deliveries if (uuid := delivery.receipt.uuid) in refused
+        ]
+        if not dead:
+            return deliveries
+        for one in dead:
+            logger.error("message on %r goes to the dead letters: %s: %s", one.delivery.queue, one.reason, one.error)
+        self._consumer.dispose(dead)
+        return [delivery for delivery in deliveries if delivery.receipt.uuid not in refused]
 
     def settle(self, settlements: Sequence[Settlement], marks: Sequence[Mark] = ()) -> list[Verdict]:
         with self._settling:

@@ -37,7 +37,8 @@ return rung
 #   mark:       queue, receipt, place of its change
 # Out: a letter for each settlement: s, a or f; connections to be woken.
 # All are decided first; then the deliveries are removed, which a full Redis allows, and lets the rest pass; then all is
-# written. Marks come last, and are dropped when they cannot be written: they must not keep what is over from being settled.
+# written. Marks come last, and are dropped when they cannot be written: they must not keep what is over from being settled. What
+# cannot come back, wait or die, since something else lies under a key of its queue, stays in flight, and is fenced.
 SETTLE = Script(MESSAGES + STATES + filled(r"""
 local text, expire, session, queues, ends, marks
 text, expire, session, queues, ends, marks, C, S = unpack(unpacked)
@@ -62,10 +63,11 @@ look_at(changes)
 for at = 1, #ends, 5 do
   local index, receipt, fate, c, more = ends[at] + 1, ends[at + 1], ends[at + 2], ends[at + 3], ends[at + 4]
   local verdict = 's'
-  if held[index][receipt] and not over[index][receipt] then
+  local raw = held[index][receipt]
+  if raw and not over[index][receipt] and can_end(queues[index], fate, raw) then
     if c > 0 then verdict, plans[at] = decide(c) end
     if more and #more[3] > 0 then check(queues, more[3], now) end
-    if fate == 'done' then table.insert(gone[index], receipt) else usable(queues[index], {held[index][receipt]}) end
+    if fate == 'done' then table.insert(gone[index], receipt) end
     over[index][receipt] = at
   else
     local row = c > 0 and read(C[c])
@@ -89,11 +91,10 @@ note_states(now)
 for at = 1, #marks, 3 do
   if call('HEXISTS', flights[marks[at] + 1], marks[at + 1]) == 1 then
     local c = marks[at + 2]
-    local fine = pcall(function()
+    pcall(function()
       local verdict, plan = decide(c)
       if verdict == 's' then commit(c, plan, now, expire) end
     end)
-    if not fine then break end
   end
 end
 if #open > 0 then pcall(note_states, now) end

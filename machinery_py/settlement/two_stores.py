@@ -28,10 +28,11 @@ from collections.abc import Sequence
 import msgspec
 
 from machinery_py._drivers.tokens import RecentTokens
-from machinery_py.backends.base import ALREADY, FENCED, SETTLED, Amendment, Backend, Change, Verdict
+from machinery_py.backends.base import ALREADY, FENCED, SETTLED, Amendment, Backend, Begun, Change, Verdict
 from machinery_py.brokers.base import Broker, Consumer, Delivery, Disposal, Fate, Message
 from machinery_py.clock import Clock
-from machinery_py.errors import DecodeError, MachineryError, PublishRefused
+from machinery_py.errors import DecodeError, MachineryError, NameRefused, PublishRefused
+from machinery_py.names import REASON, check_message
 from machinery_py.settlement.base import ConsumerSession, Firing, Mark, Session, Settlement, Store, Submission, change_of
 from machinery_py.settlement.one_store import disposal_of, mark_of
 from machinery_py.states import TaskState
@@ -145,12 +146,14 @@ class TwoSession(ConsumerSession):
         for delivery in deliveries:
             try:
                 signature = decode_signature(delivery.body)
-            except DecodeError:
+                check_message(signature.routing_key, delivery.queue, name=signature.name, uuid=signature.uuid,
+                              group_uuid=signature.group_uuid)
+            except (DecodeError, NameRefused):
                 fresh.append(delivery)  # the engine knows what to do with it
             else:
                 known.append((delivery, signature.uuid, signature.run))
         try:
-            begun = self._store.backend.begin([(uuid, run) for _, uuid, run in known])
+            begun = self._begin(known)
         except MachineryError:
             # Claimed, and not to be begun: they go back, or they would be held by nobody who knows of them.
             self._owed += deliveries
@@ -159,6 +162,8 @@ class TwoSession(ConsumerSession):
         over: list[Delivery] = []
         unsent: list[str] = []
         for (delivery, uuid, _), start in zip(known, begun, strict=True):
+            if start is None:
+                continue
             if start.finished:
                 over.append(delivery)
                 # Another message of the task leaves the outbox to who is at it: it lives, or its own message comes back.
@@ -173,6 +178,18 @@ class TwoSession(ConsumerSession):
         if over:
             self._consumer.dispose([Disposal(delivery=delivery) for delivery in over])
         return fresh
+
+    def _begin(self, known: Sequence[tuple[Delivery, str, int]]) -> Sequence[Begun | None]:
+        """Begin them; None for each under whose UUID something else lies: it has gone to the dead letters."""
+        try:
+            return self._store.backend.begin([(uuid, run) for _, uuid, run in known])
+        except NameRefused as error:
+            if len(known) > 1:
+                return [start for one in known for start in self._begin([one])]
+            [(delivery, uuid, _)] = known
+            logger.error("message on %r goes to the dead letters: %s: %s", delivery.queue, REASON, error)
+            self._consumer.dispose([Disposal(delivery=delivery, fate=Fate.DEAD, reason=REASON, error=str(error), uuid=uuid)])
+            return [None]
 
     def settle(self, settlements: Sequence[Settlement], marks: Sequence[Mark] = ()) -> list[Verdict]:
         with self._settling:

@@ -8,7 +8,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from machinery_py.brokers.base import Fate
-from machinery_py.errors import DecodeError
+from machinery_py.errors import DecodeError, NameRefused
+from machinery_py.names import REASON as REASON_NAME
+from machinery_py.names import check_message
 from machinery_py.outcomes import Failed
 from machinery_py.settlement.base import Settlement
 from machinery_py.signature import HEADER_EXPIRES, Signature
@@ -52,8 +54,15 @@ def peek(execution: Execution) -> str:
     except IndexError:
         pass  # an empty list
     # A foreign sender may leave the UUID out: the state needs a key, and the retry the same one.
-    execution.signature = signature.with_uuid()
-    return execution.signature.uuid
+    signature = signature.with_uuid()
+    try:
+        check_message(signature.routing_key, delivery.queue, execution.engine.config.default_queue, name=signature.name,
+                      uuid=signature.uuid, group_uuid=signature.group_uuid)
+    except NameRefused as error:
+        _reject(execution, REASON_NAME, str(error))
+        return ""
+    execution.signature = signature
+    return signature.uuid
 
 
 def accept(execution: Execution, revoked: Mapping[str, bool]) -> bool:

@@ -15,11 +15,13 @@ from machinery_py.engine import Engine
 from machinery_py.errors import (
     BackendUnavailable,
     DecodeError,
+    NameRefused,
     PublishRefused,
     PublishUnknown,
     StateNotFound,
     StoreUnusable,
 )
+from machinery_py.names import check_uuid
 from machinery_py.outcomes import Failed
 from machinery_py.settlement.base import Firing
 from machinery_py.signature import Signature
@@ -48,6 +50,10 @@ def _fire(engine: Engine, ready: ReadyGroup) -> bool:
     try:
         firing, sent = firing_of(engine, ready)
         fired = engine.store.fire(firing)
+    except NameRefused as error:
+        # Where its callback should go, or its state be, there is something else: nobody can be told, but the group must end.
+        logger.error("group %s ends without its callback: %s", ready.group_uuid, error)
+        return engine.store.fire(Firing(group_uuid=ready.group_uuid))
     except AWAY:
         raise
     except Exception:  # the groups behind it must not wait for it
@@ -62,9 +68,10 @@ def firing_of(engine: Engine, ready: ReadyGroup) -> tuple[Firing, Sequence[Signa
     """What becomes true when this group is settled, and what is sent by it."""
     try:
         callback = decode_signature(ready.callback).with_uuid("chord_")
-    except DecodeError as error:
+        check_uuid(callback.uuid, callback.routing_key, engine.config.default_queue)  # its state is written in any case
+    except (DecodeError, NameRefused) as error:
         # The members carried bytes that are no callback: there is nobody to tell, but the group must end.
-        logger.error("the callback of %s cannot be decoded: %s", ready.group_uuid, error)
+        logger.error("the callback of %s cannot be sent: %s", ready.group_uuid, error)
         return Firing(group_uuid=ready.group_uuid), ()
     if ready.failed_member:
         return _failed(engine, ready, callback, _why(engine, ready.failed_member))
@@ -74,6 +81,8 @@ def firing_of(engine: Engine, ready: ReadyGroup) -> tuple[Firing, Sequence[Signa
         out = engine.outgoing([filled])
     except StateNotFound as error:
         return _failed(engine, ready, callback, f"the results of the chord's members are not there any more: {error}")
+    except NameRefused as error:
+        return _failed(engine, ready, callback, f"the chord's callback cannot be sent: {error}")
     except AWAY:
         raise
     except Exception as error:  # the pre-publish hook is user code; the chord must end all the same

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 from machinery_py.backends.base import FENCED, Verdict
 from machinery_py.brokers.base import Fate
-from machinery_py.errors import BackendUnavailable, PublishRefused, PublishUnknown, StoreUnusable
+from machinery_py.errors import BackendUnavailable, NameRefused, PublishRefused, PublishUnknown, StoreUnusable
 from machinery_py.settlement.base import Mark, Session, Settlement
 from machinery_py.worker.execution import REASON_UNSTORABLE, Execution
 from machinery_py.worker.outage import Outage
@@ -139,6 +139,9 @@ class Settler:
         while True:
             try:
                 verdicts = self._session.settle(_settlements(over), marks)
+            except NameRefused as error:
+                logger.error("a batch of %d settlements is refused; trying them one by one: %s", len(over), error)
+                return self._one_by_one(over)
             except TROUBLE as error:
                 # Nothing is lost: the deliveries are still ours, and what was written already is ALREADY the next time.
                 if self.healthy:
@@ -162,6 +165,10 @@ class Settler:
         for execution in over:
             try:
                 verdicts.extend(self._session.settle(_settlements([execution])))
+            except NameRefused as error:
+                logger.error("the settlement of task %s is refused; its message goes to the dead letters: %s",
+                             execution.signature.uuid, error, extra={"task_uuid": execution.signature.uuid})
+                verdicts.append(self._give_up_one(execution, error))
             except TROUBLE:
                 verdicts.extend(self._settle([execution], ()))
             except Exception as error:
@@ -175,6 +182,8 @@ class Settler:
         execution.fail_unstorable(error)
         try:
             return self._session.settle(_settlements([execution]))[0]
+        except NameRefused as refusal:
+            logger.error("the failure of task %s cannot be stored either: %s", execution.signature.uuid, refusal)
         except TROUBLE:
             return self._settle([execution], ())[0]
         except Exception:

@@ -16,7 +16,10 @@ from tests.models.states import (
     changes_of,
     companion,
     document,
+    free_text,
     group_keys,
+    is_of,
+    own_text,
     row_of,
 )
 
@@ -58,11 +61,20 @@ def marks(redis: Redis, uuids: Sequence[str]) -> object:
 
 
 def ready(redis: Redis, limit: int) -> object:
+    """What holds something else is told, and left out."""
     found: list[object] = []
-    for group, _ in redis.scores("mpy:ready").in_order()[:limit]:
-        fields = redis.fields(group_keys(group)[0])
-        found.append([group, fields.get("callback", ""), fields.get("failed", "")])
-    return found
+    spoilt: list[str] = []
+    for start in range(0, len(redis.scores("mpy:ready")) + 1, limit):
+        for group, _ in redis.scores("mpy:ready").in_order()[start : start + limit]:
+            key = group_keys(group)[0]
+            fields = redis.keys.get(key, Hash())
+            if not isinstance(fields, Hash):
+                spoilt.append(key)
+            elif len(found) < limit:
+                found.append([group, fields.get("callback", ""), fields.get("failed", "")])
+        if len(found) == limit:
+            break
+    return [found, spoilt]
 
 
 def partial(redis: Redis, now: str, limit: int) -> object:
@@ -143,8 +155,10 @@ def revoked(redis: Redis, uuids: Sequence[str]) -> object:
 
 
 def forget(redis: Redis, tasks: Sequence[str], groups: Sequence[str]) -> None:
-    for uuid in (*tasks, *groups):
-        redis.expect(document(uuid), str)
+    for uuid in tasks:
+        free_text(redis, uuid)
+    for uuid in groups:
+        own_text(redis, uuid, "GroupUUID")
     redis.expect("mpy:partial", Zset)
     for uuid in tasks:
         redis.delete(document(uuid), companion(uuid))
@@ -167,7 +181,7 @@ def tend(redis: Redis, now: str, expire: int) -> int:
     due = [group for group, at in redis.scores("mpy:groups").in_order() if at <= moment][:LOOKS]
     for group in due:
         text = redis.keys.get(document(group))
-        text = text if isinstance(text, str) else None  # something else under this key is none of ours
+        text = text if isinstance(text, str) and is_of(text, group, "GroupUUID") else None  # something else is none of ours
         if group in redis.scores("mpy:ready") or any(redis.exists(document(uuid)) for uuid in members_of(text)):
             redis.score("mpy:groups", group, moment + expire * SECOND)
             if text is not None:

@@ -16,7 +16,7 @@ from machinery_py.signature import Arg
 from machinery_py.states import ZERO_TIME, Arrival, GroupMeta, State, TaskState
 from machinery_py.wire import encode_state
 from tests.models import backend, settlement
-from tests.models.broker_rules import Arrivals, packed
+from tests.models.broker_rules import Arrivals, keys_in, packed
 from tests.models.machine import QUEUES, START, Due, Fate, Messages, Passed, Pick, ScriptMachine, Session1, Token
 from tests.models.states import GOS_MUTEX, group_keys
 
@@ -52,6 +52,11 @@ def rows_last(reply: Any) -> Any:
     return [*reply[:-1], packed(reply[-1])]
 
 
+def ready(reply: Any) -> Any:
+    """The reply of READY, with the keys that its texts name."""
+    return reply if reply == "WRONGTYPE" else [reply[0], keys_in(reply[1])]
+
+
 class StateRules(ScriptMachine):
     """What both machines share."""
 
@@ -80,7 +85,7 @@ class StateRules(ScriptMachine):
             text = encode_state(state).decode("latin-1")
             self.beside.both("SET", state.task_uuid, text, "EX", "3600")
 
-    @rule(key=st.sampled_from(["task_1", "group_1", "group_2"]), kind=st.sampled_from(["list", "set", "none", "none"]))
+    @rule(key=st.sampled_from(["task_1", "group_1", "group_2"]), kind=st.sampled_from(["list", "set", "string", *["none"] * 3]))
     def spoil_a_document(self, key: str, kind: str) -> None:
         self.spoil(key, kind)
 
@@ -94,6 +99,7 @@ class StateRules(ScriptMachine):
         key = group_keys(group)[0]
         self.spoil(key, kind)
         self.run(redis_scripts.PARTIAL, backend.partial, self.passed(passed + 60_000_000), 9)
+        self.run(redis_scripts.READY, backend.ready, 1, reading=ready)
         self.spoil(key, "none")
 
     @rule(is_at_it=st.booleans())
@@ -130,7 +136,7 @@ class BackendMachine(StateRules):
         now = self.passed(passed)
         self.run(redis_scripts.STATES, backend.states, TASKS, reading=packed)
         self.run(redis_scripts.MARKS, backend.marks, TASKS)
-        self.run(redis_scripts.READY, backend.ready, limit)
+        self.run(redis_scripts.READY, backend.ready, limit, reading=ready)
         self.run(redis_scripts.PARTIAL, backend.partial, now, limit)
         self.run(redis_scripts.UNSENT, backend.unsent, now, limit, 1_000_000)
         self.run(redis_scripts.NEWEST, backend.newest, ["mpy:open", "mpy:done"], self.now + since * 500_000, limit - 1, 2)

@@ -11,6 +11,8 @@ from tests.models.messages import (
     Entry,
     Message,
     Queue,
+    bury,
+    can_end,
     check,
     digest,
     due_in,
@@ -75,9 +77,11 @@ def claim(
     will_sleep: bool, noted: bool, apart: bool,
 ) -> object:
     moment = int(now)
-    redis.expect(DELAYED, Zset)
-    for name, prefix in queues:
-        redis.expect(name, list)
+    problems = [DELAYED] if type(redis.keys.get(DELAYED, Zset())) is not Zset else []
+    problems += [name for name, _ in queues if type(redis.keys.get(name, [])) is not list]
+    places = [place for place, (name, _) in enumerate(queues) if name not in problems]
+    queues = [queues[place] for place in places]
+    for _, prefix in queues:
         if noted:
             redis.remove(prefix + "v", number)
             if apart or len(queues) > 1:
@@ -85,7 +89,7 @@ def claim(
     if not is_registered(redis, session, queues):
         for queue in queues:
             return_arrivals(redis, queue, session, moment)
-        return [0, -1, 1, redis.woken, [], 0]
+        return [0, -1, 1, redis.woken, [], 0, problems]
 
     paused = [redis.exists(prefix + "u") for _, prefix in queues]
     bed = paused.index(False) + 1 if False in paused else 0
@@ -106,7 +110,9 @@ def claim(
             redis.add(prefix + ("u" if paused[place] else "v"), number)
             if not paused[place] and (apart or place + 1 != bed):
                 redis.add(prefix + "w", number)
-    return [1, due_in(redis, queues, moment), len(redis.scores("mpy:revoked")), redis.woken, found, bed]
+    rows = [(places[place], *rest) for place, *rest in found]
+    bed = places[bed - 1] + 1 if bed else 0
+    return [1, due_in(redis, queues, moment), len(redis.scores("mpy:revoked")), redis.woken, rows, bed, problems]
 
 
 def again(redis: Redis, place: int, queue: Queue, session: str, claim: int, lost: Sequence[int]) -> list[Delivery]:
@@ -157,11 +163,10 @@ def dispose(
 ) -> object:
     verdicts = ""
     backs: dict[int, list[tuple[str, Entry]]] = {}
-    for name, _ in queues:
-        redis.expect(name, list)
     for place, receipt, fate, due, head in disposals:
         queue = queues[place]
-        if receipt not in redis.fields(flight_of(queue, session)):
+        is_ours = receipt in redis.fields(flight_of(queue, session))
+        if not is_ours or not can_end(redis, queue, session, receipt, fate):
             verdicts += "f"
             continue
         verdicts += "s"
@@ -190,8 +195,7 @@ def condemn(
     grave: int,
 ) -> object:
     is_there = False
-    for name, prefix in queues:
-        redis.expect(name, list)
+    for _, prefix in queues:
         last = redis.scores(prefix + "s").get(session)
         if last is not None and seen not in ("", str(int(last))):
             return [-1, redis.woken]
@@ -201,6 +205,8 @@ def condemn(
     held = 0
     for place, queue in enumerate(queues):
         prefix = queue[1]
+        if is_spoilt(redis, queue):
+            continue
         redis.unscore(prefix + "s", session)
         redis.delete(f"{prefix}b:{session}")
         held += empty(redis, queue, session, began[place] if began else None, int(now))
@@ -212,7 +218,6 @@ def look(redis: Redis, now: str, queues: Sequence[Queue], lease: int) -> object:
     moment = int(now)
     late: list[object] = []
     everybody: list[object] = []
-    redis.expect(DELAYED, Zset)
     for queue in queues:
         name, prefix = queue
         unpark(redis, queue, moment)
@@ -230,6 +235,13 @@ def look(redis: Redis, now: str, queues: Sequence[Queue], lease: int) -> object:
 
 def due(redis: Redis, now: str, limit: int) -> object:
     return [body for body, score in redis.scores(DELAYED).in_order() if score <= float(now + "000")][:limit]
+
+
+def bury_due(redis: Redis, now: str, queue: Queue, body: str, head: str) -> int:
+    if not redis.unscore(DELAYED, body):
+        return 0
+    bury(redis, queue, Entry(0, 0, 0, 0, 0, "", body), head, int(now))
+    return 1
 
 
 def move(redis: Redis, now: str, queues: Sequence[Queue], messages: Sequence[Message]) -> object:

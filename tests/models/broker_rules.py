@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -44,7 +45,12 @@ def claimed(reply: Any) -> Any:
         [place, first + i, fence, strikes, parks, level, body]
         for place, first, fence, strikes, parks, level, bodies in runs for i, body in enumerate(bodies)
     ]
-    return [*reply[:4], rows, reply[5]]
+    return [*reply[:4], rows, reply[5], keys_in(reply[6])]
+
+
+def keys_in(problems: Sequence[str]) -> list[str]:
+    """The keys that the texts of a script name."""
+    return [text.partition("WRONGTYPE ")[2].partition(" holds ")[0] for text in problems]
 
 
 class Arrivals(ScriptMachine):
@@ -168,6 +174,8 @@ class BrokerMachine(Arrivals):
             bodies = ["plain"]
         rows = [(0, level, 0, raw(b""), 0, raw(body.encode("latin-1"))) for body in [*bodies, "gone"]]
         self.run(redis_scripts.MOVE, broker.move, now, [self.queue(queue)], rows)
+        for body in (*bodies[:1], "gone"):
+            self.run(redis_scripts.BURY, broker.bury_due, now, self.queue(queue), raw(body.encode("latin-1")), raw(b"head"))
 
     @rule(queue=Queue1, limit=st.integers(1, 5))
     def list_what_waits(self, queue: str, limit: int) -> None:

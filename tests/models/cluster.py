@@ -23,8 +23,11 @@ from tests.models.states import (
     companion,
     decide,
     document,
+    free_text,
     group_keys,
     has_fired,
+    is_of,
+    own_text,
     triggered,
     write,
 )
@@ -38,7 +41,7 @@ FLAG = '"ChordTriggered": true'  # ours: Go never writes this space
 
 
 def flag(redis: Redis, uuid: str) -> int:
-    text = redis.get(document(uuid))
+    text = own_text(redis, uuid, "GroupUUID")
     if text is None or has_fired(redis, uuid) or "failed" in redis.fields(group_keys(uuid)[0]):
         return 0
     if FLAG in text:
@@ -51,7 +54,9 @@ def flag(redis: Redis, uuid: str) -> int:
 
 def may_fire(redis: Redis, group: str) -> bool:
     """A group with a document is fired by whoever has flagged it; but of one with a failed member Go tells nobody."""
-    text, hash_key = redis.get(document(group)), group_keys(group)[0]
+    hash_key = group_keys(group)[0]
+    redis.expect(hash_key, Hash)
+    text = own_text(redis, group, "GroupUUID")
     if (text is None and not redis.exists(hash_key)) or has_fired(redis, group):
         return False
     if text is None or "failed" in redis.fields(hash_key):
@@ -92,7 +97,7 @@ def settle_group(redis: Redis, group: str, expire: int) -> None:
 
 def keep_group(redis: Redis, uuid: str, text: str) -> None:
     is_over = has_fired(redis, uuid)
-    if not redis.exists(document(uuid)):
+    if free_text(redis, uuid, "GroupUUID") is None:
         redis.keep(document(uuid), triggered(text) if is_over else text, seconds=LONG)
 
 
@@ -119,7 +124,19 @@ def look_at(redis: Redis, group: str) -> object:
     hash_key, set_key = group_keys(group)
     fields = redis.fields(hash_key)
     members = Bag(redis.members(set_key)) if "fired" in fields else []
-    return [fields.get("callback"), fields.get("failed"), fields.get("fired"), members]
+    return [fields.get("callback"), fields.get("failed"), fields.get("fired"), members, []]
+
+
+def forget_group(redis: Redis, group: str) -> None:
+    text = redis.keys.get(document(group))
+    if isinstance(text, str) and is_of(text, group, "GroupUUID"):
+        redis.delete(document(group))
+    redis.delete(*group_keys(group))
+
+
+def forget_task(redis: Redis, uuid: str) -> None:
+    free_text(redis, uuid)
+    redis.delete(document(uuid), companion(uuid))
 
 
 def loosen(redis: Redis, uuid: str, seconds: int) -> None:

@@ -147,6 +147,11 @@ class ClusterBackendMachine(ClusterMachine):
     def look_at(self, group: str) -> None:
         self.run_at(self.at(group), scripts.LOOK_AT, cluster.look_at, group)
 
+    @rule(group=GroupUuid, task=Task)
+    def forget(self, group: str, task: str) -> None:
+        self.run_at(self.at(group), scripts.FORGET_GROUP, cluster.forget_group, group)
+        self.run_at(self.at(uuid_of(task)), scripts.FORGET_TASK, cluster.forget_task, name_of(uuid_of(task)))
+
     @rule(task=Task, seconds=Expire)
     def loosen(self, task: str, seconds: int) -> None:
         self.run_at(self.at(uuid_of(task)), scripts.LOOSEN, cluster.loosen, name_of(uuid_of(task)), seconds)
@@ -168,7 +173,7 @@ class ClusterBackendMachine(ClusterMachine):
         text = encode_group(msgspec.structs.replace(group_meta(group), chord_triggered=triggered)).decode()
         self.beside.both("SET", group, text, "EX", "3600")
 
-    @rule(key=st.sampled_from(["task_1", "group_1", "group_2"]), kind=st.sampled_from(["list", "set", "none", "none"]))
+    @rule(key=st.sampled_from(["task_1", "group_1", "group_2"]), kind=st.sampled_from(["list", "set", "string", *["none"] * 3]))
     def spoil_a_document(self, key: str, kind: str) -> None:
         self.spoil(key, kind)
 

@@ -135,9 +135,16 @@ def is_spoilt(redis: Redis, queue: Queue) -> bool:
     return type(redis.keys.get(queue[0], [])) is not list
 
 
+def can_end(redis: Redis, queue: Queue, session: str, receipt: str, fate: str) -> bool:
+    """Whether the delivery can come back or wait: not where somebody keeps something else under one of its lists."""
+    level = entry_of(redis.fields(flight_of(queue, session))[receipt]).level
+    return fate in ("done", "dead") or not (is_spoilt(redis, queue) or is_spoilt(redis, (list_of(queue, level), "")))
+
+
 def due_in(redis: Redis, queues: Sequence[Queue], now: int) -> int:
-    """µs until something is due, -1 if nothing ever is."""
-    left = [score / 1000 - now for score in redis.scores(DELAYED).values()]
+    """µs until something is due, -1 if nothing ever is. Something else under Go's key is never due."""
+    late = redis.keys.get(DELAYED)
+    left = [score / 1000 - now for score in late.values()] if isinstance(late, Zset) else []
     for queue in queues:
         stuck = is_spoilt(redis, queue)
         left += [score - now for score in redis.scores(queue[1] + "z").values() if score > now or not stuck]
@@ -177,16 +184,20 @@ def empty(redis: Redis, queue: Queue, session: str, began: Collection[str] | Non
     return len(held)
 
 
+def bury(redis: Redis, queue: Queue, entry: Entry, head: str, now: int) -> None:
+    id = str(redis.count(queue[1] + "n"))
+    letter = f"{entry.strikes} {now} {len(head)} {len(entry.label)}\n{head}{entry.label}{entry.body}"
+    redis.write(queue[1] + "d", {id: letter})
+    redis.score(queue[1] + "e", id, now)
+
+
 def end(redis: Redis, queue: Queue, session: str, receipt: str, fate: str, due: int, head: str, now: int) -> Entry:
     """A delivery is over. What goes back is given back by the caller, together with others."""
     text = redis.erase(flight_of(queue, session), receipt)
     assert text is not None
     entry = entry_of(text)
     if fate == "dead":
-        id = str(redis.count(queue[1] + "n"))
-        letter = f"{entry.strikes} {now} {len(head)} {len(entry.label)}\n{head}{entry.label}{entry.body}"
-        redis.write(queue[1] + "d", {id: letter})
-        redis.score(queue[1] + "e", id, now)
+        bury(redis, queue, entry, head, now)
     elif fate in ("later", "wait"):
         if fate == "later":
             entry = replace(entry, parks=entry.parks + 1)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tests.models.broker import used
-from tests.models.messages import Entry, Message, Queue, check, end, flight_of, give_back, put
+from tests.models.messages import Entry, Message, Queue, can_end, check, end, flight_of, give_back, put
 from tests.models.redis import Redis, WrongType
 from tests.models.states import (
     GOS_MUTEX,
@@ -52,15 +52,14 @@ def settle(
     check_documents(redis, [changes[number] for _, _, _, number, _ in rows_of(ends, 5) if number])
     for place, receipt, fate, number, more in rows_of(ends, 5):
         change = changes.get(number)
-        if (place, receipt) in over or receipt not in redis.fields(flight_of(queues[place], session)):
+        is_ours = (place, receipt) not in over and receipt in redis.fields(flight_of(queues[place], session))
+        if not is_ours or not can_end(redis, queues[place], session, receipt, fate):
             verdicts += "a" if change and is_marked(redis, batch, change) else "f"
             continue
         over.add((place, receipt))
         verdict, plan = decide(redis, batch, change) if change else ("s", [])
         if more:
             check(redis, queues, more[2], moment)
-        if fate != "done":
-            redis.expect(queues[place][0], list)
         verdicts += verdict
         carried_out.append(((place, receipt, fate, more), change, plan, verdict))
 
@@ -78,10 +77,8 @@ def settle(
         give_back(redis, queues[place], entries, moment)
     finish(redis, batch, moment)
     for place, receipt, number in rows_of(marks, 3):
-        if receipt in redis.fields(flight_of(queues[place], session)) and not write_mark(
-            redis, batch, changes[number], moment, expire
-        ):
-            break
+        if receipt in redis.fields(flight_of(queues[place], session)):
+            write_mark(redis, batch, changes[number], moment, expire)
     return [verdicts, redis.woken]
 
 
@@ -91,16 +88,15 @@ def is_marked(redis: Redis, batch: Batch, change: Change) -> bool:
     return mark != "" and mark == change.mark
 
 
-def write_mark(redis: Redis, batch: Batch, change: Change, now: int, expire: int) -> bool:
-    """False if it cannot be written; then it is dropped, with those after it."""
+def write_mark(redis: Redis, batch: Batch, change: Change, now: int, expire: int) -> None:
+    """Dropped if it cannot be written."""
     try:
         verdict, plan = decide(redis, batch, change)
     except WrongType:
-        return False
+        return
     if verdict == "s":
         commit(redis, batch, change, plan, now, expire)
         finish(redis, batch, now)
-    return True
 
 
 def rows_of(flat: Sequence[Any], size: int) -> list[Sequence[Any]]:

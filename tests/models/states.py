@@ -5,6 +5,7 @@ Which state follows which, and what it keeps of the one before, is asked of `sta
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -12,11 +13,11 @@ from typing import Any
 
 import msgspec
 
+from machinery_py._drivers.redis_slots import unquoted
 from machinery_py.backends.redis_records import _lines, state_of
-from machinery_py.errors import DecodeError
 from machinery_py.states import TaskState, advance
 from machinery_py.wire import encode_state
-from tests.models.redis import Hash, Redis, Zset
+from tests.models.redis import Hash, Redis, WrongType, Zset
 
 LONG = 7 * 86400  # seconds
 LEFT = 30_000_000  # µs
@@ -114,6 +115,30 @@ def group_keys(uuid: str) -> tuple[str, str]:
     return f"mpy:g:{{{uuid}}}", f"mpy:h:{{{uuid}}}"
 
 
+def own_text(redis: Redis, uuid: str, field: str = "TaskUUID") -> str | None:
+    """The document of a task or group; what somebody else keeps there is refused."""
+    text = redis.get(document(uuid))
+    if text is not None and not is_of(text, uuid, field):
+        raise WrongType(f"{document(uuid)} holds {text!r}")
+    return text
+
+
+def free_text(redis: Redis, uuid: str, field: str = "TaskUUID") -> str | None:
+    """As own_text; the name of a queue is refused as well."""
+    text = own_text(redis, uuid, field)
+    if text is None and len(uuid) > 2 and any(redis.exists(f"mpy:{{{uuid}}}:{key}") for key in "ncs"):
+        raise WrongType(f"{uuid} is a queue")
+    return text
+
+
+def is_of(text: str, uuid: str, field: str) -> bool:
+    try:
+        found = json.loads(text.encode("latin-1"))[field]
+    except (ValueError, KeyError, TypeError):
+        return False
+    return found.encode().decode("latin-1") in (uuid, unquoted(uuid))
+
+
 # Tasks
 
 
@@ -121,12 +146,9 @@ def row_of(redis: Redis, batch: Batch, uuid: str) -> Row:
     """What is stored, or what this batch will store."""
     if uuid in batch.rows:
         return batch.rows[uuid]
-    text, kept = redis.get(document(uuid)), redis.get(companion(uuid))
+    text, kept = free_text(redis, uuid), redis.get(companion(uuid))
     ours = None if kept is None else kept.encode("latin-1")
-    try:
-        state = None if text is None else state_of(text.encode("latin-1"), ours)
-    except DecodeError:
-        state = None  # somebody else's text
+    state = None if text is None else state_of(text.encode("latin-1"), ours)
     left = None if ours is None else state_of(encode_state(TaskState(task_uuid=uuid)), ours)
     run, epoch, mark, *_ = (kept or "0\n0\n").split("\n")
     return Row(state, left, int(run), int(epoch), mark, text is not None or kept is not None)
@@ -148,7 +170,7 @@ def after(row: Row, state: TaskState) -> TaskState | None:
 def check_documents(redis: Redis, changes: Iterable[Change]) -> None:
     for change in changes:
         for one in change.states:
-            redis.expect(document(one.uuid), str)
+            free_text(redis, one.uuid)
 
 
 def decide(redis: Redis, batch: Batch, change: Change) -> tuple[str, Plan]:
@@ -175,6 +197,8 @@ def decide(redis: Redis, batch: Batch, change: Change) -> tuple[str, Plan]:
         if change.fires in batch.fires or not (batch.may_fire or may_fire)(redis, change.fires):
             return "f", []
         batch.fires.add(change.fires)
+    for group, _ in change.groups:
+        free_text(redis, group, "GroupUUID")
     for group, *_ in change.arrivals:
         redis.expect(group_keys(group)[0], Hash)
         redis.expect(group_keys(group)[1], set)
@@ -210,7 +234,8 @@ def has_fired(redis: Redis, group: str) -> bool:
 
 def may_fire(redis: Redis, group: str) -> bool:
     """Go may be at it, or have done it; but of a group with a failed member it tells nobody."""
-    text = redis.get(document(group))
+    redis.expect(group_keys(group)[0], Hash)
+    text = own_text(redis, group, "GroupUUID")
     if (text is None and not redis.exists(group_keys(group)[0])) or has_fired(redis, group):
         return False
     if "failed" in redis.fields(group_keys(group)[0]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -54,6 +55,8 @@ CALLS: dict[str, tuple[bytes, tuple[Any, ...]]] = {
     "cluster GROUP": (prefix_of("group_2"), ("group_2", raw(encode_group(GroupMeta(group_uuid="group_2", task_uuids=[]))))),
     "cluster ARRIVE": (GROUP, (("group_1", "task_2", 2, False, raw(b"callback")),)),
     "cluster LOOK_AT": (GROUP, ("group_1",)),
+    "cluster FORGET_GROUP": (GROUP, ("group_1",)),
+    "cluster FORGET_TASK": (TASK, ("task_1",)),
     "cluster LOOSEN": (TASK, ("task_1", 60)),
     "cluster SENT": (prefix_of("task_2"), (raw(b"mpy:o:{task_2}"), raw(b"\0\0\0\1\x90"))),
     "cluster AMEND": (SCHEDULES, (NOW, "nightly", raw(b"old"), raw(b"new"), raw(b"mpy:{mpy:records}:o:1"), RECORD, int(NOW))),
@@ -113,12 +116,12 @@ def fill(beside: ClusterBeside) -> None:
     """An open task with a companion, a group with a member in, a record, a schedule, a claim, listings, and messages."""
     start = str(START)
     open_task = change(key="task_1", states=[TaskState(task_uuid="task_1")])
-    group = raw(encode_group(GroupMeta(group_uuid="group", task_uuids=["task_1"])))
+    groups = {uuid: raw(encode_group(GroupMeta(group_uuid=uuid, task_uuids=["task_1"]))) for uuid in ("group_1", "group_3")}
     steps: list[tuple[bytes, Script, Any]] = [
         (TASK, cluster.CHANGE, (start, 3600, *open_task, "", False, 0)),
         (prefix_of("task_2"), cluster.CHANGE, (start, 3600, *change(key="task_2", outbox=b""), RECORD, False, START)),
-        (GROUP, cluster.GROUP, ("group_1", group)),
-        (prefix_of("group_3"), cluster.GROUP, ("group_3", group)),
+        (GROUP, cluster.GROUP, ("group_1", groups["group_1"])),
+        (prefix_of("group_3"), cluster.GROUP, ("group_3", groups["group_3"])),
         (GROUP, cluster.ARRIVE, (("group_1", "task_1", 1, True, raw(b"callback")),)),
         (GROUP, cluster.FLAG, ("group_1",)),
         (SCHEDULES, cluster.AMEND, (start, "nightly", raw(b""), raw(b"old"), raw(b""), raw(b""), 0)),
@@ -140,19 +143,20 @@ def test_each_script_is_called() -> None:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_script_that_finds_another_type_changes_nothing(beside: ClusterBeside, name: str) -> None:
-    for key in GOS:
+    for key, command in itertools.product(GOS, (("HSET", "somebody", "else's"), ("SET", "somebody else's"))):
         beside.ask("FLUSHDB")
         fill(beside)
         beside.ask("DEL", key)
-        beside.ask("HSET", key, "somebody", "else's")
-        before = beside.dump()
+        beside.ask(command[0], key, *command[1:])
+        before, expires = beside.dump()
 
         refused = call(beside, name)
 
+        after, expires_now = beside.dump()
         assert not refused or "WRONGTYPE" in refused
-        assert beside.dump()[0][key] == {"somebody": "else's"}
+        assert (after[key], key in expires_now) == (before[key], key in expires)
         if refused:
-            assert beside.dump()[0] == before[0], f"{name} was refused for {key}, and has changed something"
+            assert after == before, f"{name} was refused for {key}, and has changed something"
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -6,6 +6,7 @@ import datetime as dt
 import functools
 import importlib
 import inspect
+import itertools
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -118,6 +119,7 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "broker LOOK": (NOW, QUEUES, 1_000_000),
     "broker DUE": (NOW, 10),
     "broker MOVE": (NOW, QUEUES, [message("late", place=1)]),
+    "broker BURY": (NOW, QUEUES[0], raw(b"late"), raw(b"head")),
     "looking PENDING": (QUEUES[0], 10),
     "looking LATE": (QUEUES, 10),
     "looking STATS": (NOW, QUEUES),
@@ -211,19 +213,20 @@ def test_each_script_is_called() -> None:
 def test_a_script_that_finds_another_type_changes_nothing(beside: Beside, name: str) -> None:
     """Or does all that it is to do. Go's keys: anybody may write them. Ours nobody else writes."""
     module, script = SCRIPTS[name]
-    for key in GOS:
+    for key, command in itertools.product(GOS, (("HSET", "somebody", "else's"), ("SET", "somebody else's"))):
         beside.ask("FLUSHDB")
         fill(beside)
         beside.ask("DEL", key)
-        beside.ask("HSET", key, "somebody", "else's")
-        before = beside.dump()
+        beside.ask(command[0], key, *command[1:])
+        before, expires = beside.dump()
 
         refused = call(beside, vars(module)[script], CALLS[name])
 
+        after, expires_now = beside.dump()
         assert not refused or "WRONGTYPE" in refused
-        assert beside.dump()[0][key] == {"somebody": "else's"}
+        assert (after[key], key in expires_now) == (before[key], key in expires)
         if refused:
-            assert beside.dump()[0] == before[0], f"{name} was refused for {key}, and has changed something"
+            assert after == before, f"{name} was refused for {key}, and has changed something"
 
 
 @pytest.mark.parametrize("name", CALLS)

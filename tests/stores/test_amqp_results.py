@@ -22,7 +22,7 @@ from machinery_py.backends.amqp_records import LOCKS, OUTBOX_LOCK, Places, decod
 from machinery_py.backends.base import ALREADY, FENCED, SETTLED, Change
 from machinery_py.backends.transactional import Row
 from machinery_py.errors import BackendUnavailable, ConfigError, StateNotFound, StoreUnusable, Unsupported
-from machinery_py.signature import Arg
+from machinery_py.signature import Arg, new_uuid
 from machinery_py.states import State, TaskState
 from machinery_py.testing.conformance.groups import arrival, arrive, ready, state_of, write
 from machinery_py.testing.proxy import REPLIES, REQUESTS, Proxy
@@ -223,7 +223,7 @@ def test_a_result_that_looks_like_our_field_is_a_result() -> None:
 def test_of_several_messages_the_newest_of_ours_counts() -> None:
     bodies = [
         encode_record("t", Row(state=state_of("t", State.SUCCESS), mark="new", epoch=2), 2),
-        encode_record("t", Row(state=state_of("t", State.STARTED), mark="old", epoch=1), 1), b"no state", b"",
+        encode_record("t", Row(state=state_of("t", State.STARTED), mark="old", epoch=1), 1), b"",
     ]
     found = decode_record("t", bodies)
     assert found.state is not None
@@ -247,9 +247,10 @@ def test_the_server_lets_states_expire(amqp_url: str, open_backend: Open) -> Non
 
 
 def test_another_expiry_is_refused_and_told(amqp_url: str, open_backend: Open, backend: AMQPBackend) -> None:
-    write(backend, state_of("task_1"))
+    uuid = new_uuid()
+    write(backend, state_of(uuid))
     other = open_backend(amqp_url, expire_in=60.0)
-    other.get_state("task_1")  # reading declares nothing
+    other.get_state(uuid)  # reading declares nothing where nobody else can have a queue of this name
     arrive(other, arrival("g", "a", 1))
 
     with pytest.raises(StoreUnusable, match=r"inequivalent arg.*results_expire_in must be the same"):

@@ -274,7 +274,7 @@ def _delay(broker: Broker, body: bytes, due: dt.datetime) -> None:
 def test_a_worker_that_could_not_register_everywhere_is_registered_nowhere(
     empty_cluster: ClusterServers, broker: ClusterBroker
 ) -> None:
-    empty_cluster.node_of("r").cli("SET", "mpy:{r}:s", "not a set")
+    empty_cluster.node_of("r").cli("SET", "mpy:{r}:mpy:queues", "not a set")
 
     with pytest.raises(MachineryError, match="registering a worker"):
         broker.consume(["q", "r"], worker="w")

@@ -20,7 +20,7 @@ from machinery_py.backends.redis import RedisBackend
 from machinery_py.brokers import redis, redis_looking
 from machinery_py.brokers.base import Disposal, Fate, Message
 from machinery_py.brokers.redis import RedisBroker
-from machinery_py.errors import BrokerUnavailable, DecodeError, MachineryError, PublishRefused, PublishUnknown, StoreUnusable
+from machinery_py.errors import BrokerUnavailable, MachineryError, NameRefused, PublishRefused, PublishUnknown, StoreUnusable
 from machinery_py.settlement.base import Settlement, Submission
 from machinery_py.settlement.redis_store import RedisStore
 from machinery_py.signature import Arg, Signature
@@ -151,7 +151,7 @@ def test_forgotten_scripts_are_sent_again(driver: RedisDriver) -> None:
 def test_a_key_of_another_type_is_named_and_nothing_is_half_done(driver: RedisDriver) -> None:
     both = store(driver)
     ask(driver, "SET", "mail", "a string")
-    with pytest.raises(DecodeError, match="WRONGTYPE"):
+    with pytest.raises(NameRefused, match="'mail' holds a string"):
         both.submit(Submission(token="t", messages=[message()], states=[TaskState(task_uuid="task_1")]))
     assert both.backend.get_states(["task_1"]) == {}
     ask(driver, "DEL", "mail")
@@ -161,7 +161,7 @@ def test_a_key_of_another_type_is_named_and_nothing_is_half_done(driver: RedisDr
     (delivery,) = session.receive(5, 0)
     ask(driver, "RENAME", "task_1", "elsewhere")
     ask(driver, "RPUSH", "task_1", "a list")
-    with pytest.raises(DecodeError, match="WRONGTYPE"):
+    with pytest.raises(NameRefused, match="'task_1' holds a list"):
         session.settle([done(delivery)])
     ask(driver, "RENAME", "elsewhere", "task_1")
     assert session.settle([done(delivery)]) == [SETTLED]

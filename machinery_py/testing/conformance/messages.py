@@ -10,11 +10,11 @@ import pytest
 from machinery_py import Context, NoRetry, Server, Signature, State, TaskFailed, chord, current_task, group
 from machinery_py.brokers.base import Message
 from machinery_py.testing.conformance.application import App
-from machinery_py.testing.conformance.tasks import TaskConformance
+from machinery_py.testing.conformance.names import NameConformance
 from machinery_py.testing.waiting import HANG, wait_until
 
 
-class MessageConformance(TaskConformance):
+class MessageConformance(NameConformance):
     """Revoked, unknown, repeated and broken messages."""
 
     # Revoking

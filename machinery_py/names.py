@@ -1,0 +1,105 @@
+"""Names: which a task, a queue, a task's or group's UUID and a lock may have.
+
+In the stores names are keys: on Redis a queue's list and a task's document lie under their bare names, as Go has it, and in
+RabbitMQ a UUID is a queue. So what is reserved for the one must not be taken for the other. Every name is a text of 1 to 255
+bytes in UTF-8 without control characters; the rest says RESERVED. The names that Go Machinery makes are all legal.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+
+from machinery_py.errors import NameRefused
+
+LONGEST = 255  # bytes; AMQP has no more for a queue
+REASON = "bad-name"  # of a dead letter
+SHOWN = 60  # characters of a refused name in an error
+
+_UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
+
+# As Go and this library make them: no queue may be called so, and nothing else need be asked of such a UUID.
+is_made = re.compile(r"(?:task|group|chord)_[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}").fullmatch
+
+# On Redis: Go's set of delayed messages, its locks, and all of ours. In RabbitMQ: the server's own, and what we declare.
+_KEYS = r"delayed_tasks\Z|TriggerChordMutex\Z|machinery_lock_|mpy:"
+_QUEUES = r"amq\.|machinery\.(?:control|dead|delay|finished|held|lock|paused|queues|results|revocations|sha256|workers)(?:\.|\Z)"
+#: What begins like this is no name of a queue, or of a task or group.
+RESERVED = {"queue": re.compile(f"{_KEYS}|{_QUEUES}"), "UUID": re.compile(rf"{_KEYS}|machinery_tasks\Z")}
+
+
+def _problem(kind: str, name: str) -> str:
+    """What is wrong with such a name: what was found; "" if nothing."""
+    if not name:
+        return "is empty"
+    if (found := _UNSAFE.search(name)) is not None:
+        return f"holds {found[0]!r}, a control character or half a surrogate pair"
+    size = len(name.encode())
+    if size > LONGEST:
+        return f"has {size:,} bytes (at most {LONGEST})"
+    if kind in RESERVED and RESERVED[kind].match(name):
+        return "is reserved for the store (choose another)"
+    if kind == "queue" and is_made(name):
+        return "is reserved for tasks and groups, whose UUIDs look like it (choose another)"
+    return ""
+
+
+def queue_problem(name: str) -> str:
+    """What is wrong with the name of a queue, for people; "" if nothing."""
+    text = _problem("queue", name)
+    return f"queue {shown(name)} {text}" if text else ""
+
+
+def shown(name: str) -> str:
+    """The name for an error or a log, cut if it is long."""
+    return repr(name if len(name) <= SHOWN else f"{name[:SHOWN]}…")
+
+
+def _check(kind: str, name: str) -> None:
+    if text := _problem(kind, name):
+        raise NameRefused(f"{kind} {shown(name)} {text}", name)
+
+
+@functools.lru_cache(maxsize=4096)
+def check_queue(name: str) -> None:
+    """Raises NameRefused: no queue may be called so."""
+    _check("queue", name)
+
+
+@functools.lru_cache(maxsize=4096)
+def check_task(name: str) -> None:
+    """Raises NameRefused: no task may be called so."""
+    _check("task", name)
+
+
+def check_lock(name: str) -> None:
+    """Raises NameRefused: no lock may be called so."""
+    _check("lock", name)
+
+
+def check_uuid(uuid: str, *others: str) -> None:
+    """Check the UUID of a task or group.
+
+    Raises:
+        NameRefused: it cannot be one, or is one of the others: the queues and UUIDs that it goes with.
+    """
+    if is_made(uuid):
+        return
+    _check("UUID", uuid)
+    if uuid in others:
+        raise NameRefused(f"UUID {shown(uuid)} is also the name of its queue or group (choose another)", uuid)
+
+
+def check_message(*queues: str, name: str, uuid: str, group_uuid: str) -> None:
+    """Check the names in a signature that has to do with these queues, first that of its own; what is empty is none.
+
+    Raises:
+        NameRefused: with the first that cannot be used.
+    """
+    check_task(name)
+    if queues[0]:
+        check_queue(queues[0])
+    if uuid:
+        check_uuid(uuid, *queues)
+    if group_uuid:
+        check_uuid(group_uuid, uuid, *queues)
