@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 
 MAX_DELAY = 86400.0  # seconds; no back-off of ours waits longer than a day
+LONGEST = 100 * 365 * 86400.0  # seconds; nothing waits longer, whatever a message says. Go's clock ends in 2262
 
 #: How a task waits between its tries: "fibonacci" (Go's), "exponential", seconds for each try, or a function.
 Backoff = str | Sequence[float] | Callable[[int], float]

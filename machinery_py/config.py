@@ -7,7 +7,6 @@ and in the environment, and the test of docs/reference/config.md. Names, units a
 from __future__ import annotations
 
 import dataclasses
-import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -21,9 +20,10 @@ from machinery_py.config_sections import AMQPConfig, MongoDBConfig, RedisConfig
 from machinery_py.errors import ConfigError, nearest
 from machinery_py.names import queue_problem
 from machinery_py.queues import problem_of
+from machinery_py.texts import get_logger
 from machinery_py.urls import Role
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

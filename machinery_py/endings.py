@@ -16,7 +16,6 @@ has this name and no state is over. Of the worker that just begins a task and of
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -29,8 +28,9 @@ from machinery_py.outcomes import REVOKED, Failed, failing_of, follow_up
 from machinery_py.settlement.base import Firing
 from machinery_py.signature import Signature
 from machinery_py.states import State, TaskState
+from machinery_py.texts import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 WAITING_LIFE = 366 * 86400.0  # seconds after its ETA; a worker that gets the message makes it REVOKED_LIFE from then
 

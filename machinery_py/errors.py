@@ -28,18 +28,25 @@
     ├── NoRetry                               raised by a task: fail for good
     └── TimeLimitExceeded                     raised in a task that runs past its time limit
 
-The text of each says what failed, on which thing: what was found (what to do). No text holds a password.
+The text of each says what failed, on which thing: what was found (what to do). No text holds a password, or is longer than
+texts.MAX_ERROR.
 """
 
 from __future__ import annotations
 
 import datetime as dt
 import difflib
+import math
 from collections.abc import Iterable
+
+from machinery_py.texts import MAX_ERROR, cut
 
 
 class MachineryError(Exception):
     """The base of every error of this library."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*[cut(one, MAX_ERROR) if isinstance(one, str) else one for one in args])
 
 
 class ConfigError(MachineryError, ValueError):
@@ -242,6 +249,8 @@ class RetryTaskLater(MachineryError):
     def __init__(self, message: str, delay: float | dt.timedelta) -> None:
         self.message = message
         self.delay = delay.total_seconds() if isinstance(delay, dt.timedelta) else float(delay)
+        if math.isnan(self.delay):
+            raise ValueError(f"delay of RetryTaskLater: {delay!r} (expected seconds or a timedelta)")
         super().__init__(f"{message} (to be retried in {self.delay:g} s)")
 
 

@@ -5,15 +5,15 @@ Handlers run in the thread that the event happens in, and must be quick. One tha
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import msgspec
 
 from machinery_py.signature import Signature
+from machinery_py.texts import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import logging
 import os
 import threading
 from collections.abc import Callable, Iterable
 
 from machinery_py.backends.base import Listener
+from machinery_py.texts import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 LOOK_AGAIN = 1.0  # seconds; the longest a waiter relies on being woken
 

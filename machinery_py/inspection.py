@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime as dt
-import logging
 from collections.abc import Sequence
 
 import msgspec
@@ -15,9 +14,10 @@ from machinery_py.names import check_queue
 from machinery_py.settlement.base import Submission
 from machinery_py.signature import HEADER_ATTEMPT, HEADER_LAST, HEADER_RUN, Signature, new_uuid
 from machinery_py.states import State, TaskState
+from machinery_py.texts import get_logger
 from machinery_py.wire import decode_signature, encode_signature
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 AWAY = (BrokerUnavailable, BackendUnavailable)
 RATE_WINDOW = 60.0  # seconds that "per minute" is counted over

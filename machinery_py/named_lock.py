@@ -7,7 +7,6 @@ and at the end of the `with` block.
 
 from __future__ import annotations
 
-import logging
 import os
 import random
 import threading
@@ -20,8 +19,9 @@ from machinery_py.context import check_time
 from machinery_py.errors import LockLost, LockNotAcquired, MachineryError
 from machinery_py.locks.base import Held, Lock
 from machinery_py.names import check_lock
+from machinery_py.texts import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 POLL = 0.05, 0.5  # seconds between two tries, at first and at most
 RENEWALS = 3  # in one lease

@@ -10,10 +10,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any, assert_never
 
 import msgspec
+from msgspec.structs import force_setattr
 
-from machinery_py.backoff import Backoff, delay_for
+from machinery_py.backoff import LONGEST, Backoff, delay_for
 from machinery_py.signature import COUNTED, HEADER_ATTEMPT, HEADER_LAST, HEADER_RUN, Arg, Lazy, Signature
 from machinery_py.states import State
+from machinery_py.texts import MAX_ERROR, cut
 from machinery_py.wire import decode_signature, encode_signature
 
 
@@ -27,6 +29,7 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The task raised, ran out of time, or never could run.
 
     Attributes:
+        error: cut to MAX_ERROR, so that whoever it is sent to can get it.
         retryable: a counted retry may follow; False for bad arguments, NoRetry and the like.
     """
 
@@ -34,6 +37,9 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     error_type: str = ""
     traceback: str = ""
     retryable: bool = True
+
+    def __post_init__(self) -> None:
+        force_setattr(self, "error", cut(self.error, MAX_ERROR))
 
 
 class Postponed(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -127,6 +133,7 @@ def _error_callbacks(signature: Signature[Any], error: str) -> Sequence[Signatur
 def _again(signature: Signature[Any], *, now: dt.datetime, delay: float, counted: bool) -> Signature[Any]:
     """The same task for its next run; UUID, group and callbacks stay."""
     attempt = signature.attempt + counted
+    delay = min(LONGEST, max(0.0, delay))
     # Only a Go worker sends what is still to be counted; it is not counted from the retry.
     headers = {key: value for key, value in signature.headers.items() if key not in COUNTED}
     headers[HEADER_RUN] = str(signature.run + 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime as dt
-import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic, Literal, ParamSpec, Protocol, TypedDict, TypeVar, Unpack, cast
@@ -29,8 +28,9 @@ from machinery_py.signature import (
     Signature,
     Step,
 )
+from machinery_py.texts import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -5,7 +5,6 @@ Nothing here polls while the backend can notify: a waiter looks, listens, looks 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Generator, Iterator, Sequence
 from typing import Any, Generic, Protocol, TypeVar, cast
 
@@ -15,9 +14,10 @@ from machinery_py.context import check_time
 from machinery_py.errors import ResultExpired, ResultTimeout, TaskFailed
 from machinery_py.hub import LOOK_AGAIN, Hub, HubWaiter
 from machinery_py.states import State, TaskState
+from machinery_py.texts import get_logger
 from machinery_py.workflow import result_value
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 R = TypeVar("R", covariant=True)
 

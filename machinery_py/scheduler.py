@@ -7,7 +7,6 @@ who have read the same, one gets it done.
 from __future__ import annotations
 
 import datetime as dt
-import logging
 import threading
 import uuid as _uuid
 from collections.abc import Callable, Mapping
@@ -39,9 +38,10 @@ from machinery_py.periodic import (
 )
 from machinery_py.schedule import Schedule
 from machinery_py.signature import HEADER_SCHEDULE, HEADER_TICK, Signature
+from machinery_py.texts import get_logger
 from machinery_py.workflow import link
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 LOOK_EVERY = 1.0  # seconds between two looks at the store; so late is a change seen
 LOOK_IDLE = 5.0  # the same while there is no schedule at all

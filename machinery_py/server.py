@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime as dt
-import logging
 import sys
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar, Unpack, cast, overload
@@ -30,13 +29,14 @@ from machinery_py.schedules import Schedules
 from machinery_py.sending import SendingAsync
 from machinery_py.settings import resolve
 from machinery_py.signature import Chain, Signature, Step
+from machinery_py.texts import get_logger
 from machinery_py.unique import is_unique, send_unique
 from machinery_py.worker.firing import fire_ready_groups
 from machinery_py.worker.inline import Inline
 from machinery_py.worker.worker import Worker
 from machinery_py.workflow import Group, Plan, PlannedStep, link
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -8,7 +8,6 @@ same step. Workers remove claims that stand no more, to save room. States, crash
 from __future__ import annotations
 
 import datetime as dt
-import logging
 from collections.abc import Iterable
 from typing import Any
 
@@ -36,8 +35,9 @@ from machinery_py.signature import (
     new_uuid,
 )
 from machinery_py.states import State, TaskState
+from machinery_py.texts import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _BY_DEFAULT = TaskSettings(unique=True)
 

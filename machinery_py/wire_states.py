@@ -13,6 +13,7 @@ from machinery_py.errors import DecodeError
 from machinery_py.signature import Arg
 from machinery_py.states import GroupMeta, TaskState
 from machinery_py.states import State as StateName
+from machinery_py.values_json import shown
 from machinery_py.wire_args import ReceivedArg, WrittenResult, encode, explain, has_minus_zero, received, write_results
 from machinery_py.wire_lenient import GROUP, STATE, Reader, read_args, read_record
 from machinery_py.wire_levels import AROUND_RESULTS, is_deep
@@ -119,7 +120,7 @@ def _decode_state_leniently(body: bytes) -> TaskState:
         fields["state"] = StateName(word)
     except ValueError:
         known = ", ".join(StateName)
-        raise DecodeError(f"no task state: its state is {word!r} (known: {known})") from None
+        raise DecodeError(f"no task state: its state is {shown(word)} (known: {known})") from None
     fields["results"] = received(fields.get("results", ()))
     fields.setdefault("task_uuid", "")
     return TaskState(**fields)

@@ -25,9 +25,10 @@ from machinery_py.clock import Clock, SystemClock, micros
 from machinery_py.errors import BrokerUnavailable, MachineryError, StoreUnusable
 from machinery_py.failover import Strategy, following, round_robin
 from machinery_py.forks import ForkLock
+from machinery_py.texts import get_logger
 from machinery_py.urls import redact
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 if logging.getLogger("pika").level == logging.NOTSET:
     logging.getLogger("pika").setLevel(logging.CRITICAL)  # what it has to say is said by us, once
 

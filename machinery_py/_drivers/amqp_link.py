@@ -12,7 +12,6 @@ does not come in time ends the connection, since nobody could tell what became o
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 from collections.abc import Callable, Iterable
@@ -25,8 +24,9 @@ from pika.exceptions import ChannelClosedByBroker
 
 from machinery_py._drivers.amqp_connection import Connection
 from machinery_py._drivers.amqp_frames import acks, nacks
+from machinery_py.texts import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 OVER = 1.0  # seconds an orderly goodbye may take
 

@@ -32,9 +32,10 @@ from machinery_py.clock import SYSTEM_CLOCK, Clock, micros, moment_of
 from machinery_py.durability import Concern
 from machinery_py.errors import BackendUnavailable, MachineryError, StoreUnusable
 from machinery_py.forks import ForkLock
+from machinery_py.texts import get_logger
 from machinery_py.urls import redact
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 TIMEOUT = 5.0  # seconds for a server to be found, and for a reply
 DATABASE = "machinery"  # Go's

@@ -26,8 +26,9 @@ from machinery_py.clock import SYSTEM_CLOCK, Clock, micros
 from machinery_py.durability import Concern
 from machinery_py.errors import BackendUnavailable, MachineryError, PublishUnknown, StoreUnusable
 from machinery_py.forks import ForkLock
+from machinery_py.texts import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 TIMEOUT = 5.0  # seconds for a reply, and for a connection
 OLDEST = (6, 2)  # LPOP with a count, BLMOVE, ZMSCORE

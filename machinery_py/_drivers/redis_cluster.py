@@ -13,7 +13,6 @@ connection; with `strict`, all of them before anything is asked.
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from collections.abc import Sequence
@@ -31,8 +30,9 @@ from machinery_py.clock import SYSTEM_CLOCK, Clock, micros
 from machinery_py.durability import Concern
 from machinery_py.errors import BackendUnavailable, MachineryError
 from machinery_py.forks import ForkLock
+from machinery_py.texts import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 STEP = 1000  # requests in one packet
 PAUSE = 0.02  # seconds until a slot that was on its way is asked for again

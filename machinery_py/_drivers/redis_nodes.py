@@ -5,7 +5,6 @@ The map may be old. A node that does not have a slot (any more) refuses what is 
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,8 +14,9 @@ from machinery_py._drivers.redis_slots import SLOTS
 from machinery_py._drivers.redis_url import parse_redis_url
 from machinery_py.errors import StoreUnusable
 from machinery_py.forks import ForkLock
+from machinery_py.texts import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 Address = tuple[str, int]
 

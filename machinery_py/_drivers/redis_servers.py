@@ -24,9 +24,10 @@ from machinery_py._drivers.redis_errors import Kind, kind_of
 from machinery_py._drivers.redis_url import RedisUrl, parse_redis_url
 from machinery_py.errors import MachineryError, StoreUnusable
 from machinery_py.failover import Strategy, following, round_robin
+from machinery_py.texts import get_logger
 from machinery_py.urls import redact
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 LOOK_EVERY = 1.0  # seconds between two questions to the sentinels; an old master takes writes for a while

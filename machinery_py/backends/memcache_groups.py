@@ -21,7 +21,6 @@ was the last one, or the Go worker died) it is ours. Go sets the flag of a group
 from __future__ import annotations
 
 import hashlib
-import logging
 import secrets
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -45,8 +44,9 @@ from machinery_py.backends.memcache_records import (
 from machinery_py.clock import micros
 from machinery_py.errors import DecodeError
 from machinery_py.states import Arrival, GroupMeta
+from machinery_py.texts import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 SHARE = 256  # members of a share, more or less
 GO_TIME = 1.0  # seconds that a Go worker has from the end of its member to its flag

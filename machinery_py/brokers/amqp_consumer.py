@@ -15,7 +15,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
-import logging
 import os
 import secrets
 import socket
@@ -41,8 +40,9 @@ from machinery_py.brokers.amqp_taking import Life, Taking
 from machinery_py.brokers.amqp_topology import Topology, carry_out
 from machinery_py.brokers.base import Consumer, Delivery, Disposal, Fate, WorkerInfo
 from machinery_py.errors import BrokerUnavailable, MachineryError
+from machinery_py.texts import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 KIND = "amqp"  # of the files that say what consumers run
 MARKED = 512  # bytes of a message that it is known by; the UUID is in front

@@ -13,7 +13,6 @@ thawed before its heartbeats are missed.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Collection
 
 import msgspec
@@ -22,8 +21,9 @@ from machinery_py._drivers.amqp import AmqpDriver
 from machinery_py.brokers.amqp_claims import Claim
 from machinery_py.brokers.amqp_presence import ask
 from machinery_py.brokers.amqp_topology import Topology, carry_out
+from machinery_py.texts import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 PATIENCE = 3.0  # seconds for the answers of consumers; longer than a beat
 

@@ -16,7 +16,6 @@ Limits: what a Go program puts on another queue than the bed is noticed within B
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -32,8 +31,9 @@ from machinery_py.brokers import redis_scripts
 from machinery_py.brokers.base import Consumer, Delivery, Disposal
 from machinery_py.brokers.redis_consumer import KIND, RedisConsumer
 from machinery_py.errors import BrokerUnavailable, MachineryError
+from machinery_py.texts import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 AWAY_PAUSE = 1.0  # seconds until a queue whose node is away is tried again, if others are there
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from machinery_py.cli.tables import clean, many
+from machinery_py.texts import get_logger
 from machinery_py.urls import redact, split_urls
 from machinery_py.version import __version__
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from machinery_py.server import Server
     from machinery_py.worker.worker import Worker
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 READY = "Ready. Ctrl+C stops when the running tasks are done."
 EMBEDDED = "   (embedded: one machine; set MACHINERY_URL for a server)"

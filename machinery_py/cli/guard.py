@@ -8,7 +8,6 @@ supervisor the guard also tells every BEAT that threads of this process still ru
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import time
@@ -17,8 +16,9 @@ from contextlib import suppress
 
 from machinery_py import descriptors
 from machinery_py.cli.processes import BEAT, Link
+from machinery_py.texts import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 LOOK = 0.5  # seconds between two looks
 PATIENCE = 1.0  # seconds; a store may have to be asked, of whose connections some are gone

@@ -15,7 +15,6 @@ import contextlib
 import glob
 import hashlib
 import json
-import logging
 import os
 import secrets
 import stat
@@ -30,8 +29,9 @@ from typing import Any
 from machinery_py import descriptors
 from machinery_py.cli.tables import length, to_json
 from machinery_py.errors import ConfigError
+from machinery_py.texts import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 BEAT = 2.5  # seconds
 MAX_AGE = 15.0  # seconds

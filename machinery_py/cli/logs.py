@@ -15,8 +15,11 @@ from typing import Any, TextIO
 
 from machinery_py.cli.tables import clean, clean_lines
 from machinery_py.context import task_or_none
+from machinery_py.texts import cut
 
 TASK_FIELDS = ("task_uuid", "task_name", "attempt")
+
+_LONGEST = 2_000  # bytes of one line of the library's own log, in text
 
 _COLOURS = {logging.DEBUG: "2", logging.WARNING: "33", logging.ERROR: "31", logging.CRITICAL: "1;31"}
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
@@ -59,7 +62,9 @@ class TextFormatter(logging.Formatter):
             name, attempt = found.get("task_name", ""), found.get("attempt", "")
             task = " ".join(str(part) for part in (found["task_uuid"], name, f"#{attempt}" if attempt else "") if part)
             line += f"  [{clean(task)}]"
-        return "\n".join([line, *(f"  | {row}" for row in clean_lines(_trace(self, record)))])
+        rows = [line, *(f"  | {row}" for row in clean_lines(_trace(self, record)))]
+        # What is no text is written out by clean(), and so gets longer than it was.
+        return "\n".join([cut(row, _LONGEST) for row in rows] if record.name.startswith("machinery_py") else rows)
 
 
 class JSONFormatter(logging.Formatter):
@@ -87,7 +92,7 @@ class _ShortFormatter(logging.Formatter):
 
 
 def _trace(formatter: logging.Formatter, record: logging.LogRecord) -> str:
-    parts = [formatter.formatException(record.exc_info)] if record.exc_info and record.exc_info[0] else []
+    parts = [record.exc_text or formatter.formatException(record.exc_info)] if record.exc_info and record.exc_info[0] else []
     if record.stack_info:
         parts.append(record.stack_info)
     return "\n".join(parts)

@@ -10,7 +10,6 @@ Ctrl+C goes to all processes of a terminal, and service managers signal all of a
 
 from __future__ import annotations
 
-import logging
 import os
 import select
 import signal
@@ -21,8 +20,9 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 
 from machinery_py import descriptors, forks
+from machinery_py.texts import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 RUN, STOP, STOP_NOW = 0, 1, 2
 

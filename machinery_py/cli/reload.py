@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import logging
 import os
 import site
 import sys
@@ -20,8 +19,9 @@ from collections.abc import Iterable, Iterator
 from machinery_py import descriptors
 from machinery_py.cli.processes import RUN, STOP, STOP_NOW, Child, Link, Orders, how_it_ended
 from machinery_py.cli.tables import at_home
+from machinery_py.texts import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 LOOK = 0.5  # seconds between two looks at the files
 SETTLE = 0.1  # seconds without a further change before the worker is started again: editors write in steps

@@ -26,8 +26,9 @@ from machinery_py.cli import health
 from machinery_py.cli.banner import READY, say
 from machinery_py.cli.leftovers import LOOK, Group
 from machinery_py.cli.processes import RUN, STOP, STOP_NOW, Child, Link, Orders, how_it_ended
+from machinery_py.texts import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 FIRST_PAUSE = 0.5  # seconds before the second restart in a row; the first is at once
 LONGEST_PAUSE = 30.0  # seconds

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import socket
 import time
@@ -17,12 +16,13 @@ from machinery_py.cli.guard import BROKEN, Guard
 from machinery_py.cli.processes import STOP_NOW, Link, Orders
 from machinery_py.errors import BackendUnavailable, BrokerUnavailable, MachineryError
 from machinery_py.events import WorkerOnline
+from machinery_py.texts import get_logger
 
 if TYPE_CHECKING:
     from machinery_py.server import Server
     from machinery_py.worker.worker import Worker
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import datetime as dt
 import hashlib
-import logging
 import threading
 from collections.abc import Sequence
 
@@ -45,9 +44,10 @@ from machinery_py.names import REASON
 from machinery_py.settlement.base import ConsumerSession, Firing, Mark, Session, Settlement, Store, Submission, change_of
 from machinery_py.settlement.one_store import disposal_of, mark_of
 from machinery_py.states import State, TaskState
+from machinery_py.texts import get_logger
 from machinery_py.wire import decode_signature
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 BUSY = 32  # settlements and marks in a batch from which RECEIVED is not written
 SUBMISSION = "submission"  # a deed of a token, with states and groups

@@ -21,7 +21,6 @@ Limits: with a backend that has no conditional changes (its features say so) cal
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Sequence
 
@@ -36,9 +35,10 @@ from machinery_py.names import REASON, check_message
 from machinery_py.settlement.base import ConsumerSession, Firing, Mark, Session, Settlement, Store, Submission, change_of
 from machinery_py.settlement.one_store import disposal_of, mark_of
 from machinery_py.states import TaskState
+from machinery_py.texts import get_logger
 from machinery_py.wire import decode_signature
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 OUTBOX_AGE = 5.0  # seconds; by then the one who is at it is dead, or in trouble (overtaking it does no harm)
 

@@ -15,10 +15,11 @@ from machinery_py.outcomes import Failed
 from machinery_py.settlement.base import Settlement
 from machinery_py.signature import HEADER_EXPIRES, Signature
 from machinery_py.states import State
+from machinery_py.texts import get_logger
 from machinery_py.wire import decode_signature
 from machinery_py.worker.execution import Execution
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 FIRST_PAUSE = 1.0  # seconds an unknown task waits for a worker that knows it; doubled each time
 LONGEST_PAUSE = 60.0  # seconds

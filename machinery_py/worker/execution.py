@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextvars
 import datetime as dt
-import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -25,11 +24,12 @@ from machinery_py.registry import Task, TaskSettings
 from machinery_py.settlement.base import Mark, Settlement
 from machinery_py.signature import Signature
 from machinery_py.states import Arrival, State, TaskState
+from machinery_py.texts import get_logger
 from machinery_py.wire import decode_exact, encode_results
 from machinery_py.worker.gate import Gate, in_thread, is_gated
 from machinery_py.worker.usercode import Hooks, await_around, call_around, text_of, traceback_of, type_name_of
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 REASON_UNSTORABLE = "unstorable"
 _PLAIN = TaskSettings()

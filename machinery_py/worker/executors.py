@@ -5,7 +5,6 @@ Threads and coroutines share `concurrency` slots. Threads are made when they are
 
 from __future__ import annotations
 
-import logging
 import queue
 import sys
 import threading
@@ -14,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from machinery_py.errors import TimeLimitExceeded
 from machinery_py.settlement.base import Session
+from machinery_py.texts import get_logger
 from machinery_py.worker.execution import Execution
 
 if TYPE_CHECKING:
     import asyncio
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 Report = Callable[[Execution], None]
 

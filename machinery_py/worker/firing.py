@@ -5,7 +5,6 @@ A group that is ready stays on the store's list until somebody has settled it, s
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,11 +25,12 @@ from machinery_py.outcomes import Failed
 from machinery_py.settlement.base import Firing
 from machinery_py.signature import Signature
 from machinery_py.states import TaskState
+from machinery_py.texts import get_logger
 from machinery_py.wire import decode_signature
 from machinery_py.worker.usercode import text_of
 from machinery_py.workflow import chord_callback
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 AWAY = (BackendUnavailable, PublishRefused, PublishUnknown, StoreUnusable)  # no group's fault: the next look tries again
 

@@ -7,7 +7,6 @@ has been committed: until then a crash would bring the task back, and the next o
 from __future__ import annotations
 
 import datetime as dt
-import logging
 import random
 from collections.abc import Callable
 from typing import Any
@@ -21,9 +20,10 @@ from machinery_py.registry import Task
 from machinery_py.sameness import lock_name
 from machinery_py.settlement.base import Settlement
 from machinery_py.signature import HEADER_UNIQUE, HEADER_UNIQUE_START, Signature
+from machinery_py.texts import get_logger
 from machinery_py.unique import start
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 WAITS = 0.05, 2.0  # seconds that an exclusive task waits for its next try, at first and at most
 OUTAGE = 1.0  # seconds to the next try when the lock store does not answer

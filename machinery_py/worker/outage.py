@@ -16,8 +16,9 @@ from machinery_py.engine import Engine
 from machinery_py.errors import BackendUnavailable, BrokerUnavailable, PublishRefused, PublishUnknown, StoreUnusable
 from machinery_py.events import ConnectionLost, ConnectionRestored
 from machinery_py.settlement.base import Session
+from machinery_py.texts import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 FIRST_SILENCE, LONGEST_SILENCE = 10.0, 300.0  # seconds between two lines of the log, doubled each time
 

@@ -6,7 +6,6 @@ PREFETCH_WINDOW at the pace of the last tasks. A worker whose tasks are long hol
 
 from __future__ import annotations
 
-import logging
 import math
 import random
 import threading
@@ -20,6 +19,7 @@ from machinery_py.errors import MachineryError
 from machinery_py.events import TaskStarted
 from machinery_py.queues import QueueOrder
 from machinery_py.settlement.base import Session
+from machinery_py.texts import get_logger
 from machinery_py.worker.acceptance import accept, peek
 from machinery_py.worker.courtesy import ASIDE, Courtesy
 from machinery_py.worker.execution import Execution
@@ -28,7 +28,7 @@ from machinery_py.worker.outage import Outage
 from machinery_py.worker.settler import Settler
 from machinery_py.worker.usercode import Hooks
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 PREFETCH_WINDOW = 0.1  # seconds of work that is held in advance
 RECEIVE_TIMEOUT = 1.0  # seconds of one waiting claim

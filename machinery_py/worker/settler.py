@@ -7,7 +7,6 @@ wait for MARK_DELAY, so that the end of a short task does not have to wait for a
 
 from __future__ import annotations
 
-import logging
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -16,10 +15,11 @@ from machinery_py.backends.base import FENCED, Verdict
 from machinery_py.brokers.base import Fate
 from machinery_py.errors import BackendUnavailable, NameRefused, PublishRefused, PublishUnknown, StoreUnusable
 from machinery_py.settlement.base import Mark, Session, Settlement
+from machinery_py.texts import get_logger
 from machinery_py.worker.execution import REASON_UNSTORABLE, Execution
 from machinery_py.worker.outage import Outage
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 MAX_BATCH = 512  # executions; bounds how long one commit holds the store
 MARK_DELAY = 0.002  # seconds; longer than a task takes whose end follows at once

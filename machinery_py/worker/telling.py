@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 
 from machinery_py.backends.base import FENCED, Verdict
@@ -11,10 +10,11 @@ from machinery_py.endings import let_go
 from machinery_py.engine import Engine
 from machinery_py.events import MessageDead, TaskFailed, TaskFenced, TaskRetried, TaskSucceeded
 from machinery_py.states import State
+from machinery_py.texts import get_logger
 from machinery_py.unique import tidy
 from machinery_py.worker.execution import Execution
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 def log_fenced(execution: Execution, verdict: Verdict) -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 
 from machinery_py.engine import Engine
 from machinery_py.errors import MachineryError, Unsupported
 from machinery_py.scheduler import Declared, Scheduler
+from machinery_py.texts import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 PATIENCE = 1.0, 10.0  # seconds until the next try after a failure, the first and the longest
 

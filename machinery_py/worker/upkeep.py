@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable
@@ -11,13 +10,14 @@ from machinery_py.endings import revoked_among
 from machinery_py.engine import Engine
 from machinery_py.errors import MachineryError
 from machinery_py.settlement.base import Session
+from machinery_py.texts import get_logger
 from machinery_py.worker.executors import Executors
 from machinery_py.worker.firing import fire_ready_groups
 from machinery_py.worker.fleet import GroupWatch
 from machinery_py.worker.receiver import Receiver
 from machinery_py.worker.settler import Settler
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 STALE = 1.0  # seconds a claimed task may wait for a slot before it is given to whoever has one
 LONGEST_SLEEP = 0.5  # seconds; so late at most is a running task asked to stop

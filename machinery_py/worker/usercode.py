@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import traceback as tb
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
 from machinery_py.signature import Signature
+from machinery_py.texts import MAX_ERROR, cut, traceback_text
 
 Around = Callable[[Signature[Any]], Iterator[None]]
-
-MAX_TRACEBACK = 20_000  # characters; the end of a longer one is kept, where the error is
 
 
 class Hooks:
@@ -44,12 +42,12 @@ def _halves(around: Around, signature: Signature[Any]) -> contextlib.AbstractCon
 
 
 def text_of(error: BaseException) -> str:
-    """The error as text; Go's `Error`. The class's name when it says nothing."""
+    """The error as text, cut to MAX_ERROR; Go's `Error`. The class's name when it says nothing."""
     try:
         text = str(error)
     except BaseException as broken:  # user code in __str__
         text = f"(its text cannot be had: {type(broken).__name__})"
-    return (text or type(error).__name__).encode("utf-8", "replace").decode()
+    return cut(text or type(error).__name__, MAX_ERROR).encode("utf-8", "replace").decode()
 
 
 def type_name_of(error: BaseException) -> str:
@@ -58,8 +56,4 @@ def type_name_of(error: BaseException) -> str:
 
 
 def traceback_of(error: BaseException) -> str:
-    try:
-        lines = tb.format_exception(error)
-    except BaseException:  # user code in __str__ or a broken cause
-        return ""
-    return "".join(lines)[-MAX_TRACEBACK:].encode("utf-8", "replace").decode()
+    return traceback_text(error).encode("utf-8", "replace").decode()

@@ -7,7 +7,6 @@ goes back to its queue; the settler ends when all that is over has been committe
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import queue
 import signal
@@ -34,6 +33,7 @@ from machinery_py.queues import QueueOrder, Queues, parse_queues
 from machinery_py.scheduler import Declared
 from machinery_py.settlement.base import Session
 from machinery_py.signature import Signature
+from machinery_py.texts import get_logger
 from machinery_py.worker.execution import Execution
 from machinery_py.worker.executors import Executors
 from machinery_py.worker.firing import fire_ready_groups
@@ -47,7 +47,7 @@ from machinery_py.worker.ticking import Ticking
 from machinery_py.worker.upkeep import Upkeep
 from machinery_py.worker.usercode import Hooks
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 TELLING = 2.0  # seconds that a task which has ended has for saying so
 

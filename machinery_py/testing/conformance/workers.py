@@ -94,6 +94,49 @@ class WorkerConformance(QueueConformance):
         wait_until(lambda: result.get_state().state is State.RETRY, what="RETRY")
         assert "server is busy" in result.get_state().error
 
+    def test_a_task_that_asks_for_all_the_time_there_is_waits(self, app: App, caplog: pytest.LogCaptureFixture) -> None:
+        @app.server.task
+        def endless() -> None:
+            raise RetryTaskLater("ask again", float("inf"))
+
+        @app.server.task
+        def fails() -> None:
+            raise ValueError("away")
+
+        results: list[Any] = [
+            app.server.send_task(Signature(name="endless")),
+            app.server.send_task(Signature(name="fails", retry_count=2**63 - 1, retry_timeout=2**63 - 1)),
+        ]
+        wait_until(lambda: all(one.get_state().state is State.RETRY for one in results), what="RETRY")
+        for one in results:
+            eta = one.get_state().eta
+            assert eta is not None
+            assert 99 < (eta - app.server.now()).days / 365 <= 100
+        assert app.server.inspect.queues()[0].delayed == 2
+        assert "Traceback" not in caplog.text
+
+    def test_an_error_of_megabytes_is_cut_and_reaches_its_callback(self, app: App, caplog: pytest.LogCaptureFixture) -> None:
+        @app.server.task
+        def verbose() -> None:
+            raise ValueError("é" * 4_500_000)
+
+        @app.server.task
+        def told(text: str) -> None:
+            app.calls.append((text,))
+
+        result = app.server.send_task(verbose.signature().catch(Signature(name="told")))
+        wait_until(lambda: app.calls, what="the call of the callback")
+        with pytest.raises(TaskFailed) as failed:
+            result.get(timeout=HANG)
+
+        text = failed.value.error
+        assert app.calls == [(text,)]
+        assert len(text.encode()) <= 8192
+        assert text.startswith("éééé")
+        assert text.endswith("… (4,500,000 characters)")
+        assert "ValueError: ééé" in failed.value.traceback
+        assert all(len(line.encode()) < 2000 for line in caplog.text.split("\n"))
+
     def test_the_first_retry_waits_a_second(self, app: App) -> None:
         @app.server.task(retries=1)
         def flaky() -> str:
