@@ -126,15 +126,22 @@ def explain(args: Sequence[Arg], owner: str, what: str, error: Exception) -> Arg
     return ArgumentError(f"{owner or '?'!r} cannot be sent: {error}")
 
 
-_FLOATS = frozenset({"float64", "float32", "[]float64", "[]float32"})
+_UNSIGNED = ("uint", "uint8", "uint16", "uint32", "uint64")
+_UNSIGNED_LISTS = frozenset({"[]byte", *(f"[]{name}" for name in _UNSIGNED)})
+_ZERO_HAS_A_SIGN = frozenset({"float64", "float32", "[]float64", "[]float32", *_UNSIGNED}) | _UNSIGNED_LISTS
 _MINUS_ZERO = re.compile(rb"-0[,\]}\s]")
 
 
-def has_minus_zero(args: Sequence[Arg], body: bytes) -> bool:
-    """Whether a -0 in these bytes may have to become a float: msgspec makes it the integer 0."""
+def is_text_needed(args: Sequence[Arg], body: bytes) -> bool:
+    """Whether a number must be read by its text, which msgspec forgets.
+
+    A -0 is a float, and no unsigned number; and of a number where a list of unsigned ones belongs Go takes the characters.
+    """
     for arg in args:
-        if arg.type in _FLOATS:
+        if arg.type in _ZERO_HAS_A_SIGN:
             value = arg.value
-            if (0 in value if type(value) is list else value == 0) and _MINUS_ZERO.search(body):
+            if type(value) is float and arg.type in _UNSIGNED_LISTS:
+                return True
+            if (type(value) is list or value == 0) and b"-0" in body and _MINUS_ZERO.search(body):
                 return True
     return False

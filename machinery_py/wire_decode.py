@@ -5,13 +5,14 @@ them; any message with Go's keys; and everything else that Go would read (wire_l
 
 Where the first two differ from Go, on purpose, because no program writes such messages: of a repeated key only the last
 value counts, where Go merges the items of lists and objects and refuses the message for an earlier value that is
-wrong; Priority may be -0.
+wrong.
 What Go finds wrong at once in a nested signature we find when it is looked at: nested signatures stay bytes until then.
 """
 
 from __future__ import annotations
 
 import datetime as dt
+import re
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
@@ -20,7 +21,7 @@ from msgspec.json import Decoder
 
 from machinery_py.errors import DecodeError
 from machinery_py.signature import Lazy, Signature
-from machinery_py.wire_args import ReceivedArg, has_minus_zero, received
+from machinery_py.wire_args import ReceivedArg, is_text_needed, received
 from machinery_py.wire_lenient import SIGNATURE, Reader, read_record
 from machinery_py.wire_levels import is_deep
 from machinery_py.wire_time import parse_time
@@ -106,7 +107,7 @@ def decode_signature(body: bytes) -> Signature[Any]:
             pass
         else:
             args = head.Args
-            if not (args and has_minus_zero(args, body)):
+            if not (args and is_text_needed(args, body)):
                 return Signature(
                     name=head.Name,
                     args=tuple(args) if args else (),
@@ -123,7 +124,9 @@ def decode_signature(body: bytes) -> Signature[Any]:
         except _SLOW:
             pass
         else:
-            if not (step.Args and has_minus_zero(step.Args, body)) and not _repeats_headers(body):
+            if not (
+                (step.Args and is_text_needed(step.Args, body)) or _repeats_headers(body) or _is_minus_zero(step.Priority, body)
+            ):
                 return Signature(
                     **_head_fields(step, body),
                     priority=step.Priority,
@@ -171,7 +174,8 @@ def _decode_one(body: bytes) -> tuple[dict[str, Any], bytes]:
     if (
         not (success[:1] in b"[n" and error[:1] in b"[n" and callback[:1] in b"{n")
         or _repeats_headers(body, success, error, callback)
-        or (args and has_minus_zero(args, body))
+        or (args and is_text_needed(args, body))
+        or _is_minus_zero(message.Priority, body)
     ):
         return _decode_leniently(body)
     fields = _head_fields(message, body)
@@ -189,6 +193,8 @@ def _decode_one(body: bytes) -> tuple[dict[str, Any], bytes]:
     }
     return fields, b"" if callback == b"null" else callback
 
+
+_MINUS_PRIORITY = re.compile(rb'"Priority"\s*:\s*-0')
 
 _CHAIN_END = _PLAIN_END[_PLAIN_END.index(b',"OnError"') :]  # how a step of a chain ends
 _CHAIN_START = b',"OnSuccess":'
@@ -210,7 +216,8 @@ def _decode_long_chain(body: bytes) -> tuple[dict[str, Any], bytes] | None:
         step = _decode_step(body[:start] + b"}")
     except _SLOW:
         return None
-    if (step.Args and has_minus_zero(step.Args, body[:start])) or _repeats_headers(body[:start]):
+    head = body[:start]
+    if (step.Args and is_text_needed(step.Args, head)) or _repeats_headers(head) or _is_minus_zero(step.Priority, head):
         return None
     fields = _head_fields(step, body)
     fields["priority"] = step.Priority
@@ -290,6 +297,11 @@ def _eta(text: str, body: bytes) -> dt.datetime:
         return parse_time(text)
     except DecodeError as error:
         raise DecodeError(f"no signature: ETA {error}") from None
+
+
+def _is_minus_zero(priority: int, body: bytes) -> bool:
+    """Whether it may be -0, which Go refuses."""
+    return priority == 0 and b"-0" in body and _MINUS_PRIORITY.search(body) is not None
 
 
 def _repeats_headers(body: bytes, *nested: bytes) -> bool:

@@ -243,7 +243,10 @@ def read_args(reader: Reader, at: int, before: Any) -> tuple[Any, int]:
 
 
 def _any(reader: Reader, at: int, before: Any) -> tuple[Any, int]:
-    return reader.value(at)
+    value, end = reader.value(at)
+    if type(value) is float and repr(value) != (token := reader.text[at:end]):
+        value = Number(token)  # for a list of unsigned numbers, of which Go takes the characters
+    return value, end
 
 
 def read_headers(reader: Reader, at: int, before: Any) -> tuple[Any, int]:

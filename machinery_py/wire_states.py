@@ -14,7 +14,7 @@ from machinery_py.signature import Arg
 from machinery_py.states import GroupMeta, TaskState
 from machinery_py.states import State as StateName
 from machinery_py.values_json import shown
-from machinery_py.wire_args import ReceivedArg, WrittenResult, encode, explain, has_minus_zero, received, write_results
+from machinery_py.wire_args import ReceivedArg, WrittenResult, encode, explain, is_text_needed, received, write_results
 from machinery_py.wire_lenient import GROUP, STATE, Reader, read_args, read_record
 from machinery_py.wire_levels import AROUND_RESULTS, is_deep
 from machinery_py.wire_time import format_time, parse_time
@@ -100,7 +100,7 @@ def decode_state(body: bytes) -> TaskState:
         read = _decode_state(body)
     except _SLOW:
         return _decode_state_leniently(body)
-    if read.Results and has_minus_zero(read.Results, body):
+    if read.Results and is_text_needed(read.Results, body):
         return _decode_state_leniently(body)
     return TaskState(
         task_uuid=read.TaskUUID,
@@ -185,7 +185,7 @@ def decode_results(body: bytes) -> tuple[Arg, ...]:
     try:
         if not is_deep(body, AROUND_RESULTS):
             results = tuple(_decode_results(body))
-            if not has_minus_zero(results, body):
+            if not is_text_needed(results, body):
                 return results
     except _SLOW:
         pass

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import datetime as dt
 import json
+import re
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import pytest
 from golden_files import FOLDER, line_id, lines, payload
 
-from machinery_py.errors import DecodeError
-from machinery_py.signature import Signature
+from machinery_py.errors import ArgumentError, DecodeError
+from machinery_py.signature import Arg, Signature
+from machinery_py.values import to_python
 from machinery_py.wire import decode_exact, decode_signature, encode_signature, parse_time
 
 EPOCH = dt.datetime(1970, 1, 1, tzinfo=dt.UTC)
@@ -167,3 +170,43 @@ def test_a_header_that_is_no_string_is_handed_on_and_not_accepted_from_a_user() 
     assert signature.headers["s"] == "x"
     written = encode_signature(signature.with_headers(mine="1"))
     assert b'"Headers":{"b":true,"mine":"1","n":1.50,"s":"x"}' in written
+
+
+NUMBERS = (
+    "0", "-0", "1", "1.0", "1e2", "1E2", "1.5", "-1", "255", "256", "1e0", "0e0", "-0.0", "3.0", "2e-1", "12", "1.50", "[-0]",
+    "18446744073709551615", "18446744073709551616", "-9223372036854775809", "[1,-0 ,2]", "[1e3]", "[1.0]", "[0]", "true",
+    '"MQ=="', "null",
+)  # fmt: skip
+TYPES = (
+    "int64", "int8", "uint8", "uint64", "uint", "float64", "float32", "string", "[]int64", "[]uint8", "[]byte", "[]uint64",
+    "[]float64",
+)  # fmt: skip
+SEVEN = (Arg(type="int64", value=7),)
+MESSAGES = {
+    "plain": Signature[Any](name="f", uuid="u-00", args=SEVEN),
+    "with options": Signature[Any](name="f", args=SEVEN, retry_count=3),
+    "with a callback": Signature[Any](name="f", args=SEVEN, on_success=(Signature(name="g"),)),
+    "long chain": Signature[Any](name="f", args=SEVEN, on_success=(Signature(name="g", uuid="x" * 20_000),)),
+}
+
+
+def meaning(decode: Callable[[bytes], Signature[Any]], body: bytes) -> list[str]:
+    try:
+        signature = decode(body)
+        values = [repr(to_python(arg.type, arg.value)) for arg in signature.args]
+    except (ArgumentError, DecodeError) as error:
+        return [type(error).__name__]
+    return [*values, str(signature.priority), str(signature.retry_count)]
+
+
+@pytest.mark.parametrize("kind", MESSAGES)
+@pytest.mark.parametrize("space", [b"", b" "])
+def test_a_number_means_the_same_to_the_fast_and_the_exact_decoder(kind: str, space: bytes) -> None:
+    body = encode_signature(MESSAGES[kind])
+    for token in NUMBERS:
+        for key in (b'"Priority":', b'"RetryCount":', b'"GroupTaskCount":'):
+            changed = re.sub(key + rb"\d", key + space + token.encode(), body, count=1)
+            assert meaning(decode_signature, changed) == meaning(decode_exact, changed), (key, token)
+        for type_name in TYPES:
+            changed = body.replace(b'"int64","Value":7', f'"{type_name}","Value":'.encode() + space + token.encode() + space, 1)
+            assert meaning(decode_signature, changed) == meaning(decode_exact, changed), (type_name, token)
