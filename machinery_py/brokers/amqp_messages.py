@@ -24,6 +24,7 @@ from machinery_py._drivers.amqp_frames import Parcel
 from machinery_py.brokers.base import DeadLetter, Message
 from machinery_py.clock import micros, moment_of
 from machinery_py.errors import DecodeError
+from machinery_py.texts import MAX_ERROR, cut
 from machinery_py.wire_levels import is_deep
 from machinery_py.wire_time import parse_time
 
@@ -35,7 +36,6 @@ LATE = "machinery_late"  # of a name in the registry: delayed messages were sent
 UUID, NAME = "machinery_uuid", "machinery_name"  # where the property cannot hold them
 
 SHORT = 255  # bytes of a short string
-ERROR_SIZE = 8_000  # characters of an error that are kept with a dead letter; headers must fit into one frame
 
 
 class Taken(msgspec.Struct, gc=False):
@@ -117,8 +117,8 @@ def letter_of(one: Taken) -> DeadLetter:
 
 
 def shortened(text: str) -> str:
-    """A text that fits into a header."""
-    return _printable(text if len(text) <= ERROR_SIZE else f"{text[:ERROR_SIZE]}…")
+    """A text that fits into a header: all headers must fit into one frame."""
+    return _printable(cut(text, MAX_ERROR))
 
 
 def due_in(eta: dt.datetime | None, now: dt.datetime) -> float:

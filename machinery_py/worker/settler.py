@@ -15,7 +15,7 @@ from machinery_py.backends.base import FENCED, Verdict
 from machinery_py.brokers.base import Fate
 from machinery_py.errors import BackendUnavailable, NameRefused, PublishRefused, PublishUnknown, StoreUnusable
 from machinery_py.settlement.base import Mark, Session, Settlement
-from machinery_py.texts import get_logger
+from machinery_py.texts import MAX_ERROR, cut, get_logger
 from machinery_py.worker.execution import REASON_UNSTORABLE, Execution
 from machinery_py.worker.outage import Outage
 
@@ -190,7 +190,7 @@ class Settler:
             logger.exception("the failure of task %s cannot be stored either", execution.signature.uuid)
         dead = Settlement(
             delivery=execution.delivery, uuid=execution.signature.uuid, name=execution.signature.name, fate=Fate.DEAD,
-            reason=REASON_UNSTORABLE, error=f"{type(error).__name__}: {error}",
+            reason=REASON_UNSTORABLE, error=cut(f"{type(error).__name__}: {error}", MAX_ERROR),
         )
         return self._session.settle([dead])[0]
 
