@@ -29,7 +29,7 @@ FULL = bool(os.environ.get("MACHINERY_TEST_FULL"))
 COUNT = int(os.environ.get("FUZZ_MESSAGES", "10000" if FULL else "330"))
 EACH = 500 if FULL else 50  # messages for each canary
 SEED = int(os.environ.get("CHAOS_SEED") or (random.SystemRandom().randrange(1, 1_000_000) if FULL else 7))
-QUIET = 300.0  # seconds; a guard
+QUIET = 120.0  # seconds; a guard
 GROWTH = 1.5, 64 * 1024  # how many times the memory may grow after a third of the messages, and KiB besides
 LINE = 2_048  # bytes
 ROOT = pathlib.Path(__file__).parents[2]
@@ -103,7 +103,8 @@ class Fuzzed:
         return [ast.literal_eval(uuid) for word, uuid in rows if word != "RETRY"]
 
     def is_quiet(self) -> bool:
-        return not any(one.waiting or one.running for one in self.server.broker.stats())
+        # What follows a fuzzed message may go to any queue, which nobody serves.
+        return not any(one.waiting or one.running for one in self.server.broker.stats() if one.queue == "machinery_tasks")
 
     def check(self) -> str:
         """Each message is a dead letter, has ended, or waits."""
@@ -140,9 +141,10 @@ def test_fuzzed_messages_harm_nobody_beside_them(stores: tuple[str, Put], tmp_pa
             fuzzed.send(first, min(first + EACH, COUNT))
             if not warm and first >= COUNT // 3:
                 warm = fuzzed.memory()
-        print(fuzzed.check())
+        page, full = fuzzed.check(), fuzzed.memory()
+        print(f"{page}\n{warm:,} KiB after a third, {full:,} KiB at the end")
 
-        assert fuzzed.memory() <= GROWTH[0] * warm + GROWTH[1]
+        assert full <= GROWTH[0] * warm + GROWTH[1]
         assert fuzzed.stop() == 0, fuzzed.tail()
         longest = max(fuzzed.lines(), key=len)
         assert len(longest) <= LINE, longest[:3_000]
