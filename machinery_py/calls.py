@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -12,19 +13,40 @@ import msgspec
 from machinery_py.context import Context
 from machinery_py.errors import ArgumentError
 from machinery_py.signature import Arg
-from machinery_py.values import converter, describe, result_of, to_python
+from machinery_py.values import checker, converter, describe, result_of, to_python, wire_type
+from machinery_py.wire_args import ReceivedArg, checked_value
 
 REFLECT = "Reflect task args error: "  # Go's words: other programs see this text in the state
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_NONE: Mapping[str, Arg] = {}
 _PLAIN = {int: "int64", str: "string", bool: "bool"}  # sent as they are; ints are checked for 64 bits when encoded
 
 
 class _Parameter(msgspec.Struct, frozen=True):
-    """One parameter: its annotation, and how a received value becomes what the annotation says."""
+    """One parameter: its annotation, and how a received value becomes what the annotation says, or is refused.
+
+    Attributes:
+        wire: the type name of values that need no look.
+    """
 
     name: str
     hint: Any
-    convert: Callable[[Any], Any] | None
+    convert: Callable[[Any], Any] | None = None
+    wire: str = ""
+
+    @classmethod
+    def of(cls, p: inspect.Parameter, hint: Any) -> _Parameter:
+        wanted = hint
+        if p.default is None:
+            with contextlib.suppress(TypeError):  # an annotation that is no type
+                wanted = typing.Optional[hint]  # noqa: UP045 - of a text, too
+        return cls(p.name, hint, converter(wanted) or checker(wanted), wire_type(wanted))
+
+
+class Checked(tuple[Arg, ...]):
+    """Arguments that were held against the parameters of their task, and need not be again."""
+
+    __slots__ = ()
 
 
 class Call:
@@ -53,7 +75,8 @@ class Call:
         self._named = bool(self._keyword_names) or self._takes_keywords
         self._hints: dict[str, Any] | None = None
         self._parameters: list[_Parameter] = []
-        self._rest = _Parameter("", Any, None)
+        self._rest = _Parameter("", Any)
+        self._wires: list[str] = []
         self._keywords: dict[str, _Parameter] = {}
         self._convert_any = False
         self._returns: Any = Any
@@ -66,8 +89,7 @@ class Call:
         except Exception:  # a name that is only there for type checkers: then nothing is known about any
             hints = {}
         for p in self._given:
-            hint = hints.get(p.name, Any)
-            parameter = _Parameter(p.name, hint, converter(hint))
+            parameter = _Parameter.of(p, hints.get(p.name, Any))
             self._convert_any = self._convert_any or parameter.convert is not None
             if p.kind in _POSITIONAL:
                 self._parameters.append(parameter)
@@ -75,6 +97,7 @@ class Call:
                 self._rest = parameter
             else:
                 self._keywords[p.name] = parameter
+        self._wires = [parameter.wire for parameter in self._parameters]
         self._returns = hints.get("return", Any)
         self._result_converter = converter(self._returns)
         self._hints = hints
@@ -86,18 +109,20 @@ class Call:
         """The arguments as they travel, each under its type name.
 
         Raises:
-            ArgumentError: they do not fit the parameters (unless `partial`), or one cannot be sent.
+            ArgumentError: they do not fit the parameters (unless `partial`: what comes in front of them or behind is not known),
+                or one cannot be sent.
         """
         if self._hints is None:
             self._learn()
         if kwargs or not (self._required <= len(args) and (self._takes_any or len(args) <= self._positional_count)):
             args, kwargs = self._bind(args, kwargs, partial=partial)
         elif self._required_keywords and not partial:
-            self._check(args, kwargs)
-        described = [self._describe(self._parameter(index), value) for index, value in enumerate(args)]
+            self._check(args, kwargs, room=False)
+        fit = not partial
+        described = [self._describe(self._parameter(index), value, fit=fit) for index, value in enumerate(args)]
         for name, value in kwargs.items():
-            described.append(self._describe(self._keyword(name), value, name=name))
-        return tuple(described)
+            described.append(self._describe(self._keyword(name), value, name=name, fit=fit))
+        return tuple(described) if partial else Checked(described)
 
     def _bind(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], *, partial: bool
@@ -119,9 +144,10 @@ class Call:
                                     "results are added at the end")
         return bound.args, bound.kwargs
 
-    def _check(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def _check(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, room: bool) -> None:
+        shape = self._signature.replace(parameters=self._given)
         try:
-            self._signature.replace(parameters=self._given).bind(*args, **kwargs)
+            (shape.bind_partial if room else shape.bind)(*args, **kwargs)
         except TypeError as error:
             raise ArgumentError(f"{self.name}: {_bind_text(error)}") from None
 
@@ -129,9 +155,9 @@ class Call:
         return self._parameters[index] if index < len(self._parameters) else self._rest
 
     def _keyword(self, name: str) -> _Parameter:
-        return self._keywords.get(name) or _Parameter(name, Any, None)
+        return self._keywords.get(name) or _Parameter(name, Any)
 
-    def _describe(self, parameter: _Parameter, value: Any, *, name: str = "") -> Arg:
+    def _describe(self, parameter: _Parameter, value: Any, *, name: str = "", fit: bool = False) -> Arg:
         plain = _PLAIN.get(type(value))
         if plain is not None and (parameter.hint is type(value) or parameter.hint is Any):
             return Arg(type=plain if plain != "int64" or -(2**63) <= value < 2**63 else _wide(self.name, parameter, value),
@@ -140,19 +166,16 @@ class Call:
             type_name, wire = describe(value, parameter.hint)
         except ArgumentError as error:
             raise ArgumentError(f"{self.name} argument {parameter.name!r}: {error}") from None
+        if fit and parameter.convert is not None and type_name != parameter.wire:
+            self._converted(parameter, to_python(type_name, wire))  # as its worker will do
         return Arg(type=type_name, value=wire, name=name)
 
     def sorted_out(self, args: Sequence[Arg]) -> tuple[list[Arg], dict[str, Arg]]:
         """The arguments as they travel, by position and by name, and the defaults of those left out: the same for each way
         to write the same call. A default that cannot be sent is left out, and with it those in the places behind."""
-        places = {p.name for p in self._given if p.kind in _POSITIONAL}
-        named = {
-            arg.name: arg for arg in args
-            if arg.name and (arg.name in self._keyword_names or (self._takes_keywords and arg.name not in places))
-        }
-        placed = [arg for arg in args if named.get(arg.name) is not arg]
         if self._hints is None:
             self._learn()
+        placed, named = self._split(args)
         try:
             for parameter in [p for p in self._given if p.kind in _POSITIONAL][len(placed):]:
                 if parameter.default is parameter.empty:
@@ -167,40 +190,55 @@ class Call:
 
     # From what travelled to the call
 
-    def values(self, args: Sequence[Arg]) -> tuple[list[Any], dict[str, Any]]:
+    def values(self, args: Sequence[Arg], *, room: bool = False) -> tuple[list[Any], dict[str, Any]]:
         """The arguments for the function.
+
+        Args:
+            room: more of them follow at the end.
 
         Raises:
             ArgumentError: one has the wrong form for its type or its parameter, or there are too few or too many.
         """
         if self._hints is None:
             self._learn()
-        named: dict[str, Any] = {}
+        placed, by_name = self._split(args) if self._named and any(arg.name for arg in args) else (args, _NONE)
         try:
-            if self._named and any(arg.name for arg in args):
-                args, named = self._split(args)
-            values = [to_python(arg.type, arg.value) for arg in args]
+            values = [to_python(arg.type, arg.value) for arg in placed]
+            named = {name: to_python(arg.type, arg.value) for name, arg in by_name.items()}
         except ArgumentError as error:
             raise ArgumentError(f"{REFLECT}{error}") from None
-        if self._convert_any:
+        if self._convert_any and (named or [arg.type for arg in placed] != self._wires):
             values = [self._converted(self._parameter(index), value) for index, value in enumerate(values)]
             named = {name: self._converted(self._keyword(name), value) for name, value in named.items()}
         count = len(values)
-        if count < self._required or (count > self._positional_count and not self._takes_any) or self._required_keywords:
-            self._check(values, named)
+        if (count < self._required and not room) or (count > self._positional_count and not self._takes_any) or (
+            self._required_keywords and not room
+        ):
+            self._check(values, named, room=room)
         return values, named
 
-    def _split(self, args: Sequence[Arg]) -> tuple[list[Arg], dict[str, Any]]:
-        # Go ignores Arg.Name, and senders fill it with anything: it counts for keyword parameters alone.
-        positional: list[Arg] = []
-        named: dict[str, Any] = {}
+    def check(self, args: Sequence[Arg], *, room: bool = False) -> None:
+        """Refuse what the worker would refuse, before it is sent. `room`: more arguments follow at the end.
+
+        Raises:
+            ArgumentError: as `values`.
+        """
+        if type(args) is Checked:
+            return
+        try:
+            self.values([_as_received(arg) for arg in args], room=room)
+        except ArgumentError as error:
+            text = str(error).removeprefix(REFLECT)
+            raise ArgumentError(text if text.startswith(self.name) else f"{self.name}: {text}") from None
+
+    def _split(self, args: Sequence[Arg]) -> tuple[list[Arg], dict[str, Arg]]:
+        """By position and by name. Go ignores names, and senders fill in any: they count for keyword parameters alone."""
         places = {parameter.name for parameter in self._parameters}
-        for arg in args:
-            if arg.name and (arg.name in self._keyword_names or (self._takes_keywords and arg.name not in places)):
-                named[arg.name] = to_python(arg.type, arg.value)
-            else:
-                positional.append(arg)
-        return positional, named
+        named = {
+            arg.name: arg for arg in args
+            if arg.name and (arg.name in self._keyword_names or (self._takes_keywords and arg.name not in places))
+        }
+        return [arg for arg in args if arg.name not in named], named
 
     def _converted(self, parameter: _Parameter, value: Any) -> Any:
         if parameter.convert is None:
@@ -241,6 +279,11 @@ class Call:
         if self._result_converter is None or value is None:
             return value
         return self._result_converter(value)
+
+
+def _as_received(arg: Arg) -> Arg:
+    """With its value as JSON has it."""
+    return arg if isinstance(arg, ReceivedArg) else Arg(type=arg.type, value=checked_value(arg), name=arg.name)
 
 
 def _wide(name: str, parameter: _Parameter, value: int) -> str:

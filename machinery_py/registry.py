@@ -82,6 +82,8 @@ class SamenessOptions(TypedDict, total=False):
     exclusive_timeout: float
 
 
+_ERROR_TEXT = Arg(type="string", value="")  # what an error callback gets in front of its arguments
+
 OPTION_NAMES = frozenset(SendOptions.__annotations__)
 
 
@@ -321,6 +323,29 @@ class Registry:
         if task is None:
             raise TaskNotRegistered(name, self._tasks)
         return task
+
+    def check(self, signatures: Sequence[Signature[Any]]) -> None:
+        """Hold calls, and what will follow them, against the parameters of those tasks that are known here.
+
+        Raises:
+            ArgumentError: the worker would refuse one: there are too few or too many arguments, or one is not what its
+                annotation says.
+        """
+        todo: list[tuple[Signature[Any], Sequence[Arg], bool]] = [(one, one.args, False) for one in signatures]
+        seen: set[int] = set()  # the members of a group share their callback
+        while todo:
+            signature, args, room = todo.pop()
+            task = self._tasks.get(signature.name)
+            if task is not None:
+                task.call.check(args, room=room)
+            callback = signature.chord_callback
+            if callback is not None and id(callback) not in seen:
+                seen.add(id(callback))
+                todo.append((callback, callback.args, not callback.immutable))
+            if type(signature.on_success) is tuple and signature.on_success:
+                todo.extend((one, one.args, not signature.immutable) for one in signature.on_success)
+            if type(signature.on_error) is tuple and signature.on_error:
+                todo.extend((one, (_ERROR_TEXT, *one.args), False) for one in signature.on_error)
 
     def names(self) -> list[str]:
         return sorted(self._tasks)

@@ -224,12 +224,13 @@ class Server(Declaring, SendingAsync):
         """Publish one call.
 
         Raises:
-            ArgumentError: something in it cannot be sent.
+            ArgumentError: something in it cannot be sent, or its worker would refuse it.
             DuplicateTask: it is unique with on_duplicate="reject", and another call holds its key.
             PublishRefused (BrokerUnavailable): nothing was stored.
             PublishUnknown: it may have been stored.
         """
         self._note_loop()
+        self.engine.registry.check((signature,))
         signature = signature.with_uuid()
         task, uuid, duplicate = self.engine.registry.find(signature.name), signature.uuid, False
         if is_unique(task, signature):
@@ -263,6 +264,7 @@ class Server(Declaring, SendingAsync):
     def _send_workflow(self, chain: Chain[R]) -> ChainResult[R]:
         self._note_loop()
         plan = link(chain, now=self.now())
+        self.engine.registry.check(plan.first)
         if not self._is_warned and any(step.is_group for step in plan.steps[:-1]):
             self._warn_of_forgetting()
         self.engine.submit(plan.first, plan.groups, plan.awaited)

@@ -38,7 +38,9 @@ from machinery_py.values_json import (
     write_text,
 )
 
-__all__ = ["Number", "converter", "describe", "describe_as", "from_result", "result_of", "to_python"]
+__all__ = [
+    "Number", "checker", "converter", "describe", "describe_as", "from_result", "result_of", "to_python", "wire_type",
+]  # fmt: skip
 
 _EXACT: dict[str, type] = {"int64": int, "int": int, "string": str, "float64": float, "bool": bool}
 
@@ -294,7 +296,7 @@ def converter(annotation: Any) -> Callable[[Any], Any] | None:
     if _is_plain(annotation):
         return None
     if annotation is float:
-        return lambda value: float(value) if type(value) is int else value
+        return _convert_float
     try:
         msgspec.json.Decoder(annotation, dec_hook=_convert_model)
     except (TypeError, NameError):
@@ -311,6 +313,64 @@ def converter(annotation: Any) -> Callable[[Any], Any] | None:
             raise ArgumentError(f"{shown(value)} is no {name}: {type(error).__name__}: {error}") from error
 
     return convert
+
+
+def checker(annotation: Any) -> Callable[[Any], Any] | None:
+    """What refuses a value that the annotation rules out, where there is nothing to convert; None where anything goes.
+
+    As type checkers have it: a bool is an int.
+    """
+    if typing.get_origin(annotation) is typing.Annotated:
+        return checker(annotation.__origin__)
+    fits = _fits(annotation) if _is_plain(annotation) else None
+    if fits is None:
+        return None
+
+    def check(value: Any) -> Any:
+        if fits(value):
+            return value
+        raise ArgumentError(f"{shown(value)} is no {annotation.__name__ if isinstance(annotation, type) else annotation}")
+
+    return check
+
+
+def wire_type(annotation: Any) -> str:
+    """The type name whose values suit the annotation without a look; "" if there is none."""
+    if typing.get_origin(annotation) is typing.Annotated:
+        return wire_type(annotation.__origin__)
+    hint = _without_none(annotation)
+    if hint is float:
+        return "float64"
+    if not _is_plain(hint):
+        return ""
+    return _WIRE_TYPES.get(hint, "") if isinstance(hint, type) else _wanted(hint)[0]
+
+
+_WIRE_TYPES: dict[type, str] = {int: "int64", str: "string", bool: "bool"}
+
+
+def _fits(annotation: Any) -> Callable[[Any], bool] | None:
+    """Whether a value is what a plain annotation says; None: whatever it is."""
+    origin, items = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin in (typing.Union, types.UnionType):
+        parts = [_fits(item) for item in items]
+        some = [part for part in parts if part is not None]
+        return (lambda value: any(part(value) for part in some)) if len(some) == len(parts) else None
+    if origin is not None:
+        inner = _fits(items[0]) if origin in _LISTS and items else None
+        return lambda value: isinstance(value, origin) and (
+            inner is None or type(value) is not list or all(map(inner, value)))
+    if annotation in (None, type(None)):
+        return lambda value: value is None
+    if annotation in (Any, object, inspect.Parameter.empty):
+        return None
+    return lambda value: isinstance(value, annotation)
+
+
+def _convert_float(value: Any) -> float:
+    if not isinstance(value, (int, float)):
+        raise ArgumentError(f"{shown(value)} is no float")
+    return float(value) if type(value) is int else value
 
 
 def _is_plain(annotation: Any) -> bool:

@@ -7,7 +7,7 @@ import json
 import sys
 import time
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from machinery_py.cli.look import open_app, state_record, what_came_out
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from machinery_py.results import AsyncResult
     from machinery_py.server import Server
 
-_PLAIN_HINTS = (int, float, bool, str)  # what JSON has under the same name; the others are checked as workers do
 
 ALL = 100_000  # the most that one command acts on
 
@@ -55,7 +54,6 @@ def send(args: argparse.Namespace) -> int:
     name, *words = args.rest
     task = server.get_registered_task(name)
     positional, named = arguments(task, words, args.kw)
-    check(task, positional, named)
     options: SendOptions = {}
     if args.queue:
         options["queue"] = args.queue
@@ -84,21 +82,6 @@ def arguments(task: Task[..., Any], words: Sequence[str], named: Sequence[str]) 
         kwargs[name] = _value(text, hints.get(name))
     positional = [_value(text, hints.get(names[at]) if at < len(names) else None) for at, text in enumerate(words)]
     return positional, kwargs
-
-
-def check(task: Task[..., Any], positional: Sequence[Any], named: Mapping[str, Any]) -> None:
-    """Make sure that the task takes these arguments: what its worker would find out is told here.
-
-    Raises:
-        ArgumentError: there are too few or too many, or one is not what its annotation says.
-    """
-    task.call.values(task.call.arguments(positional, named))
-    hints, names = _parameters(task)
-    for name, value in [*zip(names, positional, strict=False), *named.items()]:
-        hint = hints.get(name)
-        fits = type(value) is hint or (hint is float and type(value) is int)
-        if hint in _PLAIN_HINTS and not fits:
-            raise ArgumentError(f"{task.name} argument {name!r}: found {value_text(value)} (expected {hint.__name__})")
 
 
 def _parameters(task: Task[..., Any]) -> tuple[dict[str, Any], list[str]]:

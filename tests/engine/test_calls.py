@@ -6,8 +6,10 @@ import dataclasses
 import datetime as dt
 import enum
 import functools
+import inspect
 import sys
 import types
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import pytest
@@ -143,6 +145,71 @@ def test_what_cannot_be_sent_is_told_with_the_argument() -> None:
         sent(plain, 1, object())
     with pytest.raises(ArgumentError, match=r"task argument 'a': cannot send"):
         sent(plain, 2**64)
+
+
+# What an annotation rules out
+
+
+def hints(  # type: ignore[no-untyped-def]
+    whole: int = 0, text: str = "", truth: bool = False, number: float = 0.0, raw: bytes = b"", maybe: int | None = None,
+    late: int = None, either: int | str = 0, many: list[int] = [], row: Sequence[str] = (), table: dict[str, Any] = {},  # noqa: B006, RUF013
+    any: Any = None, open=None, parcel: Parcel | None = None, small: Annotated[int, "int32"] = 0, *rest: int, named: str = "",
+): ...
+
+
+FITTING: dict[str, list[Any]] = {
+    "whole": [1, True, Size.SMALL, 2**64 - 1], "text": ["", "x"], "truth": [True], "number": [1.5, 1, True],
+    "raw": [b"", bytearray(b"x")], "maybe": [1, None], "late": [1, None], "either": [1, "x"],
+    "many": [[], [1], (1, 2), [True]], "row": [["a"], ("a",), [], "ab"], "table": [{}, {"a": 1}],
+    "any": [None, "x", [1]], "open": [None, "x", 1.5], "parcel": [None, Parcel("Ulm")], "small": [7], "named": ["x"],
+}
+WRONG: dict[str, list[Any]] = {
+    "whole": ["2", 2.0, None, [1], b"1"], "text": [1, None, b"x", ["x"]], "truth": [1, "true", None],
+    "number": ["1.5", None, [1.0]], "raw": ["x", None], "maybe": ["x", 1.5], "late": ["x"], "either": [1.5, None, [1]],
+    "many": ["x", [1, "x"], ["x"], [1.5], {1: 2}, None], "row": [[1], 5, None], "table": [[], None, "x"],
+    "parcel": ["x", {"city": 5}], "small": ["x", 1.5], "named": [1, None],
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in FITTING.items() for value in values])
+def test_what_the_annotation_allows_is_sent_and_received(name: str, value: Any) -> None:
+    received(hints, **{name: value})
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in WRONG.items() for value in values])
+def test_what_the_annotation_rules_out_is_refused_on_both_sides(name: str, value: Any) -> None:
+    with pytest.raises(ArgumentError, match=f"task argument '{name}'"):
+        sent(hints, **{name: value})
+
+    place = list(inspect.signature(hints).parameters).index(name) if name != "named" else 0
+    before = Call("task", hints).arguments(DEFAULTS[:place], {})
+    by_hand: Signature[Any] = Signature(name="task", args=[*before, Arg.of(value, name="named" if name == "named" else "")])
+    with pytest.raises(ArgumentError, match=f"task argument '{name}'"):
+        Call("task", hints).values(decode_signature(encode_signature(by_hand)).args)
+    with pytest.raises(ArgumentError, match=f"task argument '{name}'"):
+        Call("task", hints).check(by_hand.args)
+
+
+DEFAULTS: tuple[Any, ...] = (0, "", False, 0.0, b"", None, None, 0, [], (), {}, None, None, None, 0)
+
+
+@pytest.mark.parametrize("kind", ["int", "int8", "int32", "uint64", "uint"])
+def test_every_integer_of_go_is_an_int(kind: str) -> None:
+    assert Call("task", hints).values([Arg(type=kind, value=7)]) == ([7], {})
+    assert Call("task", hints).values([*Call("task", hints).arguments(DEFAULTS[:8], {}), Arg(type=f"[]{kind}", value=[7])])
+    with pytest.raises(ArgumentError, match="task argument 'text': 7 is no str"):
+        Call("task", hints).values([Arg(type="int64", value=7), Arg(type=kind, value=7)])
+
+
+def test_the_rest_is_held_against_its_annotation_as_well() -> None:
+    assert received(plain, 1, 2, 3)
+    with pytest.raises(ArgumentError, match="task argument 'more': 'x' is no int"):
+        sent(plain, 1, 2, 3, "x")
+
+
+def test_a_partial_call_is_not_held_against_it() -> None:
+    # An error callback gets the error text in front: what is given is for other parameters than it seems.
+    assert [arg.value for arg in Call("task", keywords).arguments((5,), {}, partial=True)] == [5]
 
 
 # On the other side

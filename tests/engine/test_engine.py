@@ -4,14 +4,26 @@ from __future__ import annotations
 
 import datetime as dt
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
-from machinery_py import MachineryError, NoRetry, Server, Signature, TaskFailed, chain, chord, current_task, group
+from machinery_py import (
+    Arg,
+    ArgumentError,
+    MachineryError,
+    NoRetry,
+    Server,
+    Signature,
+    TaskFailed,
+    chain,
+    chord,
+    current_task,
+    group,
+)
 from machinery_py.settlement.base import Submission
-from machinery_py.signature import HEADER_EXPIRES
+from machinery_py.signature import HEADER_EXPIRES, Step
 from machinery_py.testing import Harness
 from machinery_py.testing.waiting import wait_until
 
@@ -222,3 +234,78 @@ def _until_time_is_up() -> None:
 
 def _away() -> None:
     raise ConnectionError("away")
+
+
+# What is refused before it is sent
+
+
+def refusals(flow: Flow) -> dict[str, Step[Any]]:
+    pair = flow.server.register_task("pair", _pair)
+    first, alert = flow.work.signature(), flow.server.register_task("alert", _alert)
+    return {
+        "too few": pair.partial(1),
+        "too many": Signature.of("pair", 1, "x", 3),
+        "not an int": Signature.of("pair", "1", "x"),
+        "by hand": Signature(name="pair", args=[Arg(type="string", value="1"), Arg(type="string", value="x")]),
+        "no type": Signature(name="pair", args=[Arg(type="struct", value={}), Arg(type="string", value="x")]),
+        "keyword": Signature.of("alert", "e", 1, nosuch=1),
+        "step": chain(first, pair.partial(1, "x", 3)),
+        "step of a wrong type": chain(first, Signature.of("pair", "1")),
+        "step that gets nothing": chain(first, pair.partial(1), pass_results=False),
+        "member": group(first, pair.partial(1)),
+        "chord": chord(group(first), Signature.of("pair", 1, "x", 3)),
+        "immutable chord": chord(group(first), pair.partial(1).replace(immutable=True)),
+        "then": first.then(Signature.of("pair", "1")),
+        "catch": first.catch(alert.partial()),
+        "catch behind": chain(first, flow.work.partial().catch(alert.partial("x"))),
+    }
+
+
+ACCEPTED: dict[str, Callable[[Any, Any, Any], Step[Any]]] = {
+    "complete": lambda pair, alert, work: pair.signature(1, "x"),
+    "step": lambda pair, alert, work: chain(work, pair.partial(1)),
+    "nothing given": lambda pair, alert, work: chain(work, pair.partial()),
+    "chord": lambda pair, alert, work: chord(group(work, work), pair.partial()),
+    "immutable": lambda pair, alert, work: chain(work, pair.signature(1, "x"), pass_results=False),
+    "then": lambda pair, alert, work: work.then(pair.partial(1)),
+    "catch": lambda pair, alert, work: work.catch(alert.partial(5)),
+    "catch of a chord": lambda pair, alert, work: chord(group(work), work.catch(alert.partial(5))),
+    "int for a float": lambda pair, alert, work: Signature.of("scale", 1),
+    "Go's int32": lambda pair, alert, work: Signature(name="scale", args=[Arg(type="int32", value=1)]),
+    "default": lambda pair, alert, work: Signature.of("alert", "e", 5, deep=True),
+}
+
+
+@pytest.mark.parametrize("place", [
+    "too few", "too many", "not an int", "by hand", "no type", "keyword", "step", "step of a wrong type",
+    "step that gets nothing", "member", "chord", "immutable chord", "then", "catch", "catch behind",
+])
+def test_what_the_worker_would_refuse_is_not_sent(flow: Flow, place: str) -> None:
+    with pytest.raises(ArgumentError, match=r"^(pair|alert)"):
+        flow.server.send(refusals(flow)[place])
+    assert flow.published == []
+
+
+@pytest.mark.parametrize("place", ACCEPTED)
+def test_what_may_get_more_arguments_is_sent(flow: Flow, place: str) -> None:
+    pair, alert = flow.server.register_task("pair", _pair), flow.server.register_task("alert", _alert)
+    flow.server.register_task("scale", _scale)
+    flow.server.send(ACCEPTED[place](pair, alert, flow.work.signature()))
+    assert flow.published
+
+
+def test_a_call_of_a_task_that_is_unknown_here_is_sent(flow: Flow) -> None:
+    flow.server.send_task(Signature.of("elsewhere", "1", 2, third=3))
+    assert len(flow.published) == 1
+
+
+def test_a_call_that_was_checked_and_changed_is_checked_again(flow: Flow) -> None:
+    pair = flow.server.register_task("pair", _pair)
+    for changed in (pair.signature(1, "x").with_args(after=[Arg.of(3)]), pair.signature(1, "x").replace(args=[Arg.of("1")])):
+        with pytest.raises(ArgumentError, match="pair"):
+            changed.send()
+
+
+def _pair(a: int, b: str) -> None: ...
+def _alert(error: str, code: int, *, deep: bool = False) -> None: ...
+def _scale(factor: float) -> None: ...

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from machinery_py import Config, RetryTaskLater, Server, Signature, State, TaskFailed, group
+from machinery_py import ArgumentError, Config, RetryTaskLater, Server, Signature, State, TaskFailed, group
 from machinery_py.brokers.base import Message
 from machinery_py.events import TaskStarted
 from machinery_py.testing.waiting import HANG, wait_until
@@ -109,8 +109,12 @@ def test_an_argument_that_cannot_be_made_fails_its_task(server: Server, worker: 
     server.register_task("look", look)
 
     for _ in range(2 * SLOTS):
+        sent = Signature.of("look", {"number": 1}).with_uuid()
+        with pytest.raises(ArgumentError, match="is no Fragile: KeyError"):
+            server.send_task(sent)
+        server.engine.submit([sent])  # as a program would that does not know the task
         with pytest.raises(TaskFailed, match="is no Fragile: KeyError") as caught:
-            server.send_task(Signature.of("look", {"number": 1})).get(timeout=HANG)
+            server.result(sent.uuid).get(timeout=HANG)
         assert caught.value.error_type == "ArgumentError"
     has_all_slots(server)
 

@@ -508,7 +508,9 @@ def test_an_int_for_a_float_becomes_one() -> None:
 
     assert convert is not None
     assert repr(convert(2)) == "2.0"
-    assert convert("x") == "x"
+    for wrong in ("x", None, [1.5]):
+        with pytest.raises(ArgumentError, match="is no float"):
+            convert(wrong)
 
 
 @pytest.mark.parametrize(

@@ -194,7 +194,7 @@ def test_arguments_are_json_or_strings_as_the_task_wants_them(app: App) -> None:
 
 @pytest.mark.parametrize(("words", "text"), [
     (["add", "1"], "add: missing argument 'b'"),
-    (["add", "1", "two"], "add argument 'b': found \"two\" (expected int)"),
+    (["add", "1", "two"], "add argument 'b': 'two' is no int"),
     (["add", "1", "2", "3"], "add: too many positional arguments"),
     (["add", "1", "2", "--kw", "c=3"], "add: got an unexpected keyword argument 'c'"),
     (["add", "1", "--kw", "=3"], "--kw '=3': no name (expected NAME=JSON)"),

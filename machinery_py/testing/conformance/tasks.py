@@ -199,8 +199,16 @@ class TaskConformance:
         strict = app.server.task("strict", retries=5)(_strict)
         with pytest.raises(ArgumentError, match="strict: missing argument 'b'"):
             strict.send(1)  # type: ignore[call-arg]
-        with pytest.raises(TaskFailed, match="strict: missing argument 'b'"):
-            app.server.send_task(strict.partial(1).replace(retry_count=5)).get(timeout=HANG)
+        with pytest.raises(ArgumentError, match="strict: missing argument 'b'"):
+            strict.partial(1).send()
+        with pytest.raises(ArgumentError, match="strict argument 'a': '1' is no int"):
+            app.server.send_task(Signature.of("strict", "1", 2))
+        # A program that does not know the task sends it all the same; the worker refuses it, and does not try again.
+        for args, text in (((1,), "strict: missing argument 'b'"), (("1", 2), "strict argument 'a': '1' is no int")):
+            by_hand = Signature.of("strict", *args).with_uuid().replace(retry_count=5)
+            app.server.engine.submit([by_hand])
+            with pytest.raises(TaskFailed, match=text):
+                app.server.result(by_hand.uuid).get(timeout=HANG)
 
     def test_not_even_a_system_exit_ends_more_than_its_task(self, app: App) -> None:
         def leave() -> None:
