@@ -49,6 +49,7 @@ class Config(Section):
     broker_connection_max_retries: int = option(0, "attempts to connect until a worker ends; 0 = any number")
     broker_connection_backoff: str = option("jitter", "pauses between them: `jitter`, `linear` or `fibonacci`", low=1)
     default_queue: str = option("machinery_tasks", "queue of tasks that name none", low=1)
+    application: str = option("", "whose keys of unique and exclusive tasks they are in shared stores; empty = `default_queue`")
     queues: str = option("", "queues of a worker: `A,B` in this order, `A:6,B:1` by weights; empty = `default_queue`")
     results_expire_in: int = option(3600, "how long states and results are kept; 0 = 3600", "s", empty_is_default=True)
     no_unix_signals: bool = option(False, "workers leave SIGINT and SIGTERM to the program")

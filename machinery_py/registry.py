@@ -12,6 +12,7 @@ import msgspec
 from machinery_py import sameness
 from machinery_py.backoff import Backoff
 from machinery_py.calls import Call
+from machinery_py.config import Config
 from machinery_py.context import Context
 from machinery_py.errors import TaskAlreadyRegistered, TaskNotRegistered, nearest
 from machinery_py.forks import ForkLock
@@ -144,6 +145,8 @@ _WORDS = {
 class TaskSender(Protocol):
     """What a task needs of its Server."""
 
+    @property
+    def config(self) -> Config: ...
     def send(self, step: Step[Any]) -> Any: ...
     async def send_async(self, step: Step[Any]) -> Any: ...
 
@@ -240,7 +243,8 @@ class Task(Generic[P, R]):
             _check_word(self.name, "on_duplicate", options["on_duplicate"])
             headers[HEADER_ON_DUPLICATE] = options["on_duplicate"]
         if (unique := options.get("unique")) is not None:
-            headers[HEADER_UNIQUE] = sameness.unique_key(self.name, self.call, arguments, unique) if unique else ""
+            whose = sameness.owner(self._sender.config)
+            headers[HEADER_UNIQUE] = sameness.unique_key(self.name, self.call, arguments, unique, owner=whose) if unique else ""
         retries, priority = options.get("retries", settings.retries), options.get("priority", settings.priority)
         check_numbers(self.name, retries=retries, priority=priority)
         return Signature(

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from machinery_py.calls import Call
+from machinery_py.config import OPTIONS, Config
 from machinery_py.errors import ArgumentError
 from machinery_py.signature import Arg
 from machinery_py.states import State, TaskState
@@ -57,7 +58,15 @@ encode_claim = msgspec.json.Encoder().encode
 decode_claim = msgspec.json.Decoder(Claim).decode
 
 
-def unique_key(name: str, call: Call | None, args: Sequence[Arg], how: bool | str | Callable[..., str]) -> str:
+def owner(config: Config) -> str:
+    """What tells the keys of this application from those of others in the same stores; "" for the default queue's."""
+    application = config.application or config.default_queue
+    return "" if application == OPTIONS["default_queue"].default else application
+
+
+def unique_key(
+    name: str, call: Call | None, args: Sequence[Arg], how: bool | str | Callable[..., str], *, owner: str = ""
+) -> str:
     """The key of a call, hashed: it says which calls of the task are the same.
 
     Args:
@@ -68,18 +77,18 @@ def unique_key(name: str, call: Call | None, args: Sequence[Arg], how: bool | st
         ArgumentError: the function does not return a text, or the arguments do not fit it.
     """
     if how is True:
-        return _digest([name, *_canonical(call, args)])
-    return _digest([name, _key_text(name, call, args, how, "unique")])
+        return _digest(owner, name, *_canonical(call, args))
+    return _digest(owner, name, _key_text(name, call, args, how, "unique"))
 
 
-def lock_name(name: str, call: Call, args: Sequence[Arg], how: str | Callable[..., str]) -> str:
+def lock_name(name: str, call: Call, args: Sequence[Arg], how: str | Callable[..., str], *, owner: str = "") -> str:
     """The name of the lock that a call holds while it runs: the caller's own, or one for calls with the same arguments.
 
     Raises:
         ArgumentError: as `unique_key`.
     """
     if not how:
-        return f"machinery:exclusive:{name}:{_digest([name, *_canonical(call, args)])}"
+        return f"machinery:exclusive:{name}:{_digest(owner, name, *_canonical(call, args))}"
     return _key_text(name, call, args, how, "exclusive_key")
 
 
@@ -100,11 +109,11 @@ def _canonical(call: Call | None, args: Sequence[Arg]) -> tuple[object, object]:
     return [(arg.type, arg.value) for arg in placed], {key: (arg.type, arg.value) for key, arg in named.items()}
 
 
-def _digest(parts: Sequence[object]) -> str:
+def _digest(owner: str, name: str, *parts: object) -> str:
     import hashlib  # 5 ms that only those pay who come here
 
     # JSON with sorted keys and without spaces: any program can make the same bytes.
     try:
-        return hashlib.sha256(_encode(parts)).hexdigest()
+        return hashlib.sha256(_encode([*([owner] if owner else ()), name, *parts])).hexdigest()
     except UnicodeEncodeError as error:
-        raise ArgumentError(f"{parts[0]}: its key cannot be made: {error}") from None
+        raise ArgumentError(f"{name}: its key cannot be made: {error}") from None

@@ -24,7 +24,7 @@ from machinery_py.errors import (
     Unsupported,
 )
 from machinery_py.registry import Task, TaskSettings
-from machinery_py.sameness import Claim, decode_claim, encode_claim, unique_key
+from machinery_py.sameness import Claim, decode_claim, encode_claim, owner, unique_key
 from machinery_py.settlement.base import Settlement
 from machinery_py.signature import (
     HEADER_EXPIRES,
@@ -77,7 +77,7 @@ class _Sending:
         self._on_duplicate = headers.pop(HEADER_ON_DUPLICATE, settings.on_duplicate)
         self._window = settings.unique_for
         self._key = headers.get(HEADER_UNIQUE) or unique_key(
-            signature.name, task.call if task else None, signature.args, settings.unique
+            signature.name, task.call if task else None, signature.args, settings.unique, owner=owner(engine.config)
         )
         self._replaceable = self._on_duplicate == "replace"
         headers[HEADER_UNIQUE] = self._key

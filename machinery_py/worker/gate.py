@@ -17,7 +17,7 @@ from machinery_py.errors import ArgumentError, BackendUnavailable, BrokerUnavail
 from machinery_py.named_lock import Lease
 from machinery_py.outcomes import Failed
 from machinery_py.registry import Task
-from machinery_py.sameness import lock_name
+from machinery_py.sameness import lock_name, owner
 from machinery_py.settlement.base import Settlement
 from machinery_py.signature import HEADER_UNIQUE, HEADER_UNIQUE_START, Signature
 from machinery_py.texts import get_logger
@@ -71,7 +71,8 @@ class Gate:
 
     def _lock(self, on_lost: Callable[[], object]) -> Failed | Settlement | None:
         task, settings = self._task, self._task.settings
-        name = lock_name(task.name, task.call, self._signature.args, settings.exclusive_key)
+        whose = owner(self._engine.config)
+        name = lock_name(task.name, task.call, self._signature.args, settings.exclusive_key, owner=whose)
         self._lease = self._engine.locks.take(name, on_lost=on_lost)
         if self._lease is not None:
             return None

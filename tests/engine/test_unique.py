@@ -22,7 +22,7 @@ from machinery_py import (
 )
 from machinery_py.calls import Call
 from machinery_py.factory import Stores
-from machinery_py.sameness import MARGIN, Claim, lock_name, unique_key
+from machinery_py.sameness import MARGIN, Claim, lock_name, owner, unique_key
 from machinery_py.settlement.two_stores import TwoStores
 from machinery_py.signature import HEADER_UNIQUE, Arg
 from machinery_py.states import TaskState
@@ -87,6 +87,20 @@ def test_the_name_of_a_lock_is_the_callers_own() -> None:
     assert lock_name("work", call, args, "feed") == "feed"
     assert lock_name("work", call, args, lambda number: f"feed-{number}") == "feed-7"
     assert lock_name("work", call, args, "").startswith("machinery:exclusive:work:")
+
+
+def test_keys_and_locks_of_two_applications_are_not_the_same() -> None:
+    call = Call("work", lambda number: None)
+    args = (Arg(type="int64", value=7),)
+    for how in (True, "feed"):
+        assert unique_key("work", call, args, how, owner="shop") != unique_key("work", call, args, how)
+    assert lock_name("work", call, args, "", owner="shop") != lock_name("work", call, args, "")
+    assert lock_name("work", call, args, "feed", owner="shop") == "feed"
+
+    # Not the address of a store, which one process may know by another name than the next; and the default is as it was.
+    assert owner(Config(broker="redis://a", lock="redis://l")) == owner(Config(broker="redis://b", lock="redis://l")) == ""
+    assert owner(Config(default_queue="shop")) == owner(Config(application="shop")) == "shop"
+    assert owner(Config(default_queue="shop", application="machinery_tasks")) == ""
 
 
 # Claims

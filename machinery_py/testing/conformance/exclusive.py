@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from machinery_py import TaskFailed, current_task
+from machinery_py import Server, TaskFailed, current_task
 from machinery_py.brokers.base import Delivery
 from machinery_py.testing.conformance.application import App, AppCase, waiting
 from machinery_py.testing.waiting import HANG, wait_until
@@ -91,6 +91,18 @@ class ExclusiveConformance(AppCase):
         with app.server.lock("feed-7", timeout=HANG):
             pass  # it is given back a moment after the result can be seen
         assert hold.send("b", 7).get(timeout=HANG) == "b"
+
+    def test_another_application_in_the_same_stores_keeps_nobody_away(self, app: App) -> None:
+        other = App(Server(app.server.config.replace(default_queue="other_application")), app)
+        both = [waiting(one, exclusive="skip", unique=True) for one in (app, other)]
+        with other.running():
+            results = [hold.send("a") for hold in both]
+            wait_until(lambda: len(app.calls) == 2)
+            app.gate("a").set()
+
+            assert [result.duplicate for result in results] == [False, False]
+            assert [result.get(timeout=HANG) for result in results] == ["a", "a"]
+        other.server.close()
 
     def test_it_waits_for_so_long_and_then_fails(self, idle: App) -> None:
         hold = waiting(idle, exclusive="wait", exclusive_key="feed", exclusive_timeout=0.2)
