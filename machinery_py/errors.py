@@ -80,7 +80,7 @@ class TaskAlreadyRegistered(MachineryError, ValueError):
         self.name = name
         super().__init__(
             f"task {name!r} is already registered ({where}; "
-            f'give this one a name: @server.task("{suggestion}"))'
+            f'give this one a name of its own: @server.task("{suggestion}"))'
         )
 
 

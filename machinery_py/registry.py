@@ -123,8 +123,7 @@ class TaskSettings(msgspec.Struct, frozen=True, kw_only=True):
         """
         for option in options:
             if option not in SAMENESS_NAMES:
-                raise TypeError(f"{name}: no option {option!r} (known: {', '.join(sorted(SAMENESS_NAMES))}"
-                                f"{nearest(option, SAMENESS_NAMES)})")
+                raise _no_option(name, option, TASK_OPTIONS)
         given: dict[str, Any] = {**options}
         for option in _WORDS.keys() & given.keys():
             _check_word(name, option, given[option])
@@ -140,6 +139,40 @@ SAMENESS_NAMES = frozenset(SamenessOptions.__annotations__)
 _WORDS = {
     "unique_until": ("finish", "start"), "on_duplicate": ("join", "reject", "replace"), "exclusive": ("wait", "skip"),
 }
+
+
+# Words of other task queues. What stands in brackets is no option here.
+_TRANSLATED = {
+    "max_retries": "retries", "autoretry_for": "retry_on", "throws": "retry_on", "countdown": "delay", "queue_name": "queue",
+    "routing_key": "queue", "task_id": "uuid", "job_id": "uuid", "soft_time_limit": "time_limit", "job_timeout": "time_limit",
+    **dict.fromkeys(("retry_backoff", "default_retry_delay", "retry_jitter", "min_backoff", "max_backoff"), "backoff"),
+    "acks_late": "(every task is acknowledged when it has ended)", "reject_on_worker_lost": "(every task comes back)",
+    "bind": "(a first parameter of type Context, or current_task())", "name": '(@server.task("name"))',
+    "actor_name": '(@server.task("name"))', "link": "(signature.then)", "link_error": "(signature.catch)",
+    "on_success": "(signature.then)", "on_failure": "(signature.catch)", "result_ttl": "(the setting results_expire_in)",
+    "args": "(the arguments of send)", "kwargs": "(the arguments of send)",
+}
+
+
+def _no_option(name: str, option: str, known: frozenset[str]) -> TypeError:
+    """The error for an option that is not there, with the one that was meant."""
+    meant = _TRANSLATED.get(option, "")
+    if meant.startswith("("):
+        hint = f"; here it is {meant[1:-1]}"
+    else:
+        others = TASK_OPTIONS if known is OPTION_NAMES else OPTION_NAMES
+        where = "@server.task(…)" if known is OPTION_NAMES else "task.options(…)"
+        wanted = meant or option
+        if wanted in known:
+            hint = f"; did you mean {wanted!r}?"
+        elif wanted in others:
+            hint = f"; {wanted!r} belongs to {where}"
+        else:
+            hint = nearest(option, known)
+    return TypeError(f"{name}: no option {option!r} (known: {', '.join(sorted(known))}{hint})")
+
+
+TASK_OPTIONS = frozenset(TaskSettings.__struct_fields__)
 
 
 class TaskSender(Protocol):
@@ -205,8 +238,7 @@ class Task(Generic[P, R]):
         """
         for name in options:
             if name not in OPTION_NAMES:
-                raise TypeError(f"{self.name}: no option {name!r} (known: {', '.join(sorted(OPTION_NAMES))}"
-                                f"{nearest(name, OPTION_NAMES)})")
+                raise _no_option(self.name, name, OPTION_NAMES)
         if queue := options.get("queue"):
             check_queue(queue)
         if uuid := options.get("uuid"):
@@ -304,12 +336,12 @@ class Registry:
         """Take the task in.
 
         Raises:
-            TaskAlreadyRegistered: its name belongs to a different function. The same function again (a module that is
-                imported under two names, say) replaces it.
+            TaskAlreadyRegistered: its name belongs to a different function. The same function again replaces it: one that was
+                defined at the same place, by a module that was imported twice, or with the same values around it.
         """
         with self._lock:
             old = self._tasks.get(task.name)
-            if old is not None and _place(old.function) != _place(task.function):
+            if old is not None and not _is_same(old.function, task.function, set()):
                 module = task.__module__.rpartition(".")[2].strip("_")
                 raise TaskAlreadyRegistered(task.name, where=_place(old.function), suggestion=f"{module}.{task.name}")
             self._tasks[task.name] = task
@@ -356,6 +388,45 @@ class Registry:
 
     def __iter__(self) -> Iterator[Task[..., Any]]:
         return iter(list(self._tasks.values()))
+
+
+def _is_same(old: Any, new: Any, seen: set[tuple[int, int]]) -> bool:
+    """Whether two values are the same function, or belong to it in the same way.
+
+    The same lines make one function when their module is loaded again, which compiles them again; but different ones when a
+    factory runs twice, unless it runs with the same values. `seen` keeps functions that know themselves from asking for ever.
+    """
+    if old is new or (id(old), id(new)) in seen or old is _UNKNOWN or new is _UNKNOWN:
+        return True
+    seen.add((id(old), id(new)))
+    if isinstance(old, Task) and isinstance(new, Task):
+        return old.name == new.name
+    codes = [getattr(function, "__code__", None) for function in (old, new)]
+    if None in codes or _place(old) != _place(new):
+        return type(old) is type(new) and (old == new if isinstance(old, _PLAIN) else repr(old) == repr(new) and callable(old))
+    if codes[0] is not codes[1]:
+        return True
+    return all(_is_same(*pair, seen) for pair in zip(_around(old), _around(new), strict=True))
+
+
+_PLAIN = (str, bytes, int, float, bool, type(None), tuple, frozenset)
+
+
+def _around(function: Any) -> list[Any]:
+    """What a function knows beside its code: its object, its defaults, the variables around it."""
+    cells = [_content(cell) for cell in function.__closure__ or ()]
+    named = function.__kwdefaults__ or {}
+    return [getattr(function, "__self__", None), *(function.__defaults__ or ()), *named.values(), *cells]
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # the function itself, say, while its decorator is at work
+        return _UNKNOWN
+
+
+_UNKNOWN = object()
 
 
 def _place(function: Callable[..., Any]) -> str:

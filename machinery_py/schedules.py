@@ -9,7 +9,7 @@ from typing import Any, TypedDict, Unpack
 import msgspec
 
 from machinery_py.engine import NOTHING, Engine, Outgoing
-from machinery_py.errors import MachineryError, ScheduleError, ScheduleNotFound
+from machinery_py.errors import MachineryError, ScheduleError, ScheduleNotFound, nearest
 from machinery_py.periodic import (
     WINDOWS,
     CatchUp,
@@ -89,7 +89,8 @@ def definition_of(spec: str, step: Step[Any], options: PeriodicOptions) -> Defin
 def _with_options(definition: Definition, options: PeriodicOptions) -> Definition:
     unknown = sorted(set(options) - set(PeriodicOptions.__annotations__))
     if unknown:
-        raise ScheduleError(f"no option {unknown[0]!r} (known: {', '.join(PeriodicOptions.__annotations__)})")
+        raise ScheduleError(f"no option {unknown[0]!r} (known: {', '.join(PeriodicOptions.__annotations__)}"
+                            f"{nearest(unknown[0], PeriodicOptions.__annotations__)})")
     changes = dict(options)
     if "catch_up" in changes and isinstance(changes["catch_up"], bool):
         changes["catch_up"] = "latest" if changes["catch_up"] else "skip"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import datetime as dt
 import itertools
 import os
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Generic, Protocol, TypeVar, cast, overload
 
 import msgspec
@@ -107,7 +107,7 @@ class Chain(Step[R]):
     __slots__ = ("steps",)
 
     def __init__(self, steps: Sequence[Step[Any]]) -> None:
-        flat = [inner for step in steps for inner in (step.steps if isinstance(step, Chain) else (step,))]
+        flat = [inner for step in steps_of(steps) for inner in (step.steps if isinstance(step, Chain) else (step,))]
         if not flat:
             raise WorkflowError("a chain needs at least one step: this one is empty")
         if any(step.is_group and after.is_group for step, after in itertools.pairwise(flat)):
@@ -124,6 +124,46 @@ class Chain(Step[R]):
 
     def __repr__(self) -> str:
         return " | ".join(repr(step) for step in self.steps)
+
+
+def steps_of(given: Iterable[Any]) -> list[Step[Any]]:
+    """The steps, each of which is one.
+
+    Raises:
+        WorkflowError: one is something else.
+    """
+    steps = list(given)
+    for step in steps:
+        if not isinstance(step, Step):
+            name = getattr(step, "name", "")
+            call = f"; of a task: {name}.signature(…) or {name}.partial(…)" if name and hasattr(step, "signature") else ""
+            raise WorkflowError(f"{step!r} is no step of a workflow (expected a signature, chain or group{call})")
+    return steps
+
+
+def callbacks_of(given: Iterable[Any]) -> Iterator[Signature[Any]]:
+    """The signatures that a worker sends for these: of a chain the first step, to which the others are callbacks; of a group the
+    members.
+
+    Raises:
+        WorkflowError: one is no step, or waits for a group.
+    """
+    for step in given:
+        if isinstance(step, Signature):
+            yield step
+        elif isinstance(step, Iterable) and not isinstance(step, str | bytes):
+            yield from callbacks_of(step)
+        else:
+            after: tuple[Signature[Any], ...] = ()
+            [checked] = steps_of([step])
+            inner = checked.steps if isinstance(checked, Chain) else [checked]
+            for one in reversed(inner):
+                if one.is_group and after:
+                    raise WorkflowError(f"{step!r} cannot be a callback: a task in it waits for a group (put all of it into one "
+                                        "chain: chain(task, group(…), …))")
+                heads = tuple(callbacks_of(cast("Chain[Any]", one).steps) if one.is_group else callbacks_of((one,)))
+                after = tuple(head.then(*after) for head in heads) if after else heads
+            yield from after
 
 
 def sender_of(steps: Sequence[Step[Any]]) -> Sender:
@@ -255,13 +295,17 @@ class Signature(msgspec.Struct, Step[R], frozen=True, kw_only=True, gc=False):
         """The same signature with other values in the named fields."""
         return msgspec.structs.replace(self, **changes)
 
-    def then(self, *callbacks: Signature[Any]) -> Signature[R]:
-        """With further callbacks for success; each gets the results as its last arguments."""
-        return self.replace(on_success=(*self.on_success, *callbacks))
+    def then(self, *callbacks: Step[Any] | Iterable[Step[Any]]) -> Signature[R]:
+        """With further callbacks for success; each gets the results as its last arguments.
 
-    def catch(self, *callbacks: Signature[Any]) -> Signature[R]:
-        """With further callbacks for the final failure; each gets the error text as its first argument."""
-        return self.replace(on_error=(*self.on_error, *callbacks))
+        Raises:
+            WorkflowError: one is no signature, chain or group, or a chain that waits for a group.
+        """
+        return self.replace(on_success=(*self.on_success, *callbacks_of(callbacks)))
+
+    def catch(self, *callbacks: Step[Any] | Iterable[Step[Any]]) -> Signature[R]:
+        """With further callbacks for the final failure; each gets the error text as its first argument. Raises as `then`."""
+        return self.replace(on_error=(*self.on_error, *callbacks_of(callbacks)))
 
     def with_args(self, *, before: Sequence[Arg] = (), after: Sequence[Arg] = ()) -> Signature[R]:
         """With more arguments around those it has."""

@@ -25,6 +25,7 @@ from machinery_py.signature import (
     Step,
     new_uuid,
     sender_of,
+    steps_of,
 )
 from machinery_py.states import GroupMeta
 from machinery_py.values import from_result
@@ -56,6 +57,7 @@ class Group(Step[R]):
     is_group = True
 
     def __init__(self, members: Sequence[Step[Any]]) -> None:
+        members = steps_of(members)
         if not members:
             raise WorkflowError("a group needs at least one member: this one is empty")
         for member in members:
@@ -103,19 +105,28 @@ def group(*members: Step[S] | Iterable[Step[S]]) -> Group[list[S]]:
     """Calls that run beside each other; given one by one, or as one iterable."""
     flat: list[Step[Any]] = []
     for member in members:
-        flat.extend([member] if isinstance(member, Step) else member)
+        flat.extend(member if isinstance(member, Iterable) else [member])
     return Group(flat)
 
 
-def chord(members: Group[Any], callback: Signature[S], *, collect: bool = False) -> Chain[S]:
+def chord(members: Group[Any] | Iterable[Step[Any]], callback: Step[S], *, collect: bool = False) -> Chain[S]:
     """A group and a callback that gets all its results, in the group's order, as its last arguments.
 
     Args:
+        members: a group, or its members as one iterable.
+        callback: a signature, or a chain, whose first step it is.
         collect: hand over one list instead of many arguments. Ours alone: a Go worker hands over many.
+
+    Raises:
+        WorkflowError: as `group` and `chain`.
     """
-    if collect:
-        callback = callback.with_headers(**{HEADER_COLLECT: "1"})
-    return Chain((members, callback))
+    if isinstance(members, Signature | Chain):
+        raise WorkflowError(f"{members!r} cannot be the members of a chord (expected a group, or a list)")
+    both: Chain[S] = Chain((members if isinstance(members, Group) else group(members), callback))
+    first = both.steps[1]
+    if not collect or not isinstance(first, Signature):
+        return both
+    return Chain((both.steps[0], first.with_headers(**{HEADER_COLLECT: "1"}), *both.steps[2:]))
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):

@@ -341,6 +341,107 @@ def test_two_functions_cannot_have_one_name(server: Server) -> None:
         server.task(same)
 
 
+def test_closures_of_one_factory_cannot_have_one_name(server: Server) -> None:
+    def make(value: Any, suffix: str = "") -> Any:
+        def same(text: str = suffix) -> Any:
+            return value, text, same
+
+        return same
+
+    first = server.task(make(1))
+    for other in (make(2), make("1"), make(1, "x"), make(plain), make([])):
+        with pytest.raises(TaskAlreadyRegistered, match="name of its own"):
+            server.task(other)
+    assert server.engine.registry.get("same") is first
+    server.task(make(1))
+
+
+def test_methods_of_two_objects_cannot_have_one_name(server: Server) -> None:
+    class Shop:
+        def sell(self) -> None: ...
+
+    shop = Shop()
+    server.register_task("sell", shop.sell)
+    server.register_task("sell", shop.sell)
+    with pytest.raises(TaskAlreadyRegistered):
+        server.register_task("sell", Shop().sell)
+
+
+def test_two_functions_under_one_decorator_cannot_have_one_name(server: Server) -> None:
+    def logged(function: Any) -> Any:
+        @functools.wraps(function)
+        def call(*args: Any) -> Any:
+            return function(*args)
+
+        return call
+
+    def other() -> None: ...
+
+    server.task("shared")(logged(plain))
+    server.task("shared")(logged(plain))
+    with pytest.raises(TaskAlreadyRegistered):
+        server.task("shared")(logged(other))
+
+
+def test_a_module_that_is_loaded_twice_registers_its_tasks_twice(server: Server) -> None:
+    source = """
+def logged(function):
+    def call():
+        return function(), call
+    call.__name__ = function.__name__
+    return call
+def make(value):
+    def inner(): return value
+    return inner
+def plain(): ...
+def other(): return plain
+"""
+    shared: dict[str, Any] = {}
+    exec(compile(source, "decorators.py", "exec"), shared)
+    for _ in range(2):  # as __main__, and under its name
+        module: dict[str, Any] = {}
+        exec(compile(source, "tasks.py", "exec"), module)
+        for name in ("plain", "other"):
+            server.task(name)(module[name])
+            server.task(f"logged {name}")(module["logged"](module[name]))
+            server.task(f"logged elsewhere {name}")(shared["logged"](module[name]))
+        server.task("made")(module["make"](object()))
+
+
+def test_tasks_that_are_registered_twice_by_one_function_are_the_same(server: Server) -> None:
+    def register() -> None:
+        @server.task
+        def child() -> None: ...
+
+        @server.task
+        def parent() -> None:
+            child.send()
+            parent.send()
+
+    register()
+    register()
+
+
+@pytest.mark.parametrize(("option", "hint"), [
+    ("max_retries", "did you mean 'retries'"), ("retrys", "did you mean 'retries'"), ("autoretry_for", "did you mean 'retry_on'"),
+    ("soft_time_limit", "did you mean 'time_limit'"), ("queue_name", "did you mean 'queue'"), ("uniqe", "did you mean 'unique'"),
+    ("acks_late", "here it is every task is acknowledged"), ("bind", "here it is a first parameter of type Context"),
+    ("countdown", r"'delay' belongs to task\.options"), ("expires", r"'expires' belongs to task\.options"),
+])
+def test_an_unknown_option_of_a_task_is_told_with_the_one_that_was_meant(server: Server, option: str, hint: str) -> None:
+    with pytest.raises(TypeError, match=rf"task: no option '{option}' \(known: backoff, .*{hint}"):
+        server.task(**{option: 3})  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize(("option", "hint"), [
+    ("countdown", "did you mean 'delay'"), ("task_id", "did you mean 'uuid'"), ("max_retries", "did you mean 'retries'"),
+    ("link", "here it is signature.then"), ("retry_on", r"'retry_on' belongs to @server\.task"), ("dealy", "mean 'delay'"),
+])
+def test_an_unknown_option_of_a_call_is_told_with_the_one_that_was_meant(server: Server, option: str, hint: str) -> None:
+    with pytest.raises(TypeError, match=rf"plain: no option '{option}' \(known: delay, .*{hint}"):
+        server.task(plain).options(**{option: 3})  # type: ignore[typeddict-item]
+
+
 def test_an_unknown_name_is_told_with_the_nearest(server: Server) -> None:
     server.task("billing.charge")(plain)
     text = r"task 'billing\.chrage' is not registered .*did you mean 'billing\.charge'"
