@@ -164,9 +164,9 @@ class Config(Section):
 
     def redacted(self) -> dict[str, object]:
         """The same as `values`, as a dict that may be shown: URLs are without their secrets."""
-        shown = dict(self.values())
+        shown = {key: urls.redact_word(value) if isinstance(value, str) else value for key, value in self.values()}
         for key in ROLES:
-            parts = urls.split_urls(cast(str, shown[key]), self.multiple_broker_separator)
+            parts = urls.split_urls(getattr(self, key), self.multiple_broker_separator)
             shown[key] = self.multiple_broker_separator.join(map(urls.redact, parts))
         return shown
 
@@ -221,7 +221,7 @@ def mapping_layer(values: Mapping[Any, object], source: str) -> Layer:
         elif key in _NOT_PORTED:
             problems.append(f"{key}: machinery_py has no store for {_NOT_PORTED[key]} (remove this section)")
         else:
-            problems.append(f"{key}: unknown key{nearest(key, [*OPTIONS, *SECTIONS])}")
+            problems.append(f"{urls.redact_word(key)}: unknown key{nearest(key, [*OPTIONS, *SECTIONS])}")
     origin = _origin(source)
     return Layer(
         values=found,
@@ -233,7 +233,7 @@ def mapping_layer(values: Mapping[Any, object], source: str) -> Layer:
 def _flat(values: Mapping[Any, object], problems: list[str]) -> Iterator[tuple[str, object]]:
     for key, value in values.items():
         if "." in str(key):
-            problems.append(f"{key}: unknown key (expected a section that is a mapping, not a dot)")
+            problems.append(f"{urls.redact_word(str(key))}: unknown key (expected a section that is a mapping, not a dot)")
         elif key not in SECTIONS:
             yield str(key), value
         elif isinstance(value, Mapping):

@@ -37,11 +37,11 @@ def read_yaml(path: FilePath) -> Mapping[Any, object]:
     Raises:
         ConfigError: PyYAML is missing, or the file cannot be read or is no mapping.
     """
+    text = _text_of(path)
     try:
         import yaml  # an extra: half of the programs that import this module never read YAML
     except ImportError as error:
         raise ConfigError("Config.from_yaml needs PyYAML: pip install 'machinery_py[yaml]'") from error
-    text = _text_of(path)
     try:
         content: object = yaml.safe_load(text)
     except yaml.MarkedYAMLError as error:

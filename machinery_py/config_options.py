@@ -76,7 +76,7 @@ class Option:
 def _shown(value: object) -> str:
     """The value for an error text: short, and without what may be a password at a wrong place."""
     if isinstance(value, str):
-        text = urls.redact(value) if "://" in value or "@" in value else value
+        text = urls.redact_word(value)
         return repr(text if len(text) <= 60 else f"{text[:60]}…")
     if isinstance(value, int | float):
         return "a huge number" if math.isfinite(value) and abs(value) > 1e30 else repr(value)

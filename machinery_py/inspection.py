@@ -13,7 +13,7 @@ from machinery_py.errors import BackendUnavailable, BrokerUnavailable, DecodeErr
 from machinery_py.names import check_queue
 from machinery_py.settlement.base import Submission
 from machinery_py.signature import HEADER_ATTEMPT, HEADER_LAST, HEADER_RUN, Signature, new_uuid
-from machinery_py.states import State, TaskState
+from machinery_py.states import State, TaskState, state_named
 from machinery_py.texts import get_logger
 from machinery_py.wire import decode_signature, encode_signature
 
@@ -84,6 +84,7 @@ class Inspector:
         """The states of tasks, the last changed first.
 
         Args:
+            state: one of the six, in any case; "failed", "done" and the like are understood.
             since: changed at or after this moment, or at most that many seconds ago.
             queue: with it and no other filter, the waiting tasks of the queue, the next to run first.
         """
@@ -93,7 +94,7 @@ class Inspector:
             return [states[message.uuid] for message in messages if message.uuid in states]
         if isinstance(since, int | float):
             since = self._engine.clock.now() - dt.timedelta(seconds=since)
-        wanted = State(state.upper()) if isinstance(state, str) else state
+        wanted = state_named(state) if isinstance(state, str) else state
         found = self._engine.store.backend.list_states(
             state=wanted, name=name, since=since, limit=limit if not queue else 100_000)
         return [one for one in found if queue in ("", one.queue)][:limit]

@@ -8,6 +8,7 @@ from enum import StrEnum
 
 import msgspec
 
+from machinery_py.errors import nearest
 from machinery_py.signature import Arg
 
 ZERO_TIME = dt.datetime(1, 1, 1, tzinfo=dt.timezone.utc)  # Go's time that was never set
@@ -29,6 +30,27 @@ class State(StrEnum):
 
 
 _P, _RC, _S, _RT, _OK, _F = State
+
+_ALSO = {
+    "WAITING": _P, "QUEUED": _P, "SENT": _P, "CLAIMED": _RC, "RUNNING": _S, "ACTIVE": _S, "RETRYING": _RT, "RETRIED": _RT,
+    "SUCCEEDED": _OK, "SUCCESSFUL": _OK, "DONE": _OK, "OK": _OK, "FAILED": _F, "FAIL": _F, "ERROR": _F,
+}
+
+
+def state_named(word: str) -> State:
+    """The state that a person means: in any case, or by another common word for it.
+
+    Raises:
+        ValueError: with the words that there are.
+    """
+    text = word.strip().upper()
+    if text in _ALSO:
+        return _ALSO[text]
+    if text not in set(State):
+        known = ", ".join(State).lower()
+        close = nearest(text, [*map(str, State), *_ALSO])
+        raise ValueError(f"no state {word!r} (expected {known}{close.lower()})")
+    return State(text)
 
 #: What may follow what within one run. Early states may be left out: a fast task goes from PENDING to SUCCESS in one write.
 LEGAL: dict[State | None, frozenset[State]] = {

@@ -17,7 +17,8 @@ Pure: nothing is opened and no name is looked up.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 from urllib.parse import unquote
@@ -253,23 +254,25 @@ def _options(url: str, query: str, role: str) -> dict[str, str]:
         fits, expected = _SQLITE_OPTIONS[name]
         options[name] = value.lower()
         if not fits(options[name]):
-            raise _refused(url, role, f"option {name!r} is {value!r} (expected {expected})")
+            shown = value if _is_plain(value) else _MASK
+            raise _refused(url, role, f"option {name!r} is {shown!r} (expected {expected})")
     return options
 
 
 # Redaction
 
 _MASK = "***"
+_SHORTEST_SECRET = 3  # letters; a shorter one would be found everywhere
 
 _USER_FIRST = frozenset({"amqp", "amqps", "mongodb", "mongodb+srv"})
 """Where the word before the colon is always a user name. With Redis a lone password may have a colon in it."""
 
 _HARMLESS = frozenset({
-    "authsource", "busy_timeout", "compressors", "connect", "connecttimeoutms", "connection_attempts",
-    "connection_timeout", "db", "directconnection", "heartbeat", "journal", "loadbalanced", "maxpoolsize",
-    "protocol", "readpreference", "replicaset", "retry_delay", "retryreads", "retrywrites",
+    "authsource", "busy_timeout", "ca_file", "cert_file", "compressors", "connect", "connecttimeoutms", "connection_attempts",
+    "connection_timeout", "db", "directconnection", "heartbeat", "journal", "key_file", "loadbalanced", "master_name",
+    "maxpoolsize", "protocol", "readpreference", "replicaset", "retry_delay", "retryreads", "retrywrites",
     "serverselectiontimeoutms", "socket_timeout", "sockettimeoutms", "ssl", "synchronous", "timeout", "tls", "w",
-    "wtimeoutms",
+    "verify", "wtimeoutms",
 })  # fmt: skip
 """Options whose values may be shown. A list of the secret ones would be forgotten when a driver adds one."""
 
@@ -278,24 +281,51 @@ def redact(url: str) -> str:
     """The URL with everything masked that is, or might be, a secret; for logs, errors and screens.
 
     Credentials are what stands before the *last* '@', since passwords are often not encoded. Of a query,
-    options known as harmless are shown up to the first that is not. Where the reading is doubtful,
-    more is masked than needed. Masking twice changes nothing.
+    options known as harmless are shown up to the first that is not. Where the reading is doubtful, as with all
+    that is malformed, more is masked than needed. Masking twice changes nothing.
     """
     scheme, mark, rest = url.partition("://")
     if not mark:
-        scheme, rest = "", url
-    elif not _is_scheme(scheme):
+        return url if url.lower() in {"", *SCHEMES} else _MASK
+    if not _is_scheme(scheme):
         return _MASK
     shown = scheme + mark
     if scheme.lower() == "sqlite" and (rest.startswith("/") or rest == ":memory:"):
-        path, question, query = rest.partition("?")  # no credentials here, and '@' or '#' may be in a file's name
-        return shown + path + question + _redact_query(query)
+        path, question, query = rest.partition("?")  # '@' or '#' may be in a file's name
+        credentials, at, file = path.rpartition("@")
+        return shown + (f"/{_MASK}@{file}" if ":" in credentials else path) + question + _redact_query(query)
     credentials, at, address = rest.rpartition("@")
     if "?" in credentials:
         return shown + _MASK  # '?' of a password or of the query, and its '@' likewise: nothing is certain
     if at:
         shown += _redact_credentials(scheme.lower(), credentials) + at
-    return shown + _redact_address(address)
+    return shown + _redact_address(scheme.lower(), address)
+
+
+def without_secrets(text: str, *urls: str) -> str:
+    """What somebody else says, a server or a client library, with the secrets of these URLs masked."""
+    for secret in sorted({secret for url in urls for secret in _secrets(url)}, key=len, reverse=True):
+        text = text.replace(secret, _MASK)
+    return text
+
+
+def redact_word(text: str) -> str:
+    """A word of a user that should be no URL, redacted if it looks like one or like a part of one."""
+    return redact(text) if "://" in text or "@" in text else text
+
+
+def redact_words(text: str) -> str:
+    """A message that ends in words of a user, behind its first ": ", without them if one of them looks like a URL."""
+    return f"{text.partition(': ')[0]}: {_MASK}" if "://" in text or "@" in text else text
+
+
+def _secrets(url: str) -> Iterator[str]:
+    rest, _, query = url.partition("://")[2].partition("?")
+    credentials = rest.rpartition("@")[0]
+    options = [part.partition("=") for part in query.split("&")]
+    values = [value for name, _, value in options if name.lower() not in _HARMLESS]
+    for raw in (credentials, credentials.partition(":")[2], *values):
+        yield from (secret for secret in (raw, unquote(raw)) if len(secret) >= _SHORTEST_SECRET)
 
 
 def _redact_credentials(scheme: str, credentials: str) -> str:
@@ -305,16 +335,24 @@ def _redact_credentials(scheme: str, credentials: str) -> str:
     return _MASK
 
 
-def _redact_address(address: str) -> str:
+def _redact_address(scheme: str, address: str) -> str:
     address, sharp, _ = address.partition("#")
     address, question, query = address.partition("?")
     hosts, slash, path = address.partition("/")
     if not all(map(_is_host, hosts.split(","))):
-        name, colon, _ = hosts.partition(":")
-        return name + colon + _MASK if colon and _is_plain(name) else _MASK
-    if "://" in path:
-        path = _MASK  # a second URL, joined to the first with a separator that is not known here
+        return _MASK  # perhaps credentials whose '@' was forgotten
+    if not _is_path(scheme, hosts, path):
+        path = _MASK
     return hosts + slash + path + question + _redact_query(query) + (sharp + _MASK if sharp else "")
+
+
+def _is_path(scheme: str, hosts: str, path: str) -> bool:
+    """Whether this is a database, vhost or socket, and not the rest of a password or another URL."""
+    if scheme == "redis+socket":
+        return not hosts and re.fullmatch(r"[^:@]*(:/?[0-9]*)?", path) is not None
+    if scheme in _REDIS:
+        return not path or (path.isascii() and path.isdigit())
+    return not path or (bool(hosts) and (path == "/" or _is_plain(path, besides="._-%")))
 
 
 def _is_host(text: str) -> bool:

@@ -30,7 +30,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "wire_states",
         "wire_decode",
         "wire",
-        "_drivers _drivers.redis_url _drivers.memcache_url _drivers.amqp_url _drivers.mongo_url",
+        "_drivers _drivers.redis_url _drivers.memcache_url _drivers.amqp_url _drivers.mongo_url _drivers.plain_words",
         "outcomes events urls config_files queues cron",
         "schedule failover",
         "periodic config_options",

@@ -112,9 +112,11 @@ class AmqpDriver:
             # pika guesses from how far it came; only a server that says so has refused us, others were going down or coming up.
             said = "ConnectionClosedByBroker" in str(error) and "is down" not in str(error)
             if said and isinstance(error, ProbableAuthenticationError):
-                raise StoreUnusable(f"{redact(url)}: the server refuses user or password") from error
+                raise StoreUnusable(f"{redact(url)}: the server refuses user or password (check both in the URL; guest may come "
+                                    "from the server's own host only)") from error
             if said and isinstance(error, ProbableAccessDeniedError):
-                raise StoreUnusable(f"{redact(url)}: the user may not use the vhost, or it does not exist") from error
+                raise StoreUnusable(f"{redact(url)}: the user may not use the vhost, or it does not exist "
+                                    "(rabbitmqctl add_vhost, rabbitmqctl set_permissions)") from error
             if isinstance(error, ssl.SSLCertVerificationError):
                 raise StoreUnusable(
                     f"{redact(url)}: the server's certificate cannot be trusted: {error.verify_message} (set ?ca_file=…)"

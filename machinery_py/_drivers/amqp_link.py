@@ -24,6 +24,7 @@ from pika.exceptions import ChannelClosedByBroker
 
 from machinery_py._drivers.amqp_connection import Connection
 from machinery_py._drivers.amqp_frames import acks, nacks
+from machinery_py._drivers.plain_words import plain, words_of
 from machinery_py.texts import get_logger
 
 logger = get_logger(__name__)
@@ -87,7 +88,7 @@ class Link:
             self._opened.result(timeout)
         except TimeoutError:
             self.abort()
-            raise LinkLost(f"no answer within {timeout:g} s") from None
+            raise LinkLost(f"no answer within {timeout:g} s (check host, port and firewall; is it overloaded?)") from None
 
     def _run(self) -> None:
         ended: Exception | None = None
@@ -358,4 +359,8 @@ def _text(error: BaseException | None) -> str:
         return "closed"
     inner = error.args[0] if error.args and isinstance(error.args[0], BaseException) else None
     text = str(inner or error) or type(error).__name__
-    return text if isinstance(error, LinkLost) else f"{type(inner or error).__name__}: {text}"
+    if isinstance(error, LinkLost):
+        return text
+    words = words_of(error)
+    known = plain(words)
+    return known if known != words else f"{type(inner or error).__name__}: {text}"

@@ -3,12 +3,12 @@
     amqp://user:password@host:5672/vhost        a missing part is Go's default: guest:guest, 5672, vhost /
     amqps://host/vhost?ca_file=/etc/ca.pem      TLS on port 5671; verify=none, cert_file, key_file
 
-A vhost with a slash is percent-encoded: /%2F is the vhost "/", as are / and nothing.
+A vhost with a slash is percent-encoded: /%2F is the vhost "/", as are //, which Celery writes, / and nothing.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from urllib.parse import unquote
 
 _TLS_OPTIONS = ("ca_file", "cert_file", "key_file", "verify")
@@ -33,8 +33,8 @@ class AmqpUrl:
 
     host: str = "localhost"
     port: int = 5672
-    username: str = "guest"
-    password: str = "guest"
+    username: str = field(default="guest", repr=False)
+    password: str = field(default="guest", repr=False)
     vhost: str = "/"
     tls: bool = False
     heartbeat: int = HEARTBEAT
@@ -63,7 +63,7 @@ def parse_amqp_url(url: str) -> AmqpUrl:
     address, _, query = address.partition("?")
     username, password = _credentials(credentials) if at else ("guest", "guest")
     place, _, vhost = address.partition("/")
-    if "/" in vhost:
+    if "/" in vhost and vhost != "/":
         raise BadAmqpUrl("found a second '/' in the vhost (encode it as %2F)")
     host, port = _host(place, 5671 if tls else 5672)
     options = _read_options(query, tls=tls)

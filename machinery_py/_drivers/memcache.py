@@ -20,6 +20,7 @@ from typing import NamedTuple, NoReturn
 
 from machinery_py import descriptors
 from machinery_py._drivers.memcache_url import Address
+from machinery_py._drivers.plain_words import plain
 from machinery_py.clock import SYSTEM_CLOCK, Clock
 from machinery_py.errors import ArgumentError, BackendUnavailable, MachineryError, StoreUnusable
 
@@ -272,7 +273,7 @@ class MemcacheDriver:
 
     def _away(self, server: int, error: Exception, doing: str) -> MachineryError:
         text = str(error) or type(error).__name__
-        return BackendUnavailable(f"memcached at {self._place(server)}: {doing}: {text}")
+        return BackendUnavailable(f"memcached at {self._place(server)}: {doing}: {plain(text)}")
 
     def close(self) -> None:
         """Close what is idle. May be called twice; the next use opens anew."""

@@ -186,7 +186,7 @@ class MongoDriver:
                 if may_be_repeated(error) and not last:
                     continue
                 raise as_ours(
-                    error, place=self.place, doing=doing, away=(lost or away) if unknown else away, refused=refused
+                    error, url=self.url, doing=doing, away=(lost or away) if unknown else away, refused=refused
                 ) from error
         raise AssertionError("unreachable")
 

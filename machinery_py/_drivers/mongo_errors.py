@@ -20,7 +20,9 @@ from pymongo.errors import (
     WTimeoutError,
 )
 
+from machinery_py._drivers.plain_words import plain
 from machinery_py.errors import MachineryError, PublishRefused, StoreUnusable
+from machinery_py.urls import redact, without_secrets
 
 DUPLICATE = 11000  # a document with this _id is there
 
@@ -62,10 +64,11 @@ def is_ours_to_sort(error: BaseException) -> bool:
 
 
 def as_ours(
-    error: Exception, *, place: str, doing: str, away: type[MachineryError], refused: type[MachineryError]
+    error: Exception, *, url: str, doing: str, away: type[MachineryError], refused: type[MachineryError]
 ) -> MachineryError:
     """Our error for one of the client library's: `away` if it will pass, `refused` if this can never be stored."""
-    text = _text(error)
+    place = redact(url)
+    text = without_secrets(_text(error), url)
     if isinstance(error, DocumentTooLarge) or _code(error) in _TOO_BIG:
         return refused(f"MongoDB at {place}: {doing}: a document would be greater than MongoDB allows (16 MB): {text}")
     if _code(error) in _FULL:
@@ -74,7 +77,10 @@ def as_ours(
         return StoreUnusable(f"MongoDB at {place}: {doing}: {text} (check user, password, rights and version)")
     if isinstance(error, BSONError | OverflowError):
         return refused(f"MongoDB at {place}: {doing}: this cannot be stored: {text}")
-    return away(f"MongoDB at {place}: {doing}: {text}")
+    if isinstance(error, ConnectionFailure):
+        text = plain(text)
+    kind = StoreUnusable if "certificate cannot be trusted" in text else away
+    return kind(f"MongoDB at {place}: {doing}: {text}")
 
 
 def _code(error: BaseException) -> int:

@@ -34,7 +34,8 @@ def check_mongo_url(url: str) -> None:
         raise BadMongoUrl("found several hosts or a port (expected mongodb+srv://name/database; the name server knows the rest)")
     name = unquote(database)
     if _FORBIDDEN & set(name) or "\0" in name or len(name.encode("utf-8", "backslashreplace")) > _LONGEST:
-        raise BadMongoUrl(f"found database {name!r} (expected up to {_LONGEST} bytes without any of / \\ . \" $ * < > : | ?)")
+        raise BadMongoUrl("found a name that no database can have "
+                          f"(expected up to {_LONGEST} bytes without any of / \\ . \" $ * < > : | ?)")
     for option in query.split("&"):
         key, _, value = option.partition("=")
         if key.lower() == "w" and value == "0":

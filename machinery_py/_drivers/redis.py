@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, cast
 
+from machinery_py._drivers.plain_words import plain
 from machinery_py._drivers.redis_durability import ASKED, concerns, read_config, read_info, version_of
 from machinery_py._drivers.redis_errors import Kind, as_ours, kind_of
 from machinery_py._drivers.redis_lua import Script
@@ -27,6 +28,7 @@ from machinery_py.durability import Concern
 from machinery_py.errors import BackendUnavailable, MachineryError, PublishUnknown, StoreUnusable
 from machinery_py.forks import ForkLock
 from machinery_py.texts import get_logger
+from machinery_py.urls import without_secrets
 
 logger = get_logger(__name__)
 
@@ -333,10 +335,10 @@ class RedisDriver:
 
         if not isinstance(error, redis.RedisError | OSError):
             raise error
-        text = str(error) or type(error).__name__
+        text = without_secrets(str(error) or type(error).__name__, *self.servers.urls)
         kind = kind_of(text)
         if not isinstance(error, redis.ResponseError | redis.AuthenticationError) and kind is Kind.OTHER:
-            kind = Kind.AWAY
+            kind, text = Kind.AWAY, plain(text)
             if away is PublishUnknown:
                 text = f"no reply: {text}"
         self.servers.refused(text)

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
+from machinery_py._drivers.plain_words import plain
 from machinery_py._drivers.redis import TIMEOUT, Link, RedisDriver, command, evalsha, read_script
 from machinery_py._drivers.redis_errors import Kind, as_ours, kind_of
 from machinery_py._drivers.redis_lua import Script
@@ -31,6 +32,7 @@ from machinery_py.durability import Concern
 from machinery_py.errors import BackendUnavailable, MachineryError
 from machinery_py.forks import ForkLock
 from machinery_py.texts import get_logger
+from machinery_py.urls import without_secrets
 
 logger = get_logger(__name__)
 
@@ -189,11 +191,11 @@ class RedisCluster:
 
         if not isinstance(error, redis.RedisError | OSError):
             raise error
-        text = told(error)
+        text = without_secrets(told(error), self.nodes.url)
         kind = kind_of(text)
         known = isinstance(error, redis.ResponseError | redis.AuthenticationError) and not passing(error)
         if kind is Kind.OTHER and not known:
-            kind = Kind.AWAY
+            kind, text = Kind.AWAY, plain(text)
         raise as_ours(kind, text, place=self.nodes.place, doing=doing, away=away) from error
 
     def close(self) -> None:

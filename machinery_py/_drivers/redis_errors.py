@@ -54,6 +54,10 @@ _WORDS: tuple[tuple[Kind, tuple[str, ...]], ...] = (
 _SPOILT = re.compile(r"WRONGTYPE (?P<key>.+?) (?P<found>(?:holds|is) a .+?)(?: script: .*)?\Z", re.DOTALL)
 #: Our keys that all tasks share, not those of one task, group or queue.
 _SHARED = re.compile(r"mpy:[a-z]+(?::[n0-9]+)?\Z")
+_HINTS = (
+    ("certificate", "ca_file, cert_file and key_file of the URL"), ("CERTIFICATE", "ca_file, cert_file and key_file of the URL"),
+    ("DB index", "the number of the database in the URL"),
+)  # fmt: skip
 
 
 def kind_of(text: str) -> Kind:
@@ -72,7 +76,7 @@ def as_ours(kind: Kind, text: str, *, place: str, doing: str, away: type[Machine
         case Kind.DISK:
             return away(f"Redis at {place}: {doing}: it cannot write to its disk: {text}")
         case Kind.FATAL:
-            hint = "ca_file, cert_file and key_file of the URL" if "certificate" in text else "user, password, rights and version"
+            hint = next((hint for word, hint in _HINTS if word in text), "user, password, rights and version")
             return StoreUnusable(f"Redis at {place}: {doing}: {text} (check {hint})")
         case Kind.TYPE:
             return spoilt(text, f"Redis at {place}: {doing}")

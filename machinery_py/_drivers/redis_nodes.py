@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from machinery_py._drivers.redis_servers import SHORTEST, Servers, ask, connected, fatal, must_be_master
+from machinery_py._drivers.redis_servers import SHORTEST, Servers, ask, connected, fatal, must_be_master, said_by
 from machinery_py._drivers.redis_slots import SLOTS
 from machinery_py._drivers.redis_url import parse_redis_url
 from machinery_py.errors import StoreUnusable
@@ -143,7 +143,7 @@ class Nodes:
                 if "cluster support disabled" in str(error):
                     raise StoreUnusable("Redis at {}:{} is no node of a cluster (expected redis://host/0, one host, without "
                                         "redis.cluster_mode)".format(*address)) from error
-                failure = error
+                failure = said_by(error)
                 continue
             if ranges:
                 self._learn(ranges, address)

@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from machinery_py import descriptors
+from machinery_py._drivers.plain_words import plain
 from machinery_py._drivers.redis_errors import Kind, kind_of
 from machinery_py._drivers.redis_url import RedisUrl, parse_redis_url
 from machinery_py.errors import MachineryError, StoreUnusable
@@ -90,7 +91,7 @@ class Servers:
             except Exception as error:  # redis-py's, sorted by `fatal`
                 if fatal(error):
                     raise
-                failures.append(f"{redact(current)}: {error or type(error).__name__}")
+                failures.append(f"{redact(current)}: {said_by(error)}")
                 following = self._after(current)
                 self._report(current, error, following, len(failures))
                 self._current = current = following
@@ -139,7 +140,7 @@ class Servers:
         logger.log(
             logging.WARNING if first_round else logging.INFO,
             "cannot connect to broker %s: %s (attempt %d of %d in this round, %d in all); %s",
-            redact(failed), error, number, total, self.attempts, then,
+            redact(failed), said_by(error), number, total, self.attempts, then,
         )
 
     def _nobody(self, error: Exception, failures: Sequence[str]) -> Exception:
@@ -191,7 +192,7 @@ class Servers:
                 if fatal(error):
                     hint = "see sentinel_username and sentinel_password, or ca_file, in the URL"
                     raise StoreUnusable(f"sentinel {name}: {error} ({hint})") from error
-                answers.append(f"{name}: {error or type(error).__name__}")
+                answers.append(f"{name}: {said_by(error)}")
                 continue
             finally:
                 if connection is not None:
@@ -315,6 +316,11 @@ def tls_options(url: RedisUrl) -> dict[str, Any]:
 
 def _no_password() -> str:
     raise ValueError("the key is encrypted (expected one without a password)")
+
+
+def said_by(error: Exception) -> str:
+    """Why no connection was made."""
+    return plain(str(error) or type(error).__name__)
 
 
 def fatal(error: Exception) -> bool:

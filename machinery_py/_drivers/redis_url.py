@@ -18,7 +18,7 @@ Options, where Go ignores a query; values are percent-encoded:
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from urllib.parse import unquote
 
 DEFAULT_PORT = 6379
@@ -48,8 +48,8 @@ class RedisUrl:
     hosts: tuple[tuple[str, int], ...] = ()
     path: str = ""
     tls: bool = False
-    username: str = ""
-    password: str = ""
+    username: str = field(default="", repr=False)
+    password: str = field(default="", repr=False)
     database: int = 0
     verify: bool = True
     ca_file: str = ""
@@ -57,7 +57,7 @@ class RedisUrl:
     key_file: str = ""
     master_name: str = ""
     sentinel_username: str = ""
-    sentinel_password: str = ""
+    sentinel_password: str = field(default="", repr=False)
 
     @property
     def is_cluster(self) -> bool:

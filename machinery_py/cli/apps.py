@@ -14,6 +14,7 @@ from types import ModuleType, TracebackType
 from machinery_py.cli.tables import at_home
 from machinery_py.errors import AppNotFound, MachineryError
 from machinery_py.server import Server
+from machinery_py.urls import redact
 
 HINT = "run from the folder that holds it or pass --app-dir"
 
@@ -38,6 +39,9 @@ def load(app: str, app_dir: str = "", *, command: str = "worker") -> Server:
         MachineryError: making the Server did (a wrong setting), in the module or here.
     """
     name, _, path = app.partition(":")
+    if "://" in app or "@" in app:
+        raise AppNotFound(f"app {redact(app)!r}: found a URL (expected MODULE or MODULE:OBJECT; the URL goes to its Server, "
+                          "or into MACHINERY_URL)")
     if not name:
         raise AppNotFound(f"app {app!r}: no module named (expected MODULE or MODULE:OBJECT)")
     module = _import(name, os.path.abspath(app_dir or "."))

@@ -129,14 +129,22 @@ def _filter(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--queue", default="", help="only tasks of this queue")
 
 
+def _word(text: str) -> str:
+    from machinery_py.states import state_named  # only who names a state pays for it
+
+    try:
+        return state_named(text).value
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def _state(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--state", type=str.upper, default="", metavar="STATE",
-                        choices=("PENDING", "RECEIVED", "STARTED", "RETRY", "SUCCESS", "FAILURE"),
+    parser.add_argument("--state", type=_word, default=None, metavar="STATE",
                         help="pending, received, started, retry, success or failure")
 
 
 def _failure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--state", type=str.upper, default="FAILURE", metavar="STATE", choices=("FAILURE",),
+    parser.add_argument("--state", type=_word, default="FAILURE", metavar="STATE", choices=("FAILURE",),
                         help="failure: there is nothing else to retry")
 
 

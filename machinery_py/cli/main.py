@@ -25,6 +25,7 @@ from machinery_py.errors import (
     PublishUnknown,
     StoreUnusable,
 )
+from machinery_py.urls import redact_words
 from machinery_py.version import __version__
 
 DONE, NO, WRONG, UNUSABLE = 0, 1, 2, 3
@@ -45,7 +46,7 @@ class _Parser(argparse.ArgumentParser):
     """Errors are one line, like all of ours."""
 
     def error(self, message: str) -> NoReturn:
-        sys.stderr.write(f"machinery: {message} (see: {self.prog} --help)\n")
+        sys.stderr.write(f"machinery: {redact_words(message)} (see: {self.prog} --help)\n")
         raise SystemExit(WRONG)
 
 

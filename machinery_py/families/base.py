@@ -13,6 +13,7 @@ from machinery_py.config_sections import AMQPConfig, MongoDBConfig, RedisConfig
 from machinery_py.errors import Unsupported
 from machinery_py.locks.base import Lock
 from machinery_py.settlement.base import Store
+from machinery_py.urls import redact
 
 
 class FamilyOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,13 +40,13 @@ class Family(ABC):  # noqa: B024 - a family need not be able to do all of it
         self.options = options
 
     def broker(self) -> Broker:
-        raise Unsupported(f"{self.url} is no broker")
+        raise Unsupported(f"{redact(self.url)} is no broker")
 
     def backend(self) -> Backend:
-        raise Unsupported(f"{self.url} is no result backend")
+        raise Unsupported(f"{redact(self.url)} is no result backend")
 
     def lock(self) -> Lock:
-        raise Unsupported(f"{self.url} gives no locks")
+        raise Unsupported(f"{redact(self.url)} gives no locks")
 
     def together(self) -> Store | None:
         """Broker and backend that settle as one, if they can."""

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from machinery_py.signature import Arg
-from machinery_py.states import ZERO_TIME, State, TaskState, advance
+from machinery_py.states import ZERO_TIME, State, TaskState, advance, state_named
 
 P, RC, S, RT, OK, F = State
 AT = dt.datetime(2026, 1, 1, tzinfo=dt.timezone.utc)
@@ -116,3 +116,14 @@ def test_a_repeated_change_changes_nothing(changes: list[TaskState]) -> None:
         current = advance(current, change) or current
         repeated = advance(current, change)
         assert repeated is None or repeated == current
+
+
+@pytest.mark.parametrize(("word", "expected"), [("FAILURE", F), ("failed", F), ("Error", F), ("done", OK), (" ok", OK),
+                                                ("running", S), ("queued", P), ("retrying", RT), ("received", RC)])
+def test_a_state_is_known_by_the_words_of_people(word: str, expected: State) -> None:
+    assert state_named(word) is expected
+
+
+def test_a_word_that_is_no_state_names_the_nearest() -> None:
+    with pytest.raises(ValueError, match=r"no state 'failur' \(expected pending, .*, failure; did you mean 'failure'\?\)"):
+        state_named("failur")

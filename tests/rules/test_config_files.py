@@ -122,6 +122,13 @@ def test_yaml_without_pyyaml_names_the_extra(tmp_path: Path, monkeypatch: pytest
     assert str(caught.value) == "Config.from_yaml needs PyYAML: pip install 'machinery_py[yaml]'"
 
 
+def test_a_missing_yaml_file_is_said_to_be_missing_without_pyyaml_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "yaml", None)
+
+    with pytest.raises(ConfigError, match=r"config file '.*none\.yml': no such file or directory"):
+        Config.from_yaml(tmp_path / "none.yml")
+
+
 @pytest.mark.parametrize(
     ("text", "problem"),
     [

@@ -416,7 +416,7 @@ def test_what_can_never_be_stored_is_refused_and_harms_nobody(store: MongoStore)
 
 def sorted_out(error: Exception) -> tuple[type[MachineryError], bool, bool]:
     """As what it is raised when a settlement meets it; whether it may have been carried out; whether it is repeated."""
-    ours = mongo_errors.as_ours(error, place="h", doing="settling", away=BrokerUnavailable, refused=MachineryError)
+    ours = mongo_errors.as_ours(error, url="mongodb://h", doing="settling", away=BrokerUnavailable, refused=MachineryError)
     return type(ours), mongo_errors.is_unknown(error), mongo_errors.may_be_repeated(error)
 
 

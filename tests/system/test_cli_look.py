@@ -76,7 +76,8 @@ def test_tasks_are_listed_and_filtered(app: App) -> None:
         done: ("add", "SUCCESS"), failed: ("boom", "FAILURE"), waiting: ("greet", "PENDING"),
     }
     for words, expected in [
-        (["--state", "failure"], failed), (["--name", "add", "--since", "1h"], done), (["--queue", "mail"], waiting),
+        (["--state", "failure"], failed), (["--state", "Failed"], failed), (["--state", "done"], done),
+        (["--name", "add", "--since", "1h"], done), (["--queue", "mail"], waiting),
     ]:
         assert [one["uuid"] for one in app.json("tasks", "tasks", *words)] == [expected]
     text = app.run("tasks", "tasks").stdout

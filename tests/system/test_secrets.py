@@ -1,0 +1,138 @@
+"""No password of a URL is ever shown, also when it is malformed: by no error, log, repr, configuration or command."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from urllib.parse import quote
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from machinery_py import Config, MachineryError, Server
+from machinery_py._drivers.amqp_url import parse_amqp_url
+from machinery_py._drivers.redis_url import parse_redis_url
+from machinery_py.cli.main import main
+from machinery_py.clock import SYSTEM_CLOCK
+from machinery_py.families.base import Family, FamilyOptions
+from tests.rules.test_urls import PASSWORDS, SHAPES, WORDS
+
+OPTIONS = FamilyOptions(clock=SYSTEM_CLOCK, timeout=0.2)
+
+Url = st.builds(
+    lambda shape, password, is_encoded: shape.replace("{}", quote(password, safe="") if is_encoded else password),
+    st.sampled_from(SHAPES), PASSWORDS, st.booleans(),
+)
+
+
+def said(act: Callable[[], object]) -> str:
+    """All that it raises, with what led to it, or what it gives back as a program would print it."""
+    try:
+        found = act()
+    except (MachineryError, ValueError, TypeError) as error:
+        texts: list[str] = []
+        cause: BaseException | None = error
+        while cause is not None:
+            texts.append(repr(cause) + str(cause))
+            cause = cause.__cause__
+        return "\n".join(texts)
+    return repr(found) + str(found)
+
+
+@contextlib.contextmanager
+def written() -> Iterator[io.StringIO]:
+    """What is written to the screen, logged and warned of."""
+    screen = io.StringIO()
+    handler = logging.StreamHandler(screen)
+    logging.getLogger().addHandler(handler)
+    try:
+        with contextlib.redirect_stdout(screen), contextlib.redirect_stderr(screen), warnings.catch_warnings():
+            warnings.showwarning = lambda message, *_: print(message, file=screen)  # type: ignore[assignment]  # one of its forms
+            yield screen
+    finally:
+        logging.getLogger().removeHandler(handler)
+
+
+def assert_nothing_is_shown(text: str) -> None:
+    assert not any(word in text for word in WORDS), text
+
+
+@given(url=Url)
+@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
+def test_no_error_repr_or_configuration_shows_a_secret(url: str) -> None:
+    with written() as screen:
+        texts = [
+            said(lambda: Config(broker=url)), said(lambda: Config(broker="memory://", result_backend=url)),
+            said(lambda: Config(broker="memory://", lock=url)), said(lambda: Config(broker=url).redacted()),
+            said(lambda: Config(broker=f"{url};redis://h", multiple_broker_separator=";").redacted()),
+            said(lambda: Config(require_server=True, broker=url)), said(lambda: Server(url).config),
+            said(lambda: Config.from_env(environ={"MACHINERY_URL": url})),
+        ]
+        if "://" in url or "@" in url:  # where a URL is not expected, other words are shown
+            texts += [
+                said(lambda: Config(default_queue=url).redacted()), said(lambda: Config.from_mapping({url: 1})),
+                said(lambda: Config.from_mapping({"redis": {"max_idle": url}})),
+            ]
+
+    assert_nothing_is_shown("\n".join([*texts, screen.getvalue()]))
+
+
+@given(url=Url)
+@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
+def test_no_family_shows_a_secret(url: str) -> None:
+    family = Family(url, OPTIONS)  # of a store that somebody else brings, and that can do nothing
+
+    assert_nothing_is_shown("\n".join(map(said, (family.broker, family.backend, family.lock))))
+
+
+@pytest.mark.parametrize("parsed", [parse_redis_url("redis://KILO:LIMA@h?master_name=m&sentinel_password=MIKE"),
+                                    parse_amqp_url("amqp://KILO:LIMA@h")], ids=["redis", "amqp"])
+def test_a_url_that_was_read_is_printed_without_its_secrets(parsed: object) -> None:
+    assert_nothing_is_shown(repr(parsed))
+
+
+@given(url=Url)
+@settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture], deadline=None, max_examples=50)
+def test_no_command_that_is_given_a_url_at_a_wrong_place_shows_its_secret(url: str, tmp_path: Path) -> None:
+    with written() as screen:
+        for words in (["worker", url], ["queues", "--app-dir", str(tmp_path), f"--broker={url}"], ["doctor", "app", url],
+                      ["tasks", "app", "--state", "failed", "--url", url], [url], ["worker", "app", "-c", url]):
+            if "://" in url or "@" in url:  # a lone word may be the name of a module
+                assert main(words) == 2
+
+    assert_nothing_is_shown(screen.getvalue())
+
+
+UNREACHABLE = (
+    "redis://user:KILO@127.0.0.1:1/0", "redis://user:KILO@127.0.0.1:1,127.0.0.1:2/0",
+    "redis://user:KILO@127.0.0.1:1/0?master_name=m&sentinel_password=LIMA", "rediss://KILO@127.0.0.1:1/0",
+    "amqp://user:KI%4CO%4b@127.0.0.1:1//", "amqps://user:KILO@127.0.0.1:1/",
+    "mongodb://user:KILO@127.0.0.1:1/db?authMechanismProperties=AWS_SESSION_TOKEN:LIMA",
+    "mongodb://user:KILO@127.0.0.1:1/db?serverSelectionTimeoutMS=200",
+)
+
+
+@pytest.mark.parametrize("url", UNREACHABLE)
+def test_no_command_shows_the_secret_of_a_server_that_cannot_be_used(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MACHINERY_URL", url)
+    monkeypatch.setenv("MACHINERY_PUBLISH_TIMEOUT", "0.3")
+    monkeypatch.setenv("MACHINERY_BROKER_CONNECTION_RETRY", "no")
+    name = f"app_of_secrets_{UNREACHABLE.index(url)}"
+    (tmp_path / f"{name}.py").write_text(
+        "from machinery_py import Server\nserver = Server()\n@server.task\ndef add(a: int, b: int) -> int: return a + b\n"
+    )
+
+    with written() as screen:
+        for words in (["doctor"], ["config"], ["queues"], ["send", "add", "1", "2"], ["tasks"], ["worker"]):
+            main([*words[:1], name, *words[1:], "--app-dir", str(tmp_path)])
+
+    shown = screen.getvalue()
+    assert_nothing_is_shown(shown)
+    assert "127.0.0.1:1" in shown
