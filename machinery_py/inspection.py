@@ -15,6 +15,7 @@ from machinery_py.settlement.base import Submission
 from machinery_py.signature import HEADER_ATTEMPT, HEADER_LAST, HEADER_RUN, Signature, new_uuid
 from machinery_py.states import State, TaskState, state_named
 from machinery_py.texts import get_logger
+from machinery_py.twins import twin
 from machinery_py.wire import decode_signature, encode_signature
 
 logger = get_logger(__name__)
@@ -62,6 +63,8 @@ class Inspector:
             failures = store.backend.finished_since(now - kept)
         return [self._queue(stats, rates, failures, now) for stats in store.broker.stats()]
 
+    queues_async = twin(queues)
+
     @staticmethod
     def _queue(
         stats: QueueStats, rates: dict[str, tuple[int, int]], failures: dict[str, tuple[int, int]], now: dt.datetime
@@ -76,6 +79,8 @@ class Inspector:
     def workers(self) -> list[WorkerInfo]:
         """The workers that live."""
         return self._engine.store.broker.workers()
+
+    workers_async = twin(workers)
 
     def tasks(
         self, *, state: str | State | None = None, name: str = "", since: dt.datetime | float | None = None,
@@ -99,6 +104,8 @@ class Inspector:
             state=wanted, name=name, since=since, limit=limit if not queue else 100_000)
         return [one for one in found if queue in ("", one.queue)][:limit]
 
+    tasks_async = twin(tasks)
+
     def find(self, prefix: str) -> str:
         """The one UUID that begins like this; a backend that cannot list its states needs the whole of it.
 
@@ -116,6 +123,8 @@ class Inspector:
             raise MachineryError(f"several tasks begin with {prefix!r}: {', '.join(found)}, … (give more of it)")
         return prefix if prefix in found else found[0]
 
+    find_async = twin(find)
+
     def task(self, uuid: str) -> TaskReport:
         """All that is known of a task; the start of its UUID is enough.
 
@@ -124,6 +133,8 @@ class Inspector:
         """
         state = self._engine.store.backend.get_state(self.find(uuid))
         return TaskReport(state=state, signature=self._signature(state))
+
+    task_async = twin(task)
 
     def _signature(self, state: TaskState) -> Signature[object] | None:
         body = state.message if state.is_finished else self._waiting_body(state)
@@ -157,6 +168,8 @@ class Inspector:
                   for one in found if one.state is State.FAILURE and one.message]
         return self._replay(bodies)
 
+    retry_async = twin(retry)
+
     def _replay(self, bodies: Sequence[bytes]) -> list[str]:
         signatures = [decode_signature(body) for body in bodies]
         now = self._engine.clock.now()
@@ -186,6 +199,8 @@ class Inspector:
         check_queue(queue)
         return self._engine.store.broker.purge(queue)
 
+    purge_async = twin(purge)
+
     def pause(self, queue: str) -> None:
         """Let no worker take tasks from this queue until `resume`, also after a restart of everything.
 
@@ -197,15 +212,21 @@ class Inspector:
         check_queue(queue)
         self._engine.store.broker.pause(queue)
 
+    pause_async = twin(pause)
+
     def resume(self, queue: str) -> None:
         """Let workers take from this queue again. It does no harm if it was not paused."""
         self._engine.store.broker.resume(queue)
+
+    resume_async = twin(resume)
 
     # Dead letters
 
     def dead(self, *, limit: int = 50, queue: str = "") -> list[DeadLetter]:
         """The newest dead letters."""
         return self._engine.store.broker.dead_letters(limit=limit, queue=queue)
+
+    dead_async = twin(dead)
 
     def dead_letter(self, id: str) -> DeadLetter:
         """One dead letter, by its id; or the newest one by the start of its id or of its task's UUID.
@@ -221,6 +242,8 @@ class Inspector:
             if letter.id.startswith(id) or (letter.uuid and letter.uuid.startswith(id)):
                 return letter
         raise StateNotFound(id, f"no dead letter {id!r}")
+
+    dead_letter_async = twin(dead_letter)
 
     def replay_dead(self, ids: Sequence[str]) -> list[str]:
         """Put dead letters back into their queues, byte for byte, without strikes; which tasks.
@@ -240,6 +263,8 @@ class Inspector:
                            len(taken), ", ".join(taken[:5]), error)
         return sent
 
+    replay_dead_async = twin(replay_dead)
+
     def _take(self, ids: Sequence[str]) -> None:
         """Remove dead letters that nobody needs any more, once more if the reply is lost."""
         try:
@@ -250,6 +275,8 @@ class Inspector:
     def delete_dead(self, ids: Sequence[str]) -> int:
         """Delete dead letters; how many."""
         return len(self._engine.store.broker.take_dead([self.dead_letter(id).id for id in ids]))
+
+    delete_dead_async = twin(delete_dead)
 
 
 def _anew(signature: Signature[object]) -> Signature[object]:

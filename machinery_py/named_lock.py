@@ -20,6 +20,7 @@ from machinery_py.errors import LockLost, LockNotAcquired, MachineryError
 from machinery_py.locks.base import Held, Lock
 from machinery_py.names import check_lock
 from machinery_py.texts import get_logger
+from machinery_py.twins import twin
 
 logger = get_logger(__name__)
 
@@ -250,11 +251,7 @@ class NamedLock:
         held, self._held = self._held, None
         return held is not None and self._keeper.give_back(held)
 
-    async def release_async(self) -> bool:
-        """`release` for coroutines."""
-        import asyncio
-
-        return await asyncio.to_thread(self.release)
+    release_async = twin(release)
 
     def __enter__(self) -> NamedLock:
         """

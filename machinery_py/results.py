@@ -15,6 +15,7 @@ from machinery_py.errors import ResultExpired, ResultTimeout, TaskFailed
 from machinery_py.hub import LOOK_AGAIN, Hub, HubWaiter
 from machinery_py.states import State, TaskState
 from machinery_py.texts import get_logger
+from machinery_py.twins import twin
 from machinery_py.workflow import result_value
 
 logger = get_logger(__name__)
@@ -106,12 +107,16 @@ class Waitable(Generic[R]):
         """
         return self._value() if self._look() else None
 
+    touch_async = twin(touch)
+
     def is_finished(self) -> bool:
         """Whether `get` would return or raise at once. Does not wait."""
         try:
             return self._look()
         except (TaskFailed, ResultExpired):
             return True
+
+    is_finished_async = twin(is_finished)
 
     def _read(self, uuids: Sequence[str]) -> dict[str, TaskState]:
         """The states; finished ones are asked for once."""
@@ -204,9 +209,13 @@ class AsyncResult(Waitable[R]):
         """
         return self._states.get(self.uuid) or self._source.backend.get_state(self.uuid)
 
+    get_state_async = twin(get_state)
+
     def revoke(self) -> None:
         """If it has not started, it never will, and is FAILURE, "revoked", from now on; if it runs, it is asked to stop."""
         self._source.revoke([self.uuid])
+
+    revoke_async = twin(revoke)
 
     def _look(self) -> bool:
         try:
@@ -266,9 +275,13 @@ class GroupResult(Waitable[R]):
         self._read(self._uuids)
         return sum(uuid in self._states for uuid in self._uuids), len(self._uuids)
 
+    progress_async = twin(progress)
+
     def revoke(self) -> None:
         """As AsyncResult.revoke, for every member."""
         self._source.revoke(self._uuids)
+
+    revoke_async = twin(revoke)
 
     def _look(self) -> bool:
         found = self._read(self._open)
@@ -313,6 +326,8 @@ class ChainResult(Waitable[R]):
         """As AsyncResult.revoke, for every step."""
         uuids = [uuid for step in self.steps for uuid in (step._uuids if isinstance(step, GroupResult) else (step.uuid,))]
         self._source.revoke(uuids)
+
+    revoke_async = twin(revoke)
 
     def _look(self) -> bool:
         last = self.steps[-1]

@@ -25,6 +25,7 @@ from machinery_py.periodic import (
 from machinery_py.schedule import Dst
 from machinery_py.scheduler import Declared, amend, new_entry, redefined, sending
 from machinery_py.signature import Step
+from machinery_py.twins import twin
 
 NEXT = 3  # times that a listing shows
 TRIES = 100  # at a change that others are always faster with
@@ -126,12 +127,16 @@ class Schedules:
                 found[name] = msgspec.structs.replace(self._report(entry), stored=False)
         return [found[name] for name in sorted(found)]
 
+    list_async = twin(list)
+
     def get(self, name: str) -> ScheduleReport:
         """
         Raises:
             ScheduleNotFound: there is none of that name.
         """
         return self._report(self._find(name)[1])
+
+    get_async = twin(get)
 
     def add(self, spec: str, name: str, step: Step[Any], **options: Unpack[PeriodicOptions]) -> None:
         """Store a new schedule, now. Workers need not know it from their code.
@@ -149,6 +154,8 @@ class Schedules:
         if not amend(self._engine, name, None, body) and self._body(name) != body:
             raise ScheduleError(f"schedule {name!r} is there already (change or remove it)")
 
+    add_async = twin(add)
+
     def pause(self, name: str) -> None:
         """No more ticks until `resume`; a restart does not change that.
 
@@ -156,6 +163,8 @@ class Schedules:
             ScheduleNotFound: there is none of that name.
         """
         self._change(name, lambda entry, _: entry.replace(paused=True))
+
+    pause_async = twin(pause)
 
     def resume(self, name: str) -> None:
         """Ticks again, from now on: those of the pause are not missed ones.
@@ -166,6 +175,8 @@ class Schedules:
         self._change(
             name, lambda entry, now: entry.replace(paused=False, last=max(entry.last, now)) if entry.paused else entry
         )
+
+    resume_async = twin(resume)
 
     def run_now(self, name: str) -> None:
         """Send it once, now, also if it is paused. Its ticks stay as they are.
@@ -184,6 +195,8 @@ class Schedules:
                 return
         raise _too_busy(name)
 
+    run_now_async = twin(run_now)
+
     def remove(self, name: str) -> None:
         """Forget it. What code declares is stored again when a worker of that code starts: pause it instead.
 
@@ -195,6 +208,8 @@ class Schedules:
             if amend(self._engine, name, body, None) or self._body(name) is None:
                 return
         raise _too_busy(name)
+
+    remove_async = twin(remove)
 
     def change(
         self, name: str, *, spec: str | None = None, step: Step[Any] | None = None, **options: Unpack[PeriodicOptions]
@@ -217,6 +232,8 @@ class Schedules:
             return redefined(entry, definition, now)
 
         self._change(name, changed)
+
+    change_async = twin(change)
 
     # Inside
 

@@ -26,10 +26,10 @@ from machinery_py.registry import AsyncTask, SamenessOptions, Task, TaskSettings
 from machinery_py.results import AsyncResult, ChainResult, ChordResult, GroupResult
 from machinery_py.scheduler import Declared
 from machinery_py.schedules import Schedules
-from machinery_py.sending import SendingAsync
 from machinery_py.settings import resolve
 from machinery_py.signature import Chain, Signature, Step
 from machinery_py.texts import get_logger
+from machinery_py.twins import twin
 from machinery_py.unique import is_unique, send_unique
 from machinery_py.worker.firing import fire_ready_groups
 from machinery_py.worker.inline import Inline
@@ -43,7 +43,7 @@ R = TypeVar("R")
 AroundTask = Callable[[Signature[object]], Iterator[None]]
 
 
-class Server(Declaring, SendingAsync):
+class Server(Declaring):
     """One application: its tasks, and the stores that they go through. May be used from any thread.
 
     Args:
@@ -105,6 +105,8 @@ class Server(Declaring, SendingAsync):
         if hub is not None:
             hub.close()
         self.engine.close()
+
+    close_async = twin(close)
 
     # Registering
 
@@ -239,19 +241,27 @@ class Server(Declaring, SendingAsync):
             self.engine.submit([signature])
         return AsyncResult(self, uuid, name=signature.name, queue=self._queue(signature), duplicate=duplicate)
 
+    send_task_async = twin(send_task)
+
     def send_chain(self, chain: Chain[R]) -> ChainResult[R]:
         """Publish the first step; each step's worker publishes the next. Raises as `send_task`."""
         return self._send_workflow(chain)
+
+    send_chain_async = twin(send_chain)
 
     def send_group(self, group: Group[R], send_concurrency: int = 0) -> GroupResult[R]:
         """Publish all members in one batch; `send_concurrency` is Go's and is not needed here. Raises as `send_task`."""
         del send_concurrency
         return cast("GroupResult[R]", self._send_workflow(Chain((group,))).steps[0])
 
+    send_group_async = twin(send_group)
+
     def send_chord(self, chord: Chain[R], send_concurrency: int = 0) -> ChordResult[R]:
         """Publish a group whose callback is sent when all members have succeeded. Raises as `send_task`."""
         del send_concurrency
         return cast("ChordResult[R]", self._send_workflow(chord))
+
+    send_chord_async = twin(send_chord)
 
     def send(self, step: Step[Any]) -> Any:
         """Publish whatever it is: a signature, chain, group or chord."""
@@ -260,6 +270,8 @@ class Server(Declaring, SendingAsync):
         if isinstance(step, Group):
             return self.send_group(step)
         return self.send_chain(cast("Chain[Any]", step))
+
+    send_async = twin(send)
 
     def _send_workflow(self, chain: Chain[R]) -> ChainResult[R]:
         self._note_loop()
@@ -353,6 +365,8 @@ class Server(Declaring, SendingAsync):
         """These tasks are not started any more: they are FAILURE, "revoked", from now on; those that run are asked to stop."""
         if revoke(self.engine, list(uuids)):
             fire_ready_groups(self.engine)
+
+    revoke_async = twin(revoke)
 
     def lock(self, name: str, *, timeout: float | None = None, blocking: bool = True) -> NamedLock:
         """A lock across all processes with this lock store: `with server.lock("feed-7"):`, or `async with`.

@@ -17,7 +17,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
     frozenset(row.split())
     for row in (
         "texts",
-        "errors clock backoff version durability forks descriptors",
+        "errors clock backoff version durability forks descriptors twins",
         "values_go names",
         "values_json",
         "values",
@@ -82,7 +82,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "sameness",
         "registry",
         "engine",
-        "scheduler unique sending endings",
+        "scheduler unique endings",
         "schedules",
         "declaring inspection worker worker.usercode worker.courtesy worker.fleet worker.ticking",
         "worker.gate",

@@ -34,6 +34,7 @@ from machinery_py.scheduler import Declared
 from machinery_py.settlement.base import Session
 from machinery_py.signature import Signature
 from machinery_py.texts import get_logger
+from machinery_py.twins import twin
 from machinery_py.worker.execution import Execution
 from machinery_py.worker.executors import Executors
 from machinery_py.worker.firing import fire_ready_groups
@@ -205,6 +206,8 @@ class Worker:
             logger.error("%s", error)
         self.stop()
 
+    start_async = twin(start)
+
     def _open(self) -> Session:
         if self._session is not None:
             raise MachineryError(f"worker {self.name} runs already (make another one)")
@@ -302,6 +305,8 @@ class Worker:
             except MachineryError as error:
                 logger.warning("this worker could not sign off, and will be found gone: %s", error)
             self.engine.events.emit(WorkerOffline(worker=self.name, processed=self.processed))
+
+    stop_async = twin(stop)
 
     def blame(self) -> None:
         """Give a strike to all that was begun here and is not settled, should this process die now."""

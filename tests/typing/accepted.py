@@ -42,6 +42,9 @@ from machinery_py import (
     current_task,
     group,
 )
+from machinery_py.brokers.base import DeadLetter
+from machinery_py.inspection import QueueReport, TaskReport
+from machinery_py.schedules import ScheduleReport
 from machinery_py.testing import Harness, ManualClock, wait_until
 
 server = Server()
@@ -365,6 +368,34 @@ async def twins() -> None:
     assert_type(await (await three.send_async()).get_async(), int)
     assert_type(await (await add.signature(1, 2).send_async()), int)
     assert_type(await (await group(add.signature(1, 2)).send_async()), list[int])
+
+    result = await add.send_async(1, 2)
+    assert_type(await result.get_state_async(), TaskState)
+    assert_type(await result.touch_async(), int | None)
+    assert_type(await result.is_finished_async(), bool)
+    await result.revoke_async()
+    members = await server.send_group_async(group(add.signature(1, 2)), send_concurrency=1)
+    assert_type(await members.touch_async(), list[int] | None)
+    assert_type(await members.progress_async(), tuple[int, int])
+    assert_type(await (await group(add.signature(1, 2)).send_async()).progress_async(), tuple[int, int])
+    assert_type(await (await three.send_async()).touch_async(), int | None)
+    await server.revoke_async([result.uuid])
+    await server.close_async()
+
+    assert_type(await server.inspect.queues_async(), list[QueueReport])
+    assert_type(await server.inspect.tasks_async(state="failed", name="add", since=60, queue="q", limit=5), list[TaskState])
+    assert_type(await server.inspect.task_async("task_1"), TaskReport)
+    assert_type(await server.inspect.retry_async(["task_1"]), list[str])
+    assert_type(await server.inspect.dead_async(limit=5), list[DeadLetter])
+    assert_type(await server.inspect.purge_async("q"), int)
+    await server.inspect.pause_async("q")
+    assert_type(await server.schedules.list_async(), list[ScheduleReport])
+    await server.schedules.add_async("@daily", "nightly", add.signature(1, 2), catch_up="latest")
+    await server.schedules.change_async("nightly", spec="@hourly", overlap="skip")
+    assert_type(await server.lock("x").release_async(), bool)
+    worker = server.new_worker()
+    await worker.start_async()
+    assert_type(await worker.stop_async(), bool)
 
 
 # 15

@@ -98,3 +98,11 @@ async def handler() -> str:
 
 async def wrong_handler() -> str:
     return await add.send(1, 2)  # refused
+
+
+async def wrong_twins() -> str:
+    await add.send(1, 2).get_state_async(5)  # refused
+    await server.inspect.tasks_async(limt=5)  # refused
+    await server.schedules.change_async("name", catch_up="some")  # refused
+    await server.send_task_async(add)  # refused
+    return await add.send(1, 2).touch_async()  # refused
