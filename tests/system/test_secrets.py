@@ -47,15 +47,16 @@ def said(act: Callable[[], object]) -> str:
 @contextlib.contextmanager
 def written() -> Iterator[io.StringIO]:
     """What is written to the screen, logged and warned of."""
-    screen = io.StringIO()
-    handler = logging.StreamHandler(screen)
-    logging.getLogger().addHandler(handler)
+    screen, root = io.StringIO(), logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    root.addHandler(logging.StreamHandler(screen))
     try:
         with contextlib.redirect_stdout(screen), contextlib.redirect_stderr(screen), warnings.catch_warnings():
             warnings.showwarning = lambda message, *_: print(message, file=screen)  # type: ignore[assignment]  # one of its forms
             yield screen
     finally:
-        logging.getLogger().removeHandler(handler)
+        root.handlers[:] = handlers  # the command line adds its own
+        root.setLevel(level)
 
 
 def assert_nothing_is_shown(text: str) -> None:
