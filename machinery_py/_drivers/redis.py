@@ -335,14 +335,16 @@ class RedisDriver:
 
         if not isinstance(error, redis.RedisError | OSError):
             raise error
-        text = without_secrets(str(error) or type(error).__name__, *self.servers.urls)
-        kind = kind_of(text)
+        said = str(error) or type(error).__name__
+        text = without_secrets(said, *self.servers.urls)
+        cause = error if text == said else None  # a server that does not know AUTH repeats it
+        kind = kind_of(said)
         if not isinstance(error, redis.ResponseError | redis.AuthenticationError) and kind is Kind.OTHER:
             kind, text = Kind.AWAY, plain(text)
             if away is PublishUnknown:
                 text = f"no reply: {text}"
         self.servers.refused(text)
-        raise as_ours(kind, text, place=self.servers.place, doing=doing, away=away) from error
+        raise as_ours(kind, text, place=self.servers.place, doing=doing, away=away) from cause
 
     def packed_script(self, script: Script, argument: bytes) -> bytes:
         """A script as it is sent, and read by `read_script`."""

@@ -191,8 +191,8 @@ class RedisCluster:
 
         if not isinstance(error, redis.RedisError | OSError):
             raise error
-        text = without_secrets(told(error), self.nodes.url)
-        kind = kind_of(text)
+        said = told(error)
+        text, kind = without_secrets(said, self.nodes.url), kind_of(said)
         known = isinstance(error, redis.ResponseError | redis.AuthenticationError) and not passing(error)
         if kind is Kind.OTHER and not known:
             kind, text = Kind.AWAY, plain(text)

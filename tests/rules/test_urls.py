@@ -23,6 +23,7 @@ from machinery_py.urls import (
     scheme_of,
     serves,
     split_urls,
+    without_secrets,
 )
 
 ROLES: tuple[Role, ...] = get_args(Role)
@@ -139,6 +140,14 @@ def test_no_error_text_of_a_url_shows_its_password(shape: str, password: str, ro
         check_url(shape.replace("{}", password), role)
     except ConfigError as error:
         assert not any(word in str(error) for word in WORDS), error
+
+
+@pytest.mark.parametrize("url", ["redis://user:KI%4CO@h", "redis://KILO@h", "redis://h?master_name=m&sentinel_password=KILO"])
+def test_what_a_server_repeats_of_a_url_is_masked(url: str) -> None:
+    said = "ERR unknown command 'AUTH', with args beginning with: 'user' 'KILO'"
+
+    assert without_secrets(said, url) == said.replace("KILO", "***")
+    assert without_secrets(said, "redis://h/0", "amqp://user:x@h") == said
 
 
 @given(st.one_of(st.text(), st.tuples(st.sampled_from(SHAPES), PASSWORDS).map(lambda two: two[0].replace("{}", two[1]))))
