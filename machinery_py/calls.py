@@ -204,7 +204,7 @@ class Call:
         placed, by_name = self._split(args) if self._named and any(arg.name for arg in args) else (args, _NONE)
         try:
             values = [to_python(arg.type, arg.value) for arg in placed]
-            named = {name: to_python(arg.type, arg.value) for name, arg in by_name.items()}
+            named = {name: to_python(arg.type, arg.value) for name, arg in by_name.items()} if by_name else {}
         except ArgumentError as error:
             raise ArgumentError(f"{REFLECT}{error}") from None
         if self._convert_any and (named or [arg.type for arg in placed] != self._wires):

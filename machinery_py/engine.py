@@ -156,7 +156,8 @@ class Engine:
                 uuid=signature.uuid or new_uuid(),
                 routing_key=signature.routing_key or self.config.default_queue,
             )
-        signature = self.inheriting(signature)
+        if task_or_none() is not None:
+            signature = self.inheriting(signature)
         if signature.headers:
             signature = counted(signature, self.clock.now())
         if self.pre_publish is not None:

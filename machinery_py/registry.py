@@ -11,7 +11,7 @@ import msgspec
 
 from machinery_py import sameness
 from machinery_py.backoff import Backoff
-from machinery_py.calls import Call
+from machinery_py.calls import Call, Checked
 from machinery_py.config import Config
 from machinery_py.context import Context
 from machinery_py.errors import TaskAlreadyRegistered, TaskNotRegistered, nearest
@@ -367,7 +367,10 @@ class Registry:
             ArgumentError: the worker would refuse one: there are too few or too many arguments, or one is not what its
                 annotation says.
         """
-        todo: list[tuple[Signature[Any], Sequence[Arg], bool]] = [(one, one.args, False) for one in signatures]
+        todo: list[tuple[Signature[Any], Sequence[Arg], bool]] = [
+            (one, one.args, False) for one in signatures
+            if type(one.args) is not Checked or one.on_success or one.on_error or one.chord_callback is not None
+        ]
         seen: set[int] = set()  # the members of a group share their callback
         while todo:
             signature, args, room = todo.pop()
