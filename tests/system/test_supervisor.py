@@ -148,6 +148,7 @@ def seconds_for(app: App, server: Server, names: list[str]) -> float:
     wait_until(lambda: all(result.get_state().is_finished for result in results), 4 * HANG)
     took = time.monotonic() - begun
     assert process.stop() == 0
+    assert "starting another one in" not in process.err  # no pauses
     ended = collections.Counter((name, result.get_state().state) for name, result in zip(names, results, strict=True))
     assert ended == {("noop", State.SUCCESS): names.count("noop")} | (
         {("crash", State.FAILURE): names.count("crash")} if "crash" in names else {}
@@ -170,8 +171,8 @@ def test_poison_does_not_starve_the_others(app: App, store: str, request: pytest
 
         letters = server.inspect.dead()
     assert [(letter.name, letter.strikes) for letter in letters] == [("crash", MAX_STRIKES)] * poison
-    # A second for each death, and as much again for a machine that is busy; pauses would make minutes of it.
-    assert took < 2 * (2 * without + poison * MAX_STRIKES)
+    # A second for each death, or on a busy machine as long as a worker needs to start and end; and as much again.
+    assert took < 2 * (2 * without + poison * MAX_STRIKES * max(1.0, without))
 
 
 def test_a_signal_to_the_whole_group_is_one_signal(app: App) -> None:
