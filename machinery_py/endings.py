@@ -25,7 +25,7 @@ from machinery_py.engine import NOTHING, Engine, broken
 from machinery_py.errors import DecodeError, MachineryError
 from machinery_py.events import TaskFailed
 from machinery_py.outcomes import REVOKED, Failed, failing_of, follow_up
-from machinery_py.settlement.base import Firing
+from machinery_py.settlement.base import Firing, in_place_of
 from machinery_py.signature import Signature
 from machinery_py.states import State, TaskState
 from machinery_py.texts import get_logger
@@ -73,7 +73,7 @@ def _end_waiting(engine: Engine, state: TaskState) -> bool:
         logger.error("what follows task %s cannot be decoded, its message will tell: %s", state.task_uuid, error)
         return False
     firing, sent = end_unheld(engine, signature, REVOKED, state)
-    if not engine.store.fire(firing):
+    if not fire(engine, firing):
         return False  # it has begun, or ended
     engine.tell_sent(sent)
     if engine.events.wants(TaskFailed):
@@ -112,6 +112,22 @@ def end_unheld(
         states=(failure, *broken(then, signature, now), *out.states),
     )
     return firing, out.signatures
+
+
+def fire(engine: Engine, firing: Firing) -> bool:
+    """As Store.fire; of what the store refuses for good the tasks fail in its place."""
+    try:
+        return engine.store.fire(firing)
+    except MachineryError as error:
+        if not error.permanent or not firing.send:
+            raise
+        refused = error
+    refusals = [engine.refusal(message, refused) for message in firing.send]
+    if not engine.store.fire(in_place_of(firing, refusals)):
+        return False
+    for message, refusal in zip(firing.send, refusals, strict=True):
+        engine.store.give_up(message, refused, refusal.queue)
+    return True
 
 
 def revoked_among(engine: Engine, uuids: Sequence[str]) -> dict[str, bool]:

@@ -14,13 +14,14 @@ from machinery_py.backoff import full_jitter
 from machinery_py.brokers.base import Message
 from machinery_py.clock import Clock
 from machinery_py.config import Config
-from machinery_py.context import check_time, task_or_none
+from machinery_py.context import check_time, on_behalf_of, task_or_none
 from machinery_py.errors import (
     ArgumentError,
     BackendUnavailable,
     BrokerUnavailable,
     MachineryError,
     NameRefused,
+    PublishRefused,
     PublishUnknown,
 )
 from machinery_py.events import EventBus, TaskSent
@@ -28,12 +29,12 @@ from machinery_py.factory import Stores
 from machinery_py.forks import ForkLock
 from machinery_py.named_lock import LockKeeper
 from machinery_py.names import check_message, check_uuid
-from machinery_py.outcomes import Arrived, FollowUp, failing
+from machinery_py.outcomes import Arrived, Failed, FollowUp, failing, follow_up
 from machinery_py.registry import Registry
-from machinery_py.settlement.base import Store, Submission
+from machinery_py.settlement.base import Refusal, Store, Submission
 from machinery_py.signature import Lazy, Signature, counted, new_uuid
 from machinery_py.states import Arrival, GroupMeta, State, TaskState
-from machinery_py.wire import encode_signature
+from machinery_py.wire import decode_signature, encode_signature
 
 logger = logging.getLogger(__name__)
 
@@ -84,8 +85,7 @@ class Engine:
                 stores = self._stores
                 if stores is None:
                     stores = Stores(self.config, self.clock)
-                    if self._attached is not None:
-                        stores.store.attach(self._attached)
+                    self._equip(stores)
                     self._stores = stores
         return stores
 
@@ -107,9 +107,14 @@ class Engine:
         with self._lock:
             before = self.config, self.clock, self._stores
             self.config, self.clock, self._stores = config, clock, stores
-            if stores is not None and self._attached is not None:
-                stores.store.attach(self._attached)
+            if stores is not None:
+                self._equip(stores)
         return before
+
+    def _equip(self, stores: Stores) -> None:
+        stores.store.refusal = self.refusal
+        if self._attached is not None:
+            stores.store.attach(self._attached)
 
     def close(self) -> None:
         """Give the stores back. May be called twice; the next use opens them again."""
@@ -208,6 +213,28 @@ class Engine:
             eta=signature.eta, priority=signature.priority,
         )
 
+    def refusal(self, message: Message, error: Exception) -> Refusal:
+        """What becomes true in place of a message of ours that its store refuses for good: its task has failed."""
+        now, text = self.clock.now(), f"it cannot be sent: {error}"
+        signature = decode_signature(message.body)
+        outcome = Failed(error=text, error_type=type(error).__name__, retryable=False)
+        then = follow_up(signature, outcome, now=now)
+        with on_behalf_of(signature, queue=message.queue):
+            try:
+                out = self.outgoing(then.send)
+            except Exception:  # the pre-publish hook is user code
+                logger.exception("the error callbacks of %s cannot be sent", signature.uuid)
+                out = NOTHING
+        state = msgspec.structs.replace(
+            pending(signature, now), state=State.FAILURE, error=text, error_type=then.error_type, finished_at=now,
+            message=message.body, eta=None,
+        )
+        return Refusal(
+            states=(state, *broken(then, signature, now), *out.states), send=out.messages, groups=out.groups,
+            arrivals=self.arrivals(then.arrived),
+            queue=self.config.default_queue,
+        )
+
     def submit(
         self, signatures: Sequence[Signature[Any]], groups: Sequence[GroupMeta] = (), awaited: Sequence[Signature[Any]] = (),
     ) -> None:
@@ -228,7 +255,13 @@ class Engine:
                 self.events.emit(TaskSent(signature=signature))
 
     def _submit(self, submission: Submission) -> None:
-        self.patiently(lambda: self.store.submit(submission))
+        try:
+            self.patiently(lambda: self.store.submit(submission))
+        except PublishRefused as error:
+            queues = ", ".join(sorted({message.queue for message in submission.messages}))
+            if error.permanent and queues not in str(error):
+                error.args = (f"queue {queues}: {error}",)
+            raise
 
     def patiently(self, publish: Callable[[], T]) -> T:
         """Repeat it while the store is away, for at most `publish_timeout`; its token keeps it from being doubled."""
@@ -241,6 +274,8 @@ class Engine:
             try:
                 return publish()
             except PublishUnknown as error:
+                if error.permanent:
+                    raise
                 unknown = failure = error
             except (BrokerUnavailable, BackendUnavailable) as error:
                 failure = error

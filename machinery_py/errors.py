@@ -38,15 +38,31 @@ import datetime as dt
 import difflib
 import math
 from collections.abc import Iterable
+from typing import TypeVar
 
 from machinery_py.texts import MAX_ERROR, cut
 
+E = TypeVar("E", bound="MachineryError")
+
 
 class MachineryError(Exception):
-    """The base of every error of this library."""
+    """The base of every error of this library.
+
+    Attributes:
+        permanent: a store said no to this message or result itself (its size, its queue, a right), and will say so again
+            however often it is tried. False: it may pass, or nobody knows.
+    """
+
+    permanent = False
 
     def __init__(self, *args: object) -> None:
         super().__init__(*[cut(one, MAX_ERROR) if isinstance(one, str) else one for one in args])
+
+
+def for_good(error: E) -> E:
+    """The error, as one that no other try would better."""
+    error.permanent = True
+    return error
 
 
 class ConfigError(MachineryError, ValueError):
@@ -126,7 +142,13 @@ class DecodeError(MachineryError, ValueError):
 
 
 class PublishRefused(MachineryError):
-    """The message was not stored. Sending it again is safe."""
+    """The message was not stored. Sending it again is safe, and useless if the refusal is `permanent`.
+
+    Attributes:
+        left: of several messages, the places of those that were refused, if the store knows that the others are stored.
+    """
+
+    left: frozenset[int] | None = None
 
 
 class BrokerUnavailable(PublishRefused, ConnectionError):
@@ -173,7 +195,12 @@ class PublishUnknown(MachineryError):
     """The reply was lost: the message may or may not have been stored.
 
     `send` has repeated it for `publish_timeout`, which cannot double it. Sending it once more makes a second task.
+
+    Attributes:
+        left: as of PublishRefused; some of the others are stored.
     """
+
+    left: frozenset[int] | None = None
 
 
 class BackendUnavailable(MachineryError, ConnectionError):

@@ -9,7 +9,16 @@ import msgspec
 
 from machinery_py.brokers.base import DeadLetter, Message, QueueStats, WorkerInfo
 from machinery_py.engine import STEP_FAILED, Engine, pending
-from machinery_py.errors import BackendUnavailable, BrokerUnavailable, DecodeError, MachineryError, StateNotFound, Unsupported
+from machinery_py.errors import (
+    BackendUnavailable,
+    BrokerUnavailable,
+    DecodeError,
+    MachineryError,
+    PublishRefused,
+    PublishUnknown,
+    StateNotFound,
+    Unsupported,
+)
 from machinery_py.names import check_queue
 from machinery_py.settlement.base import Submission
 from machinery_py.signature import HEADER_ATTEMPT, HEADER_LAST, HEADER_RUN, Signature, new_uuid
@@ -171,19 +180,47 @@ class Inspector:
     retry_async = twin(retry)
 
     def _replay(self, bodies: Sequence[bytes]) -> list[str]:
-        signatures = [decode_signature(body) for body in bodies]
+        """Send these again; which, without those that the store refuses for good.
+
+        Raises:
+            PublishRefused: all of some thousand were refused.
+        """
+        pairs = [(decode_signature(body), body) for body in bodies]
+        sent: list[str] = []
+        for start in range(0, len(pairs), 1000):
+            sent += self._replay_batch(pairs[start:start + 1000])
+        return sent
+
+    def _replay_batch(self, pairs: Sequence[tuple[Signature[object], bytes]]) -> list[str]:
         now = self._engine.clock.now()
-        for start in range(0, len(signatures), 1000):
-            batch = signatures[start:start + 1000]
-            self._engine.store.submit(Submission(
-                token=new_uuid(""),
-                messages=[
-                    Message(uuid=one.uuid, name=one.name, queue=one.routing_key, body=body, priority=one.priority)
-                    for one, body in zip(batch, bodies[start:start + 1000], strict=True)
-                ],
-                states=[*(pending(one, now) for one in batch), *self._mended(batch)], replay=True,
-            ))
-        return [one.uuid for one in signatures]
+        submission = Submission(
+            token=new_uuid(""),
+            messages=[
+                Message(uuid=one.uuid, name=one.name, queue=one.routing_key, body=body, priority=one.priority)
+                for one, body in pairs
+            ],
+            states=[*(pending(one, now) for one, _ in pairs), *self._mended([one for one, _ in pairs])], replay=True,
+        )
+        try:
+            self._engine.store.submit(submission)
+        except (PublishRefused, PublishUnknown) as error:
+            if not error.permanent or len(pairs) == 1:
+                raise
+            refused: MachineryError = error
+        else:
+            return [one.uuid for one, _ in pairs]
+        sent: list[str] = []
+        for pair in pairs:
+            try:
+                sent += self._replay_batch([pair])
+            except (PublishRefused, PublishUnknown) as error:
+                if not error.permanent:
+                    raise
+                logger.error("task %s cannot be sent again: %s", pair[0].uuid, error, extra={"task_uuid": pair[0].uuid})
+                refused = error
+        if not sent:
+            raise refused
+        return sent
 
     def _mended(self, signatures: Sequence[Signature[object]]) -> list[TaskState]:
         """The states of the tasks that failed only because these steps in front of them had failed."""
@@ -248,13 +285,14 @@ class Inspector:
     def replay_dead(self, ids: Sequence[str]) -> list[str]:
         """Put dead letters back into their queues, byte for byte, without strikes; which tasks.
 
-        Those that are no signature stay: nobody could run them.
+        Those that are no signature stay: nobody could run them. So do those that the broker refuses for good.
         """
         letters = [self.dead_letter(id) for id in ids]
         usable = [letter for letter in letters if _is_signature(letter.body)]
         # Published first, removed then: a crash in between leaves a letter too many, never one too few.
         sent = self._replay([letter.body for letter in usable])
-        taken = [letter.id for letter in usable]
+        gone = frozenset(sent)
+        taken = [letter.id for letter in usable if decode_signature(letter.body).uuid in gone]
         try:
             self._take(taken)
         except AWAY as error:

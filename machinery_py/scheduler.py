@@ -314,14 +314,21 @@ class Scheduler:
         return self._amend(entry.name, known, entry)
 
     def _send_it(self, known: Known, entry: Entry, tick: dt.datetime) -> bool:
+        after, out = entry, NOTHING
         try:
-            entry, out = sending(self._engine, entry, tick)
+            after, out = sending(self._engine, entry, tick)
         except Exception as error:  # the pre-publish hook is user code; the others must not wait for it, nor it be tried for ever
             logger.error("schedule %s: its tick at %s cannot be sent: %s", entry.name, tick.isoformat(), error,
                          exc_info=not isinstance(error, MachineryError))
-            out = NOTHING
-        if not self._amend(entry.name, known, entry, out, tick):
-            return False
+        try:
+            if not self._amend(entry.name, known, after, out, tick):
+                return False
+        except MachineryError as error:
+            if not error.permanent:
+                raise
+            # Between two stores the tick is over by now, and what it sent has failed.
+            logger.error("schedule %s: what its tick at %s sends is refused: %s", entry.name, tick.isoformat(), error)
+            return self._amend(entry.name, known, entry)
         self._engine.tell_sent(out.signatures)
         return True
 

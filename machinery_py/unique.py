@@ -141,6 +141,8 @@ class _Sending:
         try:
             self._engine.store.publish_left(sending_key(self._key, self._token))
         except (PublishRefused, BackendUnavailable) as error:
+            if error.permanent:
+                raise
             raise self._unknown(error) from error
 
     def _unknown(self, error: Exception) -> PublishUnknown:
@@ -170,6 +172,8 @@ class _Sending:
         try:
             return self._engine.store.amend(amendment, [self._message])
         except (PublishRefused, BackendUnavailable) as error:
+            if error.permanent:
+                raise  # and the key is not held: if it was stored, the task has failed
             # The key may be ours, and between two stores the message then follows in any case.
             raise self._unknown(error) from error
 

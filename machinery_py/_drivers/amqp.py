@@ -11,6 +11,7 @@ import datetime as dt
 import functools
 import logging
 import os
+import re
 import ssl
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -36,6 +37,7 @@ UTC = dt.UTC
 KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 15_000}
 SHORTEST = 0.5  # seconds for one of several servers, however many there are
 NOT_FOUND, LOCKED = 404, 405
+_LARGER = re.compile(r"is larger than .*?(\d+)")
 
 
 class AmqpDriver:
@@ -217,6 +219,12 @@ def passes(error: ChannelLost) -> bool:
     return error.code == LOCKED or (error.code == NOT_FOUND and "down or inaccessible" in error.text)
 
 
+def largest_of(error: object) -> int | None:
+    """RabbitMQ's max_message_size, if that is what it refused a message for."""
+    found = _LARGER.search(error.text) if isinstance(error, ChannelLost) else None
+    return int(found[1]) if found else None
+
+
 def explained(error: ChannelLost) -> str:
     """The server's text, with what to do about it."""
     text = error.text
@@ -224,7 +232,8 @@ def explained(error: ChannelLost) -> str:
         return (f"{text} (it was declared with other arguments: make amqp.queue_declare_args the same everywhere,"
                 " or delete it and declare it anew)")
     if error.code == 403:
-        return f"{text} (the user has no right to do this; names that begin with 'amq.' are RabbitMQ's own)"
+        return (f"{text} (give the user the right to it, see rabbitmqctl set_permissions, or use another name; those that begin"
+                " with 'amq.' are RabbitMQ's own)")
     return text
 
 

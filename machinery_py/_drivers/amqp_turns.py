@@ -39,10 +39,10 @@ from typing import Any, NamedTuple
 import pika
 from pika.exceptions import AMQPError
 
-from machinery_py._drivers.amqp import AmqpDriver
+from machinery_py._drivers.amqp import AmqpDriver, largest_of
 from machinery_py._drivers.amqp_link import Channel, ChannelLost, Link, LinkLost, settle
 from machinery_py._drivers.amqp_reader import EACH, Held, Reader
-from machinery_py.errors import BackendUnavailable, BrokerUnavailable, NameRefused, StoreUnusable
+from machinery_py.errors import BackendUnavailable, BrokerUnavailable, NameRefused, StoreUnusable, for_good
 from machinery_py.forks import ForkLock
 from machinery_py.names import is_made
 
@@ -374,6 +374,8 @@ class Turns:
             if theirs := queue_of_others(error):
                 hint = "it is not ours, and was left as it is (choose another UUID)"
                 raise NameRefused(f"{where}: queue {theirs!r}: {hint}: {error.text}", theirs) from error
+            if largest_of(error) is not None:
+                raise for_good(StoreUnusable(f"{where}: {error.text} (return less, or keep large results elsewhere)")) from error
             hint = (" (results_expire_in must be the same in every program that stores results here, in Go and in Python)"
                     if error.code == OTHER_ARGUMENTS else "")
             raise StoreUnusable(f"{where}: {error.text}{hint}") from error

@@ -21,7 +21,7 @@ from pymongo.errors import (
 )
 
 from machinery_py._drivers.plain_words import plain
-from machinery_py.errors import MachineryError, PublishRefused, StoreUnusable
+from machinery_py.errors import MachineryError, PublishRefused, StoreUnusable, for_good
 from machinery_py.urls import redact, without_secrets
 
 DUPLICATE = 11000  # a document with this _id is there
@@ -70,13 +70,13 @@ def as_ours(
     place = redact(url)
     text = without_secrets(_text(error), url)
     if isinstance(error, DocumentTooLarge) or _code(error) in _TOO_BIG:
-        return refused(f"MongoDB at {place}: {doing}: a document would be greater than MongoDB allows (16 MB): {text}")
+        return for_good(refused(f"MongoDB at {place}: {doing}: a document would be greater than MongoDB allows (16 MB): {text}"))
     if _code(error) in _FULL:
         return PublishRefused(f"MongoDB at {place}: {doing}: its disk is full: {text}")
     if isinstance(error, ConfigurationError | InvalidURI) or _code(error) in _FATAL:
         return StoreUnusable(f"MongoDB at {place}: {doing}: {text} (check user, password, rights and version)")
     if isinstance(error, BSONError | OverflowError):
-        return refused(f"MongoDB at {place}: {doing}: this cannot be stored: {text}")
+        return for_good(refused(f"MongoDB at {place}: {doing}: this cannot be stored: {text}"))
     if isinstance(error, ConnectionFailure):
         text = plain(text)
     kind = StoreUnusable if "certificate cannot be trusted" in text else away

@@ -318,7 +318,10 @@ class RedisDriver:
         import redis
 
         if isinstance(error, redis.ResponseError) and link is not None and kind_of(str(error)) not in (Kind.AWAY, Kind.FATAL):
-            self._give(link)
+            if "Protocol error" in str(error):  # behind which the server closes the connection
+                link.close()
+            else:
+                self._give(link)
             return False
         if link is not None:
             link.close()

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable
 from enum import Enum
 
-from machinery_py.errors import MachineryError, NameRefused, PublishRefused, StoreUnusable
+from machinery_py.errors import MachineryError, NameRefused, PublishRefused, StoreUnusable, for_good
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +29,7 @@ class Kind(Enum):
     DISK = "disk"  # Redis cannot write to its disk
     FATAL = "fatal"  # somebody must change a setting
     TYPE = "type"  # a key holds something else
+    NEVER = "never"  # this very command: its size, or a key that this user may not use
     SCRIPT = "script"  # the script is not loaded
     OTHER = "other"
 
@@ -42,6 +43,7 @@ _WORDS: tuple[tuple[Kind, tuple[str, ...]], ...] = (
         "READONLY", "You can't write against a read only", "LOADING", "Redis is loading", "MASTERDOWN", "Link with MASTER",
         "CLUSTERDOWN", "TRYAGAIN", "BUSY ", "Redis is busy", "UNBLOCKED", "NOREPLICAS", "max number of clients",
     )),
+    (Kind.NEVER, ("one of the keys", "permissions to access a key", "invalid bulk length", "exceeds proto-max-bulk-len")),
     (Kind.FATAL, (
         "NOAUTH", "Authentication required", "WRONGPASS", "invalid username-password", "invalid password", "NOPERM",
         "has no permissions", "unknown command", "Unknown Redis command", "without any password configured", "DB index",
@@ -78,6 +80,10 @@ def as_ours(kind: Kind, text: str, *, place: str, doing: str, away: type[Machine
         case Kind.FATAL:
             hint = next((hint for word, hint in _HINTS if word in text), "user, password, rights and version")
             return StoreUnusable(f"Redis at {place}: {doing}: {text} (check {hint})")
+        case Kind.NEVER:
+            error = PublishRefused if issubclass(away, PublishRefused) else StoreUnusable
+            hint = "it is larger than proto-max-bulk-len" if "bulk" in text else "check the keys in the user's ACL"
+            return for_good(error(f"Redis at {place}: {doing}: {text} ({hint})"))
         case Kind.TYPE:
             return spoilt(text, f"Redis at {place}: {doing}")
         case Kind.AWAY:

@@ -13,6 +13,7 @@ from machinery_py.errors import (
     PublishRefused,
     PublishUnknown,
     StoreUnusable,
+    for_good,
 )
 
 Unavailable = type[BrokerUnavailable] | type[BackendUnavailable]
@@ -65,7 +66,7 @@ def translate(error: sqlite3.Error, path: str, *, seconds: float = 0.0, unavaila
     if code in (_BUSY, _LOCKED):
         return busy(path, seconds, unavailable)
     if code == _TOOBIG:
-        return PublishRefused(f"SQLite file {path!r}: a value is too big ({error})")
+        return for_good(PublishRefused(f"SQLite file {path!r}: a value is too big ({error})"))
     text = _TEXTS.get(code, "SQLite failed")
     if code == _IOERR and committing:
         return CommitUnknown(f"SQLite file {path!r}: {text}: {error}")

@@ -19,10 +19,10 @@ import msgspec
 from machinery_py._drivers.amqp import AmqpDriver
 from machinery_py.brokers.amqp_consumer import AMQPConsumer
 from machinery_py.brokers.amqp_looking import Looking
-from machinery_py.brokers.amqp_messages import ETA, QUEUE, due_in, headers_of, parcel_of
+from machinery_py.brokers.amqp_messages import ETA, QUEUE, dead_headers, due_in, headers_of, parcel_of
 from machinery_py.brokers.amqp_pauses import spread
 from machinery_py.brokers.amqp_sending import Addressed, Attempts, Sending
-from machinery_py.brokers.amqp_topology import Topology
+from machinery_py.brokers.amqp_topology import Topology, digest
 from machinery_py.brokers.base import (
     Broker,
     BrokerFeatures,
@@ -33,6 +33,7 @@ from machinery_py.brokers.base import (
     close_all,
 )
 from machinery_py.clock import micros
+from machinery_py.durability import Concern
 
 SETTLED = 1.5  # seconds; RabbitMQ 3.10 notes twice a second which quorum queues it has, and loses what it had not noted for good
 TEND_EVERY = 1.0  # seconds; RabbitMQ looks after delayed messages and dead consumers by itself
@@ -127,8 +128,25 @@ class AMQPBroker(Broker):
     def dead_letters(self, *, limit: int, queue: str = "") -> list[DeadLetter]:
         return self._looking.dead_letters([self.topology.queue_of(queue)] if queue else self._looking.queues(), limit)
 
+    def bury(self, message: Message, *, queue: str, reason: str, error: str) -> None:
+        name = self.topology.queue_of(queue)
+        # Its id: a burial that is repeated is one letter.
+        letter = f"{message.uuid}:{digest(message.body.hex())}"
+        headers = headers_of(message, self.driver.now()) | dead_headers(name, reason, error, letter, self.driver.now())
+        parcel = parcel_of("", self.topology.dead_queue(name), body=message.body, uuid=message.uuid, name=message.name,
+                           priority=message.priority, headers=headers)
+        self._sending.send([Addressed(parcel, name, dead=True)])
+
     def take_dead(self, ids: Sequence[str]) -> list[DeadLetter]:
         return self._looking.take_dead(self._looking.queues(), ids)
+
+    def concerns(self) -> list[Concern]:
+        if not self.topology.limits_length or (self.topology.is_quorum and self.topology.rejects):
+            return []
+        return [Concern(
+            "queue_declare_args limit the length of queues: RabbitMQ drops what comes due while a classic queue is full, and the "
+            "oldest tasks where x-overflow is not reject-publish (take quorum queues with reject-publish)"
+        )]
 
     def close(self) -> None:
         """Close the consumers that are still open."""

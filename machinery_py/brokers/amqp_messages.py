@@ -92,6 +92,11 @@ def headers_of(message: Message, now: int) -> dict[str, Any]:
     return headers
 
 
+def dead_headers(queue: str, reason: str, error: str, letter: str, now: int) -> dict[str, Any]:
+    """What a dead letter says beside its message."""
+    return {QUEUE: queue, REASON: shortened(reason), ERROR: shortened(error), DIED: now, LETTER: letter}
+
+
 def message_of(one: Taken, *, queue: str = "") -> Message:
     """The message as it was put; what a foreign sender did not say is read from its body."""
     uuid, name = one.uuid or one.text(UUID), one.name or one.text(NAME)

@@ -5,22 +5,18 @@ from __future__ import annotations
 from machinery_py._drivers.amqp import AmqpDriver
 from machinery_py.brokers.amqp_messages import (
     COPY,
-    DIED,
-    ERROR,
     ETA,
     FENCE,
-    LETTER,
     NAME,
     PARKS,
     QUEUE,
-    REASON,
     STRIKES,
     UUID,
     Taken,
+    dead_headers,
     due_in,
     own_headers,
     parcel_of,
-    shortened,
 )
 from machinery_py.brokers.amqp_sending import Addressed
 from machinery_py.brokers.amqp_topology import Topology
@@ -55,10 +51,7 @@ class Returns:
         elif disposal.fate is Fate.DEAD:
             key, dead = self._topology.dead_queue(delivery.queue), True
             # The receipt as its id: a burial that is repeated after a lost reply is one letter.
-            headers |= {
-                QUEUE: delivery.queue, REASON: shortened(disposal.reason), ERROR: shortened(disposal.error),
-                DIED: self._driver.now(), LETTER: delivery.receipt,
-            }
+            headers |= dead_headers(delivery.queue, disposal.reason, disposal.error, delivery.receipt, self._driver.now())
             uuid, name = disposal.uuid or uuid, disposal.name or name
         return Addressed(
             parcel_of(exchange, key, body=delivery.body, uuid=uuid, name=name, priority=delivery.priority, headers=headers),

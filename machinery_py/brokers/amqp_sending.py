@@ -9,23 +9,25 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import msgspec
 
-from machinery_py._drivers.amqp import AmqpDriver, explained, passes
+from machinery_py._drivers.amqp import AmqpDriver, explained, largest_of, passes
 from machinery_py._drivers.amqp_confirms import End
 from machinery_py._drivers.amqp_frames import Parcel
 from machinery_py._drivers.amqp_link import ChannelLost, LinkLost
 from machinery_py._drivers.amqp_publisher import Publisher
 from machinery_py.brokers.amqp_messages import LATE
 from machinery_py.brokers.amqp_topology import PAUSED, Topology, carry_out, digest
-from machinery_py.errors import BrokerUnavailable, PublishRefused, PublishUnknown
+from machinery_py.errors import BrokerUnavailable, PublishRefused, PublishUnknown, for_good
 from machinery_py.forks import ForkLock
 
-TOO_LARGE = 406  # AMQP's code for what breaks a rule; of a publish, its size
+SMALLER = "send an id and load the data in the task, or raise max_message_size in rabbitmq.conf"
+SIZE_KNOWN = 60.0  # seconds that a max_message_size is believed; somebody may raise it
 TOKEN_LIFE = 600.0  # seconds; longer than anybody repeats a submission
 
 
@@ -74,12 +76,13 @@ class Sending:
         self._declared_on: Publisher | None = None
         self._ready: set[tuple[str, str]] = set()
         self._registered: set[tuple[str, str]] = set()
+        self._largest, self._known_until = sys.maxsize, 0.0  # bytes of a body; the server tells when it refuses one
 
     def send(self, addressed: Sequence[Addressed], attempt: Attempt | None = None) -> None:
         """Store it all; of an attempt that was made before, what is left.
 
         Raises:
-            PublishRefused: nothing was stored.
+            PublishRefused: nothing was stored, or what is not among its `left`.
             PublishUnknown: some of it may have been.
         """
         attempt = attempt or Attempt(len(addressed), 0.0)
@@ -93,24 +96,44 @@ class Sending:
         publisher = self._open()
         todo = attempt.left
         wanted = [addressed[index] for index in todo]
+        self._check_sizes(wanted, attempt)
         with self._refusing():
             news = self.prepare(publisher, wanted)
         # What is new is told to the registry with the same stroke.
         batch = publisher.publish([*(one.parcel for one in wanted), *map(self._note, news)])
         ends = batch.ends[: len(todo)]
+        self._learn_size(batch.failure, wanted, attempt)
         self._registered.update(news if all(end is End.CONFIRMED for end in batch.ends[len(todo) :]) else ())
         attempt.left = [index for index, end in zip(todo, ends, strict=True) if end is not End.CONFIRMED]
         attempt.stored |= any(end in (End.CONFIRMED, End.UNKNOWN) for end in ends)
-        if End.REFUSED in ends:
+        if End.REFUSED in ends and (self._topology.is_quorum or not self._topology.limits_length):
             self._driver.renew_publisher(publisher)
         self._judge(ends, [one.parcel.key for one in wanted], attempt, batch.failure, last=last)
+
+    def _learn_size(self, failure: Exception | None, wanted: Sequence[Addressed], attempt: Attempt) -> None:
+        """Raise if one of these was too large: the server has ended the channel, for other threads' messages as well.
+
+        Of several, those before it may be stored, and those behind it are not.
+        """
+        largest = largest_of(failure)
+        if largest is not None:
+            self._largest, self._known_until = largest, self._driver.clock.monotonic() + SIZE_KNOWN
+            attempt.stored |= len(wanted) > 1
+            self._check_sizes(wanted, attempt)
+
+    def _check_sizes(self, wanted: Sequence[Addressed], attempt: Attempt) -> None:
+        """Refuse what the server is known to refuse, and would end the channel for."""
+        size = max((len(one.parcel.body) for one in wanted), default=0)
+        if size > self._largest and self._driver.clock.monotonic() < self._known_until:
+            key = next(one.queue or one.parcel.key for one in wanted if len(one.parcel.body) == size)
+            text = (f"RabbitMQ at {self._driver.place}: a message for {key!r} has {size:,} bytes, "
+                    f"more than its max_message_size = {self._largest:,} ({SMALLER})")
+            raise for_good(PublishUnknown(text) if attempt.stored else PublishRefused(text))
 
     def _judge(
         self, ends: Sequence[End], keys: Sequence[str], attempt: Attempt, failure: Exception | None, *, last: bool
     ) -> None:
         place, total = self._driver.place, len(ends)
-        if isinstance(failure, ChannelLost) and failure.code == TOO_LARGE and total == 1:
-            raise PublishRefused(f"RabbitMQ at {place}: {failure.text} (its max_message_size is smaller than ours)") from failure
         if End.UNKNOWN in ends:
             self.forget()
             why = str(failure) if failure else f"no confirm within {self._driver.timeout:g} s"
@@ -120,14 +143,20 @@ class Sending:
         if End.REFUSED in ends:
             text = f"RabbitMQ at {place} took no message for {keys[ends.index(End.REFUSED)]!r}: its queue "
             text += "is full (x-max-length)" if self._topology.limits_length else "has no leader just now, or is full by a policy"
-            if attempt.stored:
-                raise PublishUnknown(text)
-            raise PublishRefused(text) if self._topology.limits_length else BrokerUnavailable(text)
+            refusal = PublishRefused(text) if self._topology.limits_length else BrokerUnavailable(text)
+            raise self._but(attempt, refusal)
         if last and attempt.left:
             key = keys[ends.index(End.RETURNED)]
             text = (f"RabbitMQ at {place}: exchange {self._topology.config.exchange!r} "
                     f"({self._topology.config.exchange_type}) leads to no queue for the routing key {key!r}")
-            raise PublishUnknown(text) if attempt.stored else PublishRefused(text)
+            raise for_good(self._but(attempt, PublishRefused(text)))
+
+    @staticmethod
+    def _but(attempt: Attempt, refusal: PublishRefused) -> PublishRefused | PublishUnknown:
+        """The error for a part of what was to be sent: the rest is stored."""
+        error = PublishUnknown(str(refusal)) if attempt.stored else refusal
+        error.left = frozenset(attempt.left)
+        return error
 
     def _open(self) -> Publisher:
         publisher = self._driver.publisher
@@ -143,8 +172,9 @@ class Sending:
         try:
             yield
         except ChannelLost as error:
-            kind = BrokerUnavailable if passes(error) else PublishRefused
-            raise kind(f"RabbitMQ at {self._driver.place}: {explained(error)}") from error
+            if passes(error):
+                raise BrokerUnavailable(f"RabbitMQ at {self._driver.place}: {explained(error)}") from error
+            raise PublishRefused(f"RabbitMQ at {self._driver.place}: {explained(error)}") from error
         except LinkLost as error:
             raise BrokerUnavailable(f"RabbitMQ at {self._driver.place}: {error}") from error
 
@@ -198,7 +228,14 @@ class Sending:
                     steps = list(self._topology.dead(name))
                 case _:
                     steps = [] if self._has_levels(publisher) else list(self._topology.levels())
-            carry_out(channel, iter(steps), self._driver.timeout)
+            try:
+                carry_out(channel, iter(steps), self._driver.timeout)
+            except ChannelLost as error:
+                if kind not in ("queue", "due", "dead") or passes(error):
+                    raise  # it is in the way of every message
+                what = "dead letters of queue" if kind == "dead" else "queue"
+                text = f"RabbitMQ at {self._driver.place}: {what} {name!r} cannot be used: {explained(error)}"
+                raise for_good(PublishRefused(text)) from error
         channel.close()
 
     def _has_levels(self, publisher: Publisher) -> bool:

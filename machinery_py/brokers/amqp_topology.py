@@ -24,7 +24,7 @@ from typing import Any
 
 from machinery_py._drivers.amqp_link import Channel, settle
 from machinery_py.config_sections import AMQPConfig
-from machinery_py.errors import PublishRefused
+from machinery_py.errors import PublishRefused, for_good
 
 LEVELS = 33  # the longest delay is 2³³ - 1 ticks: 13 years
 TICK = 0.05  # seconds; a delayed message comes so late at most, and never early
@@ -48,6 +48,7 @@ class Topology:
         self.default_queue = default_queue
         self.is_quorum = config.queue_declare_args.get("x-queue-type") == "quorum"
         self.limits_length = bool({"x-max-length", "x-max-length-bytes"} & config.queue_declare_args.keys())
+        self.rejects = config.queue_declare_args.get("x-overflow") == "reject-publish"
         # Quorum queues as well, or all of a cluster would stand still when the node is gone that has these.
         self.registry = self._named("queues")
         self.workers = self._named("workers")
@@ -106,7 +107,10 @@ class Topology:
     def queue(self, queue: str) -> Iterator[Step]:
         """What a worker or a sender needs to have for a queue."""
         if len(queue.encode(errors="replace")) > LONGEST_NAME:
-            raise PublishRefused(f"queue {queue[:40]!r}…: its name is longer than {LONGEST_NAME} bytes")
+            raise for_good(PublishRefused(f"queue {queue[:40]!r}…: its name is longer than {LONGEST_NAME} bytes"))
+        if "\r" in queue or "\n" in queue:
+            # RabbitMQ leaves them out of the names of queues, and not out of routing keys: nothing would ever come there.
+            raise for_good(PublishRefused(f"queue {queue[:40]!r}: a line break is in its name (give it another)"))
         exchange, arguments = self.config.exchange, dict(self.config.queue_binding_args)
         yield "queue_declare", {"queue": queue, "durable": True, "arguments": dict(self.config.queue_declare_args)}
         keys = [queue, self.config.binding_key] if queue == self.default_queue else [queue]

@@ -297,6 +297,16 @@ class Broker(ABC):
         After a lost reply nobody knows whether they are still there: put what they held elsewhere first.
         """
 
+    def bury(self, message: Message, *, queue: str, reason: str, error: str) -> None:
+        """Keep a message that was never stored as a dead letter of this queue, which need not be its own.
+
+        Done again, it may be there twice.
+
+        Raises:
+            PublishRefused, Unsupported: it is not kept.
+        """
+        raise Unsupported(f"{type(self).__name__} keeps no dead letters of its own accord")
+
     def concerns(self) -> list[Concern]:
         """How its server could lose what it has stored; nothing if all is well."""
         return []

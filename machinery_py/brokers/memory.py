@@ -264,6 +264,15 @@ class MemoryBroker(Broker):
             letters = [letter for letter in reversed(self._dead.values()) if queue in ("", letter.queue)]
             return letters[:limit]
 
+    def bury(self, message: Message, *, queue: str, reason: str, error: str) -> None:
+        letter = DeadLetter(
+            id=uuid.uuid4().hex, uuid=message.uuid, name=message.name, queue=queue, body=message.body, reason=reason,
+            error=error, died_at=self.hub.clock.now(),
+        )
+        with self.hub.lock:
+            self._queues.setdefault(queue, [])
+            self._dead[letter.id] = letter
+
     def take_dead(self, ids: Sequence[str]) -> list[DeadLetter]:
         with self.hub.lock:
             return [self._dead.pop(id) for id in ids if id in self._dead]

@@ -21,7 +21,7 @@ from typing import TypeVar
 
 import msgspec
 
-from machinery_py._drivers.mongo import Document, MongoDriver, Store, insert_new
+from machinery_py._drivers.mongo import Document, MongoDriver, Store, insert_new, printable
 from machinery_py._drivers.session_files import bury, host_folder, ran
 from machinery_py._drivers.session_info import SessionInfo, is_dead
 from machinery_py.brokers.base import (
@@ -337,6 +337,18 @@ class MongoBroker(Broker):
             lambda store: [letter_of(one) for one in store.machinery_messages.find(query).sort(order).limit(limit)],
             "listing dead letters",
         )
+
+    def bury(self, message: Message, *, queue: str, reason: str, error: str) -> None:
+        now = self.driver.now()
+        there = msgspec.structs.replace(message, queue=queue, eta=None)
+        [document] = documents_of([there], token="", first=self.driver.next_order(1), now=now)
+        document |= {"status": int(Status.DEAD), "reason": reason, "error": printable(error), "died_at": now}
+
+        def write(store: Store) -> None:
+            insert_new(store.machinery_queues, [{"_id": queue}])
+            insert_new(store.machinery_messages, [document])
+
+        self.driver.run(write, doing="burying a message", away=BrokerUnavailable, refused=PublishRefused)
 
     def take_dead(self, ids: Sequence[str]) -> list[DeadLetter]:
         def take(store: Store) -> list[DeadLetter]:

@@ -33,6 +33,7 @@ from machinery_py.brokers.redis_messages import (
     Queues,
     head_of,
     known,
+    label_of,
     letter_of,
     message_of,
     noted,
@@ -302,6 +303,10 @@ class RedisBroker(Broker):
         ]
         letters.sort(key=lambda letter: (letter.died_at, int(letter.id.partition("@")[0])), reverse=True)
         return letters[:limit]
+
+    def bury(self, message: Message, *, queue: str, reason: str, error: str) -> None:
+        self._run(redis_looking.BURY, self.driver.now(), queue_keys(queue), head_of(message.uuid, message.name, reason, error),
+                  raw(label_of(message)), raw(message.body), doing="burying a message")
 
     def take_dead(self, ids: Sequence[str]) -> list[DeadLetter]:
         places = [(number, queue) for number, at, queue in (id.partition("@") for id in dict.fromkeys(ids)) if at and queue]

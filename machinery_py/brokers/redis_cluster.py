@@ -165,7 +165,9 @@ class ClusterBroker(Broker):
             except (BrokerUnavailable, PublishRefused) as error:
                 if done == 0:
                     raise
-                raise PublishUnknown(f"{done} of {len(parts)} queues have their messages; queue {queue!r}: {error}") from error
+                unknown = PublishUnknown(f"{done} of {len(parts)} queues have their messages; queue {queue!r}: {error}")
+                unknown.permanent = error.permanent
+                raise unknown from error
         return new
 
     def put_once(self, messages: Sequence[tuple[str, Message]]) -> None:
@@ -324,6 +326,9 @@ class ClusterBroker(Broker):
         ]
         letters.sort(key=lambda letter: letter.died_at, reverse=True)
         return letters[:limit]
+
+    def bury(self, message: Message, *, queue: str, reason: str, error: str) -> None:
+        self._of(queue).bury(message, queue=queue, reason=reason, error=error)
 
     def take_dead(self, ids: Sequence[str]) -> list[DeadLetter]:
         queues = {id: id.partition("@")[2] for id in ids}

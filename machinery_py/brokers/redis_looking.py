@@ -149,6 +149,16 @@ end
 return found
 """)
 
+# In: now, queue, head of the dead letter, label, body. Out: nothing. A message that was never on a list becomes a dead letter.
+BURY = Script(LIBRARY + r"""
+local text, q, head, label, body = unpack(unpacked)
+key_type(q[2] .. 'd', 'hash')
+key_type(q[2] .. 'e', 'zset')
+counter(q[2] .. 'n')
+try('SADD', 'mpy:queues', q[1])
+bury(q, wrap(0, 0, 0, 0, 0, label, body), now_of(text), head)
+""")
+
 # In: (queue, id) of each. Out: the letter of each, or nothing.
 TAKE_DEAD = Script(PRELUDE + r"""
 local found = {}

@@ -24,7 +24,7 @@ import msgspec
 from machinery_py._drivers import session_files, session_info
 from machinery_py._drivers.session_files import Life
 from machinery_py._drivers.sqlite import SQLiteDriver
-from machinery_py._drivers.sqlite_rows import as_json, insert_rows
+from machinery_py._drivers.sqlite_rows import as_json, insert_rows, printable
 from machinery_py.brokers.base import (
     Broker,
     BrokerFeatures,
@@ -252,6 +252,14 @@ class SQLiteBroker(Broker):
         with self.driver.reading() as connection:
             rows = connection.execute(f"{_DEAD} {where} ORDER BY id DESC LIMIT ?", parameters).fetchall()
         return [_letter(*row) for row in rows]
+
+    def bury(self, message: Message, *, queue: str, reason: str, error: str) -> None:
+        row = (printable(message.uuid), printable(message.name), queue, message.body, reason, printable(error), self.driver.now())
+        with self.driver.transaction() as connection:
+            self._name_queues(connection, {queue})
+            connection.execute(
+                "INSERT INTO dead (uuid, name, queue, body, reason, error, strikes, died_at) VALUES (?, ?, ?, ?, ?, ?, 0, ?)", row
+            )
 
     def take_dead(self, ids: Sequence[str]) -> list[DeadLetter]:
         wanted = as_json([int(id) for id in ids if id.isascii() and id.isdigit() and len(id) < 19])

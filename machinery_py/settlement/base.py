@@ -13,13 +13,24 @@ from __future__ import annotations
 import datetime as dt
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import msgspec
 
 from machinery_py.backends.base import Amendment, Backend, Change, ReadyGroup, Verdict
 from machinery_py.brokers.base import Broker, Consumer, Delivery, Fate, Message
-from machinery_py.errors import Unsupported
+from machinery_py.errors import (
+    BackendUnavailable,
+    MachineryError,
+    PublishRefused,
+    PublishUnknown,
+    StoreUnusable,
+    Unsupported,
+)
 from machinery_py.states import Arrival, GroupMeta, TaskState
+from machinery_py.texts import get_logger
+
+logger = get_logger(__name__)
 
 
 class Submission(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -90,6 +101,41 @@ def change_of(firing: Firing, outbox: Sequence[bytes] = ()) -> Change:
         key=firing.task_uuid or firing.group_uuid, fires=firing.group_uuid, states=firing.states, groups=firing.groups,
         arrivals=firing.arrivals, outbox=outbox,
     )
+
+
+class Refusal(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """What becomes true in place of a message that its store refuses for good.
+
+    Attributes:
+        states: FAILURE of its task first, with the message in it; then PENDING of what is sent.
+        queue: where the program keeps what has no other place.
+    """
+
+    states: Sequence[TaskState]
+    send: Sequence[Message] = ()
+    groups: Sequence[GroupMeta] = ()
+    arrivals: Sequence[Arrival] = ()
+    queue: str = ""
+
+
+Sending = TypeVar("Sending", Settlement, Firing)
+
+
+def in_place_of(sending: Sending, refusals: Sequence[Refusal]) -> Sending:
+    """The settlement or firing when all that it sends is refused for good: the rest stands, and these tasks have failed."""
+    failed = {message.uuid for message in sending.send}  # of a retry the task itself
+    own: list[TaskState] = [state for state in sending.states if state.task_uuid not in failed]
+    return msgspec.structs.replace(
+        sending, states=(*own, *(state for one in refusals for state in one.states)),
+        send=[message for one in refusals for message in one.send], groups=[group for one in refusals for group in one.groups],
+        arrivals=(*sending.arrivals, *(arrival for one in refusals for arrival in one.arrivals)),
+    )
+
+
+REASON_REFUSED = "refused"  # of the dead letter of such a message
+
+#: A store's trouble, which passes unless it is permanent.
+AWAY = (BackendUnavailable, PublishRefused, PublishUnknown, StoreUnusable)
 
 
 class Session(ABC):
@@ -167,6 +213,31 @@ class Store(ABC):
 
     broker: Broker
     backend: Backend
+    refusal: Callable[[Message, Exception], Refusal] | None = None  # the engine's, which knows what follows a failed task
+
+    def give_up(self, message: Message, error: Exception, *home: str) -> None:
+        """Keep a message that was refused for good among the dead letters: of `home`, the queue it was sent from, if there
+        is one and it can be used, else of another.
+
+        Raises:
+            BrokerUnavailable, PublishUnknown: nobody knows whether it is kept.
+        """
+        logger.error("task %s (%s) cannot be sent to %r, and has failed: %s", message.uuid, message.name, message.queue, error,
+                     extra={"task_uuid": message.uuid})
+        bare = msgspec.structs.replace(message, body=b"")  # it may be too large for any queue
+        only = f"{error}; too large for a dead letter, only its state keeps it (machinery retry {message.uuid})"
+        for letter, text in ((message, str(error)), (bare, only)):
+            for queue in dict.fromkeys((*home, message.queue)):
+                try:
+                    self.broker.bury(letter, queue=queue, reason=REASON_REFUSED, error=text)
+                except MachineryError as refusal:
+                    if isinstance(refusal, AWAY) and not refusal.permanent:
+                        raise
+                    logger.debug("no dead letter of %s on %r: %s", message.uuid, queue, refusal)
+                else:
+                    return
+        logger.error("there is no dead letter of task %s: only its state keeps it, until that expires", message.uuid,
+                     extra={"task_uuid": message.uuid})
 
     @abstractmethod
     def submit(self, submission: Submission) -> None:

@@ -17,7 +17,7 @@ from machinery_py.brokers.redis_cluster import ClusterBroker
 from machinery_py.clock import Clock
 from machinery_py.settlement.two_stores import TwoStores
 
-_unpack = msgspec.json.Decoder(Message).decode
+_pack = msgspec.json.Encoder().encode
 
 
 class ClusterStore(TwoStores):
@@ -27,11 +27,5 @@ class ClusterStore(TwoStores):
         super().__init__(broker, backend, clock)
         self._messages = broker
 
-    def publish(self, outboxes: Sequence[tuple[str, Sequence[bytes]]]) -> None:
-        """Steps 2 and 3 of two_stores.py."""
-        filled = [(key, bodies) for key, bodies in outboxes if bodies]
-        if filled:
-            self._messages.put_once([
-                (f"out {hashlib.sha1(body).hexdigest()}", _unpack(body)) for _, bodies in filled for body in bodies
-            ])
-            self.backend.clear_outbox(filled)
+    def put(self, messages: Sequence[Message]) -> None:
+        self._messages.put_once([(f"out {hashlib.sha1(_pack(message)).hexdigest()}", message) for message in messages])

@@ -16,13 +16,28 @@ The order of the steps is what makes it safe; each may be the last one before a 
 A second message of a task is no redelivery: it is acknowledged, and the outbox is left to whoever settled the first.
 An outbox whose delivery never comes back (its broker lost it) is sent by `tend` when it is old.
 
+In step 2 the broker may refuse a message. What it refuses for good (too large, a queue that it does not give) fails in its place:
+
+    2a  broker:  the message is a dead letter
+    2b  backend: its task is FAILURE, with the error callbacks in an outbox of its own; members of chords behind it are failed
+    2c           steps 2 and 3 for that outbox; then the others go on
+
+    crash after 2a or 2b: the outbox of step 1 is still there; whoever comes for it does 2a again, and 2b is ALREADY
+
+What a full queue refuses waits: steps 3 and 4 of that settlement are parked, its delivery stays unacknowledged, and all others
+go on. While something is parked the session goes on claiming: a claim makes room in the queue that it claims from, and what is
+parked is tried right behind each claim. So a chain that fills its own queue comes to its end without anybody else.
+
 Limits: with a backend that has no conditional changes (its features say so) callbacks are sent at least once.
 """
 
 from __future__ import annotations
 
+import logging
+import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -30,9 +45,19 @@ from machinery_py._drivers.tokens import RecentTokens
 from machinery_py.backends.base import ALREADY, FENCED, SETTLED, Amendment, Backend, Begun, Change, Verdict
 from machinery_py.brokers.base import Broker, Consumer, Delivery, Disposal, Fate, Message
 from machinery_py.clock import Clock
-from machinery_py.errors import DecodeError, MachineryError, NameRefused, PublishRefused
+from machinery_py.errors import DecodeError, MachineryError, NameRefused, PublishRefused, PublishUnknown
 from machinery_py.names import REASON, check_message
-from machinery_py.settlement.base import ConsumerSession, Firing, Mark, Session, Settlement, Store, Submission, change_of
+from machinery_py.settlement.base import (
+    AWAY,
+    ConsumerSession,
+    Firing,
+    Mark,
+    Session,
+    Settlement,
+    Store,
+    Submission,
+    change_of,
+)
 from machinery_py.settlement.one_store import disposal_of, mark_of
 from machinery_py.states import TaskState
 from machinery_py.texts import get_logger
@@ -41,9 +66,27 @@ from machinery_py.wire import decode_signature
 logger = get_logger(__name__)
 
 OUTBOX_AGE = 5.0  # seconds; by then the one who is at it is dead, or in trouble (overtaking it does no harm)
+TOLD_EVERY = 60.0  # seconds between two lines of the log that say that a queue is full
+MOST_PARKED = 1000  # settlements of a session that wait for room; from then on it claims one by one
 
 _pack = msgspec.json.Encoder().encode
 _unpack = msgspec.json.Decoder(Message).decode
+
+
+class Outbox(NamedTuple):
+    """What is to be published for `key`. `home`: the queue of the delivery that sends it, if there is one."""
+
+    key: str
+    bodies: Sequence[bytes]
+    home: str = ""
+
+
+class Posted:
+    """What became of messages that were published: those that found no room, by key; an error, if one was refused."""
+
+    def __init__(self) -> None:
+        self.left: dict[str, list[Message]] = {}
+        self.refused: MachineryError | None = None
 
 
 class TwoStores(Store):
@@ -52,9 +95,11 @@ class TwoStores(Store):
     def __init__(self, broker: Broker, backend: Backend, clock: Clock) -> None:
         self.broker = broker
         self.backend = backend
-        self._clock = clock
+        self.clock = clock
         self._swept = clock.monotonic()
         self._replayed = RecentTokens(clock)
+        self._buried: set[tuple[str, bytes]] = set()  # of what was refused for good and has not failed yet
+        self.parked: set[str] = set()  # outboxes that a session of this process waits to publish
 
     def submit(self, submission: Submission) -> None:
         before = self._finished(submission)
@@ -94,7 +139,7 @@ class TwoStores(Store):
         change = change_of(firing, [_pack(message) for message in firing.send])
         if self.backend.apply([change]) != [SETTLED]:
             return False
-        self.publish([(change.key, change.outbox)])
+        self.publish([Outbox(change.key, change.outbox)])  # what finds no room is left to `tend`
         return True
 
     def amend(self, amendment: Amendment, send: Sequence[Message] = ()) -> bool:
@@ -102,24 +147,112 @@ class TwoStores(Store):
         amendment = msgspec.structs.replace(amendment, outbox=[_pack(message) for message in send])
         if not self.backend.amend(amendment):
             return False
-        self.publish([(amendment.outbox_key, amendment.outbox)])
+        self._publish_all(amendment.outbox_key, amendment.outbox)
         return True
 
     def publish_left(self, key: str) -> None:
-        self.publish([(key, self.backend.outboxes([key])[0])])
+        self._publish_all(key, self.backend.outboxes([key])[0])
 
-    def publish(self, outboxes: Sequence[tuple[str, Sequence[bytes]]]) -> None:
-        """Steps 2 and 3."""
-        filled = [(key, bodies) for key, bodies in outboxes if bodies]
-        if filled:
-            self.broker.put([_unpack(body) for _, bodies in filled for body in bodies], token="")
-            self.backend.clear_outbox(filled)
+    def _publish_all(self, key: str, bodies: Sequence[bytes]) -> None:
+        if (refused := self.publish([Outbox(key, bodies)]).refused) is not None:
+            raise refused
+
+    def publish(self, outboxes: Sequence[Outbox]) -> Posted:
+        """Steps 2 and 3. An outbox of which something found no room is kept.
+
+        Raises:
+            BrokerUnavailable, BackendUnavailable, PublishUnknown: some of it may be done.
+        """
+        filled = [one for one in outboxes if one.bodies]
+        if not filled:
+            return Posted()
+        posted = self.post([(one.key, one.home, _unpack(body)) for one in filled for body in one.bodies])
+        self.backend.clear_outbox([(one.key, one.bodies) for one in filled if one.key not in posted.left])
+        return posted
+
+    def put(self, messages: Sequence[Message]) -> None:
+        self.broker.put(messages, token="")
+
+    def post(self, messages: Sequence[tuple[str, str, Message]]) -> Posted:
+        """Step 2, for messages with the key of their outbox and their home."""
+        posted = Posted()
+        try:
+            self.put([message for _, _, message in messages])
+        except (PublishRefused, PublishUnknown) as error:
+            if not error.permanent and error.left is None:
+                raise
+            posted.refused = error
+            rest = messages if error.left is None else [messages[place] for place in sorted(error.left)]
+            for key, home, message in rest:
+                found = self._post_alone(message, home, posted) if error.permanent else [message]
+                if found:
+                    posted.left.setdefault(key, []).extend(found)
+        return posted
+
+    def _post_alone(self, message: Message, home: str, posted: Posted) -> Sequence[Message]:
+        """What of it finds no room: the message, or what follows from its failure."""
+        try:
+            self.put([message])
+        except (PublishRefused, PublishUnknown) as error:
+            if error.permanent:
+                posted.refused = error
+                return self._fail(message, error, home)
+            if error.left is None:
+                raise
+            return [message]
+        return ()
+
+    def _fail(self, message: Message, error: Exception, home: str) -> Sequence[Message]:
+        """Steps 2a to 2c; what of it finds no room."""
+        if self.refusal is None:
+            raise error
+        refusal, name = self.refusal(message, error), (message.uuid, message.body)
+        if name not in self._buried:
+            self.give_up(message, error, home or refusal.queue)
+            self._buried.add(name)  # a backend that is away must not make a letter of each try
+        change = Change(
+            key=message.uuid, mark=f"refused {refusal.states[0].run}", states=refusal.states, groups=refusal.groups,
+            arrivals=refusal.arrivals, outbox=[_pack(one) for one in refusal.send],
+        )
+        verdict = self._apply_failure(change)
+        self._buried.discard(name)
+        outbox = change.outbox if verdict is SETTLED else ()
+        if verdict is ALREADY:
+            [outbox] = self.backend.outboxes([change.key])
+        left = self.publish([Outbox(change.key, outbox, home)]).left
+        return [one for some in left.values() for one in some]
+
+    def _apply_failure(self, change: Change) -> Verdict:
+        """Without the message, if that is what the backend refuses, too."""
+        state, *others = change.states
+        bare = msgspec.structs.replace(change, states=(msgspec.structs.replace(state, message=b""), *others))
+        for attempt in (change, bare):
+            try:
+                return self.backend.apply([attempt])[0]
+            except MachineryError as error:
+                if not error.permanent and isinstance(error, AWAY):
+                    raise
+                logger.debug("the failure of task %s cannot be stored: %s", change.key, error)
+        logger.error("task %s has failed, and that cannot be stored", change.key, extra={"task_uuid": change.key})
+        return FENCED
 
     def tend(self) -> float:
-        if self._clock.monotonic() - self._swept >= OUTBOX_AGE:
-            self._swept = self._clock.monotonic()
-            self.publish(self.backend.unsent(100, older_than=OUTBOX_AGE))
+        if self.clock.monotonic() - self._swept >= OUTBOX_AGE:
+            self._swept = self.clock.monotonic()
+            old = self.backend.unsent(100, older_than=OUTBOX_AGE)
+            self.publish([Outbox(key, bodies) for key, bodies in old if key not in self.parked])
         return min(self.broker.tend(), self.backend.tend(), OUTBOX_AGE)
+
+
+class _Parked:
+    """A settlement of which something found no room: its delivery, its outbox, and what is left of that to publish."""
+
+    __slots__ = ("disposal", "left", "outbox")
+
+    def __init__(self, disposal: Disposal, outbox: Outbox, left: Sequence[Message]) -> None:
+        self.disposal = disposal
+        self.outbox = outbox
+        self.left = left
 
 
 class TwoSession(ConsumerSession):
@@ -130,6 +263,10 @@ class TwoSession(ConsumerSession):
         super().__init__(consumer)
         self._owed: list[Delivery] = []  # claimed, could not be begun, and could not be given back either
         self._settling = threading.Lock()  # a repeat must see what the first try has left undone
+        self._parked: list[_Parked] = []
+        self._told_at = -math.inf
+        features = store.backend.features
+        self._knows_outboxes = features.keeps and not features.forgets
 
     def _give_back(self) -> None:
         if self._owed:
@@ -138,7 +275,11 @@ class TwoSession(ConsumerSession):
 
     def receive(self, limit: int, timeout: float, order: Sequence[str] = ()) -> list[Delivery]:
         self._give_back()
-        deliveries = self._consumer.receive(limit, timeout, order)
+        self._resume()
+        deliveries = self._consumer.receive(limit if len(self._parked) < MOST_PARKED else 1, timeout, order)
+        # Right behind the claim: it has made room, which others fill as well.
+        if self._resume() and not deliveries:
+            deliveries = self._consumer.receive(limit, timeout, order)
         if not deliveries:
             return deliveries
         known: list[tuple[Delivery, str, int]] = []
@@ -160,21 +301,31 @@ class TwoSession(ConsumerSession):
             self._give_back()
             raise
         over: list[Delivery] = []
-        unsent: list[str] = []
+        unsent: list[Delivery] = []
+        uuids: list[str] = []
         for (delivery, uuid, _), start in zip(known, begun, strict=True):
             if start is None:
                 continue
             if start.finished:
-                over.append(delivery)
                 # Another message of the task leaves the outbox to who is at it: it lives, or its own message comes back.
                 if start.outbox and delivery.redelivered:
-                    unsent.append(uuid)
+                    unsent.append(delivery)
+                    uuids.append(uuid)
+                else:
+                    over.append(delivery)
             else:
                 fresh.append(msgspec.structs.replace(delivery, epoch=start.epoch))
         if unsent:
             # Asked for again when no settlement of ours is between storing an outbox and clearing it.
             with self._settling:
-                self._store.publish(list(zip(unsent, self._store.backend.outboxes(unsent), strict=True)))
+                found = zip(uuids, self._store.backend.outboxes(uuids), unsent, strict=True)
+                outboxes = [Outbox(uuid, bodies, delivery.queue) for uuid, bodies, delivery in found]
+                left = self._store.publish(outboxes).left
+                for delivery, outbox in zip(unsent, outboxes, strict=True):
+                    if outbox.key in left:
+                        self._park(Disposal(delivery=delivery), outbox, left)
+                    else:
+                        over.append(delivery)
         if over:
             self._consumer.dispose([Disposal(delivery=delivery) for delivery in over])
         return fresh
@@ -200,21 +351,80 @@ class TwoSession(ConsumerSession):
     def _settle(self, settlements: Sequence[Settlement]) -> list[Verdict]:
         stated = [settlement for settlement in settlements if settlement.states]
         changes = [self._change(settlement) for settlement in stated]
-        verdicts = dict(zip((id(one) for one in stated), self._store.backend.apply(changes), strict=True))
-        self._store.publish([
-            (change.key, change.outbox)
-            for settlement, change in zip(stated, changes, strict=True)
-            if verdicts[id(settlement)] is SETTLED
-        ])
+        found = self._store.backend.apply(changes)
+        verdicts = dict(zip(map(id, stated), found, strict=True))
+        outboxes = {
+            settlement.uuid: Outbox(change.key, change.outbox, settlement.delivery.queue)
+            for settlement, change, verdict in zip(stated, changes, found, strict=True) if verdict is SETTLED and change.outbox
+        }
         # Our own repeat: what the first try left undone is done now, with the same UUIDs.
-        again = [settlement.uuid for settlement in stated if verdicts[id(settlement)] is ALREADY]
+        again = [settlement for settlement in stated if verdicts[id(settlement)] is ALREADY]
         if again:
-            self._store.publish(list(zip(again, self._store.backend.outboxes(again), strict=True)))
-        ours = self._consumer.dispose([disposal_of(settlement) for settlement in settlements])
-        return [
-            verdicts.get(id(settlement), SETTLED if mine else FENCED)
-            for settlement, mine in zip(settlements, ours, strict=True)
-        ]
+            kept = self._store.backend.outboxes([settlement.uuid for settlement in again])
+            outboxes |= {one.uuid: Outbox(one.uuid, bodies, one.delivery.queue) for one, bodies in zip(again, kept, strict=True)}
+        left = self._store.publish(list(outboxes.values())).left if outboxes else {}
+        over = settlements
+        if left:
+            over = [one for one in settlements if one.uuid not in left or verdicts.get(id(one), FENCED) is FENCED]
+            there = set(map(id, over))
+            for one in settlements:
+                if id(one) not in there:
+                    self._park(disposal_of(one), outboxes[one.uuid], left)
+        ours = self._consumer.dispose([disposal_of(settlement) for settlement in over])
+        for settlement, mine in zip(over, ours, strict=True):
+            verdicts.setdefault(id(settlement), SETTLED if mine else FENCED)
+        return [verdicts[id(settlement)] for settlement in settlements]
+
+    # What waits for room
+
+    def _park(self, disposal: Disposal, outbox: Outbox, left: Mapping[str, Sequence[Message]]) -> None:
+        now = self._store.clock.monotonic()
+        is_news = now - self._told_at > TOLD_EVERY
+        self._told_at = now if is_news else self._told_at
+        logger.log(logging.WARNING if is_news else logging.DEBUG,
+                   "a queue is full: what follows from task %s waits for room, and the worker goes on", outbox.key)
+        self._parked.append(_Parked(disposal, outbox, left[outbox.key]))
+        self._store.parked.add(outbox.key)
+
+    def _resume(self) -> bool:
+        """Publish what is parked, as far as there is room now; whether there was."""
+        if not self._parked or not self._settling.acquire(blocking=False):
+            return False
+        try:
+            before = len(self._parked)
+            self._publish_parked()
+            return len(self._parked) < before
+        except MachineryError as error:
+            logger.debug("what waits for room could not be published: %s", error)
+            return False
+        finally:
+            self._settling.release()
+
+    def _publish_parked(self) -> None:
+        # What was lost with the connection is another's: its message comes back, and brings the outbox.
+        held = [one for one in self._parked if not self._consumer.is_lost(one.disposal.delivery)]
+        if self._knows_outboxes and held:
+            # Old ones are published by others as well.
+            for one, kept in zip(held, self._store.backend.outboxes([one.outbox.key for one in held]), strict=True):
+                one.left = one.left if kept else ()
+        waiting = [(one.outbox.key, one.outbox.home, message) for one in held for message in one.left]
+        posted = self._store.post(waiting) if waiting else Posted()
+        for one in held:
+            one.left = posted.left.get(one.outbox.key, ())
+        done = [one for one in held if not one.left]
+        self._store.backend.clear_outbox([(one.outbox.key, one.outbox.bodies) for one in done])
+        self._consumer.dispose([one.disposal for one in done])
+        self._store.parked.difference_update(one.outbox.key for one in self._parked if not one.left)
+        self._parked = [one for one in held if one.left]
+
+    def beat(self) -> bool:
+        is_ours = super().beat()
+        self._resume()
+        return is_ours
+
+    def close(self) -> None:
+        self._resume()
+        super().close()
 
     def _change(self, settlement: Settlement) -> Change:
         return Change(

@@ -219,6 +219,9 @@ class FlakyBroker(Broker):
     def dead_letters(self, *, limit: int, queue: str = "") -> list[DeadLetter]:
         return self.inner.dead_letters(limit=limit, queue=queue)
 
+    def bury(self, message: Message, *, queue: str, reason: str, error: str) -> None:
+        self.faults.broker("bury", lambda: self.inner.bury(message, queue=queue, reason=reason, error=error))
+
     def take_dead(self, ids: Sequence[str]) -> list[DeadLetter]:
         return self.inner.take_dead(ids)
 

@@ -21,7 +21,7 @@ from machinery_py.engine import NOTHING, Engine, Outgoing, broken
 from machinery_py.errors import ArgumentError, DecodeError, MachineryError, NoRetry, RetryTaskLater, TimeLimitExceeded
 from machinery_py.outcomes import REVOKED, Failed, FollowUp, Outcome, Postponed, Succeeded, failing, follow_up
 from machinery_py.registry import Task, TaskSettings
-from machinery_py.settlement.base import Mark, Settlement
+from machinery_py.settlement.base import Mark, Settlement, in_place_of
 from machinery_py.signature import Signature
 from machinery_py.states import Arrival, State, TaskState
 from machinery_py.texts import get_logger
@@ -356,15 +356,37 @@ class Execution:
             logger.exception("what follows task %s cannot be sent", self.signature.uuid)
             outcome = Failed(error=f"what follows the task cannot be sent: {text_of(error)}",
                              error_type=type_name_of(error), traceback=traceback_of(error), retryable=False)
-            bare = self.signature.replace(on_success=(), on_error=())
-            now = self.engine.clock.now()
-            then = follow_up(bare, outcome, now=now)
-            return self._settlement(then, now, fate=fate, reason=reason), outcome
+            return self._ended_in_failure(outcome, fate=fate, reason=reason), outcome
+
+    def _ended_in_failure(self, outcome: Failed, *, fate: Fate, reason: str) -> Settlement:
+        """With its error callbacks and the chords behind it, as far as they can be sent."""
+        now = self.engine.clock.now()
+        for signature in (self.signature, self.signature.replace(on_success=())):
+            try:
+                return self._settlement(follow_up(signature, outcome, now=now), now, fate=fate, reason=reason)
+            except Exception as error:
+                logger.error("nor can its error callbacks: %s", text_of(error), extra={"task_uuid": self.signature.uuid})
+        bare = self.signature.replace(on_success=(), on_error=())
+        return self._settlement(follow_up(bare, outcome, now=now), now, fate=fate, reason=reason)
 
     def fail_unstorable(self, error: Exception) -> None:
         """End it anew, as a failure: how it had ended cannot be stored. Called in the settler's thread, before anybody knows."""
         outcome = Failed(error=f"the result cannot be stored: {text_of(error)}", error_type=type_name_of(error), retryable=False)
         self.settlement, self.outcome = self._ended(outcome, fate=Fate.DEAD, reason=REASON_UNSTORABLE)
+
+    def refuse_sends(self, error: MachineryError) -> None:
+        """End it anew: how it ended stands, and what it sends has failed. Called in the settler's thread."""
+        settlement = self.settlement
+        assert settlement is not None
+        self.sends = ()
+        self.settlement = in_place_of(settlement, [self.engine.refusal(message, error) for message in settlement.send])
+
+    def give_up(self, error: Exception) -> None:
+        """End it anew, without a state: its message is a dead letter. Called in the settler's thread."""
+        self.settlement = Settlement(
+            delivery=self.delivery, uuid=self.signature.uuid, name=self.signature.name, fate=Fate.DEAD,
+            reason=REASON_UNSTORABLE, error=f"{type(error).__name__}: {error}",
+        )
 
     def _settlement(self, then: FollowUp, now: dt.datetime, *, fate: Fate, reason: str) -> Settlement:
         signature = self.signature

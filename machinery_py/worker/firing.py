@@ -9,20 +9,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from machinery_py.backends.base import ReadyGroup
-from machinery_py.endings import end_unheld
+from machinery_py.endings import end_unheld, fire
 from machinery_py.engine import Engine
-from machinery_py.errors import (
-    BackendUnavailable,
-    DecodeError,
-    NameRefused,
-    PublishRefused,
-    PublishUnknown,
-    StateNotFound,
-    StoreUnusable,
-)
+from machinery_py.errors import DecodeError, MachineryError, NameRefused, StateNotFound
 from machinery_py.names import check_uuid
 from machinery_py.outcomes import Failed
-from machinery_py.settlement.base import Firing
+from machinery_py.settlement.base import AWAY, Firing
 from machinery_py.signature import Signature
 from machinery_py.states import TaskState
 from machinery_py.texts import get_logger
@@ -31,8 +23,6 @@ from machinery_py.worker.usercode import text_of
 from machinery_py.workflow import chord_callback
 
 logger = get_logger(__name__)
-
-AWAY = (BackendUnavailable, PublishRefused, PublishUnknown, StoreUnusable)  # no group's fault: the next look tries again
 
 
 def fire_ready_groups(engine: Engine) -> int:
@@ -49,14 +39,14 @@ def fire_ready_groups(engine: Engine) -> int:
 def _fire(engine: Engine, ready: ReadyGroup) -> bool:
     try:
         firing, sent = firing_of(engine, ready)
-        fired = engine.store.fire(firing)
-    except NameRefused as error:
-        # Where its callback should go, or its state be, there is something else: nobody can be told, but the group must end.
-        logger.error("group %s ends without its callback: %s", ready.group_uuid, error)
-        return engine.store.fire(Firing(group_uuid=ready.group_uuid))
-    except AWAY:
-        raise
-    except Exception:  # the groups behind it must not wait for it
+        fired = fire(engine, firing)
+    except Exception as error:  # the groups behind it must not wait for it
+        if isinstance(error, MachineryError) and error.permanent:
+            # Where its callback should go, or its state be, there is something else: nobody can be told, but the group must end.
+            logger.error("group %s ends without its callback: %s", ready.group_uuid, error)
+            return engine.store.fire(Firing(group_uuid=ready.group_uuid))
+        if isinstance(error, AWAY):
+            raise
         logger.exception("group %s cannot be settled now", ready.group_uuid)
         return False
     if fired:

@@ -179,6 +179,8 @@ def open_patiently(
         except StoreUnusable:
             raise
         except PASSES as error:
+            if error.permanent:
+                raise
             deadline = time.monotonic() + outage.failed(error)
             if outage.given_up is not None:
                 raise outage.given_up from error

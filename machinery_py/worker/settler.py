@@ -12,11 +12,11 @@ import threading
 from collections.abc import Callable, Sequence
 
 from machinery_py.backends.base import FENCED, Verdict
-from machinery_py.brokers.base import Fate
-from machinery_py.errors import BackendUnavailable, NameRefused, PublishRefused, PublishUnknown, StoreUnusable
-from machinery_py.settlement.base import Mark, Session, Settlement
-from machinery_py.texts import MAX_ERROR, cut, get_logger
-from machinery_py.worker.execution import REASON_UNSTORABLE, Execution
+from machinery_py.brokers.base import Message
+from machinery_py.errors import MachineryError
+from machinery_py.settlement.base import AWAY, Mark, Session, Settlement
+from machinery_py.texts import get_logger
+from machinery_py.worker.execution import Execution
 from machinery_py.worker.outage import Outage
 
 logger = get_logger(__name__)
@@ -24,7 +24,6 @@ logger = get_logger(__name__)
 MAX_BATCH = 512  # executions; bounds how long one commit holds the store
 MARK_DELAY = 0.002  # seconds; longer than a task takes whose end follows at once
 
-TROUBLE = (PublishRefused, PublishUnknown, BackendUnavailable, StoreUnusable)  # the store's, not the settlement's
 
 
 class Settler:
@@ -130,29 +129,34 @@ class Settler:
     def _fire(self) -> None:
         try:
             self._after_batch()
-        except TROUBLE as error:
+        except AWAY as error:
             logger.warning("a group could not be settled: %s; it will be tried again", error)
         except Exception:  # upkeep tries again; the settler must live on
             logger.exception("a group could not be settled; it will be tried again")
 
     def _settle(self, over: Sequence[Execution], marks: Sequence[Mark]) -> Sequence[Verdict]:
+        try:
+            return self._patiently(over, marks)
+        except Exception as error:
+            # One of them is at fault, and must not keep the others from being settled.
+            if len(over) > 1:
+                logger.warning("a batch of %d settlements failed (%s); trying them one by one", len(over), error)
+        return [self._settle_one(execution) for execution in over]
+
+    def _patiently(self, over: Sequence[Execution], marks: Sequence[Mark] = ()) -> Sequence[Verdict]:
+        """Settle them, as soon as the store can. Raises what no waiting would better."""
         while True:
             try:
                 verdicts = self._session.settle(_settlements(over), marks)
-            except NameRefused as error:
-                logger.error("a batch of %d settlements is refused; trying them one by one: %s", len(over), error)
-                return self._one_by_one(over)
-            except TROUBLE as error:
+            except AWAY as error:
+                if error.permanent:
+                    raise
                 # Nothing is lost: the deliveries are still ours, and what was written already is ALREADY the next time.
                 if self.healthy:
                     logger.error("results cannot be stored: %s; no new tasks are taken until they can", error)
                 self.healthy = False
                 if self._give_up.wait(self._outage.failed(error, is_told=True)):
                     return [FENCED] * len(over)
-            except Exception:
-                # One of them is at fault, and must not keep the others from being settled.
-                logger.exception("a batch of %d settlements failed; trying them one by one", len(over))
-                return self._one_by_one(over)
             else:
                 if not self.healthy:
                     logger.warning("results can be stored again")
@@ -160,39 +164,41 @@ class Settler:
                 self.healthy = True
                 return verdicts
 
-    def _one_by_one(self, over: Sequence[Execution]) -> Sequence[Verdict]:
-        verdicts: list[Verdict] = []
-        for execution in over:
-            try:
-                verdicts.extend(self._session.settle(_settlements([execution])))
-            except NameRefused as error:
-                logger.error("the settlement of task %s is refused; its message goes to the dead letters: %s",
-                             execution.signature.uuid, error, extra={"task_uuid": execution.signature.uuid})
-                verdicts.append(self._give_up_one(execution, error))
-            except TROUBLE:
-                verdicts.extend(self._settle([execution], ()))
-            except Exception as error:
-                logger.exception("the settlement of task %s cannot be stored; its message goes to the dead letters",
-                                 execution.signature.uuid, extra={"task_uuid": execution.signature.uuid})
-                verdicts.append(self._give_up_one(execution, error))
-        return verdicts
+    def _settle_one(self, execution: Execution) -> Verdict:
+        """Settle what may be refused for good, as much of it as the store takes, so that nobody waits for it.
 
-    def _give_up_one(self, execution: Execution, error: Exception) -> Verdict:
-        """Fail a task whose end cannot be stored, so that nobody waits for it; if even that cannot be, keep its message."""
-        execution.fail_unstorable(error)
+        As it ended; as it ended, and what follows it has failed; as a failure; its message as a dead letter. What is not
+        even taken as a dead letter stays with this worker, and comes back when that ends.
+        """
+        uuid, settlement = execution.signature.uuid, execution.settlement
         try:
-            return self._session.settle(_settlements([execution]))[0]
-        except NameRefused as refusal:
-            logger.error("the failure of task %s cannot be stored either: %s", execution.signature.uuid, refusal)
-        except TROUBLE:
-            return self._settle([execution], ())[0]
-        except Exception:
-            logger.exception("the failure of task %s cannot be stored either", execution.signature.uuid)
-        dead = Settlement(
-            delivery=execution.delivery, uuid=execution.signature.uuid, name=execution.signature.name, fate=Fate.DEAD,
-            reason=REASON_UNSTORABLE, error=cut(f"{type(error).__name__}: {error}", MAX_ERROR),
-        )
-        return self._session.settle([dead])[0]
+            return self._patiently([execution])[0]
+        except Exception as error:
+            refused = error
+        if settlement is not None and settlement.send and isinstance(refused, MachineryError) and refused.permanent:
+            try:
+                execution.refuse_sends(refused)
+                [verdict] = self._patiently([execution])
+                self._bury(execution, settlement.send, refused)
+                return verdict
+            except Exception as error:
+                logger.debug("it is not what follows task %s: %s", uuid, error)
+        logger.error("the end of task %s cannot be stored; its message goes to the dead letters: %s", uuid, refused,
+                     exc_info=None if isinstance(refused, MachineryError) else refused, extra={"task_uuid": uuid})
+        for give_up in (execution.fail_unstorable, execution.give_up):
+            try:
+                give_up(refused)
+                return self._patiently([execution])[0]
+            except Exception as error:
+                logger.error("nor can that be stored: %s", error, extra={"task_uuid": uuid})
+        return FENCED
+
+    def _bury(self, execution: Execution, messages: Sequence[Message], error: Exception) -> None:
+        for message in messages:
+            try:
+                execution.engine.store.give_up(message, error, execution.delivery.queue)
+            except MachineryError as trouble:
+                logger.error("there is no dead letter of task %s, only its state: %s", message.uuid, trouble)
 
 
 def _settlements(over: Sequence[Execution]) -> list[Settlement]:

@@ -237,7 +237,7 @@ def test_a_lost_reply_behind_which_the_task_has_ended_is_no_second_call(flaky: F
     def slow(amendment: Any) -> bool:
         assert amend(amendment)
         backend.inner.amend = amend  # type: ignore[method-assign]
-        flaky.server.engine.store.publish([(amendment.outbox_key, amendment.outbox)])  # type: ignore[attr-defined]
+        flaky.server.engine.store.publish_left(amendment.outbox_key)
         with flaky.server.new_worker(concurrency=1) as worker:
             wait_until(lambda: worker.processed and backend.inner.claims([amendment.name]) == [None])
         return False

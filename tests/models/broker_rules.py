@@ -194,6 +194,10 @@ class BrokerMachine(Arrivals):
     def purge(self, queue: str, bodies: list[bytes]) -> None:
         self.run(redis_looking.PURGE, looking.purge, self.queue(queue), [raw(body) for body in bodies])
 
+    @rule(passed=Passed, queue=Queue1, body=st.sampled_from(BODIES), label=st.sampled_from([b"", b"label"]))
+    def bury(self, passed: int, queue: str, body: bytes, label: bytes) -> None:
+        self.run(redis_looking.BURY, looking.bury, self.passed(passed), self.queue(queue), raw(b"head"), raw(label), raw(body))
+
     @rule(pick=Pick)
     def take_dead(self, pick: int) -> None:
         letters = [(queue, id) for queue in self.keys for id in sorted(self.model.fields(queue[1] + "d"))]

@@ -6,7 +6,8 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 
-from tests.models.messages import DELAYED, Queue, digest, flight_of, list_of, ring, unpark
+from tests.models import messages
+from tests.models.messages import DELAYED, Entry, Queue, digest, flight_of, list_of, ring, unpark
 from tests.models.redis import Bag, Redis, Zset
 
 
@@ -109,6 +110,12 @@ def dead(redis: Redis, queues: Sequence[Queue], limit: int) -> object:
         [[id, redis.fields(prefix + "d").get(id)] for id, _ in list(reversed(redis.scores(prefix + "e").in_order()))[:limit]]
         for _, prefix in queues
     ]
+
+
+def bury(redis: Redis, text: str, queue: Queue, head: str, label: str, body: str) -> object:
+    redis.add("mpy:queues", queue[0])
+    messages.bury(redis, queue, Entry(0, 0, 0, 0, 0, label, body), head, int(text))
+    return None
 
 
 def take_dead(redis: Redis, letters: Sequence[tuple[Queue, str]]) -> object:

@@ -185,6 +185,7 @@ def empty(redis: Redis, queue: Queue, session: str, began: Collection[str] | Non
 
 
 def bury(redis: Redis, queue: Queue, entry: Entry, head: str, now: int) -> None:
+    """Keep it as a dead letter."""
     id = str(redis.count(queue[1] + "n"))
     letter = f"{entry.strikes} {now} {len(head)} {len(entry.label)}\n{head}{entry.label}{entry.body}"
     redis.write(queue[1] + "d", {id: letter})

@@ -129,6 +129,7 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "looking PAUSE": (QUEUES[0],),
     "looking RESUME": (QUEUES[0],),
     "looking DEAD": (QUEUES, 10),
+    "looking BURY": (NOW, QUEUES[0], raw(b"head"), raw(b"label"), raw(b"body")),
     "looking TAKE_DEAD": ([(QUEUES[0], "4"), (QUEUES[1], "1")],),
     "backend APPLY": (NOW, 3600, *changes(arrivals=[ARRIVAL], outbox=b"out")),
     "backend BEGIN": ([("task_2", 0), ("task_1", 0)],),
@@ -287,7 +288,7 @@ def half_done(beside: Beside, call: Callable[[], str]) -> list[str]:
 
 NEEDS_ROOM = {
     "broker PUT", "broker REGISTER", "broker BEGIN", "backend APPLY", "backend BEGIN", "backend PARTIAL", "backend REVOKE",
-    "settlement SUBMIT", "locks _ACQUIRE", "amending AMEND", "sending AMEND",
+    "settlement SUBMIT", "locks _ACQUIRE", "amending AMEND", "sending AMEND", "looking BURY",
 }
 
 

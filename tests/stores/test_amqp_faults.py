@@ -330,7 +330,7 @@ def test_f73_a_task_that_nobody_knows_comes_back_after_pauses_that_grow(amqp_url
 def test_f74_what_is_too_large_for_the_server_is_refused(strict_server: RabbitMQServer, open_broker: Open) -> None:
     broker = open_broker(strict_server.url)
 
-    with pytest.raises(PublishRefused, match=r"1100000.*max_message_size"):
+    with pytest.raises(PublishRefused, match=r"1,100,000 bytes.*max_message_size"):
         put(broker, b"x" * 1_100_000, queue="f74")
 
     put(broker, b"small", queue="f74")

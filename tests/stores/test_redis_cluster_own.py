@@ -24,7 +24,7 @@ from machinery_py.brokers.redis_messages import EMPTY
 from machinery_py.errors import BackendUnavailable, BrokerUnavailable, PublishRefused, PublishUnknown, StoreUnusable
 from machinery_py.settlement.base import Store
 from machinery_py.settlement.redis_cluster_store import ClusterStore
-from machinery_py.settlement.two_stores import TwoStores
+from machinery_py.settlement.two_stores import Outbox, TwoStores
 from machinery_py.states import Arrival, GroupMeta, State, TaskState
 from machinery_py.testing.conformance.claims import claim
 from machinery_py.testing.conformance.fencing import body_of, drain, message_of, settlement, state_of, submit
@@ -224,7 +224,7 @@ def test_an_outbox_that_is_published_twice_is_sent_once(open_store: OpenStore) -
     outbox = [msgspec.json.encode(message) for message in end.send]
     store.backend.apply([Change(key="a", mark="m", states=end.states, outbox=outbox)])
 
-    together(4, lambda _: open_store().publish([("a", outbox)]))
+    together(4, lambda _: open_store().publish([Outbox("a", outbox)]))
 
     assert len(store.broker.pending("c", 9)) == 1
     assert store.backend.unsent(9, older_than=0.0) == []

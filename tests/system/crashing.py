@@ -95,6 +95,11 @@ SHAPES: dict[str, Callable[[], Any]] = {
     ).signature(1).then(after.partial()),
 }
 
+#: Where RabbitMQ has a queue of this name with other arguments.
+REFUSED: dict[str, Callable[[], Any]] = {
+    "refused": lambda: plain.signature(1) | after.options(queue="refused").partial().catch(on_error.partial()),
+}
+
 SENDER_POINTS = ("before-submit", "after-submit")
 WORKER_POINTS = (
     "after-claim", "after-mark", "in-task", "before-settle", "inside-settle", "after-settle",
@@ -107,6 +112,10 @@ CLUSTER_POINTS = ("after-note", "after-verdict", "after-effects", "after-publish
 
 #: Between the steps of a change in two stores: what follows is published, its outbox is cleared.
 TWO_STORE_POINTS = ("after-put", "after-clear")
+
+
+#: Around the steps 2a and 2b of two_stores.py.
+REFUSAL_POINTS = ("before-bury", "after-bury", "after-failure")
 
 
 #: Of a turn of the RabbitMQ backend that settles or fires: all is read and nothing written; all is written, the locks are held.
@@ -153,6 +162,8 @@ class KillingStore(Store):
             kill_between_steps(places, CLUSTER_POINTS)
         elif isinstance(store, TwoStores):
             kill_between_steps(((store.broker, "put"), (store.backend, "clear_outbox")), TWO_STORE_POINTS)
+            store.broker.bury = around("before-bury", store.broker.bury, "after-bury")  # type: ignore[method-assign]
+            store._apply_failure = around("", store._apply_failure, "after-failure")  # type: ignore[method-assign]
 
     def submit(self, submission: Submission) -> None:
         killer.reach("before-submit")
@@ -183,6 +194,18 @@ def kill_between_steps(places: Sequence[tuple[Any, str]], points: Sequence[str])
     """Let the killer in after each step of a settlement that does anything."""
     for (owner, name), point in zip(places, points, strict=True):
         setattr(owner, name, killing_step(getattr(owner, name), point))
+
+
+def around(before: str, step: Callable[..., Any], after: str) -> Callable[..., Any]:
+    """The step, with points in front of it and behind it."""
+
+    def run(*what: Any, **options: Any) -> Any:
+        killer.reach(before)
+        done = step(*what, **options)
+        killer.reach(after)
+        return done
+
+    return run
 
 
 def kill_in_turns() -> None:
@@ -274,7 +297,7 @@ def main(command: str, *words: str) -> int:
     killer.point = point
     server.engine.swap(server.config, server.clock, KillingStores(server.engine.stores))  # type: ignore[arg-type]
     if command == "send":
-        result = server.send(SHAPES[shape[0]]())
+        result = server.send({**SHAPES, **REFUSED}[shape[0]]())
         print(result.uuid, flush=True)
         return 0
     worker = server.new_worker(concurrency=2, burst=True)

@@ -12,12 +12,13 @@ import pathlib
 
 import pytest
 
-from machinery_py import Server
+from machinery_py import Server, State
 from tests.stores.amqp_case import amqp_url, vhosts
 from tests.stores.memcache_case import empty_memcached
 from tests.stores.mongo_case import mongodb_server, mongodb_url
-from tests.system.crashing import SENDER_POINTS, TWO_STORE_POINTS, WORKER_POINTS
-from tests.system.test_crash_points import Stage, survive_sender, survive_worker, survivor
+from tests.system.crashing import REFUSAL_POINTS, SENDER_POINTS, TWO_STORE_POINTS, WORKER_POINTS
+from tests.system.test_crash_points import Stage, check_history, finish, survive_sender, survive_worker, survivor
+from tests.system.test_refusals import declare_otherwise
 
 __all__ = ["amqp_url", "empty_memcached", "mongodb_server", "mongodb_url", "survivor", "vhosts"]
 
@@ -59,3 +60,23 @@ def test_a_sender_to_rabbitmq_that_is_killed_leaves_all_or_nothing(
     stage: Stage, survivor: Server, shape: str, point: str
 ) -> None:
     survive_sender(stage, survivor, shape, point)
+
+
+REFUSALS = (*REFUSAL_POINTS, "inside-settle", "after-clear")
+
+
+@pytest.mark.parametrize(
+    ("stage", "point"), list(zip(itertools.cycle(("redis", "sqlite", "mongodb")), REFUSALS)), indirect=["stage"]
+)
+def test_a_worker_that_is_killed_while_a_message_is_refused_loses_nothing(stage: Stage, survivor: Server, point: str) -> None:
+    declare_otherwise(stage.broker, "refused")
+    uuid = stage.run("send", "refused", "").stdout.strip()
+
+    first = stage.run("worker", point)
+    finish(stage, survivor)
+
+    assert first.returncode == -9, first.stderr
+    check_history(stage.calls(), "refused", point)
+    state = survivor.result(uuid).get_state()
+    assert (state.state, "queue 'refused'" in state.error) == (State.FAILURE, True)
+    assert {(letter.uuid, letter.reason) for letter in survivor.inspect.dead()} == {(uuid, "refused")}

@@ -39,6 +39,7 @@ EXPECTED: dict[str, dict[str, int]] = {
     "chord": {"plain": 5, "after": 1},
     "broken-chord": {"plain": 1, "broken": 1, "on_error": 1},
     "delayed": {"plain": 1, "after": 1},
+    "refused": {"plain": 1, "on_error": 1},
 }
 #: How many tasks there are in the end. A callback that was published twice would have a UUID of its own.
 TASKS = {"task": 2, "retry": 2, "failure": 2, "chain": 3, "group": 5, "chord": 6, "broken-chord": 4, "delayed": 2}

@@ -289,6 +289,19 @@ class BrokerConformance(LeaseConformance, PauseConformance):
         assert broker.take_dead([letters[0].id]) == []
         assert broker.dead_letters(limit=10) == letters[1:]
 
+    def test_what_was_never_put_can_be_a_dead_letter(self, broker: Broker, consumer: Consumer, clock: ManualClock) -> None:
+        refused = Message(uuid="task_9", name="add", queue="elsewhere", body=b"\x00bytes", eta=seconds(clock.now(), 60.0))
+
+        broker.bury(refused, queue="q", reason="refused", error="ü\n")
+
+        (letter,) = broker.dead_letters(limit=5)
+        assert (letter.uuid, letter.name, letter.queue, letter.body) == ("task_9", "add", "q", b"\x00bytes")
+        assert (letter.reason, letter.error, letter.strikes) == ("refused", "ü\n", 0)
+        assert abs((letter.died_at - clock.now()).total_seconds()) < 0.01
+        assert consumer.receive(5, 0) == []
+        assert broker.take_dead([letter.id]) == [letter]
+        assert broker.dead_letters(limit=5) == []
+
     def test_a_token_is_carried_out_once(self, broker: Broker, consumer: Consumer, clock: ManualClock) -> None:
         assert broker.put([message(b"1"), message(b"2")], token="t") is True
         assert broker.put([message(b"1"), message(b"2")], token="t") is False
