@@ -189,10 +189,13 @@ class Engine:
         Raises:
             NameRefused: one cannot be used.
         """
-        waiting = [signature]
+        default = self.config.default_queue
+        check_message(signature.routing_key, default, name=signature.name, uuid=signature.uuid, group_uuid=signature.group_uuid)
+        waiting = [signature] if signature.on_success or signature.on_error or signature.chord_callback is not None else []
         while waiting:
             one = waiting.pop()
-            check_message(one.routing_key, self.config.default_queue, name=one.name, uuid=one.uuid, group_uuid=one.group_uuid)
+            if one is not signature:
+                check_message(one.routing_key, default, name=one.name, uuid=one.uuid, group_uuid=one.group_uuid)
             for nested in (one.on_success, one.on_error):
                 if nested and type(nested) is not Lazy:
                     waiting += nested

@@ -60,13 +60,11 @@ def _check(kind: str, name: str) -> None:
         raise NameRefused(f"{kind} {shown(name)} {text}", name)
 
 
-@functools.lru_cache(maxsize=4096)
 def check_queue(name: str) -> None:
     """Raises NameRefused: no queue may be called so."""
     _check("queue", name)
 
 
-@functools.lru_cache(maxsize=4096)
 def check_task(name: str) -> None:
     """Raises NameRefused: no task may be called so."""
     _check("task", name)
@@ -96,10 +94,15 @@ def check_message(*queues: str, name: str, uuid: str, group_uuid: str) -> None:
     Raises:
         NameRefused: with the first that cannot be used.
     """
-    check_task(name)
-    if queues[0]:
-        check_queue(queues[0])
-    if uuid:
+    _check_call(name, queues[0])
+    if uuid and not is_made(uuid):
         check_uuid(uuid, *queues)
     if group_uuid:
         check_uuid(group_uuid, uuid, *queues)
+
+
+@functools.lru_cache(maxsize=4096)
+def _check_call(name: str, queue: str) -> None:
+    check_task(name)
+    if queue:
+        check_queue(queue)

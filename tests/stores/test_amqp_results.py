@@ -21,7 +21,7 @@ from machinery_py.backends.amqp import AMQPBackend
 from machinery_py.backends.amqp_records import LOCKS, OUTBOX_LOCK, Places, decode_record, encode_record, lock_of, name_of
 from machinery_py.backends.base import ALREADY, FENCED, SETTLED, Change
 from machinery_py.backends.transactional import Row
-from machinery_py.errors import BackendUnavailable, ConfigError, StateNotFound, StoreUnusable, Unsupported
+from machinery_py.errors import BackendUnavailable, ConfigError, NameRefused, StateNotFound, StoreUnusable, Unsupported
 from machinery_py.signature import Arg, new_uuid
 from machinery_py.states import State, TaskState
 from machinery_py.testing.conformance.groups import arrival, arrive, ready, state_of, write
@@ -211,6 +211,29 @@ def test_a_uuid_that_is_no_queues_name_is_a_uuid(backend: AMQPBackend, uuid: str
     assert len(name_of(uuid).encode()) <= 200
     backend.purge_state(uuid)
     assert backend.get_states([uuid]) == {}
+
+
+@pytest.mark.parametrize("arguments", [{}, {"x-expires": 60_000}, {"x-max-length": 5}])
+def test_a_queue_of_others_is_not_written_to_though_it_is_empty(
+    amqp_url: str, backend: AMQPBackend, arguments: dict[str, int]
+) -> None:
+    with AmqpDriver(amqp_url).visit("planting") as channel:
+        channel.rpc("queue_declare", queue="theirs", durable=True, arguments=arguments, timeout=HANG)
+    for refused in (lambda: write(backend, TaskState(task_uuid="theirs")), lambda: backend.get_states(["theirs"]),
+                    lambda: backend.purge_state("theirs")):
+        with pytest.raises(NameRefused, match="'theirs'"):
+            refused()
+    with AmqpDriver(amqp_url).visit("looking") as channel:
+        found = channel.rpc("queue_declare", queue="theirs", passive=True, timeout=HANG)
+    assert found.method.message_count == 0
+    write(backend, TaskState(task_uuid="ours"))
+    assert set(backend.get_states(["ours"])) == {"ours"}
+
+
+def test_what_is_no_state_of_the_task_is_refused_and_not_dropped() -> None:
+    for body in (b"no state", encode_state(state_of("another"))):
+        with pytest.raises(NameRefused, match="holds what is no state of task"):
+            decode_record("t", [body])
 
 
 def test_a_result_that_looks_like_our_field_is_a_result() -> None:
