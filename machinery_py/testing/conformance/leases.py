@@ -151,6 +151,18 @@ class LeaseConformance(BrokerCase):
             consumer.run_begins(found[b"runs"])
             self.crash_consumer(broker, consumer, clock)
 
+    def test_a_strike_is_for_the_queue_whose_message_ran(self, broker: Broker, clock: ManualClock) -> None:
+        consumer = broker.consume(["q", "r"], worker="w")
+        put(broker, b"held")
+        put(broker, b"runs", queue="r")
+        found = [*consumer.receive(1, 0), *consumer.receive(1, 0)]
+        consumer.run_begins(found[1])
+        self.crash_consumer(broker, consumer, clock)
+
+        heir = broker.consume(["q", "r"], worker="heir")
+        found = [*heir.receive(1, 0), *heir.receive(1, 0)]
+        assert {(one.body, one.strikes) for one in found} == {(b"held", 0), (b"runs", 1)}
+
     def test_what_was_claimed_with_a_strike_and_not_run_keeps_it_and_gets_no_other(
         self, broker: Broker, consumer: Consumer, clock: ManualClock
     ) -> None:

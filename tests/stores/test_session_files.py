@@ -1,0 +1,98 @@
+"""The files that say what consumers run: whose folder is trusted, and what is read in them when their owner is dead."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from machinery_py._drivers import run_table, session_files
+from machinery_py._drivers.session_files import SessionFile, host_file, host_folder, ran, ran_by_the_dead
+
+
+@pytest.fixture(autouse=True)
+def _host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+
+def test_what_runs_is_known_of_the_living_and_of_the_dead() -> None:
+    file = host_file("redis")
+    for id in (1, 2, 2**64 - 1):
+        file.begins(id)
+    file.ends(2)
+    file.ends(77)
+
+    assert ran(file.folder, file.key) == {1, 2**64 - 1}
+    assert ran_by_the_dead(file.folder) == set()
+    file.abandon()
+    assert ran(file.folder, file.key) == {1, 2**64 - 1}
+    assert ran_by_the_dead(file.folder) == {1, 2**64 - 1}
+
+
+def test_twins_that_run_beside_each_other_run_until_both_have_ended() -> None:
+    file = host_file("redis")
+    file.begins(1)
+    file.begins(1)
+    file.ends(1)
+    assert ran(file.folder, file.key) == {1}
+    file.ends(1)
+    assert ran(file.folder, file.key) == set()
+
+
+def test_more_runs_than_slots_are_not_noted_and_slots_are_used_again() -> None:
+    file = host_file("redis")
+    for id in range(1, run_table.SLOTS + 10):
+        file.begins(id)
+    for id in range(1, run_table.SLOTS + 10):
+        file.ends(id)
+    file.begins(5)
+    file.abandon()
+    assert ran(file.folder, file.key) == {5}
+
+
+def test_a_file_that_was_closed_is_gone() -> None:
+    file = host_file("redis")
+    file.begins(1)
+    file.end()
+    file.end()
+    assert (ran(file.folder, file.key), os.listdir(file.folder)) == (None, [])
+
+
+@pytest.mark.parametrize("fault", ["readable by others", "a link", "a file"])
+def test_a_folder_that_others_could_have_made_is_not_trusted(fault: str, tmp_path: Path) -> None:
+    folder = Path(host_folder("redis"))
+    folder.rmdir()
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    if fault == "readable by others":
+        folder.mkdir()
+        folder.chmod(0o755)
+    elif fault == "a link":
+        folder.symlink_to(elsewhere)
+    else:
+        folder.touch()
+
+    file = host_file("redis")
+    file.begins(1)
+
+    assert host_folder("redis") == ""
+    assert not file.notes_runs
+    assert ran(file.folder, file.key) is None
+    assert os.listdir(elsewhere) == []
+    file.end()
+
+
+def test_old_files_of_the_dead_are_swept_and_those_of_the_living_stay(tmp_path: Path) -> None:
+    dead, alive = SessionFile(host_folder("redis")), SessionFile(host_folder("redis"))
+    dead.abandon()
+    for file in (dead, alive):
+        os.utime(Path(file.folder, file.key), (1.0, 1.0))
+    young = SessionFile(host_folder("redis"))
+    young.abandon()
+
+    session_files.sweep(alive.folder, (), forgotten=session_files.LEFT)
+
+    assert set(os.listdir(alive.folder)) == {alive.key, young.key}
+    alive.end()
