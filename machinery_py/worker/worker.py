@@ -247,7 +247,6 @@ class Worker:
         # Before the first claim: whatever that brings, this worker could start.
         engine.events.emit(WorkerOnline(worker=self.name))
         self._settler.start()
-        engine.events.emit(WorkerOnline(worker=self.name))  # before the first beat, and the first task
         self._upkeep.start()
         self._receiver.start()
         if self._declared is not None:
