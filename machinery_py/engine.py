@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime as dt
-import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -34,9 +33,10 @@ from machinery_py.registry import Registry
 from machinery_py.settlement.base import Refusal, Store, Submission
 from machinery_py.signature import Lazy, Signature, counted, new_uuid
 from machinery_py.states import Arrival, GroupMeta, State, TaskState
+from machinery_py.texts import get_logger
 from machinery_py.wire import decode_signature, encode_signature
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 PrePublish = Callable[[Signature[Any]], Signature[Any] | None]
 T = TypeVar("T")

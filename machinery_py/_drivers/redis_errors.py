@@ -6,7 +6,6 @@ whether the command may be repeated.
 
 from __future__ import annotations
 
-import logging
 import math
 import re
 import time
@@ -14,8 +13,9 @@ from collections.abc import Iterable
 from enum import Enum
 
 from machinery_py.errors import MachineryError, NameRefused, PublishRefused, StoreUnusable, for_good
+from machinery_py.texts import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 TOLD_AGAIN = 60.0  # seconds until a spoilt key is told again
 _told: dict[bytes, float] = {}  # when

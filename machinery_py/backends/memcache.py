@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import datetime as dt
 import functools
-import logging
 import secrets
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TypeVar
@@ -69,9 +68,10 @@ from machinery_py.clock import micros
 from machinery_py.errors import NameRefused
 from machinery_py.names import shown
 from machinery_py.states import GroupMeta, TaskState
+from machinery_py.texts import get_logger
 from machinery_py.wire import decode_group
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 EXPIRE_IN = 3600.0  # seconds that a finished task is kept
 SWEEP = 30.0  # seconds between two looks at the index

@@ -6,7 +6,6 @@ knows whether it was the one. A write whose reply was lost knows its own by the 
 
 from __future__ import annotations
 
-import logging
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
@@ -19,8 +18,9 @@ from machinery_py.backends.mongo_records import Kept, fields_of, kept_of, new_do
 from machinery_py.errors import BackendUnavailable, NameRefused
 from machinery_py.names import is_made
 from machinery_py.states import State, TaskState, advance
+from machinery_py.texts import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 BATCH = 1000  # documents in one step
 ROUNDS = 200  # tries of a write that others are faster at

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NoReturn
 
@@ -30,6 +29,7 @@ from machinery_py.backends.redis_cluster_records import (
 from machinery_py.backends.redis_lua import CHORD_LIFE
 from machinery_py.clock import micros
 from machinery_py.errors import NameRefused, StoreUnusable
+from machinery_py.texts import get_logger
 
 READY = b"mpy:ready"
 GO_MUTEX = b"TriggerChordMutex"
@@ -38,7 +38,7 @@ TRIES = 3  # at a change; more than one when this process was stopped between it
 NOTES = 10_000  # of our own that are remembered; the others are looked at and dropped by whoever tends
 STALE = 2 * scripts.NOTED_FOR  # µs after which a note without a record will never get one
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 class Steps:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import collections
 import itertools
-import logging
 import math
 import time
 import weakref
@@ -44,8 +43,9 @@ from machinery_py.clock import moment_of
 from machinery_py.durability import Concern
 from machinery_py.errors import BrokerUnavailable, NameRefused, PublishUnknown
 from machinery_py.names import REASON, check_queue
+from machinery_py.texts import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 FIRST_QUEUE = "machinery_tasks"  # of messages that name none
 LEASE = 10.0  # seconds without a beat until a consumer is given up

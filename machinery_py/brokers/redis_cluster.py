@@ -13,7 +13,6 @@ Delayed messages are brought to their queues by Python workers only.
 from __future__ import annotations
 
 import hashlib
-import logging
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -35,6 +34,7 @@ from machinery_py.clock import moment_of
 from machinery_py.durability import Concern
 from machinery_py.errors import BrokerUnavailable, NameRefused, PublishRefused, PublishUnknown
 from machinery_py.names import queue_problem
+from machinery_py.texts import get_logger
 
 MOVE_WITHIN = 300_000_000  # µs between the look at Go's set and the move; the servers' clocks differ by less
 MOVE_LIFE = 1800  # seconds that a name is remembered under which a message was put once
@@ -71,7 +71,7 @@ return rung
 
 _Move = tuple[str, Packed]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 class QueueBroker(RedisBroker):

@@ -190,6 +190,23 @@ def test_eager_runs_callbacks_on_queues_that_are_new() -> None:
 # Executions
 
 
+def test_long_messages_are_claimed_a_few_megabytes_at_a_time(bench: Bench) -> None:
+    held: list[int] = []
+
+    @bench.server.task
+    def look(text: str) -> None:
+        if len(held) % 20 == 0:
+            held.append(sum(one.running for one in bench.server.broker.stats()))
+        else:
+            held.append(0)
+
+    bench.server.send_group(group([look.signature("x" * 500_000)] * 200))
+    with bench.server.new_worker(concurrency=1):
+        wait_until(lambda: len(held) == 200)
+
+    assert max(held) <= 2 * 2**22 / 500_000 + 1  # with those that have ended and are not settled yet
+
+
 def test_a_large_result_is_refused(bench: Bench) -> None:
     large = bench.server.register_task("large", lambda: "x" * 2_000_000)
     result = large.send()
