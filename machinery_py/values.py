@@ -321,7 +321,9 @@ def checker(annotation: Any) -> Callable[[Any], Any] | None:
     As type checkers have it: a bool is an int.
     """
     if typing.get_origin(annotation) is typing.Annotated:
-        return checker(annotation.__origin__)
+        inner = annotation.__origin__
+        # Go's []uint8 comes as bytes, also for who calls it a list of integers.
+        return checker(typing.Union[inner, bytes] if _wanted(annotation)[0] in ("[]byte", "[]uint8") else inner)  # noqa: UP007
     fits = _fits(annotation) if _is_plain(annotation) else None
     if fits is None:
         return None

@@ -201,6 +201,17 @@ def test_every_integer_of_go_is_an_int(kind: str) -> None:
         Call("task", hints).values([Arg(type="int64", value=7), Arg(type=kind, value=7)])
 
 
+@pytest.mark.parametrize("name", ["[]uint8", "[]byte"])
+def test_the_bytes_of_go_may_be_called_a_list(name: str) -> None:
+    def take(numbers: Annotated[list[int], "[]uint8"]) -> None: ...
+
+    assert received(take, [1, 2]) == received(take, b"\1\2") == ([b"\1\2"], {})
+    by_go = decode_signature(encode_signature(Signature(name="task", args=[Arg(type=name, value=b"\1\2")])))
+    assert Call("task", take).values(by_go.args) == ([b"\1\2"], {})
+    with pytest.raises(ArgumentError, match="'numbers'"):
+        sent(take, "x")
+
+
 def test_the_rest_is_held_against_its_annotation_as_well() -> None:
     assert received(plain, 1, 2, 3)
     with pytest.raises(ArgumentError, match="task argument 'more': 'x' is no int"):
