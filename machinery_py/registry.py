@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, Generic, Literal, ParamSpec, Protocol, TypedDict, TypeVar, Unpack, cast
 
 import msgspec
@@ -181,7 +181,7 @@ class TaskSender(Protocol):
     @property
     def config(self) -> Config: ...
     def send(self, step: Step[Any]) -> Any: ...
-    async def send_async(self, step: Step[Any]) -> Any: ...
+    def send_async(self, step: Step[Any]) -> Coroutine[Any, Any, Any]: ...
 
 
 class Task(Generic[P, R]):
