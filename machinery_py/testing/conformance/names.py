@@ -96,7 +96,7 @@ def _bad_signatures(app: App) -> Iterator[Signature[Any]]:
     yield good.replace(uuid="group_1", group_uuid="group_1")
     yield good.replace(group_uuid="machinery_tasks")
     yield good.then(bad)
-    yield good.catch(good.then(bad))
+    yield good.catch(app.note.partial().then(bad))
     yield good.replace(group_uuid="group_1", chord_callback=bad)
 
 
