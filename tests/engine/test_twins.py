@@ -40,7 +40,7 @@ CLASSES = (
     NamedLock, Worker,
 )
 
-#: Methods that talk to no store: a new one stands here, or has a twin.
+#: Methods that talk to no store, or that no program calls in a coroutine: a new one stands here, or has a twin.
 OFFLINE: dict[type, set[str]] = {
     Server: {
         "around_task", "convert", "get_registered_task", "get_registered_task_names", "is_task_registered", "lock",
@@ -55,6 +55,7 @@ OFFLINE: dict[type, set[str]] = {
     NamedLock: {"check"},
     Worker: {
         "abort", "quit", "launch", "launch_async",  # Go's: it has a thread of its own
+        "blame",  # the worker process's own, before it ends
         "set_connection_error_handler", "set_error_handler", "set_post_task_handler", "set_pre_consume_handler",
         "set_pre_task_handler",
     },
