@@ -291,6 +291,8 @@ def redact(url: str) -> str:
         return _MASK
     shown = scheme + mark
     if scheme.lower() == "sqlite" and (rest.startswith("/") or rest == ":memory:"):
+        if ":" in (before := rest.rpartition("@")[0]) and "?" in before:
+            return shown + _MASK  # as below
         path, question, query = rest.partition("?")  # '@' or '#' may be in a file's name
         credentials, at, file = path.rpartition("@")
         return shown + (f"/{_MASK}@{file}" if ":" in credentials else path) + question + _redact_query(query)

@@ -64,6 +64,7 @@ ROLES: tuple[Role, ...] = get_args(Role)
         ("amqp://h//", "amqp://h//"),
         ("toy://user:secret@h/x", "toy://***@h/x"),
         ("sqlite:///u:secret@h/x.db", "sqlite:///***@h/x.db"),
+        ("sqlite:///u:sec?ret@h/x.db", "sqlite://***"),
         ("a secret://host", "***"),
         ("sqlite:////home/ada@home/a#1.db?synchronous=full", "sqlite:////home/ada@home/a#1.db?synchronous=full"),
         ("sqlite:///a.db?key=secret", "sqlite:///a.db?key=***"),
