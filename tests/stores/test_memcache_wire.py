@@ -16,6 +16,7 @@ from machinery_py._drivers.memcache_url import parse_memcache_url
 from machinery_py.backends.base import FENCED, SETTLED, Change
 from machinery_py.backends.memcache import MemcacheBackend
 from machinery_py.backends.memcache_records import CHORD_LIFE, LONGEST_KEY, key_of
+from machinery_py.errors import NameRefused
 from machinery_py.signature import Arg
 from machinery_py.states import Arrival, GroupMeta, TaskState
 from machinery_py.testing.servers import MemcachedServer
@@ -147,16 +148,26 @@ def test_a_state_that_go_wrote_is_read_and_is_final_if_it_is(
 
 
 @pytest.mark.parametrize("line", DECODED, ids=[line["name"] for line in DECODED])
-def test_what_go_refuses_counts_as_no_state(driver: MemcacheDriver, backend: MemcacheBackend, line: dict[str, Any]) -> None:
-    write(driver, "task_1", line["payload"].encode())
-    known = backend.get_states(["task_1"])
+def test_what_go_refuses_is_no_state_and_is_left_as_it_is(
+    driver: MemcacheDriver, backend: MemcacheBackend, line: dict[str, Any]
+) -> None:
+    body = line["payload"].encode()
+    write(driver, "u", body)
+    known = backend.get_states(["u"])
     assert bool(known) is (line["ok"] and line["value"]["State"] in list(State))
 
-    (begun,) = backend.begin([("task_1", 0)])
+    if not known:
+        with pytest.raises(NameRefused, match="'u'"):
+            backend.begin([("u", 0)])
+        with pytest.raises(NameRefused, match="'u'"):
+            backend.apply([Change(key="u", mark="m", epoch=1, states=(TaskState(task_uuid="u", state=State.SUCCESS),))])
+        assert read(driver, "u") == body
+        return
+    (begun,) = backend.begin([("u", 0)])
     if not begun.finished:
-        done = TaskState(task_uuid="task_1", state=State.SUCCESS)
-        assert backend.apply([Change(key="task_1", mark="m", epoch=begun.epoch, states=(done,))]) == [SETTLED]
-    assert backend.get_state("task_1").is_finished
+        done = TaskState(task_uuid="u", state=State.SUCCESS)
+        assert backend.apply([Change(key="u", mark="m", epoch=begun.epoch, states=(done,))]) == [SETTLED]
+    assert backend.get_state("u").is_finished
 
 
 def test_a_go_worker_that_finishes_a_task_of_ours_is_believed(driver: MemcacheDriver, backend: MemcacheBackend) -> None:
