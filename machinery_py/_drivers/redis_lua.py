@@ -73,14 +73,15 @@ local function bin_head(s)
 end
 local function bin(s) return s and bin_head(s) .. s or '\192' end
 local function arr(t) return '\221' .. struct.pack('>I4', #t) .. table.concat(t) end
-local checked = {}
+local checked, absent = {}, {}
 local function key_type(key, kind)
   local found = checked[key] or call('TYPE', key).ok
   if found ~= 'none' and found ~= kind then
     error('WRONGTYPE ' .. key .. ' holds a ' .. found .. ', not a ' .. kind)
   end
+  if found == 'none' then absent[key] = true end
   checked[key] = kind
-  return found ~= 'none'
+  return not absent[key]
 end
 local function try(...)
   local fine, reply = pcall(call, ...)

@@ -227,10 +227,10 @@ end
 TEND = Script(PRELUDE + LIBRARY + rf"""
 local text, expire = unpack(unpacked)
 local now = now_of(text)
+for _, name in ipairs({{'ready', 'partial', 'groups'}}) do key_type('mpy:' .. name, 'zset') end
 try('ZREMRANGEBYSCORE', 'mpy:revoked', '-inf', now)
 try('ZREMRANGEBYSCORE', 'mpy:done', '-inf', now - expire * 1000000)
 try('ZREMRANGEBYSCORE', 'mpy:open', '-inf', now - 2 * {CHORD_LIFE} * 1000000)
-for _, name in ipairs({{'ready', 'partial', 'groups'}}) do key_type('mpy:' .. name, 'zset') end
 local due = call('ZRANGEBYSCORE', 'mpy:groups', '-inf', now, 'LIMIT', 0, {LOOKS})
 for _, uuid in ipairs(due) do
   local g, h = group_keys(uuid)
