@@ -41,8 +41,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _what_consumers_ran_is_known_to_this_run_alone() -> Iterator[None]:
-    """Their files lie in the folder for temporary ones: no earlier run's may be there. A short path, for sockets."""
+def _what_consumers_ran_is_known_to_this_run_alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Their files lie in the folder for temporary ones: no earlier run's may be there. Short paths, for sockets."""
+    tmp_path_factory.getbasetemp()  # where it was: below the new one, the paths of sockets would be too long
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="mpy") as folder:
         patch.setenv("TMPDIR", folder)
         patch.setattr(tempfile, "tempdir", folder)
