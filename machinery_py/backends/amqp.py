@@ -61,7 +61,7 @@ from machinery_py.backends.base import REVOKED_LIFE, Amendment, BackendFeatures,
 from machinery_py.backends.transactional import Row, TransactionalBackend, is_over
 from machinery_py.clock import micros
 from machinery_py.errors import BackendUnavailable, DecodeError
-from machinery_py.states import Arrival, GroupMeta, TaskState
+from machinery_py.states import Arrival, GroupMeta, State, TaskState
 from machinery_py.wire import decode_signature
 
 EXPIRE_IN = 3600.0  # seconds that a state is kept
@@ -330,7 +330,18 @@ class AMQPBackend(TransactionalBackend):
             uuid = decode_signature(callback).uuid
         except DecodeError:
             return False
-        return bool(uuid and self.get_states([uuid]))
+        if not uuid:
+            return False
+
+        def step(work: _Work) -> bool:
+            self._load([uuid])
+            record = work.rows.get(uuid)
+            if record is None or record.state is None:
+                return False
+            # A chord that was sent from here has its callback PENDING from the start.
+            return record.of_go or record.state.state is not State.PENDING
+
+        return self._carry([uuid], "reading a callback's state", step, again=True)
 
     def member_states(self, group_uuid: str, uuids: Sequence[str]) -> dict[str, TaskState]:
         """A member of a chord is found though its own state has expired, or a Go program has read it."""

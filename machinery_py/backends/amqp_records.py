@@ -111,9 +111,10 @@ class Places:
 
 
 class Record(Row, kw_only=True):
-    """A task. `seq` grows with each message; of several the greatest counts."""
+    """A task. `seq` grows with each message; of several the greatest counts. `of_go`: a Go program has written some of it."""
 
     seq: int = 0
+    of_go: bool = False
 
 
 class _Ours(msgspec.Struct, omit_defaults=True, gc=False):
@@ -188,11 +189,14 @@ def decode_record(uuid: str, bodies: Iterable[bytes]) -> Record:
             raise _theirs(uuid, f"a state of {shown(state.task_uuid)}")
         if ours is None:
             assert state is not None
+            found.of_go = True
             after = advance(found.state, state)
             if after is not None:
                 found.state, found.mark = after, ""  # by a Go program
         else:
-            found = Record(state=_merged(state, ours), mark=ours.mark, epoch=ours.epoch, seq=ours.seq)
+            found = Record(
+                state=_merged(state, ours), mark=ours.mark, epoch=ours.epoch, seq=ours.seq, of_go=found.of_go
+            )
     return found
 
 
