@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -107,10 +108,10 @@ class App:
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "shop"
         self.folder.mkdir()
-        (folder / "tmp").mkdir()
+        self.temporary = Path(tempfile.mkdtemp())  # of the run's own folder; its path is short enough for sockets
         self.running: list[Running] = []
         self.env = {name: value for name, value in os.environ.items() if not name.startswith("MACHINERY_")}
-        self.env |= {"HOME": str(folder), "TMPDIR": str(folder / "tmp"), "PYTHONDONTWRITEBYTECODE": "1"}
+        self.env |= {"HOME": str(folder), "TMPDIR": str(self.temporary), "PYTHONDONTWRITEBYTECODE": "1"}
         self.write("tasks.py", TASKS)
 
     def write(self, name: str, text: str) -> Path:

@@ -245,7 +245,7 @@ def test_a_worker_has_a_heartbeat_until_it_ends(app: App) -> None:
 
     worker = app.worker()
     wait_until(lambda: app.run("health", "tasks", "--ready", code=None).returncode == 0, HANG)
-    (base,) = (app.folder.parent / "tmp").glob(f"machinery-{os.getuid()}")
+    (base,) = app.temporary.glob(f"machinery-{os.getuid()}")
     (folder,) = base.iterdir()
     assert [stat.S_IMODE(one.stat().st_mode) for one in (base, folder)] == [0o700, 0o700]
     assert [one.name for one in folder.iterdir()] == [f"{worker.pid}.json"]

@@ -269,7 +269,10 @@ def test_any_text_is_refused_at_send_or_works(running: list[App], uuid: str, que
         with contextlib.suppress(NameRefused):
             assert app.add.options(uuid=f"{uuid}", queue="machinery_tasks").send(1, 2).get(timeout=HANG) == 3
         with contextlib.suppress(NameRefused):
-            app.add.options(queue=queue).send(1, 2)
+            result = app.add.options(queue=queue).send(1, 2)
+            if queue == app.server.config.default_queue:  # a worker serves it
+                assert result.get(timeout=HANG) == 3
+                continue
             assert len(app.server.broker.pending(queue, 5)) >= 1
             app.server.broker.purge(queue)
         assert app.add.send(1, 2).get(timeout=HANG) == 3

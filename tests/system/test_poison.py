@@ -89,8 +89,8 @@ def test_tasks_that_kill_their_worker_are_given_up_after_three_runs_and_no_other
     states = {state.task_uuid: state.state for state in server.inspect.tasks(limit=2 * len(good))}
     assert {uuid for uuid, state in states.items() if state is State.SUCCESS} == good
     runs = fleet.runs()
-    # RabbitMQ may hand a message to the next worker before this host knows that the first is dead, which then is not counted.
-    longest = STRIKES + fleet.url.startswith("amqp")
+    # A run more where its death was not counted: the next worker may have the message before this host knows of the death.
+    longest = STRIKES + 1
     assert all(STRIKES <= runs[uuid] <= longest for uuid in poison)
 
 
