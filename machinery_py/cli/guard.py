@@ -34,6 +34,7 @@ class Guard:
         self._link = link
         self._blame = blame
         self._stop = threading.Event()
+        self._ending = threading.Lock()  # never given back
         self._thread = threading.Thread(target=self._work, name="machinery-guard", daemon=True)
         self._stderr = _copy_of_stderr()
 
@@ -48,13 +49,18 @@ class Guard:
     def _work(self) -> None:
         beat_at = 0.0
         while not self._stop.wait(LOOK):
-            if descriptors.broken():
-                self._end()
+            self.look()
             if time.monotonic() >= beat_at:
                 beat_at = time.monotonic() + BEAT
                 self._link.tell("beat")
 
+    def look(self) -> None:
+        """End the process if descriptors are broken. From any thread; also before a worker stops that cannot go on."""
+        if descriptors.broken():
+            self._end()
+
     def _end(self) -> None:
+        self._ending.acquire()
         with suppress(OSError):
             os.dup2(self._stderr, STDERR)  # whatever has that number now: it is used no more
         try:

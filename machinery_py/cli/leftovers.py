@@ -1,6 +1,6 @@
 """Processes that tasks have left behind: they end with the worker that ran the tasks.
 
-    the worker ends in order        it ends all processes below it (Linux)
+    the worker ends in order        it ends all processes below it, but those from before any task ran (Linux)
     it is killed, under `-p`        the supervisor ends its process group: each process of `-p` leads one
     it is killed, without `-p`      forked children are killed by the kernel, as the lifeline is cut (Linux)
 
@@ -24,16 +24,19 @@ SET_SIGNAL = 10  # F_SETSIG, which Python does not name
 LOOK = 0.02  # seconds between two looks whether they have ended
 
 
-def end_below() -> None:
-    """End all processes below this one, and theirs: SIGTERM, and SIGKILL after GRACE."""
-    if not _has_children() or not os.path.isdir("/proc/self"):
+def end_below(spared: frozenset[int] = frozenset()) -> None:
+    """End all processes below this one, and theirs: SIGTERM, and SIGKILL after GRACE.
+
+    `spared`: what `below` found before any task ran. A program that runs the command line in its own process may have children.
+    """
+    if not _has_children():
         return
-    left = _signal(_below(os.getpid()), signal.SIGTERM)
+    left = _signal(below(spared), signal.SIGTERM)
     deadline = time.monotonic() + GRACE
     while left and time.monotonic() < deadline:
         time.sleep(LOOK)
-        left &= _below(os.getpid())
-    _signal(_below(os.getpid()), signal.SIGKILL)
+        left &= below(spared)
+    _signal(below(spared), signal.SIGKILL)
 
 
 def _has_children() -> bool:
@@ -44,23 +47,28 @@ def _has_children() -> bool:
     return True
 
 
-def _signal(pids: set[int], number: signal.Signals) -> set[int]:
+def _signal(pids: frozenset[int], number: signal.Signals) -> frozenset[int]:
     for pid in pids:
         with suppress(OSError):  # it has ended
             os.kill(pid, number)
     return pids
 
 
-def _below(top: int) -> set[int]:
-    """The processes below this one that run, without multiprocessing's own: it tidies up behind the others, and ends then."""
+def below(spared: frozenset[int] = frozenset()) -> frozenset[int]:
+    """Return the processes below this one that run, without the spared ones and those below them.
+
+    Never multiprocessing's own tracker: it tidies up behind the others, and ends then. Empty where there is no /proc.
+    """
+    if not os.path.isdir("/proc/self"):
+        return frozenset()
     parents = {int(name): _parent(name) for name in os.listdir("/proc") if name.isdigit()}
     tracker = sys.modules.get("multiprocessing.resource_tracker")
-    spared = getattr(getattr(tracker, "_resource_tracker", None), "_pid", None)
-    below, last = set[int](), {top}
+    spared |= {getattr(getattr(tracker, "_resource_tracker", None), "_pid", 0)}
+    found, last = frozenset[int](), frozenset({os.getpid()})
     while last:
-        last = {pid for pid, parent in parents.items() if parent in last and pid != spared}
-        below |= last
-    return below
+        last = frozenset(pid for pid, parent in parents.items() if parent in last and pid not in spared)
+        found |= last
+    return found
 
 
 def _parent(pid: str) -> int:

@@ -59,13 +59,13 @@ def _work(args: argparse.Namespace, link: Link) -> int:
     ready = Readiness(one, lambda: _on_ready(args, link, one))
     label = link.label if link.is_numbered else ""
     with ExitStack() as stack:
-        stack.callback(leftovers.end_below)
+        stack.callback(leftovers.end_below, leftovers.below())
         stack.enter_context(health.Pulse(place, label=label, worker=one.name, is_ready=vital.is_ready))
         if args.health_port is not None and not link.is_numbered:
             stack.enter_context(health.serve(args.health_host, args.health_port, lambda: True, vital.is_ready))
         orders.follow(lambda level: one.abort() if level == STOP_NOW else one.quit(),
                       grace=f" (at most {one.shutdown_timeout:g} s; once more to stop now)")
-        stack.enter_context(Guard(link, one.blame))
+        one.on_failure = stack.enter_context(Guard(link, one.blame)).look
         try:
             code = _launch(one, ready)
         finally:

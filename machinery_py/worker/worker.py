@@ -88,6 +88,7 @@ class Worker:
         self.shutdown_timeout = engine.config.shutdown_timeout if shutdown_timeout is None else shutdown_timeout
         self.processed = 0  # tasks that ended here
         self.on_beat: Callable[[], object] | None = None
+        self.on_failure: Callable[[], object] | None = None  # before a worker stops that cannot go on
         self._hooks = Hooks()
         self._pre_consume: Callable[[Worker], bool] | None = None
         self._quit = threading.Event()
@@ -334,6 +335,8 @@ class Worker:
                 raise self._outage.given_up
             failure = self._receiver.failure or self._settler.failure
             if failure is not None:
+                if self.on_failure is not None:
+                    self.on_failure()
                 raise MachineryError(f"worker {self.name} cannot go on: {failure!r}") from failure
             if self.burst and self._receiver.idle_since is not None and not self._receiver.outstanding:
                 return

@@ -229,6 +229,20 @@ def test_what_a_task_left_behind_ends_with_its_worker(app: App, processes: str) 
     assert not any(map(is_alive, pids))
 
 
+def test_a_child_from_before_the_command_line_ran_in_its_process_stays(app: App) -> None:
+    app.write("embedding.py", """
+import subprocess, sys
+from machinery_py.cli.main import main
+
+child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, text=True)
+assert main(["worker", "tasks", "--burst", "-c", "1"]) == 0
+child.communicate("go on")
+print(child.returncode)
+""")
+
+    assert app.python("embedding.py").splitlines()[-1] == "0"
+
+
 def test_what_a_task_left_behind_ends_with_its_killed_process(app: App) -> None:
     app.write("tasks.py", FORKING)
     worker = app.worker("-p", "2", "-c", "1")
