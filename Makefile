@@ -23,6 +23,7 @@ test: $(STAMP)
 check: lint types unit
 
 lint:
+	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 
 types:

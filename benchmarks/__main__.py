@@ -13,7 +13,14 @@ from pathlib import Path
 from typing import TextIO
 
 from benchmarks import against
-from benchmarks.children import PRIVATE_AMQP, PRIVATE_MONGODB, PRIVATE_REDIS, MeasurementFailed, environment, measure
+from benchmarks.children import (
+    PRIVATE_AMQP,
+    PRIVATE_MONGODB,
+    PRIVATE_REDIS,
+    MeasurementFailed,
+    environment,
+    measure,
+)
 from benchmarks.figures import BASELINES, BY_NAME, MEASUREMENTS, Figure, Measurement
 
 DEFAULT_URLS = ("memory://", "sqlite:///bench.db")
@@ -55,13 +62,22 @@ def plan(urls: Sequence[str], only: Sequence[str]) -> Iterator[tuple[Measurement
             yield measurement, NO_STORE
     for url in urls:
         for measurement in MEASUREMENTS:
-            if measurement.schemes and scheme_of(url) in measurement.schemes and (not only or measurement.name in only):
+            if (
+                measurement.schemes
+                and scheme_of(url) in measurement.schemes
+                and (not only or measurement.name in only)
+            ):
                 yield measurement, url
 
 
 def scheme_of(url: str) -> str:
     scheme = url.partition(":")[0]
-    return {"rediss": "redis", "amqps": "amqp", "redis+socket": "redis", "mongodb+srv": "mongodb"}.get(scheme, scheme)
+    return {
+        "rediss": "redis",
+        "amqps": "amqp",
+        "redis+socket": "redis",
+        "mongodb+srv": "mongodb",
+    }.get(scheme, scheme)
 
 
 def run_all(
@@ -85,11 +101,17 @@ def run_all(
 
 
 def print_table(values: Values, urls: Sequence[str], *, quick: bool) -> None:
-    print(f"Python {sys.version.split()[0]}, {os.cpu_count()} processors, load {os.getloadavg()[0]:.1f}"
-          f"{'; a quick run: the figures are not to be quoted' if quick else ''}")
+    print(
+        f"Python {sys.version.split()[0]}, {os.cpu_count()} processors, load {os.getloadavg()[0]:.1f}"
+        f"{'; a quick run: the figures are not to be quoted' if quick else ''}"
+    )
     for url in (NO_STORE, *urls):
-        rows = [(measurement, figure) for measurement in MEASUREMENTS for figure in measurement.figures
-                if (url, figure.name) in values]
+        rows = [
+            (measurement, figure)
+            for measurement in MEASUREMENTS
+            for figure in measurement.figures
+            if (url, figure.name) in values
+        ]
         if rows:
             print(f"\n{url or 'no store':60} {'measured':>12}   {'target':>10}   times better")
         for measurement, figure in rows:
@@ -97,7 +119,9 @@ def print_table(values: Values, urls: Sequence[str], *, quick: bool) -> None:
             print(line(figure, values[url, figure.name], target, measurement.sizes[quick]))
         for name, baseline in BASELINES:
             if (url, name) in values and (url, baseline) in values:
-                print(f"  {name + ' / ' + baseline:58} {values[url, name] / values[url, baseline]:12.2f}")
+                print(
+                    f"  {name + ' / ' + baseline:58} {values[url, name] / values[url, baseline]:12.2f}"
+                )
 
 
 def line(figure: Figure, value: float, target: float | None, count: int) -> str:
@@ -105,7 +129,9 @@ def line(figure: Figure, value: float, target: float | None, count: int) -> str:
     if target is None:
         return text
     ratio = figure.ratio(value, target)
-    return f"{text}{amount(target):>10}{figure.unit:3}{ratio:8.2f}{'' if ratio >= 1 else '  MISSED'}"
+    return (
+        f"{text}{amount(target):>10}{figure.unit:3}{ratio:8.2f}{'' if ratio >= 1 else '  MISSED'}"
+    )
 
 
 def amount(value: float) -> str:
@@ -115,16 +141,37 @@ def amount(value: float) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measures machinery_py.")
-    parser.add_argument("--url", nargs="+", default=list(DEFAULT_URLS), metavar="URL",
-                        help=f"stores; a SQLite file is made anew for each measurement, whatever its name; {PRIVATE_REDIS} and "
-                             f"{PRIVATE_MONGODB} are servers of our own, {PRIVATE_AMQP} two of them, others are used as they are")
-    parser.add_argument("--only", nargs="+", default=[], choices=sorted(BY_NAME), metavar="NAME",
-                        help=", ".join(BY_NAME))
-    parser.add_argument("--quick", action="store_true", help="a few seconds: shows that everything works, not how fast")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description="Measures machinery_py."
+    )
+    parser.add_argument(
+        "--url",
+        nargs="+",
+        default=list(DEFAULT_URLS),
+        metavar="URL",
+        help=f"stores; a SQLite file is made anew for each measurement, whatever its name; {PRIVATE_REDIS} and "
+        f"{PRIVATE_MONGODB} are servers of our own, {PRIVATE_AMQP} two of them, others are used as they are",
+    )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=[],
+        choices=sorted(BY_NAME),
+        metavar="NAME",
+        help=", ".join(BY_NAME),
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="a few seconds: shows that everything works, not how fast",
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
-    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()),
-                        help="where files are made; a real disk, or fsync costs nothing")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=Path(tempfile.gettempdir()),
+        help="where files are made; a real disk, or fsync costs nothing",
+    )
     parser.add_argument("--against", metavar="REV", help="compare with this git revision, in turns")
     parser.add_argument("--rounds", type=int, default=5, help="of --against")
     options = parser.parse_args()
@@ -132,10 +179,20 @@ def main() -> int:
     chosen = list(plan(options.url, options.only))
     if options.against:
         steps = Steps(2 * options.rounds * len(chosen), sys.stderr)
-        return against.run(options.against, chosen, rounds=options.rounds, quick=options.quick, folder=options.folder,
-                           as_json=options.json, begin=steps.begin, end=steps.end)
+        return against.run(
+            options.against,
+            chosen,
+            rounds=options.rounds,
+            quick=options.quick,
+            folder=options.folder,
+            as_json=options.json,
+            begin=steps.begin,
+            end=steps.end,
+        )
     steps = Steps(len(chosen), sys.stderr)
-    values, failures = run_all(options.url, options.only, quick=options.quick, folder=options.folder, steps=steps)
+    values, failures = run_all(
+        options.url, options.only, quick=options.quick, folder=options.folder, steps=steps
+    )
     if options.json:
         named: dict[str, dict[str, float]] = {}
         for (url, name), value in values.items():

@@ -13,7 +13,9 @@ from pathlib import Path
 from benchmarks.children import ROOT, MeasurementFailed, environment, measure
 from benchmarks.figures import Figure, Measurement
 
-Pairs = dict[tuple[str, str], list[tuple[float, float]]]  # by URL and figure: (here, there) of each round
+Pairs = dict[
+    tuple[str, str], list[tuple[float, float]]
+]  # by URL and figure: (here, there) of each round
 
 
 @contextlib.contextmanager
@@ -29,19 +31,32 @@ def worktree(revision: str) -> Iterator[Path]:
 
 
 def _git(*arguments: str) -> None:
-    done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False
+    )
     if done.returncode:
         raise SystemExit(f"git {' '.join(arguments)}: {done.stderr.strip()}")
 
 
 def run(
-    revision: str, chosen: Sequence[tuple[Measurement, str]], *, rounds: int, quick: bool, folder: Path, as_json: bool,
-    begin: Callable[[str], None], end: Callable[[], None],
+    revision: str,
+    chosen: Sequence[tuple[Measurement, str]],
+    *,
+    rounds: int,
+    quick: bool,
+    folder: Path,
+    as_json: bool,
+    begin: Callable[[str], None],
+    end: Callable[[], None],
 ) -> int:
     """Measure in turns, and print how many times better this tree is; the exit code."""
     pairs: Pairs = {}
     failures: list[str] = []
-    with worktree(revision) as there, environment() as here_environ, environment(there) as there_environ:
+    with (
+        worktree(revision) as there,
+        environment() as here_environ,
+        environment(there) as there_environ,
+    ):
         for number in range(rounds):
             for measurement, url in chosen:
                 sides = [("here", here_environ), (revision, there_environ)]
@@ -50,20 +65,36 @@ def run(
                 for side, environ in sides if number % 2 == 0 else reversed(sides):
                     begin(f"round {number + 1}: {measurement.name} {url} {side}")
                     try:
-                        found[side] = measure(measurement.name, url or "memory://", measurement.sizes[quick], environ,
-                                              folder=folder)
+                        found[side] = measure(
+                            measurement.name,
+                            url or "memory://",
+                            measurement.sizes[quick],
+                            environ,
+                            folder=folder,
+                        )
                     except MeasurementFailed as failure:
                         failures.append(f"{side}: {failure}")
                 if len(found) == len(sides):
                     for name in found["here"].keys() & found[revision].keys():
-                        pairs.setdefault((url, name), []).append((found["here"][name], found[revision][name]))
+                        pairs.setdefault((url, name), []).append(
+                            (found["here"][name], found[revision][name])
+                        )
     end()
     figures = [(figure, url) for measurement, url in chosen for figure in measurement.figures]
     if as_json:
-        print(json.dumps({"figures": [
-            {"url": url, "name": figure.name, "pairs": pairs[url, figure.name]}
-            for figure, url in figures if (url, figure.name) in pairs
-        ], "failures": failures}, indent=2))
+        print(
+            json.dumps(
+                {
+                    "figures": [
+                        {"url": url, "name": figure.name, "pairs": pairs[url, figure.name]}
+                        for figure, url in figures
+                        if (url, figure.name) in pairs
+                    ],
+                    "failures": failures,
+                },
+                indent=2,
+            )
+        )
     else:
         _print(revision, figures, pairs)
         for text in failures:
@@ -79,5 +110,7 @@ def _print(revision: str, figures: Sequence[tuple[Figure, str]], pairs: Pairs) -
             continue
         ratios = sorted(figure.ratio(here, there) for here, there in measured)
         here, there = (statistics.median(side) for side in zip(*measured, strict=True))
-        print(f"{figure.name + ' ' + url:40} {here:12,.2f} {there:12,.2f}   "
-              f"{statistics.median(ratios):.2f}  ({ratios[0]:.2f} … {ratios[-1]:.2f})")
+        print(
+            f"{figure.name + ' ' + url:40} {here:12,.2f} {there:12,.2f}   "
+            f"{statistics.median(ratios):.2f}  ({ratios[0]:.2f} … {ratios[-1]:.2f})"
+        )

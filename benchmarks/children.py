@@ -19,7 +19,9 @@ ROOT = HERE.parent
 # Servers that are started for each measurement, so that no old state is in its way.
 PRIVATE_REDIS = "redis://private"
 PRIVATE_AMQP = f"amqp://private+{PRIVATE_REDIS}"  # messages in RabbitMQ, results in Redis
-PRIVATE_MONGODB = "mongodb://private"  # mongod where it is installed, else the stand-in of the tests
+PRIVATE_MONGODB = (
+    "mongodb://private"  # mongod where it is installed, else the stand-in of the tests
+)
 #: The file is never rewritten while something is measured.
 REDIS_CONFIG = {"appendfsync": "everysec", "auto-aof-rewrite-percentage": "0"}
 HANG = 300.0  # seconds after which a measurement is taken to hang
@@ -35,12 +37,18 @@ def environment(tree: Path = ROOT) -> Iterator[dict[str, str]]:
     with tempfile.TemporaryDirectory(prefix="machinery-bench-") as name:
         # The tree has benchmarks of its own, older ones perhaps: both sides must be measured by the same.
         (Path(name) / "benchmarks").symlink_to(HERE)
-        kept = {key: value for key, value in os.environ.items() if not key.startswith(("MACHINERY_", "PYTHON"))}
+        kept = {
+            key: value
+            for key, value in os.environ.items()
+            if not key.startswith(("MACHINERY_", "PYTHON"))
+        }
         path = os.pathsep.join([name, str(tree)])
         yield {**kept, "PYTHONPATH": path, "PYTHONSAFEPATH": "1", "MACHINERY_BENCH_TREE": str(tree)}
 
 
-def measure(name: str, url: str, count: int, environ: dict[str, str], *, folder: Path) -> dict[str, float]:
+def measure(
+    name: str, url: str, count: int, environ: dict[str, str], *, folder: Path
+) -> dict[str, float]:
     """Run one measurement of measure.py; its figures by name.
 
     Args:
@@ -52,11 +60,15 @@ def measure(name: str, url: str, count: int, environ: dict[str, str], *, folder:
     with own_store(url, folder) as store:
         command = [sys.executable, "-m", "benchmarks.measure", name, store, str(count)]
         try:
-            done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=HANG, check=False)
+            done = subprocess.run(
+                command, env=environ, capture_output=True, text=True, timeout=HANG, check=False
+            )
         except subprocess.TimeoutExpired as error:
             raise MeasurementFailed(f"{name} on {url}: not done after {HANG:g} s") from error
     if done.returncode:
-        raise MeasurementFailed(f"{name} on {url}: {done.stderr.strip()[-2000:] or done.returncode}")
+        raise MeasurementFailed(
+            f"{name} on {url}: {done.stderr.strip()[-2000:] or done.returncode}"
+        )
     figures: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return figures
 
@@ -69,7 +81,10 @@ def own_store(url: str, folder: Path) -> Iterator[str]:
         with RedisServer(appendonly=True, config=REDIS_CONFIG) as server:
             yield server.url
     elif url == PRIVATE_AMQP:
-        with RabbitMQServer() as rabbit, RedisServer(appendonly=True, config=REDIS_CONFIG) as server:
+        with (
+            RabbitMQServer() as rabbit,
+            RedisServer(appendonly=True, config=REDIS_CONFIG) as server,
+        ):
             yield f"{rabbit.url}+{server.url}"
     elif url == PRIVATE_MONGODB:
         with private_mongo.KINDS[private_mongo.best_kind()]() as mongo:

@@ -50,68 +50,210 @@ class Measurement:
 PER_SECOND = "/s"
 
 MEASUREMENTS: Sequence[Measurement] = (
-    Measurement(name="importing", schemes=(), sizes=(9, 3), figures=[
-        Figure(name="import", what="import machinery_py", unit="ms", targets={"": 60.0}),
-        Figure(name="python", what="python alone, start to end", unit="ms"),
-    ]),
-    Measurement(name="send_one", sizes=(3000, 100), figures=[
-        Figure(name="send", what="send, one by one", unit=PER_SECOND, more_is_better=True, targets={"redis": 7000.0}),
-        Figure(name="raw send", what="… bare SQLite: the same rows and commits", unit=PER_SECOND, more_is_better=True),
-        Figure(name="pymongo send", what="… bare pymongo: the same operations", unit=PER_SECOND, more_is_better=True),
-    ]),
-    Measurement(name="send_bulk", sizes=(20_000, 500), figures=[
-        Figure(name="send in bulk", what="send, a group of {n:,}", unit=PER_SECOND, more_is_better=True,
-               targets={"": 40_000.0, "amqp": 10_000.0}),
-    ]),
-    Measurement(name="publish", schemes=("amqp",), sizes=(20_000, 500), figures=[
-        Figure(name="publish", what="publish with confirms, {n:,} messages", unit=PER_SECOND, more_is_better=True,
-               targets={"amqp": 10_000.0}),
-        Figure(name="raw publish", what="… bare pika: the same messages and confirms", unit=PER_SECOND, more_is_better=True),
-    ]),
-    Measurement(name="drain", sizes=(20_000, 500), figures=[
-        Figure(name="drain", what="run {n:,} no-op tasks, one process", unit=PER_SECOND, more_is_better=True,
-               targets={"memory": 30_000.0, "sqlite": 3000.0, "redis": 20_000.0, "mongodb": 1500.0}),
-        Figure(name="cpu per task", what="… worker CPU for each of them", unit="µs", targets={"": 40.0}),
-        Figure(name="commits", what="… claims and settlements for 1,000 of them", unit=""),
-        Figure(name="raw drain", what="… bare SQLite: the same rows and commits", unit=PER_SECOND, more_is_better=True),
-        Figure(name="pymongo drain", what="… bare pymongo: the same operations", unit=PER_SECOND, more_is_better=True),
-    ]),
-    Measurement(name="drain_two", schemes=("sqlite", "redis", "amqp", "mongodb"), sizes=(20_000, 500), figures=[
-        Figure(name="drain by two", what="run {n:,} no-op tasks, two processes", unit=PER_SECOND, more_is_better=True),
-    ]),
-    Measurement(name="latency", sizes=(500, 30), figures=[
-        Figure(name="latency", what="send to result, idle worker, median", unit="ms",
-               targets={"sqlite": 5.0, "redis": 1.0, "memory": 1.0}),
-        Figure(name="latency p99", what="… of 100 the slowest but one", unit="ms", targets={"redis": 2.0}),
-    ]),
-    Measurement(name="chain", sizes=(100, 10), figures=[
-        Figure(name="chain", what="chain of {n:,}", unit="s", targets={"redis": 0.15}),
-    ]),
-    Measurement(name="long_chain", sizes=(1000, 20), figures=[
-        Figure(name="long chain", what="chain of {n:,}", unit="s"),
-    ]),
-    Measurement(name="chord", sizes=(1000, 50), figures=[
-        Figure(name="chord", what="chord of {n:,}", unit="s", targets={"": 0.15, "sqlite": 0.4}),
-    ]),
-    Measurement(name="large_chord", sizes=(10_000, 100), figures=[
-        Figure(name="large chord", what="chord of {n:,}", unit="s", targets={"": 1.5, "sqlite": 4.0}),
-    ]),
-    Measurement(name="delayed", sizes=(10_000, 200), figures=[
-        Figure(name="delayed", what="{n:,} tasks due at once: until all have run", unit="s"),
-    ]),
-    Measurement(name="idle", sizes=(5, 1), figures=[
-        Figure(name="memory", what="PSS of an idle worker", unit="MB", targets={"": 40.0}),
-        Figure(name="idle cpu", what="CPU of an idle worker", unit="%", targets={"": 1.0}),
-    ]),
-    Measurement(name="starting", schemes=("sqlite", "redis", "amqp", "mongodb"), sizes=(5, 1), figures=[
-        Figure(name="ready", what="worker process, start to ready", unit="s", targets={"": 0.3}),
-    ]),
+    Measurement(
+        name="importing",
+        schemes=(),
+        sizes=(9, 3),
+        figures=[
+            Figure(name="import", what="import machinery_py", unit="ms", targets={"": 60.0}),
+            Figure(name="python", what="python alone, start to end", unit="ms"),
+        ],
+    ),
+    Measurement(
+        name="send_one",
+        sizes=(3000, 100),
+        figures=[
+            Figure(
+                name="send",
+                what="send, one by one",
+                unit=PER_SECOND,
+                more_is_better=True,
+                targets={"redis": 7000.0},
+            ),
+            Figure(
+                name="raw send",
+                what="… bare SQLite: the same rows and commits",
+                unit=PER_SECOND,
+                more_is_better=True,
+            ),
+            Figure(
+                name="pymongo send",
+                what="… bare pymongo: the same operations",
+                unit=PER_SECOND,
+                more_is_better=True,
+            ),
+        ],
+    ),
+    Measurement(
+        name="send_bulk",
+        sizes=(20_000, 500),
+        figures=[
+            Figure(
+                name="send in bulk",
+                what="send, a group of {n:,}",
+                unit=PER_SECOND,
+                more_is_better=True,
+                targets={"": 40_000.0, "amqp": 10_000.0},
+            ),
+        ],
+    ),
+    Measurement(
+        name="publish",
+        schemes=("amqp",),
+        sizes=(20_000, 500),
+        figures=[
+            Figure(
+                name="publish",
+                what="publish with confirms, {n:,} messages",
+                unit=PER_SECOND,
+                more_is_better=True,
+                targets={"amqp": 10_000.0},
+            ),
+            Figure(
+                name="raw publish",
+                what="… bare pika: the same messages and confirms",
+                unit=PER_SECOND,
+                more_is_better=True,
+            ),
+        ],
+    ),
+    Measurement(
+        name="drain",
+        sizes=(20_000, 500),
+        figures=[
+            Figure(
+                name="drain",
+                what="run {n:,} no-op tasks, one process",
+                unit=PER_SECOND,
+                more_is_better=True,
+                targets={
+                    "memory": 30_000.0,
+                    "sqlite": 3000.0,
+                    "redis": 20_000.0,
+                    "mongodb": 1500.0,
+                },
+            ),
+            Figure(
+                name="cpu per task",
+                what="… worker CPU for each of them",
+                unit="µs",
+                targets={"": 40.0},
+            ),
+            Figure(name="commits", what="… claims and settlements for 1,000 of them", unit=""),
+            Figure(
+                name="raw drain",
+                what="… bare SQLite: the same rows and commits",
+                unit=PER_SECOND,
+                more_is_better=True,
+            ),
+            Figure(
+                name="pymongo drain",
+                what="… bare pymongo: the same operations",
+                unit=PER_SECOND,
+                more_is_better=True,
+            ),
+        ],
+    ),
+    Measurement(
+        name="drain_two",
+        schemes=("sqlite", "redis", "amqp", "mongodb"),
+        sizes=(20_000, 500),
+        figures=[
+            Figure(
+                name="drain by two",
+                what="run {n:,} no-op tasks, two processes",
+                unit=PER_SECOND,
+                more_is_better=True,
+            ),
+        ],
+    ),
+    Measurement(
+        name="latency",
+        sizes=(500, 30),
+        figures=[
+            Figure(
+                name="latency",
+                what="send to result, idle worker, median",
+                unit="ms",
+                targets={"sqlite": 5.0, "redis": 1.0, "memory": 1.0},
+            ),
+            Figure(
+                name="latency p99",
+                what="… of 100 the slowest but one",
+                unit="ms",
+                targets={"redis": 2.0},
+            ),
+        ],
+    ),
+    Measurement(
+        name="chain",
+        sizes=(100, 10),
+        figures=[
+            Figure(name="chain", what="chain of {n:,}", unit="s", targets={"redis": 0.15}),
+        ],
+    ),
+    Measurement(
+        name="long_chain",
+        sizes=(1000, 20),
+        figures=[
+            Figure(name="long chain", what="chain of {n:,}", unit="s"),
+        ],
+    ),
+    Measurement(
+        name="chord",
+        sizes=(1000, 50),
+        figures=[
+            Figure(
+                name="chord", what="chord of {n:,}", unit="s", targets={"": 0.15, "sqlite": 0.4}
+            ),
+        ],
+    ),
+    Measurement(
+        name="large_chord",
+        sizes=(10_000, 100),
+        figures=[
+            Figure(
+                name="large chord",
+                what="chord of {n:,}",
+                unit="s",
+                targets={"": 1.5, "sqlite": 4.0},
+            ),
+        ],
+    ),
+    Measurement(
+        name="delayed",
+        sizes=(10_000, 200),
+        figures=[
+            Figure(name="delayed", what="{n:,} tasks due at once: until all have run", unit="s"),
+        ],
+    ),
+    Measurement(
+        name="idle",
+        sizes=(5, 1),
+        figures=[
+            Figure(name="memory", what="PSS of an idle worker", unit="MB", targets={"": 40.0}),
+            Figure(name="idle cpu", what="CPU of an idle worker", unit="%", targets={"": 1.0}),
+        ],
+    ),
+    Measurement(
+        name="starting",
+        schemes=("sqlite", "redis", "amqp", "mongodb"),
+        sizes=(5, 1),
+        figures=[
+            Figure(
+                name="ready", what="worker process, start to ready", unit="s", targets={"": 0.3}
+            ),
+        ],
+    ),
 )
 
 #: (figure, baseline): the first is quoted as a part of the second.
 BASELINES: Sequence[tuple[str, str]] = (
-    ("send", "raw send"), ("publish", "raw publish"), ("drain", "raw drain"),
-    ("send", "pymongo send"), ("drain", "pymongo drain"),
+    ("send", "raw send"),
+    ("publish", "raw publish"),
+    ("drain", "raw drain"),
+    ("send", "pymongo send"),
+    ("drain", "pymongo drain"),
 )
 
 BY_NAME: Mapping[str, Measurement] = {measurement.name: measurement for measurement in MEASUREMENTS}

@@ -41,10 +41,16 @@ BLOCKS = 20  # turns in which sends of the library and bare ones alternate
 
 
 def importing(_url: str, count: int) -> Figures:
-    timed = "import time; t = time.perf_counter(); import machinery_py; print(time.perf_counter() - t)"
+    timed = (
+        "import time; t = time.perf_counter(); import machinery_py; print(time.perf_counter() - t)"
+    )
 
     def seconds() -> float:
-        return float(subprocess.run([sys.executable, "-c", timed], capture_output=True, text=True, check=True).stdout)
+        return float(
+            subprocess.run(
+                [sys.executable, "-c", timed], capture_output=True, text=True, check=True
+            ).stdout
+        )
 
     def bare() -> float:
         began = time.perf_counter()
@@ -52,7 +58,10 @@ def importing(_url: str, count: int) -> Figures:
         return time.perf_counter() - began
 
     seconds()  # writes the bytecode
-    return {"import": 1000 * min(seconds() for _ in range(count)), "python": 1000 * min(bare() for _ in range(count))}
+    return {
+        "import": 1000 * min(seconds() for _ in range(count)),
+        "python": 1000 * min(bare() for _ in range(count)),
+    }
 
 
 def send_one(url: str, count: int) -> Figures:
@@ -76,7 +85,9 @@ def send_one(url: str, count: int) -> Figures:
     _check_waiting(server, count + 1)
     figures = {"send": count / seconds}
     if raw is not None:
-        figures["pymongo send" if is_mongodb(url) else "raw send"] = count // BLOCKS * BLOCKS / raw_seconds
+        figures["pymongo send" if is_mongodb(url) else "raw send"] = (
+            count // BLOCKS * BLOCKS / raw_seconds
+        )
     return figures
 
 
@@ -102,12 +113,17 @@ def publish(url: str, count: int) -> Figures:
     line = Line(parts(url)[0])
     body = b'{"UUID":"task_0","Name":"noop","Args":[{"Type":"int64","Value":1}],"RoutingKey":"machinery_tasks"}'
     uuids = [f"task_{number:036d}" for number in range(count)]
-    server.broker.put([Message(uuid="task", name="noop", queue="machinery_tasks", body=body)], token="")
+    server.broker.put(
+        [Message(uuid="task", name="noop", queue="machinery_tasks", body=body)], token=""
+    )
     seconds = raw_seconds = 0.0
     for start in range(0, count, BULK):
-        part = uuids[start:start + BULK]
+        part = uuids[start : start + BULK]
         began = time.perf_counter()
-        server.broker.put([Message(uuid=uuid, name="noop", queue="machinery_tasks", body=body) for uuid in part], token="")
+        server.broker.put(
+            [Message(uuid=uuid, name="noop", queue="machinery_tasks", body=body) for uuid in part],
+            token="",
+        )
         middle = time.perf_counter()
         line.publish([(uuid, body) for uuid in part])
         seconds += middle - began
@@ -128,13 +144,22 @@ def drain(url: str, count: int) -> Figures:
     [run] = work_off_by(server, url, count, workers=1)
     check_all_succeeded(server, uuids)
     rounds = run["claims"] + run["settlements"]
-    figures = {"drain": count / (run["ended"] - run["began"]), "cpu per task": 1e6 * run["cpu"] / count,
-               "commits": 1000 * rounds / count}
+    figures = {
+        "drain": count / (run["ended"] - run["began"]),
+        "cpu per task": 1e6 * run["cpu"] / count,
+        "commits": 1000 * rounds / count,
+    }
     if is_sqlite(url):
-        figures["raw drain"] = drain_raw(beside(url), count, batch=max(1, round(2 * count / rounds)))
+        figures["raw drain"] = drain_raw(
+            beside(url), count, batch=max(1, round(2 * count / rounds))
+        )
     elif is_mongodb(url):
         figures["pymongo drain"] = raw_mongo.drain_raw(
-            url, count, claim=max(1, round(count / run["claims"])), settle=max(1, round(count / run["settlements"])))
+            url,
+            count,
+            claim=max(1, round(count / run["claims"])),
+            settle=max(1, round(count / run["settlements"])),
+        )
     return figures
 
 
@@ -213,7 +238,9 @@ def large_chord(url: str, count: int) -> Figures:
 
 def delayed(url: str, count: int) -> Figures:
     server = make_server(url)
-    server.broker.declare([server.config.default_queue])  # on RabbitMQ, delays need a hundred declarations once
+    server.broker.declare(
+        [server.config.default_queue]
+    )  # on RabbitMQ, delays need a hundred declarations once
     # Long enough to send them all; what counts begins when they are due.
     due_at = server.now() + timedelta(seconds=1.0 + count / 5000)
     uuids = fill(server, count, eta=due_at)
@@ -221,7 +248,7 @@ def delayed(url: str, count: int) -> Figures:
         raise Wrong("sending took longer than the delay")
     with idle_worker(server, url):
         for start in range(0, count, BULK):
-            _wait_for(server, uuids[start:start + BULK])
+            _wait_for(server, uuids[start : start + BULK])
         finished = max(state.finished_at for state in server.backend.get_states(uuids).values())
     check_all_succeeded(server, uuids)
     return {"delayed": (finished - due_at).total_seconds()}
@@ -247,21 +274,38 @@ def idle(url: str, count: int) -> Figures:
         began, before = time.perf_counter(), cpu()
         time.sleep(count)
         used = (cpu() - before) / (time.perf_counter() - began)
-        pss = next(line for line in Path("/proc/self/smaps_rollup").read_text().splitlines() if line.startswith("Pss:"))
+        pss = next(
+            line
+            for line in Path("/proc/self/smaps_rollup").read_text().splitlines()
+            if line.startswith("Pss:")
+        )
     return {"memory": int(pss.split()[1]) / 1024, "idle cpu": 100 * used}
 
 
 def starting(url: str, count: int) -> Figures:
     """Start to "Ready" of `machinery worker`, as a user sees it."""
     application = Path(__file__).with_name("application.py")
-    command = [sys.executable, "-m", "machinery_py", "worker", application.stem, "--app-dir", str(application.parent)]
+    command = [
+        sys.executable,
+        "-m",
+        "machinery_py",
+        "worker",
+        application.stem,
+        "--app-dir",
+        str(application.parent),
+    ]
     broker, results = parts(url)
     variables = {"MACHINERY_BROKER": broker, "MACHINERY_RESULT_BACKEND": results}
     taken: list[float] = []
     for _number in range(count + 1):
         began = time.perf_counter()
-        child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-                                 env={**os.environ, **{name: value for name, value in variables.items() if value}})
+        child = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env={**os.environ, **{name: value for name, value in variables.items() if value}},
+        )
         assert child.stdout is not None
         lines = iter(child.stdout.readline, "")
         if not any(text.startswith("Ready") for text in lines):
@@ -275,8 +319,22 @@ def starting(url: str, count: int) -> Figures:
 COMMANDS: dict[str, Callable[[str, int], Figures]] = {
     function.__name__: function
     for function in (
-        importing, send_one, send_bulk, publish, drain, drain_two, latency, chain, long_chain, chord, large_chord, delayed, idle,
-        starting, helper_drain, helper_serve,
+        importing,
+        send_one,
+        send_bulk,
+        publish,
+        drain,
+        drain_two,
+        latency,
+        chain,
+        long_chain,
+        chord,
+        large_chord,
+        delayed,
+        idle,
+        starting,
+        helper_drain,
+        helper_serve,
     )
 }
 

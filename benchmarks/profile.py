@@ -91,7 +91,11 @@ def role_of(name: str) -> str:
 
 def short(path: str) -> str:
     parts = Path(path).parts
-    return "/".join(parts[parts.index("machinery_py") + 1:]) if "machinery_py" in parts else Path(path).name
+    return (
+        "/".join(parts[parts.index("machinery_py") + 1 :])
+        if "machinery_py" in parts
+        else Path(path).name
+    )
 
 
 def show(title: str, counter: Counter[Place], tasks: int, limit: int) -> None:
@@ -101,8 +105,9 @@ def show(title: str, counter: Counter[Place], tasks: int, limit: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.profile",
-                                     description="Where a task's time goes in a worker.")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.profile", description="Where a task's time goes in a worker."
+    )
     parser.add_argument("--url", default="sqlite:///bench.db")
     parser.add_argument("--tasks", type=int, default=TASKS)
     parser.add_argument("--lines", type=int, default=14, help="shown of each list")
@@ -123,8 +128,10 @@ def main() -> None:
         check_all_succeeded(server, uuids)
         server.close()
     tasks = options.tasks
-    print(f"{tasks:,} no-op tasks in {seconds:.2f} s ({tasks / seconds:,.0f}/s while watched), "
-          f"{sampler.samples:,} looks; CPU for each task: {1e6 * sum(sampler.roles.values()) / tasks:.1f} µs")
+    print(
+        f"{tasks:,} no-op tasks in {seconds:.2f} s ({tasks / seconds:,.0f}/s while watched), "
+        f"{sampler.samples:,} looks; CPU for each task: {1e6 * sum(sampler.roles.values()) / tasks:.1f} µs"
+    )
     for role, used in sampler.roles.most_common():
         print(f"\n  {role}: {1e6 * used / tasks:.1f} µs")
         show("lines, alone", sampler.own[role], tasks, options.lines)

@@ -31,8 +31,11 @@ def connect(url: str) -> Any:
     client: MongoClient[Document] = MongoClient(url, w="majority")
     database = client["bench_raw"]
     for keys in (
-        [("status", 1), ("queue", 1), ("priority", -1), ("order", 1)], [("status", 1), ("due_at", 1)], [("session", 1)],
-        [("lease", 1)], [("deed_at", 1)],
+        [("status", 1), ("queue", 1), ("priority", -1), ("order", 1)],
+        [("status", 1), ("due_at", 1)],
+        [("session", 1)],
+        [("lease", 1)],
+        [("deed_at", 1)],
     ):
         database.messages.create_index(keys)
     for name in ("changed_at", "expires_at", "deed_at", "outbox_at"):
@@ -48,17 +51,50 @@ def now() -> int:
 
 def message(key: str, order: int) -> Document:
     return {
-        "_id": f"{uuid.uuid4().hex}.0", "uuid": key, "name": "noop", "queue": QUEUE, "body": BODY, "priority": 0, "order": order,
-        "status": WAITING, "due_at": 0, "parks": 0, "strikes": 0, "fence": 0, "lease": "", "session": "", "begun": 0,
-        "sent_at": order, "deed": b"", "deed_at": 0, "reason": "", "error": "", "died_at": 0,
+        "_id": f"{uuid.uuid4().hex}.0",
+        "uuid": key,
+        "name": "noop",
+        "queue": QUEUE,
+        "body": BODY,
+        "priority": 0,
+        "order": order,
+        "status": WAITING,
+        "due_at": 0,
+        "parks": 0,
+        "strikes": 0,
+        "fence": 0,
+        "lease": "",
+        "session": "",
+        "begun": 0,
+        "sent_at": order,
+        "deed": b"",
+        "deed_at": 0,
+        "reason": "",
+        "error": "",
+        "died_at": 0,
     }
 
 
 def task(key: str, moment: int) -> Document:
     return {
-        "_id": key, "state": "PENDING", "task_name": "noop", "results": [], "error": "", "run": 0, "mark": "", "epoch": 0,
-        "queue": QUEUE, "changed_at": moment, "expires_at": 0, "version": 1, "ours": STATE, "deed": b"", "deed_at": 0,
-        "outbox": b"", "outbox_at": 0, "stamp": "0123456789abcdef",
+        "_id": key,
+        "state": "PENDING",
+        "task_name": "noop",
+        "results": [],
+        "error": "",
+        "run": 0,
+        "mark": "",
+        "epoch": 0,
+        "queue": QUEUE,
+        "changed_at": moment,
+        "expires_at": 0,
+        "version": 1,
+        "ours": STATE,
+        "deed": b"",
+        "deed_at": 0,
+        "outbox": b"",
+        "outbox_at": 0,
+        "stamp": "0123456789abcdef",
     }
 
 
@@ -76,11 +112,17 @@ class RawSender:
 
     def send(self, count: int) -> float:
         """Send; the seconds it took."""
-        tokens, tasks, messages = self._database.tokens, self._database.tasks, self._database.messages
+        tokens, tasks, messages = (
+            self._database.tokens,
+            self._database.tasks,
+            self._database.messages,
+        )
         began = time.perf_counter()
         for _ in range(count):
             key, token, moment = f"task_{uuid.uuid4()}", str(uuid.uuid4()), now()
-            tokens.insert_one({"_id": token, "at": moment, "kind": "submission", "deed": DEED, "deed_at": moment})
+            tokens.insert_one(
+                {"_id": token, "at": moment, "kind": "submission", "deed": DEED, "deed_at": moment}
+            )
             tasks.find_one({"_id": key}, {"results": 0, "outbox": 0})
             tasks.insert_one(task(key, moment))
             messages.insert_one(message(key, moment))
@@ -93,7 +135,7 @@ def drain_raw(url: str, count: int, *, claim: int, settle: int) -> float:
     database = connect(url)
     keys = [f"task_{number:036d}" for number in range(count)]
     for start in range(0, count, FILLED):
-        part = keys[start:start + FILLED]
+        part = keys[start : start + FILLED]
         database.tasks.insert_many([task(key, now()) for key in part])
         database.messages.insert_many([message(key, now()) for key in part])
     began = time.perf_counter()
@@ -114,39 +156,72 @@ def drain_raw(url: str, count: int, *, claim: int, settle: int) -> float:
 def _claim(database: Any, lease: str, limit: int) -> list[Document]:
     order = [("priority", -1), ("order", 1)]
     waits = {"status": WAITING, "queue": QUEUE}
-    ids = [one["_id"] for one in database.messages.find(waits, {"_id": 1}).sort(order).limit(limit).batch_size(limit)]
+    ids = [
+        one["_id"]
+        for one in database.messages.find(waits, {"_id": 1})
+        .sort(order)
+        .limit(limit)
+        .batch_size(limit)
+    ]
     mine = {"$set": {"status": TAKEN, "lease": lease, "session": "session", "begun": 0}}
     database.messages.update_many({"_id": {"$in": ids}, "status": WAITING}, mine)
     database.queues.find_one({"_id": QUEUE, "paused": 1}, {"_id": 1})
     taken = {"queue": QUEUE, "lease": lease, "status": TAKEN}
     database.messages.update_many(taken, {"$set": {"status": HELD}, "$inc": {"fence": 1}})
-    found = list(database.messages.find({**taken, "status": HELD}).sort(order).batch_size(limit + 1))
+    found = list(
+        database.messages.find({**taken, "status": HELD}).sort(order).batch_size(limit + 1)
+    )
     _states(database, found)
     return found
 
 
 def _states(database: Any, messages: list[Document]) -> list[Document]:
     keys = [one["uuid"] for one in messages]
-    return list(database.tasks.find({"_id": {"$in": keys}}, {"results": 0, "outbox": 0}).batch_size(len(keys) + 1))
+    return list(
+        database.tasks.find({"_id": {"$in": keys}}, {"results": 0, "outbox": 0}).batch_size(
+            len(keys) + 1
+        )
+    )
 
 
 def _settle(database: Any, messages: list[Document]) -> None:
     from pymongo import UpdateOne
 
     moment = now()
-    database.messages.bulk_write([
-        UpdateOne({"_id": one["_id"], "lease": one["lease"], "status": HELD},
-                  {"$set": {"status": ENDING, "deed": DEED, "deed_at": moment}})
-        for one in messages
-    ], ordered=False)
+    database.messages.bulk_write(
+        [
+            UpdateOne(
+                {"_id": one["_id"], "lease": one["lease"], "status": HELD},
+                {"$set": {"status": ENDING, "deed": DEED, "deed_at": moment}},
+            )
+            for one in messages
+        ],
+        ordered=False,
+    )
     after = {
-        "state": "SUCCESS", "task_name": "noop", "results": [{"type": "int64", "value": 1}], "error": "", "run": 0,
-        "mark": f"bench-{os.getpid()}", "epoch": 0, "queue": QUEUE, "changed_at": moment, "expires_at": moment, "version": 2,
-        "ours": STATE, "stamp": "fedcba9876543210",
+        "state": "SUCCESS",
+        "task_name": "noop",
+        "results": [{"type": "int64", "value": 1}],
+        "error": "",
+        "run": 0,
+        "mark": f"bench-{os.getpid()}",
+        "epoch": 0,
+        "queue": QUEUE,
+        "changed_at": moment,
+        "expires_at": moment,
+        "version": 2,
+        "ours": STATE,
+        "stamp": "fedcba9876543210",
     }
-    database.tasks.bulk_write([
-        UpdateOne({"_id": one["_id"], "state": one["state"], "version": one["version"]}, {"$set": after})
-        for one in _states(database, messages)
-    ], ordered=False)
+    database.tasks.bulk_write(
+        [
+            UpdateOne(
+                {"_id": one["_id"], "state": one["state"], "version": one["version"]},
+                {"$set": after},
+            )
+            for one in _states(database, messages)
+        ],
+        ordered=False,
+    )
     ids = [one["_id"] for one in messages]
     database.messages.delete_many({"_id": {"$in": ids}, "status": ENDING})

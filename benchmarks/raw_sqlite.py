@@ -136,7 +136,7 @@ def _settle(connection: sqlite3.Connection, rows: list[tuple[int, str]]) -> None
     moment = now()
     worker = f"bench-{os.getpid()}"
     for start in range(0, len(rows), INSERTED):
-        part = rows[start:start + INSERTED]
+        part = rows[start : start + INSERTED]
         values = [value for row in part for value in (row[1], QUEUE, worker, *[moment] * 5, b"1")]
         connection.execute(SUCCESS.format(rows=",".join([ROW] * len(part))), values)
     connection.execute("COMMIT")

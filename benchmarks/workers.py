@@ -69,8 +69,14 @@ def work_off(server: Any, count: int) -> Figures:
             is_empty = not any(stats.waiting or stats.running for stats in server.broker.stats())
     used = cpu() - before
     worker.stop()
-    return {"began": began, "ended": ended, "processed": processed, "cpu": used,
-            "claims": counting.claims, "settlements": counting.settlements}
+    return {
+        "began": began,
+        "ended": ended,
+        "processed": processed,
+        "cpu": used,
+        "claims": counting.claims,
+        "settlements": counting.settlements,
+    }
 
 
 @contextlib.contextmanager
@@ -141,7 +147,9 @@ def work_off_by(server: Any, url: str, count: int, *, workers: int) -> list[Figu
         runs = [work_off(server, count)]
     else:
         with contextlib.ExitStack() as stack:
-            children = [stack.enter_context(helper("helper_drain", url, count)) for _ in range(workers)]
+            children = [
+                stack.enter_context(helper("helper_drain", url, count)) for _ in range(workers)
+            ]
             for child in children:
                 go(child)
             runs = [json.loads(said(child)) for child in children]

@@ -30,7 +30,11 @@ def make_server(url: str) -> Any:
     if tree and not Path(machinery_py.__file__).resolve().is_relative_to(Path(tree).resolve()):
         raise Wrong(f"machinery_py is from {machinery_py.__file__}, not from {tree}")
     broker, results = parts(url)
-    server = machinery_py.Server(broker=broker, result_backend=results) if results else machinery_py.Server(url)
+    server = (
+        machinery_py.Server(broker=broker, result_backend=results)
+        if results
+        else machinery_py.Server(url)
+    )
 
     @server.task
     def noop(number: int) -> int:
@@ -78,7 +82,9 @@ def fill(server: Any, count: int, **options: Any) -> list[str]:
     uuids: list[str] = []
     for start in range(0, count, BULK):
         bound = task.options(**options) if options else task
-        members = group(bound.signature(number) for number in range(start, min(count, start + BULK)))
+        members = group(
+            bound.signature(number) for number in range(start, min(count, start + BULK))
+        )
         uuids.extend(one.uuid for one in server.send_group(members).results)
     return uuids
 
@@ -93,8 +99,14 @@ def check_all_succeeded(server: Any, uuids: Sequence[str]) -> None:
 
 def check_queues_empty(server: Any) -> None:
     # In one store the last settlement is committed before its result can be seen. Two stores acknowledge after that.
-    deadline = time.monotonic() + (0.0 if server.config.result_backend in ("", server.config.broker) else SETTLING)
-    while left := [stats for stats in server.broker.stats() if stats.waiting or stats.running or stats.delayed or stats.dead]:
+    deadline = time.monotonic() + (
+        0.0 if server.config.result_backend in ("", server.config.broker) else SETTLING
+    )
+    while left := [
+        stats
+        for stats in server.broker.stats()
+        if stats.waiting or stats.running or stats.delayed or stats.dead
+    ]:
         if time.monotonic() >= deadline:
             raise Wrong(f"queue {left[0].queue!r} is not empty: {left[0]}")
         time.sleep(0.1)
@@ -104,5 +116,3 @@ def cpu() -> float:
     """Seconds of CPU that this process has used."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
-
-

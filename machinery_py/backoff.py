@@ -6,7 +6,9 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 
 MAX_DELAY = 86400.0  # seconds; no back-off of ours waits longer than a day
-LONGEST = 100 * 365 * 86400.0  # seconds; nothing waits longer, whatever a message says. Go's clock ends in 2262
+LONGEST = (
+    100 * 365 * 86400.0
+)  # seconds; nothing waits longer, whatever a message says. Go's clock ends in 2262
 
 #: How a task waits between its tries: "fibonacci" (Go's), "exponential", seconds for each try, or a function.
 Backoff = str | Sequence[float] | Callable[[int], float]
@@ -58,7 +60,9 @@ def check_backoff(backoff: Backoff) -> None:
     """
     if isinstance(backoff, str):
         if backoff not in ("fibonacci", "exponential"):
-            raise ValueError(f"backoff {backoff!r}: unknown (known: 'fibonacci', 'exponential', seconds, a function)")
+            raise ValueError(
+                f"backoff {backoff!r}: unknown (known: 'fibonacci', 'exponential', seconds, a function)"
+            )
     elif isinstance(backoff, Sequence) and not backoff:
         raise ValueError("backoff is empty (expected seconds for each try)")
 

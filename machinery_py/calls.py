@@ -19,7 +19,11 @@ from machinery_py.wire_args import ReceivedArg, checked_value
 REFLECT = "Reflect task args error: "  # Go's words: other programs see this text in the state
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _NONE: Mapping[str, Arg] = {}
-_PLAIN = {int: "int64", str: "string", bool: "bool"}  # sent as they are; ints are checked for 64 bits when encoded
+_PLAIN = {
+    int: "int64",
+    str: "string",
+    bool: "bool",
+}  # sent as they are; ints are checked for 64 bits when encoded
 
 
 class _Parameter(msgspec.Struct, frozen=True):
@@ -59,10 +63,12 @@ class Call:
         try:
             self._signature = inspect.signature(function)
         except (TypeError, ValueError):  # some functions written in C do not tell
-            self._signature = inspect.Signature([
-                inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL),
-                inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD),
-            ])
+            self._signature = inspect.Signature(
+                [
+                    inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL),
+                    inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD),
+                ]
+            )
         parameters = list(self._signature.parameters.values())
         self.takes_context = bool(parameters) and _is_context(parameters[0], function)
         self._given = parameters[1:] if self.takes_context else parameters
@@ -70,7 +76,9 @@ class Call:
         self._positional_count = sum(p.kind in _POSITIONAL for p in self._given)
         self._takes_any = any(p.kind is p.VAR_POSITIONAL for p in self._given)
         self._keyword_names = {p.name for p in self._given if p.kind is p.KEYWORD_ONLY}
-        self._required_keywords = {p.name for p in self._given if p.kind is p.KEYWORD_ONLY and p.default is p.empty}
+        self._required_keywords = {
+            p.name for p in self._given if p.kind is p.KEYWORD_ONLY and p.default is p.empty
+        }
         self._takes_keywords = any(p.kind is p.VAR_KEYWORD for p in self._given)
         self._named = bool(self._keyword_names) or self._takes_keywords
         self._hints: dict[str, Any] | None = None
@@ -86,7 +94,9 @@ class Call:
         """Resolve the annotations, once."""
         try:
             hints = typing.get_type_hints(self.function, include_extras=True)
-        except Exception:  # a name that is only there for type checkers: then nothing is known about any
+        except (
+            Exception
+        ):  # a name that is only there for type checkers: then nothing is known about any
             hints = {}
         for p in self._given:
             parameter = _Parameter.of(p, hints.get(p.name, Any))
@@ -105,7 +115,9 @@ class Call:
 
     # From a Python call to what travels
 
-    def arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, partial: bool = False) -> tuple[Arg, ...]:
+    def arguments(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], *, partial: bool = False
+    ) -> tuple[Arg, ...]:
         """The arguments as they travel, each under its type name.
 
         Raises:
@@ -114,12 +126,17 @@ class Call:
         """
         if self._hints is None:
             self._learn()
-        if kwargs or not (self._required <= len(args) and (self._takes_any or len(args) <= self._positional_count)):
+        if kwargs or not (
+            self._required <= len(args) and (self._takes_any or len(args) <= self._positional_count)
+        ):
             args, kwargs = self._bind(args, kwargs, partial=partial)
         elif self._required_keywords and not partial:
             self._check(args, kwargs, room=False)
         fit = not partial
-        described = [self._describe(self._parameter(index), value, fit=fit) for index, value in enumerate(args)]
+        described = [
+            self._describe(self._parameter(index), value, fit=fit)
+            for index, value in enumerate(args)
+        ]
         for name, value in kwargs.items():
             described.append(self._describe(self._keyword(name), value, name=name, fit=fit))
         return tuple(described) if partial else Checked(described)
@@ -133,15 +150,26 @@ class Call:
             bound = (shape.bind_partial if partial else shape.bind)(*args, **kwargs)
         except TypeError as error:
             raise ArgumentError(f"{self.name}: {_bind_text(error)}") from None
-        skipped = [p.name for p in self._given if p.kind in _POSITIONAL and p.name not in bound.arguments]
-        given_after = [p.name for p in self._given if p.kind in _POSITIONAL and p.name in bound.arguments and skipped
-                       and list(self._signature.parameters).index(p.name) > list(self._signature.parameters).index(skipped[0])]
+        skipped = [
+            p.name for p in self._given if p.kind in _POSITIONAL and p.name not in bound.arguments
+        ]
+        given_after = [
+            p.name
+            for p in self._given
+            if p.kind in _POSITIONAL
+            and p.name in bound.arguments
+            and skipped
+            and list(self._signature.parameters).index(p.name)
+            > list(self._signature.parameters).index(skipped[0])
+        ]
         if given_after:
             # Positions cannot have holes on the wire: what is left out in between gets its default.
             bound.apply_defaults()
             if partial and any(p.name in skipped and p.default is p.empty for p in self._given):
-                raise ArgumentError(f"{self.name}: argument {given_after[0]!r} leaves {skipped[0]!r} open before it; "
-                                    "results are added at the end")
+                raise ArgumentError(
+                    f"{self.name}: argument {given_after[0]!r} leaves {skipped[0]!r} open before it; "
+                    "results are added at the end"
+                )
         return bound.args, bound.kwargs
 
     def _check(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, room: bool) -> None:
@@ -157,11 +185,18 @@ class Call:
     def _keyword(self, name: str) -> _Parameter:
         return self._keywords.get(name) or _Parameter(name, Any)
 
-    def _describe(self, parameter: _Parameter, value: Any, *, name: str = "", fit: bool = False) -> Arg:
+    def _describe(
+        self, parameter: _Parameter, value: Any, *, name: str = "", fit: bool = False
+    ) -> Arg:
         plain = _PLAIN.get(type(value))
         if plain is not None and (parameter.hint is type(value) or parameter.hint is Any):
-            return Arg(type=plain if plain != "int64" or -(2**63) <= value < 2**63 else _wide(self.name, parameter, value),
-                       value=value, name=name)
+            return Arg(
+                type=plain
+                if plain != "int64" or -(2**63) <= value < 2**63
+                else _wide(self.name, parameter, value),
+                value=value,
+                name=name,
+            )
         try:
             type_name, wire = describe(value, parameter.hint)
         except ArgumentError as error:
@@ -177,7 +212,7 @@ class Call:
             self._learn()
         placed, named = self._split(args)
         try:
-            for parameter in [p for p in self._given if p.kind in _POSITIONAL][len(placed):]:
+            for parameter in [p for p in self._given if p.kind in _POSITIONAL][len(placed) :]:
                 if parameter.default is parameter.empty:
                     break
                 placed.append(self._describe(self._parameter(len(placed)), parameter.default))
@@ -190,7 +225,9 @@ class Call:
 
     # From what travelled to the call
 
-    def values(self, args: Sequence[Arg], *, room: bool = False) -> tuple[list[Any], dict[str, Any]]:
+    def values(
+        self, args: Sequence[Arg], *, room: bool = False
+    ) -> tuple[list[Any], dict[str, Any]]:
         """The arguments for the function.
 
         Args:
@@ -201,18 +238,30 @@ class Call:
         """
         if self._hints is None:
             self._learn()
-        placed, by_name = self._split(args) if self._named and any(arg.name for arg in args) else (args, _NONE)
+        placed, by_name = (
+            self._split(args) if self._named and any(arg.name for arg in args) else (args, _NONE)
+        )
         try:
             values = [to_python(arg.type, arg.value) for arg in placed]
-            named = {name: to_python(arg.type, arg.value) for name, arg in by_name.items()} if by_name else {}
+            named = (
+                {name: to_python(arg.type, arg.value) for name, arg in by_name.items()}
+                if by_name
+                else {}
+            )
         except ArgumentError as error:
             raise ArgumentError(f"{REFLECT}{error}") from None
         if self._convert_any and (named or [arg.type for arg in placed] != self._wires):
-            values = [self._converted(self._parameter(index), value) for index, value in enumerate(values)]
-            named = {name: self._converted(self._keyword(name), value) for name, value in named.items()}
+            values = [
+                self._converted(self._parameter(index), value) for index, value in enumerate(values)
+            ]
+            named = {
+                name: self._converted(self._keyword(name), value) for name, value in named.items()
+            }
         count = len(values)
-        if (count < self._required and not room) or (count > self._positional_count and not self._takes_any) or (
-            self._required_keywords and not room
+        if (
+            (count < self._required and not room)
+            or (count > self._positional_count and not self._takes_any)
+            or (self._required_keywords and not room)
         ):
             self._check(values, named, room=room)
         return values, named
@@ -229,14 +278,20 @@ class Call:
             self.values([_as_received(arg) for arg in args], room=room)
         except ArgumentError as error:
             text = str(error).removeprefix(REFLECT)
-            raise ArgumentError(text if text.startswith(self.name) else f"{self.name}: {text}") from None
+            raise ArgumentError(
+                text if text.startswith(self.name) else f"{self.name}: {text}"
+            ) from None
 
     def _split(self, args: Sequence[Arg]) -> tuple[list[Arg], dict[str, Arg]]:
         """By position and by name. Go ignores names, and senders fill in any: they count for keyword parameters alone."""
         places = {parameter.name for parameter in self._parameters}
         named = {
-            arg.name: arg for arg in args
-            if arg.name and (arg.name in self._keyword_names or (self._takes_keywords and arg.name not in places))
+            arg.name: arg
+            for arg in args
+            if arg.name
+            and (
+                arg.name in self._keyword_names or (self._takes_keywords and arg.name not in places)
+            )
         }
         return [arg for arg in args if arg.name not in named], named
 
@@ -263,12 +318,17 @@ class Call:
         if self._hints is None:
             self._learn()
         plain = _PLAIN.get(type(value))
-        if plain is not None and (self._returns is type(value) or self._returns is Any) and (
-            plain != "int64" or -(2**63) <= value < 2**63
+        if (
+            plain is not None
+            and (self._returns is type(value) or self._returns is Any)
+            and (plain != "int64" or -(2**63) <= value < 2**63)
         ):
             return (Arg(type=plain, value=value),)
         try:
-            return tuple(Arg(type=type_name, value=wire) for type_name, wire in result_of(value, self._returns))
+            return tuple(
+                Arg(type=type_name, value=wire)
+                for type_name, wire in result_of(value, self._returns)
+            )
         except ArgumentError as error:
             raise ArgumentError(f"{self.name} result: {error}") from None
 
@@ -283,20 +343,27 @@ class Call:
 
 def _as_received(arg: Arg) -> Arg:
     """With its value as JSON has it."""
-    return arg if isinstance(arg, ReceivedArg) else Arg(type=arg.type, value=checked_value(arg), name=arg.name)
+    return (
+        arg
+        if isinstance(arg, ReceivedArg)
+        else Arg(type=arg.type, value=checked_value(arg), name=arg.name)
+    )
 
 
 def _wide(name: str, parameter: _Parameter, value: int) -> str:
     if 0 <= value < 2**64:
         return "uint64"
-    raise ArgumentError(f"{name} argument {parameter.name!r}: cannot send {value}: it does not fit into 64 bits "
-                        "(send it as a string)")
+    raise ArgumentError(
+        f"{name} argument {parameter.name!r}: cannot send {value}: it does not fit into 64 bits "
+        "(send it as a string)"
+    )
 
 
 def _bind_text(error: TypeError) -> str:
     text = str(error)
     return text.replace("missing a required argument:", "missing argument").replace(
-        "missing a required keyword-only argument:", "missing argument")
+        "missing a required keyword-only argument:", "missing argument"
+    )
 
 
 def _is_context(parameter: inspect.Parameter, function: Callable[..., Any]) -> bool:

@@ -41,33 +41,70 @@ class Config(Section):
     PREFIX: ClassVar[str] = ""
 
     broker: str = option("sqlite:///machinery.db", "URL of the store that holds the messages")
-    result_backend: str = option("", "URL of the store that holds states and results; empty = where the broker is")
+    result_backend: str = option(
+        "", "URL of the store that holds states and results; empty = where the broker is"
+    )
     lock: str = option("", "URL of the store that holds locks; empty = where the broker is")
-    multiple_broker_separator: str = option("", "text between several broker URLs; empty = there is one URL")
-    broker_failover_strategy: str = option("round-robin", "which broker URL comes after one that failed", low=1)
-    broker_connection_retry: bool = option(True, "a worker waits for a broker that is away, instead of ending")
-    broker_connection_max_retries: int = option(0, "attempts to connect until a worker ends; 0 = any number")
-    broker_connection_backoff: str = option("jitter", "pauses between them: `jitter`, `linear` or `fibonacci`", low=1)
+    multiple_broker_separator: str = option(
+        "", "text between several broker URLs; empty = there is one URL"
+    )
+    broker_failover_strategy: str = option(
+        "round-robin", "which broker URL comes after one that failed", low=1
+    )
+    broker_connection_retry: bool = option(
+        True, "a worker waits for a broker that is away, instead of ending"
+    )
+    broker_connection_max_retries: int = option(
+        0, "attempts to connect until a worker ends; 0 = any number"
+    )
+    broker_connection_backoff: str = option(
+        "jitter", "pauses between them: `jitter`, `linear` or `fibonacci`", low=1
+    )
     default_queue: str = option("machinery_tasks", "queue of tasks that name none", low=1)
-    application: str = option("", "whose keys of unique and exclusive tasks they are in shared stores; empty = `default_queue`")
-    queues: str = option("", "queues of a worker: `A,B` in this order, `A:6,B:1` by weights; empty = `default_queue`")
-    results_expire_in: int = option(3600, "how long states and results are kept; 0 = 3600", "s", empty_is_default=True)
+    application: str = option(
+        "",
+        "whose keys of unique and exclusive tasks they are in shared stores; empty = `default_queue`",
+    )
+    queues: str = option(
+        "", "queues of a worker: `A,B` in this order, `A:6,B:1` by weights; empty = `default_queue`"
+    )
+    results_expire_in: int = option(
+        3600, "how long states and results are kept; 0 = 3600", "s", empty_is_default=True
+    )
     no_unix_signals: bool = option(False, "workers leave SIGINT and SIGTERM to the program")
 
     publish_timeout: float = option(5.0, "longest wait until a task is stored", "s", low=MOMENT)
     shutdown_timeout: float = option(30.0, "how long a stopping worker lets tasks run on", "s")
-    lease: float = option(10.0, "tasks of a worker that was silent for this long are run by another", "s", low=MOMENT)
-    max_strikes: int = option(3, "a task that was running in so many dying workers is dead-lettered", low=1)
-    unregistered_timeout: float = option(3600.0, "a task that no worker knows is dead-lettered after this", "s")
-    max_message_size: int = option(8 * 1024 * 1024, "larger messages are refused when sent", "bytes", low=1)
-    max_result_size: int = option(1024 * 1024, "larger results are a failure of the task", "bytes", low=1)
+    lease: float = option(
+        10.0, "tasks of a worker that was silent for this long are run by another", "s", low=MOMENT
+    )
+    max_strikes: int = option(
+        3, "a task that was running in so many dying workers is dead-lettered", low=1
+    )
+    unregistered_timeout: float = option(
+        3600.0, "a task that no worker knows is dead-lettered after this", "s"
+    )
+    max_message_size: int = option(
+        8 * 1024 * 1024, "larger messages are refused when sent", "bytes", low=1
+    )
+    max_result_size: int = option(
+        1024 * 1024, "larger results are a failure of the task", "bytes", low=1
+    )
     prefetch: int = option(512, "tasks a thread worker may hold beyond the running ones, at most")
     concurrency: int = option(0, "tasks that a worker runs at once; 0 = two for each processor")
-    go_program: str = option("", "a Go program with the same schedules: ticks are sent under its lock only; empty = none")
+    go_program: str = option(
+        "", "a Go program with the same schedules: ticks are sent under its lock only; empty = none"
+    )
     inherited_headers: str = option(
-        "", "beginnings of headers that go on to what a task sends: `tenant,x-`; trace context always does")
-    require_server: bool = option(False, "refuse the stores that need no server (sqlite, memory, eager)")
-    strict_durability: bool = option(False, "refuse a server that may forget what it has stored, instead of warning")
+        "",
+        "beginnings of headers that go on to what a task sends: `tenant,x-`; trace context always does",
+    )
+    require_server: bool = option(
+        False, "refuse the stores that need no server (sqlite, memory, eager)"
+    )
+    strict_durability: bool = option(
+        False, "refuse a server that may forget what it has stored, instead of warning"
+    )
 
     redis: RedisConfig = field(default_factory=RedisConfig)
     amqp: AMQPConfig = field(default_factory=AMQPConfig)
@@ -78,7 +115,9 @@ class Config(Section):
     def __new__(cls, **chosen: object) -> Self:
         # Only here can a value that was passed be told from an equal default, and it must win over the environment.
         self = object.__new__(cls)
-        sources = {key: "argument" if key.partition(".")[0] in chosen else "default" for key in OPTIONS}
+        sources = {
+            key: "argument" if key.partition(".")[0] in chosen else "default" for key in OPTIONS
+        }
         object.__setattr__(self, "sources", sources)
         return self
 
@@ -95,7 +134,9 @@ class Config(Section):
 
     def __repr__(self) -> str:
         shown = self.redacted()
-        chosen = (f"{key}={shown[key]!r}" for key, value in self.values() if value != OPTIONS[key].default)
+        chosen = (
+            f"{key}={shown[key]!r}" for key, value in self.values() if value != OPTIONS[key].default
+        )
         return f"Config({', '.join(chosen)})"
 
     @classmethod
@@ -122,7 +163,9 @@ class Config(Section):
         return cls.from_mapping(config_files.read_toml(path), os.fspath(path))
 
     @classmethod
-    def from_env(cls, prefix: str = "MACHINERY_", *, environ: Mapping[str, str] = os.environ) -> Config:
+    def from_env(
+        cls, prefix: str = "MACHINERY_", *, environ: Mapping[str, str] = os.environ
+    ) -> Config:
         """The Config of environment variables: the prefix and Go's name, as REDIS_MAX_IDLE.
 
         An empty variable counts as not set. With a prefix, our own options and `<prefix>URL` (broker, backend and lock
@@ -136,7 +179,10 @@ class Config(Section):
     def replace(self, **changes: Any) -> Config:
         """The same with other values in the named fields, whose source is then "argument"."""
         changed = dataclasses.replace(self, **changes)
-        sources = {key: "argument" if key.partition(".")[0] in changes else was for key, was in self.sources.items()}
+        sources = {
+            key: "argument" if key.partition(".")[0] in changes else was
+            for key, was in self.sources.items()
+        }
         object.__setattr__(changed, "sources", sources)
         return changed
 
@@ -164,7 +210,10 @@ class Config(Section):
 
     def redacted(self) -> dict[str, object]:
         """The same as `values`, as a dict that may be shown: URLs are without their secrets."""
-        shown = {key: urls.redact_word(value) if isinstance(value, str) else value for key, value in self.values()}
+        shown = {
+            key: urls.redact_word(value) if isinstance(value, str) else value
+            for key, value in self.values()
+        }
         for key in ROLES:
             parts = urls.split_urls(getattr(self, key), self.multiple_broker_separator)
             shown[key] = self.multiple_broker_separator.join(map(urls.redact, parts))
@@ -173,7 +222,11 @@ class Config(Section):
 
 ROLES: Mapping[str, Role] = {"broker": "broker", "result_backend": "result backend", "lock": "lock"}
 
-SECTIONS: Mapping[str, type[Section]] = {"redis": RedisConfig, "amqp": AMQPConfig, "mongodb": MongoDBConfig}
+SECTIONS: Mapping[str, type[Section]] = {
+    "redis": RedisConfig,
+    "amqp": AMQPConfig,
+    "mongodb": MongoDBConfig,
+}
 
 _KINDS: tuple[type[Section], ...] = (Config, *SECTIONS.values())
 
@@ -193,9 +246,13 @@ _GO_KEYS = frozenset({
     "results_expire_in",
 })  # fmt: skip
 
-_MISSPELT = "MULTIPLE_BROKEN_SEPARATOR"  # Go's name in the environment, and read as well as the right one
+_MISSPELT = (
+    "MULTIPLE_BROKEN_SEPARATOR"  # Go's name in the environment, and read as well as the right one
+)
 
-_OTHER_VARIABLES = frozenset({"APP", "CONFIG", "URL", _MISSPELT})  # the first two are the command line's and settings'
+_OTHER_VARIABLES = frozenset(
+    {"APP", "CONFIG", "URL", _MISSPELT}
+)  # the first two are the command line's and settings'
 
 
 # Layers: settings as they were found, before they are checked
@@ -219,9 +276,13 @@ def mapping_layer(values: Mapping[Any, object], source: str) -> Layer:
             if value is not None:
                 found[key] = value
         elif key in _NOT_PORTED:
-            problems.append(f"{key}: machinery_py has no store for {_NOT_PORTED[key]} (remove this section)")
+            problems.append(
+                f"{key}: machinery_py has no store for {_NOT_PORTED[key]} (remove this section)"
+            )
         else:
-            problems.append(f"{urls.redact_word(key)}: unknown key{nearest(key, [*OPTIONS, *SECTIONS])}")
+            problems.append(
+                f"{urls.redact_word(key)}: unknown key{nearest(key, [*OPTIONS, *SECTIONS])}"
+            )
     origin = _origin(source)
     return Layer(
         values=found,
@@ -233,7 +294,9 @@ def mapping_layer(values: Mapping[Any, object], source: str) -> Layer:
 def _flat(values: Mapping[Any, object], problems: list[str]) -> Iterator[tuple[str, object]]:
     for key, value in values.items():
         if "." in str(key):
-            problems.append(f"{urls.redact_word(str(key))}: unknown key (expected a section that is a mapping, not a dot)")
+            problems.append(
+                f"{urls.redact_word(str(key))}: unknown key (expected a section that is a mapping, not a dot)"
+            )
         elif key not in SECTIONS:
             yield str(key), value
         elif isinstance(value, Mapping):
@@ -275,7 +338,9 @@ def _warn_of_unknown(given: Mapping[str, str]) -> None:
     for name in given:
         if name not in known and not name.startswith("TEST_"):
             hint = nearest(f"MACHINERY_{name}", [f"MACHINERY_{other}" for other in sorted(known)])
-            logger.warning("environment variable 'MACHINERY_%s' is unknown and ignored%s", name, hint)
+            logger.warning(
+                "environment variable 'MACHINERY_%s' is unknown and ignored%s", name, hint
+            )
 
 
 def url_layer(url: str, source: str) -> Layer:
@@ -301,11 +366,15 @@ def merge(*layers: Layer) -> Config:
     for layer in reversed(layers):
         values.update(layer.values)
         sources.update(layer.sources)
-    raise_all([*(problem for layer in layers for problem in layer.problems), *_problems(values, sources)])
+    raise_all(
+        [*(problem for layer in layers for problem in layer.problems), *_problems(values, sources)]
+    )
     chosen: dict[str, Any] = {key: value for key, value in values.items() if "." not in key}
     for name, section in SECTIONS.items():
         start = section.PREFIX
-        chosen[name] = section(**{key[len(start) :]: values[key] for key in values if key.startswith(start)})
+        chosen[name] = section(
+            **{key[len(start) :]: values[key] for key in values if key.startswith(start)}
+        )
     config = Config(**chosen)
     object.__setattr__(config, "sources", sources)
     return config
@@ -314,7 +383,9 @@ def merge(*layers: Layer) -> Config:
 def _problems(values: Mapping[str, object], sources: Mapping[str, str]) -> list[str]:
     """A line for each of these values that is wrong, and for what does not go together."""
     problems = [
-        _origin(sources.get(key, "")) + text for key, value in values.items() if (text := OPTIONS[key].problem(value))
+        _origin(sources.get(key, "")) + text
+        for key, value in values.items()
+        if (text := OPTIONS[key].problem(value))
     ]
     if text := problem_of(values.get("queues")):
         problems.append(f"{_origin(sources.get('queues', ''))}queues: {text}")
@@ -324,8 +395,10 @@ def _problems(values: Mapping[str, object], sources: Mapping[str, str]) -> list[
     backoff = values.get("broker_connection_backoff")
     if isinstance(backoff, str) and backoff and backoff not in SCHEDULES:
         known = ", ".join(sorted(SCHEDULES))
-        problems.append(f"{_origin(sources.get('broker_connection_backoff', ''))}broker_connection_backoff: found {backoff!r} "
-                        f"(known: {known}{nearest(backoff, SCHEDULES)})")
+        problems.append(
+            f"{_origin(sources.get('broker_connection_backoff', ''))}broker_connection_backoff: found {backoff!r} "
+            f"(known: {known}{nearest(backoff, SCHEDULES)})"
+        )
     separator = values.get("multiple_broker_separator")
     stores = {key: values.get(key, OPTIONS[key].default) for key in ROLES}
     found = {
@@ -337,13 +410,17 @@ def _problems(values: Mapping[str, object], sources: Mapping[str, str]) -> list[
     for key, parts in found.items():
         for url in parts:
             try:
-                urls.check_url(url, ROLES[key], master_name=str(values.get("redis.master_name", "")))
+                urls.check_url(
+                    url, ROLES[key], master_name=str(values.get("redis.master_name", ""))
+                )
             except ConfigError as error:
                 if url not in refused:  # MACHINERY_URL is three settings, and one line is enough
                     problems.append(_origin(sources.get(key, "")) + str(error))
                 refused.add(url)
     if values.get("require_server") is True:
-        problems += _embedded(dict.fromkeys(url for parts in found.values() for url in parts), sources)
+        problems += _embedded(
+            dict.fromkeys(url for parts in found.values() for url in parts), sources
+        )
     return problems
 
 

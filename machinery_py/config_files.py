@@ -28,7 +28,9 @@ def read_file(path: FilePath) -> Mapping[Any, object]:
         return read_yaml(path)
     if ending == ".toml":
         return read_toml(path)
-    raise ConfigError(f"config file {os.fspath(path)!r}: unknown ending {ending!r} (known: .toml, .yaml, .yml)")
+    raise ConfigError(
+        f"config file {os.fspath(path)!r}: unknown ending {ending!r} (known: .toml, .yaml, .yml)"
+    )
 
 
 def read_yaml(path: FilePath) -> Mapping[Any, object]:
@@ -41,7 +43,9 @@ def read_yaml(path: FilePath) -> Mapping[Any, object]:
     try:
         import yaml  # an extra: half of the programs that import this module never read YAML
     except ImportError as error:
-        raise ConfigError("Config.from_yaml needs PyYAML: pip install 'machinery_py[yaml]'") from error
+        raise ConfigError(
+            "Config.from_yaml needs PyYAML: pip install 'machinery_py[yaml]'"
+        ) from error
     try:
         content: object = yaml.safe_load(text)
     except yaml.MarkedYAMLError as error:
@@ -49,13 +53,17 @@ def read_yaml(path: FilePath) -> Mapping[Any, object]:
         where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         # Not `from error`, and only up to the first quote: PyYAML quotes the file, where passwords are.
         problem = (error.problem or "").partition("'")[0].strip()
-        raise ConfigError(f"config file {os.fspath(path)!r}: not valid YAML{where} ({problem})") from None
+        raise ConfigError(
+            f"config file {os.fspath(path)!r}: not valid YAML{where} ({problem})"
+        ) from None
     except (yaml.YAMLError, ValueError, RecursionError):  # ValueError: a date that does not exist
         raise ConfigError(f"config file {os.fspath(path)!r}: not valid YAML") from None
     if content is None:
         return {}
     if not isinstance(content, Mapping):
-        raise ConfigError(f"config file {os.fspath(path)!r}: found {kind_of(content)} (expected 'key: value' lines)")
+        raise ConfigError(
+            f"config file {os.fspath(path)!r}: found {kind_of(content)} (expected 'key: value' lines)"
+        )
     return content
 
 
@@ -79,7 +87,9 @@ def _text_of(path: FilePath) -> str:
         with open(path, encoding="utf-8-sig") as file:
             return file.read()
     except UnicodeDecodeError as error:
-        raise ConfigError(f"config file {os.fspath(path)!r}: not UTF-8 at byte {error.start}") from error
+        raise ConfigError(
+            f"config file {os.fspath(path)!r}: not UTF-8 at byte {error.start}"
+        ) from error
     except OSError as error:
         reason = (error.strerror or type(error).__name__).lower()
         raise ConfigError(f"config file {os.fspath(path)!r}: {reason}") from error

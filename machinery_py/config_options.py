@@ -46,7 +46,9 @@ class Option:
     def problem(self, value: object) -> str:
         """What is wrong with the value: what was found and what is expected; "" if nothing."""
         high = CENTURY if self.unit in {"s", "ms"} else UNLIMITED
-        limits = f"{self.low:g} or more" if high == UNLIMITED else f"{self.low:g} to {high} {self.unit}"
+        limits = (
+            f"{self.low:g} or more" if high == UNLIMITED else f"{self.low:g} to {high} {self.unit}"
+        )
         match self.kind:
             case "bool":
                 fits, expected = isinstance(value, bool), "true or false"
@@ -60,7 +62,9 @@ class Option:
                 fits = isinstance(value, str) and len(value) >= self.low
                 expected = "a text, not empty" if self.low else "a text"
             case _:
-                fits = isinstance(value, Mapping) and all(isinstance(key, str) for key in cast(Any, value))
+                fits = isinstance(value, Mapping) and all(
+                    isinstance(key, str) for key in cast(Any, value)
+                )
                 expected = "a mapping of names to values"
         return "" if fits else f"{self.key}: found {_shown(value)} (expected {expected})"
 
@@ -84,10 +88,22 @@ def _shown(value: object) -> str:
 
 
 def option(
-    default: T, meaning: str, unit: str = "", *, low: float = 0, empty_is_default: bool = False, variable: str = ""
+    default: T,
+    meaning: str,
+    unit: str = "",
+    *,
+    low: float = 0,
+    empty_is_default: bool = False,
+    variable: str = "",
 ) -> T:
     """A field of a Section with what `Option` wants to know; `variable` only where it is not the key's."""
-    facts = {"meaning": meaning, "unit": unit, "low": low, "empty_is_default": empty_is_default, "variable": variable}
+    facts = {
+        "meaning": meaning,
+        "unit": unit,
+        "low": low,
+        "empty_is_default": empty_is_default,
+        "variable": variable,
+    }
     return field(default=default, metadata=facts)
 
 
@@ -104,7 +120,13 @@ class Section:
     PREFIX: ClassVar[str]
 
     def __post_init__(self) -> None:
-        raise_all([text for name, opt in options_of(type(self)).items() if (text := opt.problem(getattr(self, name)))])
+        raise_all(
+            [
+                text
+                for name, opt in options_of(type(self)).items()
+                if (text := opt.problem(getattr(self, name)))
+            ]
+        )
         self.settle()
 
     def settle(self) -> None:
@@ -120,7 +142,10 @@ def options_of(section: type[Section]) -> Mapping[str, Option]:
         if not each.metadata:
             continue  # a section inside the Config
         key = section.PREFIX + each.name
-        facts = {**each.metadata, "variable": each.metadata["variable"] or key.upper().replace(".", "_")}
+        facts = {
+            **each.metadata,
+            "variable": each.metadata["variable"] or key.upper().replace(".", "_"),
+        }
         default = each.default if each.default is not dataclasses.MISSING else {}
         found[each.name] = Option(key=key, kind=str(each.type), default=default, **facts)
     return found

@@ -14,7 +14,9 @@ from machinery_py.signature import Signature
 
 T = TypeVar("T")
 
-PROGRESS_INTERVAL = 0.1  # seconds; progress reported more often than that is kept back, but for the last
+PROGRESS_INTERVAL = (
+    0.1  # seconds; progress reported more often than that is kept back, but for the last
+)
 
 Report = Callable[[float, float], None]
 
@@ -29,11 +31,26 @@ class Context:
     """
 
     __slots__ = (
-        "_cancelled", "_delivery", "_epoch", "_last_report", "_report", "_time_is_up", "queue", "signature", "worker",
+        "_cancelled",
+        "_delivery",
+        "_epoch",
+        "_last_report",
+        "_report",
+        "_time_is_up",
+        "queue",
+        "signature",
+        "worker",
     )
 
     def __init__(
-        self, signature: Signature[Any], *, queue: str, delivery: int, worker: str, report: Report | None, epoch: int = 0
+        self,
+        signature: Signature[Any],
+        *,
+        queue: str,
+        delivery: int,
+        worker: str,
+        report: Report | None,
+        epoch: int = 0,
     ) -> None:
         self.signature = signature
         self.queue = queue

@@ -31,14 +31,22 @@ _MONTHS = ("JAN", "FEB", "MAR", "APR", "MAY", "JUN", "JUL", "AUG", "SEP", "OCT",
 _DAYS = ("SUN", "MON", "TUE", "WED", "THU", "FRI", "SAT")
 
 FIELDS = (
-    Field("second", 0, 59), Field("minute", 0, 59), Field("hour", 0, 23),
+    Field("second", 0, 59),
+    Field("minute", 0, 59),
+    Field("hour", 0, 23),
     Field("day of month", 1, 31, hashed_high=28),  # a day that every month has
-    Field("month", 1, 12, _MONTHS), Field("day of week", 0, 6, _DAYS),
+    Field("month", 1, 12, _MONTHS),
+    Field("day of week", 0, 6, _DAYS),
 )
 
 DESCRIPTORS = {
-    "@yearly": "0 0 1 1 *", "@annually": "0 0 1 1 *", "@monthly": "0 0 1 * *", "@weekly": "0 0 * * 0",
-    "@daily": "0 0 * * *", "@midnight": "0 0 * * *", "@hourly": "0 * * * *",
+    "@yearly": "0 0 1 1 *",
+    "@annually": "0 0 1 1 *",
+    "@monthly": "0 0 1 * *",
+    "@weekly": "0 0 * * 0",
+    "@daily": "0 0 * * *",
+    "@midnight": "0 0 * * *",
+    "@hourly": "0 * * * *",
 }
 
 _NUMBER = re.compile(r"[0-9]{1,9}")
@@ -83,7 +91,9 @@ def parse_cron(text: str, *, name: str) -> Cron:
     if found[3] != "*" and found[5] != "*" and "all" in (found[3], found[5]):
         found[3] = found[5] = "all"  # either may match, and one always does
     if found[5] != "*" and not _has_day(found[3], found[4]):
-        found[3] = "*"  # as `31 2 MON`: the other field alone decides (croniter 6 finds nothing at all)
+        found[3] = (
+            "*"  # as `31 2 MON`: the other field alone decides (croniter 6 finds nothing at all)
+        )
     follows = any(mark in word for word in words[:3] for mark in "*?/")
     return Cron(tuple("*" if one == "all" else one for one in found), has_seconds, follows)
 
@@ -93,13 +103,17 @@ def _has_day(day: str, month: str) -> bool:
     if not day[0].isdigit() or not day.replace(",", "").isdigit():
         return True
     months = range(1, 13) if month in ("*", "all") else map(int, month.split(","))
-    return min(map(int, day.split(","))) <= max(29 if one == 2 else 30 if one in (4, 6, 9, 11) else 31 for one in months)
+    return min(map(int, day.split(","))) <= max(
+        29 if one == 2 else 30 if one in (4, 6, 9, 11) else 31 for one in months
+    )
 
 
 def _check_days(day: str, weekday: str) -> None:
     for special, other in ((day, weekday), (weekday, day)):
         if special[0].isalnum() and any(mark in special for mark in "LW#") and other != "*":
-            raise BadField(f"{special!r} works with '*' in the other field of days only (found {other!r})")
+            raise BadField(
+                f"{special!r} works with '*' in the other field of days only (found {other!r})"
+            )
 
 
 def _field(word: str, field: Field, name: str) -> str:
@@ -122,7 +136,9 @@ def _field(word: str, field: Field, name: str) -> str:
         raise BadField(f"{field.name} {word!r}: holds no number, so it would never be due")
     if star:
         return "*"
-    return "all" if len(numbers) == field.high - field.low + 1 else ",".join(map(str, sorted(numbers)))
+    return (
+        "all" if len(numbers) == field.high - field.low + 1 else ",".join(map(str, sorted(numbers)))
+    )
 
 
 def _range(part: str, field: Field) -> tuple[int, int, int, bool]:
@@ -141,12 +157,16 @@ def _range(part: str, field: Field) -> tuple[int, int, int, bool]:
     step = 1
     if steps:
         if not _NUMBER.fullmatch(steps[0]) or int(steps[0]) == 0:
-            raise BadField(f"{field.name} {part!r}: found step {steps[0]!r} (expected a number from 1)")
+            raise BadField(
+                f"{field.name} {part!r}: found step {steps[0]!r} (expected a number from 1)"
+            )
         step = int(steps[0])
         if len(bounds) == 1:
             high = field.high
     if low < field.low or high > field.high:
-        raise BadField(f"{field.name} {part!r}: out of range (expected {field.low} to {field.high})")
+        raise BadField(
+            f"{field.name} {part!r}: out of range (expected {field.low} to {field.high})"
+        )
     if low > high:
         raise BadField(f"{field.name} {part!r}: begins behind its end (write two ranges)")
     return low, high, step, star and step == 1
@@ -157,7 +177,9 @@ def _number(text: str, part: str, field: Field) -> int:
         return field.low + field.names.index(text.upper())
     if not _NUMBER.fullmatch(text):
         names = f", or {field.names[0]} to {field.names[-1]}" if field.names else ""
-        raise BadField(f"{field.name} {part!r}: found {text!r} (expected {field.low} to {field.high}{names})")
+        raise BadField(
+            f"{field.name} {part!r}: found {text!r} (expected {field.low} to {field.high}{names})"
+        )
     return int(text)
 
 
@@ -166,10 +188,14 @@ def _hashed(match: re.Match[str], part: str, field: Field, name: str) -> set[int
     first = int(low) if low else field.low
     last = int(high) if high else field.hashed_high if field.hashed_high > 0 else field.high
     if not field.low <= first <= last <= field.high:
-        raise BadField(f"{field.name} {part!r}: out of range (expected {field.low} to {field.high})")
+        raise BadField(
+            f"{field.name} {part!r}: out of range (expected {field.low} to {field.high})"
+        )
     every = int(step) if step else 0
     if step and not 0 < every <= last - first + 1:
-        raise BadField(f"{field.name} {part!r}: found step {step} (expected 1 to {last - first + 1})")
+        raise BadField(
+            f"{field.name} {part!r}: found step {step} (expected 1 to {last - first + 1})"
+        )
     seed = zlib.crc32(f"{name}/{field.name}".encode("utf-8", "backslashreplace"))
     start = first + seed % (every or last - first + 1)
     return set(range(start, last + 1, every)) if every else {start}
@@ -187,7 +213,9 @@ def _specials(word: str, field: Field) -> str:
     parts = [_SPECIAL_WEEKDAY.fullmatch(part) for part in word.split(",")]
     found = [_special_weekday(match, word, field) for match in parts if match]
     if found and len(found) != len(parts):
-        raise BadField(f"{field.name} {word!r}: '#' and 'L' cannot stand in one list with plain days")
+        raise BadField(
+            f"{field.name} {word!r}: '#' and 'L' cannot stand in one list with plain days"
+        )
     return ",".join(found)
 
 
@@ -197,7 +225,16 @@ def _special_weekday(match: re.Match[str], word: str, field: Field) -> str:
     return f"{number}#{nth}" if nth else f"L{number}"
 
 
-_UNITS = {"ns": 1, "us": 10**3, "µs": 10**3, "μs": 10**3, "ms": 10**6, "s": 10**9, "m": 60 * 10**9, "h": 3600 * 10**9}
+_UNITS = {
+    "ns": 1,
+    "us": 10**3,
+    "µs": 10**3,
+    "μs": 10**3,
+    "ms": 10**6,
+    "s": 10**9,
+    "m": 60 * 10**9,
+    "h": 3600 * 10**9,
+}
 _PART = re.compile(r"([0-9]*)(?:\.([0-9]*))?([^0-9.]+)")
 
 

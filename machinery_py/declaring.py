@@ -26,11 +26,15 @@ class TaskDecorator(Protocol):
     """What `server.task(…)` with options returns. Keeps the function's parameters and result for type checkers."""
 
     @overload
-    def __call__(self, function: Callable[Concatenate[Anything, P], Coroutine[Any, Any, R]], /) -> AsyncTask[..., R]: ...
+    def __call__(
+        self, function: Callable[Concatenate[Anything, P], Coroutine[Any, Any, R]], /
+    ) -> AsyncTask[..., R]: ...
     @overload
     def __call__(self, function: Callable[Concatenate[Anything, P], R], /) -> Task[..., R]: ...
     @overload
-    def __call__(self, function: Callable[Concatenate[Context, P], Coroutine[Any, Any, R]], /) -> AsyncTask[P, R]: ...
+    def __call__(
+        self, function: Callable[Concatenate[Context, P], Coroutine[Any, Any, R]], /
+    ) -> AsyncTask[P, R]: ...
     @overload
     def __call__(self, function: Callable[Concatenate[Context, P], R], /) -> Task[P, R]: ...
     @overload
@@ -45,7 +49,9 @@ class PeriodicDecorator(Protocol):
     @overload
     def __call__(self, task: T, /) -> T: ...
     @overload
-    def __call__(self, function: Callable[[Context], Coroutine[Any, Any, R]], /) -> AsyncTask[[], R]: ...
+    def __call__(
+        self, function: Callable[[Context], Coroutine[Any, Any, R]], /
+    ) -> AsyncTask[[], R]: ...
     @overload
     def __call__(self, function: Callable[[Context], R], /) -> Task[[], R]: ...
     @overload
@@ -62,7 +68,9 @@ class Declaring(ABC):
     @abstractmethod
     def task(self, function: Any = None, /) -> Any: ...
 
-    def periodic(self, spec: str, *, name: str = "", **options: Unpack[PeriodicOptions]) -> PeriodicDecorator:
+    def periodic(
+        self, spec: str, *, name: str = "", **options: Unpack[PeriodicOptions]
+    ) -> PeriodicDecorator:
         """Run a task by a schedule: `@server.periodic("0 6 * * MON-FRI", tz="Europe/Berlin")` above `@server.task` or a function.
 
         Args:
@@ -99,14 +107,24 @@ class Declaring(ABC):
         self._declare(spec, name, chain(*signatures), options)
 
     def register_periodic_group(
-        self, spec: str, name: str, send_concurrency: int, *signatures: Step[Any], **options: Unpack[PeriodicOptions]
+        self,
+        spec: str,
+        name: str,
+        send_concurrency: int,
+        *signatures: Step[Any],
+        **options: Unpack[PeriodicOptions],
     ) -> None:
         """As `register_periodic_task`, for a group; `send_concurrency` is Go's and is not needed here."""
         del send_concurrency
         self._declare(spec, name, group(*signatures), options)
 
     def register_periodic_chord(
-        self, spec: str, name: str, send_concurrency: int, callback: Signature[Any], *signatures: Step[Any],
+        self,
+        spec: str,
+        name: str,
+        send_concurrency: int,
+        callback: Signature[Any],
+        *signatures: Step[Any],
         **options: Unpack[PeriodicOptions],
     ) -> None:
         """As `register_periodic_task`, for a chord; `send_concurrency` is Go's and is not needed here."""

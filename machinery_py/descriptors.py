@@ -45,10 +45,16 @@ def drop(number: int) -> None:
 
 def broken() -> list[int]:
     """Those that are not any more what they were, though nobody of us has closed them."""
-    found = [number for number, identity in list(_numbers.items()) if _is_changed(number, identity) and number in _numbers]
+    found = [
+        number
+        for number, identity in list(_numbers.items())
+        if _is_changed(number, identity) and number in _numbers
+    ]
     for one, identity in list(_sockets.items()):
         number = one.fileno()
-        if number >= 0 and _is_changed(number, identity) and one.fileno() == number:  # else it is being closed just now
+        if (
+            number >= 0 and _is_changed(number, identity) and one.fileno() == number
+        ):  # else it is being closed just now
             found.append(number)
     return found
 

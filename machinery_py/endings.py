@@ -32,7 +32,9 @@ from machinery_py.texts import get_logger
 
 logger = get_logger(__name__)
 
-WAITING_LIFE = 366 * 86400.0  # seconds after its ETA; a worker that gets the message makes it REVOKED_LIFE from then
+WAITING_LIFE = (
+    366 * 86400.0
+)  # seconds after its ETA; a worker that gets the message makes it REVOKED_LIFE from then
 
 
 def revoke(engine: Engine, uuids: Sequence[str]) -> bool:
@@ -48,9 +50,14 @@ def revoke(engine: Engine, uuids: Sequence[str]) -> bool:
     if over:
         backend.revoke(over)
     if len(over) < len(uuids):
-        names = [*(uuid for uuid in uuids if uuid not in states or not states[uuid].is_finished),
-                 *(_ended(state.task_uuid) for state in waiting)]
-        ahead = max(((state.eta - now).total_seconds() for state in waiting if state.eta is not None), default=0.0)
+        names = [
+            *(uuid for uuid in uuids if uuid not in states or not states[uuid].is_finished),
+            *(_ended(state.task_uuid) for state in waiting),
+        ]
+        ahead = max(
+            ((state.eta - now).total_seconds() for state in waiting if state.eta is not None),
+            default=0.0,
+        )
         backend.revoke(names, max(0.0, ahead) + WAITING_LIFE)
     arrived = [_end_waiting(engine, state) for state in waiting]
     return any(arrived)
@@ -70,19 +77,32 @@ def _end_waiting(engine: Engine, state: TaskState) -> bool:
     try:
         signature = failing_of(state.message, state.task_name, state.task_uuid)
     except DecodeError as error:
-        logger.error("what follows task %s cannot be decoded, its message will tell: %s", state.task_uuid, error)
+        logger.error(
+            "what follows task %s cannot be decoded, its message will tell: %s",
+            state.task_uuid,
+            error,
+        )
         return False
     firing, sent = end_unheld(engine, signature, REVOKED, state)
     if not fire(engine, firing):
         return False  # it has begun, or ended
     engine.tell_sent(sent)
     if engine.events.wants(TaskFailed):
-        engine.events.emit(TaskFailed(signature=signature, worker="", error=REVOKED.error, error_type=REVOKED.error_type))
+        engine.events.emit(
+            TaskFailed(
+                signature=signature, worker="", error=REVOKED.error, error_type=REVOKED.error_type
+            )
+        )
     return bool(firing.arrivals)
 
 
 def end_unheld(
-    engine: Engine, signature: Signature[Any], outcome: Failed, state: TaskState, *, group_uuid: str = ""
+    engine: Engine,
+    signature: Signature[Any],
+    outcome: Failed,
+    state: TaskState,
+    *,
+    group_uuid: str = "",
 ) -> tuple[Firing, Sequence[Signature[Any]]]:
     """What becomes true when a task fails that no worker holds, and what is sent by it.
 
@@ -104,11 +124,22 @@ def end_unheld(
             out = NOTHING
         arrivals = engine.arrivals(then.arrived)
     failure = TaskState(
-        task_uuid=signature.uuid, task_name=signature.name, state=State.FAILURE, error=then.error, error_type=then.error_type,
-        created_at=now, finished_at=now, run=state.run, attempt=state.attempt, queue=state.queue,
+        task_uuid=signature.uuid,
+        task_name=signature.name,
+        state=State.FAILURE,
+        error=then.error,
+        error_type=then.error_type,
+        created_at=now,
+        finished_at=now,
+        run=state.run,
+        attempt=state.attempt,
+        queue=state.queue,
     )
     firing = Firing(
-        task_uuid="" if group_uuid else signature.uuid, group_uuid=group_uuid, send=out.messages, arrivals=arrivals,
+        task_uuid="" if group_uuid else signature.uuid,
+        group_uuid=group_uuid,
+        send=out.messages,
+        arrivals=arrivals,
         states=(failure, *broken(then, signature, now), *out.states),
     )
     return firing, out.signatures
@@ -138,7 +169,10 @@ def revoked_among(engine: Engine, uuids: Sequence[str]) -> dict[str, bool]:
         return {}
     states = backend.get_states(sorted(found))
     ended = backend.revoked([_ended(uuid) for uuid in found])
-    return {uuid: states[uuid].is_finished if uuid in states else _ended(uuid) in ended for uuid in found}
+    return {
+        uuid: states[uuid].is_finished if uuid in states else _ended(uuid) in ended
+        for uuid in found
+    }
 
 
 def let_go(engine: Engine, uuids: Iterable[str]) -> None:

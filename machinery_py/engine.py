@@ -97,7 +97,9 @@ class Engine:
         """What the eager store calls to run what it was given."""
         self._attached = drain
 
-    def swap(self, config: Config, clock: Clock, stores: Stores | None = None) -> tuple[Config, Clock, Stores | None]:
+    def swap(
+        self, config: Config, clock: Clock, stores: Stores | None = None
+    ) -> tuple[Config, Clock, Stores | None]:
         """Work with another configuration, clock and stores from now on, for tests. Returns those before, which stay open;
         to put them back: `swap(*before)`.
 
@@ -125,7 +127,10 @@ class Engine:
             stores.close()
 
     def outgoing(
-        self, signatures: Sequence[Signature[Any]], groups: Sequence[GroupMeta] = (), awaited: Sequence[Signature[Any]] = (),
+        self,
+        signatures: Sequence[Signature[Any]],
+        groups: Sequence[GroupMeta] = (),
+        awaited: Sequence[Signature[Any]] = (),
     ) -> Outgoing:
         """Make messages: fill in UUID and queue, let the pre-publish hook look, encode, check the size.
 
@@ -151,7 +156,11 @@ class Engine:
             states.append(pending(signature, now))
             sent.append(signature)
         for later in awaited:
-            states.append(pending(later.replace(routing_key=later.routing_key or self.config.default_queue), now))
+            states.append(
+                pending(
+                    later.replace(routing_key=later.routing_key or self.config.default_queue), now
+                )
+            )
         return Outgoing(messages, states, groups, sent)
 
     def completed(self, signature: Signature[Any]) -> Signature[Any]:
@@ -177,9 +186,11 @@ class Engine:
             return signature
         prefixes = tuple(filter(None, map(str.strip, self.config.inherited_headers.split(","))))
         found = {
-            key: value for key, value in task.signature.headers.items()
+            key: value
+            for key, value in task.signature.headers.items()
             if (key in TRACE_CONTEXT or (key.startswith(prefixes) and not key.startswith(OURS)))
-            and key not in signature.headers and isinstance(value, str)
+            and key not in signature.headers
+            and isinstance(value, str)
         }
         return signature.replace(headers={**found, **signature.headers}) if found else signature
 
@@ -190,12 +201,28 @@ class Engine:
             NameRefused: one cannot be used.
         """
         default = self.config.default_queue
-        check_message(signature.routing_key, default, name=signature.name, uuid=signature.uuid, group_uuid=signature.group_uuid)
-        waiting = [signature] if signature.on_success or signature.on_error or signature.chord_callback is not None else []
+        check_message(
+            signature.routing_key,
+            default,
+            name=signature.name,
+            uuid=signature.uuid,
+            group_uuid=signature.group_uuid,
+        )
+        waiting = (
+            [signature]
+            if signature.on_success or signature.on_error or signature.chord_callback is not None
+            else []
+        )
         while waiting:
             one = waiting.pop()
             if one is not signature:
-                check_message(one.routing_key, default, name=one.name, uuid=one.uuid, group_uuid=one.group_uuid)
+                check_message(
+                    one.routing_key,
+                    default,
+                    name=one.name,
+                    uuid=one.uuid,
+                    group_uuid=one.group_uuid,
+                )
             for nested in (one.on_success, one.on_error):
                 if nested and type(nested) is not Lazy:
                     waiting += nested
@@ -212,8 +239,12 @@ class Engine:
                 "(send an id and load the data in the task)"
             )
         return Message(
-            uuid=signature.uuid, name=signature.name, queue=signature.routing_key, body=body,
-            eta=signature.eta, priority=signature.priority,
+            uuid=signature.uuid,
+            name=signature.name,
+            queue=signature.routing_key,
+            body=body,
+            eta=signature.eta,
+            priority=signature.priority,
         )
 
     def refusal(self, message: Message, error: Exception) -> Refusal:
@@ -229,17 +260,27 @@ class Engine:
                 logger.exception("the error callbacks of %s cannot be sent", signature.uuid)
                 out = NOTHING
         state = msgspec.structs.replace(
-            pending(signature, now), state=State.FAILURE, error=text, error_type=then.error_type, finished_at=now,
-            message=message.body, eta=None,
+            pending(signature, now),
+            state=State.FAILURE,
+            error=text,
+            error_type=then.error_type,
+            finished_at=now,
+            message=message.body,
+            eta=None,
         )
         return Refusal(
-            states=(state, *broken(then, signature, now), *out.states), send=out.messages, groups=out.groups,
+            states=(state, *broken(then, signature, now), *out.states),
+            send=out.messages,
+            groups=out.groups,
             arrivals=self.arrivals(then.arrived),
             queue=self.config.default_queue,
         )
 
     def submit(
-        self, signatures: Sequence[Signature[Any]], groups: Sequence[GroupMeta] = (), awaited: Sequence[Signature[Any]] = (),
+        self,
+        signatures: Sequence[Signature[Any]],
+        groups: Sequence[GroupMeta] = (),
+        awaited: Sequence[Signature[Any]] = (),
     ) -> None:
         """Publish; `awaited` as for `outgoing`.
 
@@ -248,7 +289,11 @@ class Engine:
         """
         out = self.outgoing(signatures, groups, awaited)
         if out.messages:
-            self._submit(Submission(token=new_uuid(""), messages=out.messages, states=out.states, groups=out.groups))
+            self._submit(
+                Submission(
+                    token=new_uuid(""), messages=out.messages, states=out.states, groups=out.groups
+                )
+            )
             self.tell_sent(out.signatures)
 
     def tell_sent(self, signatures: Sequence[Signature[Any]]) -> None:
@@ -297,12 +342,19 @@ class Engine:
                 try:
                     check_uuid(member.group_uuid, self.config.default_queue)
                 except NameRefused as error:
-                    logger.error("a member of a group that cannot be: %s", error)  # behind one that can: none was ever sent
+                    logger.error(
+                        "a member of a group that cannot be: %s", error
+                    )  # behind one that can: none was ever sent
                     continue
-                found.append(Arrival(
-                    group_uuid=member.group_uuid, task_uuid=member.uuid, total=member.group_task_count, ok=one.ok,
-                    callback=encode_signature(self.inheriting(callback)),
-                ))
+                found.append(
+                    Arrival(
+                        group_uuid=member.group_uuid,
+                        task_uuid=member.uuid,
+                        total=member.group_task_count,
+                        ok=one.ok,
+                        callback=encode_signature(self.inheriting(callback)),
+                    )
+                )
         return found
 
     def now(self) -> dt.datetime:
@@ -312,8 +364,15 @@ class Engine:
 def pending(signature: Signature[Any], now: dt.datetime) -> TaskState:
     """The state that a signature has when it is published."""
     return TaskState(
-        task_uuid=signature.uuid, task_name=signature.name, state=State.PENDING, created_at=now,
-        run=signature.run, attempt=signature.attempt, queue=signature.routing_key, eta=signature.eta, message=failing(signature),
+        task_uuid=signature.uuid,
+        task_name=signature.name,
+        state=State.PENDING,
+        created_at=now,
+        run=signature.run,
+        attempt=signature.attempt,
+        queue=signature.routing_key,
+        eta=signature.eta,
+        message=failing(signature),
     )
 
 
@@ -326,7 +385,13 @@ def broken(then: FollowUp, signature: Signature[Any], now: dt.datetime) -> Seque
     except NameRefused as error:
         logger.error("the last task of the chain of %s cannot be: %s", signature.uuid, error)
         return ()
-    return (TaskState(
-        task_uuid=then.breaks, state=State.FAILURE, error=f"step {signature.name} {signature.uuid} failed: {then.error}",
-        error_type=STEP_FAILED, created_at=now, finished_at=now,
-    ),)
+    return (
+        TaskState(
+            task_uuid=then.breaks,
+            state=State.FAILURE,
+            error=f"step {signature.name} {signature.uuid} failed: {then.error}",
+            error_type=STEP_FAILED,
+            created_at=now,
+            finished_at=now,
+        ),
+    )

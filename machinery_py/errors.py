@@ -86,7 +86,9 @@ class TaskNotRegistered(MachineryError, LookupError):
         self.name = name
         self.known = sorted(known)
         listing = ", ".join(self.known) or "none"
-        super().__init__(f"task {name!r} is not registered (registered: {listing}{nearest(name, self.known)})")
+        super().__init__(
+            f"task {name!r} is not registered (registered: {listing}{nearest(name, self.known)})"
+        )
 
 
 class TaskAlreadyRegistered(MachineryError, ValueError):
@@ -114,7 +116,9 @@ class ScheduleNotFound(MachineryError, LookupError):
     def __init__(self, name: str, known: Iterable[str]) -> None:
         self.name = name
         known = sorted(known)
-        super().__init__(f"no schedule {name!r} (there are: {', '.join(known) or 'none'}{nearest(name, known)})")
+        super().__init__(
+            f"no schedule {name!r} (there are: {', '.join(known) or 'none'}{nearest(name, known)})"
+        )
 
 
 class LockNotAcquired(MachineryError, TimeoutError):
@@ -122,7 +126,10 @@ class LockNotAcquired(MachineryError, TimeoutError):
 
     def __init__(self, name: str, waited: float | None) -> None:
         self.name = name
-        super().__init__(f"lock {name!r}: somebody else has it" + (f", and had it for {waited:g} s" if waited else ""))
+        super().__init__(
+            f"lock {name!r}: somebody else has it"
+            + (f", and had it for {waited:g} s" if waited else "")
+        )
 
 
 class LockLost(MachineryError):
@@ -130,7 +137,9 @@ class LockLost(MachineryError):
 
     def __init__(self, name: str) -> None:
         self.name = name
-        super().__init__(f"lock {name!r} is not held (any more); somebody else may have done the same work beside this")
+        super().__init__(
+            f"lock {name!r} is not held (any more); somebody else may have done the same work beside this"
+        )
 
 
 class WorkflowError(MachineryError, ValueError):
@@ -185,7 +194,9 @@ class DuplicateTask(MachineryError):
         self.name = name
         self.uuid = uuid
         self.state = state
-        super().__init__(f"{name} was not sent: {uuid} is the same call, and is {state} (see on_duplicate)")
+        super().__init__(
+            f"{name} was not sent: {uuid} is the same call, and is {state} (see on_duplicate)"
+        )
 
     def __reduce__(self) -> tuple[object, ...]:
         return DuplicateTask, (self.name, self.uuid, self.state)
@@ -233,7 +244,9 @@ class TaskFailed(MachineryError):
         traceback: as text, or "" if a Go worker ran the task.
     """
 
-    def __init__(self, uuid: str, name: str, error: str, *, error_type: str = "", traceback: str = "") -> None:
+    def __init__(
+        self, uuid: str, name: str, error: str, *, error_type: str = "", traceback: str = ""
+    ) -> None:
         self.uuid = uuid
         self.name = name
         self.error = error
@@ -277,7 +290,9 @@ class RetryTaskLater(MachineryError):
         self.message = message
         self.delay = delay.total_seconds() if isinstance(delay, dt.timedelta) else float(delay)
         if math.isnan(self.delay):
-            raise ValueError(f"delay of RetryTaskLater: {delay!r} (expected seconds or a timedelta)")
+            raise ValueError(
+                f"delay of RetryTaskLater: {delay!r} (expected seconds or a timedelta)"
+            )
         super().__init__(f"{message} (to be retried in {self.delay:g} s)")
 
 

@@ -44,10 +44,14 @@ def open_family(url: str, options: FamilyOptions) -> Family:
     families = {FAMILIES.get(scheme_of(part), "") for part in parts}
     if len(parts) > 1 and not (len(families) == 1 and families <= _SEVERAL):
         shown = ", ".join(map(redact, parts))
-        raise ConfigError(f"several URLs work with Redis or RabbitMQ only, all of one kind (found {shown})")
+        raise ConfigError(
+            f"several URLs work with Redis or RabbitMQ only, all of one kind (found {shown})"
+        )
     target = FAMILIES.get(scheme_of(url))
     if target is None:
-        raise ConfigError(f"URL {redact(url)!r}: unknown scheme (known: {', '.join(sorted(FAMILIES))})")
+        raise ConfigError(
+            f"URL {redact(url)!r}: unknown scheme (known: {', '.join(sorted(FAMILIES))})"
+        )
     module, _, name = target.partition(":")
     with not_forking():
         family = getattr(importlib.import_module(module), name)
@@ -59,9 +63,16 @@ class Stores:
 
     def __init__(self, config: Config, clock: Clock) -> None:
         options = FamilyOptions(
-            clock=clock, lease=config.lease, expire_in=float(config.results_expire_in), timeout=config.publish_timeout,
-            separator=config.multiple_broker_separator, strategy=config.broker_failover_strategy,
-            strict_durability=config.strict_durability, redis=config.redis, amqp=config.amqp, mongodb=config.mongodb,
+            clock=clock,
+            lease=config.lease,
+            expire_in=float(config.results_expire_in),
+            timeout=config.publish_timeout,
+            separator=config.multiple_broker_separator,
+            strategy=config.broker_failover_strategy,
+            strict_durability=config.strict_durability,
+            redis=config.redis,
+            amqp=config.amqp,
+            mongodb=config.mongodb,
             default_queue=config.default_queue,
         )
         self._families: dict[str, Family] = {}
@@ -79,8 +90,10 @@ class Stores:
     def lock(self) -> Lock:
         """Raises ConfigError when neither the broker nor the backend can lock, and no other store was named for it."""
         if self._lock_family is None:
-            raise ConfigError("lock: neither the broker nor the result backend gives out locks (set lock, for instance to "
-                              "redis://host)")
+            raise ConfigError(
+                "lock: neither the broker nor the result backend gives out locks (set lock, for instance to "
+                "redis://host)"
+            )
         if self._lock is None:
             self._lock = self._lock_family.lock()
         return self._lock

@@ -1,8 +1,8 @@
 """Which of several broker URLs is tried when one cannot be reached.
 
-    Config(broker="redis://a;redis://b", multiple_broker_separator=";", broker_failover_strategy="shuffle")
+Config(broker="redis://a;redis://b", multiple_broker_separator=";", broker_failover_strategy="shuffle")
 
-    STRATEGIES["nearest"] = lambda urls, failed: urls[0]     # a strategy of your own, before the Server is made
+STRATEGIES["nearest"] = lambda urls, failed: urls[0]     # a strategy of your own, before the Server is made
 """
 
 from __future__ import annotations
@@ -42,7 +42,11 @@ def following(strategy: Strategy, urls: Sequence[str], failed: str, known: Conta
     try:
         chosen = strategy(urls, failed)
     except Exception as error:  # the user's function
-        raise StoreUnusable(f"broker_failover_strategy raised {error!r} after {redact(failed)}") from error
+        raise StoreUnusable(
+            f"broker_failover_strategy raised {error!r} after {redact(failed)}"
+        ) from error
     if chosen not in known:
-        raise StoreUnusable(f"broker_failover_strategy chose {redact(str(chosen))!r} (expected one of the broker URLs)")
+        raise StoreUnusable(
+            f"broker_failover_strategy chose {redact(str(chosen))!r} (expected one of the broker URLs)"
+        )
     return chosen

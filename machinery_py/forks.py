@@ -43,7 +43,10 @@ class ForkLock:
         self._held.acquire()
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._held.release()
 
@@ -55,7 +58,9 @@ def not_forking() -> Iterator[None]:
         yield
 
 
-def at_fork(before: Callable[[], object], after: Callable[[], object], in_child: Callable[[], object]) -> None:
+def at_fork(
+    before: Callable[[], object], after: Callable[[], object], in_child: Callable[[], object]
+) -> None:
     """Call these at each fork, `before` and `after` in the parent. One that is added during a fork begins with the next."""
     _hooks.append(Hooks(before, after, in_child))
 
@@ -123,7 +128,9 @@ def _after_fork_in_child() -> None:
         lock.renew()
     for number, handler in _handlers.items():
         if signal.getsignal(number) == handler:
-            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+            signal.signal(
+                number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+            )
     _handlers.clear()
     _unblock()
     for hooks in _fork.hooks:
@@ -131,4 +138,6 @@ def _after_fork_in_child() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork_in_child)
+    os.register_at_fork(
+        before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork_in_child
+    )

@@ -81,7 +81,9 @@ class Hub:
             try:
                 listener.wait(LOOK_AGAIN)
                 self._tidy(listener)
-            except Exception as error:  # the store is away: those who wait look by themselves, and are told
+            except (
+                Exception
+            ) as error:  # the store is away: those who wait look by themselves, and are told
                 logger.debug("nobody is woken now: %s", error)
                 self._closed.wait(LOOK_AGAIN)
             with self._lock:
@@ -103,7 +105,12 @@ class Hub:
         if not self.is_ours:
             return
         with self._asking:
-            listener, thread, self._listener, self._thread = self._listener, self._thread, None, None
+            listener, thread, self._listener, self._thread = (
+                self._listener,
+                self._thread,
+                None,
+                None,
+            )
         if listener is not None and thread is not None:
             listener.wake()
             thread.join(timeout=5.0)

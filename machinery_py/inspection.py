@@ -76,13 +76,22 @@ class Inspector:
 
     @staticmethod
     def _queue(
-        stats: QueueStats, rates: dict[str, tuple[int, int]], failures: dict[str, tuple[int, int]], now: dt.datetime
+        stats: QueueStats,
+        rates: dict[str, tuple[int, int]],
+        failures: dict[str, tuple[int, int]],
+        now: dt.datetime,
     ) -> QueueReport:
         oldest = (now - stats.oldest_at).total_seconds() if stats.oldest_at else 0.0
         return QueueReport(
-            queue=stats.queue, waiting=stats.waiting, running=stats.running, delayed=stats.delayed, dead=stats.dead,
-            failed=failures.get(stats.queue, (0, 0))[1], oldest=max(0.0, oldest),
-            per_minute=sum(rates.get(stats.queue, (0, 0))), paused=stats.paused,
+            queue=stats.queue,
+            waiting=stats.waiting,
+            running=stats.running,
+            delayed=stats.delayed,
+            dead=stats.dead,
+            failed=failures.get(stats.queue, (0, 0))[1],
+            oldest=max(0.0, oldest),
+            per_minute=sum(rates.get(stats.queue, (0, 0))),
+            paused=stats.paused,
         )
 
     def workers(self) -> list[WorkerInfo]:
@@ -92,8 +101,13 @@ class Inspector:
     workers_async = twin(workers)
 
     def tasks(
-        self, *, state: str | State | None = None, name: str = "", since: dt.datetime | float | None = None,
-        queue: str = "", limit: int = 50,
+        self,
+        *,
+        state: str | State | None = None,
+        name: str = "",
+        since: dt.datetime | float | None = None,
+        queue: str = "",
+        limit: int = 50,
     ) -> list[TaskState]:
         """The states of tasks, the last changed first.
 
@@ -110,7 +124,8 @@ class Inspector:
             since = self._engine.clock.now() - dt.timedelta(seconds=since)
         wanted = state_named(state) if isinstance(state, str) else state
         found = self._engine.store.backend.list_states(
-            state=wanted, name=name, since=since, limit=limit if not queue else 100_000)
+            state=wanted, name=name, since=since, limit=limit if not queue else 100_000
+        )
         return [one for one in found if queue in ("", one.queue)][:limit]
 
     tasks_async = twin(tasks)
@@ -129,7 +144,9 @@ class Inspector:
         if not found:
             raise StateNotFound(prefix)
         if len(found) > 1 and prefix not in found:
-            raise MachineryError(f"several tasks begin with {prefix!r}: {', '.join(found)}, … (give more of it)")
+            raise MachineryError(
+                f"several tasks begin with {prefix!r}: {', '.join(found)}, … (give more of it)"
+            )
         return prefix if prefix in found else found[0]
 
     find_async = twin(find)
@@ -161,8 +178,13 @@ class Inspector:
         return next((message.body for message in waiting if message.uuid == state.task_uuid), b"")
 
     def retry(
-        self, uuids: Sequence[str] = (), *, state: str | State = State.FAILURE, name: str = "",
-        since: dt.datetime | float | None = None, limit: int = 10_000,
+        self,
+        uuids: Sequence[str] = (),
+        *,
+        state: str | State = State.FAILURE,
+        name: str = "",
+        since: dt.datetime | float | None = None,
+        limit: int = 10_000,
     ) -> list[str]:
         """Send failed tasks again, at once and with all their retries, under the same UUIDs; which.
 
@@ -173,8 +195,11 @@ class Inspector:
             found = list(self._engine.store.backend.get_states(list(uuids)).values())
         else:
             found = self.tasks(state=state, name=name, since=since, limit=limit)
-        bodies = [encode_signature(_anew(decode_signature(one.message)))
-                  for one in found if one.state is State.FAILURE and one.message]
+        bodies = [
+            encode_signature(_anew(decode_signature(one.message)))
+            for one in found
+            if one.state is State.FAILURE and one.message
+        ]
         return self._replay(bodies)
 
     retry_async = twin(retry)
@@ -188,7 +213,7 @@ class Inspector:
         pairs = [(decode_signature(body), body) for body in bodies]
         sent: list[str] = []
         for start in range(0, len(pairs), 1000):
-            sent += self._replay_batch(pairs[start:start + 1000])
+            sent += self._replay_batch(pairs[start : start + 1000])
         return sent
 
     def _replay_batch(self, pairs: Sequence[tuple[Signature[object], bytes]]) -> list[str]:
@@ -196,10 +221,20 @@ class Inspector:
         submission = Submission(
             token=new_uuid(""),
             messages=[
-                Message(uuid=one.uuid, name=one.name, queue=one.routing_key, body=body, priority=one.priority)
+                Message(
+                    uuid=one.uuid,
+                    name=one.name,
+                    queue=one.routing_key,
+                    body=body,
+                    priority=one.priority,
+                )
                 for one, body in pairs
             ],
-            states=[*(pending(one, now) for one, _ in pairs), *self._mended([one for one, _ in pairs])], replay=True,
+            states=[
+                *(pending(one, now) for one, _ in pairs),
+                *self._mended([one for one, _ in pairs]),
+            ],
+            replay=True,
         )
         try:
             self._engine.store.submit(submission)
@@ -216,7 +251,12 @@ class Inspector:
             except (PublishRefused, PublishUnknown) as error:
                 if not error.permanent:
                     raise
-                logger.error("task %s cannot be sent again: %s", pair[0].uuid, error, extra={"task_uuid": pair[0].uuid})
+                logger.error(
+                    "task %s cannot be sent again: %s",
+                    pair[0].uuid,
+                    error,
+                    extra={"task_uuid": pair[0].uuid},
+                )
                 refused = error
         if not sent:
             raise refused
@@ -224,11 +264,19 @@ class Inspector:
 
     def _mended(self, signatures: Sequence[Signature[object]]) -> list[TaskState]:
         """The states of the tasks that failed only because these steps in front of them had failed."""
-        lasts = {str(one.headers[HEADER_LAST]) for one in signatures if one.headers.get(HEADER_LAST)}
+        lasts = {
+            str(one.headers[HEADER_LAST]) for one in signatures if one.headers.get(HEADER_LAST)
+        }
         states = self._engine.store.backend.get_states(sorted(lasts)).values() if lasts else ()
         return [
-            TaskState(task_uuid=one.task_uuid, task_name=one.task_name, created_at=one.created_at, queue=one.queue)
-            for one in states if one.state is State.FAILURE and one.error_type == STEP_FAILED
+            TaskState(
+                task_uuid=one.task_uuid,
+                task_name=one.task_name,
+                created_at=one.created_at,
+                queue=one.queue,
+            )
+            for one in states
+            if one.state is State.FAILURE and one.error_type == STEP_FAILED
         ]
 
     def purge(self, queue: str) -> int:
@@ -297,8 +345,12 @@ class Inspector:
             self._take(taken)
         except AWAY as error:
             # Raising would say that nothing was done, and whoever repeats it would run the tasks twice.
-            logger.warning("%d dead letters were put back into their queues, and may still be in the list (delete them): %s: %s",
-                           len(taken), ", ".join(taken[:5]), error)
+            logger.warning(
+                "%d dead letters were put back into their queues, and may still be in the list (delete them): %s: %s",
+                len(taken),
+                ", ".join(taken[:5]),
+                error,
+            )
         return sent
 
     replay_dead_async = twin(replay_dead)
@@ -319,9 +371,16 @@ class Inspector:
 
 def _anew(signature: Signature[object]) -> Signature[object]:
     """As it was before its first try: each counted try took one from RetryCount."""
-    headers = {key: value for key, value in signature.headers.items() if key not in (HEADER_RUN, HEADER_ATTEMPT)}
+    headers = {
+        key: value
+        for key, value in signature.headers.items()
+        if key not in (HEADER_RUN, HEADER_ATTEMPT)
+    }
     return signature.replace(
-        headers=headers, retry_count=signature.retry_count + signature.attempt - 1, retry_timeout=0, eta=None
+        headers=headers,
+        retry_count=signature.retry_count + signature.attempt - 1,
+        retry_timeout=0,
+        eta=None,
     )
 
 

@@ -31,7 +31,9 @@ RENEWALS = 3  # in one lease
 class Lease:
     """A name that is held. `ends`: the monotonic second until which it surely is ours."""
 
-    def __init__(self, held: Held, ends: float, on_lost: Callable[[], object] | None = None) -> None:
+    def __init__(
+        self, held: Held, ends: float, on_lost: Callable[[], object] | None = None
+    ) -> None:
         self.held = held
         self.on_lost = on_lost
         self.ends = ends
@@ -72,7 +74,9 @@ class LockKeeper:
         with self._changed:
             self._leases[held.token] = lock, lease
             if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="machinery-lock-keeper", daemon=True)
+                self._thread = threading.Thread(
+                    target=self._work, name="machinery-lock-keeper", daemon=True
+                )
                 self._thread.start()
             self._changed.notify_all()
         return lease
@@ -101,9 +105,13 @@ class LockKeeper:
             try:
                 self.give_back(lease)
             except MachineryError as error:
-                logger.warning("lock %r could not be released, and ends by itself: %s", lease.held.name, error)
+                logger.warning(
+                    "lock %r could not be released, and ends by itself: %s", lease.held.name, error
+                )
             except Exception:  # the thread must live on for the others
-                logger.exception("lock %r could not be released, and ends by itself", lease.held.name)
+                logger.exception(
+                    "lock %r could not be released, and ends by itself", lease.held.name
+                )
 
     def close(self) -> None:
         """Stop renewing: what is still held ends with its lease. May be called twice; a new lock starts it again."""
@@ -159,12 +167,14 @@ class LockKeeper:
 class NamedLock:
     """A name, to be held by one at a time. Made by `server.lock`; not reentrant; belongs to one thread or coroutine at a time.
 
-        with server.lock("feed-7"):                  waits for its turn
-        with server.lock("feed-7", timeout=5):       LockNotAcquired after 5 s
-        async with server.lock("feed-7"):            the same in a coroutine
+    with server.lock("feed-7"):                  waits for its turn
+    with server.lock("feed-7", timeout=5):       LockNotAcquired after 5 s
+    async with server.lock("feed-7"):            the same in a coroutine
     """
 
-    def __init__(self, keeper: LockKeeper, name: str, *, timeout: float | None, blocking: bool) -> None:
+    def __init__(
+        self, keeper: LockKeeper, name: str, *, timeout: float | None, blocking: bool
+    ) -> None:
         """Raises NameRefused: no lock may be called so."""
         check_lock(name)
         self.name = name
@@ -237,7 +247,13 @@ class NamedLock:
     def _deadline(self, timeout: float | None, *, blocking: bool) -> float:
         if timeout is None:
             timeout = self._timeout
-        return time.monotonic() if not blocking else float("inf") if timeout is None else time.monotonic() + timeout
+        return (
+            time.monotonic()
+            if not blocking
+            else float("inf")
+            if timeout is None
+            else time.monotonic() + timeout
+        )
 
     def _try(self) -> bool:
         lease = self._keeper.take(self.name)
@@ -262,7 +278,12 @@ class NamedLock:
             raise LockNotAcquired(self.name, self._timeout)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         """
         Raises:
             LockLost: it was lost inside the block, which raised nothing itself.
@@ -275,7 +296,10 @@ class NamedLock:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         import asyncio
 
@@ -286,7 +310,9 @@ class NamedLock:
             return release()
         except MachineryError as error:
             # What the block did was done under the lock; others wait for the lease to end.
-            logger.warning("lock %r could not be released, and ends by itself: %s", self.name, error)
+            logger.warning(
+                "lock %r could not be released, and ends by itself: %s", self.name, error
+            )
             return True
 
     def _left(self, released: bool, error: BaseException | None) -> None:

@@ -25,7 +25,10 @@ is_made = re.compile(r"(?:task|group|chord)_[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a
 _KEYS = r"delayed_tasks\Z|TriggerChordMutex\Z|machinery_lock_|mpy:"
 _QUEUES = r"amq\.|machinery\.(?:control|dead|delay|finished|held|lock|paused|queues|results|revocations|sha256|workers)(?:\.|\Z)"
 #: What begins like this is no name of a queue, or of a task or group.
-RESERVED = {"queue": re.compile(f"{_KEYS}|{_QUEUES}"), "UUID": re.compile(rf"{_KEYS}|machinery_tasks\Z")}
+RESERVED = {
+    "queue": re.compile(f"{_KEYS}|{_QUEUES}"),
+    "UUID": re.compile(rf"{_KEYS}|machinery_tasks\Z"),
+}
 
 
 def _problem(kind: str, name: str) -> str:
@@ -85,7 +88,9 @@ def check_uuid(uuid: str, *others: str) -> None:
         return
     _check("UUID", uuid)
     if uuid in others:
-        raise NameRefused(f"UUID {shown(uuid)} is also the name of its queue or group (choose another)", uuid)
+        raise NameRefused(
+            f"UUID {shown(uuid)} is also the name of its queue or group (choose another)", uuid
+        )
 
 
 def check_message(*queues: str, name: str, uuid: str, group_uuid: str) -> None:

@@ -13,7 +13,15 @@ import msgspec
 from msgspec.structs import force_setattr
 
 from machinery_py.backoff import LONGEST, Backoff, delay_for
-from machinery_py.signature import COUNTED, HEADER_ATTEMPT, HEADER_LAST, HEADER_RUN, Arg, Lazy, Signature
+from machinery_py.signature import (
+    COUNTED,
+    HEADER_ATTEMPT,
+    HEADER_LAST,
+    HEADER_RUN,
+    Arg,
+    Lazy,
+    Signature,
+)
 from machinery_py.states import State
 from machinery_py.texts import MAX_ERROR, cut
 from machinery_py.wire import decode_signature, encode_signature
@@ -82,7 +90,9 @@ class FollowUp(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     breaks: str = ""
 
 
-def follow_up(signature: Signature[Any], outcome: Outcome, *, now: dt.datetime, backoff: Backoff = "fibonacci") -> FollowUp:
+def follow_up(
+    signature: Signature[Any], outcome: Outcome, *, now: dt.datetime, backoff: Backoff = "fibonacci"
+) -> FollowUp:
     """Say what must happen now that the task has ended like this.
 
     Rules of Go Machinery: results go to the end of a callback's arguments unless *this* task is immutable; the error text
@@ -91,21 +101,34 @@ def follow_up(signature: Signature[Any], outcome: Outcome, *, now: dt.datetime, 
     match outcome:
         case Succeeded(results):
             return FollowUp(
-                state=State.SUCCESS, results=results,
+                state=State.SUCCESS,
+                results=results,
                 send=_success_callbacks(signature, results),
-                arrived=(Arrived(member=signature, ok=True),) if signature.chord_callback is not None else (),
+                arrived=(Arrived(member=signature, ok=True),)
+                if signature.chord_callback is not None
+                else (),
             )
         case Postponed(error=error, delay=delay):
-            return FollowUp(state=State.RETRY, error=error, retry=_again(signature, now=now, delay=delay, counted=False))
+            return FollowUp(
+                state=State.RETRY,
+                error=error,
+                retry=_again(signature, now=now, delay=delay, counted=False),
+            )
         case Failed(retryable=True) if signature.retry_count > 0:
             delay = delay_for(backoff, signature.attempt, signature.retry_timeout)
             return FollowUp(
-                state=State.RETRY, error=outcome.error, error_type=outcome.error_type, traceback=outcome.traceback,
+                state=State.RETRY,
+                error=outcome.error,
+                error_type=outcome.error_type,
+                traceback=outcome.traceback,
                 retry=_again(signature, now=now, delay=delay, counted=True),
             )
         case Failed():
             return FollowUp(
-                state=State.FAILURE, error=outcome.error, error_type=outcome.error_type, traceback=outcome.traceback,
+                state=State.FAILURE,
+                error=outcome.error,
+                error_type=outcome.error_type,
+                traceback=outcome.traceback,
                 send=_error_callbacks(signature, outcome.error),
                 arrived=tuple(_never_to_arrive(signature)),
                 breaks=_last_of(signature),
@@ -114,7 +137,9 @@ def follow_up(signature: Signature[Any], outcome: Outcome, *, now: dt.datetime, 
             assert_never(outcome)
 
 
-def _success_callbacks(signature: Signature[Any], results: Sequence[Arg]) -> Sequence[Signature[Any]]:
+def _success_callbacks(
+    signature: Signature[Any], results: Sequence[Arg]
+) -> Sequence[Signature[Any]]:
     callbacks = signature.on_success
     if not callbacks:
         return ()
@@ -130,7 +155,9 @@ def _error_callbacks(signature: Signature[Any], error: str) -> Sequence[Signatur
     return tuple(callback.with_args(before=(text,)) for callback in signature.on_error)
 
 
-def _again(signature: Signature[Any], *, now: dt.datetime, delay: float, counted: bool) -> Signature[Any]:
+def _again(
+    signature: Signature[Any], *, now: dt.datetime, delay: float, counted: bool
+) -> Signature[Any]:
     """The same task for its next run; UUID, group and callbacks stay."""
     attempt = signature.attempt + counted
     delay = min(LONGEST, max(0.0, delay))
@@ -185,7 +212,11 @@ def failing(signature: Signature[Any]) -> bytes:
     bare = signature.replace(uuid="", eta=None, args=(), on_success=on_success)
     # The members of a chord are sent together, and what their failures take along is mostly the same.
     last, kept = _encoded[0]
-    if bare.chord_callback is None or bare.chord_callback is not last.chord_callback or bare != last:
+    if (
+        bare.chord_callback is None
+        or bare.chord_callback is not last.chord_callback
+        or bare != last
+    ):
         kept = encode_signature(bare)
         _encoded[0] = bare, kept
     return kept

@@ -21,9 +21,18 @@ from machinery_py.workflow import Group, PlannedStep
 CatchUp = Literal["skip", "latest", "all"]
 Overlap = Literal["allow", "skip", "queue"]
 
-ON_TIME = 10.0, 60.0  # seconds that a tick is on time, at least and at most; between them until the next tick
-WINDOWS: dict[CatchUp, float] = {"skip": 0.0, "latest": 86400.0, "all": 3600.0}  # seconds back that missed ticks are looked for
-LONGEST_RUN = 86400.0  # seconds after which a run that has not ended does not hold the next one up any more
+ON_TIME = (
+    10.0,
+    60.0,
+)  # seconds that a tick is on time, at least and at most; between them until the next tick
+WINDOWS: dict[CatchUp, float] = {
+    "skip": 0.0,
+    "latest": 86400.0,
+    "all": 3600.0,
+}  # seconds back that missed ticks are looked for
+LONGEST_RUN = (
+    86400.0  # seconds after which a run that has not ended does not hold the next one up any more
+)
 MOST_WAITING = 100  # ticks that wait for the one before them; more are left out
 COUNTED = 1000  # missed ticks that are counted at once
 
@@ -116,13 +125,17 @@ def pack_step(step: Step[Any]) -> msgspec.Raw:
 
 def _packed(step: Step[Any]) -> object:
     if isinstance(step, Signature):
-        return {"task": msgspec.Raw(encode_signature(step.replace(uuid="", group_uuid="", sender=None)))}
+        return {
+            "task": msgspec.Raw(encode_signature(step.replace(uuid="", group_uuid="", sender=None)))
+        }
     return {"group" if isinstance(step, Group) else "chain": [_packed(one) for one in _inner(step)]}
 
 
 def _inner(step: Step[Any]) -> Sequence[Step[Any]]:
     if not isinstance(step, Group | Chain):
-        raise ScheduleError(f"{step!r} cannot be sent by a schedule (expected a signature, chain, group or chord)")
+        raise ScheduleError(
+            f"{step!r} cannot be sent by a schedule (expected a signature, chain, group or chord)"
+        )
     return step.steps
 
 
@@ -190,9 +203,13 @@ def _first_wanted(entry: Entry, schedule: Schedule, now: dt.datetime) -> dt.date
     """The first tick that is still to be sent: the first on time, if none is to be caught up."""
     definition = entry.definition
     if definition.catch_up == "all":
-        start = _grid(schedule, entry.last, now - dt.timedelta(seconds=definition.window or WINDOWS["all"]))
+        start = _grid(
+            schedule, entry.last, now - dt.timedelta(seconds=definition.window or WINDOWS["all"])
+        )
         return next(iter(schedule.between(start, now)), None)
-    for tick in schedule.between(_grid(schedule, entry.last, now - dt.timedelta(seconds=ON_TIME[1])), now):
+    for tick in schedule.between(
+        _grid(schedule, entry.last, now - dt.timedelta(seconds=ON_TIME[1])), now
+    ):
         if (now - tick).total_seconds() <= _on_time(schedule, tick):
             return tick
     if definition.catch_up == "skip":
@@ -226,14 +243,17 @@ def _grid(schedule: Schedule, last: dt.datetime, wanted: dt.datetime) -> dt.date
         return last
     if not schedule.every:
         return wanted
-    return last.replace(microsecond=0) + (wanted - last) // dt.timedelta(seconds=schedule.every) * dt.timedelta(
-        seconds=schedule.every)
+    return last.replace(microsecond=0) + (wanted - last) // dt.timedelta(
+        seconds=schedule.every
+    ) * dt.timedelta(seconds=schedule.every)
 
 
 def _count(schedule: Schedule, after: dt.datetime, before: dt.datetime) -> int:
     """The ticks between the two, at most COUNTED."""
     if schedule.every:
-        return max(0, (before - after.replace(microsecond=0)) // dt.timedelta(seconds=schedule.every) - 1)
+        return max(
+            0, (before - after.replace(microsecond=0)) // dt.timedelta(seconds=schedule.every) - 1
+        )
     count = 0
     for tick in schedule.between(after, before):
         if tick >= before or count >= COUNTED:

@@ -35,7 +35,9 @@ class QueueOrder:
             ConfigError: a text instead of a list, a name that no queue may have, or a weight that is none.
         """
         if isinstance(queues, str):
-            raise ConfigError(f"queues: found the text {queues!r} (expected a list of names, or a mapping of names to weights)")
+            raise ConfigError(
+                f"queues: found the text {queues!r} (expected a list of names, or a mapping of names to weights)"
+            )
         for name in queues:
             if problem := queue_problem(name):
                 raise ConfigError(f"queues: {problem}")
@@ -43,7 +45,9 @@ class QueueOrder:
             return cls(tuple(dict.fromkeys(queues)))
         for name, weight in queues.items():
             if isinstance(weight, bool) or not isinstance(weight, int | float) or not _fits(weight):
-                raise ConfigError(f"weight of queue {name!r}: found {weight!r} (expected a number greater than 0)")
+                raise ConfigError(
+                    f"weight of queue {name!r}: found {weight!r} (expected a number greater than 0)"
+                )
         return cls(tuple(queues), tuple(float(weight) for weight in queues.values()))
 
     def draw(self, random: Random) -> tuple[str, ...]:
@@ -51,7 +55,10 @@ class QueueOrder:
         if not self.weights:
             return ()
         # The first of several exponential clocks is each one's with the share of its rate; and so on for the rest.
-        rings = {name: random.expovariate(weight) for name, weight in zip(self.names, self.weights, strict=True)}
+        rings = {
+            name: random.expovariate(weight)
+            for name, weight in zip(self.names, self.weights, strict=True)
+        }
         return tuple(sorted(self.names, key=rings.__getitem__))
 
     def shown(self) -> list[str]:
@@ -77,7 +84,9 @@ def parse_queues(text: str) -> tuple[str, ...] | dict[str, float]:
         if found.setdefault(name, weight) != weight:
             raise ConfigError(f"queue {name!r} is named twice, with different weights")
     if not found:
-        raise ConfigError("no queue named (expected for instance high,default,low or high:6,default:3,low:1)")
+        raise ConfigError(
+            "no queue named (expected for instance high,default,low or high:6,default:3,low:1)"
+        )
     if all(weight is None for weight in found.values()):
         return tuple(found)
     return {name: PLAIN if weight is None else weight for name, weight in found.items()}
@@ -97,7 +106,9 @@ def _split(part: str) -> tuple[str, float | None]:
     if not colon:
         return part, None
     if not name:
-        raise ConfigError(f"queue {part!r}: no name in front of the colon (expected NAME:WEIGHT, as critical:6)")
+        raise ConfigError(
+            f"queue {part!r}: no name in front of the colon (expected NAME:WEIGHT, as critical:6)"
+        )
     if not number:
         return name, None
     try:
@@ -105,8 +116,10 @@ def _split(part: str) -> tuple[str, float | None]:
     except ValueError:
         weight = math.nan
     if not _fits(weight):
-        raise ConfigError(f"queue {part!r}: found the weight {number!r} (expected a number greater than 0, as {name}:6; a name "
-                          f"that has a colon in it ends in one: {part}:)")
+        raise ConfigError(
+            f"queue {part!r}: found the weight {number!r} (expected a number greater than 0, as {name}:6; a name "
+            f"that has a colon in it ends in one: {part}:)"
+        )
     return name, weight
 
 

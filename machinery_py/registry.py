@@ -131,26 +131,48 @@ class TaskSettings(msgspec.Struct, frozen=True, kw_only=True):
             given["unique_for"] = _timedelta(given["unique_for"]).total_seconds()
         for option in ("unique_for", "exclusive_timeout"):
             if given.get(option) is not None and given[option] <= 0:
-                raise ValueError(f"{name}: {option}={given[option]!r} (expected seconds, more than 0)")
+                raise ValueError(
+                    f"{name}: {option}={given[option]!r} (expected seconds, more than 0)"
+                )
         return msgspec.structs.replace(self, **given)
 
 
 SAMENESS_NAMES = frozenset(SamenessOptions.__annotations__)
 _WORDS = {
-    "unique_until": ("finish", "start"), "on_duplicate": ("join", "reject", "replace"), "exclusive": ("wait", "skip"),
+    "unique_until": ("finish", "start"),
+    "on_duplicate": ("join", "reject", "replace"),
+    "exclusive": ("wait", "skip"),
 }
 
 
 # Words of other task queues. What stands in brackets is no option here.
 _TRANSLATED = {
-    "max_retries": "retries", "autoretry_for": "retry_on", "throws": "retry_on", "countdown": "delay", "queue_name": "queue",
-    "routing_key": "queue", "task_id": "uuid", "job_id": "uuid", "soft_time_limit": "time_limit", "job_timeout": "time_limit",
-    **dict.fromkeys(("retry_backoff", "default_retry_delay", "retry_jitter", "min_backoff", "max_backoff"), "backoff"),
-    "acks_late": "(every task is acknowledged when it has ended)", "reject_on_worker_lost": "(every task comes back)",
-    "bind": "(a first parameter of type Context, or current_task())", "name": '(@server.task("name"))',
-    "actor_name": '(@server.task("name"))', "link": "(signature.then)", "link_error": "(signature.catch)",
-    "on_success": "(signature.then)", "on_failure": "(signature.catch)", "result_ttl": "(the setting results_expire_in)",
-    "args": "(the arguments of send)", "kwargs": "(the arguments of send)",
+    "max_retries": "retries",
+    "autoretry_for": "retry_on",
+    "throws": "retry_on",
+    "countdown": "delay",
+    "queue_name": "queue",
+    "routing_key": "queue",
+    "task_id": "uuid",
+    "job_id": "uuid",
+    "soft_time_limit": "time_limit",
+    "job_timeout": "time_limit",
+    **dict.fromkeys(
+        ("retry_backoff", "default_retry_delay", "retry_jitter", "min_backoff", "max_backoff"),
+        "backoff",
+    ),
+    "acks_late": "(every task is acknowledged when it has ended)",
+    "reject_on_worker_lost": "(every task comes back)",
+    "bind": "(a first parameter of type Context, or current_task())",
+    "name": '(@server.task("name"))',
+    "actor_name": '(@server.task("name"))',
+    "link": "(signature.then)",
+    "link_error": "(signature.catch)",
+    "on_success": "(signature.then)",
+    "on_failure": "(signature.catch)",
+    "result_ttl": "(the setting results_expire_in)",
+    "args": "(the arguments of send)",
+    "kwargs": "(the arguments of send)",
 }
 
 
@@ -187,7 +209,9 @@ class TaskSender(Protocol):
 class Task(Generic[P, R]):
     """A registered function. It can still be called as before; `send` lets a worker call it."""
 
-    def __init__(self, name: str, function: Callable[..., Any], settings: TaskSettings, sender: TaskSender) -> None:
+    def __init__(
+        self, name: str, function: Callable[..., Any], settings: TaskSettings, sender: TaskSender
+    ) -> None:
         """Raises NameRefused: no task, or no queue, may be called so."""
         check_task(name)
         if settings.queue:
@@ -219,7 +243,9 @@ class Task(Generic[P, R]):
 
     async def send_async(self, *args: P.args, **kwargs: P.kwargs) -> AsyncResult[R]:
         """`send` for coroutines."""
-        return cast("AsyncResult[R]", await self._sender.send_async(self._signature(args, kwargs, {})))
+        return cast(
+            "AsyncResult[R]", await self._sender.send_async(self._signature(args, kwargs, {}))
+        )
 
     def signature(self, *args: P.args, **kwargs: P.kwargs) -> Signature[R]:
         """The call as an object: to be sent, chained, put into a group."""
@@ -246,14 +272,23 @@ class Task(Generic[P, R]):
         return Bound(self, options)
 
     def _signature(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], options: SendOptions, *, partial: bool = False
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        options: SendOptions,
+        *,
+        partial: bool = False,
     ) -> Signature[R]:
         settings = self.settings
         arguments = self.call.arguments(args, kwargs, partial=partial)
         if not options:
             return Signature(
-                name=self.name, args=arguments, routing_key=settings.queue, priority=settings.priority,
-                retry_count=settings.retries, sender=self._sender,
+                name=self.name,
+                args=arguments,
+                routing_key=settings.queue,
+                priority=settings.priority,
+                retry_count=settings.retries,
+                sender=self._sender,
             )
         return self._with_options(arguments, options)
 
@@ -276,18 +311,34 @@ class Task(Generic[P, R]):
             headers[HEADER_ON_DUPLICATE] = options["on_duplicate"]
         if (unique := options.get("unique")) is not None:
             whose = sameness.owner(self._sender.config)
-            headers[HEADER_UNIQUE] = sameness.unique_key(self.name, self.call, arguments, unique, owner=whose) if unique else ""
-        retries, priority = options.get("retries", settings.retries), options.get("priority", settings.priority)
+            headers[HEADER_UNIQUE] = (
+                sameness.unique_key(self.name, self.call, arguments, unique, owner=whose)
+                if unique
+                else ""
+            )
+        retries, priority = (
+            options.get("retries", settings.retries),
+            options.get("priority", settings.priority),
+        )
         check_numbers(self.name, retries=retries, priority=priority)
         return Signature(
-            name=self.name, args=arguments, uuid=options.get("uuid", ""), eta=eta, headers=headers,
-            routing_key=options.get("queue", settings.queue), priority=priority, retry_count=retries, sender=self._sender,
+            name=self.name,
+            args=arguments,
+            uuid=options.get("uuid", ""),
+            eta=eta,
+            headers=headers,
+            routing_key=options.get("queue", settings.queue),
+            priority=priority,
+            retry_count=retries,
+            sender=self._sender,
         )
 
     def _length(self, option: str, value: float | dt.timedelta) -> str:
         seconds = value.total_seconds() if isinstance(value, dt.timedelta) else float(value)
         if not abs(seconds) <= LONGEST:
-            raise ValueError(f"{self.name}: {option}={value!r} (expected seconds or a timedelta of at most 317 years)")
+            raise ValueError(
+                f"{self.name}: {option}={value!r} (expected seconds or a timedelta of at most 317 years)"
+            )
         return repr(seconds)
 
     def __repr__(self) -> str:
@@ -309,7 +360,10 @@ class Bound(Generic[P, R]):
 
     def send(self, *args: P.args, **kwargs: P.kwargs) -> AsyncResult[R]:
         """As Task.send."""
-        return cast("AsyncResult[R]", self._task._sender.send(self._task._signature(args, kwargs, self._options)))
+        return cast(
+            "AsyncResult[R]",
+            self._task._sender.send(self._task._signature(args, kwargs, self._options)),
+        )
 
     async def send_async(self, *args: P.args, **kwargs: P.kwargs) -> AsyncResult[R]:
         """As Task.send_async."""
@@ -343,7 +397,9 @@ class Registry:
             old = self._tasks.get(task.name)
             if old is not None and not _is_same(old.function, task.function, set()):
                 module = task.__module__.rpartition(".")[2].strip("_")
-                raise TaskAlreadyRegistered(task.name, where=_place(old.function), suggestion=f"{module}.{task.name}")
+                raise TaskAlreadyRegistered(
+                    task.name, where=_place(old.function), suggestion=f"{module}.{task.name}"
+                )
             self._tasks[task.name] = task
 
     def find(self, name: str) -> Task[..., Any] | None:
@@ -368,8 +424,12 @@ class Registry:
                 annotation says.
         """
         todo: list[tuple[Signature[Any], Sequence[Arg], bool]] = [
-            (one, one.args, False) for one in signatures
-            if type(one.args) is not Checked or one.on_success or one.on_error or one.chord_callback is not None
+            (one, one.args, False)
+            for one in signatures
+            if type(one.args) is not Checked
+            or one.on_success
+            or one.on_error
+            or one.chord_callback is not None
         ]
         seen: set[int] = set()  # the members of a group share their callback
         while todo:
@@ -382,7 +442,9 @@ class Registry:
                 seen.add(id(callback))
                 todo.append((callback, callback.args, not callback.immutable))
             if type(signature.on_success) is tuple and signature.on_success:
-                todo.extend((one, one.args, not signature.immutable) for one in signature.on_success)
+                todo.extend(
+                    (one, one.args, not signature.immutable) for one in signature.on_success
+                )
             if type(signature.on_error) is tuple and signature.on_error:
                 todo.extend((one, (_ERROR_TEXT, *one.args), False) for one in signature.on_error)
 
@@ -406,7 +468,9 @@ def _is_same(old: Any, new: Any, seen: set[tuple[int, int]]) -> bool:
         return old.name == new.name
     codes = [getattr(function, "__code__", None) for function in (old, new)]
     if None in codes or _place(old) != _place(new):
-        return type(old) is type(new) and (old == new if isinstance(old, _PLAIN) else repr(old) == repr(new) and callable(old))
+        return type(old) is type(new) and (
+            old == new if isinstance(old, _PLAIN) else repr(old) == repr(new) and callable(old)
+        )
     if codes[0] is not codes[1]:
         return True
     return all(_is_same(*pair, seen) for pair in zip(_around(old), _around(new), strict=True))
@@ -419,7 +483,12 @@ def _around(function: Any) -> list[Any]:
     """What a function knows beside its code: its object, its defaults, the variables around it."""
     cells = [_content(cell) for cell in function.__closure__ or ()]
     named = function.__kwdefaults__ or {}
-    return [getattr(function, "__self__", None), *(function.__defaults__ or ()), *named.values(), *cells]
+    return [
+        getattr(function, "__self__", None),
+        *(function.__defaults__ or ()),
+        *named.values(),
+        *cells,
+    ]
 
 
 def _content(cell: Any) -> Any:
@@ -446,15 +515,21 @@ def _timedelta(value: float | dt.timedelta) -> dt.timedelta:
 
 def _check_zone(name: str, option: str, moment: dt.datetime | None) -> None:
     if moment is not None and moment.tzinfo is None:
-        raise ValueError(f"{name}: {option} {moment!r} has no time zone (use datetime.now(timezone.utc) + …)")
+        raise ValueError(
+            f"{name}: {option} {moment!r} has no time zone (use datetime.now(timezone.utc) + …)"
+        )
 
 
 def _check_word(name: str, option: str, word: object) -> None:
     if word not in _WORDS[option]:
-        raise ValueError(f"{name}: {option}={word!r} (expected {' or '.join(map(repr, _WORDS[option]))})")
+        raise ValueError(
+            f"{name}: {option}={word!r} (expected {' or '.join(map(repr, _WORDS[option]))})"
+        )
 
 
-def check_numbers(name: str, *, retries: int, priority: int, time_limit: float | None = None) -> None:
+def check_numbers(
+    name: str, *, retries: int, priority: int, time_limit: float | None = None
+) -> None:
     """Refuse what no worker could make sense of.
 
     Raises:

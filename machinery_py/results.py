@@ -170,8 +170,10 @@ class _Wait:
         if self._timeout is not None and waited >= self._timeout:
             what, state, queue = self._waitable._describe()
             hint, _ = self._waitable._source.worker_hint(queue)
-            raise ResultTimeout(f"no result of {what} after {self._timeout:.1f} s; last state {state}"
-                                f"{', ' + hint if hint else ''}")
+            raise ResultTimeout(
+                f"no result of {what} after {self._timeout:.1f} s; last state {state}"
+                f"{', ' + hint if hint else ''}"
+            )
         if not self._warned and waited >= WARN_AFTER:
             self._warned = True
             _, _, queue = self._waitable._describe()
@@ -179,7 +181,11 @@ class _Wait:
             if hint:
                 logger.warning("%s (%s)", hint.replace(" on ", " on queue "), command)
         remaining = LOOK_AGAIN if self._timeout is None else min(LOOK_AGAIN, self._timeout - waited)
-        return remaining if self._warned or waited >= WARN_AFTER else min(remaining, WARN_AFTER - waited)
+        return (
+            remaining
+            if self._warned or waited >= WARN_AFTER
+            else min(remaining, WARN_AFTER - waited)
+        )
 
 
 class AsyncResult(Waitable[R]):
@@ -192,14 +198,22 @@ class AsyncResult(Waitable[R]):
     """
 
     def __init__(
-        self, source: ResultSource, uuid: str, *, name: str = "", queue: str = "", duplicate: bool = False
+        self,
+        source: ResultSource,
+        uuid: str,
+        *,
+        name: str = "",
+        queue: str = "",
+        duplicate: bool = False,
     ) -> None:
         super().__init__(source)
         self.uuid = uuid
         self.name = name
         self.queue = queue
         self.duplicate = duplicate
-        self._chain: ChainResult[Any] | None = None  # in which it is a step, and has no state before its turn
+        self._chain: ChainResult[Any] | None = (
+            None  # in which it is a step, and has no state before its turn
+        )
 
     def get_state(self) -> TaskState:
         """How far the task is.
@@ -241,7 +255,11 @@ class AsyncResult(Waitable[R]):
 
     def _describe(self) -> tuple[str, str, str]:
         state = self._read([self.uuid]).get(self.uuid)
-        return self.uuid, state.state if state else "unknown", (state.queue if state else "") or self.queue
+        return (
+            self.uuid,
+            state.state if state else "unknown",
+            (state.queue if state else "") or self.queue,
+        )
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name} {self.uuid}>"
@@ -250,12 +268,22 @@ class AsyncResult(Waitable[R]):
 class GroupResult(Waitable[R]):
     """The results of a group, in its order: a list. Iterating gives the single AsyncResults."""
 
-    def __init__(self, source: ResultSource, uuid: str, uuids: Sequence[str], names: Sequence[str], *,
-                 queue: str = "", leading: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        source: ResultSource,
+        uuid: str,
+        uuids: Sequence[str],
+        names: Sequence[str],
+        *,
+        queue: str = "",
+        leading: Sequence[str] = (),
+    ) -> None:
         super().__init__(source)
         self.uuid = uuid
-        self.results = [AsyncResult[Any](source, one, name=name, queue=queue)
-                        for one, name in zip(uuids, names, strict=True)]
+        self.results = [
+            AsyncResult[Any](source, one, name=name, queue=queue)
+            for one, name in zip(uuids, names, strict=True)
+        ]
         self._uuids = tuple(uuids)
         self._leading = tuple(leading)
         self._open = [*leading, *uuids]
@@ -302,13 +330,19 @@ class GroupResult(Waitable[R]):
 
     def _describe(self) -> tuple[str, str, str]:
         done = len(self._uuids) - sum(uuid not in self._states for uuid in self._uuids)
-        return f"{self.uuid or 'the group'}", f"{done} of {len(self._uuids)} finished", self.results[0].queue
+        return (
+            f"{self.uuid or 'the group'}",
+            f"{done} of {len(self._uuids)} finished",
+            self.results[0].queue,
+        )
 
 
 class ChainResult(Waitable[R]):
     """The result of the last step of a chain. `steps` has the result of each."""
 
-    def __init__(self, source: ResultSource, steps: Sequence[AsyncResult[Any] | GroupResult[Any]]) -> None:
+    def __init__(
+        self, source: ResultSource, steps: Sequence[AsyncResult[Any] | GroupResult[Any]]
+    ) -> None:
         super().__init__(source)
         self.steps = tuple(steps)
         self._at = 0  # the first step that is not known to be finished
@@ -324,7 +358,11 @@ class ChainResult(Waitable[R]):
 
     def revoke(self) -> None:
         """As AsyncResult.revoke, for every step."""
-        uuids = [uuid for step in self.steps for uuid in (step._uuids if isinstance(step, GroupResult) else (step.uuid,))]
+        uuids = [
+            uuid
+            for step in self.steps
+            for uuid in (step._uuids if isinstance(step, GroupResult) else (step.uuid,))
+        ]
         self._source.revoke(uuids)
 
     revoke_async = twin(revoke)
@@ -381,8 +419,13 @@ class ChordResult(ChainResult[R]):
 def raise_if_failed(state: TaskState) -> None:
     """Raise TaskFailed when the state is FAILURE."""
     if state.state is State.FAILURE:
-        raise TaskFailed(state.task_uuid, state.task_name, state.error,
-                         error_type=state.error_type, traceback=state.traceback)
+        raise TaskFailed(
+            state.task_uuid,
+            state.task_name,
+            state.error,
+            error_type=state.error_type,
+            traceback=state.traceback,
+        )
 
 
 def _finished(step: AsyncResult[Any] | GroupResult[Any]) -> bool:

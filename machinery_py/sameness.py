@@ -15,7 +15,9 @@ from machinery_py.errors import ArgumentError
 from machinery_py.signature import Arg
 from machinery_py.states import State, TaskState
 
-LONGEST = 7 * 86400.0  # seconds that a key without a window is held; as long as the state of a task that is not finished
+LONGEST = (
+    7 * 86400.0
+)  # seconds that a key without a window is held; as long as the state of a task that is not finished
 MARGIN = 60.0  # seconds that a claim is kept longer than it says: its moments are judged by the clocks of those who read it
 
 _encode = msgspec.json.Encoder(order="sorted").encode
@@ -51,7 +53,9 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         moment = now.timestamp()
         if self.until:
             return max(1.0, self.until - moment) + MARGIN
-        return math.ceil(LONGEST + MARGIN + max(0.0, (eta.timestamp() - moment) if eta is not None else 0.0))
+        return math.ceil(
+            LONGEST + MARGIN + max(0.0, (eta.timestamp() - moment) if eta is not None else 0.0)
+        )
 
 
 encode_claim = msgspec.json.Encoder().encode
@@ -65,7 +69,12 @@ def owner(config: Config) -> str:
 
 
 def unique_key(
-    name: str, call: Call | None, args: Sequence[Arg], how: bool | str | Callable[..., str], *, owner: str = ""
+    name: str,
+    call: Call | None,
+    args: Sequence[Arg],
+    how: bool | str | Callable[..., str],
+    *,
+    owner: str = "",
 ) -> str:
     """The key of a call, hashed: it says which calls of the task are the same.
 
@@ -81,7 +90,9 @@ def unique_key(
     return _digest(owner, name, _key_text(name, call, args, how, "unique"))
 
 
-def lock_name(name: str, call: Call, args: Sequence[Arg], how: str | Callable[..., str], *, owner: str = "") -> str:
+def lock_name(
+    name: str, call: Call, args: Sequence[Arg], how: str | Callable[..., str], *, owner: str = ""
+) -> str:
     """The name of the lock that a call holds while it runs: the caller's own, or one for calls with the same arguments.
 
     Raises:
@@ -98,7 +109,9 @@ def _key_text(name: str, call: Call | None, args: Sequence[Arg], how: Any, optio
         try:
             how = how(*values, **named)
         except Exception as error:  # user code
-            raise ArgumentError(f"{name}: the function given as {option} failed: {type(error).__name__}: {error}") from error
+            raise ArgumentError(
+                f"{name}: the function given as {option} failed: {type(error).__name__}: {error}"
+            ) from error
     if not isinstance(how, str) or not how:
         raise ArgumentError(f"{name}: {option} gives {how!r} (expected a text that is not empty)")
     return how
@@ -106,7 +119,9 @@ def _key_text(name: str, call: Call | None, args: Sequence[Arg], how: Any, optio
 
 def _canonical(call: Call | None, args: Sequence[Arg]) -> tuple[object, object]:
     placed, named = call.sorted_out(args) if call is not None else (list(args), {})
-    return [(arg.type, arg.value) for arg in placed], {key: (arg.type, arg.value) for key, arg in named.items()}
+    return [(arg.type, arg.value) for arg in placed], {
+        key: (arg.type, arg.value) for key, arg in named.items()
+    }
 
 
 def _digest(owner: str, name: str, *parts: object) -> str:

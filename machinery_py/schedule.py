@@ -79,7 +79,11 @@ class Schedule:
             except OverflowError:
                 return None
         if after != self._asked:
-            self._answer = self._on_wall(self._times, after) if self._follows else self._once(self._times, after)
+            self._answer = (
+                self._on_wall(self._times, after)
+                if self._follows
+                else self._once(self._times, after)
+            )
             self._asked = after
         return self._answer
 
@@ -106,7 +110,9 @@ class Schedule:
 
     def _moments(self, wall: dt.datetime) -> list[dt.datetime]:
         """When the wall shows this: once, twice, or never."""
-        first, second = (wall.replace(tzinfo=self._tz, fold=fold).astimezone(_UTC) for fold in (0, 1))
+        first, second = (
+            wall.replace(tzinfo=self._tz, fold=fold).astimezone(_UTC) for fold in (0, 1)
+        )
         if first == second:
             return [first]
         return [first, second] if first < second else []
@@ -180,10 +186,15 @@ class _Times:
 
     def behind(self, wall: dt.datetime) -> dt.datetime | None:
         """The first time behind this one."""
-        from croniter import CroniterBadDateError, croniter  # 30 ms that only those with schedules pay
+        from croniter import (
+            CroniterBadDateError,
+            croniter,
+        )  # 30 ms that only those with schedules pay
 
         if self._search is None:
-            self._search = croniter(written(self.cron), wall, second_at_beginning=self.cron.has_seconds)
+            self._search = croniter(
+                written(self.cron), wall, second_at_beginning=self.cron.has_seconds
+            )
         try:
             found: dt.datetime = self._search.get_next(dt.datetime, start_time=wall.replace(fold=0))
         except (CroniterBadDateError, OverflowError):

@@ -69,7 +69,9 @@ class Declared:
         with self._lock:
             before = self._definitions.setdefault(name, definition)
         if before is not definition and before != definition:
-            raise ScheduleError(f"schedule {name!r} is declared already, as {before.spec!r} (give this one a name of its own)")
+            raise ScheduleError(
+                f"schedule {name!r} is declared already, as {before.spec!r} (give this one a name of its own)"
+            )
 
     def all(self) -> Mapping[str, Definition]:
         with self._lock:
@@ -96,7 +98,9 @@ class Scheduler:
         stopping: asked between two ticks; once it says True, `step` returns.
     """
 
-    def __init__(self, engine: Engine, declared: Declared, *, stopping: Callable[[], bool] = lambda: False) -> None:
+    def __init__(
+        self, engine: Engine, declared: Declared, *, stopping: Callable[[], bool] = lambda: False
+    ) -> None:
         self._engine = engine
         self._stopping = stopping
         self._declared = declared
@@ -123,7 +127,11 @@ class Scheduler:
         if self._stale or monotonic - self._read_at >= look or len(self._declared) != self._synced:
             self._read()
         for _ in range(2):
-            for name in [name for name, known in self._known.items() if known.due_at and known.due_at <= self.now()]:
+            for name in [
+                name
+                for name, known in self._known.items()
+                if known.due_at and known.due_at <= self.now()
+            ]:
                 self._try(name)
             if not self._stale:
                 break
@@ -156,16 +164,24 @@ class Scheduler:
 
     def _read(self) -> None:
         records = self._engine.store.backend.records(self._version)
-        self._read_at, self._stale = self._engine.clock.monotonic(), False  # behind the answer: rather late than early
+        self._read_at, self._stale = (
+            self._engine.clock.monotonic(),
+            False,
+        )  # behind the answer: rather late than early
         self._read_now = records.now
         self._compare_clocks(records.now)
         if records.bodies is not None:
             self._version = records.version
             self._take(records.bodies)
         if records.era != self._era:
-            gone = sorted(self._declared.all().keys() - self._known.keys() - self._unreadable.keys())
+            gone = sorted(
+                self._declared.all().keys() - self._known.keys() - self._unreadable.keys()
+            )
             if self._era and gone:
-                logger.warning("schedules were forgotten by the result backend, and are stored again: %s", ", ".join(gone))
+                logger.warning(
+                    "schedules were forgotten by the result backend, and are stored again: %s",
+                    ", ".join(gone),
+                )
             self._era, self._synced = records.era, -1
         if len(self._declared) != self._synced:
             count = len(self._declared)
@@ -176,8 +192,11 @@ class Scheduler:
         off = (self._engine.clock.now() - now).total_seconds()
         if abs(off) > SKEW and not self._warned:
             self._warned = True
-            logger.warning("this machine's clock is %.1f s %s the store's; schedules go by the store's",
-                           abs(off), "ahead of" if off > 0 else "behind")
+            logger.warning(
+                "this machine's clock is %.1f s %s the store's; schedules go by the store's",
+                abs(off),
+                "ahead of" if off > 0 else "behind",
+            )
 
     def _take(self, bodies: Mapping[str, bytes]) -> None:
         for name in [name for name in self._known if name not in bodies]:
@@ -192,7 +211,9 @@ class Scheduler:
             entry = decode_entry(body)
             before = self._known.get(name)
             same = before is not None and before.entry.definition == entry.definition
-            schedule = before.schedule if same and before is not None else entry.definition.schedule(name)
+            schedule = (
+                before.schedule if same and before is not None else entry.definition.schedule(name)
+            )
         except (DecodeError, ScheduleError) as error:
             self._unreadable[name] = body
             self._known.pop(name, None)
@@ -232,9 +253,15 @@ class Scheduler:
         before = known.entry
         if before.declared == digest:
             return True
-        logger.warning("schedule %s is changed by this program's code: %r (was %r)",
-                       name, definition.spec, before.definition.spec)
-        return self._amend(name, known, redefined(before, definition, self.now()).replace(declared=digest))
+        logger.warning(
+            "schedule %s is changed by this program's code: %r (was %r)",
+            name,
+            definition.spec,
+            before.definition.spec,
+        )
+        return self._amend(
+            name, known, redefined(before, definition, self.now()).replace(declared=digest)
+        )
 
     # What is due
 
@@ -244,7 +271,12 @@ class Scheduler:
         except (BrokerUnavailable, BackendUnavailable, PublishUnknown):
             raise  # it concerns all of them
         except MachineryError as error:
-            logger.error("schedule %s cannot be worked on, and is tried again in %g s: %s", name, TROUBLE, error)
+            logger.error(
+                "schedule %s cannot be worked on, and is tried again in %g s: %s",
+                name,
+                TROUBLE,
+                error,
+            )
             self._known[name].due_at = self.now() + dt.timedelta(seconds=TROUBLE)
 
     def _work_on(self, name: str) -> None:
@@ -278,7 +310,9 @@ class Scheduler:
         overlap = entry.definition.overlap
         if overlap != "allow" and (entry.waiting or not self._is_over(entry, now)):
             if overlap == "queue" and len(entry.waiting) < MOST_WAITING:
-                return self._amend(entry.name, known, entry.replace(waiting=(*entry.waiting, step.tick)))
+                return self._amend(
+                    entry.name, known, entry.replace(waiting=(*entry.waiting, step.tick))
+                )
             return self._amend(entry.name, known, entry.replace(held=entry.held + 1))
         return self._send(known, entry, step.tick)
 
@@ -309,7 +343,9 @@ class Scheduler:
         known, entry = self._known[entry.name], entry.replace(claimed=None)
         spec = entry.definition.spec
         key = go_lock_key(self._engine.config.go_program, entry.name, spec)
-        if self._engine.stores.lock.go().lock_with_retries(key, round(following.timestamp()) * 10**9):
+        if self._engine.stores.lock.go().lock_with_retries(
+            key, round(following.timestamp()) * 10**9
+        ):
             return self._send_it(known, entry, tick)
         return self._amend(entry.name, known, entry)
 
@@ -318,8 +354,13 @@ class Scheduler:
         try:
             after, out = sending(self._engine, entry, tick)
         except Exception as error:  # the pre-publish hook is user code; the others must not wait for it, nor it be tried for ever
-            logger.error("schedule %s: its tick at %s cannot be sent: %s", entry.name, tick.isoformat(), error,
-                         exc_info=not isinstance(error, MachineryError))
+            logger.error(
+                "schedule %s: its tick at %s cannot be sent: %s",
+                entry.name,
+                tick.isoformat(),
+                error,
+                exc_info=not isinstance(error, MachineryError),
+            )
         try:
             if not self._amend(entry.name, known, after, out, tick):
                 return False
@@ -327,13 +368,23 @@ class Scheduler:
             if not error.permanent:
                 raise
             # Between two stores the tick is over by now, and what it sent has failed.
-            logger.error("schedule %s: what its tick at %s sends is refused: %s", entry.name, tick.isoformat(), error)
+            logger.error(
+                "schedule %s: what its tick at %s sends is refused: %s",
+                entry.name,
+                tick.isoformat(),
+                error,
+            )
             return self._amend(entry.name, known, entry)
         self._engine.tell_sent(out.signatures)
         return True
 
     def _amend(
-        self, name: str, known: Known | None, entry: Entry, out: Outgoing = NOTHING, tick: dt.datetime | None = None
+        self,
+        name: str,
+        known: Known | None,
+        entry: Entry,
+        out: Outgoing = NOTHING,
+        tick: dt.datetime | None = None,
     ) -> bool:
         body = encode_entry(entry)
         self._stale = True  # until we know what became of it
@@ -345,7 +396,9 @@ class Scheduler:
 
 
 def new_entry(name: str, definition: Definition, now: dt.datetime, *, declared: str = "") -> Entry:
-    return Entry(name=name, id=_uuid.uuid4().hex, definition=definition, last=now, declared=declared)
+    return Entry(
+        name=name, id=_uuid.uuid4().hex, definition=definition, last=now, declared=declared
+    )
 
 
 def redefined(entry: Entry, definition: Definition, now: dt.datetime) -> Entry:
@@ -373,11 +426,24 @@ def _told(signature: Signature[Any], name: str, tick: dt.datetime) -> Signature[
 
 
 def amend(
-    engine: Engine, name: str, expected: bytes | None, body: bytes | None, id: str = "", out: Outgoing = NOTHING,
+    engine: Engine,
+    name: str,
+    expected: bytes | None,
+    body: bytes | None,
+    id: str = "",
+    out: Outgoing = NOTHING,
     tick: dt.datetime | None = None,
 ) -> bool:
     """Change a record, and send with it."""
     key = tick_key(name, f"{id}/{tick.isoformat()}") if tick is not None else ""
     return engine.store.amend(
-        Amendment(name=name, expected=expected, body=body, states=out.states, groups=out.groups, outbox_key=key), out.messages
+        Amendment(
+            name=name,
+            expected=expected,
+            body=body,
+            states=out.states,
+            groups=out.groups,
+            outbox_key=key,
+        ),
+        out.messages,
     )

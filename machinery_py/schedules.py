@@ -90,18 +90,26 @@ def definition_of(spec: str, step: Step[Any], options: PeriodicOptions) -> Defin
 def _with_options(definition: Definition, options: PeriodicOptions) -> Definition:
     unknown = sorted(set(options) - set(PeriodicOptions.__annotations__))
     if unknown:
-        raise ScheduleError(f"no option {unknown[0]!r} (known: {', '.join(PeriodicOptions.__annotations__)}"
-                            f"{nearest(unknown[0], PeriodicOptions.__annotations__)})")
+        raise ScheduleError(
+            f"no option {unknown[0]!r} (known: {', '.join(PeriodicOptions.__annotations__)}"
+            f"{nearest(unknown[0], PeriodicOptions.__annotations__)})"
+        )
     changes = dict(options)
     if "catch_up" in changes and isinstance(changes["catch_up"], bool):
         changes["catch_up"] = "latest" if changes["catch_up"] else "skip"
     changed = msgspec.structs.replace(definition, **changes)
     if changed.catch_up not in WINDOWS:
-        raise ScheduleError(f"schedule {changed.spec!r}: catch_up={changed.catch_up!r} (expected 'skip', 'latest' or 'all')")
+        raise ScheduleError(
+            f"schedule {changed.spec!r}: catch_up={changed.catch_up!r} (expected 'skip', 'latest' or 'all')"
+        )
     if changed.overlap not in ("allow", "skip", "queue"):
-        raise ScheduleError(f"schedule {changed.spec!r}: overlap={changed.overlap!r} (expected 'allow', 'skip' or 'queue')")
+        raise ScheduleError(
+            f"schedule {changed.spec!r}: overlap={changed.overlap!r} (expected 'allow', 'skip' or 'queue')"
+        )
     if not 0 <= changed.window < float("inf"):
-        raise ScheduleError(f"schedule {changed.spec!r}: window={changed.window!r} (expected seconds)")
+        raise ScheduleError(
+            f"schedule {changed.spec!r}: window={changed.window!r} (expected seconds)"
+        )
     return changed
 
 
@@ -120,7 +128,9 @@ class Schedules:
     def list(self) -> list[ScheduleReport]:
         """All that are stored, and what this program's code declares beside them, by name."""
         records = self._engine.store.backend.records()
-        found = {name: self._report(decode_entry(body)) for name, body in (records.bodies or {}).items()}
+        found = {
+            name: self._report(decode_entry(body)) for name, body in (records.bodies or {}).items()
+        }
         for name, definition in self._declared.all().items():
             if name not in found:
                 entry = new_entry(name, definition, records.now, declared=definition.digest)
@@ -138,7 +148,9 @@ class Schedules:
 
     get_async = twin(get)
 
-    def add(self, spec: str, name: str, step: Step[Any], **options: Unpack[PeriodicOptions]) -> None:
+    def add(
+        self, spec: str, name: str, step: Step[Any], **options: Unpack[PeriodicOptions]
+    ) -> None:
         """Store a new schedule, now. Workers need not know it from their code.
 
         Raises:
@@ -173,7 +185,10 @@ class Schedules:
             ScheduleNotFound: there is none of that name.
         """
         self._change(
-            name, lambda entry, now: entry.replace(paused=False, last=max(entry.last, now)) if entry.paused else entry
+            name,
+            lambda entry, now: (
+                entry.replace(paused=False, last=max(entry.last, now)) if entry.paused else entry
+            ),
         )
 
     resume_async = twin(resume)
@@ -212,7 +227,12 @@ class Schedules:
     remove_async = twin(remove)
 
     def change(
-        self, name: str, *, spec: str | None = None, step: Step[Any] | None = None, **options: Unpack[PeriodicOptions]
+        self,
+        name: str,
+        *,
+        spec: str | None = None,
+        step: Step[Any] | None = None,
+        **options: Unpack[PeriodicOptions],
     ) -> None:
         """Change what is given and leave the rest. It stays so until the code that declares it is changed.
 
@@ -248,7 +268,12 @@ class Schedules:
         definition = self._declared.all().get(name)
         if name not in bodies and definition is not None:
             # Declared, and no worker has started yet: it is stored now, so that it can be paused before one does.
-            entry = new_entry(name, definition, self._engine.store.backend.records().now, declared=definition.digest)
+            entry = new_entry(
+                name,
+                definition,
+                self._engine.store.backend.records().now,
+                declared=definition.digest,
+            )
             amend(self._engine, name, None, encode_entry(entry))
             bodies = self._bodies()
         if name not in bodies:
@@ -264,7 +289,12 @@ class Schedules:
         raise _too_busy(name)
 
     def _amend(
-        self, entry: Entry, body: bytes, after: Entry, out: Outgoing = NOTHING, tick: dt.datetime | None = None
+        self,
+        entry: Entry,
+        body: bytes,
+        after: Entry,
+        out: Outgoing = NOTHING,
+        tick: dt.datetime | None = None,
     ) -> bool:
         return amend(self._engine, entry.name, body, encode_entry(after), entry.id, out, tick)
 
@@ -273,14 +303,28 @@ class Schedules:
         schedule = definition.schedule(entry.name)
         start = max(entry.last, self._engine.clock.now())
         return ScheduleReport(
-            name=entry.name, spec=definition.spec, tz=schedule.zone, dst=definition.dst,
-            tasks=task_names(unpack_step(definition.work)), paused=entry.paused, declared=bool(entry.declared),
-            catch_up=definition.catch_up, window=definition.window or WINDOWS[definition.catch_up],
-            overlap=definition.overlap, last_run=entry.ran,
-            next_runs=() if entry.paused else schedule.upcoming(entry.last if schedule.every else start, NEXT),
-            waiting=len(entry.waiting), sent=entry.sent, missed=entry.missed, held=entry.held,
+            name=entry.name,
+            spec=definition.spec,
+            tz=schedule.zone,
+            dst=definition.dst,
+            tasks=task_names(unpack_step(definition.work)),
+            paused=entry.paused,
+            declared=bool(entry.declared),
+            catch_up=definition.catch_up,
+            window=definition.window or WINDOWS[definition.catch_up],
+            overlap=definition.overlap,
+            last_run=entry.ran,
+            next_runs=()
+            if entry.paused
+            else schedule.upcoming(entry.last if schedule.every else start, NEXT),
+            waiting=len(entry.waiting),
+            sent=entry.sent,
+            missed=entry.missed,
+            held=entry.held,
         )
 
 
 def _too_busy(name: str) -> MachineryError:
-    return MachineryError(f"schedule {name!r}: {TRIES} tries to change it met another change each (try again)")
+    return MachineryError(
+        f"schedule {name!r}: {TRIES} tries to change it met another change each (try again)"
+    )

@@ -57,12 +57,20 @@ class Server(Declaring):
     """
 
     def __init__(
-        self, config: Config | str | None = None, *, broker: str | None = None, result_backend: str | None = None,
-        lock: str | None = None, clock: Clock = SYSTEM_CLOCK,
+        self,
+        config: Config | str | None = None,
+        *,
+        broker: str | None = None,
+        result_backend: str | None = None,
+        lock: str | None = None,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         resolved = resolve(
-            config if isinstance(config, str) else None, config=config if isinstance(config, Config) else None,
-            broker=broker, result_backend=result_backend, lock=lock,
+            config if isinstance(config, str) else None,
+            config=config if isinstance(config, Config) else None,
+            broker=broker,
+            result_backend=result_backend,
+            lock=lock,
         )
         self.engine = Engine(resolved, clock)
         self.inspect = Inspector(self.engine)
@@ -111,11 +119,15 @@ class Server(Declaring):
     # Registering
 
     @overload
-    def task(self, function: Callable[Concatenate[Anything, P], Coroutine[Any, Any, R]], /) -> AsyncTask[..., R]: ...
+    def task(
+        self, function: Callable[Concatenate[Anything, P], Coroutine[Any, Any, R]], /
+    ) -> AsyncTask[..., R]: ...
     @overload
     def task(self, function: Callable[Concatenate[Anything, P], R], /) -> Task[..., R]: ...
     @overload
-    def task(self, function: Callable[Concatenate[Context, P], Coroutine[Any, Any, R]], /) -> AsyncTask[P, R]: ...
+    def task(
+        self, function: Callable[Concatenate[Context, P], Coroutine[Any, Any, R]], /
+    ) -> AsyncTask[P, R]: ...
     @overload
     def task(self, function: Callable[Concatenate[Context, P], R], /) -> Task[P, R]: ...
     @overload
@@ -124,15 +136,31 @@ class Server(Declaring):
     def task(self, function: Callable[P, R], /) -> Task[P, R]: ...
     @overload
     def task(
-        self, name: str | None = None, /, *, queue: str = "", retries: int = 0, backoff: Backoff = "fibonacci",
+        self,
+        name: str | None = None,
+        /,
+        *,
+        queue: str = "",
+        retries: int = 0,
+        backoff: Backoff = "fibonacci",
         retry_on: type[BaseException] | tuple[type[BaseException], ...] | None = None,
-        time_limit: float | None = None, priority: int = 0, ignore_result: bool = False,
+        time_limit: float | None = None,
+        priority: int = 0,
+        ignore_result: bool = False,
         **sameness: Unpack[SamenessOptions],
     ) -> TaskDecorator: ...
     def task(
-        self, function: Any = None, /, *, queue: str = "", retries: int = 0, backoff: Backoff = "fibonacci",
+        self,
+        function: Any = None,
+        /,
+        *,
+        queue: str = "",
+        retries: int = 0,
+        backoff: Backoff = "fibonacci",
         retry_on: type[BaseException] | tuple[type[BaseException], ...] | None = None,
-        time_limit: float | None = None, priority: int = 0, ignore_result: bool = False,
+        time_limit: float | None = None,
+        priority: int = 0,
+        ignore_result: bool = False,
         **sameness: Unpack[SamenessOptions],
     ) -> Any:
         """Register a function as a task; it can still be called as before.
@@ -153,7 +181,11 @@ class Server(Declaring):
             TaskAlreadyRegistered: the name belongs to another function.
         """
         settings = TaskSettings(
-            queue=queue, retries=retries, backoff=backoff, time_limit=time_limit, priority=priority,
+            queue=queue,
+            retries=retries,
+            backoff=backoff,
+            time_limit=time_limit,
+            priority=priority,
             retry_on=retry_on if retry_on is None or isinstance(retry_on, tuple) else (retry_on,),
             ignore_result=ignore_result,
         ).with_sameness(function if isinstance(function, str) else "task", sameness)
@@ -161,15 +193,24 @@ class Server(Declaring):
             return self._register(None, function, settings)
         return lambda decorated: self._register(function, decorated, settings)
 
-    def _register(self, name: str | None, function: Callable[..., Any], settings: TaskSettings) -> Task[..., Any]:
+    def _register(
+        self, name: str | None, function: Callable[..., Any], settings: TaskSettings
+    ) -> Task[..., Any]:
         if isinstance(function, Task):
             function = function.function
         if not callable(function):
             raise TypeError(f"{function!r} cannot be a task: Task must be a func type")
         name = name or getattr(function, "__name__", "")
         if not name or name == "<lambda>":
-            raise TypeError(f"{function!r} has no name of its own: server.register_task(name, function)")
-        check_numbers(name, retries=settings.retries, priority=settings.priority, time_limit=settings.time_limit)
+            raise TypeError(
+                f"{function!r} has no name of its own: server.register_task(name, function)"
+            )
+        check_numbers(
+            name,
+            retries=settings.retries,
+            priority=settings.priority,
+            time_limit=settings.time_limit,
+        )
         check_backoff(settings.backoff)
         task: Task[..., Any] = Task(name, function, settings, self)
         if task.call.is_async:
@@ -239,7 +280,9 @@ class Server(Declaring):
             uuid, duplicate = send_unique(self.engine, task, signature)
         else:
             self.engine.submit([signature])
-        return AsyncResult(self, uuid, name=signature.name, queue=self._queue(signature), duplicate=duplicate)
+        return AsyncResult(
+            self, uuid, name=signature.name, queue=self._queue(signature), duplicate=duplicate
+        )
 
     send_task_async = twin(send_task)
 
@@ -286,8 +329,11 @@ class Server(Declaring):
         self._is_warned = True
         features = self.backend.features
         if features.keeps and not features.durable and not features.embedded:
-            logger.warning("a chord was sent whose members are counted in %s, which forgets when it restarts or is full: then "
-                           "its callback is never called (name another result backend for chords that matter)", features.name)
+            logger.warning(
+                "a chord was sent whose members are counted in %s, which forgets when it restarts or is full: then "
+                "its callback is never called (name another result backend for chords that matter)",
+                features.name,
+            )
 
     def _results(self, plan: Plan) -> ChainResult[Any]:
         steps = [self._step_result(step, plan) for step in plan.steps]
@@ -298,7 +344,10 @@ class Server(Declaring):
         queue = self._queue(plan.first[0])
         if not step.is_group:
             return AsyncResult(self, step.uuids[0], name=step.names[0], queue=queue)
-        uuid = next((one.group_uuid for one in plan.groups if tuple(one.task_uuids) == tuple(step.uuids)), "")
+        uuid = next(
+            (one.group_uuid for one in plan.groups if tuple(one.task_uuids) == tuple(step.uuids)),
+            "",
+        )
         return GroupResult(self, uuid, step.uuids, step.names, queue=queue, leading=step.leading)
 
     def _queue(self, signature: Signature[Any]) -> str:
@@ -314,7 +363,9 @@ class Server(Declaring):
         except RuntimeError:
             return
         self._told_loop = True
-        logger.debug("send() was called in a running event loop; it blocks it for one write (use send_async)")
+        logger.debug(
+            "send() was called in a running event loop; it blocks it for one write (use send_async)"
+        )
 
     # Results
 
@@ -347,18 +398,29 @@ class Server(Declaring):
         queue = queue or self.config.default_queue
         try:
             if queue in self.broker.paused():
-                return f"{queue!r} is paused", f"resume it: machinery resume {self._module()} {queue}"
+                return (
+                    f"{queue!r} is paused",
+                    f"resume it: machinery resume {self._module()} {queue}",
+                )
             served = any(queue in worker.queues for worker in self.broker.workers())
         except MachineryError:
             return "", ""
         other = "" if queue == self.config.default_queue else f" -Q {queue}"
-        return ("", "") if served else (f"no worker on {queue!r}", f"start one: machinery worker {self._module()}{other}")
+        return (
+            ("", "")
+            if served
+            else (f"no worker on {queue!r}", f"start one: machinery worker {self._module()}{other}")
+        )
 
     def _module(self) -> str:
         """The application as the command line names it."""
         module = next((task.__module__ for task in self.engine.registry), "<your module>")
         if module == "__main__":
-            module = getattr(sys.modules["__main__"], "__file__", "<your module>").rpartition("/")[2].removesuffix(".py")
+            module = (
+                getattr(sys.modules["__main__"], "__file__", "<your module>")
+                .rpartition("/")[2]
+                .removesuffix(".py")
+            )
         return module
 
     def revoke(self, uuids: Sequence[str]) -> None:
@@ -382,8 +444,14 @@ class Server(Declaring):
     # Workers
 
     def new_worker(
-        self, name: str = "", concurrency: int = 0, *, queues: Queues = (), burst: bool = False,
-        shutdown_timeout: float | None = None, scheduler: bool = True,
+        self,
+        name: str = "",
+        concurrency: int = 0,
+        *,
+        queues: Queues = (),
+        burst: bool = False,
+        shutdown_timeout: float | None = None,
+        scheduler: bool = True,
     ) -> Worker:
         """A worker in this process, not started yet: `worker.launch()`, or `with worker:`.
 
@@ -395,8 +463,15 @@ class Server(Declaring):
             shutdown_timeout: seconds that running tasks get at the end.
             scheduler: whether it sends what schedules say; a burst worker never does.
         """
-        return Worker(self.engine, name, concurrency=concurrency, queues=queues, burst=burst,
-                      shutdown_timeout=shutdown_timeout, declared=self.declared if scheduler and not burst else None)
+        return Worker(
+            self.engine,
+            name,
+            concurrency=concurrency,
+            queues=queues,
+            burst=burst,
+            shutdown_timeout=shutdown_timeout,
+            declared=self.declared if scheduler and not burst else None,
+        )
 
     def new_custom_queue_worker(self, name: str, concurrency: int, queue: str) -> Worker:
         """A worker on one other queue; Go's name."""

@@ -14,7 +14,15 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from machinery_py.config import Config, Layer, config_layer, environment_layer, mapping_layer, merge, url_layer
+from machinery_py.config import (
+    Config,
+    Layer,
+    config_layer,
+    environment_layer,
+    mapping_layer,
+    merge,
+    url_layer,
+)
 from machinery_py.config_files import read_file
 
 

@@ -22,15 +22,23 @@ S = TypeVar("S")
 
 # What we add to a message travels in Headers, as strings; Go keeps them.
 HEADER_RUN = "machinery_run"  # how many runs ended before this one, retries of every kind
-HEADER_ATTEMPT = "machinery_attempt"  # which try this is, 1 for the first; RetryTaskLater does not count
+HEADER_ATTEMPT = (
+    "machinery_attempt"  # which try this is, 1 for the first; RetryTaskLater does not count
+)
 HEADER_EXPIRES = "machinery_expires"  # unix seconds; not started after that
 HEADER_DELAY = "machinery_delay"  # of what is not sent yet: seconds from the sending to its ETA
-HEADER_EXPIRES_IN = "machinery_expires_in"  # of what is not sent yet: seconds from the sending to machinery_expires
+HEADER_EXPIRES_IN = (
+    "machinery_expires_in"  # of what is not sent yet: seconds from the sending to machinery_expires
+)
 HEADER_UNIQUE = "machinery_unique"  # the key that a unique task holds, hashed; "" for none, whatever the task says
-HEADER_UNIQUE_START = "machinery_unique_start"  # what becomes of the key when the task starts: "free" or "keep"
+HEADER_UNIQUE_START = (
+    "machinery_unique_start"  # what becomes of the key when the task starts: "free" or "keep"
+)
 HEADER_ON_DUPLICATE = "machinery_on_duplicate"  # for the sender: what to do when the key is held
 HEADER_COLLECT = "machinery_collect"  # on a chord's callback: all results as one list
-HEADER_LAST = "machinery_last"  # on a step of a chain: the UUID of the last one, which fails with it
+HEADER_LAST = (
+    "machinery_last"  # on a step of a chain: the UUID of the last one, which fails with it
+)
 HEADER_SCHEDULE = "machinery_schedule"  # the name of the schedule that sent it
 HEADER_TICK = "machinery_tick"  # the time at which that was due
 
@@ -109,11 +117,17 @@ class Chain(Step[R]):
     __slots__ = ("steps",)
 
     def __init__(self, steps: Sequence[Step[Any]]) -> None:
-        flat = [inner for step in steps_of(steps) for inner in (step.steps if isinstance(step, Chain) else (step,))]
+        flat = [
+            inner
+            for step in steps_of(steps)
+            for inner in (step.steps if isinstance(step, Chain) else (step,))
+        ]
         if not flat:
             raise WorkflowError("a chain needs at least one step: this one is empty")
         if any(step.is_group and after.is_group for step, after in itertools.pairwise(flat)):
-            raise WorkflowError("a group stands directly behind a group: put a task between them, to gather the results")
+            raise WorkflowError(
+                "a group stands directly behind a group: put a task between them, to gather the results"
+            )
         self.steps: tuple[Step[Any], ...] = tuple(flat)
 
     def send(self) -> ChainedResult[R]:
@@ -138,8 +152,14 @@ def steps_of(given: Iterable[Any]) -> list[Step[Any]]:
     for step in steps:
         if not isinstance(step, Step):
             name = getattr(step, "name", "")
-            call = f"; of a task: {name}.signature(…) or {name}.partial(…)" if name and hasattr(step, "signature") else ""
-            raise WorkflowError(f"{step!r} is no step of a workflow (expected a signature, chain or group{call})")
+            call = (
+                f"; of a task: {name}.signature(…) or {name}.partial(…)"
+                if name and hasattr(step, "signature")
+                else ""
+            )
+            raise WorkflowError(
+                f"{step!r} is no step of a workflow (expected a signature, chain or group{call})"
+            )
     return steps
 
 
@@ -161,9 +181,15 @@ def callbacks_of(given: Iterable[Any]) -> Iterator[Signature[Any]]:
             inner = checked.steps if isinstance(checked, Chain) else [checked]
             for one in reversed(inner):
                 if one.is_group and after:
-                    raise WorkflowError(f"{step!r} cannot be a callback: a task in it waits for a group (put all of it into one "
-                                        "chain: chain(task, group(…), …))")
-                heads = tuple(callbacks_of(cast("Chain[Any]", one).steps) if one.is_group else callbacks_of((one,)))
+                    raise WorkflowError(
+                        f"{step!r} cannot be a callback: a task in it waits for a group (put all of it into one "
+                        "chain: chain(task, group(…), …))"
+                    )
+                heads = tuple(
+                    callbacks_of(cast("Chain[Any]", one).steps)
+                    if one.is_group
+                    else callbacks_of((one,))
+                )
                 after = tuple(head.then(*after) for head in heads) if after else heads
             yield from after
 
@@ -182,7 +208,9 @@ def sender_of(steps: Sequence[Step[Any]]) -> Sender:
                 return step.sender
         else:
             waiting.extend(reversed(cast("Chain[Any]", step).steps))  # or a Group's
-    raise WorkflowError("these signatures belong to no Server (use server.send_chain, send_group or send_chord)")
+    raise WorkflowError(
+        "these signatures belong to no Server (use server.send_chain, send_group or send_chord)"
+    )
 
 
 class Lazy(Sequence["Signature[Any]"]):
@@ -356,7 +384,11 @@ def counted(signature: Signature[Any], now: dt.datetime) -> Signature[Any]:
     headers = {key: value for key, value in signature.headers.items() if key not in COUNTED}
     if len(headers) == len(signature.headers):
         return signature
-    eta, delay, expiry = signature.eta, _length(signature, HEADER_DELAY), _length(signature, HEADER_EXPIRES_IN)
+    eta, delay, expiry = (
+        signature.eta,
+        _length(signature, HEADER_DELAY),
+        _length(signature, HEADER_EXPIRES_IN),
+    )
     if eta is None and delay is not None:
         eta = now + dt.timedelta(seconds=delay)
     if expiry is not None:
@@ -377,7 +409,11 @@ def _number(headers: Mapping[str, Any], key: str, default: int) -> int:
     if not headers:
         return default
     text = headers.get(key)
-    return int(text) if isinstance(text, str) and text.isascii() and text.isdigit() and len(text) < 10 else default
+    return (
+        int(text)
+        if isinstance(text, str) and text.isascii() and text.isdigit() and len(text) < 10
+        else default
+    )
 
 
 _RANDOM = ~(0xF << 76 | 0x3 << 62)  # all bits of a UUID but those that say what kind it is

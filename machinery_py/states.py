@@ -32,8 +32,21 @@ class State(StrEnum):
 _P, _RC, _S, _RT, _OK, _F = State
 
 _ALSO = {
-    "WAITING": _P, "QUEUED": _P, "SENT": _P, "CLAIMED": _RC, "RUNNING": _S, "ACTIVE": _S, "RETRYING": _RT, "RETRIED": _RT,
-    "SUCCEEDED": _OK, "SUCCESSFUL": _OK, "DONE": _OK, "OK": _OK, "FAILED": _F, "FAIL": _F, "ERROR": _F,
+    "WAITING": _P,
+    "QUEUED": _P,
+    "SENT": _P,
+    "CLAIMED": _RC,
+    "RUNNING": _S,
+    "ACTIVE": _S,
+    "RETRYING": _RT,
+    "RETRIED": _RT,
+    "SUCCEEDED": _OK,
+    "SUCCESSFUL": _OK,
+    "DONE": _OK,
+    "OK": _OK,
+    "FAILED": _F,
+    "FAIL": _F,
+    "ERROR": _F,
 }
 
 
@@ -52,9 +65,12 @@ def state_named(word: str) -> State:
         raise ValueError(f"no state {word!r} (expected {known}{close.lower()})")
     return State(text)
 
+
 #: What may follow what within one run. Early states may be left out: a fast task goes from PENDING to SUCCESS in one write.
 LEGAL: dict[State | None, frozenset[State]] = {
-    None: frozenset(State),  # the first one we see; a Go program may have published without a state, or it expired
+    None: frozenset(
+        State
+    ),  # the first one we see; a Go program may have published without a state, or it expired
     _P: frozenset({_RC, _S, _RT, _OK, _F}),
     _RC: frozenset({_S, _RT, _OK, _F}),
     _S: frozenset({_RT, _OK, _F}),

@@ -1,8 +1,8 @@
 """How long a text may get that is kept, sent or logged: the one place that knows. What is longer is cut, and says so.
 
-    MAX_ERROR       an error: in a task's state, an OnError callback's argument, a dead letter, and in every exception of ours
-    MAX_TRACEBACK   a task's traceback
-    MAX_LINE        a line of our log, and of a traceback
+MAX_ERROR       an error: in a task's state, an OnError callback's argument, a dead letter, and in every exception of ours
+MAX_TRACEBACK   a task's traceback
+MAX_LINE        a line of our log, and of a traceback
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ def traceback_text(error: BaseException) -> str:
     if len(encoded) <= MAX_TRACEBACK:
         return text
     half = (MAX_TRACEBACK - 100) // 2
-    first, last = encoded[:half].decode("utf-8", "ignore"), encoded[-half:].decode("utf-8", "ignore")
+    first, last = (
+        encoded[:half].decode("utf-8", "ignore"),
+        encoded[-half:].decode("utf-8", "ignore"),
+    )
     return f"{first.rpartition(chr(10))[0]}\n  … (of {len(encoded):,} bytes)\n{last.partition(chr(10))[2]}"
 
 

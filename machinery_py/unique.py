@@ -49,7 +49,9 @@ def is_unique(task: Task[..., Any] | None, signature: Signature[Any]) -> bool:
     return task is not None and task.settings.unique is not False
 
 
-def send_unique(engine: Engine, task: Task[..., Any] | None, signature: Signature[Any]) -> tuple[str, bool]:
+def send_unique(
+    engine: Engine, task: Task[..., Any] | None, signature: Signature[Any]
+) -> tuple[str, bool]:
     """Publish it, unless another call holds its key. Returns the UUID of the one that holds it, and whether that is another.
 
     Raises:
@@ -61,7 +63,9 @@ def send_unique(engine: Engine, task: Task[..., Any] | None, signature: Signatur
     try:
         duplicate = engine.patiently(sending.attempt)
     except BackendUnavailable as error:
-        raise PublishRefused(f"{signature.name} was not sent: its key could not be looked at: {error}") from error
+        raise PublishRefused(
+            f"{signature.name} was not sent: its key could not be looked at: {error}"
+        ) from error
     if not duplicate:
         engine.tell_sent([sending.signature])
     return sending.holder, duplicate
@@ -70,14 +74,22 @@ def send_unique(engine: Engine, task: Task[..., Any] | None, signature: Signatur
 class _Sending:
     """One call of a unique task that is to be sent. `holder`: after an attempt, who has the key."""
 
-    def __init__(self, engine: Engine, task: Task[..., Any] | None, signature: Signature[Any]) -> None:
-        settings = task.settings if task is not None and task.settings.unique is not False else _BY_DEFAULT
+    def __init__(
+        self, engine: Engine, task: Task[..., Any] | None, signature: Signature[Any]
+    ) -> None:
+        settings = (
+            task.settings if task is not None and task.settings.unique is not False else _BY_DEFAULT
+        )
         headers = dict(signature.headers)
         self._engine = engine
         self._on_duplicate = headers.pop(HEADER_ON_DUPLICATE, settings.on_duplicate)
         self._window = settings.unique_for
         self._key = headers.get(HEADER_UNIQUE) or unique_key(
-            signature.name, task.call if task else None, signature.args, settings.unique, owner=owner(engine.config)
+            signature.name,
+            task.call if task else None,
+            signature.args,
+            settings.unique,
+            owner=owner(engine.config),
         )
         self._replaceable = self._on_duplicate == "replace"
         headers[HEADER_UNIQUE] = self._key
@@ -90,14 +102,18 @@ class _Sending:
         self.holder = signature.uuid
         self._token = new_uuid("")
         self._message = engine.message(self.signature)
-        self._asked_at: dt.datetime | None = None  # when the first step was taken whose answer is not known, or was no
+        self._asked_at: dt.datetime | None = (
+            None  # when the first step was taken whose answer is not known, or was no
+        )
 
     def attempt(self) -> bool:
         """Take the key and publish; whether another call has it. May be repeated after any error."""
         backend = self._engine.store.backend
         if not backend.features.claims:
-            raise Unsupported(f"{self.signature.name} is unique, and the {backend.features.name} backend keeps no keys "
-                              "(name another result backend, or send it with options(unique=False))")
+            raise Unsupported(
+                f"{self.signature.name} is unique, and the {backend.features.name} backend keeps no keys "
+                "(name another result backend, or send it with options(unique=False))"
+            )
         while True:
             [body] = backend.claims([self._key])
             now = self._engine.now()
@@ -133,7 +149,11 @@ class _Sending:
         if own is None or self._asked_at is None or own.created_at < self._asked_at:
             return False
         # Where a claim may be forgotten, so may the message that was kept with it. Sent once more it has the same UUID.
-        is_lost = held is None and own.state is State.PENDING and self._engine.store.backend.features.forgets
+        is_lost = (
+            held is None
+            and own.state is State.PENDING
+            and self._engine.store.backend.features.forgets
+        )
         return not is_lost
 
     def _publish_what_is_left(self) -> None:
@@ -146,10 +166,17 @@ class _Sending:
             raise self._unknown(error) from error
 
     def _unknown(self, error: Exception) -> PublishUnknown:
-        return PublishUnknown(f"{self.signature.name} {self.signature.uuid} may have been sent: {error}")
+        return PublishUnknown(
+            f"{self.signature.name} {self.signature.uuid} may have been sent: {error}"
+        )
 
     def _may_replace(self, held: Claim) -> bool:
-        return self._on_duplicate == "replace" and held.replaceable and not held.started and held.uuid != self.signature.uuid
+        return (
+            self._on_duplicate == "replace"
+            and held.replaceable
+            and not held.started
+            and held.uuid != self.signature.uuid
+        )
 
     def _met(self, uuid: str, state: TaskState) -> bool:
         if self._on_duplicate != "join":
@@ -160,12 +187,17 @@ class _Sending:
     def _take(self, expected: bytes | None, replaced: TaskState | None, now: dt.datetime) -> bool:
         expires = self.signature.headers.get(HEADER_EXPIRES)
         claim = Claim(
-            uuid=self.signature.uuid, token=self._token, replaceable=self._replaceable,
+            uuid=self.signature.uuid,
+            token=self._token,
+            replaceable=self._replaceable,
             until=now.timestamp() + self._window if self._window is not None else 0.0,
             expires=float(expires) if isinstance(expires, str) else 0.0,
         )
         amendment = Amendment(
-            name=self._key, expected=expected, body=encode_claim(claim), life=claim.life(now, self.signature.eta),
+            name=self._key,
+            expected=expected,
+            body=encode_claim(claim),
+            life=claim.life(now, self.signature.eta),
             states=[pending(self.signature, now), *([replaced] if replaced is not None else ())],
             outbox_key=sending_key(self._key, self._token),
         )
@@ -181,7 +213,11 @@ class _Sending:
 def _replaced(state: TaskState, *, by: str, now: dt.datetime) -> TaskState:
     """The end of a call whose key a later one has taken."""
     return msgspec.structs.replace(
-        state, state=State.FAILURE, error=f"replaced by {by} before it was started", error_type="Replaced", finished_at=now,
+        state,
+        state=State.FAILURE,
+        error=f"replaced by {by} before it was started",
+        error_type="Replaced",
+        finished_at=now,
     )
 
 
@@ -211,15 +247,21 @@ def tidy(engine: Engine, settlements: Iterable[tuple[Signature[Any], Settlement]
     over = {
         str(signature.headers[HEADER_UNIQUE]): signature.uuid
         for signature, settlement in settlements
-        if signature.headers and signature.headers.get(HEADER_UNIQUE)
-        and settlement.states and settlement.states[0].is_finished
+        if signature.headers
+        and signature.headers.get(HEADER_UNIQUE)
+        and settlement.states
+        and settlement.states[0].is_finished
     }
     if not over:
         return
     backend = engine.store.backend
     try:
         found = zip(over.items(), backend.claims(list(over)), strict=True)
-        ours = [(key, body) for (key, uuid), body in found if body is not None and decode_claim(body).uuid == uuid]
+        ours = [
+            (key, body)
+            for (key, uuid), body in found
+            if body is not None and decode_claim(body).uuid == uuid
+        ]
         if ours:
             backend.release(ours)
     except MachineryError as error:

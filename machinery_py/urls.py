@@ -58,7 +58,11 @@ _AMQP = frozenset({"amqp", "amqps"})
 _REDIS = frozenset({"redis", "redis+socket", "rediss"})
 _MONGODB = frozenset({"mongodb", "mongodb+srv"})
 _BARE = frozenset({"eager", "null"})  # Go writes these without "://"
-_NOT_PORTED = {"gcppubsub": "Google Pub/Sub", "http": "Amazon SQS or DynamoDB", "https": "Amazon SQS or DynamoDB"}
+_NOT_PORTED = {
+    "gcppubsub": "Google Pub/Sub",
+    "http": "Amazon SQS or DynamoDB",
+    "https": "Amazon SQS or DynamoDB",
+}
 
 MAX_BUSY_TIMEOUT = 3600.0  # seconds; longer means a file that nobody gives back
 DEFAULT_BUSY_TIMEOUT = 5.0  # seconds a writer waits for the one before it
@@ -100,10 +104,14 @@ class StoreUrl:
                 return cls(scheme=scheme, name=_memory_name(url, rest, role))
             case "eager" | "null":
                 if rest:
-                    raise _refused(url, role, f"found something after '{scheme}://' (expected only {scheme!r})")
+                    raise _refused(
+                        url, role, f"found something after '{scheme}://' (expected only {scheme!r})"
+                    )
                 return cls(scheme=scheme)
             case _:
-                raise _refused(url, role, f"{scheme!r} is no embedded store (embedded: {_listed(EMBEDDED)})")
+                raise _refused(
+                    url, role, f"{scheme!r} is no embedded store (embedded: {_listed(EMBEDDED)})"
+                )
 
 
 def scheme_of(url: str) -> str:
@@ -137,17 +145,25 @@ def check_url(url: str, role: Role, *, master_name: str = "") -> None:
         ConfigError: unknown scheme, a scheme for another role, or a malformed rest.
     """
     if not url.strip():
-        raise ConfigError(f"{role} URL is empty (expected for instance 'sqlite:///machinery.db' or 'memory://')")
+        raise ConfigError(
+            f"{role} URL is empty (expected for instance 'sqlite:///machinery.db' or 'memory://')"
+        )
     scheme = scheme_of(url)
     known = ", ".join(sorted(name for name, roles in SCHEMES.items() if role in roles))
     if not scheme:
-        raise _refused(url, role, f"no scheme (expected scheme://…, known: {known}{nearest(url, SCHEMES)})")
+        raise _refused(
+            url, role, f"no scheme (expected scheme://…, known: {known}{nearest(url, SCHEMES)})"
+        )
     if scheme in _NOT_PORTED:
         raise _refused(url, role, f"{_NOT_PORTED[scheme]} is not supported (known: {known})")
     if scheme not in SCHEMES:
-        raise _refused(url, role, f"unknown scheme {scheme!r} (known: {known}{nearest(scheme, SCHEMES)})")
+        raise _refused(
+            url, role, f"unknown scheme {scheme!r} (known: {known}{nearest(scheme, SCHEMES)})"
+        )
     if role not in SCHEMES[scheme]:
-        raise _refused(url, role, f"{scheme!r} works as {_listed(SCHEMES[scheme])} only (as {role}: {known})")
+        raise _refused(
+            url, role, f"{scheme!r} works as {_listed(SCHEMES[scheme])} only (as {role}: {known})"
+        )
     if scheme in _REDIS:
         try:
             parse_redis_url(url, master_name=master_name)
@@ -210,7 +226,11 @@ def _parse_sqlite(url: str, rest: str, role: str) -> StoreUrl:
     if path in {"", "/"} or path.lower().lstrip("/") == ":memory:":
         raise _refused(url, role, "found no file (for a store inside this process: memory://)")
     if not path.startswith("/"):
-        raise _refused(url, role, "found a host (expected sqlite:///relative.db or sqlite:////absolute/path.db)")
+        raise _refused(
+            url,
+            role,
+            "found a host (expected sqlite:///relative.db or sqlite:////absolute/path.db)",
+        )
     if path.endswith("/") or "\0" in path:
         raise _refused(url, role, "found a folder or a NUL (expected the name of a file)")
     options = _options(url, query, role)
@@ -295,10 +315,17 @@ def redact(url: str) -> str:
             return shown + _MASK  # as below
         path, question, query = rest.partition("?")  # '@' or '#' may be in a file's name
         credentials, at, file = path.rpartition("@")
-        return shown + (f"/{_MASK}@{file}" if ":" in credentials else path) + question + _redact_query(query)
+        return (
+            shown
+            + (f"/{_MASK}@{file}" if ":" in credentials else path)
+            + question
+            + _redact_query(query)
+        )
     credentials, at, address = rest.rpartition("@")
     if "?" in credentials:
-        return shown + _MASK  # '?' of a password or of the query, and its '@' likewise: nothing is certain
+        return (
+            shown + _MASK
+        )  # '?' of a password or of the query, and its '@' likewise: nothing is certain
     if at:
         shown += _redact_credentials(scheme.lower(), credentials) + at
     return shown + _redact_address(scheme.lower(), address)
@@ -306,7 +333,9 @@ def redact(url: str) -> str:
 
 def without_secrets(text: str, *urls: str) -> str:
     """What somebody else says, a server or a client library, with the secrets of these URLs masked."""
-    for secret in sorted({secret for url in urls for secret in _secrets(url)}, key=len, reverse=True):
+    for secret in sorted(
+        {secret for url in urls for secret in _secrets(url)}, key=len, reverse=True
+    ):
         text = text.replace(secret, _MASK)
     return text
 
@@ -361,7 +390,11 @@ def _is_host(text: str) -> bool:
     """Whether this is `name`, `name:port` or `[IPv6]:port`; else it may be credentials whose '@' was forgotten."""
     if text.startswith("["):
         name, bracket, port = text[1:].partition("]")
-        return bool(bracket) and _is_plain(name, besides=":.%") and (not port or _is_port(port.removeprefix(":")))
+        return (
+            bool(bracket)
+            and _is_plain(name, besides=":.%")
+            and (not port or _is_port(port.removeprefix(":")))
+        )
     name, _, port = text.partition(":")
     return _is_plain(name) and _is_port(port)
 

@@ -23,7 +23,17 @@ from typing import Any
 import msgspec
 
 from machinery_py.errors import ArgumentError
-from machinery_py.values_go import INT64_MAX, INT64_MIN, NATURAL, RANGES, READ, UINT64_MAX, Number, read_base64, within
+from machinery_py.values_go import (
+    INT64_MAX,
+    INT64_MIN,
+    NATURAL,
+    RANGES,
+    READ,
+    UINT64_MAX,
+    Number,
+    read_base64,
+    within,
+)
 from machinery_py.values_json import (
     BYTES,
     NeedsTags,
@@ -96,7 +106,9 @@ def describe_as(type_name: str, value: Any) -> Any:
     """
     write = _WRITE.get(type_name)
     if write is None:
-        raise ArgumentError(f"cannot send as {type_name!r}: unknown type (known: {', '.join(_WRITE)})")
+        raise ArgumentError(
+            f"cannot send as {type_name!r}: unknown type (known: {', '.join(_WRITE)})"
+        )
     return write(value)
 
 
@@ -112,7 +124,12 @@ def result_of(value: Any, hint: Any = None) -> tuple[tuple[str, Any], ...]:
     if value is None:
         return ()
     if type(value) is tuple:
-        return tuple([_one_result(item, inner) for item, inner in zip(value, _item_hints(hint, len(value)), strict=True)])
+        return tuple(
+            [
+                _one_result(item, inner)
+                for item, inner in zip(value, _item_hints(hint, len(value)), strict=True)
+            ]
+        )
     return (_one_result(value, hint),)
 
 
@@ -165,7 +182,9 @@ def _describe_other(value: Any) -> tuple[str, Any]:
         except NeedsTags:
             return "py", pack(value, 0, True)
     except RecursionError:
-        raise ArgumentError(f"cannot send {shown(value)}: too little stack is left (recursion in what calls this)") from None
+        raise ArgumentError(
+            f"cannot send {shown(value)}: too little stack is left (recursion in what calls this)"
+        ) from None
 
 
 def _write_list(item_type: str, value: Any) -> list[Any] | None:
@@ -197,7 +216,9 @@ def _write_json(value: Any) -> Any:
     try:
         return pack(value, 0, False)
     except NeedsTags:
-        raise ArgumentError(f"cannot send {shown(value)} as json: it holds what JSON has not") from None
+        raise ArgumentError(
+            f"cannot send {shown(value)} as json: it holds what JSON has not"
+        ) from None
 
 
 def _suits(type_name: str, value: Any) -> bool:
@@ -208,7 +229,9 @@ def _suits(type_name: str, value: Any) -> bool:
         return False
     kinds = set(map(type, value))
     if type_name == "[]float64":
-        return kinds <= {int, float} and all(type(item) is float or abs(item) <= 2**53 for item in value)
+        return kinds <= {int, float} and all(
+            type(item) is float or abs(item) <= 2**53 for item in value
+        )
     kind = NATURAL[type_name[2:]]
     return kinds <= {kind} and (kind is not int or not kinds or within(value, INT64_MIN, INT64_MAX))
 
@@ -233,7 +256,9 @@ def _wanted_cached(hint: Any) -> tuple[str, bool]:
         return "float64", False
     origin, items = typing.get_origin(hint), typing.get_args(hint)
     if origin in _LISTS or (origin is tuple and len(items) == 2 and items[1] is ...):
-        return {int: "[]int64", float: "[]float64", str: "[]string", bool: "[]bool"}.get(items[0], ""), False
+        return {int: "[]int64", float: "[]float64", str: "[]string", bool: "[]bool"}.get(
+            items[0], ""
+        ), False
     return "", False
 
 
@@ -281,7 +306,9 @@ _DESCRIBE: dict[type, Callable[[Any], tuple[str, Any]]] = {
 }
 
 
-_AS_IT_IS = frozenset({Any, None, inspect.Parameter.empty, object, int, str, bool, bytes, type(None), list, dict})
+_AS_IT_IS = frozenset(
+    {Any, None, inspect.Parameter.empty, object, int, str, bool, bytes, type(None), list, dict}
+)
 
 
 def converter(annotation: Any) -> Callable[[Any], Any] | None:
@@ -308,9 +335,13 @@ def converter(annotation: Any) -> Callable[[Any], Any] | None:
             return msgspec.convert(value, annotation, dec_hook=_convert_model)
         except (msgspec.ValidationError, RecursionError) as error:
             text = str(error)
-            raise ArgumentError(f"{shown(value)} is no {name}: {text[:1].lower()}{text[1:]}") from None
+            raise ArgumentError(
+                f"{shown(value)} is no {name}: {text[:1].lower()}{text[1:]}"
+            ) from None
         except Exception as error:  # user code: what a dataclass or a model does when it is made
-            raise ArgumentError(f"{shown(value)} is no {name}: {type(error).__name__}: {error}") from error
+            raise ArgumentError(
+                f"{shown(value)} is no {name}: {type(error).__name__}: {error}"
+            ) from error
 
     return convert
 
@@ -323,7 +354,8 @@ def checker(annotation: Any) -> Callable[[Any], Any] | None:
     if typing.get_origin(annotation) is typing.Annotated:
         inner = annotation.__origin__
         # Go's []uint8 comes as bytes, also for who calls it a list of integers.
-        return checker(typing.Union[inner, bytes] if _wanted(annotation)[0] in ("[]byte", "[]uint8") else inner)  # noqa: UP007
+        is_bytes = _wanted(annotation)[0] in ("[]byte", "[]uint8")
+        return checker(typing.Union[inner, bytes] if is_bytes else inner)  # noqa: UP007
     fits = _fits(annotation) if _is_plain(annotation) else None
     if fits is None:
         return None
@@ -331,7 +363,9 @@ def checker(annotation: Any) -> Callable[[Any], Any] | None:
     def check(value: Any) -> Any:
         if fits(value):
             return value
-        raise ArgumentError(f"{shown(value)} is no {annotation.__name__ if isinstance(annotation, type) else annotation}")
+        raise ArgumentError(
+            f"{shown(value)} is no {annotation.__name__ if isinstance(annotation, type) else annotation}"
+        )
 
     return check
 
@@ -357,11 +391,15 @@ def _fits(annotation: Any) -> Callable[[Any], bool] | None:
     if origin in (typing.Union, types.UnionType):
         parts = [_fits(item) for item in items]
         some = [part for part in parts if part is not None]
-        return (lambda value: any(part(value) for part in some)) if len(some) == len(parts) else None
+        return (
+            (lambda value: any(part(value) for part in some)) if len(some) == len(parts) else None
+        )
     if origin is not None:
         inner = _fits(items[0]) if origin in _LISTS and items else None
-        return lambda value: isinstance(value, origin) and (
-            inner is None or type(value) is not list or all(map(inner, value)))
+        return lambda value: (
+            isinstance(value, origin)
+            and (inner is None or type(value) is not list or all(map(inner, value)))
+        )
     if annotation in (None, type(None)):
         return lambda value: value is None
     if annotation in (Any, object, inspect.Parameter.empty):

@@ -61,8 +61,14 @@ def _go_text(value: Any, depth: int = 0) -> str:
     if depth > 20:
         return "…"
     if isinstance(value, dict):
-        return f"map[{' '.join(f'{key}:{_go_text(value[key], depth + 1)}' for key in sorted(value))}]"
-    return f"[{' '.join(_go_text(item, depth + 1) for item in value)}]" if isinstance(value, list) else repr(value)
+        return (
+            f"map[{' '.join(f'{key}:{_go_text(value[key], depth + 1)}' for key in sorted(value))}]"
+        )
+    return (
+        f"[{' '.join(_go_text(item, depth + 1) for item in value)}]"
+        if isinstance(value, list)
+        else repr(value)
+    )
 
 
 def _token(value: float) -> str:
@@ -109,7 +115,9 @@ def _read_float(type_name: str, value: Any) -> float:
     except OverflowError:
         number = math.inf
     if math.isinf(number):
-        raise ArgumentError(f'strconv.ParseFloat: parsing "{_token(value)[:MAX_QUOTE]}": value out of range')
+        raise ArgumentError(
+            f'strconv.ParseFloat: parsing "{_token(value)[:MAX_QUOTE]}": value out of range'
+        )
     return single(number) if type_name == "float32" else number
 
 
@@ -135,7 +143,9 @@ def _read_list(item_type: str, value: Any) -> list[Any]:
     # Go walks over the bytes of a string, and over the digits of a number.
     if item_type.startswith("uint"):
         return list(read_base64(value) if isinstance(value, str) else _token(value).encode())
-    raise ArgumentError(f"{(value if isinstance(value, str) else _token(value)).encode()[0]} is not {item_type}")
+    raise ArgumentError(
+        f"{(value if isinstance(value, str) else _token(value)).encode()[0]} is not {item_type}"
+    )
 
 
 def _read_bytes(value: Any) -> bytes:

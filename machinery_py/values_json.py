@@ -22,7 +22,9 @@ import msgspec
 from machinery_py.errors import ArgumentError
 from machinery_py.values_go import INT64_MAX, INT64_MIN, UINT64_MAX, read_base64, single
 
-MAX_DEPTH = 200  # levels of JSON in a value, sent or received; far below where recursion ends on any Python
+MAX_DEPTH = (
+    200  # levels of JSON in a value, sent or received; far below where recursion ends on any Python
+)
 
 
 class NeedsTags(Exception):
@@ -55,7 +57,9 @@ def int_type(value: int) -> str:
         return "int64"
     if 0 <= value <= UINT64_MAX:
         return "uint64"
-    raise ArgumentError(f"cannot send {_digits(value)}: it has more than 64 bits (send it as a string)")
+    raise ArgumentError(
+        f"cannot send {_digits(value)}: it has more than 64 bits (send it as a string)"
+    )
 
 
 def _digits(value: int) -> str:
@@ -69,7 +73,9 @@ def write_text(value: Any) -> str:
         try:
             value.encode()
         except UnicodeEncodeError:
-            raise ArgumentError(f"cannot send {shown(value)}: it holds half a surrogate pair") from None
+            raise ArgumentError(
+                f"cannot send {shown(value)}: it holds half a surrogate pair"
+            ) from None
     return value if type(value) is str else str.__str__(value)
 
 
@@ -94,12 +100,22 @@ def write_float(type_name: str, value: Any) -> float:
         raise ArgumentError(f"cannot send {shown(value)} as {type_name}: it would lose digits")
     number = float(value)
     if not math.isfinite(number) or (type_name == "float32" and math.isinf(single(number))):
-        raise ArgumentError(f"cannot send {number} as {type_name} (JSON has no nan and no infinity)")
+        raise ArgumentError(
+            f"cannot send {number} as {type_name} (JSON has no nan and no infinity)"
+        )
     return number
 
 
 BYTES = (bytes, bytearray, memoryview)
-_KEPT = (bytes, bytearray, dt.datetime, dt.date, dt.timedelta, decimal.Decimal, uuid.UUID)  # tagged by us
+_KEPT = (
+    bytes,
+    bytearray,
+    dt.datetime,
+    dt.date,
+    dt.timedelta,
+    decimal.Decimal,
+    uuid.UUID,
+)  # tagged by us
 
 
 def pack(value: Any, depth: int, tags: bool) -> Any:
@@ -127,7 +143,11 @@ def pack(value: Any, depth: int, tags: bool) -> Any:
             return {write_text(key): pack(item, depth + 1, tags) for key, item in value.items()}
         _check_depth(depth + 3)
         pairs = value.items() if tags else ()
-        return _tagged("dict", [[_pack_key(key, depth + 3), pack(item, depth + 3, True)] for key, item in pairs], tags)
+        return _tagged(
+            "dict",
+            [[_pack_key(key, depth + 3), pack(item, depth + 3, True)] for key, item in pairs],
+            tags,
+        )
     if isinstance(value, (list, tuple)):
         return [pack(item, depth + 1, tags) for item in value]
     if isinstance(value, enum.Enum):
@@ -147,15 +167,19 @@ def pack(value: Any, depth: int, tags: bool) -> Any:
 
 def _check_depth(depth: int) -> None:
     if depth > MAX_DEPTH:
-        raise ArgumentError(f"cannot send a value of more than {MAX_DEPTH} levels, or one that contains itself")
+        raise ArgumentError(
+            f"cannot send a value of more than {MAX_DEPTH} levels, or one that contains itself"
+        )
 
 
 def _pack_key(value: Any, depth: int) -> Any:
     """A key of a dict or an item of a set, which has to be one again when it is read."""
     packed = pack(value, depth, True)
     if type(packed) is list or (type(packed) is dict and packed.get("$") in (None, "set", "dict")):
-        raise ArgumentError(f"cannot send {shown(value)} as a key of a dict or an item of a set: "
-                            f"it would come back as a {'list' if type(packed) is list else 'dict or set'} (send a list of pairs)")
+        raise ArgumentError(
+            f"cannot send {shown(value)} as a key of a dict or an item of a set: "
+            f"it would come back as a {'list' if type(packed) is list else 'dict or set'} (send a list of pairs)"
+        )
     return packed
 
 
@@ -181,7 +205,9 @@ def _model(value: Any) -> Any:
 
 def _write_moment(value: dt.datetime) -> str:
     if value.utcoffset() is None:
-        raise ArgumentError(f"cannot send {value!r}: it has no time zone (use datetime.now(timezone.utc))")
+        raise ArgumentError(
+            f"cannot send {value!r}: it has no time zone (use datetime.now(timezone.utc))"
+        )
     return value.isoformat()
 
 
@@ -223,4 +249,6 @@ def unpack(value: Any, depth: int = 0) -> Any:
     except ArgumentError:
         raise
     except (KeyError, TypeError, ValueError, ArithmeticError, AttributeError):
-        raise ArgumentError(f"a py value holds {shown(value)}, which is no {shown(name)} (a newer sender?)") from None
+        raise ArgumentError(
+            f"a py value holds {shown(value)}, which is no {shown(name)} (a newer sender?)"
+        ) from None

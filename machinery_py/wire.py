@@ -37,7 +37,9 @@ __all__ = [
 
 _INT64 = range(-(2**63), 2**63)
 _SMALL = 2**31  # what needs no closer look
-_LONG = 4000  # signatures inside of each other, from where we look whether Go's limit of levels is kept
+_LONG = (
+    4000  # signatures inside of each other, from where we look whether Go's limit of levels is kept
+)
 
 
 class _Written(msgspec.Struct, gc=False):
@@ -78,7 +80,13 @@ def encode_signature(signature: Signature[Any]) -> bytes:
     """
     success, error = signature.on_success, signature.on_error
     # A Lazy would decode all of its bytes to say whether it is true.
-    if signature.chord_callback is not None or type(success) is Lazy or success or type(error) is Lazy or error:
+    if (
+        signature.chord_callback is not None
+        or type(success) is Lazy
+        or success
+        or type(error) is Lazy
+        or error
+    ):
         return _encode_nested(signature)
     return _encode_one(signature)
 
@@ -93,7 +101,10 @@ def _encode_one(signature: Signature[Any]) -> bytes:
         signature.retry_count,
         signature.retry_timeout,
     )
-    if not (type(priority) is type(count) is type(retries) is type(timeout) is int and 0 <= priority <= 255) or not (
+    if not (
+        type(priority) is type(count) is type(retries) is type(timeout) is int
+        and 0 <= priority <= 255
+    ) or not (
         -_SMALL < count < _SMALL and -_SMALL < retries < _SMALL and -_SMALL < timeout < _SMALL
     ):
         _check_integers(signature)
@@ -148,11 +159,15 @@ def _encode_nested(signature: Signature[Any]) -> bytes:
         todo.append((b'"OnSuccess":', 0))
     body = b"".join(pieces)
     if deepest > _LONG and levels(body) > MAX_LEVELS:
-        raise ArgumentError(f"{signature.name} holds {deepest} signatures inside of each other (Go reads 5000)")
+        raise ArgumentError(
+            f"{signature.name} holds {deepest} signatures inside of each other (Go reads 5000)"
+        )
     return body
 
 
-def _push_list(todo: list[tuple[bytes | Signature[Any], int]], nested: Sequence[Signature[Any]], level: int) -> None:
+def _push_list(
+    todo: list[tuple[bytes | Signature[Any], int]], nested: Sequence[Signature[Any]], level: int
+) -> None:
     if isinstance(nested, Lazy):
         items = _without_nulls(nested)
         if items is None:

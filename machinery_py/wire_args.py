@@ -58,7 +58,9 @@ encode = msgspec.json.Encoder(enc_hook=_write_number).encode
 
 def received(items: Iterable[tuple[str, str, Any]]) -> tuple[ReceivedArg, ...]:
     """What the lenient reader found, as Args."""
-    return tuple([ReceivedArg(name=name, type=type_name, value=value) for name, type_name, value in items])
+    return tuple(
+        [ReceivedArg(name=name, type=type_name, value=value) for name, type_name, value in items]
+    )
 
 
 def checked_value(arg: Arg) -> Any:
@@ -110,7 +112,9 @@ def write_results(results: Sequence[Arg], owner: str) -> list[WrittenResult]:
 def _blame(args: Sequence[Arg], arg: Arg, owner: str, what: str, error: Exception) -> ArgumentError:
     index = next(index for index, other in enumerate(args) if other is arg)
     return ArgumentError(
-        f"{owner or '?'} {what} {arg.name!r}: {error}" if arg.name else f"{owner or '?'} {what} {index + 1}: {error}"
+        f"{owner or '?'} {what} {arg.name!r}: {error}"
+        if arg.name
+        else f"{owner or '?'} {what} {index + 1}: {error}"
     )
 
 
@@ -121,14 +125,20 @@ def explain(args: Sequence[Arg], owner: str, what: str, error: Exception) -> Arg
             encode(arg.value)
             encode([arg.type, arg.name])
         except (UnicodeEncodeError, RecursionError, TypeError, OverflowError, ValueError) as cause:
-            text = "it holds half a surrogate pair" if isinstance(cause, UnicodeEncodeError) else str(cause)
+            text = (
+                "it holds half a surrogate pair"
+                if isinstance(cause, UnicodeEncodeError)
+                else str(cause)
+            )
             return _blame(args, arg, owner, what, ArgumentError(f"cannot send it: {text}"))
     return ArgumentError(f"{owner or '?'!r} cannot be sent: {error}")
 
 
 _UNSIGNED = ("uint", "uint8", "uint16", "uint32", "uint64")
 _UNSIGNED_LISTS = frozenset({"[]byte", *(f"[]{name}" for name in _UNSIGNED)})
-_ZERO_HAS_A_SIGN = frozenset({"float64", "float32", "[]float64", "[]float32", *_UNSIGNED}) | _UNSIGNED_LISTS
+_ZERO_HAS_A_SIGN = (
+    frozenset({"float64", "float32", "[]float64", "[]float32", *_UNSIGNED}) | _UNSIGNED_LISTS
+)
 _MINUS_ZERO = re.compile(rb"-0[,\]}\s]")
 
 

@@ -26,7 +26,9 @@ from machinery_py.wire_lenient import SIGNATURE, Reader, read_record
 from machinery_py.wire_levels import is_deep
 from machinery_py.wire_time import parse_time
 
-MAX_CALLBACKS = 64  # chord callbacks inside of each other; Go has no limit, nobody has a use for two
+MAX_CALLBACKS = (
+    64  # chord callbacks inside of each other; Go has no limit, nobody has a use for two
+)
 
 _Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 _Uint8 = Annotated[int, msgspec.Meta(ge=0, le=255)]
@@ -100,7 +102,11 @@ def decode_signature(body: bytes) -> Signature[Any]:
         DecodeError: Go would not read it either.
     """
     # With all the keys that are asked for here, a value that is too deep needs more than _FLAT bytes.
-    if body.endswith(_PLAIN_END) and body.startswith(b'{"UUID":"') and (len(body) <= _FLAT or not is_deep(body)):
+    if (
+        body.endswith(_PLAIN_END)
+        and body.startswith(b'{"UUID":"')
+        and (len(body) <= _FLAT or not is_deep(body))
+    ):
         try:
             head = _decode_head(body[:-_PLAIN_LENGTH] + b"}")
         except _SLOW:
@@ -125,7 +131,9 @@ def decode_signature(body: bytes) -> Signature[Any]:
             pass
         else:
             if not (
-                (step.Args and is_text_needed(step.Args, body)) or _repeats_headers(body) or _is_minus_zero(step.Priority, body)
+                (step.Args and is_text_needed(step.Args, body))
+                or _repeats_headers(body)
+                or _is_minus_zero(step.Priority, body)
             ):
                 return Signature(
                     **_head_fields(step, body),
@@ -142,14 +150,18 @@ def decode_exact(body: bytes) -> Signature[Any]:
     return _with_callbacks(body, lambda raw: _decode_leniently(raw, exact=True))
 
 
-def _with_callbacks(body: bytes, decode: Callable[[bytes], tuple[dict[str, Any], bytes]]) -> Signature[Any]:
+def _with_callbacks(
+    body: bytes, decode: Callable[[bytes], tuple[dict[str, Any], bytes]]
+) -> Signature[Any]:
     fields, callback = decode(body)
     if not callback:
         return Signature(**fields)
     levels = [fields]
     while callback:
         if len(levels) > MAX_CALLBACKS:
-            raise DecodeError(f"no signature: more than {MAX_CALLBACKS} chord callbacks inside of each other")
+            raise DecodeError(
+                f"no signature: more than {MAX_CALLBACKS} chord callbacks inside of each other"
+            )
         fields, callback = decode(callback)
         levels.append(fields)
     signature = Signature[Any](**levels.pop())
@@ -169,7 +181,11 @@ def _decode_one(body: bytes) -> tuple[dict[str, Any], bytes]:
         message = _decode_message(body)
     except _SLOW:
         return _decode_leniently(body)
-    success, error, callback = bytes(message.OnSuccess), bytes(message.OnError), bytes(message.ChordCallback)
+    success, error, callback = (
+        bytes(message.OnSuccess),
+        bytes(message.OnError),
+        bytes(message.ChordCallback),
+    )
     args = message.Args
     if (
         not (success[:1] in b"[n" and error[:1] in b"[n" and callback[:1] in b"{n")
@@ -217,7 +233,11 @@ def _decode_long_chain(body: bytes) -> tuple[dict[str, Any], bytes] | None:
     except _SLOW:
         return None
     head = body[:start]
-    if (step.Args and is_text_needed(step.Args, head)) or _repeats_headers(head) or _is_minus_zero(step.Priority, head):
+    if (
+        (step.Args and is_text_needed(step.Args, head))
+        or _repeats_headers(head)
+        or _is_minus_zero(step.Priority, head)
+    ):
         return None
     fields = _head_fields(step, body)
     fields["priority"] = step.Priority
@@ -266,7 +286,12 @@ def decode_list(raw: bytes) -> tuple[Signature[Any], ...]:
         DecodeError: one of them is none.
     """
     # The rest of a long chain: one signature, with one in its list, with one in its list …
-    if len(raw) > _LONG and _NEXT_SIGNATURE not in raw and raw.startswith(b"[{") and raw.endswith(b"}]"):
+    if (
+        len(raw) > _LONG
+        and _NEXT_SIGNATURE not in raw
+        and raw.startswith(b"[{")
+        and raw.endswith(b"}]")
+    ):
         step = _decode_long_chain(raw[1:-1])
         if step is not None:
             return (Signature(**step[0]),)
@@ -292,7 +317,9 @@ def _items(raw: bytes) -> list[bytes]:
 
 def _eta(text: str, body: bytes) -> dt.datetime:
     if text.encode() not in body:
-        raise DecodeError(f"no signature: ETA {text!r} is written with escapes")  # Go does not resolve them
+        raise DecodeError(
+            f"no signature: ETA {text!r} is written with escapes"
+        )  # Go does not resolve them
     try:
         return parse_time(text)
     except DecodeError as error:

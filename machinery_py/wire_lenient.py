@@ -24,7 +24,9 @@ from machinery_py.wire_time import parse_time
 _INT64 = range(-(2**63), 2**63)
 _UINT8 = range(256)
 
-Member = Callable[[str, int], int]  # is given a key and where its value begins; says where the value ends
+Member = Callable[
+    [str, int], int
+]  # is given a key and where its value begins; says where the value ends
 
 
 def fold(key: str) -> str:
@@ -34,14 +36,18 @@ def fold(key: str) -> str:
 
 def _replace_bytes(error: UnicodeError) -> tuple[str, int]:
     assert isinstance(error, UnicodeDecodeError)
-    return "\ufffd" * (error.end - error.start), error.end  # Go replaces each byte, Python each sequence
+    return "\ufffd" * (
+        error.end - error.start
+    ), error.end  # Go replaces each byte, Python each sequence
 
 
 codecs.register_error("machinery_go", _replace_bytes)
 
 _HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
 _HEX = "[0-9a-fA-F]{2}"
-_ESCAPE = re.compile(rf"\\(?:(u[dD][89abAB]{_HEX}\\u[dD][c-fC-F]{_HEX})|(u[dD][89a-fA-F]{_HEX})|.)", re.DOTALL)
+_ESCAPE = re.compile(
+    rf"\\(?:(u[dD][89abAB]{_HEX}\\u[dD][c-fC-F]{_HEX})|(u[dD][89a-fA-F]{_HEX})|.)", re.DOTALL
+)
 
 
 def _text(body: bytes) -> str:
@@ -53,7 +59,9 @@ def _text(body: bytes) -> str:
 
 _SPACE = re.compile(r"[ \t\n\r]*")
 # Up to the next bracket outside of a string; possessive, so that hostile text cannot make it go back.
-_BRACKET = re.compile(r'[^"\[\]{}]*+(?:"[^"\\]*+(?:\\.[^"\\]*+)*+"[^"\[\]{}]*+)*+([\[\]{}])', re.DOTALL)
+_BRACKET = re.compile(
+    r'[^"\[\]{}]*+(?:"[^"\\]*+(?:\\.[^"\\]*+)*+"[^"\[\]{}]*+)*+([\[\]{}])', re.DOTALL
+)
 
 
 def _refuse_constant(token: str) -> Any:
@@ -172,7 +180,9 @@ class Reader:
                 raise DecodeError(f"nested deeper than {limit} levels")
 
 
-Field = Callable[[Reader, int, Any], tuple[Any, int]]  # text, where it begins, what the same key gave before
+Field = Callable[
+    [Reader, int, Any], tuple[Any, int]
+]  # text, where it begins, what the same key gave before
 
 
 def _scalar(kind: type, what: str) -> Field:
@@ -193,11 +203,17 @@ def _integer(allowed: range) -> Field:
         if value is None:
             return before, end
         token = reader.text[at:end]
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not token.lstrip("-").isdecimal():
+        if (
+            not isinstance(value, (int, float))
+            or isinstance(value, bool)
+            or not token.lstrip("-").isdecimal()
+        ):
             raise reader.wrong(at, "expected an integer")
         number = int(token) if len(token) < 30 else allowed.stop
         if number not in allowed or (token == "-0" and allowed is _UINT8):
-            raise reader.wrong(at, f"expected an integer from {allowed.start} to {allowed.stop - 1}")
+            raise reader.wrong(
+                at, f"expected an integer from {allowed.start} to {allowed.stop - 1}"
+            )
         return number, end
 
     return read
@@ -209,7 +225,9 @@ def read_moment(reader: Reader, at: int, before: Any) -> tuple[Any, int]:
         return None, end
     if type(value) is not str:
         raise reader.wrong(at, "expected a time")
-    return parse_time(reader.text[at + 1 : end - 1]), end  # as it stands there: Go resolves no escapes in it
+    return parse_time(
+        reader.text[at + 1 : end - 1]
+    ), end  # as it stands there: Go resolves no escapes in it
 
 
 def read_strings(reader: Reader, at: int, before: Any) -> tuple[Any, int]:
@@ -232,7 +250,9 @@ def read_args(reader: Reader, at: int, before: Any) -> tuple[Any, int]:
 
     def item(at: int) -> int:
         fields: dict[str, Any] = (
-            dict(zip(("name", "type", "value"), earlier[len(args)], strict=True)) if len(args) < len(earlier) else {}
+            dict(zip(("name", "type", "value"), earlier[len(args)], strict=True))
+            if len(args) < len(earlier)
+            else {}
         )
         end = read_members(reader, at, ARG, fields, None)
         args.append((fields.get("name", ""), fields.get("type", ""), fields.get("value")))
@@ -280,7 +300,11 @@ def _nested(bracket: str, what: str) -> Field:
 TEXT = _scalar(str, "a string")
 BOOL = _scalar(bool, "true or false")
 INT = _integer(_INT64)
-ARG: dict[str, tuple[str, Field]] = {"name": ("name", TEXT), "type": ("type", TEXT), "value": ("value", _any)}
+ARG: dict[str, tuple[str, Field]] = {
+    "name": ("name", TEXT),
+    "type": ("type", TEXT),
+    "value": ("value", _any),
+}
 SIGNATURE: dict[str, tuple[str, Field]] = {
     "uuid": ("uuid", TEXT),
     "name": ("name", TEXT),
@@ -322,7 +346,11 @@ GROUP: dict[str, tuple[str, Field]] = {
 
 
 def read_members(
-    reader: Reader, at: int, table: dict[str, tuple[str, Field]], fields: dict[str, Any], extra: dict[str, Any] | None
+    reader: Reader,
+    at: int,
+    table: dict[str, tuple[str, Field]],
+    fields: dict[str, Any],
+    extra: dict[str, Any] | None,
 ) -> int:
     """Read the object (or null) that begins there into `fields`, unknown keys as raw JSON into `extra`."""
     if reader.text.startswith("null", at):

@@ -14,7 +14,15 @@ from machinery_py.signature import Arg
 from machinery_py.states import GroupMeta, TaskState
 from machinery_py.states import State as StateName
 from machinery_py.values_json import shown
-from machinery_py.wire_args import ReceivedArg, WrittenResult, encode, explain, is_text_needed, received, write_results
+from machinery_py.wire_args import (
+    ReceivedArg,
+    WrittenResult,
+    encode,
+    explain,
+    is_text_needed,
+    received,
+    write_results,
+)
 from machinery_py.wire_lenient import GROUP, STATE, Reader, read_args, read_record
 from machinery_py.wire_levels import AROUND_RESULTS, is_deep
 from machinery_py.wire_time import format_time, parse_time
@@ -129,7 +137,14 @@ def _decode_state_leniently(body: bytes) -> TaskState:
 def encode_group(group: GroupMeta) -> bytes:
     """The group as Go writes it."""
     created_at = format_time(group.created_at)
-    written = _Group(group.group_uuid, list(group.task_uuids), group.chord_triggered, group.lock, created_at, group.ttl)
+    written = _Group(
+        group.group_uuid,
+        list(group.task_uuids),
+        group.chord_triggered,
+        group.lock,
+        created_at,
+        group.ttl,
+    )
     try:
         return encode(written)
     except (UnicodeEncodeError, TypeError, OverflowError) as error:

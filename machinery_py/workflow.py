@@ -64,7 +64,9 @@ class Group(Step[R]):
         for member in members:
             last = member.steps[-1] if isinstance(member, Chain) else member
             if last.is_group:
-                raise WorkflowError("a member of a group ends in a group: put a task behind that one, to gather its results")
+                raise WorkflowError(
+                    "a member of a group ends in a group: put a task behind that one, to gather its results"
+                )
         self.steps: tuple[Step[Any], ...] = tuple(members)
 
     def send(self) -> GroupedResult[R]:
@@ -110,7 +112,9 @@ def group(*members: Step[S] | Iterable[Step[S]]) -> Group[list[S]]:
     return Group(flat)
 
 
-def chord(members: Group[Any] | Iterable[Step[Any]], callback: Step[S], *, collect: bool = False) -> Chain[S]:
+def chord(
+    members: Group[Any] | Iterable[Step[Any]], callback: Step[S], *, collect: bool = False
+) -> Chain[S]:
     """A group and a callback that gets all its results, in the group's order, as its last arguments.
 
     Args:
@@ -122,7 +126,9 @@ def chord(members: Group[Any] | Iterable[Step[Any]], callback: Step[S], *, colle
         WorkflowError: as `group` and `chain`.
     """
     if isinstance(members, Signature | Chain):
-        raise WorkflowError(f"{members!r} cannot be the members of a chord (expected a group, or a list)")
+        raise WorkflowError(
+            f"{members!r} cannot be the members of a chord (expected a group, or a list)"
+        )
     both: Chain[S] = Chain((members if isinstance(members, Group) else group(members), callback))
     first = both.steps[1]
     if not collect or not isinstance(first, Signature):
@@ -160,7 +166,9 @@ def link(step: Step[Any], *, now: dt.datetime) -> Plan:
     linker = _Linker(now)
     steps = step.steps if isinstance(step, Chain) else (step,)
     first, planned = linker.link_steps(steps, begins=True)
-    return Plan(first=first, groups=tuple(linker.groups), awaited=tuple(linker.awaited), steps=planned)
+    return Plan(
+        first=first, groups=tuple(linker.groups), awaited=tuple(linker.awaited), steps=planned
+    )
 
 
 class _Linker:
@@ -186,27 +194,43 @@ class _Linker:
                 prefix = "chord_" if index and isinstance(steps[index - 1], Group) else "task_"
                 if last:
                     step = step.with_headers(**{HEADER_LAST: last})
-                after, plan = self._link_task(step, after, member_of if index == len(steps) - 1 else None, prefix)
+                after, plan = self._link_task(
+                    step, after, member_of if index == len(steps) - 1 else None, prefix
+                )
                 if index and index == len(steps) - 1:
                     last = after[0].uuid
                     if begins:
                         self.awaited.append(after[0])
             else:
-                raise WorkflowError(f"{step!r} cannot be a step (expected a signature, group or chain)")
+                raise WorkflowError(
+                    f"{step!r} cannot be a step (expected a signature, group or chain)"
+                )
             planned.append(plan)
         return after, tuple(reversed(planned))
 
     def _link_task(
-        self, task: Signature[Any], after: tuple[Signature[Any], ...], member_of: _Membership | None, prefix: str
+        self,
+        task: Signature[Any],
+        after: tuple[Signature[Any], ...],
+        member_of: _Membership | None,
+        prefix: str,
     ) -> tuple[tuple[Signature[Any], ...], PlannedStep]:
         if task.headers.get(HEADER_UNIQUE):
-            raise WorkflowError(f"{task.name}: options(unique=…) has no place in a chain, group or chord: its steps are sent in "
-                                "any case (send the task by itself, or make it exclusive)")
+            raise WorkflowError(
+                f"{task.name}: options(unique=…) has no place in a chain, group or chord: its steps are sent in "
+                "any case (send the task by itself, or make it exclusive)"
+            )
         # Go overwrites OnSuccess here; callbacks of the user's own are kept.
-        task = task.with_uuid(prefix).replace(on_success=(*task.on_success, *after)) if after else task.with_uuid(prefix)
+        task = (
+            task.with_uuid(prefix).replace(on_success=(*task.on_success, *after))
+            if after
+            else task.with_uuid(prefix)
+        )
         if member_of is not None:
             task = task.replace(
-                group_uuid=member_of.group_uuid, group_task_count=member_of.total, chord_callback=member_of.callback
+                group_uuid=member_of.group_uuid,
+                group_task_count=member_of.total,
+                chord_callback=member_of.callback,
             )
         return (task,), PlannedStep(uuids=(task.uuid,), names=(task.name,))
 
@@ -226,7 +250,11 @@ class _Linker:
             names.append(planned[-1].names[0])
             for plan in planned[:-1]:
                 leading.extend((*plan.uuids, *plan.leading))
-        self.groups.append(GroupMeta(group_uuid=membership.group_uuid, task_uuids=tuple(uuids), created_at=self.now))
+        self.groups.append(
+            GroupMeta(
+                group_uuid=membership.group_uuid, task_uuids=tuple(uuids), created_at=self.now
+            )
+        )
         return tuple(heads), PlannedStep(uuids=uuids, names=names, leading=leading, is_group=True)
 
 

@@ -19,18 +19,30 @@ settings.register_profile("machinery", deadline=None, suppress_health_check=[Hea
 settings.load_profile("machinery")
 
 #: What takes minutes, or asks much of the machine (three RabbitMQ nodes, which start for half a minute): `make chaos` runs it.
-LONG = ["chaos/test_chaos_amqp.py", "stores/test_amqp_cluster.py", "stores/test_amqp_results_restart.py"]
+LONG = [
+    "chaos/test_chaos_amqp.py",
+    "stores/test_amqp_cluster.py",
+    "stores/test_amqp_results_restart.py",
+]
 collect_ignore = [] if os.environ.get("MACHINERY_TEST_FULL") else LONG
 
 pytest_plugins = ["pytester", "tests.servers"]
 
 # What the machine happens to have set must not reach the tests.
-for name in [name for name in os.environ if name.startswith("MACHINERY_") and not name.startswith("MACHINERY_TEST_")]:
+for name in [
+    name
+    for name in os.environ
+    if name.startswith("MACHINERY_") and not name.startswith("MACHINERY_TEST_")
+]:
     del os.environ[name]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--write-matrix", action="store_true", help="write docs/reference/matrix.md from the tests of this run")
+    parser.addoption(
+        "--write-matrix",
+        action="store_true",
+        help="write docs/reference/matrix.md from the tests of this run",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -41,7 +53,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _what_consumers_ran_is_known_to_this_run_alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def _what_consumers_ran_is_known_to_this_run_alone(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[None]:
     """Their files lie in the folder for temporary ones: no earlier run's may be there. Short paths, for sockets."""
     tmp_path_factory.getbasetemp()  # where it was: below the new one, the paths of sockets would be too long
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="mpy") as folder:

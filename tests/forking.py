@@ -23,7 +23,10 @@ def forked(work: Callable[[], object], meanwhile: Callable[[], object] | None = 
     try:
         if meanwhile is not None:
             meanwhile()
-        wait_until(lambda: os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT), what="the end of the forked child")
+        wait_until(
+            lambda: os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT),
+            what="the end of the forked child",
+        )
     except BaseException:
         os.kill(child, signal.SIGKILL)
         raise

@@ -35,10 +35,17 @@ from machinery_py.testing.conformance.workflows import LinkedConformance
 PAGE = pathlib.Path(__file__).parents[1] / "docs" / "reference" / "matrix.md"
 
 #: What one store alone promises, and what a pair of broker and backend does.
-ALONE: Mapping[str, type] = {"broker": BrokerConformance, "result backend": BackendConformance, "lock": LockConformance}
+ALONE: Mapping[str, type] = {
+    "broker": BrokerConformance,
+    "result backend": BackendConformance,
+    "lock": LockConformance,
+}
 PAIRED: Mapping[str, type] = {
-    "settlement": SettlementConformance, "schedules": ScheduleConformance, "workflows": LinkedConformance,
-    "workers and queues": WorkerConformance, "unique keys": ClaimConformance,
+    "settlement": SettlementConformance,
+    "schedules": ScheduleConformance,
+    "workflows": LinkedConformance,
+    "workers and queues": WorkerConformance,
+    "unique keys": ClaimConformance,
 }
 SUITES = (*ALONE.items(), *PAIRED.items())
 
@@ -90,8 +97,16 @@ def _locks() -> dict[type, str]:
 
 
 def _family(scheme: str) -> Family:
-    urls = {"eager": "eager", "null": "null", "memory": "memory://", "sqlite": "sqlite:///matrix.db", "redis+socket": "redis+socket:///s"}
-    return factory.open_family(urls.get(scheme, f"{scheme}://h"), FamilyOptions(clock=ManualClock()))
+    urls = {
+        "eager": "eager",
+        "null": "null",
+        "memory": "memory://",
+        "sqlite": "sqlite:///matrix.db",
+        "redis+socket": "redis+socket:///s",
+    }
+    return factory.open_family(
+        urls.get(scheme, f"{scheme}://h"), FamilyOptions(clock=ManualClock())
+    )
 
 
 def _names(found: Mapping[str, Any]) -> tuple[str, str] | None:
@@ -100,7 +115,9 @@ def _names(found: Mapping[str, Any]) -> tuple[str, str] | None:
     server = found.get("server") or getattr(app, "server", None)
     if server is not None:
         scheme = str(server.config.broker).partition(":")[0]
-        return ("eager" if scheme == "eager" else server.broker.features.name), server.backend.features.name
+        return (
+            "eager" if scheme == "eager" else server.broker.features.name
+        ), server.backend.features.name
     store = found.get("store")
     return (store.broker.features.name, store.backend.features.name) if store is not None else None
 
@@ -117,7 +134,9 @@ def is_counted(item: pytest.Item, suite: str, base: type) -> bool:
     cls, name = getattr(item, "cls", None), getattr(item, "originalname", item.name)
     if cls is None or not issubclass(cls, base) or not hasattr(base, name):
         return False
-    return suite != "workers and queues" or not hasattr(LinkedConformance, name)  # counted with the workflows
+    return suite != "workers and queues" or not hasattr(
+        LinkedConformance, name
+    )  # counted with the workflows
 
 
 class Matrix:
@@ -128,32 +147,46 @@ class Matrix:
         self._seen: list[tuple[str, type, str]] = []
         self._left: Counter[tuple[str, type]] = Counter()  # tests that have not run yet
 
-    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+    def pytest_collection_modifyitems(
+        self, config: pytest.Config, items: list[pytest.Item]
+    ) -> None:
         counted = [item for item in items if any(is_counted(item, *suite) for suite in SUITES)]
         config.hook.pytest_deselected(items=list(set(items) - set(counted)))
         items[:] = counted
-        self._left.update((suite, item.cls) for item in counted for suite, base in SUITES  # type: ignore[attr-defined]
-                          if is_counted(item, suite, base))
+        self._left.update(
+            (suite, item.cls)
+            for item in counted
+            for suite, base in SUITES  # type: ignore[attr-defined]
+            if is_counted(item, suite, base)
+        )
 
     @pytest.hookimpl(hookwrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item) -> Iterator[None]:
         outcome: Any = yield
         report = outcome.get_result()
         cls = getattr(item, "cls", None)
-        if cls is None or not (report.when == "call" or report.failed or (report.when == "setup" and report.skipped)):
+        if cls is None or not (
+            report.when == "call" or report.failed or (report.when == "setup" and report.skipped)
+        ):
             return
         found = getattr(item, "funcargs", {})
         for suite, base in SUITES:
             if not is_counted(item, suite, base):
                 continue
-            names = _names(found) if suite in PAIRED else ((one, "") if (one := _alone(suite, found)) else None)
+            names = (
+                _names(found)
+                if suite in PAIRED
+                else ((one, "") if (one := _alone(suite, found)) else None)
+            )
             if names is not None:
                 self._of_class.setdefault((suite, cls), names)
             self._seen.append((suite, cls, report.outcome))
             self._left[suite, cls] -= 1
 
     def counts(self) -> Counts:
-        unfinished: dict[str, set[tuple[str, str]]] = {}  # interrupted: a part of the tests says nothing
+        unfinished: dict[
+            str, set[tuple[str, str]]
+        ] = {}  # interrupted: a part of the tests says nothing
         for (suite, cls), left in self._left.items():
             if left > 0 and (suite, cls) in self._of_class:
                 unfinished.setdefault(suite, set()).add(self._of_class[suite, cls])
@@ -174,10 +207,12 @@ def cells(text: str) -> dict[tuple[str, str, str], str]:
     for title, suites in (("Stores", ALONE), ("Pairs", PAIRED)):
         for line in text.partition(f"## {title}\n")[2].partition("\n## ")[0].splitlines():
             row = [cell.strip() for cell in line.strip("|").split("|")]
-            names, said = row[:-len(suites)], row[-len(suites):]
+            names, said = row[: -len(suites)], row[-len(suites) :]
             if len(names) == (1 if suites is ALONE else 2):
-                found |= {(suite, names[0], names[1] if names[1:] else ""): cell
-                          for suite, cell in zip(suites, said, strict=True)}
+                found |= {
+                    (suite, names[0], names[1] if names[1:] else ""): cell
+                    for suite, cell in zip(suites, said, strict=True)
+                }
     return found
 
 
@@ -189,12 +224,22 @@ def page(counts: Counts, *, before: str = "") -> str:
     alone = [[name, *(known.get((suite, name, ""), NEVER) for suite in ALONE)] for name in names]
     paired = [
         [broker, backend, *(known.get((suite, broker, backend), NEVER) for suite in PAIRED)]
-        for broker in brokers for backend in backends
+        for broker in brokers
+        for backend in backends
     ]
-    return "\n".join([
-        _HEAD.format(mongodb=private_mongo.best_kind()), "## Stores", "", *_table(["store", *ALONE], alone), "",
-        "## Pairs", "", *_table(["broker", "result backend", *PAIRED], paired), "",
-    ])
+    return "\n".join(
+        [
+            _HEAD.format(mongodb=private_mongo.best_kind()),
+            "## Stores",
+            "",
+            *_table(["store", *ALONE], alone),
+            "",
+            "## Pairs",
+            "",
+            *_table(["broker", "result backend", *PAIRED], paired),
+            "",
+        ]
+    )
 
 
 def _cell(passed: int, failed: int, skipped: int) -> str:
@@ -205,4 +250,8 @@ def _cell(passed: int, failed: int, skipped: int) -> str:
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    return ["| " + " | ".join(head) + " |", "|---" * len(head) + "|", *("| " + " | ".join(row) + " |" for row in rows)]
+    return [
+        "| " + " | ".join(head) + " |",
+        "|---" * len(head) + "|",
+        *("| " + " | ".join(row) + " |" for row in rows),
+    ]

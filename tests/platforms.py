@@ -27,9 +27,26 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "reference" / "platforms.md"
 ROOTS = Path(os.environ.get("MACHINERY_PLATFORMS", ROOT / ".platforms"))
 BEGIN, END = "<!-- measured: platforms -->", "<!-- end -->"
-HEAD = ("platform", "Python", "Redis", "RabbitMQ", "memcached", "tests", "passed", "failed", "left out")
+HEAD = (
+    "platform",
+    "Python",
+    "Redis",
+    "RabbitMQ",
+    "memcached",
+    "tests",
+    "passed",
+    "failed",
+    "left out",
+)
 
-FAST = ("tests/rules", "tests/wire", "tests/engine", "tests/models", "tests/test_architecture.py", "tests/test_public_api.py")
+FAST = (
+    "tests/rules",
+    "tests/wire",
+    "tests/engine",
+    "tests/models",
+    "tests/test_architecture.py",
+    "tests/test_public_api.py",
+)
 SYSTEM = ("tests/system",)
 STORES = ("tests/stores",)
 REDIS = ("tests/stores", "-k", "redis or cluster")
@@ -39,7 +56,17 @@ LINTERS = frozenset(("mypy", "pyright", "ruff", "types-PyYAML"))
 #: The stand-in for MongoDB works on Pythons that its metadata does not name yet.
 UNNAMED = "nx-27017"
 
-PACKAGES = ("ca-certificates", "gcc", "libc6-dev", "make", "openssl", "procps", "redis-server", "rabbitmq-server", "memcached")
+PACKAGES = (
+    "ca-certificates",
+    "gcc",
+    "libc6-dev",
+    "make",
+    "openssl",
+    "procps",
+    "redis-server",
+    "rabbitmq-server",
+    "memcached",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,8 +91,16 @@ class Platform:
 
 
 PLATFORMS = (
-    Platform(name="python3.13", suite="trixie", python="python3.13", selections=(FAST + SYSTEM + STORES,)),
-    Platform(name="valkey", suite="trixie", python="python3.13", redis="valkey-server", selections=(REDIS,)),
+    Platform(
+        name="python3.13", suite="trixie", python="python3.13", selections=(FAST + SYSTEM + STORES,)
+    ),
+    Platform(
+        name="valkey",
+        suite="trixie",
+        python="python3.13",
+        redis="valkey-server",
+        selections=(REDIS,),
+    ),
     Platform(name="python3.14", suite="sid", python="python3.14", selections=(FAST + SYSTEM,)),
     Platform(name="python3.15", suite="sid", python="python3.15", selections=(FAST + SYSTEM,)),
 )
@@ -73,16 +108,28 @@ PLATFORMS = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m tests.platforms", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m tests.platforms",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("names", nargs="*", help=f"of {', '.join(one.name for one in PLATFORMS)}; all if none is named")
-    parser.add_argument("--tests", nargs=argparse.REMAINDER, help="run these instead, and leave the page as it is")
+    parser.add_argument(
+        "names",
+        nargs="*",
+        help=f"of {', '.join(one.name for one in PLATFORMS)}; all if none is named",
+    )
+    parser.add_argument(
+        "--tests", nargs=argparse.REMAINDER, help="run these instead, and leave the page as it is"
+    )
     options = parser.parse_args(arguments)
     unknown = set(options.names) - {one.name for one in PLATFORMS}
     if unknown:
-        parser.error(f"unknown platform {sorted(unknown)[0]!r} (known: {', '.join(one.name for one in PLATFORMS)})")
+        parser.error(
+            f"unknown platform {sorted(unknown)[0]!r} (known: {', '.join(one.name for one in PLATFORMS)})"
+        )
     if os.geteuid() != 0:
-        parser.error("making and entering a Debian root asks for root's rights: sudo make platforms")
+        parser.error(
+            "making and entering a Debian root asks for root's rights: sudo make platforms"
+        )
     if shutil.which("debootstrap") is None:
         parser.error("debootstrap is missing: apt-get install debootstrap")
 
@@ -120,26 +167,41 @@ def make_root(platform: Platform) -> Path:
         ROOTS.mkdir(parents=True, exist_ok=True)
         half_made = ROOTS / f"{platform.suite}.new"
         shutil.rmtree(half_made, ignore_errors=True)
-        subprocess.run(["debootstrap", "--variant=minbase", platform.suite, half_made, mirror()], check=True)
+        subprocess.run(
+            ["debootstrap", "--variant=minbase", platform.suite, half_made, mirror()], check=True
+        )
         # A mirror may hold a state of the rolling release that is some weeks old, and says so by its date.
-        (half_made / "etc/apt/apt.conf.d/90platforms").write_text('Acquire::Check-Valid-Until "false";\n')
+        (half_made / "etc/apt/apt.conf.d/90platforms").write_text(
+            'Acquire::Check-Valid-Until "false";\n'
+        )
         policy = half_made / "usr/sbin/policy-rc.d"  # no service is started by its package
         policy.write_text("#!/bin/sh\nexit 101\n")
         policy.chmod(0o755)
         half_made.rename(root)
     certificates = Path("/etc/ssl/certs/ca-certificates.crt")
     packages = [*platform.packages, platform.redis]
-    enter(root, "export DEBIAN_FRONTEND=noninteractive; dpkg -s $0 $@ >/dev/null 2>&1 ||"
-                " { apt-get -q update && apt-get -q -y install --no-install-recommends $0 $@; }", *packages)
-    if certificates.exists():  # the package index may be behind an authority that only this machine knows
+    enter(
+        root,
+        "export DEBIAN_FRONTEND=noninteractive; dpkg -s $0 $@ >/dev/null 2>&1 ||"
+        " { apt-get -q update && apt-get -q -y install --no-install-recommends $0 $@; }",
+        *packages,
+    )
+    if (
+        certificates.exists()
+    ):  # the package index may be behind an authority that only this machine knows
         shutil.copy(certificates, root / certificates.relative_to("/"))
     return root
 
 
 def mirror() -> str:
     """Return the address from which this machine takes Debian's own packages."""
-    done = subprocess.run(["apt-get", "indextargets", "--format", "$(REPO_URI)", "Origin: Debian"],
-                          check=True, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        ["apt-get", "indextargets", "--format", "$(REPO_URI)", "Origin: Debian"],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     return next(line for line in done.stdout.splitlines() if "security" not in line)
 
 
@@ -147,8 +209,14 @@ def copy_checkout(root: Path) -> None:
     """Copy what git knows of, and has not been told to ignore, to /src/machinery; shared data beside it."""
     target = root / "src" / "machinery"
     shutil.rmtree(target.parent, ignore_errors=True)
-    listed = subprocess.run(["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-                            cwd=ROOT, check=True, capture_output=True, text=True, timeout=60).stdout
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    ).stdout
     for name in filter(None, listed.split("\0")):
         if (ROOT / name).is_file():
             (target / name).parent.mkdir(parents=True, exist_ok=True)
@@ -162,10 +230,15 @@ def install(root: Path, platform: Platform) -> None:
     """Make /venv-<python>, with the checkout and what its tests need."""
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
-    wanted = [line.strip() for line in setup["options.extras_require"]["dev"].splitlines() if line.strip()]
+    wanted = [
+        line.strip() for line in setup["options.extras_require"]["dev"].splitlines() if line.strip()
+    ]
     wanted = [line for line in wanted if not LINTERS & {line.partition(">")[0].partition("=")[0]}]
     unnamed = [line for line in wanted if line.startswith(UNNAMED)]
-    enter(root, f"test -d /venv-{platform.python} || {platform.python} -m venv /venv-{platform.python}")
+    enter(
+        root,
+        f"test -d /venv-{platform.python} || {platform.python} -m venv /venv-{platform.python}",
+    )
     pip = f"cd /src/machinery && /venv-{platform.python}/bin/python -m pip install -q"
     enter(root, f"{pip} --upgrade pip setuptools")
     enter(root, f'{pip} --editable . "$0" "$@"', *(line for line in wanted if line not in unnamed))
@@ -176,10 +249,16 @@ def run_tests(root: Path, platform: Platform, selection: Sequence[str]) -> tuple
     """Run pytest in the root; return how many passed, failed and were left out."""
     report = root / "src" / "report.xml"
     # Whatever the tests call Redis is the platform's: the same program under the name they look for.
-    enter(root, 'mkdir -p /redis && ln -sf "$(command -v "$0")" /redis/redis-server', platform.redis)
-    enter(root, f'cd /src/machinery && CI=true PATH=/redis:/venv-{platform.python}/bin:$PATH '
-                f'/venv-{platform.python}/bin/python -m pytest -q -n 2 --dist worksteal --junitxml /src/report.xml "$0" "$@"',
-          *selection, check=False)
+    enter(
+        root, 'mkdir -p /redis && ln -sf "$(command -v "$0")" /redis/redis-server', platform.redis
+    )
+    enter(
+        root,
+        f"cd /src/machinery && CI=true PATH=/redis:/venv-{platform.python}/bin:$PATH "
+        f'/venv-{platform.python}/bin/python -m pytest -q -n 2 --dist worksteal --junitxml /src/report.xml "$0" "$@"',
+        *selection,
+        check=False,
+    )
     if not report.exists():
         return 0, 1, 0
     [suite] = ElementTree.parse(report).getroot().iter("testsuite")
@@ -190,11 +269,15 @@ def run_tests(root: Path, platform: Platform, selection: Sequence[str]) -> tuple
 
 def versions(root: Path, platform: Platform) -> list[str]:
     """Return the versions of Python, Redis, RabbitMQ and memcached in the root."""
-    asked = enter(root, f"""
+    asked = enter(
+        root,
+        f"""
         {platform.python} -c 'import platform; print(platform.python_version())'
         {platform.redis} --version | sed 's/^\\(Redis\\|Valkey\\) server v=\\([0-9.]*\\).*/\\1 \\2/'
         for one in rabbitmq-server memcached; do dpkg-query -W -f '${{Version}}\\n' $one | sed 's/-.*//'; done
-    """, capture=True)
+    """,
+        capture=True,
+    )
     return asked.splitlines()
 
 
@@ -203,16 +286,32 @@ def enter(root: Path, script: str, *words: str, check: bool = True, capture: boo
     inner = 'mount --rbind /dev "$0/dev" && mount -t proc proc "$0/proc" && mount -t tmpfs tmp "$0/tmp" && exec chroot "$@"'
     clean = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "HOME": "/root", "LANG": "C.UTF-8"}
     # All of it ends with this process, however that ends.
-    alone = ["setpriv", "--pdeathsig", "KILL", "unshare", "--mount", "--pid", "--fork", "--kill-child"]
+    alone = [
+        "setpriv",
+        "--pdeathsig",
+        "KILL",
+        "unshare",
+        "--mount",
+        "--pid",
+        "--fork",
+        "--kill-child",
+    ]
     done = subprocess.run(
         [*alone, "sh", "-c", inner, root, root, "bash", "-c", script, *words],
-        check=check, text=True, stdout=subprocess.PIPE if capture else None, env=clean | proxies(),
+        check=check,
+        text=True,
+        stdout=subprocess.PIPE if capture else None,
+        env=clean | proxies(),
     )
     return done.stdout if capture else ""
 
 
 def proxies() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name.lower() in ("http_proxy", "https_proxy", "no_proxy")}
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name.lower() in ("http_proxy", "https_proxy", "no_proxy")
+    }
 
 
 def with_rows(page: str, rows: Sequence[Sequence[str]]) -> str:
@@ -222,7 +321,11 @@ def with_rows(page: str, rows: Sequence[Sequence[str]]) -> str:
     known = {row[0]: row for row in map(cells, table.splitlines()) if len(row) == len(HEAD)}
     known |= {row[0]: list(row) for row in rows}
     lines = [known[one.name] for one in PLATFORMS if one.name in known]
-    drawn = ["| " + " | ".join(HEAD) + " |", "|---" * len(HEAD) + "|", *("| " + " | ".join(line) + " |" for line in lines)]
+    drawn = [
+        "| " + " | ".join(HEAD) + " |",
+        "|---" * len(HEAD) + "|",
+        *("| " + " | ".join(line) + " |" for line in lines),
+    ]
     return before + BEGIN + "\n" + "\n".join(drawn) + "\n" + END + after
 
 

@@ -61,9 +61,16 @@ def redis_cluster() -> Iterator[RedisCluster]:
 def redis_node() -> Iterator[RedisServer]:
     """A Redis Cluster of one node, which has all slots."""
     require(RedisServer)
-    with RedisServer(port=free_port(besides=BUS), config={"cluster-enabled": "yes", "cluster-node-timeout": "1000"}) as node:
+    with RedisServer(
+        port=free_port(besides=BUS),
+        config={"cluster-enabled": "yes", "cluster-node-timeout": "1000"},
+    ) as node:
         node.cli("CLUSTER", "ADDSLOTS", *range(SLOTS))
-        wait_until(lambda: "cluster_state:ok" in str(node.cli("CLUSTER", "INFO")), HANG, "a node that serves all slots")
+        wait_until(
+            lambda: "cluster_state:ok" in str(node.cli("CLUSTER", "INFO")),
+            HANG,
+            "a node that serves all slots",
+        )
         yield node
 
 
@@ -84,7 +91,9 @@ def memcached_server() -> Iterator[MemcachedServer]:
 GIVEN_MONGODB = os.environ.get("MACHINERY_TEST_MONGODB_URL", "")
 
 
-@pytest.fixture(scope="session", params=["given-mongodb" if GIVEN_MONGODB else private_mongo.best_kind()])
+@pytest.fixture(
+    scope="session", params=["given-mongodb" if GIVEN_MONGODB else private_mongo.best_kind()]
+)
 def mongodb_server(request: pytest.FixtureRequest) -> Iterator[str]:
     """The URL of the MongoDB for the run, which test ids name: the one that is given, mongod, or a stand-in."""
     if GIVEN_MONGODB:

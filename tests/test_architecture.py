@@ -121,7 +121,11 @@ def floor_of(module: str) -> int:
 def imports(path: pathlib.Path, known: frozenset[str]) -> Iterator[tuple[str, int]]:
     """Every import of ours, also inside functions and under TYPE_CHECKING."""
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "machinery_py":
+        if (
+            isinstance(node, ast.ImportFrom)
+            and node.module
+            and node.module.split(".")[0] == "machinery_py"
+        ):
             base = node.module.removeprefix("machinery_py").lstrip(".")
             for alias in node.names:
                 inner = f"{base}.{alias.name}".lstrip(".")
@@ -129,7 +133,10 @@ def imports(path: pathlib.Path, known: frozenset[str]) -> Iterator[tuple[str, in
         elif isinstance(node, ast.Import):
             for alias in node.names:
                 if alias.name.split(".")[0] == "machinery_py":
-                    yield alias.name.removeprefix("machinery_py").lstrip(".") or "__init__", node.lineno
+                    yield (
+                        alias.name.removeprefix("machinery_py").lstrip(".") or "__init__",
+                        node.lineno,
+                    )
 
 
 def test_imports_go_down_only() -> None:
@@ -140,13 +147,19 @@ def test_imports_go_down_only() -> None:
         for target, line in imports(path, known):
             other = floor_of(target)
             if other > own or (other == own and own != DOORS and target != name):
-                wrong.append(f"{path.relative_to(PACKAGE.parent)}:{line}: {name} (row {own}) imports {target} (row {other})")
+                wrong.append(
+                    f"{path.relative_to(PACKAGE.parent)}:{line}: {name} (row {own}) imports {target} (row {other})"
+                )
 
     assert not wrong, "\n" + "\n".join(wrong)
 
 
 def test_no_file_is_longer_than_a_reader_can_hold() -> None:
-    long = {name: lines for name, path in modules() if (lines := path.read_text().count("\n")) > MAX_FILE}
+    long = {
+        name: lines
+        for name, path in modules()
+        if (lines := path.read_text().count("\n")) > MAX_FILE
+    }
 
     assert not long
 
@@ -172,14 +185,24 @@ def test_most_functions_are_a_few_lines() -> None:
 
 
 def test_every_module_says_what_it_holds() -> None:
-    silent = [name for name, path in modules() if not ast.get_docstring(ast.parse(path.read_text()))]
+    silent = [
+        name for name, path in modules() if not ast.get_docstring(ast.parse(path.read_text()))
+    ]
 
     assert not silent
 
 
 def test_no_pickle_and_no_import_by_name_from_a_message() -> None:
     """Messages are JSON; names in them are looked up in the registry. The places that import by name are listed."""
-    may_import = {"factory", "cli.main", "cli.doctor", "cli.apps", "cli.supervisor", "cli.reload", "testing.plugin"}
+    may_import = {
+        "factory",
+        "cli.main",
+        "cli.doctor",
+        "cli.apps",
+        "cli.supervisor",
+        "cli.reload",
+        "testing.plugin",
+    }
     wrong: list[str] = []
     for name, path in modules():
         for node in ast.walk(ast.parse(path.read_text())):
@@ -189,7 +212,11 @@ def test_no_pickle_and_no_import_by_name_from_a_message() -> None:
                     wrong.append(f"{name}:{node.lineno} imports {names}")
                 if "importlib" in names and name not in may_import:
                     wrong.append(f"{name}:{node.lineno} imports importlib")
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in {"eval", "exec", "__import__"}:
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Name)
+                and node.func.id in {"eval", "exec", "__import__"}
+            ):
                 wrong.append(f"{name}:{node.lineno} calls {node.func.id}")
 
     assert not wrong

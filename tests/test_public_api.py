@@ -7,7 +7,18 @@ import sys
 
 import machinery_py
 
-HEAVY = ("redis", "pymongo", "pika", "croniter", "sqlite3", "asyncio", "yaml", "pytest", "http.server", "ctypes")
+HEAVY = (
+    "redis",
+    "pymongo",
+    "pika",
+    "croniter",
+    "sqlite3",
+    "asyncio",
+    "yaml",
+    "pytest",
+    "http.server",
+    "ctypes",
+)
 
 
 def test_the_public_names_are_sorted_and_there() -> None:
@@ -27,7 +38,9 @@ def test_the_import_loads_no_client_library_and_starts_no_thread() -> None:
         "print([name for name in heavy if name in new], threading.active_count())\n"
     )
 
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
 
     assert done.stdout.strip() == "[] 1"
 
@@ -42,6 +55,8 @@ def test_a_server_can_be_made_without_opening_anything(tmp_path: object) -> None
         "print(os.listdir('.'), 'sqlite3' in sys.modules)\n"
     )
 
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
 
     assert done.stdout.strip() == "[] False"

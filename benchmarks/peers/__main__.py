@@ -43,7 +43,13 @@ def prepare(chosen: Sequence[System], *, install: bool) -> tuple[list[System], l
 
 
 def measure(
-    systems: Sequence[System], *, tasks: int, rounds: int, calls: int, folder: Path, broker: str = "redis"
+    systems: Sequence[System],
+    *,
+    tasks: int,
+    rounds: int,
+    calls: int,
+    folder: Path,
+    broker: str = "redis",
 ) -> tuple[dict[str, dict[int, Figures]], list[str], dict[str, object]]:
     """All rounds of all systems on the same servers: figures, failures, and facts about the run."""
     results: dict[str, dict[int, Figures]] = {}
@@ -60,35 +66,66 @@ def measure(
         for number in range(rounds):
             # Nobody is always the first, or always behind the same other one.
             turn = number % len(systems)
-            for system in [*systems[turn:], *systems[:turn]][::-1 if number % 2 else 1]:
+            for system in [*systems[turn:], *systems[:turn]][:: -1 if number % 2 else 1]:
                 steps.begin(f"round {number + 1}: {system.name}")
                 loads.append(os.getloadavg()[0])
                 try:
-                    found = bench.round(system, max(LEAST, round(tasks * system.share)), calls=calls)
+                    found = bench.round(
+                        system, max(LEAST, round(tasks * system.share)), calls=calls
+                    )
                 except RoundFailed as failure:
                     failures.append(f"round {number + 1}: {failure}")
                     continue
                 results.setdefault(system.name, {})[number + 1] = found
         bench.probe.close()
     steps.end()
-    facts: dict[str, object] = {"machine": report.machine(), "redis": version, "tasks": tasks, "rounds": rounds,
-                                "load": f"{min(loads):.1f} to {max(loads):.1f}"}
+    facts: dict[str, object] = {
+        "machine": report.machine(),
+        "redis": version,
+        "tasks": tasks,
+        "rounds": rounds,
+        "load": f"{min(loads):.1f} to {max(loads):.1f}",
+    }
     return results, failures, facts
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.peers",
-                                     description="Measures machinery_py beside others, on one Redis.")
-    parser.add_argument("--broker", default="redis", choices=list(ON),
-                        help="amqp: messages in RabbitMQ and results in Redis, of the systems that can")
-    parser.add_argument("--peers", nargs="+", default=list(BY_NAME), choices=list(BY_NAME), metavar="NAME",
-                        help=", ".join(BY_NAME))
-    parser.add_argument("--tasks", type=int, default=20_000, metavar="N", help="in each drain; slow systems get a part of them")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.peers",
+        description="Measures machinery_py beside others, on one Redis.",
+    )
+    parser.add_argument(
+        "--broker",
+        default="redis",
+        choices=list(ON),
+        help="amqp: messages in RabbitMQ and results in Redis, of the systems that can",
+    )
+    parser.add_argument(
+        "--peers",
+        nargs="+",
+        default=list(BY_NAME),
+        choices=list(BY_NAME),
+        metavar="NAME",
+        help=", ".join(BY_NAME),
+    )
+    parser.add_argument(
+        "--tasks",
+        type=int,
+        default=20_000,
+        metavar="N",
+        help="in each drain; slow systems get a part of them",
+    )
     parser.add_argument("--rounds", type=int, default=3, metavar="R")
-    parser.add_argument("--calls", type=int, default=LATENCY_CALLS, metavar="N", help="whose latency is measured")
+    parser.add_argument(
+        "--calls", type=int, default=LATENCY_CALLS, metavar="N", help="whose latency is measured"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
-    parser.add_argument("--no-install", action="store_true", help="leave out what has no environment yet")
-    parser.add_argument("--prepare", action="store_true", help="make the environments, and measure nothing")
+    parser.add_argument(
+        "--no-install", action="store_true", help="leave out what has no environment yet"
+    )
+    parser.add_argument(
+        "--prepare", action="store_true", help="make the environments, and measure nothing"
+    )
     options = parser.parse_args()
     if min(options.tasks, options.rounds, options.calls) < 1:
         parser.error("--tasks, --rounds and --calls take numbers from 1 on")
@@ -99,13 +136,25 @@ def main() -> int:
         print("\n".join(skipped), file=sys.stderr)
         return 1 if skipped else 0
     with tempfile.TemporaryDirectory(prefix="machinery-peers-") as name:
-        results, failures, facts = measure(systems, tasks=options.tasks, rounds=options.rounds, calls=options.calls,
-                                           folder=Path(name), broker=options.broker)
+        results, failures, facts = measure(
+            systems,
+            tasks=options.tasks,
+            rounds=options.rounds,
+            calls=options.calls,
+            folder=Path(name),
+            broker=options.broker,
+        )
     if options.json:
-        print(json.dumps(report.as_json(results, facts=facts, failures=failures, skipped=skipped), indent=2))
+        print(
+            json.dumps(
+                report.as_json(results, facts=facts, failures=failures, skipped=skipped), indent=2
+            )
+        )
     else:
-        print(f"{facts['machine']}, Redis {facts['redis']}; {options.tasks:,} tasks, {options.rounds} rounds, "
-              f"load {facts['load']}\n")
+        print(
+            f"{facts['machine']}, Redis {facts['redis']}; {options.tasks:,} tasks, {options.rounds} rounds, "
+            f"load {facts['load']}\n"
+        )
         print("\n".join(report.table(results)))
         for text in [*failures, *skipped]:
             print(f"\nNOT MEASURED {text}")

@@ -26,7 +26,10 @@ Send = Callable[[Sequence[int]], Sequence[str]]  # numbers → ids
 
 
 def run(
-    *, one: Send, bulk: Send | None, results: Callable[[Sequence[str]], Sequence[object]],
+    *,
+    one: Send,
+    bulk: Send | None,
+    results: Callable[[Sequence[str]], Sequence[object]],
     latency: Callable[[Sequence[int]], Sequence[float]],
 ) -> None:
     """Do what the arguments of the process say.
@@ -52,8 +55,12 @@ def run(
         ids = json.loads(file.read_text())
         wrong = 0
         for start in range(0, len(ids), CHUNK):
-            part = results(ids[start:start + CHUNK])
-            wrong += sum(found != start + index for index, found in enumerate(part)) + len(ids[start:start + CHUNK]) - len(part)
+            part = results(ids[start : start + CHUNK])
+            wrong += (
+                sum(found != start + index for index, found in enumerate(part))
+                + len(ids[start : start + CHUNK])
+                - len(part)
+            )
         answer = {"wrong": wrong, "checked": len(ids)}
     else:
         latency(range(WARM))
@@ -74,7 +81,9 @@ def gate() -> int:
 def _end_with(pipe: int) -> None:
     """End this process and all that it has started as soon as nobody measures any more, however that came to be."""
     os.read(pipe, 1)
-    os.killpg(os.getpgrp(), signal.SIGKILL)  # a group of our own: a worker is started in a new session
+    os.killpg(
+        os.getpgrp(), signal.SIGKILL
+    )  # a group of our own: a worker is started in a new session
 
 
 def expect(found: object, number: int) -> None:

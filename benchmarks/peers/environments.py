@@ -21,7 +21,9 @@ class EnvironmentFailed(Exception):
 
 def folder(system: System) -> Path:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "machinery_py" / "peers" / f"{system.environment or system.name}-{system.version}"
+    return (
+        cache / "machinery_py" / "peers" / f"{system.environment or system.name}-{system.version}"
+    )
 
 
 def python_of(system: System) -> Path:
@@ -48,9 +50,20 @@ def make(system: System, say: Callable[[str], None]) -> None:
     say(f"{system.name} {system.version}: making {place}")
     venv.create(place, clear=True, with_pip=True, symlinks=True)
     say(f"{system.name} {system.version}: installing")
-    command = [str(python_of(system)), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-r", str(wanted)]
+    command = [
+        str(python_of(system)),
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--disable-pip-version-check",
+        "-r",
+        str(wanted),
+    ]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=INSTALLING, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=INSTALLING, check=False
+        )
     except subprocess.TimeoutExpired as error:
         raise EnvironmentFailed(f"{system.name}: not installed after {INSTALLING:g} s") from error
     if done.returncode:

@@ -30,20 +30,43 @@ Servers = Mapping[str, str]  # variables that tell the scripts where the servers
 
 
 def environment(servers: Servers, *, latency: bool) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("MACHINERY_", "PYTHON", "PEERS_"))}
-    return {**kept, "PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1", "PEERS_LATENCY": str(int(latency)), **servers}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("MACHINERY_", "PYTHON", "PEERS_"))
+    }
+    return {
+        **kept,
+        "PYTHONPATH": str(ROOT),
+        "PYTHONSAFEPATH": "1",
+        "PEERS_LATENCY": str(int(latency)),
+        **servers,
+    }
 
 
 def ask(system: System, servers: Servers, action: str, count: int, file: Path) -> dict[str, Any]:
     """Run its send.py; what that printed."""
-    command = [str(python_of(system)), "-m", f"benchmarks.peers.{system.folder}.send", action, str(count), str(file)]
+    command = [
+        str(python_of(system)),
+        "-m",
+        f"benchmarks.peers.{system.folder}.send",
+        action,
+        str(count),
+        str(file),
+    ]
     environ = environment(servers, latency=action == "latency")
     try:
-        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=HANG, check=False)
+        done = subprocess.run(
+            command, env=environ, capture_output=True, text=True, timeout=HANG, check=False
+        )
     except subprocess.TimeoutExpired as error:
-        raise RoundFailed(f"{system.name}: {action} of {count:,} not done after {HANG:g} s") from error
+        raise RoundFailed(
+            f"{system.name}: {action} of {count:,} not done after {HANG:g} s"
+        ) from error
     if done.returncode or not done.stdout:
-        raise RoundFailed(f"{system.name}: {action}: {done.stderr.strip()[-2000:] or done.returncode}")
+        raise RoundFailed(
+            f"{system.name}: {action}: {done.stderr.strip()[-2000:] or done.returncode}"
+        )
     answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return answer
 
@@ -51,18 +74,32 @@ def ask(system: System, servers: Servers, action: str, count: int, file: Path) -
 class Workers:
     """Worker processes that stand ready, each command in a session of its own with whatever it starts."""
 
-    def __init__(self, system: System, servers: Servers, processes: int, *, latency: bool = False) -> None:
+    def __init__(
+        self, system: System, servers: Servers, processes: int, *, latency: bool = False
+    ) -> None:
         self.system = system
         # Output goes to a file: nobody reads a pipe while the clock runs.
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self._children: list[subprocess.Popen[str]] = []
         commands, each = (processes, 1) if system.copies else (1, processes)
-        command = [str(python_of(system)), "-m", f"benchmarks.peers.{system.folder}.drain", str(each)]
+        command = [
+            str(python_of(system)),
+            "-m",
+            f"benchmarks.peers.{system.folder}.drain",
+            str(each),
+        ]
         for _ in range(commands):
-            self._children.append(subprocess.Popen(
-                command, env=environment(servers, latency=latency), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                stderr=self._log, text=True, start_new_session=True,
-            ))
+            self._children.append(
+                subprocess.Popen(
+                    command,
+                    env=environment(servers, latency=latency),
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=self._log,
+                    text=True,
+                    start_new_session=True,
+                )
+            )
 
     def wait_ready(self) -> None:
         for child in self._children:
@@ -83,13 +120,17 @@ class Workers:
     def check_alive(self) -> None:
         for child in self._children:
             if child.poll() is not None:
-                raise RoundFailed(f"{self.system.name}: a worker ended with {child.returncode}: {self.log_tail()}")
+                raise RoundFailed(
+                    f"{self.system.name}: a worker ended with {child.returncode}: {self.log_tail()}"
+                )
 
     def cpu(self) -> float:
         """Seconds of CPU of all its processes; those that have ended count with their parent."""
         ticks = 0
         for _pid, fields in self._processes():
-            ticks += sum(int(field) for field in fields[11:15])  # utime, stime, and those of children that were waited for
+            ticks += sum(
+                int(field) for field in fields[11:15]
+            )  # utime, stime, and those of children that were waited for
         return ticks / TICKS
 
     def log_tail(self) -> str:
@@ -128,7 +169,9 @@ class Workers:
 
 
 @contextlib.contextmanager
-def workers(system: System, servers: Servers, processes: int, *, latency: bool = False) -> Iterator[Workers]:
+def workers(
+    system: System, servers: Servers, processes: int, *, latency: bool = False
+) -> Iterator[Workers]:
     """Worker processes that run from here to the end."""
     started = Workers(system, servers, processes, latency=latency)
     try:

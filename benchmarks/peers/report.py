@@ -41,7 +41,14 @@ def ratios(results: Results, peer: str, figure: Figure) -> list[float]:
 
 
 def machine() -> str:
-    model = next((line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), "unknown")
+    model = next(
+        (
+            line.partition(":")[2].strip()
+            for line in _lines("/proc/cpuinfo")
+            if line.startswith("model name")
+        ),
+        "unknown",
+    )
     return f"{os.cpu_count()} processors ({model}), Python {platform.python_version()}, {platform.system()} {platform.release()}"
 
 
@@ -49,13 +56,25 @@ def _lines(path: str) -> list[str]:
     return Path(path).read_text().splitlines() if Path(path).exists() else []
 
 
-def as_json(results: Results, *, facts: Mapping[str, object], failures: Sequence[str], skipped: Sequence[str]) -> dict[str, Any]:
+def as_json(
+    results: Results,
+    *,
+    facts: Mapping[str, object],
+    failures: Sequence[str],
+    skipped: Sequence[str],
+) -> dict[str, Any]:
     return {
         "facts": dict(facts),
-        "rounds": {name: [{"round": number, **figures} for number, figures in found.items()] for name, found in results.items()},
+        "rounds": {
+            name: [{"round": number, **figures} for number, figures in found.items()]
+            for name, found in results.items()
+        },
         "ratios": {
-            name: {figure.name: found for figure in FIGURES if (found := ratios(results, name, figure))}
-            for name in results if name != OURS
+            name: {
+                figure.name: found for figure in FIGURES if (found := ratios(results, name, figure))
+            }
+            for name in results
+            if name != OURS
         },
         "failures": list(failures),
         "skipped": list(skipped),
@@ -67,22 +86,40 @@ def table(results: Results) -> list[str]:
     names = [name for name in BY_NAME if results.get(name)]
     head = [f"{name} {BY_NAME[name].version}".strip() for name in names]
     lines = ["| median of the rounds | " + " | ".join(head) + " |", "|---|" + "---:|" * len(names)]
-    shown = [figure for figure in FIGURES if any(figure.name in one for found in results.values() for one in found.values())]
+    shown = [
+        figure
+        for figure in FIGURES
+        if any(figure.name in one for found in results.values() for one in found.values())
+    ]
     for figure in shown:
         cells = []
         for name in names:
-            values = [figures[figure.name] for figures in results[name].values() if figure.name in figures]
+            values = [
+                figures[figure.name] for figures in results[name].values() if figure.name in figures
+            ]
             cells.append(f"{amount(statistics.median(values))}" if values else "–")
-        lines.append(f"| {figure.what}{f', {figure.unit}' if figure.unit else ''} | " + " | ".join(cells) + " |")
+        lines.append(
+            f"| {figure.what}{f', {figure.unit}' if figure.unit else ''} | "
+            + " | ".join(cells)
+            + " |"
+        )
     peers = [name for name in names if name != OURS]
     if OURS not in names or not peers:
         return lines
-    lines += ["", "| times better than … (least to most) | " + " | ".join(peers) + " |", "|---|" + "---:|" * len(peers)]
+    lines += [
+        "",
+        "| times better than … (least to most) | " + " | ".join(peers) + " |",
+        "|---|" + "---:|" * len(peers),
+    ]
     for figure in shown:
         cells = []
         for name in peers:
             found = sorted(ratios(results, name, figure))
-            cells.append(f"**{statistics.median(found):.2f}** ({found[0]:.2f} to {found[-1]:.2f})" if found else "–")
+            cells.append(
+                f"**{statistics.median(found):.2f}** ({found[0]:.2f} to {found[-1]:.2f})"
+                if found
+                else "–"
+            )
         lines.append(f"| {figure.what} | " + " | ".join(cells) + " |")
     return lines
 

@@ -19,7 +19,9 @@ from machinery_py.testing.servers import RabbitMQServer, RedisServer
 
 LATENCY_CALLS = 300
 POLL = 0.01  # seconds between two looks at a queue
-STARTED = 0.1  # of the tasks are done when the clock starts: until then workers connect, fork, warm up
+STARTED = (
+    0.1  # of the tasks are done when the clock starts: until then workers connect, fork, warm up
+)
 LOOKS = 20  # that show what a look costs
 
 VHOST = """rabbit_vhost:delete(<<"{before}">>, <<"bench">>), rabbit_vhost:add(<<"{name}">>, <<"bench">>),
@@ -43,7 +45,9 @@ class Mark:
 class Bench:
     """The server that all share, and what it tells about itself; with `rabbit`, that has the messages and Redis the results."""
 
-    def __init__(self, redis: RedisServer, folder: Path, rabbit: RabbitMQServer | None = None) -> None:
+    def __init__(
+        self, redis: RedisServer, folder: Path, rabbit: RabbitMQServer | None = None
+    ) -> None:
         self.redis = redis
         self.rabbit = rabbit
         self.url = redis.url.rpartition("/")[0]
@@ -63,14 +67,21 @@ class Bench:
                 figures["send" if action == "one" else "bulk"] = sent
             left = system.left(self.probe)
             if left != count:
-                raise RoundFailed(f"{system.name}: {left:,} messages wait after sending, not {count:,}")
+                raise RoundFailed(
+                    f"{system.name}: {left:,} messages wait after sending, not {count:,}"
+                )
             figures |= self._drain(system, count, processes)
             checked = ask(system, self.servers, "check", count, self._file)
             if checked != {"wrong": 0, "checked": count}:
                 raise RoundFailed(f"{system.name}: results: {checked}")
         self._clear()
         with workers(system, self.servers, 1, latency=True):
-            taken = sorted(cast("list[float]", ask(system, self.servers, "latency", calls, self._file)["seconds"]))
+            taken = sorted(
+                cast(
+                    "list[float]",
+                    ask(system, self.servers, "latency", calls, self._file)["seconds"],
+                )
+            )
         figures["latency"] = 1000 * statistics.median(taken)
         figures["p99"] = 1000 * taken[math.ceil(len(taken) * 0.99) - 1]
         return figures
@@ -90,7 +101,9 @@ class Bench:
             start = self._mark(running, time.monotonic(), done=0)
             began = self._mark(running, self._wait(running, count, math.ceil(count * STARTED)))
             if began.done > count / 2:
-                began = start  # too few tasks to leave the start out: most were done between two looks
+                began = (
+                    start  # too few tasks to leave the start out: most were done between two looks
+                )
             ended = self._mark(running, self._wait(running, count, count))
             self._wait_acknowledged(running)
         done, looks, seconds = count - began.done, ended.looks - began.looks, ended.at - began.at
@@ -105,7 +118,13 @@ class Bench:
     _looks = 0
 
     def _mark(self, running: Workers, at: float, done: int | None = None) -> Mark:
-        return Mark(at=at, done=self._done if done is None else done, looks=self._looks, cpu=running.cpu(), server=self._server())
+        return Mark(
+            at=at,
+            done=self._done if done is None else done,
+            looks=self._looks,
+            cpu=running.cpu(),
+            server=self._server(),
+        )
 
     def _wait(self, running: Workers, count: int, wanted: int) -> float:
         """Look until so many are done; the moment at which it was seen."""
@@ -118,14 +137,18 @@ class Bench:
                 return now
             running.check_alive()
             if now > deadline:
-                raise RoundFailed(f"{running.system.name}: {self._done:,} of {count:,} done in {HANG:g} s: {running.log_tail()}")
+                raise RoundFailed(
+                    f"{running.system.name}: {self._done:,} of {count:,} done in {HANG:g} s: {running.log_tail()}"
+                )
             self._pause.wait(POLL)
 
     def _wait_acknowledged(self, running: Workers) -> None:
         deadline = time.monotonic() + 10.0
         while left := running.system.left(self.probe):
             if time.monotonic() > deadline:
-                raise RoundFailed(f"{running.system.name}: {left:,} messages are left after all have a result")
+                raise RoundFailed(
+                    f"{running.system.name}: {left:,} messages are left after all have a result"
+                )
             self._pause.wait(POLL)
 
     def _cost_of_a_look(self, system: System, count: int) -> Mapping[str, float]:
@@ -139,10 +162,16 @@ class Bench:
         """What Redis counts: commands, those in scripts too; reads from sockets; its own CPU in µs."""
         counts = self.probe.ask("INFO", "commandstats")
         rabbit = {} if self.rabbit is None else {"rabbitmq cpu": 1e6 * _cpu(self.rabbit.pid)}
-        commands = sum(line["calls"] for name, line in counts.items() if not name.startswith("cmdstat_info"))
+        commands = sum(
+            line["calls"] for name, line in counts.items() if not name.startswith("cmdstat_info")
+        )
         facts = {**self.probe.ask("INFO", "stats"), **self.probe.ask("INFO", "cpu")}
-        return {"commands": commands, "reads": facts["total_reads_processed"],
-                "redis cpu": 1e6 * (facts["used_cpu_sys"] + facts["used_cpu_user"]), **rabbit}
+        return {
+            "commands": commands,
+            "reads": facts["total_reads_processed"],
+            "redis cpu": 1e6 * (facts["used_cpu_sys"] + facts["used_cpu_user"]),
+            **rabbit,
+        }
 
     def _clear(self) -> None:
         """An empty server, with an empty file behind it."""
@@ -159,7 +188,9 @@ class Bench:
                 if time.monotonic() > deadline:
                     raise
                 self._pause.wait(POLL)
-        while (facts := self.probe.ask("INFO", "persistence"))["aof_rewrite_in_progress"] or facts["aof_rewrite_scheduled"]:
+        while (facts := self.probe.ask("INFO", "persistence"))["aof_rewrite_in_progress"] or facts[
+            "aof_rewrite_scheduled"
+        ]:
             if time.monotonic() > deadline:
                 raise RoundFailed("Redis still writes its file anew")
             self._pause.wait(POLL)

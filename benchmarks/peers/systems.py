@@ -37,18 +37,31 @@ class Probe:
         """How many entries of a stream its group has not acknowledged or not read."""
         left = 0
         for reply in self.ask("XINFO", "GROUPS", stream):
-            facts = reply if isinstance(reply, dict) else dict(zip(reply[::2], reply[1::2], strict=True))
+            facts = (
+                reply
+                if isinstance(reply, dict)
+                else dict(zip(reply[::2], reply[1::2], strict=True))
+            )
             left += int(facts["pending"]) + int(facts["lag"] or 0)
         return left
 
     def queued(self, *queues: str) -> int:
         """How many messages of queues of RabbitMQ are not acknowledged, whether a worker has them or not. Takes a second."""
         assert self._rabbit is not None
-        lines = self._rabbit.ctl("list_queues", "-p", self.vhost, "--no-table-headers", "name", "messages").splitlines()
-        return sum(int(count) for name, _, count in (line.rpartition("\t") for line in lines) if name in queues)
+        lines = self._rabbit.ctl(
+            "list_queues", "-p", self.vhost, "--no-table-headers", "name", "messages"
+        ).splitlines()
+        return sum(
+            int(count)
+            for name, _, count in (line.rpartition("\t") for line in lines)
+            if name in queues
+        )
 
     def machinery(self) -> int:
-        return sum(stats.waiting + stats.running + stats.delayed + stats.dead for stats in self._server.broker.stats())
+        return sum(
+            stats.waiting + stats.running + stats.delayed + stats.dead
+            for stats in self._server.broker.stats()
+        )
 
     def close(self) -> None:
         self._queue.close()
@@ -105,52 +118,126 @@ def _build_go() -> None:
 
 
 SYSTEMS: Sequence[System] = (
-    System(name="machinery", left=Probe.machinery, copies=False, bulk=True,
-           note="`machinery worker` as shipped (four threads in a process); acknowledged with the result, in one step"),
-    System(name="raw", left=lambda probe: probe.ask("LLEN", "raw") + probe.ask("HLEN", "raw:held"), bulk=True,
-           stored=lambda probe: int(probe.ask("GET", "raw:ended") or 0),
-           note="redis-py without a library: about the same commands for a task in the same batches, one thread, nothing that is"
-                " safe: **a batch is lost** with a worker that dies between taking it and noting that"),
-    System(name="gomachinery", share=0.5, left=lambda probe: int(probe.ask("LLEN", "machinery_tasks")), make=_build_go,
-           note="Go Machinery 1.10.8, a worker with ten slots; **cannot acknowledge**: a task that was taken is lost with its"
-                " worker; no bulk send; the waiter polls each 0.2 ms"),
-    System(name="celery", version="5.7.0", share=0.25, stored=Probe.stored,
-           left=lambda probe: probe.ask("LLEN", "celery") + probe.ask("HLEN", "unacked"),
-           note="solo pool; acks_late; no bulk send"),
-    System(name="dramatiq", version="2.2.1", share=0.5, stored=Probe.stored, copies=False,
-           left=lambda probe: int(probe.ask("HLEN", "dramatiq:default.msgs")),
-           note="four threads in a process, 200 messages in stock; middleware for retries and results only; no bulk send"),
-    System(name="huey", version="3.5.4", share=0.5, stored=lambda probe: int(probe.ask("HLEN", "huey.results.peers")),
-           left=lambda probe: int(probe.ask("LLEN", "huey.redis.peers")),
-           note="one thread in a process; **cannot acknowledge**: a task that was taken is lost with its worker; no bulk send"),
-    System(name="rq", version="2.12.0", share=0.1, bulk=True, stored=lambda probe: int(probe.ask("ZCARD", "rq:finished:default")),
-           left=lambda probe: probe.ask("LLEN", "rq:queue:default") + probe.ask("ZCARD", "rq:wip:default"),
-           note="SimpleWorker, which does not fork for each job"),
-    System(name="taskiq", version="0.13.0", share=0.5, bulk=True, copies=False, stored=Probe.stored,
-           left=lambda probe: probe.groups("taskiq"),
-           note="streams, acknowledged when the result is saved; uvloop, orjson; bulk: 100 sends side by side; the waiter polls"
-                " each 0.5 ms"),
-    System(name="arq", version="0.28.0", share=0.25, bulk=True, left=lambda probe: int(probe.ask("ZCARD", "arq:queue")),
-           note="uvloop; bulk: 100 sends side by side; worker and waiter poll (each 1 ms and 0.5 ms)"),
+    System(
+        name="machinery",
+        left=Probe.machinery,
+        copies=False,
+        bulk=True,
+        note="`machinery worker` as shipped (four threads in a process); acknowledged with the result, in one step",
+    ),
+    System(
+        name="raw",
+        left=lambda probe: probe.ask("LLEN", "raw") + probe.ask("HLEN", "raw:held"),
+        bulk=True,
+        stored=lambda probe: int(probe.ask("GET", "raw:ended") or 0),
+        note="redis-py without a library: about the same commands for a task in the same batches, one thread, nothing that is"
+        " safe: **a batch is lost** with a worker that dies between taking it and noting that",
+    ),
+    System(
+        name="gomachinery",
+        share=0.5,
+        left=lambda probe: int(probe.ask("LLEN", "machinery_tasks")),
+        make=_build_go,
+        note="Go Machinery 1.10.8, a worker with ten slots; **cannot acknowledge**: a task that was taken is lost with its"
+        " worker; no bulk send; the waiter polls each 0.2 ms",
+    ),
+    System(
+        name="celery",
+        version="5.7.0",
+        share=0.25,
+        stored=Probe.stored,
+        left=lambda probe: probe.ask("LLEN", "celery") + probe.ask("HLEN", "unacked"),
+        note="solo pool; acks_late; no bulk send",
+    ),
+    System(
+        name="dramatiq",
+        version="2.2.1",
+        share=0.5,
+        stored=Probe.stored,
+        copies=False,
+        left=lambda probe: int(probe.ask("HLEN", "dramatiq:default.msgs")),
+        note="four threads in a process, 200 messages in stock; middleware for retries and results only; no bulk send",
+    ),
+    System(
+        name="huey",
+        version="3.5.4",
+        share=0.5,
+        stored=lambda probe: int(probe.ask("HLEN", "huey.results.peers")),
+        left=lambda probe: int(probe.ask("LLEN", "huey.redis.peers")),
+        note="one thread in a process; **cannot acknowledge**: a task that was taken is lost with its worker; no bulk send",
+    ),
+    System(
+        name="rq",
+        version="2.12.0",
+        share=0.1,
+        bulk=True,
+        stored=lambda probe: int(probe.ask("ZCARD", "rq:finished:default")),
+        left=lambda probe: (
+            probe.ask("LLEN", "rq:queue:default") + probe.ask("ZCARD", "rq:wip:default")
+        ),
+        note="SimpleWorker, which does not fork for each job",
+    ),
+    System(
+        name="taskiq",
+        version="0.13.0",
+        share=0.5,
+        bulk=True,
+        copies=False,
+        stored=Probe.stored,
+        left=lambda probe: probe.groups("taskiq"),
+        note="streams, acknowledged when the result is saved; uvloop, orjson; bulk: 100 sends side by side; the waiter polls"
+        " each 0.5 ms",
+    ),
+    System(
+        name="arq",
+        version="0.28.0",
+        share=0.25,
+        bulk=True,
+        left=lambda probe: int(probe.ask("ZCARD", "arq:queue")),
+        note="uvloop; bulk: 100 sends side by side; worker and waiter poll (each 1 ms and 0.5 ms)",
+    ),
 )
 
 #: The same on RabbitMQ, with results in Redis: those that can.
 AMQP_SYSTEMS: Sequence[System] = (
-    System(name="machinery", copies=False, bulk=True, left=lambda probe: probe.queued("machinery_tasks"),
-           stored=lambda probe: int(probe.ask("ZCARD", "mpy:done")),
-           note="`machinery worker` as shipped (four threads in a process), each message confirmed and acknowledged after its"
-                " result is stored"),
-    System(name="raw", scripts="raw_amqp", bulk=True, left=lambda probe: probe.queued("raw"),
-           stored=lambda probe: int(probe.ask("GET", "raw:ended") or 0),
-           note="pika (SelectConnection) and redis-py without a library: a publish, a confirm, a delivery for each task, and for"
-                " each batch one acknowledgement and the same commands as the baseline on Redis"),
-    System(name="celery", version="5.7.0", share=0.25, stored=Probe.stored, left=lambda probe: probe.queued("celery"),
-           note="solo pool; acks_late, confirm_publish; no bulk send"),
-    System(name="dramatiq", version="2.2.1", share=0.5, stored=Probe.stored, copies=False,
-           requirements="requirements-amqp.txt", environment="dramatiq-amqp",
-           left=lambda probe: probe.queued("default", "default.DQ", "default.XQ"),
-           note="four threads in a process, 200 messages in stock, confirm_delivery; middleware for retries and results only;"
-                " no bulk send"),
+    System(
+        name="machinery",
+        copies=False,
+        bulk=True,
+        left=lambda probe: probe.queued("machinery_tasks"),
+        stored=lambda probe: int(probe.ask("ZCARD", "mpy:done")),
+        note="`machinery worker` as shipped (four threads in a process), each message confirmed and acknowledged after its"
+        " result is stored",
+    ),
+    System(
+        name="raw",
+        scripts="raw_amqp",
+        bulk=True,
+        left=lambda probe: probe.queued("raw"),
+        stored=lambda probe: int(probe.ask("GET", "raw:ended") or 0),
+        note="pika (SelectConnection) and redis-py without a library: a publish, a confirm, a delivery for each task, and for"
+        " each batch one acknowledgement and the same commands as the baseline on Redis",
+    ),
+    System(
+        name="celery",
+        version="5.7.0",
+        share=0.25,
+        stored=Probe.stored,
+        left=lambda probe: probe.queued("celery"),
+        note="solo pool; acks_late, confirm_publish; no bulk send",
+    ),
+    System(
+        name="dramatiq",
+        version="2.2.1",
+        share=0.5,
+        stored=Probe.stored,
+        copies=False,
+        requirements="requirements-amqp.txt",
+        environment="dramatiq-amqp",
+        left=lambda probe: probe.queued("default", "default.DQ", "default.XQ"),
+        note="four threads in a process, 200 messages in stock, confirm_delivery; middleware for retries and results only;"
+        " no bulk send",
+    ),
 )
 
 ON: Mapping[str, Sequence[System]] = {"redis": SYSTEMS, "amqp": AMQP_SYSTEMS}

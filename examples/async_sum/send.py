@@ -49,7 +49,10 @@ def workflows() -> None:
         print(f"  {result.name} =", result.get(WAIT))
 
     print("Chord: the group, and a callback with all its results:")
-    print("  (1 + 1) * (2 + 2) * (5 + 6) =", server.send_chord(chord(three, multiply.partial())).get(WAIT))
+    print(
+        "  (1 + 1) * (2 + 2) * (5 + 6) =",
+        server.send_chord(chord(three, multiply.partial())).get(WAIT),
+    )
 
     print("Chain of tasks, each result going to the end of the next one's arguments:")
     steps = chain(add.signature(1, 1), add.partial(5, 5), multiply.partial(4))

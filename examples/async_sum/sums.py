@@ -11,7 +11,9 @@ from machinery_py import Context, RetryTaskLater, Server, current_task
 
 server = Server()
 
-PERIOD = float(os.environ.get("LONG_RUNNING_PERIOD", "1"))  # seconds between two lines of long_running_task
+PERIOD = float(
+    os.environ.get("LONG_RUNNING_PERIOD", "1")
+)  # seconds between two lines of long_running_task
 
 
 @server.task

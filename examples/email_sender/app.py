@@ -25,7 +25,9 @@ from machinery_py import MachineryError, PublishUnknown, StateNotFound
 GIVE_UP = dt.timedelta(days=5)  # a mail that could not be delivered by then is not sent any more
 MAX_BODY = 10_000  # bytes
 MAX_NAME = 200  # characters
-ADDRESS = re.compile(r"[A-Za-z0-9!#$%&'*+/=?^_`{|}~.-]{1,64}@(?=.{1,253}$)([A-Za-z0-9-]{1,63}\.)+[A-Za-z0-9-]{2,63}")
+ADDRESS = re.compile(
+    r"[A-Za-z0-9!#$%&'*+/=?^_`{|}~.-]{1,64}@(?=.{1,253}$)([A-Za-z0-9-]{1,63}\.)+[A-Za-z0-9-]{2,63}"
+)
 
 WELCOME = "Hello {name},\n\nwelcome to the shop. Nothing else to do.\n"
 
@@ -56,7 +58,9 @@ class Signups(BaseHTTPRequestHandler):
             return self._unavailable(f"may or may not have been accepted: {error}")
         except MachineryError as error:
             return self._unavailable(f"not accepted, try again: {error}")
-        return self._answer(HTTPStatus.ACCEPTED, {"task": result.uuid, "state": f"/tasks/{result.uuid}"})
+        return self._answer(
+            HTTPStatus.ACCEPTED, {"task": result.uuid, "state": f"/tasks/{result.uuid}"}
+        )
 
     def do_GET(self) -> None:
         if not self.path.startswith("/tasks/"):
@@ -68,10 +72,16 @@ class Signups(BaseHTTPRequestHandler):
             return self._answer(HTTPStatus.NOT_FOUND, {"error": f"no such task: {uuid}"})
         except MachineryError as error:
             return self._unavailable(str(error))
-        return self._answer(HTTPStatus.OK, {
-            "task": uuid, "state": state.state.value, "attempt": state.attempt, "runs": state.run + 1,
-            "error": state.error,
-        })
+        return self._answer(
+            HTTPStatus.OK,
+            {
+                "task": uuid,
+                "state": state.state.value,
+                "attempt": state.attempt,
+                "runs": state.run + 1,
+                "error": state.error,
+            },
+        )
 
     def _signup(self) -> tuple[str, str]:
         length = self.headers.get("Content-Length", "")
@@ -81,7 +91,9 @@ class Signups(BaseHTTPRequestHandler):
             body = json.loads(self.rfile.read(int(length)))
         except ValueError:
             raise BadRequest("the body is not JSON") from None
-        email, name = (body.get("email"), body.get("name")) if isinstance(body, dict) else (None, None)
+        email, name = (
+            (body.get("email"), body.get("name")) if isinstance(body, dict) else (None, None)
+        )
         if not isinstance(email, str) or not ADDRESS.fullmatch(email):
             raise BadRequest(f"email is {email!r}, not an address")
         if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME or not name.isprintable():
@@ -118,7 +130,10 @@ def main() -> None:
     options = parser.parse_args()
     with Service(("127.0.0.1", options.port), Signups) as service:
         # shutdown() waits for serve_forever(), which this thread is in.
-        signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=service.shutdown, name="shutdown").start())
+        signal.signal(
+            signal.SIGTERM,
+            lambda *_: threading.Thread(target=service.shutdown, name="shutdown").start(),
+        )
         print(f"http://127.0.0.1:{service.server_address[1]}", flush=True)
         try:
             service.serve_forever(poll_interval=0.1)

@@ -37,7 +37,9 @@ def follow(result: ChordResult[str], each_look: Callable[[int], object] = lambda
         while waiting:
             states = server.backend.get_states(waiting)
             retrying = sum(state.state is State.RETRY for state in states.values())
-            waiting = [uuid for uuid in waiting if uuid not in states or not states[uuid].is_finished]
+            waiting = [
+                uuid for uuid in waiting if uuid not in states or not states[uuid].is_finished
+            ]
             done = total - len(waiting)
             bar.show(done, f"({retrying:,} to be tried again)" if retrying else "")
             each_look(done)
@@ -48,7 +50,9 @@ def follow(result: ChordResult[str], each_look: Callable[[int], object] = lambda
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Sends a mail to everybody in a CSV file.")
-    parser.add_argument("file", type=Path, nargs="?", default=RECIPIENTS, help="columns: email, name")
+    parser.add_argument(
+        "file", type=Path, nargs="?", default=RECIPIENTS, help="columns: email, name"
+    )
     parser.add_argument("--subject", default="This week")
     options = parser.parse_args()
     print(follow(bulk(options.subject, read_recipients(options.file), TEXT)))

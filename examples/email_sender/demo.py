@@ -42,14 +42,27 @@ LOOK = 0.05  # seconds between two looks
 DIGEST_SPEC = "* * * * * *"  # each second: a demo has no minute
 DIGESTS = 3  # that are waited for
 
-SIGNUPS = [("ada@example.com", "Ada"), ("grace@example.com", "Grace"), ("alan@example.com", "Alan"),
-           ("emilie@example.com", "Émilie"), ("edsger@example.com", "Edsger")]
+SIGNUPS = [
+    ("ada@example.com", "Ada"),
+    ("grace@example.com", "Grace"),
+    ("alan@example.com", "Alan"),
+    ("emilie@example.com", "Émilie"),
+    ("edsger@example.com", "Edsger"),
+]
 BUSY = ("busy@example.com", "Busy")  # 451 twice, then accepted
-DROPPED = ("dropped@example.com", "Dropped")  # accepted, but the connection breaks before the client is told
+DROPPED = (
+    "dropped@example.com",
+    "Dropped",
+)  # accepted, but the connection breaks before the client is told
 GONE = ("gone@example.com", "Gone")  # 550: no such mailbox
 WRONG = ("not an address", "Wrong")  # never gets past the web service
 BULK_GONE = "reader0500@example.net"  # one of the bulk is refused for good, too
-ANSWERS = {BUSY[0]: ["451", "451"], DROPPED[0]: ["drop"], GONE[0]: ["550"] * 50, BULK_GONE: ["550"] * 50}
+ANSWERS = {
+    BUSY[0]: ["451", "451"],
+    DROPPED[0]: ["drop"],
+    GONE[0]: ["550"] * 50,
+    BULK_GONE: ["550"] * 50,
+}
 
 
 class Trouble(Exception):
@@ -118,15 +131,21 @@ def sign_ups(demo: Demo) -> None:
     if demo.sign_up(*WRONG) != http.HTTPStatus.BAD_REQUEST:
         raise Trouble(f"the sign-up of {WRONG[0]!r} was not refused")
     median = statistics.median(demo.answer_times)
-    demo.say(f"{len(people)} sign-ups posted, answered in {1000 * median:.1f} ms (median); "
-             "one with a wrong address refused")
+    demo.say(
+        f"{len(people)} sign-ups posted, answered in {1000 * median:.1f} ms (median); "
+        "one with a wrong address refused"
+    )
     demo.wait_until(lambda: all(demo.is_finished(email) for email, _ in people))
     for email, _ in people:
         state = demo.state(email)
         if state["state"] != ("FAILURE" if email == GONE[0] else "SUCCESS"):
             raise Trouble(f"the mail to {email} ended as {state}")
-    demo.say(f"their mails are through; {BUSY[0]} was busy (451): {demo.state(BUSY[0])['runs']} runs")
-    demo.say(f"{DROPPED[0]}: the connection broke before the 250, so it was sent twice, under one Message-ID")
+    demo.say(
+        f"their mails are through; {BUSY[0]} was busy (451): {demo.state(BUSY[0])['runs']} runs"
+    )
+    demo.say(
+        f"{DROPPED[0]}: the connection broke before the 250, so it was sent twice, under one Message-ID"
+    )
     demo.say(f"{GONE[0]} failed for good: {demo.state(GONE[0])['error']}")
 
 
@@ -134,7 +153,9 @@ def send_bulk(demo: Demo) -> list[str]:
     """Send the bulk, with an outage in the middle; the UUIDs of its tasks."""
     recipients = read_recipients()
     result = bulk("This week", recipients, TEXT)
-    demo.say(f"a bulk of {len(recipients):,} accepted; the mail server goes down for {OUTAGE:g} s on the way")
+    demo.say(
+        f"a bulk of {len(recipients):,} accepted; the mail server goes down for {OUTAGE:g} s on the way"
+    )
     began = time.monotonic()
     down_at = 0.0
 
@@ -168,46 +189,69 @@ def check_mails(demo: Demo) -> None:
     ids = {mail["message_id"] for mail in mails}
     if len(ids) != len(expected):
         raise Trouble(f"{len(ids):,} Message-IDs for {len(expected):,} mails")
-    demo.say(f"the mail server has {len(mails):,} mails for {len(expected):,} readers under {len(ids):,} Message-IDs: "
-             "each reader keeps exactly one")
+    demo.say(
+        f"the mail server has {len(mails):,} mails for {len(expected):,} readers under {len(ids):,} Message-IDs: "
+        "each reader keeps exactly one"
+    )
 
 
 def digests(demo: Demo) -> None:
     """By the clock, then once by hand, as `machinery periodic run` does it; each is to come once to each reader."""
-    demo.wait_until(lambda: any(one.name == "digest" and one.sent >= DIGESTS for one in server.schedules.list()))
+    demo.wait_until(
+        lambda: any(one.name == "digest" and one.sent >= DIGESTS for one in server.schedules.list())
+    )
     server.schedules.run_now("digest")
     server.schedules.pause("digest")  # what is sent now is run, and no more is sent
     demo.wait_until(lambda: not any(one.waiting or one.running for one in server.inspect.queues()))
-    mails = [message_from_bytes(path.read_bytes()) for path in (demo.folder / "outbox").glob("*.eml")]
-    news = Counter((mail["To"], mail.get_payload()) for mail in mails if mail["Subject"].startswith("News"))
+    mails = [
+        message_from_bytes(path.read_bytes()) for path in (demo.folder / "outbox").glob("*.eml")
+    ]
+    news = Counter(
+        (mail["To"], mail.get_payload()) for mail in mails if mail["Subject"].startswith("News")
+    )
     sent, readers = server.schedules.get("digest").sent, {to for to, _ in news}
     if len(news) != sent * len(readers) or set(news.values()) != {1}:
         raise Trouble(f"{sent} ticks of the digest became {news}")
-    demo.say(f"the digest, here due each second, came {sent} times, the last one by hand: each once to {len(readers)} readers")
+    demo.say(
+        f"the digest, here due each second, came {sent} times, the last one by hand: each once to {len(readers)} readers"
+    )
 
 
 def summary(demo: Demo, uuids: list[str]) -> None:
     states = server.backend.get_states([*uuids, *demo.uuids.values()])
     print("\nQUEUE            WAITING  RUNNING  DELAYED  DEAD")
     for queue in server.inspect.queues():
-        print(f"{queue.queue:16} {queue.waiting:7,} {queue.running:8,} {queue.delayed:8,} {queue.dead:5,}")
+        print(
+            f"{queue.queue:16} {queue.waiting:7,} {queue.running:8,} {queue.delayed:8,} {queue.dead:5,}"
+        )
         if queue.waiting or queue.running or queue.delayed or queue.dead:
             raise Trouble(f"queue {queue.queue!r} is not empty")
     ended = Counter(state.state.value for state in states.values())
-    print(f"\n{len(states):,} mails: {ended['SUCCESS']:,} tasks succeeded, {ended['FAILURE']:,} failed for good; "
-          f"{sum(state.run for state in states.values()):,} runs had to be repeated")
+    print(
+        f"\n{len(states):,} mails: {ended['SUCCESS']:,} tasks succeeded, {ended['FAILURE']:,} failed for good; "
+        f"{sum(state.run for state in states.values()):,} runs had to be repeated"
+    )
 
 
 # The processes
 
 
 @contextlib.contextmanager
-def process(demo: Demo, name: str, command: list[str], environ: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
+def process(
+    demo: Demo, name: str, command: list[str], environ: dict[str, str]
+) -> Iterator[subprocess.Popen[str]]:
     """Run a process, its errors in a file of the folder; ends it in order, or else by force."""
     with (demo.folder / f"{name}.log").open("w") as log:
         # A group of its own, so that Ctrl+C reaches this program alone, which then stops the others in order.
-        child = subprocess.Popen(command, cwd=demo.folder, env=environ, stdout=subprocess.PIPE, stderr=log, text=True,
-                                 process_group=0)
+        child = subprocess.Popen(
+            command,
+            cwd=demo.folder,
+            env=environ,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            process_group=0,
+        )
         try:
             yield child
             child.send_signal(signal.SIGTERM)
@@ -226,10 +270,16 @@ def process(demo: Demo, name: str, command: list[str], environ: dict[str, str]) 
 
 
 def run(demo: Demo) -> None:
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(("SMTP_", "MAIL_"))}
+    environ = {
+        name: value for name, value in os.environ.items() if not name.startswith(("SMTP_", "MAIL_"))
+    }
     environ |= {
-        "SMTP_HOST": "127.0.0.1", "SMTP_PORT": str(demo.mailbox.port), "MAIL_PATIENCE": "0.5",
-        "PYTHONPATH": str(HERE), "PYTHONDONTWRITEBYTECODE": "1", "TMPDIR": str(demo.folder),
+        "SMTP_HOST": "127.0.0.1",
+        "SMTP_PORT": str(demo.mailbox.port),
+        "MAIL_PATIENCE": "0.5",
+        "PYTHONPATH": str(HERE),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "TMPDIR": str(demo.folder),
     }
     machinery = [sys.executable, "-m", "machinery_py"]
     worker_command = [*machinery, "worker", "tasks", "-Q", "mail,bulk", "-c", str(THREADS)]
@@ -242,7 +292,9 @@ def run(demo: Demo) -> None:
         process(demo, "digest worker", digest_command, environ | clock),
         process(demo, "service", service_command, environ) as service,
     ):
-        demo.address = service.stdout.readline().strip().removeprefix("http://") if service.stdout else ""
+        demo.address = (
+            service.stdout.readline().strip().removeprefix("http://") if service.stdout else ""
+        )
         demo.say(f"mail server, web service and workers started in {demo.folder}")
         sign_ups(demo)
         uuids = send_bulk(demo)

@@ -36,7 +36,9 @@ class Mailbox:
         answers: for each address what it is answered, mail for mail.
     """
 
-    def __init__(self, folder: Path, *, port: int = 0, answers: Mapping[str, Iterable[str]] | None = None) -> None:
+    def __init__(
+        self, folder: Path, *, port: int = 0, answers: Mapping[str, Iterable[str]] | None = None
+    ) -> None:
         self.path = folder / "mailbox.jsonl"
         self.port = port  # the real one, once it has been started
         self.accepted = 0  # mails since it was made
@@ -81,7 +83,9 @@ class Mailbox:
 
     async def _listen(self) -> None:
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(lambda: _Connection(self, loop), "127.0.0.1", self.port)
+        self._server = await loop.create_server(
+            lambda: _Connection(self, loop), "127.0.0.1", self.port
+        )
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def _hang_up(self) -> None:
@@ -109,7 +113,9 @@ class Mailbox:
         if answer == DROP:
             self._drop.add(address)
         elif answer != FINE:
-            return f"{answer} {'mailbox unavailable' if answer.startswith('5') else 'try again later'}"
+            return (
+                f"{answer} {'mailbox unavailable' if answer.startswith('5') else 'try again later'}"
+            )
         envelope.rcpt_tos.append(address)
         return "250 OK"
 
@@ -118,8 +124,12 @@ class Mailbox:
         message = BytesHeaderParser(policy=modern).parsebytes(envelope.original_content or b"")
         with self.path.open("a", encoding="utf-8") as file:
             for address in envelope.rcpt_tos:
-                line = {"message_id": message["Message-ID"], "to": address, "subject": message["Subject"],
-                        "time": f"{time.time():.3f}"}
+                line = {
+                    "message_id": message["Message-ID"],
+                    "to": address,
+                    "subject": message["Subject"],
+                    "time": f"{time.time():.3f}",
+                }
                 file.write(json.dumps(line, ensure_ascii=False) + "\n")
         self.accepted += 1
         if self._drop.intersection(envelope.rcpt_tos):
@@ -153,10 +163,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="An SMTP server for trying things out.")
     parser.add_argument("--port", type=int, default=1025)
     parser.add_argument("--folder", type=Path, default=Path())
-    parser.add_argument("--answer", action="append", default=[], metavar="ADDRESS=CODE[,CODE…]",
-                        help="what the first mails for an address are answered: 451, 550, drop, fine")
+    parser.add_argument(
+        "--answer",
+        action="append",
+        default=[],
+        metavar="ADDRESS=CODE[,CODE…]",
+        help="what the first mails for an address are answered: 451, 550, drop, fine",
+    )
     options = parser.parse_args()
-    answers = {address: codes.split(",") for address, _, codes in (one.rpartition("=") for one in options.answer)}
+    answers = {
+        address: codes.split(",")
+        for address, _, codes in (one.rpartition("=") for one in options.answer)
+    }
     with Mailbox(options.folder, port=options.port, answers=answers) as mailbox:
         print(f"smtp://127.0.0.1:{mailbox.port}, keeping mails in {mailbox.path}", flush=True)
         try:

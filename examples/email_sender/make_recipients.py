@@ -7,10 +7,46 @@ import random
 from pathlib import Path
 
 COUNT = 1000
-FIRST = ["Ada", "Alan", "Barbara", "Claude", "Donald", "Edsger", "Émilie", "Frances", "Grace", "Hedy", "Jürgen",
-         "Katherine", "Leslie", "Margaret", "Niklaus", "Radia", "Søren", "Tony", "Vint", "Łucja"]
-LAST = ["Allen", "Hamilton", "Hopper", "Johnson", "Knuth", "Lamarr", "Lamport", "Liskov", "Lovelace", "Müller",
-        "O'Neil", "Perlman", "Shannon", "Smith, Jr.", "Turing", "Wirth"]
+FIRST = [
+    "Ada",
+    "Alan",
+    "Barbara",
+    "Claude",
+    "Donald",
+    "Edsger",
+    "Émilie",
+    "Frances",
+    "Grace",
+    "Hedy",
+    "Jürgen",
+    "Katherine",
+    "Leslie",
+    "Margaret",
+    "Niklaus",
+    "Radia",
+    "Søren",
+    "Tony",
+    "Vint",
+    "Łucja",
+]
+LAST = [
+    "Allen",
+    "Hamilton",
+    "Hopper",
+    "Johnson",
+    "Knuth",
+    "Lamarr",
+    "Lamport",
+    "Liskov",
+    "Lovelace",
+    "Müller",
+    "O'Neil",
+    "Perlman",
+    "Shannon",
+    "Smith, Jr.",
+    "Turing",
+    "Wirth",
+]
 
 
 def main() -> None:
@@ -20,7 +56,9 @@ def main() -> None:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(["email", "name"])
         for number in range(1, COUNT + 1):
-            writer.writerow([f"reader{number:04d}@example.net", f"{rng.choice(FIRST)} {rng.choice(LAST)}"])
+            writer.writerow(
+                [f"reader{number:04d}@example.net", f"{rng.choice(FIRST)} {rng.choice(LAST)}"]
+            )
 
 
 if __name__ == "__main__":

@@ -44,7 +44,9 @@ def send_mail(to: str, subject: str, text: str) -> str:
     message = EmailMessage()
     message["From"], message["To"], message["Subject"] = SENDER, to, subject
     message["Date"] = formatdate(localtime=True)
-    message["Message-ID"] = f"<{current_task().uuid}@{SENDER.partition('@')[2]}>"  # the same on every attempt
+    message["Message-ID"] = (
+        f"<{current_task().uuid}@{SENDER.partition('@')[2]}>"  # the same on every attempt
+    )
     message.set_content(text, cte="quoted-printable")  # every server takes that
     smtp = connection()
     try:
@@ -76,7 +78,8 @@ def report(campaign: str, delivered: list[bool]) -> str:
 def bulk(campaign: str, recipients: Iterable[tuple[str, str]], text: str) -> ChordResult[str]:
     """Send a text to many, each (address, name); `{name}` becomes the name. All are stored in one step, or none."""
     mails = group(
-        send_bulk_mail.signature(address, campaign, text.replace("{name}", name)) for address, name in recipients
+        send_bulk_mail.signature(address, campaign, text.replace("{name}", name))
+        for address, name in recipients
     )
     return server.send_chord(chord(mails, report.partial(campaign), collect=True))
 

@@ -44,7 +44,11 @@ class AmqpDriver:
     """The servers behind one or several URLs. May be used from any thread; opens nothing before it is needed."""
 
     def __init__(
-        self, *urls: str, clock: Clock | None = None, timeout: float = 5.0, strategy: Strategy = round_robin,
+        self,
+        *urls: str,
+        clock: Clock | None = None,
+        timeout: float = 5.0,
+        strategy: Strategy = round_robin,
         name: str = "machinery",
     ) -> None:
         """`timeout` is for one round trip, and for one round of connecting.
@@ -96,8 +100,15 @@ class AmqpDriver:
                 failures.append(f"{redact(current)}: {error}")
                 following = self._after(current)
                 if len(failures) == len(self.urls):
-                    raise BrokerUnavailable(f"no connection to RabbitMQ: {'; '.join(failures)}") from error
-                logger.warning("broker %s does not answer: %s; trying %s", redact(current), error, redact(following))
+                    raise BrokerUnavailable(
+                        f"no connection to RabbitMQ: {'; '.join(failures)}"
+                    ) from error
+                logger.warning(
+                    "broker %s does not answer: %s; trying %s",
+                    redact(current),
+                    error,
+                    redact(following),
+                )
                 current = following
                 continue
             self._current = current
@@ -114,11 +125,15 @@ class AmqpDriver:
             # pika guesses from how far it came; only a server that says so has refused us, others were going down or coming up.
             said = "ConnectionClosedByBroker" in str(error) and "is down" not in str(error)
             if said and isinstance(error, ProbableAuthenticationError):
-                raise StoreUnusable(f"{redact(url)}: the server refuses user or password (check both in the URL; guest may come "
-                                    "from the server's own host only)") from error
+                raise StoreUnusable(
+                    f"{redact(url)}: the server refuses user or password (check both in the URL; guest may come "
+                    "from the server's own host only)"
+                ) from error
             if said and isinstance(error, ProbableAccessDeniedError):
-                raise StoreUnusable(f"{redact(url)}: the user may not use the vhost, or it does not exist "
-                                    "(rabbitmqctl add_vhost, rabbitmqctl set_permissions)") from error
+                raise StoreUnusable(
+                    f"{redact(url)}: the user may not use the vhost, or it does not exist "
+                    "(rabbitmqctl add_vhost, rabbitmqctl set_permissions)"
+                ) from error
             if isinstance(error, ssl.SSLCertVerificationError):
                 raise StoreUnusable(
                     f"{redact(url)}: the server's certificate cannot be trusted: {error.verify_message} (set ?ca_file=…)"
@@ -131,12 +146,21 @@ class AmqpDriver:
         try:
             options = pika.SSLOptions(_context(said), said.host) if said.tls else None
         except (OSError, ssl.SSLError) as error:
-            raise StoreUnusable(f"{redact(url)}: a certificate file cannot be used: {error}") from error
+            raise StoreUnusable(
+                f"{redact(url)}: a certificate file cannot be used: {error}"
+            ) from error
         return pika.ConnectionParameters(
-            host=said.host, port=said.port, virtual_host=said.vhost,
+            host=said.host,
+            port=said.port,
+            virtual_host=said.vhost,
             credentials=pika.PlainCredentials(said.username, said.password, erase_on_connect=True),
-            heartbeat=said.heartbeat, blocked_connection_timeout=None, socket_timeout=timeout, stack_timeout=timeout,
-            connection_attempts=1, ssl_options=options, tcp_options=dict(KEEPALIVE),
+            heartbeat=said.heartbeat,
+            blocked_connection_timeout=None,
+            socket_timeout=timeout,
+            stack_timeout=timeout,
+            connection_attempts=1,
+            ssl_options=options,
+            tcp_options=dict(KEEPALIVE),
             client_properties={"connection_name": f"{self._name} {purpose} {os.getpid()}"},
         )
 
@@ -216,7 +240,9 @@ def translated(place: str, doing: str) -> Iterator[None]:
 
 def passes(error: ChannelLost) -> bool:
     """Whether the server's refusal ends by itself: a classic queue whose node is down, a lock of somebody who is gone."""
-    return error.code == LOCKED or (error.code == NOT_FOUND and "down or inaccessible" in error.text)
+    return error.code == LOCKED or (
+        error.code == NOT_FOUND and "down or inaccessible" in error.text
+    )
 
 
 def largest_of(error: object) -> int | None:
@@ -229,11 +255,15 @@ def explained(error: ChannelLost) -> str:
     """The server's text, with what to do about it."""
     text = error.text
     if error.code == 406 and "inequivalent arg" in text:
-        return (f"{text} (it was declared with other arguments: make amqp.queue_declare_args the same everywhere,"
-                " or delete it and declare it anew)")
+        return (
+            f"{text} (it was declared with other arguments: make amqp.queue_declare_args the same everywhere,"
+            " or delete it and declare it anew)"
+        )
     if error.code == 403:
-        return (f"{text} (give the user the right to it, see rabbitmqctl set_permissions, or use another name; those that begin"
-                " with 'amq.' are RabbitMQ's own)")
+        return (
+            f"{text} (give the user the right to it, see rabbitmqctl set_permissions, or use another name; those that begin"
+            " with 'amq.' are RabbitMQ's own)"
+        )
     return text
 
 

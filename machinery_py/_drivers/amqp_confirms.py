@@ -1,9 +1,9 @@
 """What became of the messages that are on their way: the server confirms them by the number that each has on its channel.
 
-    confirmed    a queue has it, on disk if it is durable
-    returned     no queue took it; it is nowhere
-    refused      the server said no (a full queue that rejects); it is nowhere
-    unknown      the connection ended, or nothing was said in time
+confirmed    a queue has it, on disk if it is durable
+returned     no queue took it; it is nowhere
+refused      the server said no (a full queue that rejects); it is nowhere
+unknown      the connection ended, or nothing was said in time
 """
 
 from __future__ import annotations
@@ -59,7 +59,11 @@ class Batch:
         with self._over:
             self._heard = time.monotonic()
             # Nobody wakes us for a part: what was heard is looked at when the time is over.
-            while self._left and self.failure is None and (left := self._heard + timeout - time.monotonic()) > 0:
+            while (
+                self._left
+                and self.failure is None
+                and (left := self._heard + timeout - time.monotonic()) > 0
+            ):
                 self._over.wait(left)
             return not self._left
 

@@ -46,7 +46,12 @@ class _Arrival:
 
     def deliver(self) -> None:
         body = self.body
-        self.take(self.channel, self.method, self.properties, body[0] if len(body) == 1 else b"".join(body))
+        self.take(
+            self.channel,
+            self.method,
+            self.properties,
+            body[0] if len(body) == 1 else b"".join(body),
+        )
 
 
 class Connection(SelectConnection):  # type: ignore[misc]  # pika has no types for mypy

@@ -22,12 +22,23 @@ OVERHEAD = 8  # bytes of a frame around its payload
 END = 0xCE
 LONGEST = 255  # bytes of a short string
 
-DELIVER = b"\x00\x3c\x00\x3c"  # class 60, method 60: what is at the beginning of a method frame's payload
+DELIVER = (
+    b"\x00\x3c\x00\x3c"  # class 60, method 60: what is at the beginning of a method frame's payload
+)
 
 # Property flags in the order in which the properties stand.
 _TYPE, _MESSAGE_ID, _REPLY_TO, _CORRELATION_ID = 1 << 5, 1 << 7, 1 << 9, 1 << 10
 _PRIORITY, _DELIVERY_MODE, _HEADERS, _CONTENT_TYPE = 1 << 11, 1 << 12, 1 << 13, 1 << 15
-_KNOWN = _TYPE | _MESSAGE_ID | _REPLY_TO | _CORRELATION_ID | _PRIORITY | _DELIVERY_MODE | _HEADERS | _CONTENT_TYPE
+_KNOWN = (
+    _TYPE
+    | _MESSAGE_ID
+    | _REPLY_TO
+    | _CORRELATION_ID
+    | _PRIORITY
+    | _DELIVERY_MODE
+    | _HEADERS
+    | _CONTENT_TYPE
+)
 
 _HALF = 1 << 31
 _LONG, _INTEGER, _STRING = b"lIS"

@@ -49,7 +49,11 @@ class Link:
     """A connection. `blocked` is the server's reason for taking no messages at present, or ""."""
 
     def __init__(
-        self, parameters: pika.ConnectionParameters, *, name: str, on_lost: Callable[[], object] | None = None
+        self,
+        parameters: pika.ConnectionParameters,
+        *,
+        name: str,
+        on_lost: Callable[[], object] | None = None,
     ) -> None:
         """`on_lost` is called once, in the link's thread, when the connection has ended."""
         self._parameters = parameters
@@ -82,25 +86,33 @@ class Link:
         Raises:
             LinkLost: it could not be done.
         """
-        self._thread = threading.Thread(target=self._run, name=f"machinery-amqp-{self._name}", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, name=f"machinery-amqp-{self._name}", daemon=True
+        )
         self._thread.start()
         try:
             self._opened.result(timeout)
         except TimeoutError:
             self.abort()
-            raise LinkLost(f"no answer within {timeout:g} s (check host, port and firewall; is it overloaded?)") from None
+            raise LinkLost(
+                f"no answer within {timeout:g} s (check host, port and firewall; is it overloaded?)"
+            ) from None
 
     def _run(self) -> None:
         ended: Exception | None = None
         try:
             self._connection = Connection(
-                self._parameters, on_open_callback=self._on_open, on_open_error_callback=self._on_end,
+                self._parameters,
+                on_open_callback=self._on_open,
+                on_open_error_callback=self._on_end,
                 on_close_callback=self._on_end,
             )
             self._connection.add_on_connection_blocked_callback(self._on_blocked)
             self._connection.add_on_connection_unblocked_callback(self._on_unblocked)
             self._connection.ioloop.start()
-        except Exception as error:  # whatever ends the loop ends the connection, and is told to all that wait
+        except (
+            Exception
+        ) as error:  # whatever ends the loop ends the connection, and is told to all that wait
             ended = error
         self._end(ended or LinkLost("closed"))
         if self._connection is not None:
@@ -178,10 +190,11 @@ class Link:
         connection = self._connection
         assert connection is not None
 
-        def opened(future: Future[Any], raw: Any) -> None:
-            settle(future, Channel(self, raw))
+        def begin(future: Future[Any]) -> None:
+            connection.channel(on_open_callback=lambda raw: settle(future, Channel(self, raw)))
 
-        return self.ask(lambda future: connection.channel(on_open_callback=lambda raw: opened(future, raw)), timeout)  # type: ignore[no-any-return]  # a future of Any
+        channel: Channel = self.ask(begin, timeout)
+        return channel
 
     def close(self) -> None:
         """Say goodbye, and end the thread. May be called twice, and from the link's own thread not at all."""
@@ -227,7 +240,9 @@ class Channel:
         self.lost: Exception | None = None
         self._waiting: set[Future[Any]] = set()
         self._on_lost: Callable[[Exception], object] | None = None
-        self._unsettled: dict[int, None] = {}  # tags of deliveries, the oldest first; touched in the link's thread alone
+        self._unsettled: dict[
+            int, None
+        ] = {}  # tags of deliveries, the oldest first; touched in the link's thread alone
         raw.add_on_close_callback(self._on_close)
 
     @property
@@ -267,9 +282,12 @@ class Channel:
 
     def rpc(self, method: str, *, timeout: float, **arguments: Any) -> Any:
         """Call one of pika's methods that has a `callback`, and return the frame that it is called with."""
-        return self.ask(lambda future: getattr(self.raw, method)(
-            callback=lambda frame: settle(future, frame), **arguments
-        ), timeout)
+        return self.ask(
+            lambda future: getattr(self.raw, method)(
+                callback=lambda frame: settle(future, frame), **arguments
+            ),
+            timeout,
+        )
 
     def cancel(self, tag: str, then: Callable[[], object]) -> None:
         """End a subscription, in the link's thread; what is on its way still reaches its callback, and then `then` is called.
@@ -285,7 +303,11 @@ class Channel:
             self.raw._consumers.pop(tag, None)
             then()
 
-        self.raw._rpc(spec.Basic.Cancel(consumer_tag=tag), cancelled, [(spec.Basic.CancelOk, {"consumer_tag": tag})])
+        self.raw._rpc(
+            spec.Basic.Cancel(consumer_tag=tag),
+            cancelled,
+            [(spec.Basic.CancelOk, {"consumer_tag": tag})],
+        )
 
     def write(self, pieces: Iterable[bytes]) -> None:
         """Send frames of this channel that are encoded already; in the link's thread.

@@ -112,9 +112,12 @@ class Publisher:
 
     def tell(self, queue: str, body: bytes, correlation_id: str) -> None:
         """Send an answer that nobody minds losing. Not in confirm mode's order: it has a channel of its own."""
+
         def send() -> None:
             connection = self.channel.raw.connection
-            connection.channel(on_open_callback=lambda raw: _answer(raw, queue, body, correlation_id))
+            connection.channel(
+                on_open_callback=lambda raw: _answer(raw, queue, body, correlation_id)
+            )
 
         self.link.tell(send)
 

@@ -33,7 +33,9 @@ class Reader:
         self._on_empty: Callable[[], object] = _ignore
         channel.raw.add_callback(lambda _: self._on_empty(), [spec.Basic.GetEmpty], one_shot=False)
 
-    def all(self, queues: Iterable[str], timeout: float, *, auto_ack: bool = False) -> dict[str, list[Held]]:
+    def all(
+        self, queues: Iterable[str], timeout: float, *, auto_ack: bool = False
+    ) -> dict[str, list[Held]]:
         """What is there. Raises LinkLost, ChannelLost."""
         found: dict[str, list[Held]] = {queue: [] for queue in queues}
         asked, more = deque[str](), deque(found)

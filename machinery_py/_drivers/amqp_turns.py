@@ -42,7 +42,13 @@ from pika.exceptions import AMQPError
 from machinery_py._drivers.amqp import AmqpDriver, largest_of
 from machinery_py._drivers.amqp_link import Channel, ChannelLost, Link, LinkLost, settle
 from machinery_py._drivers.amqp_reader import EACH, Held, Reader
-from machinery_py.errors import BackendUnavailable, BrokerUnavailable, NameRefused, StoreUnusable, for_good
+from machinery_py.errors import (
+    BackendUnavailable,
+    BrokerUnavailable,
+    NameRefused,
+    StoreUnusable,
+    for_good,
+)
 from machinery_py.forks import ForkLock
 from machinery_py.names import is_made
 
@@ -94,7 +100,9 @@ class Desk:
         self.channel = link.channel(timeout)
         self.reader = Reader(self.channel)
         self.returned: set[str] = set()
-        self.on_cancel: Callable[[str], object] = _nothing  # by the server, of a subscription with this tag
+        self.on_cancel: Callable[[str], object] = (
+            _nothing  # by the server, of a subscription with this tag
+        )
         raw = self.channel.raw
         raw.add_on_cancel_callback(lambda frame: self.on_cancel(frame.method.consumer_tag))
         raw.add_on_return_callback(lambda _, method, __, ___: self.returned.add(method.routing_key))
@@ -110,7 +118,9 @@ class Turn:
         self._channel = desk.channel
         self._timeout = timeout
         self._locks: dict[str, tuple[str, int]] = {}  # → the tags of the consumer and of the token
-        self._tags: set[str] = set()  # of the consumers that hold; touched in the link's thread alone
+        self._tags: set[str] = (
+            set()
+        )  # of the consumers that hold; touched in the link's thread alone
         self._held: dict[str, list[Held]] = {}
         self._known: set[str] = set()  # these queues are there
         self._absent: set[str] = set()
@@ -129,7 +139,9 @@ class Turn:
             LockTaken: somebody else has one of them for too long.
         """
         for lock in sorted(set(locks) - self._locks.keys()):
-            token = self._channel.ask(functools.partial(self._ask_for, lock), PATIENCE + self._timeout)
+            token = self._channel.ask(
+                functools.partial(self._ask_for, lock), PATIENCE + self._timeout
+            )
             if token is None:
                 raise LockTaken(lock)
             self._locks[lock] = token
@@ -172,7 +184,9 @@ class Turn:
         if unknown:
             self._desk.returned.clear()
             looked_for = [wanted[queue] for queue in unknown]
-            self._channel.ask(lambda future: self._probe(looked_for, future), self._timeout + EACH * len(unknown))
+            self._channel.ask(
+                lambda future: self._probe(looked_for, future), self._timeout + EACH * len(unknown)
+            )
             self._absent |= self._desk.returned & unknown
         self._held |= self._desk.reader.all(sorted(queues - self._absent), self._timeout)
 
@@ -228,7 +242,9 @@ class Turn:
         self._channel.ask(lambda future: self._write(future, then), wait)
         gone = self._desk.returned & {queue for _, queue, _, must in self._messages if must}
         if gone:
-            raise BackendUnavailable(f"RabbitMQ: queue {min(gone)!r} was deleted while it was written to")
+            raise BackendUnavailable(
+                f"RabbitMQ: queue {min(gone)!r} was deleted while it was written to"
+            )
 
     def _write(self, future: Future[Any], then: Callable[[], object]) -> None:
         raw = self._channel.raw
@@ -328,7 +344,9 @@ class Turns:
     def _desk(self, doing: str) -> Desk:
         link = self.link()
         if not link.wait_unblocked(self.driver.timeout):
-            raise BackendUnavailable(f"RabbitMQ at {self.driver.place}: {doing}: it takes no messages now: {link.blocked}")
+            raise BackendUnavailable(
+                f"RabbitMQ at {self.driver.place}: {doing}: it takes no messages now: {link.blocked}"
+            )
         while True:
             try:
                 desk = self._free.pop()
@@ -373,11 +391,20 @@ class Turns:
                 raise QueueMoved(error.text) from error
             if theirs := queue_of_others(error):
                 hint = "it is not ours, and was left as it is (choose another UUID)"
-                raise NameRefused(f"{where}: queue {theirs!r}: {hint}: {error.text}", theirs) from error
+                raise NameRefused(
+                    f"{where}: queue {theirs!r}: {hint}: {error.text}", theirs
+                ) from error
             if largest_of(error) is not None:
-                raise for_good(StoreUnusable(f"{where}: {error.text} (return less, or keep large results elsewhere)")) from error
-            hint = (" (results_expire_in must be the same in every program that stores results here, in Go and in Python)"
-                    if error.code == OTHER_ARGUMENTS else "")
+                raise for_good(
+                    StoreUnusable(
+                        f"{where}: {error.text} (return less, or keep large results elsewhere)"
+                    )
+                ) from error
+            hint = (
+                " (results_expire_in must be the same in every program that stores results here, in Go and in Python)"
+                if error.code == OTHER_ARGUMENTS
+                else ""
+            )
             raise StoreUnusable(f"{where}: {error.text}{hint}") from error
         except (LinkLost, AMQPError) as error:
             raise TurnLost(f"{where}: {error}") from error
@@ -407,7 +434,9 @@ def declare_lock(channel: Channel, lock: str, timeout: float, *, is_stuck: bool 
     A token that comes while consumers change can end the queue's process (RabbitMQ 3.10, a match of `BQ:is_empty`), so none
     is laid beside consumers without need.
     """
-    found = channel.rpc("queue_declare", queue=lock, durable=True, arguments=dict(LOCK_ARGUMENTS), timeout=timeout).method
+    found = channel.rpc(
+        "queue_declare", queue=lock, durable=True, arguments=dict(LOCK_ARGUMENTS), timeout=timeout
+    ).method
     if not found.message_count and (is_stuck or not found.consumer_count):
         channel.link.tell(lambda: lay(channel, lock))
 
@@ -418,7 +447,12 @@ def lay(channel: Channel, lock: str) -> None:
 
 
 def _declaration(place: Place) -> dict[str, Any]:
-    return {"queue": place.queue, "durable": place.durable, "auto_delete": place.auto_delete, "arguments": dict(place.arguments)}
+    return {
+        "queue": place.queue,
+        "durable": place.durable,
+        "auto_delete": place.auto_delete,
+        "arguments": dict(place.arguments),
+    }
 
 
 def _nothing(*_: object) -> None:

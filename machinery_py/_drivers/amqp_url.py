@@ -69,8 +69,15 @@ def parse_amqp_url(url: str) -> AmqpUrl:
     options = _read_options(query, tls=tls)
     verify = options.pop("verify", "full") != "none"
     return AmqpUrl(
-        host=host, port=port, username=username, password=password, vhost=unquote(vhost) or "/", tls=tls, verify=verify,
-        heartbeat=_heartbeat(options.pop("heartbeat", "")), **options,
+        host=host,
+        port=port,
+        username=username,
+        password=password,
+        vhost=unquote(vhost) or "/",
+        tls=tls,
+        verify=verify,
+        heartbeat=_heartbeat(options.pop("heartbeat", "")),
+        **options,
     )
 
 
@@ -83,7 +90,9 @@ def _credentials(text: str) -> tuple[str, str]:
 
 def _host(text: str, default: int) -> tuple[str, int]:
     if "," in text:
-        raise BadAmqpUrl("found several hosts (expected one; for several URLs set multiple_broker_separator)")
+        raise BadAmqpUrl(
+            "found several hosts (expected one; for several URLs set multiple_broker_separator)"
+        )
     if text.startswith("["):
         name, bracket, port = text[1:].partition("]")
         if not bracket:
@@ -101,7 +110,9 @@ def _read_options(query: str, *, tls: bool) -> dict[str, str]:
     for part in filter(None, query.split("&")):
         name, equals, value = part.partition("=")
         if name not in _OPTIONS or not equals:
-            raise BadAmqpUrl(f"AMQP URLs have no options besides {', '.join(_OPTIONS)} ('?' of a password: %3F)")
+            raise BadAmqpUrl(
+                f"AMQP URLs have no options besides {', '.join(_OPTIONS)} ('?' of a password: %3F)"
+            )
         if name in options:
             raise BadAmqpUrl(f"option {name!r} is given twice")
         if name in _TLS_OPTIONS and not tls:

@@ -94,7 +94,10 @@ class Doorbell:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._take_down()
 
@@ -102,7 +105,9 @@ class Doorbell:
         if not _CAN_POLL:
             return
         for _ in range(2):
-            path = os.path.join(self._folder, f"{self._kind}-{os.getpid()}-{next(_numbers)}-{os.urandom(3).hex()}")
+            path = os.path.join(
+                self._folder, f"{self._kind}-{os.getpid()}-{next(_numbers)}-{os.urandom(3).hex()}"
+            )
             try:
                 os.mkfifo(path, 0o600)
             except FileNotFoundError:
@@ -138,7 +143,9 @@ class Doorbell:
         poll.register(self._wake_read, select.POLLIN)
         if bell >= 0:
             poll.register(bell, select.POLLIN)
-        ready = poll.poll(math.ceil(timeout * 1000))  # rounded up: 0.4 ms must not become a busy loop
+        ready = poll.poll(
+            math.ceil(timeout * 1000)
+        )  # rounded up: 0.4 ms must not become a busy loop
         for fd, _ in ready:
             _drain(fd)
         if not ready and bell >= 0 and not os.path.exists(self._path):

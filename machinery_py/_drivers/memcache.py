@@ -142,7 +142,9 @@ def incr(key: bytes, by: int) -> Command:
 class MemcacheDriver:
     """Opens connections when they are needed, and keeps them. May be used from any thread."""
 
-    def __init__(self, servers: Sequence[Address], *, clock: Clock = SYSTEM_CLOCK, timeout: float = TIMEOUT) -> None:
+    def __init__(
+        self, servers: Sequence[Address], *, clock: Clock = SYSTEM_CLOCK, timeout: float = TIMEOUT
+    ) -> None:
         self.servers = tuple(servers)
         self.clock = clock
         self._timeout = timeout
@@ -159,13 +161,20 @@ class MemcacheDriver:
         shares: dict[int, list[bytes]] = {}
         for key in dict.fromkeys(keys):
             shares.setdefault(self.server_of(key), []).append(key)
-        self._talk({
-            server: [
-                (b"gets %b\r\n" % b" ".join(share[start : start + KEYS]), lambda link: link.items(found))
-                for start in range(0, len(share), KEYS)
-            ]
-            for server, share in shares.items()
-        }, doing=doing, again=True)
+        self._talk(
+            {
+                server: [
+                    (
+                        b"gets %b\r\n" % b" ".join(share[start : start + KEYS]),
+                        lambda link: link.items(found),
+                    )
+                    for start in range(0, len(share), KEYS)
+                ]
+                for server, share in shares.items()
+            },
+            doing=doing,
+            again=True,
+        )
         return found
 
     def send(self, commands: Sequence[Command], *, doing: str, again: bool = True) -> list[bytes]:
@@ -180,7 +189,9 @@ class MemcacheDriver:
         for index, command in enumerate(commands):
             shares.setdefault(self.server_of(command.key), []).append(index)
         self._talk(
-            {server: list(_windows(commands, share, replies)) for server, share in shares.items()}, doing=doing, again=again
+            {server: list(_windows(commands, share, replies)) for server, share in shares.items()},
+            doing=doing,
+            again=again,
         )
         for command, reply in zip(commands, replies, strict=True):
             if b"ERROR" in reply:
@@ -197,14 +208,18 @@ class MemcacheDriver:
         place = self._place(self.server_of(command.key))
         if reply.startswith(b"SERVER_ERROR"):
             raise BackendUnavailable(f"memcached at {place}: {doing}: {text}")
-        raise StoreUnusable(f"memcached at {place}: {doing}: {text} (is it a memcached, 1.4.8 or newer?)")
+        raise StoreUnusable(
+            f"memcached at {place}: {doing}: {text} (is it a memcached, 1.4.8 or newer?)"
+        )
 
     def _talk(self, plan: Mapping[int, Sequence[Window]], *, doing: str, again: bool) -> None:
         """Send the windows of each server in turn, all servers side by side."""
         links: dict[int, Link] = {}
         try:
             for turn in range(max(map(len, plan.values()), default=0)):
-                windows = {server: share[turn] for server, share in plan.items() if turn < len(share)}
+                windows = {
+                    server: share[turn] for server, share in plan.items() if turn < len(share)
+                }
                 for server, window in windows.items():
                     self._try(server, links, window, again, doing, self._send)
                 for server, window in windows.items():
@@ -218,7 +233,12 @@ class MemcacheDriver:
             self._give(server, link)
 
     def _try(
-        self, server: int, links: dict[int, Link], window: Window, again: bool, doing: str,
+        self,
+        server: int,
+        links: dict[int, Link],
+        window: Window,
+        again: bool,
+        doing: str,
         step: Callable[[int, dict[int, Link], Window], None],
     ) -> None:
         try:
@@ -285,7 +305,9 @@ def _read(server: int, links: dict[int, Link], window: Window) -> None:
     window[1](links[server])
 
 
-def _windows(commands: Sequence[Command], share: Sequence[int], replies: list[bytes]) -> Iterable[Window]:
+def _windows(
+    commands: Sequence[Command], share: Sequence[int], replies: list[bytes]
+) -> Iterable[Window]:
     start = 0
     while start < len(share):
         size, end = 0, start

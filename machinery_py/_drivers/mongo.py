@@ -27,7 +27,13 @@ from pymongo.database import Database
 from pymongo.errors import BulkWriteError, DuplicateKeyError, OperationFailure
 
 from machinery_py._drivers.mongo_durability import Told, concerns, version_of
-from machinery_py._drivers.mongo_errors import DUPLICATE, as_ours, is_ours_to_sort, is_unknown, may_be_repeated
+from machinery_py._drivers.mongo_errors import (
+    DUPLICATE,
+    as_ours,
+    is_ours_to_sort,
+    is_unknown,
+    may_be_repeated,
+)
 from machinery_py.clock import SYSTEM_CLOCK, Clock, micros, moment_of
 from machinery_py.durability import Concern
 from machinery_py.errors import BackendUnavailable, MachineryError, StoreUnusable
@@ -104,7 +110,13 @@ class MongoDriver:
     deed_age: ClassVar[float] = 5.0
 
     def __init__(
-        self, url: str, *, clock: Clock = SYSTEM_CLOCK, timeout: float = TIMEOUT, database: str = "", strict: bool = False
+        self,
+        url: str,
+        *,
+        clock: Clock = SYSTEM_CLOCK,
+        timeout: float = TIMEOUT,
+        database: str = "",
+        strict: bool = False,
     ) -> None:
         self.url = url
         self.clock = clock
@@ -162,8 +174,14 @@ class MongoDriver:
     # Asking
 
     def run(
-        self, work: Callable[[Store], T], *, doing: str, away: type[MachineryError] = BackendUnavailable, again: bool = True,
-        lost: type[MachineryError] | None = None, refused: type[MachineryError] = MachineryError,
+        self,
+        work: Callable[[Store], T],
+        *,
+        doing: str,
+        away: type[MachineryError] = BackendUnavailable,
+        again: bool = True,
+        lost: type[MachineryError] | None = None,
+        refused: type[MachineryError] = MachineryError,
     ) -> T:
         """Do some work on the database.
 
@@ -186,7 +204,11 @@ class MongoDriver:
                 if may_be_repeated(error) and not last:
                     continue
                 raise as_ours(
-                    error, url=self.url, doing=doing, away=(lost or away) if unknown else away, refused=refused
+                    error,
+                    url=self.url,
+                    doing=doing,
+                    away=(lost or away) if unknown else away,
+                    refused=refused,
                 ) from error
         raise AssertionError("unreachable")
 
@@ -205,12 +227,22 @@ class MongoDriver:
         said = self.url.partition("?")[2].lower()
         milliseconds = max(1, int(self._timeout * 1000))
         options: dict[str, Any] = {
-            "serverSelectionTimeoutMS": milliseconds, "connectTimeoutMS": milliseconds, "socketTimeoutMS": milliseconds,
-            "wtimeoutMS": milliseconds, "w": "majority", "appname": "machinery_py",
+            "serverSelectionTimeoutMS": milliseconds,
+            "connectTimeoutMS": milliseconds,
+            "socketTimeoutMS": milliseconds,
+            "wtimeoutMS": milliseconds,
+            "w": "majority",
+            "appname": "machinery_py",
         }
         # What the URL says is the user's will.
-        options = {name: value for name, value in options.items() if f"{name.lower()}=" not in f"&{said}".replace("?", "&")}
-        client: MongoClient[Document] = MongoClient(self.url, tz_aware=True, tzinfo=dt.timezone.utc, **options)
+        options = {
+            name: value
+            for name, value in options.items()
+            if f"{name.lower()}=" not in f"&{said}".replace("?", "&")
+        }
+        client: MongoClient[Document] = MongoClient(
+            self.url, tz_aware=True, tzinfo=dt.timezone.utc, **options
+        )
         try:
             default = client.get_default_database(DATABASE).name
             store: Store = client[self._name or default]
@@ -228,14 +260,21 @@ class MongoDriver:
         told = _told_by(store)
         version = version_of(told.build)
         if version is not None and version < OLDEST:
-            raise StoreUnusable(f"MongoDB at {self.place} is version {told.build['version']} "
-                                f"(needed: {OLDEST[0]}.{OLDEST[1]} or newer)")
+            raise StoreUnusable(
+                f"MongoDB at {self.place} is version {told.build['version']} "
+                f"(needed: {OLDEST[0]}.{OLDEST[1]} or newer)"
+            )
         found = concerns(told)
         if self._strict and found:
             reasons = "; ".join(one.text for one in found)
             raise StoreUnusable(f"MongoDB at {self.place}: refused by strict_durability: {reasons}")
         for one in found:
-            logger.log(logging.WARNING if one.is_certain else logging.INFO, "MongoDB at %s: %s", self.place, one.text)
+            logger.log(
+                logging.WARNING if one.is_certain else logging.INFO,
+                "MongoDB at %s: %s",
+                self.place,
+                one.text,
+            )
 
     def concerns(self) -> list[Concern]:
         """What is wrong with the server now, or cannot be known.
@@ -276,8 +315,11 @@ def _told_by(store: Store) -> Told:
             return None  # no right to ask, or no such command
 
     return Told(
-        hello=admin.command("ismaster"), build=ask_if_allowed("buildInfo") or {}, status=ask_if_allowed("serverStatus"),
-        options=ask_if_allowed("getCmdLineOpts"), concern=store.write_concern.document,
+        hello=admin.command("ismaster"),
+        build=ask_if_allowed("buildInfo") or {},
+        status=ask_if_allowed("serverStatus"),
+        options=ask_if_allowed("getCmdLineOpts"),
+        concern=store.write_concern.document,
     )
 
 
@@ -297,7 +339,9 @@ def insert_new(collection: Collection[Document], documents: Sequence[Document]) 
             collection.insert_many(documents[start : start + 1000], ordered=False)
         except BulkWriteError as error:
             problems = error.details.get("writeErrors", [])
-            if any(problem.get("code") != DUPLICATE for problem in problems) or error.details.get("writeConcernErrors"):
+            if any(problem.get("code") != DUPLICATE for problem in problems) or error.details.get(
+                "writeConcernErrors"
+            ):
                 raise
             for problem in problems:
                 new[start + problem["index"]] = False

@@ -48,19 +48,35 @@ def _role(hello: Facts) -> list[Concern]:
         return []
     primary = hello.get("primary")
     whose = f", whose primary is {primary}" if primary else ""
-    return [Concern(f"it is a secondary of the replica set {name}{whose}: no task can be stored or taken here "
-                    f"(name all members in the URL, and replicaSet={name})")]
+    return [
+        Concern(
+            f"it is a secondary of the replica set {name}{whose}: no task can be stored or taken here "
+            f"(name all members in the URL, and replicaSet={name})"
+        )
+    ]
 
 
 def _confirmation(told: Told, *, is_router: bool) -> list[Concern]:
     found: list[Concern] = []
     wanted = told.concern.get("w", 1)
     members = len(told.hello.get("hosts") or ())
-    if (told.hello.get("setName") is not None or is_router) and isinstance(wanted, int) and wanted <= max(1, members // 2):
-        found.append(Concern(f"w={wanted} in its URL waits for no majority: what the others do not have yet is lost when the "
-                             "primary steps down (leave w out, or set w=majority)"))
+    if (
+        (told.hello.get("setName") is not None or is_router)
+        and isinstance(wanted, int)
+        and wanted <= max(1, members // 2)
+    ):
+        found.append(
+            Concern(
+                f"w={wanted} in its URL waits for no majority: what the others do not have yet is lost when the "
+                "primary steps down (leave w out, or set w=majority)"
+            )
+        )
     if told.concern.get("j") is False:
-        found.append(Concern("journal=false in its URL confirms what is in no journal yet: a crash loses it (leave journal out)"))
+        found.append(
+            Concern(
+                "journal=false in its URL confirms what is in no journal yet: a crash loses it (leave journal out)"
+            )
+        )
     return found
 
 
@@ -71,13 +87,26 @@ def _storage(told: Told) -> list[Concern]:
         return [Concern(text, is_certain=False)]
     if not engine["persistent"]:
         name = engine.get("name", "?")
-        return [Concern(f"its storage engine is {name}: a restart loses everything (set storage.engine wiredTiger)")]
+        return [
+            Concern(
+                f"its storage engine is {name}: a restart loses everything (set storage.engine wiredTiger)"
+            )
+        ]
     version = version_of(told.build)
     if version is not None and version >= ALWAYS_JOURNALS:
         return []
     if told.options is None:
-        return [Concern("it does not tell whether it has a journal (give this user the role clusterMonitor)", is_certain=False)]
+        return [
+            Concern(
+                "it does not tell whether it has a journal (give this user the role clusterMonitor)",
+                is_certain=False,
+            )
+        ]
     journal = ((told.options.get("parsed") or {}).get("storage") or {}).get("journal") or {}
     if journal.get("enabled", True):
         return []
-    return [Concern("it has no journal: a crash loses what came in the last minute (set storage.journal.enabled true)")]
+    return [
+        Concern(
+            "it has no journal: a crash loses what came in the last minute (set storage.journal.enabled true)"
+        )
+    ]

@@ -30,9 +30,13 @@ DUPLICATE = 11000  # a document with this _id is there
 _FATAL = frozenset({13, 18, 20, 31, 59, 73, 115, 8000})  # rights, password, version, names
 _FULL = frozenset({14031, 12501})  # OutOfDiskSpace, QuotaExceeded
 _TOO_BIG = frozenset({10334, 17280, 17419, 17420})
-_INTERRUPTED = frozenset({91, 11600, 11602})  # the server is going down, or was a primary: it may have been carried out
+_INTERRUPTED = frozenset(
+    {91, 11600, 11602}
+)  # the server is going down, or was a primary: it may have been carried out
 _NOT_PRIMARY = frozenset({10107, 10058, 13435, 13436, 189})  # refused before anything was done
-_CURSOR_LOST = frozenset({43, 175, 237})  # CursorNotFound, QueryPlanKilled, CursorKilled: what is read is read anew
+_CURSOR_LOST = frozenset(
+    {43, 175, 237}
+)  # CursorNotFound, QueryPlanKilled, CursorKilled: what is read is read anew
 
 
 def is_unknown(error: BaseException) -> bool:
@@ -53,28 +57,48 @@ def may_be_repeated(error: BaseException) -> bool:
     if isinstance(error, ServerSelectionTimeoutError):
         return False
     return isinstance(error, AutoReconnect) or (
-        isinstance(error, OperationFailure) and error.code in _INTERRUPTED | _NOT_PRIMARY | _CURSOR_LOST
+        isinstance(error, OperationFailure)
+        and error.code in _INTERRUPTED | _NOT_PRIMARY | _CURSOR_LOST
     )
 
 
 def is_ours_to_sort(error: BaseException) -> bool:
     """Whether it is the client library's, and no error of this program."""
-    return isinstance(error, ConnectionFailure | OperationFailure | ConfigurationError | InvalidURI | BSONError | OSError
-                      | DocumentTooLarge)
+    return isinstance(
+        error,
+        ConnectionFailure
+        | OperationFailure
+        | ConfigurationError
+        | InvalidURI
+        | BSONError
+        | OSError
+        | DocumentTooLarge,
+    )
 
 
 def as_ours(
-    error: Exception, *, url: str, doing: str, away: type[MachineryError], refused: type[MachineryError]
+    error: Exception,
+    *,
+    url: str,
+    doing: str,
+    away: type[MachineryError],
+    refused: type[MachineryError],
 ) -> MachineryError:
     """Our error for one of the client library's: `away` if it will pass, `refused` if this can never be stored."""
     place = redact(url)
     text = without_secrets(_text(error), url)
     if isinstance(error, DocumentTooLarge) or _code(error) in _TOO_BIG:
-        return for_good(refused(f"MongoDB at {place}: {doing}: a document would be greater than MongoDB allows (16 MB): {text}"))
+        return for_good(
+            refused(
+                f"MongoDB at {place}: {doing}: a document would be greater than MongoDB allows (16 MB): {text}"
+            )
+        )
     if _code(error) in _FULL:
         return PublishRefused(f"MongoDB at {place}: {doing}: its disk is full: {text}")
     if isinstance(error, ConfigurationError | InvalidURI) or _code(error) in _FATAL:
-        return StoreUnusable(f"MongoDB at {place}: {doing}: {text} (check user, password, rights and version)")
+        return StoreUnusable(
+            f"MongoDB at {place}: {doing}: {text} (check user, password, rights and version)"
+        )
     if isinstance(error, BSONError | OverflowError):
         return for_good(refused(f"MongoDB at {place}: {doing}: this cannot be stored: {text}"))
     if isinstance(error, ConnectionFailure):
@@ -88,7 +112,9 @@ def _code(error: BaseException) -> int:
         details = error.details if isinstance(error.details, dict) else {}
         return int(details.get("code") or 0)
     if isinstance(error, BulkWriteError):
-        problems = error.details.get("writeErrors") or error.details.get("writeConcernErrors") or [{}]
+        problems = (
+            error.details.get("writeErrors") or error.details.get("writeConcernErrors") or [{}]
+        )
         return int(problems[0].get("code") or 0)
     return int(error.code or 0) if isinstance(error, OperationFailure) else 0
 
@@ -96,7 +122,13 @@ def _code(error: BaseException) -> int:
 def _text(error: Exception) -> str:
     """One line, without the topology that the library adds, and without documents."""
     if isinstance(error, BulkWriteError):
-        problems = error.details.get("writeErrors") or error.details.get("writeConcernErrors") or [{}]
-        return f"{len(problems)} of a batch failed, the first with {problems[0].get('errmsg', '')!s}"[:300]
+        problems = (
+            error.details.get("writeErrors") or error.details.get("writeConcernErrors") or [{}]
+        )
+        return (
+            f"{len(problems)} of a batch failed, the first with {problems[0].get('errmsg', '')!s}"[
+                :300
+            ]
+        )
     text = str(error) or type(error).__name__
     return text.partition(", Timeout:")[0].partition(", full error:")[0][:300]

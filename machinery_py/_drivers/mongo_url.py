@@ -31,15 +31,25 @@ def check_mongo_url(url: str) -> None:
     for host in names:
         _check_host(host)
     if scheme.lower() == "mongodb+srv" and (len(names) > 1 or ":" in names[0]):
-        raise BadMongoUrl("found several hosts or a port (expected mongodb+srv://name/database; the name server knows the rest)")
+        raise BadMongoUrl(
+            "found several hosts or a port (expected mongodb+srv://name/database; the name server knows the rest)"
+        )
     name = unquote(database)
-    if _FORBIDDEN & set(name) or "\0" in name or len(name.encode("utf-8", "backslashreplace")) > _LONGEST:
-        raise BadMongoUrl("found a name that no database can have "
-                          f"(expected up to {_LONGEST} bytes without any of / \\ . \" $ * < > : | ?)")
+    if (
+        _FORBIDDEN & set(name)
+        or "\0" in name
+        or len(name.encode("utf-8", "backslashreplace")) > _LONGEST
+    ):
+        raise BadMongoUrl(
+            "found a name that no database can have "
+            f'(expected up to {_LONGEST} bytes without any of / \\ . " $ * < > : | ?)'
+        )
     for option in query.split("&"):
         key, _, value = option.partition("=")
         if key.lower() == "w" and value == "0":
-            raise BadMongoUrl("found w=0 (expected a write concern that confirms; w=majority if you say nothing)")
+            raise BadMongoUrl(
+                "found w=0 (expected a write concern that confirms; w=majority if you say nothing)"
+            )
 
 
 def _check_host(host: str) -> None:
@@ -47,4 +57,6 @@ def _check_host(host: str) -> None:
         raise BadMongoUrl("found no host (expected mongodb://host:27017/database)")
     _, colon, port = host.rpartition("]")[2].partition(":")
     if colon and not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
-        raise BadMongoUrl("found a port that is none (expected 1 to 65535; '/', ':', '@' in a password are %2F, %3A, %40)")
+        raise BadMongoUrl(
+            "found a port that is none (expected 1 to 65535; '/', ':', '@' in a password are %2F, %3A, %40)"
+        )

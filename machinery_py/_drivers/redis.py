@@ -18,7 +18,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, cast
 
 from machinery_py._drivers.plain_words import plain
-from machinery_py._drivers.redis_durability import ASKED, concerns, read_config, read_info, version_of
+from machinery_py._drivers.redis_durability import (
+    ASKED,
+    concerns,
+    read_config,
+    read_info,
+    version_of,
+)
 from machinery_py._drivers.redis_errors import Kind, as_ours, kind_of
 from machinery_py._drivers.redis_lua import Script
 from machinery_py._drivers.redis_pool import DELAYED, NO_LIMITS, Limits, Room, with_delayed_key
@@ -44,7 +50,12 @@ class Link:
     """One connection, for one thread at a time."""
 
     def __init__(
-        self, connection: Any, server: int, *, write_timeout: float = 0.0, on_close: Callable[[], object] = int
+        self,
+        connection: Any,
+        server: int,
+        *,
+        write_timeout: float = 0.0,
+        on_close: Callable[[], object] = int,
     ) -> None:
         self._connection = connection  # redis-py has no types for it
         self._write_timeout = write_timeout  # 0: that of replies
@@ -65,7 +76,9 @@ class Link:
         socket = self._connection._sock
         before = socket.gettimeout()
         socket.settimeout(self._write_timeout)
-        self._connection.send_packed_command([packet], check_health=False)  # it is closed if that fails
+        self._connection.send_packed_command(
+            [packet], check_health=False
+        )  # it is closed if that fails
         socket.settimeout(before)
 
     def read(self) -> Any:
@@ -106,8 +119,14 @@ class RedisDriver:
     """Opens connections when they are needed, and keeps them. May be used from any thread."""
 
     def __init__(
-        self, url: str = "", *, clock: Clock = SYSTEM_CLOCK, timeout: float = TIMEOUT, servers: Servers | None = None,
-        strict: bool = False, limits: Limits = NO_LIMITS,
+        self,
+        url: str = "",
+        *,
+        clock: Clock = SYSTEM_CLOCK,
+        timeout: float = TIMEOUT,
+        servers: Servers | None = None,
+        strict: bool = False,
+        limits: Limits = NO_LIMITS,
     ) -> None:
         """To the servers, or to the one of the URL; `strict`: refuse one that may lose what it stores."""
         self.servers = servers or Servers([url], timeout=timeout)
@@ -181,17 +200,33 @@ class RedisDriver:
         found = self._look_at(link)
         if self._strict and found:
             reasons = "; ".join(one.text for one in found)
-            raise StoreUnusable(f"Redis at {self.servers.place}: refused by strict_durability: {reasons}")
+            raise StoreUnusable(
+                f"Redis at {self.servers.place}: refused by strict_durability: {reasons}"
+            )
         if not self._is_news(link):
             return
         for one in found:
-            logger.log(logging.WARNING if one.is_certain else logging.INFO, "Redis at %s: %s", self.servers.place, one.text)
+            logger.log(
+                logging.WARNING if one.is_certain else logging.INFO,
+                "Redis at %s: %s",
+                self.servers.place,
+                one.text,
+            )
         time_there = _ask_if_allowed(link, b"TIME") if self._texts else None
-        there = self.clock.now().timestamp() if time_there is None else int(time_there[0]) + int(time_there[1]) / 1e6
+        there = (
+            self.clock.now().timestamp()
+            if time_there is None
+            else int(time_there[0]) + int(time_there[1]) / 1e6
+        )
         ahead = self.clock.now().timestamp() - there
         if abs(ahead) > SKEW:
-            logger.warning("Redis at %s: this host's clock is %.0f s %s: its retries and delayed tasks come at the wrong time "
-                           "(set the clock; is NTP running?)", self.servers.place, abs(ahead), "ahead" if ahead > 0 else "behind")
+            logger.warning(
+                "Redis at %s: this host's clock is %.0f s %s: its retries and delayed tasks come at the wrong time "
+                "(set the clock; is NTP running?)",
+                self.servers.place,
+                abs(ahead),
+                "ahead" if ahead > 0 else "behind",
+            )
 
     def _is_news(self, link: Link) -> bool:
         """Whether nobody has told of this server: once by each process, however many of its threads are here at the same time."""
@@ -204,8 +239,10 @@ class RedisDriver:
         info = read_info(text.decode(errors="replace")) if text is not None else {}
         version = version_of(info)
         if version is not None and version < OLDEST:
-            raise StoreUnusable(f"Redis at {self.servers.place} is version {info['redis_version']} "
-                                f"(needed: {OLDEST[0]}.{OLDEST[1]} or newer)")
+            raise StoreUnusable(
+                f"Redis at {self.servers.place} is version {info['redis_version']} "
+                f"(needed: {OLDEST[0]}.{OLDEST[1]} or newer)"
+            )
         # One name a question: Redis 6 takes no more.
         config: dict[str, str] = {}
         for name in ASKED:
@@ -221,9 +258,16 @@ class RedisDriver:
         Raises:
             BackendUnavailable, StoreUnusable: it cannot be asked.
         """
-        return cast("list[Concern]", self._attempt(
-            self._look_at, doing="looking at its settings", away=BackendUnavailable, again=True, lost=BackendUnavailable
-        ))
+        return cast(
+            "list[Concern]",
+            self._attempt(
+                self._look_at,
+                doing="looking at its settings",
+                away=BackendUnavailable,
+                again=True,
+                lost=BackendUnavailable,
+            ),
+        )
 
     def _take(self) -> Link:
         if os.getpid() != self._pid:
@@ -257,14 +301,24 @@ class RedisDriver:
         return self.open()
 
     def give_ear(self, link: Link) -> None:
-        if len(self._ears) < self.limits.max_idle and not self.limits.max_active and os.getpid() == self._pid:
+        if (
+            len(self._ears) < self.limits.max_idle
+            and not self.limits.max_active
+            and os.getpid() == self._pid
+        ):
             self._ears.append(link)
         else:
             link.close()
 
     def run(
-        self, script: Script, argument: bytes, *keys: bytes, doing: str, away: type[MachineryError] = BackendUnavailable,
-        again: bool = True, lost: type[MachineryError] | None = None,
+        self,
+        script: Script,
+        argument: bytes,
+        *keys: bytes,
+        doing: str,
+        away: type[MachineryError] = BackendUnavailable,
+        again: bool = True,
+        lost: type[MachineryError] | None = None,
     ) -> Any:
         """Run a script.
 
@@ -284,14 +338,28 @@ class RedisDriver:
 
     def adapted(self, script: Script) -> Script:
         """The script for the keys of these limits."""
-        return script if self.limits.delayed_key == DELAYED else with_delayed_key(script, self.limits.delayed_key)
+        return (
+            script
+            if self.limits.delayed_key == DELAYED
+            else with_delayed_key(script, self.limits.delayed_key)
+        )
 
-    def ask(self, *parts: bytes, doing: str, away: type[MachineryError] = BackendUnavailable) -> Any:
+    def ask(
+        self, *parts: bytes, doing: str, away: type[MachineryError] = BackendUnavailable
+    ) -> Any:
         """Send a command that may be carried out twice."""
-        return self._attempt(lambda link: link.ask(*parts), doing=doing, away=away, again=True, lost=away)
+        return self._attempt(
+            lambda link: link.ask(*parts), doing=doing, away=away, again=True, lost=away
+        )
 
     def _attempt(
-        self, ask: Callable[[Link], Any], *, doing: str, away: type[MachineryError], again: bool, lost: type[MachineryError]
+        self,
+        ask: Callable[[Link], Any],
+        *,
+        doing: str,
+        away: type[MachineryError],
+        again: bool,
+        lost: type[MachineryError],
     ) -> Any:
         unknown = False
         begin = time.monotonic()
@@ -317,7 +385,11 @@ class RedisDriver:
         """Put the connection away; whether the command may have been carried out."""
         import redis
 
-        if isinstance(error, redis.ResponseError) and link is not None and kind_of(str(error)) not in (Kind.AWAY, Kind.FATAL):
+        if (
+            isinstance(error, redis.ResponseError)
+            and link is not None
+            and kind_of(str(error)) not in (Kind.AWAY, Kind.FATAL)
+        ):
             if "Protocol error" in str(error):  # behind which the server closes the connection
                 link.close()
             else:
@@ -342,7 +414,10 @@ class RedisDriver:
         text = without_secrets(said, *self.servers.urls)
         cause = error if text == said else None  # a server that does not know AUTH repeats it
         kind = kind_of(said)
-        if not isinstance(error, redis.ResponseError | redis.AuthenticationError) and kind is Kind.OTHER:
+        if (
+            not isinstance(error, redis.ResponseError | redis.AuthenticationError)
+            and kind is Kind.OTHER
+        ):
             kind, text = Kind.AWAY, plain(text)
             if away is PublishUnknown:
                 text = f"no reply: {text}"
@@ -396,5 +471,3 @@ def read_script(link: Link, script: Script, argument: bytes, *keys: bytes) -> An
         if kind_of(str(error)) is not Kind.SCRIPT:
             raise
     return link.ask(b"EVAL", script.body, b"%d" % len(keys), *keys, argument)
-
-

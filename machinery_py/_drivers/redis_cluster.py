@@ -26,7 +26,15 @@ from machinery_py._drivers.redis_lua import Script
 from machinery_py._drivers.redis_nodes import Address, Nodes, NodeServers
 from machinery_py._drivers.redis_pool import DELAYED, NO_LIMITS, Limits, Room
 from machinery_py._drivers.redis_slots import clustered, guard, local_key, slot_of
-from machinery_py._drivers.redis_tries import Request, Try, connection_errors, learn, passing, script_at, told
+from machinery_py._drivers.redis_tries import (
+    Request,
+    Try,
+    connection_errors,
+    learn,
+    passing,
+    script_at,
+    told,
+)
 from machinery_py.clock import SYSTEM_CLOCK, Clock, micros
 from machinery_py.durability import Concern
 from machinery_py.errors import BackendUnavailable, MachineryError
@@ -44,8 +52,15 @@ class RedisCluster:
     """The nodes of a cluster, each with its connections. May be used from any thread."""
 
     def __init__(
-        self, url: str, *, clock: Clock = SYSTEM_CLOCK, timeout: float = TIMEOUT, connect_timeout: float = TIMEOUT,
-        client_name: str = "machinery", strict: bool = False, limits: Limits = NO_LIMITS,
+        self,
+        url: str,
+        *,
+        clock: Clock = SYSTEM_CLOCK,
+        timeout: float = TIMEOUT,
+        connect_timeout: float = TIMEOUT,
+        client_name: str = "machinery",
+        strict: bool = False,
+        limits: Limits = NO_LIMITS,
     ) -> None:
         """Nothing is connected yet. `strict`: refuse a cluster of which a master may lose what it stores.
 
@@ -116,7 +131,10 @@ class RedisCluster:
         """
         found: list[Concern] = []
         for address in self._masters():
-            found += [replace(one, text="{}:{}: ".format(*address) + one.text) for one in self._driver(address).concerns()]
+            found += [
+                replace(one, text="{}:{}: ".format(*address) + one.text)
+                for one in self._driver(address).concerns()
+            ]
         return found
 
     def _masters(self) -> tuple[Address, ...]:
@@ -148,8 +166,14 @@ class RedisCluster:
     # Asking
 
     def ask(
-        self, requests: Sequence[Request], *, doing: str, away: type[MachineryError] = BackendUnavailable, again: bool = True,
-        lost: type[MachineryError] | None = None, patience: float | None = None,
+        self,
+        requests: Sequence[Request],
+        *,
+        doing: str,
+        away: type[MachineryError] = BackendUnavailable,
+        again: bool = True,
+        lost: type[MachineryError] | None = None,
+        patience: float | None = None,
     ) -> list[Any]:
         """The replies to all of them; all that go to one node are one round trip.
 
@@ -193,7 +217,9 @@ class RedisCluster:
             raise error
         said = told(error)
         text, kind = without_secrets(said, self.nodes.url), kind_of(said)
-        known = isinstance(error, redis.ResponseError | redis.AuthenticationError) and not passing(error)
+        known = isinstance(error, redis.ResponseError | redis.AuthenticationError) and not passing(
+            error
+        )
         if kind is Kind.OTHER and not known:
             kind, text = Kind.AWAY, plain(text)
         raise as_ours(kind, text, place=self.nodes.place, doing=doing, away=away) from error
@@ -212,8 +238,13 @@ class _PartDriver(RedisDriver):
     def __init__(self, cluster: RedisCluster, servers: NodeServers) -> None:
         self.cluster = cluster
         # What is delayed is the slot's own, whatever Go's key is called.
-        super().__init__(clock=cluster.clock, timeout=cluster.timeout, servers=servers, strict=cluster.strict,
-                         limits=replace(cluster.limits, delayed_key=DELAYED))
+        super().__init__(
+            clock=cluster.clock,
+            timeout=cluster.timeout,
+            servers=servers,
+            strict=cluster.strict,
+            limits=replace(cluster.limits, delayed_key=DELAYED),
+        )
 
     def _enter(self) -> Link | None:
         self._room = self.cluster.room()
@@ -255,18 +286,30 @@ class SlotDriver(_PartDriver):
     def __init__(self, cluster: RedisCluster, prefix: bytes) -> None:
         self.prefix = prefix
         self._slot = slot_of(prefix)
-        super().__init__(cluster, cluster.nodes.servers(lambda: cluster.nodes.address_of(self._slot)))
+        super().__init__(
+            cluster, cluster.nodes.servers(lambda: cluster.nodes.address_of(self._slot))
+        )
 
     def run(
-        self, script: Script, argument: bytes, *keys: bytes, doing: str, away: type[MachineryError] = BackendUnavailable,
-        again: bool = True, lost: type[MachineryError] | None = None,
+        self,
+        script: Script,
+        argument: bytes,
+        *keys: bytes,
+        doing: str,
+        away: type[MachineryError] = BackendUnavailable,
+        again: bool = True,
+        lost: type[MachineryError] | None = None,
     ) -> Any:
         request = script_at(self.prefix, self.adapted(script), argument)
         return self.cluster.ask([request], doing=doing, away=away, again=again, lost=lost)[0]
 
-    def ask(self, *parts: bytes, doing: str, away: type[MachineryError] = BackendUnavailable) -> Any:
+    def ask(
+        self, *parts: bytes, doing: str, away: type[MachineryError] = BackendUnavailable
+    ) -> Any:
         """As the base class; a key that belongs to no queue is that of this slot."""
-        words = (parts[0], local_key(self.prefix, parts[1]), *parts[2:]) if len(parts) > 1 else parts
+        words = (
+            (parts[0], local_key(self.prefix, parts[1]), *parts[2:]) if len(parts) > 1 else parts
+        )
         return self.cluster.ask([Request(self._slot, command(*words))], doing=doing, away=away)[0]
 
     def open(self, *, timeout: float | None = None) -> Link:

@@ -42,7 +42,12 @@ def concerns(info: Facts, config: Facts | None) -> list[Concern]:
         config: None if the server does not tell.
     """
     if not info:
-        return [Concern("it does not tell whether it keeps what it stores (give this user the right +info)", is_certain=False)]
+        return [
+            Concern(
+                "it does not tell whether it keeps what it stores (give this user the right +info)",
+                is_certain=False,
+            )
+        ]
     return [*_role(info), *_eviction(info), *_persistence(info, config)]
 
 
@@ -51,10 +56,18 @@ def _role(info: Facts) -> list[Concern]:
         return []
     master = f"{info.get('master_host', '?')}:{info.get('master_port', '?')}"
     if info.get("slave_read_only") == "0":
-        return [Concern(f"it is a replica of {master} that takes writes, and forgets them when it is synchronised again "
-                        "(name the master in the URL, or its sentinels and master_name)")]
-    return [Concern(f"it is a read-only replica of {master}: no task can be stored or taken here "
-                    "(name the master in the URL, or its sentinels and master_name)")]
+        return [
+            Concern(
+                f"it is a replica of {master} that takes writes, and forgets them when it is synchronised again "
+                "(name the master in the URL, or its sentinels and master_name)"
+            )
+        ]
+    return [
+        Concern(
+            f"it is a read-only replica of {master}: no task can be stored or taken here "
+            "(name the master in the URL, or its sentinels and master_name)"
+        )
+    ]
 
 
 def _eviction(info: Facts) -> list[Concern]:
@@ -66,19 +79,36 @@ def _eviction(info: Facts) -> list[Concern]:
         return []
     limit = info.get("maxmemory", "0")
     size = info.get("maxmemory_human", limit)
-    when = f"its {size} of memory are used up" if limit != "0" else "maxmemory is ever set and used up"
-    what = "states, results and locks" if policy.startswith("volatile") else "tasks, states and locks"
-    return [Concern(f"maxmemory-policy is {policy}: {what} are thrown away when {when} (set maxmemory-policy noeviction)")]
+    when = (
+        f"its {size} of memory are used up" if limit != "0" else "maxmemory is ever set and used up"
+    )
+    what = (
+        "states, results and locks" if policy.startswith("volatile") else "tasks, states and locks"
+    )
+    return [
+        Concern(
+            f"maxmemory-policy is {policy}: {what} are thrown away when {when} (set maxmemory-policy noeviction)"
+        )
+    ]
 
 
 def _persistence(info: Facts, config: Facts | None) -> list[Concern]:
     enabled = info.get("aof_enabled")
     if enabled is None:
-        return [Concern("it does not tell whether it has an append-only file (expected appendonly yes)", is_certain=False)]
+        return [
+            Concern(
+                "it does not tell whether it has an append-only file (expected appendonly yes)",
+                is_certain=False,
+            )
+        ]
     if enabled == "1":
         if config is not None and config.get("appendfsync") == "no":
-            return [Concern("appendfsync is no: a power cut loses what came in the last half minute "
-                            "(set appendfsync everysec, or always)")]
+            return [
+                Concern(
+                    "appendfsync is no: a power cut loses what came in the last half minute "
+                    "(set appendfsync everysec, or always)"
+                )
+            ]
         return []
     if config is None or "save" not in config:
         lost = "a restart loses what came since its last snapshot, or everything (whether it makes any, it does not tell)"

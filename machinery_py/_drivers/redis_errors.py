@@ -53,7 +53,9 @@ _WORDS: tuple[tuple[Kind, tuple[str, ...]], ...] = (
 
 
 # As key_type and the other checks of the scripts say it.
-_SPOILT = re.compile(r"WRONGTYPE (?P<key>.+?) (?P<found>(?:holds|is) a .+?)(?: script: .*)?\Z", re.DOTALL)
+_SPOILT = re.compile(
+    r"WRONGTYPE (?P<key>.+?) (?P<found>(?:holds|is) a .+?)(?: script: .*)?\Z", re.DOTALL
+)
 #: Our keys that all tasks share, not those of one task, group or queue.
 _SHARED = re.compile(r"mpy:[a-z]+(?::[n0-9]+)?\Z")
 _HINTS = (
@@ -70,19 +72,30 @@ def kind_of(text: str) -> Kind:
     return Kind.OTHER
 
 
-def as_ours(kind: Kind, text: str, *, place: str, doing: str, away: type[MachineryError]) -> MachineryError:
+def as_ours(
+    kind: Kind, text: str, *, place: str, doing: str, away: type[MachineryError]
+) -> MachineryError:
     """The error for a refused command: nothing was written."""
     match kind:
         case Kind.FULL:
-            return PublishRefused(f"Redis at {place}: {doing}: broker full: its memory is used up (see maxmemory)")
+            return PublishRefused(
+                f"Redis at {place}: {doing}: broker full: its memory is used up (see maxmemory)"
+            )
         case Kind.DISK:
             return away(f"Redis at {place}: {doing}: it cannot write to its disk: {text}")
         case Kind.FATAL:
-            hint = next((hint for word, hint in _HINTS if word in text), "user, password, rights and version")
+            hint = next(
+                (hint for word, hint in _HINTS if word in text),
+                "user, password, rights and version",
+            )
             return StoreUnusable(f"Redis at {place}: {doing}: {text} (check {hint})")
         case Kind.NEVER:
             error = PublishRefused if issubclass(away, PublishRefused) else StoreUnusable
-            hint = "it is larger than proto-max-bulk-len" if "bulk" in text else "check the keys in the user's ACL"
+            hint = (
+                "it is larger than proto-max-bulk-len"
+                if "bulk" in text
+                else "check the keys in the user's ACL"
+            )
             return for_good(error(f"Redis at {place}: {doing}: {text} ({hint})"))
         case Kind.TYPE:
             return spoilt(text, f"Redis at {place}: {doing}")
@@ -101,9 +114,16 @@ def spoilt(text: str, where: str) -> StoreUnusable | NameRefused:
     if found is None:
         return NameRefused(f"{where}: a key holds something else: {text}")
     key, what = found["key"], found["found"]
-    if _SHARED.match(key) or (what.endswith("not a zset") and not key.startswith("mpy:")):  # Go's set of delayed messages
-        return StoreUnusable(f"{where}: key {key!r} {what}: another program has written to it (rename or delete the key)")
-    return NameRefused(f"{where}: key {key!r} {what}: it is not ours, and was left as it is (choose another name)", key)
+    if _SHARED.match(key) or (
+        what.endswith("not a zset") and not key.startswith("mpy:")
+    ):  # Go's set of delayed messages
+        return StoreUnusable(
+            f"{where}: key {key!r} {what}: another program has written to it (rename or delete the key)"
+        )
+    return NameRefused(
+        f"{where}: key {key!r} {what}: it is not ours, and was left as it is (choose another name)",
+        key,
+    )
 
 
 def tell_spoilt(problems: Iterable[bytes], *, doing: str) -> None:

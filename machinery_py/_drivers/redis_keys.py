@@ -11,5 +11,5 @@ def queue_keys(queue: str) -> tuple[str, str]:
     start = queue.find("{")
     end = queue.find("}", start + 1)
     if start >= 0 and end > start + 1:
-        return queue, f"mpy:{queue[start:end + 1]}:{queue}:"  # it has a tag of its own
+        return queue, f"mpy:{queue[start : end + 1]}:{queue}:"  # it has a tag of its own
     return queue, f"mpy:{{{queue}}}:"

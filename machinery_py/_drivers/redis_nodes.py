@@ -9,7 +9,15 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from machinery_py._drivers.redis_servers import SHORTEST, Servers, ask, connected, fatal, must_be_master, said_by
+from machinery_py._drivers.redis_servers import (
+    SHORTEST,
+    Servers,
+    ask,
+    connected,
+    fatal,
+    must_be_master,
+    said_by,
+)
 from machinery_py._drivers.redis_slots import SLOTS
 from machinery_py._drivers.redis_url import parse_redis_url
 from machinery_py.errors import StoreUnusable
@@ -26,7 +34,14 @@ LOOK_PAUSE = 0.1  # seconds between two looks at the map, when slots move or nod
 class NodeServers(Servers):
     """The node that `choose` names now. With another one than before, connections to the old one are stale."""
 
-    def __init__(self, url: str, choose: Callable[[], Address], *, timeout: float, client_name: str = "machinery") -> None:
+    def __init__(
+        self,
+        url: str,
+        choose: Callable[[], Address],
+        *,
+        timeout: float,
+        client_name: str = "machinery",
+    ) -> None:
         super().__init__([url], timeout=timeout, client_name=client_name)
         self._choose = choose
 
@@ -126,7 +141,9 @@ class Nodes:
         if failure is not None:
             import redis
 
-            raise redis.ConnectionError(f"no node of the {self.place} tells who has which slot: {failure}")
+            raise redis.ConnectionError(
+                f"no node of the {self.place} tells who has which slot: {failure}"
+            )
 
     def _look(self) -> Exception | str | None:
         """Why nothing was learned."""
@@ -141,8 +158,10 @@ class Nodes:
                 if fatal(error):
                     raise
                 if "cluster support disabled" in str(error):
-                    raise StoreUnusable("Redis at {}:{} is no node of a cluster (expected redis://host/0, one host, without "
-                                        "redis.cluster_mode)".format(*address)) from error
+                    raise StoreUnusable(
+                        "Redis at {}:{} is no node of a cluster (expected redis://host/0, one host, without "
+                        "redis.cluster_mode)".format(*address)
+                    ) from error
                 failure = said_by(error)
                 continue
             if ranges:
@@ -173,4 +192,8 @@ class Nodes:
         self._slots, self._known = slots, tuple(known)
         after = self.masters()
         if before and set(before) != set(after):
-            logger.warning("%s: its masters are now %s", self.place, ", ".join("{}:{}".format(*one) for one in after))
+            logger.warning(
+                "%s: its masters are now %s",
+                self.place,
+                ", ".join("{}:{}".format(*one) for one in after),
+            )

@@ -80,8 +80,14 @@ class Room:
     def _refuse(self) -> None:
         import redis
 
-        hint = f"none came back in time, raise it above {self._most}" if self._wait else "raise it, or set redis.wait"
-        raise redis.ConnectionError(f"redis.max_active: {self._most} connections are in use ({hint})")
+        hint = (
+            f"none came back in time, raise it above {self._most}"
+            if self._wait
+            else "raise it, or set redis.wait"
+        )
+        raise redis.ConnectionError(
+            f"redis.max_active: {self._most} connections are in use ({hint})"
+        )
 
     def leave(self) -> None:
         """One was closed."""
@@ -100,5 +106,8 @@ class Room:
 @functools.cache
 def with_delayed_key(script: Script, key: str) -> Script:
     """The script, with another key for the delayed tasks."""
-    quoted = "".join(chr(byte) if chr(byte).isalnum() and byte < 128 else f"\\{byte:03d}" for byte in key.encode())
+    quoted = "".join(
+        chr(byte) if chr(byte).isalnum() and byte < 128 else f"\\{byte:03d}"
+        for byte in key.encode()
+    )
     return Script(script.text.replace(f"'{DELAYED}'", f"'{quoted}'"))

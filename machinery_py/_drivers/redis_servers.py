@@ -31,17 +31,31 @@ from machinery_py.urls import redact
 logger = get_logger(__name__)
 
 KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
-LOOK_EVERY = 1.0  # seconds between two questions to the sentinels; an old master takes writes for a while
+LOOK_EVERY = (
+    1.0  # seconds between two questions to the sentinels; an old master takes writes for a while
+)
 LOOK_PAUSE = 5.0  # seconds, when none of them answered
 SHORTEST = 0.2  # seconds for one of several servers, however many there are
-ELSEWHERE = ("READONLY", "You can't write against a read only", "LOADING", "Redis is loading", "MASTERDOWN", "Link with MASTER")
+ELSEWHERE = (
+    "READONLY",
+    "You can't write against a read only",
+    "LOADING",
+    "Redis is loading",
+    "MASTERDOWN",
+    "Link with MASTER",
+)
 
 
 class Servers:
     """The servers behind one or several URLs. May be used from any thread."""
 
     def __init__(
-        self, urls: Sequence[str], *, timeout: float, client_name: str = "machinery", master_name: str = "",
+        self,
+        urls: Sequence[str],
+        *,
+        timeout: float,
+        client_name: str = "machinery",
+        master_name: str = "",
         strategy: Strategy = round_robin,
     ) -> None:
         """`timeout` is for one round, in seconds.
@@ -54,16 +68,22 @@ class Servers:
         self.client_name = client_name
         self.number = 0
         self.attempts = 0  # since a connection was made
-        self._parsed: Mapping[str, RedisUrl] = {url: parse_redis_url(url, master_name=master_name) for url in self.urls}
+        self._parsed: Mapping[str, RedisUrl] = {
+            url: parse_redis_url(url, master_name=master_name) for url in self.urls
+        }
         self._strategy = strategy
         self._current = self.urls[0]
         self._address: tuple[str, int] | str = ""  # of the last connection
         self._look_at = 0.0
-        self._sentinels: dict[str, list[tuple[str, int]]] = {}  # URL → the one that answered last comes first
+        self._sentinels: dict[
+            str, list[tuple[str, int]]
+        ] = {}  # URL → the one that answered last comes first
         for url, parsed in self._parsed.items():
             if parsed.tls and not parsed.verify:
-                logger.warning("%s: verify=none: certificates are not checked, and anybody in between can read and change all",
-                               redact(url))
+                logger.warning(
+                    "%s: verify=none: certificates are not checked, and anybody in between can read and change all",
+                    redact(url),
+                )
 
     @property
     def place(self) -> str:
@@ -107,7 +127,9 @@ class Servers:
         if len(self.urls) > 1 and any(word in text for word in ELSEWHERE):
             before = self._current
             self._current = self._after(before)
-            logger.warning("broker %s: %s; switching to %s", redact(before), text, redact(self._current))
+            logger.warning(
+                "broker %s: %s; switching to %s", redact(before), text, redact(self._current)
+            )
 
     def look(self) -> None:
         """Ask the sentinels, if it is time: when they name another master, all connections to the old one are stale."""
@@ -123,7 +145,9 @@ class Servers:
             return
         if address != self._address:
             self.number += 1
-            logger.warning("the sentinels name another master: %s:%d, before %s", *address, self.place)
+            logger.warning(
+                "the sentinels name another master: %s:%d, before %s", *address, self.place
+            )
             self._address = address
 
     # One round
@@ -136,11 +160,20 @@ class Servers:
         if total == 1:
             return  # whoever called says it
         first_round = self.attempts <= total
-        then = f"switching to {redact(following)}" if number < total else "all were tried, the next round comes after a pause"
+        then = (
+            f"switching to {redact(following)}"
+            if number < total
+            else "all were tried, the next round comes after a pause"
+        )
         logger.log(
             logging.WARNING if first_round else logging.INFO,
             "cannot connect to broker %s: %s (attempt %d of %d in this round, %d in all); %s",
-            redact(failed), said_by(error), number, total, self.attempts, then,
+            redact(failed),
+            said_by(error),
+            number,
+            total,
+            self.attempts,
+            then,
         )
 
     def _nobody(self, error: Exception, failures: Sequence[str]) -> Exception:
@@ -148,7 +181,9 @@ class Servers:
             return error
         import redis
 
-        return redis.ConnectionError(f"none of {len(self.urls)} servers can be used: {'; '.join(failures)}")
+        return redis.ConnectionError(
+            f"none of {len(self.urls)} servers can be used: {'; '.join(failures)}"
+        )
 
     def _moved(self, url: str, address: tuple[str, int] | str) -> None:
         if address != self._address:
@@ -172,7 +207,9 @@ class Servers:
             return address, connection
         deadline = time.monotonic() + patience
         address = self._master(url, patience / 2)
-        connection = connected(self._connection(url, address, max(SHORTEST, deadline - time.monotonic())))
+        connection = connected(
+            self._connection(url, address, max(SHORTEST, deadline - time.monotonic()))
+        )
         must_be_master(connection, address)
         return address, connection
 
@@ -186,7 +223,11 @@ class Servers:
             name = "{}:{}".format(*sentinel)
             connection: Any | None = None
             try:
-                connection = connected(self._connection(url, sentinel, max(SHORTEST, patience / len(sentinels)), sentinel=True))
+                connection = connected(
+                    self._connection(
+                        url, sentinel, max(SHORTEST, patience / len(sentinels)), sentinel=True
+                    )
+                )
                 reply = ask(connection, "SENTINEL", "GET-MASTER-ADDR-BY-NAME", url.master_name)
             except (redis.RedisError, OSError) as error:
                 if fatal(error):
@@ -198,10 +239,15 @@ class Servers:
                 if connection is not None:
                     connection.disconnect()
             if isinstance(reply, list) and len(reply) == 2:
-                self._sentinels[url.place] = [sentinel, *(one for one in sentinels if one != sentinel)]
+                self._sentinels[url.place] = [
+                    sentinel,
+                    *(one for one in sentinels if one != sentinel),
+                ]
                 return reply[0].decode(), int(reply[1])
             answers.append(f"{name}: knows no master {url.master_name!r}")
-        raise redis.ConnectionError(f"no sentinel names a master {url.master_name!r}: {'; '.join(answers)}")
+        raise redis.ConnectionError(
+            f"no sentinel names a master {url.master_name!r}: {'; '.join(answers)}"
+        )
 
     def _socket(self, url: RedisUrl, patience: float) -> Any:
         return _library().UnixDomainSocketConnection(path=url.path, **self._common(url, patience))
@@ -211,20 +257,36 @@ class Servers:
         from redis.retry import Retry
 
         return {
-            "db": url.database, "username": url.username or None, "password": url.password or None, "protocol": 2,
-            "socket_timeout": patience, "retry": Retry(NoBackoff(), 0), "client_name": self.client_name or None,
+            "db": url.database,
+            "username": url.username or None,
+            "password": url.password or None,
+            "protocol": 2,
+            "socket_timeout": patience,
+            "retry": Retry(NoBackoff(), 0),
+            "client_name": self.client_name or None,
         }
 
     def _connection(
         self, url: RedisUrl, address: tuple[str, int], patience: float, *, sentinel: bool = False
     ) -> Any:
-        options = {getattr(socket, name): value for name, value in KEEPALIVE.items() if hasattr(socket, name)}
+        options = {
+            getattr(socket, name): value
+            for name, value in KEEPALIVE.items()
+            if hasattr(socket, name)
+        }
         common = self._common(url, patience) | {
-            "host": address[0], "port": address[1], "socket_connect_timeout": patience, "socket_keepalive": True,
+            "host": address[0],
+            "port": address[1],
+            "socket_connect_timeout": patience,
+            "socket_keepalive": True,
             "socket_keepalive_options": options,
         }
         if sentinel:
-            common |= {"db": 0, "username": url.sentinel_username or None, "password": url.sentinel_password or None}
+            common |= {
+                "db": 0,
+                "username": url.sentinel_username or None,
+                "password": url.sentinel_password or None,
+            }
         if not url.tls:
             return _library().Connection(**common)
         return _library().SSLConnection(**common, **tls_options(url))
@@ -283,7 +345,9 @@ def must_be_master(connection: Any, address: tuple[str, int]) -> None:
         raise
     if role != b"master":
         connection.disconnect()
-        raise redis.ConnectionError("{}:{} is no master but a {} (READONLY)".format(*address, role.decode(errors="replace")))
+        raise redis.ConnectionError(
+            "{}:{} is no master but a {} (READONLY)".format(*address, role.decode(errors="replace"))
+        )
 
 
 def tls_options(url: RedisUrl) -> dict[str, Any]:
@@ -292,12 +356,18 @@ def tls_options(url: RedisUrl) -> dict[str, Any]:
     Raises:
         StoreUnusable: a file cannot be used.
     """
-    for option, path in (("ca_file", url.ca_file), ("cert_file", url.cert_file), ("key_file", url.key_file)):
+    for option, path in (
+        ("ca_file", url.ca_file),
+        ("cert_file", url.cert_file),
+        ("key_file", url.key_file),
+    ):
         try:
             if path:
                 open(path, "rb").close()
         except OSError as error:
-            raise StoreUnusable(f"Redis at {url.place}: certificate file {path!r} ({option}): {error.strerror}") from error
+            raise StoreUnusable(
+                f"Redis at {url.place}: certificate file {path!r} ({option}): {error.strerror}"
+            ) from error
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     try:
         if url.ca_file:
@@ -305,12 +375,16 @@ def tls_options(url: RedisUrl) -> dict[str, Any]:
         if url.cert_file:
             context.load_cert_chain(url.cert_file, url.key_file or None, password=_no_password)
     except (ssl.SSLError, ValueError) as error:
-        raise StoreUnusable(f"Redis at {url.place}: certificate or key cannot be used: {error} (see ca_file, cert_file, "
-                            "key_file of the URL)") from error
+        raise StoreUnusable(
+            f"Redis at {url.place}: certificate or key cannot be used: {error} (see ca_file, cert_file, "
+            "key_file of the URL)"
+        ) from error
     return {
-        "ssl_cert_reqs": "required" if url.verify else "none", "ssl_check_hostname": url.verify,
+        "ssl_cert_reqs": "required" if url.verify else "none",
+        "ssl_check_hostname": url.verify,
         "ssl_ca_certs": os.path.abspath(url.ca_file) if url.ca_file else None,
-        "ssl_certfile": url.cert_file or None, "ssl_keyfile": url.key_file or None,
+        "ssl_certfile": url.cert_file or None,
+        "ssl_keyfile": url.key_file or None,
     }
 
 

@@ -45,7 +45,9 @@ def command_at(*parts: bytes) -> Request:
 class Try:
     """One try at some requests. What is `left` may be asked again."""
 
-    def __init__(self, nodes: Nodes, driver_of: Callable[[Address], RedisDriver], *, again: bool) -> None:
+    def __init__(
+        self, nodes: Nodes, driver_of: Callable[[Address], RedisDriver], *, again: bool
+    ) -> None:
         self._nodes = nodes
         self._driver_of = driver_of
         self._again = again
@@ -113,10 +115,16 @@ class Try:
         self.left += requests
         self.trouble = error
 
-    def _broken(self, driver: RedisDriver, link: Link | None, part: Sequence[Request], error: Exception) -> None:
+    def _broken(
+        self, driver: RedisDriver, link: Link | None, part: Sequence[Request], error: Exception
+    ) -> None:
         unknown = driver.after(error, link)
         self.unknown = self.unknown or unknown
-        if fatal(error) or not isinstance(error, connection_errors()) or (unknown and not self._again):
+        if (
+            fatal(error)
+            or not isinstance(error, connection_errors())
+            or (unknown and not self._again)
+        ):
             self.refused = error
         else:
             self._later(part, error)
@@ -127,11 +135,21 @@ def passing(error: Exception) -> bool:
     import redis
     from redis import exceptions
 
-    if isinstance(error, exceptions.AskError | exceptions.ClusterDownError | exceptions.TryAgainError):  # and MOVED, MASTERDOWN
+    if isinstance(
+        error, exceptions.AskError | exceptions.ClusterDownError | exceptions.TryAgainError
+    ):  # and MOVED, MASTERDOWN
         return True
     return isinstance(error, redis.ResponseError | redis.ConnectionError) and any(
-        word in str(error) for word in ("CLUSTERDOWN", "MOVED ", "READONLY", "You can't write against a read only", "LOADING",
-                                        "Redis is loading", "UNBLOCKED")
+        word in str(error)
+        for word in (
+            "CLUSTERDOWN",
+            "MOVED ",
+            "READONLY",
+            "You can't write against a read only",
+            "LOADING",
+            "Redis is loading",
+            "UNBLOCKED",
+        )
     )
 
 

@@ -88,20 +88,32 @@ def parse_redis_url(url: str, *, master_name: str = "") -> RedisUrl:
     if scheme.lower() == "redis+socket":
         path, colon, database = address.partition(":")
         if not path.startswith("/") or len(path) < 2:
-            raise BadRedisUrl("found no path of a socket (expected redis+socket:///path/to.sock:/0)")
+            raise BadRedisUrl(
+                "found no path of a socket (expected redis+socket:///path/to.sock:/0)"
+            )
         if options:
             raise BadRedisUrl("found options (a socket has none)")
         number = _database(database.removeprefix("/")) if colon else 0
         return RedisUrl(path=unquote(path), username=username, password=password, database=number)
     places, _, database = address.partition("/")
     master = options.pop("master_name", "") or master_name
-    hosts = tuple(_host(part, DEFAULT_SENTINEL_PORT if master else DEFAULT_PORT) for part in places.split(","))
+    hosts = tuple(
+        _host(part, DEFAULT_SENTINEL_PORT if master else DEFAULT_PORT) for part in places.split(",")
+    )
     if len(hosts) > 1 and not master and _database(database):
-        raise BadRedisUrl(f"{len(hosts)} hosts are a cluster, which has database 0 only (sentinels: ?master_name=…)")
+        raise BadRedisUrl(
+            f"{len(hosts)} hosts are a cluster, which has database 0 only (sentinels: ?master_name=…)"
+        )
     verify = options.pop("verify", "full") != "none"
     return RedisUrl(
-        hosts=hosts, tls=scheme.lower() == "rediss", username=username, password=password, database=_database(database),
-        master_name=master, verify=verify, **options,
+        hosts=hosts,
+        tls=scheme.lower() == "rediss",
+        username=username,
+        password=password,
+        database=_database(database),
+        master_name=master,
+        verify=verify,
+        **options,
     )
 
 
@@ -110,7 +122,9 @@ def _read_options(query: str, *, tls: bool) -> dict[str, str]:
     for part in filter(None, query.split("&")):
         name, equals, value = part.partition("=")
         if name not in _OPTIONS or not equals:
-            raise BadRedisUrl(f"Redis URLs have no options besides {', '.join(_OPTIONS)} ('?' of a password: %3F)")
+            raise BadRedisUrl(
+                f"Redis URLs have no options besides {', '.join(_OPTIONS)} ('?' of a password: %3F)"
+            )
         if name in options:
             raise BadRedisUrl(f"option {name!r} is given twice")
         if name in _OF_TLS and not tls:
@@ -134,7 +148,9 @@ def _database(text: str) -> int:
     if not text:
         return 0
     if not (text.isascii() and text.isdigit()):
-        raise BadRedisUrl("the database is no number (expected redis://host/0; Go takes such a one for 0)")
+        raise BadRedisUrl(
+            "the database is no number (expected redis://host/0; Go takes such a one for 0)"
+        )
     return int(text)
 
 

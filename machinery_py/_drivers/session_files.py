@@ -23,7 +23,9 @@ from enum import Enum
 
 from machinery_py._drivers.run_table import RunTable, read
 
-FORGOTTEN = 60.0  # seconds after which a file that belongs to no session is removed, if nobody holds it
+FORGOTTEN = (
+    60.0  # seconds after which a file that belongs to no session is removed, if nobody holds it
+)
 LEFT = 3600.0  # the same, where nobody here can ask which sessions there are: so long somebody may want to know what ran
 
 #: key → descriptor, of all drivers of this process; -1 where there are no locks. One step of a dict is atomic.
@@ -106,7 +108,9 @@ def _new_file(folder: str, key: str) -> int:
     """Its locked descriptor; -1 if that cannot be had."""
     try:
         _make(folder)
-        descriptor = os.open(os.path.join(folder, key), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        descriptor = os.open(
+            os.path.join(folder, key), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600
+        )
     except OSError:
         return -1  # no proof of life then: the beats must do
     if _lock(descriptor):
@@ -146,7 +150,9 @@ def host_folder(kind: str) -> str:
     except OSError:
         return ""
     # Who else could write there could blame our tasks, and who made a link of it chose where we write.
-    is_ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
+    is_ours = (
+        stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
+    )
     return folder if is_ours else ""
 
 

@@ -33,7 +33,10 @@ from machinery_py._drivers.sqlite_open import identity, open_reader, open_writer
 from machinery_py.clock import SYSTEM_CLOCK, Clock, micros
 from machinery_py.errors import BrokerUnavailable, ConfigError
 
-RETRY = 0.0002, 0.001  # seconds between two tries for the write lock; SQLite's own handler sleeps up to 0.1
+RETRY = (
+    0.0002,
+    0.001,
+)  # seconds between two tries for the write lock; SQLite's own handler sleeps up to 0.1
 READERS = 8  # idle reading connections kept for the next reader
 
 
@@ -41,14 +44,20 @@ class SQLiteDriver:
     """The file, opened at the first use. May be used from any thread, and after a fork."""
 
     def __init__(
-        self, path: str | os.PathLike[str], *, clock: Clock = SYSTEM_CLOCK, synchronous: str = "FULL",
+        self,
+        path: str | os.PathLike[str],
+        *,
+        clock: Clock = SYSTEM_CLOCK,
+        synchronous: str = "FULL",
         busy_timeout: float = 5.0,
     ) -> None:
         self.path = os.path.abspath(os.fspath(path))
         self.clock = clock
         self.synchronous = synchronous.upper()
         if self.synchronous not in ("FULL", "NORMAL"):
-            raise ConfigError(f"SQLite file {self.path!r}: synchronous is {synchronous!r} (known: FULL, NORMAL)")
+            raise ConfigError(
+                f"SQLite file {self.path!r}: synchronous is {synchronous!r} (known: FULL, NORMAL)"
+            )
         self.busy_timeout = busy_timeout
         self.bells_folder = self.path + "-bells"
         self.sessions_folder = self.path + "-sessions"
@@ -119,7 +128,9 @@ class SQLiteDriver:
 
     # Transactions
 
-    def enter(self, handles: Handles, durable: bool, unavailable: Unavailable) -> sqlite3.Connection:
+    def enter(
+        self, handles: Handles, durable: bool, unavailable: Unavailable
+    ) -> sqlite3.Connection:
         """Called with the lock held."""
         writer = handles.writer
         if handles.depth == 0:
@@ -130,7 +141,9 @@ class SQLiteDriver:
         assert writer is not None
         return writer
 
-    def _begin(self, handles: Handles, durable: bool, unavailable: Unavailable) -> sqlite3.Connection:
+    def _begin(
+        self, handles: Handles, durable: bool, unavailable: Unavailable
+    ) -> sqlite3.Connection:
         if handles.writer is None:
             handles.writer = self._open(handles)
         else:
@@ -140,7 +153,9 @@ class SQLiteDriver:
         try:
             if handles.durable is not durable:
                 # Not execute(): SQLite obeys this one when it is compiled, and Python would compile it once.
-                writer.executescript(f"PRAGMA synchronous = {self.synchronous if durable else 'NORMAL'}")
+                writer.executescript(
+                    f"PRAGMA synchronous = {self.synchronous if durable else 'NORMAL'}"
+                )
                 handles.durable = durable
             while True:
                 try:
@@ -157,13 +172,17 @@ class SQLiteDriver:
         except sqlite3.Error as error:
             raise translate(error, self.path, unavailable=unavailable) from error
 
-    def leave(self, handles: Handles, error: BaseException | None, unavailable: Unavailable) -> None:
+    def leave(
+        self, handles: Handles, error: BaseException | None, unavailable: Unavailable
+    ) -> None:
         """Called with the lock held."""
         handles.depth -= 1
         failure = error or handles.failure
         try:
             if handles.depth:
-                handles.failure = failure  # whoever catches it further out: half of a step is not committed
+                handles.failure = (
+                    failure  # whoever catches it further out: half of a step is not committed
+                )
             elif failure is None:
                 self._commit(handles, unavailable)
                 return
@@ -176,7 +195,9 @@ class SQLiteDriver:
                     handles.kinds.clear()
                     handles.hooks.clear()
         if isinstance(failure, sqlite3.Error):
-            raise translate(failure, self.path, seconds=self.busy_timeout, unavailable=unavailable) from failure
+            raise translate(
+                failure, self.path, seconds=self.busy_timeout, unavailable=unavailable
+            ) from failure
         if error is None and failure is not None and not handles.depth:
             raise failure
 
@@ -189,7 +210,11 @@ class SQLiteDriver:
             handles.hooks.clear()
             self._roll_back(handles)
             raise translate(
-                error, self.path, seconds=self.busy_timeout, unavailable=unavailable, committing=True
+                error,
+                self.path,
+                seconds=self.busy_timeout,
+                unavailable=unavailable,
+                committing=True,
             ) from error
 
     def _roll_back(self, handles: Handles) -> None:
@@ -207,12 +232,16 @@ class SQLiteDriver:
     def _check(self, handles: Handles) -> None:
         if not handles.lost and identity(self.path) != handles.identity:
             what = "replaced by another one" if os.path.exists(self.path) else "deleted"
-            handles.lost = f"it was {what} while it was open (put it back, and start this process again)"
+            handles.lost = (
+                f"it was {what} while it was open (put it back, and start this process again)"
+            )
         if handles.lost:
             raise unusable(self.path, handles.lost)
 
     def _open(self, handles: Handles) -> sqlite3.Connection:
-        connection = open_writer(self.path, synchronous=self.synchronous, busy_timeout=self.busy_timeout)
+        connection = open_writer(
+            self.path, synchronous=self.synchronous, busy_timeout=self.busy_timeout
+        )
         handles.durable = True
         handles.identity = identity(self.path)
         return connection
@@ -235,7 +264,9 @@ class SQLiteDriver:
             handles.take_back(None)
             raise
 
-    def give_back(self, handles: Handles, reader: sqlite3.Connection, error: BaseException | None) -> None:
+    def give_back(
+        self, handles: Handles, reader: sqlite3.Connection, error: BaseException | None
+    ) -> None:
         failed = isinstance(error, sqlite3.Error)
         if failed or handles.lost or len(handles.readers) >= READERS:
             reader.close()
@@ -266,7 +297,10 @@ class Transaction:
             raise
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         handles = self._handles
         if handles.pid != os.getpid():
@@ -303,7 +337,10 @@ class Reading:
         return lent[1]
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if self._lent is not None:
             self._driver.give_back(*self._lent, error)

@@ -59,8 +59,14 @@ def busy(path: str, seconds: float, unavailable: Unavailable) -> MachineryError:
     )
 
 
-def translate(error: sqlite3.Error, path: str, *, seconds: float = 0.0, unavailable: Unavailable = BrokerUnavailable,
-              committing: bool = False) -> MachineryError:
+def translate(
+    error: sqlite3.Error,
+    path: str,
+    *,
+    seconds: float = 0.0,
+    unavailable: Unavailable = BrokerUnavailable,
+    committing: bool = False,
+) -> MachineryError:
     """Our error for SQLite's. `committing`: it was met by COMMIT itself."""
     code = code_of(error)
     if code in (_BUSY, _LOCKED):
@@ -79,7 +85,9 @@ def refuse_open(error: OSError, path: str) -> FileUnusable:
     if error.errno == errno.ENOENT:
         return unusable(path, f"folder {folder!r} does not exist (create it, or name another file)")
     if error.errno in (errno.EACCES, errno.EPERM):
-        return unusable(path, f"folder {folder!r}: {error.strerror} (give this user the right to write there)")
+        return unusable(
+            path, f"folder {folder!r}: {error.strerror} (give this user the right to write there)"
+        )
     if error.errno == errno.EROFS:
         return unusable(path, f"folder {folder!r} is on a read-only disk (name another file)")
     if error.errno == errno.ENOSPC:

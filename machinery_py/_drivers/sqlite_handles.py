@@ -57,7 +57,9 @@ class Handles:
     forking: bool = False
 
     def __post_init__(self) -> None:
-        free = _Fork.lock.acquire(timeout=FORK_PATIENCE)  # who opens a file now must not do it beside a fork
+        free = _Fork.lock.acquire(
+            timeout=FORK_PATIENCE
+        )  # who opens a file now must not do it beside a fork
         try:
             _all.add(self)
         finally:

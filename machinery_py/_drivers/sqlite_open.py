@@ -21,10 +21,28 @@ PATIENCE = 5.0  # seconds that opening waits at least for those who open the fil
 
 OLDEST = (3, 32, 0)  # with UPSERT, iif, and room for 32,766 parameters
 
-NETWORK = frozenset({
-    "nfs", "nfs4", "cifs", "smb", "smb2", "smb3", "smbfs", "fuse.sshfs", "9p", "afs", "ceph", "fuse.ceph", "glusterfs",
-    "fuse.glusterfs", "lustre", "fuse.s3fs", "davfs", "fuse.davfs2",
-})
+NETWORK = frozenset(
+    {
+        "nfs",
+        "nfs4",
+        "cifs",
+        "smb",
+        "smb2",
+        "smb3",
+        "smbfs",
+        "fuse.sshfs",
+        "9p",
+        "afs",
+        "ceph",
+        "fuse.ceph",
+        "glusterfs",
+        "fuse.glusterfs",
+        "lustre",
+        "fuse.s3fs",
+        "davfs",
+        "fuse.davfs2",
+    }
+)
 
 RETRY = 0.001, 0.01  # seconds between two tries while another process makes the file
 
@@ -41,10 +59,14 @@ def open_writer(path: str, *, synchronous: str, busy_timeout: float) -> sqlite3.
     """
     if sqlite3.sqlite_version_info < OLDEST:
         oldest = ".".join(map(str, OLDEST))
-        raise unusable(path, f"this Python has SQLite {sqlite3.sqlite_version} (expected {oldest} or newer)")
+        raise unusable(
+            path, f"this Python has SQLite {sqlite3.sqlite_version} (expected {oldest} or newer)"
+        )
     kind = network_kind(path)
     if kind:
-        raise unusable(path, f"it is on a network file system ({kind}) without sound locks (name a local file)")
+        raise unusable(
+            path, f"it is on a network file system ({kind}) without sound locks (name a local file)"
+        )
     deadline = time.monotonic() + max(PATIENCE, busy_timeout)
     with _opening:
         _create(path)
@@ -65,7 +87,9 @@ def open_reader(path: str, *, busy_timeout: float) -> sqlite3.Connection:
     """A connection that reads."""
     connection = _connect(path, max(1.0, busy_timeout))
     try:
-        connection.executescript("PRAGMA query_only = 1; PRAGMA temp_store = MEMORY; PRAGMA cache_size = -2000")
+        connection.executescript(
+            "PRAGMA query_only = 1; PRAGMA temp_store = MEMORY; PRAGMA cache_size = -2000"
+        )
     except sqlite3.Error as error:
         connection.close()
         raise translate(error, path) from error
@@ -75,7 +99,11 @@ def open_reader(path: str, *, busy_timeout: float) -> sqlite3.Connection:
 def _connect(path: str, timeout: float) -> sqlite3.Connection:
     try:
         return sqlite3.connect(
-            path, timeout=timeout, isolation_level=None, check_same_thread=False, cached_statements=256
+            path,
+            timeout=timeout,
+            isolation_level=None,
+            check_same_thread=False,
+            cached_statements=256,
         )
     except sqlite3.Error as error:
         raise translate(error, path) from error
@@ -95,7 +123,10 @@ def _create(path: str) -> None:
     One that is there is not opened: closing it would drop the locks that SQLite has on it in this process.
     """
     if not os.path.exists(path) and os.path.exists(path + "-wal"):
-        raise unusable(path, f"it is gone, but its log {path + '-wal'!r} is there (put it back, or remove the log)")
+        raise unusable(
+            path,
+            f"it is gone, but its log {path + '-wal'!r} is there (put it back, or remove the log)",
+        )
     try:
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
     except FileExistsError:
@@ -109,7 +140,10 @@ def _prepare(connection: sqlite3.Connection, path: str) -> bool:
     try:
         mode = connection.execute("PRAGMA journal_mode = WAL").fetchone()[0]
         if mode != "wal":
-            raise unusable(path, f"its journal mode stays {mode!r} (expected 'wal'; is the disk a special one?)")
+            raise unusable(
+                path,
+                f"its journal mode stays {mode!r} (expected 'wal'; is the disk a special one?)",
+            )
         connection.executescript(
             f"PRAGMA wal_autocheckpoint = {CHECKPOINT}; PRAGMA journal_size_limit = {LOG_LIMIT};"
             "PRAGMA temp_store = MEMORY; PRAGMA cache_size = -16000; PRAGMA secure_delete = OFF"

@@ -34,7 +34,9 @@ def as_json(values: Sequence[str] | Sequence[int]) -> str:
         return msgspec.json.encode([printable(str(value)) for value in values]).decode()
 
 
-def insert_rows(connection: sqlite3.Connection, head: str, rows: Sequence[tuple[Any, ...]], tail: str = "") -> int:
+def insert_rows(
+    connection: sqlite3.Connection, head: str, rows: Sequence[tuple[Any, ...]], tail: str = ""
+) -> int:
     """Run `head VALUES (?, …), … tail` in few big statements; returns how many rows were changed."""
     changed = start = 0
     for size in (128, 32, 8, 1):

@@ -57,7 +57,16 @@ from machinery_py.backends.amqp_records import (
     pack,
 )
 from machinery_py.backends.amqp_revocations import Revocations
-from machinery_py.backends.base import REVOKED_LIFE, Amendment, BackendFeatures, Begun, Change, ReadyGroup, Records, Verdict
+from machinery_py.backends.base import (
+    REVOKED_LIFE,
+    Amendment,
+    BackendFeatures,
+    Begun,
+    Change,
+    ReadyGroup,
+    Records,
+    Verdict,
+)
 from machinery_py.backends.transactional import Row, TransactionalBackend, is_over
 from machinery_py.clock import micros
 from machinery_py.errors import BackendUnavailable, DecodeError
@@ -88,7 +97,13 @@ class AMQPBackend(TransactionalBackend):
     """Queues on the driver's server. The driver belongs to whoever made it."""
 
     features = BackendFeatures(
-        name="amqp", durable=False, listing=False, foreign=True, foreign_time=GO_TIME, keeps_unfinished=False, claims=True
+        name="amqp",
+        durable=False,
+        listing=False,
+        foreign=True,
+        foreign_time=GO_TIME,
+        keeps_unfinished=False,
+        claims=True,
     )
 
     def __init__(self, driver: AmqpDriver, *, expire_in: float = EXPIRE_IN) -> None:
@@ -109,15 +124,33 @@ class AMQPBackend(TransactionalBackend):
         for lock in (*LOCKS, OUTBOX_LOCK, READY_LOCK, REVOKED_LOCK, SCHEDULES_LOCK):
             declare_lock(channel, lock, wait)
         for place in (OUTBOX, READY, REVOKED, SCHEDULES):
-            channel.rpc("queue_declare", queue=place.queue, durable=True, arguments=dict(place.arguments), timeout=wait)
+            channel.rpc(
+                "queue_declare",
+                queue=place.queue,
+                durable=True,
+                arguments=dict(place.arguments),
+                timeout=wait,
+            )
         for exchange, kind in ((FINISHED, "direct"), (REVOCATIONS, "fanout")):
-            channel.rpc("exchange_declare", exchange=exchange, exchange_type=kind, durable=True, timeout=wait)
+            channel.rpc(
+                "exchange_declare",
+                exchange=exchange,
+                exchange_type=kind,
+                durable=True,
+                timeout=wait,
+            )
         channel.rpc("queue_bind", queue=REVOKED.queue, exchange=REVOCATIONS, timeout=wait)
 
     # Turns
 
     def _carry(
-        self, uuids: Iterable[str], doing: str, step: Callable[[_Work], T], *, locks: Iterable[str] = (), again: bool = False
+        self,
+        uuids: Iterable[str],
+        doing: str,
+        step: Callable[[_Work], T],
+        *,
+        locks: Iterable[str] = (),
+        again: bool = False,
     ) -> T:
         """Do a step with the locks of these tasks, groups and claims, and with `locks`.
 
@@ -179,7 +212,8 @@ class AMQPBackend(TransactionalBackend):
                 work.rows[uuid] = decode_record(uuid, [one.body for one in held])
         return {
             uuid: Row(state=row.state, mark=row.mark, epoch=row.epoch)
-            for uuid in places if (row := work.rows.get(uuid)) is not None
+            for uuid in places
+            if (row := work.rows.get(uuid)) is not None
         }
 
     def _save(self, rows: Sequence[tuple[str, Row]]) -> None:
@@ -221,11 +255,18 @@ class AMQPBackend(TransactionalBackend):
         if not keys:
             return []
         return self._carry(
-            [uuid for uuid, _ in keys], "beginning deliveries", lambda _: TransactionalBackend.begin(self, keys)
+            [uuid for uuid, _ in keys],
+            "beginning deliveries",
+            lambda _: TransactionalBackend.begin(self, keys),
         )
 
     def settled_by(self, uuids: Sequence[str]) -> list[str]:
-        return self._carry(uuids, "reading states", lambda _: TransactionalBackend.settled_by(self, uuids), again=True)
+        return self._carry(
+            uuids,
+            "reading states",
+            lambda _: TransactionalBackend.settled_by(self, uuids),
+            again=True,
+        )
 
     # Outboxes
 
@@ -243,7 +284,9 @@ class AMQPBackend(TransactionalBackend):
         return [body for entry in self._entries() if entry.key == key for body in entry.bodies]
 
     def outboxes(self, keys: Sequence[str]) -> list[Sequence[bytes]]:
-        return self._carry((), "reading outboxes", lambda _: [self._outbox(key) for key in keys], again=True)
+        return self._carry(
+            (), "reading outboxes", lambda _: [self._outbox(key) for key in keys], again=True
+        )
 
     def clear_outbox(self, sent: Sequence[tuple[str, Sequence[bytes]]]) -> None:
         bodies: dict[str, set[bytes]] = {}
@@ -253,7 +296,8 @@ class AMQPBackend(TransactionalBackend):
         def step(work: _Work) -> None:
             entries = self._entries()
             work.turn.drop(
-                one for one, entry in zip(work.turn.held(OUTBOX), entries, strict=True)
+                one
+                for one, entry in zip(work.turn.held(OUTBOX), entries, strict=True)
                 if entry.key in bodies and bodies[entry.key].issuperset(entry.bodies)
             )
 
@@ -267,16 +311,22 @@ class AMQPBackend(TransactionalBackend):
     # Records and claims
 
     def amend(self, amendment: Amendment) -> bool:
-        uuids = {state.task_uuid for state in amendment.states} | {group.group_uuid for group in amendment.groups}
+        uuids = {state.task_uuid for state in amendment.states} | {
+            group.group_uuid for group in amendment.groups
+        }
         return self._carry(
-            uuids | {amendment.name} if amendment.life else uuids, "changing a record",
-            lambda _: TransactionalBackend.amend(self, amendment), locks=() if amendment.life else [SCHEDULES_LOCK],
+            uuids | {amendment.name} if amendment.life else uuids,
+            "changing a record",
+            lambda _: TransactionalBackend.amend(self, amendment),
+            locks=() if amendment.life else [SCHEDULES_LOCK],
         )
 
     def _swap_record(self, name: str, expected: bytes | None, body: bytes | None) -> bool:
         return self._work.amending.swap_record(name, expected, body)
 
-    def _swap_claim(self, name: str, expected: bytes | None, body: bytes | None, life: float) -> bool:
+    def _swap_claim(
+        self, name: str, expected: bytes | None, body: bytes | None, life: float
+    ) -> bool:
         return self._work.amending.swap_claim(name, expected, body, life)
 
     def release(self, claims: Sequence[tuple[str, bytes]]) -> None:
@@ -290,20 +340,36 @@ class AMQPBackend(TransactionalBackend):
             self._carry(names, "releasing claims", step, again=True)
 
     def claims(self, names: Sequence[str]) -> list[bytes | None]:
-        return self._carry(names, "reading claims", lambda work: work.amending.claims(names), again=True) if names else []
+        return (
+            self._carry(
+                names, "reading claims", lambda work: work.amending.claims(names), again=True
+            )
+            if names
+            else []
+        )
 
     def records(self, known: str = "") -> Records:
         table = self._carry(
-            (), "reading schedules", lambda work: work.amending.table(), locks=[SCHEDULES_LOCK], again=True
+            (),
+            "reading schedules",
+            lambda work: work.amending.table(),
+            locks=[SCHEDULES_LOCK],
+            again=True,
         )
-        return Records(now=self.now(), version=table.version, bodies=None if table.version == known else table.by_name())
+        return Records(
+            now=self.now(),
+            version=table.version,
+            bodies=None if table.version == known else table.by_name(),
+        )
 
     # Reading
 
     def get_states(self, uuids: Sequence[str]) -> dict[str, TaskState]:
         if not uuids:
             return {}
-        rows = self._carry(uuids, "reading states", lambda _: self._load(dict.fromkeys(uuids)), again=True)
+        rows = self._carry(
+            uuids, "reading states", lambda _: self._load(dict.fromkeys(uuids)), again=True
+        )
         return {uuid: row.state for uuid, row in rows.items() if row.state is not None}
 
     def get_group(self, group_uuid: str) -> GroupMeta | None:
@@ -311,7 +377,9 @@ class AMQPBackend(TransactionalBackend):
             record = work.groups.load(group_uuid)
             if record is None or not (record.document or record.callback):
                 return None
-            return record, meta_of(group_uuid, record, {} if record.document else work.groups.members(group_uuid))
+            return record, meta_of(
+                group_uuid, record, {} if record.document else work.groups.members(group_uuid)
+            )
 
         found = self._carry([group_uuid], "reading a group", step, again=True)
         if found is None:
@@ -320,7 +388,9 @@ class AMQPBackend(TransactionalBackend):
         if record.callback and not record.fired:
             if self._go_has_fired(record.callback):
                 return msgspec.structs.replace(meta, chord_triggered=True)
-        elif record.made_at + int(self.expire_in * 1e6) < micros(self.now()) and not self.get_states(meta.task_uuids):
+        elif record.made_at + int(self.expire_in * 1e6) < micros(
+            self.now()
+        ) and not self.get_states(meta.task_uuids):
             return None  # it has expired with its members
         return meta
 
@@ -348,26 +418,49 @@ class AMQPBackend(TransactionalBackend):
         states = self.get_states(uuids)
         if states.keys() >= set(uuids):
             return states
-        kept = self._carry([group_uuid], "reading a group", lambda work: work.groups.members(group_uuid), again=True)
-        return {**{uuid: state for uuid in uuids if (state := kept.get(uuid)) is not None}, **states}
+        kept = self._carry(
+            [group_uuid],
+            "reading a group",
+            lambda work: work.groups.members(group_uuid),
+            again=True,
+        )
+        return {
+            **{uuid: state for uuid in uuids if (state := kept.get(uuid)) is not None},
+            **states,
+        }
 
     def ready_groups(self, limit: int) -> list[ReadyGroup]:
-        return self._carry((), "reading ready groups", lambda work: work.groups.ready(limit), again=True)
+        return self._carry(
+            (), "reading ready groups", lambda work: work.groups.ready(limit), again=True
+        )
 
     # Revocations, purges
 
     def revoke(self, uuids: Sequence[str], life: float = REVOKED_LIFE) -> None:
         until = micros(self.now()) + int(life * 1e6)
-        self._carry((), "revoking", lambda work: self._revocations.add(work.turn, uuids, until), locks=[REVOKED_LOCK], again=True)
+        self._carry(
+            (),
+            "revoking",
+            lambda work: self._revocations.add(work.turn, uuids, until),
+            locks=[REVOKED_LOCK],
+            again=True,
+        )
 
     def revoked(self, uuids: Sequence[str]) -> set[str]:
         return self._revocations.among(uuids) if uuids else set()
 
     def purge_state(self, task_uuid: str) -> None:
-        self._carry([task_uuid], "purging a state", lambda work: work.turn.delete(self._places.task(task_uuid)), again=True)
+        self._carry(
+            [task_uuid],
+            "purging a state",
+            lambda work: work.turn.delete(self._places.task(task_uuid)),
+            again=True,
+        )
 
     def purge_group_meta(self, group_uuid: str) -> None:
-        self._carry([group_uuid], "purging a group", lambda work: work.groups.purge(group_uuid), again=True)
+        self._carry(
+            [group_uuid], "purging a group", lambda work: work.groups.purge(group_uuid), again=True
+        )
 
     def listener(self) -> AMQPListener:
         return AMQPListener(self._turns, self._which_finished)

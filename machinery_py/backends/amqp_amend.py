@@ -75,7 +75,11 @@ class Amending:
         table, key = self.table(), name.encode("utf-8", "surrogatepass")
         if table.bodies.get(key) != expected:
             return False
-        bodies = {**table.bodies, key: body} if body is not None else {k: v for k, v in table.bodies.items() if k != key}
+        bodies = (
+            {**table.bodies, key: body}
+            if body is not None
+            else {k: v for k, v in table.bodies.items() if k != key}
+        )
         self._turn.drop(self._turn.held(SCHEDULES))
         self._turn.put(SCHEDULES, pack(Table(version=secrets.token_hex(8), bodies=bodies)))
         return True
@@ -92,7 +96,9 @@ class Amending:
         claims = [_claim(one.body) for one in self._turn.held(place)]
         return claims[-1].body if claims and claims[-1].until > self._now else None
 
-    def swap_claim(self, name: str, expected: bytes | None, body: bytes | None, life: float) -> bool:
+    def swap_claim(
+        self, name: str, expected: bytes | None, body: bytes | None, life: float
+    ) -> bool:
         """As `swap_record`. `life`: seconds until it is forgotten."""
         place, [found] = place_of(name), self.claims([name])
         if found != expected:

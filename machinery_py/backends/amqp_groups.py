@@ -91,7 +91,9 @@ class Groups:
         for group, members in groups.items():
             self._arrive(group, members, bodies)
 
-    def _arrive(self, group: str, members: Mapping[str, Arrival], bodies: Mapping[str, bytes]) -> None:
+    def _arrive(
+        self, group: str, members: Mapping[str, Arrival], bodies: Mapping[str, bytes]
+    ) -> None:
         turn, record = self._turn, self.load(group) or GroupRecord()
         if record.fired:
             return
@@ -110,7 +112,9 @@ class Groups:
         complete = count >= first.total and len(known | members.keys()) >= first.total
         if (failed or complete) and not record.ready:
             record.ready, record.failed_member, changed = True, failed, True
-            turn.put(READY, pack(ReadyEntry(group=group, callback=first.callback, failed_member=failed)))
+            turn.put(
+                READY, pack(ReadyEntry(group=group, callback=first.callback, failed_member=failed))
+            )
         if changed:
             self._save(group, record)
 
@@ -160,14 +164,17 @@ class Groups:
 
     def _unlist(self, group: str) -> None:
         self._turn.read([READY])
-        self._turn.drop(one for one in self._turn.held(READY) if decode_ready(one.body).group == group)
+        self._turn.drop(
+            one for one in self._turn.held(READY) if decode_ready(one.body).group == group
+        )
 
     def ready(self, limit: int) -> list[ReadyGroup]:
         self._turn.take([READY_LOCK])
         self._turn.read([READY])
         entries = [decode_ready(one.body) for one in self._turn.held(READY)[:limit]]
         return [
-            ReadyGroup(group_uuid=one.group, callback=one.callback, failed_member=one.failed_member) for one in entries
+            ReadyGroup(group_uuid=one.group, callback=one.callback, failed_member=one.failed_member)
+            for one in entries
         ]
 
 
@@ -178,5 +185,9 @@ def meta_of(group: str, record: GroupRecord, members: Mapping[str, TaskState | N
     if record.document:
         meta = decode_group(record.document)
         return msgspec.structs.replace(meta, chord_triggered=record.fired)
-    over = len(members) >= record.total or any(one is not None and one.state is State.FAILURE for one in members.values())
-    return GroupMeta(group_uuid=group, task_uuids=tuple(members) if over else (), chord_triggered=record.fired)
+    over = len(members) >= record.total or any(
+        one is not None and one.state is State.FAILURE for one in members.values()
+    )
+    return GroupMeta(
+        group_uuid=group, task_uuids=tuple(members) if over else (), chord_triggered=record.fired
+    )

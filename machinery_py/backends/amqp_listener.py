@@ -58,7 +58,9 @@ class AMQPListener(Listener):
                     with self._lock:
                         names = list(self._watched)
                 assert self._channel is not None
-                self._channel.ask(lambda future: self._ask_for(names, future), self._turns.driver.timeout)
+                self._channel.ask(
+                    lambda future: self._ask_for(names, future), self._turns.driver.timeout
+                )
         except (MachineryError, LinkLost, ChannelLost):
             pass
 
@@ -73,7 +75,13 @@ class AMQPListener(Listener):
             if watched is not None:
                 self._rung.set()
 
-        channel.rpc("basic_consume", queue=self._queue, on_message_callback=told, auto_ack=True, timeout=timeout)
+        channel.rpc(
+            "basic_consume",
+            queue=self._queue,
+            on_message_callback=told,
+            auto_ack=True,
+            timeout=timeout,
+        )
         self._channel = channel
 
     def _ask_for(self, names: Iterable[str], future: Future[Any]) -> None:
@@ -90,6 +98,7 @@ class AMQPListener(Listener):
                 self._watched.pop(name, None)
         channel, queue = self._channel, self._queue
         if channel is not None and channel.is_open:
+
             def let_go() -> None:
                 for name in names:
                     channel.raw.queue_unbind(queue, FINISHED, name, callback=lambda _: None)
@@ -113,7 +122,7 @@ class AMQPListener(Listener):
         if self._channel is None or not self._channel.is_open:
             self._bind(())
         start = next(self._turn_of) * FEW % len(names)
-        few = names[start:start + FEW]
+        few = names[start : start + FEW]
         with self._lock:
             uuids = [self._watched[name] for name in few if name in self._watched]
         try:

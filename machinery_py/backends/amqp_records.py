@@ -46,8 +46,12 @@ PREFIX = "machinery.results."
 TRIGGERED = "_chord_triggered"
 LOCKS = tuple(f"{PREFIX}lock.{number}" for number in range(STRIPES))
 # Taken after the others: turns take locks in the order of their names.
-OUTBOX_LOCK, READY_LOCK, REVOKED_LOCK = (f"{PREFIX}lock.{name}" for name in ("outbox", "ready", "revoked"))
-OUTBOX, READY, REVOKED = (Place(PREFIX + name, OURS) for name in ("outbox", "ready", "revoked.until"))
+OUTBOX_LOCK, READY_LOCK, REVOKED_LOCK = (
+    f"{PREFIX}lock.{name}" for name in ("outbox", "ready", "revoked")
+)
+OUTBOX, READY, REVOKED = (
+    Place(PREFIX + name, OURS) for name in ("outbox", "ready", "revoked.until")
+)
 FINISHED, REVOCATIONS = "machinery.finished", "machinery.revocations"
 
 _FIELD = b',"machinery_py":'
@@ -60,7 +64,9 @@ def name_of(uuid: str) -> str:
     raw = uuid.encode("utf-8", "surrogatepass")
     try:
         uuid.encode()
-        usable = bool(raw) and len(raw) <= LONGEST_NAME and not uuid.startswith(("amq.", "machinery."))
+        usable = (
+            bool(raw) and len(raw) <= LONGEST_NAME and not uuid.startswith(("amq.", "machinery."))
+        )
     except UnicodeEncodeError:
         usable = False
     return uuid if usable else f"machinery.sha256.{hashlib.sha256(raw).hexdigest()}"
@@ -83,12 +89,16 @@ class Places:
         expiry = int(expire_in * 1000)
         if not 0 < expiry <= LONGEST_EXPIRY:
             most = LONGEST_EXPIRY // 1000
-            raise ConfigError(f"results_expire_in: found {expire_in:.0f} s (results in RabbitMQ: at most {most})")
+            raise ConfigError(
+                f"results_expire_in: found {expire_in:.0f} s (results in RabbitMQ: at most {most})"
+            )
         self._shared = {"x-message-ttl": expiry, "x-expires": expiry}
         self._ours = {**OURS, "x-message-ttl": GROUP_LIFE, "x-expires": GROUP_LIFE}
 
     def _go(self, queue: str) -> Place:
-        is_ours = queue.startswith("machinery.") or is_made(queue.removesuffix(TRIGGERED)) is not None
+        is_ours = (
+            queue.startswith("machinery.") or is_made(queue.removesuffix(TRIGGERED)) is not None
+        )
         return Place(queue, self._shared, durable=False, auto_delete=True, is_ours=is_ours)
 
     def task(self, uuid: str) -> Place:
@@ -152,21 +162,38 @@ def encode_record(uuid: str, row: Row, seq: int) -> bytes:
         return _encoded(uuid, row, state, seq)
     except (ArgumentError, UnicodeEncodeError):
         # With what has no UTF-8 written out. If that was not what is wrong, encoding it says so.
-        texts = {name: getattr(state, name).encode("utf-8", "backslashreplace").decode() for name in _TEXTS}
+        texts = {
+            name: getattr(state, name).encode("utf-8", "backslashreplace").decode()
+            for name in _TEXTS
+        }
         return _encoded(uuid, row, msgspec.structs.replace(state, **texts), seq)
 
 
 def _encoded(uuid: str, row: Row, state: TaskState, seq: int) -> bytes:
     ours = _Ours(
-        seq=seq, epoch=row.epoch, mark=row.mark, stated=row.state is not None, run=state.run, attempt=state.attempt,
-        queue=state.queue, error_type=state.error_type, traceback=state.traceback, progress=state.progress,
-        started_at=state.started_at, finished_at=state.finished_at, eta=state.eta, worker=state.worker, message=state.message,
+        seq=seq,
+        epoch=row.epoch,
+        mark=row.mark,
+        stated=row.state is not None,
+        run=state.run,
+        attempt=state.attempt,
+        queue=state.queue,
+        error_type=state.error_type,
+        traceback=state.traceback,
+        progress=state.progress,
+        started_at=state.started_at,
+        finished_at=state.finished_at,
+        eta=state.eta,
+        worker=state.worker,
+        message=state.message,
     )
     if row.state is not None:
         document = encode_state(state)
     else:  # for Go a task that goes on waiting
         name = uuid.encode("utf-8", "replace").decode()
-        document = encode_state(TaskState(task_uuid=name)).replace(b'"State":"PENDING"', b'"State":""', 1)
+        document = encode_state(TaskState(task_uuid=name)).replace(
+            b'"State":"PENDING"', b'"State":""', 1
+        )
     return document[:-1] + _FIELD + _write(ours) + b"}"
 
 
@@ -185,7 +212,10 @@ def decode_record(uuid: str, bodies: Iterable[bytes]) -> Record:
             state = decode_state(document) if ours is None or ours.stated else None
         except DecodeError as error:
             raise _theirs(uuid, str(error)) from error
-        if state is not None and state.task_uuid != uuid.encode("utf-8", "backslashreplace").decode():
+        if (
+            state is not None
+            and state.task_uuid != uuid.encode("utf-8", "backslashreplace").decode()
+        ):
             raise _theirs(uuid, f"a state of {shown(state.task_uuid)}")
         if ours is None:
             assert state is not None
@@ -195,24 +225,45 @@ def decode_record(uuid: str, bodies: Iterable[bytes]) -> Record:
                 found.state, found.mark = after, ""  # by a Go program
         else:
             found = Record(
-                state=_merged(state, ours), mark=ours.mark, epoch=ours.epoch, seq=ours.seq, of_go=found.of_go
+                state=_merged(state, ours),
+                mark=ours.mark,
+                epoch=ours.epoch,
+                seq=ours.seq,
+                of_go=found.of_go,
             )
     return found
 
 
 def _theirs(uuid: str, found: str) -> NameRefused:
-    return NameRefused(f"queue {shown(name_of(uuid))} in RabbitMQ holds what is no state of task {shown(uuid)}, and was left as "
-                       f"it is (choose another UUID): {found}", uuid)
+    return NameRefused(
+        f"queue {shown(name_of(uuid))} in RabbitMQ holds what is no state of task {shown(uuid)}, and was left as "
+        f"it is (choose another UUID): {found}",
+        uuid,
+    )
 
 
 def _merged(state: TaskState | None, ours: _Ours) -> TaskState | None:
     if state is None:
         return None
     return TaskState(
-        task_uuid=state.task_uuid, task_name=state.task_name, state=state.state, results=state.results, error=state.error,
-        created_at=state.created_at, ttl=state.ttl, run=ours.run, attempt=ours.attempt, queue=ours.queue,
-        error_type=ours.error_type, traceback=ours.traceback, progress=ours.progress, started_at=ours.started_at,
-        finished_at=ours.finished_at, eta=ours.eta, worker=ours.worker, message=ours.message,
+        task_uuid=state.task_uuid,
+        task_name=state.task_name,
+        state=state.state,
+        results=state.results,
+        error=state.error,
+        created_at=state.created_at,
+        ttl=state.ttl,
+        run=ours.run,
+        attempt=ours.attempt,
+        queue=ours.queue,
+        error_type=ours.error_type,
+        traceback=ours.traceback,
+        progress=ours.progress,
+        started_at=ours.started_at,
+        finished_at=ours.finished_at,
+        eta=ours.eta,
+        worker=ours.worker,
+        message=ours.message,
     )
 
 

@@ -39,10 +39,12 @@ class Revocations:
     def add(self, turn: Turn, uuids: Sequence[str], until: int) -> None:
         """Keep them until then (µs). May be repeated: to be revoked twice is to be revoked. The turn holds REVOKED_LOCK."""
         turn.read([REVOKED])
-        turn.drop(one for one in turn.held(REVOKED) if decode_revocation(one.body).until <= self._now())
+        turn.drop(
+            one for one in turn.held(REVOKED) if decode_revocation(one.body).until <= self._now()
+        )
         names = [name_of(uuid) for uuid in uuids]
         for start in range(0, len(names), CHUNK):
-            turn.tell(REVOCATIONS, "", pack(Revocation(until, names[start:start + CHUNK])))
+            turn.tell(REVOCATIONS, "", pack(Revocation(until, names[start : start + CHUNK])))
 
     def _now(self) -> int:
         return micros(self._turns.driver.clock.now())
@@ -61,7 +63,9 @@ class Revocations:
             assert self._reader is not None
             found = self._reader.all([self._queue], self._turns.driver.timeout, auto_ack=True)
             self._hear(one.body for one in found[self._queue])
-            return {uuid for uuid in uuids if name_of(uuid) in self._names} if self._names else set()
+            return (
+                {uuid for uuid in uuids if name_of(uuid) in self._names} if self._names else set()
+            )
 
     def _subscribe(self) -> None:
         """First the news, then what there is: so nothing is missed."""
@@ -85,5 +89,7 @@ class Revocations:
 
 def own_queue(channel: Channel, timeout: float) -> str:
     """A queue that goes with the connection; its name."""
-    frame = channel.rpc("queue_declare", queue="", exclusive=True, auto_delete=True, timeout=timeout)
+    frame = channel.rpc(
+        "queue_declare", queue="", exclusive=True, auto_delete=True, timeout=timeout
+    )
     return str(frame.method.queue)

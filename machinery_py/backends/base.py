@@ -17,7 +17,9 @@ from machinery_py.errors import StateNotFound, Unsupported
 from machinery_py.signature import Arg, Signature
 from machinery_py.states import Arrival, GroupMeta, State, TaskState
 
-REVOKED_LIFE = 3 * 86400.0  # seconds that a revocation is kept of a task whose message may still come
+REVOKED_LIFE = (
+    3 * 86400.0
+)  # seconds that a revocation is kept of a task whose message may still come
 
 
 class BackendFeatures(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -28,12 +30,16 @@ class BackendFeatures(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     shared: bool = True
     embedded: bool = False
     listing: bool = True  # states can be listed by name and state
-    conditional: bool = True  # a change can depend on the epoch: completion once, also with two stores
+    conditional: bool = (
+        True  # a change can depend on the epoch: completion once, also with two stores
+    )
     keeps: bool = True  # False: the null backend
     keeps_unfinished: bool = True  # what is not finished does not expire
     foreign: bool = False  # Go programs may change the states in it
     claims: bool = False  # it keeps the keys of unique tasks
-    forgets: bool = False  # any single thing that it was given may be gone, at any time: see its documentation
+    forgets: bool = (
+        False  # any single thing that it was given may be gone, at any time: see its documentation
+    )
     schedules: bool = True  # it keeps records, which schedules are kept in
     foreign_time: float = 0.0  # seconds that a group which Go shares is left to Go, since Go does not ask who has settled it
 
@@ -212,7 +218,9 @@ class Backend(ABC):
         Raises:
             Unsupported: this backend keeps none.
         """
-        raise Unsupported(f"the {self.features.name} backend keeps no schedules (name another result backend)")
+        raise Unsupported(
+            f"the {self.features.name} backend keeps no schedules (name another result backend)"
+        )
 
     def amend(self, amendment: Amendment) -> bool:
         """Change a record as one step with all that goes with it. False: it did not hold what was expected, and nothing
@@ -221,7 +229,9 @@ class Backend(ABC):
         Raises:
             Unsupported: this backend keeps none.
         """
-        raise Unsupported(f"the {self.features.name} backend keeps no schedules (name another result backend)")
+        raise Unsupported(
+            f"the {self.features.name} backend keeps no schedules (name another result backend)"
+        )
 
     def claims(self, names: Sequence[str]) -> list[bytes | None]:
         """What each of these claims holds.
@@ -229,11 +239,15 @@ class Backend(ABC):
         Raises:
             Unsupported: this backend keeps none.
         """
-        raise Unsupported(f"the {self.features.name} backend keeps no keys of unique tasks (name another result backend)")
+        raise Unsupported(
+            f"the {self.features.name} backend keeps no keys of unique tasks (name another result backend)"
+        )
 
     def release(self, claims: Sequence[tuple[str, bytes]]) -> None:
         """Forget each claim that holds just this. Raises as `claims`."""
-        raise Unsupported(f"the {self.features.name} backend keeps no keys of unique tasks (name another result backend)")
+        raise Unsupported(
+            f"the {self.features.name} backend keeps no keys of unique tasks (name another result backend)"
+        )
 
     @abstractmethod
     def settled_by(self, uuids: Sequence[str]) -> list[str]:
@@ -262,7 +276,12 @@ class Backend(ABC):
         del group_uuids  # nothing is listed here
 
     def list_states(
-        self, *, state: State | None = None, name: str = "", since: dt.datetime | None = None, limit: int = 100
+        self,
+        *,
+        state: State | None = None,
+        name: str = "",
+        since: dt.datetime | None = None,
+        limit: int = 100,
     ) -> list[TaskState]:
         """The newest states. `since`: changed at or after that moment.
 
@@ -280,7 +299,9 @@ class Backend(ABC):
         raise self._unlisted()
 
     def _unlisted(self) -> Unsupported:
-        return Unsupported(f"the {self.features.name} backend cannot list the tasks that it keeps: ask for one by its whole UUID")
+        return Unsupported(
+            f"the {self.features.name} backend cannot list the tasks that it keeps: ask for one by its whole UUID"
+        )
 
     @abstractmethod
     def revoke(self, uuids: Sequence[str], life: float = REVOKED_LIFE) -> None:
@@ -341,11 +362,23 @@ class Backend(ABC):
     def set_state_failure(self, signature: Signature[object], error: str) -> None:
         self._set(signature, State.FAILURE, error=error)
 
-    def _set(self, signature: Signature[object], state: State, results: Sequence[Arg] = (), error: str = "") -> None:
+    def _set(
+        self,
+        signature: Signature[object],
+        state: State,
+        results: Sequence[Arg] = (),
+        error: str = "",
+    ) -> None:
         change = TaskState(
-            task_uuid=signature.uuid, task_name=signature.name, state=state, results=results, error=error,
-            run=signature.run, attempt=signature.attempt,
-            created_at=self.now(), queue=signature.routing_key,
+            task_uuid=signature.uuid,
+            task_name=signature.name,
+            state=state,
+            results=results,
+            error=error,
+            run=signature.run,
+            attempt=signature.attempt,
+            created_at=self.now(),
+            queue=signature.routing_key,
         )
         self.apply([Change(key=signature.uuid, states=(change,))])
 
@@ -354,7 +387,9 @@ class Backend(ABC):
         """The moment by this backend's clock."""
 
     def init_group(self, group_uuid: str, task_uuids: Sequence[str]) -> None:
-        group = GroupMeta(group_uuid=group_uuid, task_uuids=tuple(task_uuids), created_at=self.now())
+        group = GroupMeta(
+            group_uuid=group_uuid, task_uuids=tuple(task_uuids), created_at=self.now()
+        )
         self.apply([Change(key=group_uuid, groups=(group,))])
 
     def group_task_states(self, group_uuid: str) -> list[TaskState]:

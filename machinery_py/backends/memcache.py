@@ -31,7 +31,15 @@ import secrets
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TypeVar
 
-from machinery_py._drivers.memcache import STORED, Command, MemcacheDriver, delete, put, seconds, swap
+from machinery_py._drivers.memcache import (
+    STORED,
+    Command,
+    MemcacheDriver,
+    delete,
+    put,
+    seconds,
+    swap,
+)
 from machinery_py.backends.base import (
     FENCED,
     REVOKED_LIFE,
@@ -84,7 +92,13 @@ class MemcacheBackend(Backend):
     """Items on the driver's servers. The driver belongs to whoever made it."""
 
     features = BackendFeatures(
-        name="memcache", durable=False, listing=False, claims=True, forgets=True, foreign=True, foreign_time=GO_TIME,
+        name="memcache",
+        durable=False,
+        listing=False,
+        claims=True,
+        forgets=True,
+        foreign=True,
+        foreign_time=GO_TIME,
     )
 
     def __init__(self, driver: MemcacheDriver, *, expire_in: float = EXPIRE_IN) -> None:
@@ -102,11 +116,22 @@ class MemcacheBackend(Backend):
 
     def apply(self, changes: Sequence[Change]) -> list[Verdict]:
         self._groups.announce([one for change in changes for one in change.arrivals])
-        self._index.note(outboxes=[change.key for change in changes if change.outbox or change.fires])
+        self._index.note(
+            outboxes=[change.key for change in changes if change.outbox or change.fires]
+        )
         verdicts: dict[int, Verdict] = {}
         todo: list[Todo] = []
-        tasks, now = [index for index, change in enumerate(changes) if not change.fires and own_state(change)], micros(self.now())
-        settled = self._edit([(changes[index].key, Settling(changes[index], now)) for index in tasks])
+        tasks, now = (
+            [
+                index
+                for index, change in enumerate(changes)
+                if not change.fires and own_state(change)
+            ],
+            micros(self.now()),
+        )
+        settled = self._edit(
+            [(changes[index].key, Settling(changes[index], now)) for index in tasks]
+        )
         for index, (verdict, more) in zip(tasks, settled, strict=True):
             verdicts[index] = verdict
             todo += more
@@ -114,7 +139,11 @@ class MemcacheBackend(Backend):
             if index not in verdicts:
                 verdicts[index] = self._commit(change, todo)
         self._carry_out(todo)
-        fired = [change for index, change in enumerate(changes) if change.fires and verdicts[index] is SETTLED]
+        fired = [
+            change
+            for index, change in enumerate(changes)
+            if change.fires and verdicts[index] is SETTLED
+        ]
         for change in fired:
             self._groups.after_fire(change.fires)
         self._index.drop(outboxes=[change.key for change in fired if not change.outbox])
@@ -128,7 +157,10 @@ class MemcacheBackend(Backend):
             if not self._groups.fire(change.fires, commit):
                 return FENCED
         elif change.outbox:
-            self.driver.send([put(key_of(change.key, OUTBOX), pack(commit), seconds(CHORD_LIFE))], doing="keeping messages")
+            self.driver.send(
+                [put(key_of(change.key, OUTBOX), pack(commit), seconds(CHORD_LIFE))],
+                doing="keeping messages",
+            )
         todo.append(own)
         return SETTLED
 
@@ -138,7 +170,12 @@ class MemcacheBackend(Backend):
         groups = [decode_group(document) for one in todo for document in one.groups]
         if groups:
             self._groups.create(groups)
-        states = [(state, one.force) for one in todo for document in one.states if (state := state_in(document)) is not None]
+        states = [
+            (state, one.force)
+            for one in todo
+            for document in one.states
+            if (state := state_in(document)) is not None
+        ]
         self._advance([(state.task_uuid, Advance(state, force)) for state, force in states])
         arrivals = [arrival for one in todo for arrival in one.arrivals]
         if arrivals:
@@ -159,7 +196,9 @@ class MemcacheBackend(Backend):
         keys = {uuid: key_of(uuid) for uuid in uuids}
         found = self.driver.fetch(keys.values(), doing="reading states")
         return {
-            uuid: decode_record(uuid, found[key].value, found[key].cas) for uuid, key in keys.items() if key in found
+            uuid: decode_record(uuid, found[key].value, found[key].cas)
+            for uuid, key in keys.items()
+            if key in found
         }
 
     def _edit(self, jobs: Sequence[tuple[str, Callable[[Record], T]]]) -> list[T]:
@@ -188,7 +227,8 @@ class MemcacheBackend(Backend):
                 results |= by_task[uuid]
             nonce, now = secrets.token_bytes(8), self.now()
             replies = self.driver.send(
-                [self._written(uuid, records[uuid], nonce, now) for uuid in writes], doing="writing states"
+                [self._written(uuid, records[uuid], nonce, now) for uuid in writes],
+                doing="writing states",
             )
             for uuid, reply in zip(writes, replies, strict=True):
                 if reply == STORED:
@@ -222,12 +262,15 @@ class MemcacheBackend(Backend):
         """What each key has open, in its task, its group or by itself."""
         records = self._load(keys)
         items = self.driver.fetch(
-            [key_of(key, prefix) for key in keys for prefix in (FIRED, OUTBOX)], doing="reading outboxes"
+            [key_of(key, prefix) for key in keys for prefix in (FIRED, OUTBOX)],
+            doing="reading outboxes",
         )
         found: dict[str, list[Commit]] = {}
         for key in keys:
             commits = [
-                decode_commit(items[name].value) for prefix in (FIRED, OUTBOX) if (name := key_of(key, prefix)) in items
+                decode_commit(items[name].value)
+                for prefix in (FIRED, OUTBOX)
+                if (name := key_of(key, prefix)) in items
             ]
             # Nobody delivers a firing again, so its note has to be done from here as well.
             found[key] = [commit for commit in commits if commit.outbox or commit.todo]
@@ -262,10 +305,16 @@ class MemcacheBackend(Backend):
 
     def unsent(self, limit: int, *, older_than: float) -> list[tuple[str, Sequence[bytes]]]:
         before = micros(self.now()) - int(older_than * 1e6)
-        keys = sorted({key for segment in self._index.segments().values() for key in segment.outboxes})
+        keys = sorted(
+            {key for segment in self._index.segments().values() for key in segment.outboxes}
+        )
         found: list[tuple[str, Sequence[bytes]]] = []
         for key, commits in self._commits(keys).items():
-            if not commits or len(found) >= limit or any(commit.kept_at > before for commit in commits):
+            if (
+                not commits
+                or len(found) >= limit
+                or any(commit.kept_at > before for commit in commits)
+            ):
                 continue
             self._carry_out([one for commit in commits for one in commit.todo])
             bodies = [body for commit in commits for body in commit.outbox]
@@ -294,7 +343,11 @@ class MemcacheBackend(Backend):
     # Reading
 
     def get_states(self, uuids: Sequence[str]) -> dict[str, TaskState]:
-        return {uuid: record.state for uuid, record in self._load(uuids).items() if record.state is not None}
+        return {
+            uuid: record.state
+            for uuid, record in self._load(uuids).items()
+            if record.state is not None
+        }
 
     def get_group(self, group_uuid: str) -> GroupMeta | None:
         return self._groups.get(group_uuid, lambda uuids: bool(self.get_states(uuids)))
@@ -303,7 +356,9 @@ class MemcacheBackend(Backend):
         return self._groups.ready(limit)
 
     def revoke(self, uuids: Sequence[str], life: float = REVOKED_LIFE) -> None:
-        self.driver.send([put(key_of(uuid, REVOKED), b"1", seconds(life)) for uuid in uuids], doing="revoking")
+        self.driver.send(
+            [put(key_of(uuid, REVOKED), b"1", seconds(life)) for uuid in uuids], doing="revoking"
+        )
 
     def revoked(self, uuids: Sequence[str]) -> set[str]:
         keys = {key_of(uuid, REVOKED): uuid for uuid in uuids}
@@ -340,5 +395,8 @@ class MemcacheBackend(Backend):
 
 
 def _not_ours(uuid: str, found: str) -> NameRefused:
-    return NameRefused(f"the item {shown(uuid)} in memcached is no state of this task, and was left as it is (choose another "
-                       f"UUID): {found}", uuid)
+    return NameRefused(
+        f"the item {shown(uuid)} in memcached is no state of this task, and was left as it is (choose another "
+        f"UUID): {found}",
+        uuid,
+    )

@@ -38,7 +38,9 @@ from machinery_py.clock import micros
 
 RECORD, CLAIM, LIST = OURS + b"s:", OURS + b"u:", OURS + b"schedules"
 MAKING = 30_000_000  # µs from listing a record to writing it; one that is not there by then is gone
-REMOVED_LIFE = 86400 * 1_000_000  # µs that a removed record is remembered: a version never comes again
+REMOVED_LIFE = (
+    86400 * 1_000_000
+)  # µs that a removed record is remembered: a version never comes again
 _FOREVER = b"0"
 
 
@@ -85,7 +87,9 @@ class Amending:
         carry_out: writes the states and groups of a Todo; may be called twice.
     """
 
-    def __init__(self, driver: MemcacheDriver, index: Index, carry_out: Callable[[Iterable[Todo]], None]) -> None:
+    def __init__(
+        self, driver: MemcacheDriver, index: Index, carry_out: Callable[[Iterable[Todo]], None]
+    ) -> None:
         self._driver = driver
         self._index = index
         self._carry_out = carry_out
@@ -98,7 +102,9 @@ class Amending:
     def amend(self, amendment: Amendment) -> bool:
         name, is_claim = _printable(amendment.name), amendment.life > 0
         key = key_of(name, CLAIM if is_claim else RECORD)
-        if amendment.expected is not None and not self._driver.fetch([key], doing="reading a record"):
+        if amendment.expected is not None and not self._driver.fetch(
+            [key], doing="reading a record"
+        ):
             return False
         owed = self._owed(amendment)
         if owed:
@@ -125,7 +131,10 @@ class Amending:
 
     def claims(self, names: Sequence[str]) -> list[bytes | None]:
         keys = [key_of(_printable(name), CLAIM) for name in names]
-        found = {key: _kept(item.value) for key, item in self._driver.fetch(keys, doing="reading claims").items()}
+        found = {
+            key: _kept(item.value)
+            for key, item in self._driver.fetch(keys, doing="reading claims").items()
+        }
         self._carry_out([owed.todo for kept in found.values() for owed in kept.owed])
         now = self._now()
         return [found[key].holds(now) if key in found else None for key in keys]
@@ -137,9 +146,13 @@ class Amending:
     def records(self, known: str, now: dt.datetime) -> Records:
         names, items = self._all()
         before = self._now() - MAKING
-        missing = sorted(name for name, at in names.listed_at.items() if name not in items and at < before)
+        missing = sorted(
+            name for name, at in names.listed_at.items() if name not in items and at < before
+        )
         era = f"{names.era}.{_digest(missing)}" if names.era else ""
-        version = _digest([era, *(f"{name} {kept.nonce.hex()}" for name, kept in sorted(items.items()))])
+        version = _digest(
+            [era, *(f"{name} {kept.nonce.hex()}" for name, kept in sorted(items.items()))]
+        )
         if version == known:
             return Records(now=now, version=version, era=era)
         bodies = {name: kept.body for name, kept in items.items() if kept.body is not None}
@@ -153,9 +166,13 @@ class Amending:
         items = self._driver.fetch(wanted.values(), doing="reading outboxes") if wanted else {}
         kept = {item: _kept(found.value) for item, found in items.items()}
         return {
-            key: [Commit(b"", owed.kept_at, owed.outbox, (owed.todo,) if owed.todo else ())
-                  for owed in kept[item].owed if owed.key == _printable(key)]
-            for key, item in wanted.items() if item in kept
+            key: [
+                Commit(b"", owed.kept_at, owed.outbox, (owed.todo,) if owed.todo else ())
+                for owed in kept[item].owed
+                if owed.key == _printable(key)
+            ]
+            for key, item in wanted.items()
+            if item in kept
         }
 
     def clear(self, sent: Iterable[tuple[str, Iterable[bytes]]]) -> None:
@@ -163,7 +180,9 @@ class Amending:
         jobs: dict[bytes, _Clear] = {}
         for key, bodies in sent:
             if (item := _item_of(key)) is not None:
-                jobs.setdefault(item, _Clear()).sent.setdefault(_printable(key), set()).update(bodies)
+                jobs.setdefault(item, _Clear()).sent.setdefault(_printable(key), set()).update(
+                    bodies
+                )
         if jobs:
             self._edit(jobs)
 
@@ -189,9 +208,13 @@ class Amending:
                 if after is None:
                     done[key] = False
                 else:
-                    writes[key] = self._written(key, msgspec.structs.replace(after, nonce=nonce), item)
+                    writes[key] = self._written(
+                        key, msgspec.structs.replace(after, nonce=nonce), item
+                    )
             replies = self._driver.send(list(writes.values()), doing="writing records")
-            done |= {key: True for key, reply in zip(writes, replies, strict=True) if reply == STORED}
+            done |= {
+                key: True for key, reply in zip(writes, replies, strict=True) if reply == STORED
+            }
             waiting = [key for key in jobs if key not in done]
             if not waiting:
                 break
@@ -227,7 +250,12 @@ class Amending:
             listed_at = change(before.listed_at)
             if listed_at == before.listed_at:
                 return
-            command = swap(LIST, pack(_Names(before.era, listed_at)), _FOREVER, item.cas if item is not None else None)
+            command = swap(
+                LIST,
+                pack(_Names(before.era, listed_at)),
+                _FOREVER,
+                item.cas if item is not None else None,
+            )
             if self._driver.send([command], doing="listing schedules") == [STORED]:
                 return
 
@@ -236,12 +264,19 @@ class Amending:
         names, items = self._all()
         before = self._now() - REMOVED_LIFE
         over = {
-            name for name, at in names.listed_at.items() if at < before
-            and ((kept := items.get(name)) is None or (kept.body is None and not kept.owed and kept.at < before))
+            name
+            for name, at in names.listed_at.items()
+            if at < before
+            and (
+                (kept := items.get(name)) is None
+                or (kept.body is None and not kept.owed and kept.at < before)
+            )
         }
         if not over:
             return
-        self._relist(lambda listed_at: {name: at for name, at in listed_at.items() if name not in over})
+        self._relist(
+            lambda listed_at: {name: at for name, at in listed_at.items() if name not in over}
+        )
         # Whoever writes a record anew lists it after that, or is seen here.
         again: list[str] = []
         removed: list[Command] = []
@@ -275,7 +310,13 @@ class _Swap:
         if (kept.holds(self._now) if kept is not None else None) != wanted.expected:
             return None
         until = self._now + int(wanted.life * 1e6) if wanted.life else 0
-        return Kept(b"", wanted.body, self._now, until, (*(kept.owed if kept is not None else ()), *self._owed))
+        return Kept(
+            b"",
+            wanted.body,
+            self._now,
+            until,
+            (*(kept.owed if kept is not None else ()), *self._owed),
+        )
 
 
 class _Release:
@@ -300,7 +341,11 @@ class _Clear:
     def __call__(self, kept: Kept | None) -> Kept | None:
         if kept is None:
             return None
-        owed = tuple(one for one in kept.owed if one.key not in self.sent or not self.sent[one.key].issuperset(one.outbox))
+        owed = tuple(
+            one
+            for one in kept.owed
+            if one.key not in self.sent or not self.sent[one.key].issuperset(one.outbox)
+        )
         return msgspec.structs.replace(kept, owed=owed) if len(owed) < len(kept.owed) else None
 
 

@@ -27,7 +27,16 @@ from typing import NamedTuple
 
 import msgspec
 
-from machinery_py._drivers.memcache import STORED, MemcacheDriver, add, delete, incr, seconds, swap, touch
+from machinery_py._drivers.memcache import (
+    STORED,
+    MemcacheDriver,
+    add,
+    delete,
+    incr,
+    seconds,
+    swap,
+    touch,
+)
 from machinery_py.backends.base import ReadyGroup
 from machinery_py.backends.memcache_index import Index, rounds
 from machinery_py.backends.memcache_records import (
@@ -52,7 +61,9 @@ SHARE = 256  # members of a share, more or less
 GO_TIME = 1.0  # seconds that a Go worker has from the end of its member to its flag
 HASH = 8  # bytes; of 100,000 members two share one in 1 of 4,000,000,000 chords
 
-CALLBACK, SHARES, GUESS, READY, FIRED = (OURS + letter + b":" for letter in (b"c", b"b", b"n", b"r", b"f"))
+CALLBACK, SHARES, GUESS, READY, FIRED = (
+    OURS + letter + b":" for letter in (b"c", b"b", b"n", b"r", b"f")
+)
 
 _callback = msgspec.msgpack.Decoder(tuple[bytes, int]).decode
 _LIFE = seconds(CHORD_LIFE)
@@ -95,7 +106,9 @@ class Groups:
         return msgspec.structs.replace(group, chord_triggered=True) if fired in found else group
 
     def purge(self, group_uuid: str) -> None:
-        document = self._driver.fetch([key_of(group_uuid)], doing="reading a group").get(key_of(group_uuid))
+        document = self._driver.fetch([key_of(group_uuid)], doing="reading a group").get(
+            key_of(group_uuid)
+        )
         keys = self._keys(group_uuid)
         if document is not None and is_meta(document.value):
             keys.append(key_of(group_uuid))
@@ -106,7 +119,11 @@ class Groups:
         """All that is kept of a group beside its document."""
         found = self._driver.fetch([key_of(group_uuid, CALLBACK)], doing="reading a group")
         total = _callback(found[key_of(group_uuid, CALLBACK)].value)[1] if found else 0
-        keys = [key_of(group_uuid, prefix) for prefix in (CALLBACK, GUESS, READY, FIRED) if prefix != but]
+        keys = [
+            key_of(group_uuid, prefix)
+            for prefix in (CALLBACK, GUESS, READY, FIRED)
+            if prefix != but
+        ]
         return keys + [_share_key(group_uuid, number) for number in range(_shares(total))]
 
     # Arrivals
@@ -115,7 +132,10 @@ class Groups:
         """Keep the callbacks, before anybody arrives."""
         first = {one.group_uuid: one for one in arrivals if one.callback}
         self._driver.send(
-            [add(key_of(uuid, CALLBACK), pack((one.callback, one.total)), _LIFE) for uuid, one in first.items()],
+            [
+                add(key_of(uuid, CALLBACK), pack((one.callback, one.total)), _LIFE)
+                for uuid, one in first.items()
+            ],
             doing="keeping a callback",
         )
 
@@ -147,7 +167,9 @@ class Groups:
         again: set[str] = set()
         waiting = dict(members)
         for _ in rounds("the members of a group"):
-            items = self._driver.fetch([share.key for share in waiting], doing="reading who has arrived")
+            items = self._driver.fetch(
+                [share.key for share in waiting], doing="reading who has arrived"
+            )
             writes = []
             for share, hashes in list(waiting.items()):
                 item = items.get(share.key)
@@ -157,10 +179,14 @@ class Groups:
                     again.add(share.group)
                 if missing:
                     joined = value + b"".join(sorted(missing))
-                    writes.append((share, swap(share.key, joined, _LIFE, item.cas if item else None)))
+                    writes.append(
+                        (share, swap(share.key, joined, _LIFE, item.cas if item else None))
+                    )
                 else:
                     del waiting[share]
-            replies = self._driver.send([command for _, command in writes], doing="counting an arrival")
+            replies = self._driver.send(
+                [command for _, command in writes], doing="counting an arrival"
+            )
             for (share, _), reply in zip(writes, replies, strict=True):
                 if reply == STORED:
                     del waiting[share]
@@ -175,13 +201,18 @@ class Groups:
         for _ in rounds("how many members of a group have arrived"):
             # Not to be repeated: a reply that is lost makes the whole change come again, which raises the guess again.
             replies = self._driver.send(
-                [incr(key_of(group, GUESS), joined[group]) for group in waiting], doing="counting an arrival", again=False
+                [incr(key_of(group, GUESS), joined[group]) for group in waiting],
+                doing="counting an arrival",
+                again=False,
             )
             look.update(
-                group for group, reply in zip(waiting, replies, strict=True)
+                group
+                for group, reply in zip(waiting, replies, strict=True)
                 if reply.isdigit() and int(reply) >= totals[group]
             )
-            none = [group for group, reply in zip(waiting, replies, strict=True) if not reply.isdigit()]
+            none = [
+                group for group, reply in zip(waiting, replies, strict=True) if not reply.isdigit()
+            ]
             begun = {group: self._begin_guess(group, totals[group]) for group in none}
             look.update(group for group, count in begun.items() if count >= totals[group])
             waiting = [group for group, count in begun.items() if not count]
@@ -193,7 +224,11 @@ class Groups:
         """Write what the shares say. 0: somebody else has just done so."""
         count = self._count(group, total)
         command = add(key_of(group, GUESS), b"%d" % count, _LIFE)
-        return count if self._driver.send([command], doing="counting an arrival", again=False) == [STORED] else 0
+        return (
+            count
+            if self._driver.send([command], doing="counting an arrival", again=False) == [STORED]
+            else 0
+        )
 
     def _count(self, group: str, total: int) -> int:
         """How many have arrived."""
@@ -204,29 +239,38 @@ class Groups:
     def _make_ready(self, ready: dict[str, str]) -> None:
         if ready:
             self._index.note(groups=list(ready))
-            commands = [add(key_of(group, READY), member.encode("utf-8", "surrogatepass"), _LIFE)
-                        for group, member in ready.items()]
+            commands = [
+                add(key_of(group, READY), member.encode("utf-8", "surrogatepass"), _LIFE)
+                for group, member in ready.items()
+            ]
             self._driver.send(commands, doing="making a group ready")
 
     def _let_go(self, arrivals: Sequence[tuple[str, str, int, bool]]) -> None:
         """Who arrives after his chord was fired is not kept for it."""
-        fired = self._driver.fetch({key_of(group, FIRED) for group, _, _, _ in arrivals}, doing="reading a group")
+        fired = self._driver.fetch(
+            {key_of(group, FIRED) for group, _, _, _ in arrivals}, doing="reading a group"
+        )
         late = [member for group, member, _, _ in arrivals if key_of(group, FIRED) in fired]
         self._shorten(late)
 
     def _shorten(self, members: Sequence[str]) -> None:
         expiry = seconds(self._expire_in)
-        self._driver.send([touch(key_of(member), expiry) for member in members], doing="letting results expire")
+        self._driver.send(
+            [touch(key_of(member), expiry) for member in members], doing="letting results expire"
+        )
 
     # Firing
 
     def ready(self, limit: int) -> list[ReadyGroup]:
         """Groups that are ready and not fired."""
-        names = sorted({group for segment in self._index.segments().values() for group in segment.groups})
+        names = sorted(
+            {group for segment in self._index.segments().values() for group in segment.groups}
+        )
         if not names:
             return []
         found = self._driver.fetch(
-            [key_of(name, prefix) for name in names for prefix in (READY, FIRED, CALLBACK)], doing="reading ready groups"
+            [key_of(name, prefix) for name in names for prefix in (READY, FIRED, CALLBACK)],
+            doing="reading ready groups",
         )
         ready: list[ReadyGroup] = []
         for name in names:
@@ -234,25 +278,37 @@ class Groups:
             callback = found.get(key_of(name, CALLBACK))
             if key_of(name, FIRED) in found or (member is not None and callback is None):
                 if callback is None and key_of(name, FIRED) not in found:
-                    logger.error("the callback of %s is not in memcached any more, and will never be called", name)
+                    logger.error(
+                        "the callback of %s is not in memcached any more, and will never be called",
+                        name,
+                    )
                 self._index.drop(groups=[name])
             elif member is not None and callback is not None:
-                ready.append(ReadyGroup(
-                    group_uuid=name, callback=_callback(callback.value)[0],
-                    failed_member=member.value.decode("utf-8", "surrogatepass"),
-                ))
+                ready.append(
+                    ReadyGroup(
+                        group_uuid=name,
+                        callback=_callback(callback.value)[0],
+                        failed_member=member.value.decode("utf-8", "surrogatepass"),
+                    )
+                )
         return ready[:limit]
 
     def fire(self, group_uuid: str, commit: Commit) -> bool:
         """Write the commit, if nobody has fired the group before."""
-        key, document, ready = key_of(group_uuid, FIRED), key_of(group_uuid), key_of(group_uuid, READY)
+        key, document, ready = (
+            key_of(group_uuid, FIRED),
+            key_of(group_uuid),
+            key_of(group_uuid, READY),
+        )
         known = (document, ready, key_of(group_uuid, CALLBACK))
         found = self._driver.fetch([key, *known], doing="firing a group")
         if key in found or not found.keys() & set(known):
             return False
         has_failed = ready in found and found[ready].value
         if not has_failed and document in found and _go_fired(found[document].value):
-            self._driver.send([add(key, pack(Commit(b"go", self.now())), _LIFE)], doing="firing a group")
+            self._driver.send(
+                [add(key, pack(Commit(b"go", self.now())), _LIFE)], doing="firing a group"
+            )
             self.after_fire(group_uuid)
             return False
         commit.nonce = secrets.token_bytes(8)
@@ -266,7 +322,10 @@ class Groups:
         """Tell Go, and keep the members' results no longer than others. Only that it was fired is remembered."""
         self._index.drop(groups=[group_uuid])
         expiry = seconds(self._expire_in)
-        self._driver.send([touch(one, expiry) for one in self._keys(group_uuid, but=FIRED)], doing="letting a group expire")
+        self._driver.send(
+            [touch(one, expiry) for one in self._keys(group_uuid, but=FIRED)],
+            doing="letting a group expire",
+        )
         key = key_of(group_uuid)
         for _ in rounds(f"group {group_uuid}"):
             item = self._driver.fetch([key], doing="reading a group").get(key)
@@ -275,7 +334,9 @@ class Groups:
             try:
                 group, made_at = decode_meta(item.value)
             except DecodeError as error:
-                logger.warning("the item of group %s in memcached is no group: %s", group_uuid, error)
+                logger.warning(
+                    "the item of group %s in memcached is no group: %s", group_uuid, error
+                )
                 return
             if group.group_uuid != group_uuid:
                 return  # somebody else's

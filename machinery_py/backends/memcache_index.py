@@ -99,15 +99,24 @@ class Index:
 
     def _own(self) -> None:
         if not self._name or self._pid != os.getpid():
-            self._name, self._registered, self._pid = secrets.token_hex(8).encode(), False, os.getpid()
+            self._name, self._registered, self._pid = (
+                secrets.token_hex(8).encode(),
+                False,
+                os.getpid(),
+            )
             self._outboxes, self._groups, self._written = {}, {}, set()
 
     def _entries(self) -> set[tuple[str, str]]:
         return {*(("o", one) for one in self._outboxes), *(("g", one) for one in self._groups)}
 
     def _write(self) -> None:
-        segment = Segment(micros(self._driver.clock.now()), tuple(self._outboxes), tuple(self._groups))
-        self._driver.send([put(SEGMENT + self._name, _pack(segment), seconds(CHORD_LIFE))], doing="listing what is open")
+        segment = Segment(
+            micros(self._driver.clock.now()), tuple(self._outboxes), tuple(self._groups)
+        )
+        self._driver.send(
+            [put(SEGMENT + self._name, _pack(segment), seconds(CHORD_LIFE))],
+            doing="listing what is open",
+        )
         self._written, self._written_at = self._entries(), time.monotonic()
         if not self._registered:
             self._change_roots(added={self._name})
@@ -117,7 +126,10 @@ class Index:
         for _ in rounds("the list of segments"):
             item = self._driver.fetch([ROOTS], doing="reading the list of segments").get(ROOTS)
             names = _roots(item.value) if item else []
-            wanted = [*(one for one in names if one not in removed), *(one for one in added if one not in names)]
+            wanted = [
+                *(one for one in names if one not in removed),
+                *(one for one in added if one not in names),
+            ]
             if wanted == names:
                 return
             command = swap(ROOTS, _pack(wanted), b"0", item.cas if item else None)
@@ -128,8 +140,14 @@ class Index:
         """All that there are, this process's own as it is in memory."""
         item = self._driver.fetch([ROOTS], doing="reading the list of segments").get(ROOTS)
         names = _roots(item.value) if item else []
-        found = self._driver.fetch([SEGMENT + name for name in names], doing="reading what is open") if names else {}
-        segments = {name: _segment(found[SEGMENT + name].value) for name in names if SEGMENT + name in found}
+        found = (
+            self._driver.fetch([SEGMENT + name for name in names], doing="reading what is open")
+            if names
+            else {}
+        )
+        segments = {
+            name: _segment(found[SEGMENT + name].value) for name in names if SEGMENT + name in found
+        }
         with self._lock:
             self._own()
             if self._outboxes or self._groups:
@@ -145,16 +163,25 @@ class Index:
     def tend(self, open_entries: Collection[str]) -> None:
         """Shorten our segment, and forget those of the dead in which nothing is open any more."""
         with self._lock:
-            if self._pid == os.getpid() and self._name and (
-                self._written != self._entries() or (self._written and time.monotonic() - self._written_at > REFRESH)
+            if (
+                self._pid == os.getpid()
+                and self._name
+                and (
+                    self._written != self._entries()
+                    or (self._written and time.monotonic() - self._written_at > REFRESH)
+                )
             ):
                 self._write()
         before = micros(self._driver.clock.now()) - int(DEAD * 1e6)
         over = [
-            name for name, segment in self.segments().items()
-            if name != self._name and segment.at < before
+            name
+            for name, segment in self.segments().items()
+            if name != self._name
+            and segment.at < before
             and not any(entry in open_entries for entry in (*segment.outboxes, *segment.groups))
         ]
         if over:
             self._change_roots(removed=over)
-            self._driver.send([delete(SEGMENT + name) for name in over], doing="forgetting segments")
+            self._driver.send(
+                [delete(SEGMENT + name) for name in over], doing="forgetting segments"
+            )

@@ -37,7 +37,9 @@ class Settling:
         if todo:
             record.todo = (*record.todo, todo) if record.changed else (todo,)
         if change.outbox:
-            record.outbox = (*record.outbox, *change.outbox) if record.changed else tuple(change.outbox)
+            record.outbox = (
+                (*record.outbox, *change.outbox) if record.changed else tuple(change.outbox)
+            )
             record.kept_at = self._now
         record.changed = True
         record.awaited = record.awaited or bool(todo.arrivals)
@@ -88,7 +90,12 @@ def own_state(change: Change) -> bool:
 
 def todo_of(change: Change, states: Iterable[TaskState]) -> Todo:
     return Todo(
-        states=[document_of(state) for state in states], groups=[encode_group(group) for group in change.groups],
-        arrivals=[(one.group_uuid, one.task_uuid, one.total, one.ok) for one in change.arrivals if one.callback],
+        states=[document_of(state) for state in states],
+        groups=[encode_group(group) for group in change.groups],
+        arrivals=[
+            (one.group_uuid, one.task_uuid, one.total, one.ok)
+            for one in change.arrivals
+            if one.callback
+        ],
         force=change.force,
     )

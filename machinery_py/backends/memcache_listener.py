@@ -48,7 +48,10 @@ class MemcacheListener(Listener):
                 return
             now = time.monotonic()
             rest = max(pause, REST * (now - started))
-            if self._woken.wait(min(rest, max(0.0, deadline - now))) or time.monotonic() >= deadline:
+            if (
+                self._woken.wait(min(rest, max(0.0, deadline - now)))
+                or time.monotonic() >= deadline
+            ):
                 break
             pause = min(PAUSE, pause * GROWTH)
         self._woken.clear()

@@ -22,7 +22,9 @@ from machinery_py.names import shown
 from machinery_py.states import GroupMeta, TaskState
 from machinery_py.wire import decode_group, decode_state, encode_group, encode_state
 
-CHORD_LIFE = 7 * 86400.0  # seconds that a state is kept that is not finished, and a chord without an arrival
+CHORD_LIFE = (
+    7 * 86400.0
+)  # seconds that a state is kept that is not finished, and a chord without an arrival
 LONGEST_KEY = 250  # bytes
 OURS = b"mpy:"  # what begins like this is no document of Go's
 
@@ -36,7 +38,12 @@ def key_of(name: str, prefix: bytes = b"") -> bytes:
     """The key of something with this name: without prefix, Go's. What memcached refuses as a key is hashed; Go cannot have it."""
     raw = name.encode("utf-8", "surrogatepass")
     key = prefix + raw
-    if not raw or len(key) > LONGEST_KEY or _FORBIDDEN.search(raw) or (not prefix and raw.startswith(OURS)):
+    if (
+        not raw
+        or len(key) > LONGEST_KEY
+        or _FORBIDDEN.search(raw)
+        or (not prefix and raw.startswith(OURS))
+    ):
         return (prefix or OURS) + b"sha256:" + hashlib.sha256(raw).hexdigest().encode()
     return key
 
@@ -141,10 +148,25 @@ def encode_record(uuid: str, record: Record) -> bytes:
 def _encoded(uuid: str, state: TaskState, record: Record) -> tuple[bytes, bytes]:
     stated = record.state is not None
     ours = _Ours(
-        nonce=record.nonce, epoch=record.epoch, mark=record.mark, stated=stated, run=state.run, attempt=state.attempt,
-        queue=state.queue, error_type=state.error_type, traceback=state.traceback, progress=state.progress,
-        started_at=state.started_at, finished_at=state.finished_at, eta=state.eta, worker=state.worker, message=state.message,
-        kept_at=record.kept_at, outbox=tuple(record.outbox), todo=tuple(record.todo), awaited=record.awaited,
+        nonce=record.nonce,
+        epoch=record.epoch,
+        mark=record.mark,
+        stated=stated,
+        run=state.run,
+        attempt=state.attempt,
+        queue=state.queue,
+        error_type=state.error_type,
+        traceback=state.traceback,
+        progress=state.progress,
+        started_at=state.started_at,
+        finished_at=state.finished_at,
+        eta=state.eta,
+        worker=state.worker,
+        message=state.message,
+        kept_at=record.kept_at,
+        outbox=tuple(record.outbox),
+        todo=tuple(record.todo),
+        awaited=record.awaited,
     )
     return encode_state(state) if stated else _nothing_known(uuid), pack(ours)
 
@@ -157,7 +179,9 @@ def _nothing_known(uuid: str) -> bytes:
 
 def _printable(state: TaskState) -> TaskState:
     """With what has no UTF-8 written out. If that was not what is wrong, encoding it says so."""
-    texts = {name: getattr(state, name).encode("utf-8", "backslashreplace").decode() for name in _TEXTS}
+    texts = {
+        name: getattr(state, name).encode("utf-8", "backslashreplace").decode() for name in _TEXTS
+    }
     return msgspec.structs.replace(state, **texts)
 
 
@@ -178,18 +202,39 @@ def decode_record(uuid: str, body: bytes, cas: int) -> Record:
     if own is None:
         return Record(state=state, cas=cas)
     state = TaskState(
-        task_uuid=state.task_uuid, task_name=state.task_name, state=state.state, results=state.results, error=state.error,
-        created_at=state.created_at, ttl=state.ttl, run=own.run, attempt=own.attempt, queue=own.queue,
-        error_type=own.error_type, traceback=own.traceback, progress=own.progress, started_at=own.started_at,
-        finished_at=own.finished_at, eta=own.eta, worker=own.worker, message=own.message,
+        task_uuid=state.task_uuid,
+        task_name=state.task_name,
+        state=state.state,
+        results=state.results,
+        error=state.error,
+        created_at=state.created_at,
+        ttl=state.ttl,
+        run=own.run,
+        attempt=own.attempt,
+        queue=own.queue,
+        error_type=own.error_type,
+        traceback=own.traceback,
+        progress=own.progress,
+        started_at=own.started_at,
+        finished_at=own.finished_at,
+        eta=own.eta,
+        worker=own.worker,
+        message=own.message,
     )
     return _record(state, own, cas)
 
 
 def _record(state: TaskState | None, own: _Ours, cas: int) -> Record:
     return Record(
-        state=state, mark=own.mark, epoch=own.epoch, cas=cas, nonce=own.nonce, kept_at=own.kept_at, outbox=own.outbox,
-        todo=own.todo, awaited=own.awaited,
+        state=state,
+        mark=own.mark,
+        epoch=own.epoch,
+        cas=cas,
+        nonce=own.nonce,
+        kept_at=own.kept_at,
+        outbox=own.outbox,
+        todo=own.todo,
+        awaited=own.awaited,
     )
 
 
@@ -248,5 +293,3 @@ def _without_field(body: bytes) -> tuple[bytes, bytes]:
         return head + b"}", binascii.a2b_base64(field[: -len(_END)], strict_mode=True)
     except binascii.Error:
         return body, b""
-
-

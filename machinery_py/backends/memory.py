@@ -17,7 +17,9 @@ from machinery_py.backends.transactional import Row, TransactionalBackend
 from machinery_py.states import Arrival, GroupMeta, State, TaskState
 
 SWEEP = 60.0  # seconds between two looks for what has expired
-LONGEST_CHORD = dt.timedelta(days=7)  # without an arrival, until the results that did come in may expire
+LONGEST_CHORD = dt.timedelta(
+    days=7
+)  # without an arrival, until the results that did come in may expire
 
 
 @dataclass(slots=True)
@@ -41,7 +43,9 @@ class _Group:
 class MemoryBackend(TransactionalBackend):
     """Dicts under the hub's lock."""
 
-    features = BackendFeatures(name="memory", durable=False, shared=False, embedded=True, claims=True)
+    features = BackendFeatures(
+        name="memory", durable=False, shared=False, embedded=True, claims=True
+    )
 
     def __init__(self, hub: MemoryHub, *, expire_in: float = 3600.0) -> None:
         self.hub = hub
@@ -54,7 +58,9 @@ class MemoryBackend(TransactionalBackend):
         self._revoked: dict[str, dt.datetime] = {}  # → until when
         self._records: dict[str, bytes] = {}
         self._records_version = 0
-        self._claims: dict[str, tuple[bytes, dt.datetime]] = {}  # with the moment at which each is forgotten
+        self._claims: dict[
+            str, tuple[bytes, dt.datetime]
+        ] = {}  # with the moment at which each is forgotten
         self._listeners: set[MemoryListener] = set()
 
     def now(self) -> dt.datetime:
@@ -65,8 +71,11 @@ class MemoryBackend(TransactionalBackend):
 
     def _load(self, uuids: Iterable[str]) -> dict[str, Row]:
         rows = self._rows
-        return {uuid: Row(state=row.state, mark=row.mark, epoch=row.epoch)
-                for uuid in uuids if (row := rows.get(uuid)) is not None and not self._is_over(uuid, row.state)}
+        return {
+            uuid: Row(state=row.state, mark=row.mark, epoch=row.epoch)
+            for uuid in uuids
+            if (row := rows.get(uuid)) is not None and not self._is_over(uuid, row.state)
+        }
 
     def _save(self, rows: Sequence[tuple[str, Row]]) -> None:
         now = self.now()
@@ -87,7 +96,8 @@ class MemoryBackend(TransactionalBackend):
     def _arrive(self, arrivals: Sequence[Arrival]) -> None:
         for arrival in arrivals:
             group = self._groups.setdefault(
-                arrival.group_uuid, _Group(GroupMeta(group_uuid=arrival.group_uuid, created_at=self.now()), self.now())
+                arrival.group_uuid,
+                _Group(GroupMeta(group_uuid=arrival.group_uuid, created_at=self.now()), self.now()),
             )
             if arrival.task_uuid in group.members:
                 continue
@@ -106,7 +116,9 @@ class MemoryBackend(TransactionalBackend):
             return False
         group.fired = True
         group.meta = GroupMeta(
-            group_uuid=group_uuid, task_uuids=group.meta.task_uuids, chord_triggered=True,
+            group_uuid=group_uuid,
+            task_uuids=group.meta.task_uuids,
+            chord_triggered=True,
             created_at=group.meta.created_at,
         )
         group.touched_at = self.now()
@@ -128,7 +140,11 @@ class MemoryBackend(TransactionalBackend):
     def unsent(self, limit: int, *, older_than: float) -> list[tuple[str, Sequence[bytes]]]:
         with self.hub.lock:
             before = self.hub.clock.monotonic() - older_than
-            found = [(key, bodies) for key, (bodies, kept_at) in self._outboxes.items() if kept_at <= before]
+            found = [
+                (key, bodies)
+                for key, (bodies, kept_at) in self._outboxes.items()
+                if kept_at <= before
+            ]
             return found[:limit]
 
     def _swap_record(self, name: str, expected: bytes | None, body: bytes | None) -> bool:
@@ -141,7 +157,9 @@ class MemoryBackend(TransactionalBackend):
         self._records_version += 1
         return True
 
-    def _swap_claim(self, name: str, expected: bytes | None, body: bytes | None, life: float) -> bool:
+    def _swap_claim(
+        self, name: str, expected: bytes | None, body: bytes | None, life: float
+    ) -> bool:
         if self._claim(name) != expected:
             return False
         if body is None:
@@ -171,8 +189,13 @@ class MemoryBackend(TransactionalBackend):
     def get_states(self, uuids: Sequence[str]) -> dict[str, TaskState]:
         with self.hub.lock:
             rows = self._rows
-            return {uuid: row.state for uuid in uuids
-                    if (row := rows.get(uuid)) is not None and row.state is not None and not self._is_over(uuid, row.state)}
+            return {
+                uuid: row.state
+                for uuid in uuids
+                if (row := rows.get(uuid)) is not None
+                and row.state is not None
+                and not self._is_over(uuid, row.state)
+            }
 
     def get_group(self, group_uuid: str) -> GroupMeta | None:
         with self.hub.lock:
@@ -183,13 +206,21 @@ class MemoryBackend(TransactionalBackend):
         with self.hub.lock:
             names = sorted(self._ready)[:limit]
             return [
-                ReadyGroup(group_uuid=name, callback=self._groups[name].callback,
-                           failed_member=self._groups[name].failed_member)
+                ReadyGroup(
+                    group_uuid=name,
+                    callback=self._groups[name].callback,
+                    failed_member=self._groups[name].failed_member,
+                )
                 for name in names
             ]
 
     def list_states(
-        self, *, state: State | None = None, name: str = "", since: dt.datetime | None = None, limit: int = 100
+        self,
+        *,
+        state: State | None = None,
+        name: str = "",
+        since: dt.datetime | None = None,
+        limit: int = 100,
     ) -> list[TaskState]:
         with self.hub.lock:
             found: list[TaskState] = []
@@ -205,8 +236,11 @@ class MemoryBackend(TransactionalBackend):
 
     def find(self, prefix: str, limit: int = 2) -> list[str]:
         with self.hub.lock:
-            return sorted(uuid for uuid, row in self._rows.items()
-                          if uuid.startswith(prefix) and not self._is_over(uuid, row.state))[:limit]
+            return sorted(
+                uuid
+                for uuid, row in self._rows.items()
+                if uuid.startswith(prefix) and not self._is_over(uuid, row.state)
+            )[:limit]
 
     def finished_since(self, moment: dt.datetime) -> dict[str, tuple[int, int]]:
         counts: dict[str, tuple[int, int]] = {}
@@ -268,20 +302,26 @@ class MemoryBackend(TransactionalBackend):
         """Whether it has expired, and only no sweep has come yet."""
         if state is None or not state.is_finished:
             return False
-        return self._changed_at[uuid] <= self.now() - dt.timedelta(seconds=self.expire_in) and uuid not in self._awaited()
+        return (
+            self._changed_at[uuid] <= self.now() - dt.timedelta(seconds=self.expire_in)
+            and uuid not in self._awaited()
+        )
 
     def _awaited(self) -> set[str]:
         """Members whose results a chord will want, at most a week after the last one came in."""
         long_ago = self.now() - LONGEST_CHORD
         return {
-            uuid for group in self._groups.values()
+            uuid
+            for group in self._groups.values()
             if group.members and not group.fired and group.touched_at > long_ago
             for uuid in group.meta.task_uuids
         }
 
     def _is_forsaken(self, group: _Group) -> bool:
         """No member has a state any more."""
-        return self._rows.keys().isdisjoint(group.meta.task_uuids) and self._rows.keys().isdisjoint(group.members)
+        return self._rows.keys().isdisjoint(group.meta.task_uuids) and self._rows.keys().isdisjoint(
+            group.members
+        )
 
     def close(self) -> None:
         pass  # the hub belongs to whoever made it

@@ -49,7 +49,9 @@ SWEEP = 60.0  # seconds between two looks for what has expired
 class MongoBackend(MongoLooking):
     """Collections of the driver's database. The driver belongs to whoever made it."""
 
-    features = BackendFeatures(name="mongodb", foreign=True, claims=True, foreign_time=mongo_groups.GO_TIME)
+    features = BackendFeatures(
+        name="mongodb", foreign=True, claims=True, foreign_time=mongo_groups.GO_TIME
+    )
 
     def __init__(self, driver: MongoDriver, *, expire_in: float = EXPIRE_IN) -> None:
         super().__init__(driver, MongoTasks(driver, expire_in=expire_in))
@@ -63,12 +65,22 @@ class MongoBackend(MongoLooking):
 
     def apply(self, changes: Sequence[Change]) -> list[Verdict]:
         verdicts = self.commit(changes, with_deeds=True)
-        owed = [change for change, verdict in zip(changes, verdicts, strict=True) if verdict is SETTLED]
+        owed = [
+            change for change, verdict in zip(changes, verdicts, strict=True) if verdict is SETTLED
+        ]
         # A member that somebody else has ended has no deed: what is in is counted anew.
-        self.follow([change for change in owed if _is_kept(change) or not change.arrivals], again=False)
-        self.follow([change for change in owed if change.arrivals and not _is_kept(change)], again=True)
+        self.follow(
+            [change for change in owed if _is_kept(change) or not change.arrivals], again=False
+        )
+        self.follow(
+            [change for change in owed if change.arrivals and not _is_kept(change)], again=True
+        )
         self.clear_deeds([change for change in owed if _is_kept(change)])
-        repeated = [change.key for change, verdict in zip(changes, verdicts, strict=True) if verdict is ALREADY]
+        repeated = [
+            change.key
+            for change, verdict in zip(changes, verdicts, strict=True)
+            if verdict is ALREADY
+        ]
         if repeated:
             self._finish_deeds(repeated)
         return verdicts
@@ -86,7 +98,12 @@ class MongoBackend(MongoLooking):
         for _ in range(ROUNDS):
             if not waiting:
                 break
-            waiting = self._commit(changes, [index for index in waiting if verdicts[index] is not FENCED], verdicts, with_deeds)
+            waiting = self._commit(
+                changes,
+                [index for index in waiting if verdicts[index] is not FENCED],
+                verdicts,
+                with_deeds,
+            )
         else:
             raise self._tasks.too_many_rivals()
         finished = any(state.is_finished for change in changes for state in change.states)
@@ -94,14 +111,24 @@ class MongoBackend(MongoLooking):
             self.driver.ring("results")
         return verdicts
 
-    def _commit(self, changes: Sequence[Change], waiting: Sequence[int], verdicts: list[Verdict], with_deeds: bool) -> list[int]:
+    def _commit(
+        self,
+        changes: Sequence[Change],
+        waiting: Sequence[int],
+        verdicts: list[Verdict],
+        with_deeds: bool,
+    ) -> list[int]:
         """One round; returns those that have to be tried again, because somebody else has written their document."""
         rows = self._tasks.load(changes[index].key for index in waiting)
         before = seen_of(rows)
         if with_deeds and (unfinished := [uuid for uuid, row in rows.items() if row.deed]):
-            self._finish_deeds(unfinished)  # a new deed takes the place of one that somebody has left behind
+            self._finish_deeds(
+                unfinished
+            )  # a new deed takes the place of one that somebody has left behind
         more: dict[str, Document] = {}
-        held = {one.task_uuid for index in waiting for one in changes[index].arrivals if one.callback}
+        held = {
+            one.task_uuid for index in waiting for one in changes[index].arrivals if one.callback
+        }
         touched: dict[str, list[int]] = {}
         for index in waiting:
             change = changes[index]
@@ -151,17 +178,24 @@ class MongoBackend(MongoLooking):
 
     def _add_groups(self, groups: Sequence[GroupMeta]) -> None:
         until, moment = self._tasks.until(), self.driver.moment()
-        self._tasks.run(lambda store: mongo_groups.add_groups(store, groups, until=until, moment=moment), "writing groups")
+        self._tasks.run(
+            lambda store: mongo_groups.add_groups(store, groups, until=until, moment=moment),
+            "writing groups",
+        )
 
     def _arrive(self, arrivals: Sequence[Arrival], *, again: bool) -> None:
         now, until = self.driver.now(), self._tasks.until() + mongo_groups.CHORD_LIFE
         late = self._tasks.run(
             lambda store: mongo_groups.arrive(store, arrivals, now=now, until=until, recount=again),
-            "counting members", again=False,
+            "counting members",
+            again=False,
         )
         if late:
             expires_at = self._tasks.until()
-            self._tasks.run(lambda store: mongo_groups.expire_members(store, late, expires_at=expires_at), "counting members")
+            self._tasks.run(
+                lambda store: mongo_groups.expire_members(store, late, expires_at=expires_at),
+                "counting members",
+            )
 
     # Firing
 
@@ -169,17 +203,28 @@ class MongoBackend(MongoLooking):
         """Settle the change's group, for one caller; what follows is left to `follow`, and `send` to the one store."""
         by, now, until = secrets.token_hex(8), self.driver.now(), self._tasks.until()
         fields = {
-            "fired": now, "fired_by": by, "ready": 0, "look_at": 0, "expires_at": until, "deed_at": now,
+            "fired": now,
+            "fired_by": by,
+            "ready": 0,
+            "look_at": 0,
+            "expires_at": until,
+            "deed_at": now,
             "deed": packed_changes([msgspec.structs.replace(change, outbox=())]),
-            "send": send, "outbox": packed_outbox(change.outbox), "outbox_at": now if change.outbox else 0,
+            "send": send,
+            "outbox": packed_outbox(change.outbox),
+            "outbox_at": now if change.outbox else 0,
         }
         return self._tasks.run(
-            lambda store: mongo_groups.fire(store, change.fires, by=by, fields=fields, until=until), "settling a group"
+            lambda store: mongo_groups.fire(store, change.fires, by=by, fields=fields, until=until),
+            "settling a group",
         )
 
     def _after_firing(self, group_uuid: str) -> None:
         expires_at = self._tasks.until()
-        self._tasks.run(lambda store: mongo_groups.after_firing(store, group_uuid, expires_at=expires_at), "settling a group")
+        self._tasks.run(
+            lambda store: mongo_groups.after_firing(store, group_uuid, expires_at=expires_at),
+            "settling a group",
+        )
 
     # Deeds
 
@@ -211,14 +256,17 @@ class MongoBackend(MongoLooking):
                 self.follow(deed, again=True)
                 # Not one that was written meanwhile.
                 this: Document = {"_id": uuid, "deed_at": row.deed_at}
-                self._tasks.run(lambda store, this=this: store.tasks.update_one(this, none),  # type: ignore[misc]
-                                "clearing what was done")
+                self._tasks.run(
+                    lambda store, this=this: store.tasks.update_one(this, none),  # type: ignore[misc]
+                    "clearing what was done",
+                )
 
     def _finish_old_deeds(self) -> int:
         before = self.driver.now() - int(self.driver.deed_age * 1e6)
         old = {"deed_at": {"$gt": 0, "$lt": before}}
         tasks = self._tasks.run(
-            lambda store: [one["_id"] for one in store.tasks.find(old, {"_id": 1}).limit(BATCH)], "looking for what is unfinished"
+            lambda store: [one["_id"] for one in store.tasks.find(old, {"_id": 1}).limit(BATCH)],
+            "looking for what is unfinished",
         )
         self._finish_deeds(tasks)
         return len(tasks)
@@ -226,9 +274,17 @@ class MongoBackend(MongoLooking):
     def old_firings(self) -> list[tuple[Change, bytes]]:
         """Groups that were settled, and what follows was not done."""
         old = {"deed_at": {"$gt": 0, "$lt": self.driver.now() - int(self.driver.deed_age * 1e6)}}
-        found = self._tasks.run(lambda store: list(store.machinery_chords.find(old, {"deed": 1, "send": 1}).limit(BATCH)),
-                          "looking for what is unfinished")
-        return [(change, bytes(one["send"])) for one in found for change in unpacked_changes(bytes(one["deed"]))]
+        found = self._tasks.run(
+            lambda store: list(
+                store.machinery_chords.find(old, {"deed": 1, "send": 1}).limit(BATCH)
+            ),
+            "looking for what is unfinished",
+        )
+        return [
+            (change, bytes(one["send"]))
+            for one in found
+            for change in unpacked_changes(bytes(one["deed"]))
+        ]
 
     # Two stores
 
@@ -240,10 +296,22 @@ class MongoBackend(MongoLooking):
                 break
             rows = self._tasks.load(keys[index][0] for index in left)
             before = seen_of(rows)
-            boxes = dict(zip((keys[i][0] for i in left), self.outboxes([keys[i][0] for i in left]), strict=True))
-            found = {index: _begin(rows.setdefault(keys[index][0], Kept()), keys[index][1], boxes[keys[index][0]])
-                     for index in left}
-            lost = self._tasks.save({uuid: row for uuid, row in rows.items() if row.changed}, before, {}, set())
+            boxes = dict(
+                zip(
+                    (keys[i][0] for i in left),
+                    self.outboxes([keys[i][0] for i in left]),
+                    strict=True,
+                )
+            )
+            found = {
+                index: _begin(
+                    rows.setdefault(keys[index][0], Kept()), keys[index][1], boxes[keys[index][0]]
+                )
+                for index in left
+            }
+            lost = self._tasks.save(
+                {uuid: row for uuid, row in rows.items() if row.changed}, before, {}, set()
+            )
             begun |= {index: one for index, one in found.items() if keys[index][0] not in lost}
         else:
             raise self._tasks.too_many_rivals()
@@ -262,13 +330,21 @@ class MongoBackend(MongoLooking):
 
     def records(self, known: str = "") -> Records:
         version = self.schedules.version()
-        return Records(now=self.now(), version=version, bodies=None if version == known else self.schedules.bodies())
+        return Records(
+            now=self.now(),
+            version=version,
+            bodies=None if version == known else self.schedules.bodies(),
+        )
 
     def amend(self, amendment: Amendment) -> bool:
         return self.schedules.amend(amendment, b"", self.finish_tick)
 
     def claims(self, names: Sequence[str]) -> list[bytes | None]:
-        return self.schedules.claims(names, lambda tick: self._show_tick(tick, again=True)) if names else []
+        return (
+            self.schedules.claims(names, lambda tick: self._show_tick(tick, again=True))
+            if names
+            else []
+        )
 
     def release(self, claims: Sequence[tuple[str, bytes]]) -> None:
         self.schedules.release(claims)
@@ -316,7 +392,9 @@ class MongoBackend(MongoLooking):
             if old:
                 store.tasks.delete_many({"_id": {"$in": old}, **over})
             store.machinery_revoked.delete_many(over)
-            looked = mongo_groups.sweep_groups(store, now=now, again_at=now + int(SWEEP * 1e6), limit=100)
+            looked = mongo_groups.sweep_groups(
+                store, now=now, again_at=now + int(SWEEP * 1e6), limit=100
+            )
             return len(old) >= BATCH or looked >= 100
 
         self.schedules.sweep()

@@ -35,20 +35,45 @@ GO_TIME = 1.0  # seconds that a Go worker has from the end of its member to its 
 
 def _chord(uuid: str, until: int) -> Document:
     return {
-        "_id": uuid, "total": 0, "arrived": 0, "doubts": 0, "callback": b"", "failed": "", "ready": 0, "fired": 0, "fired_by": "",
-        "deed": b"", "deed_at": 0, "send": b"", "outbox": b"", "outbox_at": 0, "expires_at": until,
-        "look_at": 0, "looks": 0,
+        "_id": uuid,
+        "total": 0,
+        "arrived": 0,
+        "doubts": 0,
+        "callback": b"",
+        "failed": "",
+        "ready": 0,
+        "fired": 0,
+        "fired_by": "",
+        "deed": b"",
+        "deed_at": 0,
+        "send": b"",
+        "outbox": b"",
+        "outbox_at": 0,
+        "expires_at": until,
+        "look_at": 0,
+        "looks": 0,
     }
 
 
-def add_groups(store: Store, groups: Sequence[GroupMeta], *, until: int, moment: dt.datetime) -> None:
+def add_groups(
+    store: Store, groups: Sequence[GroupMeta], *, until: int, moment: dt.datetime
+) -> None:
     """Those that are not there yet."""
     insert_new(store.machinery_chords, [_chord(group.group_uuid, until) for group in groups])
-    insert_new(store.group_metas, [
-        {"_id": group.group_uuid, "task_uuids": list(group.task_uuids), "chord_triggered": group.chord_triggered,
-         "lock": group.lock, "created_at": group.created_at if group.created_at.year >= 1970 else moment, "ttl": group.ttl}
-        for group in groups
-    ])
+    insert_new(
+        store.group_metas,
+        [
+            {
+                "_id": group.group_uuid,
+                "task_uuids": list(group.task_uuids),
+                "chord_triggered": group.chord_triggered,
+                "lock": group.lock,
+                "created_at": group.created_at if group.created_at.year >= 1970 else moment,
+                "ttl": group.ttl,
+            }
+            for group in groups
+        ],
+    )
 
 
 def get_group(store: Store, uuid: str) -> GroupMeta | None:
@@ -58,14 +83,20 @@ def get_group(store: Store, uuid: str) -> GroupMeta | None:
     chord = store.machinery_chords.find_one({"_id": uuid}, {"fired": 1})
     created_at = document.get("created_at")
     return GroupMeta(
-        group_uuid=uuid, task_uuids=tuple(document.get("task_uuids") or ()), lock=bool(document.get("lock")),
+        group_uuid=uuid,
+        task_uuids=tuple(document.get("task_uuids") or ()),
+        lock=bool(document.get("lock")),
         chord_triggered=bool(document.get("chord_triggered")) or bool(chord and chord["fired"]),
-        created_at=created_at if isinstance(created_at, dt.datetime) else GroupMeta(group_uuid="").created_at,
+        created_at=created_at
+        if isinstance(created_at, dt.datetime)
+        else GroupMeta(group_uuid="").created_at,
         ttl=int(document.get("ttl") or 0),
     )
 
 
-def arrive(store: Store, arrivals: Iterable[Arrival], *, now: int, until: int, recount: bool) -> list[str]:
+def arrive(
+    store: Store, arrivals: Iterable[Arrival], *, now: int, until: int, recount: bool
+) -> list[str]:
     """Count each member once. Returns the members whose chord is settled already.
 
     Args:
@@ -78,27 +109,47 @@ def arrive(store: Store, arrivals: Iterable[Arrival], *, now: int, until: int, r
     for group, members in by_group.items():
         unique = {one.task_uuid: one for one in members}
         insert_new(store.machinery_chords, [_chord(group, until)])
-        new = insert_new(store.machinery_arrivals, [
-            {"_id": printable(f"{group}\n{uuid}"), "group": group, "member": uuid} for uuid in unique
-        ])
+        new = insert_new(
+            store.machinery_arrivals,
+            [
+                {"_id": printable(f"{group}\n{uuid}"), "group": group, "member": uuid}
+                for uuid in unique
+            ],
+        )
         if _count(store, group, list(unique.values()), new, now=now, until=until, recount=recount):
             late += unique
     return late
 
 
 def _count(
-    store: Store, group: str, members: Sequence[Arrival], new: Sequence[bool], *, now: int, until: int, recount: bool
+    store: Store,
+    group: str,
+    members: Sequence[Arrival],
+    new: Sequence[bool],
+    *,
+    now: int,
+    until: int,
+    recount: bool,
 ) -> bool:
     """Raise the count and make the group ready; whether it was settled before."""
     last = members[-1]
-    failed = next((one.task_uuid for one, is_new in zip(members, new, strict=True)
-                   if not one.ok and (is_new or recount)), "")
+    failed = next(
+        (
+            one.task_uuid
+            for one, is_new in zip(members, new, strict=True)
+            if not one.ok and (is_new or recount)
+        ),
+        "",
+    )
     if failed:
-        store.machinery_chords.update_one({"_id": group, "failed": "", "fired": 0}, {"$set": {"failed": failed}})
+        store.machinery_chords.update_one(
+            {"_id": group, "failed": "", "fired": 0}, {"$set": {"failed": failed}}
+        )
     # The pool repeats this one only where the server knows the repeat (see `MongoDriver.run`, again=False, by the caller).
     more = {"arrived": sum(new), "doubts": list(new).count(False) if recount else 0}
     chord = store.machinery_chords.find_one_and_update(
-        {"_id": group}, {"$inc": more, "$set": {"total": last.total, "callback": last.callback}},
+        {"_id": group},
+        {"$inc": more, "$set": {"total": last.total, "callback": last.callback}},
         return_document=ReturnDocument.AFTER,
     )
     if chord is None or chord["fired"]:
@@ -110,26 +161,49 @@ def _count(
     if last.callback:
         is_ready = is_full or chord["failed"] != ""
         look_at = 0 if is_ready else chord.get("look_at") or now + LEFT
-        fields = {"ready": int(is_ready), "expires_at": 0 if is_ready else until, "look_at": look_at}
+        fields = {
+            "ready": int(is_ready),
+            "expires_at": 0 if is_ready else until,
+            "look_at": look_at,
+        }
         store.machinery_chords.update_one({"_id": group, "fired": 0, "ready": 0}, {"$set": fields})
     return False
 
 
 def ready_groups(store: Store, limit: int) -> list[ReadyGroup]:
-    found = store.machinery_chords.find({"ready": 1}, {"callback": 1, "failed": 1}).sort("_id", 1).limit(limit)
-    return [ReadyGroup(group_uuid=one["_id"], callback=bytes(one["callback"]), failed_member=one["failed"]) for one in found]
+    found = (
+        store.machinery_chords.find({"ready": 1}, {"callback": 1, "failed": 1})
+        .sort("_id", 1)
+        .limit(limit)
+    )
+    return [
+        ReadyGroup(
+            group_uuid=one["_id"], callback=bytes(one["callback"]), failed_member=one["failed"]
+        )
+        for one in found
+    ]
 
 
 def partial_groups(store: Store, limit: int, *, now: int) -> list[Arrival]:
     """Incomplete groups whose time to be looked at has come. The next is later each time."""
     found: list[Arrival] = []
     due: Document = {"look_at": {"$gt": 0, "$lte": now}}
-    for one in list(store.machinery_chords.find(due, {"total": 1, "callback": 1, "look_at": 1, "looks": 1}).limit(limit)):
+    for one in list(
+        store.machinery_chords.find(
+            due, {"total": 1, "callback": 1, "look_at": 1, "looks": 1}
+        ).limit(limit)
+    ):
         looks = one.get("looks", 0) + 1
         later = {"$set": {"look_at": now + LEFT * min(looks, PATIENCE), "looks": looks}}
-        if store.machinery_chords.update_one({"_id": one["_id"], "look_at": one["look_at"]}, later).matched_count:
+        if store.machinery_chords.update_one(
+            {"_id": one["_id"], "look_at": one["look_at"]}, later
+        ).matched_count:
             known = bytes(one["callback"])
-            found.append(Arrival(group_uuid=one["_id"], task_uuid="", total=one["total"], ok=True, callback=known))
+            found.append(
+                Arrival(
+                    group_uuid=one["_id"], task_uuid="", total=one["total"], ok=True, callback=known
+                )
+            )
     return found
 
 
@@ -140,16 +214,33 @@ def drop_partial(store: Store, uuids: Sequence[str]) -> None:
 def fire(store: Store, uuid: str, *, by: str, fields: Document, until: int) -> bool:
     """Settle the group; True for one caller, and for its repeat with the same `by`. `fields` are set with it."""
     group = store.group_metas.find_one_and_update(
-        {"_id": uuid, "chord_triggered": False}, {"$set": {"chord_triggered": True, "by_python": True}}, {"_id": 1}
+        {"_id": uuid, "chord_triggered": False},
+        {"$set": {"chord_triggered": True, "by_python": True}},
+        {"_id": 1},
     ) or store.group_metas.find_one({"_id": uuid}, {"by_python": 1, "chord_triggered": 1})
     for _ in range(2):
         chord = store.machinery_chords.find_one({"_id": uuid}, {"fired_by": 1, "failed": 1})
         # Go sets its flag for a group with a failed member, too, and then tells nobody.
-        if group and group.get("chord_triggered") and not group.get("by_python") and not (chord and chord["failed"]):
-            gone: Document = {"$set": {"fired": 1, "fired_by": "go", "ready": 0, "look_at": 0, "expires_at": until}}
+        if (
+            group
+            and group.get("chord_triggered")
+            and not group.get("by_python")
+            and not (chord and chord["failed"])
+        ):
+            gone: Document = {
+                "$set": {
+                    "fired": 1,
+                    "fired_by": "go",
+                    "ready": 0,
+                    "look_at": 0,
+                    "expires_at": until,
+                }
+            }
             store.machinery_chords.update_one({"_id": uuid, "fired": 0}, gone)
             return False
-        if store.machinery_chords.update_one({"_id": uuid, "fired": 0}, {"$set": fields}).matched_count:
+        if store.machinery_chords.update_one(
+            {"_id": uuid, "fired": 0}, {"$set": fields}
+        ).matched_count:
             return True
         if chord is not None or group is None:
             return chord is not None and chord["fired_by"] == by
@@ -160,14 +251,19 @@ def fire(store: Store, uuid: str, *, by: str, fields: Document, until: int) -> b
 def after_firing(store: Store, uuid: str, *, expires_at: int) -> None:
     """Go's flag; from now on the members' results expire as others do. May be repeated."""
     store.group_metas.update_one({"_id": uuid}, {"$set": {"chord_triggered": True}})
-    members = [one["member"] for one in store.machinery_arrivals.find({"group": uuid}, {"member": 1})]
+    members = [
+        one["member"] for one in store.machinery_arrivals.find({"group": uuid}, {"member": 1})
+    ]
     expire_members(store, members, expires_at=expires_at)
 
 
 def expire_members(store: Store, members: Sequence[str], *, expires_at: int) -> None:
     for start in range(0, len(members), CHUNK):
         store.tasks.update_many(
-            {"_id": {"$in": list(members[start : start + CHUNK])}, "expires_at": {"$gt": expires_at}},
+            {
+                "_id": {"$in": list(members[start : start + CHUNK])},
+                "expires_at": {"$gt": expires_at},
+            },
             {"$set": {"expires_at": expires_at}},
         )
 
@@ -180,14 +276,22 @@ def purge_group(store: Store, uuid: str) -> None:
 
 def sweep_groups(store: Store, *, now: int, again_at: int, limit: int) -> int:
     """Forget groups whose time is over and none of whose members has a state any more; how many were looked at."""
-    found = list(store.machinery_chords.find({"expires_at": {"$gt": 0, "$lte": now}}, {"_id": 1}).limit(limit))
+    found = list(
+        store.machinery_chords.find({"expires_at": {"$gt": 0, "$lte": now}}, {"_id": 1}).limit(
+            limit
+        )
+    )
     for one in found:
         uuid = one["_id"]
         group = store.group_metas.find_one({"_id": uuid}, {"task_uuids": 1})
         members = list(group.get("task_uuids") or ()) if group else []
-        members += [each["member"] for each in store.machinery_arrivals.find({"group": uuid}, {"member": 1})]
-        if any(store.tasks.find_one({"_id": {"$in": members[start : start + CHUNK]}}, {"_id": 1})
-               for start in range(0, len(members), CHUNK)):
+        members += [
+            each["member"] for each in store.machinery_arrivals.find({"group": uuid}, {"member": 1})
+        ]
+        if any(
+            store.tasks.find_one({"_id": {"$in": members[start : start + CHUNK]}}, {"_id": 1})
+            for start in range(0, len(members), CHUNK)
+        ):
             store.machinery_chords.update_one({"_id": uuid}, {"$set": {"expires_at": again_at}})
         else:
             purge_group(store, uuid)

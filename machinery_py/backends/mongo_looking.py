@@ -44,20 +44,35 @@ class MongoLooking(Backend):
         return self._tasks.run(read, "reading states") if uuids else {}
 
     def get_group(self, group_uuid: str) -> GroupMeta | None:
-        return self._tasks.run(lambda store: mongo_groups.get_group(store, group_uuid), "reading a group")
+        return self._tasks.run(
+            lambda store: mongo_groups.get_group(store, group_uuid), "reading a group"
+        )
 
     def ready_groups(self, limit: int) -> list[ReadyGroup]:
-        return self._tasks.run(lambda store: mongo_groups.ready_groups(store, limit), "looking for complete groups")
+        return self._tasks.run(
+            lambda store: mongo_groups.ready_groups(store, limit), "looking for complete groups"
+        )
 
     def partial_groups(self, limit: int) -> list[Arrival]:
         now = self.driver.now()
-        return self._tasks.run(lambda store: mongo_groups.partial_groups(store, limit, now=now), "looking for incomplete groups")
+        return self._tasks.run(
+            lambda store: mongo_groups.partial_groups(store, limit, now=now),
+            "looking for incomplete groups",
+        )
 
     def drop_partial(self, group_uuids: Sequence[str]) -> None:
-        self._tasks.run(lambda store: mongo_groups.drop_partial(store, group_uuids), "forgetting incomplete groups")
+        self._tasks.run(
+            lambda store: mongo_groups.drop_partial(store, group_uuids),
+            "forgetting incomplete groups",
+        )
 
     def list_states(
-        self, *, state: State | None = None, name: str = "", since: dt.datetime | None = None, limit: int = 100
+        self,
+        *,
+        state: State | None = None,
+        name: str = "",
+        since: dt.datetime | None = None,
+        limit: int = 100,
     ) -> list[TaskState]:
         query: Document = {"changed_at": {"$gte": 1 if since is None else micros(since)}}
         if state is not None:
@@ -65,32 +80,51 @@ class MongoLooking(Backend):
         if name:
             query["task_name"] = name
         documents = self._tasks.run(
-            lambda store: list(store.tasks.find(query).sort("changed_at", -1).limit(limit)), "listing states"
+            lambda store: list(store.tasks.find(query).sort("changed_at", -1).limit(limit)),
+            "listing states",
         )
         now = self.driver.now()
-        return [one for document in documents if not is_over(document, now) and (one := state_of(document)) is not None]
+        return [
+            one
+            for document in documents
+            if not is_over(document, now) and (one := state_of(document)) is not None
+        ]
 
     def find(self, prefix: str, limit: int = 2) -> list[str]:
         query = {"_id": {"$gte": prefix, "$lt": prefix + "\U0010ffff"}}
         return self._tasks.run(
-            lambda store: [one["_id"] for one in store.tasks.find(query, {"expires_at": 1}).sort("_id", 1).limit(limit)
-                           if not is_over(one, self.driver.now())],
+            lambda store: [
+                one["_id"]
+                for one in store.tasks.find(query, {"expires_at": 1}).sort("_id", 1).limit(limit)
+                if not is_over(one, self.driver.now())
+            ],
             "looking for a task",
         )
 
     def finished_since(self, moment: dt.datetime) -> dict[str, tuple[int, int]]:
         def count(store: Store, state: State) -> dict[str, int]:
             match = {"changed_at": {"$gte": micros(moment)}, "state": state.value}
-            found = store.tasks.aggregate([{"$match": match}, {"$group": {"_id": "$queue", "count": {"$sum": 1}}}])
+            found = store.tasks.aggregate(
+                [{"$match": match}, {"$group": {"_id": "$queue", "count": {"$sum": 1}}}]
+            )
             return {one["_id"]: one["count"] for one in found}
 
-        good = self._tasks.run(lambda store: count(store, State.SUCCESS), "counting what has finished")
-        bad = self._tasks.run(lambda store: count(store, State.FAILURE), "counting what has finished")
-        return {queue: (good.get(queue, 0), bad.get(queue, 0)) for queue in good.keys() | bad.keys()}
+        good = self._tasks.run(
+            lambda store: count(store, State.SUCCESS), "counting what has finished"
+        )
+        bad = self._tasks.run(
+            lambda store: count(store, State.FAILURE), "counting what has finished"
+        )
+        return {
+            queue: (good.get(queue, 0), bad.get(queue, 0)) for queue in good.keys() | bad.keys()
+        }
 
     def revoke(self, uuids: Sequence[str], life: float = REVOKED_LIFE) -> None:
         until = self.driver.now() + int(life * 1e6)
-        writes = [UpdateOne({"_id": uuid}, {"$set": {"expires_at": until}}, upsert=True) for uuid in dict.fromkeys(uuids)]
+        writes = [
+            UpdateOne({"_id": uuid}, {"$set": {"expires_at": until}}, upsert=True)
+            for uuid in dict.fromkeys(uuids)
+        ]
 
         def write(store: Store) -> None:
             for start in range(0, len(writes), BATCH):
@@ -103,17 +137,23 @@ class MongoLooking(Backend):
             return {
                 one["_id"]
                 for start in range(0, len(uuids), BATCH)
-                for one in store.machinery_revoked.find({"_id": {"$in": list(uuids[start : start + BATCH])}}, {"_id": 1})
+                for one in store.machinery_revoked.find(
+                    {"_id": {"$in": list(uuids[start : start + BATCH])}}, {"_id": 1}
+                )
             }
 
         return self._tasks.run(read, "looking for revoked tasks") if uuids else set()
 
     def purge_state(self, task_uuid: str) -> None:
         self._tasks.load([task_uuid])  # what is no state is refused
-        self._tasks.run(lambda store: store.tasks.delete_one({"_id": task_uuid}), "forgetting a task")
+        self._tasks.run(
+            lambda store: store.tasks.delete_one({"_id": task_uuid}), "forgetting a task"
+        )
 
     def purge_group_meta(self, group_uuid: str) -> None:
-        self._tasks.run(lambda store: mongo_groups.purge_group(store, group_uuid), "forgetting a group")
+        self._tasks.run(
+            lambda store: mongo_groups.purge_group(store, group_uuid), "forgetting a group"
+        )
 
     def listener(self) -> MongoListener:
         return MongoListener(self.driver)

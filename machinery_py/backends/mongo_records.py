@@ -52,17 +52,26 @@ def is_over(document: Document, now: int) -> bool:
 
 
 #: What Go writes of a task, and its second version.
-_GOS = frozenset({"_id", "state", "task_name", "results", "error", "created_at", "delete_at", "ttl"})
+_GOS = frozenset(
+    {"_id", "state", "task_name", "results", "error", "created_at", "delete_at", "ttl"}
+)
 
 
 def refuse_others(document: Document) -> None:
     """Raises NameRefused: it is nobody's state of a task."""
     word = document.get("state")
-    if isinstance(word, str) and (not word or word in _STATES) and ("version" in document or document.keys() <= _GOS):
+    if (
+        isinstance(word, str)
+        and (not word or word in _STATES)
+        and ("version" in document or document.keys() <= _GOS)
+    ):
         return
     uuid, fields = str(document["_id"]), ", ".join(sorted(map(str, document)))
-    raise NameRefused(f"document {shown(uuid)} in MongoDB's collection 'tasks' is no state of a task, and was left as it is "
-                      f"(choose another UUID): it has the fields {shown(fields)}", uuid)
+    raise NameRefused(
+        f"document {shown(uuid)} in MongoDB's collection 'tasks' is no state of a task, and was left as it is "
+        f"(choose another UUID): it has the fields {shown(fields)}",
+        uuid,
+    )
 
 
 def kept_of(document: Document, now: int) -> Kept:
@@ -71,9 +80,13 @@ def kept_of(document: Document, now: int) -> Kept:
     version = int(document.get("version") or 0)
     over = is_over(document, now)
     return Kept(
-        state=None if over else state_of(document), mark="" if over else str(document.get("mark") or ""),
-        epoch=int(document.get("epoch") or 0), version=version, word=str(document.get("state") or ""),
-        deed=bytes(document.get("deed") or b""), deed_at=int(document.get("deed_at") or 0),
+        state=None if over else state_of(document),
+        mark="" if over else str(document.get("mark") or ""),
+        epoch=int(document.get("epoch") or 0),
+        version=version,
+        word=str(document.get("state") or ""),
+        deed=bytes(document.get("deed") or b""),
+        deed_at=int(document.get("deed_at") or 0),
     )
 
 
@@ -95,9 +108,15 @@ def state_of(document: Document) -> TaskState | None:
         raise DecodeError(f"state of {document['_id']!r} is {word!r} (known: {', '.join(_STATES)})")
     created_at = document.get("created_at")
     return TaskState(
-        task_uuid=base.task_uuid, task_name=str(document.get("task_name") or base.task_name), state=_STATES[word],
-        results=[_result(one) for one in document.get("results") or ()] if word == State.SUCCESS else (),
-        error=str(document.get("error") or ""), run=base.run, queue=base.queue,
+        task_uuid=base.task_uuid,
+        task_name=str(document.get("task_name") or base.task_name),
+        state=_STATES[word],
+        results=[_result(one) for one in document.get("results") or ()]
+        if word == State.SUCCESS
+        else (),
+        error=str(document.get("error") or ""),
+        run=base.run,
+        queue=base.queue,
         created_at=created_at if isinstance(created_at, dt.datetime) else base.created_at,
     )
 
@@ -117,19 +136,43 @@ def fields_of(row: Row, *, version: int, now: int, expires_at: int) -> Document:
         state = _printable(state)
         ours = _pack(state)
     return {
-        "state": state.state._value_, "task_name": state.task_name,
+        "state": state.state._value_,
+        "task_name": state.task_name,
         "results": [{"type": arg.type, "value": go_value(arg.value)} for arg in state.results],
-        "error": state.error, "run": state.run, "mark": row.mark, "epoch": row.epoch, "queue": state.queue,
-        "changed_at": now, "expires_at": expires_at if state.is_finished else 0, "version": version, "ours": ours,
+        "error": state.error,
+        "run": state.run,
+        "mark": row.mark,
+        "epoch": row.epoch,
+        "queue": state.queue,
+        "changed_at": now,
+        "expires_at": expires_at if state.is_finished else 0,
+        "version": version,
+        "ours": ours,
     }
 
 
-def new_document(uuid: str, row: Row, *, now: int, expires_at: int, moment: dt.datetime) -> Document:
+def new_document(
+    uuid: str, row: Row, *, now: int, expires_at: int, moment: dt.datetime
+) -> Document:
     """For a task that has no document yet: every field that anybody asks for."""
-    created_at = moment if row.state is None or row.state.created_at == ZERO_TIME else row.state.created_at
+    created_at = (
+        moment if row.state is None or row.state.created_at == ZERO_TIME else row.state.created_at
+    )
     return {
-        "_id": uuid, "state": "", "task_name": "", "created_at": max(created_at, _FIRST), "results": [], "error": "",
-        "run": 0, "queue": "", "changed_at": now, "expires_at": 0, "deed": b"", "deed_at": 0, "outbox": b"", "outbox_at": 0,
+        "_id": uuid,
+        "state": "",
+        "task_name": "",
+        "created_at": max(created_at, _FIRST),
+        "results": [],
+        "error": "",
+        "run": 0,
+        "queue": "",
+        "changed_at": now,
+        "expires_at": 0,
+        "deed": b"",
+        "deed_at": 0,
+        "outbox": b"",
+        "outbox_at": 0,
         **fields_of(row, version=1, now=now, expires_at=expires_at),
     }
 
@@ -154,7 +197,9 @@ def _key(key: Any) -> str:
 
 def _printable(state: TaskState) -> TaskState:
     names = ("task_uuid", "task_name", "error", "error_type", "traceback", "queue", "worker")
-    return msgspec.structs.replace(state, **{name: printable(getattr(state, name)) for name in names})
+    return msgspec.structs.replace(
+        state, **{name: printable(getattr(state, name)) for name in names}
+    )
 
 
 def packed_deed(change: Change) -> bytes:

@@ -31,7 +31,9 @@ from machinery_py.backends.mongo_records import packed_changes, packed_outbox, u
 from machinery_py.backends.mongo_tasks import BATCH, ROUNDS, MongoTasks
 from machinery_py.errors import BackendUnavailable
 
-REMOVED_LIFE = 86400 * 1_000_000  # µs that a removed record is remembered: a version never comes again
+REMOVED_LIFE = (
+    86400 * 1_000_000
+)  # µs that a removed record is remembered: a version never comes again
 _FIELDS = {"stamp": 1, "deed": 1, "send": 1}
 _OPEN = {"body": 1, "kept": 1, "expires_at": 1, "deed_at": 1, **_FIELDS}
 
@@ -64,12 +66,17 @@ class MongoSchedules:
 
     def version(self) -> str:
         whole = [{"$group": {"_id": None, "count": {"$sum": 1}, "stamps": {"$sum": "$stamp"}}}]
-        found = self._run(lambda store: list(store.machinery_records.aggregate(whole)), "reading schedules")
+        found = self._run(
+            lambda store: list(store.machinery_records.aggregate(whole)), "reading schedules"
+        )
         return f"{found[0]['count']}.{found[0]['stamps']}" if found else "0.0"
 
     def bodies(self) -> dict[str, bytes]:
         return self._run(
-            lambda store: {one["_id"]: bytes(one["body"]) for one in store.machinery_records.find({"kept": 1}, {"body": 1})},
+            lambda store: {
+                one["_id"]: bytes(one["body"])
+                for one in store.machinery_records.find({"kept": 1}, {"body": 1})
+            },
             "reading schedules",
         )
 
@@ -78,7 +85,10 @@ class MongoSchedules:
         wanted = [printable(name) for name in names]
         now = self.driver.now()
         found = self._run(
-            lambda store: {one["_id"]: one for one in store.machinery_claims.find({"_id": {"$in": wanted}}, _OPEN)},
+            lambda store: {
+                one["_id"]: one
+                for one in store.machinery_claims.find({"_id": {"$in": wanted}}, _OPEN)
+            },
             "reading claims",
         )
         for one in found.values():
@@ -92,13 +102,21 @@ class MongoSchedules:
         now = self.driver.now()
 
         def release(store: Store) -> None:
-            found = store.machinery_claims.find({"_id": {"$in": list(known)}, "kept": 1}, {"body": 1, "turn": 1})
+            found = store.machinery_claims.find(
+                {"_id": {"$in": list(known)}, "kept": 1}, {"body": 1, "turn": 1}
+            )
             held: list[Document] = [
-                {"_id": one["_id"], "turn": one["turn"], "kept": 1} for one in found if bytes(one["body"]) == known[one["_id"]]
+                {"_id": one["_id"], "turn": one["turn"], "kept": 1}
+                for one in found
+                if bytes(one["body"]) == known[one["_id"]]
             ]
-            empty: Document = {"$set": {"kept": 0, "body": b"", "turn": secrets.randbits(40), "expires_at": now}}
+            empty: Document = {
+                "$set": {"kept": 0, "body": b"", "turn": secrets.randbits(40), "expires_at": now}
+            }
             if held:
-                store.machinery_claims.bulk_write([DeleteOne({**one, "deed_at": 0}) for one in held])
+                store.machinery_claims.bulk_write(
+                    [DeleteOne({**one, "deed_at": 0}) for one in held]
+                )
                 store.machinery_claims.bulk_write([UpdateOne(one, empty) for one in held])
 
         if known:
@@ -107,15 +125,29 @@ class MongoSchedules:
     def amend(self, amendment: Amendment, send: bytes, finish: Finish) -> bool:
         """Change the record, for one caller. `finish` is called for this amendment, and for one that was left before it."""
         name, stamp, is_claim = printable(amendment.name), secrets.randbits(40), amendment.life > 0
-        change = Change(key=amendment.outbox_key, states=amendment.states, groups=amendment.groups, outbox=amendment.outbox)
+        change = Change(
+            key=amendment.outbox_key,
+            states=amendment.states,
+            groups=amendment.groups,
+            outbox=amendment.outbox,
+        )
         deed = bool(change.states or change.groups or change.outbox or send)
         now = self.driver.now()
         held: Document = {"kept": int(amendment.body is not None), "body": amendment.body or b""}
         if is_claim:
-            held |= {"turn": stamp, "expires_at": now + int(amendment.life * 1e6) if amendment.body is not None else now}
+            held |= {
+                "turn": stamp,
+                "expires_at": now + int(amendment.life * 1e6)
+                if amendment.body is not None
+                else now,
+            }
         fields: Document = {
-            **held, "stamp": stamp, "at": now,
-            "deed": packed_changes([change]) if deed else b"", "send": send, "deed_at": now if deed else 0,
+            **held,
+            "stamp": stamp,
+            "at": now,
+            "deed": packed_changes([change]) if deed else b"",
+            "send": send,
+            "deed_at": now if deed else 0,
         }
 
         def write(store: Store) -> bool | Tick:
@@ -141,30 +173,49 @@ class MongoSchedules:
             left = self._run(write, "changing a claim" if is_claim else "changing a schedule")
             if isinstance(left, bool):
                 if left and deed:
-                    finish(Tick(name=name, stamp=stamp, change=change, send=send, is_claim=is_claim), False)
+                    finish(
+                        Tick(name=name, stamp=stamp, change=change, send=send, is_claim=is_claim),
+                        False,
+                    )
                 return left
             finish(left, True)
-        raise BackendUnavailable(f"MongoDB at {self.driver.place}: changing a schedule: others were faster {ROUNDS} times")
+        raise BackendUnavailable(
+            f"MongoDB at {self.driver.place}: changing a schedule: others were faster {ROUNDS} times"
+        )
 
     def keep_outbox(self, tick: Tick) -> None:
         """The messages of a tick, for another broker. May be repeated."""
         if tick.change.outbox:
-            box: Document = {"_id": tick.change.key, "outbox": packed_outbox(tick.change.outbox), "outbox_at": self.driver.now()}
-            self._run(lambda store: insert_new(store.machinery_outboxes, [box]), "keeping an outbox")
+            box: Document = {
+                "_id": tick.change.key,
+                "outbox": packed_outbox(tick.change.outbox),
+                "outbox_at": self.driver.now(),
+            }
+            self._run(
+                lambda store: insert_new(store.machinery_outboxes, [box]), "keeping an outbox"
+            )
 
     def clear(self, tick: Tick) -> None:
         """What follows from this amendment has been done."""
         done: Document = {"$set": {"deed": b"", "send": b"", "deed_at": 0}}
-        self._run(lambda store: _place(store, tick.is_claim).update_one({"_id": tick.name, "stamp": tick.stamp}, done),
-                  "clearing what was done")
+        self._run(
+            lambda store: _place(store, tick.is_claim).update_one(
+                {"_id": tick.name, "stamp": tick.stamp}, done
+            ),
+            "clearing what was done",
+        )
 
     def old_ticks(self) -> list[Tick]:
         """Amendments that were made, and what follows was not done."""
         old = {"deed_at": {"$gt": 0, "$lt": self.driver.now() - int(self.driver.deed_age * 1e6)}}
-        return self._run(lambda store: [
-            _tick_of(one, is_claim=is_claim)
-            for is_claim in (False, True) for one in _place(store, is_claim).find(old, _FIELDS).limit(BATCH)
-        ], "looking for what is unfinished")
+        return self._run(
+            lambda store: [
+                _tick_of(one, is_claim=is_claim)
+                for is_claim in (False, True)
+                for one in _place(store, is_claim).find(old, _FIELDS).limit(BATCH)
+            ],
+            "looking for what is unfinished",
+        )
 
     def sweep(self) -> None:
         """Forget what was removed long ago, and the claims whose time is over."""
@@ -192,4 +243,10 @@ def _body(document: Document | None, now: int) -> bytes | None:
 
 def _tick_of(document: dict[str, Any], *, is_claim: bool) -> Tick:
     (change,) = unpacked_changes(bytes(document["deed"]))
-    return Tick(name=document["_id"], stamp=document["stamp"], change=change, send=bytes(document["send"]), is_claim=is_claim)
+    return Tick(
+        name=document["_id"],
+        stamp=document["stamp"],
+        change=change,
+        send=bytes(document["send"]),
+        is_claim=is_claim,
+    )

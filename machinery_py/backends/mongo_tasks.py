@@ -14,7 +14,14 @@ from pymongo import DeleteOne, UpdateOne
 
 from machinery_py._drivers.mongo import Document, MongoDriver, Store, insert_new
 from machinery_py.backends.mongo_groups import CHORD_LIFE
-from machinery_py.backends.mongo_records import Kept, fields_of, kept_of, new_document, packed_outbox, unpacked_outbox
+from machinery_py.backends.mongo_records import (
+    Kept,
+    fields_of,
+    kept_of,
+    new_document,
+    packed_outbox,
+    unpacked_outbox,
+)
 from machinery_py.errors import BackendUnavailable, NameRefused
 from machinery_py.names import is_made
 from machinery_py.states import State, TaskState, advance
@@ -50,7 +57,9 @@ class MongoTasks:
         return self.driver.now() + int(self._expire_in * 1e6)
 
     def too_many_rivals(self) -> BackendUnavailable:
-        return BackendUnavailable(f"MongoDB at {self.driver.place}: writing states: others were faster {ROUNDS} times")
+        return BackendUnavailable(
+            f"MongoDB at {self.driver.place}: writing states: others were faster {ROUNDS} times"
+        )
 
     def load(self, uuids: Iterable[str]) -> dict[str, Kept]:
         """The documents that there are, for writing over them."""
@@ -60,8 +69,9 @@ class MongoTasks:
             return {
                 one["_id"]: kept_of(one, now)
                 for start in range(0, len(wanted), BATCH)
-                for one in store.tasks.find({"_id": {"$in": wanted[start : start + BATCH]}}, _SLIM)
-                .batch_size(BATCH + 1)
+                for one in store.tasks.find(
+                    {"_id": {"$in": wanted[start : start + BATCH]}}, _SLIM
+                ).batch_size(BATCH + 1)
             }
 
         return self.run(read, "reading states") if wanted else {}
@@ -88,8 +98,9 @@ class MongoTasks:
             return [
                 one["_id"]
                 for start in range(0, len(wanted), BATCH)
-                for one in store.tasks.find({"_id": {"$in": wanted[start : start + BATCH]}}, {"state": 1, "run": 1})
-                .batch_size(BATCH + 1)
+                for one in store.tasks.find(
+                    {"_id": {"$in": wanted[start : start + BATCH]}}, {"state": 1, "run": 1}
+                ).batch_size(BATCH + 1)
                 if one.get("state") in _ENDED or one.get("run")
             ]
 
@@ -117,13 +128,17 @@ class MongoTasks:
             expires_at = long if uuid in held else until
             extra = {**more.get(uuid, {}), "stamp": stamp}
             if uuid not in before:
-                document = new_document(uuid, row, now=place + number, expires_at=expires_at, moment=moment)
+                document = new_document(
+                    uuid, row, now=place + number, expires_at=expires_at, moment=moment
+                )
                 fresh.append({**document, **extra})
                 continue
             version, word = before[uuid]
             seen = {"version": version} if version else {"version": {"$exists": False}}
             fields = fields_of(row, version=version + 1, now=place + number, expires_at=expires_at)
-            writes.append(UpdateOne({"_id": uuid, "state": word, **seen}, {"$set": {**fields, **extra}}))
+            writes.append(
+                UpdateOne({"_id": uuid, "state": word, **seen}, {"$set": {**fields, **extra}})
+            )
 
         def write(store: Store) -> bool:
             is_whole = all(insert_new(store.tasks, fresh))
@@ -134,6 +149,7 @@ class MongoTasks:
 
         if self.run(write, "writing states"):
             return set()
+
         # Some were not as we had read them, or this was the repeat after a lost reply: our stamp tells which are ours.
         def ours(store: Store) -> set[str]:
             query = {"_id": {"$in": list(rows)}, "stamp": stamp}
@@ -141,7 +157,9 @@ class MongoTasks:
 
         return rows.keys() - self.run(ours, "reading states")
 
-    def advance(self, states: Sequence[TaskState], *, force: bool = False, again: bool = False) -> None:
+    def advance(
+        self, states: Sequence[TaskState], *, force: bool = False, again: bool = False
+    ) -> None:
         """Each through `advance`, as far as it goes; with `force` as it is, but `again` only over an earlier run.
 
         One whose document is somebody else's is left out: its message is sent all the same.
@@ -163,7 +181,9 @@ class MongoTasks:
                 if after is not None:
                     row.state, row.changed = after, True
                     rows[state.task_uuid] = row
-            lost = self.save({uuid: row for uuid, row in rows.items() if row.changed}, before, {}, set())
+            lost = self.save(
+                {uuid: row for uuid, row in rows.items() if row.changed}, before, {}, set()
+            )
             left = [state for state in left if state.task_uuid in lost]
         raise self.too_many_rivals()
 
@@ -174,7 +194,11 @@ class MongoTasks:
 
         def read(store: Store) -> dict[str, bytes]:
             places = (store.tasks, store.machinery_chords, store.machinery_outboxes)
-            return {one["_id"]: bytes(one["outbox"]) for place in places for one in place.find(query, {"outbox": 1})}
+            return {
+                one["_id"]: bytes(one["outbox"])
+                for place in places
+                for one in place.find(query, {"outbox": 1})
+            }
 
         boxes = self.run(read, "reading outboxes") if keys else {}
         return [unpacked_outbox(boxes.get(key, b"")) for key in keys]
@@ -216,7 +240,9 @@ class MongoTasks:
             return {
                 one["_id"]: one.get("mark") or ""
                 for start in range(0, len(uuids), BATCH)
-                for one in store.tasks.find({"_id": {"$in": list(uuids[start : start + BATCH])}}, {"mark": 1})
+                for one in store.tasks.find(
+                    {"_id": {"$in": list(uuids[start : start + BATCH])}}, {"mark": 1}
+                )
             }
 
         marks = self.run(read, "reading marks") if uuids else {}

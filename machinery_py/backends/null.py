@@ -31,7 +31,13 @@ class NullBackend(Backend):
     """Accepts every change and forgets it."""
 
     features = BackendFeatures(
-        name="null", durable=False, shared=False, embedded=False, listing=False, conditional=False, keeps=False,
+        name="null",
+        durable=False,
+        shared=False,
+        embedded=False,
+        listing=False,
+        conditional=False,
+        keeps=False,
         schedules=False,
     )
 
@@ -75,7 +81,12 @@ class NullBackend(Backend):
         return []
 
     def list_states(
-        self, *, state: State | None = None, name: str = "", since: dt.datetime | None = None, limit: int = 100
+        self,
+        *,
+        state: State | None = None,
+        name: str = "",
+        since: dt.datetime | None = None,
+        limit: int = 100,
     ) -> list[TaskState]:
         raise self._unsupported("states")
 
@@ -108,7 +119,9 @@ class NullBackend(Backend):
 
     @staticmethod
     def _unsupported(what: str) -> Unsupported:
-        return Unsupported(f"the null backend keeps no {what} (name a result backend: Server(result_backend=…))")
+        return Unsupported(
+            f"the null backend keeps no {what} (name a result backend: Server(result_backend=…))"
+        )
 
 
 class _Deaf(Listener):

@@ -71,7 +71,9 @@ class RedisBackend(Backend):
         return self.driver.clock.now()
 
     def _run(self, script: Script, *values: object, doing: str, again: bool = True) -> Any:
-        return self.driver.run(script, pack(values), doing=doing, away=BackendUnavailable, again=again)
+        return self.driver.run(
+            script, pack(values), doing=doing, away=BackendUnavailable, again=again
+        )
 
     def apply(self, changes: Sequence[Change]) -> list[Verdict]:
         now = self.now()
@@ -80,22 +82,43 @@ class RedisBackend(Backend):
             rows = Changes(now, self.seconds)
             again = True
             for one in changes[start : start + WRITE]:
-                rows.add(key=one.key, mark=one.mark, epoch=one.epoch, force=one.force, fires=one.fires, states=one.states,
-                         groups=one.groups, arrivals=one.arrivals, outbox=_pack_outbox(tuple(one.outbox)) if one.outbox else b"")
+                rows.add(
+                    key=one.key,
+                    mark=one.mark,
+                    epoch=one.epoch,
+                    force=one.force,
+                    fires=one.fires,
+                    states=one.states,
+                    groups=one.groups,
+                    arrivals=one.arrivals,
+                    outbox=_pack_outbox(tuple(one.outbox)) if one.outbox else b"",
+                )
                 again = again and bool(one.mark) and not one.fires
-            letters = self._run(redis_scripts.APPLY, self.driver.now(), self.seconds, rows.changes, rows.states,
-                                doing="writing states", again=again)
+            letters = self._run(
+                redis_scripts.APPLY,
+                self.driver.now(),
+                self.seconds,
+                rows.changes,
+                rows.states,
+                doing="writing states",
+                again=again,
+            )
             verdicts += [VERDICTS[letter] for letter in letters]
         return verdicts
 
     def begin(self, keys: Sequence[tuple[str, int]]) -> list[Begun]:
         begun = self._run(redis_scripts.BEGIN, keys, doing="beginning deliveries") if keys else []
-        return [Begun(epoch=epoch, finished=bool(over), outbox=_outbox(box) if box else ()) for epoch, over, box in begun]
+        return [
+            Begun(epoch=epoch, finished=bool(over), outbox=_outbox(box) if box else ())
+            for epoch, over, box in begun
+        ]
 
     def outboxes(self, keys: Sequence[str]) -> list[Sequence[bytes]]:
         if not keys:
             return []
-        boxes = self.driver.ask(b"MGET", *(f"mpy:o:{{{key}}}".encode() for key in keys), doing="reading outboxes")
+        boxes = self.driver.ask(
+            b"MGET", *(f"mpy:o:{{{key}}}".encode() for key in keys), doing="reading outboxes"
+        )
         return [_outbox(box) if box else () for box in boxes]
 
     def clear_outbox(self, sent: Sequence[tuple[str, Sequence[bytes]]]) -> None:
@@ -104,17 +127,27 @@ class RedisBackend(Backend):
 
     def unsent(self, limit: int, *, older_than: float) -> list[tuple[str, Sequence[bytes]]]:
         found = self._run(
-            redis_scripts.UNSENT, self.driver.now(), limit, int(older_than * 1e6), doing="looking for outboxes"
+            redis_scripts.UNSENT,
+            self.driver.now(),
+            limit,
+            int(older_than * 1e6),
+            doing="looking for outboxes",
         )
         return [(key.decode(), _outbox(box) if box else ()) for key, box in found]
 
     def records(self, known: str = "") -> Records:
         found = self._run(redis_amend.RECORDS, self.driver.now(), known, doing="reading schedules")
-        bodies = dict(zip(map(bytes.decode, found[2][::2]), found[2][1::2], strict=True)) if len(found) > 2 else None
+        bodies = (
+            dict(zip(map(bytes.decode, found[2][::2]), found[2][1::2], strict=True))
+            if len(found) > 2
+            else None
+        )
         return Records(now=moment_of(int(found[0])), version=found[1].decode(), bodies=bodies)
 
     def amend(self, amendment: Amendment) -> bool:
-        done = self._run(redis_amend.AMEND, *self.packed_amendment(amendment), doing="changing a schedule")
+        done = self._run(
+            redis_amend.AMEND, *self.packed_amendment(amendment), doing="changing a schedule"
+        )
         return bool(done)
 
     def packed_amendment(self, amendment: Amendment) -> tuple[object, ...]:
@@ -122,9 +155,22 @@ class RedisBackend(Backend):
         change = Changes(self.now(), self.seconds)
         if amendment.states or amendment.groups or amendment.outbox:
             outbox = _pack_outbox(tuple(amendment.outbox)) if amendment.outbox else b""
-            change.add(key=amendment.outbox_key, states=amendment.states, groups=amendment.groups, outbox=outbox)
-        return (self.driver.now(), self.seconds, _printable(amendment.name), raw(amendment.expected or b""),
-                raw(amendment.body or b""), math.ceil(amendment.life), change.changes, change.states)
+            change.add(
+                key=amendment.outbox_key,
+                states=amendment.states,
+                groups=amendment.groups,
+                outbox=outbox,
+            )
+        return (
+            self.driver.now(),
+            self.seconds,
+            _printable(amendment.name),
+            raw(amendment.expected or b""),
+            raw(amendment.body or b""),
+            math.ceil(amendment.life),
+            change.changes,
+            change.states,
+        )
 
     def claims(self, names: Sequence[str]) -> list[bytes | None]:
         keys = [redis_amend.CLAIM + name.encode() for name in names]
@@ -136,7 +182,11 @@ class RedisBackend(Backend):
             self._run(redis_amend.RELEASE, rows, doing="releasing claims")
 
     def settled_by(self, uuids: Sequence[str]) -> list[str]:
-        return [mark.decode() for mark in self._run(redis_scripts.MARKS, uuids, doing="reading marks")] if uuids else []
+        return (
+            [mark.decode() for mark in self._run(redis_scripts.MARKS, uuids, doing="reading marks")]
+            if uuids
+            else []
+        )
 
     def get_states(self, uuids: Sequence[str]) -> dict[str, TaskState]:
         found: dict[str, TaskState] = {}
@@ -151,7 +201,9 @@ class RedisBackend(Backend):
         """The document and its companion for each."""
         if len(uuids) > FEW:
             return decode_rows(self._run(redis_scripts.STATES, uuids, doing="reading states"))
-        keys = [key for uuid in uuids for key in (_document(uuid), b"mpy:m:{" + _bytes(uuid) + b"}")]
+        keys = [
+            key for uuid in uuids for key in (_document(uuid), b"mpy:m:{" + _bytes(uuid) + b"}")
+        ]
         found = self.driver.ask(b"MGET", *keys, doing="reading states")
         return list(zip(found[::2], found[1::2], strict=True))
 
@@ -171,31 +223,62 @@ class RedisBackend(Backend):
         return [
             Arrival(group_uuid=uuid.decode(), task_uuid="", total=total, ok=True, callback=callback)
             for uuid, total, callback in self._run(
-                redis_scripts.PARTIAL, self.driver.now(), limit, doing="looking for incomplete groups")
+                redis_scripts.PARTIAL,
+                self.driver.now(),
+                limit,
+                doing="looking for incomplete groups",
+            )
         ]
 
     def drop_partial(self, group_uuids: Sequence[str]) -> None:
-        self.driver.ask(b"ZREM", b"mpy:partial", *map(_bytes, group_uuids), doing="forgetting incomplete groups")
+        self.driver.ask(
+            b"ZREM", b"mpy:partial", *map(_bytes, group_uuids), doing="forgetting incomplete groups"
+        )
 
     def list_states(
-        self, *, state: State | None = None, name: str = "", since: dt.datetime | None = None, limit: int = 100
+        self,
+        *,
+        state: State | None = None,
+        name: str = "",
+        since: dt.datetime | None = None,
+        limit: int = 100,
     ) -> list[TaskState]:
         # What ends in between is met twice, in its later state; in the other order it would be missed.
-        sets = ["mpy:open", "mpy:done"] if state is None else ["mpy:done" if state.is_finished else "mpy:open"]
+        sets = (
+            ["mpy:open", "mpy:done"]
+            if state is None
+            else ["mpy:done" if state.is_finished else "mpy:open"]
+        )
         found: dict[str, tuple[int, TaskState]] = {}
         for key in sets:
-            for at, one in itertools.islice(self._newest(key, state, name, 0 if since is None else micros(since), limit), limit):
+            for at, one in itertools.islice(
+                self._newest(key, state, name, 0 if since is None else micros(since), limit), limit
+            ):
                 found[one.task_uuid] = at, one
         newest = sorted(found.values(), key=lambda row: row[0], reverse=True)
         return [one for _, one in newest[:limit]]
 
-    def _newest(self, key: str, state: State | None, name: str, since: int, limit: int) -> Iterator[tuple[int, TaskState]]:
+    def _newest(
+        self, key: str, state: State | None, name: str, since: int, limit: int
+    ) -> Iterator[tuple[int, TaskState]]:
         """Those of one set that fit, the last changed first, and when. The server looks through them, READ at a time."""
-        word, quoted = state.value if state else "", f'"{name}"' if _PLAIN_NAME.fullmatch(name) else ""
+        word, quoted = (
+            state.value if state else "",
+            f'"{name}"' if _PLAIN_NAME.fullmatch(name) else "",
+        )
         high, skip = "+inf", 0
         while True:
             looked, last, skip, times, packed = self._run(
-                redis_scripts.FIND, key, high, skip, since, READ, limit, word, quoted, doing="listing states"
+                redis_scripts.FIND,
+                key,
+                high,
+                skip,
+                since,
+                READ,
+                limit,
+                word,
+                quoted,
+                doing="listing states",
             )
             high = last.decode()
             for at, (document, companion) in zip(times, decode_rows(packed), strict=True):
@@ -206,13 +289,25 @@ class RedisBackend(Backend):
                 return
 
     def find(self, prefix: str, limit: int = 2) -> list[str]:
-        pattern = b"".join(b"\\" + bytes((c,)) if c in b"*?[]\\^-" else bytes((c,)) for c in _bytes(prefix)) + b"*"
+        pattern = (
+            b"".join(
+                b"\\" + bytes((c,)) if c in b"*?[]\\^-" else bytes((c,)) for c in _bytes(prefix)
+            )
+            + b"*"
+        )
         found: set[str] = set()
         for key in (b"mpy:open", b"mpy:done"):
             cursor = b"0"
             while True:
                 cursor, rows = self.driver.ask(
-                    b"ZSCAN", key, cursor, b"MATCH", pattern, b"COUNT", b"5000", doing="looking for a task"
+                    b"ZSCAN",
+                    key,
+                    cursor,
+                    b"MATCH",
+                    pattern,
+                    b"COUNT",
+                    b"5000",
+                    doing="looking for a task",
                 )
                 found.update(self.get_states([uuid.decode() for uuid in rows[::2]]))
                 if cursor == b"0" or len(found) >= limit:
@@ -222,7 +317,9 @@ class RedisBackend(Backend):
     def finished_since(self, moment: dt.datetime) -> dict[str, tuple[int, int]]:
         second = micros(moment) // 1_000_000
         counts: dict[str, tuple[int, int]] = {}
-        for name, count in self._run(redis_scripts.RATES, self.driver.now(), second, doing="counting what has finished"):
+        for name, count in self._run(
+            redis_scripts.RATES, self.driver.now(), second, doing="counting what has finished"
+        ):
             queue = name[7:].decode()  # behind SUCCESS or FAILURE
             good, bad = counts.get(queue, (0, 0))
             counts[queue] = (good + count, bad) if name.startswith(b"S") else (good, bad + count)
@@ -230,12 +327,21 @@ class RedisBackend(Backend):
 
     def revoke(self, uuids: Sequence[str], life: float = REVOKED_LIFE) -> None:
         if uuids:
-            self._run(redis_scripts.REVOKE, self.driver.now(), math.ceil(life), uuids, doing="revoking tasks")
+            self._run(
+                redis_scripts.REVOKE,
+                self.driver.now(),
+                math.ceil(life),
+                uuids,
+                doing="revoking tasks",
+            )
 
     def revoked(self, uuids: Sequence[str]) -> set[str]:
         if not uuids or self.driver.none_revoked():
             return set()
-        return {uuid.decode() for uuid in self._run(redis_scripts.REVOKED, uuids, doing="looking for revoked tasks")}
+        return {
+            uuid.decode()
+            for uuid in self._run(redis_scripts.REVOKED, uuids, doing="looking for revoked tasks")
+        }
 
     def purge_state(self, task_uuid: str) -> None:
         self._run(redis_scripts.FORGET, [task_uuid], (), doing="forgetting a task")
@@ -247,7 +353,9 @@ class RedisBackend(Backend):
         return RedisListener(self.driver)
 
     def tend(self) -> float:
-        looked = self._run(redis_scripts.TEND, self.driver.now(), self.seconds, doing="looking for what is over")
+        looked = self._run(
+            redis_scripts.TEND, self.driver.now(), self.seconds, doing="looking for what is over"
+        )
         return 0.05 if looked >= redis_scripts.LOOKS else SWEEP
 
     def concerns(self) -> list[Concern]:

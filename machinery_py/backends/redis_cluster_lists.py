@@ -39,7 +39,9 @@ def by_shard(names: Iterable[str]) -> dict[str, list[str]]:
     return found
 
 
-def list_requests(now: str, done: Sequence[Finished], open: Sequence[str], *, replayed: bool) -> list[Request]:
+def list_requests(
+    now: str, done: Sequence[Finished], open: Sequence[str], *, replayed: bool
+) -> list[Request]:
     """What writes it down that these have finished, and those have changed."""
     ends = dict(done)
     requests: list[Request] = []
@@ -77,7 +79,13 @@ class Newest:
             (rows,) = self._read([key], skipped)
 
     def _read(self, keys: Sequence[tuple[str, str]], skipped: int) -> list[list[tuple[int, str]]]:
-        replies = self._cluster.ask([
-            script_at(prefix.encode(), redis_scripts.NEWEST, pack(([key], self._since, skipped, PAGE))) for prefix, key in keys
-        ], doing="listing states")
+        replies = self._cluster.ask(
+            [
+                script_at(
+                    prefix.encode(), redis_scripts.NEWEST, pack(([key], self._since, skipped, PAGE))
+                )
+                for prefix, key in keys
+            ],
+            doing="listing states",
+        )
         return [sorted((-int(score), name.decode()) for name, score in rows) for rows in replies]

@@ -38,12 +38,17 @@ class Effect(msgspec.Struct, array_like=True, frozen=True, gc=False):
 _effects = msgspec.msgpack.Decoder(tuple[Effect, ...]).decode
 
 SCRIPTS: dict[str, Script] = {
-    "state": scripts.CHANGE, "replay": scripts.CHANGE, "group": scripts.GROUP, "arrival": scripts.ARRIVE,
+    "state": scripts.CHANGE,
+    "replay": scripts.CHANGE,
+    "group": scripts.GROUP,
+    "arrival": scripts.ARRIVE,
     "fired": scripts.LOOK_AT,
 }
 
 
-SCHEDULES = b"mpy:{mpy:records}:"  # names the slot of the schedules, and of the records of what they send
+SCHEDULES = (
+    b"mpy:{mpy:records}:"  # names the slot of the schedules, and of the records of what they send
+)
 TICK = "tick "  # what the keys of those begin with
 _TICK, _CLAIM = "%=", "%!"  # what these are told from UUIDs by
 
@@ -152,21 +157,52 @@ def parts_of(change: Change, now: dt.datetime, now_text: str, expire: int) -> Pa
         foreign = Changes(now, expire)
         foreign.add(key="", force=change.force, packed=row)
         kind = "replay" if change.force else "state"
-        effects.append(Effect(kind, str(row[0]), pack((now_text, expire, foreign.changes, foreign.states, "", False, 0))))
+        effects.append(
+            Effect(
+                kind,
+                str(row[0]),
+                pack((now_text, expire, foreign.changes, foreign.states, "", False, 0)),
+            )
+        )
     for group in change.groups:
-        effects.append(Effect("group", name_of(group.group_uuid), pack((name_of(group.group_uuid), raw(encode_group(group))))))
+        effects.append(
+            Effect(
+                "group",
+                name_of(group.group_uuid),
+                pack((name_of(group.group_uuid), raw(encode_group(group)))),
+            )
+        )
     for one in change.arrivals:
-        row = (name_of(one.group_uuid), name_of(one.task_uuid), one.total, one.ok, raw(one.callback))
-        effects.append(Effect("arrival", name_of(one.group_uuid), pack((row,)), name_of(one.task_uuid)))
+        row = (
+            name_of(one.group_uuid),
+            name_of(one.task_uuid),
+            one.total,
+            one.ok,
+            raw(one.callback),
+        )
+        effects.append(
+            Effect("arrival", name_of(one.group_uuid), pack((row,)), name_of(one.task_uuid))
+        )
     if change.fires:
         effects.append(Effect("fired", name, pack((name,))))
     decides = own or change.fires or change.epoch or change.outbox
     decision = Changes(now, expire)
-    decision.add(key=name, mark=change.mark, epoch=change.epoch, force=change.force, fires=name if change.fires else "",
-                 packed=own)
+    decision.add(
+        key=name,
+        mark=change.mark,
+        epoch=change.epoch,
+        force=change.force,
+        fires=name if change.fires else "",
+        packed=own,
+    )
     return Parts(
-        name, decision if decides else None, any(one.callback for one in change.arrivals), change.force, bool(change.fires),
-        framed(change.outbox) if change.outbox else b"", tuple(effects),
+        name,
+        decision if decides else None,
+        any(one.callback for one in change.arrivals),
+        change.force,
+        bool(change.fires),
+        framed(change.outbox) if change.outbox else b"",
+        tuple(effects),
     )
 
 

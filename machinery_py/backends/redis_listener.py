@@ -86,7 +86,9 @@ class RedisListener(Listener):
                 elif kind == b"message" and (channel == self._bell or channel in self._watched):
                     self._watched.discard(channel)
                     self._rung = True
-        except Exception:  # the connection is gone: the waiter looks again, and the next wait subscribes anew
+        except (
+            Exception
+        ):  # the connection is gone: the waiter looks again, and the next wait subscribes anew
             self._lose()
             self._rung = True
 

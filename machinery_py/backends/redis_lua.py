@@ -20,7 +20,9 @@ from itertools import product
 from machinery_py._drivers.redis_lua import filled
 from machinery_py.states import State, TaskState, advance
 
-CHORD_LIFE = 7 * 86400  # seconds that a state is kept that is not finished, and a chord without an arrival
+CHORD_LIFE = (
+    7 * 86400
+)  # seconds that a state is kept that is not finished, and a chord without an arrival
 LEFT = 30_000_000  # µs from a chord's first arrival until somebody looks whether members of others have completed it
 RATES_LIFE = 3700  # seconds that finished tasks are counted by their second
 
@@ -28,19 +30,53 @@ RATES_LIFE = 3700  # seconds that finished tasks are counted by their second
 def steps(runs_later: int) -> str:
     """The pairs of states that `advance` lets follow each other so many runs later, with a space around each."""
     pairs = [
-        f"{before}>{after}" for before, after in product(State, State)
-        if advance(TaskState(task_uuid="", state=before), TaskState(task_uuid="", state=after, run=runs_later)) is not None
+        f"{before}>{after}"
+        for before, after in product(State, State)
+        if advance(
+            TaskState(task_uuid="", state=before),
+            TaskState(task_uuid="", state=after, run=runs_later),
+        )
+        is not None
     ]
     return f"' {' '.join(pairs)} '"
 
 
 # Where the values of a change and of a state stand, from their place on.
-_CHANGE = ("KEY", "MARK", "EPOCH", "FORCE", "FIRES", "FIRST", "LAST", "GROUPS", "ARRIVALS", "OUTBOX")
-_STATE = ("UUID", "WORD", "RUN", "HEAD", "CREATED", "TAIL", "NAMED", "LINES", "WHOLE", "STICKY", "QUEUE", "KEPT")
+_CHANGE = (
+    "KEY",
+    "MARK",
+    "EPOCH",
+    "FORCE",
+    "FIRES",
+    "FIRST",
+    "LAST",
+    "GROUPS",
+    "ARRIVALS",
+    "OUTBOX",
+)
+_STATE = (
+    "UUID",
+    "WORD",
+    "RUN",
+    "HEAD",
+    "CREATED",
+    "TAIL",
+    "NAMED",
+    "LINES",
+    "WHOLE",
+    "STICKY",
+    "QUEUE",
+    "KEPT",
+)
 
 NAMES: dict[str, object] = {
     **{name: place for names in (_CHANGE, _STATE) for place, name in enumerate(names)},
-    "CHANGE": len(_CHANGE), "STATE": len(_STATE), "SAME": steps(0), "LATER": steps(1), "LONG": CHORD_LIFE, "RATES": RATES_LIFE,
+    "CHANGE": len(_CHANGE),
+    "STATE": len(_STATE),
+    "SAME": steps(0),
+    "LATER": steps(1),
+    "LONG": CHORD_LIFE,
+    "RATES": RATES_LIFE,
     "LEFT": LEFT,
     "OURS": r"'^%d*\n%d*\n[^\n]*\n([^\n]*)\n([^\n]*)\n([^\n]*)\n([^\n]*)\n()'",
 }
@@ -51,7 +87,8 @@ NAMES: dict[str, object] = {
 # decide: what a change would write, and its verdict (s, a, f); writes nothing, and the next change sees it in `known`.
 # listable: raises, before anything is written, if a set from which these changes are to be found again is something else.
 # commit: writes it. note_states: writes the listings and the groups, once for all that a script has committed.
-LIBRARY = filled(r"""
+LIBRARY = filled(
+    r"""
 local C, S
 local known, firing, fired, rates, done, open, arrived = {}, {}, {}, {}, {}, {}, {}
 local NONE = {}
@@ -383,4 +420,6 @@ local function commit(c, plan, now, expire)
     call('ZADD', 'mpy:outbox', now, C[c])
   end
 end
-""", **NAMES)
+""",
+    **NAMES,
+)

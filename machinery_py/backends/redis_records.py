@@ -33,7 +33,9 @@ Row = tuple[bytes | None, bytes | None]
 _ours = msgspec.msgpack.Decoder(_Ours).decode
 decode_rows = msgspec.msgpack.Decoder(list[Row]).decode
 _CREATED = b'"CreatedAt":"'
-_PLAIN: dict[tuple[str, int, bytes], bytes] = {}  # our fields of a state that has none but its attempt, and `outcomes.ALONE`
+_PLAIN: dict[
+    tuple[str, int, bytes], bytes
+] = {}  # our fields of a state that has none but its attempt, and `outcomes.ALONE`
 _MOST = 2**31  # seconds; a longer expiry is refused by Redis
 
 
@@ -50,9 +52,18 @@ def packed_state(state: TaskState, now: dt.datetime, expire: int) -> tuple[objec
     word = state.state
     # JSON is UTF-8, so the packer may take it as text, which is quicker than `raw`.
     return (
-        state.task_uuid, word._value_, state.run, document[:at].decode(), document[at:end].decode(), document[end:].decode(),
-        state.task_name != "", raw(lines), bool(state.started_at and state.queue and state.worker),
-        state.progress is not None, line(state.queue), str(expire if word.is_finished else _kept(state, now)),
+        state.task_uuid,
+        word._value_,
+        state.run,
+        document[:at].decode(),
+        document[at:end].decode(),
+        document[end:].decode(),
+        state.task_name != "",
+        raw(lines),
+        bool(state.started_at and state.queue and state.worker),
+        state.progress is not None,
+        line(state.queue),
+        str(expire if word.is_finished else _kept(state, now)),
     )
 
 
@@ -78,25 +89,48 @@ def _kept(state: TaskState, now: dt.datetime) -> int:
 
 def _our_fields(state: TaskState) -> bytes:
     finished, eta = state.finished_at, state.eta
-    if finished is None and eta is None and not state.error_type and not state.traceback and len(state.message) < 2:
+    if (
+        finished is None
+        and eta is None
+        and not state.error_type
+        and not state.traceback
+        and len(state.message) < 2
+    ):
         key = (state.state._value_, state.attempt, state.message)
         plain = _PLAIN.get(key)
         if plain is None:
-            plain = pack((*key[:2], "", "", None, None, state.message) if state.message else key[:2])
+            plain = pack(
+                (*key[:2], "", "", None, None, state.message) if state.message else key[:2]
+            )
             if len(_PLAIN) < 1024:
                 _PLAIN[key] = plain
         return plain
-    return pack((
-        state.state._value_, state.attempt, state.error_type, state.traceback,
-        None if finished is None else micros(finished), None if eta is None else micros(eta), state.message,
-    ))
+    return pack(
+        (
+            state.state._value_,
+            state.attempt,
+            state.error_type,
+            state.traceback,
+            None if finished is None else micros(finished),
+            None if eta is None else micros(eta),
+            state.message,
+        )
+    )
 
 
 def _printable(state: TaskState) -> TaskState:
     """With what has no UTF-8 written out. If that was not what is wrong, encoding it says so."""
     texts = {
         name: getattr(state, name).encode("utf-8", "backslashreplace").decode()
-        for name in ("task_uuid", "task_name", "error", "error_type", "traceback", "queue", "worker")
+        for name in (
+            "task_uuid",
+            "task_name",
+            "error",
+            "error_type",
+            "traceback",
+            "queue",
+            "worker",
+        )
     }
     return msgspec.structs.replace(state, **texts)
 
@@ -118,18 +152,37 @@ class Changes:
         self.states: list[object] = []
 
     def add(
-        self, *, key: str, mark: str = "", epoch: int = 0, force: bool = False, fires: str = "",
-        states: Sequence[TaskState] = (), groups: Sequence[GroupMeta] = (), arrivals: Sequence[Arrival] = (), outbox: bytes = b"",
+        self,
+        *,
+        key: str,
+        mark: str = "",
+        epoch: int = 0,
+        force: bool = False,
+        fires: str = "",
+        states: Sequence[TaskState] = (),
+        groups: Sequence[GroupMeta] = (),
+        arrivals: Sequence[Arrival] = (),
+        outbox: bytes = b"",
         packed: Sequence[object] | None = None,
     ) -> int:
         """Add what a `Change` says; returns its place. `packed`: its states, if that was done before."""
         place, first = len(self.changes) + 1, len(self.states) + 1
         self.states += packed_states(states, self._now, self._expire) if packed is None else packed
         self.changes += (
-            key, line(mark), epoch, force, fires, first, len(self.states),
+            key,
+            line(mark),
+            epoch,
+            force,
+            fires,
+            first,
+            len(self.states),
             [(group.group_uuid, raw(encode_group(group))) for group in groups] if groups else False,
-            [(one.group_uuid, one.task_uuid, one.total, one.ok, raw(one.callback)) for one in arrivals]
-            if arrivals else False,
+            [
+                (one.group_uuid, one.task_uuid, one.total, one.ok, raw(one.callback))
+                for one in arrivals
+            ]
+            if arrivals
+            else False,
             raw(outbox) if outbox else "",
         )
         return place
@@ -145,12 +198,24 @@ def state_of(document: bytes, companion: bytes | None) -> TaskState:
     if own is None or own.word != state.state._value_:
         own = _Ours(state.state._value_, 1)  # a Go program has changed it since
     return TaskState(
-        task_uuid=state.task_uuid, task_name=state.task_name, state=state.state, results=state.results, error=state.error,
-        created_at=state.created_at, ttl=state.ttl, run=int(run or 0), attempt=own.attempt, queue=queue.decode(),
-        error_type=own.error_type, traceback=own.traceback,
-        progress=_progress(progress), started_at=moment_of(int(started)) if started else None,
+        task_uuid=state.task_uuid,
+        task_name=state.task_name,
+        state=state.state,
+        results=state.results,
+        error=state.error,
+        created_at=state.created_at,
+        ttl=state.ttl,
+        run=int(run or 0),
+        attempt=own.attempt,
+        queue=queue.decode(),
+        error_type=own.error_type,
+        traceback=own.traceback,
+        progress=_progress(progress),
+        started_at=moment_of(int(started)) if started else None,
         finished_at=None if own.finished_at is None else moment_of(own.finished_at),
-        eta=None if own.eta is None else moment_of(own.eta), worker=worker.decode(), message=own.message,
+        eta=None if own.eta is None else moment_of(own.eta),
+        worker=worker.decode(),
+        message=own.message,
     )
 
 
@@ -159,5 +224,3 @@ def _progress(text: bytes | None) -> tuple[float, float] | None:
         return None
     done, total = text.split()
     return float(done), float(total)
-
-

@@ -13,7 +13,11 @@ PATIENCE = 8  # looks at an incomplete group; from then on their pauses do not g
 LOOKS = 20  # groups that are looked at in one step, for expiry
 
 # In: now, seconds that finished states are kept, C, S. Out: a letter each: s(ettled), a(lready), f(enced).
-APPLY = Script(PRELUDE + LIBRARY + filled(r"""
+APPLY = Script(
+    PRELUDE
+    + LIBRARY
+    + filled(
+        r"""
 local text, expire
 text, expire, C, S = unpack(unpacked)
 local now, changes, verdicts, plans = now_of(text), {}, {}, {}
@@ -26,10 +30,17 @@ for i, c in ipairs(changes) do
 end
 note_states(now)
 return table.concat(verdicts)
-""", **NAMES))
+""",
+        **NAMES,
+    )
+)
 
 # In: (UUID, run) of each delivery. Out: for each (epoch, 1 if its run is over, outbox or "").
-BEGIN = Script(PRELUDE + LIBRARY + filled(r"""
+BEGIN = Script(
+    PRELUDE
+    + LIBRARY
+    + filled(
+        r"""
 local begun, uuids = {}, {}
 for i, one in ipairs(unpacked[1]) do uuids[i] = one[1] end
 look(uuids)
@@ -48,28 +59,42 @@ for i, one in ipairs(unpacked[1]) do
   end
 end
 return begun
-""", **NAMES))
+""",
+        **NAMES,
+    )
+)
 
 # In: UUIDs. Out: msgpack of (document or nil, companion or nil), for each.
-STATES = Script(PRELUDE + LIBRARY + r"""
+STATES = Script(
+    PRELUDE
+    + LIBRARY
+    + r"""
 local found = {}
 for i, uuid in ipairs(unpacked[1]) do
   local kept = call('MGET', doc_key(uuid), companion(uuid))
   found[i] = '\146' .. bin(kept[1]) .. bin(kept[2])
 end
 return arr(found)
-""")
+"""
+)
 
 # In: UUIDs. Out: the mark of each, or "".
-MARKS = Script(PRELUDE + LIBRARY + r"""
+MARKS = Script(
+    PRELUDE
+    + LIBRARY
+    + r"""
 local found = {}
 for i, uuid in ipairs(unpacked[1]) do found[i] = read(uuid).mark end
 return found
-""")
+"""
+)
 
 # In: limit. Out: (group, callback, failed member or ""); texts that name keys of groups under which something else lies: these
 # groups are left out.
-READY = Script(PRELUDE + LIBRARY + r"""
+READY = Script(
+    PRELUDE
+    + LIBRARY
+    + r"""
 local limit, found, spoilt, at = unpacked[1], {}, {}, 0
 key_type('mpy:ready', 'zset')
 repeat
@@ -86,11 +111,16 @@ repeat
   at = at + limit
 until #uuids < limit or #found == limit
 return {found, spoilt}
-""")
+"""
+)
 
 # In: now, limit. Out: (group, total, callback) of incomplete groups whose time to be looked at has come; the next is later.
 # One with something else under its key is left out, and keeps no other from being looked at.
-PARTIAL = Script(PRELUDE + LIBRARY + filled(r"""
+PARTIAL = Script(
+    PRELUDE
+    + LIBRARY
+    + filled(
+        r"""
 local now, found = now_of(unpacked[1]), {}
 key_type('mpy:partial', 'zset')
 for _, uuid in ipairs(call('ZRANGEBYSCORE', 'mpy:partial', '-inf', now, 'LIMIT', 0, unpacked[2])) do
@@ -105,20 +135,29 @@ for _, uuid in ipairs(call('ZRANGEBYSCORE', 'mpy:partial', '-inf', now, 'LIMIT',
   end
 end
 return found
-""", LOOKS=PATIENCE, **NAMES))
+""",
+        LOOKS=PATIENCE,
+        **NAMES,
+    )
+)
 
 # In: now, limit, µs of age. Out: (key, bodies) of outboxes that are older.
-UNSENT = Script(PRELUDE + r"""
+UNSENT = Script(
+    PRELUDE
+    + r"""
 local text, limit, age = unpack(unpacked)
 local found = {}
 for i, key in ipairs(call('ZRANGEBYSCORE', 'mpy:outbox', '-inf', now_of(text) - age, 'LIMIT', 0, limit)) do
   found[i] = {key, call('GET', 'mpy:o:{' .. key .. '}') or ''}
 end
 return found
-""")
+"""
+)
 
 # In: (key, outbox that was sent). Out: nothing. Another one is a later one.
-CLEAR = Script(PRELUDE + r"""
+CLEAR = Script(
+    PRELUDE
+    + r"""
 key_type('mpy:outbox', 'zset')
 for _, one in ipairs(unpacked[1]) do key_type('mpy:o:{' .. one[1] .. '}', 'string') end
 for _, one in ipairs(unpacked[1]) do
@@ -127,22 +166,29 @@ for _, one in ipairs(unpacked[1]) do
   if kept == one[2] then call('DEL', name) end
   if not kept or kept == one[2] then call('ZREM', 'mpy:outbox', one[1]) end
 end
-""")
+"""
+)
 
 # In: keys of the sets to be read, from which µs, how many. Out: (UUID, µs), the newest first in each set.
-NEWEST = Script(PRELUDE + r"""
+NEWEST = Script(
+    PRELUDE
+    + r"""
 local found = {}
 for _, key in ipairs(unpacked[1]) do
   local rows = call('ZREVRANGEBYSCORE', key, '+inf', unpacked[2], 'WITHSCORES', 'LIMIT', unpacked[3], unpacked[4])
   for i = 1, #rows, 2 do found[#found + 1] = {rows[i], int(tonumber(rows[i + 1]))} end
 end
 return found
-""")
+"""
+)
 
 # In: set, from which µs down ("+inf": the newest), how many of that µs to skip, down to which µs, how many to look at, how many
 # to find, state or "", name as JSON or "". Out: how many were looked at; the first two for the next call; the µs of each that
 # was found; msgpack of (document, companion) of each. The filter may let pass too much, never too little.
-FIND = Script(PRELUDE + LIBRARY + r"""
+FIND = Script(
+    PRELUDE
+    + LIBRARY
+    + r"""
 local set, high, skip, low, size, limit, word, name = unpack(unpacked)
 local listed = call('ZREVRANGEBYSCORE', set, high, low, 'WITHSCORES', 'LIMIT', skip, size)
 local looked, times, found = 0, {}, {}
@@ -175,37 +221,50 @@ for i = 2 * looked, 2, -2 do
   same = same + 1
 end
 return {looked, last, last == high and skip + same or same, times, arr(found)}
-""")
+"""
+)
 
 # In: now, from which second. Out: (state and queue, how many).
-RATES = Script(PRELUDE + rf"""
+RATES = Script(
+    PRELUDE
+    + rf"""
 local last, found = math.floor(now_of(unpacked[1]) / 1000000), {{}}
 for second = math.max(unpacked[2], last - {RATES_LIFE}), last do
   local rows = call('HGETALL', 'mpy:rate:' .. int(second))
   for i = 1, #rows, 2 do found[#found + 1] = {{rows[i], tonumber(rows[i + 1])}} end
 end
 return found
-""")
+"""
+)
 
 # In: now, seconds that it is remembered, UUIDs. Out: nothing.
-REVOKE = Script(PRELUDE + r"""
+REVOKE = Script(
+    PRELUDE
+    + r"""
 key_type('mpy:revoked', 'zset')
 local until_ = int(now_of(unpacked[1]) + unpacked[2] * 1000000)
 for _, uuid in ipairs(unpacked[3]) do call('ZADD', 'mpy:revoked', until_, uuid) end
-""")
+"""
+)
 
 # In: UUIDs. Out: those that are revoked.
-REVOKED = Script(PRELUDE + r"""
+REVOKED = Script(
+    PRELUDE
+    + r"""
 local found = {}
 if not key_type('mpy:revoked', 'zset') then return found end
 for _, uuid in ipairs(unpacked[1]) do
   if call('ZSCORE', 'mpy:revoked', uuid) then found[#found + 1] = uuid end
 end
 return found
-""")
+"""
+)
 
 # In: UUIDs of tasks, of groups. Out: nothing.
-FORGET = Script(PRELUDE + LIBRARY + r"""
+FORGET = Script(
+    PRELUDE
+    + LIBRARY
+    + r"""
 look(unpacked[1])
 for _, uuid in ipairs(unpacked[2]) do group_doc(uuid) end
 for _, name in ipairs({'open', 'done', 'ready', 'partial', 'groups'}) do key_type('mpy:' .. name, 'zset') end
@@ -220,11 +279,15 @@ for _, uuid in ipairs(unpacked[2]) do
   call('ZREM', 'mpy:partial', uuid)
   call('ZREM', 'mpy:groups', uuid)
 end
-""")
+"""
+)
 
 # In: now, seconds that finished states are kept. Out: how many groups were looked at. What is kept under a group's UUID and is no
 # document is left alone; MGET says that it is missing.
-TEND = Script(PRELUDE + LIBRARY + rf"""
+TEND = Script(
+    PRELUDE
+    + LIBRARY
+    + rf"""
 local text, expire = unpack(unpacked)
 local now = now_of(text)
 for _, name in ipairs({{'ready', 'partial', 'groups'}}) do key_type('mpy:' .. name, 'zset') end
@@ -254,4 +317,5 @@ for _, uuid in ipairs(due) do
   end
 end
 return #due
-""")
+"""
+)

@@ -21,7 +21,14 @@ from collections.abc import Iterable, Sequence
 
 from machinery_py._drivers.sqlite import SQLiteDriver, Transaction
 from machinery_py._drivers.sqlite_rows import Rows, as_json, insert_rows, printable
-from machinery_py.backends.base import REVOKED_LIFE, BackendFeatures, Change, ReadyGroup, Records, Verdict
+from machinery_py.backends.base import (
+    REVOKED_LIFE,
+    BackendFeatures,
+    Change,
+    ReadyGroup,
+    Records,
+    Verdict,
+)
 from machinery_py.backends.sqlite_listener import SQLiteListener
 from machinery_py.backends.sqlite_records import (
     ALL,
@@ -100,7 +107,9 @@ _RECORDS_VERSION = """
 SELECT coalesce((SELECT seq FROM sqlite_sequence WHERE name = 'records'), 0) || '-' || (SELECT count(*) FROM records)
 """
 
-_LISTED = f"SELECT {ALL} FROM tasks INDEXED BY tasks_changed WHERE changed_at >= ? AND state IS NOT NULL"
+_LISTED = (
+    f"SELECT {ALL} FROM tasks INDEXED BY tasks_changed WHERE changed_at >= ? AND state IS NOT NULL"
+)
 
 
 class SQLiteBackend(TransactionalBackend):
@@ -126,8 +135,14 @@ class SQLiteBackend(TransactionalBackend):
             return {}
         with self.driver.reading() as connection:
             return {
-                kept.uuid: Row(state=kept.task_state() if kept.state else None, mark=kept.mark, epoch=kept.epoch)
-                for kept in decode_kept(connection.execute(LOAD, (as_json(wanted), self.driver.now())).fetchone()[0])
+                kept.uuid: Row(
+                    state=kept.task_state() if kept.state else None,
+                    mark=kept.mark,
+                    epoch=kept.epoch,
+                )
+                for kept in decode_kept(
+                    connection.execute(LOAD, (as_json(wanted), self.driver.now())).fetchone()[0]
+                )
             }
 
     def _save(self, rows: Sequence[tuple[str, Row]]) -> None:
@@ -136,22 +151,34 @@ class SQLiteBackend(TransactionalBackend):
         changed_at = max(now, self._last_change + 1)
         self._last_change = changed_at + len(rows)
         expires_at = now + int(self.expire_in * 1e6)
-        records = [record_of(uuid, row, changed_at + index, expires_at) for index, (uuid, row) in enumerate(rows)]
+        records = [
+            record_of(uuid, row, changed_at + index, expires_at)
+            for index, (uuid, row) in enumerate(rows)
+        ]
         with self._transaction() as connection:
             try:
                 insert_rows(connection, SAVE, records, SAVE_OVER)
             except UnicodeEncodeError:
-                insert_rows(connection, SAVE, [tuple(map(plain, record)) for record in records], SAVE_OVER)
+                insert_rows(
+                    connection, SAVE, [tuple(map(plain, record)) for record in records], SAVE_OVER
+                )
 
     def _add_groups(self, groups: Sequence[GroupMeta]) -> None:
         until = self.driver.now() + int(self.expire_in * 1e6)
         with self._transaction() as connection:
             for meta in groups:
                 row = (
-                    meta.group_uuid, micros(meta.created_at), meta.ttl, int(meta.lock), int(meta.chord_triggered), until
+                    meta.group_uuid,
+                    micros(meta.created_at),
+                    meta.ttl,
+                    int(meta.lock),
+                    int(meta.chord_triggered),
+                    until,
                 )
                 if connection.execute(_ADD_GROUP, row).rowcount:
-                    members = [(meta.group_uuid, uuid, place) for place, uuid in enumerate(meta.task_uuids)]
+                    members = [
+                        (meta.group_uuid, uuid, place) for place, uuid in enumerate(meta.task_uuids)
+                    ]
                     insert_rows(connection, _LIST_MEMBERS, members, _LIST_MEMBERS_ONCE)
 
     def apply(self, changes: Sequence[Change]) -> list[Verdict]:
@@ -175,11 +202,15 @@ class SQLiteBackend(TransactionalBackend):
             new = insert_rows(connection, _ARRIVE, good, _ARRIVE_ONCE) if good else 0
             failed = ""
             for one in arrivals:
-                if not one.ok and insert_rows(connection, _ARRIVE, [(group_uuid, one.task_uuid, 0, 1)], _ARRIVE_ONCE):
+                if not one.ok and insert_rows(
+                    connection, _ARRIVE, [(group_uuid, one.task_uuid, 0, 1)], _ARRIVE_ONCE
+                ):
                     new, failed = new + 1, failed or one.task_uuid
             if new:
                 last = arrivals[-1]
-                connection.execute(_COUNT, (group_uuid, new, last.total, last.callback, failed, now, until))
+                connection.execute(
+                    _COUNT, (group_uuid, new, last.total, last.callback, failed, now, until)
+                )
                 connection.execute(_READY, (group_uuid,))
 
     def _fire(self, group_uuid: str) -> bool:
@@ -190,7 +221,12 @@ class SQLiteBackend(TransactionalBackend):
 
     def _keep_outbox(self, key: str, bodies: Sequence[bytes]) -> None:
         kept_at = self.driver.now()
-        self._change("INSERT OR REPLACE INTO outbox VALUES (?, ?, ?)", key, kept_at, encode_bodies(tuple(bodies)))
+        self._change(
+            "INSERT OR REPLACE INTO outbox VALUES (?, ?, ?)",
+            key,
+            kept_at,
+            encode_bodies(tuple(bodies)),
+        )
 
     def _outbox(self, key: str) -> Sequence[bytes]:
         with self.driver.reading() as connection:
@@ -204,52 +240,77 @@ class SQLiteBackend(TransactionalBackend):
 
     def unsent(self, limit: int, *, older_than: float) -> list[tuple[str, Sequence[bytes]]]:
         before = self.driver.now() - int(older_than * 1e6)
-        found = self._read("SELECT key, bodies FROM outbox WHERE kept_at <= ? ORDER BY kept_at LIMIT ?", before, limit)
+        found = self._read(
+            "SELECT key, bodies FROM outbox WHERE kept_at <= ? ORDER BY kept_at LIMIT ?",
+            before,
+            limit,
+        )
         return [(key, decode_bodies(bodies)) for key, bodies in found]
 
     def _swap_record(self, name: str, expected: bytes | None, body: bytes | None) -> bool:
         with self._transaction() as connection:
-            row = connection.execute("SELECT body FROM records WHERE name = ?", (printable(name),)).fetchone()
+            row = connection.execute(
+                "SELECT body FROM records WHERE name = ?", (printable(name),)
+            ).fetchone()
             if (row[0] if row else None) != expected:
                 return False
             connection.execute("DELETE FROM records WHERE name = ?", (printable(name),))
             if body is not None:
-                connection.execute("INSERT INTO records (name, body) VALUES (?, ?)", (printable(name), body))
+                connection.execute(
+                    "INSERT INTO records (name, body) VALUES (?, ?)", (printable(name), body)
+                )
             return True
 
-    def _swap_claim(self, name: str, expected: bytes | None, body: bytes | None, life: float) -> bool:
+    def _swap_claim(
+        self, name: str, expected: bytes | None, body: bytes | None, life: float
+    ) -> bool:
         now = self.driver.now()
         with self._transaction() as connection:
-            row = connection.execute("SELECT body FROM claims WHERE name = ? AND expires_at > ?", (name, now)).fetchone()
+            row = connection.execute(
+                "SELECT body FROM claims WHERE name = ? AND expires_at > ?", (name, now)
+            ).fetchone()
             if (row[0] if row else None) != expected:
                 return False
             if body is None:
                 connection.execute("DELETE FROM claims WHERE name = ?", (name,))
             else:
-                connection.execute("INSERT OR REPLACE INTO claims VALUES (?, ?, ?)", (name, body, now + int(life * 1e6)))
+                connection.execute(
+                    "INSERT OR REPLACE INTO claims VALUES (?, ?, ?)",
+                    (name, body, now + int(life * 1e6)),
+                )
             return True
 
     def claims(self, names: Sequence[str]) -> list[bytes | None]:
-        found: dict[str, bytes] = dict(self._read(
-            "SELECT name, body FROM claims WHERE name IN (SELECT value FROM json_each(?)) AND expires_at > ?",
-            as_json(names), self.driver.now(),
-        ))
+        found: dict[str, bytes] = dict(
+            self._read(
+                "SELECT name, body FROM claims WHERE name IN (SELECT value FROM json_each(?)) AND expires_at > ?",
+                as_json(names),
+                self.driver.now(),
+            )
+        )
         return [found.get(name) for name in names]
 
     def records(self, known: str = "") -> Records:
         with self.driver.reading() as connection:
             # The greatest id ever given, and how many rows there are: one of them changes with every change.
             version = connection.execute(_RECORDS_VERSION).fetchone()[0]
-            rows = None if version == known else connection.execute("SELECT name, body FROM records").fetchall()
+            rows = (
+                None
+                if version == known
+                else connection.execute("SELECT name, body FROM records").fetchall()
+            )
         return Records(now=self.now(), version=version, bodies=None if rows is None else dict(rows))
 
     def _finished(self, uuids: Sequence[str]) -> None:
         self.driver.ring("r")
 
     def settled_by(self, uuids: Sequence[str]) -> list[str]:
-        marks: dict[str, str] = dict(self._read(
-            "SELECT uuid, mark FROM tasks WHERE uuid IN (SELECT value FROM json_each(?))", as_json(uuids)
-        ))
+        marks: dict[str, str] = dict(
+            self._read(
+                "SELECT uuid, mark FROM tasks WHERE uuid IN (SELECT value FROM json_each(?))",
+                as_json(uuids),
+            )
+        )
         return [marks.get(uuid, "") for uuid in uuids]
 
     def get_states(self, uuids: Sequence[str]) -> dict[str, TaskState]:
@@ -273,19 +334,32 @@ class SQLiteBackend(TransactionalBackend):
             return None
         fired, locked, created_at, ttl = row
         return GroupMeta(
-            group_uuid=group_uuid, task_uuids=tuple(uuid for (uuid,) in members), chord_triggered=bool(fired),
-            lock=bool(locked), created_at=moment_of(created_at), ttl=ttl,
+            group_uuid=group_uuid,
+            task_uuids=tuple(uuid for (uuid,) in members),
+            chord_triggered=bool(fired),
+            lock=bool(locked),
+            created_at=moment_of(created_at),
+            ttl=ttl,
         )
 
     def ready_groups(self, limit: int) -> list[ReadyGroup]:
         found = self._read(
             "SELECT uuid, callback, failed_member FROM groups INDEXED BY groups_ready WHERE ready = 1"
-            " ORDER BY uuid LIMIT ?", limit,
+            " ORDER BY uuid LIMIT ?",
+            limit,
         )
-        return [ReadyGroup(group_uuid=uuid, callback=body, failed_member=member) for uuid, body, member in found]
+        return [
+            ReadyGroup(group_uuid=uuid, callback=body, failed_member=member)
+            for uuid, body, member in found
+        ]
 
     def list_states(
-        self, *, state: State | None = None, name: str = "", since: dt.datetime | None = None, limit: int = 100
+        self,
+        *,
+        state: State | None = None,
+        name: str = "",
+        since: dt.datetime | None = None,
+        limit: int = 100,
     ) -> list[TaskState]:
         query = f"{_LISTED} AND {STANDS}"
         parameters: list[object] = [0 if since is None else micros(since), self.driver.now()]
@@ -293,28 +367,41 @@ class SQLiteBackend(TransactionalBackend):
             query, parameters = f"{query} AND state = ?", [*parameters, state.value]
         if name:
             query, parameters = f"{query} AND name = ?", [*parameters, printable(name)]
-        return [state_of(row) for row in self._read(f"{query} ORDER BY changed_at DESC LIMIT ?", *parameters, limit)]
+        return [
+            state_of(row)
+            for row in self._read(f"{query} ORDER BY changed_at DESC LIMIT ?", *parameters, limit)
+        ]
 
     def find(self, prefix: str, limit: int = 2) -> list[str]:
         found = self._read(
-            f"SELECT uuid FROM tasks WHERE uuid >= ? AND uuid < ? AND {STANDS} ORDER BY uuid LIMIT ?", *_range(prefix),
-            self.driver.now(), limit,
+            f"SELECT uuid FROM tasks WHERE uuid >= ? AND uuid < ? AND {STANDS} ORDER BY uuid LIMIT ?",
+            *_range(prefix),
+            self.driver.now(),
+            limit,
         )
         return [uuid for (uuid,) in found]
 
     def finished_since(self, moment: dt.datetime) -> dict[str, tuple[int, int]]:
         found = self._read(
             "SELECT queue, sum(state = 'SUCCESS'), sum(state = 'FAILURE') FROM tasks INDEXED BY tasks_changed"
-            " WHERE changed_at >= ? AND state IN ('SUCCESS', 'FAILURE') GROUP BY queue", micros(moment),
+            " WHERE changed_at >= ? AND state IN ('SUCCESS', 'FAILURE') GROUP BY queue",
+            micros(moment),
         )
         return {queue: (good, bad) for queue, good, bad in found}
 
     def revoke(self, uuids: Sequence[str], life: float = REVOKED_LIFE) -> None:
         until = self.driver.now() + int(life * 1e6)
-        self._change("INSERT OR REPLACE INTO revoked SELECT value, ? FROM json_each(?)", until, as_json(uuids))
+        self._change(
+            "INSERT OR REPLACE INTO revoked SELECT value, ? FROM json_each(?)",
+            until,
+            as_json(uuids),
+        )
 
     def revoked(self, uuids: Sequence[str]) -> set[str]:
-        found = self._read("SELECT uuid FROM revoked WHERE uuid IN (SELECT value FROM json_each(?))", as_json(uuids))
+        found = self._read(
+            "SELECT uuid FROM revoked WHERE uuid IN (SELECT value FROM json_each(?))",
+            as_json(uuids),
+        )
         return {uuid for (uuid,) in found}
 
     def purge_state(self, task_uuid: str) -> None:
@@ -334,7 +421,9 @@ class SQLiteBackend(TransactionalBackend):
                 connection.execute(_EXPIRED_TASKS, (now, BATCH)).rowcount,
                 *(connection.execute(query, (now, BATCH)).rowcount for query in _EXPIRED),
             ]
-            groups = [uuid for (uuid,) in connection.execute(_EXPIRED_GROUPS, (now, BATCH)).fetchall()]
+            groups = [
+                uuid for (uuid,) in connection.execute(_EXPIRED_GROUPS, (now, BATCH)).fetchall()
+            ]
             if groups:
                 _delete_groups(connection, groups)
         return 0.05 if max(*counts, len(groups)) >= BATCH else SWEEP
@@ -353,7 +442,10 @@ class SQLiteBackend(TransactionalBackend):
 
 def _delete_groups(connection: sqlite3.Connection, uuids: Sequence[str]) -> None:
     for table, column in (("groups", "uuid"), ("group_members", "group_uuid")):
-        connection.execute(f"DELETE FROM {table} WHERE {column} IN (SELECT value FROM json_each(?))", (as_json(uuids),))
+        connection.execute(
+            f"DELETE FROM {table} WHERE {column} IN (SELECT value FROM json_each(?))",
+            (as_json(uuids),),
+        )
 
 
 def _range(prefix: str) -> tuple[str, str]:

@@ -65,7 +65,9 @@ class SQLiteListener(Listener):
         for start in range(0, len(watched), READ):
             wanted = as_json(watched[start : start + READ])
             with self._driver.reading() as connection:
-                finished.update(uuid for (uuid,) in connection.execute(_FINISHED, (wanted,)).fetchall())
+                finished.update(
+                    uuid for (uuid,) in connection.execute(_FINISHED, (wanted,)).fetchall()
+                )
         with self._lock:
             self._watched.difference_update(finished)
         return bool(finished)

@@ -37,11 +37,15 @@ WHERE uuid IN (SELECT value FROM json_each(?)) AND {STANDS}
 """
 
 SAVE = f"INSERT INTO tasks ({COLUMNS}, mark, epoch, changed_at, expires_at, results, message)"
-SAVE_OVER = "ON CONFLICT (uuid) DO UPDATE SET " + ", ".join(
-    f"{name.strip()} = excluded.{name.strip()}"
-    for name in f"{COLUMNS}, mark, epoch, changed_at, expires_at, results".split(",")[1:]
-) + ", message = CASE WHEN excluded.state = state AND excluded.run = run THEN coalesce(excluded.message, message)" \
+SAVE_OVER = (
+    "ON CONFLICT (uuid) DO UPDATE SET "
+    + ", ".join(
+        f"{name.strip()} = excluded.{name.strip()}"
+        for name in f"{COLUMNS}, mark, epoch, changed_at, expires_at, results".split(",")[1:]
+    )
+    + ", message = CASE WHEN excluded.state = state AND excluded.run = run THEN coalesce(excluded.message, message)"
     " ELSE excluded.message END"
+)
 
 
 class Kept(msgspec.Struct, array_like=True, gc=False):
@@ -68,11 +72,24 @@ class Kept(msgspec.Struct, array_like=True, gc=False):
 
     def task_state(self, results: bytes | None = None, message: bytes | None = None) -> TaskState:
         return TaskState(
-            task_uuid=self.uuid, task_name=self.name, state=_STATES[self.state or ""], error=self.error or "",
-            results=decode_results(results) if results is not None else (), created_at=moment_of(self.created_at),
-            ttl=self.ttl, run=self.run, attempt=self.attempt, queue=self.queue, error_type=self.error_type or "",
-            traceback=self.traceback or "", progress=_progress(self.progress), started_at=_moment(self.started_at),
-            finished_at=_moment(self.finished_at), eta=_moment(self.eta), worker=self.worker, message=message or b"",
+            task_uuid=self.uuid,
+            task_name=self.name,
+            state=_STATES[self.state or ""],
+            error=self.error or "",
+            results=decode_results(results) if results is not None else (),
+            created_at=moment_of(self.created_at),
+            ttl=self.ttl,
+            run=self.run,
+            attempt=self.attempt,
+            queue=self.queue,
+            error_type=self.error_type or "",
+            traceback=self.traceback or "",
+            progress=_progress(self.progress),
+            started_at=_moment(self.started_at),
+            finished_at=_moment(self.finished_at),
+            eta=_moment(self.eta),
+            worker=self.worker,
+            message=message or b"",
         )
 
 
@@ -88,15 +105,28 @@ def record_of(uuid: str, row: Row, changed_at: int, expires_at: int) -> tuple[ob
     state = row.state or _NOTHING
     finished = row.state is None or state.is_finished
     return (
-        uuid, state.task_name, None if row.state is None else state.state._value_, state.run, state.attempt,
-        state.queue, micros(state.created_at), state.ttl, state.error or None, state.error_type or None,
+        uuid,
+        state.task_name,
+        None if row.state is None else state.state._value_,
+        state.run,
+        state.attempt,
+        state.queue,
+        micros(state.created_at),
+        state.ttl,
+        state.error or None,
+        state.error_type or None,
         state.traceback or None,
         None if state.progress is None else f"{state.progress[0]!r} {state.progress[1]!r}",
         None if state.started_at is None else micros(state.started_at),
         None if state.finished_at is None else micros(state.finished_at),
         None if state.eta is None else micros(state.eta),
-        state.worker, row.mark, row.epoch, changed_at, expires_at if finished else None,
-        encode_results(state.results) if state.results else None, state.message or None,
+        state.worker,
+        row.mark,
+        row.epoch,
+        changed_at,
+        expires_at if finished else None,
+        encode_results(state.results) if state.results else None,
+        state.message or None,
     )
 
 

@@ -11,7 +11,16 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
-from machinery_py.backends.base import ALREADY, FENCED, SETTLED, Amendment, Backend, Begun, Change, Verdict
+from machinery_py.backends.base import (
+    ALREADY,
+    FENCED,
+    SETTLED,
+    Amendment,
+    Backend,
+    Begun,
+    Change,
+    Verdict,
+)
 from machinery_py.errors import Unsupported
 from machinery_py.states import Arrival, GroupMeta, State, TaskState, advance
 
@@ -65,21 +74,34 @@ class TransactionalBackend(Backend):
     def _swap_record(self, name: str, expected: bytes | None, body: bytes | None) -> bool:
         """Let the record hold `body` if it holds `expected`; whether it did. None is no record."""
 
-    def _swap_claim(self, name: str, expected: bytes | None, body: bytes | None, life: float) -> bool:
+    def _swap_claim(
+        self, name: str, expected: bytes | None, body: bytes | None, life: float
+    ) -> bool:
         """As `_swap_record`, for a claim, which is forgotten after so many seconds."""
-        raise Unsupported(f"the {self.features.name} backend keeps no keys of unique tasks (name another result backend)")
+        raise Unsupported(
+            f"the {self.features.name} backend keeps no keys of unique tasks (name another result backend)"
+        )
 
     def amend(self, amendment: Amendment) -> bool:
         with self._transaction():
             swapped = (
-                self._swap_claim(amendment.name, amendment.expected, amendment.body, amendment.life) if amendment.life
+                self._swap_claim(amendment.name, amendment.expected, amendment.body, amendment.life)
+                if amendment.life
                 else self._swap_record(amendment.name, amendment.expected, amendment.body)
             )
             if not swapped:
                 return False
             if amendment.states or amendment.groups or amendment.outbox:
-                self.apply([Change(key=amendment.outbox_key, states=amendment.states, groups=amendment.groups,
-                                   outbox=amendment.outbox)])
+                self.apply(
+                    [
+                        Change(
+                            key=amendment.outbox_key,
+                            states=amendment.states,
+                            groups=amendment.groups,
+                            outbox=amendment.outbox,
+                        )
+                    ]
+                )
             return True
 
     def release(self, claims: Sequence[tuple[str, bytes]]) -> None:
@@ -94,7 +116,9 @@ class TransactionalBackend(Backend):
             saved = [(uuid, row) for uuid, row in rows.items() if row.changed]
             if saved:
                 self._save(saved)
-            finished = [uuid for uuid, row in saved if row.state is not None and row.state.is_finished]
+            finished = [
+                uuid for uuid, row in saved if row.state is not None and row.state.is_finished
+            ]
             if finished:
                 self._finished(finished)
             return verdicts

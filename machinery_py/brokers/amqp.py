@@ -19,7 +19,14 @@ import msgspec
 from machinery_py._drivers.amqp import AmqpDriver
 from machinery_py.brokers.amqp_consumer import AMQPConsumer
 from machinery_py.brokers.amqp_looking import Looking
-from machinery_py.brokers.amqp_messages import ETA, QUEUE, dead_headers, due_in, headers_of, parcel_of
+from machinery_py.brokers.amqp_messages import (
+    ETA,
+    QUEUE,
+    dead_headers,
+    due_in,
+    headers_of,
+    parcel_of,
+)
 from machinery_py.brokers.amqp_pauses import spread
 from machinery_py.brokers.amqp_sending import Addressed, Attempts, Sending
 from machinery_py.brokers.amqp_topology import Topology, digest
@@ -43,10 +50,16 @@ class AMQPBroker(Broker):
     """Queues on the driver's server. The driver belongs to whoever made it."""
 
     features = BrokerFeatures(
-        name="amqp", deduplicates=False, whole_batches=False, counts_returns=False, tells_age=False,
+        name="amqp",
+        deduplicates=False,
+        whole_batches=False,
+        counts_returns=False,
+        tells_age=False,
     )
 
-    def __init__(self, driver: AmqpDriver, topology: Topology, *, consumer_timeout: float = 1800.0) -> None:
+    def __init__(
+        self, driver: AmqpDriver, topology: Topology, *, consumer_timeout: float = 1800.0
+    ) -> None:
         """`consumer_timeout`: seconds that the server lets a delivery be unacknowledged."""
         self.driver = driver
         self.topology = topology
@@ -74,15 +87,28 @@ class AMQPBroker(Broker):
             headers |= {QUEUE: queue, ETA: micros(message.eta)}
             exchange, key = self.topology.delay_route(queue, delay)
         return Addressed(
-            parcel_of(exchange, key, body=message.body, uuid=message.uuid, name=message.name, priority=message.priority,
-                      headers=headers),
-            queue, delayed=bool(delay),
+            parcel_of(
+                exchange,
+                key,
+                body=message.body,
+                uuid=message.uuid,
+                name=message.name,
+                priority=message.priority,
+                headers=headers,
+            ),
+            queue,
+            delayed=bool(delay),
         )
 
     def consume(self, queues: Sequence[str], *, worker: str) -> AMQPConsumer:
         self._sending.note(self.topology.queue_of(queue) for queue in queues)
         consumer = AMQPConsumer(
-            self.driver, self._sending, self.topology, queues, worker=worker, consumer_timeout=self._consumer_timeout
+            self.driver,
+            self._sending,
+            self.topology,
+            queues,
+            worker=worker,
+            consumer_timeout=self._consumer_timeout,
         )
         self._consumers.add(consumer)
         return consumer
@@ -126,15 +152,26 @@ class AMQPBroker(Broker):
         return self._sending.paused(self._looking.queues())
 
     def dead_letters(self, *, limit: int, queue: str = "") -> list[DeadLetter]:
-        return self._looking.dead_letters([self.topology.queue_of(queue)] if queue else self._looking.queues(), limit)
+        return self._looking.dead_letters(
+            [self.topology.queue_of(queue)] if queue else self._looking.queues(), limit
+        )
 
     def bury(self, message: Message, *, queue: str, reason: str, error: str) -> None:
         name = self.topology.queue_of(queue)
         # Its id: a burial that is repeated is one letter.
         letter = f"{message.uuid}:{digest(message.body.hex())}"
-        headers = headers_of(message, self.driver.now()) | dead_headers(name, reason, error, letter, self.driver.now())
-        parcel = parcel_of("", self.topology.dead_queue(name), body=message.body, uuid=message.uuid, name=message.name,
-                           priority=message.priority, headers=headers)
+        headers = headers_of(message, self.driver.now()) | dead_headers(
+            name, reason, error, letter, self.driver.now()
+        )
+        parcel = parcel_of(
+            "",
+            self.topology.dead_queue(name),
+            body=message.body,
+            uuid=message.uuid,
+            name=message.name,
+            priority=message.priority,
+            headers=headers,
+        )
         self._sending.send([Addressed(parcel, name, dead=True)])
 
     def take_dead(self, ids: Sequence[str]) -> list[DeadLetter]:
@@ -143,10 +180,13 @@ class AMQPBroker(Broker):
     def concerns(self) -> list[Concern]:
         if not self.topology.limits_length or (self.topology.is_quorum and self.topology.rejects):
             return []
-        return [Concern(
-            "queue_declare_args limit the length of queues: RabbitMQ drops what comes due while a classic queue is full, and the "
-            "oldest tasks where x-overflow is not reject-publish (take quorum queues with reject-publish)"
-        )]
+        return [
+            Concern(
+                "queue_declare_args limit the length of queues: RabbitMQ drops what comes due "
+                "while a classic queue is full, and the oldest tasks where x-overflow is not "
+                "reject-publish (take quorum queues with reject-publish)"
+            )
+        ]
 
     def close(self) -> None:
         """Close the consumers that are still open."""

@@ -24,8 +24,14 @@ class Claim:
     """One claim under way; `found` is what has come. Everything but `run` happens in the link's thread."""
 
     def __init__(
-        self, channel: Channel, queues: Sequence[str], count: int, wait: float,
-        shut: Callable[[], Collection[str]] = tuple, *, keep: bool = False,
+        self,
+        channel: Channel,
+        queues: Sequence[str],
+        count: int,
+        wait: float,
+        shut: Callable[[], Collection[str]] = tuple,
+        *,
+        keep: bool = False,
     ) -> None:
         """With several queues each gives one message at most. `shut`: those that are passed over, when it begins.
 
@@ -62,7 +68,9 @@ class Claim:
         self._tags = [f"machinery.{next(_tags)}" for _ in queues]
         if queues:
             # pika sends each of these when the one before is answered.
-            raw.basic_qos(prefetch_count=min(self._count, MOST) if len(queues) == 1 else 1, callback=_nothing)
+            raw.basic_qos(
+                prefetch_count=min(self._count, MOST) if len(queues) == 1 else 1, callback=_nothing
+            )
         for tag, queue in zip(self._tags, queues, strict=True):
             raw.basic_consume(queue, self._taker(queue, tag), consumer_tag=tag, callback=_nothing)
         if self._wait > 0 and not self._wanted:
@@ -113,7 +121,11 @@ class Claim:
 
 
 def drained(
-    channel: Channel, queue: str, limit: int, timeout: float, shut: Callable[[], Collection[str]] = tuple
+    channel: Channel,
+    queue: str,
+    limit: int,
+    timeout: float,
+    shut: Callable[[], Collection[str]] = tuple,
 ) -> list[Taken]:
     """Up to `limit` messages of a queue, unsettled on this channel: closing it puts them back in their places."""
     found: list[Taken] = []

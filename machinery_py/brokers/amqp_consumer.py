@@ -54,7 +54,13 @@ class AMQPConsumer(Consumer):
     """A connection, and what was delivered on it."""
 
     def __init__(
-        self, driver: AmqpDriver, sending: Sending, topology: Topology, queues: Sequence[str], *, worker: str,
+        self,
+        driver: AmqpDriver,
+        sending: Sending,
+        topology: Topology,
+        queues: Sequence[str],
+        *,
+        worker: str,
         consumer_timeout: float,
     ) -> None:
         self._driver = driver
@@ -75,8 +81,13 @@ class AMQPConsumer(Consumer):
         self._hold_for = consumer_timeout / 2
         now = driver.clock.now()
         self.info = WorkerInfo(
-            session=secrets.token_hex(12), name=worker, host=socket.gethostname(), pid=os.getpid(),
-            queues=self._queues, started_at=now, beat_at=now,
+            session=secrets.token_hex(12),
+            name=worker,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            queues=self._queues,
+            started_at=now,
+            beat_at=now,
         )
         self._open()
 
@@ -115,13 +126,25 @@ class AMQPConsumer(Consumer):
         for queue in self._queues:
             steps += self._topology.queue(queue)
         carry_out(setup, iter(steps), timeout)
-        listen(setup, self._report, self._heard, self._driver.open_publisher,
-               self._topology.workers, timeout)
+        listen(
+            setup,
+            self._report,
+            self._heard,
+            self._driver.open_publisher,
+            self._topology.workers,
+            timeout,
+        )
         self._look_for_marks(link)
         main = link.channel(timeout)
         main.watch(functools.partial(self._on_channel_lost, lost))
         main.ask(functools.partial(self._watch_queues, main), timeout)
-        holding = Holding(link, self._sending, self._driver, self._topology, f"{self.info.session}.{secrets.token_hex(2)}")
+        holding = Holding(
+            link,
+            self._sending,
+            self._driver,
+            self._topology,
+            f"{self.info.session}.{secrets.token_hex(2)}",
+        )
         if not self._topology.is_quorum:
             return Life(link, main, holding, None)
         gets = link.channel(timeout)
@@ -155,21 +178,29 @@ class AMQPConsumer(Consumer):
 
     def _on_channel_lost(self, lost: Callable[[], object], error: Exception) -> None:
         if isinstance(error, ChannelLost):
-            logger.error("RabbitMQ at %s closed the channel of a consumer: %s; what it held will run again",
-                         self._driver.place, error)
+            logger.error(
+                "RabbitMQ at %s closed the channel of a consumer: %s; what it held will run again",
+                self._driver.place,
+                error,
+            )
         lost()
 
     def _on_gets_lost(self, main: Channel, error: Exception) -> None:
         """One life, one end."""
         if isinstance(error, ChannelLost):
-            logger.warning("RabbitMQ at %s closed the channel of a consumer: %s", self._driver.place, error)
+            logger.warning(
+                "RabbitMQ at %s closed the channel of a consumer: %s", self._driver.place, error
+            )
         if main.raw.is_open:
             main.raw.close()
 
     def _on_queue_gone(self, main: Channel, _: object) -> None:
         """The server ended a subscription: a queue was deleted, or moved to another node. A new life declares it again."""
-        logger.warning("RabbitMQ at %s ended the subscription to a queue of %s; declaring it again",
-                       self._driver.place, ", ".join(self._queues))
+        logger.warning(
+            "RabbitMQ at %s ended the subscription to a queue of %s; declaring it again",
+            self._driver.place,
+            ", ".join(self._queues),
+        )
         if main.raw.is_open:
             main.raw.close()
 
@@ -215,24 +246,33 @@ class AMQPConsumer(Consumer):
     def _hold(self, life: Life, found: Sequence[Taken], limit: int) -> list[Delivery]:
         now = self._driver.clock.monotonic()
         deliveries: list[Delivery] = []
-        blamed = ran_by_the_dead(host_folder(KIND)) if any(one.redelivered for one in found) else set()
+        blamed = (
+            ran_by_the_dead(host_folder(KIND)) if any(one.redelivered for one in found) else set()
+        )
         with self._lock:
             if self._life is not life or self._birth is None:
                 return []  # they are back already
             for one in found[:limit]:
                 delivery = self._delivery(one, blamed)
-                channel = life.getter.channel if life.getter is not None and one.gotten else life.main
+                channel = (
+                    life.getter.channel if life.getter is not None and one.gotten else life.main
+                )
                 self._held[delivery.receipt] = Held(
-                    delivery, one, channel, one.tag, now, self._birth, subscription=one.subscription)
+                    delivery, one, channel, one.tag, now, self._birth, subscription=one.subscription
+                )
                 deliveries.append(delivery)
-        surplus = [(one.tag, False) for one in found[limit:]]  # two queues got their message in one moment
+        surplus = [
+            (one.tag, False) for one in found[limit:]
+        ]  # two queues got their message in one moment
         if surplus:
             self._settle(life.main, surplus)
         return deliveries
 
     def _mark_of(self, body: bytes) -> int:
         """What a message is noted with in its consumer's file."""
-        return int.from_bytes(hashlib.blake2b(self._vhost + body[:MARKED], digest_size=8).digest(), "little")
+        return int.from_bytes(
+            hashlib.blake2b(self._vhost + body[:MARKED], digest_size=8).digest(), "little"
+        )
 
     def _delivery(self, one: Taken, blamed: Collection[int]) -> Delivery:
         fence, strikes = one.number(FENCE) + 1, one.number(STRIKES)
@@ -241,8 +281,14 @@ class AMQPConsumer(Consumer):
             if not strikes and self._mark_of(one.body) in blamed:
                 strikes = 1  # a further one would be in its header
         return Delivery(
-            body=one.body, queue=one.queue, receipt=f"{self.info.session}:{next(_receipts)}", fence=fence, strikes=strikes,
-            parks=self._returns.parks(one), priority=one.priority, sent_at=one.sent_at,
+            body=one.body,
+            queue=one.queue,
+            receipt=f"{self.info.session}:{next(_receipts)}",
+            fence=fence,
+            strikes=strikes,
+            parks=self._returns.parks(one),
+            priority=one.priority,
+            sent_at=one.sent_at,
         )
 
     # Disposing
@@ -250,24 +296,35 @@ class AMQPConsumer(Consumer):
     def dispose(self, disposals: Sequence[Disposal]) -> list[bool]:
         with self._lock:
             ours = [self._held.pop(disposal.delivery.receipt, None) for disposal in disposals]
-        pairs = [(held, disposal) for held, disposal in zip(ours, disposals, strict=True) if held is not None]
+        pairs = [
+            (held, disposal)
+            for held, disposal in zip(ours, disposals, strict=True)
+            if held is not None
+        ]
         returned = [
             self._returns.addressed(held.delivery, held.one, disposal)
-            for held, disposal in pairs if _is_published(held, disposal)
+            for held, disposal in pairs
+            if _is_published(held, disposal)
         ]
         if returned:
             try:
                 self._sending.send(returned)
             except MachineryError:
                 with self._lock:
-                    self._held |= {held.delivery.receipt: held for held, _ in pairs if held.birth is self._birth}
+                    self._held |= {
+                        held.delivery.receipt: held
+                        for held, _ in pairs
+                        if held.birth is self._birth
+                    }
                 raise
         self._unsubscribe([held for held, _ in pairs])
         # Last, on purpose: a crash above this line brings the message back, a crash below it must not.
         lost: set[str] = set()
         for channel in {id(held.channel): held.channel for held, _ in pairs}.values():
             here = [(held, disposal) for held, disposal in pairs if held.channel is channel]
-            tags = [(held.tag, disposal.fate is not Fate.BACK or held.moved) for held, disposal in here]
+            tags = [
+                (held.tag, disposal.fate is not Fate.BACK or held.moved) for held, disposal in here
+            ]
             if not self._settle(channel, tags):
                 lost |= {held.delivery.receipt for held, _ in here}
         return [held is not None and held.delivery.receipt not in lost for held in ours]
@@ -306,8 +363,12 @@ class AMQPConsumer(Consumer):
         try:
             channel.ask(work, self._driver.timeout)
         except (LinkLost, ChannelLost) as error:
-            logger.warning("RabbitMQ at %s may not have heard that %d messages are settled: %s",
-                           self._driver.place, len(tags), error)
+            logger.warning(
+                "RabbitMQ at %s may not have heard that %d messages are settled: %s",
+                self._driver.place,
+                len(tags),
+                error,
+            )
             return False
         return True
 
@@ -360,13 +421,17 @@ class AMQPConsumer(Consumer):
         self._file.touch()
         life = self._open()
         with translated(self._driver.place, "asking which queues are paused"):
-            self._look_for_marks(life.link)  # and keeps the connection open that answers to questions go through
+            self._look_for_marks(
+                life.link
+            )  # and keeps the connection open that answers to questions go through
         self.info = msgspec.structs.replace(self.info, beat_at=self._driver.clock.now())
         if self._given_up:
             self._given_up = False
             return False
         now = self._driver.clock.monotonic()
-        self._move([held for held in list(self._held.values()) if now - held.since > self._hold_for])
+        self._move(
+            [held for held in list(self._held.values()) if now - held.since > self._hold_for]
+        )
         return True
 
     def wake(self) -> None:
@@ -400,5 +465,3 @@ class AMQPConsumer(Consumer):
 def _is_published(held: Held, disposal: Disposal) -> bool:
     """Whether the message is sent somewhere, and not just acknowledged or given back."""
     return disposal.fate in (Fate.DEAD, Fate.LATER) or (disposal.fate is Fate.BACK and held.moved)
-
-

@@ -29,7 +29,9 @@ class Getter:
         self.channel = channel
         self._queue = ""
         self._then: Callable[[Taken | None], object] | None = None
-        channel.raw.add_callback(lambda _: self._answer(None), [spec.Basic.GetEmpty], one_shot=False)
+        channel.raw.add_callback(
+            lambda _: self._answer(None), [spec.Basic.GetEmpty], one_shot=False
+        )
 
     def ask(self, queue: str, then: Callable[[Taken | None], object]) -> None:
         """Call `then` with the next message of a queue, or with None."""
@@ -51,7 +53,11 @@ class GetClaim(Claim):
     """A claim of what is there at once."""
 
     def __init__(
-        self, getter: Getter, queue: str, count: int, shut: Callable[[], Collection[str]] = tuple,
+        self,
+        getter: Getter,
+        queue: str,
+        count: int,
+        shut: Callable[[], Collection[str]] = tuple,
     ) -> None:
         super().__init__(getter.channel, [queue], count, 0.0, shut)
         self._getter = getter
@@ -66,7 +72,11 @@ class GetClaim(Claim):
 
     def _next(self) -> None:
         assert self._future is not None
-        if self._wanted or len(self.found) == self._count or (self.found and time.monotonic() > self._until):
+        if (
+            self._wanted
+            or len(self.found) == self._count
+            or (self.found and time.monotonic() > self._until)
+        ):
             settle(self._future, self.found)
         else:
             self._getter.ask(self._queues[0], self._answered)

@@ -55,7 +55,9 @@ class Held(msgspec.Struct, gc=False, eq=False):
 class Holding:
     """The holding queues of one life, one for each queue of origin; made when they are needed."""
 
-    def __init__(self, link: Link, sending: Sending, driver: AmqpDriver, topology: Topology, name: str) -> None:
+    def __init__(
+        self, link: Link, sending: Sending, driver: AmqpDriver, topology: Topology, name: str
+    ) -> None:
         self._link = link
         self._sending = sending
         self._driver = driver
@@ -81,19 +83,37 @@ class Holding:
             arrivals = {number: Future[int]() for number in numbers}
             self._arrivals |= arrivals
             try:
-                self._sending.send([self._addressed(one, number) for one, number in zip(held, numbers, strict=True)])
-                return channel, [channel.ask(_await(arrivals[number]), timeout) for number in numbers]
+                self._sending.send(
+                    [
+                        self._addressed(one, number)
+                        for one, number in zip(held, numbers, strict=True)
+                    ]
+                )
+                return channel, [
+                    channel.ask(_await(arrivals[number]), timeout) for number in numbers
+                ]
             finally:
                 for number in numbers:
                     self._arrivals.pop(number, None)
 
     def _addressed(self, held: Held, number: int) -> Addressed:
         delivery = held.delivery
-        headers = own_headers(held.one) | {COPY: number, FENCE: delivery.fence, STRIKES: delivery.strikes + held.begun}
-        return Addressed(parcel_of(
-            "", self._names[delivery.queue], body=delivery.body, uuid=held.one.uuid, name=held.one.name,
-            priority=delivery.priority, headers=headers,
-        ))
+        headers = own_headers(held.one) | {
+            COPY: number,
+            FENCE: delivery.fence,
+            STRIKES: delivery.strikes + held.begun,
+        }
+        return Addressed(
+            parcel_of(
+                "",
+                self._names[delivery.queue],
+                body=delivery.body,
+                uuid=held.one.uuid,
+                name=held.one.name,
+                priority=delivery.priority,
+                headers=headers,
+            )
+        )
 
     def _ready(self, queues: set[str]) -> Channel:
         timeout = self._driver.timeout
@@ -103,7 +123,9 @@ class Holding:
         for queue in queues - self._names.keys():
             name = f"machinery.held.{self._name}.{len(self._names)}"
             arguments = self._topology.held(queue, stay=STAY, gone=GONE)
-            channel.rpc("queue_declare", queue=name, durable=True, arguments=arguments, timeout=timeout)
+            channel.rpc(
+                "queue_declare", queue=name, durable=True, arguments=arguments, timeout=timeout
+            )
             channel.ask(self._subscriber(channel, name), timeout)
             self._names[queue] = name
         return channel

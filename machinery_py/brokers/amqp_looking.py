@@ -44,7 +44,9 @@ class Looking:
     def __init__(self, driver: AmqpDriver, topology: Topology) -> None:
         self._driver = driver
         self._topology = topology
-        self._split: tuple[Sequence[int], float, Counter[str]] | None = None  # counts, until when, delayed by queue
+        self._split: tuple[Sequence[int], float, Counter[str]] | None = (
+            None  # counts, until when, delayed by queue
+        )
 
     # Messages
 
@@ -82,12 +84,18 @@ class Looking:
     def take_dead(self, queues: Sequence[str], ids: Sequence[str]) -> list[DeadLetter]:
         with self._looking("taking dead letters") as channel:
             wanted = set(ids)
-            found = [(one, letter) for one, letter in self._letters(channel, queues) if letter.id in wanted]
+            found = [
+                (one, letter)
+                for one, letter in self._letters(channel, queues)
+                if letter.id in wanted
+            ]
             self._acknowledge(channel, [one.tag for one, _ in found])
         letters = {letter.id: letter for _, letter in found}
         return [letters[id] for id in dict.fromkeys(ids) if id in letters]
 
-    def _letters(self, channel: Channel, queues: Sequence[str]) -> Iterator[tuple[Taken, DeadLetter]]:
+    def _letters(
+        self, channel: Channel, queues: Sequence[str]
+    ) -> Iterator[tuple[Taken, DeadLetter]]:
         for queue in queues:
             for one in self._taken(channel, self._topology.dead_queue(queue), ALL):
                 yield one, letter_of(one)
@@ -125,13 +133,22 @@ class Looking:
             queues, late_queues = self._queues(channel)
             waiting = {queue: self._count(channel, queue) or 0 for queue in queues}
             late = self._late_of(channel, late_queues)
-            dead = {queue: self._count(channel, self._topology.dead_queue(queue)) or 0 for queue in waiting}
+            dead = {
+                queue: self._count(channel, self._topology.dead_queue(queue)) or 0
+                for queue in waiting
+            }
         # Last: what is on its way from the queue to a worker is rather counted twice than not at all.
         running: Counter[str] = Counter()
         for report in self.reports():
             running.update(report.holding)
         return [
-            QueueStats(queue=queue, waiting=count, running=running[queue], delayed=late[queue], dead=dead[queue])
+            QueueStats(
+                queue=queue,
+                waiting=count,
+                running=running[queue],
+                delayed=late[queue],
+                dead=dead[queue],
+            )
             for queue, count in waiting.items()
         ]
 
@@ -145,10 +162,16 @@ class Looking:
             return Counter({queues[0]: sum(counts)})
         known = self._split
         if known is None or known[0] != counts or known[1] < time.monotonic():
-            known = self._split = counts, time.monotonic() + SPLIT_LIFE, self._read_split(channel, levels, counts)
+            known = self._split = (
+                counts,
+                time.monotonic() + SPLIT_LIFE,
+                self._read_split(channel, levels, counts),
+            )
         return known[2]
 
-    def _read_split(self, channel: Channel, levels: Sequence[str], counts: Sequence[int]) -> Counter[str]:
+    def _read_split(
+        self, channel: Channel, levels: Sequence[str], counts: Sequence[int]
+    ) -> Counter[str]:
         shares: dict[str, float] = {}
         for level, count in zip(levels, counts, strict=True):
             some = self._drained(channel, level, min(count, SAMPLE))
@@ -171,7 +194,9 @@ class Looking:
 
         def begin(future: Future[Any]) -> None:
             for queue in queues:
-                probe.raw.queue_declare(queue, passive=True, callback=functools.partial(counted, future))
+                probe.raw.queue_declare(
+                    queue, passive=True, callback=functools.partial(counted, future)
+                )
 
         try:
             probe.ask(begin, self._driver.timeout)
@@ -194,7 +219,9 @@ class Looking:
         """How many messages wait in a queue; None if there is no such queue. A wrong name must not end the channel."""
         probe = channel.link.channel(self._driver.timeout)
         try:
-            frame = probe.rpc("queue_declare", queue=queue, passive=True, timeout=self._driver.timeout)
+            frame = probe.rpc(
+                "queue_declare", queue=queue, passive=True, timeout=self._driver.timeout
+            )
         except ChannelLost as error:
             if error.code == NOT_FOUND:
                 return None
@@ -221,8 +248,10 @@ class Looking:
             pause = threading.Event()
             while not self._locked(channel):
                 if time.monotonic() > deadline:
-                    raise BrokerUnavailable(f"RabbitMQ at {self._driver.place}: {doing}: somebody else has been looking"
-                                            f" for {self._driver.timeout:g} s")
+                    raise BrokerUnavailable(
+                        f"RabbitMQ at {self._driver.place}: {doing}: somebody else has been looking"
+                        f" for {self._driver.timeout:g} s"
+                    )
                 pause.wait(0.02)
             yield channel
 

@@ -1,16 +1,16 @@
 """A message on RabbitMQ: Go Machinery's bytes and properties, and a few headers of ours that Go ignores.
 
-    content_type    application/json          delivery_mode   2 (persistent)        priority   of the message
-    message_id      the task's UUID           type            the task's name
-    headers
-      machinery_sent       when it was put on its queue, in µs since 1970
-      machinery_queue      where a delayed or dead message belongs
-      machinery_eta        when a delayed message is due, in µs
-      machinery_parks      how often a worker that did not know the task has put it back
-      machinery_fence      deliveries that were counted so far
-      machinery_strikes    deaths that were counted so far
-      machinery_reason, machinery_error, machinery_died, machinery_letter      of a dead letter
-      machinery_late       of a queue's name in the registry: delayed messages were sent to it
+content_type    application/json          delivery_mode   2 (persistent)        priority   of the message
+message_id      the task's UUID           type            the task's name
+headers
+  machinery_sent       when it was put on its queue, in µs since 1970
+  machinery_queue      where a delayed or dead message belongs
+  machinery_eta        when a delayed message is due, in µs
+  machinery_parks      how often a worker that did not know the task has put it back
+  machinery_fence      deliveries that were counted so far
+  machinery_strikes    deaths that were counted so far
+  machinery_reason, machinery_error, machinery_died, machinery_letter      of a dead letter
+  machinery_late       of a queue's name in the registry: delayed messages were sent to it
 """
 
 from __future__ import annotations
@@ -30,7 +30,12 @@ from machinery_py.wire_time import parse_time
 
 SENT, QUEUE, ETA, PARKS = "machinery_sent", "machinery_queue", "machinery_eta", "machinery_parks"
 FENCE, STRIKES = "machinery_fence", "machinery_strikes"
-REASON, ERROR, DIED, LETTER = "machinery_reason", "machinery_error", "machinery_died", "machinery_letter"
+REASON, ERROR, DIED, LETTER = (
+    "machinery_reason",
+    "machinery_error",
+    "machinery_died",
+    "machinery_letter",
+)
 COPY = "machinery_copy"  # which move into a holding queue a copy belongs to
 LATE = "machinery_late"  # of a name in the registry: delayed messages were sent to this queue
 UUID, NAME = "machinery_uuid", "machinery_name"  # where the property cannot hold them
@@ -69,13 +74,26 @@ class Taken(msgspec.Struct, gc=False):
 
 def taken(queue: str, method: Any, properties: Any, body: bytes) -> Taken:
     return Taken(
-        tag=method.delivery_tag, queue=queue, redelivered=method.redelivered, priority=properties.priority or 0,
-        headers=properties.headers or {}, uuid=properties.message_id or "", name=properties.type or "", body=body,
+        tag=method.delivery_tag,
+        queue=queue,
+        redelivered=method.redelivered,
+        priority=properties.priority or 0,
+        headers=properties.headers or {},
+        uuid=properties.message_id or "",
+        name=properties.type or "",
+        body=body,
     )
 
 
 def parcel_of(
-    exchange: str, key: str, *, body: bytes, uuid: str, name: str, priority: int, headers: dict[str, Any]
+    exchange: str,
+    key: str,
+    *,
+    body: bytes,
+    uuid: str,
+    name: str,
+    priority: int,
+    headers: dict[str, Any],
 ) -> Parcel:
     """A parcel; what a property cannot hold goes into the headers."""
     if not _short(uuid):
@@ -94,7 +112,13 @@ def headers_of(message: Message, now: int) -> dict[str, Any]:
 
 def dead_headers(queue: str, reason: str, error: str, letter: str, now: int) -> dict[str, Any]:
     """What a dead letter says beside its message."""
-    return {QUEUE: queue, REASON: shortened(reason), ERROR: shortened(error), DIED: now, LETTER: letter}
+    return {
+        QUEUE: queue,
+        REASON: shortened(reason),
+        ERROR: shortened(error),
+        DIED: now,
+        LETTER: letter,
+    }
 
 
 def message_of(one: Taken, *, queue: str = "") -> Message:
@@ -108,7 +132,12 @@ def message_of(one: Taken, *, queue: str = "") -> Message:
         if eta is None and said.ETA is not None:
             eta = _time(said.ETA)
     return Message(
-        uuid=uuid, name=name, queue=queue or one.queue, body=one.body, eta=eta, priority=one.priority,
+        uuid=uuid,
+        name=name,
+        queue=queue or one.queue,
+        body=one.body,
+        eta=eta,
+        priority=one.priority,
         parks=one.number(PARKS),
     )
 
@@ -116,8 +145,15 @@ def message_of(one: Taken, *, queue: str = "") -> Message:
 def letter_of(one: Taken) -> DeadLetter:
     message = message_of(one)
     return DeadLetter(
-        id=one.text(LETTER), uuid=message.uuid, name=message.name, queue=one.text(QUEUE), body=one.body,
-        reason=one.text(REASON), error=one.text(ERROR), strikes=one.number(STRIKES), died_at=moment_of(one.number(DIED)),
+        id=one.text(LETTER),
+        uuid=message.uuid,
+        name=message.name,
+        queue=one.text(QUEUE),
+        body=one.body,
+        reason=one.text(REASON),
+        error=one.text(ERROR),
+        strikes=one.number(STRIKES),
+        died_at=moment_of(one.number(DIED)),
     )
 
 
@@ -171,4 +207,8 @@ def _printable(text: str) -> str:
 
 def own_headers(one: Taken) -> dict[str, Any]:
     """The headers of a message that is published again, less what the server wrote there."""
-    return {key: value for key, value in one.headers.items() if not key.startswith(("x-death", "x-first-death", "x-delivery"))}
+    return {
+        key: value
+        for key, value in one.headers.items()
+        if not key.startswith(("x-death", "x-first-death", "x-delivery"))
+    }

@@ -46,12 +46,21 @@ def spread(driver: AmqpDriver, topology: Topology, queue: str, *, shut: bool) ->
         BrokerUnavailable, StoreUnusable: the mark may be there or not; doing it again is safe.
     """
     with driver.visit(f"{'pausing' if shut else 'resuming'} {queue!r}") as channel:
-        carry_out(channel, iter([*topology.common(), *topology.pause(queue, shut=shut)]), driver.timeout)
+        carry_out(
+            channel, iter([*topology.common(), *topology.pause(queue, shut=shut)]), driver.timeout
+        )
         reports = ask(channel, topology.workers, driver.timeout, _pack(Word(queue, shut)), PATIENCE)
-        counted = channel.rpc("queue_declare", queue=topology.workers, passive=True, timeout=driver.timeout).method.consumer_count
+        counted = channel.rpc(
+            "queue_declare", queue=topology.workers, passive=True, timeout=driver.timeout
+        ).method.consumer_count
     if counted > len(reports):
-        logger.warning("queue %r is %s; %d of %d consumers have not said that they heard it", queue,
-                       "paused" if shut else "open again", counted - len(reports), counted)
+        logger.warning(
+            "queue %r is %s; %d of %d consumers have not said that they heard it",
+            queue,
+            "paused" if shut else "open again",
+            counted - len(reports),
+            counted,
+        )
 
 
 class Gates:

@@ -34,8 +34,12 @@ _unpack = msgspec.json.Decoder(Report).decode
 
 
 def listen(
-    channel: Channel, report: Callable[[], Report], heard: Callable[[bytes, Callable[[], object]], object],
-    publisher: Callable[[], Publisher | None], workers: str, timeout: float,
+    channel: Channel,
+    report: Callable[[], Report],
+    heard: Callable[[bytes, Callable[[], object]], object],
+    publisher: Callable[[], Publisher | None],
+    workers: str,
+    timeout: float,
 ) -> None:
     """Be counted and answer, from now on, until the channel ends.
 
@@ -60,7 +64,9 @@ def listen(
             queue = frame.method.queue
             raw.queue_bind(queue, CONTROL, callback=_nothing)
             raw.basic_consume(queue, asked, auto_ack=True, callback=_nothing)
-            raw.basic_consume(workers, _nothing, auto_ack=True, callback=lambda _: settle(future, None))
+            raw.basic_consume(
+                workers, _nothing, auto_ack=True, callback=lambda _: settle(future, None)
+            )
 
         raw.queue_declare("", exclusive=True, auto_delete=True, callback=named)
 
@@ -68,7 +74,11 @@ def listen(
 
 
 def ask(
-    channel: Channel, workers: str, timeout: float, question: bytes = b"", patience: float = PATIENCE
+    channel: Channel,
+    workers: str,
+    timeout: float,
+    question: bytes = b"",
+    patience: float = PATIENCE,
 ) -> Sequence[Report]:
     """Say something to the consumers that live; their reports, when all have answered or there is no more patience."""
     raw = channel.raw

@@ -51,9 +51,25 @@ class Returns:
         elif disposal.fate is Fate.DEAD:
             key, dead = self._topology.dead_queue(delivery.queue), True
             # The receipt as its id: a burial that is repeated after a lost reply is one letter.
-            headers |= dead_headers(delivery.queue, disposal.reason, disposal.error, delivery.receipt, self._driver.now())
+            headers |= dead_headers(
+                delivery.queue,
+                disposal.reason,
+                disposal.error,
+                delivery.receipt,
+                self._driver.now(),
+            )
             uuid, name = disposal.uuid or uuid, disposal.name or name
         return Addressed(
-            parcel_of(exchange, key, body=delivery.body, uuid=uuid, name=name, priority=delivery.priority, headers=headers),
-            delivery.queue, delayed=delayed, dead=dead,
+            parcel_of(
+                exchange,
+                key,
+                body=delivery.body,
+                uuid=uuid,
+                name=name,
+                priority=delivery.priority,
+                headers=headers,
+            ),
+            delivery.queue,
+            delayed=delayed,
+            dead=dead,
         )

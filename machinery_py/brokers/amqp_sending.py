@@ -1,10 +1,10 @@
 """Publishing of the AMQP broker: topology first, then all messages at once, each with its confirm; and what is known of a try.
 
-    crash or loss                          what there is
-    before anything is written             nothing: refused
-    written, no confirm                    unknown. A repeat with the same token in this process publishes what was not
-                                           confirmed; what was stored all the same is there twice, under one UUID
-    returned (no queue takes it)           nothing; the topology is declared again, and it is published once more
+crash or loss                          what there is
+before anything is written             nothing: refused
+written, no confirm                    unknown. A repeat with the same token in this process publishes what was not
+                                       confirmed; what was stored all the same is there twice, under one UUID
+returned (no queue takes it)           nothing; the topology is declared again, and it is published once more
 """
 
 from __future__ import annotations
@@ -61,7 +61,10 @@ class Attempts:
         if not token:
             return Attempt(count, now)
         with self._lock:
-            while self._known and self._known[oldest := next(iter(self._known))].born <= now - TOKEN_LIFE:
+            while (
+                self._known
+                and self._known[oldest := next(iter(self._known))].born <= now - TOKEN_LIFE
+            ):
                 del self._known[oldest]
             return self._known.setdefault(token, Attempt(count, now))
 
@@ -76,7 +79,10 @@ class Sending:
         self._declared_on: Publisher | None = None
         self._ready: set[tuple[str, str]] = set()
         self._registered: set[tuple[str, str]] = set()
-        self._largest, self._known_until = sys.maxsize, 0.0  # bytes of a body; the server tells when it refuses one
+        self._largest, self._known_until = (
+            sys.maxsize,
+            0.0,
+        )  # bytes of a body; the server tells when it refuses one
 
     def send(self, addressed: Sequence[Addressed], attempt: Attempt | None = None) -> None:
         """Store it all; of an attempt that was made before, what is left.
@@ -92,7 +98,9 @@ class Sending:
             self.forget()
             self._round(addressed, attempt, last=True)
 
-    def _round(self, addressed: Sequence[Addressed], attempt: Attempt, *, last: bool = False) -> None:
+    def _round(
+        self, addressed: Sequence[Addressed], attempt: Attempt, *, last: bool = False
+    ) -> None:
         publisher = self._open()
         todo = attempt.left
         wanted = [addressed[index] for index in todo]
@@ -103,14 +111,20 @@ class Sending:
         batch = publisher.publish([*(one.parcel for one in wanted), *map(self._note, news)])
         ends = batch.ends[: len(todo)]
         self._learn_size(batch.failure, wanted, attempt)
-        self._registered.update(news if all(end is End.CONFIRMED for end in batch.ends[len(todo) :]) else ())
-        attempt.left = [index for index, end in zip(todo, ends, strict=True) if end is not End.CONFIRMED]
+        self._registered.update(
+            news if all(end is End.CONFIRMED for end in batch.ends[len(todo) :]) else ()
+        )
+        attempt.left = [
+            index for index, end in zip(todo, ends, strict=True) if end is not End.CONFIRMED
+        ]
         attempt.stored |= any(end in (End.CONFIRMED, End.UNKNOWN) for end in ends)
         if End.REFUSED in ends and (self._topology.is_quorum or not self._topology.limits_length):
             self._driver.renew_publisher(publisher)
         self._judge(ends, [one.parcel.key for one in wanted], attempt, batch.failure, last=last)
 
-    def _learn_size(self, failure: Exception | None, wanted: Sequence[Addressed], attempt: Attempt) -> None:
+    def _learn_size(
+        self, failure: Exception | None, wanted: Sequence[Addressed], attempt: Attempt
+    ) -> None:
         """Raise if one of these was too large: the server has ended the channel, for other threads' messages as well.
 
         Of several, those before it may be stored, and those behind it are not.
@@ -125,13 +139,23 @@ class Sending:
         """Refuse what the server is known to refuse, and would end the channel for."""
         size = max((len(one.parcel.body) for one in wanted), default=0)
         if size > self._largest and self._driver.clock.monotonic() < self._known_until:
-            key = next(one.queue or one.parcel.key for one in wanted if len(one.parcel.body) == size)
-            text = (f"RabbitMQ at {self._driver.place}: a message for {key!r} has {size:,} bytes, "
-                    f"more than its max_message_size = {self._largest:,} ({SMALLER})")
+            key = next(
+                one.queue or one.parcel.key for one in wanted if len(one.parcel.body) == size
+            )
+            text = (
+                f"RabbitMQ at {self._driver.place}: a message for {key!r} has {size:,} bytes, "
+                f"more than its max_message_size = {self._largest:,} ({SMALLER})"
+            )
             raise for_good(PublishUnknown(text) if attempt.stored else PublishRefused(text))
 
     def _judge(
-        self, ends: Sequence[End], keys: Sequence[str], attempt: Attempt, failure: Exception | None, *, last: bool
+        self,
+        ends: Sequence[End],
+        keys: Sequence[str],
+        attempt: Attempt,
+        failure: Exception | None,
+        *,
+        last: bool,
     ) -> None:
         place, total = self._driver.place, len(ends)
         if End.UNKNOWN in ends:
@@ -142,13 +166,21 @@ class Sending:
             ) from failure
         if End.REFUSED in ends:
             text = f"RabbitMQ at {place} took no message for {keys[ends.index(End.REFUSED)]!r}: its queue "
-            text += "is full (x-max-length)" if self._topology.limits_length else "has no leader just now, or is full by a policy"
-            refusal = PublishRefused(text) if self._topology.limits_length else BrokerUnavailable(text)
+            text += (
+                "is full (x-max-length)"
+                if self._topology.limits_length
+                else "has no leader just now, or is full by a policy"
+            )
+            refusal = (
+                PublishRefused(text) if self._topology.limits_length else BrokerUnavailable(text)
+            )
             raise self._but(attempt, refusal)
         if last and attempt.left:
             key = keys[ends.index(End.RETURNED)]
-            text = (f"RabbitMQ at {place}: exchange {self._topology.config.exchange!r} "
-                    f"({self._topology.config.exchange_type}) leads to no queue for the routing key {key!r}")
+            text = (
+                f"RabbitMQ at {place}: exchange {self._topology.config.exchange!r} "
+                f"({self._topology.config.exchange_type}) leads to no queue for the routing key {key!r}"
+            )
             raise for_good(self._but(attempt, PublishRefused(text)))
 
     @staticmethod
@@ -173,7 +205,9 @@ class Sending:
             yield
         except ChannelLost as error:
             if passes(error):
-                raise BrokerUnavailable(f"RabbitMQ at {self._driver.place}: {explained(error)}") from error
+                raise BrokerUnavailable(
+                    f"RabbitMQ at {self._driver.place}: {explained(error)}"
+                ) from error
             raise PublishRefused(f"RabbitMQ at {self._driver.place}: {explained(error)}") from error
         except LinkLost as error:
             raise BrokerUnavailable(f"RabbitMQ at {self._driver.place}: {error}") from error
@@ -185,7 +219,9 @@ class Sending:
         with self._lock:
             self._ready.clear()
 
-    def prepare(self, publisher: Publisher, addressed: Iterable[Addressed]) -> list[tuple[str, str]]:
+    def prepare(
+        self, publisher: Publisher, addressed: Iterable[Addressed]
+    ) -> list[tuple[str, str]]:
         """Declare what the parcels need and is not known to be there; what of it the registry has to be told.
 
         Raises:
@@ -193,7 +229,11 @@ class Sending:
         """
         wanted: dict[tuple[str, str], None] = {("common", ""): None}
         for one in addressed:
-            if one.queue and (self._topology.routes_by_name or one.queue == self._topology.default_queue or one.dead):
+            if one.queue and (
+                self._topology.routes_by_name
+                or one.queue == self._topology.default_queue
+                or one.dead
+            ):
                 wanted[("queue", one.queue)] = None
             if one.delayed:
                 wanted |= {("levels", ""): None, ("due", one.queue): None}
@@ -207,11 +247,15 @@ class Sending:
             if missing:
                 self._declare(publisher, missing)
                 self._ready.update(missing)
-        return [what for what in wanted if what[0] in ("queue", "due") and what not in self._registered]
+        return [
+            what for what in wanted if what[0] in ("queue", "due") and what not in self._registered
+        ]
 
     def _note(self, what: tuple[str, str]) -> Parcel:
         kind, name = what
-        return Parcel("", self._topology.registry, name.encode(), {LATE: True} if kind == "due" else {})
+        return Parcel(
+            "", self._topology.registry, name.encode(), {LATE: True} if kind == "due" else {}
+        )
 
     def _declare(self, publisher: Publisher, missing: Sequence[tuple[str, str]]) -> None:
         """On a channel of its own: what the server refuses must not end the one with messages on their way."""
@@ -242,7 +286,12 @@ class Sending:
         """A hundred declarations can be saved."""
         channel = publisher.link.channel(self._driver.timeout)
         try:
-            channel.rpc("exchange_declare", exchange=self._topology.levels_ready, passive=True, timeout=self._driver.timeout)
+            channel.rpc(
+                "exchange_declare",
+                exchange=self._topology.levels_ready,
+                passive=True,
+                timeout=self._driver.timeout,
+            )
         except ChannelLost:
             return False
         channel.close()
@@ -271,9 +320,13 @@ class Sending:
         batch = publisher.publish([Parcel(PAUSED, digest(queue), b"", {}) for queue in queues])
         if End.UNKNOWN in batch.ends:
             self.forget()
-            raise BrokerUnavailable(f"RabbitMQ at {self._driver.place}: it cannot be told which queues are paused: "
-                                    f"{batch.failure or 'no answer'}")
-        return frozenset(queue for queue, end in zip(queues, batch.ends, strict=True) if end is not End.RETURNED)
+            raise BrokerUnavailable(
+                f"RabbitMQ at {self._driver.place}: it cannot be told which queues are paused: "
+                f"{batch.failure or 'no answer'}"
+            )
+        return frozenset(
+            queue for queue, end in zip(queues, batch.ends, strict=True) if end is not End.RETURNED
+        )
 
     def declare(self, queues: Sequence[str]) -> None:
         """Make everything that messages to these queues will need, now.
@@ -282,7 +335,9 @@ class Sending:
             PublishRefused, BrokerUnavailable: some of it may be there; doing it again is safe.
         """
         self.forget()
-        wanted = [Addressed(Parcel("", "", b"", {}), queue, delayed=True, dead=True) for queue in queues]
+        wanted = [
+            Addressed(Parcel("", "", b"", {}), queue, delayed=True, dead=True) for queue in queues
+        ]
         with self._refusing():
             self.prepare(self._open(), wanted)
         self.note(queues)

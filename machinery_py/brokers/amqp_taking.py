@@ -59,7 +59,9 @@ class Taking:
             found += drained(life.main, queues[0], limit - len(found), self._timeout, self._shut)
         return found
 
-    def _take_singly(self, life: Life, getter: Getter, queues: Sequence[str], limit: int, wait: float) -> list[Taken]:
+    def _take_singly(
+        self, life: Life, getter: Getter, queues: Sequence[str], limit: int, wait: float
+    ) -> list[Taken]:
         """As `_take`, of quorum queues."""
         alone = len(queues) == 1
         found = self._run(GetClaim(getter, queues[0], limit, self._shut)) if alone else []

@@ -47,7 +47,9 @@ class Topology:
         self.config = config
         self.default_queue = default_queue
         self.is_quorum = config.queue_declare_args.get("x-queue-type") == "quorum"
-        self.limits_length = bool({"x-max-length", "x-max-length-bytes"} & config.queue_declare_args.keys())
+        self.limits_length = bool(
+            {"x-max-length", "x-max-length-bytes"} & config.queue_declare_args.keys()
+        )
         self.rejects = config.queue_declare_args.get("x-overflow") == "reject-publish"
         # Quorum queues as well, or all of a cluster would stand still when the node is gone that has these.
         self.registry = self._named("queues")
@@ -61,7 +63,11 @@ class Topology:
 
     def queue_of(self, name: str) -> str:
         """The queue that a route leads to: Go writes the binding key where the default queue is meant."""
-        return self.default_queue if name in ("", self.config.binding_key) and self.routes_by_name else name or self.default_queue
+        return (
+            self.default_queue
+            if name in ("", self.config.binding_key) and self.routes_by_name
+            else name or self.default_queue
+        )
 
     @property
     def routes_by_name(self) -> bool:
@@ -88,41 +94,69 @@ class Topology:
     def described(self, queues: Sequence[str]) -> list[str]:
         """What there is for these queues when all is declared, for people."""
         found = [f"exchange {self.config.exchange} ({self.config.exchange_type})"]
-        arguments = ", ".join(f"{key}={value}" for key, value in sorted(self.config.queue_declare_args.items()))
+        arguments = ", ".join(
+            f"{key}={value}" for key, value in sorted(self.config.queue_declare_args.items())
+        )
         for queue in queues:
             keys = f"{queue}, {self.config.binding_key}" if queue == self.default_queue else queue
-            found.append(f"queue {queue} bound by {keys}" + (f" ({arguments})" if arguments else ""))
+            found.append(
+                f"queue {queue} bound by {keys}" + (f" ({arguments})" if arguments else "")
+            )
             found.append(f"queue {self.dead_queue(queue)}")
-        found.append(f"exchanges and queues {self.level_name(0)} to {self.level_name(LEVELS - 1)}, {DUE}")
+        found.append(
+            f"exchanges and queues {self.level_name(0)} to {self.level_name(LEVELS - 1)}, {DUE}"
+        )
         found.append(f"{self.registry}, {self.workers}, {CONTROL}, {PAUSED}")
         return found
 
     # Declarations
 
     def exchange(self) -> Iterator[Step]:
-        yield "exchange_declare", {
-            "exchange": self.config.exchange, "exchange_type": self.config.exchange_type, "durable": True,
-        }
+        yield (
+            "exchange_declare",
+            {
+                "exchange": self.config.exchange,
+                "exchange_type": self.config.exchange_type,
+                "durable": True,
+            },
+        )
 
     def queue(self, queue: str) -> Iterator[Step]:
         """What a worker or a sender needs to have for a queue."""
         if len(queue.encode(errors="replace")) > LONGEST_NAME:
-            raise for_good(PublishRefused(f"queue {queue[:40]!r}…: its name is longer than {LONGEST_NAME} bytes"))
+            raise for_good(
+                PublishRefused(
+                    f"queue {queue[:40]!r}…: its name is longer than {LONGEST_NAME} bytes"
+                )
+            )
         if "\r" in queue or "\n" in queue:
             # RabbitMQ leaves them out of the names of queues, and not out of routing keys: nothing would ever come there.
-            raise for_good(PublishRefused(f"queue {queue[:40]!r}: a line break is in its name (give it another)"))
+            raise for_good(
+                PublishRefused(
+                    f"queue {queue[:40]!r}: a line break is in its name (give it another)"
+                )
+            )
         exchange, arguments = self.config.exchange, dict(self.config.queue_binding_args)
-        yield "queue_declare", {"queue": queue, "durable": True, "arguments": dict(self.config.queue_declare_args)}
+        yield (
+            "queue_declare",
+            {"queue": queue, "durable": True, "arguments": dict(self.config.queue_declare_args)},
+        )
         keys = [queue, self.config.binding_key] if queue == self.default_queue else [queue]
         for key in dict.fromkeys(keys):
-            yield "queue_bind", {"queue": queue, "exchange": exchange, "routing_key": key, "arguments": arguments}
+            yield (
+                "queue_bind",
+                {"queue": queue, "exchange": exchange, "routing_key": key, "arguments": arguments},
+            )
 
     def due(self, queue: str) -> Iterator[Step]:
         """The way of delayed messages to a queue."""
         yield "queue_bind", {"queue": queue, "exchange": DUE, "routing_key": f"#.{digest(queue)}"}
 
     def dead(self, queue: str) -> Iterator[Step]:
-        yield "queue_declare", {"queue": self.dead_queue(queue), "durable": True, "arguments": self._ours()}
+        yield (
+            "queue_declare",
+            {"queue": self.dead_queue(queue), "durable": True, "arguments": self._ours()},
+        )
 
     def common(self) -> Iterator[Step]:
         """What all queues share."""
@@ -131,8 +165,14 @@ class Topology:
         yield "exchange_declare", {"exchange": CONTROL, "exchange_type": "fanout", "durable": True}
         sink = self._named("paused")
         yield "exchange_declare", {"exchange": PAUSED, "exchange_type": "direct", "durable": True}
-        yield "exchange_declare", {"exchange": PAUSED_SINK, "exchange_type": "fanout", "durable": True}
-        yield "queue_declare", {"queue": sink, "durable": True, "arguments": {"x-max-length": 1, **self._ours()}}
+        yield (
+            "exchange_declare",
+            {"exchange": PAUSED_SINK, "exchange_type": "fanout", "durable": True},
+        )
+        yield (
+            "queue_declare",
+            {"queue": sink, "durable": True, "arguments": {"x-max-length": 1, **self._ours()}},
+        )
         yield "queue_bind", {"queue": sink, "exchange": PAUSED_SINK}
 
     def pause(self, queue: str, *, shut: bool) -> Iterator[Step]:
@@ -149,9 +189,15 @@ class Topology:
             arguments = self._handing_on(self.ttl(level), below)
             yield "exchange_declare", {"exchange": name, "exchange_type": "topic", "durable": True}
             yield "queue_declare", {"queue": name, "durable": True, "arguments": arguments}
-            yield "exchange_bind", {"destination": below, "source": name, "routing_key": f"{skipped}0.#"}
+            yield (
+                "exchange_bind",
+                {"destination": below, "source": name, "routing_key": f"{skipped}0.#"},
+            )
             yield "queue_bind", {"queue": name, "exchange": name, "routing_key": f"{skipped}1.#"}
-        yield "exchange_declare", {"exchange": self.levels_ready, "exchange_type": "fanout", "durable": True}
+        yield (
+            "exchange_declare",
+            {"exchange": self.levels_ready, "exchange_type": "fanout", "durable": True},
+        )
 
     @property
     def levels_ready(self) -> str:
@@ -163,7 +209,11 @@ class Topology:
         return self._handing_on(stay, "") | {"x-expires": gone, "x-dead-letter-routing-key": queue}
 
     def _handing_on(self, after: int, exchange: str) -> dict[str, Any]:
-        arguments: dict[str, Any] = {"x-message-ttl": after, "x-dead-letter-exchange": exchange, **self._ours()}
+        arguments: dict[str, Any] = {
+            "x-message-ttl": after,
+            "x-dead-letter-exchange": exchange,
+            **self._ours(),
+        }
         if self.is_quorum:
             # Only so does a quorum queue keep a message until the next queue has it.
             arguments |= {"x-dead-letter-strategy": "at-least-once", "x-overflow": "reject-publish"}
@@ -190,7 +240,9 @@ def carry_out(channel: Channel, steps: Iterator[Step], timeout: float) -> None:
     def begin(future: Future[Any]) -> None:
         for index, (method, arguments) in enumerate(remaining):
             last = index == len(remaining) - 1
-            done: Callable[[object], object] = (lambda _: settle(future, None)) if last else _nothing
+            done: Callable[[object], object] = (
+                (lambda _: settle(future, None)) if last else _nothing
+            )
             getattr(channel.raw, method)(callback=done, **arguments)
 
     if remaining:
@@ -199,4 +251,3 @@ def carry_out(channel: Channel, steps: Iterator[Step], timeout: float) -> None:
 
 def _nothing(_: object) -> None:
     pass
-

@@ -272,7 +272,9 @@ class Broker(ABC):
         Raises:
             Unsupported: this broker cannot.
         """
-        raise Unsupported(f"{type(self).__name__} cannot pause {queue!r}: queues of this store are always open")
+        raise Unsupported(
+            f"{type(self).__name__} cannot pause {queue!r}: queues of this store are always open"
+        )
 
     def resume(self, queue: str) -> None:
         """Let the queue be claimed from again, and wake the consumers that wait for it. May be done twice.
@@ -280,11 +282,17 @@ class Broker(ABC):
         Raises:
             Unsupported: this broker cannot.
         """
-        raise Unsupported(f"{type(self).__name__} cannot resume {queue!r}: queues of this store are always open")
+        raise Unsupported(
+            f"{type(self).__name__} cannot resume {queue!r}: queues of this store are always open"
+        )
 
     def paused(self) -> frozenset[str]:
         """The queues that are paused."""
-        return frozenset(line.queue for line in self.stats() if line.paused) if self.features.pausing else frozenset()
+        return (
+            frozenset(line.queue for line in self.stats() if line.paused)
+            if self.features.pausing
+            else frozenset()
+        )
 
     @abstractmethod
     def dead_letters(self, *, limit: int, queue: str = "") -> list[DeadLetter]:
@@ -317,7 +325,9 @@ class Broker(ABC):
 
     # Go Machinery's names, written once for every broker.
 
-    def get_pending_tasks(self, queue: str = "machinery_tasks", limit: int = 10_000) -> list[Signature[Any]]:
+    def get_pending_tasks(
+        self, queue: str = "machinery_tasks", limit: int = 10_000
+    ) -> list[Signature[Any]]:
         """The tasks that wait in a queue, the next to run first; bytes that are no signature are left out."""
         return _signatures(self.pending(queue, limit))
 

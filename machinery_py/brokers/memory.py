@@ -153,10 +153,18 @@ class MemoryBroker(Broker):
                 entry.fence += 1
                 receipt = next(self._sequence)
                 hold.entries[receipt] = entry
-                deliveries.append(Delivery(
-                    body=entry.message.body, queue=name, receipt=receipt, fence=entry.fence, strikes=entry.strikes,
-                    parks=entry.message.parks, priority=entry.message.priority, sent_at=entry.sent_at,
-                ))
+                deliveries.append(
+                    Delivery(
+                        body=entry.message.body,
+                        queue=name,
+                        receipt=receipt,
+                        fence=entry.fence,
+                        strikes=entry.strikes,
+                        parks=entry.message.parks,
+                        priority=entry.message.priority,
+                        sent_at=entry.sent_at,
+                    )
+                )
         return deliveries
 
     def dispose(self, hold: _Hold, disposal: Disposal) -> bool:
@@ -182,9 +190,15 @@ class MemoryBroker(Broker):
     def _bury(self, entry: _Entry, disposal: Disposal) -> None:
         message = entry.message
         letter = DeadLetter(
-            id=uuid.uuid4().hex, uuid=disposal.uuid or message.uuid, name=disposal.name or message.name,
-            queue=message.queue, body=message.body, reason=disposal.reason, error=disposal.error,
-            strikes=entry.strikes, died_at=self.hub.clock.now(),
+            id=uuid.uuid4().hex,
+            uuid=disposal.uuid or message.uuid,
+            name=disposal.name or message.name,
+            queue=message.queue,
+            body=message.body,
+            reason=disposal.reason,
+            error=disposal.error,
+            strikes=entry.strikes,
+            died_at=self.hub.clock.now(),
         )
         self._dead[letter.id] = letter
 
@@ -224,11 +238,13 @@ class MemoryBroker(Broker):
     def _stats(self, queue: str) -> QueueStats:
         waiting = self._queues[queue]
         return QueueStats(
-            queue=queue, waiting=len(waiting),
+            queue=queue,
+            waiting=len(waiting),
             running=sum(entry.message.queue == queue for entry in self._held()),
             delayed=sum(entry.message.queue == queue for _, entry in self._delayed),
             dead=sum(letter.queue == queue for letter in self._dead.values()),
-            oldest_at=min((entry.sent_at for entry in waiting), default=None), paused=queue in self._paused,
+            oldest_at=min((entry.sent_at for entry in waiting), default=None),
+            paused=queue in self._paused,
         )
 
     def _held(self) -> Iterator[_Entry]:
@@ -261,13 +277,21 @@ class MemoryBroker(Broker):
 
     def dead_letters(self, *, limit: int, queue: str = "") -> list[DeadLetter]:
         with self.hub.lock:
-            letters = [letter for letter in reversed(self._dead.values()) if queue in ("", letter.queue)]
+            letters = [
+                letter for letter in reversed(self._dead.values()) if queue in ("", letter.queue)
+            ]
             return letters[:limit]
 
     def bury(self, message: Message, *, queue: str, reason: str, error: str) -> None:
         letter = DeadLetter(
-            id=uuid.uuid4().hex, uuid=message.uuid, name=message.name, queue=queue, body=message.body, reason=reason,
-            error=error, died_at=self.hub.clock.now(),
+            id=uuid.uuid4().hex,
+            uuid=message.uuid,
+            name=message.name,
+            queue=queue,
+            body=message.body,
+            reason=reason,
+            error=error,
+            died_at=self.hub.clock.now(),
         )
         with self.hub.lock:
             self._queues.setdefault(queue, [])
@@ -299,8 +323,13 @@ class MemoryConsumer(Consumer):
         now = self._hub.clock.now()
         self.session = uuid.uuid4().hex[:24]
         info = WorkerInfo(
-            session=self.session, name=self._worker, host=socket.gethostname(), pid=os.getpid(),
-            queues=self._queues, started_at=now, beat_at=now,
+            session=self.session,
+            name=self._worker,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            queues=self._queues,
+            started_at=now,
+            beat_at=now,
         )
         with self._hub.lock:
             self._hold = self._broker.register(self.session, info)

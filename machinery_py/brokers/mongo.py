@@ -34,7 +34,15 @@ from machinery_py.brokers.base import (
     close_all,
 )
 from machinery_py.brokers.mongo_consumer import KIND, ORDER, MongoConsumer, decode_info
-from machinery_py.brokers.mongo_messages import QUEUED, Status, documents_of, letter_of, message_of, release, untake
+from machinery_py.brokers.mongo_messages import (
+    QUEUED,
+    Status,
+    documents_of,
+    letter_of,
+    message_of,
+    release,
+    untake,
+)
 from machinery_py.clock import moment_of
 from machinery_py.durability import Concern
 from machinery_py.errors import BrokerUnavailable, MachineryError, PublishRefused, PublishUnknown
@@ -93,32 +101,47 @@ class MongoBroker(Broker):
             if insert_new(store.machinery_tokens, [document])[0]:
                 return True
             # Carried out before; or begun, by a call that lost a reply: this one does what is left.
-            return store.machinery_tokens.find_one({"_id": token, "deed_at": {"$gt": 0}}, {"_id": 1}) is not None
+            return (
+                store.machinery_tokens.find_one({"_id": token, "deed_at": {"$gt": 0}}, {"_id": 1})
+                is not None
+            )
 
         with self._putting:
             if token in self._busy:
                 return False
             self._busy.add(token)
         try:
-            if not self.driver.run(begin, doing="publishing", away=BrokerUnavailable, lost=PublishUnknown,
-                                   refused=PublishRefused):
+            if not self.driver.run(
+                begin,
+                doing="publishing",
+                away=BrokerUnavailable,
+                lost=PublishUnknown,
+                refused=PublishRefused,
+            ):
                 return False
             try:
                 carry_out()
                 self.forget_deed(token)
             except MachineryError as error:
-                raise PublishUnknown(f"{error} (it was accepted, and is carried out by the next worker that looks)") from error
+                raise PublishUnknown(
+                    f"{error} (it was accepted, and is carried out by the next worker that looks)"
+                ) from error
         finally:
             self._busy.discard(token)
         return True
 
     def forget_deed(self, token: str) -> None:
         self.driver.run(
-            lambda store: store.machinery_tokens.update_one({"_id": token}, {"$set": {"deed": b"", "deed_at": 0}}),
-            doing="publishing", away=PublishUnknown,
+            lambda store: store.machinery_tokens.update_one(
+                {"_id": token}, {"$set": {"deed": b"", "deed_at": 0}}
+            ),
+            doing="publishing",
+            away=PublishUnknown,
         )
 
-    def store(self, batches: Sequence[tuple[str, Sequence[Message]]], *, again: bool = True) -> None:
+    def store(
+        self, batches: Sequence[tuple[str, Sequence[Message]]], *, again: bool = True
+    ) -> None:
         """Store messages that are not there yet, under the names that their token gives them.
 
         Args:
@@ -141,8 +164,14 @@ class MongoBroker(Broker):
         if again:  # a part of what is accepted
             self.driver.run(write, doing="publishing", away=PublishUnknown)
         else:
-            self.driver.run(write, doing="publishing", away=BrokerUnavailable, again=False, lost=PublishUnknown,
-                            refused=PublishRefused)
+            self.driver.run(
+                write,
+                doing="publishing",
+                away=BrokerUnavailable,
+                again=False,
+                lost=PublishUnknown,
+                refused=PublishRefused,
+            )
         self._named |= queues
         self.driver.ring("messages")
 
@@ -172,7 +201,9 @@ class MongoBroker(Broker):
             self._next_sweep = monotonic + SWEEP
             before = self.driver.now() - TOKEN_LIFE
             old: Document = {"at": {"$lt": before}, "deed_at": 0}
-            self._run(lambda store: store.machinery_tokens.delete_many(old), "looking for old tokens")
+            self._run(
+                lambda store: store.machinery_tokens.delete_many(old), "looking for old tokens"
+            )
         due = self._promote()
         interval = self.lease / 4
         return interval if due is None else min(interval, max(0.0, (due - self.driver.now()) / 1e6))
@@ -182,7 +213,8 @@ class MongoBroker(Broker):
         query = {"deed_at": {"$gt": 0, "$lt": self.driver.now() - int(self.driver.deed_age * 1e6)}}
         return self._run(
             lambda store: [
-                (one["_id"], one["kind"], bytes(one["deed"])) for one in store.machinery_tokens.find(query).limit(100)
+                (one["_id"], one["kind"], bytes(one["deed"]))
+                for one in store.machinery_tokens.find(query).limit(100)
             ],
             "looking for what is unfinished",
         )
@@ -197,7 +229,9 @@ class MongoBroker(Broker):
             first = messages.find_one(late, {"due_at": 1}, sort=[("due_at", 1)])
             if first is None or first["due_at"] > now:
                 return (None if first is None else first["due_at"]), 0
-            moved = messages.update_many({**late, "due_at": {"$lte": now}}, {"$set": {"status": int(Status.WAITING)}})
+            moved = messages.update_many(
+                {**late, "due_at": {"$lte": now}}, {"$set": {"status": int(Status.WAITING)}}
+            )
             first = messages.find_one(late, {"due_at": 1}, sort=[("due_at", 1)])
             return (None if first is None else first["due_at"]), moved.modified_count
 
@@ -241,13 +275,18 @@ class MongoBroker(Broker):
     def _condemn(self, session: str, beats: int) -> None:
         """Give a session up, if it has not beaten since it was seen."""
         seen: Document = {"_id": session, "beats": beats}
-        gone = self._run(lambda store: store.machinery_sessions.delete_one(seen).deleted_count, "giving a worker up")
+        gone = self._run(
+            lambda store: store.machinery_sessions.delete_one(seen).deleted_count,
+            "giving a worker up",
+        )
         if gone:
             self._give_back(session)
 
     def _give_back(self, session: str) -> None:
         began = ran(host_folder(KIND), session)
-        self._run(lambda store: release(store, session, began), "giving a dead worker's messages back")
+        self._run(
+            lambda store: release(store, session, began), "giving a dead worker's messages back"
+        )
         bury(host_folder(KIND), session)
         self.driver.ring("messages")
 
@@ -257,7 +296,10 @@ class MongoBroker(Broker):
         self._promote()
         query = {"status": QUEUED, "queue": queue}
         return self._run(
-            lambda store: [message_of(one) for one in store.machinery_messages.find(query).sort(ORDER).limit(limit)],
+            lambda store: [
+                message_of(one)
+                for one in store.machinery_messages.find(query).sort(ORDER).limit(limit)
+            ],
             "listing a queue",
         )
 
@@ -265,7 +307,10 @@ class MongoBroker(Broker):
         query = {"status": int(Status.DELAYED)}
         order = [("due_at", 1), ("order", 1)]
         return self._run(
-            lambda store: [message_of(one) for one in store.machinery_messages.find(query).sort(order).limit(limit)],
+            lambda store: [
+                message_of(one)
+                for one in store.machinery_messages.find(query).sort(order).limit(limit)
+            ],
             "listing delayed messages",
         )
 
@@ -273,30 +318,52 @@ class MongoBroker(Broker):
         self._promote()
 
         def count(store: Store, *statuses: Status) -> dict[str, tuple[int, int]]:
-            found = store.machinery_messages.aggregate([
-                {"$match": {"status": {"$in": [int(status) for status in statuses]}}},
-                {"$group": {"_id": "$queue", "count": {"$sum": 1}, "oldest": {"$min": "$sent_at"}}},
-            ])
+            found = store.machinery_messages.aggregate(
+                [
+                    {"$match": {"status": {"$in": [int(status) for status in statuses]}}},
+                    {
+                        "$group": {
+                            "_id": "$queue",
+                            "count": {"$sum": 1},
+                            "oldest": {"$min": "$sent_at"},
+                        }
+                    },
+                ]
+            )
             return {one["_id"]: (one["count"], one["oldest"]) for one in found}
 
         def look(store: Store) -> list[QueueStats]:
-            waiting, running = count(store, Status.WAITING, Status.TAKEN), count(store, Status.HELD, Status.ENDING)
+            waiting, running = (
+                count(store, Status.WAITING, Status.TAKEN),
+                count(store, Status.HELD, Status.ENDING),
+            )
             delayed, dead = count(store, Status.DELAYED), count(store, Status.DEAD)
             none = (0, 0)
             return [
-                QueueStats(queue=queue, waiting=waiting.get(queue, none)[0], running=running.get(queue, none)[0],
-                           delayed=delayed.get(queue, none)[0], dead=dead.get(queue, none)[0],
-                           oldest_at=moment_of(waiting[queue][1]) if queue in waiting else None, paused=paused)
-                for queue, paused in sorted((one["_id"], bool(one.get("paused"))) for one in store.machinery_queues.find())
+                QueueStats(
+                    queue=queue,
+                    waiting=waiting.get(queue, none)[0],
+                    running=running.get(queue, none)[0],
+                    delayed=delayed.get(queue, none)[0],
+                    dead=dead.get(queue, none)[0],
+                    oldest_at=moment_of(waiting[queue][1]) if queue in waiting else None,
+                    paused=paused,
+                )
+                for queue, paused in sorted(
+                    (one["_id"], bool(one.get("paused"))) for one in store.machinery_queues.find()
+                )
             ]
 
         return self._run(look, "counting messages")
 
     def workers(self) -> list[WorkerInfo]:
         def look(store: Store) -> tuple[list[Document], dict[str, int]]:
-            held = store.machinery_messages.aggregate([
-                {"$match": {"status": int(Status.HELD)}}, {"$group": {"_id": "$session", "count": {"$sum": 1}}},
-            ])
+            held = store.machinery_messages.aggregate(
+                [
+                    {"$match": {"status": int(Status.HELD)}},
+                    {"$group": {"_id": "$session", "count": {"$sum": 1}}},
+                ]
+            )
             return list(store.machinery_sessions.find()), {one["_id"]: one["count"] for one in held}
 
         sessions, holding = self._run(look, "listing workers")
@@ -304,37 +371,64 @@ class MongoBroker(Broker):
         for document in sessions:
             info = _info(document)
             if info is not None and not is_dead(info):
-                found.append(WorkerInfo(
-                    session=document["_id"], name=info.name, host=info.host, pid=info.pid, queues=info.queues,
-                    started_at=moment_of(info.started_at), beat_at=moment_of(document["beat_at"]),
-                    holding=holding.get(document["_id"], 0),
-                ))
+                found.append(
+                    WorkerInfo(
+                        session=document["_id"],
+                        name=info.name,
+                        host=info.host,
+                        pid=info.pid,
+                        queues=info.queues,
+                        started_at=moment_of(info.started_at),
+                        beat_at=moment_of(document["beat_at"]),
+                        holding=holding.get(document["_id"], 0),
+                    )
+                )
         return found
 
     def purge(self, queue: str) -> int:
-        query = {"queue": queue, "status": {"$in": [int(Status.WAITING), int(Status.TAKEN), int(Status.DELAYED)]}}
-        return self._run(lambda store: store.machinery_messages.delete_many(query).deleted_count, "purging a queue")
+        query = {
+            "queue": queue,
+            "status": {"$in": [int(Status.WAITING), int(Status.TAKEN), int(Status.DELAYED)]},
+        }
+        return self._run(
+            lambda store: store.machinery_messages.delete_many(query).deleted_count,
+            "purging a queue",
+        )
 
     def pause(self, queue: str) -> None:
         def pause(store: Store) -> None:
             store.machinery_queues.update_one({"_id": queue}, {"$set": {"paused": 1}}, upsert=True)
-            untake(store, {"queue": queue})  # what is claimed after this sees the mark; see mongo_consumer.py
+            untake(
+                store, {"queue": queue}
+            )  # what is claimed after this sees the mark; see mongo_consumer.py
 
         self._run(pause, "pausing a queue")
 
     def resume(self, queue: str) -> None:
-        self._run(lambda store: store.machinery_queues.update_one({"_id": queue}, {"$set": {"paused": 0}}), "resuming a queue")
+        self._run(
+            lambda store: store.machinery_queues.update_one(
+                {"_id": queue}, {"$set": {"paused": 0}}
+            ),
+            "resuming a queue",
+        )
         self.driver.ring("messages")
 
     def paused(self) -> frozenset[str]:
-        return self._run(lambda store: frozenset(one["_id"] for one in store.machinery_queues.find({"paused": 1})),
-                         "looking for paused queues")
+        return self._run(
+            lambda store: frozenset(
+                one["_id"] for one in store.machinery_queues.find({"paused": 1})
+            ),
+            "looking for paused queues",
+        )
 
     def dead_letters(self, *, limit: int, queue: str = "") -> list[DeadLetter]:
         query: Document = {"status": int(Status.DEAD), **({"queue": queue} if queue else {})}
         order = [("died_at", -1), ("order", -1)]
         return self._run(
-            lambda store: [letter_of(one) for one in store.machinery_messages.find(query).sort(order).limit(limit)],
+            lambda store: [
+                letter_of(one)
+                for one in store.machinery_messages.find(query).sort(order).limit(limit)
+            ],
             "listing dead letters",
         )
 
@@ -342,21 +436,34 @@ class MongoBroker(Broker):
         now = self.driver.now()
         there = msgspec.structs.replace(message, queue=queue, eta=None)
         [document] = documents_of([there], token="", first=self.driver.next_order(1), now=now)
-        document |= {"status": int(Status.DEAD), "reason": reason, "error": printable(error), "died_at": now}
+        document |= {
+            "status": int(Status.DEAD),
+            "reason": reason,
+            "error": printable(error),
+            "died_at": now,
+        }
 
         def write(store: Store) -> None:
             insert_new(store.machinery_queues, [{"_id": queue}])
             insert_new(store.machinery_messages, [document])
 
-        self.driver.run(write, doing="burying a message", away=BrokerUnavailable, refused=PublishRefused)
+        self.driver.run(
+            write, doing="burying a message", away=BrokerUnavailable, refused=PublishRefused
+        )
 
     def take_dead(self, ids: Sequence[str]) -> list[DeadLetter]:
         def take(store: Store) -> list[DeadLetter]:
-            taken = (store.machinery_messages.find_one_and_delete({"_id": id, "status": int(Status.DEAD)})
-                     for id in dict.fromkeys(ids))
+            taken = (
+                store.machinery_messages.find_one_and_delete(
+                    {"_id": id, "status": int(Status.DEAD)}
+                )
+                for id in dict.fromkeys(ids)
+            )
             return [letter_of(one) for one in taken if one is not None]
 
-        return self.driver.run(take, doing="taking dead letters", away=BrokerUnavailable, again=False)
+        return self.driver.run(
+            take, doing="taking dead letters", away=BrokerUnavailable, again=False
+        )
 
     def concerns(self) -> list[Concern]:
         return self.driver.concerns()

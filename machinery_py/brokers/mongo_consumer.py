@@ -74,8 +74,13 @@ class MongoConsumer(Consumer):
         session = file.key
         now = self._driver.now()
         info = SessionInfo(
-            name=self._worker, host=socket.gethostname(), place=place(), pid=os.getpid(), pid_started=started(os.getpid()),
-            queues=self._queues, started_at=micros(self._driver.clock.now()),
+            name=self._worker,
+            host=socket.gethostname(),
+            place=place(),
+            pid=os.getpid(),
+            pid_started=started(os.getpid()),
+            queues=self._queues,
+            started_at=micros(self._driver.clock.now()),
         )
         document: Document = {"_id": session, "info": encode_info(info), "beats": 0, "beat_at": now}
 
@@ -132,7 +137,9 @@ class MongoConsumer(Consumer):
             return found
 
         try:
-            found = self._driver.run(claim, doing="claiming messages", away=BrokerUnavailable, again=False)
+            found = self._driver.run(
+                claim, doing="claiming messages", away=BrokerUnavailable, again=False
+            )
         except MachineryError:
             self._lost = [*((name, at) for name, at in self._lost if name in lost), (lease, now)]
             raise
@@ -150,7 +157,9 @@ class MongoConsumer(Consumer):
         store.machinery_messages.update_many(
             {"lease": {"$in": list(lost)}, "status": int(Status.HELD)}, {"$set": {"lease": lease}}
         )
-        return list(store.machinery_messages.find({"lease": lease, "status": int(Status.HELD)}).sort(ORDER))
+        return list(
+            store.machinery_messages.find({"lease": lease, "status": int(Status.HELD)}).sort(ORDER)
+        )
 
     def _claim_from(self, store: Store, queue: str, limit: int, lease: str) -> list[Document]:
         messages = store.machinery_messages
@@ -168,20 +177,37 @@ class MongoConsumer(Consumer):
         if not messages.update_many(taken, hold).matched_count:
             return []
         # With a batch as large as that, nothing is left to be asked for in a second command.
-        return list(messages.find({**taken, "status": int(Status.HELD)}).sort(ORDER).batch_size(limit + 1))
+        return list(
+            messages.find({**taken, "status": int(Status.HELD)}).sort(ORDER).batch_size(limit + 1)
+        )
 
     def _take(self, store: Store, queue: str, limit: int, lease: str) -> bool:
         """The first step of a claim; whether it has taken anything."""
         waits: Document = {"status": int(Status.WAITING), "queue": queue}
-        mine: Document = {"$set": {"status": int(Status.TAKEN), "lease": lease, "session": self.session, "begun": 0}}
+        mine: Document = {
+            "$set": {
+                "status": int(Status.TAKEN),
+                "lease": lease,
+                "session": self.session,
+                "begun": 0,
+            }
+        }
         messages = store.machinery_messages
         if limit == 1:
             return messages.find_one_and_update(waits, mine, {"_id": 1}, sort=ORDER) is not None
         for _ in range(TRIES):
-            ids = [one["_id"] for one in messages.find(waits, {"_id": 1}).sort(ORDER).limit(limit).batch_size(limit)]
+            ids = [
+                one["_id"]
+                for one in messages.find(waits, {"_id": 1})
+                .sort(ORDER)
+                .limit(limit)
+                .batch_size(limit)
+            ]
             if not ids:
                 return False
-            if messages.update_many({"_id": {"$in": ids}, "status": int(Status.WAITING)}, mine).matched_count:
+            if messages.update_many(
+                {"_id": {"$in": ids}, "status": int(Status.WAITING)}, mine
+            ).matched_count:
                 return True
         return False
 
@@ -206,7 +232,9 @@ class MongoConsumer(Consumer):
             gone = self._delete([one.delivery for one in done])
             for index, one in enumerate(disposals):
                 if verdicts[index]:
-                    verdicts[index] = _id(one.delivery) in gone if one.fate is Fate.DONE else self._end(one)
+                    verdicts[index] = (
+                        _id(one.delivery) in gone if one.fate is Fate.DONE else self._end(one)
+                    )
         if any(one.fate is not Fate.DONE for one in disposals):
             self._driver.ring("messages")
         return verdicts
@@ -217,28 +245,47 @@ class MongoConsumer(Consumer):
         ids = {_id(delivery) for delivery in deliveries}
 
         def delete(store: Store) -> set[str]:
-            if store.machinery_messages.bulk_write(writes, ordered=False).deleted_count == len(writes):
+            if store.machinery_messages.bulk_write(writes, ordered=False).deleted_count == len(
+                writes
+            ):
                 return ids
             left = store.machinery_messages.find({"_id": {"$in": list(ids)}}, {"_id": 1})
             return ids - {one["_id"] for one in left}
 
-        return self._driver.run(delete, doing="ending deliveries", away=BrokerUnavailable) if writes else set()
+        return (
+            self._driver.run(delete, doing="ending deliveries", away=BrokerUnavailable)
+            if writes
+            else set()
+        )
 
     def _end(self, disposal: Disposal) -> bool:
         fields = update_at_end(disposal, self._driver.now())
         return self._driver.run(
-            lambda store: store.machinery_messages.update_one(held(disposal.delivery), fields).matched_count > 0,
-            doing="ending deliveries", away=BrokerUnavailable, again=False,
+            lambda store: (
+                store.machinery_messages.update_one(held(disposal.delivery), fields).matched_count
+                > 0
+            ),
+            doing="ending deliveries",
+            away=BrokerUnavailable,
+            again=False,
         )
 
     def _ours(self, deliveries: Iterable[Delivery]) -> dict[str, str]:
         """id → lease of those that this session holds."""
         ids = [_id(delivery) for delivery in deliveries]
         query = {"_id": {"$in": ids}, "session": self.session, "status": int(Status.HELD)}
-        return self._driver.run(
-            lambda store: {one["_id"]: one["lease"] for one in store.machinery_messages.find(query, {"lease": 1})},
-            doing="looking at deliveries", away=BrokerUnavailable,
-        ) if ids else {}
+        return (
+            self._driver.run(
+                lambda store: {
+                    one["_id"]: one["lease"]
+                    for one in store.machinery_messages.find(query, {"lease": 1})
+                },
+                doing="looking at deliveries",
+                away=BrokerUnavailable,
+            )
+            if ids
+            else {}
+        )
 
     def holds(self, deliveries: Sequence[Delivery]) -> list[bool]:
         ours = self._ours(deliveries)
@@ -251,8 +298,11 @@ class MongoConsumer(Consumer):
         # As in Redis: what the last worker may have died of counts from now on wherever this one dies.
         try:
             self._driver.run(
-                lambda store: store.machinery_messages.update_one(held(delivery), {"$set": {"begun": 1}}),
-                doing="beginning a task that came back", away=BrokerUnavailable,
+                lambda store: store.machinery_messages.update_one(
+                    held(delivery), {"$set": {"begun": 1}}
+                ),
+                doing="beginning a task that came back",
+                away=BrokerUnavailable,
             )
         except MachineryError:
             return  # if it kills this worker now, the next death counts
@@ -269,8 +319,12 @@ class MongoConsumer(Consumer):
             self._file.touch()
             beat: Document = {"$inc": {"beats": 1}, "$set": {"beat_at": self._driver.now()}}
             alive = self._driver.run(
-                lambda store: store.machinery_sessions.update_one({"_id": self.session}, beat).matched_count > 0,
-                doing="beating", away=BrokerUnavailable,
+                lambda store: (
+                    store.machinery_sessions.update_one({"_id": self.session}, beat).matched_count
+                    > 0
+                ),
+                doing="beating",
+                away=BrokerUnavailable,
             )
             if alive:
                 return True
@@ -278,7 +332,11 @@ class MongoConsumer(Consumer):
             self._file.end()
             self._start_session()
             # It may have claimed something after it was given up; the others would find that at their next look.
-            self._driver.run(lambda store: release(store, before, ()), doing="giving messages back", away=BrokerUnavailable)
+            self._driver.run(
+                lambda store: release(store, before, ()),
+                doing="giving messages back",
+                away=BrokerUnavailable,
+            )
             return False
 
     def wake(self) -> None:
@@ -303,7 +361,10 @@ class MongoConsumer(Consumer):
 def update_at_end(disposal: Disposal, now: int, **more: object) -> Document:
     """The update of a message that is not done: where it goes from here. `more`: fields that are set besides."""
     parked = disposal.fate is Fate.LATER and disposal.reason != WAITING
-    return {"$set": {**_fields_at_end(disposal, now), **more}, **({"$inc": {"parks": 1}} if parked else {})}
+    return {
+        "$set": {**_fields_at_end(disposal, now), **more},
+        **({"$inc": {"parks": 1}} if parked else {}),
+    }
 
 
 def _fields_at_end(disposal: Disposal, now: int) -> Document:
@@ -312,9 +373,18 @@ def _fields_at_end(disposal: Disposal, now: int) -> Document:
             return {**FREE, "status": int(Status.WAITING)}
         case Fate.LATER:
             due_at = 0 if disposal.eta is None else micros(disposal.eta)
-            return {**FREE, "status": int(Status.DELAYED if due_at > now else Status.WAITING), "due_at": due_at}
+            return {
+                **FREE,
+                "status": int(Status.DELAYED if due_at > now else Status.WAITING),
+                "due_at": due_at,
+            }
         case Fate.DEAD:
-            facts = {"uuid": disposal.uuid, "name": disposal.name, "reason": disposal.reason, "error": disposal.error}
+            facts = {
+                "uuid": disposal.uuid,
+                "name": disposal.name,
+                "reason": disposal.reason,
+                "error": disposal.error,
+            }
             said = {key: printable(value) for key, value in facts.items() if value}
             return {**FREE, "status": int(Status.DEAD), "died_at": now, **said}
 

@@ -1,7 +1,7 @@
 """A message as MongoDB keeps it, and the session that holds it.
 
-    machinery_messages    _id, uuid, name, queue, body, priority, order (its place), status, due_at, parks, strikes, fence,
-                          lease (of which claim), session, begun, sent_at; deed, deed_at; reason, error, died_at
+machinery_messages    _id, uuid, name, queue, body, priority, order (its place), status, due_at, parks, strikes, fence,
+                      lease (of which claim), session, begun, sent_at; deed, deed_at; reason, error, died_at
 """
 
 from __future__ import annotations
@@ -47,42 +47,78 @@ class Receipt(NamedTuple):
 FREE: Document = {"lease": "", "session": "", "begun": 0}
 
 
-def documents_of(messages: Sequence[Message], *, token: str, first: int, now: int) -> list[Document]:
+def documents_of(
+    messages: Sequence[Message], *, token: str, first: int, now: int
+) -> list[Document]:
     """`token` names the put, "" one that is never repeated; `first` is the place of the first message."""
     name = token or secrets.token_hex(12)
     documents: list[Document] = []
     for number, message in enumerate(messages):
         due_at = 0 if message.eta is None else max(0, micros(message.eta))
-        documents.append({
-            "_id": f"{name}.{number}", "uuid": printable(message.uuid), "name": printable(message.name), "queue": message.queue,
-            "body": message.body, "priority": message.priority, "order": first + number,
-            "status": int(Status.DELAYED if due_at > now else Status.WAITING), "due_at": due_at, "parks": message.parks,
-            "strikes": 0, "fence": 0, "lease": "", "session": "", "begun": 0, "sent_at": now, "deed": b"", "deed_at": 0,
-            "reason": "", "error": "", "died_at": 0,
-        })
+        documents.append(
+            {
+                "_id": f"{name}.{number}",
+                "uuid": printable(message.uuid),
+                "name": printable(message.name),
+                "queue": message.queue,
+                "body": message.body,
+                "priority": message.priority,
+                "order": first + number,
+                "status": int(Status.DELAYED if due_at > now else Status.WAITING),
+                "due_at": due_at,
+                "parks": message.parks,
+                "strikes": 0,
+                "fence": 0,
+                "lease": "",
+                "session": "",
+                "begun": 0,
+                "sent_at": now,
+                "deed": b"",
+                "deed_at": 0,
+                "reason": "",
+                "error": "",
+                "died_at": 0,
+            }
+        )
     return documents
 
 
 def message_of(document: Document) -> Message:
     due_at = document["due_at"]
     return Message(
-        uuid=document["uuid"], name=document["name"], queue=document["queue"], body=bytes(document["body"]),
-        eta=moment_of(due_at) if due_at else None, priority=document["priority"], parks=document["parks"],
+        uuid=document["uuid"],
+        name=document["name"],
+        queue=document["queue"],
+        body=bytes(document["body"]),
+        eta=moment_of(due_at) if due_at else None,
+        priority=document["priority"],
+        parks=document["parks"],
     )
 
 
 def delivery_of(document: Document) -> Delivery:
     return Delivery(
-        body=bytes(document["body"]), queue=document["queue"], fence=document["fence"], strikes=document["strikes"],
-        receipt=Receipt(document["_id"], document["lease"], document["uuid"]), parks=document["parks"],
-        priority=document["priority"], sent_at=moment_of(document["sent_at"]),
+        body=bytes(document["body"]),
+        queue=document["queue"],
+        fence=document["fence"],
+        strikes=document["strikes"],
+        receipt=Receipt(document["_id"], document["lease"], document["uuid"]),
+        parks=document["parks"],
+        priority=document["priority"],
+        sent_at=moment_of(document["sent_at"]),
     )
 
 
 def letter_of(document: Document) -> DeadLetter:
     return DeadLetter(
-        id=document["_id"], uuid=document["uuid"], name=document["name"], queue=document["queue"],
-        body=bytes(document["body"]), reason=document["reason"], error=document["error"], strikes=document["strikes"],
+        id=document["_id"],
+        uuid=document["uuid"],
+        name=document["name"],
+        queue=document["queue"],
+        body=bytes(document["body"]),
+        reason=document["reason"],
+        error=document["error"],
+        strikes=document["strikes"],
         died_at=moment_of(document["died_at"]),
     )
 
@@ -111,7 +147,15 @@ def release(store: Store, session: str, began: Collection[int] | None) -> None:
     mine: Document = {"session": session, "status": int(Status.HELD)}
     which: Document = {"begun": 1}
     if began:
-        which = {"_id": {"$in": [one["_id"] for one in messages.find(mine, {"_id": 1}) if mark_of(one["_id"]) in began]}}
+        which = {
+            "_id": {
+                "$in": [
+                    one["_id"]
+                    for one in messages.find(mine, {"_id": 1})
+                    if mark_of(one["_id"]) in began
+                ]
+            }
+        }
     if began is None or began:
         messages.update_many({**mine, **which}, {**back, "$inc": {"strikes": 1}})
     messages.update_many(mine, back)
@@ -126,4 +170,9 @@ def untake(store: Store, which: Document) -> None:
 
 def paused_of(store: Store, queues: Sequence[str]) -> set[str]:
     """Which of these queues are paused."""
-    return {one["_id"] for one in store.machinery_queues.find({"_id": {"$in": list(queues)}, "paused": 1}, {"_id": 1})}
+    return {
+        one["_id"]
+        for one in store.machinery_queues.find(
+            {"_id": {"$in": list(queues)}, "paused": 1}, {"_id": 1}
+        )
+    }

@@ -24,7 +24,15 @@ from machinery_py._drivers.redis_lua import Script, pack, raw
 from machinery_py._drivers.session_files import bury, host_folder
 from machinery_py._drivers.session_info import SessionInfo, decode_info, is_dead
 from machinery_py.brokers import redis_looking, redis_scripts
-from machinery_py.brokers.base import Broker, BrokerFeatures, DeadLetter, Message, QueueStats, WorkerInfo, close_all
+from machinery_py.brokers.base import (
+    Broker,
+    BrokerFeatures,
+    DeadLetter,
+    Message,
+    QueueStats,
+    WorkerInfo,
+    close_all,
+)
 from machinery_py.brokers.redis_consumer import KIND, RedisConsumer, began_by
 from machinery_py.brokers.redis_messages import (
     EMPTY,
@@ -84,7 +92,12 @@ class RedisBroker(Broker):
         rows = [packed(message, queues) for message in messages]
         argument = pack((self.driver.now(), token, queues.keys, rows))
         rung = self.driver.run(
-            redis_scripts.PUT, argument, doing="publishing", away=BrokerUnavailable, again=bool(token), lost=PublishUnknown
+            redis_scripts.PUT,
+            argument,
+            doing="publishing",
+            away=BrokerUnavailable,
+            again=bool(token),
+            lost=PublishUnknown,
         )
         if rung == 0:
             return False
@@ -101,22 +114,36 @@ class RedisBroker(Broker):
         return self.driver.run(script, pack(values), doing=doing, away=BrokerUnavailable)
 
     def _queues(self) -> list[tuple[str, str]]:
-        names = self.driver.ask(b"SMEMBERS", b"mpy:queues", doing="listing queues", away=BrokerUnavailable)
-        return [queue_keys(name) for name in sorted(name.decode(errors="replace") for name in names)]
+        names = self.driver.ask(
+            b"SMEMBERS", b"mpy:queues", doing="listing queues", away=BrokerUnavailable
+        )
+        return [
+            queue_keys(name) for name in sorted(name.decode(errors="replace") for name in names)
+        ]
 
     # House-keeping
 
     def _looked_after(self) -> list[tuple[str, str]]:
         """Our queues, those of suspects, and some others: where no worker is, what is late is late for nobody."""
         self._cursor, names = self.driver.ask(
-            b"SSCAN", b"mpy:queues", self._cursor, b"COUNT", b"%d" % OTHERS, doing="listing queues", away=BrokerUnavailable
+            b"SSCAN",
+            b"mpy:queues",
+            self._cursor,
+            b"COUNT",
+            b"%d" % OTHERS,
+            doing="listing queues",
+            away=BrokerUnavailable,
         )
         others = sorted(name.decode(errors="replace") for name in names)
         return [queue_keys(name) for name in dict.fromkeys([*self._own, *self._doubtful, *others])]
 
     def tend(self) -> float:
         due_in, late, sessions, rung = self._run(
-            redis_scripts.LOOK, self.driver.now(), self._looked_after(), int(self.lease * 1e6), doing="looking after queues"
+            redis_scripts.LOOK,
+            self.driver.now(),
+            self._looked_after(),
+            int(self.lease * 1e6),
+            doing="looking after queues",
         )
         self.driver.unblock(rung)
         self._learn(sessions)
@@ -137,7 +164,9 @@ class RedisBroker(Broker):
         for session, queue in there.items():
             if session not in self._records:
                 key = f"{queue_keys(queue.decode())[1]}b:{session.decode()}".encode()
-                record = self.driver.ask(b"GET", key, doing="looking at a worker", away=BrokerUnavailable)
+                record = self.driver.ask(
+                    b"GET", key, doing="looking at a worker", away=BrokerUnavailable
+                )
                 self._records[session] = _info(record)
             info = self._records.get(session)
             if info is not None and is_dead(info):
@@ -166,8 +195,14 @@ class RedisBroker(Broker):
         """Give back what it held, if it has not beaten since. False: it has, or somebody was faster."""
         began = began_by(session, queues)
         held, rung = self._run(
-            redis_scripts.CONDEMN, self.driver.now(), session, [queue_keys(queue) for queue in queues], beat,
-            False if began is None else began, redis_scripts.GRAVE, doing="giving a dead worker's messages back",
+            redis_scripts.CONDEMN,
+            self.driver.now(),
+            session,
+            [queue_keys(queue) for queue in queues],
+            beat,
+            False if began is None else began,
+            redis_scripts.GRAVE,
+            doing="giving a dead worker's messages back",
         )
         self.driver.unblock(rung)
         return bool(held >= 0)
@@ -176,7 +211,9 @@ class RedisBroker(Broker):
         """Bring what is due in Go's delayed set to its queues, the oldest first; one step, and more for so many seconds."""
         end = time.monotonic() + patience
         while True:
-            bodies = self._run(redis_scripts.DUE, self.driver.now(), MOVE, doing="looking for due messages")
+            bodies = self._run(
+                redis_scripts.DUE, self.driver.now(), MOVE, doing="looking for due messages"
+            )
             if not bodies:
                 return
             try:
@@ -200,19 +237,37 @@ class RedisBroker(Broker):
             check_queue(queue)
             priority = said.Priority if said and 0 <= said.Priority <= 255 else 0
             rows.append((queues.place(queue), priority, 0, EMPTY, 0, raw(body)))
-        self.driver.unblock(self._run(redis_scripts.MOVE, self.driver.now(), queues.keys, rows, doing="moving due messages"))
+        self.driver.unblock(
+            self._run(
+                redis_scripts.MOVE,
+                self.driver.now(),
+                queues.keys,
+                rows,
+                doing="moving due messages",
+            )
+        )
 
     def _bury(self, body: bytes, error: str) -> None:
         """Bring a delayed message whose queue cannot be one to the dead letters of a queue that somebody looks at."""
-        logger.error("a delayed message goes to the dead letters of %r: %s: %s", FIRST_QUEUE, REASON, error)
-        self._run(redis_scripts.BURY, self.driver.now(), queue_keys(FIRST_QUEUE), raw(body), head_of("", "", REASON, error),
-                  doing="burying a delayed message")
+        logger.error(
+            "a delayed message goes to the dead letters of %r: %s: %s", FIRST_QUEUE, REASON, error
+        )
+        self._run(
+            redis_scripts.BURY,
+            self.driver.now(),
+            queue_keys(FIRST_QUEUE),
+            raw(body),
+            head_of("", "", REASON, error),
+            doing="burying a delayed message",
+        )
 
     # Looking
 
     def pending(self, queue: str, limit: int) -> list[Message]:
         self._move_due()
-        rows = _pending(self._run(redis_looking.PENDING, queue_keys(queue), limit, doing="listing a queue"))
+        rows = _pending(
+            self._run(redis_looking.PENDING, queue_keys(queue), limit, doing="listing a queue")
+        )
         found: list[Message] = []
         for priority, note, body in rows:
             parks, label = noted(note) if note else (0, b"")
@@ -220,7 +275,9 @@ class RedisBroker(Broker):
         return found
 
     def delayed(self, limit: int) -> list[Message]:
-        rows = _late(self._run(redis_looking.LATE, self._queues(), limit, doing="listing delayed messages"))
+        rows = _late(
+            self._run(redis_looking.LATE, self._queues(), limit, doing="listing delayed messages")
+        )
         found: list[tuple[int, Message]] = []
         for queue, due, member in rows:
             if queue:
@@ -231,7 +288,10 @@ class RedisBroker(Broker):
             else:
                 said = known(member)
                 message = message_of(
-                    member, queue=said.RoutingKey if said else "", priority=said.Priority if said else 0, due=due
+                    member,
+                    queue=said.RoutingKey if said else "",
+                    priority=said.Priority if said else 0,
+                    due=due,
                 )
             found.append((due, message))
         found.sort(key=lambda one: one[0])
@@ -240,20 +300,33 @@ class RedisBroker(Broker):
     def stats(self) -> list[QueueStats]:
         self._move_due()
         queues = self._queues()
-        lines, rung = self._run(redis_looking.STATS, self.driver.now(), queues, doing="counting messages")
+        lines, rung = self._run(
+            redis_looking.STATS, self.driver.now(), queues, doing="counting messages"
+        )
         self.driver.unblock(rung)
         late = self._late_by_queue()
         return [
-            QueueStats(queue=queue, waiting=waiting, running=running, delayed=parked + late[queue], dead=dead,
-                       oldest_at=moment_of(int(oldest)) if oldest else None, paused=bool(paused))
-            for (queue, _), (waiting, running, parked, dead, oldest, paused) in zip(queues, lines, strict=True)
+            QueueStats(
+                queue=queue,
+                waiting=waiting,
+                running=running,
+                delayed=parked + late[queue],
+                dead=dead,
+                oldest_at=moment_of(int(oldest)) if oldest else None,
+                paused=bool(paused),
+            )
+            for (queue, _), (waiting, running, parked, dead, oldest, paused) in zip(
+                queues, lines, strict=True
+            )
         ]
 
     def _late_by_queue(self) -> collections.Counter[str]:
         """How many messages in Go's delayed set there are for each queue. In steps: a million at once would stop the server."""
         counts: collections.Counter[str] = collections.Counter()
         for start in itertools.count(0, COUNT):
-            looked, names = self._run(redis_looking.LATE_NAMES, start, COUNT, doing="counting delayed messages")
+            looked, names = self._run(
+                redis_looking.LATE_NAMES, start, COUNT, doing="counting delayed messages"
+            )
             for name, count in names:
                 counts[_unquoted(name)] += count
             if looked < COUNT:
@@ -271,8 +344,14 @@ class RedisBroker(Broker):
                     continue
                 already = found[session].holding if session in found else 0
                 found[session] = WorkerInfo(
-                    session=session.decode(), name=info.name, host=info.host, pid=info.pid, queues=info.queues,
-                    started_at=moment_of(info.started_at), beat_at=moment_of(int(beat)), holding=holding + already,
+                    session=session.decode(),
+                    name=info.name,
+                    host=info.host,
+                    pid=info.pid,
+                    queues=info.queues,
+                    started_at=moment_of(info.started_at),
+                    beat_at=moment_of(int(beat)),
+                    holding=holding + already,
                 )
         return list(found.values())
 
@@ -280,40 +359,80 @@ class RedisBroker(Broker):
         ours: list[msgspec.Raw] = []
         for start in itertools.count(0, COUNT):
             place = b"%d" % start, b"%d" % (start + COUNT - 1)
-            members = self.driver.ask(b"ZREVRANGE", self.driver.limits.delayed_key.encode(), *place, doing="purging a queue",
-                                      away=BrokerUnavailable)
-            ours += [raw(member) for member in members if (said := known(member)) is not None and said.RoutingKey == queue]
+            members = self.driver.ask(
+                b"ZREVRANGE",
+                self.driver.limits.delayed_key.encode(),
+                *place,
+                doing="purging a queue",
+                away=BrokerUnavailable,
+            )
+            ours += [
+                raw(member)
+                for member in members
+                if (said := known(member)) is not None and said.RoutingKey == queue
+            ]
             if len(members) < COUNT:
                 break
         steps = [ours[start : start + COUNT] for start in range(0, len(ours), COUNT)] or [[]]
-        return sum(int(self._run(redis_looking.PURGE, queue_keys(queue), step, doing="purging a queue")) for step in steps)
+        return sum(
+            int(self._run(redis_looking.PURGE, queue_keys(queue), step, doing="purging a queue"))
+            for step in steps
+        )
 
     def pause(self, queue: str) -> None:
-        self.driver.unblock(self._run(redis_looking.PAUSE, queue_keys(queue), doing="pausing a queue"))
+        self.driver.unblock(
+            self._run(redis_looking.PAUSE, queue_keys(queue), doing="pausing a queue")
+        )
 
     def resume(self, queue: str) -> None:
-        self.driver.unblock(self._run(redis_looking.RESUME, queue_keys(queue), doing="resuming a queue"))
+        self.driver.unblock(
+            self._run(redis_looking.RESUME, queue_keys(queue), doing="resuming a queue")
+        )
 
     def dead_letters(self, *, limit: int, queue: str = "") -> list[DeadLetter]:
         queues = [queue_keys(queue)] if queue else self._queues()
         found = self._run(redis_looking.DEAD, queues, limit, doing="listing dead letters")
         letters = [
             letter_of(number.decode(), name, raw)
-            for (name, _), line in zip(queues, found, strict=True) for number, raw in line if raw
+            for (name, _), line in zip(queues, found, strict=True)
+            for number, raw in line
+            if raw
         ]
-        letters.sort(key=lambda letter: (letter.died_at, int(letter.id.partition("@")[0])), reverse=True)
+        letters.sort(
+            key=lambda letter: (letter.died_at, int(letter.id.partition("@")[0])), reverse=True
+        )
         return letters[:limit]
 
     def bury(self, message: Message, *, queue: str, reason: str, error: str) -> None:
-        self._run(redis_looking.BURY, self.driver.now(), queue_keys(queue), head_of(message.uuid, message.name, reason, error),
-                  raw(label_of(message)), raw(message.body), doing="burying a message")
+        self._run(
+            redis_looking.BURY,
+            self.driver.now(),
+            queue_keys(queue),
+            head_of(message.uuid, message.name, reason, error),
+            raw(label_of(message)),
+            raw(message.body),
+            doing="burying a message",
+        )
 
     def take_dead(self, ids: Sequence[str]) -> list[DeadLetter]:
-        places = [(number, queue) for number, at, queue in (id.partition("@") for id in dict.fromkeys(ids)) if at and queue]
+        places = [
+            (number, queue)
+            for number, at, queue in (id.partition("@") for id in dict.fromkeys(ids))
+            if at and queue
+        ]
         argument = pack(([(queue_keys(queue), number) for number, queue in places],))
-        found = self.driver.run(redis_looking.TAKE_DEAD, argument, doing="taking dead letters", away=BrokerUnavailable,
-                                again=False)
-        return [letter_of(number, queue, raw) for (number, queue), raw in zip(places, found, strict=True) if raw]
+        found = self.driver.run(
+            redis_looking.TAKE_DEAD,
+            argument,
+            doing="taking dead letters",
+            away=BrokerUnavailable,
+            again=False,
+        )
+        return [
+            letter_of(number, queue, raw)
+            for (number, queue), raw in zip(places, found, strict=True)
+            if raw
+        ]
 
     def concerns(self) -> list[Concern]:
         return self.driver.concerns()

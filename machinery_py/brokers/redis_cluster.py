@@ -25,7 +25,15 @@ from machinery_py._drivers.redis_lua import PRELUDE, Script, pack, raw
 from machinery_py._drivers.redis_pool import DELAYED, with_delayed_key
 from machinery_py._drivers.redis_slots import QUEUES, slot_of
 from machinery_py._drivers.redis_tries import command_at, script_at
-from machinery_py.brokers.base import Broker, BrokerFeatures, DeadLetter, Message, QueueStats, WorkerInfo, close_all
+from machinery_py.brokers.base import (
+    Broker,
+    BrokerFeatures,
+    DeadLetter,
+    Message,
+    QueueStats,
+    WorkerInfo,
+    close_all,
+)
 from machinery_py.brokers.redis import FIRST_QUEUE, LEASE, MOVE, OTHERS, RedisBroker
 from machinery_py.brokers.redis_cluster_consumer import ClusterConsumer
 from machinery_py.brokers.redis_lua import LIBRARY
@@ -36,28 +44,38 @@ from machinery_py.errors import BrokerUnavailable, NameRefused, PublishRefused, 
 from machinery_py.names import queue_problem
 from machinery_py.texts import get_logger
 
-MOVE_WITHIN = 300_000_000  # µs between the look at Go's set and the move; the servers' clocks differ by less
+MOVE_WITHIN = (
+    300_000_000  # µs between the look at Go's set and the move; the servers' clocks differ by less
+)
 MOVE_LIFE = 1800  # seconds that a name is remembered under which a message was put once
 FOR_EVER = 2**53  # µs
 
 # In: now, limit. Out: now; (body, score) of what is due in Go's set, the first due first; µs until the next one is (-1).
-_DUE = Script(PRELUDE + rf"""
+_DUE = Script(
+    PRELUDE
+    + rf"""
 local now, key, found = now_of(unpacked[1]), '{DELAYED}', {{}}
 local rows = redis.call('ZRANGEBYSCORE', key, '-inf', int(now) .. '000', 'WITHSCORES', 'LIMIT', 0, unpacked[2])
 for i = 1, #rows, 2 do found[#found + 1] = {{rows[i], rows[i + 1]}} end
 local first = redis.call('ZRANGE', key, 0, 0, 'WITHSCORES')
 return {{int(now), found, first[2] and math.max(0, math.floor(tonumber(first[2]) / 1000 - now)) or -1}}
-""")
+"""
+)
 
 # In: (body, score). Out: nothing. A member whose score has changed was put there anew.
-_GONE = Script(PRELUDE + rf"""
+_GONE = Script(
+    PRELUDE
+    + rf"""
 for _, one in ipairs(unpacked[1]) do
   if redis.call('ZSCORE', '{DELAYED}', one[1]) == one[2] then redis.call('ZREM', '{DELAYED}', one[1]) end
 end
-""")
+"""
+)
 
 # In: now, queue, (name of the move, message) of each, until when in µs. Out: 0 if it is too late, else connections to be woken.
-_TAKE_IN = Script(LIBRARY + rf"""
+_TAKE_IN = Script(
+    LIBRARY
+    + rf"""
 local text, q, moves, latest = unpack(unpacked)
 local now, rung, messages = now_of(text), {{}}, {{}}
 if now > latest then return 0 end
@@ -67,7 +85,8 @@ for _, one in ipairs(moves) do
 end
 put({{q}}, messages, now, rung)
 return rung
-""")
+"""
+)
 
 _Move = tuple[str, Packed]
 
@@ -88,7 +107,14 @@ class QueueBroker(RedisBroker):
 
     def take_in(self, moves: Sequence[_Move], latest: int) -> bool:
         """Put each message whose name was not used before. False: it is too late for it, and nothing was done."""
-        rung = self._run(_TAKE_IN, self.driver.now(), queue_keys(self.queue), moves, latest, doing="moving due messages")
+        rung = self._run(
+            _TAKE_IN,
+            self.driver.now(),
+            queue_keys(self.queue),
+            moves,
+            latest,
+            doing="moving due messages",
+        )
         if rung == 0:
             return False
         self.driver.unblock(rung)
@@ -135,9 +161,14 @@ class ClusterBroker(Broker):
         broker = self._brokers.get(queue)
         if broker is None:
             if not is_usable(queue):
-                raise NameRefused(f"queue {queue!r}: its keys would be in several slots of a Redis Cluster (expected a name "
-                                  "without braces, or with one {…} in it)", queue)
-            broker = QueueBroker(self.cluster.at(queue_keys(queue)[1].encode()), queue, lease=self.lease)
+                raise NameRefused(
+                    f"queue {queue!r}: its keys would be in several slots of a Redis Cluster (expected a name "
+                    "without braces, or with one {…} in it)",
+                    queue,
+                )
+            broker = QueueBroker(
+                self.cluster.at(queue_keys(queue)[1].encode()), queue, lease=self.lease
+            )
             self._brokers[queue] = broker
         return broker
 
@@ -145,12 +176,18 @@ class ClusterBroker(Broker):
         """Before anything else is written: a queue that nobody knows would not be looked after."""
         new = [queue for queue in dict.fromkeys(queues) if not self._of(queue).is_known]
         if new:
-            self.cluster.ask([command_at(b"SADD", QUEUES, *map(str.encode, new))], doing="naming queues", away=BrokerUnavailable)
+            self.cluster.ask(
+                [command_at(b"SADD", QUEUES, *map(str.encode, new))],
+                doing="naming queues",
+                away=BrokerUnavailable,
+            )
             for queue in new:
                 self._of(queue).is_known = True
 
     def _all(self) -> list[QueueBroker]:
-        (names,) = self.cluster.ask([command_at(b"SMEMBERS", QUEUES)], doing="listing queues", away=BrokerUnavailable)
+        (names,) = self.cluster.ask(
+            [command_at(b"SMEMBERS", QUEUES)], doing="listing queues", away=BrokerUnavailable
+        )
         return [self._of(name) for name in sorted(name.decode(errors="replace") for name in names)]
 
     def put(self, messages: Sequence[Message], *, token: str) -> bool:
@@ -165,7 +202,9 @@ class ClusterBroker(Broker):
             except (BrokerUnavailable, PublishRefused) as error:
                 if done == 0:
                     raise
-                unknown = PublishUnknown(f"{done} of {len(parts)} queues have their messages; queue {queue!r}: {error}")
+                unknown = PublishUnknown(
+                    f"{done} of {len(parts)} queues have their messages; queue {queue!r}: {error}"
+                )
                 unknown.permanent = error.permanent
                 raise unknown from error
         return new
@@ -198,7 +237,9 @@ class ClusterBroker(Broker):
     def _looked_after(self) -> list[QueueBroker]:
         """As RedisBroker's. Each costs a round trip."""
         ((self._cursor, names),) = self.cluster.ask(
-            [command_at(b"SSCAN", QUEUES, self._cursor, b"COUNT", b"%d" % OTHERS)], doing="listing queues", away=BrokerUnavailable
+            [command_at(b"SSCAN", QUEUES, self._cursor, b"COUNT", b"%d" % OTHERS)],
+            doing="listing queues",
+            away=BrokerUnavailable,
         )
         others = sorted(name.decode(errors="replace") for name in names)
         doubtful = [queue for queue, broker in list(self._brokers.items()) if broker.has_suspects]
@@ -224,7 +265,9 @@ class ClusterBroker(Broker):
         """
         interval = self.lease / 4
         while True:
-            now, due, due_in = self._go(_DUE, self.cluster.now(), MOVE, doing="looking for due messages")
+            now, due, due_in = self._go(
+                _DUE, self.cluster.now(), MOVE, doing="looking for due messages"
+            )
             if not due:
                 return interval if due_in < 0 else min(interval, max(due_in / 1e6, 0.01))
             parts: dict[str, list[tuple[_Move, tuple[bytes, bytes]]]] = {}
@@ -232,11 +275,17 @@ class ClusterBroker(Broker):
                 said = known(body)
                 priority = said.Priority if said and 0 <= said.Priority <= 255 else 0
                 move = (name_of_move(body, score), (0, priority, 0, EMPTY, 0, raw(body)))
-                parts.setdefault(self._place(said.RoutingKey if said else ""), []).append((move, (body, score)))
+                parts.setdefault(self._place(said.RoutingKey if said else ""), []).append(
+                    (move, (body, score))
+                )
             self._register(list(parts))
             for queue, moves in parts.items():
                 if self._take_in(queue, [move for move, _ in moves], int(now) + MOVE_WITHIN):
-                    self._go(_GONE, [(raw(body), raw(score)) for _, (body, score) in moves], doing="moving due messages")
+                    self._go(
+                        _GONE,
+                        [(raw(body), raw(score)) for _, (body, score) in moves],
+                        doing="moving due messages",
+                    )
 
     def _take_in(self, queue: str, moves: Sequence[_Move], latest: int) -> bool:
         """As QueueBroker.take_in; what a spoilt queue cannot take comes to that of messages that name none."""
@@ -250,16 +299,23 @@ class ClusterBroker(Broker):
 
     def _go(self, script: Script, *values: object, doing: str) -> Any:
         script = with_delayed_key(script, self.cluster.limits.delayed_key)
-        return self.cluster.ask([script_at(self._go_slot, script, pack(values))], doing=doing, away=BrokerUnavailable)[0]
+        return self.cluster.ask(
+            [script_at(self._go_slot, script, pack(values))], doing=doing, away=BrokerUnavailable
+        )[0]
 
     def _place(self, routing_key: str) -> str:
         """The queue of a message of Go's; one that says none, or one that cannot be, comes where somebody will bury it."""
-        return routing_key if not queue_problem(routing_key) and is_usable(routing_key) else FIRST_QUEUE
+        return (
+            routing_key
+            if not queue_problem(routing_key) and is_usable(routing_key)
+            else FIRST_QUEUE
+        )
 
     def _theirs(self) -> list[tuple[int, Message]]:
         """What is in Go's set, with the moment at which it is due, in µs."""
         (rows,) = self.cluster.ask(
-            [command_at(b"ZRANGE", self._go_key, b"0", b"-1", b"WITHSCORES")], doing="listing delayed messages",
+            [command_at(b"ZRANGE", self._go_key, b"0", b"-1", b"WITHSCORES")],
+            doing="listing delayed messages",
             away=BrokerUnavailable,
         )
         found: list[tuple[int, Message]] = []
@@ -277,7 +333,11 @@ class ClusterBroker(Broker):
 
     def delayed(self, limit: int) -> list[Message]:
         found = [(moment_of(due), message) for due, message in self._theirs()]
-        found += [(message.eta or moment_of(0), message) for broker in self._all() for message in broker.delayed(limit)]
+        found += [
+            (message.eta or moment_of(0), message)
+            for broker in self._all()
+            for message in broker.delayed(limit)
+        ]
         found.sort(key=lambda one: one[0])
         return [message for _, message in found[:limit]]
 
@@ -287,7 +347,9 @@ class ClusterBroker(Broker):
         found: list[QueueStats] = []
         for broker in self._all():
             for one in broker.stats():
-                found.append(msgspec.structs.replace(one, delayed=one.delayed + late.count(one.queue)))
+                found.append(
+                    msgspec.structs.replace(one, delayed=one.delayed + late.count(one.queue))
+                )
         return found
 
     def workers(self) -> list[WorkerInfo]:
@@ -296,20 +358,33 @@ class ClusterBroker(Broker):
             before = found.get(one.session)
             holding = one.holding + (before.holding if before else 0)
             found[one.session] = WorkerInfo(
-                session=one.session, name=one.name, host=one.host, pid=one.pid, queues=one.queues, started_at=one.started_at,
-                beat_at=max(one.beat_at, before.beat_at) if before else one.beat_at, holding=holding,
+                session=one.session,
+                name=one.name,
+                host=one.host,
+                pid=one.pid,
+                queues=one.queues,
+                started_at=one.started_at,
+                beat_at=max(one.beat_at, before.beat_at) if before else one.beat_at,
+                holding=holding,
             )
         return list(found.values())
 
     def purge(self, queue: str) -> int:
         (rows,) = self.cluster.ask(
-            [command_at(b"ZRANGE", self._go_key, b"0", b"-1")], doing="purging a queue", away=BrokerUnavailable
+            [command_at(b"ZRANGE", self._go_key, b"0", b"-1")],
+            doing="purging a queue",
+            away=BrokerUnavailable,
         )
-        theirs = [body for body in rows if (said := known(body)) is not None and said.RoutingKey == queue]
+        theirs = [
+            body for body in rows if (said := known(body)) is not None and said.RoutingKey == queue
+        ]
         gone = 0
         if theirs:
-            (gone,) = self.cluster.ask([command_at(b"ZREM", self._go_key, *theirs)], doing="purging a queue",
-                                       away=BrokerUnavailable)
+            (gone,) = self.cluster.ask(
+                [command_at(b"ZREM", self._go_key, *theirs)],
+                doing="purging a queue",
+                away=BrokerUnavailable,
+            )
         return int(gone) + self._of(queue).purge(queue)
 
     def pause(self, queue: str) -> None:
@@ -321,7 +396,8 @@ class ClusterBroker(Broker):
 
     def dead_letters(self, *, limit: int, queue: str = "") -> list[DeadLetter]:
         letters = [
-            letter for broker in ([self._of(queue)] if queue else self._all())
+            letter
+            for broker in ([self._of(queue)] if queue else self._all())
             for letter in broker.dead_letters(limit=limit, queue=broker.queue)
         ]
         letters.sort(key=lambda letter: letter.died_at, reverse=True)
@@ -332,7 +408,12 @@ class ClusterBroker(Broker):
 
     def take_dead(self, ids: Sequence[str]) -> list[DeadLetter]:
         queues = {id: id.partition("@")[2] for id in ids}
-        return [letter for id, queue in queues.items() if is_usable(queue) for letter in self._of(queue).take_dead([id])]
+        return [
+            letter
+            for id, queue in queues.items()
+            if is_usable(queue)
+            for letter in self._of(queue).take_dead([id])
+        ]
 
     def concerns(self) -> list[Concern]:
         return self.cluster.concerns()

@@ -71,7 +71,11 @@ class _Part(RedisConsumer):
 
     def _sleeper(self, link: Link) -> tuple[str, bool]:
         owner = self._owner
-        return (owner.sleeper, owner.bed is not self) if owner.bed is not None else super()._sleeper(link)
+        return (
+            (owner.sleeper, owner.bed is not self)
+            if owner.bed is not None
+            else super()._sleeper(link)
+        )
 
     def _claim(
         self, limit: int, queues: Sequence[str], *, sleep: float, will_sleep: bool
@@ -123,10 +127,14 @@ class _Part(RedisConsumer):
         if self.failure is not None and time.monotonic() < self._look_at:
             return []
         try:
-            deliveries, self.due_in = self._claim(limit, self._queues, sleep=0.0, will_sleep=will_sleep)
+            deliveries, self.due_in = self._claim(
+                limit, self._queues, sleep=0.0, will_sleep=will_sleep
+            )
             if not deliveries and self.due_in <= 0.0:
                 self._move_due(0.0)
-                deliveries, due_in = self._claim(limit, self._queues, sleep=0.0, will_sleep=will_sleep)
+                deliveries, due_in = self._claim(
+                    limit, self._queues, sleep=0.0, will_sleep=will_sleep
+                )
                 self.due_in = max(due_in, 0.01)  # another mover is at it
         except BrokerUnavailable as error:
             if self.failure is None:
@@ -142,7 +150,9 @@ class _Part(RedisConsumer):
         return deliveries
 
     def nap(self, limit: int, seconds: float) -> list[Delivery]:
-        return self._claim(limit, self._queues, sleep=min(seconds, self._block), will_sleep=False)[0]
+        return self._claim(limit, self._queues, sleep=min(seconds, self._block), will_sleep=False)[
+            0
+        ]
 
 
 class ClusterConsumer(Consumer):
@@ -184,7 +194,9 @@ class ClusterConsumer(Consumer):
                 bed = self._lie_down()
                 found = self._look(limit, parts, will_sleep=True)
                 if not found and not self._woken and bed is self._choose_bed():
-                    found = bed.nap(limit, min(left, *(part.due_in for part in parts if part.failure is None)))
+                    found = bed.nap(
+                        limit, min(left, *(part.due_in for part in parts if part.failure is None))
+                    )
         finally:
             self._get_up()
         self._woken = False
@@ -192,7 +204,9 @@ class ClusterConsumer(Consumer):
             part.settle_down()
         return found
 
-    def _look(self, limit: int, parts: Sequence[_Part], *, will_sleep: bool = False) -> list[Delivery]:
+    def _look(
+        self, limit: int, parts: Sequence[_Part], *, will_sleep: bool = False
+    ) -> list[Delivery]:
         """Claim at each queue whose node is there.
 
         Raises:
@@ -226,10 +240,17 @@ class ClusterConsumer(Consumer):
         """Nobody needs to wake it any more; a number that stayed would be rung in the place of another's."""
         if self.bed is None:
             return
-        requests = [request for part in self._parts for request in part.get_up(self.sleeper) if part.failure is None]
+        requests = [
+            request
+            for part in self._parts
+            for request in part.get_up(self.sleeper)
+            if part.failure is None
+        ]
         self.bed = None
         try:
-            self._parts[0].driver.cluster.ask(requests, doing="getting up", away=BrokerUnavailable, patience=0.0)
+            self._parts[0].driver.cluster.ask(
+                requests, doing="getting up", away=BrokerUnavailable, patience=0.0
+            )
         except MachineryError:
             pass  # somebody rings in vain, and whoever sleeps there looks again within BLOCK
 
@@ -240,8 +261,12 @@ class ClusterConsumer(Consumer):
         """As the base class; queue by queue, each in one step."""
         ours = [False] * len(disposals)
         for part in self._parts:
-            places = [index for index, one in enumerate(disposals) if self._part_of(one.delivery) is part]
-            for index, mine in zip(places, part.dispose([disposals[index] for index in places]), strict=True):
+            places = [
+                index for index, one in enumerate(disposals) if self._part_of(one.delivery) is part
+            ]
+            for index, mine in zip(
+                places, part.dispose([disposals[index] for index in places]), strict=True
+            ):
                 ours[index] = mine
         return ours
 
@@ -249,7 +274,9 @@ class ClusterConsumer(Consumer):
         ours = [False] * len(deliveries)
         for part in self._parts:
             places = [index for index, one in enumerate(deliveries) if self._part_of(one) is part]
-            for index, mine in zip(places, part.holds([deliveries[index] for index in places]), strict=True):
+            for index, mine in zip(
+                places, part.holds([deliveries[index] for index in places]), strict=True
+            ):
                 ours[index] = mine
         return ours
 
@@ -265,8 +292,12 @@ class ClusterConsumer(Consumer):
         self.file.touch()
         # All in one round trip, and soon: a node that is away must not keep the queues of others from hearing of us.
         cluster = self._parts[0].driver.cluster
-        registered = cluster.ask([part.beat_request() for part in self._parts], doing="beating", away=BrokerUnavailable,
-                                 patience=self._patience)
+        registered = cluster.ask(
+            [part.beat_request() for part in self._parts],
+            doing="beating",
+            away=BrokerUnavailable,
+            patience=self._patience,
+        )
         if all(registered) and not self._restarting:
             return True
         # Given up in one queue is given up in all: a session that is over changes nothing any more.

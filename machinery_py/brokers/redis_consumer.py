@@ -46,12 +46,19 @@ class RedisConsumer(Consumer):
     session = ""
 
     def __init__(
-        self, driver: RedisDriver, queues: tuple[str, ...], *, worker: str, move_due: Callable[[float], object]
+        self,
+        driver: RedisDriver,
+        queues: tuple[str, ...],
+        *,
+        worker: str,
+        move_due: Callable[[float], object],
     ) -> None:
         self._driver = driver
         self._queues = tuple(dict.fromkeys(queues))
         self._keys = [queue_keys(queue) for queue in self._queues]
-        self._bed: tuple[str, str] | None = None  # the queue that it sleeps at, as the last claim said
+        self._bed: tuple[str, str] | None = (
+            None  # the queue that it sleeps at, as the last claim said
+        )
         self._places = {queue: index for index, queue in enumerate(self._queues)}
         self._marks = {queue: mark_of(queue) for queue in self._queues}
         self._worker = printable(worker)
@@ -72,11 +79,18 @@ class RedisConsumer(Consumer):
         file = self._new_file()
         session = file.key
         info = SessionInfo(
-            name=self._worker, host=socket.gethostname(), place=place(), pid=os.getpid(), pid_started=started(os.getpid()),
-            queues=self._listed(), started_at=micros(self._driver.clock.now()),
+            name=self._worker,
+            host=socket.gethostname(),
+            place=place(),
+            pid=os.getpid(),
+            pid_started=started(os.getpid()),
+            queues=self._listed(),
+            started_at=micros(self._driver.clock.now()),
         )
         argument = pack((self._driver.now(), session, raw(encode_info(info)), self._keys))
-        self._driver.run(redis_scripts.REGISTER, argument, doing="registering a worker", away=BrokerUnavailable)
+        self._driver.run(
+            redis_scripts.REGISTER, argument, doing="registering a worker", away=BrokerUnavailable
+        )
         self.session, self._file = session, file
 
     def _new_file(self) -> SessionFile:
@@ -111,7 +125,9 @@ class RedisConsumer(Consumer):
                     continue
                 due_in = max(due_in, 0.01)  # another mover is at it
                 continue
-            deliveries, due_in = self._claim(limit, queues, sleep=min(left, due_in, self._block), will_sleep=left > self._block)
+            deliveries, due_in = self._claim(
+                limit, queues, sleep=min(left, due_in, self._block), will_sleep=left > self._block
+            )
         if deliveries and due_in <= 0.0:
             try:
                 self._move_due(0.0)
@@ -132,8 +148,20 @@ class RedisConsumer(Consumer):
         try:
             link = self._open_link()
             sleeper, is_apart = self._sleeper(link)
-            argument = pack((self._driver.now(), session, keys, limit, claim, [number for number, _ in self._lost],
-                             sleeper, will_sleep or bool(sleep), self._noted, is_apart))
+            argument = pack(
+                (
+                    self._driver.now(),
+                    session,
+                    keys,
+                    limit,
+                    claim,
+                    [number for number, _ in self._lost],
+                    sleeper,
+                    will_sleep or bool(sleep),
+                    self._noted,
+                    is_apart,
+                )
+            )
             self._noted = True  # until the reply says that it is not
             reply = self._ask(link, argument, sleep)
         except MachineryError:
@@ -168,11 +196,19 @@ class RedisConsumer(Consumer):
             if self._woken:
                 link.send(packet)
             else:
-                link.send(command(b"BLMOVE", source, arrivals, b"LEFT", b"RIGHT", b"%.3f" % max(sleep, 0.001)) + packet)
+                link.send(
+                    command(
+                        b"BLMOVE", source, arrivals, b"LEFT", b"RIGHT", b"%.3f" % max(sleep, 0.001)
+                    )
+                    + packet
+                )
                 try:
                     link.read()
                 except Exception as error:
-                    if kind_of(str(error)) not in (Kind.FULL, Kind.TYPE):  # the claim behind it says what is wrong
+                    if kind_of(str(error)) not in (
+                        Kind.FULL,
+                        Kind.TYPE,
+                    ):  # the claim behind it says what is wrong
                         raise
         finally:
             self._asleep = b""
@@ -184,7 +220,9 @@ class RedisConsumer(Consumer):
             self._link.close()
             self._link = None
         if self._link is None:
-            link = self._driver.open(timeout=self._block + min(LINK_TIMEOUT, self._driver.limits.read))
+            link = self._driver.open(
+                timeout=self._block + min(LINK_TIMEOUT, self._driver.limits.read)
+            )
             link.number = b"%d" % link.ask(b"CLIENT", b"ID")
             self._link = link
         return self._link
@@ -197,12 +235,23 @@ class RedisConsumer(Consumer):
         self._driver.fail(error, doing="claiming messages", away=BrokerUnavailable)
 
     def _deliveries(self, session: str, queues: Sequence[str], blob: bytes) -> list[Delivery]:
-        return [
-            Delivery(body=body, queue=queues[index], receipt=f"{session}.{number}", fence=fence, strikes=strikes, parks=parks,
-                     priority=priority)
-            for index, first, fence, strikes, parks, priority, bodies in _claimed(blob)
-            for number, body in enumerate(bodies, first)
-        ] if len(blob) > 5 else []
+        return (
+            [
+                Delivery(
+                    body=body,
+                    queue=queues[index],
+                    receipt=f"{session}.{number}",
+                    fence=fence,
+                    strikes=strikes,
+                    parks=parks,
+                    priority=priority,
+                )
+                for index, first, fence, strikes, parks, priority, bodies in _claimed(blob)
+                for number, body in enumerate(bodies, first)
+            ]
+            if len(blob) > 5
+            else []
+        )
 
     # Ending deliveries
 
@@ -223,7 +272,11 @@ class RedisConsumer(Consumer):
         rows = [(*self.place_of(one.delivery), *end_of(one)) for one in disposals]
         argument = pack((self._driver.now(), self.session, self._keys, rows))
         letters, rung = self._driver.run(
-            redis_scripts.DISPOSE, argument, doing="ending deliveries", away=BrokerUnavailable, again=False
+            redis_scripts.DISPOSE,
+            argument,
+            doing="ending deliveries",
+            away=BrokerUnavailable,
+            again=False,
         )
         self._driver.unblock(rung)
         return [letter == 115 for letter in letters]
@@ -232,10 +285,15 @@ class RedisConsumer(Consumer):
         if not deliveries:
             return []
         places = [self.place_of(delivery) for delivery in deliveries]
-        argument = pack((self.session, [(self._keys[index][1], number) for index, number in places]))
-        return [bool(one) for one in self._driver.run(
-            redis_scripts.HOLDS, argument, doing="looking at deliveries", away=BrokerUnavailable
-        )]
+        argument = pack(
+            (self.session, [(self._keys[index][1], number) for index, number in places])
+        )
+        return [
+            bool(one)
+            for one in self._driver.run(
+                redis_scripts.HOLDS, argument, doing="looking at deliveries", away=BrokerUnavailable
+            )
+        ]
 
     def run_begins(self, delivery: Delivery) -> None:
         index, number = self.place_of(delivery)
@@ -246,7 +304,12 @@ class RedisConsumer(Consumer):
         # It may be what the last worker died of, and nobody could see it. Noted in Redis too it counts wherever this one dies.
         argument = pack((self.session, self._keys[index][1], number))
         try:
-            self._driver.run(redis_scripts.BEGIN, argument, doing="beginning a task that came back", away=BrokerUnavailable)
+            self._driver.run(
+                redis_scripts.BEGIN,
+                argument,
+                doing="beginning a task that came back",
+                away=BrokerUnavailable,
+            )
         except MachineryError:
             return  # if it kills this worker now, the next death counts
 
@@ -263,7 +326,9 @@ class RedisConsumer(Consumer):
         with self._starting:
             self._file.touch()
             argument = pack((self._driver.now(), self.session, self._keys))
-            if self._driver.run(redis_scripts.BEAT, argument, doing="beating", away=BrokerUnavailable):
+            if self._driver.run(
+                redis_scripts.BEAT, argument, doing="beating", away=BrokerUnavailable
+            ):
                 return True
             self._give_up(redis_scripts.GRAVE)
             self._start_session()
@@ -293,8 +358,12 @@ class RedisConsumer(Consumer):
 
     def _give_up(self, grave: int) -> None:
         """Leave the registries; what is still held goes back."""
-        argument = pack((self._driver.now(), self.session, self._keys, "", [()] * len(self._keys), grave))
-        _, rung = self._driver.run(redis_scripts.CONDEMN, argument, doing="giving messages back", away=BrokerUnavailable)
+        argument = pack(
+            (self._driver.now(), self.session, self._keys, "", [()] * len(self._keys), grave)
+        )
+        _, rung = self._driver.run(
+            redis_scripts.CONDEMN, argument, doing="giving messages back", away=BrokerUnavailable
+        )
         self._driver.unblock(rung)
         self._file.end()
 
@@ -309,7 +378,10 @@ def began_by(session: str, queues: Collection[str]) -> list[list[str]] | None:
     ids = ran(host_folder(KIND), session)
     if ids is None:
         return None
-    return [[str(id & 0xFFFFFFFF) for id in ids if id & ~0xFFFFFFFF == mark_of(queue)] for queue in queues]
+    return [
+        [str(id & 0xFFFFFFFF) for id in ids if id & ~0xFFFFFFFF == mark_of(queue)]
+        for queue in queues
+    ]
 
 
 def end_of(disposal: Disposal) -> tuple[str, int, msgspec.Raw]:

@@ -6,7 +6,9 @@ from machinery_py._drivers.redis_lua import PRELUDE, Script
 from machinery_py.brokers.redis_lua import LIBRARY
 
 # In: queue, limit. Out: msgpack of (priority, note or nil, body), the next first.
-PENDING = Script(LIBRARY + r"""
+PENDING = Script(
+    LIBRARY
+    + r"""
 local q, limit, found = unpacked[1], unpacked[2], {}
 local function list(key, level)
   if #found < limit then
@@ -19,10 +21,13 @@ end
 for _, level in ipairs(call('ZREVRANGE', q[2] .. 'l', 0, -1)) do list(q[2] .. 'p:' .. level, tonumber(level)) end
 list(q[1], 0)
 return arr(found)
-""")
+"""
+)
 
 # In: queues, limit. Out: msgpack of (queue or "" for Go's set, due in µs, member).
-LATE = Script(LIBRARY + r"""
+LATE = Script(
+    LIBRARY
+    + r"""
 local queues, limit, found = unpacked[1], unpacked[2], {}
 local function look(key, name, unit)
   local rows = call('ZRANGE', key, 0, limit - 1, 'WITHSCORES')
@@ -34,11 +39,14 @@ end
 look(DELAYED, '', 1000)
 for _, q in ipairs(queues) do look(q[2] .. 'z', q[1], 1) end
 return arr(found)
-""")
+"""
+)
 
 # In: now, queues. Out: for each (waiting, running, parked, dead, when its oldest was put or "", 1 if it is paused);
 # connections to be woken.
-STATS = Script(LIBRARY + r"""
+STATS = Script(
+    LIBRARY
+    + r"""
 local now, queues, lines, rung = now_of(unpacked[1]), unpacked[2], {}, {}
 key_type(DELAYED, 'zset')
 for _, q in ipairs(queues) do
@@ -67,11 +75,14 @@ for _, q in ipairs(queues) do
     call('EXISTS', p .. 'u')}
 end
 return {lines, rung}
-""")
+"""
+)
 
 # In: at which place of Go's delayed set to begin, the last due first, and how many to look at. Out: how many there were; their
 # routing keys as they stand in the JSON, and how many each. From the end: what is moved to its queue meanwhile shifts no other.
-LATE_NAMES = Script(PRELUDE + r"""
+LATE_NAMES = Script(
+    PRELUDE
+    + r"""
 local start, size, counts, names = unpacked[1], unpacked[2], {}, {}
 key_type('delayed_tasks', 'zset')
 local bodies = call('ZREVRANGE', 'delayed_tasks', start, start + size - 1)
@@ -81,10 +92,13 @@ for _, body in ipairs(bodies) do
 end
 for name, count in pairs(counts) do names[#names + 1] = {name, count} end
 return {#bodies, names}
-""")
+"""
+)
 
 # In: queues. Out: for each (session, beat in µs, how many it holds, record or nil).
-WORKERS = Script(LIBRARY + r"""
+WORKERS = Script(
+    LIBRARY
+    + r"""
 local lines = {}
 for i, q in ipairs(unpacked[1]) do
   lines[i] = {}
@@ -95,10 +109,13 @@ for i, q in ipairs(unpacked[1]) do
   end
 end
 return lines
-""")
+"""
+)
 
 # In: queue, members of Go's delayed set that are its. Out: how many messages are gone.
-PURGE = Script(LIBRARY + r"""
+PURGE = Script(
+    LIBRARY
+    + r"""
 local q, members, gone = unpacked[1], unpacked[2], 0
 key_type(q[1], 'list')
 if #members > 0 then key_type(DELAYED, 'zset') end
@@ -112,10 +129,13 @@ gone = gone + call('LLEN', q[1]) + call('ZCARD', q[2] .. 'z')
 call('DEL', q[1], q[2] .. 'l', q[2] .. 'z', q[2] .. 'a', q[2] .. 'o')
 for _, member in ipairs(members) do gone = gone + call('ZREM', DELAYED, member) end
 return gone
-""")
+"""
+)
 
 # In: queue. Out: connections to be woken: who sleeps at the queue's list is to find another bed.
-PAUSE = Script(LIBRARY + r"""
+PAUSE = Script(
+    LIBRARY
+    + r"""
 local q, rung = unpacked[1], {}
 key_type('mpy:queues', 'set')
 key_type(q[2] .. 'u', 'set')
@@ -123,10 +143,13 @@ ring(q, 'v', 100000, rung)  -- first: after a removal a full Redis lets the rest
 call('SADD', 'mpy:queues', q[1])
 call('SADD', q[2] .. 'u', '')
 return rung
-""")
+"""
+)
 
 # In: queue. Out: connections to be woken.
-RESUME = Script(LIBRARY + r"""
+RESUME = Script(
+    LIBRARY
+    + r"""
 local q, rung = unpacked[1], {}
 key_type(q[2] .. 'v', 'set')
 for _, number in ipairs(call('SMEMBERS', q[2] .. 'u')) do
@@ -135,10 +158,13 @@ end
 call('DEL', q[2] .. 'u')
 ring(q, 'v', 100000, rung)
 return rung
-""")
+"""
+)
 
 # In: queues, limit. Out: for each the newest dead letters (id, letter).
-DEAD = Script(PRELUDE + r"""
+DEAD = Script(
+    PRELUDE
+    + r"""
 local queues, limit, found = unpacked[1], unpacked[2], {}
 for i, q in ipairs(queues) do
   found[i] = {}
@@ -147,20 +173,26 @@ for i, q in ipairs(queues) do
   end
 end
 return found
-""")
+"""
+)
 
 # In: now, queue, head of the dead letter, label, body. Out: nothing. A message that was never on a list becomes a dead letter.
-BURY = Script(LIBRARY + r"""
+BURY = Script(
+    LIBRARY
+    + r"""
 local text, q, head, label, body = unpack(unpacked)
 key_type(q[2] .. 'd', 'hash')
 key_type(q[2] .. 'e', 'zset')
 counter(q[2] .. 'n')
 try('SADD', 'mpy:queues', q[1])
 bury(q, wrap(0, 0, 0, 0, 0, label, body), now_of(text), head)
-""")
+"""
+)
 
 # In: (queue, id) of each. Out: the letter of each, or nothing.
-TAKE_DEAD = Script(PRELUDE + r"""
+TAKE_DEAD = Script(
+    PRELUDE
+    + r"""
 local found = {}
 for _, one in ipairs(unpacked[1]) do
   key_type(one[1][2] .. 'd', 'hash')
@@ -175,4 +207,5 @@ for i, one in ipairs(unpacked[1]) do
   end
 end
 return found
-""")
+"""
+)

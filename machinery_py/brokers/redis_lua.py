@@ -15,7 +15,8 @@ MARKS = 4096  # of these notes
 # give: puts bodies on a queue's list, at its head or tail, and notes when; the first that a queue ever gets, that it is there.
 # check: raises, before anything is written, if a key that these messages come to is something else.
 # put: stores messages; returns connections of sleepers that must be woken.
-PUTTING = PRELUDE + filled(r"""
+PUTTING = PRELUDE + filled(
+    r"""
 local DELAYED = '$DELAYED'
 local function list_of(q, level)
   if level > 0 then return q[2] .. 'p:' .. int(level) end
@@ -105,7 +106,11 @@ local function put(queues, messages, now, rung)
   end
   for _, one in ipairs(order) do give(one[1], one[2], one[3], false, now, rung) end
 end
-""", DELAYED=DELAYED, EVERY=MARK_EVERY, MARKS=MARKS)
+""",
+    DELAYED=DELAYED,
+    EVERY=MARK_EVERY,
+    MARKS=MARKS,
+)
 
 # unwrap: the parts of an entry of a session, or of a parked message.
 # back: gives entries of a session to the heads of their lists, in their old order; `guilty` are the receipts that get a strike.
@@ -116,7 +121,8 @@ end
 # its queue is as it should be. can_empty: as usable, for all that a session has of a queue.
 # parked: brings what is due from our own delayed set to its queue, if that can take it; whether it did. due_in: µs until the
 # next; asks not again what parked saw. first_due: whether Go's delayed set is what it should be; if not, nothing is due in it.
-LIBRARY = PUTTING + filled(r"""
+LIBRARY = PUTTING + filled(
+    r"""
 local function unwrap(text)
   local number, level, fence, strikes, parks, size, at = string.match(text, '^(%d+) (%d+) (%d+) (%d+) (%d+) (%d+)\n()')
   size = tonumber(size)
@@ -252,4 +258,6 @@ local function give_backs(backs, now, rung)
     back(q, entries, {}, now, rung)
   end
 end
-""", DELAYED=DELAYED)
+""",
+    DELAYED=DELAYED,
+)

@@ -65,7 +65,12 @@ def packed(message: Message, queues: Queues) -> Packed:
     due = 0 if message.eta is None else max(0, micros(message.eta))
     label = label_of(message)
     return (
-        queues.place(message.queue), message.priority, due, raw(label) if label else EMPTY, message.parks, raw(message.body)
+        queues.place(message.queue),
+        message.priority,
+        due,
+        raw(label) if label else EMPTY,
+        message.parks,
+        raw(message.body),
     )
 
 
@@ -96,20 +101,36 @@ def known(body: bytes) -> _Known | None:
 
 
 def message_of(
-    body: bytes, *, queue: str, label: bytes = b"", priority: int = 0, parks: int = 0, due: int | None = None
+    body: bytes,
+    *,
+    queue: str,
+    label: bytes = b"",
+    priority: int = 0,
+    parks: int = 0,
+    due: int | None = None,
 ) -> Message:
     """The message as it was put. `due`: when it is, if it is delayed."""
     eta = None if due is None else moment_of(due)
     if label:
         uuid, name = _label(label)
-        return Message(uuid=uuid, name=name, queue=queue, body=body, eta=eta, priority=priority, parks=parks)
+        return Message(
+            uuid=uuid, name=name, queue=queue, body=body, eta=eta, priority=priority, parks=parks
+        )
     said = known(body) or _Known()
     if eta is None and said.ETA is not None:
         try:
             eta = parse_time(said.ETA)
         except DecodeError:
             eta = None
-    return Message(uuid=said.UUID, name=said.Name, queue=queue, body=body, eta=eta, priority=priority, parks=parks)
+    return Message(
+        uuid=said.UUID,
+        name=said.Name,
+        queue=queue,
+        body=body,
+        eta=eta,
+        priority=priority,
+        parks=parks,
+    )
 
 
 def noted(note: bytes) -> tuple[int, bytes]:
@@ -146,6 +167,13 @@ def letter_of(number: str, queue: str, letter: bytes) -> DeadLetter:
         message = message_of(body, queue=queue, label=label)
         uuid, name = message.uuid, message.name
     return DeadLetter(
-        id=f"{number}@{queue}", uuid=uuid, name=name, queue=queue, body=body, reason=reason, error=error, strikes=strikes,
+        id=f"{number}@{queue}",
+        uuid=uuid,
+        name=name,
+        queue=queue,
+        body=body,
+        reason=reason,
+        error=error,
+        strikes=strikes,
         died_at=moment_of(died_at),
     )

@@ -14,17 +14,22 @@ GRAVE = 86_400_000_000  # µs that a condemned session is looked at
 CLOSED = 60_000_000  # µs that a closed one is
 
 # In: now, token, queues, messages. Out: 0 if the token was used before, else the connections to be woken.
-PUT = Script(LIBRARY + rf"""
+PUT = Script(
+    LIBRARY
+    + rf"""
 local text, token, queues, messages = unpack(unpacked)
 local now, rung = now_of(text), {{}}
 check(queues, messages, now)
 if token ~= '' and not call('SET', 'mpy:p:' .. token, '1', 'NX', 'EX', {TOKEN_LIFE}) then return 0 end
 put(queues, messages, now, rung)
 return rung
-""")
+"""
+)
 
 # In: now, session, record, queues. Out: nothing.
-REGISTER = Script(LIBRARY + r"""
+REGISTER = Script(
+    LIBRARY
+    + r"""
 local text, session, record, queues = unpack(unpacked)
 local now = now_of(text)
 key_type('mpy:queues', 'set')
@@ -35,11 +40,14 @@ for _, q in ipairs(queues) do
     call('ZADD', q[2] .. 's', now, session)
   end
 end
-""")
+"""
+)
 
 # In: now, session, queues. Out: 1, or 0 if the session was given up in one of its queues. The score is removed first, so
 # that a full Redis lets the beat pass. A queue whose registry is something else is left out, here and in all that follows.
-BEAT = Script(LIBRARY + r"""
+BEAT = Script(
+    LIBRARY
+    + r"""
 local text, session, queues = unpack(unpacked)
 local now = now_of(text)
 local sound = {}
@@ -53,7 +61,8 @@ for _, q in ipairs(sound) do
   call('ZADD', q[2] .. 's', now, session)
 end
 return 1
-""")
+"""
+)
 
 # In: now, session, queues, limit, number of this claim, numbers of lost ones, connection, true if it will sleep, true if it may
 # be among the sleepers, true if it sleeps at none of these queues.
@@ -61,7 +70,9 @@ return 1
 # are revoked; connections to be woken; msgpack of (queue, first receipt, fence, strikes, parks, priority, bodies), in which the
 # receipts of the bodies follow each other; which queue a sleeper is to block at, from 1 on (0: all are paused or spoilt); texts
 # that name keys under which something else lies. A queue with such a key is left alone, and the others are claimed from.
-CLAIM = Script(LIBRARY + r"""
+CLAIM = Script(
+    LIBRARY
+    + r"""
 local text, session, queues, limit, claim, lost, number, will_sleep, noted, apart = unpack(unpacked)
 local now, rung, found, runs, count, with_notes, places, problems = now_of(text), {}, {}, 0, 0, {}, {}, {}
 local function reply() return '\221' .. struct.pack('>I4', runs) .. table.concat(found) end
@@ -198,11 +209,14 @@ if will_sleep and count == 0 then
   end
 end
 return {1, due_in(queues, now), revoked, rung, reply(), places[bed] or 0, problems}
-""")
+"""
+)
 
 # In: now, session, queues, disposals (index of the queue, receipt, fate, due, head of the dead letter).
 # Out: a letter each, s or f; connections to be woken.
-DISPOSE = Script(LIBRARY + r"""
+DISPOSE = Script(
+    LIBRARY
+    + r"""
 local text, session, queues, disposals = unpack(unpacked)
 local now, rung, backs, verdicts, raws, taken = now_of(text), {}, {}, {}, {}, {}
 for i, d in ipairs(disposals) do
@@ -219,29 +233,38 @@ for i, d in ipairs(disposals) do
 end
 give_backs(backs, now, rung)
 return {table.concat(verdicts), rung}
-""")
+"""
+)
 
 # In: session, prefix of the queue, receipt. Out: nothing. Notes that this delivery is being run; what is over is forgotten.
-BEGIN = Script(PRELUDE + r"""
+BEGIN = Script(
+    PRELUDE
+    + r"""
 local session, prefix, receipt = unpack(unpacked)
 local flight, noted = prefix .. 'f:' .. session, prefix .. 'r:' .. session
 for _, one in ipairs(call('SMEMBERS', noted)) do
   if call('HEXISTS', flight, one) == 0 then call('SREM', noted, one) end
 end
 if call('HEXISTS', flight, receipt) == 1 then call('SADD', noted, receipt) end
-""")
+"""
+)
 
 # In: session, deliveries (prefix, receipt). Out: 1 or 0 for each.
-HOLDS = Script(PRELUDE + r"""
+HOLDS = Script(
+    PRELUDE
+    + r"""
 local session, held = unpacked[1], {}
 for i, d in ipairs(unpacked[2]) do held[i] = call('HEXISTS', d[1] .. 'f:' .. session, d[2]) end
 return held
-""")
+"""
+)
 
 # In: now, session, queues, the beat that was seen or "", for each queue the receipts that get a strike (false: what the session
 # has noted), µs of its tombstone. Out: -1 if the session has beaten since or is gone, else how many messages it held; connections
 # to be woken. A queue with something else under one of its keys stays as it is.
-CONDEMN = Script(LIBRARY + r"""
+CONDEMN = Script(
+    LIBRARY
+    + r"""
 local text, session, queues, seen, began, grave = unpack(unpacked)
 local now, rung, held, sound = now_of(text), {}, 0, {}
 local there = false
@@ -267,11 +290,14 @@ for _, index in ipairs(sound) do
   call('ZADD', q[2] .. 't', now + grave, session)
 end
 return {held, rung}
-""")
+"""
+)
 
 # In: now, queues, lease in µs. Out: µs until something is due (-1); late sessions (queue, session, beat); all sessions
 # (queue, session); connections to be woken.
-LOOK = Script(LIBRARY + r"""
+LOOK = Script(
+    LIBRARY
+    + r"""
 local text, queues, lease = unpack(unpacked)
 local now, rung, late, all, sound = now_of(text), {}, {}, {}, {}
 local function read(q)
@@ -300,16 +326,22 @@ for _, q in ipairs(queues) do
   end
 end
 return {due_in(sound, now), late, all, rung}
-""")
+"""
+)
 
 # In: now, limit. Out: bodies that are due in Go's set, the first due first.
-DUE = Script(LIBRARY + r"""
+DUE = Script(
+    LIBRARY
+    + r"""
 key_type(DELAYED, 'zset')
 return call('ZRANGEBYSCORE', DELAYED, '-inf', int(now_of(unpacked[1])) .. '000', 'LIMIT', 0, unpacked[2])
-""")
+"""
+)
 
 # In: now, queues, messages whose bodies are members of Go's set. Out: connections to be woken. Each is taken out by one mover.
-MOVE = Script(LIBRARY + r"""
+MOVE = Script(
+    LIBRARY
+    + r"""
 local text, queues, messages = unpack(unpacked)
 local now, rung, ours = now_of(text), {}, {}
 check(queues, messages, now)
@@ -318,13 +350,17 @@ for _, m in ipairs(messages) do
 end
 put(queues, ours, now, rung)
 return rung
-""")
+"""
+)
 
 # In: now, queue, member of Go's set, head of a dead letter. Out: 1 if it has gone to the dead letters of that queue.
-BURY = Script(LIBRARY + r"""
+BURY = Script(
+    LIBRARY
+    + r"""
 local text, q, body, head = unpack(unpacked)
 can_bury(q)
 if call('ZREM', DELAYED, body) == 0 then return 0 end
 bury(q, wrap(0, 0, 0, 0, 0, '', body), now_of(text), head)
 return 1
-""")
+"""
+)

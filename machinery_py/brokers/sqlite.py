@@ -84,7 +84,13 @@ class SQLiteBroker(Broker):
         now = driver.now()
         rows = [_row(message, now) for message in messages]
         with driver.transaction() as connection:
-            if token and connection.execute("INSERT OR IGNORE INTO tokens VALUES (?, ?)", (token, now)).rowcount == 0:
+            if (
+                token
+                and connection.execute(
+                    "INSERT OR IGNORE INTO tokens VALUES (?, ?)", (token, now)
+                ).rowcount
+                == 0
+            ):
                 return False
             self._name_queues(connection, {message.queue for message in messages})
             if rows:
@@ -97,12 +103,19 @@ class SQLiteBroker(Broker):
         """Remember queues that are new to us. Called inside a transaction."""
         new = names - self._queues
         if new:
-            connection.execute("INSERT OR IGNORE INTO queues SELECT value FROM json_each(?)", (as_json(sorted(new)),))
+            connection.execute(
+                "INSERT OR IGNORE INTO queues SELECT value FROM json_each(?)",
+                (as_json(sorted(new)),),
+            )
             self.driver.after_commit(lambda: self._queues.update(new))
 
     def consume(self, queues: Sequence[str], *, worker: str) -> SQLiteConsumer:
         consumer = SQLiteConsumer(
-            self.driver, tuple(queues), worker=worker, lease=self.lease, name_queues=self._name_queues
+            self.driver,
+            tuple(queues),
+            worker=worker,
+            lease=self.lease,
+            name_queues=self._name_queues,
         )
         self._consumers.add(consumer)
         return consumer
@@ -117,7 +130,10 @@ class SQLiteBroker(Broker):
             if self._sweep():
                 self._next_sweep = monotonic
         with self.driver.reading() as connection:
-            others = any(not session_files.is_own(key) for (key,) in connection.execute("SELECT key FROM sessions"))
+            others = any(
+                not session_files.is_own(key)
+                for (key,) in connection.execute("SELECT key FROM sessions")
+            )
         interval = LOOK if others else self.lease / 4
         if due is None:
             return interval
@@ -140,8 +156,11 @@ class SQLiteBroker(Broker):
         """Give back what dead consumers held; how many they were. Done by `tend`; worth a call when a child died."""
         with self.driver.reading() as connection:
             rows = connection.execute(_SESSIONS).fetchall()
-        dead = [(number, key) for number, key, pid, place, beat_at, *_ in rows
-                if self._is_dead(number, key, pid, place, beat_at)]
+        dead = [
+            (number, key)
+            for number, key, pid, place, beat_at, *_ in rows
+            if self._is_dead(number, key, pid, place, beat_at)
+        ]
         if not dead:
             return 0
         reaped = 0
@@ -151,7 +170,9 @@ class SQLiteBroker(Broker):
                 # Only who takes the row gives back: another reaper, or the consumer's own close, may have been faster.
                 if connection.execute("DELETE FROM sessions WHERE id = ?", (number,)).rowcount:
                     ran = session_files.ran(folder, key)
-                    connection.execute(RELEASE, (None if ran is None else as_json(sorted(ran)), number))
+                    connection.execute(
+                        RELEASE, (None if ran is None else as_json(sorted(ran)), number)
+                    )
                     reaped += 1
             self.driver.ring("q")
         for number, key in dead:
@@ -163,7 +184,9 @@ class SQLiteBroker(Broker):
         life = session_files.look(self.driver.sessions_folder, key)
         if life is Life.DEAD:
             return True
-        if self.driver.now() - beat_at <= self.lease * 1e6 or not (life is Life.UNKNOWN or _is_stopped(pid, place)):
+        if self.driver.now() - beat_at <= self.lease * 1e6 or not (
+            life is Life.UNKNOWN or _is_stopped(pid, place)
+        ):
             self._suspects.discard(number)
             return False
         if number in self._suspects:
@@ -175,7 +198,9 @@ class SQLiteBroker(Broker):
         """Forget old tokens and files; True if there are more tokens."""
         before = self.driver.now() - int(TOKEN_LIFE * 1e6)
         with self.driver.reading() as connection:
-            old = connection.execute("SELECT 1 FROM tokens WHERE used_at < ? LIMIT 1", (before,)).fetchone()
+            old = connection.execute(
+                "SELECT 1 FROM tokens WHERE used_at < ? LIMIT 1", (before,)
+            ).fetchone()
             keys = {key for (key,) in connection.execute("SELECT key FROM sessions").fetchall()}
         session_files.sweep(self.driver.sessions_folder, keys)
         if old is None:
@@ -186,11 +211,15 @@ class SQLiteBroker(Broker):
     def pending(self, queue: str, limit: int) -> list[Message]:
         self._promote_due()
         return self._messages(
-            "messages_waiting", "status = 0 AND queue = ? ORDER BY priority DESC, id LIMIT ?", (queue, limit)
+            "messages_waiting",
+            "status = 0 AND queue = ? ORDER BY priority DESC, id LIMIT ?",
+            (queue, limit),
         )
 
     def delayed(self, limit: int) -> list[Message]:
-        return self._messages("messages_delayed", "status = 1 ORDER BY due_at, id LIMIT ?", (limit,))
+        return self._messages(
+            "messages_delayed", "status = 1 ORDER BY due_at, id LIMIT ?", (limit,)
+        )
 
     def _messages(self, index: str, where: str, parameters: Sequence[object]) -> list[Message]:
         columns = "uuid, name, queue, body, due_at, priority, parks"
@@ -198,8 +227,15 @@ class SQLiteBroker(Broker):
         with self.driver.reading() as connection:
             rows = connection.execute(query, parameters).fetchall()
         return [
-            Message(uuid=uuid, name=name, queue=queue, body=body, eta=None if due_at is None else moment_of(due_at),
-                    priority=priority, parks=parks)
+            Message(
+                uuid=uuid,
+                name=name,
+                queue=queue,
+                body=body,
+                eta=None if due_at is None else moment_of(due_at),
+                priority=priority,
+                parks=parks,
+            )
             for uuid, name, queue, body, due_at, priority, parks in rows
         ]
 
@@ -208,24 +244,44 @@ class SQLiteBroker(Broker):
         with self.driver.reading() as connection:
             rows = connection.execute(_STATS).fetchall()
             ids = as_json([row[2] for row in rows if row[2] is not None])
-            sent_at = dict(connection.execute(
-                "SELECT id, sent_at FROM messages WHERE id IN (SELECT value FROM json_each(?))", (ids,)
-            ).fetchall())
+            sent_at = dict(
+                connection.execute(
+                    "SELECT id, sent_at FROM messages WHERE id IN (SELECT value FROM json_each(?))",
+                    (ids,),
+                ).fetchall()
+            )
         return [
-            QueueStats(queue=queue, waiting=waiting, running=running, delayed=delayed, dead=dead,
-                       oldest_at=moment_of(sent_at[oldest]) if oldest in sent_at else None, paused=bool(paused))
+            QueueStats(
+                queue=queue,
+                waiting=waiting,
+                running=running,
+                delayed=delayed,
+                dead=dead,
+                oldest_at=moment_of(sent_at[oldest]) if oldest in sent_at else None,
+                paused=bool(paused),
+            )
             for queue, waiting, oldest, running, delayed, dead, paused in rows
         ]
 
     def workers(self) -> list[WorkerInfo]:
         with self.driver.reading() as connection:
             rows = connection.execute(_SESSIONS).fetchall()
-            holding = dict(connection.execute(
-                "SELECT session, count(*) FROM messages INDEXED BY messages_held WHERE status = 2 GROUP BY session"
-            ).fetchall())
+            holding = dict(
+                connection.execute(
+                    "SELECT session, count(*) FROM messages INDEXED BY messages_held WHERE status = 2 GROUP BY session"
+                ).fetchall()
+            )
         return [
-            WorkerInfo(session=key, name=worker, host=host, pid=pid, queues=_names(queues),
-                       started_at=moment_of(started_at), beat_at=moment_of(beat_at), holding=holding.get(number, 0))
+            WorkerInfo(
+                session=key,
+                name=worker,
+                host=host,
+                pid=pid,
+                queues=_names(queues),
+                started_at=moment_of(started_at),
+                beat_at=moment_of(beat_at),
+                holding=holding.get(number, 0),
+            )
             for number, key, pid, _, beat_at, worker, host, queues, started_at in rows
             if session_files.look(self.driver.sessions_folder, key) is not Life.DEAD
         ]
@@ -233,7 +289,9 @@ class SQLiteBroker(Broker):
     def purge(self, queue: str) -> int:
         with self.driver.transaction() as connection:
             return sum(
-                connection.execute(f"DELETE FROM messages WHERE status = {status} AND queue = ?", (queue,)).rowcount
+                connection.execute(
+                    f"DELETE FROM messages WHERE status = {status} AND queue = ?", (queue,)
+                ).rowcount
                 for status in (0, 1)
             )
 
@@ -250,22 +308,37 @@ class SQLiteBroker(Broker):
     def dead_letters(self, *, limit: int, queue: str = "") -> list[DeadLetter]:
         where, parameters = ("WHERE queue = ?", (queue, limit)) if queue else ("", (limit,))
         with self.driver.reading() as connection:
-            rows = connection.execute(f"{_DEAD} {where} ORDER BY id DESC LIMIT ?", parameters).fetchall()
+            rows = connection.execute(
+                f"{_DEAD} {where} ORDER BY id DESC LIMIT ?", parameters
+            ).fetchall()
         return [_letter(*row) for row in rows]
 
     def bury(self, message: Message, *, queue: str, reason: str, error: str) -> None:
-        row = (printable(message.uuid), printable(message.name), queue, message.body, reason, printable(error), self.driver.now())
+        row = (
+            printable(message.uuid),
+            printable(message.name),
+            queue,
+            message.body,
+            reason,
+            printable(error),
+            self.driver.now(),
+        )
         with self.driver.transaction() as connection:
             self._name_queues(connection, {queue})
             connection.execute(
-                "INSERT INTO dead (uuid, name, queue, body, reason, error, strikes, died_at) VALUES (?, ?, ?, ?, ?, ?, 0, ?)", row
+                "INSERT INTO dead (uuid, name, queue, body, reason, error, strikes, died_at) VALUES (?, ?, ?, ?, ?, ?, 0, ?)",
+                row,
             )
 
     def take_dead(self, ids: Sequence[str]) -> list[DeadLetter]:
         wanted = as_json([int(id) for id in ids if id.isascii() and id.isdigit() and len(id) < 19])
         with self.driver.transaction() as connection:
-            rows = connection.execute(f"{_DEAD} WHERE id IN (SELECT value FROM json_each(?))", (wanted,)).fetchall()
-            connection.execute("DELETE FROM dead WHERE id IN (SELECT value FROM json_each(?))", (wanted,))
+            rows = connection.execute(
+                f"{_DEAD} WHERE id IN (SELECT value FROM json_each(?))", (wanted,)
+            ).fetchall()
+            connection.execute(
+                "DELETE FROM dead WHERE id IN (SELECT value FROM json_each(?))", (wanted,)
+            )
         letters = {str(row[0]): _letter(*row) for row in rows}
         return [letters[id] for id in dict.fromkeys(ids) if id in letters]
 
@@ -282,16 +355,37 @@ def _is_stopped(pid: int, place: str) -> bool:
 def _row(message: Message, now: int) -> tuple[object, ...]:
     due_at = None if message.eta is None else micros(message.eta)
     return (
-        message.queue, message.uuid, message.name, message.priority, int(due_at is not None and due_at > now), due_at,
-        message.parks, now, message.body,
+        message.queue,
+        message.uuid,
+        message.name,
+        message.priority,
+        int(due_at is not None and due_at > now),
+        due_at,
+        message.parks,
+        now,
+        message.body,
     )
 
 
-def _letter(number: int, uuid: str, name: str, queue: str, body: bytes, reason: str, error: str, strikes: int,
-            died_at: int) -> DeadLetter:
+def _letter(
+    number: int,
+    uuid: str,
+    name: str,
+    queue: str,
+    body: bytes,
+    reason: str,
+    error: str,
+    strikes: int,
+    died_at: int,
+) -> DeadLetter:
     return DeadLetter(
-        id=str(number), uuid=uuid, name=name, queue=queue, body=body, reason=reason, error=error, strikes=strikes,
+        id=str(number),
+        uuid=uuid,
+        name=name,
+        queue=queue,
+        body=body,
+        reason=reason,
+        error=error,
+        strikes=strikes,
         died_at=moment_of(died_at),
     )
-
-

@@ -108,7 +108,13 @@ class SQLiteConsumer(Consumer):
     session = ""
 
     def __init__(
-        self, driver: SQLiteDriver, queues: tuple[str, ...], *, worker: str, lease: float, name_queues: NameQueues
+        self,
+        driver: SQLiteDriver,
+        queues: tuple[str, ...],
+        *,
+        worker: str,
+        lease: float,
+        name_queues: NameQueues,
     ) -> None:
         self._driver = driver
         self._queues = queues
@@ -128,7 +134,16 @@ class SQLiteConsumer(Consumer):
         driver = self._driver
         file = SessionFile(driver.sessions_folder)
         now = driver.now()
-        row = (file.key, self._worker, socket.gethostname(), os.getpid(), session_info.place(), self._json, now, now)
+        row = (
+            file.key,
+            self._worker,
+            socket.gethostname(),
+            os.getpid(),
+            session_info.place(),
+            self._json,
+            now,
+            now,
+        )
         try:
             with driver.claiming() as connection:
                 self._name_queues(connection, set(self._queues))
@@ -187,13 +202,26 @@ class SQLiteConsumer(Consumer):
     def _read_claim(self, number: int, claim: int, order: Sequence[str]) -> list[Delivery]:
         with self._driver.reading() as connection:
             rows = _claimed(connection.execute(_CLAIMED, (BIG, number, claim)).fetchone()[0])
-            bodies = [_big_body(connection, row[0]) if row[7] is None else bytes.fromhex(row[7]) for row in rows]
+            bodies = [
+                _big_body(connection, row[0]) if row[7] is None else bytes.fromhex(row[7])
+                for row in rows
+            ]
         place = {queue: index for index, queue in enumerate(order)}
         pairs = [(row, body) for row, body in zip(rows, bodies, strict=True) if body is not None]
-        pairs.sort(key=lambda pair: (place[pair[0][1]], -pair[0][5], pair[0][0]))  # queue, priority, id
+        pairs.sort(
+            key=lambda pair: (place[pair[0][1]], -pair[0][5], pair[0][0])
+        )  # queue, priority, id
         deliveries = [
-            Delivery(body=body, queue=queue, receipt=f"{id}.{fence}.{number}", fence=fence, strikes=strikes,
-                     parks=parks, priority=priority, sent_at=moment_of(sent_at))
+            Delivery(
+                body=body,
+                queue=queue,
+                receipt=f"{id}.{fence}.{number}",
+                fence=fence,
+                strikes=strikes,
+                parks=parks,
+                priority=priority,
+                sent_at=moment_of(sent_at),
+            )
             for (id, queue, fence, strikes, parks, priority, sent_at, _), body in pairs
         ]
         self._unread = None
@@ -215,7 +243,9 @@ class SQLiteConsumer(Consumer):
                 self._end(connection, fate, ended)
             return verdicts
 
-    def _end(self, connection: sqlite3.Connection, fate: Fate, ended: list[tuple[int, Disposal]]) -> None:
+    def _end(
+        self, connection: sqlite3.Connection, fate: Fate, ended: list[tuple[int, Disposal]]
+    ) -> None:
         ids = as_json([id for id, _ in ended])
         now = self._driver.now()
         match fate:
@@ -225,8 +255,14 @@ class SQLiteConsumer(Consumer):
                 connection.execute(_BACK, (ids,))
                 self._driver.ring("q")
             case Fate.LATER:
-                due = [(None if one.eta is None else micros(one.eta), int(one.reason != WAITING), id) for id, one in ended]
-                connection.executemany(_LATER, [(at, int(at is not None and at > now), parks, id) for at, parks, id in due])
+                due = [
+                    (None if one.eta is None else micros(one.eta), int(one.reason != WAITING), id)
+                    for id, one in ended
+                ]
+                connection.executemany(
+                    _LATER,
+                    [(at, int(at is not None and at > now), parks, id) for at, parks, id in due],
+                )
                 self._driver.ring("q")
             case Fate.DEAD:
                 for id, one in ended:
@@ -234,11 +270,17 @@ class SQLiteConsumer(Consumer):
                     connection.execute(_BURY, (*texts, now, id))
                 connection.execute(_DELETE, (ids,))
 
-    def _ours(self, connection: sqlite3.Connection, deliveries: Iterable[Delivery]) -> dict[int, int]:
+    def _ours(
+        self, connection: sqlite3.Connection, deliveries: Iterable[Delivery]
+    ) -> dict[int, int]:
         """id → fence of those that this session holds. A receipt of an earlier session has that one's number in it."""
         mine = f".{self._number}"
         ids = [_id(delivery) for delivery in deliveries if delivery.receipt.endswith(mine)]
-        return dict(_ours(connection.execute(_OURS, (as_json(ids), self._number)).fetchone()[0])) if ids else {}
+        return (
+            dict(_ours(connection.execute(_OURS, (as_json(ids), self._number)).fetchone()[0]))
+            if ids
+            else {}
+        )
 
     def holds(self, deliveries: Sequence[Delivery]) -> list[bool]:
         with self._driver.reading() as connection:
@@ -264,7 +306,9 @@ class SQLiteConsumer(Consumer):
         with self._starting:
             now = self._driver.now()
             with self._driver.reading() as connection:
-                row = connection.execute("SELECT 1 FROM sessions WHERE id = ?", (self._number,)).fetchone()
+                row = connection.execute(
+                    "SELECT 1 FROM sessions WHERE id = ?", (self._number,)
+                ).fetchone()
             alive = row is not None
             if alive and now - self._beat_at < self._lease * 1e6 / BEATS:
                 return True
@@ -288,7 +332,9 @@ class SQLiteConsumer(Consumer):
         self._bell.wake()
         try:
             with self._driver.claiming() as connection:
-                if connection.execute("DELETE FROM sessions WHERE id = ?", (self._number,)).rowcount:
+                if connection.execute(
+                    "DELETE FROM sessions WHERE id = ?", (self._number,)
+                ).rowcount:
                     connection.execute(RELEASE, ("[]", self._number))
                     self._driver.ring("q")
         except BaseException:

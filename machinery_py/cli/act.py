@@ -11,8 +11,27 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from machinery_py.cli.look import open_app, state_record, what_came_out
-from machinery_py.cli.tables import ago, clean, clean_lines, fields, length, many, moment, short_uuid, table, to_json, value_text
-from machinery_py.errors import ArgumentError, MachineryError, ResultExpired, TaskFailed, Unsupported, nearest
+from machinery_py.cli.tables import (
+    ago,
+    clean,
+    clean_lines,
+    fields,
+    length,
+    many,
+    moment,
+    short_uuid,
+    table,
+    to_json,
+    value_text,
+)
+from machinery_py.errors import (
+    ArgumentError,
+    MachineryError,
+    ResultExpired,
+    TaskFailed,
+    Unsupported,
+    nearest,
+)
 from machinery_py.states import State, TaskState
 
 if TYPE_CHECKING:
@@ -67,7 +86,9 @@ def send(args: argparse.Namespace) -> int:
     return 0
 
 
-def arguments(task: Task[..., Any], words: Sequence[str], named: Sequence[str]) -> tuple[list[Any], dict[str, Any]]:
+def arguments(
+    task: Task[..., Any], words: Sequence[str], named: Sequence[str]
+) -> tuple[list[Any], dict[str, Any]]:
     """The arguments that the words mean: JSON, else the word itself. Where the task wants a `str`, a word is one.
 
     Raises:
@@ -80,7 +101,10 @@ def arguments(task: Task[..., Any], words: Sequence[str], named: Sequence[str]) 
         if not equals or not name.isidentifier():
             raise ArgumentError(f"--kw {one!r}: no name (expected NAME=JSON)")
         kwargs[name] = _value(text, hints.get(name))
-    positional = [_value(text, hints.get(names[at]) if at < len(names) else None) for at, text in enumerate(words)]
+    positional = [
+        _value(text, hints.get(names[at]) if at < len(names) else None)
+        for at, text in enumerate(words)
+    ]
     return positional, kwargs
 
 
@@ -116,7 +140,10 @@ def _lifetime(state: TaskState) -> float | None:
 
 
 def _print_result(
-    args: argparse.Namespace, server: Server, result: AsyncResult[Any], took: Callable[[TaskState], float | None]
+    args: argparse.Namespace,
+    server: Server,
+    result: AsyncResult[Any],
+    took: Callable[[TaskState], float | None],
 ) -> int:
     """Print how the task stands; 1 if it has failed."""
     value: Any = None
@@ -151,16 +178,29 @@ def retry(args: argparse.Namespace) -> int:
     """`machinery retry`."""
     server = open_app(args, "retry")
     if args.rest:
-        states = list(server.backend.get_states([server.inspect.find(one) for one in args.rest]).values())
+        states = list(
+            server.backend.get_states([server.inspect.find(one) for one in args.rest]).values()
+        )
     else:
-        states = server.inspect.tasks(state=args.state, name=args.name, since=args.since, queue=args.queue, limit=ALL)
+        states = server.inspect.tasks(
+            state=args.state, name=args.name, since=args.since, queue=args.queue, limit=ALL
+        )
     uuids = [one.task_uuid for one in states if one.state is State.FAILURE and one.message]
     if len(uuids) > 1:
         confirm(args, f"send {many(len(uuids), 'failed task')} again?")
     sent = server.inspect.retry(uuids) if uuids else []
     others = len(states) - len(sent)
-    return _done(args, "retried", sent, f"sent {many(len(sent), 'task')} again"
-                 + (f"; {many(others, 'other')} cannot be (not failed, or the message is not kept)" if others else ""))
+    return _done(
+        args,
+        "retried",
+        sent,
+        f"sent {many(len(sent), 'task')} again"
+        + (
+            f"; {many(others, 'other')} cannot be (not failed, or the message is not kept)"
+            if others
+            else ""
+        ),
+    )
 
 
 def revoke(args: argparse.Namespace) -> int:
@@ -181,7 +221,10 @@ def purge(args: argparse.Namespace) -> int:
     if queue not in found:
         raise MachineryError(f"no queue {queue!r} (there is: {', '.join(sorted(found)) or 'none'})")
     if found[queue] > 1:
-        confirm(args, f"delete {many(found[queue], 'task')} that {'wait' if found[queue] > 1 else 'waits'} in {queue!r}?")
+        confirm(
+            args,
+            f"delete {many(found[queue], 'task')} that {'wait' if found[queue] > 1 else 'waits'} in {queue!r}?",
+        )
     deleted = server.inspect.purge(queue)
     if args.json:
         print(to_json({"queue": queue, "deleted": deleted}))
@@ -211,8 +254,13 @@ def pause(args: argparse.Namespace) -> int:
     for name in names:
         server.inspect.pause(name)
         if name not in found:
-            note(f"there was no queue {name!r} so far{nearest(name, found)}; it is paused for when there is")
-    waiting = [f"{name!r} ({many(found[name].waiting, 'task')} waiting)" if name in found else repr(name) for name in names]
+            note(
+                f"there was no queue {name!r} so far{nearest(name, found)}; it is paused for when there is"
+            )
+    waiting = [
+        f"{name!r} ({many(found[name].waiting, 'task')} waiting)" if name in found else repr(name)
+        for name in names
+    ]
     return _done(args, "paused", names, f"paused {', '.join(waiting)}")
 
 
@@ -222,9 +270,13 @@ def resume(args: argparse.Namespace) -> int:
     paused = server.broker.paused()
     names = list(dict.fromkeys(args.rest))
     for name in names:
-        server.inspect.resume(name)  # also where it seems not to be paused: somebody may do it just now
+        server.inspect.resume(
+            name
+        )  # also where it seems not to be paused: somebody may do it just now
         if name not in paused:
-            note(f"queue {name!r} was not paused (paused are: {', '.join(map(repr, sorted(paused))) or 'none'})")
+            note(
+                f"queue {name!r} was not paused (paused are: {', '.join(map(repr, sorted(paused))) or 'none'})"
+            )
     return _done(args, "resumed", names, f"resumed {', '.join(map(repr, names))}")
 
 
@@ -250,10 +302,25 @@ def dead_list(args: argparse.Namespace) -> int:
         return 0
     now = server.now()
     rows = [
-        (one.id, one.reason, one.name, one.uuid, one.queue, ago(one.died_at, now), str(one.strikes), one.error)
+        (
+            one.id,
+            one.reason,
+            one.name,
+            one.uuid,
+            one.queue,
+            ago(one.died_at, now),
+            str(one.strikes),
+            one.error,
+        )
         for one in letters
     ]
-    print(table(("ID", "REASON", "NAME", "UUID", "QUEUE", "AGE", "STRIKES", "ERROR"), rows, right=(0, 5, 6)))
+    print(
+        table(
+            ("ID", "REASON", "NAME", "UUID", "QUEUE", "AGE", "STRIKES", "ERROR"),
+            rows,
+            right=(0, 5, 6),
+        )
+    )
     return 0
 
 
@@ -265,12 +332,20 @@ def dead_show(args: argparse.Namespace) -> int:
         print(to_json({**_letter_record(one), "body": one.body}))
         return 0
     rows = [
-        ("id", one.id), ("reason", one.reason), ("error", one.error), ("task", one.uuid), ("name", one.name),
-        ("queue", one.queue), ("died", moment(one.died_at, server.now())), ("strikes", str(one.strikes)),
+        ("id", one.id),
+        ("reason", one.reason),
+        ("error", one.error),
+        ("task", one.uuid),
+        ("name", one.name),
+        ("queue", one.queue),
+        ("died", moment(one.died_at, server.now())),
+        ("strikes", str(one.strikes)),
         ("message", f"{len(one.body):,} bytes"),
     ]
     print(fields((name, value) for name, value in rows if value))
-    print("\n".join(f"  {line}" for line in clean_lines(one.body.decode("utf-8", "backslashreplace"))))
+    print(
+        "\n".join(f"  {line}" for line in clean_lines(one.body.decode("utf-8", "backslashreplace")))
+    )
     return 0
 
 
@@ -280,8 +355,13 @@ def dead_replay(args: argparse.Namespace) -> int:
     ids = _letter_ids(args, server, "replay")
     sent = server.inspect.replay_dead(ids) if ids else []
     others = len(ids) - len(sent)
-    return _done(args, "replayed", sent, f"put {many(len(sent), 'message')} back"
-                 + (f"; {many(others, 'other')} cannot be: no task signature" if others else ""))
+    return _done(
+        args,
+        "replayed",
+        sent,
+        f"put {many(len(sent), 'message')} back"
+        + (f"; {many(others, 'other')} cannot be: no task signature" if others else ""),
+    )
 
 
 def dead_delete(args: argparse.Namespace) -> int:
@@ -298,7 +378,9 @@ def _letter_ids(args: argparse.Namespace, server: Server, verb: str) -> list[str
     if args.rest and args.all:
         raise Unsupported(f"dead {verb}: ids and --all exclude each other")
     if not args.rest and not args.all:
-        raise Unsupported(f"dead {verb}: which? name ids, or --all (see: machinery dead list {args.app})")
+        raise Unsupported(
+            f"dead {verb}: which? name ids, or --all (see: machinery dead list {args.app})"
+        )
     if args.all:
         ids = [one.id for one in server.inspect.dead(limit=ALL, queue=args.queue)]
     else:
@@ -310,6 +392,13 @@ def _letter_ids(args: argparse.Namespace, server: Server, verb: str) -> list[str
 
 def _letter_record(one: DeadLetter) -> dict[str, Any]:
     return {
-        "id": one.id, "uuid": one.uuid, "name": one.name, "queue": one.queue, "reason": one.reason, "error": one.error,
-        "strikes": one.strikes, "died_at": one.died_at, "size": len(one.body),
+        "id": one.id,
+        "uuid": one.uuid,
+        "name": one.name,
+        "queue": one.queue,
+        "reason": one.reason,
+        "error": one.error,
+        "strikes": one.strikes,
+        "died_at": one.died_at,
+        "size": len(one.body),
     }

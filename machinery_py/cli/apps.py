@@ -40,8 +40,10 @@ def load(app: str, app_dir: str = "", *, command: str = "worker") -> Server:
     """
     name, _, path = app.partition(":")
     if "://" in app or "@" in app:
-        raise AppNotFound(f"app {redact(app)!r}: found a URL (expected MODULE or MODULE:OBJECT; the URL goes to its Server, "
-                          "or into MACHINERY_URL)")
+        raise AppNotFound(
+            f"app {redact(app)!r}: found a URL (expected MODULE or MODULE:OBJECT; the URL goes to its Server, "
+            "or into MACHINERY_URL)"
+        )
     if not name:
         raise AppNotFound(f"app {app!r}: no module named (expected MODULE or MODULE:OBJECT)")
     module = _import(name, os.path.abspath(app_dir or "."))
@@ -50,7 +52,9 @@ def load(app: str, app_dir: str = "", *, command: str = "worker") -> Server:
 
 def _import(name: str, folder: str) -> ModuleType:
     if not os.path.isdir(folder):
-        raise AppNotFound(f"cannot import {name!r} from {at_home(folder)}: no such folder (see --app-dir)")
+        raise AppNotFound(
+            f"cannot import {name!r} from {at_home(folder)}: no such folder (see --app-dir)"
+        )
     while folder in sys.path:
         sys.path.remove(folder)
     sys.path.insert(0, folder)
@@ -60,13 +64,18 @@ def _import(name: str, folder: str) -> ModuleType:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if _is_missing(error, name):
-            raise AppNotFound(f"{where}: no such module ({_there_is(name, folder)}{HINT})") from None
+            raise AppNotFound(
+                f"{where}: no such module ({_there_is(name, folder)}{HINT})"
+            ) from None
         raise AppBroken(f"{where}: {_says(error)}", _trace(error)) from error
     except MachineryError:
         raise  # a setting, or a name that is taken: its text is enough
     except SystemExit as error:
-        raise AppBroken(f"{where}: it calls sys.exit({error.code!r}) when it is imported "
-                        '(put that below: if __name__ == "__main__":)', _trace(error)) from error
+        raise AppBroken(
+            f"{where}: it calls sys.exit({error.code!r}) when it is imported "
+            '(put that below: if __name__ == "__main__":)',
+            _trace(error),
+        ) from error
     except Exception as error:  # user code
         raise AppBroken(f"{where}: {_says(error)}", _trace(error)) from error
 
@@ -82,7 +91,9 @@ def _there_is(name: str, folder: str) -> str:
     *packages, last = name.split(".")
     close: list[str] = []
     if os.path.isdir(inner := os.path.join(folder, *packages)):
-        close = difflib.get_close_matches(last, [found for found in _modules(inner) if found != last], n=1, cutoff=0.5)
+        close = difflib.get_close_matches(
+            last, [found for found in _modules(inner) if found != last], n=1, cutoff=0.5
+        )
     if close:
         return f"there is {'.'.join([*packages, close[0]])!r}; "
     close = difflib.get_close_matches(name.split(".")[0], list(_modules(folder)), n=1, cutoff=0.5)
@@ -95,7 +106,9 @@ def _modules(folder: str) -> Iterator[str]:
             stem, ending = os.path.splitext(entry.name)
             if not stem.isidentifier():
                 continue
-            if ending == ".py" or (not ending and os.path.isfile(os.path.join(entry.path, "__init__.py"))):
+            if ending == ".py" or (
+                not ending and os.path.isfile(os.path.join(entry.path, "__init__.py"))
+            ):
                 yield stem
 
 
@@ -108,7 +121,11 @@ def _first_user_frame(trace: TracebackType | None) -> TracebackType | None:
     """The traceback from the user's own code on; None if the error never got there."""
     while trace is not None:
         name = trace.tb_frame.f_code.co_filename
-        if name != __file__ and not name.startswith("<frozen importlib") and name != importlib.__file__:
+        if (
+            name != __file__
+            and not name.startswith("<frozen importlib")
+            and name != importlib.__file__
+        ):
             return trace
         trace = trace.tb_next
     return None
@@ -140,11 +157,15 @@ def _kind(value: object) -> str:
 def _only(module: ModuleType, name: str, command: str) -> Server:
     found = _servers(module)
     if not found:
-        raise AppNotFound(f"module {name!r}: no Server found (name it: machinery {command} {name}:my_server)")
+        raise AppNotFound(
+            f"module {name!r}: no Server found (name it: machinery {command} {name}:my_server)"
+        )
     if len(found) > 1:
         names = [key for key, _ in found]
-        raise AppNotFound(f"module {name!r}: {len(found)} Servers, {_listed(names)} "
-                          f"(pick one: machinery {command} {name}:{names[0]})")
+        raise AppNotFound(
+            f"module {name!r}: {len(found)} Servers, {_listed(names)} "
+            f"(pick one: machinery {command} {name}:{names[0]})"
+        )
     return found[0][1]
 
 

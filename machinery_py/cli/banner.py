@@ -34,11 +34,18 @@ def banner(server: Server, worker: Worker, processes: int) -> str:
     if config.backend_url != config.broker:
         rows.append(("results", [shown_url(config.backend_url, config.multiple_broker_separator)]))
     rows.append(("queue" if len(worker.queues) == 1 else "queues", _wrapped(worker.order.shown())))
-    rows.append(("tasks", _wrapped(server.get_registered_task_names()) or ["none (is their module imported?)"]))
+    rows.append(
+        (
+            "tasks",
+            _wrapped(server.get_registered_task_names()) or ["none (is their module imported?)"],
+        )
+    )
     lines = [f"machinery {__version__} · worker {clean(worker.name)} · {much}"]
     for name, values in rows:
         labels = [name, *[""] * (len(values) - 1)]
-        lines += [f"  {label:<{INDENT - 2}}{value}" for label, value in zip(labels, values, strict=True)]
+        lines += [
+            f"  {label:<{INDENT - 2}}{value}" for label, value in zip(labels, values, strict=True)
+        ]
     return "\n".join(lines)
 
 

@@ -53,7 +53,9 @@ class Finding:
 def doctor(args: argparse.Namespace) -> int:
     """`machinery doctor`: 0 all is well, 1 something is wrong, 2 there is no such app."""
     logs.configure_short()
-    logging.getLogger("machinery_py._drivers").setLevel(logging.ERROR)  # what a store warns of is a line of the report
+    logging.getLogger("machinery_py._drivers").setLevel(
+        logging.ERROR
+    )  # what a store warns of is a line of the report
     findings = list(_versions())
     wrong = 1
     try:
@@ -63,8 +65,14 @@ def doctor(args: argparse.Namespace) -> int:
         wrong = 2  # as from any other command
     else:
         names = server.get_registered_task_names()
-        findings.append(Finding("app", Mark.OK if names else Mark.NOTE,
-                                f"{args.app}: {many(len(names), 'task')}" + ("" if names else "; is their module imported?")))
+        findings.append(
+            Finding(
+                "app",
+                Mark.OK if names else Mark.NOTE,
+                f"{args.app}: {many(len(names), 'task')}"
+                + ("" if names else "; is their module imported?"),
+            )
+        )
         for check in (_settings, _file, _broker, _backend, _clock, _queues, _dead):
             findings += _guarded(check, server)
     if args.json:
@@ -86,19 +94,35 @@ def _guarded(check: Callable[[Server], Iterator[Finding]], server: Server) -> li
 
 
 def _versions() -> Iterator[Finding]:
-    yield Finding("versions", Mark.OK, f"machinery_py {__version__}, Python {platform.python_version()}, "
-                                       f"SQLite {sqlite3.sqlite_version}, {sys.platform} {platform.machine()}")
+    yield Finding(
+        "versions",
+        Mark.OK,
+        f"machinery_py {__version__}, Python {platform.python_version()}, "
+        f"SQLite {sqlite3.sqlite_version}, {sys.platform} {platform.machine()}",
+    )
     found = [f"{name} {apps.installed_version(name) or 'missing'}" for name in PACKAGES]
     yield Finding("packages", Mark.OK, ", ".join(found))
 
 
 def _settings(server: Server) -> Iterator[Finding]:
     config = server.config
-    for name, url in (("broker", config.broker), ("results", config.backend_url), ("lock", config.lock_url)):
+    for name, url in (
+        ("broker", config.broker),
+        ("results", config.backend_url),
+        ("lock", config.lock_url),
+    ):
         shown = shown_url(url, config.multiple_broker_separator) or "none"
-        yield Finding("settings", Mark.OK, f"{name} {shown} (from {config.sources.get(_KEYS[name], 'default')})")
+        yield Finding(
+            "settings",
+            Mark.OK,
+            f"{name} {shown} (from {config.sources.get(_KEYS[name], 'default')})",
+        )
     if os.environ.get("MACHINERY_URL") and config.sources.get("broker") == "argument":
-        yield Finding("settings", Mark.NOTE, "MACHINERY_URL is set, but the Server is given its broker in the code")
+        yield Finding(
+            "settings",
+            Mark.NOTE,
+            "MACHINERY_URL is set, but the Server is given its broker in the code",
+        )
 
 
 _KEYS = {"broker": "broker", "results": "result_backend", "lock": "lock"}
@@ -106,7 +130,13 @@ _KEYS = {"broker": "broker", "results": "result_backend", "lock": "lock"}
 
 def _file(server: Server) -> Iterator[Finding]:
     """The file of the SQLite stores, looked at from outside."""
-    for url in sorted({url for url in (server.config.broker, server.config.backend_url) if scheme_of(url) == "sqlite"}):
+    for url in sorted(
+        {
+            url
+            for url in (server.config.broker, server.config.backend_url)
+            if scheme_of(url) == "sqlite"
+        }
+    ):
         parsed = StoreUrl.parse(url)
         yield from _sqlite_file(os.path.abspath(parsed.path), parsed.synchronous)
 
@@ -118,25 +148,44 @@ def _sqlite_file(path: str, synchronous: str) -> Iterator[Finding]:
     folder = os.path.dirname(path)
     kind = network_kind(path)
     if kind:
-        yield Finding("file", Mark.WRONG, f"{path} is on a network file system ({kind}), where locks do not hold")
+        yield Finding(
+            "file",
+            Mark.WRONG,
+            f"{path} is on a network file system ({kind}), where locks do not hold",
+        )
     if not os.path.exists(path):
         writable = os.access(folder, os.W_OK)
-        yield Finding("file", Mark.OK if writable else Mark.WRONG,
-                      f"{path} is not there yet" + ("" if writable else f", and {folder} cannot be written"))
+        yield Finding(
+            "file",
+            Mark.OK if writable else Mark.WRONG,
+            f"{path} is not there yet" + ("" if writable else f", and {folder} cannot be written"),
+        )
         return
     rights = os.access(path, os.W_OK) and os.access(folder, os.W_OK)
-    connection = sqlite3.connect(f"file:{path.replace('?', '%3f').replace('#', '%23')}?mode=ro", uri=True, timeout=SLOW)
+    connection = sqlite3.connect(
+        f"file:{path.replace('?', '%3f').replace('#', '%23')}?mode=ro", uri=True, timeout=SLOW
+    )
     try:
-        schema, journal = (connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("user_version", "journal_mode"))
+        schema, journal = (
+            connection.execute(f"PRAGMA {name}").fetchone()[0]
+            for name in ("user_version", "journal_mode")
+        )
     except sqlite3.Error as error:
         yield Finding("file", Mark.WRONG, f"{path}: {error}")
         return
     finally:
         connection.close()
-    yield Finding("file", Mark.OK if rights else Mark.WRONG, f"{path}: {size(os.path.getsize(path))}, schema {schema} "
-                  f"(known {VERSION}), journal {journal}, synchronous {synchronous}" + ("" if rights else ", cannot be written"))
+    yield Finding(
+        "file",
+        Mark.OK if rights else Mark.WRONG,
+        f"{path}: {size(os.path.getsize(path))}, schema {schema} "
+        f"(known {VERSION}), journal {journal}, synchronous {synchronous}"
+        + ("" if rights else ", cannot be written"),
+    )
     free = shutil.disk_usage(folder).free
-    yield Finding("file", Mark.OK if free >= LOW_SPACE else Mark.WRONG, f"{size(free)} free on its disk")
+    yield Finding(
+        "file", Mark.OK if free >= LOW_SPACE else Mark.WRONG, f"{size(free)} free on its disk"
+    )
 
 
 def _broker(server: Server) -> Iterator[Finding]:
@@ -148,7 +197,9 @@ def _broker(server: Server) -> Iterator[Finding]:
     for concern in server.broker.concerns():
         yield Finding("broker", Mark.WRONG if concern.is_certain else Mark.NOTE, concern.text)
     if server.broker.features.embedded:
-        yield Finding("broker", Mark.NOTE, "embedded: for one machine (set MACHINERY_URL for a server)")
+        yield Finding(
+            "broker", Mark.NOTE, "embedded: for one machine (set MACHINERY_URL for a server)"
+        )
 
 
 def _backend(server: Server) -> Iterator[Finding]:
@@ -160,16 +211,30 @@ def _backend(server: Server) -> Iterator[Finding]:
     if server.config.backend_url != server.config.broker:
         for concern in server.backend.concerns():
             yield Finding("backend", Mark.WRONG if concern.is_certain else Mark.NOTE, concern.text)
-    server.backend.purge_state(new_uuid())  # of a task that was never sent: a write that changes nothing
+    server.backend.purge_state(
+        new_uuid()
+    )  # of a task that was never sent: a write that changes nothing
     yield Finding("backend", Mark.OK, "can be written")
     if features.forgets:
-        yield Finding("backend", Mark.NOTE, "forgets results, schedules and keys of unique tasks when it restarts or is full; "
-                      "so can a chord be lost")
+        yield Finding(
+            "backend",
+            Mark.NOTE,
+            "forgets results, schedules and keys of unique tasks when it restarts or is full; "
+            "so can a chord be lost",
+        )
     elif not features.durable and not features.embedded:
-        yield Finding("backend", Mark.NOTE, "forgets states when it restarts; the key of a unique task without a state is free")
+        yield Finding(
+            "backend",
+            Mark.NOTE,
+            "forgets states when it restarts; the key of a unique task without a state is free",
+        )
     if not features.keeps_unfinished:
         kept = length(server.config.results_expire_in)
-        yield Finding("backend", Mark.NOTE, f"keeps a state for {kept} (results_expire_in), also of a task that waits or runs")
+        yield Finding(
+            "backend",
+            Mark.NOTE,
+            f"keeps a state for {kept} (results_expire_in), also of a task that waits or runs",
+        )
 
 
 def _timed(ask: Callable[[], object]) -> float:
@@ -186,18 +251,29 @@ def _speed(check: str, text: str, seconds: float) -> Finding:
 def _clock(server: Server) -> Iterator[Finding]:
     now = server.now()
     year = now.year
-    yield Finding("clock", Mark.OK if year >= EARLIEST else Mark.WRONG,
-                  f"{now.isoformat(sep=' ', timespec='seconds')}, here {time.strftime('%H:%M %Z')}")
+    yield Finding(
+        "clock",
+        Mark.OK if year >= EARLIEST else Mark.WRONG,
+        f"{now.isoformat(sep=' ', timespec='seconds')}, here {time.strftime('%H:%M %Z')}",
+    )
     for worker in server.broker.workers():
         ahead = (worker.beat_at - now).total_seconds()
         if ahead > SKEW:
-            yield Finding("clock", Mark.WRONG, f"the clock of {worker.host} is {length(ahead)} ahead of this one")
+            yield Finding(
+                "clock",
+                Mark.WRONG,
+                f"the clock of {worker.host} is {length(ahead)} ahead of this one",
+            )
 
 
 def _queues(server: Server) -> Iterator[Finding]:
     workers = server.inspect.workers()
     served = {queue for worker in workers for queue in worker.queues}
-    text = f"{many(len(workers), 'worker')}: {', '.join(worker.name for worker in workers)}" if workers else "no worker lives"
+    text = (
+        f"{many(len(workers), 'worker')}: {', '.join(worker.name for worker in workers)}"
+        if workers
+        else "no worker lives"
+    )
     yield Finding("workers", Mark.OK if workers else Mark.NOTE, text)
     now = server.now()
     for stats in server.broker.stats():
@@ -209,15 +285,24 @@ def _queues(server: Server) -> Iterator[Finding]:
         if stats.oldest_at is not None:
             text += f", the oldest for {length((now - stats.oldest_at).total_seconds())}"
         if stats.paused:
-            yield Finding("queues", Mark.NOTE, f"{text}; it is paused (machinery resume APP {stats.queue})")
+            yield Finding(
+                "queues", Mark.NOTE, f"{text}; it is paused (machinery resume APP {stats.queue})"
+            )
         elif stats.queue in served:
             yield Finding("queues", Mark.OK, text)
         else:
-            yield Finding("queues", Mark.WRONG, f"{text}; no worker on this queue (start one: machinery worker APP "
-                                                f"-Q {stats.queue})")
+            yield Finding(
+                "queues",
+                Mark.WRONG,
+                f"{text}; no worker on this queue (start one: machinery worker APP "
+                f"-Q {stats.queue})",
+            )
 
 
 def _dead(server: Server) -> Iterator[Finding]:
     dead = sum(stats.dead for stats in server.broker.stats())
-    yield Finding("dead", Mark.NOTE if dead else Mark.OK,
-                  f"{many(dead, 'dead letter')}" + (" (see: machinery dead list)" if dead else ""))
+    yield Finding(
+        "dead",
+        Mark.NOTE if dead else Mark.OK,
+        f"{many(dead, 'dead letter')}" + (" (see: machinery dead list)" if dead else ""),
+    )

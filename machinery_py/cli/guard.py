@@ -24,7 +24,9 @@ LOOK = 0.5  # seconds between two looks
 PATIENCE = 1.0  # seconds; a store may have to be asked, of whose connections some are gone
 BROKEN = 1  # exit code of a worker that could not go on
 STDERR = 2
-HIGH = 100  # a copy of stderr has at least this number, out of the way of those who close the low ones
+HIGH = (
+    100  # a copy of stderr has at least this number, out of the way of those who close the low ones
+)
 
 
 class Guard:
@@ -64,7 +66,9 @@ class Guard:
         with suppress(OSError):
             os.dup2(self._stderr, STDERR)  # whatever has that number now: it is used no more
         try:
-            logger.critical("a task has closed descriptors of this worker: ending at once; what it ran will run again")
+            logger.critical(
+                "a task has closed descriptors of this worker: ending at once; what it ran will run again"
+            )
             thread = threading.Thread(target=self._blame, daemon=True)
             thread.start()
             thread.join(timeout=PATIENCE)

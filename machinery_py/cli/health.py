@@ -56,16 +56,27 @@ class Place:
 
     def files(self) -> list[str]:
         if self.file:
-            numbered = [name for name in glob.glob(f"{glob.escape(self.file)}.*") if name.rpartition(".")[2].isdigit()]
+            numbered = [
+                name
+                for name in glob.glob(f"{glob.escape(self.file)}.*")
+                if name.rpartition(".")[2].isdigit()
+            ]
             return sorted([*([self.file] if os.path.exists(self.file) else []), *numbered])
-        return sorted(glob.glob(os.path.join(glob.escape(self.folder), "*.json"))) if is_private(self.folder) else []
+        return (
+            sorted(glob.glob(os.path.join(glob.escape(self.folder), "*.json")))
+            if is_private(self.folder)
+            else []
+        )
 
 
 def place_of(args: argparse.Namespace) -> Place:
     """The place for these arguments of `machinery worker` or `machinery health`; both must find the same."""
     names = "\0".join([args.app, os.path.realpath(args.app_dir or "."), os.path.realpath(".")])
     key = hashlib.sha256(names.encode("utf-8", "surrogateescape")).hexdigest()[:16]
-    return Place(os.path.join(_base(), key), os.path.abspath(args.heartbeat_file) if args.heartbeat_file else "")
+    return Place(
+        os.path.join(_base(), key),
+        os.path.abspath(args.heartbeat_file) if args.heartbeat_file else "",
+    )
 
 
 def _base() -> str:
@@ -93,7 +104,9 @@ class Pulse:
         is_ready: whether the broker answers.
     """
 
-    def __init__(self, place: Place, *, label: str, worker: str, is_ready: Callable[[], bool]) -> None:
+    def __init__(
+        self, place: Place, *, label: str, worker: str, is_ready: Callable[[], bool]
+    ) -> None:
         self._place = place
         self._path = place.path(label, os.getpid())
         self._worker = worker
@@ -124,15 +137,22 @@ class Pulse:
             pause = min(BEAT, pause * 2)
 
     def _beat(self) -> None:
-        content = json.dumps({
-            "worker": self._worker, "pid": os.getpid(), "started": started_at(os.getpid()), "ready": self._is_ready(),
-        })
+        content = json.dumps(
+            {
+                "worker": self._worker,
+                "pid": os.getpid(),
+                "started": started_at(os.getpid()),
+                "ready": self._is_ready(),
+            }
+        )
         try:
             self._write(content)
             self._complained = False
         except OSError as error:
             if not self._complained:
-                logger.warning("heartbeat file %r cannot be written: %s", self._path, error.strerror or error)
+                logger.warning(
+                    "heartbeat file %r cannot be written: %s", self._path, error.strerror or error
+                )
             self._complained = True
 
     def _write(self, content: str) -> None:
@@ -209,7 +229,11 @@ class Vitals:
 
 def look(place: Place, *, max_age: float = MAX_AGE, pids: Collection[int] | None = None) -> Vitals:
     """Read the heartbeats, of these processes only if `pids` is given. What a killed worker left behind counts for nothing."""
-    found = [beat for path in place.files() if (beat := _read(path, same_machine=not place.file)) is not None]
+    found = [
+        beat
+        for path in place.files()
+        if (beat := _read(path, same_machine=not place.file)) is not None
+    ]
     return Vitals(tuple(beat for beat in found if pids is None or beat.pid in pids), max_age)
 
 
@@ -225,7 +249,11 @@ def _read(path: str, *, same_machine: bool) -> Beat | None:
     except (OSError, ValueError, KeyError, TypeError):
         return None
     # A file that was named may be read from another container, where process numbers mean something else.
-    if same_machine and os.path.isdir("/proc/self") and started_at(beat.pid) != content.get("started"):
+    if (
+        same_machine
+        and os.path.isdir("/proc/self")
+        and started_at(beat.pid) != content.get("started")
+    ):
         return None
     return beat
 
@@ -244,10 +272,14 @@ def health(args: argparse.Namespace) -> int:
         print(to_json({"alive": vitals.is_live, "ready": vitals.is_ready, "workers": beats}))
         return 0 if well else 1
     for beat in vitals.beats:
-        print(f"worker {beat.worker} (pid {beat.pid}): last beat {length(beat.age)} ago, {'' if beat.ready else 'not '}ready")
+        print(
+            f"worker {beat.worker} (pid {beat.pid}): last beat {length(beat.age)} ago, {'' if beat.ready else 'not '}ready"
+        )
     if not vitals.beats:
-        sys.stderr.write(f"machinery: no worker of {args.app!r} has a heartbeat here (it is looked for by app, --app-dir, "
-                         "working directory, user and TMPDIR)\n")
+        sys.stderr.write(
+            f"machinery: no worker of {args.app!r} has a heartbeat here (it is looked for by app, --app-dir, "
+            "working directory, user and TMPDIR)\n"
+        )
     return 0 if well else 1
 
 
@@ -255,7 +287,9 @@ def health(args: argparse.Namespace) -> int:
 
 
 @contextlib.contextmanager
-def serve(host: str, port: int, is_live: Callable[[], bool], is_ready: Callable[[], bool]) -> Iterator[int]:
+def serve(
+    host: str, port: int, is_live: Callable[[], bool], is_ready: Callable[[], bool]
+) -> Iterator[int]:
     """Answer GET /live and /ready with 200 or 503, in the background; gives the port.
 
     Raises:
@@ -270,7 +304,9 @@ def serve(host: str, port: int, is_live: Callable[[], bool], is_ready: Callable[
         def do_GET(self) -> None:
             asked = {"/live": is_live, "/ready": is_ready}.get(self.path.partition("?")[0])
             well = asked is not None and asked()
-            status, text = (404, "not found") if asked is None else (200, "ok") if well else (503, "no")
+            status, text = (
+                (404, "not found") if asked is None else (200, "ok") if well else (503, "no")
+            )
             body = json.dumps({"status": text}).encode()
             self.send_response_only(status)
             self.send_header("Content-Type", "application/json")
@@ -293,15 +329,22 @@ def serve(host: str, port: int, is_live: Callable[[], bool], is_ready: Callable[
         def server_bind(self) -> None:
             # Without HTTPServer's own look-up of the host's name, which may ask a name server and wait for it.
             TCPServer.server_bind(self)
-            self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+            self.server_name, self.server_port = (
+                str(self.server_address[0]),
+                int(self.server_address[1]),
+            )
 
     try:
         server = Quiet((host, port), Handler)
     except (OSError, OverflowError) as error:
         what = getattr(error, "strerror", None) or str(error)
-        raise ConfigError(f"health port {host}:{port}: {what.lower()} (choose another --health-port)") from error
+        raise ConfigError(
+            f"health port {host}:{port}: {what.lower()} (choose another --health-port)"
+        ) from error
     descriptors.keep(server.socket)
-    thread = threading.Thread(target=server.serve_forever, args=(0.1,), name="machinery-health", daemon=True)
+    thread = threading.Thread(
+        target=server.serve_forever, args=(0.1,), name="machinery-health", daemon=True
+    )
     thread.start()
     try:
         yield server.server_port

@@ -66,7 +66,9 @@ def below(spared: frozenset[int] = frozenset()) -> frozenset[int]:
     spared |= {getattr(getattr(tracker, "_resource_tracker", None), "_pid", 0)}
     found, last = frozenset[int](), frozenset({os.getpid()})
     while last:
-        last = frozenset(pid for pid, parent in parents.items() if parent in last and pid not in spared)
+        last = frozenset(
+            pid for pid, parent in parents.items() if parent in last and pid not in spared
+        )
         found |= last
     return found
 
@@ -96,7 +98,9 @@ def hold_lifeline() -> None:
 
     def hang_on() -> None:
         with suppress(OSError):  # it was closed, or there is no /proc: nobody holds this child then
-            end = os.open(f"/proc/self/fd/{read}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # what is set is its own
+            end = os.open(
+                f"/proc/self/fd/{read}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+            )  # what is set is its own
             fcntl.fcntl(end, fcntl.F_SETOWN, os.getpid())
             fcntl.fcntl(end, SET_SIGNAL, signal.SIGKILL)
             fcntl.fcntl(end, fcntl.F_SETFL, os.O_NONBLOCK | os.O_ASYNC)

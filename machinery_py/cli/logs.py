@@ -21,7 +21,12 @@ TASK_FIELDS = ("task_uuid", "task_name", "attempt")
 
 _LONGEST = 2_000  # bytes of one line of the library's own log, in text
 
-_COLOURS = {logging.DEBUG: "2", logging.WARNING: "33", logging.ERROR: "31", logging.CRITICAL: "1;31"}
+_COLOURS = {
+    logging.DEBUG: "2",
+    logging.WARNING: "33",
+    logging.ERROR: "31",
+    logging.CRITICAL: "1;31",
+}
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
@@ -40,7 +45,10 @@ class TaskRecord(logging.LogRecord):
         context = task_or_none()
         if context is not None:
             self.__dict__ = _Fields(
-                self.__dict__, task_uuid=context.uuid, task_name=context.name, attempt=context.attempt
+                self.__dict__,
+                task_uuid=context.uuid,
+                task_name=context.name,
+                attempt=context.attempt,
             )
 
 
@@ -60,11 +68,17 @@ class TextFormatter(logging.Formatter):
         found = vars(record)
         if found.get("task_uuid"):
             name, attempt = found.get("task_name", ""), found.get("attempt", "")
-            task = " ".join(str(part) for part in (found["task_uuid"], name, f"#{attempt}" if attempt else "") if part)
+            task = " ".join(
+                str(part)
+                for part in (found["task_uuid"], name, f"#{attempt}" if attempt else "")
+                if part
+            )
             line += f"  [{clean(task)}]"
         rows = [line, *(f"  | {row}" for row in clean_lines(_trace(self, record)))]
         # What is no text is written out by clean(), and so gets longer than it was.
-        return "\n".join([cut(row, _LONGEST) for row in rows] if record.name.startswith("machinery_py") else rows)
+        return "\n".join(
+            [cut(row, _LONGEST) for row in rows] if record.name.startswith("machinery_py") else rows
+        )
 
 
 class JSONFormatter(logging.Formatter):
@@ -73,8 +87,12 @@ class JSONFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         extra = {name: value for name, value in vars(record).items() if name not in _STANDARD}
         line: dict[str, Any] = {
-            "time": dt.datetime.fromtimestamp(record.created, dt.timezone.utc).isoformat(timespec="milliseconds"),
-            "level": record.levelname, "logger": record.name, "message": record.getMessage(),
+            "time": dt.datetime.fromtimestamp(record.created, dt.timezone.utc).isoformat(
+                timespec="milliseconds"
+            ),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
         }
         if trace := _trace(self, record):
             line["exception"] = trace
@@ -92,7 +110,11 @@ class _ShortFormatter(logging.Formatter):
 
 
 def _trace(formatter: logging.Formatter, record: logging.LogRecord) -> str:
-    parts = [record.exc_text or formatter.formatException(record.exc_info)] if record.exc_info and record.exc_info[0] else []
+    parts = (
+        [record.exc_text or formatter.formatException(record.exc_info)]
+        if record.exc_info and record.exc_info[0]
+        else []
+    )
     if record.stack_info:
         parts.append(record.stack_info)
     return "\n".join(parts)
@@ -105,7 +127,9 @@ def has_colours(stream: TextIO) -> bool:
 def configure(level: str, log_format: str) -> None:
     """Log to stderr from this level on, in "text" or "json". Called once, before the user's module is imported."""
     logging.setLogRecordFactory(TaskRecord)
-    formatter = JSONFormatter() if log_format == "json" else TextFormatter(colours=has_colours(sys.stderr))
+    formatter = (
+        JSONFormatter() if log_format == "json" else TextFormatter(colours=has_colours(sys.stderr))
+    )
     _to_stderr(formatter, level.upper())
 
 

@@ -1,9 +1,9 @@
 """`machinery`: from the words on the line to a command and its exit code.
 
-    0    done, or as asked
-    1    the answer is no: a task failed, nothing lives, something is wrong; a worker: it was cut short by a second signal
-    2    it cannot be done as asked: wrong words, no such app, a wrong setting, no such task
-    3    the broker or the result backend cannot be used
+0    done, or as asked
+1    the answer is no: a task failed, nothing lives, something is wrong; a worker: it was cut short by a second signal
+2    it cannot be done as asked: wrong words, no such app, a wrong setting, no such task
+3    the broker or the result backend cannot be used
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run(words)
     except MachineryError as error:
         trace = getattr(error, "trace", "")
-        return complain(f"{trace}machinery: {error}", UNUSABLE if isinstance(error, STORE_TROUBLE) else WRONG)
+        return complain(
+            f"{trace}machinery: {error}", UNUSABLE if isinstance(error, STORE_TROUBLE) else WRONG
+        )
     except BrokenPipeError:
         # Whoever read our output has gone. What is still in the buffer must not raise once more at the end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -96,7 +98,10 @@ def _run(words: list[str]) -> int:
     args = parser.parse_intermixed_args(rest)
     try:
         args.app, args.rest = split_words(
-            args.words, os.environ.get("MACHINERY_APP", "").strip(), least=command.least, most=command.most
+            args.words,
+            os.environ.get("MACHINERY_APP", "").strip(),
+            least=command.least,
+            most=command.most,
         )
     except ValueError as error:
         parser.error(str(error))
@@ -120,13 +125,18 @@ def _command(words: Sequence[str]) -> tuple[Command | None, list[str]]:
 def _function(target: str) -> Callable[[argparse.Namespace], int]:
     # By name, so that no command pays for the imports of another.
     module, _, name = target.partition(":")
-    return cast("Callable[[argparse.Namespace], int]", getattr(importlib.import_module(f"machinery_py.cli.{module}"), name))
+    return cast(
+        "Callable[[argparse.Namespace], int]",
+        getattr(importlib.import_module(f"machinery_py.cli.{module}"), name),
+    )
 
 
 def main_parser() -> argparse.ArgumentParser:
     """The parser of `machinery` itself: help, version, and an error for what is no command."""
     parser = _Parser(
-        prog="machinery", description="Background tasks: run them, send them, look at them.", epilog=_examples(_MAIN_EXAMPLES),
+        prog="machinery",
+        description="Background tasks: run them, send them, look at them.",
+        epilog=_examples(_MAIN_EXAMPLES),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"machinery {__version__}")
@@ -142,7 +152,10 @@ def main_parser() -> argparse.ArgumentParser:
         if group not in groups:
             members = [one for one in COMMANDS.values() if one.name.startswith(f"{group} ")]
             inner = kinds.add_parser(
-                group, help=GROUPS[group], prog=f"machinery {group}", formatter_class=argparse.RawDescriptionHelpFormatter,
+                group,
+                help=GROUPS[group],
+                prog=f"machinery {group}",
+                formatter_class=argparse.RawDescriptionHelpFormatter,
                 epilog=_examples([example for one in members for example in one.examples]),
             )
             groups[group] = inner.add_subparsers(metavar="COMMAND", title="commands", required=True)
@@ -152,13 +165,23 @@ def main_parser() -> argparse.ArgumentParser:
 
 def command_parser(command: Command) -> argparse.ArgumentParser:
     """The parser of one command."""
-    usage = " ".join(part for part in (f"machinery {command.name} APP", command.words, "[option …]") if part)
-    parser = _Parser(
-        prog=f"machinery {command.name}", usage=usage, description=command.help, epilog=_examples(command.examples),
-        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+    usage = " ".join(
+        part for part in (f"machinery {command.name} APP", command.words, "[option …]") if part
     )
-    parser.add_argument("words", nargs="*", metavar="APP",
-                        help="MODULE or MODULE:OBJECT of your Server; MACHINERY_APP stands in for it")
+    parser = _Parser(
+        prog=f"machinery {command.name}",
+        usage=usage,
+        description=command.help,
+        epilog=_examples(command.examples),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "words",
+        nargs="*",
+        metavar="APP",
+        help="MODULE or MODULE:OBJECT of your Server; MACHINERY_APP stands in for it",
+    )
     for add in command.options:
         add(parser)
     return parser

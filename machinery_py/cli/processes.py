@@ -37,7 +37,12 @@ class Child:
     """A child process of this one, on its pipes. Belongs to one thread."""
 
     def __init__(
-        self, words: Sequence[str], *, label: str, pass_on: Sequence[int] = (), is_at_terminal: bool = False
+        self,
+        words: Sequence[str],
+        *,
+        label: str,
+        pass_on: Sequence[int] = (),
+        is_at_terminal: bool = False,
     ) -> None:
         """Start `machinery worker` with these words behind it.
 
@@ -51,17 +56,29 @@ class Child:
         orders_in, self._orders = os.pipe()
         self.news, news_out = os.pipe()
         os.set_blocking(self.news, False)
-        command = [sys.executable, "-m", "machinery_py", "worker", "--child", f"{label}:{orders_in}:{news_out}", *words]
+        command = [
+            sys.executable,
+            "-m",
+            "machinery_py",
+            "worker",
+            "--child",
+            f"{label}:{orders_in}:{news_out}",
+            *words,
+        ]
         try:
             self.process = subprocess.Popen(
-                command, pass_fds=(orders_in, news_out, *pass_on), stdin=None if is_at_terminal else subprocess.DEVNULL,
+                command,
+                pass_fds=(orders_in, news_out, *pass_on),
+                stdin=None if is_at_terminal else subprocess.DEVNULL,
                 process_group=None if is_at_terminal else 0,
             )
         finally:
             os.close(orders_in)
             os.close(news_out)
         self.pid = self.process.pid
-        self.is_cut = False  # nothing more will be heard: it has ended, or a task has closed its end
+        self.is_cut = (
+            False  # nothing more will be heard: it has ended, or a task has closed its end
+        )
         self._unread = b""
         self._told = RUN
 
@@ -96,7 +113,11 @@ class Child:
                 parts = file.read().rpartition(")")[2].split()
         except OSError:
             return None
-        return None if parts[0] in "Tt" else (int(parts[11]) + int(parts[12])) / os.sysconf("SC_CLK_TCK")
+        return (
+            None
+            if parts[0] in "Tt"
+            else (int(parts[11]) + int(parts[12])) / os.sysconf("SC_CLK_TCK")
+        )
 
     def kill(self) -> None:
         self.process.kill()

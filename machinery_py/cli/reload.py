@@ -25,7 +25,9 @@ logger = get_logger(__name__)
 
 LOOK = 0.5  # seconds between two looks at the files
 SETTLE = 0.1  # seconds without a further change before the worker is started again: editors write in steps
-GRACE = 5.0  # seconds that running tasks get when a file has changed; they run again in the new worker
+GRACE = (
+    5.0  # seconds that running tasks get when a file has changed; they run again in the new worker
+)
 PATIENCE = 5.0  # seconds until a worker that does not end is killed
 TELL = 1.0  # seconds between two looks for modules that were loaded later
 
@@ -72,7 +74,9 @@ class Reloader:
                 child = None
                 if code == 0:
                     return 0
-                logger.error("the worker has ended: %s; waiting until a file changes", how_it_ended(code))
+                logger.error(
+                    "the worker has ended: %s; waiting until a file changes", how_it_ended(code)
+                )
             for path, now in _stat(self._read_told()).items():
                 before.setdefault(path, now)
             after = self._look()
@@ -109,13 +113,19 @@ class Reloader:
     def _settled(self, before: Snapshot, after: Snapshot) -> Snapshot:
         """Wait until nothing changes any more, and say what did."""
         while True:
-            changed = sorted(path for path in before.keys() | after.keys() if before.get(path) != after.get(path))
+            changed = sorted(
+                path for path in before.keys() | after.keys() if before.get(path) != after.get(path)
+            )
             if self._ordered.wait(SETTLE):
                 return after
             latest = self._look()
             if latest == after:
                 more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
-                logger.info("%s changed%s: starting again", at_home(changed[0]) if changed else "a file", more)
+                logger.info(
+                    "%s changed%s: starting again",
+                    at_home(changed[0]) if changed else "a file",
+                    more,
+                )
                 return after
             after = latest
 
@@ -144,8 +154,11 @@ def python_files(folder: str) -> Iterator[str]:
     """The .py files below the folder, without hidden folders, environments and installed packages."""
     for root, folders, files in os.walk(folder):
         folders[:] = [
-            name for name in folders
-            if not name.startswith(".") and name not in _SKIPPED and not os.path.exists(os.path.join(root, name, "pyvenv.cfg"))
+            name
+            for name in folders
+            if not name.startswith(".")
+            and name not in _SKIPPED
+            and not os.path.exists(os.path.join(root, name, "pyvenv.cfg"))
         ]
         for name in files:
             if name.endswith(".py"):
@@ -157,13 +170,23 @@ def python_files(folder: str) -> Iterator[str]:
 
 def loaded_files() -> set[str]:
     """The files of the modules that were loaded and belong neither to Python nor to an installed package."""
-    installed = {os.path.realpath(path) + os.sep for path in (
-        sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), *site.getsitepackages(), site.getusersitepackages(),
-    )}
+    installed = {
+        os.path.realpath(path) + os.sep
+        for path in (
+            sysconfig.get_path("stdlib"),
+            sysconfig.get_path("platstdlib"),
+            *site.getsitepackages(),
+            site.getusersitepackages(),
+        )
+    }
     found: set[str] = set()
     for module in list(sys.modules.values()):
         path = getattr(module, "__file__", None)
-        if isinstance(path, str) and path.endswith(".py") and not os.path.realpath(path).startswith(tuple(installed)):
+        if (
+            isinstance(path, str)
+            and path.endswith(".py")
+            and not os.path.realpath(path).startswith(tuple(installed))
+        ):
             found.add(os.path.abspath(path))
     return found
 
@@ -181,7 +204,9 @@ def telling_files(descriptor: int | None) -> Iterator[None]:
         yield
     finally:
         _tell(descriptor, told)
-    threading.Thread(target=_go_on_telling, args=(descriptor, told), name="machinery-reload", daemon=True).start()
+    threading.Thread(
+        target=_go_on_telling, args=(descriptor, told), name="machinery-reload", daemon=True
+    ).start()
 
 
 def _go_on_telling(descriptor: int, told: set[str]) -> None:

@@ -28,7 +28,15 @@ def periodic(args: argparse.Namespace) -> int:
         return 0
     now = server.now()
     rows = [
-        (one.name, one.spec, one.tz, ", ".join(one.tasks), _state(one), moment(one.last_run, now), _times(one.next_runs))
+        (
+            one.name,
+            one.spec,
+            one.tz,
+            ", ".join(one.tasks),
+            _state(one),
+            moment(one.last_run, now),
+            _times(one.next_runs),
+        )
         for one in found
     ]
     print(table(("NAME", "SPEC", "ZONE", "SENDS", "STATE", "LAST RUN", "NEXT RUNS"), rows))
@@ -49,7 +57,13 @@ def _times(moments: Sequence[dt.datetime]) -> str:
     before = None
     for local in (one.astimezone() for one in moments):
         time = "%H:%M:%S" if local.second else "%H:%M"
-        day = "%Y-%m-%d " if before is None or before.year != local.year else "%m-%d " if before.date() != local.date() else ""
+        day = (
+            "%Y-%m-%d "
+            if before is None or before.year != local.year
+            else "%m-%d "
+            if before.date() != local.date()
+            else ""
+        )
         words.append(local.strftime(day + time))
         before = local
     return ", ".join(words) or NONE
@@ -81,11 +95,20 @@ def _each(args: argparse.Namespace, method: str, done: str, *, question: bool = 
     for name in names:
         schedules.get(name)  # none is changed if one of the names is wrong
     if question or len(names) > 1:
-        confirm(args, f"{method.partition('_')[0]} {many(len(names), 'schedule')}: {', '.join(names)}?")
+        confirm(
+            args, f"{method.partition('_')[0]} {many(len(names), 'schedule')}: {', '.join(names)}?"
+        )
     for name in names:
         getattr(schedules, method)(name)
-    print(to_json([msgspec.structs.asdict(schedules.get(name)) for name in names] if method != "remove" else names)
-          if args.json else f"{done}: {', '.join(names)}")
+    print(
+        to_json(
+            [msgspec.structs.asdict(schedules.get(name)) for name in names]
+            if method != "remove"
+            else names
+        )
+        if args.json
+        else f"{done}: {', '.join(names)}"
+    )
     return 0
 
 
@@ -103,7 +126,9 @@ def change(args: argparse.Namespace) -> int:
     if args.overlap is not None:
         options["overlap"] = args.overlap
     if args.spec is None and not options:
-        raise ArgumentError("nothing to change (say --spec, --tz, --catch-up, --window or --overlap)")
+        raise ArgumentError(
+            "nothing to change (say --spec, --tz, --catch-up, --window or --overlap)"
+        )
     schedules.change(name, spec=args.spec, **options)
     report = schedules.get(name)
     record: dict[str, Any] = msgspec.structs.asdict(report)

@@ -49,7 +49,9 @@ class _Slot:
         self.number = number
         self.child: Child | None = None
         self.started_at = 0.0
-        self.start_at: float | None = 0.0  # when to start one; None: there is one, or there is no more to do
+        self.start_at: float | None = (
+            0.0  # when to start one; None: there is one, or there is no more to do
+        )
         self.failures = 0  # in a row, each without a task's doing
         self.has_been_ready = False  # one of its processes
         self.is_ready = False
@@ -107,7 +109,9 @@ class Supervisor:
         self._link = link
         self._place = health.place_of(args)
         self._slots = [_Slot(number) for number in range(1, args.processes + 1)]
-        self._grace: float = DEFAULT_GRACE if args.shutdown_timeout is None else args.shutdown_timeout
+        self._grace: float = (
+            DEFAULT_GRACE if args.shutdown_timeout is None else args.shutdown_timeout
+        )
         self._groups: list[Group] = []  # of those that have ended
         self._level = RUN
         self._kill_at: float | None = None
@@ -127,7 +131,12 @@ class Supervisor:
             with ExitStack() as stack:
                 if self._args.health_port is not None:
                     stack.enter_context(
-                        health.serve(self._args.health_host, self._args.health_port, self._is_live, self._answers)
+                        health.serve(
+                            self._args.health_host,
+                            self._args.health_port,
+                            self._is_live,
+                            self._answers,
+                        )
                     )
                 while self._start_due() or self._running() or self._groups:
                     self._wait()
@@ -156,8 +165,17 @@ class Supervisor:
         moments = [slot.start_at for slot in self._slots if slot.start_at is not None]
         if self._kill_at is not None and not all(slot.is_killed for slot in self._running()):
             moments.append(self._kill_at)
-        timeout = min([LOOK if self._groups else 1.0, *(max(0.0, moment - time.monotonic()) for moment in moments)])
-        news = [slot.child.news for slot in self._running() if slot.child is not None and not slot.child.is_cut]
+        timeout = min(
+            [
+                LOOK if self._groups else 1.0,
+                *(max(0.0, moment - time.monotonic()) for moment in moments),
+            ]
+        )
+        news = [
+            slot.child.news
+            for slot in self._running()
+            if slot.child is not None and not slot.child.is_cut
+        ]
         with suppress(OSError):
             if self._wake_read in select.select([self._wake_read, *news], [], [], timeout)[0]:
                 os.read(self._wake_read, 4096)
@@ -180,7 +198,10 @@ class Supervisor:
     def _start(self, slot: _Slot) -> None:
         args = self._args
         is_first = slot.number == 1 and not slot.started_at
-        slot.start(args.argv if is_first else ["--no-banner", *args.argv], [] if args.reloaded is None else [args.reloaded])
+        slot.start(
+            args.argv if is_first else ["--no-banner", *args.argv],
+            [] if args.reloaded is None else [args.reloaded],
+        )
 
     # Looking
 
@@ -225,7 +246,9 @@ class Supervisor:
             logger.debug("worker process %d (pid %d) has ended: %s", slot.number, pid, how)
             return
         if code in CANNOT_START and not slot.has_been_ready:
-            logger.error("worker process %d (pid %d) cannot start: %s; ending", slot.number, pid, how)
+            logger.error(
+                "worker process %d (pid %d) cannot start: %s; ending", slot.number, pid, how
+            )
             self._code = self._code or code
             self._on_order(STOP)
             return
@@ -234,14 +257,22 @@ class Supervisor:
         pause = slot.start_again()
         logger.log(
             logging.INFO if code == 0 and slot.is_over else logging.ERROR,
-            "worker process %d (pid %d) has ended: %s; starting another one%s", slot.number, pid, how,
+            "worker process %d (pid %d) has ended: %s; starting another one%s",
+            slot.number,
+            pid,
+            how,
             f" in {pause:g} s" if pause else "",
         )
 
     def _kill(self, slot: _Slot, child: Child, why: str) -> None:
         if not slot.is_killed:
             slot.is_killed = True
-            logger.error("worker process %d (pid %d) %s: killing it; its tasks will run again", slot.number, child.pid, why)
+            logger.error(
+                "worker process %d (pid %d) %s: killing it; its tasks will run again",
+                slot.number,
+                child.pid,
+                why,
+            )
             child.process.kill()
 
     # Stopping

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 
-
 def worker(args: argparse.Namespace) -> int:
     """`machinery worker`; returns its exit code."""
     logs.configure(args.log_level, args.log_format)
@@ -46,7 +45,9 @@ def _work(args: argparse.Namespace, link: Link) -> int:
     orders = Orders(link)
     leftovers.hold_lifeline()
     with reload.telling_files(args.reloaded):
-        from machinery_py.cli import apps  # loads the library; a signal may interrupt that from here on
+        from machinery_py.cli import (
+            apps,
+        )  # loads the library; a signal may interrupt that from here on
 
         server = apps.load(args.app, args.app_dir)
     one = new_worker(server, args, link)
@@ -60,11 +61,17 @@ def _work(args: argparse.Namespace, link: Link) -> int:
     label = link.label if link.is_numbered else ""
     with ExitStack() as stack:
         stack.callback(leftovers.end_below, leftovers.below())
-        stack.enter_context(health.Pulse(place, label=label, worker=one.name, is_ready=vital.is_ready))
+        stack.enter_context(
+            health.Pulse(place, label=label, worker=one.name, is_ready=vital.is_ready)
+        )
         if args.health_port is not None and not link.is_numbered:
-            stack.enter_context(health.serve(args.health_host, args.health_port, lambda: True, vital.is_ready))
-        orders.follow(lambda level: one.abort() if level == STOP_NOW else one.quit(),
-                      grace=f" (at most {one.shutdown_timeout:g} s; once more to stop now)")
+            stack.enter_context(
+                health.serve(args.health_host, args.health_port, lambda: True, vital.is_ready)
+            )
+        orders.follow(
+            lambda level: one.abort() if level == STOP_NOW else one.quit(),
+            grace=f" (at most {one.shutdown_timeout:g} s; once more to stop now)",
+        )
         one.on_failure = stack.enter_context(Guard(link, one.blame)).look
         try:
             code = _launch(one, ready)
@@ -80,7 +87,10 @@ def new_worker(server: Server, args: argparse.Namespace, link: Link) -> Worker:
     return server.new_worker(
         name or f"{socket.gethostname()}-{os.getpid()}",
         server.config.concurrency if args.concurrency is None else args.concurrency,
-        queues=args.queues, burst=args.burst, shutdown_timeout=args.shutdown_timeout, scheduler=not args.no_scheduler,
+        queues=args.queues,
+        burst=args.burst,
+        shutdown_timeout=args.shutdown_timeout,
+        scheduler=not args.no_scheduler,
     )
 
 

@@ -23,15 +23,21 @@ class AMQPFamily(Family):
         strategy = STRATEGIES.get(options.strategy)
         if strategy is None:
             known = ", ".join(sorted(STRATEGIES)) + nearest(options.strategy, STRATEGIES)
-            raise ConfigError(f"broker_failover_strategy: found {options.strategy!r} (known: {known})")
+            raise ConfigError(
+                f"broker_failover_strategy: found {options.strategy!r} (known: {known})"
+            )
         try:
-            self._driver = AmqpDriver(*urls, clock=options.clock, timeout=options.timeout, strategy=strategy)
+            self._driver = AmqpDriver(
+                *urls, clock=options.clock, timeout=options.timeout, strategy=strategy
+            )
         except BadAmqpUrl as error:
             raise ConfigError(f"{', '.join(map(redact, urls))}: {error}") from None
         self._topology = Topology(options.amqp, options.default_queue)
 
     def broker(self) -> AMQPBroker:
-        return AMQPBroker(self._driver, self._topology, consumer_timeout=self.options.amqp.consumer_timeout)
+        return AMQPBroker(
+            self._driver, self._topology, consumer_timeout=self.options.amqp.consumer_timeout
+        )
 
     def backend(self) -> AMQPBackend:
         return AMQPBackend(self._driver, expire_in=self.options.expire_in)

@@ -43,10 +43,15 @@ class EagerStore(OneStore):
 class EagerSession(OneSession):
     """Retries and callbacks with an ETA are due at once."""
 
-    def settle(self, settlements: Sequence[Settlement], marks: Sequence[Mark] = ()) -> list[Verdict]:
+    def settle(
+        self, settlements: Sequence[Settlement], marks: Sequence[Mark] = ()
+    ) -> list[Verdict]:
         hurried = [
-            msgspec.structs.replace(one, send=_at_once(one.send), eta=one.eta if one.reason == WAITING else None)
-            if one.send or one.eta else one
+            msgspec.structs.replace(
+                one, send=_at_once(one.send), eta=one.eta if one.reason == WAITING else None
+            )
+            if one.send or one.eta
+            else one
             for one in settlements
         ]
         return super().settle(hurried, marks)

@@ -62,9 +62,12 @@ class MemoryFamily(Family):
 def _check(url: str, first: FamilyOptions, options: FamilyOptions) -> None:
     """Raise ConfigError if the store works by other options than this Server would have it."""
     for name, there, here in (
-        ("lease", first.lease, options.lease), ("results_expire_in", first.expire_in, options.expire_in),
+        ("lease", first.lease, options.lease),
+        ("results_expire_in", first.expire_in, options.expire_in),
         ("clock", first.clock, options.clock),
     ):
         if there is not here and there != here:
-            raise ConfigError(f"{url}: {name} is {there!r} in the Server that opened this store first, and {here!r} here "
-                              "(give both the same, or name another store)")
+            raise ConfigError(
+                f"{url}: {name} is {there!r} in the Server that opened this store first, and {here!r} here "
+                "(give both the same, or name another store)"
+            )

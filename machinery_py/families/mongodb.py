@@ -16,8 +16,13 @@ class MongoDBFamily(Family):
 
     def __init__(self, url: str, options: FamilyOptions) -> None:
         super().__init__(url, options)
-        self._driver = MongoDriver(url, clock=options.clock, timeout=options.timeout, database=options.mongodb.database,
-                                   strict=options.strict_durability)
+        self._driver = MongoDriver(
+            url,
+            clock=options.clock,
+            timeout=options.timeout,
+            database=options.mongodb.database,
+            strict=options.strict_durability,
+        )
 
     def broker(self) -> MongoBroker:
         return MongoBroker(self._driver, lease=self.options.lease)

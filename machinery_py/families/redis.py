@@ -37,13 +37,19 @@ def open_redis(url: str, options: FamilyOptions) -> Family:
     if not options.redis.cluster_mode and not any(one.is_cluster for one in parsed):
         return RedisFamily(url, options)
     if len(parsed) > 1:
-        raise ConfigError(f"{shown}: found several URLs (a cluster is one URL that lists some of its nodes: redis://h1,h2,h3)")
+        raise ConfigError(
+            f"{shown}: found several URLs (a cluster is one URL that lists some of its nodes: redis://h1,h2,h3)"
+        )
     if parsed[0].master_name or parsed[0].path or parsed[0].database:
-        raise ConfigError(f"{shown}: redis.cluster_mode: a cluster has no sentinels, no socket, and database 0 only")
+        raise ConfigError(
+            f"{shown}: redis.cluster_mode: a cluster has no sentinels, no socket, and database 0 only"
+        )
     key = options.redis.delayed_tasks_key
     if not is_usable(key):
-        raise ConfigError(f"redis.delayed_tasks_key: {key!r} cannot be used in a cluster (expected a name without braces, or "
-                          "with one {…} in it)")
+        raise ConfigError(
+            f"redis.delayed_tasks_key: {key!r} cannot be used in a cluster (expected a name without braces, or "
+            "with one {…} in it)"
+        )
     return RedisClusterFamily(url, options)
 
 
@@ -53,7 +59,10 @@ class RedisFamily(Family):
     def __init__(self, url: str, options: FamilyOptions) -> None:
         super().__init__(url, options)
         self._driver = RedisDriver(
-            clock=options.clock, timeout=options.timeout, servers=_servers(url, options), strict=options.strict_durability,
+            clock=options.clock,
+            timeout=options.timeout,
+            servers=_servers(url, options),
+            strict=options.strict_durability,
             limits=limits_of(options.redis),
         )
 
@@ -88,8 +97,11 @@ def _servers(text: str, options: FamilyOptions) -> Servers:
         raise ConfigError(f"broker_failover_strategy: found {options.strategy!r} (known: {known})")
     try:
         return Servers(
-            urls, timeout=min(options.timeout, redis.connect_timeout or math.inf), strategy=strategy,
-            client_name=redis.client_name or "machinery", master_name=redis.master_name,
+            urls,
+            timeout=min(options.timeout, redis.connect_timeout or math.inf),
+            strategy=strategy,
+            client_name=redis.client_name or "machinery",
+            master_name=redis.master_name,
         )
     except BadRedisUrl as error:
         raise ConfigError(f"{shown}: {error}") from None

@@ -21,8 +21,13 @@ class RedisClusterFamily(Family):
         super().__init__(url, options)
         redis = options.redis
         self._cluster = RedisCluster(
-            url, clock=options.clock, timeout=options.timeout, connect_timeout=redis.connect_timeout or math.inf,
-            client_name=redis.client_name or "machinery", strict=options.strict_durability, limits=limits_of(redis),
+            url,
+            clock=options.clock,
+            timeout=options.timeout,
+            connect_timeout=redis.connect_timeout or math.inf,
+            client_name=redis.client_name or "machinery",
+            strict=options.strict_durability,
+            limits=limits_of(redis),
         )
 
     def broker(self) -> ClusterBroker:
@@ -44,7 +49,12 @@ class RedisClusterFamily(Family):
 def limits_of(redis: RedisConfig) -> Limits:
     """Go's 0 is no limit."""
     return Limits(
-        max_idle=redis.max_idle, max_active=redis.max_active, wait=redis.wait, idle_timeout=redis.max_idle_timeout or math.inf,
-        read=redis.read_timeout or math.inf, write=redis.write_timeout or math.inf,
-        block=redis.normal_tasks_poll_period / 1000, delayed_key=redis.delayed_tasks_key,
+        max_idle=redis.max_idle,
+        max_active=redis.max_active,
+        wait=redis.wait,
+        idle_timeout=redis.max_idle_timeout or math.inf,
+        read=redis.read_timeout or math.inf,
+        write=redis.write_timeout or math.inf,
+        block=redis.normal_tasks_poll_period / 1000,
+        delayed_key=redis.delayed_tasks_key,
     )

@@ -18,7 +18,10 @@ class SQLiteFamily(Family):
         super().__init__(url, options)
         parsed = StoreUrl.parse(url)
         self._driver = SQLiteDriver(
-            parsed.path, clock=options.clock, synchronous=parsed.synchronous.upper(), busy_timeout=parsed.busy_timeout
+            parsed.path,
+            clock=options.clock,
+            synchronous=parsed.synchronous.upper(),
+            busy_timeout=parsed.busy_timeout,
         )
 
     def broker(self) -> SQLiteBroker:

@@ -80,7 +80,9 @@ class Lock(ABC):
         Raises:
             Unsupported: Go knows none in this store.
         """
-        raise Unsupported(f"{type(self).__name__}: Go Machinery knows no locks there (expected a redis:// URL for `lock`)")
+        raise Unsupported(
+            f"{type(self).__name__}: Go Machinery knows no locks there (expected a redis:// URL for `lock`)"
+        )
 
     @abstractmethod
     def close(self) -> None:

@@ -20,7 +20,9 @@ class MemoryLock(Lock):
     def __init__(self, hub: MemoryHub) -> None:
         self._hub = hub
         self._fences = itertools.count(1)
-        self._held: dict[str, tuple[str, float]] = {}  # name → token, and the monotonic second at which it ends
+        self._held: dict[
+            str, tuple[str, float]
+        ] = {}  # name → token, and the monotonic second at which it ends
         self._ends: list[tuple[float, str]] = []
         self._go = MemoryGoLock(hub)
 

@@ -31,7 +31,8 @@ class MongoLock(Lock):
             until = now + int(ttl * 1e6)
             taken = store.machinery_locks.find_one_and_update(
                 {"_id": name, "expires_at": {"$lte": now}},
-                {"$set": {"token": token, "expires_at": until}, "$inc": {"fence": 1}}, return_document=ReturnDocument.AFTER,
+                {"$set": {"token": token, "expires_at": until}, "$inc": {"fence": 1}},
+                return_document=ReturnDocument.AFTER,
             )
             if taken is not None:
                 return taken
@@ -44,25 +45,38 @@ class MongoLock(Lock):
         taken = self._driver.run(take, doing="taking a lock")
         if taken is None:
             return None
-        return Held(name=name, token=token, fence=taken["fence"], expires_at=moment_of(taken["expires_at"]))
+        return Held(
+            name=name, token=token, fence=taken["fence"], expires_at=moment_of(taken["expires_at"])
+        )
 
     def renew(self, held: Held, *, ttl: float) -> bool:
         def renew(store: Store) -> bool:
             now = self._driver.now()
-            return store.machinery_locks.update_one(
-                {"_id": held.name, "token": held.token, "expires_at": {"$gt": now}},
-                {"$set": {"expires_at": now + int(ttl * 1e6)}},
-            ).matched_count > 0
+            return (
+                store.machinery_locks.update_one(
+                    {"_id": held.name, "token": held.token, "expires_at": {"$gt": now}},
+                    {"$set": {"expires_at": now + int(ttl * 1e6)}},
+                ).matched_count
+                > 0
+            )
 
         return self._driver.run(renew, doing="renewing a lock")
 
     def release(self, held: Held) -> bool:
         return self._driver.run(
-            lambda store: store.machinery_locks.update_one(
-                {"_id": held.name, "token": held.token, "expires_at": {"$gt": self._driver.now()}},
-                {"$set": {"expires_at": 0, "token": ""}},
-            ).matched_count > 0,
-            doing="releasing a lock", again=False,
+            lambda store: (
+                store.machinery_locks.update_one(
+                    {
+                        "_id": held.name,
+                        "token": held.token,
+                        "expires_at": {"$gt": self._driver.now()},
+                    },
+                    {"$set": {"expires_at": 0, "token": ""}},
+                ).matched_count
+                > 0
+            ),
+            doing="releasing a lock",
+            again=False,
         )
 
     def close(self) -> None:

@@ -17,7 +17,9 @@ from machinery_py._drivers.redis_lua import PRELUDE, Script, pack
 from machinery_py.locks.base import GoLock, Held, Lock
 
 # In: name, token, ms. Out: the fence, or nothing if somebody else has the name. May be carried out twice.
-_ACQUIRE = Script(PRELUDE + r"""
+_ACQUIRE = Script(
+    PRELUDE
+    + r"""
 local key, token, ms = 'mpy:lock:{' .. unpacked[1] .. '}', unpacked[2], unpacked[3]
 local held = call('GET', key)
 if held then
@@ -28,16 +30,20 @@ end
 local fence = call('INCR', 'mpy:fence')
 call('SET', key, token .. ' ' .. int(fence), 'PX', ms)
 return fence
-""")
+"""
+)
 
 # In: name, token, ms or 0 to release. Out: 1 or 0.
-_CHANGE = Script(PRELUDE + r"""
+_CHANGE = Script(
+    PRELUDE
+    + r"""
 local key, token, ms = 'mpy:lock:{' .. unpacked[1] .. '}', unpacked[2], unpacked[3]
 local held = call('GET', key)
 if not held or string.match(held, '^%S+') ~= token then return 0 end
 if ms > 0 then return call('PEXPIRE', key, ms) end
 return call('DEL', key)
-""")
+"""
+)
 
 
 class RedisLock(Lock):
@@ -61,7 +67,9 @@ class RedisLock(Lock):
         return self._change(held, 0, "releasing a lock")
 
     def _change(self, held: Held, ms: int, doing: str) -> bool:
-        return bool(self._driver.run(_CHANGE, pack((held.name, held.token, ms)), doing=doing, again=ms > 0))
+        return bool(
+            self._driver.run(_CHANGE, pack((held.name, held.token, ms)), doing=doing, again=ms > 0)
+        )
 
     def go(self) -> RedisGoLock:
         return RedisGoLock(self._driver)
@@ -112,7 +120,9 @@ class RedisGoLock(GoLock):
         if held is None:
             return False
         if not held.isdigit():
-            raise ValueError(f"lock {name.decode(errors='replace')!r}: found {held[:50]!r} (expected a moment in nanoseconds)")
+            raise ValueError(
+                f"lock {name.decode(errors='replace')!r}: found {held[:50]!r} (expected a moment in nanoseconds)"
+            )
         return 0 < int(held) < now
 
 

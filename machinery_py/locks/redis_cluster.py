@@ -23,7 +23,9 @@ FENCE_LIFE = 86_400_000  # ms beyond the lock; a clock that is set back by more 
 
 # In: now, name, token, ms. Out: the fence, or nothing if somebody else has the name. May be carried out twice. The fence is the
 # time in µs, or one more than the last one: so no count has to be kept for each name that ever was.
-_ACQUIRE = Script(PRELUDE + rf"""
+_ACQUIRE = Script(
+    PRELUDE
+    + rf"""
 local text, name, token, ms = unpack(unpacked)
 local key, last = 'mpy:lock:{{' .. name .. '}}', 'mpy:fence:{{' .. name .. '}}'
 local held = call('GET', key)
@@ -36,7 +38,8 @@ local fence = math.max(now_of(text), tonumber(call('GET', last) or '0') + 1)
 call('SET', last, int(fence), 'PX', int(ms + {FENCE_LIFE}))
 call('SET', key, token .. ' ' .. int(fence), 'PX', ms)
 return fence
-""")
+"""
+)
 
 
 class ClusterLock(Lock):
@@ -53,13 +56,21 @@ class ClusterLock(Lock):
         expires_at = self._cluster.clock.now() + dt.timedelta(seconds=ttl)
         argument = pack((self._cluster.now(), quoted(name), token, max(1, int(ttl * 1000))))
         fence = self._at(name).run(_ACQUIRE, argument, doing="taking a lock")
-        return None if fence is None else Held(name=name, token=token, fence=fence, expires_at=expires_at)
+        return (
+            None
+            if fence is None
+            else Held(name=name, token=token, fence=fence, expires_at=expires_at)
+        )
 
     def renew(self, held: Held, *, ttl: float) -> bool:
-        return RedisLock(self._at(held.name)).renew(msgspec.structs.replace(held, name=quoted(held.name)), ttl=ttl)
+        return RedisLock(self._at(held.name)).renew(
+            msgspec.structs.replace(held, name=quoted(held.name)), ttl=ttl
+        )
 
     def release(self, held: Held) -> bool:
-        return RedisLock(self._at(held.name)).release(msgspec.structs.replace(held, name=quoted(held.name)))
+        return RedisLock(self._at(held.name)).release(
+            msgspec.structs.replace(held, name=quoted(held.name))
+        )
 
     def go(self) -> ClusterGoLock:
         return ClusterGoLock(self._cluster)

@@ -16,7 +16,9 @@ from machinery_py.errors import BackendUnavailable
 from machinery_py.locks.base import Held, Lock
 
 # In: name, token, until when. Out: a row, unless somebody has the name.
-_ACQUIRE = "INSERT INTO locks (name, token, expires_at) VALUES (?, ?, ?) ON CONFLICT (name) DO NOTHING"
+_ACQUIRE = (
+    "INSERT INTO locks (name, token, expires_at) VALUES (?, ?, ?) ON CONFLICT (name) DO NOTHING"
+)
 
 
 class SQLiteLock(Lock):
@@ -29,7 +31,9 @@ class SQLiteLock(Lock):
         now = self._driver.now()
         with self._driver.reading() as connection:
             # Most who lose find out here, without keeping a writer waiting.
-            taken = connection.execute("SELECT 1 FROM locks WHERE name = ? AND expires_at > ?", (name, now)).fetchone()
+            taken = connection.execute(
+                "SELECT 1 FROM locks WHERE name = ? AND expires_at > ?", (name, now)
+            ).fetchone()
         if taken is not None:
             return None
         token = secrets.token_hex(16)
@@ -45,17 +49,23 @@ class SQLiteLock(Lock):
     def renew(self, held: Held, *, ttl: float) -> bool:
         with self._driver.transaction(BackendUnavailable) as connection:
             now = self._driver.now()
-            return connection.execute(
-                "UPDATE locks SET expires_at = ? WHERE name = ? AND token = ? AND expires_at > ?",
-                (now + _micros(ttl), held.name, held.token, now),
-            ).rowcount > 0
+            return (
+                connection.execute(
+                    "UPDATE locks SET expires_at = ? WHERE name = ? AND token = ? AND expires_at > ?",
+                    (now + _micros(ttl), held.name, held.token, now),
+                ).rowcount
+                > 0
+            )
 
     def release(self, held: Held) -> bool:
         with self._driver.transaction(BackendUnavailable) as connection:
-            return connection.execute(
-                "DELETE FROM locks WHERE name = ? AND token = ? AND expires_at > ?",
-                (held.name, held.token, self._driver.now()),
-            ).rowcount > 0
+            return (
+                connection.execute(
+                    "DELETE FROM locks WHERE name = ? AND token = ? AND expires_at > ?",
+                    (held.name, held.token, self._driver.now()),
+                ).rowcount
+                > 0
+            )
 
     def close(self) -> None:
         pass  # the driver belongs to whoever made it

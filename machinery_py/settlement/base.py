@@ -98,8 +98,12 @@ class Firing(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 def change_of(firing: Firing, outbox: Sequence[bytes] = ()) -> Change:
     """What it changes in the backend."""
     return Change(
-        key=firing.task_uuid or firing.group_uuid, fires=firing.group_uuid, states=firing.states, groups=firing.groups,
-        arrivals=firing.arrivals, outbox=outbox,
+        key=firing.task_uuid or firing.group_uuid,
+        fires=firing.group_uuid,
+        states=firing.states,
+        groups=firing.groups,
+        arrivals=firing.arrivals,
+        outbox=outbox,
     )
 
 
@@ -126,8 +130,10 @@ def in_place_of(sending: Sending, refusals: Sequence[Refusal]) -> Sending:
     failed = {message.uuid for message in sending.send}  # of a retry the task itself
     own: list[TaskState] = [state for state in sending.states if state.task_uuid not in failed]
     return msgspec.structs.replace(
-        sending, states=(*own, *(state for one in refusals for state in one.states)),
-        send=[message for one in refusals for message in one.send], groups=[group for one in refusals for group in one.groups],
+        sending,
+        states=(*own, *(state for one in refusals for state in one.states)),
+        send=[message for one in refusals for message in one.send],
+        groups=[group for one in refusals for group in one.groups],
         arrivals=(*sending.arrivals, *(arrival for one in refusals for arrival in one.arrivals)),
     )
 
@@ -149,7 +155,9 @@ class Session(ABC):
         """Do what can be done before its turn to be settled comes. Called in the thread that ended it; raises nothing."""
 
     @abstractmethod
-    def settle(self, settlements: Sequence[Settlement], marks: Sequence[Mark] = ()) -> list[Verdict]:
+    def settle(
+        self, settlements: Sequence[Settlement], marks: Sequence[Mark] = ()
+    ) -> list[Verdict]:
         """Make it all true, in as few round trips as the store allows. Returns a verdict for each settlement.
 
         May be repeated with the same settlements after any error: what was settled then is ALREADY now.
@@ -213,7 +221,9 @@ class Store(ABC):
 
     broker: Broker
     backend: Backend
-    refusal: Callable[[Message, Exception], Refusal] | None = None  # the engine's, which knows what follows a failed task
+    refusal: Callable[[Message, Exception], Refusal] | None = (
+        None  # the engine's, which knows what follows a failed task
+    )
 
     def give_up(self, message: Message, error: Exception, *home: str) -> None:
         """Keep a message that was refused for good among the dead letters: of `home`, the queue it was sent from, if there
@@ -222,8 +232,14 @@ class Store(ABC):
         Raises:
             BrokerUnavailable, PublishUnknown: nobody knows whether it is kept.
         """
-        logger.error("task %s (%s) cannot be sent to %r, and has failed: %s", message.uuid, message.name, message.queue, error,
-                     extra={"task_uuid": message.uuid})
+        logger.error(
+            "task %s (%s) cannot be sent to %r, and has failed: %s",
+            message.uuid,
+            message.name,
+            message.queue,
+            error,
+            extra={"task_uuid": message.uuid},
+        )
         bare = msgspec.structs.replace(message, body=b"")  # it may be too large for any queue
         only = f"{error}; too large for a dead letter, only its state keeps it (machinery retry {message.uuid})"
         for letter, text in ((message, str(error)), (bare, only)):
@@ -236,8 +252,11 @@ class Store(ABC):
                     logger.debug("no dead letter of %s on %r: %s", message.uuid, queue, refusal)
                 else:
                     return
-        logger.error("there is no dead letter of task %s: only its state keeps it, until that expires", message.uuid,
-                     extra={"task_uuid": message.uuid})
+        logger.error(
+            "there is no dead letter of task %s: only its state keeps it, until that expires",
+            message.uuid,
+            extra={"task_uuid": message.uuid},
+        )
 
     @abstractmethod
     def submit(self, submission: Submission) -> None:

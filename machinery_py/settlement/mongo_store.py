@@ -41,7 +41,16 @@ from machinery_py.errors import (
     StoreUnusable,
 )
 from machinery_py.names import REASON
-from machinery_py.settlement.base import ConsumerSession, Firing, Mark, Session, Settlement, Store, Submission, change_of
+from machinery_py.settlement.base import (
+    ConsumerSession,
+    Firing,
+    Mark,
+    Session,
+    Settlement,
+    Store,
+    Submission,
+    change_of,
+)
 from machinery_py.settlement.one_store import disposal_of, mark_of
 from machinery_py.states import State, TaskState
 from machinery_py.texts import get_logger
@@ -111,15 +120,22 @@ class MongoStore(Store):
             raise error
         if submission.token:
             self.messages.once(
-                submission.token, SUBMISSION, _pack(submission), lambda: self._carry_out(submission, again=False)
+                submission.token,
+                SUBMISSION,
+                _pack(submission),
+                lambda: self._carry_out(submission, again=False),
             )
         else:
             self._carry_out(submission, again=False)
 
     def _carry_out(self, submission: Submission, *, again: bool) -> None:
         """States and groups before the messages, which are there to be taken at once."""
-        change = Change(key=f"submit {submission.token}", states=submission.states, groups=submission.groups,
-                        force=submission.replay)
+        change = Change(
+            key=f"submit {submission.token}",
+            states=submission.states,
+            groups=submission.groups,
+            force=submission.replay,
+        )
         self.states.follow([change], again=again)
         self.messages.store([(submission.token, submission.messages)], again=bool(submission.token))
 
@@ -151,11 +167,18 @@ class MongoStore(Store):
     def _publish(self, outboxes: Sequence[tuple[str, Sequence[bytes]]]) -> None:
         filled = [(key, bodies) for key, bodies in outboxes if bodies]
         if filled:
-            self.messages.store([(_token(f"task {key}"), [_message(body) for body in bodies]) for key, bodies in filled])
+            self.messages.store(
+                [
+                    (_token(f"task {key}"), [_message(body) for body in bodies])
+                    for key, bodies in filled
+                ]
+            )
             self.states.clear_outbox(filled)
 
     def amend(self, amendment: Amendment, send: Sequence[Message] = ()) -> bool:
-        return self.states.schedules.amend(amendment, _pack(send) if send else b"", self._finish_tick)
+        return self.states.schedules.amend(
+            amendment, _pack(send) if send else b"", self._finish_tick
+        )
 
     def _finish_tick(self, tick: Tick, again: bool) -> None:
         self.states.follow_tick(tick, again=again)
@@ -180,14 +203,21 @@ class MongoStore(Store):
         now = self.driver.now()
         done = [one.id for one in endings if one.deed.fate is Fate.DONE]
         others = [one for one in endings if one.deed.fate is not Fate.DONE]
-        writes = [UpdateOne({"_id": one.id, "lease": one.lease, "status": int(Status.ENDING)}, _last_update(one.deed, now))
-                  for one in others]
+        writes = [
+            UpdateOne(
+                {"_id": one.id, "lease": one.lease, "status": int(Status.ENDING)},
+                _last_update(one.deed, now),
+            )
+            for one in others
+        ]
 
         def write(store: Database) -> None:
             if len(done) == 1:
                 store.machinery_messages.delete_one({"_id": done[0], "status": int(Status.ENDING)})
             elif done:
-                store.machinery_messages.delete_many({"_id": {"$in": done}, "status": int(Status.ENDING)})
+                store.machinery_messages.delete_many(
+                    {"_id": {"$in": done}, "status": int(Status.ENDING)}
+                )
             if writes:
                 store.machinery_messages.bulk_write(writes, ordered=False)
 
@@ -218,17 +248,25 @@ class MongoStore(Store):
         before = self.driver.now() - int(self.driver.deed_age * 1e6)
         query: Document = {"status": int(Status.ENDING), "deed_at": {"$gt": 0, "$lt": before}}
         old = self.driver.run(
-            lambda store: list(store.machinery_messages.find(query, {"lease": 1, "deed": 1}).limit(BATCH)),
-            doing="looking for what is unfinished", away=BrokerUnavailable,
+            lambda store: list(
+                store.machinery_messages.find(query, {"lease": 1, "deed": 1}).limit(BATCH)
+            ),
+            doing="looking for what is unfinished",
+            away=BrokerUnavailable,
         )
-        for one in old:  # each by itself: one that can never be stored must not keep the others from it
+        for (
+            one
+        ) in old:  # each by itself: one that can never be stored must not keep the others from it
             ending = _Ending(one["_id"], one["lease"], _deed(bytes(one["deed"])))
             try:
                 self.end([ending], again=True)
             except (BrokerUnavailable, PublishUnknown, BackendUnavailable, StoreUnusable):
                 raise
             except MachineryError:
-                logger.exception("the end of task %s cannot be finished; its message stays as it is", ending.deed.uuid)
+                logger.exception(
+                    "the end of task %s cannot be finished; its message stays as it is",
+                    ending.deed.uuid,
+                )
         for change, send in self.states.old_firings():
             self._after_firing(change, _messages(send) if send else (), again=True)
         self._publish(self.states.unsent(BATCH, older_than=self.driver.deed_age))
@@ -242,12 +280,16 @@ class MongoSession(ConsumerSession):
     def __init__(self, store: MongoStore, consumer: MongoConsumer) -> None:
         self._store = store
         super().__init__(consumer)
-        self._owed: list[Delivery] = []  # claimed, could not be looked at, and could not be given back either
+        self._owed: list[
+            Delivery
+        ] = []  # claimed, could not be looked at, and could not be given back either
         self._settling = threading.Lock()  # a repeat must see what the first try has left undone
 
     def _give_back(self) -> None:
         if self._owed:
-            self._consumer.dispose([Disposal(delivery=delivery, fate=Fate.BACK) for delivery in self._owed])
+            self._consumer.dispose(
+                [Disposal(delivery=delivery, fate=Fate.BACK) for delivery in self._owed]
+            )
             self._owed = []
 
     def receive(self, limit: int, timeout: float, order: Sequence[str] = ()) -> list[Delivery]:
@@ -258,7 +300,11 @@ class MongoSession(ConsumerSession):
         try:
             deliveries = self._bury(deliveries)
             rows = self._store.states.load_ended(delivery.receipt.uuid for delivery in deliveries)
-            over = [one for one in deliveries if (row := rows.get(one.receipt.uuid)) and row.state and _is_over(one, row.state)]
+            over = [
+                one
+                for one in deliveries
+                if (row := rows.get(one.receipt.uuid)) and row.state and _is_over(one, row.state)
+            ]
             if over:
                 self._consumer.dispose([Disposal(delivery=delivery) for delivery in over])
         except MachineryError:
@@ -272,17 +318,31 @@ class MongoSession(ConsumerSession):
         """Those that can be run; the others, under whose UUID something else lies, go to the dead letters."""
         refused = self._store.states.refusals(delivery.receipt.uuid for delivery in deliveries)
         dead = [
-            Disposal(delivery=delivery, fate=Fate.DEAD, reason=REASON, error=str(refused[uuid]), uuid=uuid)
-            for delivery in deliveries if (uuid := delivery.receipt.uuid) in refused
+            Disposal(
+                delivery=delivery,
+                fate=Fate.DEAD,
+                reason=REASON,
+                error=str(refused[uuid]),
+                uuid=uuid,
+            )
+            for delivery in deliveries
+            if (uuid := delivery.receipt.uuid) in refused
         ]
         if not dead:
             return deliveries
         for one in dead:
-            logger.error("message on %r goes to the dead letters: %s: %s", one.delivery.queue, one.reason, one.error)
+            logger.error(
+                "message on %r goes to the dead letters: %s: %s",
+                one.delivery.queue,
+                one.reason,
+                one.error,
+            )
         self._consumer.dispose(dead)
         return [delivery for delivery in deliveries if delivery.receipt.uuid not in refused]
 
-    def settle(self, settlements: Sequence[Settlement], marks: Sequence[Mark] = ()) -> list[Verdict]:
+    def settle(
+        self, settlements: Sequence[Settlement], marks: Sequence[Mark] = ()
+    ) -> list[Verdict]:
         with self._settling:
             if marks:
                 self._mark(marks, is_busy=len(settlements) + len(marks) >= BUSY)
@@ -290,14 +350,24 @@ class MongoSession(ConsumerSession):
 
     def _settle(self, settlements: Sequence[Settlement]) -> list[Verdict]:
         verdicts: dict[int, Verdict] = {}
-        heavy = [(index, one) for index, one in enumerate(settlements)
-                 if one.states or one.send or one.groups or one.arrivals]
-        light = [(index, one) for index, one in enumerate(settlements)
-                 if not (one.states or one.send or one.groups or one.arrivals)]
+        heavy = [
+            (index, one)
+            for index, one in enumerate(settlements)
+            if one.states or one.send or one.groups or one.arrivals
+        ]
+        light = [
+            (index, one)
+            for index, one in enumerate(settlements)
+            if not (one.states or one.send or one.groups or one.arrivals)
+        ]
         if heavy:
             endings = [_ending(one) for _, one in heavy]
             ours, again = self._begin_to_end(endings)
-            ended = [(index, ending) for (index, _), ending in zip(heavy, endings, strict=True) if ending.name in ours]
+            ended = [
+                (index, ending)
+                for (index, _), ending in zip(heavy, endings, strict=True)
+                if ending.name in ours
+            ]
             found = self._store.end([ending for _, ending in ended], again=again) if ended else []
             verdicts |= {index: verdict for (index, _), verdict in zip(ended, found, strict=True)}
             lost = [(index, one) for index, one in heavy if index not in verdicts]
@@ -305,23 +375,32 @@ class MongoSession(ConsumerSession):
             verdicts |= {index: verdict for (index, _), verdict in zip(lost, late, strict=True)}
         if light:
             mine = self._consumer.dispose([disposal_of(one) for _, one in light])
-            verdicts |= {index: SETTLED if ok else FENCED for (index, _), ok in zip(light, mine, strict=True)}
+            verdicts |= {
+                index: SETTLED if ok else FENCED for (index, _), ok in zip(light, mine, strict=True)
+            }
         return [verdicts[index] for index in range(len(settlements))]
 
     def _begin_to_end(self, endings: Sequence[_Ending]) -> tuple[set[tuple[str, str]], bool]:
         """Step 1. Which of them are ending now, by this try or an earlier one; whether some may be of an earlier one."""
         now = self._store.driver.now()
         writes = [
-            UpdateOne({"_id": one.id, "lease": one.lease, "status": int(Status.HELD)},
-                      {"$set": {"status": int(Status.ENDING), "deed": _pack(one.deed), "deed_at": now}})
+            UpdateOne(
+                {"_id": one.id, "lease": one.lease, "status": int(Status.HELD)},
+                {"$set": {"status": int(Status.ENDING), "deed": _pack(one.deed), "deed_at": now}},
+            )
             for one in endings
         ]
         names = {one.name for one in endings}
 
         def write(store: Database) -> tuple[set[tuple[str, str]], bool]:
-            if store.machinery_messages.bulk_write(writes, ordered=False).matched_count == len(writes):
+            if store.machinery_messages.bulk_write(writes, ordered=False).matched_count == len(
+                writes
+            ):
                 return names, False
-            query: Document = {"_id": {"$in": [one.id for one in endings]}, "status": int(Status.ENDING)}
+            query: Document = {
+                "_id": {"$in": [one.id for one in endings]},
+                "status": int(Status.ENDING),
+            }
             found = store.machinery_messages.find(query, {"lease": 1})
             return names & {(one["_id"], one["lease"]) for one in found}, True
 
@@ -329,34 +408,60 @@ class MongoSession(ConsumerSession):
 
     def _not_ours(self, settlements: Sequence[Settlement]) -> list[Verdict]:
         marks = self._store.states.settled_by([one.uuid for one in settlements])
-        return [ALREADY if one.states and mark == mark_of(one.delivery) else FENCED
-                for one, mark in zip(settlements, marks, strict=True)]
+        return [
+            ALREADY if one.states and mark == mark_of(one.delivery) else FENCED
+            for one, mark in zip(settlements, marks, strict=True)
+        ]
 
     def _mark(self, marks: Sequence[Mark], *, is_busy: bool) -> None:
         # Who holds this much in advance has short tasks: STARTED or the end follows soon.
         wanted = [mark for mark in marks if not is_busy or mark.state.state is not State.RECEIVED]
         ours = self._consumer.holds([mark.delivery for mark in wanted])
-        self._store.states.apply([
-            Change(key=mark.state.task_uuid, states=(mark.state,)) for mark, mine in zip(wanted, ours, strict=True) if mine
-        ])
+        self._store.states.apply(
+            [
+                Change(key=mark.state.task_uuid, states=(mark.state,))
+                for mark, mine in zip(wanted, ours, strict=True)
+                if mine
+            ]
+        )
 
 
 def _ending(settlement: Settlement) -> _Ending:
     receipt = settlement.delivery.receipt
     id, lease = (receipt.id, receipt.lease) if isinstance(receipt, Receipt) else ("", "none")
     change = Change(
-        key=settlement.uuid, mark=mark_of(settlement.delivery), states=settlement.states, groups=settlement.groups,
+        key=settlement.uuid,
+        mark=mark_of(settlement.delivery),
+        states=settlement.states,
+        groups=settlement.groups,
         arrivals=settlement.arrivals,
     )
-    return _Ending(id, lease, _Deed(
-        change=change, send=settlement.send, fate=settlement.fate, eta=settlement.eta, reason=settlement.reason,
-        error=settlement.error, uuid=settlement.uuid, name=settlement.name,
-    ))
+    return _Ending(
+        id,
+        lease,
+        _Deed(
+            change=change,
+            send=settlement.send,
+            fate=settlement.fate,
+            eta=settlement.eta,
+            reason=settlement.reason,
+            error=settlement.error,
+            uuid=settlement.uuid,
+            name=settlement.name,
+        ),
+    )
 
 
 def _last_update(deed: _Deed, now: int) -> Document:
-    disposal = Disposal(delivery=Delivery(body=b"", queue="", receipt=None), fate=deed.fate, eta=deed.eta, reason=deed.reason,
-                        error=deed.error, uuid=deed.uuid, name=deed.name)
+    disposal = Disposal(
+        delivery=Delivery(body=b"", queue="", receipt=None),
+        fate=deed.fate,
+        eta=deed.eta,
+        reason=deed.reason,
+        error=deed.error,
+        uuid=deed.uuid,
+        name=deed.name,
+    )
     return update_at_end(disposal, now, deed=b"", deed_at=0)
 
 

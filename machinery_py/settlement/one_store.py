@@ -11,7 +11,16 @@ from collections.abc import Callable, Sequence
 
 from machinery_py.backends.base import ALREADY, FENCED, SETTLED, Amendment, Backend, Change, Verdict
 from machinery_py.brokers.base import Broker, Consumer, Delivery, Disposal, Message
-from machinery_py.settlement.base import ConsumerSession, Firing, Mark, Session, Settlement, Store, Submission, change_of
+from machinery_py.settlement.base import (
+    ConsumerSession,
+    Firing,
+    Mark,
+    Session,
+    Settlement,
+    Store,
+    Submission,
+    change_of,
+)
 
 Transaction = Callable[[], contextlib.AbstractContextManager[object]]
 
@@ -23,8 +32,13 @@ def mark_of(delivery: Delivery) -> str:
 
 def disposal_of(settlement: Settlement) -> Disposal:
     return Disposal(
-        delivery=settlement.delivery, fate=settlement.fate, eta=settlement.eta,
-        reason=settlement.reason, error=settlement.error, uuid=settlement.uuid, name=settlement.name,
+        delivery=settlement.delivery,
+        fate=settlement.fate,
+        eta=settlement.eta,
+        reason=settlement.reason,
+        error=settlement.error,
+        uuid=settlement.uuid,
+        name=settlement.name,
     )
 
 
@@ -42,10 +56,16 @@ class OneStore(Store):
                 submission.states or submission.groups
             ):
                 # One change for all, so that states and groups of a batch are loaded and saved together.
-                self.backend.apply([
-                    Change(key=f"submit {submission.token}", states=submission.states, groups=submission.groups,
-                           force=submission.replay)
-                ])
+                self.backend.apply(
+                    [
+                        Change(
+                            key=f"submit {submission.token}",
+                            states=submission.states,
+                            groups=submission.groups,
+                            force=submission.replay,
+                        )
+                    ]
+                )
 
     def open_session(self, queues: Sequence[str], *, worker: str) -> Session:
         return OneSession(self, self.broker.consume(queues, worker=worker), self._transaction)
@@ -82,7 +102,9 @@ class OneSession(ConsumerSession):
     def receive(self, limit: int, timeout: float, order: Sequence[str] = ()) -> list[Delivery]:
         return self._consumer.receive(limit, timeout, order)
 
-    def settle(self, settlements: Sequence[Settlement], marks: Sequence[Mark] = ()) -> list[Verdict]:
+    def settle(
+        self, settlements: Sequence[Settlement], marks: Sequence[Mark] = ()
+    ) -> list[Verdict]:
         with self._transaction():
             if marks:
                 self._mark(marks)
@@ -102,11 +124,13 @@ class OneSession(ConsumerSession):
 
     def _mark(self, marks: Sequence[Mark]) -> None:
         ours = self._consumer.holds([mark.delivery for mark in marks])
-        self._store.backend.apply([
-            Change(key=mark.state.task_uuid, states=(mark.state,))
-            for mark, mine in zip(marks, ours, strict=True)
-            if mine
-        ])
+        self._store.backend.apply(
+            [
+                Change(key=mark.state.task_uuid, states=(mark.state,))
+                for mark, mine in zip(marks, ours, strict=True)
+                if mine
+            ]
+        )
 
     def _not_ours(self, settlement: Settlement) -> Verdict:
         if not settlement.states:
@@ -117,6 +141,9 @@ class OneSession(ConsumerSession):
 
 def _change(settlement: Settlement) -> Change:
     return Change(
-        key=settlement.uuid, mark=mark_of(settlement.delivery),
-        states=settlement.states, groups=settlement.groups, arrivals=settlement.arrivals,
+        key=settlement.uuid,
+        mark=mark_of(settlement.delivery),
+        states=settlement.states,
+        groups=settlement.groups,
+        arrivals=settlement.arrivals,
     )

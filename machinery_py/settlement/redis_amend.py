@@ -9,7 +9,11 @@ from machinery_py.brokers.redis_lua import PUTTING
 
 # In: now, seconds that finished states are kept, name, expected, body, life, C of nothing or one change, S, queues,
 # messages. Out: nothing if the record held something else, else connections to be woken.
-AMEND = Script(PUTTING + STATES + SWAP + r"""
+AMEND = Script(
+    PUTTING
+    + STATES
+    + SWAP
+    + r"""
 local text, expire, name, expected, body, life, queues, messages
 text, expire, name, expected, body, life, C, S, queues, messages = unpack(unpacked)
 local now, rung, plan, _ = now_of(text), {}, nil, nil
@@ -25,4 +29,5 @@ if plan then commit(1, plan, now, expire) end
 note_states(now)
 put(queues, messages, now, rung)
 return rung
-""")
+"""
+)

@@ -28,4 +28,6 @@ class ClusterStore(TwoStores):
         self._messages = broker
 
     def put(self, messages: Sequence[Message]) -> None:
-        self._messages.put_once([(f"out {hashlib.sha1(_pack(message)).hexdigest()}", message) for message in messages])
+        self._messages.put_once(
+            [(f"out {hashlib.sha1(_pack(message)).hexdigest()}", message) for message in messages]
+        )

@@ -15,7 +15,10 @@ from machinery_py.brokers.redis_scripts import TOKEN_LIFE
 
 # In: now, seconds that finished states are kept, token, queues, messages, C of nothing or one change, S. Out: 0 if the token
 # was used before, else connections to be woken.
-SUBMIT = Script(PUTTING + STATES + rf"""
+SUBMIT = Script(
+    PUTTING
+    + STATES
+    + rf"""
 local text, expire, token, queues, messages
 text, expire, token, queues, messages, C, S = unpack(unpacked)
 local now, rung, plan, _ = now_of(text), {{}}, nil, nil
@@ -30,7 +33,8 @@ put(queues, messages, now, rung)
 if plan then commit(1, plan, now, expire) end
 note_states(now)
 return rung
-""")
+"""
+)
 
 # In: now, seconds, session, queues, settlements, marks, C, S. Settlements and marks are flat:
 #   settlement: queue, receipt, fate, place of its change or 0, false or (due, head of a dead letter, messages)
@@ -39,7 +43,11 @@ return rung
 # All are decided first; then the deliveries are removed, which a full Redis allows, and lets the rest pass; then all is
 # written. Marks come last, and are dropped when they cannot be written: they must not keep what is over from being settled. What
 # cannot come back, wait or die, since something else lies under a key of its queue, stays in flight, and is fenced.
-SETTLE = Script(MESSAGES + STATES + filled(r"""
+SETTLE = Script(
+    MESSAGES
+    + STATES
+    + filled(
+        r"""
 local text, expire, session, queues, ends, marks
 text, expire, session, queues, ends, marks, C, S = unpack(unpacked)
 local now, rung, backs, verdicts, plans = now_of(text), {}, {}, {}, {}
@@ -99,11 +107,18 @@ for at = 1, #marks, 3 do
 end
 if #open > 0 then pcall(note_states, now) end
 return {table.concat(verdicts), rung}
-""", **NAMES))
+""",
+        **NAMES,
+    )
+)
 
 # In: now, seconds, queues, messages, C of one change that fires a group or ends a task, S. Out: nothing if that was done
 # before, else connections to be woken.
-FIRE = Script(PUTTING + STATES + filled(r"""
+FIRE = Script(
+    PUTTING
+    + STATES
+    + filled(
+        r"""
 local text, expire, queues, messages
 text, expire, queues, messages, C, S = unpack(unpacked)
 local now, rung = now_of(text), {}
@@ -119,4 +134,7 @@ commit(1, plan, now, expire)
 note_states(now)
 put(queues, messages, now, rung)
 return rung
-""", **NAMES))
+""",
+        **NAMES,
+    )
+)

@@ -18,7 +18,15 @@ from machinery_py.brokers.redis_consumer import RedisConsumer, end_of
 from machinery_py.brokers.redis_messages import Queues, packed
 from machinery_py.errors import BrokerUnavailable, PublishUnknown
 from machinery_py.settlement import redis_amend, redis_scripts
-from machinery_py.settlement.base import ConsumerSession, Firing, Mark, Session, Settlement, Store, Submission
+from machinery_py.settlement.base import (
+    ConsumerSession,
+    Firing,
+    Mark,
+    Session,
+    Settlement,
+    Store,
+    Submission,
+)
 from machinery_py.settlement.one_store import disposal_of, mark_of
 from machinery_py.states import State
 
@@ -42,13 +50,29 @@ class RedisStore(Store):
         rows = [packed(message, queues) for message in submission.messages]
         change = Changes(self.states.now(), self.states.seconds)
         if submission.states or submission.groups:
-            change.add(key=f"submit {submission.token}", states=submission.states, groups=submission.groups,
-                       force=submission.replay)
-        argument = pack((
-            self.driver.now(), self.states.seconds, submission.token, queues.keys, rows, change.changes, change.states,
-        ))
+            change.add(
+                key=f"submit {submission.token}",
+                states=submission.states,
+                groups=submission.groups,
+                force=submission.replay,
+            )
+        argument = pack(
+            (
+                self.driver.now(),
+                self.states.seconds,
+                submission.token,
+                queues.keys,
+                rows,
+                change.changes,
+                change.states,
+            )
+        )
         rung = self.driver.run(
-            redis_scripts.SUBMIT, argument, doing="publishing", away=BrokerUnavailable, again=bool(submission.token),
+            redis_scripts.SUBMIT,
+            argument,
+            doing="publishing",
+            away=BrokerUnavailable,
+            again=bool(submission.token),
             lost=PublishUnknown,
         )
         if rung:
@@ -61,11 +85,29 @@ class RedisStore(Store):
         queues = Queues()
         rows = [packed(message, queues) for message in firing.send]
         change = Changes(self.states.now(), self.states.seconds)
-        change.add(key=firing.task_uuid or firing.group_uuid, fires=firing.group_uuid, states=firing.states,
-                   groups=firing.groups, arrivals=firing.arrivals)
-        argument = pack((self.driver.now(), self.states.seconds, queues.keys, rows, change.changes, change.states))
+        change.add(
+            key=firing.task_uuid or firing.group_uuid,
+            fires=firing.group_uuid,
+            states=firing.states,
+            groups=firing.groups,
+            arrivals=firing.arrivals,
+        )
+        argument = pack(
+            (
+                self.driver.now(),
+                self.states.seconds,
+                queues.keys,
+                rows,
+                change.changes,
+                change.states,
+            )
+        )
         rung = self.driver.run(
-            redis_scripts.FIRE, argument, doing="settling a group or a task", away=BrokerUnavailable, again=False
+            redis_scripts.FIRE,
+            argument,
+            doing="settling a group or a task",
+            away=BrokerUnavailable,
+            again=False,
         )
         if rung is None:
             return False
@@ -76,7 +118,9 @@ class RedisStore(Store):
         queues = Queues()
         rows = [packed(message, queues) for message in send]
         argument = pack((*self.states.packed_amendment(amendment), queues.keys, rows))
-        rung = self.driver.run(redis_amend.AMEND, argument, doing="changing a schedule", away=BrokerUnavailable)
+        rung = self.driver.run(
+            redis_amend.AMEND, argument, doing="changing a schedule", away=BrokerUnavailable
+        )
         if rung is None:
             return False
         self.driver.unblock(rung)
@@ -94,7 +138,9 @@ class RedisSession(ConsumerSession):
         super().__init__(consumer)
         self._consumer: RedisConsumer = consumer
         self.receive = consumer.receive  # type: ignore[method-assign]  # nothing to add on the hot path
-        self._prepared: dict[int, tuple[Settlement, list[object]]] = {}  # with their packed states, by id
+        self._prepared: dict[
+            int, tuple[Settlement, list[object]]
+        ] = {}  # with their packed states, by id
 
     def receive(self, limit: int, timeout: float, order: Sequence[str] = ()) -> list[Delivery]:
         return self._consumer.receive(limit, timeout, order)
@@ -108,19 +154,34 @@ class RedisSession(ConsumerSession):
                 return
             self._prepared[id(settlement)] = settlement, packed
 
-    def settle(self, settlements: Sequence[Settlement], marks: Sequence[Mark] = ()) -> list[Verdict]:
+    def settle(
+        self, settlements: Sequence[Settlement], marks: Sequence[Mark] = ()
+    ) -> list[Verdict]:
         if not settlements and not marks:
             return []
         store, consumer = self._store, self._consumer
-        backend, driver, place_of, prepared = store.states, store.driver, consumer.place_of, self._prepared
+        backend, driver, place_of, prepared = (
+            store.states,
+            store.driver,
+            consumer.place_of,
+            self._prepared,
+        )
         queues = Queues(consumer.queues)
         changes = Changes(backend.now(), backend.seconds)
         ends: list[object] = []
         for one in settlements:
-            change = changes.add(
-                key=one.uuid, mark=mark_of(one.delivery), states=one.states, groups=one.groups, arrivals=one.arrivals,
-                packed=prepared.pop(id(one), (one, None))[1],
-            ) if one.states or one.groups or one.arrivals else 0
+            change = (
+                changes.add(
+                    key=one.uuid,
+                    mark=mark_of(one.delivery),
+                    states=one.states,
+                    groups=one.groups,
+                    arrivals=one.arrivals,
+                    packed=prepared.pop(id(one), (one, None))[1],
+                )
+                if one.states or one.groups or one.arrivals
+                else 0
+            )
             if one.send or one.fate is not Fate.DONE:
                 fate, due, head = end_of(disposal_of(one))
                 send = [packed(message, queues) for message in one.send]
@@ -132,14 +193,27 @@ class RedisSession(ConsumerSession):
         seen: list[object] = []
         for mark in marks:
             if not busy or mark.state.state is not State.RECEIVED:
-                seen += (*place_of(mark.delivery), changes.add(key=mark.state.task_uuid, states=(mark.state,)))
+                seen += (
+                    *place_of(mark.delivery),
+                    changes.add(key=mark.state.task_uuid, states=(mark.state,)),
+                )
         if not ends and not seen:
             return []
-        argument = pack((
-            driver.now(), backend.seconds, consumer.session, queues.keys, ends, seen, changes.changes, changes.states,
-        ))
-        letters, rung = driver.run(redis_scripts.SETTLE, argument, doing="settling", away=BrokerUnavailable)
+        argument = pack(
+            (
+                driver.now(),
+                backend.seconds,
+                consumer.session,
+                queues.keys,
+                ends,
+                seen,
+                changes.changes,
+                changes.states,
+            )
+        )
+        letters, rung = driver.run(
+            redis_scripts.SETTLE, argument, doing="settling", away=BrokerUnavailable
+        )
         if rung:
             driver.unblock(rung)
         return [VERDICTS[letter] for letter in letters]
-

@@ -42,10 +42,25 @@ from typing import NamedTuple
 import msgspec
 
 from machinery_py._drivers.tokens import RecentTokens
-from machinery_py.backends.base import ALREADY, FENCED, SETTLED, Amendment, Backend, Begun, Change, Verdict
+from machinery_py.backends.base import (
+    ALREADY,
+    FENCED,
+    SETTLED,
+    Amendment,
+    Backend,
+    Begun,
+    Change,
+    Verdict,
+)
 from machinery_py.brokers.base import Broker, Consumer, Delivery, Disposal, Fate, Message
 from machinery_py.clock import Clock
-from machinery_py.errors import DecodeError, MachineryError, NameRefused, PublishRefused, PublishUnknown
+from machinery_py.errors import (
+    DecodeError,
+    MachineryError,
+    NameRefused,
+    PublishRefused,
+    PublishUnknown,
+)
 from machinery_py.names import REASON, check_message
 from machinery_py.settlement.base import (
     AWAY,
@@ -65,7 +80,9 @@ from machinery_py.wire import decode_signature
 
 logger = get_logger(__name__)
 
-OUTBOX_AGE = 5.0  # seconds; by then the one who is at it is dead, or in trouble (overtaking it does no harm)
+OUTBOX_AGE = (
+    5.0  # seconds; by then the one who is at it is dead, or in trouble (overtaking it does no harm)
+)
 TOLD_EVERY = 60.0  # seconds between two lines of the log that say that a queue is full
 MOST_PARKED = 1000  # settlements of a session that wait for room; from then on it claims one by one
 
@@ -98,7 +115,9 @@ class TwoStores(Store):
         self.clock = clock
         self._swept = clock.monotonic()
         self._replayed = RecentTokens(clock)
-        self._buried: set[tuple[str, bytes]] = set()  # of what was refused for good and has not failed yet
+        self._buried: set[tuple[str, bytes]] = (
+            set()
+        )  # of what was refused for good and has not failed yet
         self.parked: set[str] = set()  # outboxes that a session of this process waits to publish
 
     def submit(self, submission: Submission) -> None:
@@ -111,26 +130,45 @@ class TwoStores(Store):
             for uuid in made:
                 if uuid not in before:
                     self.backend.purge_state(uuid)
-            self.backend.apply([Change(key=uuid, states=(before[uuid],), force=True) for uuid in made if uuid in before])
+            self.backend.apply(
+                [
+                    Change(key=uuid, states=(before[uuid],), force=True)
+                    for uuid in made
+                    if uuid in before
+                ]
+            )
             self._replayed.forget(submission.token)
             raise
 
     def _finished(self, submission: Submission) -> dict[str, TaskState]:
         """For a replay: the states that it is to replace."""
-        return self.backend.get_states([state.task_uuid for state in submission.states]) if submission.replay else {}
+        return (
+            self.backend.get_states([state.task_uuid for state in submission.states])
+            if submission.replay
+            else {}
+        )
 
     def _prepare(self, submission: Submission) -> list[str]:
         """Write states and groups, before a worker can see the messages; which states are ours alone."""
         if submission.replay and not self._replayed.add(submission.token):
             return []  # carried out before, and the task may have ended since
         changes = [
-            Change(key=state.task_uuid, mark=f"submit {submission.token}", states=(state,), force=submission.replay)
+            Change(
+                key=state.task_uuid,
+                mark=f"submit {submission.token}",
+                states=(state,),
+                force=submission.replay,
+            )
             for state in submission.states
         ]
         if submission.groups:
             changes.append(Change(key=f"submit {submission.token}", groups=submission.groups))
         verdicts = self.backend.apply(changes)
-        return [change.key for change, verdict in zip(changes, verdicts, strict=True) if change.states and verdict is SETTLED]
+        return [
+            change.key
+            for change, verdict in zip(changes, verdicts, strict=True)
+            if change.states and verdict is SETTLED
+        ]
 
     def open_session(self, queues: Sequence[str], *, worker: str) -> Session:
         return TwoSession(self, self.broker.consume(queues, worker=worker))
@@ -166,8 +204,12 @@ class TwoStores(Store):
         filled = [one for one in outboxes if one.bodies]
         if not filled:
             return Posted()
-        posted = self.post([(one.key, one.home, _unpack(body)) for one in filled for body in one.bodies])
-        self.backend.clear_outbox([(one.key, one.bodies) for one in filled if one.key not in posted.left])
+        posted = self.post(
+            [(one.key, one.home, _unpack(body)) for one in filled for body in one.bodies]
+        )
+        self.backend.clear_outbox(
+            [(one.key, one.bodies) for one in filled if one.key not in posted.left]
+        )
         return posted
 
     def put(self, messages: Sequence[Message]) -> None:
@@ -182,7 +224,11 @@ class TwoStores(Store):
             if not error.permanent and error.left is None:
                 raise
             posted.refused = error
-            rest = messages if error.left is None else [messages[place] for place in sorted(error.left)]
+            rest = (
+                messages
+                if error.left is None
+                else [messages[place] for place in sorted(error.left)]
+            )
             for key, home, message in rest:
                 found = self._post_alone(message, home, posted) if error.permanent else [message]
                 if found:
@@ -211,8 +257,12 @@ class TwoStores(Store):
             self.give_up(message, error, home or refusal.queue)
             self._buried.add(name)  # a backend that is away must not make a letter of each try
         change = Change(
-            key=message.uuid, mark=f"refused {refusal.states[0].run}", states=refusal.states, groups=refusal.groups,
-            arrivals=refusal.arrivals, outbox=[_pack(one) for one in refusal.send],
+            key=message.uuid,
+            mark=f"refused {refusal.states[0].run}",
+            states=refusal.states,
+            groups=refusal.groups,
+            arrivals=refusal.arrivals,
+            outbox=[_pack(one) for one in refusal.send],
         )
         verdict = self._apply_failure(change)
         self._buried.discard(name)
@@ -225,7 +275,9 @@ class TwoStores(Store):
     def _apply_failure(self, change: Change) -> Verdict:
         """Without the message, if that is what the backend refuses, too."""
         state, *others = change.states
-        bare = msgspec.structs.replace(change, states=(msgspec.structs.replace(state, message=b""), *others))
+        bare = msgspec.structs.replace(
+            change, states=(msgspec.structs.replace(state, message=b""), *others)
+        )
         for attempt in (change, bare):
             try:
                 return self.backend.apply([attempt])[0]
@@ -233,7 +285,11 @@ class TwoStores(Store):
                 if not error.permanent and isinstance(error, AWAY):
                     raise
                 logger.debug("the failure of task %s cannot be stored: %s", change.key, error)
-        logger.error("task %s has failed, and that cannot be stored", change.key, extra={"task_uuid": change.key})
+        logger.error(
+            "task %s has failed, and that cannot be stored",
+            change.key,
+            extra={"task_uuid": change.key},
+        )
         return FENCED
 
     def tend(self) -> float:
@@ -261,7 +317,9 @@ class TwoSession(ConsumerSession):
     def __init__(self, store: TwoStores, consumer: Consumer) -> None:
         self._store = store
         super().__init__(consumer)
-        self._owed: list[Delivery] = []  # claimed, could not be begun, and could not be given back either
+        self._owed: list[
+            Delivery
+        ] = []  # claimed, could not be begun, and could not be given back either
         self._settling = threading.Lock()  # a repeat must see what the first try has left undone
         self._parked: list[_Parked] = []
         self._told_at = -math.inf
@@ -270,13 +328,17 @@ class TwoSession(ConsumerSession):
 
     def _give_back(self) -> None:
         if self._owed:
-            self._consumer.dispose([Disposal(delivery=delivery, fate=Fate.BACK) for delivery in self._owed])
+            self._consumer.dispose(
+                [Disposal(delivery=delivery, fate=Fate.BACK) for delivery in self._owed]
+            )
             self._owed = []
 
     def receive(self, limit: int, timeout: float, order: Sequence[str] = ()) -> list[Delivery]:
         self._give_back()
         self._resume()
-        deliveries = self._consumer.receive(limit if len(self._parked) < MOST_PARKED else 1, timeout, order)
+        deliveries = self._consumer.receive(
+            limit if len(self._parked) < MOST_PARKED else 1, timeout, order
+        )
         # Right behind the claim: it has made room, which others fill as well.
         if self._resume() and not deliveries:
             deliveries = self._consumer.receive(limit, timeout, order)
@@ -287,8 +349,13 @@ class TwoSession(ConsumerSession):
         for delivery in deliveries:
             try:
                 signature = decode_signature(delivery.body)
-                check_message(signature.routing_key, delivery.queue, name=signature.name, uuid=signature.uuid,
-                              group_uuid=signature.group_uuid)
+                check_message(
+                    signature.routing_key,
+                    delivery.queue,
+                    name=signature.name,
+                    uuid=signature.uuid,
+                    group_uuid=signature.group_uuid,
+                )
             except (DecodeError, NameRefused):
                 fresh.append(delivery)  # the engine knows what to do with it
             else:
@@ -319,7 +386,9 @@ class TwoSession(ConsumerSession):
             # Asked for again when no settlement of ours is between storing an outbox and clearing it.
             with self._settling:
                 found = zip(uuids, self._store.backend.outboxes(uuids), unsent, strict=True)
-                outboxes = [Outbox(uuid, bodies, delivery.queue) for uuid, bodies, delivery in found]
+                outboxes = [
+                    Outbox(uuid, bodies, delivery.queue) for uuid, bodies, delivery in found
+                ]
                 left = self._store.publish(outboxes).left
                 for delivery, outbox in zip(unsent, outboxes, strict=True):
                     if outbox.key in left:
@@ -338,11 +407,25 @@ class TwoSession(ConsumerSession):
             if len(known) > 1:
                 return [start for one in known for start in self._begin([one])]
             [(delivery, uuid, _)] = known
-            logger.error("message on %r goes to the dead letters: %s: %s", delivery.queue, REASON, error)
-            self._consumer.dispose([Disposal(delivery=delivery, fate=Fate.DEAD, reason=REASON, error=str(error), uuid=uuid)])
+            logger.error(
+                "message on %r goes to the dead letters: %s: %s", delivery.queue, REASON, error
+            )
+            self._consumer.dispose(
+                [
+                    Disposal(
+                        delivery=delivery,
+                        fate=Fate.DEAD,
+                        reason=REASON,
+                        error=str(error),
+                        uuid=uuid,
+                    )
+                ]
+            )
             return [None]
 
-    def settle(self, settlements: Sequence[Settlement], marks: Sequence[Mark] = ()) -> list[Verdict]:
+    def settle(
+        self, settlements: Sequence[Settlement], marks: Sequence[Mark] = ()
+    ) -> list[Verdict]:
         with self._settling:
             if marks:
                 self._mark(marks)
@@ -355,17 +438,25 @@ class TwoSession(ConsumerSession):
         verdicts = dict(zip(map(id, stated), found, strict=True))
         outboxes = {
             settlement.uuid: Outbox(change.key, change.outbox, settlement.delivery.queue)
-            for settlement, change, verdict in zip(stated, changes, found, strict=True) if verdict is SETTLED and change.outbox
+            for settlement, change, verdict in zip(stated, changes, found, strict=True)
+            if verdict is SETTLED and change.outbox
         }
         # Our own repeat: what the first try left undone is done now, with the same UUIDs.
         again = [settlement for settlement in stated if verdicts[id(settlement)] is ALREADY]
         if again:
             kept = self._store.backend.outboxes([settlement.uuid for settlement in again])
-            outboxes |= {one.uuid: Outbox(one.uuid, bodies, one.delivery.queue) for one, bodies in zip(again, kept, strict=True)}
+            outboxes |= {
+                one.uuid: Outbox(one.uuid, bodies, one.delivery.queue)
+                for one, bodies in zip(again, kept, strict=True)
+            }
         left = self._store.publish(list(outboxes.values())).left if outboxes else {}
         over = settlements
         if left:
-            over = [one for one in settlements if one.uuid not in left or verdicts.get(id(one), FENCED) is FENCED]
+            over = [
+                one
+                for one in settlements
+                if one.uuid not in left or verdicts.get(id(one), FENCED) is FENCED
+            ]
             there = set(map(id, over))
             for one in settlements:
                 if id(one) not in there:
@@ -377,12 +468,17 @@ class TwoSession(ConsumerSession):
 
     # What waits for room
 
-    def _park(self, disposal: Disposal, outbox: Outbox, left: Mapping[str, Sequence[Message]]) -> None:
+    def _park(
+        self, disposal: Disposal, outbox: Outbox, left: Mapping[str, Sequence[Message]]
+    ) -> None:
         now = self._store.clock.monotonic()
         is_news = now - self._told_at > TOLD_EVERY
         self._told_at = now if is_news else self._told_at
-        logger.log(logging.WARNING if is_news else logging.DEBUG,
-                   "a queue is full: what follows from task %s waits for room, and the worker goes on", outbox.key)
+        logger.log(
+            logging.WARNING if is_news else logging.DEBUG,
+            "a queue is full: what follows from task %s waits for room, and the worker goes on",
+            outbox.key,
+        )
         self._parked.append(_Parked(disposal, outbox, left[outbox.key]))
         self._store.parked.add(outbox.key)
 
@@ -405,9 +501,13 @@ class TwoSession(ConsumerSession):
         held = [one for one in self._parked if not self._consumer.is_lost(one.disposal.delivery)]
         if self._knows_outboxes and held:
             # Old ones are published by others as well.
-            for one, kept in zip(held, self._store.backend.outboxes([one.outbox.key for one in held]), strict=True):
+            for one, kept in zip(
+                held, self._store.backend.outboxes([one.outbox.key for one in held]), strict=True
+            ):
                 one.left = one.left if kept else ()
-        waiting = [(one.outbox.key, one.outbox.home, message) for one in held for message in one.left]
+        waiting = [
+            (one.outbox.key, one.outbox.home, message) for one in held for message in one.left
+        ]
         posted = self._store.post(waiting) if waiting else Posted()
         for one in held:
             one.left = posted.left.get(one.outbox.key, ())
@@ -428,15 +528,19 @@ class TwoSession(ConsumerSession):
 
     def _change(self, settlement: Settlement) -> Change:
         return Change(
-            key=settlement.uuid, mark=mark_of(settlement.delivery), epoch=settlement.delivery.epoch,
-            states=settlement.states, groups=settlement.groups, arrivals=settlement.arrivals,
+            key=settlement.uuid,
+            mark=mark_of(settlement.delivery),
+            epoch=settlement.delivery.epoch,
+            states=settlement.states,
+            groups=settlement.groups,
+            arrivals=settlement.arrivals,
             outbox=[_pack(message) for message in settlement.send],
         )
 
     def _mark(self, marks: Sequence[Mark]) -> None:
-        self._store.backend.apply([
-            Change(key=mark.state.task_uuid, states=(mark.state,), epoch=mark.delivery.epoch)
-            for mark in marks
-        ])
-
-
+        self._store.backend.apply(
+            [
+                Change(key=mark.state.task_uuid, states=(mark.state,), epoch=mark.delivery.epoch)
+                for mark in marks
+            ]
+        )

@@ -1,11 +1,11 @@
 """What tests of tasks and of stores need: a Server under test, a clock that is told the time, faults on command.
 
-    harness       Harness: what was sent, and running it when the test says so
-    plugin        the pytest fixtures `machinery` and `machinery_worker`
-    clocks        ManualClock
-    waiting       wait_until, together: tests without sleep
-    flaky         stores that fail on command
-    conformance   what every broker, backend and store must pass
+harness       Harness: what was sent, and running it when the test says so
+plugin        the pytest fixtures `machinery` and `machinery_worker`
+clocks        ManualClock
+waiting       wait_until, together: tests without sleep
+flaky         stores that fail on command
+conformance   what every broker, backend and store must pass
 """
 
 from __future__ import annotations

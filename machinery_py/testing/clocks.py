@@ -34,6 +34,8 @@ class ManualClock:
         """
         length = dt.timedelta(seconds=seconds, **more)
         if length < dt.timedelta():
-            raise ValueError(f"clock advanced by {length.total_seconds():g} s (a clock never goes back)")
+            raise ValueError(
+                f"clock advanced by {length.total_seconds():g} s (a clock never goes back)"
+            )
         with self._lock:
             self._passed += length

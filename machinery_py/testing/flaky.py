@@ -20,7 +20,17 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from machinery_py.backends.base import REVOKED_LIFE, Amendment, Backend, Begun, Change, Listener, ReadyGroup, Records, Verdict
+from machinery_py.backends.base import (
+    REVOKED_LIFE,
+    Amendment,
+    Backend,
+    Begun,
+    Change,
+    Listener,
+    ReadyGroup,
+    Records,
+    Verdict,
+)
 from machinery_py.brokers.base import (
     Broker,
     Consumer,
@@ -67,7 +77,9 @@ class Faults:
             self._planned.clear()
             self._probability = 0.0
 
-    def around(self, call: str, function: Callable[[], T], *, refused: Exception, unknown: Exception) -> T:
+    def around(
+        self, call: str, function: Callable[[], T], *, refused: Exception, unknown: Exception
+    ) -> T:
         """Carry out the call, or fail."""
         lose_reply = self._draw(call)
         if lose_reply is None:
@@ -91,7 +103,8 @@ class Faults:
 
     def publish(self, call: str, function: Callable[[], T]) -> T:
         return self.around(
-            call, function,
+            call,
+            function,
             refused=BrokerUnavailable(f"{call}: refused on command; nothing was stored"),
             unknown=PublishUnknown(f"{call}: reply lost on command"),
         )
@@ -156,7 +169,9 @@ class FlakySession(Session):
     def receive(self, limit: int, timeout: float, order: Sequence[str] = ()) -> list[Delivery]:
         return self.faults.broker("receive", lambda: self.session.receive(limit, timeout, order))
 
-    def settle(self, settlements: Sequence[Settlement], marks: Sequence[Mark] = ()) -> list[Verdict]:
+    def settle(
+        self, settlements: Sequence[Settlement], marks: Sequence[Mark] = ()
+    ) -> list[Verdict]:
         return self.faults.broker("settle", lambda: self.session.settle(settlements, marks))
 
     def run_begins(self, delivery: Delivery) -> None:
@@ -220,7 +235,9 @@ class FlakyBroker(Broker):
         return self.inner.dead_letters(limit=limit, queue=queue)
 
     def bury(self, message: Message, *, queue: str, reason: str, error: str) -> None:
-        self.faults.broker("bury", lambda: self.inner.bury(message, queue=queue, reason=reason, error=error))
+        self.faults.broker(
+            "bury", lambda: self.inner.bury(message, queue=queue, reason=reason, error=error)
+        )
 
     def take_dead(self, ids: Sequence[str]) -> list[DeadLetter]:
         return self.inner.take_dead(ids)
@@ -285,7 +302,9 @@ class FlakyBackend(Backend):
         self.faults.backend("clear_outbox", lambda: self.inner.clear_outbox(sent))
 
     def unsent(self, limit: int, *, older_than: float) -> list[tuple[str, Sequence[bytes]]]:
-        return self.faults.backend("unsent", lambda: self.inner.unsent(limit, older_than=older_than))
+        return self.faults.backend(
+            "unsent", lambda: self.inner.unsent(limit, older_than=older_than)
+        )
 
     def records(self, known: str = "") -> Records:
         return self.faults.backend("records", lambda: self.inner.records(known))
@@ -306,7 +325,9 @@ class FlakyBackend(Backend):
         return self.faults.backend("get_states", lambda: self.inner.get_states(uuids))
 
     def member_states(self, group_uuid: str, uuids: Sequence[str]) -> dict[str, TaskState]:
-        return self.faults.backend("member_states", lambda: self.inner.member_states(group_uuid, uuids))
+        return self.faults.backend(
+            "member_states", lambda: self.inner.member_states(group_uuid, uuids)
+        )
 
     def get_group(self, group_uuid: str) -> GroupMeta | None:
         return self.faults.backend("get_group", lambda: self.inner.get_group(group_uuid))
@@ -321,7 +342,12 @@ class FlakyBackend(Backend):
         self.faults.backend("drop_partial", lambda: self.inner.drop_partial(group_uuids))
 
     def list_states(
-        self, *, state: State | None = None, name: str = "", since: dt.datetime | None = None, limit: int = 100
+        self,
+        *,
+        state: State | None = None,
+        name: str = "",
+        since: dt.datetime | None = None,
+        limit: int = 100,
     ) -> list[TaskState]:
         return self.inner.list_states(state=state, name=name, since=since, limit=limit)
 

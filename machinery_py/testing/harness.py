@@ -1,9 +1,9 @@
 """A Server under test: its stores are memory ones for a while, its time is told, and tasks run when the test says so.
 
-    with Harness(server) as machinery:          the pytest fixture `machinery` does this
-        signup("ada@example.com")
-        machinery.assert_sent("send_welcome", "ada@example.com")
-        machinery.drain()
+with Harness(server) as machinery:          the pytest fixture `machinery` does this
+    signup("ada@example.com")
+    machinery.assert_sent("send_welcome", "ada@example.com")
+    machinery.drain()
 """
 
 from __future__ import annotations
@@ -170,7 +170,11 @@ class Harness:
         found = self._find(name, args, kwargs)
         if found:
             return found[0]
-        hint = "" if any(one.name == name for one in self._sent) else nearest(name, {one.name for one in self._sent})
+        hint = (
+            ""
+            if any(one.name == name for one in self._sent)
+            else nearest(name, {one.name for one in self._sent})
+        )
         raise AssertionError(f"{_shown(name, args, kwargs)} was not sent{hint}\n{self._listing()}")
 
     def assert_not_sent(self, name: str | Task[..., Any], *args: Any, **kwargs: Any) -> None:
@@ -182,14 +186,18 @@ class Harness:
         name = _name_of(name)
         found = self._find(name, args, kwargs)
         if found:
-            raise AssertionError(f"{_shown(name, args, kwargs)} was sent, {len(found)} times\n{self._listing()}")
+            raise AssertionError(
+                f"{_shown(name, args, kwargs)} was sent, {len(found)} times\n{self._listing()}"
+            )
 
     # Inside
 
     def _on_sent(self, event: TaskSent) -> None:
         self._sent.append(_through_wire(event.signature))
 
-    def _find(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Signature[Any]]:
+    def _find(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> list[Signature[Any]]:
         calls = [one for one in self._sent if one.name == name]
         if not args and not kwargs:
             return calls
@@ -238,8 +246,12 @@ def _exchange_hub(server: Server, hub: Hub | None) -> Hub | None:
 
 def _memory_config(config: Config, url: str) -> Config:
     return config.replace(
-        broker=url, result_backend="", lock="", multiple_broker_separator="",
-        require_server=False, strict_durability=False,
+        broker=url,
+        result_backend="",
+        lock="",
+        multiple_broker_separator="",
+        require_server=False,
+        strict_durability=False,
     )
 
 
@@ -251,8 +263,12 @@ def running_worker(server: Server) -> Iterator[Worker]:
     """
     with swapped(server):
         tasks = map(server.engine.registry.get, server.get_registered_task_names())
-        queues = dict.fromkeys([server.config.default_queue, *filter(None, (task.settings.queue for task in tasks))])
-        worker = server.new_worker("testing", WORKER_THREADS, queues=tuple(queues), shutdown_timeout=WORKER_PATIENCE)
+        queues = dict.fromkeys(
+            [server.config.default_queue, *filter(None, (task.settings.queue for task in tasks))]
+        )
+        worker = server.new_worker(
+            "testing", WORKER_THREADS, queues=tuple(queues), shutdown_timeout=WORKER_PATIENCE
+        )
         with worker:
             yield worker
 
@@ -265,8 +281,13 @@ def _state_of(execution: Execution) -> TaskState | None:
 
 def _failure(states: Sequence[TaskState]) -> TaskFailed:
     first = states[0]
-    failure = TaskFailed(first.task_uuid, first.task_name, first.error,
-                         error_type=first.error_type, traceback=first.traceback)
+    failure = TaskFailed(
+        first.task_uuid,
+        first.task_name,
+        first.error,
+        error_type=first.error_type,
+        traceback=first.traceback,
+    )
     for other in states[1:]:
         failure.add_note(f"task {other.task_name} {other.task_uuid} failed, too: {other.error}")
     return failure
@@ -287,16 +308,22 @@ def _decoded(arg: Arg) -> Arg:
         return arg
 
 
-def _one_form(task: Task[..., Any] | None, signature: Signature[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _one_form(
+    task: Task[..., Any] | None, signature: Signature[Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments in the form in which equal calls are equal: as the function gets them, in place, with defaults."""
     if task is None:
         return _call_of(signature)
     try:
         values, named = task.call.values(signature.args)
         shape = inspect.signature(task.function)
-        given = shape.replace(parameters=list(shape.parameters.values())[task.call.takes_context:])
+        given = shape.replace(parameters=list(shape.parameters.values())[task.call.takes_context :])
         bound = given.bind(*values, **named)
-    except (ArgumentError, TypeError, ValueError):  # arguments that do not fit, or a function in C that does not tell
+    except (
+        ArgumentError,
+        TypeError,
+        ValueError,
+    ):  # arguments that do not fit, or a function in C that does not tell
         return _call_of(signature)
     bound.apply_defaults()
     return bound.args, bound.kwargs
@@ -305,7 +332,9 @@ def _one_form(task: Task[..., Any] | None, signature: Signature[Any]) -> tuple[t
 def _call_of(signature: Signature[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a signature, decoded, as they would be written in a call."""
     args = [_decoded(arg) for arg in signature.args]
-    return tuple(arg.value for arg in args if not arg.name), {arg.name: arg.value for arg in args if arg.name}
+    return tuple(arg.value for arg in args if not arg.name), {
+        arg.name: arg.value for arg in args if arg.name
+    }
 
 
 def _shown(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:

@@ -24,7 +24,10 @@ OPTION = "machinery_app"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addini(OPTION, "the Server under test, as module:object or module, for the fixtures of machinery_py")
+    parser.addini(
+        OPTION,
+        "the Server under test, as module:object or module, for the fixtures of machinery_py",
+    )
 
 
 @pytest.fixture
@@ -32,8 +35,10 @@ def machinery_server(pytestconfig: pytest.Config) -> Server:
     """Your Server, as the ini option machinery_app names it."""
     target = str(pytestconfig.getini(OPTION)).strip()
     if not target:
-        raise pytest.UsageError(f"no {OPTION}: which Server is to be tested? (in setup.cfg: [tool:pytest], "
-                                f"{OPTION} = shop.tasks:server; in pyproject.toml: [tool.pytest.ini_options])")
+        raise pytest.UsageError(
+            f"no {OPTION}: which Server is to be tested? (in setup.cfg: [tool:pytest], "
+            f"{OPTION} = shop.tasks:server; in pyproject.toml: [tool.pytest.ini_options])"
+        )
     return find_server(target, pytestconfig.rootpath)
 
 
@@ -59,8 +64,10 @@ def machinery_worker(request: pytest.FixtureRequest, machinery_server: Server) -
 
 def _only_one(request: pytest.FixtureRequest) -> None:
     if {"machinery", "machinery_worker"} <= set(request.fixturenames):
-        raise pytest.UsageError(f"{request.node.name} takes both 'machinery' and 'machinery_worker' "
-                                "(with the first nothing runs by itself, with the second everything does: take one)")
+        raise pytest.UsageError(
+            f"{request.node.name} takes both 'machinery' and 'machinery_worker' "
+            "(with the first nothing runs by itself, with the second everything does: take one)"
+        )
 
 
 def find_server(target: str, folder: Path) -> Server:
@@ -76,4 +83,6 @@ def find_server(target: str, folder: Path) -> Server:
         return load(target, str(folder))
     except AppNotFound as error:
         trace = f"\n{error.trace}" if isinstance(error, AppBroken) else ""
-        raise pytest.UsageError(f"{OPTION} = {target}, seen from pytest's rootdir: {error}{trace}") from None
+        raise pytest.UsageError(
+            f"{OPTION} = {target}, seen from pytest's rootdir: {error}{trace}"
+        ) from None

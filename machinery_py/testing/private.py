@@ -28,7 +28,9 @@ from machinery_py.errors import MachineryError
 from machinery_py.testing.waiting import HANG, wait_until
 
 HOST = "127.0.0.1"
-PORTS = range(11_000, 21_000)  # below every system's ephemeral ports: a stopped server's port stays free for its restart
+PORTS = range(
+    11_000, 21_000
+)  # below every system's ephemeral ports: a stopped server's port stays free for its restart
 STOP = 10.0  # seconds a server has to end by itself before it is killed
 PR_SET_PDEATHSIG = 1
 
@@ -39,7 +41,9 @@ class ServerMissing(MachineryError, FileNotFoundError):
     def __init__(self, program: str, package: str) -> None:
         self.program = program
         self.package = package
-        super().__init__(f"program {program!r} is not installed (Debian package {package!r}; scripts/get-servers gets it)")
+        super().__init__(
+            f"program {program!r} is not installed (Debian package {package!r}; scripts/get-servers gets it)"
+        )
 
 
 class ServerBroken(MachineryError, RuntimeError):
@@ -84,7 +88,10 @@ class Private(ABC):
             ServerMissing: it is not installed.
         """
         # RabbitMQ's own script first: Debian's in /usr/sbin changes the user and the folder.
-        path = shutil.which(program, path=f"/usr/lib/rabbitmq/bin:{os.environ.get('PATH', os.defpath)}:/usr/local/sbin:/usr/sbin")
+        path = shutil.which(
+            program,
+            path=f"/usr/lib/rabbitmq/bin:{os.environ.get('PATH', os.defpath)}:/usr/local/sbin:/usr/sbin",
+        )
         if path is None:
             raise ServerMissing(program, cls.PROGRAMS.get(program, program))
         return path
@@ -148,7 +155,9 @@ class PrivateServer(Private):
             try:
                 wait_until(self._is_ready, 2 * HANG)
             except AssertionError:
-                raise ServerBroken(f"{self} gave no answer in {2 * HANG:g} s; the end of its log:\n{self.log_tail()}") from None
+                raise ServerBroken(
+                    f"{self} gave no answer in {2 * HANG:g} s; the end of its log:\n{self.log_tail()}"
+                ) from None
         return self
 
     def stop(self) -> None:
@@ -181,7 +190,11 @@ class PrivateServer(Private):
 
     def log_tail(self, lines: int = 15) -> str:
         """The last lines of its output."""
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:]) if self.log.exists() else ""
+        return (
+            "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+            if self.log.exists()
+            else ""
+        )
 
     def __str__(self) -> str:
         return f"{type(self).__name__} on {HOST}:{self.port}"
@@ -200,7 +213,9 @@ class PrivateServer(Private):
 
     def _is_ready(self) -> bool:
         if not self.is_running:
-            raise ServerBroken(f"{self} ended while starting; the end of its log:\n{self.log_tail()}")
+            raise ServerBroken(
+                f"{self} ended while starting; the end of its log:\n{self.log_tail()}"
+            )
         try:
             return self._answers()
         except (OSError, NotYet):
@@ -210,7 +225,9 @@ class PrivateServer(Private):
         """Made ready before each start, for instance another process."""
 
     def environment(self) -> dict[str, str]:
-        return {name: os.environ[name] for name in ("PATH", "LANG", "TMPDIR") if name in os.environ} | {"HOME": str(self.folder)}
+        return {
+            name: os.environ[name] for name in ("PATH", "LANG", "TMPDIR") if name in os.environ
+        } | {"HOME": str(self.folder)}
 
     @abstractmethod
     def command(self) -> Sequence[str | Path]: ...
@@ -234,7 +251,9 @@ def _close_all() -> None:
 
 def free_port(*, besides: int = 0) -> int:
     """A port that nobody listens on; with `besides`, the port that much higher is free too."""
-    generator = random.SystemRandom()  # a test that seeds `random` must not get the ports of another
+    generator = (
+        random.SystemRandom()
+    )  # a test that seeds `random` must not get the ports of another
     for _ in PORTS:
         port = generator.choice(PORTS)
         if port in _taken:
@@ -255,7 +274,9 @@ class _Starter:
     """Starts every process from one thread that never ends: PR_SET_PDEATHSIG looks at the thread, not at the process."""
 
     def __init__(self) -> None:
-        self._orders: queue.SimpleQueue[tuple[Future[subprocess.Popen[bytes]], PrivateServer]] = queue.SimpleQueue()
+        self._orders: queue.SimpleQueue[tuple[Future[subprocess.Popen[bytes]], PrivateServer]] = (
+            queue.SimpleQueue()
+        )
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
@@ -263,7 +284,9 @@ class _Starter:
         future: Future[subprocess.Popen[bytes]] = Future()
         with self._lock:
             if self._thread is None or not self._thread.is_alive():  # a forked child has no threads
-                self._thread = threading.Thread(target=self._run, name="private servers", daemon=True)
+                self._thread = threading.Thread(
+                    target=self._run, name="private servers", daemon=True
+                )
                 self._thread.start()
         self._orders.put((future, server))
         return future.result(HANG)
@@ -280,7 +303,9 @@ class _Starter:
 _starter = _Starter()
 
 
-def _spawn(command: Sequence[str | Path], environment: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
+def _spawn(
+    command: Sequence[str | Path], environment: Mapping[str, str], log: Path
+) -> subprocess.Popen[bytes]:
     prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
     parent = os.getpid()
 
@@ -292,6 +317,13 @@ def _spawn(command: Sequence[str | Path], environment: Mapping[str, str], log: P
 
     with log.open("ab") as output:
         # A session of its own: Ctrl-C reaches pytest only, which then stops its servers.
-        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, cwd=log.parent,
-                                env=environment, start_new_session=True,
-                                preexec_fn=die_with_parent)  # noqa: PLW1509 – it takes no lock and imports nothing
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            cwd=log.parent,
+            env=environment,
+            start_new_session=True,
+            preexec_fn=die_with_parent,  # noqa: PLW1509 – it takes no lock and imports nothing
+        )

@@ -36,10 +36,22 @@ class MongoServer(PrivateServer):
         return f"mongodb://{HOST}:{self.port}/"
 
     def command(self) -> Sequence[str | Path]:
-        return [self.find("mongod"), "--dbpath", self.folder, "--bind_ip", HOST, "--port", str(self.port), "--nounixsocket"]
+        return [
+            self.find("mongod"),
+            "--dbpath",
+            self.folder,
+            "--bind_ip",
+            HOST,
+            "--port",
+            str(self.port),
+            "--nounixsocket",
+        ]
 
     def _answers(self) -> bool:
-        with socket.create_connection((HOST, self.port), HANG) as connection, connection.makefile("rb") as stream:
+        with (
+            socket.create_connection((HOST, self.port), HANG) as connection,
+            connection.makefile("rb") as stream,
+        ):
             body = b"\0\0\0\0\0" + struct.pack("<i", len(_PING) + 4) + _PING
             connection.sendall(struct.pack("<iiii", 16 + len(body), 1, 0, OP_MSG) + body)
             (length,) = struct.unpack("<i", stream.read(4))
@@ -49,11 +61,15 @@ class MongoServer(PrivateServer):
 class NxServer(MongoServer):
     """One nx-27017; every database is a SQLite file."""
 
-    PROGRAMS: ClassVar[Mapping[str, str]] = {"nx-27017": "nx-27017 of PyPI: pip install -e '.[dev]'"}
+    PROGRAMS: ClassVar[Mapping[str, str]] = {
+        "nx-27017": "nx-27017 of PyPI: pip install -e '.[dev]'"
+    }
 
     @classmethod
     def find(cls, program: str) -> str:
-        beside = shutil.which(program, path=str(Path(sys.executable).parent)) or shutil.which(program)
+        beside = shutil.which(program, path=str(Path(sys.executable).parent)) or shutil.which(
+            program
+        )
         if beside is None:
             raise ServerMissing(program, cls.PROGRAMS[program])
         return beside
@@ -61,8 +77,19 @@ class NxServer(MongoServer):
     def command(self) -> Sequence[str | Path]:
         files = self.folder / "databases"
         files.mkdir(exist_ok=True)
-        return [self.find("nx-27017"), "--host", HOST, "--port", str(self.port), "--data-dir", files,
-                "--pid-file", self.folder / "pid", "--log-file", self.folder / "own-log"]
+        return [
+            self.find("nx-27017"),
+            "--host",
+            HOST,
+            "--port",
+            str(self.port),
+            "--data-dir",
+            files,
+            "--pid-file",
+            self.folder / "pid",
+            "--log-file",
+            self.folder / "own-log",
+        ]
 
 
 def refusal(code: int, text: str = "not primary") -> Callable[[bytes], bytes]:

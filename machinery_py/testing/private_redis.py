@@ -50,17 +50,37 @@ class RedisServer(PrivateServer):
         self.password = password
         self.socket_path = self.folder / "redis.sock" if unix_socket else None
         self.ca_file = make_certificates(self.folder, self.find("openssl")) if tls else None
-        lines = {"bind": HOST, "port": str(self.port), "dir": str(self.folder), "save": '""', "databases": "64"}
-        lines |= {"appendonly": "yes" if appendonly else "no", "maxmemory": str(maxmemory), "maxmemory-policy": "noeviction"}
+        lines = {
+            "bind": HOST,
+            "port": str(self.port),
+            "dir": str(self.folder),
+            "save": '""',
+            "databases": "64",
+        }
+        lines |= {
+            "appendonly": "yes" if appendonly else "no",
+            "maxmemory": str(maxmemory),
+            "maxmemory-policy": "noeviction",
+        }
         if password:
             lines |= {"requirepass": password, "masterauth": password}
         if self.socket_path is not None:
             lines["unixsocket"] = str(self.socket_path)
         if tls:
-            lines |= {"port": "0", "tls-port": str(self.port), "tls-auth-clients": "no", "tls-ca-cert-file": str(self.ca_file)}
-            lines |= {"tls-cert-file": str(self.folder / "server.crt"), "tls-key-file": str(self.folder / "server.key")}
+            lines |= {
+                "port": "0",
+                "tls-port": str(self.port),
+                "tls-auth-clients": "no",
+                "tls-ca-cert-file": str(self.ca_file),
+            }
+            lines |= {
+                "tls-cert-file": str(self.folder / "server.crt"),
+                "tls-key-file": str(self.folder / "server.key"),
+            }
         self._config = self.folder / "redis.conf"
-        self._config.write_text("".join(f"{name} {value}\n" for name, value in (lines | dict(config or {})).items()))
+        self._config.write_text(
+            "".join(f"{name} {value}\n" for name, value in (lines | dict(config or {})).items())
+        )
 
     @property
     def url(self) -> str:
@@ -93,7 +113,9 @@ class RedisServer(PrivateServer):
 
     def _answers(self) -> bool:
         # Another server may have taken the port in between: that it answers is not enough.
-        return self.cli("PING") == "PONG" and f"process_id:{self.pid}\r" in str(self.cli("INFO", "server"))
+        return self.cli("PING") == "PONG" and f"process_id:{self.pid}\r" in str(
+            self.cli("INFO", "server")
+        )
 
 
 class RedisSentinelTrio(Private):
@@ -107,7 +129,9 @@ class RedisSentinelTrio(Private):
 
     PROGRAMS = RedisServer.PROGRAMS
 
-    def __init__(self, *, replicas: int = 1, name: str = "mymaster", down_after: float = 0.5) -> None:
+    def __init__(
+        self, *, replicas: int = 1, name: str = "mymaster", down_after: float = 0.5
+    ) -> None:
         """The sentinels take a server for dead that has not answered for `down_after` seconds."""
         self.name = name
         master = RedisServer(config=_FAST_REPLICAS)
@@ -129,7 +153,9 @@ class RedisSentinelTrio(Private):
         for server in [*self.servers, *self.sentinels]:
             server.start()
         self._look_each(0.1)
-        wait_until(self._is_watched, 2 * HANG, "three sentinels that know each other and each replica")
+        wait_until(
+            self._is_watched, 2 * HANG, "three sentinels that know each other and each replica"
+        )
         # Not for longer: a promoted replica that a sentinel has not heard of for four periods is made a replica again.
         self._look_each(1.0)
         return self
@@ -148,9 +174,15 @@ class RedisSentinelTrio(Private):
 
     def wait_for_failover(self, before: RedisServer) -> RedisServer:
         """Return the new master when the sentinels name one besides `before` and it takes writes."""
-        wait_until(lambda: self.current_master() is not before, 2 * HANG, f"another master than {before}")
+        wait_until(
+            lambda: self.current_master() is not before, 2 * HANG, f"another master than {before}"
+        )
         after = self.current_master()
-        wait_until(lambda: cast("list[Reply]", after.cli("ROLE"))[0] == "master", HANG, f"{after} to be a master")
+        wait_until(
+            lambda: cast("list[Reply]", after.cli("ROLE"))[0] == "master",
+            HANG,
+            f"{after} to be a master",
+        )
         return after
 
     def close(self) -> None:
@@ -160,15 +192,28 @@ class RedisSentinelTrio(Private):
     def _look_each(self, seconds: float) -> None:
         """For each other and for replicas; the defaults are 2 and 10 s."""
         for sentinel in self.sentinels:
-            sentinel.cli("SENTINEL", "DEBUG", "publish-period", int(seconds * 1000), "info-period", int(seconds * 1000))
+            sentinel.cli(
+                "SENTINEL",
+                "DEBUG",
+                "publish-period",
+                int(seconds * 1000),
+                "info-period",
+                int(seconds * 1000),
+            )
 
     def _is_watched(self) -> bool:
         for sentinel in self.sentinels:
             facts = cast("list[str]", sentinel.cli("SENTINEL", "MASTER", self.name))
             known = dict(zip(facts[::2], facts[1::2], strict=True))
-            if (known["num-other-sentinels"], known["num-slaves"]) != ("2", str(len(self.servers) - 1)):
+            if (known["num-other-sentinels"], known["num-slaves"]) != (
+                "2",
+                str(len(self.servers) - 1),
+            ):
                 return False
-        return all("master_link_status:up" in str(one.cli("INFO", "replication")) for one in self.servers[1:])
+        return all(
+            "master_link_status:up" in str(one.cli("INFO", "replication"))
+            for one in self.servers[1:]
+        )
 
 
 class _Sentinel(RedisServer):
@@ -187,7 +232,11 @@ class RedisCluster(Private):
 
     def __init__(self, *, node_timeout: float = 1.0) -> None:
         """A replica takes over from a master that has been silent for `node_timeout` seconds."""
-        config = {**_FAST_REPLICAS, "cluster-enabled": "yes", "cluster-node-timeout": f"{node_timeout * 1000:.0f}"}
+        config = {
+            **_FAST_REPLICAS,
+            "cluster-enabled": "yes",
+            "cluster-node-timeout": f"{node_timeout * 1000:.0f}",
+        }
         self.nodes = [RedisServer(port=free_port(besides=BUS), config=config) for _ in range(6)]
 
     @property
@@ -200,7 +249,11 @@ class RedisCluster(Private):
             node.start()
         if is_new:
             self._join()
-        wait_until(lambda: all(map(self._is_complete, self.nodes)), 2 * HANG, "a cluster with all slots and replicas")
+        wait_until(
+            lambda: all(map(self._is_complete, self.nodes)),
+            2 * HANG,
+            "a cluster with all slots and replicas",
+        )
         return self
 
     def node_of(self, key: str) -> RedisServer:
@@ -227,7 +280,11 @@ class RedisCluster(Private):
         for node in (target, source):
             node.cli("CLUSTER", "SETSLOT", slot, "NODE", ids[target])
         running = [node for node in self.nodes if node.is_running]
-        wait_until(lambda: all(self._node_of(key, node) is target for node in running), HANG, f"{target} to have slot {slot}")
+        wait_until(
+            lambda: all(self._node_of(key, node) is target for node in running),
+            HANG,
+            f"{target} to have slot {slot}",
+        )
 
     def close(self) -> None:
         for node in self.nodes:
@@ -239,13 +296,23 @@ class RedisCluster(Private):
             node.cli("CLUSTER", "SET-CONFIG-EPOCH", epoch)
             node.cli("CLUSTER", "MEET", HOST, self.nodes[0].port)
         for number, master in enumerate(masters):
-            master.cli("CLUSTER", "ADDSLOTS", *range(number * SLOTS // 3, (number + 1) * SLOTS // 3))
-        wait_until(lambda: all(len(_known_nodes(node)) == 6 for node in self.nodes), HANG, "six nodes that have met")
+            master.cli(
+                "CLUSTER", "ADDSLOTS", *range(number * SLOTS // 3, (number + 1) * SLOTS // 3)
+            )
+        wait_until(
+            lambda: all(len(_known_nodes(node)) == 6 for node in self.nodes),
+            HANG,
+            "six nodes that have met",
+        )
         for master, replica in zip(masters, replicas, strict=True):
             replica.cli("CLUSTER", "REPLICATE", str(master.cli("CLUSTER", "MYID")))
 
     def _is_complete(self, node: RedisServer) -> bool:
-        state, known, role = str(node.cli("CLUSTER", "INFO")), _known_nodes(node), str(node.cli("INFO", "replication"))
+        state, known, role = (
+            str(node.cli("CLUSTER", "INFO")),
+            _known_nodes(node),
+            str(node.cli("INFO", "replication")),
+        )
         return (
             "cluster_state:ok" in state
             and f"cluster_slots_ok:{SLOTS}" in state
@@ -262,8 +329,13 @@ def _known_nodes(node: RedisServer) -> list[tuple[str, str]]:
 
 
 def _ask(stream: BinaryIO, words: Sequence[str | int | float | bytes]) -> Reply:
-    parts = [word if isinstance(word, bytes) else str(word).encode("utf-8", "surrogateescape") for word in words]
-    stream.write(b"*%d\r\n" % len(parts) + b"".join(b"$%d\r\n%s\r\n" % (len(part), part) for part in parts))
+    parts = [
+        word if isinstance(word, bytes) else str(word).encode("utf-8", "surrogateescape")
+        for word in words
+    ]
+    stream.write(
+        b"*%d\r\n" % len(parts) + b"".join(b"$%d\r\n%s\r\n" % (len(part), part) for part in parts)
+    )
     stream.flush()
     return _read_reply(stream)
 
@@ -279,24 +351,60 @@ def _read_reply(stream: BinaryIO) -> Reply:
         case b":":
             return int(rest)
         case b"$":
-            return None if rest == "-1" else stream.read(int(rest) + 2)[:-2].decode("utf-8", "surrogateescape")
+            return (
+                None
+                if rest == "-1"
+                else stream.read(int(rest) + 2)[:-2].decode("utf-8", "surrogateescape")
+            )
         case b"*":
             return None if rest == "-1" else [_read_reply(stream) for _ in range(int(rest))]
         case _:
-            raise ConnectionError(f"reply of Redis begins with {line[:20]!r} (expected one of + - : $ *)")
+            raise ConnectionError(
+                f"reply of Redis begins with {line[:20]!r} (expected one of + - : $ *)"
+            )
 
 
 def make_certificates(folder: Path, openssl: str) -> Path:
     """Make ca.crt, and server.crt and server.key for 127.0.0.1 and localhost; valid for two days. Returns ca.crt."""
     key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-    (folder / "server.ext").write_text(f"subjectAltName=IP:{HOST},DNS:localhost\nkeyUsage=critical,digitalSignature\n"
-                                       "subjectKeyIdentifier=hash\nauthorityKeyIdentifier=keyid\n")
+    (folder / "server.ext").write_text(
+        f"subjectAltName=IP:{HOST},DNS:localhost\nkeyUsage=critical,digitalSignature\n"
+        "subjectKeyIdentifier=hash\nauthorityKeyIdentifier=keyid\n"
+    )
     for words in (
-        ["req", "-x509", *key, "-keyout", "ca.key", "-out", "ca.crt", "-days", "2", "-subj", "/CN=machinery_py test CA",
-         "-addext", "keyUsage=critical,keyCertSign,cRLSign"],
+        [
+            "req",
+            "-x509",
+            *key,
+            "-keyout",
+            "ca.key",
+            "-out",
+            "ca.crt",
+            "-days",
+            "2",
+            "-subj",
+            "/CN=machinery_py test CA",
+            "-addext",
+            "keyUsage=critical,keyCertSign,cRLSign",
+        ],
         ["req", *key, "-keyout", "server.key", "-out", "server.csr", "-subj", "/CN=localhost"],
-        ["x509", "-req", "-in", "server.csr", "-CA", "ca.crt", "-CAkey", "ca.key", "-CAcreateserial", "-out", "server.crt",
-         "-days", "2", "-extfile", "server.ext"],
+        [
+            "x509",
+            "-req",
+            "-in",
+            "server.csr",
+            "-CA",
+            "ca.crt",
+            "-CAkey",
+            "ca.key",
+            "-CAcreateserial",
+            "-out",
+            "server.crt",
+            "-days",
+            "2",
+            "-extfile",
+            "server.ext",
+        ],
     ):
         subprocess.run([openssl, *words], cwd=folder, check=True, capture_output=True, timeout=HANG)
     return folder / "ca.crt"

@@ -103,7 +103,9 @@ class _Connection:
     is_reset: bool = False
     answer: bytes = b""  # to be sent in the place of the next reply
     drops_reply: bool = False  # it has sent the request that drop_next_reply(matching=…) waited for
-    finished: set[Direction] = field(default_factory=set)  # by half_close: what still comes is swallowed
+    finished: set[Direction] = field(
+        default_factory=set
+    )  # by half_close: what still comes is swallowed
 
     def prepare(self) -> None:
         for end in (self.client, self.server):
@@ -151,7 +153,9 @@ class Proxy:
         self._accepting: asyncio.Task[None] | None = None
         self._loop = asyncio.new_event_loop()
         self._changed = asyncio.Event()  # new at every heal: what waits in a black hole looks again
-        self._thread = threading.Thread(target=self._loop.run_forever, name=f"proxy to {target_port}", daemon=True)
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name=f"proxy to {target_port}", daemon=True
+        )
         self._started = time.monotonic()
 
     def __enter__(self) -> Self:
@@ -187,7 +191,14 @@ class Proxy:
         """End every fault. What waited in a black hole goes on its way; connections that were closed stay closed."""
         self._do("heal", self._heal)
 
-    def slow(self, direction: Direction | None = None, *, latency: float = 0, jitter: float = 0, bandwidth: float = 0) -> None:
+    def slow(
+        self,
+        direction: Direction | None = None,
+        *,
+        latency: float = 0,
+        jitter: float = 0,
+        bandwidth: float = 0,
+    ) -> None:
         """Hold back what is read for `latency` ± `jitter` seconds; at most `bandwidth` bytes/s pass (0: any number)."""
         self._change(direction, latency=latency, jitter=jitter, bandwidth=bandwidth)
 
@@ -242,14 +253,22 @@ class Proxy:
         """
         self._set_trap(drops=times, drop_matching=matching)
 
-    def answer_next(self, error: str | Answer, *, matching: bytes = b"", times: int = 1, executed: bool = False) -> None:
+    def answer_next(
+        self, error: str | Answer, *, matching: bytes = b"", times: int = 1, executed: bool = False
+    ) -> None:
         """Answer the next request that contains `matching` with a Redis error, e.g. "LOADING wait"; do not forward it.
 
         A pipeline is answered with one error a command. For other servers `error` makes the reply from the request. `executed`:
         forward it after all, and put the answer in the place of its reply.
         """
         text, make = (error.removeprefix("-"), None) if isinstance(error, str) else ("", error)
-        self._set_trap(answer=text, make_answer=make, answer_matching=matching, answers=times, is_executed=executed)
+        self._set_trap(
+            answer=text,
+            make_answer=make,
+            answer_matching=matching,
+            answers=times,
+            is_executed=executed,
+        )
 
     # From any thread to the loop
 
@@ -271,7 +290,9 @@ class Proxy:
         self._do(str(values), partial(_set, self._traps, values))
 
     def _log(self, connection: int, what: str) -> None:
-        self._events.append(ProxyEvent(after=time.monotonic() - self._started, connection=connection, what=what))
+        self._events.append(
+            ProxyEvent(after=time.monotonic() - self._started, connection=connection, what=what)
+        )
 
     # On the loop
 
@@ -337,7 +358,9 @@ class Proxy:
         while True:
             read = await self._loop.sock_recv(source, CHUNK)
             if flow.latency or flow.jitter:
-                await asyncio.sleep(max(0.0, flow.latency + self._random.uniform(-flow.jitter, flow.jitter)))
+                await asyncio.sleep(
+                    max(0.0, flow.latency + self._random.uniform(-flow.jitter, flow.jitter))
+                )
             while flow.is_hole:
                 await self._changed.wait()
             if not read:
@@ -353,7 +376,9 @@ class Proxy:
             if direction not in connection.finished:
                 await self._forward(flow, target, read)
                 self.counts[direction] += 1
-                self.counts["request_bytes" if direction is REQUESTS else "reply_bytes"] += len(read)
+                self.counts["request_bytes" if direction is REQUESTS else "reply_bytes"] += len(
+                    read
+                )
 
     def _answer_to(self, connection: _Connection, request: bytes) -> bytes:
         """The error to send instead of forwarding, or nothing; notes whose reply is to be dropped."""
@@ -375,7 +400,11 @@ class Proxy:
         traps = self._traps
         is_next = traps.drops > 0 and traps.drop_matching is None
         traps.drops -= is_next
-        if connection.drops_reply or is_next or (traps.drop_probability and self._random.random() < traps.drop_probability):
+        if (
+            connection.drops_reply
+            or is_next
+            or (traps.drop_probability and self._random.random() < traps.drop_probability)
+        ):
             self.counts["dropped"] += 1
             self._log(connection.number, f"reply dropped: {reply[:60]!r}")
             raise _Reset
@@ -384,7 +413,13 @@ class Proxy:
         allowed = len(read) if flow.reset_after is None else flow.reset_after
         passing = memoryview(read)[:allowed]
         while passing:
-            size = 1 if flow.is_chopped else max(1, int(flow.bandwidth / TICKS)) if flow.bandwidth else CHUNK
+            size = (
+                1
+                if flow.is_chopped
+                else max(1, int(flow.bandwidth / TICKS))
+                if flow.bandwidth
+                else CHUNK
+            )
             await asyncio.sleep(min(size, len(passing)) / flow.bandwidth if flow.bandwidth else 0)
             await self._loop.sock_sendall(target, passing[:size])
             passing = passing[size:]

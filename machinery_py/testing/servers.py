@@ -25,9 +25,23 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import ClassVar, Self
 
-from machinery_py.testing.private import HOST, Private, PrivateServer, ServerBroken, ServerMissing, free_port, require
+from machinery_py.testing.private import (
+    HOST,
+    Private,
+    PrivateServer,
+    ServerBroken,
+    ServerMissing,
+    free_port,
+    require,
+)
 from machinery_py.testing.private_mongo import MongoServer, NxServer
-from machinery_py.testing.private_redis import RedisCluster, RedisSentinelTrio, RedisServer, Reply, ReplyError
+from machinery_py.testing.private_redis import (
+    RedisCluster,
+    RedisSentinelTrio,
+    RedisServer,
+    Reply,
+    ReplyError,
+)
 from machinery_py.testing.waiting import HANG, wait_until
 
 __all__ = [
@@ -56,10 +70,17 @@ class RabbitMQServer(PrivateServer):
         node: the name of the Erlang node.
     """
 
-    PROGRAMS: ClassVar[Mapping[str, str]] = {"rabbitmq-server": "rabbitmq-server", "epmd": "erlang-base"}
+    PROGRAMS: ClassVar[Mapping[str, str]] = {
+        "rabbitmq-server": "rabbitmq-server",
+        "epmd": "erlang-base",
+    }
 
     def __init__(
-        self, *, port: int | None = None, config: Mapping[str, str] | None = None, first: RabbitMQServer | None = None
+        self,
+        *,
+        port: int | None = None,
+        config: Mapping[str, str] | None = None,
+        first: RabbitMQServer | None = None,
     ) -> None:
         """Lines of rabbitmq.conf go into `config`. `first`: a node whose cluster this one joins; it ends after this one."""
         super().__init__(port=port)
@@ -73,9 +94,20 @@ class RabbitMQServer(PrivateServer):
         if first:
             peers = "cluster_formation.classic_config.nodes"
             joining = {f"{peers}.1": first.node, f"{peers}.2": self.node}
-            config = {"cluster_formation.peer_discovery_backend": "classic_config"} | joining | dict(config or {})
-        lines = {"cluster_name": self._cluster, "disk_free_limit.absolute": "1MB", "log.console": "true", "log.file": "false"}
-        text = "".join(f"{name} = {value}\n" for name, value in (lines | dict(config or {})).items())
+            config = (
+                {"cluster_formation.peer_discovery_backend": "classic_config"}
+                | joining
+                | dict(config or {})
+            )
+        lines = {
+            "cluster_name": self._cluster,
+            "disk_free_limit.absolute": "1MB",
+            "log.console": "true",
+            "log.file": "false",
+        }
+        text = "".join(
+            f"{name} = {value}\n" for name, value in (lines | dict(config or {})).items()
+        )
         (self.folder / "rabbitmq.conf").write_text(text)
         (self.folder / "enabled_plugins").write_text("[].\n")
         (self.folder / "env.conf").touch()
@@ -91,10 +123,19 @@ class RabbitMQServer(PrivateServer):
         Raises:
             ServerBroken: it failed; the text has what it said.
         """
-        done = subprocess.run([self.find("rabbitmqctl"), "--quiet", *words], cwd=self.folder, env=self.environment(), check=False,
-                              capture_output=True, text=True, timeout=2 * HANG)
+        done = subprocess.run(
+            [self.find("rabbitmqctl"), "--quiet", *words],
+            cwd=self.folder,
+            env=self.environment(),
+            check=False,
+            capture_output=True,
+            text=True,
+            timeout=2 * HANG,
+        )
         if done.returncode:
-            raise ServerBroken(f"rabbitmqctl {words} on {self}: exit code {done.returncode}: {done.stderr or done.stdout}")
+            raise ServerBroken(
+                f"rabbitmqctl {words} on {self}: exit code {done.returncode}: {done.stderr or done.stdout}"
+            )
         return done.stdout
 
     def close(self) -> None:
@@ -107,23 +148,26 @@ class RabbitMQServer(PrivateServer):
 
     def environment(self) -> dict[str, str]:
         folder = str(self.folder)
-        return super().environment() | {
-            "RABBITMQ_NODENAME": self.node,
-            "RABBITMQ_NODE_IP_ADDRESS": HOST,
-            "RABBITMQ_NODE_PORT": str(self.port),
-            "RABBITMQ_DIST_PORT": str(self._distribution),
-            "RABBITMQ_BASE": folder,
-            "RABBITMQ_MNESIA_BASE": f"{folder}/mnesia",
-            "RABBITMQ_LOG_BASE": f"{folder}/logs",
-            "RABBITMQ_CONF_ENV_FILE": f"{folder}/env.conf",
-            "RABBITMQ_CONFIG_FILE": f"{folder}/rabbitmq.conf",
-            "RABBITMQ_ENABLED_PLUGINS_FILE": f"{folder}/enabled_plugins",
-            "RABBITMQ_PID_FILE": f"{folder}/pid",
-            "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": "-kernel inet_dist_use_interface {127,0,0,1} -start_epmd false",
-            "ERL_EPMD_PORT": str(self._epmd.port),
-            "ERL_EPMD_ADDRESS": HOST,
-            "RUNNING_UNDER_SYSTEMD": "1",  # makes the script exec Erlang, so that our child is the node itself
-        }
+        return (
+            super().environment()
+            | {
+                "RABBITMQ_NODENAME": self.node,
+                "RABBITMQ_NODE_IP_ADDRESS": HOST,
+                "RABBITMQ_NODE_PORT": str(self.port),
+                "RABBITMQ_DIST_PORT": str(self._distribution),
+                "RABBITMQ_BASE": folder,
+                "RABBITMQ_MNESIA_BASE": f"{folder}/mnesia",
+                "RABBITMQ_LOG_BASE": f"{folder}/logs",
+                "RABBITMQ_CONF_ENV_FILE": f"{folder}/env.conf",
+                "RABBITMQ_CONFIG_FILE": f"{folder}/rabbitmq.conf",
+                "RABBITMQ_ENABLED_PLUGINS_FILE": f"{folder}/enabled_plugins",
+                "RABBITMQ_PID_FILE": f"{folder}/pid",
+                "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": "-kernel inet_dist_use_interface {127,0,0,1} -start_epmd false",
+                "ERL_EPMD_PORT": str(self._epmd.port),
+                "ERL_EPMD_ADDRESS": HOST,
+                "RUNNING_UNDER_SYSTEMD": "1",  # makes the script exec Erlang, so that our child is the node itself
+            }
+        )
 
     def _before(self) -> None:
         self._epmd.start()
@@ -131,7 +175,9 @@ class RabbitMQServer(PrivateServer):
     def _answers(self) -> bool:
         with socket.create_connection((HOST, self.port), HANG) as connection:
             connection.sendall(b"AMQP\0\0\x09\x01")
-            return self._cluster.encode() in connection.recv(4096)  # connection.start has the cluster's name
+            return self._cluster.encode() in connection.recv(
+                4096
+            )  # connection.start has the cluster's name
 
 
 class RabbitMQCluster(Private):
@@ -157,13 +203,19 @@ class RabbitMQCluster(Private):
         first.start()
         with ThreadPoolExecutor(len(others)) as starting:
             list(starting.map(RabbitMQServer.start, others))
-        wait_until(lambda: first.ctl("eval", "length(nodes()).").strip() == "2", 2 * HANG, "three nodes in one cluster")
+        wait_until(
+            lambda: first.ctl("eval", "length(nodes()).").strip() == "2",
+            2 * HANG,
+            "three nodes in one cluster",
+        )
         return self
 
     def leader_of(self, queue: str, vhost: str = "/") -> RabbitMQServer:
         """The node on which a quorum queue's leader is now, as a running node knows it."""
         running = next(node for node in self.nodes if node.is_running)
-        lines = running.ctl("list_queues", "-p", vhost, "--no-table-headers", "name", "leader").splitlines()
+        lines = running.ctl(
+            "list_queues", "-p", vhost, "--no-table-headers", "name", "leader"
+        ).splitlines()
         leaders = dict(line.split("\t") for line in lines)
         return next(node for node in self.nodes if node.node == leaders[queue])
 
@@ -206,6 +258,9 @@ class MemcachedServer(PrivateServer):
         return [self.find("memcached"), *words]
 
     def _answers(self) -> bool:
-        with socket.create_connection((HOST, self.port), HANG) as connection, connection.makefile("rb") as stream:
+        with (
+            socket.create_connection((HOST, self.port), HANG) as connection,
+            connection.makefile("rb") as stream,
+        ):
             connection.sendall(b"stats\r\n")
             return stream.readline() == b"STAT pid %d\r\n" % self.pid

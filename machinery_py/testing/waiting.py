@@ -14,7 +14,9 @@ POLL = 0.005  # seconds between two looks
 HANG = 60.0  # seconds after which a test is taken to hang
 
 
-def wait_until(predicate: Callable[[], object], timeout: float = HANG, what: str = "the condition") -> None:
+def wait_until(
+    predicate: Callable[[], object], timeout: float = HANG, what: str = "the condition"
+) -> None:
     """Return as soon as the predicate is true.
 
     Raises:
@@ -40,4 +42,6 @@ def together(count: int, function: Callable[[int], T], timeout: float = HANG) ->
         return function(index)
 
     with ThreadPoolExecutor(count, thread_name_prefix="together") as pool:
-        return [future.result(timeout) for future in [pool.submit(run, index) for index in range(count)]]
+        return [
+            future.result(timeout) for future in [pool.submit(run, index) for index in range(count)]
+        ]

@@ -34,7 +34,11 @@ def peek(execution: Execution) -> str:
     """Decode the message; the task's UUID, or "" when it is no signature."""
     delivery, limit = execution.delivery, execution.engine.config.max_message_size
     if len(delivery.body) > limit:
-        _reject(execution, REASON_TOO_LARGE, f"{len(delivery.body):,} bytes, more than max_message_size = {limit:,}")
+        _reject(
+            execution,
+            REASON_TOO_LARGE,
+            f"{len(delivery.body):,} bytes, more than max_message_size = {limit:,}",
+        )
         return ""
     try:
         signature = decode_signature(delivery.body)
@@ -57,8 +61,14 @@ def peek(execution: Execution) -> str:
     # A foreign sender may leave the UUID out: the state needs a key, and the retry the same one.
     signature = signature.with_uuid()
     try:
-        check_message(signature.routing_key, delivery.queue, execution.engine.config.default_queue, name=signature.name,
-                      uuid=signature.uuid, group_uuid=signature.group_uuid)
+        check_message(
+            signature.routing_key,
+            delivery.queue,
+            execution.engine.config.default_queue,
+            name=signature.name,
+            uuid=signature.uuid,
+            group_uuid=signature.group_uuid,
+        )
     except NameRefused as error:
         _reject(execution, REASON_NAME, str(error))
         return ""
@@ -81,7 +91,9 @@ def accept(execution: Execution, revoked: Mapping[str, bool]) -> bool:
     elif signature.uuid in revoked:
         execution.withdraw(is_over=revoked[signature.uuid])
     elif _is_expired(signature, execution.engine.clock.now()):
-        execution.finish(Failed(error="expired before it was started", error_type="Expired", retryable=False))
+        execution.finish(
+            Failed(error="expired before it was started", error_type="Expired", retryable=False)
+        )
     elif execution.task is None:
         _unknown(execution)
     else:
@@ -91,19 +103,36 @@ def accept(execution: Execution, revoked: Mapping[str, bool]) -> bool:
 
 
 def _reject(execution: Execution, reason: str, error: str) -> None:
-    logger.error("message on %r goes to the dead letters: %s: %s", execution.delivery.queue, reason, error)
-    execution.settle(Settlement(
-        delivery=execution.delivery, uuid=execution.signature.uuid, name=execution.signature.name,
-        fate=Fate.DEAD, reason=reason, error=error,
-    ))
+    logger.error(
+        "message on %r goes to the dead letters: %s: %s", execution.delivery.queue, reason, error
+    )
+    execution.settle(
+        Settlement(
+            delivery=execution.delivery,
+            uuid=execution.signature.uuid,
+            name=execution.signature.name,
+            fate=Fate.DEAD,
+            reason=reason,
+            error=error,
+        )
+    )
 
 
 def _poison(execution: Execution) -> None:
     strikes = execution.delivery.strikes
     error = f"{strikes} workers died while they ran it (max_strikes = {execution.engine.config.max_strikes})"
-    logger.error("task %s (%s) goes to the dead letters: %s", execution.signature.uuid, execution.signature.name, error,
-                 extra={"task_uuid": execution.signature.uuid})
-    execution.end(Failed(error=error, error_type="Poison", retryable=False), fate=Fate.DEAD, reason=REASON_POISON)
+    logger.error(
+        "task %s (%s) goes to the dead letters: %s",
+        execution.signature.uuid,
+        execution.signature.name,
+        error,
+        extra={"task_uuid": execution.signature.uuid},
+    )
+    execution.end(
+        Failed(error=error, error_type="Poison", retryable=False),
+        fate=Fate.DEAD,
+        reason=REASON_POISON,
+    )
 
 
 def _unknown(execution: Execution) -> None:
@@ -115,21 +144,35 @@ def _unknown(execution: Execution) -> None:
     waited = _parked_for(delivery.parks)
     if waited >= execution.engine.config.unregistered_timeout:
         names = ", ".join(execution.engine.registry.names()) or "none"
-        error = (f"task {signature.name!r} is not registered, and no worker that knows it came within {waited:,.0f} s "
-                 f"(registered here: {names})")
+        error = (
+            f"task {signature.name!r} is not registered, and no worker that knows it came within {waited:,.0f} s "
+            f"(registered here: {names})"
+        )
         logger.error("%s", error, extra={"task_uuid": signature.uuid})
-        execution.end(Failed(error=error, error_type="TaskNotRegistered", retryable=False),
-                  fate=Fate.DEAD, reason=REASON_UNREGISTERED)
+        execution.end(
+            Failed(error=error, error_type="TaskNotRegistered", retryable=False),
+            fate=Fate.DEAD,
+            reason=REASON_UNREGISTERED,
+        )
         return
     logger.log(
         logging.WARNING if delivery.parks == 0 else logging.DEBUG,
         "task %r is not registered here (is its module imported?); %s waits %g s for a worker that knows it",
-        signature.name, signature.uuid, pause, extra={"task_uuid": signature.uuid},
+        signature.name,
+        signature.uuid,
+        pause,
+        extra={"task_uuid": signature.uuid},
     )
     eta = execution.engine.clock.now() + dt.timedelta(seconds=pause)
-    execution.settle(Settlement(
-        delivery=delivery, uuid=signature.uuid, name=signature.name, fate=Fate.LATER, eta=eta,
-    ))
+    execution.settle(
+        Settlement(
+            delivery=delivery,
+            uuid=signature.uuid,
+            name=signature.name,
+            fate=Fate.LATER,
+            eta=eta,
+        )
+    )
 
 
 def _parked_for(parks: int) -> float:

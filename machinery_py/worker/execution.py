@@ -1,8 +1,8 @@
 """One delivery, from its bytes to its settlement. It has an order of steps, and no rule of its own.
 
-    accept      decode, find the task        → a settlement at once, if there is nothing to run
-    run         convert, call                → an outcome
-    finish      follow_up                    → the settlement; the first caller wins
+accept      decode, find the task        → a settlement at once, if there is nothing to run
+run         convert, call                → an outcome
+finish      follow_up                    → the settlement; the first caller wins
 """
 
 from __future__ import annotations
@@ -18,8 +18,24 @@ from machinery_py.brokers.base import Delivery, Fate
 from machinery_py.calls import REFLECT
 from machinery_py.context import Context, enter, leave, on_behalf_of
 from machinery_py.engine import NOTHING, Engine, Outgoing, broken
-from machinery_py.errors import ArgumentError, DecodeError, MachineryError, NoRetry, RetryTaskLater, TimeLimitExceeded
-from machinery_py.outcomes import REVOKED, Failed, FollowUp, Outcome, Postponed, Succeeded, failing, follow_up
+from machinery_py.errors import (
+    ArgumentError,
+    DecodeError,
+    MachineryError,
+    NoRetry,
+    RetryTaskLater,
+    TimeLimitExceeded,
+)
+from machinery_py.outcomes import (
+    REVOKED,
+    Failed,
+    FollowUp,
+    Outcome,
+    Postponed,
+    Succeeded,
+    failing,
+    follow_up,
+)
 from machinery_py.registry import Task, TaskSettings
 from machinery_py.settlement.base import Mark, Settlement, in_place_of
 from machinery_py.signature import Signature
@@ -27,7 +43,14 @@ from machinery_py.states import Arrival, State, TaskState
 from machinery_py.texts import get_logger
 from machinery_py.wire import decode_exact, encode_results
 from machinery_py.worker.gate import Gate, in_thread, is_gated
-from machinery_py.worker.usercode import Hooks, await_around, call_around, text_of, traceback_of, type_name_of
+from machinery_py.worker.usercode import (
+    Hooks,
+    await_around,
+    call_around,
+    text_of,
+    traceback_of,
+    type_name_of,
+)
 
 logger = get_logger(__name__)
 
@@ -42,9 +65,29 @@ class Execution:
     """
 
     __slots__ = (
-        "_done", "_lock", "call_started", "committed", "context", "delivery", "engine", "error", "gate", "hooks", "outcome",
-        "phase", "progress", "queued", "revoked", "runtime", "sends", "settlement", "signature", "started_at", "task",
-        "thread_id", "worker",
+        "_done",
+        "_lock",
+        "call_started",
+        "committed",
+        "context",
+        "delivery",
+        "engine",
+        "error",
+        "gate",
+        "hooks",
+        "outcome",
+        "phase",
+        "progress",
+        "queued",
+        "revoked",
+        "runtime",
+        "sends",
+        "settlement",
+        "signature",
+        "started_at",
+        "task",
+        "thread_id",
+        "worker",
     )
 
     def __init__(self, engine: Engine, hooks: Hooks, delivery: Delivery, worker: str) -> None:
@@ -107,7 +150,9 @@ class Execution:
         if self.context is not None:
             self.context.cancel()
 
-    def prepare(self, report: Callable[[Execution], None] | None) -> tuple[list[Any], dict[str, Any]] | None:
+    def prepare(
+        self, report: Callable[[Execution], None] | None
+    ) -> tuple[list[Any], dict[str, Any]] | None:
         """Convert the arguments and make the context. None: they do not fit, and it is finished."""
         task, signature = self.task, self.signature
         assert task is not None
@@ -115,10 +160,16 @@ class Execution:
             args, kwargs = task.call.values(signature.args)
         except ArgumentError as error:
             # As Go: wrong arguments will not get better, so there is no retry.
-            self.finish(Failed(error=self._as_go_says(error), error_type="ArgumentError", retryable=False))
+            self.finish(
+                Failed(error=self._as_go_says(error), error_type="ArgumentError", retryable=False)
+            )
             return None
         self.context = Context(
-            signature, queue=self.delivery.queue, delivery=self.delivery.fence, epoch=self.delivery.epoch, worker=self.worker,
+            signature,
+            queue=self.delivery.queue,
+            delivery=self.delivery.fence,
+            epoch=self.delivery.epoch,
+            worker=self.worker,
             report=None if report is None else self._reporter(report),
         )
         self.phase = State.STARTED
@@ -189,13 +240,20 @@ class Execution:
     @property
     def is_final(self) -> bool:
         """Whether it has ended in SUCCESS or FAILURE."""
-        return self.settlement is not None and any(state.is_finished for state in self.settlement.states[:1])
+        return self.settlement is not None and any(
+            state.is_finished for state in self.settlement.states[:1]
+        )
 
     def tell_error(self, error: Exception) -> None:
         """Hand a final failure to the error handler, or to the log."""
         if self.hooks.error is None:
-            logger.error("task %s (%s) failed for good: %s", self.signature.uuid, self.signature.name, text_of(error),
-                         extra={"task_uuid": self.signature.uuid, "task_name": self.signature.name})
+            logger.error(
+                "task %s (%s) failed for good: %s",
+                self.signature.uuid,
+                self.signature.name,
+                text_of(error),
+                extra={"task_uuid": self.signature.uuid, "task_name": self.signature.name},
+            )
             return
         try:
             self.hooks.error(error)
@@ -209,11 +267,15 @@ class Execution:
             if self.hooks.pre_task is not None:
                 self.hooks.pre_task(self.signature)
             if self.engine.around:
-                value = call_around(self.engine.around, self.signature, lambda: task.function(*args, **kwargs))
+                value = call_around(
+                    self.engine.around, self.signature, lambda: task.function(*args, **kwargs)
+                )
             else:
                 value = task.function(*args, **kwargs)
             return self.succeeded(value)
-        except BaseException as error:  # user code may raise anything; SystemExit must not end the worker either
+        except (
+            BaseException
+        ) as error:  # user code may raise anything; SystemExit must not end the worker either
             return self.failed(error)
 
     async def run_async(self, report: Callable[[Execution], None] | None = None) -> None:
@@ -235,11 +297,15 @@ class Execution:
             if self.hooks.pre_task is not None:
                 self.hooks.pre_task(self.signature)
             if self.engine.around:
-                value = await await_around(self.engine.around, self.signature, lambda: task.function(*args, **kwargs))
+                value = await await_around(
+                    self.engine.around, self.signature, lambda: task.function(*args, **kwargs)
+                )
             else:
                 value = await task.function(*args, **kwargs)
             outcome = self.succeeded(value)
-        except BaseException as error:  # user code; a cancellation is the worker's own and means it is over already
+        except (
+            BaseException
+        ) as error:  # user code; a cancellation is the worker's own and means it is over already
             outcome = self.failed(error)
         self.runtime = time.perf_counter() - self.call_started
         self._finish_call(outcome)
@@ -260,8 +326,9 @@ class Execution:
             if size > limit:
                 return Failed(
                     error=f"the result has {size:,} bytes, more than max_result_size = {limit:,} "
-                          "(store it elsewhere and return where)",
-                    error_type="ArgumentError", retryable=False,
+                    "(store it elsewhere and return where)",
+                    error_type="ArgumentError",
+                    retryable=False,
                 )
         return Succeeded(results)
 
@@ -279,12 +346,18 @@ class Execution:
 
     def failed(self, error: BaseException) -> Outcome:
         """What the function raised, as an outcome."""
-        if self.revoked and (isinstance(error, RetryTaskLater) or type(error).__name__ == "CancelledError"):
+        if self.revoked and (
+            isinstance(error, RetryTaskLater) or type(error).__name__ == "CancelledError"
+        ):
             return REVOKED
         if isinstance(error, RetryTaskLater):
             return Postponed(error=text_of(error), delay=error.delay)
         settings = self.task.settings if self.task else _PLAIN
-        self.error = error if isinstance(error, Exception) else MachineryError(f"{type(error).__name__}: {text_of(error)}")
+        self.error = (
+            error
+            if isinstance(error, Exception)
+            else MachineryError(f"{type(error).__name__}: {text_of(error)}")
+        )
         if isinstance(error, NoRetry) or self.revoked:
             retryable = False
         elif settings.retry_on is not None:
@@ -292,7 +365,10 @@ class Execution:
         else:
             retryable = True
         return Failed(
-            error=text_of(error), error_type=type_name_of(error), traceback=traceback_of(error), retryable=retryable,
+            error=text_of(error),
+            error_type=type_name_of(error),
+            traceback=traceback_of(error),
+            retryable=retryable,
         )
 
     # Finish
@@ -303,7 +379,12 @@ class Execution:
 
     def break_off(self, error: BaseException) -> None:
         """End it as failed, unless it has ended: something failed beside the call, and nobody else would end it."""
-        logger.error("task %s broke off", self.signature.uuid, exc_info=error, extra={"task_uuid": self.signature.uuid})
+        logger.error(
+            "task %s broke off",
+            self.signature.uuid,
+            exc_info=error,
+            extra={"task_uuid": self.signature.uuid},
+        )
         if not self._done:
             self.finish(self.failed(error))
 
@@ -326,7 +407,10 @@ class Execution:
                 return False
             self._done = True
             self.settlement = Settlement(
-                delivery=self.delivery, uuid=self.signature.uuid, name=self.signature.name, fate=Fate.BACK,
+                delivery=self.delivery,
+                uuid=self.signature.uuid,
+                name=self.signature.name,
+                fate=Fate.BACK,
             )
             return True
 
@@ -352,10 +436,16 @@ class Execution:
             now = self.engine.clock.now()
             then = follow_up(self.signature, outcome, now=now, backoff=backoff)
             return self._settlement(then, now, fate=fate, reason=reason), outcome
-        except Exception as error:  # a back-off function, a callback or a pre-publish hook of the user's
+        except (
+            Exception
+        ) as error:  # a back-off function, a callback or a pre-publish hook of the user's
             logger.exception("what follows task %s cannot be sent", self.signature.uuid)
-            outcome = Failed(error=f"what follows the task cannot be sent: {text_of(error)}",
-                             error_type=type_name_of(error), traceback=traceback_of(error), retryable=False)
+            outcome = Failed(
+                error=f"what follows the task cannot be sent: {text_of(error)}",
+                error_type=type_name_of(error),
+                traceback=traceback_of(error),
+                retryable=False,
+            )
             return self._ended_in_failure(outcome, fate=fate, reason=reason), outcome
 
     def _ended_in_failure(self, outcome: Failed, *, fate: Fate, reason: str) -> Settlement:
@@ -363,48 +453,88 @@ class Execution:
         now = self.engine.clock.now()
         for signature in (self.signature, self.signature.replace(on_success=())):
             try:
-                return self._settlement(follow_up(signature, outcome, now=now), now, fate=fate, reason=reason)
+                return self._settlement(
+                    follow_up(signature, outcome, now=now), now, fate=fate, reason=reason
+                )
             except Exception as error:
-                logger.error("nor can its error callbacks: %s", text_of(error), extra={"task_uuid": self.signature.uuid})
+                logger.error(
+                    "nor can its error callbacks: %s",
+                    text_of(error),
+                    extra={"task_uuid": self.signature.uuid},
+                )
         bare = self.signature.replace(on_success=(), on_error=())
         return self._settlement(follow_up(bare, outcome, now=now), now, fate=fate, reason=reason)
 
     def fail_unstorable(self, error: Exception) -> None:
         """End it anew, as a failure: how it had ended cannot be stored. Called in the settler's thread, before anybody knows."""
-        outcome = Failed(error=f"the result cannot be stored: {text_of(error)}", error_type=type_name_of(error), retryable=False)
-        self.settlement, self.outcome = self._ended(outcome, fate=Fate.DEAD, reason=REASON_UNSTORABLE)
+        outcome = Failed(
+            error=f"the result cannot be stored: {text_of(error)}",
+            error_type=type_name_of(error),
+            retryable=False,
+        )
+        self.settlement, self.outcome = self._ended(
+            outcome, fate=Fate.DEAD, reason=REASON_UNSTORABLE
+        )
 
     def refuse_sends(self, error: MachineryError) -> None:
         """End it anew: how it ended stands, and what it sends has failed. Called in the settler's thread."""
         settlement = self.settlement
         assert settlement is not None
         self.sends = ()
-        self.settlement = in_place_of(settlement, [self.engine.refusal(message, error) for message in settlement.send])
+        self.settlement = in_place_of(
+            settlement, [self.engine.refusal(message, error) for message in settlement.send]
+        )
 
     def give_up(self, error: Exception) -> None:
         """End it anew, without a state: its message is a dead letter. Called in the settler's thread."""
         self.settlement = Settlement(
-            delivery=self.delivery, uuid=self.signature.uuid, name=self.signature.name, fate=Fate.DEAD,
-            reason=REASON_UNSTORABLE, error=f"{type(error).__name__}: {error}",
+            delivery=self.delivery,
+            uuid=self.signature.uuid,
+            name=self.signature.name,
+            fate=Fate.DEAD,
+            reason=REASON_UNSTORABLE,
+            error=f"{type(error).__name__}: {error}",
         )
 
-    def _settlement(self, then: FollowUp, now: dt.datetime, *, fate: Fate, reason: str) -> Settlement:
+    def _settlement(
+        self, then: FollowUp, now: dt.datetime, *, fate: Fate, reason: str
+    ) -> Settlement:
         signature = self.signature
         final = then.state is not State.RETRY
-        spared = self.task is not None and self.task.settings.ignore_result and not self._is_collected
+        spared = (
+            self.task is not None and self.task.settings.ignore_result and not self._is_collected
+        )
         state = TaskState(
-            task_uuid=signature.uuid, task_name=signature.name, state=then.state, results=() if spared else then.results,
-            error=then.error, error_type=then.error_type, traceback=then.traceback, created_at=now,
-            run=signature.run, attempt=signature.attempt, queue=self.delivery.queue, worker=self.worker,
-            started_at=self.started_at, finished_at=now if final else None, progress=self.progress,
+            task_uuid=signature.uuid,
+            task_name=signature.name,
+            state=then.state,
+            results=() if spared else then.results,
+            error=then.error,
+            error_type=then.error_type,
+            traceback=then.traceback,
+            created_at=now,
+            run=signature.run,
+            attempt=signature.attempt,
+            queue=self.delivery.queue,
+            worker=self.worker,
+            started_at=self.started_at,
+            finished_at=now if final else None,
+            progress=self.progress,
             eta=then.retry.eta if then.retry is not None else None,
             message=self._kept(then),
         )
         out, arrivals = self._following(then)
         self.sends = out.signatures
         return Settlement(
-            delivery=self.delivery, uuid=signature.uuid, name=signature.name, fate=fate, reason=reason, error=then.error,
-            states=(state, *broken(then, signature, now), *out.states), send=out.messages, arrivals=arrivals,
+            delivery=self.delivery,
+            uuid=signature.uuid,
+            name=signature.name,
+            fate=fate,
+            reason=reason,
+            error=then.error,
+            states=(state, *broken(then, signature, now), *out.states),
+            send=out.messages,
+            arrivals=arrivals,
         )
 
     def _kept(self, then: FollowUp) -> bytes:
@@ -423,7 +553,6 @@ class Execution:
             retry = self.engine.message(self.engine.completed(then.retry))
         return Outgoing([retry, *out.messages], out.states, out.groups, out.signatures), arrivals
 
-
     def withdraw(self, *, is_over: bool) -> bool:
         """End it as revoked. False: it has begun, or ended.
 
@@ -432,7 +561,12 @@ class Execution:
         """
         self.revoked = True
         if is_over:
-            settlement, outcome = Settlement(delivery=self.delivery, uuid=self.signature.uuid, name=self.signature.name), None
+            settlement, outcome = (
+                Settlement(
+                    delivery=self.delivery, uuid=self.signature.uuid, name=self.signature.name
+                ),
+                None,
+            )
         else:
             settlement, outcome = self._ended(REVOKED, fate=Fate.DONE, reason="")
         if not self.settle(settlement, unbegun=True):
@@ -454,11 +588,21 @@ class Execution:
         if self._done or self.phase is None:
             return None
         signature = self.signature
-        return Mark(delivery=self.delivery, state=TaskState(
-            task_uuid=signature.uuid, task_name=signature.name, state=self.phase,
-            run=signature.run, attempt=signature.attempt, queue=self.delivery.queue, worker=self.worker,
-            created_at=self.engine.clock.now(), started_at=self.started_at, progress=self.progress,
-        ))
+        return Mark(
+            delivery=self.delivery,
+            state=TaskState(
+                task_uuid=signature.uuid,
+                task_name=signature.name,
+                state=self.phase,
+                run=signature.run,
+                attempt=signature.attempt,
+                queue=self.delivery.queue,
+                worker=self.worker,
+                created_at=self.engine.clock.now(),
+                started_at=self.started_at,
+                progress=self.progress,
+            ),
+        )
 
 
 _NAMELESS: Signature[Any] = Signature(name="")

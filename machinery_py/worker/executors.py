@@ -27,7 +27,10 @@ END_TIMEOUT = 2.0  # seconds for an idle thread to end
 
 #: Modules of ours from which user code is called, and which take no locks.
 TASKS = "machinery_py.testing."  # whose functions are tasks, and called as the user's are
-LOCKLESS = frozenset(f"machinery_py.{name}" for name in ("context", "registry", "worker.execution", "worker.usercode"))
+LOCKLESS = frozenset(
+    f"machinery_py.{name}"
+    for name in ("context", "registry", "worker.execution", "worker.usercode")
+)
 
 
 class Executors:
@@ -38,7 +41,9 @@ class Executors:
         report: called when the state of an execution is worth a mark.
     """
 
-    def __init__(self, concurrency: int, session: Session, *, name: str, on_done: Report, report: Report) -> None:
+    def __init__(
+        self, concurrency: int, session: Session, *, name: str, on_done: Report, report: Report
+    ) -> None:
         self.concurrency = concurrency
         self._session = session
         self._name = name
@@ -51,12 +56,16 @@ class Executors:
             self._slots.put(None)
         # A token for each thread that has nothing to do, until all threads there may be have been made.
         self._idle: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._threads: list[threading.Thread] = []  # without those that are stuck in a task whose time was up
+        self._threads: list[
+            threading.Thread
+        ] = []  # without those that are stuck in a task whose time was up
         self._stuck: set[int] = set()  # threads of these that are to be interrupted
         self._made = 0
         self._lock = threading.Lock()
         self._running: dict[int, Execution] = {}
-        self._ending: dict[tuple[int, int], Execution] = {}  # run no more, and are not told yet; by execution and thread
+        self._ending: dict[
+            tuple[int, int], Execution
+        ] = {}  # run no more, and are not told yet; by execution and thread
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_thread: threading.Thread | None = None
         self._tasks: dict[int, Any] = {}
@@ -96,7 +105,10 @@ class Executors:
         self._made += 1
         thread = threading.Thread(target=self._work, name=f"{self._name}-{self._made}", daemon=True)
         thread.start()
-        self._threads = [*(one for one in self._threads if instead_of is None or one.ident != instead_of), thread]
+        self._threads = [
+            *(one for one in self._threads if instead_of is None or one.ident != instead_of),
+            thread,
+        ]
 
     def _work(self) -> None:
         while True:
@@ -149,7 +161,9 @@ class Executors:
     def _leave(self, execution: Execution) -> bool:
         """It runs no more, and `_tell` follows. False: that was said before, and nothing is to be told."""
         place = id(execution), threading.get_ident()
-        self._ending[place] = execution  # before it is not running any more: `busy` must not miss it
+        self._ending[place] = (
+            execution  # before it is not running any more: `busy` must not miss it
+        )
         if self._running.pop(id(execution), None) is None:
             del self._ending[place]
             return False
@@ -221,7 +235,10 @@ class Executors:
             if self._loop is None:
                 loop = asyncio.new_event_loop()
                 thread = threading.Thread(
-                    target=_run_loop, args=(loop, lambda: self._closed), name=f"{self._name}-loop", daemon=True
+                    target=_run_loop,
+                    args=(loop, lambda: self._closed),
+                    name=f"{self._name}-loop",
+                    daemon=True,
                 )
                 self._loop_thread = thread
                 thread.start()
@@ -252,8 +269,12 @@ def _run_loop(loop: asyncio.AbstractEventLoop, is_closed: Callable[[], bool]) ->
         while not is_closed():
             try:
                 loop.run_forever()
-            except BaseException:  # SystemExit in what a task has left running behind it; the others need the loop
-                logger.exception("something that a task started has left the event loop; it goes on")
+            except (
+                BaseException
+            ):  # SystemExit in what a task has left running behind it; the others need the loop
+                logger.exception(
+                    "something that a task started has left the event loop; it goes on"
+                )
     finally:
         left = asyncio.all_tasks(loop)
         for task in left:
@@ -286,7 +307,13 @@ def _has_locks(thread_id: int) -> bool:
     frame = sys._current_frames().get(thread_id)
     while frame is not None:
         module = str(frame.f_globals.get("__name__"))
-        if module not in LOCKLESS and not module.startswith(TASKS) and module.partition(".")[0] in ("machinery_py", "logging"):
-            return frame.f_code is not Executors._run.__code__  # else it was the user's code all the way
+        if (
+            module not in LOCKLESS
+            and not module.startswith(TASKS)
+            and module.partition(".")[0] in ("machinery_py", "logging")
+        ):
+            return (
+                frame.f_code is not Executors._run.__code__
+            )  # else it was the user's code all the way
         frame = frame.f_back
     return False

@@ -58,7 +58,9 @@ def firing_of(engine: Engine, ready: ReadyGroup) -> tuple[Firing, Sequence[Signa
     """What becomes true when this group is settled, and what is sent by it."""
     try:
         callback = decode_signature(ready.callback).with_uuid("chord_")
-        check_uuid(callback.uuid, callback.routing_key, engine.config.default_queue)  # its state is written in any case
+        check_uuid(
+            callback.uuid, callback.routing_key, engine.config.default_queue
+        )  # its state is written in any case
     except (DecodeError, NameRefused) as error:
         # The members carried bytes that are no callback: there is nobody to tell, but the group must end.
         logger.error("the callback of %s cannot be sent: %s", ready.group_uuid, error)
@@ -70,14 +72,23 @@ def firing_of(engine: Engine, ready: ReadyGroup) -> tuple[Firing, Sequence[Signa
         filled = chord_callback(callback, [state.results for state in states])
         out = engine.outgoing([filled])
     except StateNotFound as error:
-        return _failed(engine, ready, callback, f"the results of the chord's members are not there any more: {error}")
+        return _failed(
+            engine,
+            ready,
+            callback,
+            f"the results of the chord's members are not there any more: {error}",
+        )
     except NameRefused as error:
         return _failed(engine, ready, callback, f"the chord's callback cannot be sent: {error}")
     except AWAY:
         raise
     except Exception as error:  # the pre-publish hook is user code; the chord must end all the same
-        return _failed(engine, ready, callback, f"the chord's callback cannot be sent: {text_of(error)}")
-    firing = Firing(group_uuid=ready.group_uuid, states=out.states, send=out.messages, groups=out.groups)
+        return _failed(
+            engine, ready, callback, f"the chord's callback cannot be sent: {text_of(error)}"
+        )
+    firing = Firing(
+        group_uuid=ready.group_uuid, states=out.states, send=out.messages, groups=out.groups
+    )
     return firing, out.signatures
 
 
@@ -94,8 +105,12 @@ def _failed(
 ) -> tuple[Firing, Sequence[Signature[Any]]]:
     outcome = Failed(error=error, error_type="ChordMemberFailed", retryable=False)
     state = engine.store.backend.get_states([callback.uuid]).get(callback.uuid)
-    if state is not None and state.is_finished:  # it was revoked: what follows from its end has followed
+    if (
+        state is not None and state.is_finished
+    ):  # it was revoked: what follows from its end has followed
         return Firing(group_uuid=ready.group_uuid), ()
     queue = callback.routing_key or engine.config.default_queue
-    stands = TaskState(task_uuid=callback.uuid, run=callback.run, attempt=callback.attempt, queue=queue)
+    stands = TaskState(
+        task_uuid=callback.uuid, run=callback.run, attempt=callback.attempt, queue=queue
+    )
     return end_unheld(engine, callback, outcome, stands, group_uuid=ready.group_uuid)

@@ -107,10 +107,17 @@ class GroupWatch:
         if not group.members:
             return None  # Go names the members of a group to some stores only; they come to be known as they end
         found = self._arrived(group)
-        if found is not None and found.arrivals[0].ok and not meta.chord_triggered and self._is_left_to_go(group):
+        if (
+            found is not None
+            and found.arrivals[0].ok
+            and not meta.chord_triggered
+            and self._is_left_to_go(group)
+        ):
             return None
         if meta.chord_triggered and (found is None or found.arrivals[0].ok):
-            self._forget(uuid)  # Go has settled it; with a failed member it would have set its flag, and told nobody
+            self._forget(
+                uuid
+            )  # Go has settled it; with a failed member it would have set its flag, and told nobody
             if group.adopted:
                 self._backend.drop_partial([uuid])
             return None
@@ -130,7 +137,7 @@ class GroupWatch:
     def _arrived(self, group: _Group) -> Change | None:
         """What has come to be known: that all are over, or that one has failed."""
         while group.place < len(group.members):
-            ahead = group.members[group.place:group.place + AHEAD]
+            ahead = group.members[group.place : group.place + AHEAD]
             states = self._backend.member_states(group.arrival.group_uuid, ahead)
             for member in ahead:
                 state = states.get(member)
@@ -148,7 +155,16 @@ class GroupWatch:
 
 def _change(group: _Group, members: Sequence[str], *, ok: bool) -> Change:
     known = group.arrival
-    return Change(key=known.group_uuid, arrivals=[
-        Arrival(group_uuid=known.group_uuid, task_uuid=member, total=len(group.members), ok=ok, callback=known.callback)
-        for member in members
-    ])
+    return Change(
+        key=known.group_uuid,
+        arrivals=[
+            Arrival(
+                group_uuid=known.group_uuid,
+                task_uuid=member,
+                total=len(group.members),
+                ok=ok,
+                callback=known.callback,
+            )
+            for member in members
+        ],
+    )

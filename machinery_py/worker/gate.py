@@ -32,14 +32,18 @@ OUTAGE = 1.0  # seconds to the next try when the lock store does not answer
 def is_gated(task: Task[..., Any] | None, signature: Signature[Any]) -> bool:
     """Whether there is a gate: most tasks have none."""
     return (task is not None and task.settings.exclusive != "") or bool(
-        signature.headers and HEADER_UNIQUE_START in signature.headers and signature.headers.get(HEADER_UNIQUE)
+        signature.headers
+        and HEADER_UNIQUE_START in signature.headers
+        and signature.headers.get(HEADER_UNIQUE)
     )
 
 
 class Gate:
     """The gate of one execution. `enter` is called by the thread that is to run it, `leave` by any."""
 
-    def __init__(self, engine: Engine, task: Task[..., Any], signature: Signature[Any], delivery: Delivery) -> None:
+    def __init__(
+        self, engine: Engine, task: Task[..., Any], signature: Signature[Any], delivery: Delivery
+    ) -> None:
         self._engine = engine
         self._task = task
         self._signature = signature
@@ -50,7 +54,11 @@ class Gate:
         """Pass, or say what becomes of the task instead. `on_lost` is called when its lock is lost while it runs."""
         try:
             stop = self._lock(on_lost) if self._task.settings.exclusive else None
-            if stop is None and self._signature.headers and HEADER_UNIQUE_START in self._signature.headers:
+            if (
+                stop is None
+                and self._signature.headers
+                and HEADER_UNIQUE_START in self._signature.headers
+            ):
                 stop = None if start(self._engine, self._signature) else self._settlement()
         except (BackendUnavailable, BrokerUnavailable) as error:
             logger.warning("task %s cannot be run now: %s", self._signature.uuid, error)
@@ -58,7 +66,9 @@ class Gate:
         except ArgumentError as error:
             stop = Failed(error=str(error), error_type="ArgumentError", retryable=False)
         except MachineryError as error:  # no lock store, or one that cannot be worked with
-            stop = Failed(error=f"its lock cannot be taken: {error}", error_type=type(error).__name__)
+            stop = Failed(
+                error=f"its lock cannot be taken: {error}", error_type=type(error).__name__
+            )
         if stop is not None:
             self.leave()
         return stop
@@ -72,24 +82,39 @@ class Gate:
     def _lock(self, on_lost: Callable[[], object]) -> Failed | Settlement | None:
         task, settings = self._task, self._task.settings
         whose = owner(self._engine.config)
-        name = lock_name(task.name, task.call, self._signature.args, settings.exclusive_key, owner=whose)
+        name = lock_name(
+            task.name, task.call, self._signature.args, settings.exclusive_key, owner=whose
+        )
         self._lease = self._engine.locks.take(name, on_lost=on_lost)
         if self._lease is not None:
             return None
         if settings.exclusive == "skip":
-            return Failed(error=f"skipped: another run of it holds the lock {name!r}", error_type="Skipped", retryable=False)
+            return Failed(
+                error=f"skipped: another run of it holds the lock {name!r}",
+                error_type="Skipped",
+                retryable=False,
+            )
         waited = self._waited()
         if settings.exclusive_timeout is not None and waited >= settings.exclusive_timeout:
-            return Failed(error=f"lock {name!r}: somebody else has it, and had it for {waited:.1f} s",
-                          error_type="LockNotAcquired", retryable=False)
+            return Failed(
+                error=f"lock {name!r}: somebody else has it, and had it for {waited:.1f} s",
+                error_type="LockNotAcquired",
+                retryable=False,
+            )
         return self._later(min(WAITS[1], max(WAITS[0], waited / 4)))
 
     def _waited(self) -> float:
         """Seconds since it could have run; asked of its state, since few brokers know when a message was sent."""
         signature = self._signature
         state = self._engine.store.backend.get_states([signature.uuid]).get(signature.uuid)
-        moments = [moment for moment in (state.created_at if state is not None else None, signature.eta) if moment is not None]
-        return max(0.0, (self._engine.clock.now() - max(moments)).total_seconds()) if moments else 0.0
+        moments = [
+            moment
+            for moment in (state.created_at if state is not None else None, signature.eta)
+            if moment is not None
+        ]
+        return (
+            max(0.0, (self._engine.clock.now() - max(moments)).total_seconds()) if moments else 0.0
+        )
 
     def _later(self, pause: float) -> Settlement:
         eta = self._engine.clock.now() + dt.timedelta(seconds=pause * random.uniform(0.5, 1.0))
@@ -97,7 +122,9 @@ class Gate:
 
     def _settlement(self, **more: Any) -> Settlement:
         """The end of the delivery, and of nothing else."""
-        return Settlement(delivery=self._delivery, uuid=self._signature.uuid, name=self._signature.name, **more)
+        return Settlement(
+            delivery=self._delivery, uuid=self._signature.uuid, name=self._signature.name, **more
+        )
 
 
 async def in_thread(passing: Callable[[], bool], stop: Callable[[BaseException], object]) -> bool:

@@ -22,7 +22,9 @@ class Inline:
         queues: asked at each drain, so that all queues that came to be are run.
     """
 
-    def __init__(self, engine: Engine, queues: Callable[[], Sequence[str]], *, name: str = "inline") -> None:
+    def __init__(
+        self, engine: Engine, queues: Callable[[], Sequence[str]], *, name: str = "inline"
+    ) -> None:
         self._engine = engine
         self._queues = queues
         self._name = name
@@ -45,7 +47,9 @@ class Inline:
     def _drain(self) -> list[Execution]:
         done: list[Execution] = []
         queues: tuple[str, ...] = ()
-        while (now := tuple(self._queues())) != queues:  # tasks may have been sent to queues that are new
+        while (
+            now := tuple(self._queues())
+        ) != queues:  # tasks may have been sent to queues that are new
             queues = now
             session = self._engine.store.open_session(queues, worker=self._name)
             try:
@@ -68,6 +72,7 @@ class Inline:
         uuid = peek(execution)
         revoked = revoked_among(self._engine, [uuid]) if uuid else {}
         if accept(execution, revoked):
+
             def report(told: Execution) -> None:
                 mark = told.mark()
                 if mark is not None:
@@ -90,6 +95,8 @@ def _run_coroutine(execution: Execution, report: Callable[[Execution], None]) ->
     """On a loop of its own, in a thread of its own: the caller may be inside a running loop."""
     import asyncio  # only those with coroutine tasks load it
 
-    thread = threading.Thread(target=lambda: asyncio.run(execution.run_async(report)), name="machinery-inline")
+    thread = threading.Thread(
+        target=lambda: asyncio.run(execution.run_async(report)), name="machinery-inline"
+    )
     thread.start()
     thread.join()

@@ -33,11 +33,15 @@ class TimeLimits:
         if limit is None:
             return
         with self._changed:
-            heapq.heappush(self._deadlines, (time.monotonic() + limit, next(self._numbers), execution))
+            heapq.heappush(
+                self._deadlines, (time.monotonic() + limit, next(self._numbers), execution)
+            )
             if len(self._deadlines) >= self._sweep_at:
                 self._sweep()
             if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name=f"{self._name}-limits", daemon=True)
+                self._thread = threading.Thread(
+                    target=self._work, name=f"{self._name}-limits", daemon=True
+                )
                 self._thread.start()
             self._changed.notify()
 

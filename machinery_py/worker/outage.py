@@ -13,16 +13,29 @@ from collections.abc import Callable
 
 from machinery_py.backoff import reconnect_delay
 from machinery_py.engine import Engine
-from machinery_py.errors import BackendUnavailable, BrokerUnavailable, PublishRefused, PublishUnknown, StoreUnusable
+from machinery_py.errors import (
+    BackendUnavailable,
+    BrokerUnavailable,
+    PublishRefused,
+    PublishUnknown,
+    StoreUnusable,
+)
 from machinery_py.events import ConnectionLost, ConnectionRestored
 from machinery_py.settlement.base import Session
 from machinery_py.texts import get_logger
 
 logger = get_logger(__name__)
 
-FIRST_SILENCE, LONGEST_SILENCE = 10.0, 300.0  # seconds between two lines of the log, doubled each time
+FIRST_SILENCE, LONGEST_SILENCE = (
+    10.0,
+    300.0,
+)  # seconds between two lines of the log, doubled each time
 
-PASSES = (PublishRefused, PublishUnknown, BackendUnavailable)  # what a start waits for; StoreUnusable, if it is one, is not
+PASSES = (
+    PublishRefused,
+    PublishUnknown,
+    BackendUnavailable,
+)  # what a start waits for; StoreUnusable, if it is one, is not
 
 #: Called with each failure; a number that it returns is how long to wait, in seconds.
 Handler = Callable[[ConnectionLost], float | None]
@@ -62,10 +75,18 @@ class Outage:
             config = self._engine.config
             limit = config.broker_connection_max_retries if config.broker_connection_retry else 1
             if limit and self._attempts >= limit and self.given_up is None:
-                self.given_up = _giving_up(self._worker, self._attempts, error, by_switch=not config.broker_connection_retry)
+                self.given_up = _giving_up(
+                    self._worker,
+                    self._attempts,
+                    error,
+                    by_switch=not config.broker_connection_retry,
+                )
                 self.given_up.__cause__ = error
             lost = ConnectionLost(
-                worker=self._worker, error=str(error), attempt=self._attempts, limit=limit,
+                worker=self._worker,
+                error=str(error),
+                attempt=self._attempts,
+                limit=limit,
                 delay=reconnect_delay(config.broker_connection_backoff, max(1, self._rounds)),
             )
         delay = self._ask(lost)
@@ -77,7 +98,13 @@ class Outage:
     def begin(self) -> None:
         """Count anew: the worker is started."""
         with self._lock:
-            self._since, self._attempts, self._rounds, self._was_there, self.given_up = None, 0, 0, False, None
+            self._since, self._attempts, self._rounds, self._was_there, self.given_up = (
+                None,
+                0,
+                0,
+                False,
+                None,
+            )
 
     def over(self) -> None:
         """The store has answered."""
@@ -91,7 +118,9 @@ class Outage:
             seconds = time.monotonic() - since
             logger.warning("tasks can be received again, after %.1f s", seconds)
             if self._engine.events.wants(ConnectionRestored):
-                self._engine.events.emit(ConnectionRestored(worker=self._worker, attempts=attempts, seconds=seconds))
+                self._engine.events.emit(
+                    ConnectionRestored(worker=self._worker, attempts=attempts, seconds=seconds)
+                )
 
     def _ask(self, lost: ConnectionLost) -> float:
         if self.handler is None:
@@ -110,18 +139,30 @@ class Outage:
             self._silence = min(LONGEST_SILENCE, self._silence * 2)
         tries = f"attempt {lost.attempt}" + (f" of {lost.limit}" if lost.limit else "")
         then = "giving up" if self.given_up is not None else f"trying again in {delay:.1f} s"
-        logger.log(logging.ERROR if due else logging.DEBUG, "no tasks can be received: %s; %s (%s)", lost.error, then, tries)
+        logger.log(
+            logging.ERROR if due else logging.DEBUG,
+            "no tasks can be received: %s; %s (%s)",
+            lost.error,
+            then,
+            tries,
+        )
 
 
-def _giving_up(worker: str, attempts: int, error: Exception, *, by_switch: bool) -> BrokerUnavailable:
+def _giving_up(
+    worker: str, attempts: int, error: Exception, *, by_switch: bool
+) -> BrokerUnavailable:
     why = "broker_connection_retry is off" if by_switch else "broker_connection_max_retries"
-    return BrokerUnavailable(f"worker {worker} gives up after {attempts} attempt{'s' if attempts != 1 else ''} ({why}): {error}")
+    return BrokerUnavailable(
+        f"worker {worker} gives up after {attempts} attempt{'s' if attempts != 1 else ''} ({why}): {error}"
+    )
 
 
 class Opening:
     """One attempt to open a session, in a thread of its own, so that nobody has to wait for it who was asked to end."""
 
-    def __init__(self, open_session: Callable[[], Session], then: Callable[[], object], *, name: str) -> None:
+    def __init__(
+        self, open_session: Callable[[], Session], then: Callable[[], object], *, name: str
+    ) -> None:
         self._open = open_session
         self._then = then
         self._lock = threading.Lock()
@@ -156,8 +197,13 @@ class Opening:
 
 
 def open_patiently(
-    open_session: Callable[[], Session], outage: Outage, *, is_over: Callable[[], bool], wait: Callable[[float], object],
-    wake: Callable[[], object], name: str,
+    open_session: Callable[[], Session],
+    outage: Outage,
+    *,
+    is_over: Callable[[], bool],
+    wait: Callable[[float], object],
+    wake: Callable[[], object],
+    name: str,
 ) -> Session | None:
     """Open a session, as soon as the store is there; None if the worker was asked to end before.
 

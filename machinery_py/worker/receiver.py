@@ -32,21 +32,36 @@ from machinery_py.worker.usercode import Hooks
 logger = get_logger(__name__)
 
 PREFETCH_WINDOW = 0.1  # seconds of work that is held in advance
-PREFETCH_BYTES = 2**22  # of bodies that are claimed in advance; 500 of 300 KB at once made Redis stand still for 6 s
+PREFETCH_BYTES = (
+    2**22
+)  # of bodies that are claimed in advance; 500 of 300 KB at once made Redis stand still for 6 s
 RECEIVE_TIMEOUT = 1.0  # seconds of one waiting claim
 BURST_TIMEOUT = 0.05  # seconds; a worker that ends when nothing is left need not wait for more
 SMOOTHING = 0.1  # weight of the newest run in the average
 TELLING = 5.0  # seconds; longer than handlers of events take
 PROBATION = 2.0  # seconds that nothing begins beside a suspect: what kills its process does that soon, as a rule
-PATIENCE = 0.2  # seconds that further suspects wait for the one in front; then other workers may have them
+PATIENCE = (
+    0.2  # seconds that further suspects wait for the one in front; then other workers may have them
+)
 
 
 class Receiver:
     """Claims, decodes and hands over. `outstanding` counts what is held and not settled yet."""
 
     def __init__(
-        self, engine: Engine, hooks: Hooks, session: Session, executors: Executors, settler: Settler, *,
-        order: QueueOrder, outage: Outage, name: str, worker: str, may_consume: Callable[[], bool], burst: bool = False,
+        self,
+        engine: Engine,
+        hooks: Hooks,
+        session: Session,
+        executors: Executors,
+        settler: Settler,
+        *,
+        order: QueueOrder,
+        outage: Outage,
+        name: str,
+        worker: str,
+        may_consume: Callable[[], bool],
+        burst: bool = False,
     ) -> None:
         self._engine = engine
         self._hooks = hooks
@@ -70,7 +85,9 @@ class Receiver:
         self._outage = outage
         self.connected = False
         self.received_at = time.monotonic()  # of the last round trip that worked
-        self.idle_since: float | None = None  # since when there was nothing to claim and nothing held
+        self.idle_since: float | None = (
+            None  # since when there was nothing to claim and nothing held
+        )
         self.failure: BaseException | None = None
 
     def start(self) -> None:
@@ -116,8 +133,12 @@ class Receiver:
         running = self._executors.running()
         if len(running) >= concurrency:
             # All slots are busy: the next one is not free sooner than the youngest run is old.
-            mean = max(mean, time.perf_counter() - max(execution.call_started for execution in running))
-        ahead = int(min(concurrency * PREFETCH_WINDOW / mean, PREFETCH_BYTES / max(self._size, 1.0)))
+            mean = max(
+                mean, time.perf_counter() - max(execution.call_started for execution in running)
+            )
+        ahead = int(
+            min(concurrency * PREFETCH_WINDOW / mean, PREFETCH_BYTES / max(self._size, 1.0))
+        )
         return concurrency + min(ahead, self._engine.config.prefetch)
 
     def _free(self) -> int:
@@ -140,7 +161,9 @@ class Receiver:
                     self._step_aside()
                     # The first one does not wait: that it comes back is what makes the worker ready.
                     timeout = self._patience() if self.connected else 0.0
-                    deliveries = self._session.receive(free, timeout, self._order.draw(self._random))
+                    deliveries = self._session.receive(
+                        free, timeout, self._order.draw(self._random)
+                    )
                     self._accept_all(deliveries)
                     self._came_back()
                 except MachineryError as error:
@@ -179,8 +202,12 @@ class Receiver:
             return
         self.idle_since = None
         size = sum([len(delivery.body) for delivery in deliveries]) / len(deliveries)
-        self._size = max(size, self._size + SMOOTHING * (size - self._size))  # up at once, down slowly
-        executions = [Execution(self._engine, self._hooks, delivery, self._worker) for delivery in deliveries]
+        self._size = max(
+            size, self._size + SMOOTHING * (size - self._size)
+        )  # up at once, down slowly
+        executions = [
+            Execution(self._engine, self._hooks, delivery, self._worker) for delivery in deliveries
+        ]
         for execution in executions:
             self._held[id(execution)] = execution
         revoked = self._revoked(executions)
@@ -211,7 +238,9 @@ class Receiver:
         """Remember when a task comes back that is not known here."""
         settlement = execution.settlement
         if settlement is not None and settlement.fate is Fate.LATER and settlement.eta is not None:
-            self._courtesy.promise(time.monotonic() + (settlement.eta - self._engine.clock.now()).total_seconds())
+            self._courtesy.promise(
+                time.monotonic() + (settlement.eta - self._engine.clock.now()).total_seconds()
+            )
 
     def _revoked(self, executions: list[Execution]) -> dict[str, bool]:
         uuids = [uuid for execution in executions if (uuid := peek(execution))]
@@ -237,21 +266,30 @@ class Receiver:
                 self._wait_for_room()
                 continue
             del self._suspects[0]
-            logger.warning("task %s runs alone: %d workers died while they ran it",
-                           suspect.signature.uuid, suspect.delivery.strikes)
+            logger.warning(
+                "task %s runs alone: %d workers died while they ran it",
+                suspect.signature.uuid,
+                suspect.delivery.strikes,
+            )
             self._settler.mark(suspect)
             self._executors.submit(suspect)
             self._watch(suspect)
 
     def _probation(self, suspect: Execution) -> float:
         """Seconds for which nothing may begin beside it. When its next strike is its last, it is alone until it ends."""
-        return PROBATION if suspect.delivery.strikes < self._engine.config.max_strikes - 1 else math.inf
+        return (
+            PROBATION
+            if suspect.delivery.strikes < self._engine.config.max_strikes - 1
+            else math.inf
+        )
 
     def _is_alone(self, suspect: Execution) -> bool:
         """Whether all that is held beside the suspects has begun so long ago that it is not to be cleared any more."""
         long_ago = time.perf_counter() - self._probation(suspect)
         waiting = {id(one) for one in self._suspects}
-        return all(0.0 < one.call_started < long_ago for one in self.held() if id(one) not in waiting)
+        return all(
+            0.0 < one.call_started < long_ago for one in self.held() if id(one) not in waiting
+        )
 
     def _watch(self, suspect: Execution) -> None:
         """Wait until it is over, or has run for so long that others may begin beside it."""

@@ -25,7 +25,6 @@ MAX_BATCH = 512  # executions; bounds how long one commit holds the store
 MARK_DELAY = 0.002  # seconds; longer than a task takes whose end follows at once
 
 
-
 class Settler:
     """Takes executions from any thread, and commits them in its own.
 
@@ -35,8 +34,13 @@ class Settler:
     """
 
     def __init__(
-        self, session: Session, *, outage: Outage, name: str,
-        on_settled: Callable[[Sequence[Execution], Sequence[Verdict]], None], after_batch: Callable[[], object],
+        self,
+        session: Session,
+        *,
+        outage: Outage,
+        name: str,
+        on_settled: Callable[[Sequence[Execution], Sequence[Verdict]], None],
+        after_batch: Callable[[], object],
     ) -> None:
         self._session = session
         self._outage = outage
@@ -140,10 +144,16 @@ class Settler:
         except Exception as error:
             # One of them is at fault, and must not keep the others from being settled.
             if len(over) > 1:
-                logger.warning("a batch of %d settlements failed (%s); trying them one by one", len(over), error)
+                logger.warning(
+                    "a batch of %d settlements failed (%s); trying them one by one",
+                    len(over),
+                    error,
+                )
         return [self._settle_one(execution) for execution in over]
 
-    def _patiently(self, over: Sequence[Execution], marks: Sequence[Mark] = ()) -> Sequence[Verdict]:
+    def _patiently(
+        self, over: Sequence[Execution], marks: Sequence[Mark] = ()
+    ) -> Sequence[Verdict]:
         """Settle them, as soon as the store can. Raises what no waiting would better."""
         while True:
             try:
@@ -153,7 +163,9 @@ class Settler:
                     raise
                 # Nothing is lost: the deliveries are still ours, and what was written already is ALREADY the next time.
                 if self.healthy:
-                    logger.error("results cannot be stored: %s; no new tasks are taken until they can", error)
+                    logger.error(
+                        "results cannot be stored: %s; no new tasks are taken until they can", error
+                    )
                 self.healthy = False
                 if self._give_up.wait(self._outage.failed(error, is_told=True)):
                     return [FENCED] * len(over)
@@ -175,7 +187,12 @@ class Settler:
             return self._patiently([execution])[0]
         except Exception as error:
             refused = error
-        if settlement is not None and settlement.send and isinstance(refused, MachineryError) and refused.permanent:
+        if (
+            settlement is not None
+            and settlement.send
+            and isinstance(refused, MachineryError)
+            and refused.permanent
+        ):
             try:
                 execution.refuse_sends(refused)
                 [verdict] = self._patiently([execution])
@@ -183,8 +200,13 @@ class Settler:
                 return verdict
             except Exception as error:
                 logger.debug("it is not what follows task %s: %s", uuid, error)
-        logger.error("the end of task %s cannot be stored; its message goes to the dead letters: %s", uuid, refused,
-                     exc_info=None if isinstance(refused, MachineryError) else refused, extra={"task_uuid": uuid})
+        logger.error(
+            "the end of task %s cannot be stored; its message goes to the dead letters: %s",
+            uuid,
+            refused,
+            exc_info=None if isinstance(refused, MachineryError) else refused,
+            extra={"task_uuid": uuid},
+        )
         for give_up in (execution.fail_unstorable, execution.give_up):
             try:
                 give_up(refused)
@@ -198,7 +220,9 @@ class Settler:
             try:
                 execution.engine.store.give_up(message, error, execution.delivery.queue)
             except MachineryError as trouble:
-                logger.error("there is no dead letter of task %s, only its state: %s", message.uuid, trouble)
+                logger.error(
+                    "there is no dead letter of task %s, only its state: %s", message.uuid, trouble
+                )
 
 
 def _settlements(over: Sequence[Execution]) -> list[Settlement]:

@@ -22,7 +22,8 @@ def log_fenced(execution: Execution, verdict: Verdict) -> None:
     if verdict is FENCED:
         logger.warning(
             "a run of task %s came to nothing: its lease was lost, or it was finished before",
-            execution.signature.uuid, extra={"task_uuid": execution.signature.uuid},
+            execution.signature.uuid,
+            extra={"task_uuid": execution.signature.uuid},
         )
 
 
@@ -32,9 +33,17 @@ def let_next(engine: Engine, executions: Sequence[Execution], verdicts: Sequence
     for execution, verdict in zip(executions, verdicts, strict=True):
         if execution.gate is not None:
             execution.gate.leave()
-        if execution.signature.headers and execution.settlement is not None and verdict is not FENCED:
+        if (
+            execution.signature.headers
+            and execution.settlement is not None
+            and verdict is not FENCED
+        ):
             over.append((execution.signature, execution.settlement))
-        if execution.revoked and execution.settlement is not None and execution.settlement.fate is Fate.DONE:
+        if (
+            execution.revoked
+            and execution.settlement is not None
+            and execution.settlement.fate is Fate.DONE
+        ):
             revoked.append(execution.signature.uuid)
     if over:
         tidy(engine, over)
@@ -53,21 +62,38 @@ def tell(engine: Engine, execution: Execution, verdict: Verdict) -> None:
         return
     engine.tell_sent(execution.sends)
     if settlement.fate is Fate.DEAD and engine.events.wants(MessageDead):
-        engine.events.emit(MessageDead(
-            uuid=settlement.uuid, name=settlement.name, queue=settlement.delivery.queue,
-            reason=settlement.reason, error=settlement.error,
-        ))
+        engine.events.emit(
+            MessageDead(
+                uuid=settlement.uuid,
+                name=settlement.name,
+                queue=settlement.delivery.queue,
+                reason=settlement.reason,
+                error=settlement.error,
+            )
+        )
     if not settlement.states:
         return
     state = settlement.states[0]
     if state.state is State.SUCCESS and engine.events.wants(TaskSucceeded):
-        engine.events.emit(TaskSucceeded(signature=signature, worker=execution.worker, runtime=execution.runtime))
+        engine.events.emit(
+            TaskSucceeded(signature=signature, worker=execution.worker, runtime=execution.runtime)
+        )
     elif state.state is State.FAILURE and engine.events.wants(TaskFailed):
-        engine.events.emit(TaskFailed(
-            signature=signature, worker=execution.worker, error=state.error, error_type=state.error_type
-        ))
+        engine.events.emit(
+            TaskFailed(
+                signature=signature,
+                worker=execution.worker,
+                error=state.error,
+                error_type=state.error_type,
+            )
+        )
     elif state.state is State.RETRY and engine.events.wants(TaskRetried):
         delay = (state.eta - state.created_at).total_seconds() if state.eta else 0.0
-        engine.events.emit(TaskRetried(
-            signature=signature, worker=execution.worker, error=state.error, delay=max(0.0, delay)
-        ))
+        engine.events.emit(
+            TaskRetried(
+                signature=signature,
+                worker=execution.worker,
+                error=state.error,
+                delay=max(0.0, delay),
+            )
+        )

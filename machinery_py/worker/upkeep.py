@@ -28,8 +28,16 @@ class Upkeep:
     """The small regular work of one worker."""
 
     def __init__(
-        self, engine: Engine, session: Session, receiver: Receiver, executors: Executors, settler: Settler,
-        groups: GroupWatch, *, name: str, on_beat: Callable[[], None],
+        self,
+        engine: Engine,
+        session: Session,
+        receiver: Receiver,
+        executors: Executors,
+        settler: Settler,
+        groups: GroupWatch,
+        *,
+        name: str,
+        on_beat: Callable[[], None],
     ) -> None:
         self._engine = engine
         self._session = session
@@ -65,7 +73,9 @@ class Upkeep:
             except Exception:  # the loop must live on, whatever a store or a handler does
                 logger.exception("upkeep failed")
             now = time.monotonic()
-            pause = min(self._beat_at - now, self._tend_at - now, LONGEST_SLEEP, self._groups.due_in())
+            pause = min(
+                self._beat_at - now, self._tend_at - now, LONGEST_SLEEP, self._groups.due_in()
+            )
             self._stop.wait(max(0.02, pause))
 
     def _beat_if_due(self) -> None:
@@ -75,7 +85,9 @@ class Upkeep:
         self._beat_at = now + self._beat_every
         try:
             if not self._session.beat():
-                logger.warning("this worker had been given up (was it stopped?): what it ran belongs to others now")
+                logger.warning(
+                    "this worker had been given up (was it stopped?): what it ran belongs to others now"
+                )
                 for execution in self._receiver.held():
                     if execution.hand_back():  # it has not begun: whoever has it now runs it
                         self._settler.put(execution)
@@ -99,7 +111,11 @@ class Upkeep:
         running = self._executors.running()
         for execution in running:
             context = execution.context
-            if context is not None and not context.cancelled and self._session.is_lost(execution.delivery):
+            if (
+                context is not None
+                and not context.cancelled
+                and self._session.is_lost(execution.delivery)
+            ):
                 self._executors.cancel(execution)
         self._stop_revoked()
         if len(running) >= self._executors.concurrency:
@@ -109,12 +125,18 @@ class Upkeep:
 
     def _stop_revoked(self) -> None:
         """Ask what runs to stop; what has not begun never will."""
-        held = {one.signature.uuid: one for one in self._receiver.held() if not one.is_over and not one.revoked}
+        held = {
+            one.signature.uuid: one
+            for one in self._receiver.held()
+            if not one.is_over and not one.revoked
+        }
         for uuid, is_over in (revoked_among(self._engine, list(held)) if held else {}).items():
             if held[uuid].withdraw(is_over=is_over):
                 self._settler.put(held[uuid])
         for execution in self._executors.running():
-            if execution.revoked and not (execution.context is not None and execution.context.cancelled):
+            if execution.revoked and not (
+                execution.context is not None and execution.context.cancelled
+            ):
                 self._executors.cancel(execution)
 
     def _give_back_waiting(self) -> None:

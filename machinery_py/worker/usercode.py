@@ -21,7 +21,9 @@ class Hooks:
         self.error: Callable[[Exception], object] | None = None
 
 
-def call_around(arounds: Sequence[Around], signature: Signature[Any], call: Callable[[], Any]) -> Any:
+def call_around(
+    arounds: Sequence[Around], signature: Signature[Any], call: Callable[[], Any]
+) -> Any:
     """Call between the halves of the generators, the first registered outermost."""
     with contextlib.ExitStack() as stack:
         for around in arounds:
@@ -29,7 +31,9 @@ def call_around(arounds: Sequence[Around], signature: Signature[Any], call: Call
         return call()
 
 
-async def await_around(arounds: Sequence[Around], signature: Signature[Any], call: Callable[[], Awaitable[Any]]) -> Any:
+async def await_around(
+    arounds: Sequence[Around], signature: Signature[Any], call: Callable[[], Awaitable[Any]]
+) -> Any:
     """As `call_around`, for a coroutine function."""
     with contextlib.ExitStack() as stack:
         for around in arounds:
@@ -52,7 +56,11 @@ def text_of(error: BaseException) -> str:
 
 def type_name_of(error: BaseException) -> str:
     kind = type(error)
-    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    return (
+        kind.__qualname__
+        if kind.__module__ == "builtins"
+        else f"{kind.__module__}.{kind.__qualname__}"
+    )
 
 
 def traceback_of(error: BaseException) -> str:

@@ -72,23 +72,40 @@ class Worker:
     """
 
     def __init__(
-        self, engine: Engine, name: str = "", *, concurrency: int = 0, queues: Queues = (), burst: bool = False,
-        shutdown_timeout: float | None = None, declared: Declared | None = None,
+        self,
+        engine: Engine,
+        name: str = "",
+        *,
+        concurrency: int = 0,
+        queues: Queues = (),
+        burst: bool = False,
+        shutdown_timeout: float | None = None,
+        declared: Declared | None = None,
     ) -> None:
-        raise_all([
-            text for key, value in (("concurrency", concurrency), ("shutdown_timeout", shutdown_timeout))
-            if value is not None and (text := OPTIONS[key].problem(value))
-        ])
+        raise_all(
+            [
+                text
+                for key, value in (
+                    ("concurrency", concurrency),
+                    ("shutdown_timeout", shutdown_timeout),
+                )
+                if value is not None and (text := OPTIONS[key].problem(value))
+            ]
+        )
         self.engine = engine
         self.name = name or f"{hostname()}-{os.getpid()}"
         self.concurrency = concurrency or engine.config.concurrency or 2 * (os.cpu_count() or 1)
         self.order = QueueOrder.of(queues or _configured(engine.config))
         self.queues = self.order.names
         self.burst = burst
-        self.shutdown_timeout = engine.config.shutdown_timeout if shutdown_timeout is None else shutdown_timeout
+        self.shutdown_timeout = (
+            engine.config.shutdown_timeout if shutdown_timeout is None else shutdown_timeout
+        )
         self.processed = 0  # tasks that ended here
         self.on_beat: Callable[[], object] | None = None
-        self.on_failure: Callable[[], object] | None = None  # before a worker stops that cannot go on
+        self.on_failure: Callable[[], object] | None = (
+            None  # before a worker stops that cannot go on
+        )
         self._hooks = Hooks()
         self._pre_consume: Callable[[Worker], bool] | None = None
         self._quit = threading.Event()
@@ -105,22 +122,30 @@ class Worker:
 
     # The setters, usable as decorators; Go's names
 
-    def set_error_handler(self, handler: Callable[[Exception], object]) -> Callable[[Exception], object]:
+    def set_error_handler(
+        self, handler: Callable[[Exception], object]
+    ) -> Callable[[Exception], object]:
         """Called with the exception of each task that fails for good, instead of the log line. In the task's thread."""
         self._hooks.error = handler
         return handler
 
-    def set_pre_task_handler(self, handler: Callable[[Signature[Any]], object]) -> Callable[[Signature[Any]], object]:
+    def set_pre_task_handler(
+        self, handler: Callable[[Signature[Any]], object]
+    ) -> Callable[[Signature[Any]], object]:
         """Called before each run; what it raises fails the run."""
         self._hooks.pre_task = handler
         return handler
 
-    def set_post_task_handler(self, handler: Callable[[Signature[Any]], object]) -> Callable[[Signature[Any]], object]:
+    def set_post_task_handler(
+        self, handler: Callable[[Signature[Any]], object]
+    ) -> Callable[[Signature[Any]], object]:
         """Called after each run, whatever came of it."""
         self._hooks.post_task = handler
         return handler
 
-    def set_pre_consume_handler(self, handler: Callable[[Worker], bool]) -> Callable[[Worker], bool]:
+    def set_pre_consume_handler(
+        self, handler: Callable[[Worker], bool]
+    ) -> Callable[[Worker], bool]:
         """Asked before each claim: while it says False, nothing is taken."""
         self._pre_consume = handler
         return handler
@@ -143,11 +168,19 @@ class Worker:
             BrokerUnavailable: it has waited for as long as `broker_connection_max_retries` lets it.
         """
         handle = not self.engine.config.no_unix_signals if signals is None else signals
-        previous = self._handle_signals() if handle and threading.current_thread() is threading.main_thread() else {}
+        previous = (
+            self._handle_signals()
+            if handle and threading.current_thread() is threading.main_thread()
+            else {}
+        )
         try:
             session = open_patiently(
-                self._open, self._outage, is_over=self._quit.is_set, wait=lambda seconds: self._take_signals(wait=seconds),
-                wake=lambda: self._signals.put(None), name=self.name,
+                self._open,
+                self._outage,
+                is_over=self._quit.is_set,
+                wait=lambda seconds: self._take_signals(wait=seconds),
+                wake=lambda: self._signals.put(None),
+                name=self.name,
             )
             if session is None:
                 return ABRUPT if self._abrupt.is_set() else GRACEFUL
@@ -161,13 +194,17 @@ class Worker:
             for number, handler in previous.items():
                 signal.signal(number, handler)
 
-    def launch_async(self, errors: Callable[[BaseException], object] | None = None) -> threading.Thread:
+    def launch_async(
+        self, errors: Callable[[BaseException], object] | None = None
+    ) -> threading.Thread:
         """`launch` in a thread of its own (Go's LaunchAsync); `errors` is called with what it raises."""
 
         def run() -> None:
             try:
                 self.launch(signals=False)
-            except BaseException as error:  # handed to the caller's function; a thread has nobody else to tell
+            except (
+                BaseException
+            ) as error:  # handed to the caller's function; a thread has nobody else to tell
                 if errors is None:
                     logger.exception("worker %s has ended", self.name)
                 else:
@@ -197,7 +234,9 @@ class Worker:
             self._quit.clear()
             self._abrupt.clear()
         self._begin(self._open())
-        self._attendant = threading.Thread(target=self._attend, name=f"{self.name}-attendant", daemon=True)
+        self._attendant = threading.Thread(
+            target=self._attend, name=f"{self.name}-attendant", daemon=True
+        )
         self._attendant.start()
 
     def _attend(self) -> None:
@@ -228,20 +267,42 @@ class Worker:
         engine = self.engine
         self._outage.over()
         self._settler = Settler(
-            session, outage=self._outage, name=self.name, on_settled=self._on_settled,
+            session,
+            outage=self._outage,
+            name=self.name,
+            on_settled=self._on_settled,
             after_batch=lambda: fire_ready_groups(engine),
         )
         self._executors = Executors(
-            self.concurrency, session, name=self.name, on_done=self._settler.put, report=self._on_report
+            self.concurrency,
+            session,
+            name=self.name,
+            on_done=self._settler.put,
+            report=self._on_report,
         )
         self._limits = TimeLimits(self._executors, name=self.name)
         self._receiver = Receiver(
-            engine, self._hooks, session, self._executors, self._settler, order=self.order, outage=self._outage,
-            name=self.name, worker=self.name, may_consume=self._may_consume, burst=self.burst,
+            engine,
+            self._hooks,
+            session,
+            self._executors,
+            self._settler,
+            order=self.order,
+            outage=self._outage,
+            name=self.name,
+            worker=self.name,
+            may_consume=self._may_consume,
+            burst=self.burst,
         )
         self._groups = GroupWatch(engine.store.backend)
         self._upkeep = Upkeep(
-            engine, session, self._receiver, self._executors, self._settler, self._groups, name=self.name,
+            engine,
+            session,
+            self._receiver,
+            self._executors,
+            self._settler,
+            self._groups,
+            name=self.name,
             on_beat=self._on_beat,
         )
         self._session = session
@@ -290,8 +351,11 @@ class Worker:
             unfinished = self._hand_back(started=True)
             self._let_tell()
             if unfinished:
-                logger.warning("%d unfinished tasks go back to their queues: %s", len(unfinished),
-                               ", ".join(one.signature.uuid for one in unfinished[:5]))
+                logger.warning(
+                    "%d unfinished tasks go back to their queues: %s",
+                    len(unfinished),
+                    ", ".join(one.signature.uuid for one in unfinished[:5]),
+                )
             if not self._settler.close(timeout=max(5.0, self.shutdown_timeout)):
                 logger.error("some results could not be stored; their tasks will run again")
             self._limits.close()
@@ -338,7 +402,11 @@ class Worker:
                 if self.on_failure is not None:
                     self.on_failure()
                 raise MachineryError(f"worker {self.name} cannot go on: {failure!r}") from failure
-            if self.burst and self._receiver.idle_since is not None and not self._receiver.outstanding:
+            if (
+                self.burst
+                and self._receiver.idle_since is not None
+                and not self._receiver.outstanding
+            ):
                 return
 
     def _let_finish(self) -> None:
@@ -364,12 +432,17 @@ class Worker:
             logger.warning("second %s: stopping now", number.name)
             self._abrupt.set()
         else:
-            logger.info("%s: stopping when the running tasks are done (at most %g s; once more to stop now)",
-                        number.name, self.shutdown_timeout)
+            logger.info(
+                "%s: stopping when the running tasks are done (at most %g s; once more to stop now)",
+                number.name,
+                self.shutdown_timeout,
+            )
             self._quit.set()
 
     def _hand_back(self, *, started: bool) -> list[Execution]:
-        given = [execution for execution in self._receiver.held() if execution.hand_back(started=started)]
+        given = [
+            execution for execution in self._receiver.held() if execution.hand_back(started=started)
+        ]
         for execution in given:
             if started:
                 self._executors.cancel(execution)
@@ -390,7 +463,9 @@ class Worker:
             if execution.time_limit is not None:
                 self._limits.watch(execution)
             if self.engine.events.wants(TaskStarted):
-                self.engine.events.emit(TaskStarted(signature=execution.signature, worker=self.name))
+                self.engine.events.emit(
+                    TaskStarted(signature=execution.signature, worker=self.name)
+                )
         self._settler.mark(execution)
 
     def _on_beat(self) -> None:
@@ -406,7 +481,11 @@ class Worker:
         for execution, verdict in zip(executions, verdicts, strict=True):
             if verdict is SETTLED or verdict is ALREADY:
                 settlement = execution.settlement
-                if settlement is not None and settlement.states and settlement.states[0].is_finished:
+                if (
+                    settlement is not None
+                    and settlement.states
+                    and settlement.states[0].is_finished
+                ):
                     self.processed += 1
                 if settlement is not None and settlement.arrivals:
                     self._groups.note(settlement.arrivals)
@@ -430,7 +509,11 @@ def _configured(config: Config) -> Queues:
 
 def _is_telling(execution: Execution) -> bool:
     """Whether it has ended by itself, and is on its way to the settler."""
-    return execution.is_over and execution.settlement is not None and execution.settlement.fate is not Fate.BACK
+    return (
+        execution.is_over
+        and execution.settlement is not None
+        and execution.settlement.fate is not Fate.BACK
+    )
 
 
 def hostname() -> str:

@@ -35,11 +35,19 @@ def config_of(url: str, lease: float) -> Config:
     broker, _, backend = url.partition(" ")
     # Classic queues may lose a delayed message when their server is killed, see docs/explanation/amqp-protocol.md.
     amqp = AMQPConfig(queue_declare_args={"x-queue-type": "quorum"})
-    return Config(broker=broker, result_backend=backend, lease=lease, shutdown_timeout=20.0, amqp=amqp)
+    return Config(
+        broker=broker, result_backend=backend, lease=lease, shutdown_timeout=20.0, amqp=amqp
+    )
 
 
-server = Server(config_of(os.environ.get("CHAOS_URL", "memory://"), float(os.environ.get("CHAOS_LEASE", "10"))))
-_ledger = os.open(f"{FOLDER}/ledger-{WORKER}", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600) if FOLDER else -1
+server = Server(
+    config_of(os.environ.get("CHAOS_URL", "memory://"), float(os.environ.get("CHAOS_LEASE", "10")))
+)
+_ledger = (
+    os.open(f"{FOLDER}/ledger-{WORKER}", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    if FOLDER
+    else -1
+)
 
 
 class Planned(Exception):
@@ -48,7 +56,10 @@ class Planned(Exception):
 
 def note(event: str, *facts: object) -> None:
     if _ledger >= 0:
-        os.write(_ledger, "\t".join([event, f"{time.monotonic():.6f}", *map(str, facts)]).encode() + b"\n")
+        os.write(
+            _ledger,
+            "\t".join([event, f"{time.monotonic():.6f}", *map(str, facts)]).encode() + b"\n",
+        )
 
 
 def digest(values: Sequence[Any]) -> str:
@@ -60,7 +71,9 @@ def digest(values: Sequence[Any]) -> str:
 def keep_ledger(signature: Signature[object]) -> Iterator[None]:
     facts = signature.uuid, signature.run, current_task().fence & 0xFFFFFFFF
     times = "again" if current_task().is_redelivery else "first"
-    note("start", *facts, digest([arg.value for arg in signature.args]), f"{time.time():.6f}", times)
+    note(
+        "start", *facts, digest([arg.value for arg in signature.args]), f"{time.time():.6f}", times
+    )
     try:
         yield
     except BaseException:

@@ -50,7 +50,11 @@ class Verdict:
         return "INVALID" if not self.valid else "FAILED" if self.violations else "PASSED"
 
     def as_dict(self) -> dict[str, object]:
-        return {"verdict": self.word, "figures": self.figures, "violations": [asdict(one) for one in self.violations]}
+        return {
+            "verdict": self.word,
+            "figures": self.figures,
+            "violations": [asdict(one) for one in self.violations],
+        }
 
     def rules(self) -> set[str]:
         return {one.rule for one in self.violations}
@@ -60,9 +64,17 @@ class Verdict:
         lines = [f"chaos: {self.word}   {title}", ""]
         lines += [f"  {name:<28} {value}" for name, value in self.figures.items()]
         counts = Counter(one.rule for one in self.violations)
-        lines += ["", "no violation" if not counts else "violations: " + ", ".join(f"{n} × {rule}" for rule, n in counts.items())]
+        lines += [
+            "",
+            "no violation"
+            if not counts
+            else "violations: " + ", ".join(f"{n} × {rule}" for rule, n in counts.items()),
+        ]
         for one in self.violations[:SHOWN]:
-            lines += [f"- {one.rule} {one.uuid}: {one.text}", *(f"      {line}" for line in one.timeline)]
+            lines += [
+                f"- {one.rule} {one.uuid}: {one.text}",
+                *(f"      {line}" for line in one.timeline),
+            ]
         return "\n".join(lines) + "\n"
 
 
@@ -71,11 +83,22 @@ def check(history: History) -> Verdict:
     checker = _Checker(history)
     if not history.drained:
         why = [Violation(rule="not drained", uuid="", text=text) for text in history.left]
-        waiting = itertools.islice((one for one in checker.outcomes() if one.rule == "lost"), UNFINISHED)
+        waiting = itertools.islice(
+            (one for one in checker.outcomes() if one.rule == "lost"), UNFINISHED
+        )
         return Verdict(valid=False, figures=checker.figures(), violations=[*why, *waiting])
     rules: tuple[Callable[[], Iterator[Violation]], ...] = (
-        checker.outcomes, checker.unexpected, checker.completed_twice, checker.repeats, checker.fences, checker.arguments,
-        checker.order, checker.monotone, checker.retries, checker.too_early, checker.leftovers,
+        checker.outcomes,
+        checker.unexpected,
+        checker.completed_twice,
+        checker.repeats,
+        checker.fences,
+        checker.arguments,
+        checker.order,
+        checker.monotone,
+        checker.retries,
+        checker.too_early,
+        checker.leftovers,
     )
     return Verdict(violations=[one for rule in rules for one in rule()], figures=checker.figures())
 
@@ -98,7 +121,9 @@ class _Checker:
             yield from self._outcome(call)
         for uuid, sent in self.history.sent.items():
             if sent.parent and sent.word == "accepted" and not self._is_over(uuid):
-                yield self._violation("lost", uuid, f"accepted from task {sent.parent}, and never finished")
+                yield self._violation(
+                    "lost", uuid, f"accepted from task {sent.parent}, and never finished"
+                )
 
     def _outcome(self, call: Call) -> Iterator[Violation]:
         due, state = self._is_due(call), self.history.states.get(call.uuid)
@@ -106,11 +131,17 @@ class _Checker:
             return  # nobody knows whether it was stored
         if not due:
             if self.runs.get(call.uuid):
-                yield self._violation("unexpected", call.uuid, "ran, though what it follows never called for it")
+                yield self._violation(
+                    "unexpected", call.uuid, "ran, though what it follows never called for it"
+                )
             return
         if not self._is_over(call.uuid):
             at = state.state if state else "no state"
-            yield self._violation("lost", call.uuid, f"{call.task} was accepted, or had to follow, and is {at} after the drain")
+            yield self._violation(
+                "lost",
+                call.uuid,
+                f"{call.task} was accepted, or had to follow, and is {at} after the drain",
+            )
             return
         assert state is not None
         if self._failed_member(call):
@@ -118,11 +149,19 @@ class _Checker:
         elif state.error_type == "Poison":
             yield from self._given_up(call.uuid)
         elif (state.state is State.FAILURE) != call.fails:
-            yield self._violation("wrong outcome", call.uuid, f"{call.task} is {state.state}: {state.error}")
+            yield self._violation(
+                "wrong outcome", call.uuid, f"{call.task} is {state.state}: {state.error}"
+            )
         elif not self.runs.get(call.uuid):
             yield self._violation("lost", call.uuid, f"{call.task} is {state.state}, and never ran")
-        elif state.state is State.SUCCESS and list(state.results) != [result_of(call, self._given(call))]:
-            yield self._violation("wrong result", call.uuid, f"{state.results} (expected {result_of(call, self._given(call))})")
+        elif state.state is State.SUCCESS and list(state.results) != [
+            result_of(call, self._given(call))
+        ]:
+            yield self._violation(
+                "wrong result",
+                call.uuid,
+                f"{state.results} (expected {result_of(call, self._given(call))})",
+            )
 
     def _never_ran(self, call: Call, state: Final) -> Iterator[Violation]:
         count = len(self.runs.get(call.uuid, ()))
@@ -132,9 +171,15 @@ class _Checker:
 
     def _given_up(self, uuid: str) -> Iterator[Violation]:
         strikes = self.history.strikes.get(uuid, MAX_STRIKES)
-        cut_off = sum(self.repeated.was_taken(one, one.start + 1e9) for one in self.runs.get(uuid, ()))
+        cut_off = sum(
+            self.repeated.was_taken(one, one.start + 1e9) for one in self.runs.get(uuid, ())
+        )
         if cut_off < strikes:
-            yield self._violation("blamed", uuid, f"given up after {strikes} strikes; faults hit only {cut_off} of its runs")
+            yield self._violation(
+                "blamed",
+                uuid,
+                f"given up after {strikes} strikes; faults hit only {cut_off} of its runs",
+            )
 
     def _is_due(self, call: Call) -> bool | None:
         """Whether it must be there; None if that cannot be known."""
@@ -199,15 +244,22 @@ class _Checker:
         counts = Counter((one.uuid, one.run) for one in self.history.settled)
         for (uuid, run), count in counts.items():
             if count > 1:
-                yield self._violation("completed twice", uuid, f"run {run} was settled {count} times")
+                yield self._violation(
+                    "completed twice", uuid, f"run {run} was settled {count} times"
+                )
         over = sum(state.state.is_finished for state in self.history.states.values())
         if self.history.finished is not None and self.history.finished != over:
-            yield Violation(rule="completed twice", uuid="",
-                            text=f"the store counted {self.history.finished} ends of {over} tasks")
+            yield Violation(
+                rule="completed twice",
+                uuid="",
+                text=f"the store counted {self.history.finished} ends of {over} tasks",
+            )
         for one in self.history.settled:
             state = self.history.states.get(one.uuid)
             if one.state != "RETRY" and state is not None and state.state != one.state:
-                yield self._violation("completed twice", one.uuid, f"settled as {one.state}, and is {state.state}")
+                yield self._violation(
+                    "completed twice", one.uuid, f"settled as {one.state}, and is {state.state}"
+                )
 
     def repeats(self) -> Iterator[Violation]:
         """I11: each execution after the first follows a fault that hit the process of the one before."""
@@ -218,20 +270,36 @@ class _Checker:
             for same in by_run.values():
                 for before, after in itertools.pairwise(same):
                     if not self.repeated.is_explained(before, after):
-                        rule = "chord fired twice" if uuid in self.calls and self.calls[uuid].gathers else "unexplained repeat"
-                        yield self._violation(rule, uuid, f"ran on {before.worker}, and {after.start - before.start:.3f} s later "
-                                                          f"on {after.worker}; no fault hit the first (fences "
-                                                          f"{before.fence}, {after.fence})")
+                        rule = (
+                            "chord fired twice"
+                            if uuid in self.calls and self.calls[uuid].gathers
+                            else "unexplained repeat"
+                        )
+                        yield self._violation(
+                            rule,
+                            uuid,
+                            f"ran on {before.worker}, and {after.start - before.start:.3f} s later "
+                            f"on {after.worker}; no fault hit the first (fences "
+                            f"{before.fence}, {after.fence})",
+                        )
 
     def fences(self) -> Iterator[Violation]:
         """I9: each execution has a fence of its own, and only the greatest of them settles: nobody had the task after it."""
         for uuid, runs in self.runs.items():
             for number, count in Counter((one.run, one.fence) for one in runs).items():
                 if count > 1:
-                    yield self._violation("fence", uuid, f"{count} executions of run {number[0]} have the fence {number[1]}")
+                    yield self._violation(
+                        "fence",
+                        uuid,
+                        f"{count} executions of run {number[0]} have the fence {number[1]}",
+                    )
             for one in runs:
-                if one.settled is not None and one.fence < max(other.fence for other in runs if other.run == one.run):
-                    yield self._violation("fence", uuid, f"settled with the fence {one.fence}, which was not the last")
+                if one.settled is not None and one.fence < max(
+                    other.fence for other in runs if other.run == one.run
+                ):
+                    yield self._violation(
+                        "fence", uuid, f"settled with the fence {one.fence}, which was not the last"
+                    )
 
     def arguments(self) -> Iterator[Violation]:
         """I6, I7: each execution got its own arguments, and the results of those in front of it, in order."""
@@ -245,17 +313,26 @@ class _Checker:
                 values = [caught.error if caught else "", *call.args]
             wanted = digest(values)
             if any(one.digest not in ("", wanted) for one in runs):
-                yield self._violation("wrong arguments", call.uuid, f"{call.task} was not called with {values!r:.200}")
+                yield self._violation(
+                    "wrong arguments", call.uuid, f"{call.task} was not called with {values!r:.200}"
+                )
 
     def order(self) -> Iterator[Violation]:
         """I6, I7: nothing starts before those in front of it have come to an end."""
-        ends = {uuid: min((one.end for one in runs if one.end is not None), default=None) for uuid, runs in self.runs.items()}
+        ends = {
+            uuid: min((one.end for one in runs if one.end is not None), default=None)
+            for uuid, runs in self.runs.items()
+        }
         for call in self.calls.values():
             runs = self.runs.get(call.uuid)
             if not runs:
                 continue
             for uuid in (*call.gathers, call.follows, call.catches):
-                if uuid in self.runs and ((end := ends[uuid]) is None or runs[0].start < end) and not self._is_given_up(uuid):
+                if (
+                    uuid in self.runs
+                    and ((end := ends[uuid]) is None or runs[0].start < end)
+                    and not self._is_given_up(uuid)
+                ):
                     yield self._violation("order", call.uuid, f"started before {uuid} had ended")
 
     def _is_given_up(self, uuid: str) -> bool:
@@ -275,16 +352,24 @@ class _Checker:
         """I10: a task that fails k times is tried k + 1 times, no matter how many workers died."""
         for call in self.calls.values():
             runs = self.runs.get(call.uuid)
-            if runs and not self._is_given_up(call.uuid) and {one.run for one in runs} != set(range(call.retries + 1)):
+            if (
+                runs
+                and not self._is_given_up(call.uuid)
+                and {one.run for one in runs} != set(range(call.retries + 1))
+            ):
                 found = sorted({one.run for one in runs})
-                yield self._violation("retries", call.uuid, f"runs {found} (expected 0 to {call.retries})")
+                yield self._violation(
+                    "retries", call.uuid, f"runs {found} (expected 0 to {call.retries})"
+                )
 
     def too_early(self) -> Iterator[Violation]:
         """I13: nothing starts before its ETA."""
         for uuid, sent in self.history.sent.items():
             for one in self.runs.get(uuid, ()):
                 if one.started_at and one.started_at < sent.eta - ETA_TOLERANCE:
-                    yield self._violation("too early", uuid, f"{sent.eta - one.started_at:.3f} s before its ETA")
+                    yield self._violation(
+                        "too early", uuid, f"{sent.eta - one.started_at:.3f} s before its ETA"
+                    )
 
     def leftovers(self) -> Iterator[Violation]:
         """I20, and workers that did not do as they were told."""
@@ -306,11 +391,14 @@ class _Checker:
             "tasks that ended": sum(state.state.is_finished for state in history.states.values()),
             "executions": len(history.runs),
             "executions repeated": extra,
-            "executions by zombies": sum(one.settled is None and self.repeated.is_zombie(one) for one in self.history.runs),
+            "executions by zombies": sum(
+                one.settled is None and self.repeated.is_zombie(one) for one in self.history.runs
+            ),
             "chords": sum(bool(call.gathers) for call in self.calls.values()),
             "given up (dead letters)": len(history.strikes),
             "tasks sampled": len(history.samples),
-            "faults": ", ".join(f"{count} {kind}" for kind, count in sorted(faults.items())) or "none",
+            "faults": ", ".join(f"{count} {kind}" for kind, count in sorted(faults.items()))
+            or "none",
         }
         for kind in sorted(EXPLAINS):
             if times := self._recovery(kind):
@@ -326,14 +414,21 @@ class _Checker:
             if fault.kind != kind:
                 continue
             for one in self._running_on(fault):
-                later = (run.start for run in self.runs[one.uuid] if run.run == one.run and run.start > fault.start)
+                later = (
+                    run.start
+                    for run in self.runs[one.uuid]
+                    if run.run == one.run and run.start > fault.start
+                )
                 if (again := min(later, default=None)) is not None:
                     times.append(again - fault.start)
         return times
 
     def _running_on(self, fault: Happened) -> list[Run]:
-        return [one for one in self._by_worker().get(fault.worker, ())
-                if one.start <= fault.start and (one.end is None or one.end > fault.start)]
+        return [
+            one
+            for one in self._by_worker().get(fault.worker, ())
+            if one.start <= fault.start and (one.end is None or one.end > fault.start)
+        ]
 
     def _by_worker(self) -> dict[str, list[Run]]:
         if not hasattr(self, "_workers"):
@@ -343,8 +438,11 @@ class _Checker:
         return self._workers
 
     def _lateness(self) -> list[float]:
-        return [self.runs[uuid][0].started_at - sent.eta
-                for uuid, sent in self.history.sent.items() if sent.eta and uuid in self.runs]
+        return [
+            self.runs[uuid][0].started_at - sent.eta
+            for uuid, sent in self.history.sent.items()
+            if sent.eta and uuid in self.runs
+        ]
 
     def _violation(self, rule: str, uuid: str, text: str) -> Violation:
         return Violation(rule=rule, uuid=uuid, text=text, timeline=self._timeline(uuid))
@@ -356,22 +454,44 @@ class _Checker:
         if sent is not None:
             events.append((sent.at, sent.word))
         for one in self.runs.get(uuid, ()):
-            events.append((one.start, f"start on {one.worker}, run {one.run}, fence {one.fence}, digest {one.digest}"))
+            events.append(
+                (
+                    one.start,
+                    f"start on {one.worker}, run {one.run}, fence {one.fence}, digest {one.digest}",
+                )
+            )
             if one.end is not None:
-                events.append((one.end, f"end on {one.worker}, run {one.run}: {'ok' if one.ok else 'raised'}"))
+                events.append(
+                    (one.end, f"end on {one.worker}, run {one.run}: {'ok' if one.ok else 'raised'}")
+                )
             last = one.settled or one.start + ZOMBIE
-            near = (fault for fault in (*self.repeated.faults[one.worker], *self.repeated.faults[""])
-                    if one.start - ZOMBIE <= fault.end and fault.start <= last)
-            events += [(fault.start, f"{fault.kind} of {fault.worker or 'all'} until {fault.end:.3f}") for fault in near]
-        events += [(one.at, f"settled on {one.worker}, run {one.run}: {one.state}")
-                   for one in self.history.settled if one.uuid == uuid]
+            near = (
+                fault
+                for fault in (*self.repeated.faults[one.worker], *self.repeated.faults[""])
+                if one.start - ZOMBIE <= fault.end and fault.start <= last
+            )
+            events += [
+                (fault.start, f"{fault.kind} of {fault.worker or 'all'} until {fault.end:.3f}")
+                for fault in near
+            ]
+        events += [
+            (one.at, f"settled on {one.worker}, run {one.run}: {one.state}")
+            for one in self.history.settled
+            if one.uuid == uuid
+        ]
         state = self.history.states.get(uuid)
-        end = [f"in the end: {state.state} {state.results} {state.error}" if state else "in the end: no state"]
+        end = [
+            f"in the end: {state.state} {state.results} {state.error}"
+            if state
+            else "in the end: no state"
+        ]
         return [f"{at:.3f} {text}" for at, text in sorted(set(events))] + end
 
 
 def shown(times: Sequence[float]) -> str:
     """Quantiles of seconds."""
     ordered = sorted(times)
-    return (f"p50 {statistics.median(ordered):.3f} s, p99 {ordered[min(len(ordered) - 1, int(len(ordered) * 0.99))]:.3f} s, "
-            f"max {ordered[-1]:.3f} s (of {len(ordered)})")
+    return (
+        f"p50 {statistics.median(ordered):.3f} s, p99 {ordered[min(len(ordered) - 1, int(len(ordered) * 0.99))]:.3f} s, "
+        f"max {ordered[-1]:.3f} s (of {len(ordered)})"
+    )

@@ -9,14 +9,20 @@ from machinery_py.events import TaskEvent, TaskFailed, TaskRetried, TaskSucceede
 
 LEDGER = os.environ.get("FUZZ_LEDGER", "")
 LIMIT = 2**20  # bytes of a message
-WORDS: dict[type[TaskEvent], str] = {TaskSucceeded: "SUCCESS", TaskFailed: "FAILURE", TaskRetried: "RETRY"}
+WORDS: dict[type[TaskEvent], str] = {
+    TaskSucceeded: "SUCCESS",
+    TaskFailed: "FAILURE",
+    TaskRetried: "RETRY",
+}
 FUZZED = ("take", "strict", "verbose")  # the tasks that fuzzed messages name
 
 
 def config_of(url: str) -> Config:
     """`url`: of the broker, and of the backend behind a space if that is another."""
     broker, _, backend = url.partition(" ")
-    return Config(broker=broker, result_backend=backend, max_message_size=LIMIT, unregistered_timeout=0.0)
+    return Config(
+        broker=broker, result_backend=backend, max_message_size=LIMIT, unregistered_timeout=0.0
+    )
 
 
 server = Server(config_of(os.environ.get("FUZZ_URL", "memory://")))

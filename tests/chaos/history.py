@@ -12,7 +12,14 @@ from machinery_py.states import State
 from tests.chaos.plan import Call, by_uuid
 from tests.chaos.plan import Item as Item
 
-RANK = {State.PENDING: 0, State.RECEIVED: 1, State.STARTED: 2, State.RETRY: 3, State.SUCCESS: 3, State.FAILURE: 3}
+RANK = {
+    State.PENDING: 0,
+    State.RECEIVED: 1,
+    State.STARTED: 2,
+    State.RETRY: 3,
+    State.SUCCESS: 3,
+    State.FAILURE: 3,
+}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -89,7 +96,9 @@ class History:
     strikes: dict[str, int] = field(default_factory=dict)  # of each dead letter
     doubles: bool = False  # what is published or held in the moment of a fault may be there twice, or a state without its message
     left: list[str] = field(default_factory=list)  # what should not be in the stores any more
-    incidents: list[str] = field(default_factory=list)  # workers that ended by themselves, or not when they were asked to
+    incidents: list[str] = field(
+        default_factory=list
+    )  # workers that ended by themselves, or not when they were asked to
     drained: bool = True
     finished: int | None = None  # how many tasks the store counted as finished
 
@@ -123,20 +132,34 @@ def _read_ledger(history: History, path: pathlib.Path, worker: str) -> None:
     for event, at, uuid, *facts in _lines(path):
         match event, facts:
             case "start", [run, fence, digest, started_at, times]:
-                one = Run(uuid=uuid, run=int(run), fence=int(fence), worker=worker, start=float(at),
-                          started_at=float(started_at), digest=digest, again=times == "again")
+                one = Run(
+                    uuid=uuid,
+                    run=int(run),
+                    fence=int(fence),
+                    worker=worker,
+                    start=float(at),
+                    started_at=float(started_at),
+                    digest=digest,
+                    again=times == "again",
+                )
                 open_[uuid, run] = one
                 history.runs.append(one)
             case "end", [run, _, word]:
                 open_[uuid, run].end, open_[uuid, run].ok = float(at), word == "ok"
             case "settled", [run, state]:
-                history.settled.append(Settled(uuid=uuid, run=int(run), worker=worker, state=state, at=float(at)))
+                history.settled.append(
+                    Settled(uuid=uuid, run=int(run), worker=worker, state=state, at=float(at))
+                )
                 if (uuid, run) in open_:
                     open_[uuid, run].settled = float(at)
             case "attempt", [parent]:
-                history.sent[uuid] = Sent(word="unknown", at=float(at), tried=float(at), parent=parent)
+                history.sent[uuid] = Sent(
+                    word="unknown", at=float(at), tried=float(at), parent=parent
+                )
             case "accepted", [parent]:
-                history.sent[uuid] = Sent(word="accepted", at=float(at), tried=history.sent[uuid].tried, parent=parent)
+                history.sent[uuid] = Sent(
+                    word="accepted", at=float(at), tried=history.sent[uuid].tried, parent=parent
+                )
             case _:
                 raise ValueError(f"{path}: {event} {facts}: unknown")
 
@@ -148,7 +171,18 @@ def _lines(path: pathlib.Path) -> Iterator[list[str]]:
 
 
 def dump_faults(faults: Sequence[Happened], path: pathlib.Path) -> None:
-    path.write_text("".join(
-        json.dumps({"kind": one.kind, "worker": one.worker, "start": one.start, "end": one.end, "note": one.note}) + "\n"
-        for one in faults
-    ))
+    path.write_text(
+        "".join(
+            json.dumps(
+                {
+                    "kind": one.kind,
+                    "worker": one.worker,
+                    "start": one.start,
+                    "end": one.end,
+                    "note": one.note,
+                }
+            )
+            + "\n"
+            for one in faults
+        )
+    )

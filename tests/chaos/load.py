@@ -1,8 +1,8 @@
 """The load generator: a process that sends a plan's items, and journals what it was told of each.
 
-    journal    attempt | accepted | refused | unknown, moment, UUID, unix time of its ETA or 0; divided by tabs
+journal    attempt | accepted | refused | unknown, moment, UUID, unix time of its ETA or 0; divided by tabs
 
-    python -m tests.chaos.load FOLDER URL SEED TASKS RATE
+python -m tests.chaos.load FOLDER URL SEED TASKS RATE
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ class Loader:
             self._note("attempt", calls)
             try:
                 if items[0].kind in SINGLE:
-                    self._server.engine.submit([one for one in signatures if isinstance(one, Signature)])
+                    self._server.engine.submit(
+                        [one for one in signatures if isinstance(one, Signature)]
+                    )
                 else:
                     self._server.send(signatures[0])
             except PublishUnknown:
@@ -58,7 +60,10 @@ class Loader:
     def _note(self, word: str, calls: Sequence[Call]) -> None:
         now = time.monotonic()
         etas = [eta_of(call, self._now).timestamp() if call.delay else 0.0 for call in calls]
-        lines = [f"{word}\t{now:.6f}\t{call.uuid}\t{eta:.6f}\n" for call, eta in zip(calls, etas, strict=True)]
+        lines = [
+            f"{word}\t{now:.6f}\t{call.uuid}\t{eta:.6f}\n"
+            for call, eta in zip(calls, etas, strict=True)
+        ]
         os.write(self._file, "".join(lines).encode())
 
     def close(self) -> None:
@@ -87,7 +92,9 @@ def step_of(item: Item, now: dt.datetime) -> Step[Any]:
                 return chord(members, callback)  # type: ignore[arg-type]  # the shape says what they are
 
     def one(call: Call) -> Signature[Any]:
-        signature = Signature.of(call.task, *call.args).replace(uuid=call.uuid, retry_count=call.retries)
+        signature = Signature.of(call.task, *call.args).replace(
+            uuid=call.uuid, retry_count=call.retries
+        )
         if call.delay:
             signature = signature.replace(eta=eta_of(call, now))
         if call.uuid in errors:

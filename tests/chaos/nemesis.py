@@ -1,9 +1,9 @@
 """The workers under test, and who does harm to them. Every fault is written down: what, to whom, from when, to when.
 
-    kill      SIGKILL a worker, start another         term    SIGTERM one, start another; it must end with 0
-    freeze    SIGSTOP one for longer than its lease   server  SIGKILL Redis or RabbitMQ, start it again on its files
-    clients   CLIENT KILL                             scripts SCRIPT FLUSH
-    drop, reset, hole    the proxy of a worker drops replies, resets its connections, lets nothing through
+kill      SIGKILL a worker, start another         term    SIGTERM one, start another; it must end with 0
+freeze    SIGSTOP one for longer than its lease   server  SIGKILL Redis or RabbitMQ, start it again on its files
+clients   CLIENT KILL                             scripts SCRIPT FLUSH
+drop, reset, hole    the proxy of a worker drops replies, resets its connections, lets nothing through
 """
 
 from __future__ import annotations
@@ -59,7 +59,13 @@ class Fleet:
     """
 
     def __init__(
-        self, plan: Plan, folder: pathlib.Path, urls: list[str], *, concurrency: int, apart: bool = False
+        self,
+        plan: Plan,
+        folder: pathlib.Path,
+        urls: list[str],
+        *,
+        concurrency: int,
+        apart: bool = False,
     ) -> None:
         self._plan = plan
         self._folder = folder
@@ -75,13 +81,32 @@ class Fleet:
     def start(self, slot: int) -> Member:
         name = f"w{next(self._names)}"
         environment = {
-            **os.environ, "CHAOS_URL": self._urls[slot % len(self._urls)], "CHAOS_FOLDER": str(self._folder),
-            "CHAOS_WORKER": name, "CHAOS_LEASE": str(self._plan.lease), "PYTHONPATH": str(ROOT),
+            **os.environ,
+            "CHAOS_URL": self._urls[slot % len(self._urls)],
+            "CHAOS_FOLDER": str(self._folder),
+            "CHAOS_WORKER": name,
+            "CHAOS_LEASE": str(self._plan.lease),
+            "PYTHONPATH": str(ROOT),
         }
-        command = [*self._prefix, sys.executable, "-m", "machinery_py", "worker", "tests.chaos.app:server",
-                   "-c", str(self._concurrency), "-n", name, "--no-banner", "--log-level", "warning"]
+        command = [
+            *self._prefix,
+            sys.executable,
+            "-m",
+            "machinery_py",
+            "worker",
+            "tests.chaos.app:server",
+            "-c",
+            str(self._concurrency),
+            "-n",
+            name,
+            "--no-banner",
+            "--log-level",
+            "warning",
+        ]
         with (self._folder / f"log-{name}").open("wb") as log:
-            process = subprocess.Popen(command, env=environment, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            process = subprocess.Popen(
+                command, env=environment, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            )
         member = self._slots[slot] = Member(name, slot, process)
         return member
 
@@ -143,11 +168,15 @@ class Fleet:
             # Told to end while Python was still starting, it had no handler yet.
             if code not in (0, -signal.SIGTERM) or (code and self._has_run(member)):
                 took = f"{now - asked:.1f} s"
-                self.incidents.append(f"{member.name} ended with {code} after SIGTERM ({took}): {self._said(member)}")
+                self.incidents.append(
+                    f"{member.name} ended with {code} after SIGTERM ({took}): {self._said(member)}"
+                )
         for member in self.members:
             code = member.process.poll()
             if code is not None:
-                self.incidents.append(f"{member.name} ended by itself with {code}: {self._said(member)}")
+                self.incidents.append(
+                    f"{member.name} ended by itself with {code}: {self._said(member)}"
+                )
                 self.note("kill", member.name, now, now, "ended by itself")
                 self.start(member.slot)
 
@@ -178,7 +207,12 @@ class Nemesis:
     """Carries the plan's faults out, in a thread of its own."""
 
     def __init__(
-        self, plan: Plan, fleet: Fleet, *, server: PrivateServer | None = None, proxies: dict[int, Proxy] | None = None
+        self,
+        plan: Plan,
+        fleet: Fleet,
+        *,
+        server: PrivateServer | None = None,
+        proxies: dict[int, Proxy] | None = None,
     ) -> None:
         self._plan = plan
         self._fleet = fleet
@@ -188,7 +222,9 @@ class Nemesis:
         self._thread = threading.Thread(target=self._work, name="nemesis", daemon=True)
         self._ends: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
-        self._down = 0.0  # seconds in which there was no server; the plan's moments come so much later
+        self._down = (
+            0.0  # seconds in which there was no server; the plan's moments come so much later
+        )
         self.failure: BaseException | None = None
 
     def __enter__(self) -> Nemesis:
@@ -209,7 +245,9 @@ class Nemesis:
         try:
             begin = time.monotonic()
             for fault in self._plan.faults():
-                while (left := begin + self._down + fault.at - time.monotonic()) > 0 and not self._stop.is_set():
+                while (
+                    left := begin + self._down + fault.at - time.monotonic()
+                ) > 0 and not self._stop.is_set():
                     self._end_due()
                     self._fleet.look()
                     self._stop.wait(min(left, LOOK))
@@ -276,7 +314,9 @@ class Nemesis:
 
     def _command(self, fault: Fault) -> None:
         assert isinstance(self._server, RedisServer)
-        words = ("CLIENT", "KILL", "TYPE", "normal") if fault.kind == "clients" else ("SCRIPT", "FLUSH")
+        words = (
+            ("CLIENT", "KILL", "TYPE", "normal") if fault.kind == "clients" else ("SCRIPT", "FLUSH")
+        )
         start = time.monotonic()
         killed = self._server.cli(*words)
         self._fleet.note(fault.kind, "", start, time.monotonic(), str(killed))
@@ -308,4 +348,8 @@ def proxies_for(server: PrivateServer | None, workers: int) -> Iterator[dict[int
     """A proxy for each second slot."""
     with contextlib.ExitStack() as stack:
         slots = range(0, workers, 2) if server is not None else range(0)
-        yield {slot: stack.enter_context(Proxy(server.port, seed=slot)) for slot in slots if server is not None}
+        yield {
+            slot: stack.enter_context(Proxy(server.port, seed=slot))
+            for slot in slots
+            if server is not None
+        }

@@ -115,7 +115,12 @@ class Plan:
                 if kind in self.spared:
                     continue
                 if random_.random() < rate or (kind == "freeze" and number == SURE_FREEZE):
-                    yield Fault(at=at, kind=kind, victim=random_.random(), length=self._length(kind, random_))
+                    yield Fault(
+                        at=at,
+                        kind=kind,
+                        victim=random_.random(),
+                        length=self._length(kind, random_),
+                    )
 
     def _length(self, kind: str, random_: random.Random) -> float:
         match kind:
@@ -133,7 +138,11 @@ class Plan:
     def store(self, path: pathlib.Path, *, faults: int = 200) -> None:
         """Write it down: the settings, the items and the first faults."""
         first = list(itertools.islice(self.faults(), faults))
-        content = {**asdict(self), "items": [asdict(item) for item in self.items()], "faults": [asdict(one) for one in first]}
+        content = {
+            **asdict(self),
+            "items": [asdict(item) for item in self.items()],
+            "faults": [asdict(one) for one in first],
+        }
         path.write_text(json.dumps(content, indent=1))
 
 
@@ -199,7 +208,10 @@ class _Maker:
         return ["chain", first, middle, last]
 
     def _group(self) -> list[Any]:
-        return ["group", *(self._add("step", self._number + n) for n in range(self._number_of_steps(20)))]
+        return [
+            "group",
+            *(self._add("step", self._number + n) for n in range(self._number_of_steps(20))),
+        ]
 
     def _chord(self) -> list[Any]:
         members = [self._add("step", self._number + n) for n in range(self._number_of_steps(50))]
@@ -227,7 +239,9 @@ class _Maker:
         return ["chain", first, *shape[1:], last]
 
     def _gathered(self, members: Sequence[int], group: list[Any]) -> list[Any]:
-        callback = self._add("gather", self._number, gathers=tuple(self._uuid(place) for place in members))
+        callback = self._add(
+            "gather", self._number, gathers=tuple(self._uuid(place) for place in members)
+        )
         self._add("on_failure", self._number, catches=self._uuid(callback))
         return ["chord", group, callback]
 

@@ -29,7 +29,9 @@ EXPLAINS = frozenset({"kill", "freeze", "hole"})  # after which a task may run a
 ZOMBIES = frozenset({"freeze", "hole"})  # whose victim comes back, and may still run what it held
 BREAKS = frozenset({"server", "reset", *EXPLAINS})  # end connections
 ZOMBIE = 5.0  # seconds that a zombie may go on
-NOTICED = 0.5  # seconds until a process has noticed that its connection is broken, on a busy machine
+NOTICED = (
+    0.5  # seconds until a process has noticed that its connection is broken, on a busy machine
+)
 EVERYBODY = ""  # the worker of a fault that hits all
 
 
@@ -55,7 +57,9 @@ class Repeats:
 
     def is_explained(self, before: Run, after: Run) -> bool:
         """Whether both may have run without a defect of ours."""
-        lost = self.was_taken(before, after.start) or self.is_zombie(before) or self.is_zombie(after)
+        lost = (
+            self.was_taken(before, after.start) or self.is_zombie(before) or self.is_zombie(after)
+        )
         return lost or self.is_doubled(before, after)
 
     def was_taken(self, one: Run, until: float) -> bool:
@@ -63,7 +67,8 @@ class Repeats:
         last = min(until, one.settled if one.settled is not None else until)
         kinds = BREAKS if self._history.doubles else EXPLAINS
         return any(
-            fault.kind in kinds and fault.start <= last and fault.end >= one.start for fault in self._at(one.worker)
+            fault.kind in kinds and fault.start <= last and fault.end >= one.start
+            for fault in self._at(one.worker)
         )
 
     def is_zombie(self, one: Run) -> bool:
@@ -93,7 +98,10 @@ class Repeats:
     def _is_hit(self, window: Window, until: float) -> bool:
         faults = self._breaks if window.by is None else self._at(window.by)
         last = min(window.end, until)
-        return any(fault.kind in BREAKS and fault.start <= last and fault.end >= window.start for fault in faults)
+        return any(
+            fault.kind in BREAKS and fault.start <= last and fault.end >= window.start
+            for fault in faults
+        )
 
     def _published(self, uuid: str, run: int) -> Iterator[Window]:
         """When the message of this run of the task may have been published."""
@@ -102,11 +110,20 @@ class Repeats:
             return
         call, sent = self._history.calls.get(uuid), self._history.sent.get(uuid)
         if sent is not None:
-            by = uuid.split(".")[-3] if sent.parent else EVERYBODY  # as app.spawn names what it sends
-            yield Window(start=sent.tried, end=sent.at if sent.word == "accepted" else math.inf, by=by)
+            by = (
+                uuid.split(".")[-3] if sent.parent else EVERYBODY
+            )  # as app.spawn names what it sends
+            yield Window(
+                start=sent.tried, end=sent.at if sent.word == "accepted" else math.inf, by=by
+            )
         elif call is not None and call.gathers:
-            ends = [min((one.end for one in self._runs.get(member, ()) if one.end is not None), default=0.0)
-                    for member in call.gathers]
+            ends = [
+                min(
+                    (one.end for one in self._runs.get(member, ()) if one.end is not None),
+                    default=0.0,
+                )
+                for member in call.gathers
+            ]
             yield Window(start=max(ends), end=math.inf, by=None)
         elif call is not None:
             parent = call.follows or call.catches
@@ -119,5 +136,11 @@ class Repeats:
     def _settlements(self, uuid: str, run: int) -> Iterator[Window]:
         for one in self._runs.get(uuid, ()):
             if one.run == run:
-                end = one.settled if one.settled is not None else math.inf if one.end is None else one.end + ZOMBIE
+                end = (
+                    one.settled
+                    if one.settled is not None
+                    else math.inf
+                    if one.end is None
+                    else one.end + ZOMBIE
+                )
                 yield Window(start=one.start, end=end, by=one.worker)

@@ -37,7 +37,11 @@ from tests.chaos.plan import Plan
 QUIET = 0.05  # seconds between two looks whether all is done
 LOOKS = 20  # in a row, that must find nothing
 STORE = 1000  # states that are read at once
-NOT_AMQP = ("clients", "scripts", "drop")  # AMQP has no replies that could be left out: a connection is whole or broken
+NOT_AMQP = (
+    "clients",
+    "scripts",
+    "drop",
+)  # AMQP has no replies that could be left out: a connection is whole or broken
 PASSED, FAILED, INVALID = 0, 1, 2  # exit codes
 
 
@@ -64,23 +68,37 @@ def run(options: Options, folder: pathlib.Path) -> Verdict:
     with contextlib.ExitStack() as stack:
         harmed, broker, backend = _stores(options.url, folder, stack)
         spared = () if isinstance(harmed, RedisServer) else NOT_AMQP
-        plan = Plan(seed=options.seed, tasks=options.tasks, workers=options.workers, kill_every=options.kill_every,
-                    lease=options.lease, with_server=harmed is not None, spared=spared)
+        plan = Plan(
+            seed=options.seed,
+            tasks=options.tasks,
+            workers=options.workers,
+            kill_every=options.kill_every,
+            lease=options.lease,
+            with_server=harmed is not None,
+            spared=spared,
+        )
         plan.store(folder / "plan.json")
         proxies = stack.enter_context(proxies_for(harmed, options.workers))
-        urls = [f"{proxies[slot].through(broker) if slot in proxies else broker} {backend}".strip()
-                for slot in range(options.workers)]
+        urls = [
+            f"{proxies[slot].through(broker) if slot in proxies else broker} {backend}".strip()
+            for slot in range(options.workers)
+        ]
         url = f"{broker} {backend}".strip()
         server = Server(config_of(url, options.lease))
         stack.callback(server.close)
         server.broker.declare([server.config.default_queue])
-        fleet = Fleet(plan, folder, urls, concurrency=options.concurrency, apart=bool(options.apart))
+        fleet = Fleet(
+            plan, folder, urls, concurrency=options.concurrency, apart=bool(options.apart)
+        )
         stack.callback(fleet.close)
         return _Controller(options, plan, folder, url, server, fleet).go(
-            lambda: Nemesis(plan, fleet, server=harmed, proxies=proxies))
+            lambda: Nemesis(plan, fleet, server=harmed, proxies=proxies)
+        )
 
 
-def _stores(wanted: str, folder: pathlib.Path, stack: contextlib.ExitStack) -> tuple[PrivateServer | None, str, str]:
+def _stores(
+    wanted: str, folder: pathlib.Path, stack: contextlib.ExitStack
+) -> tuple[PrivateServer | None, str, str]:
     """The server that is harmed, if any, and the URLs of broker and backend; the last is "" if they are one."""
     if wanted == "redis":
         redis = stack.enter_context(RedisServer(appendonly=True))
@@ -96,7 +114,13 @@ class _Controller:
     """Warm-up, chaos, healing, drain, dump."""
 
     def __init__(
-        self, options: Options, plan: Plan, folder: pathlib.Path, url: str, server: Server, fleet: Fleet
+        self,
+        options: Options,
+        plan: Plan,
+        folder: pathlib.Path,
+        url: str,
+        server: Server,
+        fleet: Fleet,
     ) -> None:
         self._options = options
         self._plan = plan
@@ -119,7 +143,13 @@ class _Controller:
             self._wait("workers", lambda: self._starts.count() > 0)
             goal = self._options.chaos * len(self._history.calls)
             with new_nemesis():
-                self._wait("chaos", lambda: self._starts.count() >= goal or (loader.poll() is not None and self._stays_idle()))
+                self._wait(
+                    "chaos",
+                    lambda: (
+                        self._starts.count() >= goal
+                        or (loader.poll() is not None and self._stays_idle())
+                    ),
+                )
             chaos = time.monotonic() - self._begin
             self._wait("loading", lambda: loader.poll() is not None)
             if loader.returncode:
@@ -132,15 +162,21 @@ class _Controller:
         self._dump()
         verdict = check(self._history)
         verdict.figures = {
-            "seed": self._plan.seed, "calls planned": len(self._history.calls), "chaos, seconds": round(chaos, 1),
-            "all, seconds": round(drained, 1), "tasks/s": round(len(self._history.runs) / drained), **verdict.figures,
+            "seed": self._plan.seed,
+            "calls planned": len(self._history.calls),
+            "chaos, seconds": round(chaos, 1),
+            "all, seconds": round(drained, 1),
+            "tasks/s": round(len(self._history.runs) / drained),
+            **verdict.figures,
         }
         self._store(verdict)
         return verdict
 
     # Waiting
 
-    def _wait(self, what: str, condition: Callable[[], object], *, at_most: float = float("inf")) -> bool:
+    def _wait(
+        self, what: str, condition: Callable[[], object], *, at_most: float = float("inf")
+    ) -> bool:
         """Until it is true, or the time is up: then False."""
         deadline = min(time.monotonic() + at_most, self._begin + self._options.limit)
         while not condition():
@@ -156,19 +192,26 @@ class _Controller:
         now = time.monotonic()
         if not self._options.quiet and now - self._said >= 1.0:
             self._said = now
-            print(f"{now - self._begin:6.1f} s  {what:<9} {self._starts.count():>7} runs of {len(self._history.calls)} calls, "
-                  f"{len(self._fleet.faults)} faults, {self._queues()}", flush=True)
+            print(
+                f"{now - self._begin:6.1f} s  {what:<9} {self._starts.count():>7} runs of {len(self._history.calls)} calls, "
+                f"{len(self._fleet.faults)} faults, {self._queues()}",
+                flush=True,
+            )
 
     def _queues(self) -> str:
         try:
             stats = self._server.broker.stats()
         except MachineryError as error:
             return f"no answer: {error}"
-        return ", ".join(f"{one.waiting} waiting, {one.running} held, {one.delayed} delayed" for one in stats)
+        return ", ".join(
+            f"{one.waiting} waiting, {one.running} held, {one.delayed} delayed" for one in stats
+        )
 
     def _is_idle(self) -> bool:
         try:
-            return not any(one.waiting or one.running or one.delayed for one in self._server.broker.stats())
+            return not any(
+                one.waiting or one.running or one.delayed for one in self._server.broker.stats()
+            )
         except MachineryError:
             return False
 
@@ -183,7 +226,11 @@ class _Controller:
     def _is_drained(self) -> bool:
         """Nothing in a queue, no group to be settled, nothing to be sent; seen twice, since groups become messages."""
         for _ in range(2):
-            if not self._stays_idle() or self._server.backend.ready_groups(1) or self._server.backend.unsent(1, older_than=0.0):
+            if (
+                not self._stays_idle()
+                or self._server.backend.ready_groups(1)
+                or self._server.backend.unsent(1, older_than=0.0)
+            ):
                 return False
             if not self._is_idle():
                 return False
@@ -201,29 +248,46 @@ class _Controller:
     def _dump(self) -> None:
         history = self._history
         if not history.drained:
-            history.left += [f"not drained within {self._options.limit:g} s: {self._queues()}",
-                             f"ready groups: {[one.group_uuid for one in self._server.backend.ready_groups(20)]}"]
+            history.left += [
+                f"not drained within {self._options.limit:g} s: {self._queues()}",
+                f"ready groups: {[one.group_uuid for one in self._server.backend.ready_groups(20)]}",
+            ]
             self._show_held()
         self._fleet.end()
         read_folder(history, self._folder)
         history.faults, history.incidents = self._fleet.faults, self._fleet.incidents
-        uuids = list(dict.fromkeys([*history.calls, *history.sent, *(one.uuid for one in history.runs)]))
+        uuids = list(
+            dict.fromkeys([*history.calls, *history.sent, *(one.uuid for one in history.runs)])
+        )
         for start in range(0, len(uuids), STORE):
-            for uuid, state in self._server.backend.get_states(uuids[start : start + STORE]).items():
-                history.states[uuid] = Final(state=state.state, results=tuple(arg.value for arg in state.results),
-                                             error=state.error, error_type=state.error_type)
+            for uuid, state in self._server.backend.get_states(
+                uuids[start : start + STORE]
+            ).items():
+                history.states[uuid] = Final(
+                    state=state.state,
+                    results=tuple(arg.value for arg in state.results),
+                    error=state.error,
+                    error_type=state.error_type,
+                )
                 if uuid in history.samples:
                     history.samples[uuid].append((state.run, state.state))
-        history.strikes = {letter.uuid: letter.strikes for letter in self._server.inspect.dead(limit=100_000)}
+        history.strikes = {
+            letter.uuid: letter.strikes for letter in self._server.inspect.dead(limit=100_000)
+        }
         history.doubles = not self._server.broker.features.deduplicates
         if self._server.backend.features.listing:
-            counted = self._server.backend.finished_since(self._began_at - dt.timedelta(seconds=2.0))
+            counted = self._server.backend.finished_since(
+                self._began_at - dt.timedelta(seconds=2.0)
+            )
             history.finished = sum(good + bad for good, bad in counted.values())
         if history.drained:
             history.left += self._left()
 
     def _show_held(self) -> None:
-        waiting = [message.uuid for message in self._server.broker.pending(self._server.config.default_queue, 20)]
+        waiting = [
+            message.uuid
+            for message in self._server.broker.pending(self._server.config.default_queue, 20)
+        ]
         self._history.left.append(f"workers: {self._server.broker.workers()}; waiting: {waiting}")
 
     def _left(self) -> list[str]:
@@ -231,7 +295,9 @@ class _Controller:
         broker, backend = self._server.broker, self._server.backend
         left = [f"{one}" for one in broker.stats() if one.waiting or one.running or one.delayed]
         left += [f"worker {one.name} ({one.pid})" for one in broker.workers()]
-        left += [f"group {one.group_uuid} is still to be settled" for one in backend.ready_groups(100)]
+        left += [
+            f"group {one.group_uuid} is still to be settled" for one in backend.ready_groups(100)
+        ]
         left += [f"outbox {key}" for key, _ in backend.unsent(100, older_than=0.0)]
         dead = self._server.inspect.dead(limit=1000)
         left += [f"dead letter {one.uuid}: {one.reason}" for one in dead if one.reason != "poison"]
@@ -264,11 +330,24 @@ class Tally:
 
 
 @contextlib.contextmanager
-def _loader(plan: Plan, options: Options, folder: pathlib.Path, url: str) -> Iterator[subprocess.Popen[bytes]]:
-    command = [sys.executable, "-m", "tests.chaos.load", str(folder), url, str(plan.seed), str(plan.tasks), str(options.rate)]
+def _loader(
+    plan: Plan, options: Options, folder: pathlib.Path, url: str
+) -> Iterator[subprocess.Popen[bytes]]:
+    command = [
+        sys.executable,
+        "-m",
+        "tests.chaos.load",
+        str(folder),
+        url,
+        str(plan.seed),
+        str(plan.tasks),
+        str(options.rate),
+    ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with (folder / "loader.log").open("wb") as log:
-        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+        )
     try:
         yield process
     finally:
@@ -279,15 +358,25 @@ def _loader(plan: Plan, options: Options, folder: pathlib.Path, url: str) -> Ite
 
 def main() -> int:
     """The command line; prints the page, and exits with 0 (passed), 1 (failed) or 2 (invalid)."""
-    parser = argparse.ArgumentParser(prog="python -m tests.chaos.run", description="workers are killed while tasks run")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.chaos.run", description="workers are killed while tasks run"
+    )
     for field in dataclasses.fields(Options):
         if field.name != "quiet":
-            parser.add_argument(f"--{field.name.replace('_', '-')}", type=type(field.default), default=field.default)
-    parser.add_argument("--folder", type=pathlib.Path, help="default: a new one in the system's folder for such")
+            parser.add_argument(
+                f"--{field.name.replace('_', '-')}", type=type(field.default), default=field.default
+            )
+    parser.add_argument(
+        "--folder", type=pathlib.Path, help="default: a new one in the system's folder for such"
+    )
     arguments = vars(parser.parse_args())
-    folder: pathlib.Path = arguments.pop("folder") or pathlib.Path(tempfile.mkdtemp(prefix="chaos-"))
+    folder: pathlib.Path = arguments.pop("folder") or pathlib.Path(
+        tempfile.mkdtemp(prefix="chaos-")
+    )
     folder.mkdir(parents=True, exist_ok=True)
-    options = Options(**{**arguments, "seed": arguments["seed"] or random.SystemRandom().randrange(1, 10**6)})
+    options = Options(
+        **{**arguments, "seed": arguments["seed"] or random.SystemRandom().randrange(1, 10**6)}
+    )
     print(f"seed {options.seed}, folder {folder}", flush=True)
     verdict = run(options, folder)
     print((folder / "page.txt").read_text())

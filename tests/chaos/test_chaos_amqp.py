@@ -12,7 +12,9 @@ from tests.chaos.test_chaos import HANG, RANDOM, chaos
 
 @pytest.mark.chaos
 @pytest.mark.timeout(2 * HANG)
-def test_rabbitmq_loses_and_doubles_nothing_while_workers_and_server_are_killed(tmp_path: pathlib.Path) -> None:
+def test_rabbitmq_loses_and_doubles_nothing_while_workers_and_server_are_killed(
+    tmp_path: pathlib.Path,
+) -> None:
     require(RabbitMQServer)
     require(RedisServer)
 

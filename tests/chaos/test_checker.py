@@ -22,7 +22,10 @@ def good() -> History:
         Call(uuid="task", task="noop", args=(5,)),
         Call(uuid="first", task="step", args=(7,)),
         Call(uuid="second", task="step", args=(8,), follows="first"),
-        *(Call(uuid=uuid, task="step", args=(number,)) for uuid, number in zip(MEMBERS, RESULTS, strict=True)),
+        *(
+            Call(uuid=uuid, task="step", args=(number,))
+            for uuid, number in zip(MEMBERS, RESULTS, strict=True)
+        ),
         Call(uuid="chord", task="gather", args=(9,), gathers=MEMBERS),
         Call(uuid="chord-error", task="on_failure", args=(9,), catches="chord"),
         Call(uuid="broken", task="fails", args=(4,), fails=True),
@@ -48,26 +51,62 @@ def good() -> History:
 
 
 def ran(
-    history: History, uuid: str, at: float, args: list[object], *, result: object = None, error: str = "", run: int = 0,
+    history: History,
+    uuid: str,
+    at: float,
+    args: list[object],
+    *,
+    result: object = None,
+    error: str = "",
+    run: int = 0,
     worker: str = "w1",
 ) -> Run:
     """It ran once, and ended like this."""
     state = State.FAILURE if error else State.SUCCESS
-    one = Run(uuid=uuid, run=run, fence=1, worker=worker, start=at, end=at + 0.01, ok=not error, settled=at + 0.02,
-              digest=digest(args))
+    one = Run(
+        uuid=uuid,
+        run=run,
+        fence=1,
+        worker=worker,
+        start=at,
+        end=at + 0.01,
+        ok=not error,
+        settled=at + 0.02,
+        digest=digest(args),
+    )
     history.runs.append(one)
     history.settled.append(Settled(uuid=uuid, run=run, worker=worker, state=state, at=at + 0.02))
-    history.states[uuid] = Final(state=state, results=() if error else (result if result is not None else args[-1],), error=error)
+    history.states[uuid] = Final(
+        state=state,
+        results=() if error else (result if result is not None else args[-1],),
+        error=error,
+    )
     return one
 
 
 def again(
-    history: History, uuid: str, at: float, *, worker: str = "w2", fence: int = 2, settled: bool = True, same: bool = True
+    history: History,
+    uuid: str,
+    at: float,
+    *,
+    worker: str = "w2",
+    fence: int = 2,
+    settled: bool = True,
+    same: bool = True,
 ) -> Run:
     """The last execution of it, once more; `settled`: it is the one that counts. `same`: not a second message."""
     before = next(one for one in reversed(history.runs) if one.uuid == uuid)
-    one = Run(uuid=uuid, run=before.run, fence=fence, worker=worker, start=at, end=at + 0.01, ok=before.ok, digest=before.digest,
-              again=same)
+    one = Run(
+        uuid=uuid,
+        run=before.run,
+        fence=fence,
+        worker=worker,
+        start=at,
+        end=at + 0.01,
+        ok=before.ok,
+        digest=before.digest,
+        again=same,
+    )
     if settled:
         before.settled, one.settled = None, at + 0.02
     history.runs.append(one)
@@ -147,7 +186,12 @@ def repeat_a_task_after_a_fault_that_explains_nothing(history: History) -> None:
 
 
 def let_a_state_go_back(history: History) -> None:
-    history.samples["task"] = [(0, State.PENDING), (0, State.STARTED), (0, State.RECEIVED), (0, State.SUCCESS)]
+    history.samples["task"] = [
+        (0, State.PENDING),
+        (0, State.STARTED),
+        (0, State.RECEIVED),
+        (0, State.SUCCESS),
+    ]
 
 
 def let_a_final_state_change(history: History) -> None:
@@ -172,7 +216,9 @@ def store_another_result(history: History) -> None:
 
 
 def charge_a_retry_to_the_task(history: History) -> None:
-    history.runs.append(Run(uuid="flaky", run=2, fence=1, worker="w1", start=1.7, end=1.71, ok=True))
+    history.runs.append(
+        Run(uuid="flaky", run=2, fence=1, worker="w1", start=1.7, end=1.71, ok=True)
+    )
 
 
 def start_before_the_eta(history: History) -> None:
@@ -224,7 +270,9 @@ def test_a_history_as_it_should_be_passes() -> None:
     assert verdict.word == "PASSED"
 
 
-@pytest.mark.parametrize(("harm", "rule"), WRONG.items(), ids=lambda value: getattr(value, "__name__", ""))
+@pytest.mark.parametrize(
+    ("harm", "rule"), WRONG.items(), ids=lambda value: getattr(value, "__name__", "")
+)
 def test_what_is_wrong_is_found(harm: Callable[[History], None], rule: str) -> None:
     history = good()
     harm(history)
@@ -240,18 +288,48 @@ def test_what_is_wrong_is_found(harm: Callable[[History], None], rule: str) -> N
 DOUBLES: dict[str, tuple[bool, Happened | None, bool]] = {
     "no fault": (True, None, False),
     "a second message without a fault": (False, None, False),
-    "a fault before it was sent": (False, Happened(kind="server", worker="", start=-2.0, end=-1.9), False),
-    "a kill of the server while it was sent": (False, Happened(kind="server", worker="", start=-1.4, end=-1.3), True),
-    "a reset of a worker while it was sent": (False, Happened(kind="reset", worker="w1", start=-1.4, end=-1.3), False),
-    "a kill of the server after it was sent": (False, Happened(kind="server", worker="", start=-1.1, end=-1.0), False),
-    "a reset of its worker while it ran": (True, Happened(kind="reset", worker="w1", start=1.005, end=1.005), True),
-    "a reset of another worker while it ran": (True, Happened(kind="reset", worker="w9", start=1.005, end=1.005), False),
-    "a reset of the second worker before that": (True, Happened(kind="reset", worker="w2", start=3.0, end=3.0), False),
+    "a fault before it was sent": (
+        False,
+        Happened(kind="server", worker="", start=-2.0, end=-1.9),
+        False,
+    ),
+    "a kill of the server while it was sent": (
+        False,
+        Happened(kind="server", worker="", start=-1.4, end=-1.3),
+        True,
+    ),
+    "a reset of a worker while it was sent": (
+        False,
+        Happened(kind="reset", worker="w1", start=-1.4, end=-1.3),
+        False,
+    ),
+    "a kill of the server after it was sent": (
+        False,
+        Happened(kind="server", worker="", start=-1.1, end=-1.0),
+        False,
+    ),
+    "a reset of its worker while it ran": (
+        True,
+        Happened(kind="reset", worker="w1", start=1.005, end=1.005),
+        True,
+    ),
+    "a reset of another worker while it ran": (
+        True,
+        Happened(kind="reset", worker="w9", start=1.005, end=1.005),
+        False,
+    ),
+    "a reset of the second worker before that": (
+        True,
+        Happened(kind="reset", worker="w2", start=3.0, end=3.0),
+        False,
+    ),
 }
 
 
 @pytest.mark.parametrize(("same", "fault", "explained"), DOUBLES.values(), ids=DOUBLES)
-def test_a_second_execution_where_messages_may_be_doubled(same: bool, fault: Happened | None, explained: bool) -> None:
+def test_a_second_execution_where_messages_may_be_doubled(
+    same: bool, fault: Happened | None, explained: bool
+) -> None:
     history = good()
     history.doubles = True
     history.sent["task"] = Sent(word="accepted", at=-1.2, tried=-1.5)
@@ -264,14 +342,19 @@ def test_a_second_execution_where_messages_may_be_doubled(same: bool, fault: Hap
     assert verdict.rules() == (set() if explained else {"unexplained repeat"})
 
 
-@pytest.mark.parametrize(("fault", "explained"), [
-    (Happened(kind="reset", worker="w1", start=1.005, end=1.01), True),
-    (Happened(kind="reset", worker="w1", start=0.9, end=0.95), False),
-    (Happened(kind="reset", worker="w9", start=1.005, end=1.01), False),
-    (Happened(kind="server", worker="", start=1.015, end=1.3), True),
-    (Happened(kind="server", worker="", start=1.05, end=1.1), False),
-])
-def test_what_follows_may_be_doubled_where_the_task_in_front_of_it_was_settled(fault: Happened, explained: bool) -> None:
+@pytest.mark.parametrize(
+    ("fault", "explained"),
+    [
+        (Happened(kind="reset", worker="w1", start=1.005, end=1.01), True),
+        (Happened(kind="reset", worker="w1", start=0.9, end=0.95), False),
+        (Happened(kind="reset", worker="w9", start=1.005, end=1.01), False),
+        (Happened(kind="server", worker="", start=1.015, end=1.3), True),
+        (Happened(kind="server", worker="", start=1.05, end=1.1), False),
+    ],
+)
+def test_what_follows_may_be_doubled_where_the_task_in_front_of_it_was_settled(
+    fault: Happened, explained: bool
+) -> None:
     history = good()
     history.doubles = True
     again(history, "second", 9.0, same=False)
@@ -299,7 +382,11 @@ def test_what_came_back_may_be_doubled_where_it_is_moved_and_both_have_come_back
 def test_a_repeat_after_a_kill_of_its_worker_is_explained_and_its_recovery_is_measured() -> None:
     history = good()
     first = history.runs[0]
-    first.end, first.settled, history.settled[0] = None, None, Settled(uuid="task", run=0, worker="w2", state="SUCCESS", at=1.7)
+    first.end, first.settled, history.settled[0] = (
+        None,
+        None,
+        Settled(uuid="task", run=0, worker="w2", state="SUCCESS", at=1.7),
+    )
     history.faults.append(Happened(kind="kill", worker="w1", start=1.005, end=1.006))
     again(history, "task", 1.505)
 
@@ -316,7 +403,9 @@ def test_a_chord_with_a_failed_member_must_fail_without_a_run() -> None:
     history.runs = [one for one in history.runs if one.uuid not in ("m0", "chord")]
     history.settled = [one for one in history.settled if one.uuid not in ("m0", "chord")]
     ran(history, "m0", 1.1, [1], error=error)
-    history.states["chord"] = Final(state=State.FAILURE, error="chord member failed", error_type="ChordMemberFailed")
+    history.states["chord"] = Final(
+        state=State.FAILURE, error="chord member failed", error_type="ChordMemberFailed"
+    )
     ran(history, "chord-error", 3.0, ["chord member failed", 9], result=9)
     history.finished = len(history.states)
     passed = check(history)

@@ -29,9 +29,14 @@ from tests.chaos import fuzz, fuzz_app
 FULL = bool(os.environ.get("MACHINERY_TEST_FULL"))
 COUNT = int(os.environ.get("FUZZ_MESSAGES", "10000" if FULL else "330"))
 EACH = 500 if FULL else 50  # messages for each canary
-SEED = int(os.environ.get("CHAOS_SEED") or (random.SystemRandom().randrange(1, 1_000_000) if FULL else 7))
+SEED = int(
+    os.environ.get("CHAOS_SEED") or (random.SystemRandom().randrange(1, 1_000_000) if FULL else 7)
+)
 QUIET = 120.0  # seconds; a guard
-GROWTH = 1.5, 64 * 1024  # how many times the memory may grow after a third of the messages, and KiB besides
+GROWTH = (
+    1.5,
+    64 * 1024,
+)  # how many times the memory may grow after a third of the messages, and KiB besides
 LINE = 2_048  # bytes
 ROOT = pathlib.Path(__file__).parents[2]
 KINDS = fuzz.KINDS
@@ -46,10 +51,18 @@ def stores(request: pytest.FixtureRequest) -> Iterator[tuple[str, Put]]:
     with RedisServer() as results:
         if request.param == "redis":
             with redis.Redis.from_url(results.url) as client:
-                yield results.url, lambda bodies: collections.deque((client.rpush("machinery_tasks", one) for one in bodies), 0)
+                yield (
+                    results.url,
+                    lambda bodies: collections.deque(
+                        (client.rpush("machinery_tasks", one) for one in bodies), 0
+                    ),
+                )
             return
         require(RabbitMQServer)
-        with RabbitMQServer() as broker, pika.BlockingConnection(pika.URLParameters(broker.url)) as connection:
+        with (
+            RabbitMQServer() as broker,
+            pika.BlockingConnection(pika.URLParameters(broker.url)) as connection,
+        ):
             channel = connection.channel()
             channel.confirm_delivery()
 
@@ -72,10 +85,26 @@ class Fuzzed:
         self._canaries: list[AsyncResult[Any]] = []
         self._ledger, self._log = folder / "ledger", folder / "log"
         self._ledger.touch()
-        environment = {**os.environ, "FUZZ_URL": url, "FUZZ_LEDGER": str(self._ledger), "PYTHONPATH": str(ROOT)}
-        command = [sys.executable, "-m", "machinery_py", "worker", "tests.chaos.fuzz_app:server", "-c", "4", "--no-banner"]
+        environment = {
+            **os.environ,
+            "FUZZ_URL": url,
+            "FUZZ_LEDGER": str(self._ledger),
+            "PYTHONPATH": str(ROOT),
+        }
+        command = [
+            sys.executable,
+            "-m",
+            "machinery_py",
+            "worker",
+            "tests.chaos.fuzz_app:server",
+            "-c",
+            "4",
+            "--no-banner",
+        ]
         with self._log.open("wb") as log:
-            self.process = subprocess.Popen(command, env=environment, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            self.process = subprocess.Popen(
+                command, env=environment, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            )
 
     def send(self, first: int, last: int) -> None:
         """The messages of these numbers, and a canary behind them that has to get through."""
@@ -84,7 +113,11 @@ class Fuzzed:
         self._put(bodies)
         canary = self.server.get_registered_task("canary").send(first)
         self._canaries.append(canary)
-        wait_until(lambda: canary.is_finished() or self.process.poll() is not None, QUIET, f"canary {first}\n{self.tail()}")
+        wait_until(
+            lambda: canary.is_finished() or self.process.poll() is not None,
+            QUIET,
+            f"canary {first}\n{self.tail()}",
+        )
         assert self.process.poll() is None, self.tail()
         assert canary.get(timeout=HANG) == first
 
@@ -105,11 +138,17 @@ class Fuzzed:
 
     def is_quiet(self) -> bool:
         # What follows a fuzzed message may go to any queue, which nobody serves.
-        return not any(one.waiting or one.running for one in self.server.broker.stats() if one.queue == "machinery_tasks")
+        return not any(
+            one.waiting or one.running
+            for one in self.server.broker.stats()
+            if one.queue == "machinery_tasks"
+        )
 
     def check(self) -> str:
         """Each message is a dead letter, has ended, or waits."""
-        wait_until(lambda: self.is_quiet() or self.process.poll() is not None, QUIET, "the end of all")
+        wait_until(
+            lambda: self.is_quiet() or self.process.poll() is not None, QUIET, "the end of all"
+        )
         page = ""
 
         def all_found() -> bool:
@@ -118,13 +157,19 @@ class Fuzzed:
             waiting = sum(one.delayed for one in self.server.broker.stats())
             letters = self.server.inspect.dead(limit=10 * COUNT)
             # A callback that was damaged may be a dead letter of its own.
-            dead = [letter for letter in letters if letter.uuid not in ended and letter.body in self.sent]
+            dead = [
+                letter
+                for letter in letters
+                if letter.uuid not in ended and letter.body in self.sent
+            ]
             page = f"{len(ended)} ended, {len(dead)} dead, {waiting} waiting of {COUNT}; seed {SEED}\n{self.tail()}"
             assert max(ended.values()) == 1, page
             assert collections.Counter(letter.body for letter in dead) <= self.sent, page
             return len(ended) + len(dead) + waiting == COUNT
 
-        with contextlib.suppress(AssertionError):  # a dead letter is on its way for a moment in RabbitMQ
+        with contextlib.suppress(
+            AssertionError
+        ):  # a dead letter is on its way for a moment in RabbitMQ
             wait_until(all_found, HANG)
         assert all_found(), page
         return page
@@ -142,7 +187,9 @@ class Fuzzed:
 
 @pytest.mark.chaos
 @pytest.mark.timeout(QUIET * (12 if FULL else 2))
-def test_fuzzed_messages_harm_nobody_beside_them(stores: tuple[str, Put], tmp_path: pathlib.Path) -> None:
+def test_fuzzed_messages_harm_nobody_beside_them(
+    stores: tuple[str, Put], tmp_path: pathlib.Path
+) -> None:
     fuzzed = Fuzzed(*stores, tmp_path)
     try:
         warm = 0

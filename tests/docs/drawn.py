@@ -1,6 +1,6 @@
 """What stands in the documentation and is drawn from the code: tables, signatures of methods, the examples' bytes.
 
-    python -m tests.docs.drawn      write what is drawn into the pages
+python -m tests.docs.drawn      write what is drawn into the pages
 """
 
 from __future__ import annotations
@@ -38,8 +38,16 @@ def floors() -> str:
     """The rows of tests/test_architecture.py, from the lowest."""
     tree = ast.parse((ROOT / "tests" / "test_architecture.py").read_text())
     for node in ast.walk(tree):
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.target.id == "FLOORS":
-            rows = [one.value for one in ast.walk(node) if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+        if (
+            isinstance(node, ast.AnnAssign)
+            and isinstance(node.target, ast.Name)
+            and node.target.id == "FLOORS"
+        ):
+            rows = [
+                one.value
+                for one in ast.walk(node)
+                if isinstance(one, ast.Constant) and isinstance(one.value, str)
+            ]
             return "\n".join(f"{number:2}  {row}" for number, row in enumerate(rows, 1))
     raise AssertionError("tests/test_architecture.py has no FLOORS")
 
@@ -49,19 +57,31 @@ def floors() -> str:
 SENT_AT = dt.datetime(2026, 11, 20, 11, 44, 32, 400158, tzinfo=dt.timezone.utc)
 
 ADD: Signature[Any] = Signature(
-    name="add", uuid="task_7e1e262a-41e9-4fac-8337-292731c4e115", routing_key="machinery_tasks",
+    name="add",
+    uuid="task_7e1e262a-41e9-4fac-8337-292731c4e115",
+    routing_key="machinery_tasks",
     args=[Arg(type="int64", value=1), Arg(type="int64", value=2)],
 )
 SECOND_TRY: Signature[Any] = ADD.replace(
-    eta=SENT_AT, retry_count=2, retry_timeout=1, headers={"machinery_run": "1", "machinery_attempt": "2"},
+    eta=SENT_AT,
+    retry_count=2,
+    retry_timeout=1,
+    headers={"machinery_run": "1", "machinery_attempt": "2"},
 )
 MEMBER: Signature[Any] = Signature(
-    name="a", uuid="task_2651d9bc-3cd8-44cd-b59f-ff315997a1e4", routing_key="machinery_tasks",
-    group_uuid="group_ff2088e4-0ee1-4b8b-80a0-8df40174b02d", group_task_count=2,
+    name="a",
+    uuid="task_2651d9bc-3cd8-44cd-b59f-ff315997a1e4",
+    routing_key="machinery_tasks",
+    group_uuid="group_ff2088e4-0ee1-4b8b-80a0-8df40174b02d",
+    group_task_count=2,
     chord_callback=Signature(name="cb", uuid="chord_630d38fa-f7cb-4751-b02b-e92b5a0baf64"),
 )
 SUCCESS = TaskState(
-    task_uuid=ADD.uuid, task_name="add", state=State.SUCCESS, results=(Arg(type="int64", value=3),), created_at=SENT_AT,
+    task_uuid=ADD.uuid,
+    task_name="add",
+    state=State.SUCCESS,
+    results=(Arg(type="int64", value=3),),
+    created_at=SENT_AT,
 )
 GROUP = GroupMeta(group_uuid=MEMBER.group_uuid, task_uuids=(MEMBER.uuid,), created_at=SENT_AT)
 
@@ -102,7 +122,10 @@ def shape_of_function(function: Callable[..., Any]) -> str:
 
 def _written(parameters: list[inspect.Parameter]) -> str:
     plain = [
-        one.replace(annotation=one.empty, default=one.default.value if isinstance(one.default, Enum) else one.default)
+        one.replace(
+            annotation=one.empty,
+            default=one.default.value if isinstance(one.default, Enum) else one.default,
+        )
         for one in parameters
     ]
     return str(inspect.Signature(plain))

@@ -31,9 +31,14 @@ from machinery_py.testing.waiting import wait_until
 ROOT = pathlib.Path(__file__).parents[2]
 HANG = 60.0  # seconds; a guard, nothing is measured with it
 
-OTHERS = frozenset({"docs/reference/config.md", "docs/reference/cli.md"})  # have tests of their own beside their code
+OTHERS = frozenset(
+    {"docs/reference/config.md", "docs/reference/cli.md"}
+)  # have tests of their own beside their code
 
-_BLOCK = re.compile(r"(?P<marks>(?:<!-- [^\n]* -->\n)*)```(?P<language>\w+)\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE)
+_BLOCK = re.compile(
+    r"(?P<marks>(?:<!-- [^\n]* -->\n)*)```(?P<language>\w+)\n(?P<text>.*?)^```$",
+    re.DOTALL | re.MULTILINE,
+)
 _MARK = re.compile(r"<!-- (?P<word>[a-z ]+?)(?:: (?P<rest>[^\n]*))? -->")
 
 
@@ -83,7 +88,15 @@ def blocks(page: str, language: str = "") -> list[Block]:
     for match in _BLOCK.finditer(text):
         marks = {mark["word"]: mark["rest"] or "" for mark in _MARK.finditer(match["marks"])}
         if language in ("", match["language"]):
-            found.append(Block(page, text.count("\n", 0, match.start("text")) + 1, match["language"], match["text"], marks))
+            found.append(
+                Block(
+                    page,
+                    text.count("\n", 0, match.start("text")) + 1,
+                    match["language"],
+                    match["text"],
+                    marks,
+                )
+            )
     return found
 
 
@@ -122,7 +135,11 @@ def _open(line: str) -> str:
 
 def environment(folder: pathlib.Path, **more: str) -> dict[str, str]:
     """That of a fresh shell in the folder: no settings of the tester's, and the commands of this environment."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("MACHINERY_", "PYTEST_", "COVERAGE_"))}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("MACHINERY_", "PYTEST_", "COVERAGE_"))
+    }
     path = os.pathsep.join([str(pathlib.Path(sys.executable).parent), kept.get("PATH", "")])
     return {**kept, "PATH": path, "TMPDIR": str(folder), "PYTHONUNBUFFERED": "1", **more}
 
@@ -144,7 +161,9 @@ class Shell:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
         for command, process, log in reversed(self.background):
             if error is not None:
                 process.kill()
@@ -168,7 +187,9 @@ class Shell:
 
     def _do(self, block: Block, command: str, output: str) -> None:
         where = f"{block.page}:{block.line}: $ {command}"
-        if "background" in block.marks or (command.startswith("machinery worker ") and "--burst" not in command):
+        if "background" in block.marks or (
+            command.startswith("machinery worker ") and "--burst" not in command
+        ):
             self.start(command, output, where)
         elif "repeat until it is so" in block.marks:
             seen: list[str] = []
@@ -185,16 +206,27 @@ class Shell:
         else:
             printed = self.run(command)
             if output:
-                assert pattern_of(output).search(printed), f"{where}\nprinted:\n{printed}\nand not:\n{output}"
+                assert pattern_of(output).search(printed), (
+                    f"{where}\nprinted:\n{printed}\nand not:\n{output}"
+                )
 
     def run(self, command: str) -> str:
         """Run it to its end; what it prints, on either stream."""
         done = subprocess.run(
-            self._words(command), cwd=self.folder, env=self._environment(), stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=HANG, check=False,
+            self._words(command),
+            cwd=self.folder,
+            env=self._environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=HANG,
+            check=False,
         )
         is_complaint = done.stdout.startswith("machinery: ")
-        assert done.returncode == 0 or is_complaint, f"$ {command}\nexit code {done.returncode}\n{done.stdout}"
+        assert done.returncode == 0 or is_complaint, (
+            f"$ {command}\nexit code {done.returncode}\n{done.stdout}"
+        )
         return done.stdout
 
     def start(self, command: str, output: str, where: str) -> None:
@@ -202,8 +234,13 @@ class Shell:
         log = self.folder / f"terminal-{len(self.background) + 1}.log"
         with log.open("w") as file:
             process = subprocess.Popen(
-                self._words(command), cwd=self.folder, env=self._environment(), stdin=subprocess.DEVNULL,
-                stdout=file, stderr=subprocess.STDOUT, text=True,
+                self._words(command),
+                cwd=self.folder,
+                env=self._environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                text=True,
             )
         self.background.append((command, process, log))
 
@@ -231,7 +268,9 @@ class Shell:
 
     def _words(self, command: str) -> list[str]:
         # Somebody else may be using the page's port.
-        words = shlex.split(command.replace("localhost:1025", f"localhost:{self.port}"), comments=True)
+        words = shlex.split(
+            command.replace("localhost:1025", f"localhost:{self.port}"), comments=True
+        )
         return [sys.executable, *words[1:]] if words[0] == "python" else words
 
     def _environment(self) -> dict[str, str]:

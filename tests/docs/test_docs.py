@@ -62,8 +62,13 @@ def test_the_programs_of_a_page_run(page: str, tmp_path: pathlib.Path) -> None:
     script.write_text(program(page))
 
     done = subprocess.run(
-        [sys.executable, "-W", "error", str(script)], cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True,
-        timeout=HANG, check=False,
+        [sys.executable, "-W", "error", str(script)],
+        cwd=tmp_path,
+        env=environment(tmp_path),
+        capture_output=True,
+        text=True,
+        timeout=HANG,
+        check=False,
     )
 
     assert done.returncode == 0, f"{page} (the lines are the page's)\n{done.stdout}{done.stderr}"
@@ -83,7 +88,9 @@ def test_the_quickstart_is_the_example(tmp_path: pathlib.Path) -> None:
 
 def test_a_block_that_is_not_run_says_why() -> None:
     silent = [
-        f"{block.page}:{block.line}" for page in OURS for block in blocks(page)
+        f"{block.page}:{block.line}"
+        for page in OURS
+        for block in blocks(page)
         if block.is_left_alone and not block.marks["not run"]
     ]
 
@@ -107,7 +114,9 @@ def shown_commands() -> Iterator[tuple[str, list[str]]]:
     unit = (DEPLOY / "machinery-worker.service").read_text()
     for line in re.findall(r"^ExecStart=\S+/machinery (.*)$", unit, re.MULTILINE):
         yield "machinery-worker.service", shlex.split(line)
-    for line in re.findall(r"^(?:HEALTHCHECK .*)?CMD (\[.*\])$", (DEPLOY / "Dockerfile").read_text(), re.MULTILINE):
+    for line in re.findall(
+        r"^(?:HEALTHCHECK .*)?CMD (\[.*\])$", (DEPLOY / "Dockerfile").read_text(), re.MULTILINE
+    ):
         yield "Dockerfile", json.loads(line)[1:]
     for command in kubernetes_commands():
         yield "kubernetes.yaml", command[1:]
@@ -123,7 +132,7 @@ def test_every_command_that_is_shown_exists_with_its_options() -> None:
         command = COMMANDS.get(name)
         assert command is not None, f"{page}: no command {name!r}"
         try:
-            args = command_parser(command).parse_intermixed_args(words[len(name.split()):])
+            args = command_parser(command).parse_intermixed_args(words[len(name.split()) :])
         except SystemExit:
             pytest.fail(f"{page}: machinery {shlex.join(words)}")
         split_words(args.words, "", least=command.least, most=command.most)
@@ -133,7 +142,9 @@ def test_every_command_that_is_shown_exists_with_its_options() -> None:
 
 
 def anchors(page: str) -> set[str]:
-    heads = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", read(page), flags=re.DOTALL), re.MULTILINE)
+    heads = re.findall(
+        r"^#+ (.*)$", re.sub(r"```.*?```", "", read(page), flags=re.DOTALL), re.MULTILINE
+    )
     return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
 
 
@@ -146,7 +157,9 @@ def test_links_lead_somewhere(page: str) -> None:
             continue
         path, _, anchor = target.partition("#")
         found = (ROOT / page).parent / path if path else ROOT / page
-        if not found.exists() or (anchor and anchor not in anchors(str(found.resolve().relative_to(ROOT)))):
+        if not found.exists() or (
+            anchor and anchor not in anchors(str(found.resolve().relative_to(ROOT)))
+        ):
             broken.append(target)
 
     assert not broken
@@ -168,7 +181,9 @@ def test_every_page_can_be_reached() -> None:
 
 def test_files_and_tests_that_are_named_are_there() -> None:
     code = "\n".join(
-        path.read_text() for folder in ("tests", "machinery_py/testing") for path in sorted((ROOT / folder).rglob("*.py"))
+        path.read_text()
+        for folder in ("tests", "machinery_py/testing")
+        for path in sorted((ROOT / folder).rglob("*.py"))
     )
     missing = []
     for page in OURS:
@@ -195,13 +210,19 @@ def test_make_targets_that_are_named_are_there() -> None:
 
 
 def test_every_public_name_is_in_the_api() -> None:
-    words = set(re.findall(r"\w+", " ".join(re.findall(r"`([^`]+)`", read("docs/reference/api.md")))))
+    words = set(
+        re.findall(r"\w+", " ".join(re.findall(r"`([^`]+)`", read("docs/reference/api.md"))))
+    )
 
     assert set(machinery_py.__all__) <= words
 
 
 def test_the_methods_of_the_api_have_these_parameters() -> None:
-    owners: dict[str, type] = {name: one for name in machinery_py.__all__ if isinstance(one := getattr(machinery_py, name), type)}
+    owners: dict[str, type] = {
+        name: one
+        for name in machinery_py.__all__
+        if isinstance(one := getattr(machinery_py, name), type)
+    }
     owners |= {"Inspector": Inspector, "Schedules": Schedules, "NamedLock": NamedLock}
     wrong, count = [], 0
     for shown in re.findall(r"^\| `([^`]+)` \|", read("docs/reference/api.md"), re.MULTILINE):
@@ -222,11 +243,19 @@ def test_the_methods_of_the_api_have_these_parameters() -> None:
 
 
 def events_of() -> list[type[events.Event]]:
-    return [one for _, one in inspect.getmembers(events, inspect.isclass) if issubclass(one, events.Event)]
+    return [
+        one
+        for _, one in inspect.getmembers(events, inspect.isclass)
+        if issubclass(one, events.Event)
+    ]
 
 
 def test_every_event_is_there_with_its_fields() -> None:
-    rows = dict(re.findall(r"^\| `(\w+)` \| .* \| (.*?) ?\|$", read("docs/reference/events.md"), re.MULTILINE))
+    rows = dict(
+        re.findall(
+            r"^\| `(\w+)` \| .* \| (.*?) ?\|$", read("docs/reference/events.md"), re.MULTILINE
+        )
+    )
 
     assert rows.keys() == {one.__name__ for one in events_of()}
     for one in events_of():
@@ -235,7 +264,8 @@ def test_every_event_is_there_with_its_fields() -> None:
 
 def errors_of() -> list[type[BaseException]]:
     return [
-        one for _, one in inspect.getmembers(errors, inspect.isclass)
+        one
+        for _, one in inspect.getmembers(errors, inspect.isclass)
         if issubclass(one, errors.MachineryError) and one.__module__ == errors.__name__
     ]
 
@@ -249,7 +279,9 @@ def test_the_tree_of_errors_is_that_of_the_classes() -> None:
         assert head is not None, line
         depth = len(head["lead"]) // 4
         path[depth:] = [head["name"]]
-        found[head["name"]] = {*path[depth - 1:depth], *filter(None, [head["builtin"]])} if depth else {"Exception"}
+        found[head["name"]] = (
+            {*path[depth - 1 : depth], *filter(None, [head["builtin"]])} if depth else {"Exception"}
+        )
 
     assert found == {one.__name__: {base.__name__ for base in one.__bases__} for one in errors_of()}
 
@@ -267,14 +299,22 @@ def test_what_is_drawn_is_as_the_code_is_now(page: str) -> None:
 
 
 def test_everything_that_can_be_drawn_is_somewhere() -> None:
-    drawn = {name for page in OURS for name in re.findall(r"^<!-- drawn: (.*) -->$", read(page), re.MULTILINE)}
+    drawn = {
+        name
+        for page in OURS
+        for name in re.findall(r"^<!-- drawn: (.*) -->$", read(page), re.MULTILINE)
+    }
 
     assert drawn == set(DRAWN)
 
 
 def test_the_keys_and_headers_of_a_message_are_explained() -> None:
     text = read("docs/reference/wire-format.md")
-    explained = {key for row in re.findall(r"^\| (`.*?`) \|", text, re.MULTILINE) for key in re.findall(r"`(\w+)`", row)}
+    explained = {
+        key
+        for row in re.findall(r"^\| (`.*?`) \|", text, re.MULTILINE)
+        for key in re.findall(r"`(\w+)`", row)
+    }
     headers = {value for name, value in vars(signature).items() if name.startswith("HEADER_")}
 
     assert set(json.loads(encode_signature(Signature(name="a")))) | headers == explained
@@ -291,12 +331,20 @@ class Point:
 
 
 def rows_of_types() -> list[tuple[str, str, str]]:
-    return re.findall(r"^\| `(.*?)` \| `(.*?)` \| `(.*?)` \|$", read("docs/reference/types.md"), re.MULTILINE)
+    return re.findall(
+        r"^\| `(.*?)` \| `(.*?)` \| `(.*?)` \|$", read("docs/reference/types.md"), re.MULTILINE
+    )
 
 
 @pytest.mark.parametrize(("expression", "type_name", "wire"), rows_of_types())
 def test_a_value_travels_as_it_is_shown(expression: str, type_name: str, wire: str) -> None:
-    names: dict[str, Any] = {"Colour": Colour, "Point": Point, "dt": dt, "Decimal": Decimal, "UUID": UUID}
+    names: dict[str, Any] = {
+        "Colour": Colour,
+        "Point": Point,
+        "dt": dt,
+        "Decimal": Decimal,
+        "UUID": UUID,
+    }
     value = eval(compile(ast.parse(expression, mode="eval"), "types.md", "eval"), names)
 
     body = encode_signature(Signature(name="a", args=[Arg.of(value)]))
@@ -306,18 +354,35 @@ def test_a_value_travels_as_it_is_shown(expression: str, type_name: str, wire: s
 
 def test_every_store_has_its_row() -> None:
     text = read("docs/reference/stores.md")
-    rows = re.findall(r"^\| `([\w+]+)` \| (\w+) \| (\w+) \| (\w+) \| (\w+) \| (\w+) \|", text, re.MULTILINE)
+    rows = re.findall(
+        r"^\| `([\w+]+)` \| (\w+) \| (\w+) \| (\w+) \| (\w+) \| (\w+) \|", text, re.MULTILINE
+    )
 
     assert {row[0] for row in rows} == set(factory.FAMILIES) == set(SCHEMES)
     for scheme, *claims in rows:
-        urls = {"sqlite": "sqlite:///a.db", "memory": "memory://", "redis": "redis://h", "rediss": "rediss://h",
-                "redis+socket": "redis+socket:///s", "amqp": "amqp://h", "amqps": "amqps://h", "memcache": "memcache://h",
-                "mongodb": "mongodb://h", "mongodb+srv": "mongodb+srv://h"}
+        urls = {
+            "sqlite": "sqlite:///a.db",
+            "memory": "memory://",
+            "redis": "redis://h",
+            "rediss": "rediss://h",
+            "redis+socket": "redis+socket:///s",
+            "amqp": "amqp://h",
+            "amqps": "amqps://h",
+            "memcache": "memcache://h",
+            "mongodb": "mongodb://h",
+            "mongodb+srv": "mongodb+srv://h",
+        }
         url = str(urls.get(scheme, scheme))
         family = factory.open_family(url, FamilyOptions(clock=ManualClock()))
         store = family.backend().features
         sends = "broker" in SCHEMES[scheme]
-        durable = "yes" if store.durable else "messages" if sends and family.broker().features.durable else "no"
+        durable = (
+            "yes"
+            if store.durable
+            else "messages"
+            if sends and family.broker().features.durable
+            else "no"
+        )
         assert claims == [
             one if isinstance(one, str) else "yes" if one else "no"
             for one in (sends, True, durable, store.shared, family.together() is not None)
@@ -334,7 +399,10 @@ def kubernetes() -> list[dict[str, Any]]:
 def kubernetes_commands() -> list[list[str]]:
     [pod] = [one["spec"]["template"]["spec"] for one in kubernetes() if one["kind"] == "Deployment"]
     [container] = pod["containers"]
-    return [container["command"], *(container[probe]["exec"]["command"] for probe in ("livenessProbe", "readinessProbe"))]
+    return [
+        container["command"],
+        *(container[probe]["exec"]["command"] for probe in ("livenessProbe", "readinessProbe")),
+    ]
 
 
 def shutdown_timeout(words: list[str]) -> float:
@@ -362,7 +430,10 @@ def test_sqlite_has_one_pod_with_a_volume() -> None:
 
     assert deployment["replicas"] == 1
     assert deployment["strategy"] == {"type": "Recreate"}
-    assert {"name": "data", "persistentVolumeClaim": {"claimName": claim["metadata"]["name"]}} in pod["volumes"]
+    assert {
+        "name": "data",
+        "persistentVolumeClaim": {"claimName": claim["metadata"]["name"]},
+    } in pod["volumes"]
     assert {"name": "data", "mountPath": "/data"} in pod["containers"][0]["volumeMounts"]
 
 
@@ -370,4 +441,7 @@ def test_the_fragments_have_a_number_and_a_kind() -> None:
     names = [path.name for path in (ROOT / "changelog.d").iterdir() if path.name != "README.md"]
 
     assert names
-    assert all(re.fullmatch(r"\d+\.(added|changed|deprecated|removed|fixed|security)\.md", name) for name in names), names
+    assert all(
+        re.fullmatch(r"\d+\.(added|changed|deprecated|removed|fixed|security)\.md", name)
+        for name in names
+    ), names

@@ -9,7 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from machinery_py.backoff import MAX_DELAY, Backoff, delay_for, exponential, full_jitter, next_fibonacci
+from machinery_py.backoff import (
+    MAX_DELAY,
+    Backoff,
+    delay_for,
+    exponential,
+    full_jitter,
+    next_fibonacci,
+)
 from tests.wire.golden_files import FOLDER
 
 GO = json.loads((FOLDER / "fibonacci.json").read_text(encoding="utf-8"))
@@ -29,15 +36,24 @@ def test_fibonacci_is_the_next_above(after: int) -> None:
     assert after < next_fibonacci(after) <= max(1, 2 * after + 1)
 
 
-@pytest.mark.parametrize(("attempt", "expected"), [(1, 10.0), (2, 60.0), (3, 600.0), (4, 600.0), (99, 600.0)])
+@pytest.mark.parametrize(
+    ("attempt", "expected"), [(1, 10.0), (2, 60.0), (3, 600.0), (4, 600.0), (99, 600.0)]
+)
 def test_listed_delays_go_on_with_the_last(attempt: int, expected: float) -> None:
     assert delay_for([10, 60, 600], attempt, 0) == expected
 
 
-@pytest.mark.parametrize(("backoff", "expected"), [
-    (lambda n: n * 30.0, 90.0), (lambda n: -5.0, 0.0), (lambda n: 1e9, MAX_DELAY), ([-1], 0.0), ([1e9], MAX_DELAY),
-    ((0.25,), 0.25),
-])
+@pytest.mark.parametrize(
+    ("backoff", "expected"),
+    [
+        (lambda n: n * 30.0, 90.0),
+        (lambda n: -5.0, 0.0),
+        (lambda n: 1e9, MAX_DELAY),
+        ([-1], 0.0),
+        ([1e9], MAX_DELAY),
+        ((0.25,), 0.25),
+    ],
+)
 def test_a_function_or_list_is_kept_within_limits(backoff: Backoff, expected: float) -> None:
     assert delay_for(backoff, 3, 0) == expected
 
@@ -55,5 +71,7 @@ def test_full_jitter_is_between_nothing_and_all(delay: float, seed: int) -> None
 
 
 def test_an_unknown_word_is_told_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"backoff 'fibonaci': unknown \(known: 'fibonacci', 'exponential'"):
+    with pytest.raises(
+        ValueError, match=r"backoff 'fibonaci': unknown \(known: 'fibonacci', 'exponential'"
+    ):
         delay_for("fibonaci", 1, 0)

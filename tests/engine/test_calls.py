@@ -16,7 +16,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from machinery_py import ArgumentError, Context, Server, Signature, Task, TaskAlreadyRegistered, TaskNotRegistered
+from machinery_py import (
+    ArgumentError,
+    Context,
+    Server,
+    Signature,
+    Task,
+    TaskAlreadyRegistered,
+    TaskNotRegistered,
+)
 from machinery_py.calls import Call
 from machinery_py.registry import AsyncTask
 from machinery_py.signature import HEADER_DELAY, HEADER_EXPIRES, HEADER_EXPIRES_IN, Arg, counted
@@ -51,7 +59,9 @@ async def coroutine(a: int) -> int: ...  # type: ignore[empty-body]
 
 
 def sent(function: Any, *args: Any, **kwargs: Any) -> list[tuple[str, str, Any]]:
-    return [(arg.name, arg.type, arg.value) for arg in Call("task", function).arguments(args, kwargs)]
+    return [
+        (arg.name, arg.type, arg.value) for arg in Call("task", function).arguments(args, kwargs)
+    ]
 
 
 def received(function: Any, *args: Any, **kwargs: Any) -> tuple[list[Any], dict[str, Any]]:
@@ -64,35 +74,45 @@ def received(function: Any, *args: Any, **kwargs: Any) -> tuple[list[Any], dict[
 # Binding
 
 
-@pytest.mark.parametrize(("function", "args", "kwargs", "expected"), [
-    (plain, (1,), {}, [("", "int64", 1)]),
-    (plain, (1, 2, 3, 4), {}, [("", "int64", n) for n in (1, 2, 3, 4)]),
-    (plain, (), {"b": 1, "a": 2}, [("", "int64", 2), ("", "int64", 1)]),
-    (plain, (1,), {"b": 2}, [("", "int64", 1), ("", "int64", 2)]),
-    (keywords, ("x",), {"c": "y"}, [("", "string", "x"), ("c", "string", "y")]),
-    (keywords, ("x", "z"), {"d": "w", "c": "y"}, [("", "string", "x"), ("", "string", "z"),
-                                                  ("c", "string", "y"), ("d", "string", "w")]),
-    (anything, (1,), {"k": True}, [("", "int64", 1), ("k", "bool", True)]),
-    (with_context, (5,), {}, [("", "int64", 5)]),
-    (with_context, (), {"a": 5}, [("", "int64", 5)]),
-    (untyped, (1, None), {}, [("", "int64", 1), ("", "json", None)]),
-    (str.upper, ("x",), {}, [("", "string", "x")]),
-])
+@pytest.mark.parametrize(
+    ("function", "args", "kwargs", "expected"),
+    [
+        (plain, (1,), {}, [("", "int64", 1)]),
+        (plain, (1, 2, 3, 4), {}, [("", "int64", n) for n in (1, 2, 3, 4)]),
+        (plain, (), {"b": 1, "a": 2}, [("", "int64", 2), ("", "int64", 1)]),
+        (plain, (1,), {"b": 2}, [("", "int64", 1), ("", "int64", 2)]),
+        (keywords, ("x",), {"c": "y"}, [("", "string", "x"), ("c", "string", "y")]),
+        (
+            keywords,
+            ("x", "z"),
+            {"d": "w", "c": "y"},
+            [("", "string", "x"), ("", "string", "z"), ("c", "string", "y"), ("d", "string", "w")],
+        ),
+        (anything, (1,), {"k": True}, [("", "int64", 1), ("k", "bool", True)]),
+        (with_context, (5,), {}, [("", "int64", 5)]),
+        (with_context, (), {"a": 5}, [("", "int64", 5)]),
+        (untyped, (1, None), {}, [("", "int64", 1), ("", "json", None)]),
+        (str.upper, ("x",), {}, [("", "string", "x")]),
+    ],
+)
 def test_only_keyword_only_arguments_travel_by_name(
     function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], expected: list[Any]
 ) -> None:
     assert sent(function, *args, **kwargs) == expected
 
 
-@pytest.mark.parametrize(("function", "args", "kwargs", "text"), [
-    (plain, (), {}, "task: missing argument 'a'"),
-    (with_context, (), {}, "task: missing argument 'a'"),
-    (with_context, (1, 2), {}, "task: too many positional arguments"),
-    (keywords, ("x",), {}, "task: missing argument 'c'"),
-    (keywords, ("x",), {"c": "y", "e": 1}, "task: got an unexpected keyword argument 'e'"),
-    (keywords, (), {"a": "x", "c": "y"}, "'a'"),
-    (plain, (1,), {"a": 1}, "task: multiple values for argument 'a'"),
-])
+@pytest.mark.parametrize(
+    ("function", "args", "kwargs", "text"),
+    [
+        (plain, (), {}, "task: missing argument 'a'"),
+        (with_context, (), {}, "task: missing argument 'a'"),
+        (with_context, (1, 2), {}, "task: too many positional arguments"),
+        (keywords, ("x",), {}, "task: missing argument 'c'"),
+        (keywords, ("x",), {"c": "y", "e": 1}, "task: got an unexpected keyword argument 'e'"),
+        (keywords, (), {"a": "x", "c": "y"}, "'a'"),
+        (plain, (1,), {"a": 1}, "task: multiple values for argument 'a'"),
+    ],
+)
 def test_a_call_that_does_not_fit_is_told(
     function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], text: str
 ) -> None:
@@ -127,7 +147,9 @@ def nested(levels: int) -> Any:
     return value
 
 
-@pytest.mark.parametrize("value", [nested(201), nested(100_000), {(1, 2): 3}], ids=["201", "100000", "tuple-key"])
+@pytest.mark.parametrize(
+    "value", [nested(201), nested(100_000), {(1, 2): 3}], ids=["201", "100000", "tuple-key"]
+)
 def test_what_could_not_be_read_again_is_refused_with_the_argument_or_result(value: Any) -> None:
     def f(first: Any, second: Any) -> Any: ...
 
@@ -137,7 +159,9 @@ def test_what_could_not_be_read_again_is_refused_with_the_argument_or_result(val
     with pytest.raises(ArgumentError, match=r"^f result: cannot send "):
         call.results(value)
     with pytest.raises(ArgumentError, match=r"^f argument 2: cannot send "):
-        encode_signature(Signature(name="f", args=(Arg(type="int64", value=1), Arg(type="json", value=value))))
+        encode_signature(
+            Signature(name="f", args=(Arg(type="int64", value=1), Arg(type="json", value=value)))
+        )
 
 
 def test_what_cannot_be_sent_is_told_with_the_argument() -> None:
@@ -151,39 +175,81 @@ def test_what_cannot_be_sent_is_told_with_the_argument() -> None:
 
 
 def hints(  # type: ignore[no-untyped-def]
-    whole: int = 0, text: str = "", truth: bool = False, number: float = 0.0, raw: bytes = b"", maybe: int | None = None,
-    late: int = None, either: int | str = 0, many: list[int] = [], row: Sequence[str] = (), table: dict[str, Any] = {},  # noqa: B006, RUF013
-    any: Any = None, open=None, parcel: Parcel | None = None, small: Annotated[int, "int32"] = 0, *rest: int, named: str = "",
+    whole: int = 0,
+    text: str = "",
+    truth: bool = False,
+    number: float = 0.0,
+    raw: bytes = b"",
+    maybe: int | None = None,
+    late: int = None,  # noqa: RUF013
+    either: int | str = 0,
+    many: list[int] = [],  # noqa: B006
+    row: Sequence[str] = (),
+    table: dict[str, Any] = {},  # noqa: B006
+    any: Any = None,
+    open=None,
+    parcel: Parcel | None = None,
+    small: Annotated[int, "int32"] = 0,
+    *rest: int,
+    named: str = "",
 ): ...
 
 
 FITTING: dict[str, list[Any]] = {
-    "whole": [1, True, Size.SMALL, 2**64 - 1], "text": ["", "x"], "truth": [True], "number": [1.5, 1, True],
-    "raw": [b"", bytearray(b"x")], "maybe": [1, None], "late": [1, None], "either": [1, "x"],
-    "many": [[], [1], (1, 2), [True]], "row": [["a"], ("a",), [], "ab"], "table": [{}, {"a": 1}],
-    "any": [None, "x", [1]], "open": [None, "x", 1.5], "parcel": [None, Parcel("Ulm")], "small": [7], "named": ["x"],
+    "whole": [1, True, Size.SMALL, 2**64 - 1],
+    "text": ["", "x"],
+    "truth": [True],
+    "number": [1.5, 1, True],
+    "raw": [b"", bytearray(b"x")],
+    "maybe": [1, None],
+    "late": [1, None],
+    "either": [1, "x"],
+    "many": [[], [1], (1, 2), [True]],
+    "row": [["a"], ("a",), [], "ab"],
+    "table": [{}, {"a": 1}],
+    "any": [None, "x", [1]],
+    "open": [None, "x", 1.5],
+    "parcel": [None, Parcel("Ulm")],
+    "small": [7],
+    "named": ["x"],
 }
 WRONG: dict[str, list[Any]] = {
-    "whole": ["2", 2.0, None, [1], b"1"], "text": [1, None, b"x", ["x"]], "truth": [1, "true", None],
-    "number": ["1.5", None, [1.0]], "raw": ["x", None], "maybe": ["x", 1.5], "late": ["x"], "either": [1.5, None, [1]],
-    "many": ["x", [1, "x"], ["x"], [1.5], {1: 2}, None], "row": [[1], 5, None], "table": [[], None, "x"],
-    "parcel": ["x", {"city": 5}], "small": ["x", 1.5], "named": [1, None],
+    "whole": ["2", 2.0, None, [1], b"1"],
+    "text": [1, None, b"x", ["x"]],
+    "truth": [1, "true", None],
+    "number": ["1.5", None, [1.0]],
+    "raw": ["x", None],
+    "maybe": ["x", 1.5],
+    "late": ["x"],
+    "either": [1.5, None, [1]],
+    "many": ["x", [1, "x"], ["x"], [1.5], {1: 2}, None],
+    "row": [[1], 5, None],
+    "table": [[], None, "x"],
+    "parcel": ["x", {"city": 5}],
+    "small": ["x", 1.5],
+    "named": [1, None],
 }
 
 
-@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in FITTING.items() for value in values])
+@pytest.mark.parametrize(
+    ("name", "value"), [(name, value) for name, values in FITTING.items() for value in values]
+)
 def test_what_the_annotation_allows_is_sent_and_received(name: str, value: Any) -> None:
     received(hints, **{name: value})
 
 
-@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in WRONG.items() for value in values])
+@pytest.mark.parametrize(
+    ("name", "value"), [(name, value) for name, values in WRONG.items() for value in values]
+)
 def test_what_the_annotation_rules_out_is_refused_on_both_sides(name: str, value: Any) -> None:
     with pytest.raises(ArgumentError, match=f"task argument '{name}'"):
         sent(hints, **{name: value})
 
     place = list(inspect.signature(hints).parameters).index(name) if name != "named" else 0
     before = Call("task", hints).arguments(DEFAULTS[:place], {})
-    by_hand: Signature[Any] = Signature(name="task", args=[*before, Arg.of(value, name="named" if name == "named" else "")])
+    by_hand: Signature[Any] = Signature(
+        name="task", args=[*before, Arg.of(value, name="named" if name == "named" else "")]
+    )
     with pytest.raises(ArgumentError, match=f"task argument '{name}'"):
         Call("task", hints).values(decode_signature(encode_signature(by_hand)).args)
     with pytest.raises(ArgumentError, match=f"task argument '{name}'"):
@@ -196,7 +262,9 @@ DEFAULTS: tuple[Any, ...] = (0, "", False, 0.0, b"", None, None, 0, [], (), {}, 
 @pytest.mark.parametrize("kind", ["int", "int8", "int32", "uint64", "uint"])
 def test_every_integer_of_go_is_an_int(kind: str) -> None:
     assert Call("task", hints).values([Arg(type=kind, value=7)]) == ([7], {})
-    assert Call("task", hints).values([*Call("task", hints).arguments(DEFAULTS[:8], {}), Arg(type=f"[]{kind}", value=[7])])
+    assert Call("task", hints).values(
+        [*Call("task", hints).arguments(DEFAULTS[:8], {}), Arg(type=f"[]{kind}", value=[7])]
+    )
     with pytest.raises(ArgumentError, match="task argument 'text': 7 is no str"):
         Call("task", hints).values([Arg(type="int64", value=7), Arg(type=kind, value=7)])
 
@@ -206,7 +274,9 @@ def test_the_bytes_of_go_may_be_called_a_list(name: str) -> None:
     def take(numbers: Annotated[list[int], "[]uint8"]) -> None: ...
 
     assert received(take, [1, 2]) == received(take, b"\1\2") == ([b"\1\2"], {})
-    by_go = decode_signature(encode_signature(Signature(name="task", args=[Arg(type=name, value=b"\1\2")])))
+    by_go = decode_signature(
+        encode_signature(Signature(name="task", args=[Arg(type=name, value=b"\1\2")]))
+    )
     assert Call("task", take).values(by_go.args) == ([b"\1\2"], {})
     with pytest.raises(ArgumentError, match="'numbers'"):
         sent(take, "x")
@@ -226,13 +296,30 @@ def test_a_partial_call_is_not_held_against_it() -> None:
 # On the other side
 
 
-@pytest.mark.parametrize(("function", "args", "kwargs"), [
-    (plain, (1, 2, 3), {}), (keywords, ("x",), {"c": "y"}), (anything, (1, "a"), {"k": [1]}), (untyped, (1, None), {}),
-    (typed, (Parcel("Ulm"), Size.SMALL), {}),
-    (typed, (Parcel("Ulm", 2.5), Size.SMALL, dt.datetime(2026, 1, 1, tzinfo=dt.timezone.utc), (1, 2)), {}),
-    (unknown_names, ("a", 1), {}),
-])
-def test_the_function_is_called_as_it_was_sent(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("function", "args", "kwargs"),
+    [
+        (plain, (1, 2, 3), {}),
+        (keywords, ("x",), {"c": "y"}),
+        (anything, (1, "a"), {"k": [1]}),
+        (untyped, (1, None), {}),
+        (typed, (Parcel("Ulm"), Size.SMALL), {}),
+        (
+            typed,
+            (
+                Parcel("Ulm", 2.5),
+                Size.SMALL,
+                dt.datetime(2026, 1, 1, tzinfo=dt.timezone.utc),
+                (1, 2),
+            ),
+            {},
+        ),
+        (unknown_names, ("a", 1), {}),
+    ],
+)
+def test_the_function_is_called_as_it_was_sent(
+    function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
     values, named = received(function, *args, **kwargs)
     assert (tuple(values), named) == (args, kwargs)
 
@@ -244,16 +331,25 @@ def test_annotations_bring_types_back() -> None:
 
 def test_names_of_go_senders_count_for_keyword_parameters_only() -> None:
     call = Call("task", keywords)
-    args = [Arg(type="string", value="x", name="whatever"), Arg(type="string", value="z", name="b"),
-            Arg(type="string", value="y", name="c")]
+    args = [
+        Arg(type="string", value="x", name="whatever"),
+        Arg(type="string", value="z", name="b"),
+        Arg(type="string", value="y", name="c"),
+    ]
     assert call.values(args) == (["x", "z"], {"c": "y"})
 
 
-@pytest.mark.parametrize(("args", "text"), [
-    ([], "task: missing argument 'a'"),
-    ([Arg(type="int64", value=1)] * 3, "task: too many positional arguments"),
-    ([Arg(type="nosuch", value=1)], "Reflect task args error: nosuch is not one of supported types"),
-])
+@pytest.mark.parametrize(
+    ("args", "text"),
+    [
+        ([], "task: missing argument 'a'"),
+        ([Arg(type="int64", value=1)] * 3, "task: too many positional arguments"),
+        (
+            [Arg(type="nosuch", value=1)],
+            "Reflect task args error: nosuch is not one of supported types",
+        ),
+    ],
+)
 def test_wrong_args_from_the_wire_are_told(args: list[Arg], text: str) -> None:
     def two(a: int, b: int = 2) -> None: ...
 
@@ -300,7 +396,9 @@ def test_the_annotation_says_under_which_type_a_result_travels() -> None:
 def test_results_go_back_by_the_annotation() -> None:
     call = Call("task", typed)
     (arg,) = call.results(Parcel("Ulm", 2.0))
-    assert call.result(arg.value if arg.type == "json" else {"city": "Ulm", "weight": 2.0}) == Parcel("Ulm", 2.0)
+    assert call.result(
+        arg.value if arg.type == "json" else {"city": "Ulm", "weight": 2.0}
+    ) == Parcel("Ulm", 2.0)
     assert Call("task", plain).results(None) == ()
     assert [one.value for one in Call("task", plain).results((1, "a"))] == [1, "a"]
     with pytest.raises(ArgumentError, match="task result: cannot send"):
@@ -348,7 +446,10 @@ def test_two_functions_cannot_have_one_name(server: Server) -> None:
 
     server.task(make(1))
     server.task(make(1))  # the same lines again: a module that was imported twice
-    with pytest.raises(TaskAlreadyRegistered, match=r"task 'same' is already registered \(.*test_calls.py:\d+; give"):
+    with pytest.raises(
+        TaskAlreadyRegistered,
+        match=r"task 'same' is already registered \(.*test_calls.py:\d+; give",
+    ):
         server.task(same)
 
 
@@ -433,22 +534,42 @@ def test_tasks_that_are_registered_twice_by_one_function_are_the_same(server: Se
     register()
 
 
-@pytest.mark.parametrize(("option", "hint"), [
-    ("max_retries", "did you mean 'retries'"), ("retrys", "did you mean 'retries'"), ("autoretry_for", "did you mean 'retry_on'"),
-    ("soft_time_limit", "did you mean 'time_limit'"), ("queue_name", "did you mean 'queue'"), ("uniqe", "did you mean 'unique'"),
-    ("acks_late", "here it is every task is acknowledged"), ("bind", "here it is a first parameter of type Context"),
-    ("countdown", r"'delay' belongs to task\.options"), ("expires", r"'expires' belongs to task\.options"),
-])
-def test_an_unknown_option_of_a_task_is_told_with_the_one_that_was_meant(server: Server, option: str, hint: str) -> None:
+@pytest.mark.parametrize(
+    ("option", "hint"),
+    [
+        ("max_retries", "did you mean 'retries'"),
+        ("retrys", "did you mean 'retries'"),
+        ("autoretry_for", "did you mean 'retry_on'"),
+        ("soft_time_limit", "did you mean 'time_limit'"),
+        ("queue_name", "did you mean 'queue'"),
+        ("uniqe", "did you mean 'unique'"),
+        ("acks_late", "here it is every task is acknowledged"),
+        ("bind", "here it is a first parameter of type Context"),
+        ("countdown", r"'delay' belongs to task\.options"),
+        ("expires", r"'expires' belongs to task\.options"),
+    ],
+)
+def test_an_unknown_option_of_a_task_is_told_with_the_one_that_was_meant(
+    server: Server, option: str, hint: str
+) -> None:
     with pytest.raises(TypeError, match=rf"task: no option '{option}' \(known: backoff, .*{hint}"):
         server.task(**{option: 3})  # type: ignore[call-overload]
 
 
-@pytest.mark.parametrize(("option", "hint"), [
-    ("countdown", "did you mean 'delay'"), ("task_id", "did you mean 'uuid'"), ("max_retries", "did you mean 'retries'"),
-    ("link", "here it is signature.then"), ("retry_on", r"'retry_on' belongs to @server\.task"), ("dealy", "mean 'delay'"),
-])
-def test_an_unknown_option_of_a_call_is_told_with_the_one_that_was_meant(server: Server, option: str, hint: str) -> None:
+@pytest.mark.parametrize(
+    ("option", "hint"),
+    [
+        ("countdown", "did you mean 'delay'"),
+        ("task_id", "did you mean 'uuid'"),
+        ("max_retries", "did you mean 'retries'"),
+        ("link", "here it is signature.then"),
+        ("retry_on", r"'retry_on' belongs to @server\.task"),
+        ("dealy", "mean 'delay'"),
+    ],
+)
+def test_an_unknown_option_of_a_call_is_told_with_the_one_that_was_meant(
+    server: Server, option: str, hint: str
+) -> None:
     with pytest.raises(TypeError, match=rf"plain: no option '{option}' \(known: delay, .*{hint}"):
         server.task(plain).options(**{option: 3})  # type: ignore[typeddict-item]
 
@@ -481,21 +602,39 @@ def test_options_say_how_a_call_is_sent(server: Server) -> None:
     task = server.task("t", queue="mail", retries=2, priority=3)(plain)
     now = server.now()
 
-    assert (task.signature(1).routing_key, task.signature(1).retry_count, task.signature(1).priority) == ("mail", 2, 3)
-    options = task.options(queue="slow", priority=9, retries=7, headers={"tenant": "acme"}, uuid="task_mine", delay=5)
+    assert (
+        task.signature(1).routing_key,
+        task.signature(1).retry_count,
+        task.signature(1).priority,
+    ) == ("mail", 2, 3)
+    options = task.options(
+        queue="slow", priority=9, retries=7, headers={"tenant": "acme"}, uuid="task_mine", delay=5
+    )
     found = options.signature(1)
-    assert (found.routing_key, found.priority, found.retry_count, found.uuid) == ("slow", 9, 7, "task_mine")
+    assert (found.routing_key, found.priority, found.retry_count, found.uuid) == (
+        "slow",
+        9,
+        7,
+        "task_mine",
+    )
     assert (found.headers, found.eta) == ({"tenant": "acme", HEADER_DELAY: "5.0"}, None)
-    assert task.options(delay=dt.timedelta(hours=2)).signature(1).headers == {HEADER_DELAY: "7200.0"}
+    assert task.options(delay=dt.timedelta(hours=2)).signature(1).headers == {
+        HEADER_DELAY: "7200.0"
+    }
     assert task.options(eta=now).partial().eta == now
 
 
 def test_delay_and_expiry_count_from_the_sending(server: Server) -> None:
     task, later = server.task(plain), server.now() + dt.timedelta(days=3)
-    options = [task.options(delay=60, expires=120), task.options(delay=dt.timedelta(minutes=1), expires=dt.timedelta(minutes=2))]
+    options = [
+        task.options(delay=60, expires=120),
+        task.options(delay=dt.timedelta(minutes=1), expires=dt.timedelta(minutes=2)),
+    ]
     for found in (counted(one.signature(1), later) for one in options):
         assert found.eta == later + dt.timedelta(minutes=1)
-        assert found.headers == {HEADER_EXPIRES: repr((later + dt.timedelta(minutes=2)).timestamp())}
+        assert found.headers == {
+            HEADER_EXPIRES: repr((later + dt.timedelta(minutes=2)).timestamp())
+        }
         assert counted(found, later + dt.timedelta(days=1)) is found
 
 
@@ -511,8 +650,12 @@ def test_moments_stay_whenever_it_is_sent(server: Server) -> None:
 
 @pytest.mark.parametrize("text", ["", "soon", "nan", "inf", "1e300"])
 def test_a_length_that_is_none_is_dropped(text: str) -> None:
-    odd: Signature[Any] = Signature(name="t", headers={HEADER_DELAY: text, HEADER_EXPIRES_IN: text, "tenant": "acme"})
-    assert counted(odd, dt.datetime(2026, 1, 2, tzinfo=dt.timezone.utc)) == Signature(name="t", headers={"tenant": "acme"})
+    odd: Signature[Any] = Signature(
+        name="t", headers={HEADER_DELAY: text, HEADER_EXPIRES_IN: text, "tenant": "acme"}
+    )
+    assert counted(odd, dt.datetime(2026, 1, 2, tzinfo=dt.timezone.utc)) == Signature(
+        name="t", headers={"tenant": "acme"}
+    )
 
 
 @pytest.mark.parametrize("length", [float("nan"), float("inf"), 1e300])
@@ -538,7 +681,9 @@ def test_an_eta_without_a_zone_is_refused_in_a_signature_as_well(server: Server)
         server.send_task(naive)
 
 
-def test_a_task_is_sent_while_another_thread_is_loading_asyncio(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_task_is_sent_while_another_thread_is_loading_asyncio(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     server = Server("memory://")
     task = server.register_task("plain", plain)
     monkeypatch.setitem(sys.modules, "asyncio", types.ModuleType("asyncio"))

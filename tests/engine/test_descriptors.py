@@ -72,7 +72,10 @@ def test_one_that_somebody_has_closed_is_broken(pipe: tuple[int, int]) -> None:
 def handled() -> Iterator[list[int]]:
     """What a handler of ours gets of SIGTERM and SIGINT."""
     seen: list[int] = []
-    before = {number: forks.handle(number, lambda number, _: seen.append(number)) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {
+        number: forks.handle(number, lambda number, _: seen.append(number))
+        for number in (signal.SIGTERM, signal.SIGINT)
+    }
     yield seen
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -80,7 +83,8 @@ def handled() -> Iterator[list[int]]:
 
 def has_default_handlers() -> bool:
     return (
-        signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        and signal.getsignal(signal.SIGINT) is signal.default_int_handler
         and not signal.pthread_sigmask(signal.SIG_BLOCK, [])
     )
 

@@ -16,7 +16,9 @@ DAY = 86400.0
 
 
 def test_a_revoked_task_is_not_run_when_it_is_due_days_later(bench: Bench) -> None:
-    signature = bench.note.options(delay=5 * DAY).signature("late").catch(bench.note.partial("caught"))
+    signature = (
+        bench.note.options(delay=5 * DAY).signature("late").catch(bench.note.partial("caught"))
+    )
     result = bench.server.send_task(signature)
     result.revoke()
     bench.drain()
@@ -24,16 +26,23 @@ def test_a_revoked_task_is_not_run_when_it_is_due_days_later(bench: Bench) -> No
 
     bench.harness.advance(days=5, seconds=1)
     bench.server.engine.store.tend()
-    assert bench.server.backend.get_states([result.uuid]) == {}  # the result has expired: what followed must not follow again
+    assert (
+        bench.server.backend.get_states([result.uuid]) == {}
+    )  # the result has expired: what followed must not follow again
     bench.drain()
 
     assert bench.calls == [("revoked", "caught")]
-    assert [(one.waiting, one.delayed, one.running) for one in bench.server.inspect.queues()] == [(0, 0, 0)]
+    assert [(one.waiting, one.delayed, one.running) for one in bench.server.inspect.queues()] == [
+        (0, 0, 0)
+    ]
 
 
 def test_a_revoked_task_is_not_run_after_weeks_in_a_paused_queue(bench: Bench) -> None:
     queue = bench.server.config.default_queue
-    results = [bench.note.send("plain"), bench.server.send_task(bench.note.signature("caught").catch(bench.note.partial("late")))]
+    results = [
+        bench.note.send("plain"),
+        bench.server.send_task(bench.note.signature("caught").catch(bench.note.partial("late"))),
+    ]
     bench.server.inspect.pause(queue)
     for result in results:
         result.revoke()
@@ -59,8 +68,12 @@ def test_a_revocation_is_forgotten_days_after_its_message_has_come(bench: Bench)
 
 
 @pytest.mark.parametrize("lose_reply", [False, True])
-def test_a_revocation_that_was_cut_off_is_finished_by_the_worker(bench: Bench, lose_reply: bool) -> None:
-    signature = bench.note.options(delay=5 * DAY).signature("late").catch(bench.note.partial("caught"))
+def test_a_revocation_that_was_cut_off_is_finished_by_the_worker(
+    bench: Bench, lose_reply: bool
+) -> None:
+    signature = (
+        bench.note.options(delay=5 * DAY).signature("late").catch(bench.note.partial("caught"))
+    )
     result = bench.server.send_task(signature)
     stores = bench.server.engine.stores
     stores.store = flaky = FlakyStore(stores.store)
@@ -85,7 +98,9 @@ def test_what_is_over_stays_as_it_ended(bench: Bench) -> None:
     assert result.get(timeout=0) == 3
 
 
-def test_a_task_whose_sender_left_no_word_of_what_follows_waits_for_its_message(bench: Bench) -> None:
+def test_a_task_whose_sender_left_no_word_of_what_follows_waits_for_its_message(
+    bench: Bench,
+) -> None:
     """Go writes PENDING as well, and a chord must not wait for a member that nobody has told it of."""
     signature = bench.note.signature("never").catch(bench.note.partial("caught")).with_uuid()
     engine = bench.server.engine

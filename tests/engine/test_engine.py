@@ -66,7 +66,9 @@ def flow() -> Iterator[Flow]:
 # Delay and expiry
 
 
-@pytest.mark.parametrize("place", ["chain", "group", "member", "chord", "chord failed", "then", "catch"])
+@pytest.mark.parametrize(
+    "place", ["chain", "group", "member", "chord", "chord failed", "then", "catch"]
+)
 def test_delay_and_expiry_of_a_later_step_count_from_its_sending(flow: Flow, place: str) -> None:
     late = flow.late.options(delay=60, expires=dt.timedelta(minutes=2)).partial()
     work, fail = flow.work, flow.fail
@@ -75,7 +77,9 @@ def test_delay_and_expiry_of_a_later_step_count_from_its_sending(flow: Flow, pla
         "group": lambda: chain(work.signature(), group(late, work.partial())),
         "member": lambda: group(chain(work.signature(), late)),
         "chord": lambda: chord(group(work.signature(), work.signature()), late),
-        "chord failed": lambda: chord(group(fail.signature(), work.signature()), work.partial().catch(late)),
+        "chord failed": lambda: chord(
+            group(fail.signature(), work.signature()), work.partial().catch(late)
+        ),
         "then": lambda: work.signature().then(late),
         "catch": lambda: fail.signature().catch(late),
     }[place]()
@@ -117,8 +121,15 @@ def test_a_retry_does_not_lengthen_the_expiry(flow: Flow) -> None:
 
 def test_a_retry_of_what_a_go_worker_sent_counts_nothing_anew(flow: Flow) -> None:
     flaky = flow.server.task("flaky", retries=1, backoff=[0])(_away)
-    by_go = flaky.options(delay=60, expires=60).signature().with_uuid().replace(routing_key="machinery_tasks")
-    flow.server.engine.store.submit(Submission(token="go", messages=[flow.server.engine.message(by_go)]))
+    by_go = (
+        flaky.options(delay=60, expires=60)
+        .signature()
+        .with_uuid()
+        .replace(routing_key="machinery_tasks")
+    )
+    flow.server.engine.store.submit(
+        Submission(token="go", messages=[flow.server.engine.message(by_go)])
+    )
 
     flow.drain()
 
@@ -131,11 +142,28 @@ def test_a_retry_of_what_a_go_worker_sent_counts_nothing_anew(flow: Flow) -> Non
 TRACE = {"traceparent": "00-1", "tracestate": "a=1", "baggage": "b=2"}
 
 
-@pytest.mark.parametrize("place", [
-    "chain", "group", "member", "chord", "chord behind", "chord failed", "never ran", "then", "catch", "sent", "sent async",
-])
+@pytest.mark.parametrize(
+    "place",
+    [
+        "chain",
+        "group",
+        "member",
+        "chord",
+        "chord behind",
+        "chord failed",
+        "never ran",
+        "then",
+        "catch",
+        "sent",
+        "sent async",
+    ],
+)
 def test_trace_context_goes_on_to_what_a_task_sends(flow: Flow, place: str) -> None:
-    late, work, fail = flow.late.partial(), flow.work.options(headers=TRACE), flow.fail.options(headers=TRACE)
+    late, work, fail = (
+        flow.late.partial(),
+        flow.work.options(headers=TRACE),
+        flow.fail.options(headers=TRACE),
+    )
     parent = flow.parent.options(headers=TRACE)
     flow.server.register_task("async_parent", _async_parent(flow))
     step = {
@@ -143,9 +171,15 @@ def test_trace_context_goes_on_to_what_a_task_sends(flow: Flow, place: str) -> N
         "group": lambda: chain(work.signature(), group(late, flow.work.partial())),
         "member": lambda: group(chain(work.signature(), late)),
         "chord": lambda: chord(group(work.signature(), work.signature()), late),
-        "chord behind": lambda: chain(work.signature(), group(flow.work.partial(), flow.work.partial()), late),
-        "chord failed": lambda: chord(group(fail.signature(), work.signature()), flow.work.partial().catch(late)),
-        "never ran": lambda: chord(group(chain(fail.signature(), flow.work.partial())), flow.work.partial().catch(late)),
+        "chord behind": lambda: chain(
+            work.signature(), group(flow.work.partial(), flow.work.partial()), late
+        ),
+        "chord failed": lambda: chord(
+            group(fail.signature(), work.signature()), flow.work.partial().catch(late)
+        ),
+        "never ran": lambda: chord(
+            group(chain(fail.signature(), flow.work.partial())), flow.work.partial().catch(late)
+        ),
         "then": lambda: work.signature().then(late),
         "catch": lambda: fail.signature().catch(late),
         "sent": parent.signature,
@@ -168,7 +202,14 @@ def test_declared_headers_go_on_and_ours_never_do(flow: Flow) -> None:
     flow.drain()
 
     assert "machinery_expires" in flow.sent("work").headers
-    assert flow.sent("late").headers == {"tenant": "acme", "tenant_id": "7", "x-a": "", "own": "4", "mine": "3", **TRACE}
+    assert flow.sent("late").headers == {
+        "tenant": "acme",
+        "tenant_id": "7",
+        "x-a": "",
+        "own": "4",
+        "mine": "3",
+        **TRACE,
+    }
 
 
 def test_what_is_sent_outside_a_task_inherits_nothing(flow: Flow) -> None:
@@ -214,7 +255,12 @@ def test_the_publish_handler_sees_the_task_that_sends(flow: Flow) -> None:
 def test_a_handler_may_send_for_a_task_whose_time_is_up(flow: Flow) -> None:
     flow.server.task("slow", time_limit=0.05)(_until_time_is_up)
     flow.server.set_pre_publish_handler(
-        lambda signature: None if signature.name != "late" else (flow.work.send(), flow.published.append(signature))[1])
+        lambda signature: (
+            None
+            if signature.name != "late"
+            else (flow.work.send(), flow.published.append(signature))[1]
+        )
+    )
     Signature(name="slow", sender=flow.server).catch(flow.late.partial()).send()
     with flow.server.new_worker(concurrency=1):
         wait_until(lambda: any(one.name == "late" for one in flow.published))
@@ -246,8 +292,12 @@ def refusals(flow: Flow) -> dict[str, Step[Any]]:
         "too few": pair.partial(1),
         "too many": Signature.of("pair", 1, "x", 3),
         "not an int": Signature.of("pair", "1", "x"),
-        "by hand": Signature(name="pair", args=[Arg(type="string", value="1"), Arg(type="string", value="x")]),
-        "no type": Signature(name="pair", args=[Arg(type="struct", value={}), Arg(type="string", value="x")]),
+        "by hand": Signature(
+            name="pair", args=[Arg(type="string", value="1"), Arg(type="string", value="x")]
+        ),
+        "no type": Signature(
+            name="pair", args=[Arg(type="struct", value={}), Arg(type="string", value="x")]
+        ),
         "keyword": Signature.of("alert", "e", 1, nosuch=1),
         "step": chain(first, pair.partial(1, "x", 3)),
         "step of a wrong type": chain(first, Signature.of("pair", "1")),
@@ -271,15 +321,33 @@ ACCEPTED: dict[str, Callable[[Any, Any, Any], Step[Any]]] = {
     "catch": lambda pair, alert, work: work.catch(alert.partial(5)),
     "catch of a chord": lambda pair, alert, work: chord(group(work), work.catch(alert.partial(5))),
     "int for a float": lambda pair, alert, work: Signature.of("scale", 1),
-    "Go's int32": lambda pair, alert, work: Signature(name="scale", args=[Arg(type="int32", value=1)]),
+    "Go's int32": lambda pair, alert, work: Signature(
+        name="scale", args=[Arg(type="int32", value=1)]
+    ),
     "default": lambda pair, alert, work: Signature.of("alert", "e", 5, deep=True),
 }
 
 
-@pytest.mark.parametrize("place", [
-    "too few", "too many", "not an int", "by hand", "no type", "keyword", "step", "step of a wrong type",
-    "step that gets nothing", "member", "chord", "immutable chord", "then", "catch", "catch behind",
-])
+@pytest.mark.parametrize(
+    "place",
+    [
+        "too few",
+        "too many",
+        "not an int",
+        "by hand",
+        "no type",
+        "keyword",
+        "step",
+        "step of a wrong type",
+        "step that gets nothing",
+        "member",
+        "chord",
+        "immutable chord",
+        "then",
+        "catch",
+        "catch behind",
+    ],
+)
 def test_what_the_worker_would_refuse_is_not_sent(flow: Flow, place: str) -> None:
     with pytest.raises(ArgumentError, match=r"^(pair|alert)"):
         flow.server.send(refusals(flow)[place])
@@ -288,7 +356,10 @@ def test_what_the_worker_would_refuse_is_not_sent(flow: Flow, place: str) -> Non
 
 @pytest.mark.parametrize("place", ACCEPTED)
 def test_what_may_get_more_arguments_is_sent(flow: Flow, place: str) -> None:
-    pair, alert = flow.server.register_task("pair", _pair), flow.server.register_task("alert", _alert)
+    pair, alert = (
+        flow.server.register_task("pair", _pair),
+        flow.server.register_task("alert", _alert),
+    )
     flow.server.register_task("scale", _scale)
     flow.server.send(ACCEPTED[place](pair, alert, flow.work.signature()))
     assert flow.published
@@ -301,7 +372,10 @@ def test_a_call_of_a_task_that_is_unknown_here_is_sent(flow: Flow) -> None:
 
 def test_a_call_that_was_checked_and_changed_is_checked_again(flow: Flow) -> None:
     pair = flow.server.register_task("pair", _pair)
-    for changed in (pair.signature(1, "x").with_args(after=[Arg.of(3)]), pair.signature(1, "x").replace(args=[Arg.of("1")])):
+    for changed in (
+        pair.signature(1, "x").with_args(after=[Arg.of(3)]),
+        pair.signature(1, "x").replace(args=[Arg.of("1")]),
+    ):
         with pytest.raises(ArgumentError, match="pair"):
             changed.send()
 

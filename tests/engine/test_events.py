@@ -43,7 +43,11 @@ def test_a_handler_gets_its_class_and_what_derives_from_it() -> None:
     bus.subscribe(TaskEvent, base.append)
     bus.subscribe(Event, everything.append)
 
-    events = [sent(), TaskStarted(signature=Signature(name="add"), worker="w"), WorkerOnline(worker="w")]
+    events = [
+        sent(),
+        TaskStarted(signature=Signature(name="add"), worker="w"),
+        WorkerOnline(worker="w"),
+    ]
     for event in events:
         bus.emit(event)
 
@@ -130,7 +134,11 @@ def test_how_tasks_end_is_told(bench: Bench) -> None:
     retried, failed, succeeded = events
     assert (type(retried), retried.signature.name, retried.error) == (TaskRetried, "flaky", "away")
     assert retried.delay == pytest.approx(5)
-    assert (type(failed), failed.error, failed.error_type) == (TaskFailed, "no", "machinery_py.errors.NoRetry")
+    assert (type(failed), failed.error, failed.error_type) == (
+        TaskFailed,
+        "no",
+        "machinery_py.errors.NoRetry",
+    )
     assert (type(succeeded), succeeded.worker) == (TaskSucceeded, "harness")
     assert 0 < succeeded.runtime < HANG
 
@@ -156,7 +164,9 @@ def test_a_retry_is_told_before_the_next_run_starts(bench: Bench) -> None:
 
 def test_dead_messages_are_told(bench: Bench) -> None:
     events = listen(bench, MessageDead)
-    bench.server.broker.put([Message(uuid="", name="", queue="machinery_tasks", body=b"{")], token="")
+    bench.server.broker.put(
+        [Message(uuid="", name="", queue="machinery_tasks", body=b"{")], token=""
+    )
     bench.drain()
     (event,) = events
     assert (event.queue, event.reason) == ("machinery_tasks", "undecodable")

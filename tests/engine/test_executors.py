@@ -25,7 +25,9 @@ class Pausing(OneSession):
     """Stops a thread that has taken a delivery from the executors' queue and does not run it yet."""
 
     def __init__(self, store: OneStore, hub: MemoryHub) -> None:
-        super().__init__(store, store.broker.consume(["machinery_tasks"], worker="w"), hub.transaction)
+        super().__init__(
+            store, store.broker.consume(["machinery_tasks"], worker="w"), hub.transaction
+        )
         self.pauses = False
         self.paused = threading.Event()
         self.go_on = threading.Event()
@@ -44,9 +46,13 @@ class Pool:
     def __init__(self, concurrency: int) -> None:
         hub = MemoryHub()
         self.server = Server("memory://")
-        store = self.server.engine.stores.store = OneStore(MemoryBroker(hub), MemoryBackend(hub), hub.transaction)
+        store = self.server.engine.stores.store = OneStore(
+            MemoryBroker(hub), MemoryBackend(hub), hub.transaction
+        )
         self.session = Pausing(store, hub)
-        self.executors = Executors(concurrency, self.session, name="w", on_done=lambda _: None, report=lambda _: None)
+        self.executors = Executors(
+            concurrency, self.session, name="w", on_done=lambda _: None, report=lambda _: None
+        )
         self.runs: list[str] = []
         self.may_end = threading.Event()
         self.tasks = {
@@ -77,7 +83,11 @@ class Pool:
         return execution
 
     def wait_for(self, execution: Execution) -> None:
-        wait_until(lambda: execution.is_over and execution not in self.executors.busy(), HANG, "the end of a task")
+        wait_until(
+            lambda: execution.is_over and execution not in self.executors.busy(),
+            HANG,
+            "the end of a task",
+        )
 
     def run_to_its_end(self, name: str) -> None:
         self.wait_for(self.submit(name))

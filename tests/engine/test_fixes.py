@@ -94,8 +94,11 @@ def test_a_moment_without_a_zone_is_refused_everywhere(server: Server) -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"retries": -1}, "retries=-1"), ({"priority": 256}, "priority=256"), ({"time_limit": 0}, "time_limit=0"),
-        ({"backoff": "fibo"}, "backoff 'fibo'"), ({"backoff": []}, "backoff is empty"),
+        ({"retries": -1}, "retries=-1"),
+        ({"priority": 256}, "priority=256"),
+        ({"time_limit": 0}, "time_limit=0"),
+        ({"backoff": "fibo"}, "backoff 'fibo'"),
+        ({"backoff": []}, "backoff is empty"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused_where_they_are_written(

@@ -124,7 +124,9 @@ def test_delay_goes_by_the_clock(shop: Shop, machinery: Harness) -> None:
     assert result.touch() == 3
 
 
-def test_an_eta_made_from_the_real_time_is_due_after_its_length(shop: Shop, machinery: Harness) -> None:
+def test_an_eta_made_from_the_real_time_is_due_after_its_length(
+    shop: Shop, machinery: Harness
+) -> None:
     eta = dt.datetime.now(dt.timezone.utc) + dt.timedelta(minutes=5)
     shop.server.send_task(shop.add.signature(1).replace(eta=eta))
     assert machinery.drain() == 0
@@ -133,12 +135,18 @@ def test_an_eta_made_from_the_real_time_is_due_after_its_length(shop: Shop, mach
 
 
 def test_callbacks_and_steps_run_in_the_same_drain(shop: Shop, machinery: Harness) -> None:
-    result = (shop.add.signature(1, 1) | group(shop.add.partial(1), shop.add.partial(2)) | shop.add.partial(100)).send()
+    result = (
+        shop.add.signature(1, 1)
+        | group(shop.add.partial(1), shop.add.partial(2))
+        | shop.add.partial(100)
+    ).send()
     assert machinery.drain() == 4
     assert result.get(timeout=0) == 100 + 3 + 4
 
 
-def test_what_a_task_sends_to_a_queue_that_is_new_runs_in_the_same_drain(shop: Shop, machinery: Harness) -> None:
+def test_what_a_task_sends_to_a_queue_that_is_new_runs_in_the_same_drain(
+    shop: Shop, machinery: Harness
+) -> None:
     shop.fan_out.send(3)
     assert machinery.drain() == 4
 
@@ -278,7 +286,9 @@ def test_sent_has_the_calls_in_order_with_python_values(shop: Shop, machinery: H
     assert add.eta == machinery.clock.now() + dt.timedelta(minutes=1)
 
 
-def test_sent_has_what_tasks_send_and_callbacks_but_no_retries(shop: Shop, machinery: Harness) -> None:
+def test_sent_has_what_tasks_send_and_callbacks_but_no_retries(
+    shop: Shop, machinery: Harness
+) -> None:
     shop.flaky.send(2)
     shop.add.signature(1, 1).then(shop.add.partial(5)).send()
     machinery.drain()
@@ -288,18 +298,23 @@ def test_sent_has_what_tasks_send_and_callbacks_but_no_retries(shop: Shop, machi
     machinery.assert_sent("add", 5, 2)
 
 
-@pytest.mark.parametrize("call", [
-    lambda m: m.assert_sent("add"),
-    lambda m: m.assert_sent("add", 1, 10),
-    lambda m: m.assert_sent("add", 1),
-    lambda m: m.assert_sent("add", a=1),
-    lambda m: m.assert_sent("add", a=1, b=10),
-    lambda m: m.assert_sent("welcome", "a@b.c"),
-    lambda m: m.assert_sent("welcome", "a@b.c", lang="en"),
-    lambda m: m.assert_sent("ship", Parcel(1.0, "Ulm"), decimal.Decimal(3)),
-    lambda m: m.assert_sent("resize", "cat.png", 800),
-])
-def test_assert_sent_finds_a_call_however_it_is_spelled(shop: Shop, machinery: Harness, call: Find) -> None:
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda m: m.assert_sent("add"),
+        lambda m: m.assert_sent("add", 1, 10),
+        lambda m: m.assert_sent("add", 1),
+        lambda m: m.assert_sent("add", a=1),
+        lambda m: m.assert_sent("add", a=1, b=10),
+        lambda m: m.assert_sent("welcome", "a@b.c"),
+        lambda m: m.assert_sent("welcome", "a@b.c", lang="en"),
+        lambda m: m.assert_sent("ship", Parcel(1.0, "Ulm"), decimal.Decimal(3)),
+        lambda m: m.assert_sent("resize", "cat.png", 800),
+    ],
+)
+def test_assert_sent_finds_a_call_however_it_is_spelled(
+    shop: Shop, machinery: Harness, call: Find
+) -> None:
     shop.add.send(1)
     shop.welcome.send(email="a@b.c")
     shop.ship.send(Parcel(1.0, "Ulm"), decimal.Decimal(3))
@@ -307,7 +322,9 @@ def test_assert_sent_finds_a_call_however_it_is_spelled(shop: Shop, machinery: H
     assert call(machinery).name in ("add", "welcome", "ship", "resize")
 
 
-def test_assert_sent_takes_the_task_itself_and_returns_the_call(shop: Shop, machinery: Harness) -> None:
+def test_assert_sent_takes_the_task_itself_and_returns_the_call(
+    shop: Shop, machinery: Harness
+) -> None:
     result = shop.welcome.options(headers={"tenant": "acme"}).send("a@b.c", lang="fr")
     found = machinery.assert_sent(shop.welcome, "a@b.c", lang="fr")
     assert found.uuid == result.uuid
@@ -319,7 +336,10 @@ def test_assert_sent_lists_what_was_sent(shop: Shop, machinery: Harness) -> None
     shop.welcome.send("a@b.c", lang="fr")
     with pytest.raises(AssertionError) as caught:
         machinery.assert_sent("add", 1, 3)
-    assert str(caught.value) == "add(1, 3) was not sent\nsent:\n  add(1, 2)\n  welcome('a@b.c', lang='fr')"
+    assert (
+        str(caught.value)
+        == "add(1, 3) was not sent\nsent:\n  add(1, 2)\n  welcome('a@b.c', lang='fr')"
+    )
 
 
 def test_assert_sent_offers_the_nearest_name(shop: Shop, machinery: Harness) -> None:
@@ -338,7 +358,9 @@ def test_assert_sent_shows_the_first_of_many(shop: Shop, machinery: Harness) -> 
 
 
 def test_assert_sent_finds_calls_that_do_not_fit(shop: Shop, machinery: Harness) -> None:
-    shop.server.engine.submit([Signature.of("add", "x", "y")])  # as a program would that does not know the task
+    shop.server.engine.submit(
+        [Signature.of("add", "x", "y")]
+    )  # as a program would that does not know the task
     machinery.assert_sent("add", "x", "y")
     machinery.assert_sent("add")
     machinery.assert_not_sent("add", 1)
@@ -437,7 +459,9 @@ def test_schedules_run_in_virtual_time() -> None:
         machinery.assert_sent("digest")
         assert sum(one.name == "digest" for one in machinery.sent) == 5
         machinery.drain()
-        assert ran.count("hourly") == 7  # nothing ran while the time passed: a run holds the next ones up for a day
+        assert (
+            ran.count("hourly") == 7
+        )  # nothing ran while the time passed: a run holds the next ones up for a day
         for _ in range(3):
             machinery.advance(hours=1)
             machinery.drain()

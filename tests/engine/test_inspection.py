@@ -34,9 +34,22 @@ def test_queues_are_counted(bench: Bench) -> None:
     bench.harness.clock.advance(2.0)
 
     main, mail = bench.server.inspect.queues()
-    assert (mail.queue, mail.waiting, mail.delayed, mail.running, mail.dead, mail.failed) == ("mail", 1, 0, 0, 0, 0)
+    assert (mail.queue, mail.waiting, mail.delayed, mail.running, mail.dead, mail.failed) == (
+        "mail",
+        1,
+        0,
+        0,
+        0,
+        0,
+    )
     assert (main.queue, main.waiting, main.delayed, main.dead, main.failed, main.per_minute) == (
-        "machinery_tasks", 1, 1, 1, 1, 2)
+        "machinery_tasks",
+        1,
+        1,
+        1,
+        1,
+        2,
+    )
     assert main.oldest == 2.0
     bench.harness.advance(minutes=2)
     assert bench.server.inspect.queues()[0].per_minute == 0

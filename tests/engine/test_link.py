@@ -56,8 +56,14 @@ def shape(signature: dict[str, Any], ids: dict[str, str] | None = None) -> Any:
 
 def without_ours(signature: dict[str, Any]) -> dict[str, Any]:
     """The message without our header."""
-    headers = {key: value for key, value in (signature["Headers"] or {}).items() if key != HEADER_LAST}
-    return {**signature, "Headers": headers, "OnSuccess": [without_ours(one) for one in signature["OnSuccess"] or ()]}
+    headers = {
+        key: value for key, value in (signature["Headers"] or {}).items() if key != HEADER_LAST
+    }
+    return {
+        **signature,
+        "Headers": headers,
+        "OnSuccess": [without_ours(one) for one in signature["OnSuccess"] or ()],
+    }
 
 
 # As Go writes it
@@ -82,14 +88,19 @@ def test_a_group_is_gos() -> None:
 
 def test_a_chord_is_gos() -> None:
     callback = Signature[Any](name="multiply", args=[Arg(type="int64", value=3)], routing_key="low")
-    members = group(add(1, 1).replace(routing_key="machinery_tasks"), add(5, 5).replace(routing_key="machinery_tasks"))
+    members = group(
+        add(1, 1).replace(routing_key="machinery_tasks"),
+        add(5, 5).replace(routing_key="machinery_tasks"),
+    )
     plan = linked(chord(members, callback))
     assert shape(wire(plan.first[0])) == shape(GOLDEN["send_chord_1"])
     assert plan.first[0].chord_callback == plan.first[1].chord_callback
 
 
 def test_a_callback_with_its_results_is_gos() -> None:
-    callback = Signature[Any](name="strs", uuid="chord_1", routing_key="machinery_tasks", args=[Arg.of("own")])
+    callback = Signature[Any](
+        name="strs", uuid="chord_1", routing_key="machinery_tasks", args=[Arg.of("own")]
+    )
     filled = chord_callback(callback, [(Arg.of(7), Arg.of("x")), ()])
     assert shape(wire(filled)) == shape(GOLDEN["chord_callback_mixed"])
 
@@ -113,7 +124,9 @@ def test_each_linking_makes_uuids_of_its_own_and_leaves_the_workflow_as_it_was()
     steps = sig("a") | sig("b")
     first, second = linked(steps), linked(steps)
     assert not {one.uuids[0] for one in first.steps} & {one.uuids[0] for one in second.steps}
-    assert all(isinstance(one, Signature) and not one.uuid and not one.on_success for one in steps.steps)
+    assert all(
+        isinstance(one, Signature) and not one.uuid and not one.on_success for one in steps.steps
+    )
 
 
 def test_callbacks_of_the_users_own_are_kept_where_go_overwrites_them() -> None:
@@ -126,7 +139,9 @@ def test_members_know_their_group_and_the_callback() -> None:
     plan = linked(chord(group(sig("a"), sig("b")), sig("cb")))
     assert [one.group_task_count for one in plan.first] == [2, 2]
     assert {one.group_uuid for one in plan.first} == {plan.groups[0].group_uuid}
-    assert {one.chord_callback.uuid for one in plan.first if one.chord_callback} == set(plan.steps[1].uuids)
+    assert {one.chord_callback.uuid for one in plan.first if one.chord_callback} == set(
+        plan.steps[1].uuids
+    )
 
 
 def test_a_group_without_a_callback_has_none() -> None:
@@ -140,7 +155,10 @@ def test_a_step_behind_a_group_is_its_callback_and_goes_on() -> None:
     b, c = a.on_success
     assert (b.name, c.name) == ("b", "c")
     assert b.chord_callback is not None
-    assert (b.chord_callback.name, [one.name for one in b.chord_callback.on_success]) == ("d", ["e"])
+    assert (b.chord_callback.name, [one.name for one in b.chord_callback.on_success]) == (
+        "d",
+        ["e"],
+    )
     assert list(b.on_success) == []
 
 
@@ -165,10 +183,14 @@ def test_a_chord_in_a_member_makes_two_groups() -> None:
 
 
 def test_results_can_be_kept_back_everywhere() -> None:
-    plan = linked(chain(sig("a"), group(sig("b") | sig("c"), sig("d")), sig("e"), pass_results=False))
+    plan = linked(
+        chain(sig("a"), group(sig("b") | sig("c"), sig("d")), sig("e"), pass_results=False)
+    )
     (a,) = plan.first
     b, d = a.on_success
-    assert all(one.immutable for one in (a, b, b.on_success[0], d, d.chord_callback) if one is not None)
+    assert all(
+        one.immutable for one in (a, b, b.on_success[0], d, d.chord_callback) if one is not None
+    )
 
 
 def test_collect_is_a_header() -> None:
@@ -177,11 +199,19 @@ def test_collect_is_a_header() -> None:
     assert plan.first[0].chord_callback.headers == {HEADER_COLLECT: "1"}
 
 
-@pytest.mark.parametrize("make", [
-    chain, group, lambda: group([]), lambda: group(iter(())),
-    lambda: chain(group(sig("a")), group(sig("b"))), lambda: group(group(sig("a"))),
-    lambda: group(sig("a") | group(sig("b"))), lambda: chord(group(), sig("cb")),
-])
+@pytest.mark.parametrize(
+    "make",
+    [
+        chain,
+        group,
+        lambda: group([]),
+        lambda: group(iter(())),
+        lambda: chain(group(sig("a")), group(sig("b"))),
+        lambda: group(group(sig("a"))),
+        lambda: group(sig("a") | group(sig("b"))),
+        lambda: chord(group(), sig("cb")),
+    ],
+)
 def test_what_can_never_work_is_refused(make: Any) -> None:
     with pytest.raises(WorkflowError):
         make()
@@ -210,10 +240,15 @@ def test_a_workflow_is_sent_by_the_first_that_has_a_server() -> None:
 # Results
 
 
-@pytest.mark.parametrize(("results", "value"), [
-    ((), None), ((Arg.of(1),), 1), ((Arg.of(1), Arg.of("x")), (1, "x")),
-    ((Arg(type="struct", value={"A": 1}),), {"A": 1}),
-])
+@pytest.mark.parametrize(
+    ("results", "value"),
+    [
+        ((), None),
+        ((Arg.of(1),), 1),
+        ((Arg.of(1), Arg.of("x")), (1, "x")),
+        ((Arg(type="struct", value={"A": 1}),), {"A": 1}),
+    ],
+)
 def test_results_are_none_one_or_a_tuple(results: tuple[Arg, ...], value: object) -> None:
     assert result_value(results) == value
 

@@ -34,8 +34,11 @@ def pass_time(seconds: float) -> None:
 
 @pytest.fixture(params=["memory", "sqlite", "redis"])
 def server(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> Iterator[Server]:
-    urls = {"memory": lambda: "memory://", "sqlite": lambda: f"sqlite:///{tmp_path}/m.db",
-            "redis": lambda: request.getfixturevalue("empty_redis").url}
+    urls = {
+        "memory": lambda: "memory://",
+        "sqlite": lambda: f"sqlite:///{tmp_path}/m.db",
+        "redis": lambda: request.getfixturevalue("empty_redis").url,
+    }
     server = Server(Config(broker=urls[request.param](), lease=LEASE))
     yield server
     server.close()
@@ -64,9 +67,15 @@ def test_it_is_renewed_while_it_is_held_and_free_behind_it(server: Server) -> No
         assert lock.held
         lock.check()
         assert lock.fence > 0
-        with pytest.raises(LockNotAcquired, match="lock 'feed': somebody else has it$"), server.lock("feed", blocking=False):
+        with (
+            pytest.raises(LockNotAcquired, match="lock 'feed': somebody else has it$"),
+            server.lock("feed", blocking=False),
+        ):
             pytest.fail("held twice")
-        with pytest.raises(LockNotAcquired, match="and had it for 0.1 s"), server.lock("feed", timeout=0.1):
+        with (
+            pytest.raises(LockNotAcquired, match="and had it for 0.1 s"),
+            server.lock("feed", timeout=0.1),
+        ):
             pytest.fail("held twice")
         with server.lock("another", blocking=False):
             pass
@@ -127,7 +136,11 @@ server.close()
 def test_a_forked_child_renews_its_own_locks_and_leaves_those_of_its_parent(
     store: str, request: pytest.FixtureRequest, tmp_path: pathlib.Path
 ) -> None:
-    url = f"sqlite:///{tmp_path}/m.db" if store == "sqlite" else request.getfixturevalue("empty_redis").url
+    url = (
+        f"sqlite:///{tmp_path}/m.db"
+        if store == "sqlite"
+        else request.getfixturevalue("empty_redis").url
+    )
 
     subprocess.run([sys.executable, "-W", "ignore", "-c", FORKING, url], check=True, timeout=60.0)
 
@@ -173,13 +186,19 @@ with server.lock("feed"):
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_who_is_killed_or_hangs_blocks_nobody_for_long(tmp_path: pathlib.Path, how: signal.Signals) -> None:
+def test_who_is_killed_or_hangs_blocks_nobody_for_long(
+    tmp_path: pathlib.Path, how: signal.Signals
+) -> None:
     url = f"sqlite:///{tmp_path}/m.db"
     server = Server(Config(broker=url, lease=1.0))
     root = pathlib.Path(__file__).parents[2]
     process = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, url, "1.0"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        text=True, env={**os.environ, "PYTHONPATH": str(root)},
+        [sys.executable, "-c", HOLDER, url, "1.0"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(root)},
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "held\n"

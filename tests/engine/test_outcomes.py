@@ -28,12 +28,15 @@ def values(signature: Signature[Any]) -> list[object]:
     return [arg.value for arg in signature.args]
 
 
-@pytest.mark.parametrize(("results", "immutable", "expected"), [
-    ((ONE,), False, ["own", 1]),
-    ((ONE, TWO), False, ["own", 1, "two"]),
-    ((), False, ["own"]),
-    ((ONE,), True, ["own"]),
-])
+@pytest.mark.parametrize(
+    ("results", "immutable", "expected"),
+    [
+        ((ONE,), False, ["own", 1]),
+        ((ONE, TWO), False, ["own", 1, "two"]),
+        ((), False, ["own"]),
+        ((ONE,), True, ["own"]),
+    ],
+)
 def test_results_go_to_the_end_of_a_callback_unless_the_parent_is_immutable(
     results: tuple[Arg, ...], immutable: bool, expected: list[object]
 ) -> None:
@@ -44,7 +47,9 @@ def test_results_go_to_the_end_of_a_callback_unless_the_parent_is_immutable(
 
 
 @pytest.mark.parametrize("immutable", [True, False])
-def test_a_callback_that_is_immutable_itself_takes_the_results_all_the_same(immutable: bool) -> None:
+def test_a_callback_that_is_immutable_itself_takes_the_results_all_the_same(
+    immutable: bool,
+) -> None:
     then = ended(Succeeded((ONE,)), on_success=(CALLBACK.replace(immutable=immutable),))
     assert values(then.send[0]) == ["own", 1]
 
@@ -54,7 +59,12 @@ def test_the_error_text_goes_in_front_whoever_is_immutable(immutable: bool) -> N
     callback = CALLBACK.replace(immutable=immutable)
     outcome = Failed(error="boom", error_type="ValueError", traceback="tb")
     then = ended(outcome, on_error=(callback,), immutable=immutable)
-    assert (then.state, then.error, then.error_type, then.traceback) == (State.FAILURE, "boom", "ValueError", "tb")
+    assert (then.state, then.error, then.error_type, then.traceback) == (
+        State.FAILURE,
+        "boom",
+        "ValueError",
+        "tb",
+    )
     assert values(then.send[0]) == ["boom", "own"]
     assert then.retry is None
 
@@ -69,15 +79,26 @@ def test_only_success_sends_on_success_and_only_failure_on_error() -> None:
 
 def test_a_counted_retry_keeps_everything_but_the_count() -> None:
     before = Signature[Any](
-        name="task", uuid="task_1", args=(ONE,), routing_key="mail", group_uuid="group_1", group_task_count=2,
-        priority=3, headers={"tenant": "acme"}, retry_count=3, on_success=(CALLBACK,), on_error=(CALLBACK,),
+        name="task",
+        uuid="task_1",
+        args=(ONE,),
+        routing_key="mail",
+        group_uuid="group_1",
+        group_task_count=2,
+        priority=3,
+        headers={"tenant": "acme"},
+        retry_count=3,
+        on_success=(CALLBACK,),
+        on_error=(CALLBACK,),
         chord_callback=CHORD,
     )
     then = follow_up(before, Failed(error="away"), now=NOW)
 
     assert (then.state, then.error, then.arrived) == (State.RETRY, "away", ())
     assert then.retry == before.replace(
-        retry_count=2, retry_timeout=1, eta=NOW + dt.timedelta(seconds=1),
+        retry_count=2,
+        retry_timeout=1,
+        eta=NOW + dt.timedelta(seconds=1),
         headers={"tenant": "acme", HEADER_RUN: "1", HEADER_ATTEMPT: "2"},
     )
 
@@ -115,28 +136,40 @@ def test_a_back_off_decides_the_delay() -> None:
     assert then.retry.eta == NOW + dt.timedelta(seconds=60)
 
 
-@pytest.mark.parametrize(("outcome", "arrives"), [
-    (Succeeded((ONE,)), [("task_1", True)]),
-    (Failed(error="x"), [("task_1", False)]),
-    (Postponed(error="x", delay=1), []),
-])
-def test_a_member_of_a_chord_arrives_when_it_is_over(outcome: Outcome, arrives: list[tuple[str, bool]]) -> None:
+@pytest.mark.parametrize(
+    ("outcome", "arrives"),
+    [
+        (Succeeded((ONE,)), [("task_1", True)]),
+        (Failed(error="x"), [("task_1", False)]),
+        (Postponed(error="x", delay=1), []),
+    ],
+)
+def test_a_member_of_a_chord_arrives_when_it_is_over(
+    outcome: Outcome, arrives: list[tuple[str, bool]]
+) -> None:
     then = ended(outcome, chord_callback=CHORD, group_uuid="group_1", group_task_count=2)
     assert [(one.member.uuid, one.ok) for one in then.arrived] == arrives
 
 
 @pytest.mark.parametrize("from_wire", [False, True])
 def test_members_behind_a_task_that_failed_will_never_arrive(from_wire: bool) -> None:
-    member = Signature[Any](name="m", uuid="m", chord_callback=CHORD, group_uuid="g", group_task_count=2)
+    member = Signature[Any](
+        name="m", uuid="m", chord_callback=CHORD, group_uuid="g", group_task_count=2
+    )
     before = Signature[Any](name="b", uuid="b", on_success=(member.replace(uuid="m2"),))
-    task = Signature[Any](name="task", uuid="task_1", on_success=(member.replace(uuid="m1"), before))
+    task = Signature[Any](
+        name="task", uuid="task_1", on_success=(member.replace(uuid="m1"), before)
+    )
     if from_wire:
         task = decode_signature(encode_signature(task))
         assert isinstance(task.on_success, Lazy)
 
     then = follow_up(task, Failed(error="x"), now=NOW)
 
-    assert sorted((one.member.uuid, one.ok) for one in then.arrived) == [("m1", False), ("m2", False)]
+    assert sorted((one.member.uuid, one.ok) for one in then.arrived) == [
+        ("m1", False),
+        ("m2", False),
+    ]
 
 
 def test_a_long_chain_without_groups_is_not_unpacked_to_find_none() -> None:
@@ -150,18 +183,30 @@ def test_a_long_chain_without_groups_is_not_unpacked_to_find_none() -> None:
 
 
 OUTCOMES = st.one_of(
-    st.builds(Succeeded, st.lists(st.builds(lambda v: Arg(type="int64", value=v), st.integers(-9, 9)), max_size=3)),
+    st.builds(
+        Succeeded,
+        st.lists(st.builds(lambda v: Arg(type="int64", value=v), st.integers(-9, 9)), max_size=3),
+    ),
     st.builds(Failed, error=st.text(), retryable=st.booleans()),
     st.builds(Postponed, error=st.text(), delay=st.floats(0, 1e6)),
 )
 
 
 @given(OUTCOMES, st.integers(0, 5), st.booleans(), st.booleans(), st.integers(0, 99))
-def test_what_always_holds(outcome: Outcome, retries: int, immutable: bool, member: bool, run: int) -> None:
+def test_what_always_holds(
+    outcome: Outcome, retries: int, immutable: bool, member: bool, run: int
+) -> None:
     before = Signature[Any](
-        name="task", uuid="task_1", retry_count=retries, immutable=immutable,
-        on_success=(CALLBACK,), on_error=(CALLBACK,), headers={HEADER_RUN: str(run)},
-        chord_callback=CHORD if member else None, group_uuid="g", group_task_count=1,
+        name="task",
+        uuid="task_1",
+        retry_count=retries,
+        immutable=immutable,
+        on_success=(CALLBACK,),
+        on_error=(CALLBACK,),
+        headers={HEADER_RUN: str(run)},
+        chord_callback=CHORD if member else None,
+        group_uuid="g",
+        group_task_count=1,
     )
     then = follow_up(before, outcome, now=NOW)
 

@@ -140,10 +140,14 @@ def failed(result: AsyncResult[Any]) -> str:
 
 
 def test_a_refused_step_of_a_chain_fails_and_keeps_nobody(shop: Shop) -> None:
-    flow = shop.say.signature("a") | shop.say.options(queue="forbidden").partial().catch(shop.tell.partial())
+    flow = shop.say.signature("a") | shop.say.options(queue="forbidden").partial().catch(
+        shop.tell.partial()
+    )
     bad, good = flow.send(), [shop.say.send(str(number)) for number in range(20)]
     with shop.server.new_worker("w", 4) as worker:
-        assert [result.get(timeout=HANG) for result in good] == [str(number) for number in range(20)]
+        assert [result.get(timeout=HANG) for result in good] == [
+            str(number) for number in range(20)
+        ]
         assert WORDS in failed(bad)
         wait_until(lambda: bool(shop.told))
         assert worker.ready
@@ -167,7 +171,10 @@ def test_what_was_refused_is_sent_again_when_it_may_be(shop: Shop) -> None:
 def test_of_dead_letters_that_are_replayed_together_only_those_stay_that_are_refused_again(
     shop: Shop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bad = [chain(shop.say.signature("a"), shop.say.options(queue="forbidden").signature(word)).send() for word in ("b", "c")]
+    bad = [
+        chain(shop.say.signature("a"), shop.say.options(queue="forbidden").signature(word)).send()
+        for word in ("b", "c")
+    ]
     with shop.server.new_worker("w", 4):
         for one in bad:
             failed(one)
@@ -211,8 +218,14 @@ def test_a_retry_that_is_refused_is_a_failure(shop: Shop, monkeypatch: pytest.Mo
 
 def test_chords_behind_and_before_a_refusal_end(shop: Shop) -> None:
     refused = shop.say.options(queue="forbidden")
-    behind = (group(shop.say.signature("a") | refused.partial(), shop.say.signature("b")) | shop.join.partial()).send()
-    before = (group(shop.say.signature("a"), shop.say.signature("b")) | refused.partial().catch(shop.tell.partial())).send()
+    behind = (
+        group(shop.say.signature("a") | refused.partial(), shop.say.signature("b"))
+        | shop.join.partial()
+    ).send()
+    before = (
+        group(shop.say.signature("a"), shop.say.signature("b"))
+        | refused.partial().catch(shop.tell.partial())
+    ).send()
     with shop.server.new_worker("w", 4):
         assert "cannot be sent" in failed(behind)
         assert WORDS in failed(before)
@@ -222,12 +235,16 @@ def test_chords_behind_and_before_a_refusal_end(shop: Shop) -> None:
 
 @pytest.mark.parametrize("make", [one_store, two_stores])
 def test_a_schedule_that_is_refused_keeps_no_other_from_its_ticks(
-    make: Callable[[pathlib.Path, Clock], tuple[Choosy, Store]], tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+    make: Callable[[pathlib.Path, Clock], tuple[Choosy, Store]],
+    tmp_path: pathlib.Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     clock = ManualClock()
     shop = Shop(*make(tmp_path, clock))
     shop.server.engine.clock = clock
-    shop.server.register_periodic_task("@every 1m", "bad", shop.say.options(queue="forbidden").signature("bad"))
+    shop.server.register_periodic_task(
+        "@every 1m", "bad", shop.say.options(queue="forbidden").signature("bad")
+    )
     shop.server.register_periodic_task("@every 1m", "good", shop.say.signature("good"))
     scheduler = Scheduler(shop.server.engine, shop.server.declared)
     scheduler.step()
@@ -235,7 +252,9 @@ def test_a_schedule_that_is_refused_keeps_no_other_from_its_ticks(
         clock.advance(60.0)
         scheduler.step()
     assert len(shop.server.broker.get_pending_tasks()) == 3
-    said = [record.getMessage() for record in caplog.records if "schedule bad" in record.getMessage()]
+    said = [
+        record.getMessage() for record in caplog.records if "schedule bad" in record.getMessage()
+    ]
     assert len(said) == len(set(said)) == 3
     shop.server.close()
 
@@ -262,7 +281,10 @@ def tree(shop: Shop, name: str, depth: int) -> Signature[Any]:
 def test_what_fills_its_own_queue_comes_to_its_end_and_runs_once(kept: bool) -> None:
     clock = SystemClock()
     broker = Narrow(MemoryHub(clock))
-    shop = Shop(broker, TwoStores(broker, MemoryBackend(MemoryHub(clock)) if kept else NullBackend(clock), clock))
+    shop = Shop(
+        broker,
+        TwoStores(broker, MemoryBackend(MemoryHub(clock)) if kept else NullBackend(clock), clock),
+    )
     for number in range(4):
         shop.server.send(tree(shop, f"{number}:", 3))
     with shop.server.new_worker("v", 2) as first, shop.server.new_worker("w", 2):
@@ -280,10 +302,15 @@ def test_a_full_queue_keeps_nothing_else_waiting() -> None:
     far = shop.say.options(queue="far")
     for number in range(5):
         far.send(f"fill {number}")
-    into = [shop.say.signature(f"into {number}").then(far.signature(f"out {number}")) for number in range(3)]
+    into = [
+        shop.say.signature(f"into {number}").then(far.signature(f"out {number}"))
+        for number in range(3)
+    ]
     with shop.server.new_worker("w", 2, queues=["machinery_tasks"]) as worker:
         assert [one.send().get(timeout=HANG) for one in into] == ["into 0", "into 1", "into 2"]
-        assert [shop.say.send(str(number)).get(timeout=HANG) for number in range(20)] == [str(number) for number in range(20)]
+        assert [shop.say.send(str(number)).get(timeout=HANG) for number in range(20)] == [
+            str(number) for number in range(20)
+        ]
         assert worker.ready
         assert broker.purge("far") == 5
         wait_until(lambda: len(broker.pending("far", 10)) == 3)
@@ -296,18 +323,27 @@ def test_a_full_queue_keeps_nothing_else_waiting() -> None:
 
 @pytest.mark.parametrize("call", ["put", "bury", "apply", "outboxes", "clear_outbox", "dispose"])
 @pytest.mark.parametrize("lose_reply", [False, True], ids=["refused", "reply lost"])
-def test_a_refusal_is_dealt_with_once_whatever_fails_on_the_way(call: str, lose_reply: bool) -> None:
+def test_a_refusal_is_dealt_with_once_whatever_fails_on_the_way(
+    call: str, lose_reply: bool
+) -> None:
     clock = SystemClock()
     inner = ChoosyMemory(MemoryHub(clock))
     broker, backend = FlakyBroker(inner), FlakyBackend(MemoryBackend(MemoryHub(clock)))
     shop = Shop(inner, TwoStores(broker, backend, clock))
-    bad = (shop.say.signature("a") | shop.say.options(queue="forbidden").partial().catch(shop.tell.partial())).send()
+    bad = (
+        shop.say.signature("a")
+        | shop.say.options(queue="forbidden").partial().catch(shop.tell.partial())
+    ).send()
     for faults in (broker.faults, backend.faults):
         for turn in range(4):
             faults.next_call(call, lose_reply=bool(turn % 2) ^ lose_reply)
     with shop.server.new_worker("w", 2):
         assert WORDS in failed(bad)
-        wait_until(lambda: bool(shop.told) and not any(line.waiting or line.running for line in broker.stats()))
+        wait_until(
+            lambda: (
+                bool(shop.told) and not any(line.waiting or line.running for line in broker.stats())
+            )
+        )
     assert set(shop.dead()) == {(bad.uuid, "refused")}
     assert backend.unsent(10, older_than=0.0) == []
     # An outbox that was published and could not be cleared is published again: one of each completes.

@@ -38,9 +38,17 @@ __all__ = ["bench"]
 
 def test_a_result_is_there_when_the_task_has_run(bench: Bench) -> None:
     result = bench.add.send(1, 2)
-    assert (result.touch(), result.is_finished(), result.get_state().state) == (None, False, State.PENDING)
+    assert (result.touch(), result.is_finished(), result.get_state().state) == (
+        None,
+        False,
+        State.PENDING,
+    )
     bench.drain()
-    assert (result.touch(), result.is_finished(), result.get_state().state) == (3, True, State.SUCCESS)
+    assert (result.touch(), result.is_finished(), result.get_state().state) == (
+        3,
+        True,
+        State.SUCCESS,
+    )
     assert result.get(timeout=0) == result.get() == 3
 
 
@@ -48,7 +56,9 @@ def test_a_failure_is_raised_each_time(bench: Bench) -> None:
     result = bench.fail.send("boom")
     bench.drain()
     for _ in range(2):
-        with pytest.raises(TaskFailed, match=rf"^task fail {result.uuid} failed: ValueError: boom$"):
+        with pytest.raises(
+            TaskFailed, match=rf"^task fail {result.uuid} failed: ValueError: boom$"
+        ):
             result.get()
         with pytest.raises(TaskFailed):
             result.touch()
@@ -72,11 +82,16 @@ def test_a_timeout_has_no_hint_where_a_worker_serves_the_queue(bench: Bench) -> 
     session.close()
 
 
-def test_a_timeout_says_that_the_queue_is_paused(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_timeout_says_that_the_queue_is_paused(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
     result = bench.add.options(queue="mail").send(1, 2)
     bench.server.inspect.pause("mail")
     bench.drain()
-    with caplog.at_level(logging.WARNING, "machinery_py"), pytest.raises(ResultTimeout, match=r"PENDING, 'mail' is paused$"):
+    with (
+        caplog.at_level(logging.WARNING, "machinery_py"),
+        pytest.raises(ResultTimeout, match=r"PENDING, 'mail' is paused$"),
+    ):
         result.get(timeout=2.2)
     (text,) = [record.getMessage() for record in caplog.records]
     assert text.startswith("'mail' is paused (resume it: machinery resume ")
@@ -85,19 +100,28 @@ def test_a_timeout_says_that_the_queue_is_paused(bench: Bench, caplog: pytest.Lo
     assert result.get(timeout=0) == 3
 
 
-def test_who_waits_longer_is_warned_once_that_nobody_works(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+def test_who_waits_longer_is_warned_once_that_nobody_works(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
     result = bench.add.send(1, 2)
     with caplog.at_level(logging.WARNING, "machinery_py"), pytest.raises(ResultTimeout):
         result.get(timeout=2.2)
     texts = [record.getMessage() for record in caplog.records]
-    assert [text for text in texts if text.startswith("no worker on queue 'machinery_tasks' (start one: ")] == texts
+    assert [
+        text
+        for text in texts
+        if text.startswith("no worker on queue 'machinery_tasks' (start one: ")
+    ] == texts
     assert len(texts) == 1
 
 
 def test_a_result_that_was_never_there_is_expired(bench: Bench) -> None:
     result = bench.server.result("task_unheard-of")
     for call in (result.get, result.touch):
-        with pytest.raises(ResultExpired, match=r"no state of task_unheard-of: it expired \(results are kept 3600 s"):
+        with pytest.raises(
+            ResultExpired,
+            match=r"no state of task_unheard-of: it expired \(results are kept 3600 s",
+        ):
             call()
     assert result.is_finished()
     with pytest.raises(StateNotFound):
@@ -137,7 +161,9 @@ def test_a_waiter_is_woken(bench: Bench) -> None:
 def test_a_group_result_counts(bench: Bench) -> None:
     result = bench.server.send_group(group(bench.add.signature(i, i) for i in range(3)))
     assert result.touch() is None
-    with pytest.raises(ResultTimeout, match=r"no result of group_\S+ after 0.0 s; last state 0 of 3 finished"):
+    with pytest.raises(
+        ResultTimeout, match=r"no result of group_\S+ after 0.0 s; last state 0 of 3 finished"
+    ):
         result.get(timeout=0)
     bench.drain()
     assert result.get(timeout=0) == [0, 2, 4]
@@ -176,7 +202,9 @@ def test_revoking_a_group_revokes_its_members(bench: Bench) -> None:
 
 
 def test_a_chain_is_waited_for_step_by_step(bench: Bench) -> None:
-    result = bench.server.send_chain(chain(bench.add.signature(1, 1), bench.add.partial(1), bench.note.partial("last")))
+    result = bench.server.send_chain(
+        chain(bench.add.signature(1, 1), bench.add.partial(1), bench.note.partial("last"))
+    )
     assert type(result) is ChainResult
     assert len(result.steps) == 3
     text = rf"no result of {result.uuid} \(step 1 of 3: {result.steps[0].uuid}\) after 0\.0 s"
@@ -188,7 +216,9 @@ def test_a_chain_is_waited_for_step_by_step(bench: Bench) -> None:
 
 
 def test_a_chain_raises_what_broke_it(bench: Bench) -> None:
-    result = bench.server.send_chain(chain(bench.fail.signature("first"), bench.note.partial(), bench.note.partial()))
+    result = bench.server.send_chain(
+        chain(bench.fail.signature("first"), bench.note.partial(), bench.note.partial())
+    )
     bench.drain()
     for _ in range(2):
         with pytest.raises(TaskFailed, match="first"):
@@ -200,7 +230,9 @@ def test_a_chain_raises_what_broke_it(bench: Bench) -> None:
 
 
 def test_a_step_can_be_waited_for_before_its_turn(bench: Bench) -> None:
-    result = bench.server.send_chain(chain(bench.add.signature(1, 1), bench.add.partial(1), bench.add.partial(1)))
+    result = bench.server.send_chain(
+        chain(bench.add.signature(1, 1), bench.add.partial(1), bench.add.partial(1))
+    )
     last = result.steps[-1]
     assert (last.touch(), last.is_finished()) == (None, False)
     with pytest.raises(ResultTimeout):
@@ -213,7 +245,10 @@ def test_a_step_can_be_waited_for_before_its_turn(bench: Bench) -> None:
 
 
 def test_a_chords_callback_can_be_waited_for_before_its_turn(bench: Bench) -> None:
-    for member, error in ((bench.add.signature(1, 1), ""), (bench.fail.signature("member"), "member")):
+    for member, error in (
+        (bench.add.signature(1, 1), ""),
+        (bench.fail.signature("member"), "member"),
+    ):
         result = (group(member, bench.add.signature(2, 2)) | bench.add.partial()).send()
         assert (result.callback.touch(), result.callback.is_finished()) == (None, False)
         bench.drain()
@@ -247,12 +282,18 @@ def test_a_chord_has_a_group_and_a_callback(bench: Bench) -> None:
     assert type(result.group) is GroupResult
     assert result.touch() is None
     bench.drain()
-    assert (result.get(timeout=0), result.group.get(timeout=0), result.callback.get(timeout=0)) == (6, [2, 4], 6)
+    assert (result.get(timeout=0), result.group.get(timeout=0), result.callback.get(timeout=0)) == (
+        6,
+        [2, 4],
+        6,
+    )
 
 
 def test_a_group_in_a_chain_is_no_news_before_it_is_reached(bench: Bench) -> None:
     later = bench.add.signature(1, 1).replace(eta=bench.server.now().replace(year=2090))
-    result = bench.server.send_chain(later | group(bench.add.partial(1), bench.add.partial(2)) | bench.add.partial())
+    result = bench.server.send_chain(
+        later | group(bench.add.partial(1), bench.add.partial(2)) | bench.add.partial()
+    )
     assert result.touch() is None
     assert not result.is_finished()
     with pytest.raises(ResultTimeout):
@@ -295,7 +336,9 @@ class _WatchedListener(MemoryListener):
     def wait(self, timeout: float) -> None:
         backend = self._backend
         assert isinstance(backend, _Watched)
-        assert set(backend.result._awaited()) <= self._watched, "asleep, and not watching the step that comes next"
+        assert set(backend.result._awaited()) <= self._watched, (
+            "asleep, and not watching the step that comes next"
+        )
         backend.bench.harness.advance(seconds=10)
         backend.bench.drain()
 
@@ -305,7 +348,9 @@ def test_who_waits_for_a_chain_watches_the_step_that_he_looks_at(bench: Bench) -
     backend = _Watched(hub)
     bench.server.engine.stores.store = OneStore(MemoryBroker(hub), backend, hub.transaction)
     later = bench.server.now() + dt.timedelta(seconds=15)
-    steps = chain(bench.add.signature(1, 1), bench.add.partial(1).replace(eta=later), bench.add.partial(1))
+    steps = chain(
+        bench.add.signature(1, 1), bench.add.partial(1).replace(eta=later), bench.add.partial(1)
+    )
     result = bench.server.send_chain(steps)
     backend.bench, backend.result = bench, result
 

@@ -132,7 +132,9 @@ def test_each_loop_may_wait(working: Bench) -> None:
     assert [run(use()) for _ in range(3)] == [3, 3, 3]
 
 
-def test_sending_without_await_in_a_loop_works_and_says_so_once(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+def test_sending_without_await_in_a_loop_works_and_says_so_once(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
     async def use() -> None:
         with caplog.at_level(logging.DEBUG, "machinery_py.server"):
             bench.add.send(1, 2)
@@ -182,7 +184,9 @@ class SlowListener(Listener):
         self._listener.close()
 
 
-def test_the_loop_goes_on_while_the_store_does_not_answer(working: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_loop_goes_on_while_the_store_does_not_answer(
+    working: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     slow = SlowListener(working.server.backend.listener())
     monkeypatch.setattr(working.server.backend, "listener", lambda: slow)
     gate = threading.Event()
@@ -193,7 +197,9 @@ def test_the_loop_goes_on_while_the_store_does_not_answer(working: Bench, monkey
         waiting = [asyncio.ensure_future(result.get_async(timeout=HANG)) for result in results]
         while not threads():
             await asyncio.sleep(0)
-        waiting.append(asyncio.ensure_future(results[0].get_async(timeout=HANG)))  # it joins while others ask
+        waiting.append(
+            asyncio.ensure_future(results[0].get_async(timeout=HANG))
+        )  # it joins while others ask
         waiting[1].cancel()  # and one leaves
         with pytest.raises(asyncio.CancelledError):
             await waiting.pop(1)

@@ -56,8 +56,11 @@ class App:
 
     def ticks(self, name: str = "s") -> list[str]:
         """The ticks whose messages wait, in order."""
-        return [signature.headers[HEADER_TICK][11:19] for signature in self.server.broker.get_pending_tasks()
-                if signature.headers[HEADER_SCHEDULE] == name]
+        return [
+            signature.headers[HEADER_TICK][11:19]
+            for signature in self.server.broker.get_pending_tasks()
+            if signature.headers[HEADER_SCHEDULE] == name
+        ]
 
     def run(self) -> None:
         self.inline.drain()
@@ -105,7 +108,8 @@ def test_a_tick_says_which_it_is_and_each_run_has_a_uuid_of_its_own(app: App) ->
 
     sent = app.server.broker.get_pending_tasks()
     assert [signature.headers for signature in sent] == [
-        {HEADER_SCHEDULE: "s", HEADER_TICK: f"2026-01-02T03:0{minute}:00+00:00"} for minute in (5, 6)
+        {HEADER_SCHEDULE: "s", HEADER_TICK: f"2026-01-02T03:0{minute}:00+00:00"}
+        for minute in (5, 6)
     ]
     assert len({signature.uuid for signature in sent} - {"mine"}) == 2
 
@@ -113,7 +117,9 @@ def test_a_tick_says_which_it_is_and_each_run_has_a_uuid_of_its_own(app: App) ->
 def test_delay_and_expiry_count_from_the_tick(app: App) -> None:
     late = app.task.options(delay=3600, expires=7200).signature()
     app.server.register_periodic_task("0 6 * * *", "s", late)
-    app.server.register_periodic_chain("0 6 * * *", "c", app.task.options(delay=60).signature(), late)
+    app.server.register_periodic_chain(
+        "0 6 * * *", "c", app.task.options(delay=60).signature(), late
+    )
     app.scheduler.step()
     app.clock.advance(hours=2, minutes=55, seconds=55)
     for day in (2, 3):
@@ -121,8 +127,13 @@ def test_delay_and_expiry_count_from_the_tick(app: App) -> None:
         app.scheduler.step()
         sent = [decode_signature(message.body) for message in app.server.broker.delayed(10)]
         delayed = {signature.headers[HEADER_SCHEDULE]: signature for signature in sent}
-        assert (delayed["s"].eta, delayed["c"].eta) == (six + dt.timedelta(hours=1), six + dt.timedelta(minutes=1))
-        assert delayed["s"].headers[HEADER_EXPIRES] == repr((six + dt.timedelta(hours=2)).timestamp())
+        assert (delayed["s"].eta, delayed["c"].eta) == (
+            six + dt.timedelta(hours=1),
+            six + dt.timedelta(minutes=1),
+        )
+        assert delayed["s"].headers[HEADER_EXPIRES] == repr(
+            (six + dt.timedelta(hours=2)).timestamp()
+        )
         for _ in range(2):
             app.clock.advance(hours=1, minutes=1)
             app.run()
@@ -130,10 +141,14 @@ def test_delay_and_expiry_count_from_the_tick(app: App) -> None:
         app.clock.advance(hours=21, minutes=58)
 
 
-def test_a_declaration_with_a_delay_is_the_same_at_each_start(clock: ManualClock, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_declaration_with_a_delay_is_the_same_at_each_start(
+    clock: ManualClock, caplog: pytest.LogCaptureFixture
+) -> None:
     for _ in range(2):
         program = App(clock, "memory://starts")
-        program.server.register_periodic_task("0 6 * * *", "s", program.task.options(delay=60, expires=60).signature())
+        program.server.register_periodic_task(
+            "0 6 * * *", "s", program.task.options(delay=60, expires=60).signature()
+        )
         program.scheduler.step()
         clock.advance(hours=1)
     assert "is changed" not in caplog.text
@@ -146,8 +161,12 @@ def test_workflows_are_sent_whole(app: App) -> None:
     add = lambda *numbers: Signature.of("add", *numbers)  # noqa: E731
     server.register_periodic_chain("0 6 * * *", "chain", add(1, 1), add(5), Signature(name="keep"))
     server.register_periodic_group("0 6 * * *", "group", 10, add(1, 2), Signature(name="note"))
-    server.register_periodic_chord("0 6 * * *", "chord", 10, Signature(name="keep"), add(1, 2), add(3, 4))
-    server.schedules.add("0 6 * * *", "nested", chain(add(1, 0), group(add(1), add(2)), Signature(name="keep")))
+    server.register_periodic_chord(
+        "0 6 * * *", "chord", 10, Signature(name="keep"), add(1, 2), add(3, 4)
+    )
+    server.schedules.add(
+        "0 6 * * *", "nested", chain(add(1, 0), group(add(1), add(2)), Signature(name="keep"))
+    )
     app.scheduler.step()
     app.clock.advance(hours=2, minutes=55, seconds=55)
     for _ in range(2):
@@ -162,7 +181,9 @@ def test_a_task_that_no_scheduler_knows_can_be_sent(clock: ManualClock) -> None:
     url = "memory://shared-by-two"
     web, worker = App(clock, url), App(clock, url)
     web.server.register_task("mail", lambda: None)
-    web.server.schedules.add("* * * * *", "s", Signature(name="mail", routing_key="machinery_tasks"))
+    web.server.schedules.add(
+        "* * * * *", "s", Signature(name="mail", routing_key="machinery_tasks")
+    )
     worker.scheduler.step()
     worker.go(60)
     assert [one.name for one in web.server.broker.get_pending_tasks()] == ["mail"]
@@ -171,17 +192,22 @@ def test_a_task_that_no_scheduler_knows_can_be_sent(clock: ManualClock) -> None:
 # Missed ticks
 
 
-@pytest.mark.parametrize(("catch_up", "window", "away", "expected", "missed"), [
-    ("skip", 0, 600, ["03:14:00"], 9),
-    ("skip", 0, 55 + 20, ["03:05:00"], 0),  # a minute's tick is on time for a minute
-    (False, 0, 55 + 59, ["03:05:00"], 0),
-    ("latest", 0, 600 - 5, ["03:14:00"], 9),
-    (True, 0, 600 - 5, ["03:14:00"], 9),
-    ("latest", 0, 3 * 86400, ["03:04:00"], 3 * 1440 - 1),
-    ("all", 0, 300, ["03:05:00", "03:06:00", "03:07:00", "03:08:00", "03:09:00"], 0),
-    ("all", 120, 300, ["03:08:00", "03:09:00"], 3),
-])
-def test_missed_ticks(app: App, catch_up: Any, window: float, away: float, expected: list[str], missed: int) -> None:
+@pytest.mark.parametrize(
+    ("catch_up", "window", "away", "expected", "missed"),
+    [
+        ("skip", 0, 600, ["03:14:00"], 9),
+        ("skip", 0, 55 + 20, ["03:05:00"], 0),  # a minute's tick is on time for a minute
+        (False, 0, 55 + 59, ["03:05:00"], 0),
+        ("latest", 0, 600 - 5, ["03:14:00"], 9),
+        (True, 0, 600 - 5, ["03:14:00"], 9),
+        ("latest", 0, 3 * 86400, ["03:04:00"], 3 * 1440 - 1),
+        ("all", 0, 300, ["03:05:00", "03:06:00", "03:07:00", "03:08:00", "03:09:00"], 0),
+        ("all", 120, 300, ["03:08:00", "03:09:00"], 3),
+    ],
+)
+def test_missed_ticks(
+    app: App, catch_up: Any, window: float, away: float, expected: list[str], missed: int
+) -> None:
     app.declare("* * * * *", catch_up=catch_up, window=window)
     app.clock.advance(away)
     app.restart()
@@ -207,7 +233,9 @@ def test_latest_looks_back_as_far_as_its_window(app: App) -> None:
     assert [one.missed for one in app.server.schedules.list()] == [0, 1, 1]
 
 
-def test_a_fast_schedule_loses_nothing_in_a_short_trouble_and_does_not_flood_after_a_long_one(app: App) -> None:
+def test_a_fast_schedule_loses_nothing_in_a_short_trouble_and_does_not_flood_after_a_long_one(
+    app: App,
+) -> None:
     app.declare("* * * * * *")
     app.clock.advance(8)
     app.scheduler.step()
@@ -298,7 +326,11 @@ def test_overlap_queue_sends_one_when_the_one_before_is_over(app: App) -> None:
 
 def test_a_chain_holds_the_next_run_up_until_its_last_step(app: App) -> None:
     app.server.register_periodic_chain(
-        "* * * * *", "s", Signature.of("tell", "one"), Signature.of("tell", "two").replace(routing_key="slow"), overlap="skip"
+        "* * * * *",
+        "s",
+        Signature.of("tell", "one"),
+        Signature.of("tell", "two").replace(routing_key="slow"),
+        overlap="skip",
     )
     app.scheduler.step()
     app.go(60)
@@ -313,7 +345,9 @@ def test_a_chain_holds_the_next_run_up_until_its_last_step(app: App) -> None:
 
 def test_a_run_that_failed_is_over(app: App) -> None:
     app.server.register_task("bad", lambda: 1 / 0)
-    app.server.register_periodic_chain("* * * * *", "s", Signature(name="bad"), Signature(name="note"), overlap="skip")
+    app.server.register_periodic_chain(
+        "* * * * *", "s", Signature(name="bad"), Signature(name="note"), overlap="skip"
+    )
     app.scheduler.step()
     for _ in range(3):
         app.go(60)
@@ -359,10 +393,22 @@ def test_a_listing_shows_the_last_run_and_the_next_three(app: App) -> None:
     app.scheduler.step()
     (report,) = app.server.schedules.list()
 
-    assert (report.name, report.spec, report.tz, report.tasks) == ("s", "0 6 * * *", "Europe/Berlin", ["note"])
+    assert (report.name, report.spec, report.tz, report.tasks) == (
+        "s",
+        "0 6 * * *",
+        "Europe/Berlin",
+        ["note"],
+    )
     assert report.last_run == dt.datetime(2026, 1, 2, 5, tzinfo=dt.timezone.utc)
-    assert report.next_runs == [dt.datetime(2026, 1, day, 5, tzinfo=dt.timezone.utc) for day in (3, 4, 5)]
-    assert (report.declared, report.paused, report.sent, report.catch_up) == (True, False, 1, "skip")
+    assert report.next_runs == [
+        dt.datetime(2026, 1, day, 5, tzinfo=dt.timezone.utc) for day in (3, 4, 5)
+    ]
+    assert (report.declared, report.paused, report.sent, report.catch_up) == (
+        True,
+        False,
+        1,
+        "skip",
+    )
 
 
 def test_run_now_sends_once_and_leaves_the_ticks(app: App) -> None:
@@ -398,9 +444,18 @@ def test_added_changed_and_removed(app: App) -> None:
 def test_what_is_wrong_is_refused(app: App) -> None:
     schedules, server = app.server.schedules, app.server
     app.declare("* * * * *", "digest")
-    with pytest.raises(ScheduleNotFound, match=r"no schedule 'digets' \(there are: digest; did you mean 'digest'\?\)"):
+    with pytest.raises(
+        ScheduleNotFound,
+        match=r"no schedule 'digets' \(there are: digest; did you mean 'digest'\?\)",
+    ):
         schedules.pause("digets")
-    for call in (schedules.resume, schedules.remove, schedules.run_now, schedules.get, schedules.change):
+    for call in (
+        schedules.resume,
+        schedules.remove,
+        schedules.run_now,
+        schedules.get,
+        schedules.change,
+    ):
         with pytest.raises(ScheduleNotFound):
             call("x")
     with pytest.raises(ScheduleError, match="hour '25'"):
@@ -416,9 +471,11 @@ def test_what_is_wrong_is_refused(app: App) -> None:
     with pytest.raises(ScheduleError, match="'digest' is declared already"):
         server.register_periodic_task("0 0 * * *", "digest", app.task.signature())
     with pytest.raises(ArgumentError, match="missing argument 'shop'"):
+
         @server.periodic("@daily")
         @server.task
         def wants(shop: int) -> None: ...
+
     assert [one.name for one in schedules.list()] == ["digest"]
 
 
@@ -432,11 +489,17 @@ def test_the_decorator_takes_tasks_and_functions(app: App) -> None:
     def digest() -> None: ...
 
     assert pulse() == 1
-    assert [(one.name, one.stored) for one in app.server.schedules.list()] == [("pulse", False), ("weekdays", False)]
+    assert [(one.name, one.stored) for one in app.server.schedules.list()] == [
+        ("pulse", False),
+        ("weekdays", False),
+    ]
     assert app.server.backend.records().bodies == {}  # nothing is stored before a worker starts
     app.scheduler.step()
     assert [one.stored for one in app.server.schedules.list()] == [True, True]
-    assert [(one.name, one.tasks) for one in app.server.schedules.list()] == [("pulse", ["pulse"]), ("weekdays", ["mail.digest"])]
+    assert [(one.name, one.tasks) for one in app.server.schedules.list()] == [
+        ("pulse", ["pulse"]),
+        ("weekdays", ["mail.digest"]),
+    ]
 
 
 # What code declares
@@ -522,17 +585,23 @@ def test_faults_lose_no_tick_and_double_none(clock: ManualClock, seed: int) -> N
     Scheduler(app.server.engine, app.server.declared).step()
 
     assert len(faults.failed) > 10
-    assert app.ticks() == [(START + dt.timedelta(seconds=n)).strftime("%H:%M:%S") for n in range(1, 61)]
+    assert app.ticks() == [
+        (START + dt.timedelta(seconds=n)).strftime("%H:%M:%S") for n in range(1, 61)
+    ]
     assert app.ticks("q") == ["03:04:06"]
     assert app.server.schedules.get("q").waiting + app.server.schedules.get("q").held == 29
 
 
-def test_one_that_cannot_be_sent_does_not_stop_the_others(app: App, caplog: pytest.LogCaptureFixture) -> None:
+def test_one_that_cannot_be_sent_does_not_stop_the_others(
+    app: App, caplog: pytest.LogCaptureFixture
+) -> None:
     app.declare("* * * * *")
     app.declare("* * * * *", "a-broken")
     backend = app.server.backend
     body = (backend.records().bodies or {})["a-broken"]
-    assert backend.amend(Amendment(name="a-broken", expected=body, body=body.replace(b'{"task":', b'{"tusk":')))
+    assert backend.amend(
+        Amendment(name="a-broken", expected=body, body=body.replace(b'{"task":', b'{"tusk":'))
+    )
     assert backend.amend(Amendment(name="b-unreadable", expected=None, body=b"\xff"))
     with caplog.at_level(logging.ERROR):
         app.go(120)
@@ -541,7 +610,9 @@ def test_one_that_cannot_be_sent_does_not_stop_the_others(app: App, caplog: pyte
     assert caplog.text.count("schedule b-unreadable is left alone") == 1
 
 
-def test_a_hook_that_fails_does_not_stop_the_others(app: App, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_hook_that_fails_does_not_stop_the_others(
+    app: App, caplog: pytest.LogCaptureFixture
+) -> None:
     app.declare("* * * * *", "a")
     app.declare("* * * * *", "b")
 
@@ -552,10 +623,15 @@ def test_a_hook_that_fails_does_not_stop_the_others(app: App, caplog: pytest.Log
 
     app.go(120)
     assert (app.ticks("a"), app.ticks("b")) == ([], ["03:05:00", "03:06:00"])
-    assert "schedule a: its tick at 2026-01-02T03:05:00+00:00 cannot be sent: not this one" in caplog.text
+    assert (
+        "schedule a: its tick at 2026-01-02T03:05:00+00:00 cannot be sent: not this one"
+        in caplog.text
+    )
 
 
-def test_a_backend_that_keeps_nothing_is_said_so(clock: ManualClock, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_backend_that_keeps_nothing_is_said_so(
+    clock: ManualClock, caplog: pytest.LogCaptureFixture
+) -> None:
     server = Server(broker="memory://", result_backend="null", clock=clock)
     server.register_periodic_task("* * * * *", "s", Signature(name="note"))
     with pytest.raises(Unsupported, match="the null backend keeps no schedules"):
@@ -606,8 +682,6 @@ def test_a_year_of_many_specs_is_what_brute_force_says(app: App) -> None:
     assert reports == {"h": 2190, "d": 365, "m": 12}
 
 
-
-
 # Go's lock
 
 
@@ -630,7 +704,9 @@ def test_a_tick_that_go_has_locked_is_left_to_go(clock: ManualClock) -> None:
     assert go.lock("machinery_lock_workers* * * * *", round((tick + minute).timestamp()) * 10**9)
     app.go(120)
     assert app.ticks() == ["03:05:00", "03:07:00", "03:08:00"]
-    assert not go.lock("machinery_lock_workers* * * * *", round((tick + 9 * minute).timestamp()) * 10**9)
+    assert not go.lock(
+        "machinery_lock_workers* * * * *", round((tick + 9 * minute).timestamp()) * 10**9
+    )
 
 
 def test_ten_schedulers_under_gos_lock_send_each_tick_once(clock: ManualClock) -> None:
@@ -644,7 +720,9 @@ def test_ten_schedulers_under_gos_lock_send_each_tick_once(clock: ManualClock) -
     assert len(set(app.ticks())) == 20
 
 
-def test_one_that_died_under_gos_lock_holds_the_next_tick_up_for_a_moment_only(clock: ManualClock) -> None:
+def test_one_that_died_under_gos_lock_holds_the_next_tick_up_for_a_moment_only(
+    clock: ManualClock,
+) -> None:
     app = go_app(clock)
     app.declare("* * * * *")
     app.clock.advance(55)

@@ -26,26 +26,46 @@ def test_the_first_state_seen_may_be_any(word: State) -> None:
     assert advance(None, state(word)) == state(word)
 
 
-FORWARD = {(P, RC), (P, S), (P, RT), (P, OK), (P, F), (RC, S), (RC, RT), (RC, OK), (RC, F), (S, RT), (S, OK), (S, F),
-           (RT, OK), (RT, F)}
+FORWARD = {
+    (P, RC),
+    (P, S),
+    (P, RT),
+    (P, OK),
+    (P, F),
+    (RC, S),
+    (RC, RT),
+    (RC, OK),
+    (RC, F),
+    (S, RT),
+    (S, OK),
+    (S, F),
+    (RT, OK),
+    (RT, F),
+}
 AGAIN = {(P, P), (RC, RC), (S, S), (RT, RT)}
 
 
-@pytest.mark.parametrize(("before", "after"), [(a, b) for a in State for b in State], ids=lambda word: word.value)
+@pytest.mark.parametrize(
+    ("before", "after"), [(a, b) for a in State for b in State], ids=lambda word: word.value
+)
 def test_within_a_run_it_goes_forward(before: State, after: State) -> None:
     found = advance(state(before), state(after))
     assert (found is not None) == ((before, after) in FORWARD | AGAIN)
     assert found is None or found.state is after
 
 
-@pytest.mark.parametrize(("before", "after"), [(a, b) for a in State for b in State], ids=lambda word: word.value)
+@pytest.mark.parametrize(
+    ("before", "after"), [(a, b) for a in State for b in State], ids=lambda word: word.value
+)
 def test_the_next_run_follows_whatever_is_not_finished(before: State, after: State) -> None:
     found = advance(state(before), state(after, run=1))
     # PENDING of a later run is what a replay writes, by force.
     assert (found is not None) == (before not in (OK, F) and after is not P)
 
 
-@pytest.mark.parametrize(("before", "after"), [(a, b) for a in State for b in State], ids=lambda word: word.value)
+@pytest.mark.parametrize(
+    ("before", "after"), [(a, b) for a in State for b in State], ids=lambda word: word.value
+)
 def test_an_earlier_run_never_follows(before: State, after: State) -> None:
     assert advance(state(before, run=2), state(after, run=1)) is None
 
@@ -54,11 +74,23 @@ def test_what_the_first_write_knew_stays() -> None:
     first = state(P, task_name="add", created_at=AT, queue="mail")
     found = advance(first, state(S, created_at=LATER, started_at=LATER, worker="ada"))
     assert found is not None
-    assert (found.task_name, found.created_at, found.queue, found.worker) == ("add", AT, "mail", "ada")
+    assert (found.task_name, found.created_at, found.queue, found.worker) == (
+        "add",
+        AT,
+        "mail",
+        "ada",
+    )
 
-    over = advance(found, state(OK, created_at=LATER, results=(Arg(type="int64", value=1),), finished_at=LATER))
+    over = advance(
+        found, state(OK, created_at=LATER, results=(Arg(type="int64", value=1),), finished_at=LATER)
+    )
     assert over is not None
-    assert (over.created_at, over.started_at, over.finished_at, over.worker) == (AT, LATER, LATER, "ada")
+    assert (over.created_at, over.started_at, over.finished_at, over.worker) == (
+        AT,
+        LATER,
+        LATER,
+        "ada",
+    )
 
 
 def test_a_moment_that_was_not_known_is_taken_from_the_change() -> None:
@@ -91,7 +123,9 @@ RANK = {P: 0, RC: 1, S: 2, RT: 3, OK: 4, F: 4}
 
 
 @given(CHANGES)
-def test_whatever_comes_in_whatever_order_a_task_only_goes_forward(changes: list[TaskState]) -> None:
+def test_whatever_comes_in_whatever_order_a_task_only_goes_forward(
+    changes: list[TaskState],
+) -> None:
     current: TaskState | None = None
     for change in changes:
         after = advance(current, change)
@@ -118,12 +152,27 @@ def test_a_repeated_change_changes_nothing(changes: list[TaskState]) -> None:
         assert repeated is None or repeated == current
 
 
-@pytest.mark.parametrize(("word", "expected"), [("FAILURE", F), ("failed", F), ("Error", F), ("done", OK), (" ok", OK),
-                                                ("running", S), ("queued", P), ("retrying", RT), ("received", RC)])
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("FAILURE", F),
+        ("failed", F),
+        ("Error", F),
+        ("done", OK),
+        (" ok", OK),
+        ("running", S),
+        ("queued", P),
+        ("retrying", RT),
+        ("received", RC),
+    ],
+)
 def test_a_state_is_known_by_the_words_of_people(word: str, expected: State) -> None:
     assert state_named(word) is expected
 
 
 def test_a_word_that_is_no_state_names_the_nearest() -> None:
-    with pytest.raises(ValueError, match=r"no state 'failur' \(expected pending, .*, failure; did you mean 'failure'\?\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"no state 'failur' \(expected pending, .*, failure; did you mean 'failure'\?\)",
+    ):
         state_named("failur")

@@ -74,7 +74,9 @@ def let_workers_die(server: Server, results: Sequence[Any], *, deaths: int) -> N
     dying.close()
 
 
-def test_suspects_run_one_at_a_time_and_beside_nothing_else(server: Server, watched: Watched) -> None:
+def test_suspects_run_one_at_a_time_and_beside_nothing_else(
+    server: Server, watched: Watched
+) -> None:
     results = [watched.task.send(f"good {number}") for number in range(100)]
     suspects = [watched.task.send(f"suspect {number}") for number in range(50)]
     results += suspects + [watched.task.send(f"later {number}") for number in range(100)]
@@ -84,7 +86,9 @@ def test_suspects_run_one_at_a_time_and_beside_nothing_else(server: Server, watc
         for result in results:
             result.get(timeout=HANG)
 
-    beside = [names for names in watched.together if any(name.startswith("suspect") for name in names)]
+    beside = [
+        names for names in watched.together if any(name.startswith("suspect") for name in names)
+    ]
     assert len(beside) == 50
     assert all(len(names) == 1 for names in beside)
     assert not server.inspect.dead()
@@ -100,7 +104,9 @@ def test_a_suspect_that_runs_long_keeps_others_waiting_for_its_probation_only(
 
     with server.new_worker(concurrency=SLOTS):
         good.get(timeout=HANG)
-        wait_until(lambda: watched.running == {"one", "two"}, timeout=HANG, what="both suspects run")
+        wait_until(
+            lambda: watched.running == {"one", "two"}, timeout=HANG, what="both suspects run"
+        )
         for name in ("one", "two"):
             watched.let_go(name)
         for suspect in suspects:
@@ -137,7 +143,11 @@ def test_a_suspect_whose_next_strike_is_the_last_is_alone_until_it_ends(
         wait_until(lambda: watched.running == {"suspect"}, timeout=HANG, what="the suspect runs")
         good = watched.task.send("good")
         runs = worker._receiver.held()[0]
-        wait_until(lambda: time.perf_counter() - runs.call_started > 1.0, timeout=HANG, what="it has run for a while")
+        wait_until(
+            lambda: time.perf_counter() - runs.call_started > 1.0,
+            timeout=HANG,
+            what="it has run for a while",
+        )
         assert worker._receiver.held() == [runs]
         assert not good.is_finished()
         watched.let_go("suspect")
@@ -146,11 +156,17 @@ def test_a_suspect_whose_next_strike_is_the_last_is_alone_until_it_ends(
     assert {"good", "suspect"} not in watched.together
 
 
-def test_suspects_that_would_have_to_wait_are_left_to_other_workers(server: Server, watched: Watched) -> None:
+def test_suspects_that_would_have_to_wait_are_left_to_other_workers(
+    server: Server, watched: Watched
+) -> None:
     suspects = [watched.held(f"suspect {number}") for number in range(3)]
     let_workers_die(server, suspects, deaths=2)
 
-    with server.new_worker(concurrency=SLOTS), server.new_worker(concurrency=SLOTS), server.new_worker(concurrency=SLOTS):
+    with (
+        server.new_worker(concurrency=SLOTS),
+        server.new_worker(concurrency=SLOTS),
+        server.new_worker(concurrency=SLOTS),
+    ):
         wait_until(lambda: len(watched.running) == 3, timeout=HANG, what="each worker runs one")
         for number in range(3):
             watched.let_go(f"suspect {number}")
@@ -158,7 +174,9 @@ def test_suspects_that_would_have_to_wait_are_left_to_other_workers(server: Serv
             suspect.get(timeout=HANG)
 
 
-def test_suspects_that_were_given_back_do_not_stop_the_worker(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_suspects_that_were_given_back_do_not_stop_the_worker(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(upkeep, "STALE", 0.01)
     gate = threading.Event()
     add = server.register_task("add", lambda *numbers: sum(numbers))
@@ -173,7 +191,10 @@ def test_suspects_that_were_given_back_do_not_stop_the_worker(server: Server, mo
         worker._receiver._mean = 1e-6  # it has learnt that tasks are short, and claims both
         broker.resume("machinery_tasks")
         queue = broker._queues["machinery_tasks"]
-        wait_until(lambda: sum(entry.fence > 1 for entry in list(queue)) == 2, what="they were claimed, and given back")
+        wait_until(
+            lambda: sum(entry.fence > 1 for entry in list(queue)) == 2,
+            what="they were claimed, and given back",
+        )
         gate.set()
 
         assert long.get(timeout=HANG) is None

@@ -36,17 +36,44 @@ from machinery_py.testing.waiting import HANG, wait_until
 from machinery_py.twins import twin
 
 CLASSES = (
-    Server, Task, Bound, Signature, Chain, Group, AsyncResult, GroupResult, ChainResult, ChordResult, Inspector, Schedules,
-    NamedLock, Worker,
+    Server,
+    Task,
+    Bound,
+    Signature,
+    Chain,
+    Group,
+    AsyncResult,
+    GroupResult,
+    ChainResult,
+    ChordResult,
+    Inspector,
+    Schedules,
+    NamedLock,
+    Worker,
 )
 
 #: Methods that talk to no store, or that no program calls in a coroutine: a new one stands here, or has a twin.
 OFFLINE: dict[type, set[str]] = {
     Server: {
-        "around_task", "convert", "get_registered_task", "get_registered_task_names", "is_task_registered", "lock",
-        "new_custom_queue_worker", "new_worker", "now", "periodic", "register_periodic_chain", "register_periodic_chord",
-        "register_periodic_group", "register_periodic_task", "register_task", "register_tasks", "result",
-        "set_pre_publish_handler", "task",
+        "around_task",
+        "convert",
+        "get_registered_task",
+        "get_registered_task_names",
+        "is_task_registered",
+        "lock",
+        "new_custom_queue_worker",
+        "new_worker",
+        "now",
+        "periodic",
+        "register_periodic_chain",
+        "register_periodic_chord",
+        "register_periodic_group",
+        "register_periodic_task",
+        "register_task",
+        "register_tasks",
+        "result",
+        "set_pre_publish_handler",
+        "task",
         "worker_hint",  # for results, which ask in a thread
     },
     Task: {"options", "partial", "signature"},
@@ -54,9 +81,15 @@ OFFLINE: dict[type, set[str]] = {
     Signature: {"catch", "of", "replace", "then", "with_args", "with_headers", "with_uuid"},
     NamedLock: {"check"},
     Worker: {
-        "abort", "quit", "launch", "launch_async",  # Go's: it has a thread of its own
+        "abort",
+        "quit",
+        "launch",
+        "launch_async",  # Go's: it has a thread of its own
         "blame",  # the worker process's own, before it ends
-        "set_connection_error_handler", "set_error_handler", "set_post_task_handler", "set_pre_consume_handler",
+        "set_connection_error_handler",
+        "set_error_handler",
+        "set_post_task_handler",
+        "set_pre_consume_handler",
         "set_pre_task_handler",
     },
 }
@@ -69,13 +102,19 @@ def methods() -> Iterator[tuple[type, str]]:
             if not owner.__module__.startswith("machinery_py"):
                 continue
             for name, value in vars(owner).items():
-                if name.startswith("_") or name in OFFLINE.get(kind, set()) or not inspect.isfunction(value):
+                if (
+                    name.startswith("_")
+                    or name in OFFLINE.get(kind, set())
+                    or not inspect.isfunction(value)
+                ):
                     continue
                 if not name.endswith("_async"):
                     yield kind, name
 
 
-@pytest.mark.parametrize(("kind", "name"), list(methods()), ids=lambda value: getattr(value, "__name__", value))
+@pytest.mark.parametrize(
+    ("kind", "name"), list(methods()), ids=lambda value: getattr(value, "__name__", value)
+)
 def test_what_talks_to_a_store_has_a_twin_with_the_same_parameters(kind: type, name: str) -> None:
     found = getattr(kind, f"{name}_async", None)
 
@@ -83,7 +122,10 @@ def test_what_talks_to_a_store_has_a_twin_with_the_same_parameters(kind: type, n
     assert inspect.iscoroutinefunction(found)
     assert found.__name__ == f"{name}_async"
     assert f"`{name}` for coroutines" in found.__doc__ or found.__doc__.startswith("As ")
-    assert inspect.signature(found).parameters.keys() == inspect.signature(getattr(kind, name)).parameters.keys()
+    assert (
+        inspect.signature(found).parameters.keys()
+        == inspect.signature(getattr(kind, name)).parameters.keys()
+    )
     for parameter in inspect.signature(found).parameters.values():
         assert parameter == inspect.signature(getattr(kind, name)).parameters[parameter.name]
 
@@ -128,9 +170,15 @@ async def work(server: Server) -> None:
     gone = await server.send_task_async(add.signature(5, 6))
     members = await server.send_group_async(group(add.signature(n, n) for n in range(3)))
     steps = await server.send_chain_async(chain(add.signature(1, 1), add.partial(5)))
-    sums = await server.send_chord_async(chord(group(add.signature(n, 1) for n in range(3)), total.partial()))
+    sums = await server.send_chord_async(
+        chord(group(add.signature(n, 1) for n in range(3)), total.partial())
+    )
     assert (await one.get_state_async()).state is State.PENDING
-    assert (await one.touch_async(), await one.is_finished_async(), await steps.touch_async()) == (None, False, None)
+    assert (await one.touch_async(), await one.is_finished_async(), await steps.touch_async()) == (
+        None,
+        False,
+        None,
+    )
     assert await members.progress_async() == (0, 3)
     assert await inspector.find_async(one.uuid) == one.uuid
     assert (await inspector.task_async(one.uuid)).signature is not None
@@ -149,10 +197,18 @@ async def work(server: Server) -> None:
     await worker.start_async()
     assert [info.name for info in await inspector.workers_async()] == [worker.name]
     assert await again.get_async(timeout=HANG) == 3
-    assert await (await server.send_chord_async(
-        chord(group(add.signature(n, 1) for n in range(3)), total.partial()))).get_async(timeout=HANG) == 6
+    assert (
+        await (
+            await server.send_chord_async(
+                chord(group(add.signature(n, 1) for n in range(3)), total.partial())
+            )
+        ).get_async(timeout=HANG)
+        == 6
+    )
     await asyncio.to_thread(wait_until, broken.is_finished)
-    assert [state.task_uuid for state in await inspector.tasks_async(state="failed", name="fail")] == [broken.uuid]
+    assert [
+        state.task_uuid for state in await inspector.tasks_async(state="failed", name="fail")
+    ] == [broken.uuid]
     assert await worker.stop_async()
     assert await inspector.retry_async([broken.uuid]) == [broken.uuid]
 
@@ -180,7 +236,9 @@ async def work(server: Server) -> None:
     await server.close_async()
 
 
-def test_the_loop_goes_on_while_twins_wait_for_a_store_that_does_not_answer(empty_redis: RedisServer) -> None:
+def test_the_loop_goes_on_while_twins_wait_for_a_store_that_does_not_answer(
+    empty_redis: RedisServer,
+) -> None:
     server = Server(empty_redis.url)
     add = server.task(len)
     result = add.send("x")
@@ -188,8 +246,13 @@ def test_the_loop_goes_on_while_twins_wait_for_a_store_that_does_not_answer(empt
 
     async def look() -> list[Any]:
         calls = [
-            result.get_state_async(), result.touch_async(), result.is_finished_async(), server.inspect.queues_async(),
-            server.inspect.tasks_async(), server.schedules.list_async(), lock.acquire_async(),
+            result.get_state_async(),
+            result.touch_async(),
+            result.is_finished_async(),
+            server.inspect.queues_async(),
+            server.inspect.tasks_async(),
+            server.schedules.list_async(),
+            lock.acquire_async(),
             server.send_async(add.signature("y")),
         ]
         empty_redis.freeze()
@@ -204,7 +267,13 @@ def test_the_loop_goes_on_while_twins_wait_for_a_store_that_does_not_answer(empt
 
     state, touched, finished, queues, tasks, schedules, held, sent = asyncio.run(look())
 
-    assert (state.state, touched, finished, held, schedules) == (State.PENDING, None, False, True, [])
+    assert (state.state, touched, finished, held, schedules) == (
+        State.PENDING,
+        None,
+        False,
+        True,
+        [],
+    )
     assert (len(queues), bool(tasks), sent.uuid != result.uuid) == (1, True, True)
 
 

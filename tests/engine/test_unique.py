@@ -46,11 +46,23 @@ def test_the_bytes_of_a_key_are_those_of_the_page() -> None:
 
     call = Call("rebuild", rebuild)
     told = b'["rebuild",[["int64",7],["string","cron"]],{"deep":["bool",false]}]'
-    for args in (call.arguments((7,), {}), call.arguments((), {"shop": 7}), call.arguments((7, "cron"), {"deep": False})):
+    for args in (
+        call.arguments((7,), {}),
+        call.arguments((), {"shop": 7}),
+        call.arguments((7, "cron"), {"deep": False}),
+    ):
         assert unique_key("rebuild", call, args, True) == hashlib.sha256(told).hexdigest()
     own = hashlib.sha256(b'["rebuild","shop-7"]').hexdigest()
     assert unique_key("rebuild", call, call.arguments((7,), {}), "shop-7") == own
-    assert unique_key("rebuild", call, call.arguments((7,), {}), lambda shop, reason="", deep=False: f"shop-{shop}") == own
+    assert (
+        unique_key(
+            "rebuild",
+            call,
+            call.arguments((7,), {}),
+            lambda shop, reason="", deep=False: f"shop-{shop}",
+        )
+        == own
+    )
 
 
 def test_arguments_that_look_alike_are_not_the_same() -> None:
@@ -58,10 +70,24 @@ def test_arguments_that_look_alike_are_not_the_same() -> None:
 
     call = Call("f", anything)
     ways = [
-        ((), {}), ((1,), {}), (("1",), {}), ((1.0,), {}), ((True,), {}), ((None,), {}), (("a", "b"), {}), (("ab",), {}),
-        (("a,b",), {}), ((["a", "b"],), {}), (({"a": 1},), {}), ((), {"a": 1}), ((), {"b": 1}), ((1,), {"a": 1}),
+        ((), {}),
+        ((1,), {}),
+        (("1",), {}),
+        ((1.0,), {}),
+        ((True,), {}),
+        ((None,), {}),
+        (("a", "b"), {}),
+        (("ab",), {}),
+        (("a,b",), {}),
+        ((["a", "b"],), {}),
+        (({"a": 1},), {}),
+        ((), {"a": 1}),
+        ((), {"b": 1}),
+        ((1,), {"a": 1}),
     ]
-    assert len({unique_key("f", call, call.arguments(args, named), True) for args, named in ways}) == len(ways)
+    assert len(
+        {unique_key("f", call, call.arguments(args, named), True) for args, named in ways}
+    ) == len(ways)
     nested = [{"a": {"x": 1, "y": [1, 2]}, "b": 2}, {"b": 2, "a": {"y": [1, 2], "x": 1}}]
     assert len({unique_key("f", call, call.arguments((one,), {}), True) for one in nested}) == 1
 
@@ -70,11 +96,16 @@ def test_a_default_that_cannot_be_sent_is_left_out() -> None:
     def work(number: int, how: object = object(), *, more: int = 1) -> None: ...
 
     call = Call("work", work)
-    keys = {unique_key("work", call, call.arguments(*ways), True) for ways in (((1,), {}), ((), {"number": 1}))}
+    keys = {
+        unique_key("work", call, call.arguments(*ways), True)
+        for ways in (((1,), {}), ((), {"number": 1}))
+    }
     assert len(keys) == 1
 
 
-@pytest.mark.parametrize("how", ["", 5, lambda number: number, lambda: "x", lambda number: {}[number]])
+@pytest.mark.parametrize(
+    "how", ["", 5, lambda number: number, lambda: "x", lambda number: {}[number]]
+)
 def test_a_key_that_is_no_text_is_refused(how: Any) -> None:
     call = Call("work", lambda number: None)
     with pytest.raises(ArgumentError, match="work: "):
@@ -93,12 +124,18 @@ def test_keys_and_locks_of_two_applications_are_not_the_same() -> None:
     call = Call("work", lambda number: None)
     args = (Arg(type="int64", value=7),)
     for how in (True, "feed"):
-        assert unique_key("work", call, args, how, owner="shop") != unique_key("work", call, args, how)
+        assert unique_key("work", call, args, how, owner="shop") != unique_key(
+            "work", call, args, how
+        )
     assert lock_name("work", call, args, "", owner="shop") != lock_name("work", call, args, "")
     assert lock_name("work", call, args, "feed", owner="shop") == "feed"
 
     # Not the address of a store, which one process may know by another name than the next; and the default is as it was.
-    assert owner(Config(broker="redis://a", lock="redis://l")) == owner(Config(broker="redis://b", lock="redis://l")) == ""
+    assert (
+        owner(Config(broker="redis://a", lock="redis://l"))
+        == owner(Config(broker="redis://b", lock="redis://l"))
+        == ""
+    )
     assert owner(Config(default_queue="shop")) == owner(Config(application="shop")) == "shop"
     assert owner(Config(default_queue="shop", application="machinery_tasks")) == ""
 
@@ -128,11 +165,16 @@ def test_a_call_that_expired_while_it_waited_keeps_nobody_away() -> None:
 # Options
 
 
-@pytest.mark.parametrize(("options", "text"), [
-    ({"unique_until": "end"}, "unique_until='end'"), ({"on_duplicate": "drop"}, "on_duplicate='drop'"),
-    ({"exclusive": "maybe"}, "exclusive='maybe'"), ({"unique_for": 0}, "unique_for=0"),
-    ({"exclusive_timeout": -1}, "exclusive_timeout=-1"),
-])
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"unique_until": "end"}, "unique_until='end'"),
+        ({"on_duplicate": "drop"}, "on_duplicate='drop'"),
+        ({"exclusive": "maybe"}, "exclusive='maybe'"),
+        ({"unique_for": 0}, "unique_for=0"),
+        ({"exclusive_timeout": -1}, "exclusive_timeout=-1"),
+    ],
+)
 def test_a_wrong_option_is_refused_where_the_task_is_made(options: Any, text: str) -> None:
     with pytest.raises(ValueError, match=text):
         Server("memory://").task("work", **options)
@@ -163,10 +205,18 @@ class Flaky:
     """A Server over two stores that fail on command."""
 
     def __init__(self, clock: ManualClock) -> None:
-        self.server = Server(Config(broker="memory://", result_backend="memory://other", publish_timeout=1.0), clock=clock)
+        self.server = Server(
+            Config(broker="memory://", result_backend="memory://other", publish_timeout=1.0),
+            clock=clock,
+        )
         stores = Stores(self.server.config, clock)
-        self.broker, self.backend = FlakyBroker(stores.store.broker), FlakyBackend(stores.store.backend)
-        self.server.engine.swap(self.server.config, clock, _With(stores, TwoStores(self.broker, self.backend, clock)))
+        self.broker, self.backend = (
+            FlakyBroker(stores.store.broker),
+            FlakyBackend(stores.store.backend),
+        )
+        self.server.engine.swap(
+            self.server.config, clock, _With(stores, TwoStores(self.broker, self.backend, clock))
+        )
         self.ran: list[int] = []
         self.task = self.server.task("work", unique=True)(self._work)
 
@@ -192,11 +242,21 @@ def flaky(clock: ManualClock) -> Iterator[Flaky]:
     flaky.server.close()
 
 
-@pytest.mark.parametrize(("call", "lost"), [
-    ("claims", False), ("amend", False), ("amend", True), ("put", False), ("put", True), ("clear_outbox", False),
-    ("clear_outbox", True),
-])
-def test_a_fault_in_between_is_repeated_and_sends_once(flaky: Flaky, call: str, lost: bool, clock: ManualClock) -> None:
+@pytest.mark.parametrize(
+    ("call", "lost"),
+    [
+        ("claims", False),
+        ("amend", False),
+        ("amend", True),
+        ("put", False),
+        ("put", True),
+        ("clear_outbox", False),
+        ("clear_outbox", True),
+    ],
+)
+def test_a_fault_in_between_is_repeated_and_sends_once(
+    flaky: Flaky, call: str, lost: bool, clock: ManualClock
+) -> None:
     (flaky.broker if call == "put" else flaky.backend).faults.next_call(call, lose_reply=lost)
 
     first = flaky.task.send(1)
@@ -219,7 +279,9 @@ def test_while_the_backend_is_away_nothing_is_sent(flaky: Flaky) -> None:
     assert not flaky.task.send(1).duplicate
 
 
-def test_a_broker_that_stays_away_leaves_the_message_to_be_sent_later(flaky: Flaky, clock: ManualClock) -> None:
+def test_a_broker_that_stays_away_leaves_the_message_to_be_sent_later(
+    flaky: Flaky, clock: ManualClock
+) -> None:
     for _ in range(100):
         flaky.broker.faults.next_call("put")
     first = flaky.task.send(1)  # accepted: key, state and message are in the backend
@@ -239,7 +301,9 @@ def test_a_lost_reply_behind_which_the_task_has_ended_is_no_second_call(flaky: F
         backend.inner.amend = amend  # type: ignore[method-assign]
         flaky.server.engine.store.publish_left(amendment.outbox_key)
         with flaky.server.new_worker(concurrency=1) as worker:
-            wait_until(lambda: worker.processed and backend.inner.claims([amendment.name]) == [None])
+            wait_until(
+                lambda: worker.processed and backend.inner.claims([amendment.name]) == [None]
+            )
         return False
 
     backend.inner.amend = slow  # type: ignore[method-assign]
@@ -318,7 +382,10 @@ def test_eager_runs_a_unique_task_at_once() -> None:
     assert (first.get(timeout=1.0), second.get(timeout=1.0)) == (1, 1)
     assert (first.uuid != second.uuid, inner) == (True, [True])
 
-    with server.lock(lock_name("work", work.call, work.signature(2).args, "")), pytest.raises(TaskFailed, match="skipped"):
+    with (
+        server.lock(lock_name("work", work.call, work.signature(2).args, "")),
+        pytest.raises(TaskFailed, match="skipped"),
+    ):
         work.send(2).get(timeout=1.0)
     server.close()
 

@@ -13,7 +13,16 @@ from typing import Any
 
 import pytest
 
-from machinery_py import ArgumentError, Config, RetryTaskLater, Server, Signature, State, TaskFailed, group
+from machinery_py import (
+    ArgumentError,
+    Config,
+    RetryTaskLater,
+    Server,
+    Signature,
+    State,
+    TaskFailed,
+    group,
+)
 from machinery_py.brokers.base import Message
 from machinery_py.events import TaskStarted
 from machinery_py.testing.waiting import HANG, wait_until
@@ -63,7 +72,10 @@ async def wrong() -> None:
 
 
 def test_a_handler_after_the_task_may_call_exit(server: Server, worker: Worker) -> None:
-    plain, coroutine = server.register_task("plain", lambda: "done"), server.register_task("coroutine", nothing)
+    plain, coroutine = (
+        server.register_task("plain", lambda: "done"),
+        server.register_task("coroutine", nothing),
+    )
     worker.set_post_task_handler(leave)
 
     for _ in range(2 * SLOTS):
@@ -73,7 +85,10 @@ def test_a_handler_after_the_task_may_call_exit(server: Server, worker: Worker) 
 
 
 def test_an_error_handler_may_call_exit(server: Server, worker: Worker) -> None:
-    plain, coroutine = server.register_task("plain", lambda: int("x")), server.register_task("coroutine", wrong)
+    plain, coroutine = (
+        server.register_task("plain", lambda: int("x")),
+        server.register_task("coroutine", wrong),
+    )
     worker.set_error_handler(leave)
 
     for task in (plain, coroutine) * SLOTS:
@@ -82,8 +97,13 @@ def test_an_error_handler_may_call_exit(server: Server, worker: Worker) -> None:
     has_all_slots(server)
 
 
-def test_an_event_handler_that_calls_exit_fails_the_task_at_which_it_did(server: Server, worker: Worker) -> None:
-    plain, coroutine = server.register_task("plain", lambda: "done"), server.register_task("coroutine", nothing)
+def test_an_event_handler_that_calls_exit_fails_the_task_at_which_it_did(
+    server: Server, worker: Worker
+) -> None:
+    plain, coroutine = (
+        server.register_task("plain", lambda: "done"),
+        server.register_task("coroutine", nothing),
+    )
     end = server.events.subscribe(TaskStarted, leave)
 
     for task in (plain, coroutine) * SLOTS:
@@ -147,7 +167,9 @@ def test_a_request_to_run_later_that_is_broken_harms_nobody(server: Server, work
     has_all_slots(server)
 
 
-def test_what_a_coroutine_leaves_running_cannot_end_the_loop(server: Server, worker: Worker) -> None:
+def test_what_a_coroutine_leaves_running_cannot_end_the_loop(
+    server: Server, worker: Worker
+) -> None:
     left: list[asyncio.Task[None]] = []
 
     async def exits() -> None:
@@ -161,7 +183,11 @@ def test_what_a_coroutine_leaves_running_cannot_end_the_loop(server: Server, wor
         asyncio.get_running_loop().stop()
         return "done"
 
-    for name, function in (("leaves_behind", leaves_behind), ("stops", stops), ("nothing", nothing)):
+    for name, function in (
+        ("leaves_behind", leaves_behind),
+        ("stops", stops),
+        ("nothing", nothing),
+    ):
         task = server.register_task(name, function)
         for _ in range(SLOTS):
             assert task.send().get(timeout=HANG) == "done"
@@ -186,8 +212,11 @@ def test_threads_that_are_stuck_are_replaced_one_for_one(server: Server, worker:
 def test_a_task_whose_time_is_up_while_it_sends_leaves_no_lock_behind(
     store: str, request: pytest.FixtureRequest, tmp_path: pathlib.Path
 ) -> None:
-    urls = {"memory": lambda: "memory://", "sqlite": lambda: f"sqlite:///{tmp_path}/m.db",
-            "redis": lambda: request.getfixturevalue("empty_redis").url}
+    urls = {
+        "memory": lambda: "memory://",
+        "sqlite": lambda: f"sqlite:///{tmp_path}/m.db",
+        "redis": lambda: request.getfixturevalue("empty_redis").url,
+    }
     server = Server(Config(broker=urls[store]()))
     ended: list[int] = []
 
@@ -246,7 +275,9 @@ def test_a_thread_that_waits_for_a_lock_is_not_interrupted_there(tmp_path: pathl
         has_all_slots(server)
 
 
-def test_a_task_is_interrupted_in_code_that_another_task_calls(server: Server, worker: Worker) -> None:
+def test_a_task_is_interrupted_in_code_that_another_task_calls(
+    server: Server, worker: Worker
+) -> None:
     ended = threading.Event()
 
     @server.task
@@ -292,7 +323,9 @@ def test_deadlines_of_what_has_ended_are_forgotten_behind_one_that_runs_on() -> 
 # Chords
 
 
-def test_a_publish_handler_that_fails_at_a_chords_callback_ends_the_chord_alone(server: Server) -> None:
+def test_a_publish_handler_that_fails_at_a_chords_callback_ends_the_chord_alone(
+    server: Server,
+) -> None:
     @server.set_pre_publish_handler
     def broken(signature: Signature[Any]) -> None:
         if signature.name == "bad":
@@ -331,12 +364,21 @@ def test_an_error_callback_that_cannot_be_sent_keeps_no_chord_from_ending(server
 def test_a_chord_of_a_foreign_sender_whose_error_callback_is_none_ends(server: Server) -> None:
     server.register_task("fail", lambda: int("x"))
     callback = {"UUID": "task_callback", "Name": "fail", "OnError": [{"Name": 7}]}
-    member = {"UUID": "task_member", "Name": "fail", "GroupUUID": "group_g", "GroupTaskCount": 1, "ChordCallback": callback}
+    member = {
+        "UUID": "task_member",
+        "Name": "fail",
+        "GroupUUID": "group_g",
+        "GroupTaskCount": 1,
+        "ChordCallback": callback,
+    }
     body = json.dumps(member).encode()
     server.broker.put([Message(uuid="", name="", queue="machinery_tasks", body=body)], token="")
 
     with server.new_worker(concurrency=SLOTS):
-        wait_until(lambda: "task_callback" in server.backend.get_states(["task_callback"]), what="an end of the chord")
+        wait_until(
+            lambda: "task_callback" in server.backend.get_states(["task_callback"]),
+            what="an end of the chord",
+        )
         assert server.register_task("good", lambda: 1).send().get(timeout=HANG) == 1
     assert server.engine.store.ready_groups() == []
     assert server.result("task_callback").get_state().state is State.FAILURE

@@ -58,7 +58,9 @@ def test_abort_ends_a_worker_that_was_started_at_once(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("end", [Worker.quit, Worker.abort])
-def test_a_task_may_end_the_worker_that_runs_it(bench: Bench, end: Callable[[Worker], None]) -> None:
+def test_a_task_may_end_the_worker_that_runs_it(
+    bench: Bench, end: Callable[[Worker], None]
+) -> None:
     ended = offline(bench.server)
     worker = bench.server.new_worker(concurrency=1)
     finish = bench.server.register_task("finish", lambda: end(worker))
@@ -89,15 +91,28 @@ def test_a_worker_that_has_ended_may_be_started_again(bench: Bench) -> None:
         assert bench.add.send(1, 2).get(timeout=HANG) == 3
 
 
-@pytest.mark.parametrize(("name", "value", "expected"), [
-    ("concurrency", -1, "concurrency: found -1 (expected a whole number, 0 or more)"),
-    ("concurrency", 1.5, "concurrency: found 1.5 (expected a whole number, 0 or more)"),
-    ("concurrency", True, "concurrency: found True (expected a whole number, 0 or more)"),
-    ("concurrency", "4", "concurrency: found '4' (expected a whole number, 0 or more)"),
-    ("shutdown_timeout", -5, "shutdown_timeout: found -5 (expected a number, 0 to 3153600000 s)"),
-    ("shutdown_timeout", float("nan"), "shutdown_timeout: found nan (expected a number, 0 to 3153600000 s)"),
-])
-def test_a_number_that_runs_nothing_is_refused(bench: Bench, name: str, value: Any, expected: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("concurrency", -1, "concurrency: found -1 (expected a whole number, 0 or more)"),
+        ("concurrency", 1.5, "concurrency: found 1.5 (expected a whole number, 0 or more)"),
+        ("concurrency", True, "concurrency: found True (expected a whole number, 0 or more)"),
+        ("concurrency", "4", "concurrency: found '4' (expected a whole number, 0 or more)"),
+        (
+            "shutdown_timeout",
+            -5,
+            "shutdown_timeout: found -5 (expected a number, 0 to 3153600000 s)",
+        ),
+        (
+            "shutdown_timeout",
+            float("nan"),
+            "shutdown_timeout: found nan (expected a number, 0 to 3153600000 s)",
+        ),
+    ],
+)
+def test_a_number_that_runs_nothing_is_refused(
+    bench: Bench, name: str, value: Any, expected: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         bench.server.new_worker(**{name: value})
 

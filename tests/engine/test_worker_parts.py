@@ -63,13 +63,17 @@ def test_a_settlement_whose_reply_was_lost_is_settled_once(faulty: Faulty) -> No
     for _ in range(6):
         faulty.store.next_call("settle", lose_reply=True)
     with faulty.server.new_worker(concurrency=2) as worker:
-        results = [faulty.add.signature(i, i).then(faulty.note.partial(i)).send() for i in range(20)]
+        results = [
+            faulty.add.signature(i, i).then(faulty.note.partial(i)).send() for i in range(20)
+        ]
         assert [result.get(timeout=HANG) for result in results] == [2 * i for i in range(20)]
         wait_until(lambda: len(faulty.calls) == 20 and worker.processed == 40)
     assert sorted(faulty.calls) == [(i, 2 * i) for i in range(20)]
 
 
-def test_a_broker_that_is_away_for_a_while_is_waited_for(faulty: Faulty, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_broker_that_is_away_for_a_while_is_waited_for(
+    faulty: Faulty, caplog: pytest.LogCaptureFixture
+) -> None:
     with faulty.server.new_worker(concurrency=2) as worker:
         wait_until(lambda: worker.ready)
         for _ in range(3):
@@ -116,8 +120,12 @@ def test_a_send_without_a_reply_may_have_happened(faulty: Faulty) -> None:
 def test_a_chord_whose_firing_fails_is_fired_later(faulty: Faulty) -> None:
     faulty.store.next_call("fire")
     with faulty.server.new_worker(concurrency=2):
-        first = (group(faulty.add.signature(1, 1), faulty.add.signature(2, 2)) | faulty.add.partial()).send()
-        second = (group(faulty.add.signature(1, 1), faulty.add.signature(2, 2)) | faulty.add.partial()).send()
+        first = (
+            group(faulty.add.signature(1, 1), faulty.add.signature(2, 2)) | faulty.add.partial()
+        ).send()
+        second = (
+            group(faulty.add.signature(1, 1), faulty.add.signature(2, 2)) | faulty.add.partial()
+        ).send()
         assert [first.get(timeout=HANG), second.get(timeout=HANG)] == [6, 6]
 
 
@@ -204,14 +212,18 @@ def test_long_messages_are_claimed_a_few_megabytes_at_a_time(bench: Bench) -> No
     with bench.server.new_worker(concurrency=1):
         wait_until(lambda: len(held) == 200)
 
-    assert max(held) <= 2 * 2**22 / 500_000 + 1  # with those that have ended and are not settled yet
+    assert (
+        max(held) <= 2 * 2**22 / 500_000 + 1
+    )  # with those that have ended and are not settled yet
 
 
 def test_a_large_result_is_refused(bench: Bench) -> None:
     large = bench.server.register_task("large", lambda: "x" * 2_000_000)
     result = large.send()
     bench.drain()
-    with pytest.raises(TaskFailed, match=r"the result has 2,000,\d+ bytes, more than max_result_size = 1,048,576"):
+    with pytest.raises(
+        TaskFailed, match=r"the result has 2,000,\d+ bytes, more than max_result_size = 1,048,576"
+    ):
         result.get(timeout=0)
 
 
@@ -240,7 +252,9 @@ def test_a_publish_handler_that_fails_ends_the_task_whose_callback_it_was(bench:
 
 @pytest.mark.parametrize("text", ["", "soon", "1e999"])
 def test_an_expiry_that_is_no_number_is_none(bench: Bench, text: str) -> None:
-    result = bench.server.send_task(bench.add.signature(1, 2).with_headers(**{HEADER_EXPIRES: text}))
+    result = bench.server.send_task(
+        bench.add.signature(1, 2).with_headers(**{HEADER_EXPIRES: text})
+    )
     bench.drain()
     assert result.get(timeout=0) == 3
 
@@ -287,8 +301,12 @@ def test_a_worker_cannot_be_started_twice(bench: Bench) -> None:
     assert worker.stop()
 
 
-def test_a_short_task_alone_is_settled_without_a_mark_before(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(settler, "MARK_DELAY", HANG)  # so that however slow this machine is, only a settlement ends the wait
+def test_a_short_task_alone_is_settled_without_a_mark_before(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        settler, "MARK_DELAY", HANG
+    )  # so that however slow this machine is, only a settlement ends the wait
     commits: list[tuple[int, int]] = []
     store = bench.server.engine.stores.store
     open_session = store.open_session
@@ -350,8 +368,6 @@ def test_launch_can_be_ended_from_another_thread() -> None:
     assert not thread.is_alive()
     assert errors == []
     bench.server.close()
-
-
 
 
 def test_a_worker_steps_aside_when_what_it_does_not_know_comes_back() -> None:
@@ -433,7 +449,9 @@ class SlowStore(OneStore):
 def test_a_worker_that_stops_waits_for_a_task_that_has_just_ended() -> None:
     bench = Bench()
     hub = MemoryHub()
-    bench.server.engine.stores.store = SlowStore(MemoryBroker(hub), MemoryBackend(hub), hub.transaction)
+    bench.server.engine.stores.store = SlowStore(
+        MemoryBroker(hub), MemoryBackend(hub), hub.transaction
+    )
     result = bench.add.send(1, 2)
     worker = bench.server.new_worker(concurrency=1)
     worker.start()

@@ -46,30 +46,40 @@ class Fleet:
     def needs_all_types(self) -> None:
         """Leave the test out where Go programs cannot read what they themselves have stored."""
         if self.backend.startswith("mongodb"):
-            pytest.skip("left out: in MongoDB Go reads only int64, floats, bool, string and lists of these")
+            pytest.skip(
+                "left out: in MongoDB Go reads only int64, floats, bool, string and lists of these"
+            )
 
     def needs_types(self) -> None:
         """Leave the test out where Go programs read results, or a task that was retried, of a store that changes types."""
         if self.backend.startswith("mongodb") and private_mongo.best_kind() != "mongod":
-            pytest.skip("left out: this stand-in for MongoDB makes int64 to int32, and some dates to texts; Go refuses both")
+            pytest.skip(
+                "left out: this stand-in for MongoDB makes int64 to int32, and some dates to texts; Go refuses both"
+            )
 
     def python(self, **options: Any) -> Server:
         server = new_server(self.broker, backend=self.backend, **options)
         self._stack.callback(server.close)
         return server
 
-    def python_worker(self, server: Server | None = None, *queues: str, concurrency: int = 4) -> Server:
+    def python_worker(
+        self, server: Server | None = None, *queues: str, concurrency: int = 4
+    ) -> Server:
         """A server with a worker that runs until the test is over."""
         server = server or self.python()
         self._stack.enter_context(server.new_worker("python", concurrency, queues=queues))
         return server
 
     def go(self, **flags: object) -> Peer:
-        return self._stack.enter_context(Peer(self.version, broker=self.broker, backend=self.backend, **flags))
+        return self._stack.enter_context(
+            Peer(self.version, broker=self.broker, backend=self.backend, **flags)
+        )
 
     def go_worker(self, queue: str = "", *, concurrency: int = 4, **flags: object) -> Peer:
         """On RabbitMQ Go binds each queue by the binding key: without one of its own it would get a copy of all default tasks."""
-        peer = self.go(**{"binding_key": queue, **flags} if queue and self.broker.startswith("amqp") else flags)
+        peer = self.go(
+            **{"binding_key": queue, **flags} if queue and self.broker.startswith("amqp") else flags
+        )
         peer.ask("worker", queue=queue, concurrency=concurrency)
         return peer
 
@@ -84,9 +94,18 @@ STORES = ("redis+redis", "redis+mongodb", "amqp+redis", "redis+memcache", "amqp+
 FLEETS = [(stores, version) for stores in STORES for version in VERSIONS]
 #: Where not FULL: what all tests run on, and what some run on as well. Go's RabbitMQ broker and its MongoDB backend are all but
 #: the same in both versions.
-BRIEF = [("redis+redis", "v1"), ("redis+redis", "v2"), ("redis+mongodb", "v2"), ("amqp+redis", "v2")]
+BRIEF = [
+    ("redis+redis", "v1"),
+    ("redis+redis", "v2"),
+    ("redis+mongodb", "v2"),
+    ("amqp+redis", "v2"),
+]
 ALSO = {
-    "tests.interop.test_chords": [("redis+mongodb", "v1"), ("amqp+redis", "v1"), ("redis+memcache", "v2")],
+    "tests.interop.test_chords": [
+        ("redis+mongodb", "v1"),
+        ("amqp+redis", "v1"),
+        ("redis+memcache", "v2"),
+    ],
 }
 
 
@@ -117,7 +136,16 @@ def _url(request: pytest.FixtureRequest, kind: str) -> str:
     raise AssertionError(kind)
 
 
-QUEUES = ("machinery_tasks", "machinery_task", "of_go", "of_python", "of_both", "counted", "ticks", "none")
+QUEUES = (
+    "machinery_tasks",
+    "machinery_task",
+    "of_go",
+    "of_python",
+    "of_both",
+    "counted",
+    "ticks",
+    "none",
+)
 
 
 @pytest.fixture

@@ -11,7 +11,19 @@ from machinery_py.signature import Arg
 
 #: Every type that an argument or a result may have (go-machinery 3.1).
 SCALARS = (
-    "bool", "string", "int", "int8", "int16", "int32", "int64", "uint", "uint8", "uint16", "uint32", "uint64", "float32",
+    "bool",
+    "string",
+    "int",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "uint",
+    "uint8",
+    "uint16",
+    "uint32",
+    "uint64",
+    "float32",
     "float64",
 )
 TYPES = (*SCALARS, *(f"[]{name}" for name in SCALARS), "[]byte")
@@ -124,7 +136,9 @@ def _register_troubles(server: Server) -> None:
 
 def call(name: str, *args: tuple[str, object], **fields: Any) -> Signature[Any]:
     """A signature with explicit types: `call("add", ("int64", 1), ("int64", 2))`."""
-    return Signature(name=name, args=tuple(Arg(type=kind, value=value) for kind, value in args), **fields)
+    return Signature(
+        name=name, args=tuple(Arg(type=kind, value=value) for kind, value in args), **fields
+    )
 
 
 def message(signature: Signature[Any]) -> dict[str, Any]:

@@ -50,20 +50,39 @@ def build(version: str) -> Path:
     """
     go = shutil.which("go")
     if go is None:
-        raise GoMissing("no Go toolchain here (install Go 1.23 or newer, and have `go` on the PATH)")
-    parts = sorted(SOURCES.glob("*.go")) + sorted(SOURCES.glob("go.*")) + sorted((SOURCES / "v2").iterdir())
-    told = subprocess.run([go, "version"], capture_output=True, text=True, check=True, timeout=HANG).stdout
-    digest = hashlib.sha256(told.encode() + b"".join(part.read_bytes() for part in parts)).hexdigest()[:16]
+        raise GoMissing(
+            "no Go toolchain here (install Go 1.23 or newer, and have `go` on the PATH)"
+        )
+    parts = (
+        sorted(SOURCES.glob("*.go"))
+        + sorted(SOURCES.glob("go.*"))
+        + sorted((SOURCES / "v2").iterdir())
+    )
+    told = subprocess.run(
+        [go, "version"], capture_output=True, text=True, check=True, timeout=HANG
+    ).stdout
+    digest = hashlib.sha256(
+        told.encode() + b"".join(part.read_bytes() for part in parts)
+    ).hexdigest()[:16]
     program = BUILT / f"peer-{version}-{digest}"
     if not program.exists():
         folder = BUILT / f"{version}-{digest}-{os.getpid()}"
         _copy(version, folder)
         # Under another name first: of two runs that build at once neither sees half a program.
         command = [go, "build", "-buildvcs=false", "-o", str(folder / "peer"), "."]
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=BUILDING, check=False,
-                              env={**os.environ, "GOTOOLCHAIN": "local", "GOFLAGS": "-mod=readonly", "GOWORK": "off"})
+        done = subprocess.run(
+            command,
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=BUILDING,
+            check=False,
+            env={**os.environ, "GOTOOLCHAIN": "local", "GOFLAGS": "-mod=readonly", "GOWORK": "off"},
+        )
         if done.returncode != 0:
-            raise GoBroken(f"the Go peer for Go Machinery {version} cannot be built:\n{done.stderr[-4000:]}")
+            raise GoBroken(
+                f"the Go peer for Go Machinery {version} cannot be built:\n{done.stderr[-4000:]}"
+            )
         (folder / "peer").replace(program)
         shutil.rmtree(folder)
     return program
@@ -78,7 +97,9 @@ def _copy(version: str, folder: Path) -> None:
         for source in (SOURCES / "v2").iterdir():
             shutil.copy(source, folder)
         for source in folder.glob("*.go"):
-            source.write_text(source.read_text().replace("RichardKnop/machinery/v1", "RichardKnop/machinery/v2"))
+            source.write_text(
+                source.read_text().replace("RichardKnop/machinery/v1", "RichardKnop/machinery/v2")
+            )
 
 
 class GoError(Exception):
@@ -95,8 +116,12 @@ class Peer:
         self._numbers = itertools.count(1)
         self._waiting: dict[int, queue.SimpleQueue[dict[str, Any]]] = {0: queue.SimpleQueue()}
         self._ended = False
-        self._process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        self._thread = threading.Thread(target=self._read, name="answers of the Go peer", daemon=True)
+        self._process = subprocess.Popen(
+            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        self._thread = threading.Thread(
+            target=self._read, name="answers of the Go peer", daemon=True
+        )
         self._thread.start()
         self._answer(0, HANG)
 
@@ -157,18 +182,28 @@ class Peer:
             raise AssertionError(f"the Go peer gave no answer in {timeout:g} s") from None
         del self._waiting[number]
         if answer.get("error"):
-            raise GoError(answer["error"] if not self._ended else f"{answer['error']}: {self._last_words()}")
+            raise GoError(
+                answer["error"] if not self._ended else f"{answer['error']}: {self._last_words()}"
+            )
         return answer["ok"]
 
     def _last_words(self) -> str:
         assert self._process.stderr is not None
         self._process.wait(HANG)
-        return self._process.stderr.read().decode(errors="replace")[-2000:] or f"exit code {self._process.returncode}"
+        return (
+            self._process.stderr.read().decode(errors="replace")[-2000:]
+            or f"exit code {self._process.returncode}"
+        )
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
 
@@ -177,4 +212,6 @@ if __name__ == "__main__":  # before the tests, whose time is limited: a first b
         try:
             print(f"Go Machinery {one}: {build(one)}", flush=True)
         except (GoMissing, GoBroken) as trouble:
-            print(f"Go Machinery {one}: {trouble}", flush=True)  # the tests say it again, and are left out or fail
+            print(
+                f"Go Machinery {one}: {trouble}", flush=True
+            )  # the tests say it again, and are left out or fail

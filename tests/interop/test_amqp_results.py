@@ -84,7 +84,12 @@ def test_a_failure_is_read_by_both(both: Both, queue: str) -> None:
 @pytest.mark.parametrize("first", QUEUES)
 def test_a_chain_goes_through_both(both: Both, first: str) -> None:
     server, go = both
-    steps = (add(first, 1, 1), add(OTHER[first], 10), add(first, 100), call("mul", ("int64", 2), routing_key=OTHER[first]))
+    steps = (
+        add(first, 1, 1),
+        add(OTHER[first], 10),
+        add(first, 100),
+        call("mul", ("int64", 2), routing_key=OTHER[first]),
+    )
 
     result = server.send_chain(Chain(steps))
 
@@ -104,29 +109,51 @@ def test_a_chord_that_is_split_over_both_fires_once(both: Both, sender: str) -> 
         parts = [add(queue, number + place, 0) for place, queue in enumerate(queues)]
         last = call("total", routing_key="counted")
         if sender == "go":
-            sent = go.ask("chord", messages=[message(part) for part in parts], callback=message(last), concurrency=2)
+            sent = go.ask(
+                "chord",
+                messages=[message(part) for part in parts],
+                callback=message(last),
+                concurrency=2,
+            )
             uuid = sent["callback"]
         else:
             uuid = server.send_chord(Group(parts) | last).uuid
         wanted[uuid] = list(range(number, number + MEMBERS))
 
     def fired() -> collections.Counter[str]:
-        return collections.Counter(one.uuid for one in server.broker.pending("counted", 10 * CHORDS))
+        return collections.Counter(
+            one.uuid for one in server.broker.pending("counted", 10 * CHORDS)
+        )
 
     wait_until(lambda: len(fired()) >= CHORDS, timeout=4 * HANG, what="every chord has fired")
     assert fired() == collections.Counter(dict.fromkeys(wanted, 1))
     for one in server.broker.get_pending_tasks("counted"):
-        assert sorted(arg.value for arg in one.args) == wanted[one.uuid]  # Go sends them as they came
+        assert (
+            sorted(arg.value for arg in one.args) == wanted[one.uuid]
+        )  # Go sends them as they came
 
 
-@pytest.mark.parametrize(("sender", "failing"), [("python", "of_go"), ("go", "of_python"), ("python", "of_python")])
-def test_a_chord_with_a_member_that_fails_is_ended_by_python(both: Both, sender: str, failing: str) -> None:
+@pytest.mark.parametrize(
+    ("sender", "failing"), [("python", "of_go"), ("go", "of_python"), ("python", "of_python")]
+)
+def test_a_chord_with_a_member_that_fails_is_ended_by_python(
+    both: Both, sender: str, failing: str
+) -> None:
     """Not one that Go has sent and broken: Go tells nobody which members there are, and takes the news of them away."""
     server, go = both
-    parts = [call("fail", ("string", "no"), routing_key=failing), add("of_python", 1, 1), add("of_go", 1, 1)]
+    parts = [
+        call("fail", ("string", "no"), routing_key=failing),
+        add("of_python", 1, 1),
+        add("of_go", 1, 1),
+    ]
     last = call("total", routing_key="of_python")
     if sender == "go":
-        sent = go.ask("chord", messages=[message(part) for part in parts], callback=message(last), concurrency=2)
+        sent = go.ask(
+            "chord",
+            messages=[message(part) for part in parts],
+            callback=message(last),
+            concurrency=2,
+        )
         uuid = sent["callback"]
     else:
         uuid = server.send_chord(Group(parts) | last).uuid

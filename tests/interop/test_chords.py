@@ -28,13 +28,16 @@ def both(fleet: Fleet) -> Both:
     return server, go, fleet
 
 
-def members(source: random.Random, count: int, *, start: int = 0, one_in_go: bool = False) -> list[Signature[int]]:
+def members(
+    source: random.Random, count: int, *, start: int = 0, one_in_go: bool = False
+) -> list[Signature[int]]:
     queues = [source.choice(QUEUES) for _ in range(count)]
     if one_in_go:
         queues = ["of_python"] * count
         queues[source.randrange(count)] = "of_go"
     return [
-        call("add", ("int64", start + number), ("int64", 0), routing_key=queue) for number, queue in enumerate(queues)
+        call("add", ("int64", start + number), ("int64", 0), routing_key=queue)
+        for number, queue in enumerate(queues)
     ]
 
 
@@ -47,7 +50,12 @@ def send_chords(both: Both, sender: str, count: int) -> dict[str, list[int]]:
         parts = members(source, MEMBERS, start=number, one_in_go=not fleet.go_fires_once)
         last = call("total", routing_key="counted")
         if sender == "go":
-            sent = go.ask("chord", messages=[message(part) for part in parts], callback=message(last), concurrency=2)
+            sent = go.ask(
+                "chord",
+                messages=[message(part) for part in parts],
+                callback=message(last),
+                concurrency=2,
+            )
             uuid = sent["callback"]
         else:
             uuid = server.send_chord(Group(parts) | last).uuid
@@ -62,7 +70,9 @@ def test_a_chord_that_is_split_over_both_fires_exactly_once(both: Both, sender: 
     wanted = send_chords(both, sender, count)
 
     def fired() -> collections.Counter[str]:
-        return collections.Counter(one.uuid for one in server.broker.pending("counted", 10 * CHORDS))
+        return collections.Counter(
+            one.uuid for one in server.broker.pending("counted", 10 * CHORDS)
+        )
 
     wait_until(lambda: len(fired()) >= count, timeout=4 * HANG, what="every chord has fired")
     go.ask("quit")  # when it has ended what it was at
@@ -80,7 +90,12 @@ def test_a_chord_with_a_member_that_fails_in_go_is_ended_by_python(both: Both, s
     parts.append(call("add", ("int64", 1), ("int64", 1), routing_key="of_python"))
     last = call("total", routing_key="of_python")
     if sender == "go":
-        sent = go.ask("chord", messages=[message(part) for part in parts], callback=message(last), concurrency=2)
+        sent = go.ask(
+            "chord",
+            messages=[message(part) for part in parts],
+            callback=message(last),
+            concurrency=2,
+        )
         result = server.result(sent["callback"])
     else:
         result = server.send_chord(Group(parts) | last)

@@ -42,8 +42,12 @@ def add(queue: str, *numbers: int, **fields: object) -> Signature[int]:
 def test_a_failure_is_read_by_both(both: Both, queue: str) -> None:
     server, go = both
     for sender in SENDERS:
-        failed = server.result(_send(both, sender, call("fail", ("string", "Größe 中"), routing_key=queue)))
-        crashed = server.result(_send(both, sender, call("crash", ("string", "badly"), routing_key=queue)))
+        failed = server.result(
+            _send(both, sender, call("fail", ("string", "Größe 中"), routing_key=queue))
+        )
+        crashed = server.result(
+            _send(both, sender, call("crash", ("string", "badly"), routing_key=queue))
+        )
 
         with pytest.raises(TaskFailed, match="Größe 中"):
             failed.get(timeout=HANG)
@@ -73,7 +77,10 @@ def test_a_task_is_tried_as_often_as_it_says(both: Both, queue: str, sender: str
 def test_a_task_may_ask_to_be_run_later(both: Both, fleet: Fleet, queue: str) -> None:
     fleet.needs_types()
     server, go = both
-    messages = [call("later", ("string", f"{sender}-{queue}"), ("int64", 300), routing_key=queue) for sender in SENDERS]
+    messages = [
+        call("later", ("string", f"{sender}-{queue}"), ("int64", 300), routing_key=queue)
+        for sender in SENDERS
+    ]
     uuids = [_send(both, sender, one) for sender, one in zip(SENDERS, messages, strict=True)]
 
     for uuid in uuids:
@@ -108,7 +115,12 @@ def _send(both: Both, sender: str, signature: Signature[object]) -> str:
 def test_a_chain_of_python_goes_through_both(both: Both, fleet: Fleet, first: str) -> None:
     fleet.needs_types()
     server, go = both
-    steps = (add(first, 1, 1), add(OTHER[first], 10), add(first, 100), call("mul", ("int64", 2), routing_key=OTHER[first]))
+    steps = (
+        add(first, 1, 1),
+        add(OTHER[first], 10),
+        add(first, 100),
+        call("mul", ("int64", 2), routing_key=OTHER[first]),
+    )
 
     result = server.send_chain(Chain(steps))
 
@@ -120,7 +132,12 @@ def test_a_chain_of_python_goes_through_both(both: Both, fleet: Fleet, first: st
 def test_a_chain_of_go_goes_through_both(both: Both, fleet: Fleet, first: str) -> None:
     fleet.needs_types()
     server, go = both
-    steps = (add(first, 1, 1), add(OTHER[first], 10), add(first, 100), call("mul", ("int64", 2), routing_key=OTHER[first]))
+    steps = (
+        add(first, 1, 1),
+        add(OTHER[first], 10),
+        add(first, 100),
+        call("mul", ("int64", 2), routing_key=OTHER[first]),
+    )
 
     uuids = go.ask("chain", messages=[message(step) for step in steps])
 
@@ -129,7 +146,9 @@ def test_a_chain_of_go_goes_through_both(both: Both, fleet: Fleet, first: str) -
 
 
 @pytest.mark.parametrize("kind", ["int32", "float32", "[]int64", "[]byte", "uint8"])
-def test_a_result_arrives_at_the_next_step_under_the_type_that_it_asks_for(both: Both, kind: str) -> None:
+def test_a_result_arrives_at_the_next_step_under_the_type_that_it_asks_for(
+    both: Both, kind: str
+) -> None:
     server, go = both
     value = {"int32": 5, "float32": 2.0, "[]int64": [], "[]byte": b"ab", "uint8": 200}[kind]
     steps = [call(f"echo_{kind}", (kind, value), routing_key="of_python")]
@@ -144,10 +163,17 @@ def test_a_result_arrives_at_the_next_step_under_the_type_that_it_asks_for(both:
 @pytest.mark.parametrize("queue", QUEUES)
 @pytest.mark.parametrize("sender", ["go", "python"])
 @pytest.mark.parametrize("immutable", [False, True])
-def test_success_callbacks_follow_gos_rules(both: Both, queue: str, sender: str, immutable: bool) -> None:
+def test_success_callbacks_follow_gos_rules(
+    both: Both, queue: str, sender: str, immutable: bool
+) -> None:
     server, _ = both
     after = [
-        call("total", ("int64", 1000), routing_key=OTHER[queue], uuid=f"{sender}-{queue}-{immutable}-{number}")
+        call(
+            "total",
+            ("int64", 1000),
+            routing_key=OTHER[queue],
+            uuid=f"{sender}-{queue}-{immutable}-{number}",
+        )
         for number in range(2)
     ]
     parent = add(queue, 1, 2, immutable=immutable, on_success=after)
@@ -169,7 +195,10 @@ def test_error_callbacks_get_the_text_in_front(both: Both, queue: str, sender: s
     _send(both, sender, call("fail", ("string", "no"), routing_key=queue, on_error=[caught]))
 
     wait_until(lambda: _state(server, caught.uuid) is State.SUCCESS, what="the callback has run")
-    assert server.result(caught.uuid).get(timeout=HANG) == f"{other.removeprefix('of_')} caught no with more"
+    assert (
+        server.result(caught.uuid).get(timeout=HANG)
+        == f"{other.removeprefix('of_')} caught no with more"
+    )
 
 
 def _state(server: Server, uuid: str) -> State | None:
@@ -180,20 +209,32 @@ def _state(server: Server, uuid: str) -> State | None:
 # One queue for both
 
 
-def test_tasks_that_only_the_other_knows_reach_it(fleet: Fleet, caplog: pytest.LogCaptureFixture) -> None:
+def test_tasks_that_only_the_other_knows_reach_it(
+    fleet: Fleet, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.DEBUG, "machinery_py.worker.acceptance")
     server = fleet.python_worker()
     go = fleet.go_worker()
     began = time.monotonic()
 
-    calls = [(sender, language, str(number)) for number in range(5) for sender in SENDERS for language in SENDERS]
-    uuids = [_send((server, go), sender, call(f"{language}_only", ("string", text))) for sender, language, text in calls]
+    calls = [
+        (sender, language, str(number))
+        for number in range(5)
+        for sender in SENDERS
+        for language in SENDERS
+    ]
+    uuids = [
+        _send((server, go), sender, call(f"{language}_only", ("string", text)))
+        for sender, language, text in calls
+    ]
 
     for uuid, (_, language, text) in zip(uuids, calls, strict=True):
         assert server.result(uuid).get(timeout=2 * HANG) == f"{language}:{text}"
     assert not server.inspect.dead()
     # No hot loop on our side: a task was put back once, and again only after a pause that doubles each time.
-    put_back = collections.Counter(vars(one).get("task_uuid") for one in caplog.records if "not registered" in one.getMessage())
+    put_back = collections.Counter(
+        vars(one).get("task_uuid") for one in caplog.records if "not registered" in one.getMessage()
+    )
     most = max(put_back.values(), default=0)
     assert time.monotonic() - began >= FIRST_PAUSE * (2 ** max(0, most - 1) - 1)
 
@@ -223,4 +264,6 @@ def test_what_a_go_worker_held_when_it_was_killed_comes_back_on_rabbitmq_only(fl
         assert held.get(timeout=HANG) == "python"
     else:
         assert server.send_task(call("where", routing_key="of_both")).get(timeout=HANG) == "python"
-        assert _state(server, held.uuid) is State.STARTED  # Go had popped it: nobody has it any more
+        assert (
+            _state(server, held.uuid) is State.STARTED
+        )  # Go had popped it: nobody has it any more

@@ -26,7 +26,9 @@ EMPTY = ([], {}, None)
 
 @pytest.fixture
 def go(version: str) -> Any:
-    with Peer(version, broker="eager", backend="redis://127.0.0.1:1") as peer:  # it only makes and reads messages
+    with Peer(
+        version, broker="eager", backend="redis://127.0.0.1:1"
+    ) as peer:  # it only makes and reads messages
         yield peer
 
 
@@ -39,7 +41,9 @@ def normal(message: Any) -> Any:
     for name in ("OnSuccess", "OnError"):
         found[name] = [normal(one) for one in found[name] or ()]
     found["ChordCallback"] = normal(found["ChordCallback"])
-    found["Args"] = [{**one, "Value": None} for one in found["Args"] or ()]  # values are compared as values, not as text
+    found["Args"] = [
+        {**one, "Value": None} for one in found["Args"] or ()
+    ]  # values are compared as values, not as text
     return found
 
 
@@ -69,12 +73,17 @@ def test_messages_of_go_mean_the_same_to_python(go: Peer, seed: int) -> None:
     for before, after in zip(made, go.ask("decode", messages=again), strict=True):
         assert not after.get("error"), (before, after)
         assert normal(json.loads(after["wire"])) == normal(json.loads(before["wire"]))
-        assert all(alike(one, other) for one, other in zip(after["args"] or [], before["args"] or [], strict=True))
+        assert all(
+            alike(one, other)
+            for one, other in zip(after["args"] or [], before["args"] or [], strict=True)
+        )
 
 
 def alike(after: Any, before: Any) -> bool:
     """The same value; an empty slice is as good as none."""
-    return bool(after["type"] == before["type"] and (after["value"] or None) == (before["value"] or None))
+    return bool(
+        after["type"] == before["type"] and (after["value"] or None) == (before["value"] or None)
+    )
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -102,14 +111,26 @@ class Maker:
 
     def signature(self, depth: int) -> Signature[Any]:
         source = self.source
-        nested = [[self.signature(depth - 1) for _ in range(source.randrange(2))] if depth else [] for _ in range(3)]
+        nested = [
+            [self.signature(depth - 1) for _ in range(source.randrange(2))] if depth else []
+            for _ in range(3)
+        ]
         return Signature(
-            uuid=self.text(), name=self.text(), routing_key=self.text(), eta=source.choice((None, self.moment())),
-            group_uuid=self.text(), group_task_count=source.randrange(5), priority=source.randrange(256),
-            immutable=source.random() < 0.5, retry_count=source.randrange(10), retry_timeout=source.randrange(100),
+            uuid=self.text(),
+            name=self.text(),
+            routing_key=self.text(),
+            eta=source.choice((None, self.moment())),
+            group_uuid=self.text(),
+            group_task_count=source.randrange(5),
+            priority=source.randrange(256),
+            immutable=source.random() < 0.5,
+            retry_count=source.randrange(10),
+            retry_timeout=source.randrange(100),
             headers={self.text(): self.text() for _ in range(source.randrange(3))},
             args=tuple(self.arg() for _ in range(source.randrange(5))),
-            on_success=nested[0], on_error=nested[1], chord_callback=nested[2][0] if nested[2] else None,
+            on_success=nested[0],
+            on_error=nested[1],
+            chord_callback=nested[2][0] if nested[2] else None,
         )
 
     def moment(self) -> dt.datetime:
@@ -119,9 +140,13 @@ class Maker:
     def arg(self) -> Arg:
         name = self.source.choice(TYPES)
         if name in ("[]byte", "[]uint8"):
-            return Arg(type=name, value=self.source.randbytes(self.source.randrange(5)), name=self.text())
+            return Arg(
+                type=name, value=self.source.randbytes(self.source.randrange(5)), name=self.text()
+            )
         if name.startswith("[]"):
-            return Arg(type=name, value=[self.scalar(name[2:]) for _ in range(self.source.randrange(4))])
+            return Arg(
+                type=name, value=[self.scalar(name[2:]) for _ in range(self.source.randrange(4))]
+            )
         return Arg(type=name, value=self.scalar(name), name=self.text())
 
     def scalar(self, name: str) -> Any:
@@ -131,11 +156,24 @@ class Maker:
         if name == "string":
             return self.text()
         if name.startswith("float"):
-            value = source.choice((0.0, source.gauss(0, 1), float(source.randrange(-1000, 1000)), source.gauss(0, 1) * 1e30))
+            value = source.choice(
+                (
+                    0.0,
+                    source.gauss(0, 1),
+                    float(source.randrange(-1000, 1000)),
+                    source.gauss(0, 1) * 1e30,
+                )
+            )
             if name == "float32":
                 value = struct.unpack("f", struct.pack("f", value))[0]
             assert math.isfinite(value)
             return value
         bits = int(name.lstrip("uint") or 64)
         value = source.getrandbits(source.randrange(bits) + 1)
-        return value if name.startswith("u") else value - 2 ** (bits - 1) if value >= 2 ** (bits - 1) else value
+        return (
+            value
+            if name.startswith("u")
+            else value - 2 ** (bits - 1)
+            if value >= 2 ** (bits - 1)
+            else value
+        )

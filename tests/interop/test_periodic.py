@@ -19,7 +19,12 @@ from tests.interop.golang import VERSIONS, Peer, peer
 TICKS = {"redis": 10, "amqp": 5}
 CASES = [("v1", "redis", 1, 1), ("v2", "redis", 2, 2), ("v2", "amqp", 1, 1)]
 if FULL:
-    CASES = [(version, kind, count, count) for version in VERSIONS for kind in ("redis", "amqp") for count in (2, 1)]
+    CASES = [
+        (version, kind, count, count)
+        for version in VERSIONS
+        for kind in ("redis", "amqp")
+        for count in (2, 1)
+    ]
 
 
 def counter(server: Server, broker: str, stack: contextlib.ExitStack) -> Callable[[], int]:
@@ -27,23 +32,34 @@ def counter(server: Server, broker: str, stack: contextlib.ExitStack) -> Callabl
     if not broker.startswith("amqp"):
         return lambda: len(server.broker.pending("ticks", 1000))
     server.broker.declare(["ticks"])
-    channel = stack.enter_context(contextlib.closing(pika.BlockingConnection(pika.URLParameters(broker)))).channel()
+    channel = stack.enter_context(
+        contextlib.closing(pika.BlockingConnection(pika.URLParameters(broker)))
+    ).channel()
     return lambda: int(channel.queue_declare("ticks", passive=True).method.message_count)
 
 
 @pytest.mark.parametrize("version, kind, go_schedulers, python_schedulers", CASES)
 def test_each_tick_is_sent_once(
-    request: pytest.FixtureRequest, version: str, empty_redis: RedisServer, kind: str, go_schedulers: int, python_schedulers: int
+    request: pytest.FixtureRequest,
+    version: str,
+    empty_redis: RedisServer,
+    kind: str,
+    go_schedulers: int,
+    python_schedulers: int,
 ) -> None:
     tick = call("where", routing_key="ticks")
     broker = empty_redis.url if kind == "redis" else str(request.getfixturevalue("go_amqp_url"))
     lock = f"redis://127.0.0.1:{empty_redis.port}"
     with contextlib.ExitStack() as stack:
         for _ in range(go_schedulers):
-            go = stack.enter_context(Peer(version, broker=broker, backend=empty_redis.url, lock=lock))
+            go = stack.enter_context(
+                Peer(version, broker=broker, backend=empty_redis.url, lock=lock)
+            )
             go.ask("periodic", spec="@every 1s", name="tick", message=message(tick))
         for _ in range(python_schedulers):
-            server = new_server(broker, backend=empty_redis.url, lock=lock, go_program=peer(version).name)
+            server = new_server(
+                broker, backend=empty_redis.url, lock=lock, go_program=peer(version).name
+            )
             stack.callback(server.close)
             server.register_periodic_task("@every 1s", "tick", tick)
             stack.enter_context(server.new_worker("scheduler", 1, queues=["none"]))

@@ -13,13 +13,16 @@ from tests.interop.conftest import Fleet
 from tests.interop.fleet import call, message
 from tests.interop.golang import GoError
 
-TEXT = "Größe 中 \U0001f600 <&> \u2028 \x00 \"\\"
+TEXT = 'Größe 中 \U0001f600 <&> \u2028 \x00 "\\'
 
 #: type → values that are hard for it
 EDGES: dict[str, list[Any]] = {
     "bool": [True, False],
     "string": ["", TEXT, "x" * 100_000],
-    **{f"int{bits or ''}": [0, -(2 ** ((bits or 64) - 1)), 2 ** ((bits or 64) - 1) - 1] for bits in (0, 8, 16, 32, 64)},
+    **{
+        f"int{bits or ''}": [0, -(2 ** ((bits or 64) - 1)), 2 ** ((bits or 64) - 1) - 1]
+        for bits in (0, 8, 16, 32, 64)
+    },
     **{f"uint{bits or ''}": [0, 2 ** (bits or 64) - 1] for bits in (0, 8, 16, 32, 64)},
     "float32": [0.0, 1.5, -16777216.0],
     "float64": [0.0, 2.0, 0.1, -1e300, 5e-324, 123456789.123456789],
@@ -78,7 +81,9 @@ def test_what_go_sends_is_run_by_python_and_read_by_both(fleet: Fleet) -> None:
 
     for name, value in CASES:
         wire = base64.b64encode(value).decode() if isinstance(value, bytes) else value
-        uuid = go.ask("send", message=message(call(f"echo_{name}")), typed=[{"type": name, "value": wire}])
+        uuid = go.ask(
+            "send", message=message(call(f"echo_{name}")), typed=[{"type": name, "value": wire}]
+        )
         [seen] = go.ask("result", uuid=uuid)
         assert seen["type"] == go_result_type(name)
         assert equal(seen["value"], as_go_shows(name, value)), name
@@ -92,7 +97,9 @@ def test_a_null_slice_stays_an_empty_one(fleet: Fleet) -> None:
     go = fleet.go()
 
     for name in (name for name in EDGES if name.startswith("[]")):
-        uuid = go.ask("send", message=message(call(f"echo_{name}")), typed=[{"type": name, "value": None}])
+        uuid = go.ask(
+            "send", message=message(call(f"echo_{name}")), typed=[{"type": name, "value": None}]
+        )
         [seen] = go.ask("result", uuid=uuid)
         assert (seen["type"], seen["value"] or []) == (go_result_type(name), [])
         assert not server.result(uuid).get(timeout=HANG)
@@ -105,7 +112,10 @@ def test_many_results_and_none(fleet: Fleet) -> None:
     fleet.python_worker(server, "of_python")
 
     for queue in ("of_go", "of_python"):
-        pair, none = call("pair", ("int64", 1), ("string", "a"), routing_key=queue), call("none", routing_key=queue)
+        pair, none = (
+            call("pair", ("int64", 1), ("string", "a"), routing_key=queue),
+            call("none", routing_key=queue),
+        )
         of_go = [go.ask("send", message=message(one)) for one in (pair, none)]
         for pairs, nones in (of_go, [server.send_task(one).uuid for one in (pair, none)]):
             assert server.result(pairs).get(timeout=HANG) == (2, "a!")

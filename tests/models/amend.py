@@ -24,7 +24,14 @@ def records(redis: Redis, now: str, known: str) -> object:
 
 
 def amend(
-    redis: Redis, now: str, expire: int, name: str, expected: str, body: str, life: int, flat: Sequence[object],
+    redis: Redis,
+    now: str,
+    expire: int,
+    name: str,
+    expected: str,
+    body: str,
+    life: int,
+    flat: Sequence[object],
     states: Sequence[object],
 ) -> int:
     amended = amend_and_send(redis, now, expire, name, expected, body, life, flat, states, [], [])
@@ -32,8 +39,17 @@ def amend(
 
 
 def amend_and_send(
-    redis: Redis, now: str, expire: int, name: str, expected: str, body: str, life: int, flat: Sequence[object],
-    states: Sequence[object], queues: Sequence[Queue], messages: Sequence[Message],
+    redis: Redis,
+    now: str,
+    expire: int,
+    name: str,
+    expected: str,
+    body: str,
+    life: int,
+    flat: Sequence[object],
+    states: Sequence[object],
+    queues: Sequence[Queue],
+    messages: Sequence[Message],
 ) -> object:
     if held(redis, name, life) != expected:
         return None

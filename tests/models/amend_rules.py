@@ -21,18 +21,28 @@ HELD = (b"", b"one", b"\xfftwo")  # b"": none
 
 Name = st.sampled_from(NAMES)
 Body = st.sampled_from(HELD)
-NewAmendment = st.fixed_dictionaries({
-    "name": Name, "life": st.sampled_from(LIVES), "guess": st.sampled_from(["right"] * 4 + ["wrong"]), "body": Body,
-    "key": st.sampled_from(["tick 1", "tick 1", "task_1"]), "states": st.lists(States, max_size=2),
-    "groups": st.lists(GroupUuid, max_size=1), "outbox": st.sampled_from([b"", b"\xc0out"]),
-})
+NewAmendment = st.fixed_dictionaries(
+    {
+        "name": Name,
+        "life": st.sampled_from(LIVES),
+        "guess": st.sampled_from(["right"] * 4 + ["wrong"]),
+        "body": Body,
+        "key": st.sampled_from(["tick 1", "tick 1", "task_1"]),
+        "states": st.lists(States, max_size=2),
+        "groups": st.lists(GroupUuid, max_size=1),
+        "outbox": st.sampled_from([b"", b"\xc0out"]),
+    }
+)
 
 
 def paired(reply: Any) -> Any:
     """The reply of RECORDS, with its names and bodies in pairs."""
     if reply == "WRONGTYPE":
         return reply
-    return [*reply[:2], *([list(pair) for pair in zip(rest[::2], rest[1::2], strict=True)] for rest in reply[2:])]
+    return [
+        *reply[:2],
+        *([list(pair) for pair in zip(rest[::2], rest[1::2], strict=True)] for rest in reply[2:]),
+    ]
 
 
 class AmendMachine(StateRules):
@@ -46,33 +56,60 @@ class AmendMachine(StateRules):
         if drawn["guess"] == "wrong":
             expected += b"?"
         one = {name: drawn[name] for name in ("key", "states", "groups", "outbox")}
-        changes = self.changes([one] if one["states"] or one["groups"] or one["outbox"] else [], expire)
-        return now, expire, name, raw(expected), raw(drawn["body"]), life, changes.changes, changes.states
+        changes = self.changes(
+            [one] if one["states"] or one["groups"] or one["outbox"] else [], expire
+        )
+        return (
+            now,
+            expire,
+            name,
+            raw(expected),
+            raw(drawn["body"]),
+            life,
+            changes.changes,
+            changes.states,
+        )
 
     @rule(passed=Passed, expire=Expire, drawn=NewAmendment)
     def amend(self, passed: int, expire: int, drawn: dict[str, Any]) -> None:
-        self.run(backend_scripts.AMEND, amending.amend, *self.amendment(drawn, self.passed(passed), expire))
+        self.run(
+            backend_scripts.AMEND,
+            amending.amend,
+            *self.amendment(drawn, self.passed(passed), expire),
+        )
 
     @rule(passed=Passed, expire=Expire, drawn=NewAmendment, messages=Messages)
-    def amend_and_send(self, passed: int, expire: int, drawn: dict[str, Any], messages: list[Any]) -> None:
+    def amend_and_send(
+        self, passed: int, expire: int, drawn: dict[str, Any], messages: list[Any]
+    ) -> None:
         values = self.amendment({**drawn, "outbox": b""}, self.passed(passed), expire)
-        self.run(settlement_scripts.AMEND, amending.amend_and_send, *values, *self.messages(messages))
+        self.run(
+            settlement_scripts.AMEND, amending.amend_and_send, *values, *self.messages(messages)
+        )
 
     @rule(passed=Passed, behind=st.integers(0, 1))
     def read_records(self, passed: int, behind: int) -> None:
         known = self.model.keys.get(amending.VERSION, "0")
         known = str(int(known) - behind) if isinstance(known, str) and known.isdigit() else known
-        self.run(backend_scripts.RECORDS, amending.records, self.passed(passed), known, reading=paired)
+        self.run(
+            backend_scripts.RECORDS, amending.records, self.passed(passed), known, reading=paired
+        )
 
     @rule(claims=st.lists(st.tuples(Name, Body.filter(bool)), max_size=3))
     def release(self, claims: list[tuple[str, bytes]]) -> None:
-        self.run(backend_scripts.RELEASE, amending.release, [(name, raw(body)) for name, body in claims])
+        self.run(
+            backend_scripts.RELEASE, amending.release, [(name, raw(body)) for name, body in claims]
+        )
 
     @rule(passed=Passed, name=Name, body=Body.filter(bool), released=Body.filter(bool))
-    def a_claim_is_made_and_released(self, passed: int, name: str, body: bytes, released: bytes) -> None:
+    def a_claim_is_made_and_released(
+        self, passed: int, name: str, body: bytes, released: bytes
+    ) -> None:
         self.spoil(amending.claim_key(name.encode().decode("latin-1")), "none")
         now = self.passed(passed)
-        self.run(backend_scripts.AMEND, amending.amend, now, 3600, name, raw(b""), raw(body), 600, [], [])
+        self.run(
+            backend_scripts.AMEND, amending.amend, now, 3600, name, raw(b""), raw(body), 600, [], []
+        )
         self.release([(name, released)])
 
     @rule(name=Name)
@@ -83,12 +120,20 @@ class AmendMachine(StateRules):
     def spoil_a_claim(self, name: str, kind: str) -> None:
         self.spoil(amending.claim_key(name.encode().decode("latin-1")), kind)
 
-    @rule(key=st.sampled_from([amending.RECORDS, DELAYED, *QUEUES]), kind=st.sampled_from(["set", "none", "none"]))
+    @rule(
+        key=st.sampled_from([amending.RECORDS, DELAYED, *QUEUES]),
+        kind=st.sampled_from(["set", "none", "none"]),
+    )
     def spoil_another_key(self, key: str, kind: str) -> None:
         self.spoil(key, kind)
 
-    @rule(passed=Passed, expire=Expire, drawn=NewAmendment, messages=Messages.filter(bool),
-          key=st.sampled_from([DELAYED, *QUEUES]))
+    @rule(
+        passed=Passed,
+        expire=Expire,
+        drawn=NewAmendment,
+        messages=Messages.filter(bool),
+        key=st.sampled_from([DELAYED, *QUEUES]),
+    )
     def what_is_sent_finds_another_type(
         self, passed: int, expire: int, drawn: dict[str, Any], messages: list[Any], key: str
     ) -> None:

@@ -27,7 +27,9 @@ SECOND = 1_000_000  # µs
 LOOKS = 20
 
 
-def apply(redis: Redis, now: str, expire: int, flat: Sequence[object], states: Sequence[object]) -> str:
+def apply(
+    redis: Redis, now: str, expire: int, flat: Sequence[object], states: Sequence[object]
+) -> str:
     return apply_all(redis, Batch(), list(changes_of(flat, states).values()), int(now), expire)
 
 
@@ -49,6 +51,7 @@ def begin(redis: Redis, deliveries: Sequence[tuple[str, int]]) -> object:
 
 def states(redis: Redis, uuids: Sequence[str]) -> object:
     """What holds something else looks missing."""
+
     def text(key: str) -> object:
         value = redis.keys.get(key)
         return value if isinstance(value, str) else None
@@ -108,16 +111,32 @@ def clear(redis: Redis, sent: Sequence[tuple[str, str]]) -> None:
 def newest(redis: Redis, keys: Sequence[str], since: int, offset: int, limit: int) -> object:
     found: list[object] = []
     for key in keys:
-        rows = [[uuid, str(int(at))] for uuid, at in reversed(redis.scores(key).in_order()) if at >= since]
+        rows = [
+            [uuid, str(int(at))]
+            for uuid, at in reversed(redis.scores(key).in_order())
+            if at >= since
+        ]
         found += rows[offset : offset + limit]
     return found
 
 
 def find(
-    redis: Redis, key: str, high: str, skip: int, low: int, size: int, limit: int, word: str, name: str
+    redis: Redis,
+    key: str,
+    high: str,
+    skip: int,
+    low: int,
+    size: int,
+    limit: int,
+    word: str,
+    name: str,
 ) -> object:
     """A hundred at a time, until enough are found."""
-    rows = [(uuid, str(int(at))) for uuid, at in reversed(redis.scores(key).in_order()) if low <= at <= float(high)]
+    rows = [
+        (uuid, str(int(at)))
+        for uuid, at in reversed(redis.scores(key).in_order())
+        if low <= at <= float(high)
+    ]
     rows = rows[skip : skip + size]
     looked: list[tuple[str, str]] = []
     times: list[str] = []
@@ -142,7 +161,11 @@ def rates(redis: Redis, now: str, since: int) -> object:
     last = int(now) // SECOND
     seconds = range(max(since, last - RATES_LIFE), last + 1)
     there = [second for second in seconds if redis.exists(f"mpy:rate:{second}")]
-    return Bag([name, int(count)] for second in there for name, count in redis.fields(f"mpy:rate:{second}").items())
+    return Bag(
+        [name, int(count)]
+        for second in there
+        for name, count in redis.fields(f"mpy:rate:{second}").items()
+    )
 
 
 def revoke(redis: Redis, now: str, seconds: int, uuids: Sequence[str]) -> None:
@@ -181,8 +204,12 @@ def tend(redis: Redis, now: str, expire: int) -> int:
     due = [group for group, at in redis.scores("mpy:groups").in_order() if at <= moment][:LOOKS]
     for group in due:
         text = redis.keys.get(document(group))
-        text = text if isinstance(text, str) and is_of(text, group, "GroupUUID") else None  # something else is none of ours
-        if group in redis.scores("mpy:ready") or any(redis.exists(document(uuid)) for uuid in members_of(text)):
+        text = (
+            text if isinstance(text, str) and is_of(text, group, "GroupUUID") else None
+        )  # something else is none of ours
+        if group in redis.scores("mpy:ready") or any(
+            redis.exists(document(uuid)) for uuid in members_of(text)
+        ):
             redis.score("mpy:groups", group, moment + expire * SECOND)
             if text is not None:
                 redis.expire(document(group), LONG)

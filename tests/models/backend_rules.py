@@ -17,11 +17,31 @@ from machinery_py.states import ZERO_TIME, Arrival, GroupMeta, State, TaskState
 from machinery_py.wire import encode_state
 from tests.models import backend, settlement
 from tests.models.broker_rules import Arrivals, keys_in, packed
-from tests.models.machine import QUEUES, START, Due, Fate, Messages, Passed, Pick, ScriptMachine, Session1, Token
+from tests.models.machine import (
+    QUEUES,
+    START,
+    Due,
+    Fate,
+    Messages,
+    Passed,
+    Pick,
+    ScriptMachine,
+    Session1,
+    Token,
+)
 from tests.models.states import GOS_MUTEX, group_keys
 
-TASKS = ("task_1", "task_2", "x", "jobs")  # one is so short that Go's key is not used, one is the name of a queue
-GROUPS = {"group_1": (2, b"callback"), "group_2": (1, b""), "g": (0, b"\xffcallback")}  # (total, callback)
+TASKS = (
+    "task_1",
+    "task_2",
+    "x",
+    "jobs",
+)  # one is so short that Go's key is not used, one is the name of a queue
+GROUPS = {
+    "group_1": (2, b"callback"),
+    "group_2": (1, b""),
+    "g": (0, b"\xffcallback"),
+}  # (total, callback)
 MOMENTS = (None, moment_of(START), moment_of(START + 90_000_000))
 EXPIRES = (3600, 900_000)  # seconds: less than a chord is kept, and more
 
@@ -30,21 +50,34 @@ GroupUuid = st.sampled_from(sorted(GROUPS))
 Expire = st.sampled_from(EXPIRES)
 Words = st.sampled_from(list(State))
 States = st.builds(
-    TaskState, task_uuid=Task, task_name=st.sampled_from(["", "add", 'a"b\u00e9']), state=Words,
+    TaskState,
+    task_uuid=Task,
+    task_name=st.sampled_from(["", "add", 'a"b\u00e9']),
+    state=Words,
     run=st.sampled_from([0, 0, 0, 1, 2]),
     results=st.sampled_from([(), (Arg(type="string", value='"State":"PENDING","CreatedAt":"x"'),)]),
-    error=st.sampled_from(["", '"TaskName":"no"']), created_at=st.sampled_from([ZERO_TIME, *MOMENTS[1:]]),
-    queue=st.sampled_from(["", "jobs"]), progress=st.sampled_from([None, None, (1.0, 2.5)]), started_at=st.sampled_from(MOMENTS),
-    eta=st.sampled_from([None, None, moment_of(START + 1000_000_000_000)]), worker=st.sampled_from(["", "", "w1", "w2"]),
+    error=st.sampled_from(["", '"TaskName":"no"']),
+    created_at=st.sampled_from([ZERO_TIME, *MOMENTS[1:]]),
+    queue=st.sampled_from(["", "jobs"]),
+    progress=st.sampled_from([None, None, (1.0, 2.5)]),
+    started_at=st.sampled_from(MOMENTS),
+    eta=st.sampled_from([None, None, moment_of(START + 1000_000_000_000)]),
+    worker=st.sampled_from(["", "", "w1", "w2"]),
 )
 Marks = States.filter(lambda state: not state.is_finished)
-NewChange = st.fixed_dictionaries({
-    "key": Task, "mark": st.sampled_from(["", "m1", "m2"]), "epoch": st.sampled_from([0, 0, 0, 1, 2]),
-    "force": st.sampled_from([False] * 5 + [True]), "fires": st.sampled_from(["", "", "", "", *GROUPS]),
-    "states": st.lists(States, max_size=2), "groups": st.lists(GroupUuid, max_size=1),
-    "arrivals": st.lists(st.tuples(GroupUuid, Task, st.booleans()), max_size=2),
-    "outbox": st.sampled_from([b"", b"", b"\xc0out"]),
-})
+NewChange = st.fixed_dictionaries(
+    {
+        "key": Task,
+        "mark": st.sampled_from(["", "m1", "m2"]),
+        "epoch": st.sampled_from([0, 0, 0, 1, 2]),
+        "force": st.sampled_from([False] * 5 + [True]),
+        "fires": st.sampled_from(["", "", "", "", *GROUPS]),
+        "states": st.lists(States, max_size=2),
+        "groups": st.lists(GroupUuid, max_size=1),
+        "arrivals": st.lists(st.tuples(GroupUuid, Task, st.booleans()), max_size=2),
+        "outbox": st.sampled_from([b"", b"", b"\xc0out"]),
+    }
+)
 
 
 def rows_last(reply: Any) -> Any:
@@ -68,9 +101,17 @@ class StateRules(ScriptMachine):
 
     def add(self, changes: Changes, drawn: dict[str, Any]) -> int:
         """Add a change; its place."""
-        groups = [GroupMeta(group_uuid=group, task_uuids=TASKS[:2]) for group in drawn.get("groups", ())]
+        groups = [
+            GroupMeta(group_uuid=group, task_uuids=TASKS[:2]) for group in drawn.get("groups", ())
+        ]
         arrivals = [
-            Arrival(group_uuid=group, task_uuid=task, total=GROUPS[group][0], ok=ok, callback=GROUPS[group][1])
+            Arrival(
+                group_uuid=group,
+                task_uuid=task,
+                total=GROUPS[group][0],
+                ok=ok,
+                callback=GROUPS[group][1],
+            )
             for group, task, ok in drawn.get("arrivals", ())
         ]
         return changes.add(**{**drawn, "groups": groups, "arrivals": arrivals})
@@ -85,7 +126,10 @@ class StateRules(ScriptMachine):
             text = encode_state(state).decode("latin-1")
             self.beside.both("SET", state.task_uuid, text, "EX", "3600")
 
-    @rule(key=st.sampled_from(["task_1", "group_1", "group_2"]), kind=st.sampled_from(["list", "set", "string", *["none"] * 3]))
+    @rule(
+        key=st.sampled_from(["task_1", "group_1", "group_2"]),
+        kind=st.sampled_from(["list", "set", "string", *["none"] * 3]),
+    )
     def spoil_a_document(self, key: str, kind: str) -> None:
         self.spoil(key, kind)
 
@@ -107,19 +151,43 @@ class StateRules(ScriptMachine):
         self.beside.both(*(("SET", GOS_MUTEX, "1") if is_at_it else ("DEL", GOS_MUTEX)))
 
     @rule(passed=Passed, group=GroupUuid, state=States, expire=Expire, messages=Messages)
-    def fire(self, passed: int, group: str, state: TaskState, expire: int, messages: list[Any]) -> None:
+    def fire(
+        self, passed: int, group: str, state: TaskState, expire: int, messages: list[Any]
+    ) -> None:
         now = self.passed(passed)
         self._fire({"key": group, "fires": group, "states": [state]}, now, expire, messages)
 
-    @rule(passed=Passed, state=States, group=GroupUuid, ok=st.booleans(), expire=Expire, messages=Messages)
-    def end_a_task(self, passed: int, state: TaskState, group: str, ok: bool, expire: int, messages: list[Any]) -> None:
-        drawn = {"key": state.task_uuid, "states": [state], "arrivals": [(group, state.task_uuid, ok)]}
+    @rule(
+        passed=Passed,
+        state=States,
+        group=GroupUuid,
+        ok=st.booleans(),
+        expire=Expire,
+        messages=Messages,
+    )
+    def end_a_task(
+        self, passed: int, state: TaskState, group: str, ok: bool, expire: int, messages: list[Any]
+    ) -> None:
+        drawn = {
+            "key": state.task_uuid,
+            "states": [state],
+            "arrivals": [(group, state.task_uuid, ok)],
+        }
         self._fire(drawn, self.passed(passed), expire, messages)
 
     def _fire(self, drawn: dict[str, Any], now: str, expire: int, messages: list[Any]) -> None:
         changes = self.changes([drawn], expire)
         queues, rows = self.messages(messages)
-        self.run(settlement_scripts.FIRE, settlement.fire, now, expire, queues, rows, changes.changes, changes.states)
+        self.run(
+            settlement_scripts.FIRE,
+            settlement.fire,
+            now,
+            expire,
+            queues,
+            rows,
+            changes.changes,
+            changes.states,
+        )
 
 
 class BackendMachine(StateRules):
@@ -131,7 +199,11 @@ class BackendMachine(StateRules):
         changes = self.changes(drawn, expire)
         self.run(redis_scripts.APPLY, backend.apply, now, expire, changes.changes, changes.states)
 
-    @rule(passed=st.sampled_from([0, 0, 1_000_000, 60_000_000, 4_000_000_000]), limit=st.integers(1, 2), since=st.integers(-5, 5))
+    @rule(
+        passed=st.sampled_from([0, 0, 1_000_000, 60_000_000, 4_000_000_000]),
+        limit=st.integers(1, 2),
+        since=st.integers(-5, 5),
+    )
     def look(self, passed: int, limit: int, since: int) -> None:
         now = self.passed(passed)
         self.run(redis_scripts.STATES, backend.states, TASKS, reading=packed)
@@ -139,19 +211,59 @@ class BackendMachine(StateRules):
         self.run(redis_scripts.READY, backend.ready, limit, reading=ready)
         self.run(redis_scripts.PARTIAL, backend.partial, now, limit)
         self.run(redis_scripts.UNSENT, backend.unsent, now, limit, 1_000_000)
-        self.run(redis_scripts.NEWEST, backend.newest, ["mpy:open", "mpy:done"], self.now + since * 500_000, limit - 1, 2)
-        self.run(redis_scripts.FIND, backend.find, "mpy:done", "+inf", 0, self.now + since * 500_000, 2, limit, "", "",
-                 reading=rows_last)
+        self.run(
+            redis_scripts.NEWEST,
+            backend.newest,
+            ["mpy:open", "mpy:done"],
+            self.now + since * 500_000,
+            limit - 1,
+            2,
+        )
+        self.run(
+            redis_scripts.FIND,
+            backend.find,
+            "mpy:done",
+            "+inf",
+            0,
+            self.now + since * 500_000,
+            2,
+            limit,
+            "",
+            "",
+            reading=rows_last,
+        )
         self.run(redis_scripts.RATES, backend.rates, now, self.now // 1_000_000 + since)
         self.run(redis_scripts.REVOKED, backend.revoked, TASKS)
 
-    @rule(key=st.sampled_from(["mpy:open", "mpy:done"]), since=st.integers(-5, 5), skip=st.integers(0, 2),
-          limit=st.integers(1, 3), word=st.sampled_from(["", "SUCCESS", "PENDING"]), name=st.sampled_from(["", '"add"', '"no"']))
+    @rule(
+        key=st.sampled_from(["mpy:open", "mpy:done"]),
+        since=st.integers(-5, 5),
+        skip=st.integers(0, 2),
+        limit=st.integers(1, 3),
+        word=st.sampled_from(["", "SUCCESS", "PENDING"]),
+        name=st.sampled_from(["", '"add"', '"no"']),
+    )
     def find(self, key: str, since: int, skip: int, limit: int, word: str, name: str) -> None:
         moment = str(self.now + since * 500_000)
-        self.run(redis_scripts.FIND, backend.find, key, moment, skip, 0, 3, limit, word, name, reading=rows_last)
+        self.run(
+            redis_scripts.FIND,
+            backend.find,
+            key,
+            moment,
+            skip,
+            0,
+            3,
+            limit,
+            word,
+            name,
+            reading=rows_last,
+        )
 
-    @rule(passed=Passed, seconds=st.sampled_from([1, 3 * 86400, 366 * 86400]), uuids=st.lists(Task, max_size=2))
+    @rule(
+        passed=Passed,
+        seconds=st.sampled_from([1, 3 * 86400, 366 * 86400]),
+        uuids=st.lists(Task, max_size=2),
+    )
     def revoke(self, passed: int, seconds: int, uuids: list[str]) -> None:
         self.run(redis_scripts.REVOKE, backend.revoke, self.passed(passed), seconds, uuids)
 
@@ -163,7 +275,12 @@ class BackendMachine(StateRules):
     def forget(self, tasks: list[str], groups: list[str]) -> None:
         self.run(redis_scripts.FORGET, backend.forget, tasks, groups)
 
-    @rule(passed=st.sampled_from([0, 3_599_000_000, 3_601_000_000, 86_400_000_000, 8 * 86_400_000_000]), expire=Expire)
+    @rule(
+        passed=st.sampled_from(
+            [0, 3_599_000_000, 3_601_000_000, 86_400_000_000, 8 * 86_400_000_000]
+        ),
+        expire=Expire,
+    )
     def tend(self, passed: int, expire: int) -> None:
         self.run(redis_scripts.TEND, backend.tend, self.passed(passed), expire)
 
@@ -171,23 +288,60 @@ class BackendMachine(StateRules):
 class SettlementMachine(Arrivals, StateRules):
     """Messages and states together."""
 
-    @rule(passed=Passed, token=Token, expire=Expire, messages=Messages, states=st.lists(States, max_size=2), force=st.booleans(),
-          groups=st.lists(GroupUuid, max_size=1))
+    @rule(
+        passed=Passed,
+        token=Token,
+        expire=Expire,
+        messages=Messages,
+        states=st.lists(States, max_size=2),
+        force=st.booleans(),
+        groups=st.lists(GroupUuid, max_size=1),
+    )
     def submit(
-        self, passed: int, token: str, expire: int, messages: list[Any], states: list[TaskState], force: bool, groups: list[str]
+        self,
+        passed: int,
+        token: str,
+        expire: int,
+        messages: list[Any],
+        states: list[TaskState],
+        force: bool,
+        groups: list[str],
     ) -> None:
         now = self.passed(passed)
-        drawn = [{"key": f"submit {token}", "states": states, "force": force, "groups": groups}] if states or groups else []
+        drawn = (
+            [{"key": f"submit {token}", "states": states, "force": force, "groups": groups}]
+            if states or groups
+            else []
+        )
         changes = self.changes(drawn, expire)
         queues, rows = self.messages(messages)
-        self.run(settlement_scripts.SUBMIT, settlement.submit, now, expire, token, queues, rows, changes.changes, changes.states)
+        self.run(
+            settlement_scripts.SUBMIT,
+            settlement.submit,
+            now,
+            expire,
+            token,
+            queues,
+            rows,
+            changes.changes,
+            changes.states,
+        )
 
     @rule(
-        passed=Passed, session=Session1, expire=Expire,
-        ends=st.lists(st.tuples(Pick, Fate, Due, st.one_of(st.none(), NewChange), Messages), min_size=1, max_size=3),
-        marks=st.lists(st.tuples(Pick, Marks), max_size=2), twice=st.booleans(),
+        passed=Passed,
+        session=Session1,
+        expire=Expire,
+        ends=st.lists(
+            st.tuples(Pick, Fate, Due, st.one_of(st.none(), NewChange), Messages),
+            min_size=1,
+            max_size=3,
+        ),
+        marks=st.lists(st.tuples(Pick, Marks), max_size=2),
+        twice=st.booleans(),
     )
-    def settle(self, passed: int, session: str, expire: int, ends: list[Any], marks: list[Any], twice: bool) -> None:
+    def settle(
+        self, passed: int, session: str, expire: int, ends: list[Any], marks: list[Any], twice: bool
+    ) -> None:
         now, session = self.passed(passed), self.holder(session)
         ends = [*ends, *ends] if twice else ends
         changes = self.changes([], expire)
@@ -196,12 +350,25 @@ class SettlementMachine(Arrivals, StateRules):
             place = self.add(changes, change) if change else 0
             more: object = False
             if messages or fate != "done":
-                rows = [(QUEUES.index(one[0]), *row[1:]) for one, row in zip(messages, self.messages(messages)[1], strict=True)]
+                rows = [
+                    (QUEUES.index(one[0]), *row[1:])
+                    for one, row in zip(messages, self.messages(messages)[1], strict=True)
+                ]
                 more = (0 if due is None else self.now + due, raw(b"head"), rows)
             flat += (*self.delivery(session, pick), fate, place, more)
         seen: list[object] = []
         for pick, state in marks:
             place = changes.add(key=state.task_uuid, states=[state])
             seen += (*self.delivery(session, pick), place)
-        self.run(settlement_scripts.SETTLE, settlement.settle, now, expire, session, self.keys, flat, seen, changes.changes,
-                 changes.states)
+        self.run(
+            settlement_scripts.SETTLE,
+            settlement.settle,
+            now,
+            expire,
+            session,
+            self.keys,
+            flat,
+            seen,
+            changes.changes,
+            changes.states,
+        )

@@ -129,7 +129,9 @@ class Beside:
     def restore(self, snapshot: list[bytes]) -> None:
         """Only these keys are left, as they were."""
         packets = [command(b"FLUSHDB")]
-        packets += [command(b"RESTORE", *snapshot[at : at + 3]) for at in range(0, len(snapshot), 3)]
+        packets += [
+            command(b"RESTORE", *snapshot[at : at + 3]) for at in range(0, len(snapshot), 3)
+        ]
         self.link.send(b"".join(packets))
         for _ in packets:
             self.link.read()
@@ -148,7 +150,13 @@ class Beside:
 
     # One step
 
-    def run(self, script: Script, model: Callable[..., Any], *values: Any, reading: Reading = lambda reply: reply) -> Any:
+    def run(
+        self,
+        script: Script,
+        model: Callable[..., Any],
+        *values: Any,
+        reading: Reading = lambda reply: reply,
+    ) -> Any:
         """Run both, compare, and return the reply. `reading` brings the script's reply into the model's form."""
         shown = text(list(values))
         note(f"{model.__name__}{tuple(shown)!r}")
@@ -158,7 +166,13 @@ class Beside:
             reply = "WRONGTYPE" if "WRONGTYPE" in str(error) else str(error)
         self._after, expires = self.dump()
         rung = [part for part in reply if isinstance(part, list)] if isinstance(reply, list) else []
-        self._rung = [one for part in [reply, *rung] if isinstance(part, list) for one in part if isinstance(one, str)]
+        self._rung = [
+            one
+            for part in [reply, *rung]
+            if isinstance(part, list)
+            for one in part
+            if isinstance(one, str)
+        ]
         before = self.model.saved()
         self.model.begin()
         try:
@@ -167,9 +181,13 @@ class Beside:
             self.model.restore(before)
             self.model.begin()
             expected = "WRONGTYPE"
-        assert is_same(reply, expected), f"the replies differ: the script's {reply!r}, the model's {expected!r}"
+        assert is_same(reply, expected), (
+            f"the replies differ: the script's {reply!r}, the model's {expected!r}"
+        )
         self.compare(expires)
-        assert sorted(self.heard()) == sorted(self.model.published), "what was published differs (script, model)"
+        assert sorted(self.heard()) == sorted(self.model.published), (
+            "what was published differs (script, model)"
+        )
         return reply
 
     def _chosen(self, key: str, members: set[str], count: int) -> Iterable[str]:
@@ -181,10 +199,16 @@ class Beside:
         real, model = self._after, self.model
         for key in sorted(real.keys() | model.keys.keys()):
             ours, theirs = model.keys.get(key), real.get(key)
-            assert (type(theirs), seen(key, theirs)) == (type(ours), seen(key, ours)), f"{key} differs (script, model)"
+            assert (type(theirs), seen(key, theirs)) == (type(ours), seen(key, ours)), (
+                f"{key} differs (script, model)"
+            )
             at, expected = expires.get(key), model.expires.get(key)
-            assert (at is None) == (expected is None), f"{key} expires at {at}, in the model at {expected}"
-            assert at is None or expected is None or abs(at - expected) < NEAR, f"{key} expires {at - expected} s late"
+            assert (at is None) == (expected is None), (
+                f"{key} expires at {at}, in the model at {expected}"
+            )
+            assert at is None or expected is None or abs(at - expected) < NEAR, (
+                f"{key} expires {at - expected} s late"
+            )
 
     # What others do
 
@@ -217,5 +241,9 @@ def is_same(reply: Any, expected: Any) -> bool:
     if isinstance(expected, Bag):
         return isinstance(reply, list) and sorted(reply) == sorted(expected)
     if isinstance(expected, list | tuple):
-        return isinstance(reply, list) and len(reply) == len(expected) and all(map(is_same, reply, expected))
+        return (
+            isinstance(reply, list)
+            and len(reply) == len(expected)
+            and all(map(is_same, reply, expected))
+        )
     return bool(reply == expected)

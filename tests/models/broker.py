@@ -45,7 +45,9 @@ def used(redis: Redis, token: str, *, seconds: int = TOKEN_LIFE) -> bool:
     return False
 
 
-def put_messages(redis: Redis, now: str, token: str, queues: Sequence[Queue], messages: Sequence[Message]) -> object:
+def put_messages(
+    redis: Redis, now: str, token: str, queues: Sequence[Queue], messages: Sequence[Message]
+) -> object:
     check(redis, queues, messages, int(now))
     if used(redis, token):
         return 0
@@ -73,8 +75,17 @@ def beat(redis: Redis, now: str, session: str, queues: Sequence[Queue]) -> int:
 
 
 def claim(
-    redis: Redis, now: str, session: str, queues: Sequence[Queue], limit: int, claim: int, lost: Sequence[int], number: str,
-    will_sleep: bool, noted: bool, apart: bool,
+    redis: Redis,
+    now: str,
+    session: str,
+    queues: Sequence[Queue],
+    limit: int,
+    claim: int,
+    lost: Sequence[int],
+    number: str,
+    will_sleep: bool,
+    noted: bool,
+    apart: bool,
 ) -> object:
     moment = int(now)
     problems = [DELAYED] if type(redis.keys.get(DELAYED, Zset())) is not Zset else []
@@ -100,7 +111,15 @@ def claim(
             return_arrivals(redis, queue, session, moment)
         else:
             arrivals = f"{queue[1]}i:{session}"
-            found += fly(redis, place, queue, session, claim, 0, redis.take(arrivals, len(redis.items(arrivals))))
+            found += fly(
+                redis,
+                place,
+                queue,
+                session,
+                claim,
+                0,
+                redis.take(arrivals, len(redis.items(arrivals))),
+            )
     for place, queue in enumerate(queues):
         unpark(redis, queue, moment)
         if not paused[place]:
@@ -112,10 +131,20 @@ def claim(
                 redis.add(prefix + "w", number)
     rows = [(places[place], *rest) for place, *rest in found]
     bed = places[bed - 1] + 1 if bed else 0
-    return [1, due_in(redis, queues, moment), len(redis.scores("mpy:revoked")), redis.woken, rows, bed, problems]
+    return [
+        1,
+        due_in(redis, queues, moment),
+        len(redis.scores("mpy:revoked")),
+        redis.woken,
+        rows,
+        bed,
+        problems,
+    ]
 
 
-def again(redis: Redis, place: int, queue: Queue, session: str, claim: int, lost: Sequence[int]) -> list[Delivery]:
+def again(
+    redis: Redis, place: int, queue: Queue, session: str, claim: int, lost: Sequence[int]
+) -> list[Delivery]:
     """What the lost claims of this session took, as this claim's."""
     found: list[Delivery] = []
     flight = flight_of(queue, session)
@@ -123,12 +152,20 @@ def again(redis: Redis, place: int, queue: Queue, session: str, claim: int, lost
     for receipt, entry in sorted(held, key=lambda one: one[0]):
         if entry.number in lost:
             redis.write(flight, {str(receipt): replace(entry, number=claim).text()})
-            found.append((place, receipt, entry.fence, entry.strikes, entry.parks, entry.level, entry.body))
+            found.append(
+                (place, receipt, entry.fence, entry.strikes, entry.parks, entry.level, entry.body)
+            )
     return found
 
 
 def fly(
-    redis: Redis, place: int, queue: Queue, session: str, claim: int, level: int, bodies: Sequence[str]
+    redis: Redis,
+    place: int,
+    queue: Queue,
+    session: str,
+    claim: int,
+    level: int,
+    bodies: Sequence[str],
 ) -> list[Delivery]:
     """Each message gets a receipt, and what was noted of it: this is one delivery more."""
     found: list[Delivery] = []
@@ -159,7 +196,11 @@ def from_lists(
 
 
 def dispose(
-    redis: Redis, now: str, session: str, queues: Sequence[Queue], disposals: Sequence[tuple[int, str, str, int, str]]
+    redis: Redis,
+    now: str,
+    session: str,
+    queues: Sequence[Queue],
+    disposals: Sequence[tuple[int, str, str, int, str]],
 ) -> object:
     verdicts = ""
     backs: dict[int, list[tuple[str, Entry]]] = {}
@@ -191,7 +232,12 @@ def holds(redis: Redis, session: str, deliveries: Sequence[tuple[str, str]]) -> 
 
 
 def condemn(
-    redis: Redis, now: str, session: str, queues: Sequence[Queue], seen: str, began: Sequence[Sequence[str]] | Literal[False],
+    redis: Redis,
+    now: str,
+    session: str,
+    queues: Sequence[Queue],
+    seen: str,
+    began: Sequence[Sequence[str]] | Literal[False],
     grave: int,
 ) -> object:
     is_there = False
@@ -234,7 +280,9 @@ def look(redis: Redis, now: str, queues: Sequence[Queue], lease: int) -> object:
 
 
 def due(redis: Redis, now: str, limit: int) -> object:
-    return [body for body, score in redis.scores(DELAYED).in_order() if score <= float(now + "000")][:limit]
+    return [
+        body for body, score in redis.scores(DELAYED).in_order() if score <= float(now + "000")
+    ][:limit]
 
 
 def bury_due(redis: Redis, now: str, queue: Queue, body: str, head: str) -> int:

@@ -43,7 +43,8 @@ def claimed(reply: Any) -> Any:
     runs = packed(reply[4])
     rows = [
         [place, first + i, fence, strikes, parks, level, body]
-        for place, first, fence, strikes, parks, level, bodies in runs for i, body in enumerate(bodies)
+        for place, first, fence, strikes, parks, level, bodies in runs
+        for i, body in enumerate(bodies)
     ]
     return [*reply[:4], rows, reply[5], keys_in(reply[6])]
 
@@ -61,7 +62,14 @@ class Arrivals(ScriptMachine):
     @initialize()
     def two_sessions(self) -> None:
         for session in ("s1", "s2"):
-            self.run(redis_scripts.REGISTER, broker.register, str(self.now), session, raw(b"record"), self.keys)
+            self.run(
+                redis_scripts.REGISTER,
+                broker.register,
+                str(self.now),
+                session,
+                raw(b"record"),
+                self.keys,
+            )
 
     @rule(passed=Passed, token=Token, messages=Messages)
     def put(self, passed: int, token: str, messages: list[Any]) -> None:
@@ -69,19 +77,46 @@ class Arrivals(ScriptMachine):
         self.run(redis_scripts.PUT, broker.put_messages, now, token, *self.messages(messages))
 
     @rule(
-        passed=Passed, session=Session1, queues=Queues, limit=st.integers(1, 5),
+        passed=Passed,
+        session=Session1,
+        queues=Queues,
+        limit=st.integers(1, 5),
         lost=st.lists(st.integers(1, 3), max_size=2, unique=True),
-        number=st.sampled_from(CONNECTIONS), will_sleep=st.booleans(), noted=st.booleans(), apart=st.booleans(),
+        number=st.sampled_from(CONNECTIONS),
+        will_sleep=st.booleans(),
+        noted=st.booleans(),
+        apart=st.booleans(),
     )
     def claim(
-        self, passed: int, session: str, queues: list[str], limit: int, lost: list[int], number: str, will_sleep: bool,
-        noted: bool, apart: bool,
+        self,
+        passed: int,
+        session: str,
+        queues: list[str],
+        limit: int,
+        lost: list[int],
+        number: str,
+        will_sleep: bool,
+        noted: bool,
+        apart: bool,
     ) -> None:
         now, self.claims = self.passed(passed), self.claims + 1
         lost = [self.claims - one for one in lost]
         keys = self.queues(queues)
-        self.run(redis_scripts.CLAIM, broker.claim, now, session, keys, limit, self.claims, lost, number, will_sleep, noted,
-                 apart, reading=claimed)
+        self.run(
+            redis_scripts.CLAIM,
+            broker.claim,
+            now,
+            session,
+            keys,
+            limit,
+            self.claims,
+            lost,
+            number,
+            will_sleep,
+            noted,
+            apart,
+            reading=claimed,
+        )
 
     @rule(passed=Passed, session=Session1, messages=Messages)
     def a_session_gets_messages(self, passed: int, session: str, messages: list[Any]) -> None:
@@ -96,7 +131,12 @@ class Arrivals(ScriptMachine):
         self.condemn(passed, session, None, "")
         self.a_session_gets_messages(0, session, [])
 
-    @rule(passed=Passed, session=Session1, pick=st.none() | Pick, seen=st.sampled_from(["", "", "1", "now"]))
+    @rule(
+        passed=Passed,
+        session=Session1,
+        pick=st.none() | Pick,
+        seen=st.sampled_from(["", "", "1", "now"]),
+    )
     def condemn(self, passed: int, session: str, pick: int | None, seen: str) -> None:
         now = self.passed(passed)
         began: list[list[str]] | bool = False
@@ -110,14 +150,24 @@ class Arrivals(ScriptMachine):
     @rule(passed=Passed, session=Session1, queues=Queues)
     def register(self, passed: int, session: str, queues: list[str]) -> None:
         keys = self.queues(queues)
-        self.run(redis_scripts.REGISTER, broker.register, self.passed(passed), session, raw(b"again"), keys)
+        self.run(
+            redis_scripts.REGISTER,
+            broker.register,
+            self.passed(passed),
+            session,
+            raw(b"again"),
+            keys,
+        )
 
     @rule(session=Session1, pick=Pick)
     def begin(self, session: str, pick: int) -> None:
         place, receipt = self.delivery(session, pick)
         self.run(redis_scripts.BEGIN, broker.begin, session, self.keys[place][1], receipt)
 
-    @rule(key=st.sampled_from([*QUEUES, DELAYED]), kind=st.sampled_from(["string", "set", "list", *["none"] * 4]))
+    @rule(
+        key=st.sampled_from([*QUEUES, DELAYED]),
+        kind=st.sampled_from(["string", "set", "list", *["none"] * 4]),
+    )
     def spoil_a_key_of_go(self, key: str, kind: str) -> None:
         if kind != "none":
             self.spoil(self.key(key), kind)
@@ -143,11 +193,21 @@ class BrokerMachine(Arrivals):
         keys = self.queues(queues)
         self.run(redis_scripts.BEAT, broker.beat, self.passed(passed), session, keys)
 
-    @rule(passed=Passed, session=Session1, ends=st.lists(st.tuples(Pick, Fate, Due), min_size=1, max_size=4))
+    @rule(
+        passed=Passed,
+        session=Session1,
+        ends=st.lists(st.tuples(Pick, Fate, Due), min_size=1, max_size=4),
+    )
     def dispose(self, passed: int, session: str, ends: list[Any]) -> None:
         now, session = self.passed(passed), self.holder(session)
         rows = [
-            (*self.delivery(session, pick), fate, 0 if due is None else self.now + due, raw(b"head")) for pick, fate, due in ends
+            (
+                *self.delivery(session, pick),
+                fate,
+                0 if due is None else self.now + due,
+                raw(b"head"),
+            )
+            for pick, fate, due in ends
         ]
         self.run(redis_scripts.DISPOSE, broker.dispose, now, session, self.keys, rows)
 
@@ -172,10 +232,19 @@ class BrokerMachine(Arrivals):
         bodies = self.run(redis_scripts.DUE, broker.due, now, limit)
         if bodies == "WRONGTYPE":
             bodies = ["plain"]
-        rows = [(0, level, 0, raw(b""), 0, raw(body.encode("latin-1"))) for body in [*bodies, "gone"]]
+        rows = [
+            (0, level, 0, raw(b""), 0, raw(body.encode("latin-1"))) for body in [*bodies, "gone"]
+        ]
         self.run(redis_scripts.MOVE, broker.move, now, [self.queue(queue)], rows)
         for body in (*bodies[:1], "gone"):
-            self.run(redis_scripts.BURY, broker.bury_due, now, self.queue(queue), raw(body.encode("latin-1")), raw(b"head"))
+            self.run(
+                redis_scripts.BURY,
+                broker.bury_due,
+                now,
+                self.queue(queue),
+                raw(body.encode("latin-1")),
+                raw(b"head"),
+            )
 
     @rule(queue=Queue1, limit=st.integers(1, 5))
     def list_what_waits(self, queue: str, limit: int) -> None:
@@ -192,13 +261,34 @@ class BrokerMachine(Arrivals):
 
     @rule(queue=Queue1, bodies=st.lists(st.sampled_from(BODIES), max_size=2))
     def purge(self, queue: str, bodies: list[bytes]) -> None:
-        self.run(redis_looking.PURGE, looking.purge, self.queue(queue), [raw(body) for body in bodies])
+        self.run(
+            redis_looking.PURGE, looking.purge, self.queue(queue), [raw(body) for body in bodies]
+        )
 
-    @rule(passed=Passed, queue=Queue1, body=st.sampled_from(BODIES), label=st.sampled_from([b"", b"label"]))
+    @rule(
+        passed=Passed,
+        queue=Queue1,
+        body=st.sampled_from(BODIES),
+        label=st.sampled_from([b"", b"label"]),
+    )
     def bury(self, passed: int, queue: str, body: bytes, label: bytes) -> None:
-        self.run(redis_looking.BURY, looking.bury, self.passed(passed), self.queue(queue), raw(b"head"), raw(label), raw(body))
+        self.run(
+            redis_looking.BURY,
+            looking.bury,
+            self.passed(passed),
+            self.queue(queue),
+            raw(b"head"),
+            raw(label),
+            raw(body),
+        )
 
     @rule(pick=Pick)
     def take_dead(self, pick: int) -> None:
-        letters = [(queue, id) for queue in self.keys for id in sorted(self.model.fields(queue[1] + "d"))]
-        self.run(redis_looking.TAKE_DEAD, looking.take_dead, [*letters[: pick % 3], (self.keys[0], "999")])
+        letters = [
+            (queue, id) for queue in self.keys for id in sorted(self.model.fields(queue[1] + "d"))
+        ]
+        self.run(
+            redis_looking.TAKE_DEAD,
+            looking.take_dead,
+            [*letters[: pick % 3], (self.keys[0], "999")],
+        )

@@ -47,7 +47,9 @@ def flag(redis: Redis, uuid: str) -> int:
     if FLAG in text:
         return 1
     if '"ChordTriggered":false' in text:
-        redis.keep(document(uuid), text.replace('"ChordTriggered":false', FLAG, 1), keep_expiry=True)
+        redis.keep(
+            document(uuid), text.replace('"ChordTriggered":false', FLAG, 1), keep_expiry=True
+        )
         return 1
     return 2 if '"ChordTriggered":true' in text else 0
 
@@ -65,7 +67,14 @@ def may_fire(redis: Redis, group: str) -> bool:
 
 
 def change(
-    redis: Redis, now: str, expire: int, flat: Sequence[object], states: Sequence[object], record: str, held: bool, noted: int
+    redis: Redis,
+    now: str,
+    expire: int,
+    flat: Sequence[object],
+    states: Sequence[object],
+    record: str,
+    held: bool,
+    noted: int,
 ) -> object:
     if record and int(now) > noted + NOTED_FOR:
         return ["l"]
@@ -154,7 +163,15 @@ def sent(redis: Redis, key: str, outbox: str) -> None:
 
 
 def amend(
-    redis: Redis, prefix: str, now: str, name: str, expected: str, body: str, key: str, record: str, noted: int
+    redis: Redis,
+    prefix: str,
+    now: str,
+    name: str,
+    expected: str,
+    body: str,
+    key: str,
+    record: str,
+    noted: int,
 ) -> str:
     schedules = prefix + "all"
     if record and int(now) > noted + NOTED_FOR:
@@ -190,7 +207,15 @@ def claim(redis: Redis, key: str) -> object:
 
 
 def amend_claim(
-    redis: Redis, now: str, claimed: str, expected: str, body: str, life: int, key: str, record: str, noted: int
+    redis: Redis,
+    now: str,
+    claimed: str,
+    expected: str,
+    body: str,
+    life: int,
+    key: str,
+    record: str,
+    noted: int,
 ) -> str:
     """A claim with which nothing is sent names the record of the one before."""
     if record and int(now) > noted + NOTED_FOR:
@@ -245,12 +270,20 @@ def drop(redis: Redis, prefix: str, notes: Sequence[tuple[str, str]]) -> None:
 
 
 def records(redis: Redis, prefix: str, now: str, limit: int, age: int) -> object:
-    old = [(key, at) for key, at in redis.scores(prefix + "outbox").in_order() if at <= int(now) - age]
+    old = [
+        (key, at) for key, at in redis.scores(prefix + "outbox").in_order() if at <= int(now) - age
+    ]
     return [now, [word for key, at in old[:limit] for word in (key, str(int(at)))]]
 
 
 def list_states(
-    redis: Redis, prefix: str, now: str, done: Sequence[str], names: Sequence[str], open: Sequence[str], replayed: bool
+    redis: Redis,
+    prefix: str,
+    now: str,
+    done: Sequence[str],
+    names: Sequence[str],
+    open: Sequence[str],
+    replayed: bool,
 ) -> None:
     moment = int(now)
     for uuid, name in zip(done, names, strict=True):
@@ -270,7 +303,8 @@ def list_states(
 def rates(redis: Redis, prefix: str, now: str, since: int) -> object:
     last = int(now) // SECOND
     return Bag(
-        [name, int(count)] for second in range(max(since, last - RATES_LIFE), last + 1)
+        [name, int(count)]
+        for second in range(max(since, last - RATES_LIFE), last + 1)
         for name, count in redis.fields(f"{prefix}rate:{second}").items()
     )
 
@@ -297,11 +331,18 @@ def gone(redis: Redis, moved: Sequence[tuple[str, str]]) -> None:
             redis.unscore(DELAYED, body)
 
 
-def take_in(redis: Redis, now: str, queue: Queue, moves: Sequence[tuple[str, Message]], latest: int) -> object:
+def take_in(
+    redis: Redis, now: str, queue: Queue, moves: Sequence[tuple[str, Message]], latest: int
+) -> object:
     if int(now) > latest:
         return 0
     check(redis, [queue], [message for _, message in moves], int(now))
-    put(redis, [queue], [message for name, message in moves if not used(redis, name, seconds=MOVE_LIFE)], int(now))
+    put(
+        redis,
+        [queue],
+        [message for name, message in moves if not used(redis, name, seconds=MOVE_LIFE)],
+        int(now),
+    )
     return redis.woken
 
 

@@ -49,9 +49,16 @@ from tests.models.slots import ClusterMachine
 
 BRACED = "a{b}%"  # takes the place of "jobs", which no queue is called here
 SHARDS = [prefix.encode() for prefix in PREFIXES[:2]]
-MODELS = {"state": cluster.change, "replay": cluster.change, "group": cluster.keep_group, "arrival": cluster.arrive,
-          "fired": cluster.look_at}
-AGES = st.sampled_from([0, 0, 0, 0, scripts.NOTED_FOR, scripts.NOTED_FOR + 1])  # µs since the note of a record
+MODELS = {
+    "state": cluster.change,
+    "replay": cluster.change,
+    "group": cluster.keep_group,
+    "arrival": cluster.arrive,
+    "fired": cluster.look_at,
+}
+AGES = st.sampled_from(
+    [0, 0, 0, 0, scripts.NOTED_FOR, scripts.NOTED_FOR + 1]
+)  # µs since the note of a record
 
 Shard = st.sampled_from(SHARDS)
 Claim = st.sampled_from(["nightly", "a}b\u00e9 c"])
@@ -91,25 +98,58 @@ class ClusterBackendMachine(ClusterMachine):
         return prefix_of(name_of(uuid))
 
     def carry_out(self, effect: Effect) -> None:
-        self.run_at(prefix_of(effect.name), SCRIPTS[effect.kind], MODELS[effect.kind], *unpacked(effect.argument))
+        self.run_at(
+            prefix_of(effect.name),
+            SCRIPTS[effect.kind],
+            MODELS[effect.kind],
+            *unpacked(effect.argument),
+        )
 
     @rule(passed=Passed, expire=Expire, drawn=NewChange, box=Boxes, age=AGES, crash=Pick)
-    def change(self, passed: int, expire: int, drawn: dict[str, Any], box: tuple[bytes, ...], age: int, crash: int) -> None:
+    def change(
+        self,
+        passed: int,
+        expire: int,
+        drawn: dict[str, Any],
+        box: tuple[bytes, ...],
+        age: int,
+        crash: int,
+    ) -> None:
         """And some of what follows from it."""
         now = self.passed(passed)
         change = Change(
-            key=uuid_of(drawn["key"]), mark=drawn["mark"], epoch=drawn["epoch"], force=drawn["force"], fires=drawn["fires"],
-            states=[renamed(state) for state in drawn["states"]], groups=[group_meta(group) for group in drawn["groups"]],
+            key=uuid_of(drawn["key"]),
+            mark=drawn["mark"],
+            epoch=drawn["epoch"],
+            force=drawn["force"],
+            fires=drawn["fires"],
+            states=[renamed(state) for state in drawn["states"]],
+            groups=[group_meta(group) for group in drawn["groups"]],
             arrivals=[
-                Arrival(group_uuid=group, task_uuid=uuid_of(task), total=GROUPS[group][0], ok=ok, callback=GROUPS[group][1])
+                Arrival(
+                    group_uuid=group,
+                    task_uuid=uuid_of(task),
+                    total=GROUPS[group][0],
+                    ok=ok,
+                    callback=GROUPS[group][1],
+                )
                 for group, task, ok in drawn["arrivals"]
-            ], outbox=box,
+            ],
+            outbox=box,
         )
         parts = parts_of(change, moment_of(self.now), now, expire)
         if parts.own is not None:
             reply = self.run_at(
-                prefix_of(parts.name), scripts.CHANGE, cluster.change, now, expire, parts.own.changes, parts.own.states,
-                raw(parts.record) if parts.record else "", parts.held, self.now - age,
+                prefix_of(parts.name),
+                scripts.CHANGE,
+                cluster.change,
+                now,
+                expire,
+                parts.own.changes,
+                parts.own.states,
+                raw(parts.record) if parts.record else "",
+                parts.held,
+                self.now - age,
             )
             if reply[0] != "s":
                 return
@@ -128,15 +168,37 @@ class ClusterBackendMachine(ClusterMachine):
         self.run_at(self.at(uuid_of(task)), redis_scripts.BEGIN, backend.begin, [(name, run)])
         self.run_at(self.at(uuid_of(task)), redis_scripts.MARKS, backend.marks, [name])
 
-    @rule(passed=Passed, expire=Expire, group=GroupUuid, tasks=st.lists(Task, min_size=1, max_size=2, unique=True),
-          ok=st.sampled_from([True, True, False]))
-    def a_group_is_flagged_and_fired(self, passed: int, expire: int, group: str, tasks: list[str], ok: bool) -> None:
-        self.run_at(self.at(group), scripts.GROUP, cluster.keep_group, group, raw(encode_group(group_meta(group))))
+    @rule(
+        passed=Passed,
+        expire=Expire,
+        group=GroupUuid,
+        tasks=st.lists(Task, min_size=1, max_size=2, unique=True),
+        ok=st.sampled_from([True, True, False]),
+    )
+    def a_group_is_flagged_and_fired(
+        self, passed: int, expire: int, group: str, tasks: list[str], ok: bool
+    ) -> None:
+        self.run_at(
+            self.at(group),
+            scripts.GROUP,
+            cluster.keep_group,
+            group,
+            raw(encode_group(group_meta(group))),
+        )
         for task in tasks:
             row = (group, name_of(uuid_of(task)), GROUPS[group][0], ok, raw(GROUPS[group][1]))
             self.run_at(self.at(group), scripts.ARRIVE, cluster.arrive, row)
         self.flag(group)
-        fires = {"key": group, "mark": "", "epoch": 0, "force": False, "fires": group, "states": [], "groups": [], "arrivals": []}
+        fires = {
+            "key": group,
+            "mark": "",
+            "epoch": 0,
+            "force": False,
+            "fires": group,
+            "states": [],
+            "groups": [],
+            "arrivals": [],
+        }
         self.change(passed, expire, fires, (), 0, 9)
 
     @rule(group=GroupUuid)
@@ -150,50 +212,96 @@ class ClusterBackendMachine(ClusterMachine):
     @rule(group=GroupUuid, task=Task)
     def forget(self, group: str, task: str) -> None:
         self.run_at(self.at(group), scripts.FORGET_GROUP, cluster.forget_group, group)
-        self.run_at(self.at(uuid_of(task)), scripts.FORGET_TASK, cluster.forget_task, name_of(uuid_of(task)))
+        self.run_at(
+            self.at(uuid_of(task)), scripts.FORGET_TASK, cluster.forget_task, name_of(uuid_of(task))
+        )
 
     @rule(task=Task, seconds=Expire)
     def loosen(self, task: str, seconds: int) -> None:
-        self.run_at(self.at(uuid_of(task)), scripts.LOOSEN, cluster.loosen, name_of(uuid_of(task)), seconds)
+        self.run_at(
+            self.at(uuid_of(task)), scripts.LOOSEN, cluster.loosen, name_of(uuid_of(task)), seconds
+        )
 
     @rule(key=st.sampled_from([*TASKS, *GROUPS]), box=Boxes)
     def sent(self, key: str, box: tuple[bytes, ...]) -> None:
         name = name_of(uuid_of(key))
-        self.run_at(prefix_of(name), scripts.SENT, cluster.sent, raw(record_key(name)), raw(framed(box)))
+        self.run_at(
+            prefix_of(name), scripts.SENT, cluster.sent, raw(record_key(name)), raw(framed(box))
+        )
 
     # What Go does, and others
 
     @rule(state=States)
     def go_writes_a_state(self, state: TaskState) -> None:
         if len(state.task_uuid) > 2 and state.task_uuid != "jobs":
-            self.beside.both("SET", state.task_uuid, encode_state(state).decode("latin-1"), "EX", "3600")
+            self.beside.both(
+                "SET", state.task_uuid, encode_state(state).decode("latin-1"), "EX", "3600"
+            )
 
     @rule(group=GroupUuid.filter(lambda uuid: len(uuid) > 2), triggered=st.booleans())
     def go_writes_a_group(self, group: str, triggered: bool) -> None:
-        text = encode_group(msgspec.structs.replace(group_meta(group), chord_triggered=triggered)).decode()
+        text = encode_group(
+            msgspec.structs.replace(group_meta(group), chord_triggered=triggered)
+        ).decode()
         self.beside.both("SET", group, text, "EX", "3600")
 
-    @rule(key=st.sampled_from(["task_1", "group_1", "group_2"]), kind=st.sampled_from(["list", "set", "string", *["none"] * 3]))
+    @rule(
+        key=st.sampled_from(["task_1", "group_1", "group_2"]),
+        kind=st.sampled_from(["list", "set", "string", *["none"] * 3]),
+    )
     def spoil_a_document(self, key: str, kind: str) -> None:
         self.spoil(key, kind)
 
     # Schedules
 
-    @rule(passed=Passed, name=st.sampled_from(["nightly", "\u00e9{}"]), right=st.sampled_from([True, True, True, False]),
-          body=st.sampled_from([b"", b"one", b"\xfftwo"]), box=Boxes, states=st.lists(States, max_size=1), age=AGES, crash=Pick)
+    @rule(
+        passed=Passed,
+        name=st.sampled_from(["nightly", "\u00e9{}"]),
+        right=st.sampled_from([True, True, True, False]),
+        body=st.sampled_from([b"", b"one", b"\xfftwo"]),
+        box=Boxes,
+        states=st.lists(States, max_size=1),
+        age=AGES,
+        crash=Pick,
+    )
     def amend(
-        self, passed: int, name: str, right: bool, body: bytes, box: tuple[bytes, ...], states: list[TaskState], age: int,
+        self,
+        passed: int,
+        name: str,
+        right: bool,
+        body: bytes,
+        box: tuple[bytes, ...],
+        states: list[TaskState],
+        age: int,
         crash: int,
     ) -> None:
         now, key = self.passed(passed), name.encode()
-        there = self.model.fields(f"{SCHEDULES.decode()}all").get(key.decode("latin-1"), "").encode("latin-1")
+        there = (
+            self.model.fields(f"{SCHEDULES.decode()}all")
+            .get(key.decode("latin-1"), "")
+            .encode("latin-1")
+        )
         expected = there if right else there + b"?"
-        amendment = Amendment(name=name, expected=expected, body=body, outbox=box, outbox_key="tick 1",
-                              states=[renamed(state) for state in states])
+        amendment = Amendment(
+            name=name,
+            expected=expected,
+            body=body,
+            outbox=box,
+            outbox_key="tick 1",
+            states=[renamed(state) for state in states],
+        )
         part = parts_of_tick(amendment, moment_of(self.now), now, 3600)
         letter = self.run_in(
-            SCHEDULES, scripts.AMEND, cluster.amend, now, raw(key), raw(expected), raw(body), raw(record_key(part.name)),
-            raw(part.record), self.now - age,
+            SCHEDULES,
+            scripts.AMEND,
+            cluster.amend,
+            now,
+            raw(key),
+            raw(expected),
+            raw(body),
+            raw(record_key(part.name)),
+            raw(part.record),
+            self.now - age,
         )
         if letter == "s":
             self.effects += part.effects
@@ -203,33 +311,76 @@ class ClusterBackendMachine(ClusterMachine):
     @rule(passed=Passed, behind=st.integers(0, 1))
     def read_schedules(self, passed: int, behind: int) -> None:
         known = int(self.model.get(f"{SCHEDULES.decode()}n") or 0) - behind
-        self.run_in(SCHEDULES, scripts.SCHEDULES, cluster.schedules, self.passed(passed), str(known), reading=paired)
+        self.run_in(
+            SCHEDULES,
+            scripts.SCHEDULES,
+            cluster.schedules,
+            self.passed(passed),
+            str(known),
+            reading=paired,
+        )
 
     @rule(box=Boxes)
     def a_tick_is_sent(self, box: tuple[bytes, ...]) -> None:
-        name = parts_of_tick(Amendment(name="", expected=None, body=None, outbox_key="tick 1"), moment_of(0), "", 1).name
-        self.run_at(prefix_of(name), scripts.SENT, cluster.sent, raw(record_key(name)), raw(framed(box)))
+        name = parts_of_tick(
+            Amendment(name="", expected=None, body=None, outbox_key="tick 1"), moment_of(0), "", 1
+        ).name
+        self.run_at(
+            prefix_of(name), scripts.SENT, cluster.sent, raw(record_key(name)), raw(framed(box))
+        )
 
 
 class ClusterClaimMachine(ClusterMachine):
     """The keys of unique tasks, each in a slot of its own with the records of what was sent with it."""
 
-    @rule(passed=Passed, claim=Claim, right=st.sampled_from([True, True, True, False]), body=st.sampled_from(HELD),
-          token=st.sampled_from(["t1", "t2"]), box=Boxes, states=st.lists(States, max_size=1), life=st.sampled_from([600, 7200]),
-          age=AGES)
+    @rule(
+        passed=Passed,
+        claim=Claim,
+        right=st.sampled_from([True, True, True, False]),
+        body=st.sampled_from(HELD),
+        token=st.sampled_from(["t1", "t2"]),
+        box=Boxes,
+        states=st.lists(States, max_size=1),
+        life=st.sampled_from([600, 7200]),
+        age=AGES,
+    )
     def amend(
-        self, passed: int, claim: str, right: bool, body: bytes, token: str, box: tuple[bytes, ...], states: list[TaskState],
-        life: int, age: int,
+        self,
+        passed: int,
+        claim: str,
+        right: bool,
+        body: bytes,
+        token: str,
+        box: tuple[bytes, ...],
+        states: list[TaskState],
+        life: int,
+        age: int,
     ) -> None:
         now, there = self.passed(passed), self.model.keys.get(claim_key(claim).decode(), "")
         held = cluster.parts_of_claim(there)[1] if isinstance(there, str) else ""
         expected = held.encode("latin-1") + (b"" if right else b"?")
-        amendment = Amendment(name=claim, expected=expected, body=body, life=life, outbox=box,
-                              outbox_key=sending_key(claim, token), states=[renamed(state) for state in states])
+        amendment = Amendment(
+            name=claim,
+            expected=expected,
+            body=body,
+            life=life,
+            outbox=box,
+            outbox_key=sending_key(claim, token),
+            states=[renamed(state) for state in states],
+        )
         part = parts_of_tick(amendment, moment_of(self.now), now, 3600)
         self.run_at(
-            claim_prefix(claim), scripts.AMEND_CLAIM, cluster.amend_claim, now, raw(claim_key(claim)), raw(expected), raw(body),
-            life, raw(record_key(part.name) if part.record else b""), raw(part.record), self.now - age,
+            claim_prefix(claim),
+            scripts.AMEND_CLAIM,
+            cluster.amend_claim,
+            now,
+            raw(claim_key(claim)),
+            raw(expected),
+            raw(body),
+            life,
+            raw(record_key(part.name) if part.record else b""),
+            raw(part.record),
+            self.now - age,
         )
 
     @rule(claim=Claim)
@@ -238,9 +389,17 @@ class ClusterClaimMachine(ClusterMachine):
 
     @rule(claim=Claim, body=st.sampled_from(HELD[1:]))
     def release(self, claim: str, body: bytes) -> None:
-        self.run_at(claim_prefix(claim), scripts.RELEASE, cluster.release, raw(claim_key(claim)), raw(body))
+        self.run_at(
+            claim_prefix(claim), scripts.RELEASE, cluster.release, raw(claim_key(claim)), raw(body)
+        )
 
-    @rule(passed=Passed, claim=Claim, box=Boxes, body=st.sampled_from(HELD[1:]), released=st.sampled_from(HELD[1:]))
+    @rule(
+        passed=Passed,
+        claim=Claim,
+        box=Boxes,
+        body=st.sampled_from(HELD[1:]),
+        released=st.sampled_from(HELD[1:]),
+    )
     def a_claim_is_made_read_and_released(
         self, passed: int, claim: str, box: tuple[bytes, ...], body: bytes, released: bytes
     ) -> None:
@@ -277,9 +436,19 @@ class ClusterListsMachine(ClusterMachine):
     def drop(self, shard: bytes, picks: list[tuple[int, int]]) -> None:
         there = sorted(self.model.scores(f"{shard.decode()}outbox").items()) or [("none", 1.0)]
         notes = [(there[pick % len(there)], off) for pick, off in picks]
-        self.run_in(shard, scripts.DROP, cluster.drop, [(key, str(int(stamp) + off)) for (key, stamp), off in notes])
+        self.run_in(
+            shard,
+            scripts.DROP,
+            cluster.drop,
+            [(key, str(int(stamp) + off)) for (key, stamp), off in notes],
+        )
 
-    @rule(passed=Passed, shard=Shard, limit=st.integers(1, 2), age=st.sampled_from([0, 250_000, 60_000_000]))
+    @rule(
+        passed=Passed,
+        shard=Shard,
+        limit=st.integers(1, 2),
+        age=st.sampled_from([0, 250_000, 60_000_000]),
+    )
     def look(self, passed: int, shard: bytes, limit: int, age: int) -> None:
         now, since = self.passed(passed), self.now // 1_000_000
         self.run_in(shard, scripts.RECORDS, cluster.records, now, limit, age)
@@ -287,18 +456,45 @@ class ClusterListsMachine(ClusterMachine):
         sets = [f"{shard.decode()}{name}" for name in ("open", "done")]
         self.run_at(shard, redis_scripts.NEWEST, backend.newest, sets, self.now - age, limit - 1, 2)
 
-    @rule(passed=Passed, shard=Shard, done=st.dictionaries(Task, Ended, max_size=3), open=Listed, replayed=st.booleans())
-    def list_states(self, passed: int, shard: bytes, done: dict[str, str], open: list[str], replayed: bool) -> None:
-        self.run_in(shard, scripts.LIST, cluster.list_states, self.passed(passed), [*done], [*done.values()], open, replayed)
+    @rule(
+        passed=Passed,
+        shard=Shard,
+        done=st.dictionaries(Task, Ended, max_size=3),
+        open=Listed,
+        replayed=st.booleans(),
+    )
+    def list_states(
+        self, passed: int, shard: bytes, done: dict[str, str], open: list[str], replayed: bool
+    ) -> None:
+        self.run_in(
+            shard,
+            scripts.LIST,
+            cluster.list_states,
+            self.passed(passed),
+            [*done],
+            [*done.values()],
+            open,
+            replayed,
+        )
 
-    @rule(passed=st.sampled_from([0, 3_599_000_000, 3_601_000_000, 86_400_000_000]), shard=Shard,
-          seconds=st.sampled_from([1, 3600]), others=st.sampled_from([1, 3600]))
+    @rule(
+        passed=st.sampled_from([0, 3_599_000_000, 3_601_000_000, 86_400_000_000]),
+        shard=Shard,
+        seconds=st.sampled_from([1, 3600]),
+        others=st.sampled_from([1, 3600]),
+    )
     def expire(self, passed: int, shard: bytes, seconds: int, others: int) -> None:
         self.run_in(shard, scripts.EXPIRE, cluster.expire, self.passed(passed), seconds, others)
 
-    @rule(passed=Passed, seconds=st.sampled_from([1, 3 * 86400, 366 * 86400]), uuids=st.lists(Task, max_size=2))
+    @rule(
+        passed=Passed,
+        seconds=st.sampled_from([1, 3 * 86400, 366 * 86400]),
+        uuids=st.lists(Task, max_size=2),
+    )
     def revoke(self, passed: int, seconds: int, uuids: list[str]) -> None:
-        self.run_at(_REVOKED, redis_scripts.REVOKE, backend.revoke, self.passed(passed), seconds, uuids)
+        self.run_at(
+            _REVOKED, redis_scripts.REVOKE, backend.revoke, self.passed(passed), seconds, uuids
+        )
         self.run_at(_REVOKED, redis_scripts.REVOKED, backend.revoked, list(TASKS))
 
 
@@ -315,7 +511,12 @@ class ClusterQueueMachine(ClusterMachine, BrokerMachine):
     def run(self, script: Any, model: Any, *values: Any, **more: Any) -> Any:
         return self.run_local(self.prefix, script, model, *values, **more)
 
-    @rule(passed=Passed, bodies=st.lists(st.tuples(st.sampled_from(BODIES), st.sampled_from([-1_000_000, 0, 20_000_000]))))
+    @rule(
+        passed=Passed,
+        bodies=st.lists(
+            st.tuples(st.sampled_from(BODIES), st.sampled_from([-1_000_000, 0, 20_000_000]))
+        ),
+    )
     def go_delays(self, passed: int, bodies: list[tuple[bytes, int]]) -> None:
         self.passed(passed)
         if not isinstance(self.model.keys.get(DELAYED, Zset()), Zset):
@@ -327,39 +528,87 @@ class ClusterQueueMachine(ClusterMachine, BrokerMachine):
     def spoil_what_is_delayed(self, kind: str) -> None:
         self.spoil(DELAYED, kind)
 
-    @rule(passed=Passed, limit=st.integers(1, 3), level=st.sampled_from([0, 0, 3]), late=st.sampled_from([0, 0, 0, 1]),
-          crash=Pick)
+    @rule(
+        passed=Passed,
+        limit=st.integers(1, 3),
+        level=st.sampled_from([0, 0, 3]),
+        late=st.sampled_from([0, 0, 0, 1]),
+        crash=Pick,
+    )
     def move(self, passed: int, limit: int, level: int, late: int, crash: int) -> None:
         """What is due in Go's set comes to its queue; a crash is followed by another mover."""
-        found = self.run_at(self.theirs, broker_scripts._DUE, cluster.due, self.passed(passed), limit, reading=scored)
+        found = self.run_at(
+            self.theirs,
+            broker_scripts._DUE,
+            cluster.due,
+            self.passed(passed),
+            limit,
+            reading=scored,
+        )
         if found == "WRONGTYPE":
             return
-        rows = [(body.encode("latin-1"), self.beside.ask("ZSCORE", DELAYED, body).encode()) for body, _ in found[1]]
-        moves = [(broker_scripts.name_of_move(*row), (0, level, 0, raw(b""), 0, raw(row[0]))) for row in rows]
+        rows = [
+            (body.encode("latin-1"), self.beside.ask("ZSCORE", DELAYED, body).encode())
+            for body, _ in found[1]
+        ]
+        moves = [
+            (broker_scripts.name_of_move(*row), (0, level, 0, raw(b""), 0, raw(row[0])))
+            for row in rows
+        ]
         for _ in range(1 + (crash == 0)):
-            reply = self.run(broker_scripts._TAKE_IN, cluster.take_in, str(self.now + late), *self.keys, moves, self.now)
+            reply = self.run(
+                broker_scripts._TAKE_IN,
+                cluster.take_in,
+                str(self.now + late),
+                *self.keys,
+                moves,
+                self.now,
+            )
         if reply not in (0, "WRONGTYPE") and crash != 1:
             self.gone(rows)
 
-    @rule(passed=Passed, body=st.sampled_from(BODIES), level=st.sampled_from([0, 0, 3]), crash=st.integers(0, 2))
+    @rule(
+        passed=Passed,
+        body=st.sampled_from(BODIES),
+        level=st.sampled_from([0, 0, 3]),
+        crash=st.integers(0, 2),
+    )
     def what_go_delayed_is_moved(self, passed: int, body: bytes, level: int, crash: int) -> None:
         self.spoil(DELAYED, "none")
         self.go_delays(passed, [(body, 0)])
         self.move(0, 3, level, 0, crash)
 
-    @rule(bodies=st.lists(st.tuples(st.sampled_from(BODIES), st.sampled_from([b"5", b"1790000000000000000"])), max_size=2))
+    @rule(
+        bodies=st.lists(
+            st.tuples(st.sampled_from(BODIES), st.sampled_from([b"5", b"1790000000000000000"])),
+            max_size=2,
+        )
+    )
     def moved_by_another(self, bodies: list[tuple[bytes, bytes]]) -> None:
         self.gone(bodies)
 
     def gone(self, rows: list[tuple[bytes, bytes]]) -> None:
-        self.run_at(self.theirs, broker_scripts._GONE, cluster.gone, [(raw(body), raw(score)) for body, score in rows])
+        self.run_at(
+            self.theirs,
+            broker_scripts._GONE,
+            cluster.gone,
+            [(raw(body), raw(score)) for body, score in rows],
+        )
 
 
 class ClusterLockMachine(ClusterMachine):
     @rule(passed=Passed, name=Name, token=Token, ms=Millis)
     def acquire(self, passed: int, name: str, token: str, ms: int) -> None:
         now = self.passed(passed)
-        self.run_local(self.at(name), cluster_lock_scripts._ACQUIRE, cluster.acquire, now, quoted(name), token, ms)
+        self.run_local(
+            self.at(name),
+            cluster_lock_scripts._ACQUIRE,
+            cluster.acquire,
+            now,
+            quoted(name),
+            token,
+            ms,
+        )
 
     @rule(name=Name, token=Token, ms=st.one_of(st.just(0), Millis))
     def renew_or_release(self, name: str, token: str, ms: int) -> None:

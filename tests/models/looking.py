@@ -26,9 +26,13 @@ def pending(redis: Redis, queue: Queue, limit: int) -> object:
 
 
 def late(redis: Redis, queues: Sequence[Queue], limit: int) -> object:
-    found = [["", round(due / 1000), body] for body, due in redis.scores(DELAYED).in_order()[:limit]]
+    found = [
+        ["", round(due / 1000), body] for body, due in redis.scores(DELAYED).in_order()[:limit]
+    ]
     for name, prefix in queues:
-        found += [[name, int(due), text] for text, due in redis.scores(prefix + "z").in_order()[:limit]]
+        found += [
+            [name, int(due), text] for text, due in redis.scores(prefix + "z").in_order()[:limit]
+        ]
     return found
 
 
@@ -41,12 +45,22 @@ def stats(redis: Redis, now: str, queues: Sequence[Queue]) -> object:
         name, prefix = queue
         unpark(redis, queue, int(now))
         plain = len(redis.items(name))
-        waiting = plain + sum(len(redis.items(list_of(queue, level))) for level in levels_of(redis, queue))
-        running = sum(len(redis.fields(flight_of(queue, session))) for session in redis.scores(prefix + "s"))
-        lines.append([
-            waiting, running, len(redis.scores(prefix + "z")), len(redis.fields(prefix + "d")),
-            oldest(redis, queue, plain) if plain else "", int(redis.exists(prefix + "u")),
-        ])
+        waiting = plain + sum(
+            len(redis.items(list_of(queue, level))) for level in levels_of(redis, queue)
+        )
+        running = sum(
+            len(redis.fields(flight_of(queue, session))) for session in redis.scores(prefix + "s")
+        )
+        lines.append(
+            [
+                waiting,
+                running,
+                len(redis.scores(prefix + "z")),
+                len(redis.fields(prefix + "d")),
+                oldest(redis, queue, plain) if plain else "",
+                int(redis.exists(prefix + "u")),
+            ]
+        )
     return [lines, redis.woken]
 
 
@@ -74,7 +88,12 @@ def oldest(redis: Redis, queue: Queue, length: int) -> str:
 def workers(redis: Redis, queues: Sequence[Queue]) -> object:
     return [
         [
-            [session, str(int(last)), len(redis.fields(flight_of(queue, session))), redis.get(f"{queue[1]}b:{session}")]
+            [
+                session,
+                str(int(last)),
+                len(redis.fields(flight_of(queue, session))),
+                redis.get(f"{queue[1]}b:{session}"),
+            ]
             for session, last in redis.scores(queue[1] + "s").in_order()
         ]
         for queue in queues
@@ -107,7 +126,10 @@ def resume(redis: Redis, queue: Queue) -> object:
 
 def dead(redis: Redis, queues: Sequence[Queue], limit: int) -> object:
     return [
-        [[id, redis.fields(prefix + "d").get(id)] for id, _ in list(reversed(redis.scores(prefix + "e").in_order()))[:limit]]
+        [
+            [id, redis.fields(prefix + "d").get(id)]
+            for id, _ in list(reversed(redis.scores(prefix + "e").in_order()))[:limit]
+        ]
         for _, prefix in queues
     ]
 

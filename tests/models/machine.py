@@ -19,7 +19,13 @@ from tests.models.messages import Queue, flight_of
 QUEUES = ("jobs", "{mail}.low")
 SESSIONS = ("s1", "s2")
 CONNECTIONS = ("11", "12", "13")
-BODIES = (b'{"RoutingKey":"jobs"}', b'{"RoutingKey":"{mail}.low","ETA":null}', b"plain", b"\xff\x00\n 1 2", b"")
+BODIES = (
+    b'{"RoutingKey":"jobs"}',
+    b'{"RoutingKey":"{mail}.low","ETA":null}',
+    b"plain",
+    b"\xff\x00\n 1 2",
+    b"",
+)
 LABELS = (b"", b"", b"", b"\x92\xa1u\xa1n", b"a\nlabel")
 START = 1_790_000_000_000_000  # µs
 EXAMPLES = int(os.environ.get("MODEL_EXAMPLES", "0"))  # 0: few, and the same each time
@@ -31,10 +37,20 @@ Session1 = st.sampled_from(SESSIONS)
 Pick = st.integers(0, 9)  # one of those that there are
 Passed = st.sampled_from([0, 0, 0, 1, 200_000, 250_000, 1_000_000, 30_000_000, -500_000])  # µs
 Priority = st.sampled_from([0, 0, 0, 0, 3, 9])
-Due = st.sampled_from([None, None, None, -5_000_000, 0, 1, 500_000, 1_099_999, 1_100_000, 20_000_000])  # µs from now
+Due = st.sampled_from(
+    [None, None, None, -5_000_000, 0, 1, 500_000, 1_099_999, 1_100_000, 20_000_000]
+)  # µs from now
 Token = st.sampled_from(["", "", "t1", "t2"])
 Messages = st.lists(
-    st.tuples(Queue1, Priority, Due, st.sampled_from(LABELS), st.sampled_from([0, 0, 0, 2]), st.sampled_from(BODIES)), max_size=4
+    st.tuples(
+        Queue1,
+        Priority,
+        Due,
+        st.sampled_from(LABELS),
+        st.sampled_from([0, 0, 0, 2]),
+        st.sampled_from(BODIES),
+    ),
+    max_size=4,
 )
 Fate = st.sampled_from(["done", "done", "back", "later", "wait", "dead"])
 
@@ -65,7 +81,9 @@ class ScriptMachine(RuleBasedStateMachine):
         """What a key that belongs to no queue is called."""
         return name
 
-    def run(self, script: Script, model: Any, *values: Any, reading: Reading = lambda reply: reply) -> Any:
+    def run(
+        self, script: Script, model: Any, *values: Any, reading: Reading = lambda reply: reply
+    ) -> Any:
         return self.beside.run(script, model, *values, reading=reading)
 
     def queue(self, drawn: str) -> Queue:
@@ -84,7 +102,14 @@ class ScriptMachine(RuleBasedStateMachine):
         """(queues, messages) as the scripts take them."""
         queues = self.queues(one[0] for one in drawn)
         rows = [
-            (queues.index(self.queue(name)), level, 0 if due is None else self.now + due, raw(label), parks, raw(body))
+            (
+                queues.index(self.queue(name)),
+                level,
+                0 if due is None else self.now + due,
+                raw(label),
+                parks,
+                raw(body),
+            )
             for name, level, due, label, parks, body in drawn
         ]
         return queues, rows
@@ -92,7 +117,8 @@ class ScriptMachine(RuleBasedStateMachine):
     def held(self, session: str) -> list[tuple[int, str]]:
         """(place of the queue, receipt) of what a session has in flight."""
         return [
-            (place, receipt) for place, queue in enumerate(self.keys)
+            (place, receipt)
+            for place, queue in enumerate(self.keys)
             for receipt in sorted(self.model.fields(flight_of(queue, session)), key=int)
         ]
 
@@ -117,10 +143,21 @@ class ScriptMachine(RuleBasedStateMachine):
                 self.beside.both("SADD", key, "spoilt")
 
 
-def run_machine(machine: type[ScriptMachine], server: RedisServer, *, examples: int, steps: int) -> None:
+def run_machine(
+    machine: type[ScriptMachine], server: RedisServer, *, examples: int, steps: int
+) -> None:
     there = type(machine.__name__, (machine,), {"url": server.url})
-    run_state_machine_as_test(there, settings=settings(
-        max_examples=EXAMPLES or examples, stateful_step_count=steps, deadline=None, database=None, derandomize=not EXAMPLES,
-        suppress_health_check=list(HealthCheck), report_multiple_bugs=False, print_blob=True,
-        phases=[Phase.generate, Phase.shrink] if SHRINK else [Phase.generate],
-    ))
+    run_state_machine_as_test(
+        there,
+        settings=settings(
+            max_examples=EXAMPLES or examples,
+            stateful_step_count=steps,
+            deadline=None,
+            database=None,
+            derandomize=not EXAMPLES,
+            suppress_health_check=list(HealthCheck),
+            report_multiple_bugs=False,
+            print_blob=True,
+            phases=[Phase.generate, Phase.shrink] if SHRINK else [Phase.generate],
+        ),
+    )

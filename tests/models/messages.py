@@ -58,7 +58,9 @@ def ring(redis: Redis, queue: Queue, sleepers: str, count: int = 1) -> None:
     redis.woken += redis.take_any(queue[1] + sleepers, count)
 
 
-def give(redis: Redis, queue: Queue, level: int, body: str, now: int, *, first: bool = False) -> None:
+def give(
+    redis: Redis, queue: Queue, level: int, body: str, now: int, *, first: bool = False
+) -> None:
     """Put a message where it waits: last, or `first` if it comes back."""
     name, prefix = queue
     was_empty = not redis.items(list_of(queue, level))
@@ -138,7 +140,9 @@ def is_spoilt(redis: Redis, queue: Queue) -> bool:
 def can_end(redis: Redis, queue: Queue, session: str, receipt: str, fate: str) -> bool:
     """Whether the delivery can come back or wait: not where somebody keeps something else under one of its lists."""
     level = entry_of(redis.fields(flight_of(queue, session))[receipt]).level
-    return fate in ("done", "dead") or not (is_spoilt(redis, queue) or is_spoilt(redis, (list_of(queue, level), "")))
+    return fate in ("done", "dead") or not (
+        is_spoilt(redis, queue) or is_spoilt(redis, (list_of(queue, level), ""))
+    )
 
 
 def due_in(redis: Redis, queues: Sequence[Queue], now: int) -> int:
@@ -147,12 +151,21 @@ def due_in(redis: Redis, queues: Sequence[Queue], now: int) -> int:
     left = [score / 1000 - now for score in late.values()] if isinstance(late, Zset) else []
     for queue in queues:
         stuck = is_spoilt(redis, queue)
-        left += [score - now for score in redis.scores(queue[1] + "z").values() if score > now or not stuck]
+        left += [
+            score - now
+            for score in redis.scores(queue[1] + "z").values()
+            if score > now or not stuck
+        ]
     return max(0, math.floor(min(left))) if left else -1
 
 
 def give_back(
-    redis: Redis, queue: Queue, entries: Sequence[tuple[str, Entry]], now: int, *, guilty: Collection[str] = ()
+    redis: Redis,
+    queue: Queue,
+    entries: Sequence[tuple[str, Entry]],
+    now: int,
+    *,
+    guilty: Collection[str] = (),
 ) -> None:
     """Give (receipt, message) to the heads of their lists, the oldest in front. The guilty receipts get a strike."""
     for receipt, entry in sorted(entries, key=lambda one: int(one[0]), reverse=True):
@@ -179,7 +192,13 @@ def empty(redis: Redis, queue: Queue, session: str, began: Collection[str] | Non
     redis.delete(flight_of(queue, session))
     noted = f"{queue[1]}r:{session}"
     guilty = set(redis.members(noted) if began is None else began)
-    give_back(redis, queue, [(receipt, entry_of(text)) for receipt, text in held.items()], now, guilty=guilty)
+    give_back(
+        redis,
+        queue,
+        [(receipt, entry_of(text)) for receipt, text in held.items()],
+        now,
+        guilty=guilty,
+    )
     redis.delete(noted)
     return len(held)
 
@@ -187,12 +206,16 @@ def empty(redis: Redis, queue: Queue, session: str, began: Collection[str] | Non
 def bury(redis: Redis, queue: Queue, entry: Entry, head: str, now: int) -> None:
     """Keep it as a dead letter."""
     id = str(redis.count(queue[1] + "n"))
-    letter = f"{entry.strikes} {now} {len(head)} {len(entry.label)}\n{head}{entry.label}{entry.body}"
+    letter = (
+        f"{entry.strikes} {now} {len(head)} {len(entry.label)}\n{head}{entry.label}{entry.body}"
+    )
     redis.write(queue[1] + "d", {id: letter})
     redis.score(queue[1] + "e", id, now)
 
 
-def end(redis: Redis, queue: Queue, session: str, receipt: str, fate: str, due: int, head: str, now: int) -> Entry:
+def end(
+    redis: Redis, queue: Queue, session: str, receipt: str, fate: str, due: int, head: str, now: int
+) -> Entry:
     """A delivery is over. What goes back is given back by the caller, together with others."""
     text = redis.erase(flight_of(queue, session), receipt)
     assert text is not None

@@ -48,7 +48,9 @@ class Redis:
         self._wanted: dict[str, type] = {}  # what this step takes keys for
         self.published: list[str] = []
         self.woken: Bag = Bag()
-        self.choose: Callable[[str, set[str], int], Iterable[str]] = lambda key, members, count: sorted(members)[:count]
+        self.choose: Callable[[str, set[str], int], Iterable[str]] = lambda key, members, count: (
+            sorted(members)[:count]
+        )
 
     def begin(self) -> None:
         self.published, self.woken = [], Bag()
@@ -106,7 +108,9 @@ class Redis:
         self.expect(key, str)
         return self.keys.get(key)
 
-    def keep(self, key: str, value: str, *, seconds: float = 0.0, keep_expiry: bool = False) -> None:
+    def keep(
+        self, key: str, value: str, *, seconds: float = 0.0, keep_expiry: bool = False
+    ) -> None:
         self.keys[key] = value
         if seconds:
             self.expire(key, seconds)

@@ -6,7 +6,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from tests.models.broker import used
-from tests.models.messages import Entry, Message, Queue, can_end, check, end, flight_of, give_back, put
+from tests.models.messages import (
+    Entry,
+    Message,
+    Queue,
+    can_end,
+    check,
+    end,
+    flight_of,
+    give_back,
+    put,
+)
 from tests.models.redis import Redis, WrongType
 from tests.models.states import (
     GOS_MUTEX,
@@ -24,7 +34,13 @@ from tests.models.states import (
 
 
 def submit(
-    redis: Redis, now: str, expire: int, token: str, queues: Sequence[Queue], messages: Sequence[Message], flat: Sequence[object],
+    redis: Redis,
+    now: str,
+    expire: int,
+    token: str,
+    queues: Sequence[Queue],
+    messages: Sequence[Message],
+    flat: Sequence[object],
     states: Sequence[object],
 ) -> object:
     batch, changes = Batch(), list(changes_of(flat, states).values())
@@ -42,8 +58,15 @@ def submit(
 
 
 def settle(
-    redis: Redis, now: str, expire: int, session: str, queues: Sequence[Queue], ends: Sequence[Any], marks: Sequence[Any],
-    flat: Sequence[object], states: Sequence[object],
+    redis: Redis,
+    now: str,
+    expire: int,
+    session: str,
+    queues: Sequence[Queue],
+    ends: Sequence[Any],
+    marks: Sequence[Any],
+    flat: Sequence[object],
+    states: Sequence[object],
 ) -> object:
     batch, changes, moment = Batch(), changes_of(flat, states), int(now)
     verdicts = ""
@@ -52,7 +75,9 @@ def settle(
     check_documents(redis, [changes[number] for _, _, _, number, _ in rows_of(ends, 5) if number])
     for place, receipt, fate, number, more in rows_of(ends, 5):
         change = changes.get(number)
-        is_ours = (place, receipt) not in over and receipt in redis.fields(flight_of(queues[place], session))
+        is_ours = (place, receipt) not in over and receipt in redis.fields(
+            flight_of(queues[place], session)
+        )
         if not is_ours or not can_end(redis, queues[place], session, receipt, fate):
             verdicts += "a" if change and is_marked(redis, batch, change) else "f"
             continue
@@ -104,7 +129,12 @@ def rows_of(flat: Sequence[Any], size: int) -> list[Sequence[Any]]:
 
 
 def fire(
-    redis: Redis, now: str, expire: int, queues: Sequence[Queue], messages: Sequence[Message], flat: Sequence[object],
+    redis: Redis,
+    now: str,
+    expire: int,
+    queues: Sequence[Queue],
+    messages: Sequence[Message],
+    flat: Sequence[object],
     states: Sequence[object],
 ) -> object:
     batch, change = Batch(), changes_of(flat, states)[1]

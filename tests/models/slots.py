@@ -27,12 +27,20 @@ class ClusterBeside(Beside):
     def evaluate(self, script: Script, argument: bytes) -> Any:
         return self.link.ask(b"EVAL", script.body, b"1", guard(self.prefix), argument)
 
-    def run(self, script: Script, model: Callable[..., Any], *values: Any, reading: Reading = lambda reply: reply) -> Any:
+    def run(
+        self,
+        script: Script,
+        model: Callable[..., Any],
+        *values: Any,
+        reading: Reading = lambda reply: reply,
+    ) -> Any:
         before = self.model.saved()[0]
         reply = super().run(script, model, *values, reading=reading)
         for key in before.keys() | self.model.keys.keys():
             if before.get(key) != self.model.keys.get(key):
-                assert slot_of(key.encode("latin-1")) == slot_of(self.prefix), f"{key} is in another slot than {self.prefix!r}"
+                assert slot_of(key.encode("latin-1")) == slot_of(self.prefix), (
+                    f"{key} is in another slot than {self.prefix!r}"
+                )
         return reply
 
 
@@ -76,21 +84,44 @@ class ClusterMachine(ScriptMachine):
     def open(self) -> Beside:
         return ClusterBeside(self.url)
 
-    def run_at(self, prefix: bytes, script: Script, model: Any, *values: Any, reading: Reading = lambda reply: reply) -> Any:
+    def run_at(
+        self,
+        prefix: bytes,
+        script: Script,
+        model: Any,
+        *values: Any,
+        reading: Reading = lambda reply: reply,
+    ) -> Any:
         """In the slot of this prefix."""
         self.beside.prefix = prefix
         return self.beside.run(script, model, *values, reading=reading)
 
-    def run_in(self, prefix: bytes, script: Script, model: Any, *values: Any, reading: Reading = lambda reply: reply) -> Any:
+    def run_in(
+        self,
+        prefix: bytes,
+        script: Script,
+        model: Any,
+        *values: Any,
+        reading: Reading = lambda reply: reply,
+    ) -> Any:
         """A script whose keys begin with the prefix."""
+
         @functools.wraps(model)
         def prefixed(redis: Redis, *more: Any) -> Any:
             return model(redis, prefix.decode(), *more)
 
         return self.run_at(prefix, script, prefixed, *values, reading=reading)
 
-    def run_local(self, prefix: bytes, script: Script, model: Any, *values: Any, reading: Reading = lambda reply: reply) -> Any:
+    def run_local(
+        self,
+        prefix: bytes,
+        script: Script,
+        model: Any,
+        *values: Any,
+        reading: Reading = lambda reply: reply,
+    ) -> Any:
         """A script of one Redis, as a driver of this slot runs it."""
+
         @functools.wraps(model)
         def there(redis: Redis, *more: Any) -> Any:
             return model(local(redis, prefix), *more)

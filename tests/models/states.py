@@ -96,10 +96,22 @@ def change_of(row: Sequence[Any], states: Sequence[Any]) -> Change:
 
 
 def state_from(
-    uuid: str, word: str, run: int, head: str, created: str, tail: str, named: bool, lines: str, whole: bool, sticky: bool,
-    queue: str, kept: str,
+    uuid: str,
+    word: str,
+    run: int,
+    head: str,
+    created: str,
+    tail: str,
+    named: bool,
+    lines: str,
+    whole: bool,
+    sticky: bool,
+    queue: str,
+    kept: str,
 ) -> NewState:
-    state = state_of((head + created + tail).encode("latin-1"), f"{run}\n0\n\n{lines}".encode("latin-1"))
+    state = state_of(
+        (head + created + tail).encode("latin-1"), f"{run}\n0\n\n{lines}".encode("latin-1")
+    )
     return NewState(uuid, state, queue, int(kept))
 
 
@@ -126,7 +138,11 @@ def own_text(redis: Redis, uuid: str, field: str = "TaskUUID") -> str | None:
 def free_text(redis: Redis, uuid: str, field: str = "TaskUUID") -> str | None:
     """As own_text; the name of a queue is refused as well."""
     text = own_text(redis, uuid, field)
-    if text is None and len(uuid) > 2 and any(redis.exists(f"mpy:{{{uuid}}}:{key}") for key in "ncs"):
+    if (
+        text is None
+        and len(uuid) > 2
+        and any(redis.exists(f"mpy:{{{uuid}}}:{key}") for key in "ncs")
+    ):
         raise WrongType(f"{uuid} is a queue")
     return text
 
@@ -161,7 +177,9 @@ def after(row: Row, state: TaskState) -> TaskState | None:
     left = row.left or state
     same_run = left.run == state.run
     return msgspec.structs.replace(
-        state, queue=state.queue or left.queue, worker=state.worker or left.worker,
+        state,
+        queue=state.queue or left.queue,
+        worker=state.worker or left.worker,
         started_at=state.started_at or (left.started_at if same_run else None),
         progress=state.progress or (left.progress if same_run else None),
     )
@@ -185,7 +203,12 @@ def decide(redis: Redis, batch: Batch, change: Change) -> tuple[str, Plan]:
         row = new.get(uuid) or row_of(redis, batch, uuid)
         decides = uuid == change.key and uuid not in new
         new_state = state if change.force else after(row, state)
-        if decides and change.mark and row.mark == change.mark and (new_state is None or is_same_step(row, state)):
+        if (
+            decides
+            and change.mark
+            and row.mark == change.mark
+            and (new_state is None or is_same_step(row, state))
+        ):
             return "a", []
         if new_state is not None:
             mark = change.mark if decides and change.mark else row.mark
@@ -294,14 +317,18 @@ def note_group(redis: Redis, group: str, arrived: Sequence[Arrived], now: int) -
 def commit(redis: Redis, batch: Batch, change: Change, plan: Plan, now: int, expire: int) -> None:
     if change.fires:
         fire(redis, change.fires, expire)
-    for_a_chord = any(callback and not has_fired(redis, group) for group, _, _, _, callback in change.arrivals)
+    for_a_chord = any(
+        callback and not has_fired(redis, group) for group, _, _, _, callback in change.arrivals
+    )
     for one, row in plan:
         write(redis, batch, one, row, for_a_chord=for_a_chord)
         if change.force:  # it starts anew
             redis.unscore("mpy:done", one.uuid)
     for group, text in change.groups:
         if not redis.exists(document(group)):
-            redis.keep(document(group), triggered(text) if has_fired(redis, group) else text, seconds=LONG)
+            redis.keep(
+                document(group), triggered(text) if has_fired(redis, group) else text, seconds=LONG
+            )
             redis.score("mpy:groups", group, now + expire * 1_000_000)
     for arrived in change.arrivals:
         group, member, *_ = arrived

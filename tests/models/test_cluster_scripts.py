@@ -15,7 +15,14 @@ from machinery_py._drivers.redis_slots import clustered, slot_of
 from machinery_py.backends import redis_cluster_scripts as cluster
 from machinery_py.backends.base import sending_key
 from machinery_py.backends.redis_cluster_lists import PREFIXES
-from machinery_py.backends.redis_cluster_records import SCHEDULES, claim_key, claim_name, claim_prefix, prefix_of, record_key
+from machinery_py.backends.redis_cluster_records import (
+    SCHEDULES,
+    claim_key,
+    claim_name,
+    claim_prefix,
+    prefix_of,
+    record_key,
+)
 from machinery_py.backends.redis_records import Changes
 from machinery_py.brokers import redis_cluster as broker
 from machinery_py.brokers import redis_scripts
@@ -30,10 +37,17 @@ from tests.models.machine import START
 from tests.models.slots import ClusterBeside
 from tests.models.test_scripts import CLUSTER, DAY, LATE, NOW, half_done, message, scripts_of
 
-TASK, GROUP, SHARD, QUEUE = prefix_of("task_1"), prefix_of("group_1"), PREFIXES[0].encode(), queue_keys("jobs")[1].encode()
+TASK, GROUP, SHARD, QUEUE = (
+    prefix_of("task_1"),
+    prefix_of("group_1"),
+    PREFIXES[0].encode(),
+    queue_keys("jobs")[1].encode(),
+)
 GOS_SET = queue_keys("delayed_tasks")[1].encode()
 UNIQUE, CLAIM = claim_prefix("claimed"), claim_key("claimed")
-SENT = [record_key(claim_name(sending_key("claimed", token))) for token in ("t1", "t2")]  # the records of what goes with it
+SENT = [
+    record_key(claim_name(sending_key("claimed", token))) for token in ("t1", "t2")
+]  # the records of what goes with it
 RECORD = raw(b"\0\0\0\1\x90effects")
 
 
@@ -45,23 +59,36 @@ def change(**more: Any) -> tuple[list[object], list[object]]:
 
 ENDED = change(key="task_1", mark="m", states=[TaskState(task_uuid="task_1", state=State.SUCCESS)])
 FIRED = change(key="group_1", fires="group_1")
-MOVES = [("move 1", message("late")), ("move 2", message("high", level=3)), ("move 0", message("was moved"))]
+MOVES = [
+    ("move 1", message("late")),
+    ("move 2", message("high", level=3)),
+    ("move 0", message("was moved")),
+]
 
 # Where each runs, and with what, on a Redis in which it finds everything that it works on.
 CALLS: dict[str, tuple[bytes, tuple[Any, ...]]] = {
     "cluster FLAG": (prefix_of("group_3"), ("group_3",)),
     "cluster CHANGE": (TASK, (NOW, 3600, *ENDED, RECORD, True, int(NOW))),
     "cluster CHANGE of a group": (GROUP, (NOW, 3600, *FIRED, RECORD, False, int(NOW))),
-    "cluster GROUP": (prefix_of("group_2"), ("group_2", raw(encode_group(GroupMeta(group_uuid="group_2", task_uuids=[]))))),
+    "cluster GROUP": (
+        prefix_of("group_2"),
+        ("group_2", raw(encode_group(GroupMeta(group_uuid="group_2", task_uuids=[])))),
+    ),
     "cluster ARRIVE": (GROUP, (("group_1", "task_2", 2, False, raw(b"callback")),)),
     "cluster LOOK_AT": (GROUP, ("group_1",)),
     "cluster FORGET_GROUP": (GROUP, ("group_1",)),
     "cluster FORGET_TASK": (TASK, ("task_1",)),
     "cluster LOOSEN": (TASK, ("task_1", 60)),
     "cluster SENT": (prefix_of("task_2"), (raw(b"mpy:o:{task_2}"), raw(b"\0\0\0\1\x90"))),
-    "cluster AMEND": (SCHEDULES, (NOW, "nightly", raw(b"old"), raw(b"new"), raw(b"mpy:{mpy:records}:o:1"), RECORD, int(NOW))),
+    "cluster AMEND": (
+        SCHEDULES,
+        (NOW, "nightly", raw(b"old"), raw(b"new"), raw(b"mpy:{mpy:records}:o:1"), RECORD, int(NOW)),
+    ),
     "cluster CLAIM": (UNIQUE, (raw(CLAIM),)),
-    "cluster AMEND_CLAIM": (UNIQUE, (NOW, raw(CLAIM), raw(b"mine"), raw(b"next"), 600, raw(SENT[1]), RECORD, int(NOW))),
+    "cluster AMEND_CLAIM": (
+        UNIQUE,
+        (NOW, raw(CLAIM), raw(b"mine"), raw(b"next"), 600, raw(SENT[1]), RECORD, int(NOW)),
+    ),
     "cluster RELEASE": (UNIQUE, (raw(CLAIM), raw(b"mine"))),
     "cluster SCHEDULES": (SCHEDULES, (NOW, "0")),
     "cluster NOTE": (SHARD, (NOW, ["task_1", "task_3"])),
@@ -75,11 +102,22 @@ CALLS: dict[str, tuple[bytes, tuple[Any, ...]]] = {
     "cluster broker _TAKE_IN": (QUEUE, (NOW, queue_keys("jobs"), MOVES, int(NOW))),
     "cluster locks _ACQUIRE": (b"mpy:{other}:", (NOW, "other", "bb", 100_000)),
 }
-LOCAL = {"cluster broker _TAKE_IN", "cluster locks _ACQUIRE"}  # these are run by the driver of a slot
+LOCAL = {
+    "cluster broker _TAKE_IN",
+    "cluster locks _ACQUIRE",
+}  # these are run by the driver of a slot
 SCRIPTS = scripts_of(CLUSTER)
 NEEDS_ROOM = {
-    "cluster FLAG", "cluster CHANGE", "cluster CHANGE of a group", "cluster GROUP", "cluster ARRIVE", "cluster AMEND",
-    "cluster AMEND_CLAIM", "cluster NOTE", "cluster broker _TAKE_IN", "cluster locks _ACQUIRE",
+    "cluster FLAG",
+    "cluster CHANGE",
+    "cluster CHANGE of a group",
+    "cluster GROUP",
+    "cluster ARRIVE",
+    "cluster AMEND",
+    "cluster AMEND_CLAIM",
+    "cluster NOTE",
+    "cluster broker _TAKE_IN",
+    "cluster locks _ACQUIRE",
 }
 GOS = ("jobs", "delayed_tasks", "task_1", "group_1", "group_2", "group_3")
 
@@ -116,16 +154,31 @@ def fill(beside: ClusterBeside) -> None:
     """An open task with a companion, a group with a member in, a record, a schedule, a claim, listings, and messages."""
     start = str(START)
     open_task = change(key="task_1", states=[TaskState(task_uuid="task_1")])
-    groups = {uuid: raw(encode_group(GroupMeta(group_uuid=uuid, task_uuids=["task_1"]))) for uuid in ("group_1", "group_3")}
+    groups = {
+        uuid: raw(encode_group(GroupMeta(group_uuid=uuid, task_uuids=["task_1"])))
+        for uuid in ("group_1", "group_3")
+    }
     steps: list[tuple[bytes, Script, Any]] = [
         (TASK, cluster.CHANGE, (start, 3600, *open_task, "", False, 0)),
-        (prefix_of("task_2"), cluster.CHANGE, (start, 3600, *change(key="task_2", outbox=b""), RECORD, False, START)),
+        (
+            prefix_of("task_2"),
+            cluster.CHANGE,
+            (start, 3600, *change(key="task_2", outbox=b""), RECORD, False, START),
+        ),
         (GROUP, cluster.GROUP, ("group_1", groups["group_1"])),
         (prefix_of("group_3"), cluster.GROUP, ("group_3", groups["group_3"])),
         (GROUP, cluster.ARRIVE, (("group_1", "task_1", 1, True, raw(b"callback")),)),
         (GROUP, cluster.FLAG, ("group_1",)),
-        (SCHEDULES, cluster.AMEND, (start, "nightly", raw(b""), raw(b"old"), raw(b""), raw(b""), 0)),
-        (UNIQUE, cluster.AMEND_CLAIM, (start, raw(CLAIM), raw(b""), raw(b"mine"), 600, raw(SENT[0]), RECORD, START)),
+        (
+            SCHEDULES,
+            cluster.AMEND,
+            (start, "nightly", raw(b""), raw(b"old"), raw(b""), raw(b""), 0),
+        ),
+        (
+            UNIQUE,
+            cluster.AMEND_CLAIM,
+            (start, raw(CLAIM), raw(b""), raw(b"mine"), 600, raw(SENT[0]), RECORD, START),
+        ),
         (SHARD, cluster.NOTE, (start, ["task_1"])),
         (SHARD, cluster.LIST, (start, ["task_2"], ["SUCCESSjobs"], ["task_1"], False)),
         (QUEUE, clustered(redis_scripts.PUT), (start, "", [queue_keys("jobs")], [message("1")])),
@@ -143,7 +196,9 @@ def test_each_script_is_called() -> None:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_script_that_finds_another_type_changes_nothing(beside: ClusterBeside, name: str) -> None:
-    for key, command in itertools.product(GOS, (("HSET", "somebody", "else's"), ("SET", "somebody else's"))):
+    for key, command in itertools.product(
+        GOS, (("HSET", "somebody", "else's"), ("SET", "somebody else's"))
+    ):
         beside.ask("FLUSHDB")
         fill(beside)
         beside.ask("DEL", key)
@@ -160,14 +215,18 @@ def test_a_script_that_finds_another_type_changes_nothing(beside: ClusterBeside,
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_script_that_finds_another_type_under_a_key_of_ours_changes_nothing(beside: ClusterBeside, name: str) -> None:
+def test_a_script_that_finds_another_type_under_a_key_of_ours_changes_nothing(
+    beside: ClusterBeside, name: str
+) -> None:
     fill(beside)
 
     assert half_done(beside, lambda: call(beside, name)) == []
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_full_redis_refuses_a_script_whole_and_lets_pass_what_makes_room(beside: ClusterBeside, name: str) -> None:
+def test_a_full_redis_refuses_a_script_whole_and_lets_pass_what_makes_room(
+    beside: ClusterBeside, name: str
+) -> None:
     fill(beside)
     before, _ = beside.dump()
     beside.ask("CONFIG", "SET", "maxmemory", "1")
@@ -182,14 +241,20 @@ def test_a_full_redis_refuses_a_script_whole_and_lets_pass_what_makes_room(besid
         assert refused == ""
 
 
-def test_no_script_is_begun_while_its_slot_moves(beside: ClusterBeside, redis_node: RedisServer) -> None:
+def test_no_script_is_begun_while_its_slot_moves(
+    beside: ClusterBeside, redis_node: RedisServer
+) -> None:
     """The guard, which is never there, has Redis ask for it at the other node."""
     fill(beside)
     before, _ = beside.dump()
     with RedisServer(port=free_port(besides=BUS), config={"cluster-enabled": "yes"}) as target:
         redis_node.cli("CLUSTER", "MEET", "127.0.0.1", target.port)
         id = str(target.cli("CLUSTER", "MYID"))
-        wait_until(lambda: id in str(redis_node.cli("CLUSTER", "NODES")), HANG, "a node that has met the other")
+        wait_until(
+            lambda: id in str(redis_node.cli("CLUSTER", "NODES")),
+            HANG,
+            "a node that has met the other",
+        )
         for name, (prefix, _) in CALLS.items():
             redis_node.cli("CLUSTER", "SETSLOT", slot_of(prefix), "MIGRATING", id)
             refused = call(beside, name)

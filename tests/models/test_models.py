@@ -18,7 +18,9 @@ from tests.models.cluster_rules import (
 from tests.models.lock_rules import LockMachine
 from tests.models.machine import EXAMPLES, run_machine
 
-pytestmark = pytest.mark.timeout(3600 if EXAMPLES else 900)  # finding the shortest failure takes minutes
+pytestmark = pytest.mark.timeout(
+    3600 if EXAMPLES else 900
+)  # finding the shortest failure takes minutes
 
 
 def test_the_scripts_of_the_broker_do_what_their_models_say(empty_redis: RedisServer) -> None:
@@ -37,11 +39,15 @@ def test_the_scripts_of_locks_do_what_their_models_say(empty_redis: RedisServer)
     run_machine(LockMachine, empty_redis, examples=20, steps=20)
 
 
-def test_the_scripts_of_schedules_and_claims_do_what_their_models_say(empty_redis: RedisServer) -> None:
+def test_the_scripts_of_schedules_and_claims_do_what_their_models_say(
+    empty_redis: RedisServer,
+) -> None:
     run_machine(AmendMachine, empty_redis, examples=30, steps=20)
 
 
-def test_the_scripts_of_a_clusters_backend_do_what_their_models_say(redis_node: RedisServer) -> None:
+def test_the_scripts_of_a_clusters_backend_do_what_their_models_say(
+    redis_node: RedisServer,
+) -> None:
     run_machine(ClusterBackendMachine, redis_node, examples=40, steps=20)
 
 
@@ -49,7 +55,9 @@ def test_the_scripts_of_a_clusters_claims_do_what_their_models_say(redis_node: R
     run_machine(ClusterClaimMachine, redis_node, examples=25, steps=20)
 
 
-def test_the_scripts_of_a_clusters_listings_do_what_their_models_say(redis_node: RedisServer) -> None:
+def test_the_scripts_of_a_clusters_listings_do_what_their_models_say(
+    redis_node: RedisServer,
+) -> None:
     run_machine(ClusterListsMachine, redis_node, examples=15, steps=20)
 
 

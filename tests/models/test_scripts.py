@@ -36,16 +36,27 @@ from tests.models.machine import START
 from tests.models.redis import Hash
 
 MODULES: dict[str, ModuleType] = {
-    "broker": broker, "looking": looking, "backend": backend, "settlement": settlement, "locks": locks, "amending": amending,
+    "broker": broker,
+    "looking": looking,
+    "backend": backend,
+    "settlement": settlement,
+    "locks": locks,
+    "amending": amending,
     "sending": sending,
 }
-CLUSTER: dict[str, ModuleType] = {"cluster": cluster, "cluster broker": cluster_broker, "cluster locks": cluster_locks}
+CLUSTER: dict[str, ModuleType] = {
+    "cluster": cluster,
+    "cluster broker": cluster_broker,
+    "cluster locks": cluster_locks,
+}
 
 
 def scripts_of(modules: dict[str, ModuleType]) -> dict[str, tuple[ModuleType, str]]:
     """Those that a module defines itself."""
     return {
-        f"{name} {script}": (module, script) for name, module in modules.items() for script, value in vars(module).items()
+        f"{name} {script}": (module, script)
+        for name, module in modules.items()
+        for script, value in vars(module).items()
         if isinstance(value, Script) and f"\n{script} = Script(" in inspect.getsource(module)
     }
 
@@ -60,7 +71,7 @@ def modelled() -> frozenset[Script]:
     found: list[object] = []
     for path in Path(__file__).parent.glob("*_rules.py"):
         rules = importlib.import_module(f"tests.models.{path.stem}")
-        for alias, script in re.findall(r"(\w+)\.(_?[A-Z_]+), \w+\.\w+", path.read_text()):
+        for alias, script in re.findall(r"(\w+)\.(_?[A-Z_]+),\s+\w+\.\w+", path.read_text()):
             found.append(getattr(getattr(rules, alias), script))
     return frozenset(one for one in found if isinstance(one, Script))
 
@@ -90,22 +101,55 @@ DAY = dt.datetime(2026, 11, 1, tzinfo=dt.timezone.utc)
 LATE, SOON = START + 5_000_000, START + 900_000_000
 
 
-def message(body: str, *, place: int = 0, level: int = 0, due: int = 0, label: str = "") -> tuple[Any, ...]:
+def message(
+    body: str, *, place: int = 0, level: int = 0, due: int = 0, label: str = ""
+) -> tuple[Any, ...]:
     return place, level, due, raw(label.encode()), 0, raw(body.encode())
 
 
 def changes(**more: Any) -> tuple[list[object], list[object]]:
     made = Changes(DAY, 3600)
-    made.add(key="task_1", mark="m", states=[TaskState(task_uuid="task_1", state=State.SUCCESS), TaskState(task_uuid="task_2")],
-             groups=[GroupMeta(group_uuid="group_2", task_uuids=["task_1"])], **more)
+    made.add(
+        key="task_1",
+        mark="m",
+        states=[TaskState(task_uuid="task_1", state=State.SUCCESS), TaskState(task_uuid="task_2")],
+        groups=[GroupMeta(group_uuid="group_2", task_uuids=["task_1"])],
+        **more,
+    )
     return made.changes, made.states
 
 
 ARRIVAL = Arrival(group_uuid="group_1", task_uuid="task_1", total=2, ok=True, callback=b"callback")
-FULL = [message("a"), message("b", place=1), message("c", level=3), message("d", due=SOON), message("e", due=SOON, label="x")]
+FULL = [
+    message("a"),
+    message("b", place=1),
+    message("c", level=3),
+    message("d", due=SOON),
+    message("e", due=SOON, label="x"),
+]
 DEAD = (LATE, raw(b"head"), FULL)
-ENDS = [0, "1", "done", 1, (0, raw(b""), FULL), 1, "1", "back", 0, (0, raw(b""), []), 0, "2", "dead", 0, DEAD]
-DISPOSALS = [(0, "1", "later", LATE, raw(b"")), (0, "2", "dead", 0, raw(b"head")), (1, "1", "back", 0, raw(b""))]
+ENDS = [
+    0,
+    "1",
+    "done",
+    1,
+    (0, raw(b""), FULL),
+    1,
+    "1",
+    "back",
+    0,
+    (0, raw(b""), []),
+    0,
+    "2",
+    "dead",
+    0,
+    DEAD,
+]
+DISPOSALS = [
+    (0, "1", "later", LATE, raw(b"")),
+    (0, "2", "dead", 0, raw(b"head")),
+    (1, "1", "back", 0, raw(b"")),
+]
 
 CALLS: dict[str, tuple[Any, ...]] = {
     "broker PUT": (NOW, "token", QUEUES, FULL),
@@ -181,17 +225,37 @@ def fill(beside: Beside) -> None:
     """Messages that wait, are in flight, delayed, parked and dead; tasks that are open; a group that is incomplete."""
     start = str(START)
     made = Changes(DAY, 3600)
-    made.add(key="task_2", states=[TaskState(task_uuid="task_1"), TaskState(task_uuid="task_2")],
-             groups=[GroupMeta(group_uuid="group_1", task_uuids=["task_2"])], outbox=b"out",
-             arrivals=[Arrival(group_uuid=group, task_uuid="task_2", total=2, ok=True, callback=b"callback")
-                       for group in ("group_1", "group_3")])
+    made.add(
+        key="task_2",
+        states=[TaskState(task_uuid="task_1"), TaskState(task_uuid="task_2")],
+        groups=[GroupMeta(group_uuid="group_1", task_uuids=["task_2"])],
+        outbox=b"out",
+        arrivals=[
+            Arrival(group_uuid=group, task_uuid="task_2", total=2, ok=True, callback=b"callback")
+            for group in ("group_1", "group_3")
+        ],
+    )
     steps: list[tuple[Script, Any]] = [
         (broker.REGISTER, (start, "s1", raw(b"record"), QUEUES)),
-        (broker.PUT, (start, "", QUEUES, [message("1"), message("2"), message("3"), message("4", place=1)])),
+        (
+            broker.PUT,
+            (start, "", QUEUES, [message("1"), message("2"), message("3"), message("4", place=1)]),
+        ),
         (broker.CLAIM, (start, "s1", QUEUES, 4, 1, [], "11", False, False, False)),
         (broker.DISPOSE, (start, "s1", QUEUES, [(0, "3", "dead", 0, raw(b"head"))])),
-        (broker.PUT, (start, "", QUEUES, [*FULL, message("late", due=LATE), message("parked", due=LATE, label="x", place=0)])),
-        (broker.CLAIM, (start, "s1", [queue_keys("none"), *QUEUES], 0, 1, [], "11", True, False, False)),
+        (
+            broker.PUT,
+            (
+                start,
+                "",
+                QUEUES,
+                [*FULL, message("late", due=LATE), message("parked", due=LATE, label="x", place=0)],
+            ),
+        ),
+        (
+            broker.CLAIM,
+            (start, "s1", [queue_keys("none"), *QUEUES], 0, 1, [], "11", True, False, False),
+        ),
         (backend.APPLY, (start, 3600, made.changes, made.states)),
         (amending.AMEND, (start, 3600, "nightly", raw(b""), raw(b"old"), 0, [], [])),
         (amending.AMEND, (start, 3600, "claimed", raw(b""), raw(b"mine"), 600, [], [])),
@@ -214,7 +278,9 @@ def test_each_script_is_called() -> None:
 def test_a_script_that_finds_another_type_changes_nothing(beside: Beside, name: str) -> None:
     """Or does all that it is to do. Go's keys: anybody may write them. Ours nobody else writes."""
     module, script = SCRIPTS[name]
-    for key, command in itertools.product(GOS, (("HSET", "somebody", "else's"), ("SET", "somebody else's"))):
+    for key, command in itertools.product(
+        GOS, (("HSET", "somebody", "else's"), ("SET", "somebody else's"))
+    ):
         beside.ask("FLUSHDB")
         fill(beside)
         beside.ask("DEL", key)
@@ -231,7 +297,9 @@ def test_a_script_that_finds_another_type_changes_nothing(beside: Beside, name: 
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_script_that_finds_another_type_under_a_key_of_ours_changes_nothing(beside: Beside, name: str) -> None:
+def test_a_script_that_finds_another_type_under_a_key_of_ours_changes_nothing(
+    beside: Beside, name: str
+) -> None:
     """Nobody writes there but us; should somebody do it, no message is lost for that.
 
     But for a claim that finds something else under the key of its session, whose random name nobody knows.
@@ -244,7 +312,9 @@ def test_a_script_that_finds_another_type_under_a_key_of_ours_changes_nothing(be
     assert [key for key in found if name != "broker CLAIM" or not key.endswith(":f:s1")] == []
 
 
-def test_settling_a_ready_group_that_finds_another_type_under_a_key_of_ours_changes_nothing(beside: Beside) -> None:
+def test_settling_a_ready_group_that_finds_another_type_under_a_key_of_ours_changes_nothing(
+    beside: Beside,
+) -> None:
     fill(beside)
     assert call(beside, backend.APPLY, CALLS["backend APPLY"]) == ""
     assert beside.ask("ZRANGE", "mpy:ready", "0", "-1") == ["group_1"]
@@ -258,7 +328,9 @@ def test_settling_a_ready_group_that_finds_another_type_under_a_key_of_ours_chan
     assert half_done(beside, lambda: call(beside, settlement.FIRE, values)) == []
 
 
-def test_tending_a_group_that_is_over_and_finds_another_type_under_a_key_of_ours_changes_nothing(beside: Beside) -> None:
+def test_tending_a_group_that_is_over_and_finds_another_type_under_a_key_of_ours_changes_nothing(
+    beside: Beside,
+) -> None:
     fill(beside)
     beside.ask("DEL", "task_2")
 
@@ -272,7 +344,11 @@ def half_done(beside: Beside, call: Callable[[], str]) -> list[str]:
     there = beside.dump()[0] | before
     found: list[str] = []
     for key, value in sorted(there.items()):
-        commands = [("RPUSH", key, "somebody else's") if isinstance(value, Hash) else ("HSET", key, "somebody", "else's")]
+        commands = [
+            ("RPUSH", key, "somebody else's")
+            if isinstance(value, Hash)
+            else ("HSET", key, "somebody", "else's")
+        ]
         if isinstance(value, str) and value.isdigit():
             commands.append(("SET", key, "no number"))
         for command in commands:
@@ -287,13 +363,25 @@ def half_done(beside: Beside, call: Callable[[], str]) -> list[str]:
 
 
 NEEDS_ROOM = {
-    "broker PUT", "broker REGISTER", "broker BEGIN", "backend APPLY", "backend BEGIN", "backend PARTIAL", "backend REVOKE",
-    "settlement SUBMIT", "locks _ACQUIRE", "amending AMEND", "sending AMEND", "looking BURY",
+    "broker PUT",
+    "broker REGISTER",
+    "broker BEGIN",
+    "backend APPLY",
+    "backend BEGIN",
+    "backend PARTIAL",
+    "backend REVOKE",
+    "settlement SUBMIT",
+    "locks _ACQUIRE",
+    "amending AMEND",
+    "sending AMEND",
+    "looking BURY",
 }
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_full_redis_refuses_a_script_whole_and_lets_pass_what_makes_room(beside: Beside, name: str) -> None:
+def test_a_full_redis_refuses_a_script_whole_and_lets_pass_what_makes_room(
+    beside: Beside, name: str
+) -> None:
     module, script = SCRIPTS[name]
     fill(beside)
     before, _ = beside.dump()

@@ -29,7 +29,11 @@ def test_the_defaults_need_no_server() -> None:
     config = Config()
 
     assert (config.broker, config.result_backend, config.lock) == ("sqlite:///machinery.db", "", "")
-    assert (config.default_queue, config.results_expire_in, config.no_unix_signals) == ("machinery_tasks", 3600, False)
+    assert (config.default_queue, config.results_expire_in, config.no_unix_signals) == (
+        "machinery_tasks",
+        3600,
+        False,
+    )
     assert (config.publish_timeout, config.shutdown_timeout, config.lease) == (5.0, 30.0, 10.0)
     assert (config.max_strikes, config.unregistered_timeout) == (3, 3600.0)
     assert (config.max_message_size, config.max_result_size) == (8 * 1024**2, 1024**2)
@@ -42,10 +46,16 @@ def test_the_sections_have_the_defaults_of_go() -> None:
     redis, amqp = Config().redis, Config().amqp
 
     assert (redis.max_active, redis.max_idle_timeout, redis.wait) == (0, 240, False)
-    assert redis.max_idle == 64  # Go's 3 would open and close connections all the time where many threads send
+    assert (
+        redis.max_idle == 64
+    )  # Go's 3 would open and close connections all the time where many threads send
     assert (redis.read_timeout, redis.write_timeout, redis.connect_timeout) == (15, 15, 15)
     assert (redis.normal_tasks_poll_period, redis.delayed_tasks_poll_period) == (1000, 500)
-    assert (redis.delayed_tasks_key, redis.client_name, redis.master_name) == ("delayed_tasks", "", "")
+    assert (redis.delayed_tasks_key, redis.client_name, redis.master_name) == (
+        "delayed_tasks",
+        "",
+        "",
+    )
     assert not redis.cluster_mode
     assert (amqp.exchange, amqp.exchange_type) == ("machinery_exchange", "direct")
     assert (amqp.queue_declare_args, amqp.queue_binding_args) == ({}, {})
@@ -55,7 +65,9 @@ def test_the_sections_have_the_defaults_of_go() -> None:
 
 
 def test_zero_and_nothing_mean_the_default_where_they_do_in_go() -> None:
-    redis = RedisConfig(normal_tasks_poll_period=0, delayed_tasks_poll_period=0, delayed_tasks_key="")
+    redis = RedisConfig(
+        normal_tasks_poll_period=0, delayed_tasks_poll_period=0, delayed_tasks_key=""
+    )
 
     assert Config(results_expire_in=0).results_expire_in == 3600
     assert redis == RedisConfig()
@@ -86,7 +98,9 @@ def test_replace_gives_another_config_that_is_checked_as_well() -> None:
 
     assert changed == Config(default_queue="mail", lease=5.0, redis=RedisConfig(max_idle=7))
     assert config.lease == 10.0
-    assert [changed.sources[key] for key in ("default_queue", "lease", "redis.wait")] == ["argument"] * 3
+    assert [changed.sources[key] for key in ("default_queue", "lease", "redis.wait")] == [
+        "argument"
+    ] * 3
     assert changed.sources["concurrency"] == "default"
     with pytest.raises(ConfigError, match="lease: found 0"):
         config.replace(lease=0)
@@ -116,7 +130,9 @@ def test_results_and_locks_can_be_elsewhere() -> None:
     assert (config.backend_url, config.lock_url) == ("null", "sqlite:///locks.db")
 
 
-def test_locks_are_where_the_results_are_if_the_broker_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_locks_are_where_the_results_are_if_the_broker_has_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("machinery_py.urls.StoreUrl.parse", lambda url, role: None)
 
     assert Config(broker="amqp://h", result_backend="redis://h").lock_url == "redis://h"
@@ -161,7 +177,9 @@ def test_a_chosen_value_is_told_from_an_equal_default() -> None:
 
 
 def test_the_source_of_a_mapping_is_on_each_of_its_values() -> None:
-    config = Config.from_mapping({"broker": "memory://", "redis": {"wait": True}, "lock": None}, "config.yml")
+    config = Config.from_mapping(
+        {"broker": "memory://", "redis": {"wait": True}, "lock": None}, "config.yml"
+    )
 
     found = {key: source for key, source in config.sources.items() if source != "default"}
     assert found == {"broker": "config.yml", "redis.wait": "config.yml"}
@@ -218,7 +236,9 @@ def test_all_wrong_values_are_told_at_once() -> None:
                            " (as lock: eager, memory, mongodb, mongodb+srv, redis, redis+socket, rediss, sqlite)"),
     ],
 )  # fmt: skip
-def test_a_wrong_value_is_refused_with_what_is_expected(values: dict[Any, object], text: str) -> None:
+def test_a_wrong_value_is_refused_with_what_is_expected(
+    values: dict[Any, object], text: str
+) -> None:
     assert refusal(values) == text
 
 
@@ -245,7 +265,8 @@ def test_unknown_keys_are_told_all_together_with_the_nearest_and_the_file() -> N
 
 
 @pytest.mark.parametrize(
-    ("section", "service"), [("sqs", "Amazon SQS"), ("dynamodb", "DynamoDB"), ("gcppubsub", "Pub/Sub")]
+    ("section", "service"),
+    [("sqs", "Amazon SQS"), ("dynamodb", "DynamoDB"), ("gcppubsub", "Pub/Sub")],
 )
 def test_sections_of_stores_that_do_not_exist_here_are_refused(section: str, service: str) -> None:
     text = refusal({section: {"receive_wait_time_seconds": 20}}, "config.yml")
@@ -270,11 +291,14 @@ def test_a_name_that_is_no_field_is_a_type_error() -> None:
 
 def test_a_required_server_refuses_every_embedded_store() -> None:
     with pytest.raises(
-        ConfigError, match="a server is required, but 'memory://' is an embedded store .set MACHINERY_URL"
+        ConfigError,
+        match="a server is required, but 'memory://' is an embedded store .set MACHINERY_URL",
     ):
         Config(broker="memory://", require_server=True)
     with pytest.raises(ConfigError, match="3 settings"):
-        Config(broker="memory://", result_backend="eager", lock="sqlite:///a.db", require_server=True)
+        Config(
+            broker="memory://", result_backend="eager", lock="sqlite:///a.db", require_server=True
+        )
 
 
 # The module and its page
@@ -283,7 +307,9 @@ def test_a_required_server_refuses_every_embedded_store() -> None:
 def test_importing_the_configuration_loads_no_parser() -> None:
     program = "import sys, machinery_py.settings; print([m for m in ('yaml', 'tomllib') if m in sys.modules])"
 
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
 
     assert done.stdout.strip() == "[]"
 
@@ -291,7 +317,11 @@ def test_importing_the_configuration_loads_no_parser() -> None:
 def test_the_reference_page_has_every_option() -> None:
     page = Path(__file__).parents[2] / "docs" / "reference" / "config.md"
 
-    rows = [line for line in page.read_text("utf-8").splitlines() if line.startswith("| `") and "`MACHINERY_" in line]
+    rows = [
+        line
+        for line in page.read_text("utf-8").splitlines()
+        if line.startswith("| `") and "`MACHINERY_" in line
+    ]
 
     assert rows == [
         f"| `{opt.key}` | `MACHINERY_{opt.variable}` | `{json.dumps(opt.default)}` | {opt.unit} | {opt.meaning} |"

@@ -71,14 +71,23 @@ def test_yaml_and_toml_have_the_keys_of_go(tmp_path: Path) -> None:
     config = Config.from_yaml(yaml)
 
     assert config == Config.from_toml(toml)
-    assert (config.broker, config.results_expire_in, config.no_unix_signals) == ("memory://go", 3600000, True)
-    assert (config.amqp.prefetch_count, config.amqp.queue_declare_args) == (7, {"x-max-priority": 10})
+    assert (config.broker, config.results_expire_in, config.no_unix_signals) == (
+        "memory://go",
+        3600000,
+        True,
+    )
+    assert (config.amqp.prefetch_count, config.amqp.queue_declare_args) == (
+        7,
+        {"x-max-priority": 10},
+    )
     assert config.mongodb.database == "shop"
     assert config.sources["broker"] == config.sources["redis.max_idle"] == str(yaml)
     assert config.sources["redis.wait"] == "default"
 
 
-def test_a_file_is_found_from_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_found_from_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     written(tmp_path, "config.yml", "lease: 5")
     written(tmp_path, "config.toml", "lease = 6")
     monkeypatch.chdir(tmp_path)
@@ -99,7 +108,9 @@ def test_a_file_without_values_is_the_defaults(tmp_path: Path, text: str) -> Non
 
 
 def test_an_error_in_a_file_names_the_file_and_every_key(tmp_path: Path) -> None:
-    path = written(tmp_path, "config.toml", 'brokr = "memory://"\nlease = "soon"\n[redis]\nmax_idl = 3\n')
+    path = written(
+        tmp_path, "config.toml", 'brokr = "memory://"\nlease = "soon"\n[redis]\nmax_idl = 3\n'
+    )
 
     with pytest.raises(ConfigError) as caught:
         Config.from_toml(path)
@@ -112,7 +123,9 @@ def test_an_error_in_a_file_names_the_file_and_every_key(tmp_path: Path) -> None
     ]
 
 
-def test_yaml_without_pyyaml_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_yaml_without_pyyaml_names_the_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = written(tmp_path, "config.yml", YAML)
     monkeypatch.setitem(sys.modules, "yaml", None)
 
@@ -122,7 +135,9 @@ def test_yaml_without_pyyaml_names_the_extra(tmp_path: Path, monkeypatch: pytest
     assert str(caught.value) == "Config.from_yaml needs PyYAML: pip install 'machinery_py[yaml]'"
 
 
-def test_a_missing_yaml_file_is_said_to_be_missing_without_pyyaml_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_yaml_file_is_said_to_be_missing_without_pyyaml_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "yaml", None)
 
     with pytest.raises(ConfigError, match=r"config file '.*none\.yml': no such file or directory"):
@@ -143,7 +158,9 @@ def test_a_missing_yaml_file_is_said_to_be_missing_without_pyyaml_too(tmp_path: 
         ("broker", "found a text (expected 'key: value' lines)"),
     ],
 )
-def test_a_file_that_is_no_yaml_is_refused_and_not_quoted(tmp_path: Path, text: str, problem: str) -> None:
+def test_a_file_that_is_no_yaml_is_refused_and_not_quoted(
+    tmp_path: Path, text: str, problem: str
+) -> None:
     path = written(tmp_path, "config.yml", text)
 
     with pytest.raises(ConfigError) as caught:
@@ -182,13 +199,20 @@ def test_the_environment_has_the_names_of_go_after_the_prefix() -> None:
         no_unix_signals=True,
         redis=RedisConfig(max_idle=7, max_idle_timeout=100),
         amqp=AMQPConfig(
-            exchange="shop", queue_declare_args={"x-max-priority": 10, "x-queue-type": "quorum", "durable": True}
+            exchange="shop",
+            queue_declare_args={"x-max-priority": 10, "x-queue-type": "quorum", "durable": True},
         ),
     )
 
     assert Config.from_env(prefix="", environ=environ) == expected
-    assert Config.from_env(environ={f"MACHINERY_{name}": value for name, value in environ.items()}) == expected
-    assert Config.from_env("SHOP_", environ={f"SHOP_{name}": value for name, value in environ.items()}) == expected
+    assert (
+        Config.from_env(environ={f"MACHINERY_{name}": value for name, value in environ.items()})
+        == expected
+    )
+    assert (
+        Config.from_env("SHOP_", environ={f"SHOP_{name}": value for name, value in environ.items()})
+        == expected
+    )
 
 
 def test_the_environment_is_that_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,7 +231,12 @@ def test_a_misspelt_name_of_go_is_read_and_the_right_one_wins() -> None:
 
     assert config.multiple_broker_separator == ";"
     assert config.sources["multiple_broker_separator"] == "MULTIPLE_BROKEN_SEPARATOR"
-    assert Config.from_env("", environ=go | {"MULTIPLE_BROKER_SEPARATOR": "|"}).multiple_broker_separator == "|"
+    assert (
+        Config.from_env(
+            "", environ=go | {"MULTIPLE_BROKER_SEPARATOR": "|"}
+        ).multiple_broker_separator
+        == "|"
+    )
 
 
 def test_without_a_prefix_only_the_names_of_go_are_read() -> None:
@@ -235,14 +264,26 @@ def test_every_option_can_be_set_in_the_environment(opt: Any) -> None:
 
 
 def test_one_url_is_broker_backend_and_lock() -> None:
-    config = Config.from_env(environ={"MACHINERY_URL": " memory://a\n", "MACHINERY_BROKER": "memory://b"})
+    config = Config.from_env(
+        environ={"MACHINERY_URL": " memory://a\n", "MACHINERY_BROKER": "memory://b"}
+    )
 
-    assert (config.broker, config.result_backend, config.lock) == ("memory://b", "memory://a", "memory://a")
-    assert (config.sources["broker"], config.sources["lock"]) == ("MACHINERY_BROKER", "MACHINERY_URL")
+    assert (config.broker, config.result_backend, config.lock) == (
+        "memory://b",
+        "memory://a",
+        "memory://a",
+    )
+    assert (config.sources["broker"], config.sources["lock"]) == (
+        "MACHINERY_BROKER",
+        "MACHINERY_URL",
+    )
 
 
 def test_an_empty_variable_counts_as_not_set() -> None:
-    assert Config.from_env(environ={"MACHINERY_URL": "", "MACHINERY_LEASE": " "}).sources == Config().sources
+    assert (
+        Config.from_env(environ={"MACHINERY_URL": "", "MACHINERY_LEASE": " "}).sources
+        == Config().sources
+    )
 
 
 def test_a_wrong_variable_is_named_with_what_is_expected() -> None:
@@ -289,10 +330,18 @@ def test_an_unknown_variable_is_warned_of(caplog: pytest.LogCaptureFixture) -> N
 
 
 def test_the_variables_of_the_other_parts_are_known(caplog: pytest.LogCaptureFixture) -> None:
-    others = ("APP", "CONFIG", "URL", "REQUIRE_SERVER", "TEST_MONGODB_URL", "MULTIPLE_BROKEN_SEPARATOR")
+    others = (
+        "APP",
+        "CONFIG",
+        "URL",
+        "REQUIRE_SERVER",
+        "TEST_MONGODB_URL",
+        "MULTIPLE_BROKEN_SEPARATOR",
+    )
 
     Config.from_env(
-        environ={f"MACHINERY_{name}": "" for name in others} | {"MACHINERY_TEST_X": "1", "MACHINERY_APP": "a"}
+        environ={f"MACHINERY_{name}": "" for name in others}
+        | {"MACHINERY_TEST_X": "1", "MACHINERY_APP": "a"}
     )
     Config.from_env("", environ={"BROKR": "x"})
     Config.from_env("SHOP_", environ={"SHOP_PRICES": "x"})

@@ -19,14 +19,19 @@ def check_all(name: str) -> None:
     names.check_uuid(name)
 
 
-@pytest.mark.parametrize("name", ["", "\0", "a\nb", "a\x7f", "\x9f", "\ud800", "x" * 256, "ü" * 128])
+@pytest.mark.parametrize(
+    "name", ["", "\0", "a\nb", "a\x7f", "\x9f", "\ud800", "x" * 256, "ü" * 128]
+)
 def test_a_name_that_is_empty_long_or_unsafe_is_refused_for_all(name: str) -> None:
     for check in (names.check_task, names.check_lock, names.check_queue, names.check_uuid):
         with pytest.raises(NameRefused):
             check(name)
 
 
-@pytest.mark.parametrize("name", ["delayed_tasks", "TriggerChordMutex", "machinery_lock_app@every 3s", "mpy:", "mpy:m:{x}"])
+@pytest.mark.parametrize(
+    "name",
+    ["delayed_tasks", "TriggerChordMutex", "machinery_lock_app@every 3s", "mpy:", "mpy:m:{x}"],
+)
 def test_what_is_a_key_for_everybody_is_no_queue_and_no_uuid(name: str) -> None:
     names.check_task(name)
     names.check_lock(name)
@@ -35,18 +40,45 @@ def test_what_is_a_key_for_everybody_is_no_queue_and_no_uuid(name: str) -> None:
             check(name)
 
 
-@pytest.mark.parametrize("name", ["amq.", "amq.gen-1", "machinery.workers", "machinery.dead.mail", "machinery.paused.quorum",
-                                  "machinery.held.w.0", "task_1a2b3c4d-0000-4000-8000-1a2b3c4d5e6f"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "amq.",
+        "amq.gen-1",
+        "machinery.workers",
+        "machinery.dead.mail",
+        "machinery.paused.quorum",
+        "machinery.held.w.0",
+        "task_1a2b3c4d-0000-4000-8000-1a2b3c4d5e6f",
+    ],
+)
 def test_queues_of_the_server_and_of_ours_are_no_queue_but_may_be_a_uuid(name: str) -> None:
     names.check_uuid(name)
     with pytest.raises(NameRefused, match="reserved"):
         names.check_queue(name)
 
 
-@pytest.mark.parametrize("name", [
-    "machinery.mail", "machineryx", "amqp", "delayed_tasks_2", "Delayed_tasks", "mail:high:", "a b", "{q}", "x" * 255, "ü" * 127,
-    "task_mail", "group_1", "machinery", "null", "*", "日本",
-])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "machinery.mail",
+        "machineryx",
+        "amqp",
+        "delayed_tasks_2",
+        "Delayed_tasks",
+        "mail:high:",
+        "a b",
+        "{q}",
+        "x" * 255,
+        "ü" * 127,
+        "task_mail",
+        "group_1",
+        "machinery",
+        "null",
+        "*",
+        "日本",
+    ],
+)
 def test_odd_names_are_names(name: str) -> None:
     check_all(name)
 
@@ -58,7 +90,13 @@ def test_uuids_as_go_makes_them_are_uuids(prefix: str) -> None:
 
 def test_a_uuid_is_not_the_name_of_its_queue_or_group() -> None:
     names.check_message("mail", "machinery_tasks", name="add", uuid="order-1", group_uuid="group-1")
-    for uuid, group in (("mail", ""), ("jobs", ""), ("order-1", "order-1"), ("order-1", "mail"), ("machinery_tasks", "")):
+    for uuid, group in (
+        ("mail", ""),
+        ("jobs", ""),
+        ("order-1", "order-1"),
+        ("order-1", "mail"),
+        ("machinery_tasks", ""),
+    ):
         with pytest.raises(NameRefused):
             names.check_message("mail", "jobs", name="add", uuid=uuid, group_uuid=group)
 
@@ -85,4 +123,6 @@ def test_any_text_is_refused_in_words_or_a_safe_name(text: str) -> None:
         except NameRefused as error:
             assert error.name == text and len(str(error)) < 500
         else:
-            assert 0 < len(text.encode()) <= 255 and text.isprintable() | (not set(text) & set(map(chr, range(32))))
+            assert 0 < len(text.encode()) <= 255 and text.isprintable() | (
+                not set(text) & set(map(chr, range(32)))
+            )

@@ -15,39 +15,62 @@ from machinery_py import Config, ConfigError, Server
 from machinery_py.queues import QueueOrder, parse_queues
 
 
-@pytest.mark.parametrize(("text", "queues"), [
-    ("mail", ("mail",)),
-    ("high,default, low ,high,", ("high", "default", "low")),
-    ("critical:6,default:3,low:1", {"critical": 6.0, "default": 3.0, "low": 1.0}),
-    ("critical: 6, low", {"critical": 6.0, "low": 1.0}),
-    ("a:0.5,b:1e3", {"a": 0.5, "b": 1000.0}),
-    ("mail:high:,mail:low:", ("mail:high", "mail:low")),
-    ("mail:high:6,mail:low:", {"mail:high": 6.0, "mail:low": 1.0}),
-    ("a:2,a:2", {"a": 2.0}),
-])
+@pytest.mark.parametrize(
+    ("text", "queues"),
+    [
+        ("mail", ("mail",)),
+        ("high,default, low ,high,", ("high", "default", "low")),
+        ("critical:6,default:3,low:1", {"critical": 6.0, "default": 3.0, "low": 1.0}),
+        ("critical: 6, low", {"critical": 6.0, "low": 1.0}),
+        ("a:0.5,b:1e3", {"a": 0.5, "b": 1000.0}),
+        ("mail:high:,mail:low:", ("mail:high", "mail:low")),
+        ("mail:high:6,mail:low:", {"mail:high": 6.0, "mail:low": 1.0}),
+        ("a:2,a:2", {"a": 2.0}),
+    ],
+)
 def test_how_queues_are_written(text: str, queues: object) -> None:
     assert parse_queues(text) == queues
 
 
-@pytest.mark.parametrize(("text", "said"), [
-    ("", "no queue named"), (" , ", "no queue named"),
-    ("critical:x", "queue 'critical:x': found the weight 'x' (expected a number greater than 0, as critical:6; a name that has "
-                   "a colon in it ends in one: critical:x:)"),
-    ("critical:0,low", "found the weight '0'"), ("critical:-1", "found the weight '-1'"), ("a:nan", "found the weight 'nan'"),
-    ("a:inf", "found the weight 'inf'"), (":6", "no name in front of the colon"),
-    ("a:1,a:2", "queue 'a' is named twice, with different weights"), ("a,a:2", "named twice"),
-])
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "no queue named"),
+        (" , ", "no queue named"),
+        (
+            "critical:x",
+            "queue 'critical:x': found the weight 'x' (expected a number greater than 0, as critical:6; a name that has "
+            "a colon in it ends in one: critical:x:)",
+        ),
+        ("critical:0,low", "found the weight '0'"),
+        ("critical:-1", "found the weight '-1'"),
+        ("a:nan", "found the weight 'nan'"),
+        ("a:inf", "found the weight 'inf'"),
+        (":6", "no name in front of the colon"),
+        ("a:1,a:2", "queue 'a' is named twice, with different weights"),
+        ("a,a:2", "named twice"),
+    ],
+)
 def test_what_is_refused(text: str, said: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_queues(text)
     assert said in str(caught.value)
 
 
-@pytest.mark.parametrize(("queues", "said"), [
-    ({"a": 0}, "weight of queue 'a': found 0 (expected a number greater than 0)"), ({"a": -2.5}, "found -2.5"),
-    ({"a": "6"}, "found '6'"), ({"a": True}, "found True"), ({"a": math.nan}, "found nan"),
-    ("mail", "found the text 'mail' (expected a list of names, or a mapping of names to weights)"),
-])
+@pytest.mark.parametrize(
+    ("queues", "said"),
+    [
+        ({"a": 0}, "weight of queue 'a': found 0 (expected a number greater than 0)"),
+        ({"a": -2.5}, "found -2.5"),
+        ({"a": "6"}, "found '6'"),
+        ({"a": True}, "found True"),
+        ({"a": math.nan}, "found nan"),
+        (
+            "mail",
+            "found the text 'mail' (expected a list of names, or a mapping of names to weights)",
+        ),
+    ],
+)
 def test_what_a_worker_refuses(queues: object, said: str) -> None:
     server = Server("memory://")
     with pytest.raises(ConfigError) as caught:
@@ -86,7 +109,9 @@ def test_each_draw_has_every_queue_once(found: dict[str, float], seed: int) -> N
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("found", [{"a": 6, "b": 3, "c": 1}, {"a": 1, "b": 1, "c": 1}, {"a": 0.02, "b": 0.01, "c": 0.07}])
+@pytest.mark.parametrize(
+    "found", [{"a": 6, "b": 3, "c": 1}, {"a": 1, "b": 1, "c": 1}, {"a": 0.02, "b": 0.01, "c": 0.07}]
+)
 def test_orders_come_as_often_as_their_weights_say(found: dict[str, float], seed: int) -> None:
     """Drawn one after the other without putting back: P(abc) = a/(a+b+c) · b/(b+c)."""
     draws = 20_000

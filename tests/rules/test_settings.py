@@ -48,7 +48,11 @@ def test_the_environment_is_that_of_the_process(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_each_option_is_from_the_first_place_that_has_it(file: Path) -> None:
-    environ = {"MACHINERY_CONFIG": str(file), "MACHINERY_DEFAULT_QUEUE": "env", "MACHINERY_REDIS_MAX_IDLE": "8"}
+    environ = {
+        "MACHINERY_CONFIG": str(file),
+        "MACHINERY_DEFAULT_QUEUE": "env",
+        "MACHINERY_REDIS_MAX_IDLE": "8",
+    }
 
     config = resolve(broker="memory://call", environ=environ)
 
@@ -75,7 +79,10 @@ def test_the_file_is_read_by_its_ending(tmp_path: Path, name: str) -> None:
 
 
 def test_a_file_that_cannot_be_used_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"config file 'a.ini': unknown ending '.ini' \(known: .toml, .yaml, .yml\)"):
+    with pytest.raises(
+        ConfigError,
+        match=r"config file 'a.ini': unknown ending '.ini' \(known: .toml, .yaml, .yml\)",
+    ):
         resolve(environ={"MACHINERY_CONFIG": "a.ini"})
     with pytest.raises(ConfigError, match="no such file"):
         resolve(environ={"MACHINERY_CONFIG": str(tmp_path / "none.yml")})
@@ -104,7 +111,9 @@ def test_a_url_for_one_thing_beats_the_url_for_all() -> None:
 
 
 def test_an_empty_url_in_the_call_means_where_the_broker_is() -> None:
-    config = resolve(broker="memory://b", result_backend="", environ={"MACHINERY_RESULT_BACKEND": "memory://env"})
+    config = resolve(
+        broker="memory://b", result_backend="", environ={"MACHINERY_RESULT_BACKEND": "memory://env"}
+    )
 
     assert config.result_backend == ""
     assert config.backend_url == "memory://b"
@@ -122,7 +131,11 @@ def test_one_url_in_the_environment_beats_the_file_for_all_three(file: Path) -> 
 
 
 def test_the_variable_for_one_thing_beats_the_variable_for_all(file: Path) -> None:
-    environ = {"MACHINERY_CONFIG": str(file), "MACHINERY_URL": "memory://env", "MACHINERY_BROKER": "memory://b"}
+    environ = {
+        "MACHINERY_CONFIG": str(file),
+        "MACHINERY_URL": "memory://env",
+        "MACHINERY_BROKER": "memory://b",
+    }
 
     assert stores(resolve(environ=environ)) == ("memory://b", "memory://env", "memory://env")
 
@@ -136,7 +149,9 @@ def test_a_url_is_used_for_what_its_store_can_be(monkeypatch: pytest.MonkeyPatch
     assert resolve(environ={"MACHINERY_URL": "amqps://h"}).lock == ""
 
 
-@pytest.mark.parametrize("url", ["", "reddis://host", "kafka://u:secret@host", "null", "sqlite://:memory:"])
+@pytest.mark.parametrize(
+    "url", ["", "reddis://host", "kafka://u:secret@host", "null", "sqlite://:memory:"]
+)
 def test_a_url_that_cannot_be_used_is_refused_at_once(url: str) -> None:
     with pytest.raises(ConfigError, match=r"^(broker|result backend) URL ") as caught:
         resolve(url, environ={})
@@ -154,7 +169,9 @@ def test_what_a_config_chose_beats_the_environment_and_the_file(file: Path) -> N
         "MACHINERY_LEASE": "5",
         "MACHINERY_REDIS_WAIT": "true",
     }
-    config = Config(broker="sqlite:///machinery.db", default_queue="mail", redis=RedisConfig(max_idle=1))
+    config = Config(
+        broker="sqlite:///machinery.db", default_queue="mail", redis=RedisConfig(max_idle=1)
+    )
 
     resolved = resolve(config=config, environ=environ)
 
@@ -223,7 +240,9 @@ def test_a_required_server_refuses_an_embedded_store(url: str) -> None:
         (url, None, required),
         (None, Config(broker=url), required),
     ):
-        with pytest.raises(ConfigError, match="MACHINERY_REQUIRE_SERVER: a server is required, .*set MACHINERY_URL"):
+        with pytest.raises(
+            ConfigError, match="MACHINERY_REQUIRE_SERVER: a server is required, .*set MACHINERY_URL"
+        ):
             resolve(given, config=config, environ=environ)
 
 
@@ -249,13 +268,22 @@ def test_a_required_server_accepts_a_server(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_required_server_can_be_switched_off() -> None:
     assert resolve(environ={"MACHINERY_REQUIRE_SERVER": "0"}) == Config()
-    assert resolve(config=Config(require_server=False), environ={"MACHINERY_REQUIRE_SERVER": "1"}) == Config()
+    assert (
+        resolve(config=Config(require_server=False), environ={"MACHINERY_REQUIRE_SERVER": "1"})
+        == Config()
+    )
 
 
 def test_importing_the_package_reads_no_settings() -> None:
     program = "import machinery_py, sys; import machinery_py.settings"
-    environ = {"MACHINERY_CONFIG": "/none.yml", "MACHINERY_URL": "reddis://", "MACHINERY_REQUIRE_SERVER": "1"}
+    environ = {
+        "MACHINERY_CONFIG": "/none.yml",
+        "MACHINERY_URL": "reddis://",
+        "MACHINERY_REQUIRE_SERVER": "1",
+    }
 
-    done = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environ, capture_output=True, text=True, check=False
+    )
 
     assert (done.returncode, done.stderr) == (0, "")

@@ -11,7 +11,14 @@ from machinery_py._drivers.redis_slots import guard, quoted, slot_of, unquoted
 
 @pytest.mark.parametrize(
     ("key", "slot"),
-    [("123456789", 12739), ("foo", 12182), ("", 0), ("{}foo", slot_of(b"{}foo")), ("a{foo}b", 12182), ("{foo}{bar}", 12182)],
+    [
+        ("123456789", 12739),
+        ("foo", 12182),
+        ("", 0),
+        ("{}foo", slot_of(b"{}foo")),
+        ("a{foo}b", 12182),
+        ("{foo}{bar}", 12182),
+    ],
 )
 def test_a_key_is_in_the_slot_of_its_tag(key: str, slot: int) -> None:
     assert slot_of(key.encode()) == slot

@@ -18,7 +18,9 @@ from machinery_py.texts import MAX_ERROR, MAX_LINE, MAX_TRACEBACK, cut, get_logg
 PACKAGE = pathlib.Path(__file__).parents[2] / "machinery_py"
 
 
-@given(st.text(max_size=300) | st.text(max_size=40).map(lambda text: text * 100), st.integers(60, 400))
+@given(
+    st.text(max_size=300) | st.text(max_size=40).map(lambda text: text * 100), st.integers(60, 400)
+)
 def test_a_text_is_cut_to_its_bytes_and_says_so(text: str, limit: int) -> None:
     short = cut(text, limit)
 
@@ -28,12 +30,17 @@ def test_a_text_is_cut_to_its_bytes_and_says_so(text: str, limit: int) -> None:
         assert len(text.encode("utf-8", "backslashreplace")) > limit
 
 
-@pytest.mark.parametrize("kind", [MachineryError, lambda text: TaskFailed("u", "f", text), lambda text: RetryTaskLater(text, 1)])
+@pytest.mark.parametrize(
+    "kind",
+    [MachineryError, lambda text: TaskFailed("u", "f", text), lambda text: RetryTaskLater(text, 1)],
+)
 def test_an_error_of_ours_is_no_longer_than_max_error(kind: type[MachineryError]) -> None:
     error = kind("x" * 9_000_000)
 
     assert len(str(error)) <= MAX_ERROR
-    assert str(pickle.loads(pickle.dumps(MachineryError("x" * 9_000_000)))) == str(MachineryError("x" * 9_000_000))
+    assert str(pickle.loads(pickle.dumps(MachineryError("x" * 9_000_000)))) == str(
+        MachineryError("x" * 9_000_000)
+    )
     assert str(kind("short")).count("short") == 1
 
 
@@ -43,7 +50,11 @@ def test_a_failure_of_any_origin_has_a_cut_text() -> None:
 
 
 def recurse(depth: int) -> None:
-    exec("raise ValueError('y' * 1_000_000)" if depth == 0 else f"recurse({depth - 1})  #" + "z" * 5_000)  # no two lines alike
+    exec(
+        "raise ValueError('y' * 1_000_000)"
+        if depth == 0
+        else f"recurse({depth - 1})  #" + "z" * 5_000
+    )  # no two lines alike
 
 
 def test_a_traceback_keeps_its_ends_and_short_lines() -> None:
@@ -87,7 +98,8 @@ def test_a_wrong_call_of_the_log_raises_nothing(monkeypatch: pytest.MonkeyPatch)
 
 def test_every_logger_of_ours_cuts_its_lines() -> None:
     wrong = [
-        str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py")
+        str(path.relative_to(PACKAGE))
+        for path in PACKAGE.rglob("*.py")
         if re.search(r"^logger = (?!get_logger\(__name__\))", path.read_text(), re.MULTILINE)
     ]
 

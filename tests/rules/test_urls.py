@@ -46,8 +46,14 @@ ROLES: tuple[Role, ...] = get_args(Role)
         ("amqp://guest:secret@localhost:5672/", "amqp://guest:***@localhost:5672/"),
         ("amqp://secret@localhost", "amqp://***@localhost"),
         ("amqp://u:secret@h1;amqp://u:secret@h2", "amqp://u:***@h2"),
-        ("mongodb://u:secret@h1,h2/db?replicaSet=rs0&tls=true", "mongodb://u:***@h1,h2/db?replicaSet=rs0&tls=true"),
-        ("mongodb://h/db?replicaSet=rs0&password=secret&w=1", "mongodb://h/db?replicaSet=rs0&password=***"),
+        (
+            "mongodb://u:secret@h1,h2/db?replicaSet=rs0&tls=true",
+            "mongodb://u:***@h1,h2/db?replicaSet=rs0&tls=true",
+        ),
+        (
+            "mongodb://h/db?replicaSet=rs0&password=secret&w=1",
+            "mongodb://h/db?replicaSet=rs0&password=***",
+        ),
         ("redis://h/0?PASSWORD=secret", "redis://h/0?PASSWORD=***"),
         ("redis://h/0?ssl=true;redis://h2?password=secret", "redis://h/0?ssl=***"),
         ("redis://h/0?secret", "redis://h/0?***"),
@@ -66,7 +72,10 @@ ROLES: tuple[Role, ...] = get_args(Role)
         ("sqlite:///u:secret@h/x.db", "sqlite:///***@h/x.db"),
         ("sqlite:///u:sec?ret@h/x.db", "sqlite://***"),
         ("a secret://host", "***"),
-        ("sqlite:////home/ada@home/a#1.db?synchronous=full", "sqlite:////home/ada@home/a#1.db?synchronous=full"),
+        (
+            "sqlite:////home/ada@home/a#1.db?synchronous=full",
+            "sqlite:////home/ada@home/a#1.db?synchronous=full",
+        ),
         ("sqlite:///a.db?key=secret", "sqlite:///a.db?key=***"),
         ("sqlite://:memory:", "sqlite://:memory:"),
         ("eager", "eager"),
@@ -78,13 +87,37 @@ def test_a_url_is_shown_without_its_secrets(url: str, shown: str) -> None:
 
 
 def test_secrets_are_masked_and_nothing_else_in_a_url_that_a_tool_encoded() -> None:
-    assert redact("amqp://ada:s%40cret%2F@mq.example.com:5672/shop") == "amqp://ada:***@mq.example.com:5672/shop"
+    assert (
+        redact("amqp://ada:s%40cret%2F@mq.example.com:5672/shop")
+        == "amqp://ada:***@mq.example.com:5672/shop"
+    )
 
 
 # Words that stand nowhere else in the URLs, joined by what breaks parsers. None of them may be seen.
 WORDS = ("KILO", "LIMA", "MIKE")
 PASSWORDS = st.lists(
-    st.sampled_from([*WORDS, "@", "/", ":", "%", "#", "?", "&", "=", ",", ";", "%40", "//", "://", " ", "é", "[", "]"]),
+    st.sampled_from(
+        [
+            *WORDS,
+            "@",
+            "/",
+            ":",
+            "%",
+            "#",
+            "?",
+            "&",
+            "=",
+            ",",
+            ";",
+            "%40",
+            "//",
+            "://",
+            " ",
+            "é",
+            "[",
+            "]",
+        ]
+    ),
     min_size=1,
     max_size=8,
 ).map("".join)
@@ -143,7 +176,10 @@ def test_no_error_text_of_a_url_shows_its_password(shape: str, password: str, ro
         assert not any(word in str(error) for word in WORDS), error
 
 
-@pytest.mark.parametrize("url", ["redis://user:KI%4CO@h", "redis://KILO@h", "redis://h?master_name=m&sentinel_password=KILO"])
+@pytest.mark.parametrize(
+    "url",
+    ["redis://user:KI%4CO@h", "redis://KILO@h", "redis://h?master_name=m&sentinel_password=KILO"],
+)
 def test_what_a_server_repeats_of_a_url_is_masked(url: str) -> None:
     said = "ERR unknown command 'AUTH', with args beginning with: 'user' 'KILO'"
 
@@ -151,7 +187,12 @@ def test_what_a_server_repeats_of_a_url_is_masked(url: str) -> None:
     assert without_secrets(said, "redis://h/0", "amqp://user:x@h") == said
 
 
-@given(st.one_of(st.text(), st.tuples(st.sampled_from(SHAPES), PASSWORDS).map(lambda two: two[0].replace("{}", two[1]))))
+@given(
+    st.one_of(
+        st.text(),
+        st.tuples(st.sampled_from(SHAPES), PASSWORDS).map(lambda two: two[0].replace("{}", two[1])),
+    )
+)
 def test_masking_a_masked_url_changes_nothing(url: str) -> None:
     assert redact(redact(url)) == redact(url)
 
@@ -203,7 +244,8 @@ def refusal(url: str, role: Role) -> str:
 
 @pytest.mark.parametrize("role", ROLES)
 @pytest.mark.parametrize(
-    "url", ["sqlite:///a.db", "sqlite:////a/b.db", "memory://", "memory://shop", "eager", "eager://"]
+    "url",
+    ["sqlite:///a.db", "sqlite:////a/b.db", "memory://", "memory://shop", "eager", "eager://"],
 )
 def test_the_embedded_stores_can_be_everything(url: str, role: Role) -> None:
     check_url(url, role)
@@ -229,7 +271,9 @@ def test_an_unknown_scheme_names_the_known_and_the_nearest() -> None:
     assert known in refusal("x://", "result backend")
 
 
-@pytest.mark.parametrize(("url", "role"), [("amqp://h", "lock"), ("memcache://h", "broker"), ("memcache://h", "lock")])
+@pytest.mark.parametrize(
+    ("url", "role"), [("amqp://h", "lock"), ("memcache://h", "broker"), ("memcache://h", "lock")]
+)
 def test_a_scheme_is_refused_in_a_role_that_it_never_has(url: str, role: Role) -> None:
     assert "only (as" in refusal(url, role)
 
@@ -244,7 +288,9 @@ def test_an_empty_url_is_refused(url: str) -> None:
     assert "broker URL is empty" in refusal(url, "broker")
 
 
-@pytest.mark.parametrize(("url", "shown"), [("localhost:6379", "***"), ("memory", "memory"), ("tasks.db", "***")])
+@pytest.mark.parametrize(
+    ("url", "shown"), [("localhost:6379", "***"), ("memory", "memory"), ("tasks.db", "***")]
+)
 def test_a_text_without_a_scheme_is_refused(url: str, shown: str) -> None:
     assert f"broker URL {shown!r}: no scheme (expected scheme://…" in refusal(url, "broker")
 
@@ -293,7 +339,10 @@ def test_the_servers_of_a_memcache_url_keep_their_order() -> None:
         ("sqlite:////abs/path.db", StoreUrl(scheme="sqlite", path="/abs/path.db")),
         ("SQLite:///my%20tasks%3F.db", StoreUrl(scheme="sqlite", path="my tasks?.db")),
         ("sqlite:///a.db?", StoreUrl(scheme="sqlite", path="a.db")),
-        ("sqlite:///a.db?synchronous=NORMAL", StoreUrl(scheme="sqlite", path="a.db", synchronous="normal")),
+        (
+            "sqlite:///a.db?synchronous=NORMAL",
+            StoreUrl(scheme="sqlite", path="a.db", synchronous="normal"),
+        ),
         (
             "sqlite:///a.db?busy_timeout=0.5&synchronous=full",
             StoreUrl(scheme="sqlite", path="a.db", synchronous="full", busy_timeout=0.5),
@@ -311,7 +360,14 @@ def test_an_embedded_url_is_read(url: str, expected: StoreUrl) -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["sqlite://:memory:", "sqlite:///:memory:", "sqlite://", "sqlite:///", "sqlite://?synchronous=full"]
+    "url",
+    [
+        "sqlite://:memory:",
+        "sqlite:///:memory:",
+        "sqlite://",
+        "sqlite:///",
+        "sqlite://?synchronous=full",
+    ],
 )
 def test_sqlite_without_a_file_is_refused_with_the_offer_of_memory(url: str) -> None:
     assert "found no file (for a store inside this process: memory://)" in refusal(url, "broker")
@@ -320,16 +376,25 @@ def test_sqlite_without_a_file_is_refused_with_the_offer_of_memory(url: str) -> 
 @pytest.mark.parametrize(
     ("url", "text"),
     [
-        ("sqlite://x.db", "found a host (expected sqlite:///relative.db or sqlite:////absolute/path.db)"),
+        (
+            "sqlite://x.db",
+            "found a host (expected sqlite:///relative.db or sqlite:////absolute/path.db)",
+        ),
         ("sqlite:///folder/", "found a folder"),
         ("sqlite:///a%00b", "NUL"),
         (
             "sqlite:///a.db?synchronus=full",
             "unknown option 'synchronus' (known: busy_timeout, synchronous; did you mean 'synchronous'?)",
         ),
-        ("sqlite:///a.db?synchronous=off", "option 'synchronous' is 'off' (expected full or normal)"),
+        (
+            "sqlite:///a.db?synchronous=off",
+            "option 'synchronous' is 'off' (expected full or normal)",
+        ),
         ("sqlite:///a.db?synchronous", "option 'synchronous' is '' (expected full or normal)"),
-        ("sqlite:///a.db?busy_timeout=-1", "option 'busy_timeout' is '-1' (expected 0 to 3600 seconds)"),
+        (
+            "sqlite:///a.db?busy_timeout=-1",
+            "option 'busy_timeout' is '-1' (expected 0 to 3600 seconds)",
+        ),
         ("sqlite:///a.db?busy_timeout=nan", "expected 0 to 3600 seconds"),
         ("sqlite:///a.db?busy_timeout=soon", "expected 0 to 3600 seconds"),
         ("sqlite:///a.db?busy_timeout=1&busy_timeout=2", "option 'busy_timeout' is given twice"),
@@ -391,7 +456,13 @@ def test_a_redis_url_is_read_as_go_reads_it(url: str, found: tuple[object, ...])
 def test_a_redis_socket_has_its_database_behind_a_colon() -> None:
     read = parse_redis_url("redis+socket://user:secret@/run/redis.sock:/3")
 
-    assert (read.path, read.hosts, read.username, read.password, read.database) == ("/run/redis.sock", (), "user", "secret", 3)
+    assert (read.path, read.hosts, read.username, read.password, read.database) == (
+        "/run/redis.sock",
+        (),
+        "user",
+        "secret",
+        3,
+    )
     assert parse_redis_url("redis+socket:///a.sock").database == 0
 
 
@@ -406,7 +477,9 @@ def test_a_redis_socket_has_its_database_behind_a_colon() -> None:
         ("redis+socket://secret@host", "found no path of a socket"),
     ],
 )
-def test_a_redis_url_that_makes_no_sense_is_refused_without_its_password(url: str, text: str) -> None:
+def test_a_redis_url_that_makes_no_sense_is_refused_without_its_password(
+    url: str, text: str
+) -> None:
     assert text in refusal(url, "broker")
     assert "secret" not in refusal(url, "broker")
 
@@ -433,11 +506,16 @@ def test_an_amqp_url_is_gos(url: str, found: tuple[object, ...]) -> None:
 @pytest.mark.parametrize(
     ("url", "text"),
     [
-        ("amqp://h:x", "the port is no number"), ("amqp://h/a/b", "second '/'"),
-        ("amqp://h//a", "second '/'"), ("amqp://:p@h", "no user"),
-        ("amqp://h?verify=none", "needs TLS"), ("amqps://h?verify=maybe", "neither full nor none"),
-        ("amqp://h?heartbeat=x", "'heartbeat' is no number"), ("amqp://h?colour=red", "no options besides"),
-        ("amqp://a,b/v", "several hosts"), ("amqps://h?key_file=k", "needs 'cert_file'"),
+        ("amqp://h:x", "the port is no number"),
+        ("amqp://h/a/b", "second '/'"),
+        ("amqp://h//a", "second '/'"),
+        ("amqp://:p@h", "no user"),
+        ("amqp://h?verify=none", "needs TLS"),
+        ("amqps://h?verify=maybe", "neither full nor none"),
+        ("amqp://h?heartbeat=x", "'heartbeat' is no number"),
+        ("amqp://h?colour=red", "no options besides"),
+        ("amqp://a,b/v", "several hosts"),
+        ("amqps://h?key_file=k", "needs 'cert_file'"),
     ],
 )
 def test_an_amqp_url_that_makes_no_sense_is_refused(url: str, text: str) -> None:

@@ -19,7 +19,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from machinery_py.errors import ArgumentError
-from machinery_py.values import Number, converter, describe, describe_as, from_result, result_of, to_python
+from machinery_py.values import (
+    Number,
+    converter,
+    describe,
+    describe_as,
+    from_result,
+    result_of,
+    to_python,
+)
 
 
 def over_the_wire(value: Any, hint: Any = None) -> Any:
@@ -145,7 +153,9 @@ class Text(str):
         ([Level.HIGH, 1], "json", [3, 1]),
     ],
 )
-def test_a_value_travels_under_the_type_that_it_has_by_nature(value: Any, type_name: str, wire: Any) -> None:
+def test_a_value_travels_under_the_type_that_it_has_by_nature(
+    value: Any, type_name: str, wire: Any
+) -> None:
     found = describe(value)
 
     assert found == (type_name, wire)
@@ -174,7 +184,9 @@ def test_a_value_travels_under_the_type_that_it_has_by_nature(value: Any, type_n
         ({}, dict[str, int], "json", {}),
     ],
 )
-def test_an_annotation_decides_where_the_value_alone_does_not(value: Any, hint: Any, type_name: str, wire: Any) -> None:
+def test_an_annotation_decides_where_the_value_alone_does_not(
+    value: Any, hint: Any, type_name: str, wire: Any
+) -> None:
     found = describe(value, hint)
 
     assert found == (type_name, wire)
@@ -276,7 +288,11 @@ def test_a_key_that_would_come_back_as_a_list_is_named_in_the_refusal() -> None:
     assert str(caught.value) == text
 
 
-@pytest.mark.parametrize("value", [deep(199), nested_keys(66), {frozenset({1}): {b"x", None}}], ids=["deep", "keys", "frozen"])
+@pytest.mark.parametrize(
+    "value",
+    [deep(199), nested_keys(66), {frozenset({1}): {b"x", None}}],
+    ids=["deep", "keys", "frozen"],
+)
 def test_what_is_just_inside_of_the_limits_comes_back_the_same(value: Any) -> None:
     assert over_the_wire(value) == value
 
@@ -321,13 +337,20 @@ def test_an_explicit_type_is_held_to(type_name: str, value: Any) -> None:
 
 
 def test_an_unknown_type_names_the_known_ones() -> None:
-    with pytest.raises(ArgumentError, match=r"unknown type \(known: bool, string, .*int64.*\[\]byte"):
+    with pytest.raises(
+        ArgumentError, match=r"unknown type \(known: bool, string, .*int64.*\[\]byte"
+    ):
         describe_as("integer", 1)
 
 
 @pytest.mark.parametrize(
     ("type_name", "value", "wire"),
-    [("[]byte", "AQI=", b"\x01\x02"), ("[]uint8", [1, 2], b"\x01\x02"), ("[]int", (1,), [1]), ("float64", 1, 1.0)],
+    [
+        ("[]byte", "AQI=", b"\x01\x02"),
+        ("[]uint8", [1, 2], b"\x01\x02"),
+        ("[]int", (1,), [1]),
+        ("float64", 1, 1.0),
+    ],
 )
 def test_an_explicit_type_takes_what_fits(type_name: str, value: Any, wire: Any) -> None:
     assert describe_as(type_name, value) == wire
@@ -353,16 +376,43 @@ def test_an_error_text_does_not_repeat_megabytes() -> None:
     assert len(str(caught.value)) < 2000
 
 
-@given(st.recursive(PLAIN, lambda inner: st.lists(inner) | st.dictionaries(st.sampled_from(["$", "v", "a"]), inner)))
+@given(
+    st.recursive(
+        PLAIN,
+        lambda inner: st.lists(inner) | st.dictionaries(st.sampled_from(["$", "v", "a"]), inner),
+    )
+)
 def test_any_json_under_any_type_is_converted_or_refused(value: Any) -> None:
-    for type_name in ("py", "int8", "[]byte", "[]uint64", "[]string", "float32", "bool", "string", "nonsense"):
+    for type_name in (
+        "py",
+        "int8",
+        "[]byte",
+        "[]uint64",
+        "[]string",
+        "float32",
+        "bool",
+        "string",
+        "nonsense",
+    ):
         try:
             to_python(type_name, value)
         except ArgumentError:
             from_result(type_name, value)
 
 
-TAGS: list[Any] = ["datetime", "date", "timedelta", "decimal", "uuid", "bytes", "set", "dict", "new", None, []]
+TAGS: list[Any] = [
+    "datetime",
+    "date",
+    "timedelta",
+    "decimal",
+    "uuid",
+    "bytes",
+    "set",
+    "dict",
+    "new",
+    None,
+    [],
+]
 
 
 @pytest.mark.parametrize("tag", TAGS)
@@ -524,7 +574,9 @@ def test_an_int_for_a_float_becomes_one() -> None:
         (socket.socket, 5, "is no socket: expected socket, got int"),
     ],
 )
-def test_what_does_not_fit_is_an_argument_error_with_its_path(annotation: Any, value: Any, text: str) -> None:
+def test_what_does_not_fit_is_an_argument_error_with_its_path(
+    annotation: Any, value: Any, text: str
+) -> None:
     convert = converter(annotation)
 
     assert convert is not None

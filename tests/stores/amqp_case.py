@@ -38,7 +38,9 @@ class Vhosts:
     def __call__(self) -> str:
         """The URL of a new one."""
         if self._given == self._made:
-            self._server.ctl("eval", _GRANTED.format(first=self._made, last=self._made + self.BATCH - 1))
+            self._server.ctl(
+                "eval", _GRANTED.format(first=self._made, last=self._made + self.BATCH - 1)
+            )
             self._made += self.BATCH
         self._given += 1
         return f"{self._server.url}t{self._given - 1}"
@@ -100,7 +102,9 @@ class Brokers:
         self._open: list[AMQPBroker] = []
 
     def __call__(self) -> AMQPBroker:
-        broker = AMQPBroker(AmqpDriver(self.url, clock=self._clock), HurriedTopology(self.config, self._clock))
+        broker = AMQPBroker(
+            AmqpDriver(self.url, clock=self._clock), HurriedTopology(self.config, self._clock)
+        )
         self._open.append(broker)
         return broker
 
@@ -120,14 +124,21 @@ def crash(broker: AMQPBroker, consumer: AMQPConsumer) -> None:
     assert life is not None
     life.link.abort()
     for queue, count in held.items():
-        wait_until(lambda queue=queue, count=count: waiting(broker, queue) >= before[queue] + count, HANG)
+        wait_until(
+            lambda queue=queue, count=count: waiting(broker, queue) >= before[queue] + count, HANG
+        )
 
 
 def late(url: str) -> int:
     """How many messages are in the levels."""
     with AmqpDriver(url).visit("counting") as channel:
-        names = [HurriedTopology(AMQPConfig(), PacedClock(url)).level_name(level) for level in range(LEVELS)]
-        frames = [channel.rpc("queue_declare", queue=name, passive=True, timeout=HANG) for name in names]
+        names = [
+            HurriedTopology(AMQPConfig(), PacedClock(url)).level_name(level)
+            for level in range(LEVELS)
+        ]
+        frames = [
+            channel.rpc("queue_declare", queue=name, passive=True, timeout=HANG) for name in names
+        ]
         return sum(frame.method.message_count for frame in frames)
 
 

@@ -19,7 +19,12 @@ SOON, HARDLY = 31.0, 29.0  # seconds: after and before the time to look
 
 
 def ended(member: str, *arrivals: Arrival, state: State = State.SUCCESS) -> Change:
-    return Change(key=member, mark=member, states=(TaskState(task_uuid=member, state=state),), arrivals=arrivals)
+    return Change(
+        key=member,
+        mark=member,
+        states=(TaskState(task_uuid=member, state=state),),
+        arrivals=arrivals,
+    )
 
 
 def arrival(member: str) -> Arrival:
@@ -62,33 +67,45 @@ class LeftBehind:
         clock.advance(SOON)
         assert backend.partial_groups(9) == [LEFT]
 
-    def test_a_chord_is_not_looked_at_before_its_time(self, backend: Backend, clock: ManualClock) -> None:
+    def test_a_chord_is_not_looked_at_before_its_time(
+        self, backend: Backend, clock: ManualClock
+    ) -> None:
         clock.advance(HARDLY)
 
         assert backend.partial_groups(9) == []
 
     @pytest.mark.parametrize("ok", [True, False])
-    def test_a_chord_that_is_ready_is_not_looked_at(self, backend: Backend, clock: ManualClock, ok: bool) -> None:
-        last = Arrival(group_uuid="group_1", task_uuid="task_2", total=2, ok=ok, callback=b"callback")
+    def test_a_chord_that_is_ready_is_not_looked_at(
+        self, backend: Backend, clock: ManualClock, ok: bool
+    ) -> None:
+        last = Arrival(
+            group_uuid="group_1", task_uuid="task_2", total=2, ok=ok, callback=b"callback"
+        )
         backend.apply([ended("task_2", last)])
         clock.advance(SOON)
 
         assert backend.partial_groups(9) == []
         assert len(backend.ready_groups(9)) == 1
 
-    def test_a_chord_that_is_settled_is_not_looked_at(self, backend: Backend, clock: ManualClock) -> None:
+    def test_a_chord_that_is_settled_is_not_looked_at(
+        self, backend: Backend, clock: ManualClock
+    ) -> None:
         assert backend.trigger_chord("group_1") is True
         clock.advance(SOON)
 
         assert backend.partial_groups(9) == []
 
-    def test_a_chord_that_is_dropped_is_not_looked_at(self, backend: Backend, clock: ManualClock) -> None:
+    def test_a_chord_that_is_dropped_is_not_looked_at(
+        self, backend: Backend, clock: ManualClock
+    ) -> None:
         backend.drop_partial(["group_1"])
         clock.advance(SOON)
 
         assert backend.partial_groups(9) == []
 
-    def test_a_chord_that_is_purged_is_not_looked_at(self, backend: Backend, clock: ManualClock) -> None:
+    def test_a_chord_that_is_purged_is_not_looked_at(
+        self, backend: Backend, clock: ManualClock
+    ) -> None:
         backend.purge_group_meta("group_1")
         clock.advance(SOON)
 
@@ -106,9 +123,13 @@ class LeftBehind:
         watch.adopt()
         look_until_idle(watch)
 
-        assert [one.failed_member for one in backend.ready_groups(9)] == ["" if state is State.SUCCESS else "task_2"]
+        assert [one.failed_member for one in backend.ready_groups(9)] == [
+            "" if state is State.SUCCESS else "task_2"
+        ]
 
-    def test_one_look_is_enough_at_a_chord_that_is_not_over(self, backend: Backend, clock: ManualClock) -> None:
+    def test_one_look_is_enough_at_a_chord_that_is_not_over(
+        self, backend: Backend, clock: ManualClock
+    ) -> None:
         clock.advance(SOON)
         watch = GroupWatch(backend)
 
@@ -119,10 +140,24 @@ class LeftBehind:
         assert watch.due_in() == math.inf
         assert backend.ready_groups(9) == []
 
-    def test_a_chord_whose_document_is_gone_is_dropped(self, backend: Backend, clock: ManualClock) -> None:
+    def test_a_chord_whose_document_is_gone_is_dropped(
+        self, backend: Backend, clock: ManualClock
+    ) -> None:
         watch = GroupWatch(backend)
-        backend.apply([ended("task_9", Arrival(
-            group_uuid="group_unknown", task_uuid="task_9", total=2, ok=True, callback=b"callback"))])
+        backend.apply(
+            [
+                ended(
+                    "task_9",
+                    Arrival(
+                        group_uuid="group_unknown",
+                        task_uuid="task_9",
+                        total=2,
+                        ok=True,
+                        callback=b"callback",
+                    ),
+                )
+            ]
+        )
         clock.advance(SOON)
 
         watch.adopt()

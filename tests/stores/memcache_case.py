@@ -17,7 +17,10 @@ from machinery_py.testing.waiting import HANG
 
 def tell(server: MemcachedServer, *lines: bytes) -> list[bytes]:
     """Send lines, each of which has one line for a reply, and return the replies."""
-    with socket.create_connection(("127.0.0.1", server.port), HANG) as connection, connection.makefile("rb") as stream:
+    with (
+        socket.create_connection(("127.0.0.1", server.port), HANG) as connection,
+        connection.makefile("rb") as stream,
+    ):
         connection.sendall(b"".join(line + b"\r\n" for line in lines))
         return [stream.readline().strip() for _ in lines]
 
@@ -29,7 +32,9 @@ def flush(server: MemcachedServer) -> None:
 def time_left(server: MemcachedServer, keys: Iterable[bytes]) -> dict[bytes, float]:
     """The seconds that each key will be kept, of those that are there."""
     keys = list(keys)
-    replies = zip(keys, tell(server, *(b"mg %b t" % key for key in keys)), strict=True) if keys else ()
+    replies = (
+        zip(keys, tell(server, *(b"mg %b t" % key for key in keys)), strict=True) if keys else ()
+    )
     left = {key: reply.removeprefix(b"HD t") for key, reply in replies if reply.startswith(b"HD t")}
     return {key: math.inf if text == b"-1" else float(text) for key, text in left.items()}
 
@@ -64,7 +69,11 @@ def _age(server: MemcachedServer, keys: Iterable[bytes], passed: float) -> None:
     driver = MemcacheDriver(parse_memcache_url(server.url))
     kept = {key: left for key, left in time_left(server, keys).items() if left != math.inf}
     driver.send(
-        [touch(key, seconds(left - passed)) if left > passed else delete(key) for key, left in kept.items()], doing="ageing"
+        [
+            touch(key, seconds(left - passed)) if left > passed else delete(key)
+            for key, left in kept.items()
+        ],
+        doing="ageing",
     )
     driver.close()
 
@@ -73,7 +82,9 @@ class Drivers:
     """Each call opens connections of its own, as another process would."""
 
     def __init__(self, clock: ServerClock) -> None:
-        self._addresses = [address for server in clock.servers for address in parse_memcache_url(server.url)]
+        self._addresses = [
+            address for server in clock.servers for address in parse_memcache_url(server.url)
+        ]
         self._clock = clock
         self._open: list[MemcacheDriver] = []
 

@@ -1,8 +1,8 @@
 """Two stores of any two kinds, for the suites that are run over pairs of broker and result backend.
 
-    place("redis", "broker")     a fixture `broker_place`: where an empty store of that kind is
-    open_side(place)             that store as one side of a pair, with a clock of its own
-    PairClock(one, other)        time that passes in both
+place("redis", "broker")     a fixture `broker_place`: where an empty store of that kind is
+open_side(place)             that store as one side of a pair, with a clock of its own
+PairClock(one, other)        time that passes in both
 """
 
 from __future__ import annotations
@@ -34,7 +34,14 @@ from machinery_py.settlement.base import Session, Store
 from machinery_py.settlement.two_stores import TwoSession
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.servers import MemcachedServer, RedisServer
-from tests.stores import amqp_case, amqp_results_case, memcache_case, mongo_case, redis_case, test_sqlite_conformance
+from tests.stores import (
+    amqp_case,
+    amqp_results_case,
+    memcache_case,
+    mongo_case,
+    redis_case,
+    test_sqlite_conformance,
+)
 
 #: Every pair, not only a few: `make matrix` and `make chaos`.
 ALL_PAIRS = bool(os.environ.get("MACHINERY_TEST_FULL") or os.environ.get("MACHINERY_TEST_PAIRS"))
@@ -67,7 +74,9 @@ def place(kind: str, role: str) -> object:
         return Place(kind, mongodb_url)
 
     def amqp(self: object, vhosts: Callable[[], object]) -> Place:
-        return Place(kind, str(vhosts()))  # results by themselves: tests call tasks and queues by the same short names
+        return Place(
+            kind, str(vhosts())
+        )  # results by themselves: tests call tasks and queues by the same short names
 
     def memcache(self: object, empty_memcached: MemcachedServer) -> Place:
         return Place(kind, empty_memcached.url, empty_memcached)
@@ -103,7 +112,9 @@ def _sqlite(place: Place) -> Side:
     path = Path(place.url.removeprefix("sqlite:///").partition("?")[0])
     clock = ManualClock()
     drivers = test_sqlite_conformance.Drivers(path, clock)
-    return Side(clock, drivers.close, lambda: SQLiteBroker(drivers()), lambda: SQLiteBackend(drivers()))
+    return Side(
+        clock, drivers.close, lambda: SQLiteBroker(drivers()), lambda: SQLiteBackend(drivers())
+    )
 
 
 def _redis(place: Place) -> Side:
@@ -120,7 +131,9 @@ def _redis(place: Place) -> Side:
 def _mongodb(place: Place) -> Side:
     clock = ManualClock()
     drivers = mongo_case.Drivers(place.url, clock)
-    return Side(clock, drivers.close, lambda: MongoBroker(drivers()), lambda: MongoBackend(drivers()))
+    return Side(
+        clock, drivers.close, lambda: MongoBroker(drivers()), lambda: MongoBackend(drivers())
+    )
 
 
 def _amqp(place: Place) -> Side:
@@ -143,7 +156,12 @@ def _memcache(place: Place) -> Side:
 
 
 _KINDS: dict[str, Callable[[Place], Side]] = {
-    "memory": _memory, "sqlite": _sqlite, "redis": _redis, "mongodb": _mongodb, "amqp": _amqp, "memcache": _memcache,
+    "memory": _memory,
+    "sqlite": _sqlite,
+    "redis": _redis,
+    "mongodb": _mongodb,
+    "amqp": _amqp,
+    "memcache": _memcache,
 }
 
 

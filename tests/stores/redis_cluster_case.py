@@ -15,7 +15,11 @@ from tests.stores.redis_case import AGE
 
 
 def masters(cluster: ClusterServers) -> list[RedisServer]:
-    return [node for node in cluster.nodes if node.is_running and str(node.cli("ROLE")).startswith("['master'")]
+    return [
+        node
+        for node in cluster.nodes
+        if node.is_running and str(node.cli("ROLE")).startswith("['master'")
+    ]
 
 
 def url_of(cluster: ClusterServers) -> str:

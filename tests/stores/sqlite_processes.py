@@ -27,7 +27,9 @@ class Other:
     def __init__(self, path: Path, script: str) -> None:
         self.process = subprocess.Popen(
             [sys.executable, "-c", PREAMBLE + script, str(path)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
 
     @property

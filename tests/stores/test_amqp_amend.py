@@ -36,14 +36,23 @@ def channel(amqp_url: str) -> Iterator[BlockingChannel]:
 
 def claim(expected: bytes | None, body: bytes | None, *, send: bool = False) -> Amendment:
     return Amendment(
-        name="a", expected=expected, body=body, life=100.0, states=(state_of("t"),) if send else (),
-        outbox=(b"the message",) if send else (), outbox_key="unique a 1" if send else "",
+        name="a",
+        expected=expected,
+        body=body,
+        life=100.0,
+        states=(state_of("t"),) if send else (),
+        outbox=(b"the message",) if send else (),
+        outbox_key="unique a 1" if send else "",
     )
 
 
 @pytest.mark.parametrize("life", [100.0, 0.0], ids=["claim", "record"])
 def test_an_amendment_whose_reply_is_lost_is_made_once(
-    rabbitmq_server: RabbitMQServer, amqp_url: str, open_backend: Open, open_proxy: Callable[[int], Proxy], backend: AMQPBackend,
+    rabbitmq_server: RabbitMQServer,
+    amqp_url: str,
+    open_backend: Open,
+    open_proxy: Callable[[int], Proxy],
+    backend: AMQPBackend,
     life: float,
 ) -> None:
     proxy = open_proxy(rabbitmq_server.port)
@@ -51,7 +60,13 @@ def test_an_amendment_whose_reply_is_lost_is_made_once(
     assert far.claims(["a"]) == [None]
     wait_until(lambda: bool(far._turns._free), HANG)  # the turn before has given back its locks
     amendment = Amendment(
-        name="a", expected=None, body=b"1", life=life, states=(state_of("t"),), outbox=(b"the message",), outbox_key="k",
+        name="a",
+        expected=None,
+        body=b"1",
+        life=life,
+        states=(state_of("t"),),
+        outbox=(b"the message",),
+        outbox_key="k",
     )
 
     proxy.drop_next_reply(matching=b"the message")
@@ -87,7 +102,9 @@ def test_who_loses_the_connection_before_the_end_has_changed_nothing(
     assert backend.unsent(9, older_than=0.0) == []
 
 
-def test_a_claim_that_is_gone_leaves_no_queue(backend: AMQPBackend, channel: BlockingChannel) -> None:
+def test_a_claim_that_is_gone_leaves_no_queue(
+    backend: AMQPBackend, channel: BlockingChannel
+) -> None:
     queue = place_of("a").queue
     assert backend.amend(claim(None, b"1", send=True))
     assert channel.queue_declare(queue, passive=True).method.message_count == 1
@@ -100,7 +117,9 @@ def test_a_claim_that_is_gone_leaves_no_queue(backend: AMQPBackend, channel: Blo
 
 def test_a_key_is_free_when_rabbitmq_has_forgotten_the_state_of_its_task(amqp_url: str) -> None:
     """Not what anybody wants: what docs/how-to/rabbitmq.md says."""
-    server = Server(Config(broker="memory://unique-forgotten", result_backend=amqp_url, results_expire_in=2))
+    server = Server(
+        Config(broker="memory://unique-forgotten", result_backend=amqp_url, results_expire_in=2)
+    )
     alone = server.task("alone", unique=True)(lambda: None)
     first = alone.send()
 

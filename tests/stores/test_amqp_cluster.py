@@ -41,7 +41,11 @@ def cluster(nodes: RabbitMQCluster) -> Iterator[RabbitMQCluster]:
     for node in nodes.nodes:
         node.start()
         node.thaw()
-    wait_until(lambda: all(node.ctl("eval", "length(nodes()).").strip() == "2" for node in nodes.nodes), LONG, "three nodes")
+    wait_until(
+        lambda: all(node.ctl("eval", "length(nodes()).").strip() == "2" for node in nodes.nodes),
+        LONG,
+        "three nodes",
+    )
 
 
 class Load:
@@ -89,23 +93,37 @@ class Scene:
     """A server with a task over the cluster, and how often each of its tasks was settled."""
 
     def __init__(self, cluster: RabbitMQCluster, redis: RedisServer) -> None:
-        self.server = Server(Config(
-            broker=cluster.url, multiple_broker_separator=";", result_backend=redis.url, publish_timeout=2.0, amqp=QUORUM,
-        ))
+        self.server = Server(
+            Config(
+                broker=cluster.url,
+                multiple_broker_separator=";",
+                result_backend=redis.url,
+                publish_timeout=2.0,
+                amqp=QUORUM,
+            )
+        )
         self.settled: collections.Counter[str] = collections.Counter()
         self.work = self.server.register_task("work", _same)
-        self.server.events.subscribe(TaskSucceeded, lambda event: self.settled.update([event.signature.uuid]))
+        self.server.events.subscribe(
+            TaskSucceeded, lambda event: self.settled.update([event.signature.uuid])
+        )
         self.first = self.work.send(0).uuid  # makes the queue
 
     def is_over(self, accepted: set[str]) -> bool:
         states = self.server.backend.get_states(list(accepted))
-        return len(states) == len(accepted) and all(one.state is State.SUCCESS for one in states.values())
+        return len(states) == len(accepted) and all(
+            one.state is State.SUCCESS for one in states.values()
+        )
 
     def check(self, accepted: set[str]) -> None:
         """Every accepted task succeeds, once."""
         wait_until(lambda: self.is_over(accepted), LONG, "every accepted task to succeed")
         # The last verdicts are told a moment after the states can be read.
-        wait_until(lambda: set(self.settled) >= accepted | {self.first}, LONG, "every settlement to be told")
+        wait_until(
+            lambda: set(self.settled) >= accepted | {self.first},
+            LONG,
+            "every settlement to be told",
+        )
         assert set(self.settled.values()) == {1}
 
 
@@ -121,7 +139,9 @@ def scene(cluster: RabbitMQCluster, empty_redis: RedisServer) -> Iterator[Scene]
 
 
 @pytest.mark.timeout(6 * LONG)
-def test_f69_a_quorum_queue_outlives_its_leader_under_load(cluster: RabbitMQCluster, scene: Scene) -> None:
+def test_f69_a_quorum_queue_outlives_its_leader_under_load(
+    cluster: RabbitMQCluster, scene: Scene
+) -> None:
     leader = cluster.leader_of("machinery_tasks")
     with scene.server.new_worker("one", 2), scene.server.new_worker("two", 2):
         with Load(scene.server, scene.work) as load:
@@ -173,7 +193,9 @@ def test_a_classic_queue_whose_node_is_down_is_waited_for(cluster: RabbitMQClust
 
 
 @pytest.mark.timeout(6 * LONG)
-def test_f69_a_minority_takes_nothing_and_goes_on_when_the_others_are_back(cluster: RabbitMQCluster, scene: Scene) -> None:
+def test_f69_a_minority_takes_nothing_and_goes_on_when_the_others_are_back(
+    cluster: RabbitMQCluster, scene: Scene
+) -> None:
     with scene.server.new_worker("one", 2), scene.server.new_worker("two", 2):
         with Load(scene.server, scene.work) as load:
             load.more(TASKS)
@@ -209,12 +231,15 @@ def move_leader(cluster: RabbitMQCluster, queue: str) -> None:
 
     def moved() -> bool:
         if cluster.leader_of(queue) is before:
-            before.ctl("eval", f"""
+            before.ctl(
+                "eval",
+                f"""
                 {{ok, Q}} = rabbit_amqqueue:lookup(rabbit_misc:r(<<"/">>, queue, <<"{queue}">>)),
                 {{Name, Leader}} = amqqueue:get_pid(Q),
                 [Other | _] = [Node || Node <- [node() | nodes()], Node =/= Leader],
                 ra:transfer_leadership({{Name, Leader}}, {{Name, Other}}).
-            """)
+            """,
+            )
         return cluster.leader_of(queue) is not before
 
     wait_until(moved, LONG, "another leader")

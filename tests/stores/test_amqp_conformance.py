@@ -16,7 +16,17 @@ from machinery_py.testing.conformance.brokers import BrokerConformance, OpenBrok
 from machinery_py.testing.conformance.leases import bodies, message, put
 from machinery_py.testing.waiting import HANG, wait_until
 from tests.servers import rabbitmq_server
-from tests.stores.amqp_case import PACE, Brokers, PacedClock, amqp_config, amqp_url, clock, crash, open_brokers, vhosts
+from tests.stores.amqp_case import (
+    PACE,
+    Brokers,
+    PacedClock,
+    amqp_config,
+    amqp_url,
+    clock,
+    crash,
+    open_brokers,
+    vhosts,
+)
 
 __all__ = ["amqp_config", "amqp_url", "clock", "open_brokers", "rabbitmq_server", "vhosts"]
 
@@ -29,13 +39,17 @@ class TestAMQPBroker(BrokerConformance):
     @pytest.fixture
     def amqp_config(self, request: pytest.FixtureRequest) -> AMQPConfig:
         """Queues have priorities where they are tested: 256 of them are slow."""
-        return AMQPConfig(queue_declare_args={"x-max-priority": 255} if "priorit" in request.node.name else {})
+        return AMQPConfig(
+            queue_declare_args={"x-max-priority": 255} if "priorit" in request.node.name else {}
+        )
 
     @pytest.fixture
     def open_broker(self, open_brokers: Brokers) -> OpenBroker:
         return open_brokers
 
-    def test_nothing_is_early_and_nothing_late(self, broker: Broker, consumer: Consumer, clock: ManualClock) -> None:
+    def test_nothing_is_early_and_nothing_late(
+        self, broker: Broker, consumer: Consumer, clock: ManualClock
+    ) -> None:
         """By the server's own time: on a slow machine more of it passes than the clock here says."""
         began = time.monotonic()
         broker.put([message(b"late", eta=seconds(clock.now(), 8.0))], token="")
@@ -49,7 +63,11 @@ class TestAMQPBroker(BrokerConformance):
         assert time.monotonic() - began >= 8.0 / PACE - 0.1
 
     def crash_consumer(
-        self, broker: Broker, consumer: Consumer, clock: ManualClock, survivors: Sequence[Consumer] = ()
+        self,
+        broker: Broker,
+        consumer: Consumer,
+        clock: ManualClock,
+        survivors: Sequence[Consumer] = (),
     ) -> None:
         assert isinstance(broker, AMQPBroker)
         assert isinstance(consumer, AMQPConsumer)

@@ -19,7 +19,13 @@ from machinery_py.brokers.amqp_topology import LEVELS, Topology
 from machinery_py.brokers.base import Delivery, Disposal, Fate
 from machinery_py.clock import SystemClock
 from machinery_py.config import AMQPConfig
-from machinery_py.errors import BrokerUnavailable, MachineryError, PublishRefused, PublishUnknown, StoreUnusable
+from machinery_py.errors import (
+    BrokerUnavailable,
+    MachineryError,
+    PublishRefused,
+    PublishUnknown,
+    StoreUnusable,
+)
 from machinery_py.testing.conformance.leases import bodies, done, message, put
 from machinery_py.testing.proxy import REPLIES, Proxy
 from machinery_py.testing.servers import RabbitMQServer, require
@@ -37,7 +43,9 @@ def open_broker(request: pytest.FixtureRequest) -> Iterator[Open]:
     """Opens brokers on a URL, by real time."""
     opened: list[AMQPBroker] = []
 
-    def open_broker(url: str, *, timeout: float = 5.0, consumer_timeout: float = 1800.0, **config: object) -> AMQPBroker:
+    def open_broker(
+        url: str, *, timeout: float = 5.0, consumer_timeout: float = 1800.0, **config: object
+    ) -> AMQPBroker:
         driver = AmqpDriver(url, clock=SystemClock(), timeout=timeout)
         topology = Topology(AMQPConfig(**config), "machinery_tasks")  # type: ignore[arg-type]  # as the test says
         opened.append(AMQPBroker(driver, topology, consumer_timeout=consumer_timeout))
@@ -84,7 +92,9 @@ def test_f60_publishing_is_refused_in_time_while_the_server_is_short_of_memory(
     assert b"third" in bodies(consumer.receive(5, 5.0))
 
 
-def test_f61_an_unknown_delivery_tag_ends_the_life_and_nothing_else(amqp_url: str, open_broker: Open) -> None:
+def test_f61_an_unknown_delivery_tag_ends_the_life_and_nothing_else(
+    amqp_url: str, open_broker: Open
+) -> None:
     broker = open_broker(amqp_url)
     put(broker, b"a")
     consumer = broker.consume(["q"], worker="w")
@@ -102,7 +112,9 @@ def test_f61_an_unknown_delivery_tag_ends_the_life_and_nothing_else(amqp_url: st
     assert consumer.dispose(done(new)) == [True]
 
 
-def test_f62_a_channel_that_the_server_takes_away_is_noticed_at_once(strict_server: RabbitMQServer, open_broker: Open) -> None:
+def test_f62_a_channel_that_the_server_takes_away_is_noticed_at_once(
+    strict_server: RabbitMQServer, open_broker: Open
+) -> None:
     broker = open_broker(strict_server.url)
     put(broker, b"taken away", queue="f62")
     consumer = broker.consume(["f62"], worker="w")
@@ -115,8 +127,12 @@ def test_f62_a_channel_that_the_server_takes_away_is_noticed_at_once(strict_serv
     assert consumer.dispose(done(old, new)) == [False, True]
 
 
-@pytest.mark.parametrize("end", ["done", "crash", *["dead", "back"] * bool(os.environ.get("MACHINERY_TEST_FULL"))])
-def test_f62_a_task_may_run_longer_than_the_servers_timeout(strict_server: RabbitMQServer, open_broker: Open, end: str) -> None:
+@pytest.mark.parametrize(
+    "end", ["done", "crash", *["dead", "back"] * bool(os.environ.get("MACHINERY_TEST_FULL"))]
+)
+def test_f62_a_task_may_run_longer_than_the_servers_timeout(
+    strict_server: RabbitMQServer, open_broker: Open, end: str
+) -> None:
     queue = f"long-{end}"
     broker = open_broker(strict_server.url, consumer_timeout=1.0)
     put(broker, b"long", queue=queue)
@@ -139,13 +155,21 @@ def test_f62_a_task_may_run_longer_than_the_servers_timeout(strict_server: Rabbi
     else:
         fate = Fate[end.upper()]
         assert consumer.dispose([Disposal(delivery=delivery, fate=fate)]) == [True]
-    found = broker.consume([queue], worker="heir").receive(5, 0.5 if end in ("done", "dead") else 5.0)
+    found = broker.consume([queue], worker="heir").receive(
+        5, 0.5 if end in ("done", "dead") else 5.0
+    )
     assert [(one.body, one.strikes) for one in found] == {
-        "done": [], "dead": [], "back": [(b"long", 0)], "crash": [(b"long", 1)]}[end]
+        "done": [],
+        "dead": [],
+        "back": [(b"long", 0)],
+        "crash": [(b"long", 1)],
+    }[end]
     assert len(broker.dead_letters(limit=5, queue=queue)) == (end == "dead")
 
 
-def test_f63_heartbeats_do_not_wait_for_whoever_uses_the_broker(amqp_url: str, open_broker: Open) -> None:
+def test_f63_heartbeats_do_not_wait_for_whoever_uses_the_broker(
+    amqp_url: str, open_broker: Open
+) -> None:
     broker = open_broker(f"{amqp_url}?heartbeat=1")
     put(broker, b"a")
     consumer = broker.consume(["q"], worker="w")
@@ -169,7 +193,9 @@ def test_f64_other_arguments_are_told_by_name(amqp_url: str, open_broker: Open) 
         put(other, b"b", queue="amq.mine")
 
 
-def test_f65_a_queue_that_is_deleted_under_a_consumer_is_made_anew(amqp_url: str, open_broker: Open) -> None:
+def test_f65_a_queue_that_is_deleted_under_a_consumer_is_made_anew(
+    amqp_url: str, open_broker: Open
+) -> None:
     broker = open_broker(amqp_url)
     consumer = broker.consume(["q"], worker="w")
 
@@ -192,7 +218,9 @@ def test_f66_a_binding_that_was_deleted_is_made_anew(amqp_url: str, open_broker:
     broker = open_broker(amqp_url)
     put(broker, b"1")
     with broker.driver.visit("unbinding") as channel:
-        channel.rpc("queue_unbind", queue="q", exchange="machinery_exchange", routing_key="q", timeout=HANG)
+        channel.rpc(
+            "queue_unbind", queue="q", exchange="machinery_exchange", routing_key="q", timeout=HANG
+        )
 
     put(broker, b"2", b"3")
 
@@ -202,12 +230,16 @@ def test_f66_a_binding_that_was_deleted_is_made_anew(amqp_url: str, open_broker:
 def test_f66_a_route_that_leads_nowhere_is_refused(amqp_url: str, open_broker: Open) -> None:
     broker = open_broker(amqp_url, exchange="topics", exchange_type="topic")
 
-    with pytest.raises(PublishRefused, match=r"'topics' \(topic\) leads to no queue for the routing key 'nowhere'"):
+    with pytest.raises(
+        PublishRefused, match=r"'topics' \(topic\) leads to no queue for the routing key 'nowhere'"
+    ):
         put(broker, b"a", queue="nowhere")
 
 
 def test_f67_a_full_queue_refuses(amqp_url: str, open_broker: Open) -> None:
-    broker = open_broker(amqp_url, queue_declare_args={"x-max-length": 1, "x-overflow": "reject-publish"})
+    broker = open_broker(
+        amqp_url, queue_declare_args={"x-max-length": 1, "x-overflow": "reject-publish"}
+    )
     put(broker, b"1")
 
     with pytest.raises(PublishRefused, match="full"):
@@ -217,7 +249,10 @@ def test_f67_a_full_queue_refuses(amqp_url: str, open_broker: Open) -> None:
 
 
 def test_f67_a_confirm_that_never_comes_is_unknown_and_the_repeat_ends_it(
-    rabbitmq_server: RabbitMQServer, amqp_url: str, open_broker: Open, open_proxy: Callable[[int], Proxy]
+    rabbitmq_server: RabbitMQServer,
+    amqp_url: str,
+    open_broker: Open,
+    open_proxy: Callable[[int], Proxy],
 ) -> None:
     proxy = open_proxy(rabbitmq_server.port)
     broker = open_broker(proxy.through(amqp_url), timeout=1.0)
@@ -247,7 +282,10 @@ def test_f68_what_was_confirmed_survives_a_kill_of_the_server(open_broker: Open)
             number = 0
             while not stop.is_set():
                 number += 1
-                batch = [message(b"%d.%d" % (number, part), eta=late if part == 9 else None) for part in range(10)]
+                batch = [
+                    message(b"%d.%d" % (number, part), eta=late if part == 9 else None)
+                    for part in range(10)
+                ]
                 try:
                     broker.put(batch, token=f"t{number}")
                 except MachineryError:
@@ -284,11 +322,16 @@ def test_f71_no_queue_for_tasks_expires() -> None:
     assert sum("x-message-ttl" in step.get("arguments", {}) for step in steps) == LEVELS
 
 
-def test_f72_a_short_delay_does_not_wait_behind_a_long_one(amqp_url: str, open_broker: Open) -> None:
+def test_f72_a_short_delay_does_not_wait_behind_a_long_one(
+    amqp_url: str, open_broker: Open
+) -> None:
     broker = open_broker(amqp_url)
     consumer = broker.consume(["q"], worker="w")
     now = dt.datetime.now(dt.UTC)
-    etas = {b"%d" % index: now + dt.timedelta(seconds=delay) for index, delay in enumerate((3600, 3.0, 0.3, 0.31, 1.5))}
+    etas = {
+        b"%d" % index: now + dt.timedelta(seconds=delay)
+        for index, delay in enumerate((3600, 3.0, 0.3, 0.31, 1.5))
+    }
     broker.put([message(body, eta=eta) for body, eta in etas.items()], token="")
     came: dict[bytes, dt.datetime] = {}
 
@@ -327,7 +370,9 @@ def test_f73_a_task_that_nobody_knows_comes_back_after_pauses_that_grow(amqp_url
     assert third - second >= 1.9
 
 
-def test_f74_what_is_too_large_for_the_server_is_refused(strict_server: RabbitMQServer, open_broker: Open) -> None:
+def test_f74_what_is_too_large_for_the_server_is_refused(
+    strict_server: RabbitMQServer, open_broker: Open
+) -> None:
     broker = open_broker(strict_server.url)
 
     with pytest.raises(PublishRefused, match=r"1,100,000 bytes.*max_message_size"):
@@ -346,7 +391,9 @@ def test_a_wrong_password_is_told(rabbitmq_server: RabbitMQServer, open_broker: 
     assert "wrong" not in str(caught.value)
 
 
-def test_a_vhost_that_is_not_there_is_told(rabbitmq_server: RabbitMQServer, open_broker: Open) -> None:
+def test_a_vhost_that_is_not_there_is_told(
+    rabbitmq_server: RabbitMQServer, open_broker: Open
+) -> None:
     with pytest.raises(MachineryError, match="vhost"):
         open_broker(f"{rabbitmq_server.url}nowhere").consume(["q"], worker="w")
 

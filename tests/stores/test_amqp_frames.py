@@ -32,13 +32,26 @@ MOST = 4096 - 8
 
 shorts = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
 values = st.one_of(
-    st.integers(-(2**63), 2**63 - 1), shorts, st.booleans(), st.binary(max_size=20), st.none(),
-    st.lists(st.integers(-5, 5), max_size=3), st.dictionaries(shorts, st.integers(-5, 5), max_size=2),
+    st.integers(-(2**63), 2**63 - 1),
+    shorts,
+    st.booleans(),
+    st.binary(max_size=20),
+    st.none(),
+    st.lists(st.integers(-5, 5), max_size=3),
+    st.dictionaries(shorts, st.integers(-5, 5), max_size=2),
 )
-parcel_bodies = st.one_of(st.binary(max_size=50), st.just(b"x" * (2 * MOST + 1)), st.just(b"y" * MOST))
+parcel_bodies = st.one_of(
+    st.binary(max_size=50), st.just(b"x" * (2 * MOST + 1)), st.just(b"y" * MOST)
+)
 parcels = st.builds(
-    Parcel, exchange=shorts, key=shorts, body=parcel_bodies,
-    headers=st.dictionaries(shorts, values, max_size=4), uuid=shorts, name=shorts, priority=st.integers(0, 255),
+    Parcel,
+    exchange=shorts,
+    key=shorts,
+    body=parcel_bodies,
+    headers=st.dictionaries(shorts, values, max_size=4),
+    uuid=shorts,
+    name=shorts,
+    priority=st.integers(0, 255),
 )
 
 
@@ -59,7 +72,11 @@ def test_pika_reads_the_parcel_that_was_written(parcel: Parcel) -> None:
 
     assert {one.channel_number for one in (method, header, *body)} == {3}
     said, properties = method.method, header.properties
-    assert (said.NAME, said.exchange, said.routing_key) == ("Basic.Publish", parcel.exchange, parcel.key)
+    assert (said.NAME, said.exchange, said.routing_key) == (
+        "Basic.Publish",
+        parcel.exchange,
+        parcel.key,
+    )
     assert said.mandatory and not said.immediate
     assert header.body_size == len(parcel.body)
     assert b"".join(one.fragment for one in body) == parcel.body
@@ -73,19 +90,33 @@ def test_pika_reads_the_parcel_that_was_written(parcel: Parcel) -> None:
 @given(parcels)
 def test_a_parcel_is_written_as_pika_writes_it(parcel: Parcel) -> None:
     properties = pika.BasicProperties(
-        content_type="application/json", delivery_mode=2, priority=parcel.priority, headers=parcel.headers,
-        message_id=parcel.uuid or None, type=parcel.name or None, correlation_id="1.0",
+        content_type="application/json",
+        delivery_mode=2,
+        priority=parcel.priority,
+        headers=parcel.headers,
+        message_id=parcel.uuid or None,
+        type=parcel.name or None,
+        correlation_id="1.0",
     )
     method = spec.Basic.Publish(exchange=parcel.exchange, routing_key=parcel.key, mandatory=True)
-    expected = frame.Method(9, method).marshal() + frame.Header(9, len(parcel.body), properties).marshal()
+    expected = (
+        frame.Method(9, method).marshal() + frame.Header(9, len(parcel.body), properties).marshal()
+    )
 
     assert b"".join(Writer(9, 2**20).parcel(parcel, "1.0")).startswith(expected)
 
 
-@pytest.mark.parametrize("parcel", [
-    Parcel("", "k" * 256, b"", {}), Parcel("", "q", b"", {}, uuid="\ud800"), Parcel("", "q", b"", {"h": object()}),
-    Parcel("", "q", b"", {"h": 2**63}), Parcel("", "q", b"", {}, priority=256),
-], ids=["long", "surrogate", "type", "number", "priority"])
+@pytest.mark.parametrize(
+    "parcel",
+    [
+        Parcel("", "k" * 256, b"", {}),
+        Parcel("", "q", b"", {}, uuid="\ud800"),
+        Parcel("", "q", b"", {"h": object()}),
+        Parcel("", "q", b"", {"h": 2**63}),
+        Parcel("", "q", b"", {}, priority=256),
+    ],
+    ids=["long", "surrogate", "type", "number", "priority"],
+)
 def test_what_amqp_cannot_say_is_refused(parcel: Parcel) -> None:
     with pytest.raises(Exception):  # noqa: B017 - whatever it is, nothing is written
         Writer(1, MOST).parcel(parcel, "1")
@@ -95,10 +126,18 @@ def test_acknowledgements_are_those_that_pika_reads() -> None:
     done = by_pika(acks(5, [7, 2**40], up_to=4))
     back = by_pika(nacks(5, [3]))
 
-    assert [(one.channel_number, one.method.NAME, one.method.delivery_tag, one.method.multiple) for one in done] == [
-        (5, "Basic.Ack", 4, True), (5, "Basic.Ack", 7, False), (5, "Basic.Ack", 2**40, False),
+    assert [
+        (one.channel_number, one.method.NAME, one.method.delivery_tag, one.method.multiple)
+        for one in done
+    ] == [
+        (5, "Basic.Ack", 4, True),
+        (5, "Basic.Ack", 7, False),
+        (5, "Basic.Ack", 2**40, False),
     ]
-    assert [(one.method.NAME, one.method.delivery_tag, one.method.multiple, one.method.requeue) for one in back] == [
+    assert [
+        (one.method.NAME, one.method.delivery_tag, one.method.multiple, one.method.requeue)
+        for one in back
+    ] == [
         ("Basic.Nack", 3, False, True),
     ]
 
@@ -107,8 +146,13 @@ def test_acknowledgements_are_those_that_pika_reads() -> None:
 
 
 @given(st.lists(st.integers(1, 7), min_size=1, max_size=6), st.randoms(use_true_random=False))
-def test_each_parcel_ends_as_the_server_said_however_confirms_are_gathered(sizes: list[int], rng: random.Random) -> None:
-    confirms, batches = Confirms(), [Batch([Parcel("", "", b"", {})] * (2 * size)) for size in sizes]
+def test_each_parcel_ends_as_the_server_said_however_confirms_are_gathered(
+    sizes: list[int], rng: random.Random
+) -> None:
+    confirms, batches = (
+        Confirms(),
+        [Batch([Parcel("", "", b"", {})] * (2 * size)) for size in sizes],
+    )
     numbers: list[tuple[Batch, int]] = []
     for part in (0, 1):  # the chunks of several threads meet in the link's thread
         for batch, size in zip(batches, sizes, strict=True):
@@ -177,15 +221,37 @@ def ready(channel: Any, queue: str = "q") -> int:
 
 FOREIGN = [
     ("nothing", pika.BasicProperties(), b""),
-    ("of every kind", pika.BasicProperties(
-        content_type="text/plain", content_encoding="utf-8", headers={"a": [1, {"b": "c"}], "t": dt.datetime(2026, 1, 1)},
-        delivery_mode=1, priority=7, correlation_id="c", reply_to="r", expiration="600000", message_id="m", timestamp=5,
-        type="t", app_id="app",
-    ), b"body"),
-    ("ours", pika.BasicProperties(
-        content_type="application/json", headers={"n": 2**40, "small": -3, "text": "ü"}, delivery_mode=2, priority=0,
-        correlation_id="7.1", message_id="uuid", type="name",
-    ), b"{}"),
+    (
+        "of every kind",
+        pika.BasicProperties(
+            content_type="text/plain",
+            content_encoding="utf-8",
+            headers={"a": [1, {"b": "c"}], "t": dt.datetime(2026, 1, 1)},
+            delivery_mode=1,
+            priority=7,
+            correlation_id="c",
+            reply_to="r",
+            expiration="600000",
+            message_id="m",
+            timestamp=5,
+            type="t",
+            app_id="app",
+        ),
+        b"body",
+    ),
+    (
+        "ours",
+        pika.BasicProperties(
+            content_type="application/json",
+            headers={"n": 2**40, "small": -3, "text": "ü"},
+            delivery_mode=2,
+            priority=0,
+            correlation_id="7.1",
+            message_id="uuid",
+            type="name",
+        ),
+        b"{}",
+    ),
     ("no headers", pika.BasicProperties(message_id="uuid"), b"x" * 131_072),
     ("a large body", pika.BasicProperties(headers={}), b"y" * 400_000),
 ]
@@ -210,7 +276,9 @@ def test_deliveries_that_come_byte_by_byte_are_whole(
     amqp_url: str, theirs: Any, rabbitmq_server: RabbitMQServer, open_proxy: Callable[[int], Proxy]
 ) -> None:
     for number in range(5):
-        theirs.basic_publish("", "q", b"%d" % number * 20, pika.BasicProperties(headers={"n": number}))
+        theirs.basic_publish(
+            "", "q", b"%d" % number * 20, pika.BasicProperties(headers={"n": number})
+        )
     proxy = open_proxy(rabbitmq_server.port)
     link = AmqpDriver(proxy.through(amqp_url)).connect("test")
     try:
@@ -241,7 +309,9 @@ def test_what_is_disposed_of_together_or_apart_is_gone_or_back(
         channel.ask(publish, HANG)
         taken = {}
         while len(taken) < count:
-            taken |= {int(one.body): one.tag for one in Claim(channel, [name], count, 1.0).run(HANG)}
+            taken |= {
+                int(one.body): one.tag for one in Claim(channel, [name], count, 1.0).run(HANG)
+            }
         left, back = list(range(count)), set[int]()
         while left:
             part = rng.sample(left, rng.randint(1, len(left)))
@@ -270,7 +340,9 @@ def test_the_short_cut_is_taken_by_deliveries_to_subscribers(link: Link, theirs:
     channel = link.channel(HANG)
 
     def subscribe(future: Future[Any]) -> None:
-        channel.raw.basic_consume("q", lambda _, method, properties, body: fill(future, (method, properties, body)))
+        channel.raw.basic_consume(
+            "q", lambda _, method, properties, body: fill(future, (method, properties, body))
+        )
 
     method, properties, body = channel.ask(subscribe, HANG)
 

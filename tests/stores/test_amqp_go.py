@@ -35,9 +35,13 @@ def go(amqp_url: str) -> Iterator[BlockingChannel]:
     connection.close()
 
 
-def declare(go: BlockingChannel, queue: str, key: str, *, kind: str = "direct", **arguments: Any) -> None:
+def declare(
+    go: BlockingChannel, queue: str, key: str, *, kind: str = "direct", **arguments: Any
+) -> None:
     go.exchange_declare(EXCHANGE, kind, durable=True, auto_delete=False, internal=False)
-    go.queue_declare(queue, durable=True, auto_delete=False, exclusive=False, arguments=arguments or None)
+    go.queue_declare(
+        queue, durable=True, auto_delete=False, exclusive=False, arguments=arguments or None
+    )
     go.queue_bind(queue, EXCHANGE, key)
 
 
@@ -47,17 +51,41 @@ def go_worker(go: BlockingChannel, queue: str = QUEUE) -> None:
 
 
 def go_sends(go: BlockingChannel, uuid: str, key: str = KEY, *, priority: int = 0) -> None:
-    declare(go, key, key)  # a sender on a direct exchange declares a queue that is named after the key
-    go.basic_publish(EXCHANGE, key, body_of(uuid, queue=key), pika.BasicProperties(
-        content_type="application/json", delivery_mode=2, priority=priority, headers={"trace": "1"}))
+    declare(
+        go, key, key
+    )  # a sender on a direct exchange declares a queue that is named after the key
+    go.basic_publish(
+        EXCHANGE,
+        key,
+        body_of(uuid, queue=key),
+        pika.BasicProperties(
+            content_type="application/json",
+            delivery_mode=2,
+            priority=priority,
+            headers={"trace": "1"},
+        ),
+    )
 
 
 def go_sends_later(go: BlockingChannel, uuid: str, ms: int, key: str = KEY) -> None:
     name = f"delay.{ms}.{EXCHANGE}.{key}"
-    declare(go, name, name, **{
-        "x-dead-letter-exchange": EXCHANGE, "x-dead-letter-routing-key": key, "x-message-ttl": ms, "x-expires": 2 * ms})
-    go.basic_publish(EXCHANGE, name, body_of(uuid, queue=key), pika.BasicProperties(
-        content_type="application/json", delivery_mode=2, headers={}))
+    declare(
+        go,
+        name,
+        name,
+        **{
+            "x-dead-letter-exchange": EXCHANGE,
+            "x-dead-letter-routing-key": key,
+            "x-message-ttl": ms,
+            "x-expires": 2 * ms,
+        },
+    )
+    go.basic_publish(
+        EXCHANGE,
+        name,
+        body_of(uuid, queue=key),
+        pika.BasicProperties(content_type="application/json", delivery_mode=2, headers={}),
+    )
 
 
 def count(go: BlockingChannel, queue: str) -> int:
@@ -82,13 +110,19 @@ def test_a_go_worker_runs_what_we_send(go: BlockingChannel, server: Server, firs
     method, properties, body = go.basic_get(QUEUE)
 
     assert method is not None
-    assert (properties.content_type, properties.delivery_mode, properties.priority) == ("application/json", 2, 0)
+    assert (properties.content_type, properties.delivery_mode, properties.priority) == (
+        "application/json",
+        2,
+        0,
+    )
     assert b'"Name":"add"' in body
     go.basic_ack(method.delivery_tag)
     assert count(go, QUEUE) == 0
 
 
-def test_our_tasks_leave_no_copy_in_the_queue_that_go_senders_make(go: BlockingChannel, server: Server) -> None:
+def test_our_tasks_leave_no_copy_in_the_queue_that_go_senders_make(
+    go: BlockingChannel, server: Server
+) -> None:
     go_worker(go)
     go_sends(go, "task_go")
     wait_until(lambda: (count(go, KEY), count(go, QUEUE)) == (1, 1), HANG)
@@ -109,20 +143,36 @@ def test_our_worker_runs_what_go_sends(go: BlockingChannel, server: Server, late
         else:
             go_sends(go, "task_go")
         wait_until(lambda: ran, HANG)
-        wait_until(lambda: server.backend.get_states(["task_go"]) and server.backend.get_state("task_go").is_finished, HANG)
+        wait_until(
+            lambda: (
+                server.backend.get_states(["task_go"])
+                and server.backend.get_state("task_go").is_finished
+            ),
+            HANG,
+        )
 
     assert ran == [1]
     assert count(go, QUEUE) == 0
 
 
-def test_a_go_senders_custom_route_reaches_our_worker_once(go: BlockingChannel, server: Server) -> None:
+def test_a_go_senders_custom_route_reaches_our_worker_once(
+    go: BlockingChannel, server: Server
+) -> None:
     ran: list[int] = []
     server.register_task("add", lambda: ran.append(1))
 
     with server.new_worker(concurrency=1, queues=["mail"]):
-        go_sends(go, "task_other")  # to the default queue: Go's custom workers get a copy, ours do not
+        go_sends(
+            go, "task_other"
+        )  # to the default queue: Go's custom workers get a copy, ours do not
         go_sends(go, "task_mail", "mail")
-        wait_until(lambda: server.backend.get_states(["task_mail"]) and server.backend.get_state("task_mail").is_finished, HANG)
+        wait_until(
+            lambda: (
+                server.backend.get_states(["task_mail"])
+                and server.backend.get_state("task_mail").is_finished
+            ),
+            HANG,
+        )
 
     assert ran == [1]
     assert count(go, "mail") == 0
@@ -136,7 +186,9 @@ def _is_there(go: BlockingChannel, queue: str) -> bool:
     return True
 
 
-def test_a_task_whose_route_is_gos_binding_key_is_retried_on_the_default_queue(go: BlockingChannel, server: Server) -> None:
+def test_a_task_whose_route_is_gos_binding_key_is_retried_on_the_default_queue(
+    go: BlockingChannel, server: Server
+) -> None:
     broker = server.broker
     assert isinstance(broker, AMQPBroker)
 
@@ -159,7 +211,9 @@ def test_our_delayed_task_reaches_a_go_worker(go: BlockingChannel, server: Serve
     assert properties.delivery_mode == 2
 
 
-def test_a_delayed_task_reaches_a_queue_that_nobody_has_declared(go: BlockingChannel, server: Server) -> None:
+def test_a_delayed_task_reaches_a_queue_that_nobody_has_declared(
+    go: BlockingChannel, server: Server
+) -> None:
     broker = server.broker
     eta = dt.datetime.now(dt.UTC) + dt.timedelta(seconds=0.2)
     broker.put([Message(uuid="task_1", name="add", queue="mail", body=b"{}", eta=eta)], token="")
@@ -180,7 +234,9 @@ def test_queue_arguments_are_gos(go: BlockingChannel, amqp_url: str, first: str)
     server.close()
 
 
-def test_headers_of_go_are_kept_when_a_message_goes_back(go: BlockingChannel, server: Server) -> None:
+def test_headers_of_go_are_kept_when_a_message_goes_back(
+    go: BlockingChannel, server: Server
+) -> None:
     go_worker(go)
     go_sends(go, "task_go", priority=0)
     broker = server.broker

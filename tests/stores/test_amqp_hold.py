@@ -168,7 +168,9 @@ class Public:
 
 
 @pytest.mark.parametrize("public", [False, True], ids=["pika's inside", "pika's public methods"])
-def test_a_claim_takes_what_it_wants_and_leaves_the_others(broker: AMQPBroker, public: bool) -> None:
+def test_a_claim_takes_what_it_wants_and_leaves_the_others(
+    broker: AMQPBroker, public: bool
+) -> None:
     put(broker, *(b"%d" % number for number in range(300)))
     redelivered = taken = 0
     with broker.driver.visit("claiming") as channel:
@@ -185,7 +187,9 @@ def test_a_claim_takes_what_it_wants_and_leaves_the_others(broker: AMQPBroker, p
     assert public or redelivered == 0
 
 
-def test_what_comes_while_a_subscription_ends_is_taken_and_counts_as_new(broker: AMQPBroker) -> None:
+def test_what_comes_while_a_subscription_ends_is_taken_and_counts_as_new(
+    broker: AMQPBroker,
+) -> None:
     """One message is wanted, and many are on their way when the first one has ended the subscription."""
     put(broker, *(b"%d" % number for number in range(200)))
     with broker.driver.visit("claiming") as channel:
@@ -228,7 +232,9 @@ def test_counting_takes_nothing_where_one_queue_has_delayed_messages(broker: AMQ
     assert (first.strikes, second.strikes) == (0, 0)
 
 
-def test_whose_the_delayed_messages_of_several_queues_are_is_read_when_it_may_have_changed(broker: AMQPBroker) -> None:
+def test_whose_the_delayed_messages_of_several_queues_are_is_read_when_it_may_have_changed(
+    broker: AMQPBroker,
+) -> None:
     broker.put([late("q"), late("q"), late("r", hours=5)], token="")
 
     assert counted(broker) == {"q": (0, 2), "r": (0, 1)}
@@ -246,7 +252,10 @@ def test_what_lies_in_a_level_in_large_numbers_is_counted_by_a_part_of_it(
 ) -> None:
     monkeypatch.setattr("machinery_py.brokers.amqp_looking.SAMPLE", 10)
     moment = dt.datetime.now(dt.UTC) + dt.timedelta(hours=3)
-    broker.put([message(b"%d" % number, queue="qr"[number % 2], eta=moment) for number in range(40)], token="")
+    broker.put(
+        [message(b"%d" % number, queue="qr"[number % 2], eta=moment) for number in range(40)],
+        token="",
+    )
 
     assert counted(broker) == {"q": (0, 20), "r": (0, 20)}
     assert len(broker.delayed(99)) == 40

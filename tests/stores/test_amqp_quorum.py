@@ -25,7 +25,10 @@ __all__ = ["amqp_url", "rabbitmq_server", "vhosts"]
 @pytest.fixture
 def broker(amqp_url: str) -> Iterator[AMQPBroker]:
     driver = AmqpDriver(amqp_url, timeout=20.0)
-    broker = AMQPBroker(driver, Topology(AMQPConfig(queue_declare_args={"x-queue-type": "quorum"}), "machinery_tasks"))
+    broker = AMQPBroker(
+        driver,
+        Topology(AMQPConfig(queue_declare_args={"x-queue-type": "quorum"}), "machinery_tasks"),
+    )
     yield broker
     broker.close()
     driver.close()
@@ -77,11 +80,16 @@ def test_what_a_dead_consumer_held_comes_back(broker: AMQPBroker) -> None:
     assert bodies(heir.receive(5, 5.0)) == [found[0].body]
 
 
-def test_f70_what_was_declared_when_the_application_was_deployed_survives_a_kill_of_the_server() -> None:
+def test_f70_what_was_declared_when_the_application_was_deployed_survives_a_kill_of_the_server() -> (
+    None
+):
     require(RabbitMQServer)
     with RabbitMQServer() as server:
         driver = AmqpDriver(server.url, timeout=20.0)
-        broker = AMQPBroker(driver, Topology(AMQPConfig(queue_declare_args={"x-queue-type": "quorum"}), "machinery_tasks"))
+        broker = AMQPBroker(
+            driver,
+            Topology(AMQPConfig(queue_declare_args={"x-queue-type": "quorum"}), "machinery_tasks"),
+        )
         broker.declare(["q"])
 
         server.kill()
@@ -94,7 +102,9 @@ def test_f70_what_was_declared_when_the_application_was_deployed_survives_a_kill
         while len(found) < 2:
             found += consumer.receive(1, HANG)
         assert bodies(found) == [b"1", b"late"]
-        assert consumer.dispose([Disposal(delivery=one, fate=Fate.DEAD, reason="poison") for one in found]) == [True, True]
+        assert consumer.dispose(
+            [Disposal(delivery=one, fate=Fate.DEAD, reason="poison") for one in found]
+        ) == [True, True]
         assert len(broker.dead_letters(limit=5)) == 2
         broker.close()
         driver.close()
@@ -142,7 +152,9 @@ def test_delays_dead_letters_and_looking(broker: AMQPBroker) -> None:
 
     assert bodies(found) == [b"late"]
     assert dt.datetime.now(dt.UTC) >= soon
-    assert consumer.dispose([Disposal(delivery=found[0], fate=Fate.DEAD, reason="poison")]) == [True]
+    assert consumer.dispose([Disposal(delivery=found[0], fate=Fate.DEAD, reason="poison")]) == [
+        True
+    ]
     (letter,) = broker.dead_letters(limit=5)
     assert (letter.body, letter.reason) == (b"late", "poison")
     put(broker, b"1", b"2")

@@ -18,10 +18,25 @@ from machinery_py._drivers import amqp_turns
 from machinery_py._drivers.amqp import AmqpDriver
 from machinery_py._drivers.amqp_turns import TurnLost
 from machinery_py.backends.amqp import AMQPBackend
-from machinery_py.backends.amqp_records import LOCKS, OUTBOX_LOCK, Places, decode_record, encode_record, lock_of, name_of
+from machinery_py.backends.amqp_records import (
+    LOCKS,
+    OUTBOX_LOCK,
+    Places,
+    decode_record,
+    encode_record,
+    lock_of,
+    name_of,
+)
 from machinery_py.backends.base import ALREADY, FENCED, SETTLED, Change
 from machinery_py.backends.transactional import Row
-from machinery_py.errors import BackendUnavailable, ConfigError, NameRefused, StateNotFound, StoreUnusable, Unsupported
+from machinery_py.errors import (
+    BackendUnavailable,
+    ConfigError,
+    NameRefused,
+    StateNotFound,
+    StoreUnusable,
+    Unsupported,
+)
 from machinery_py.signature import Arg, new_uuid
 from machinery_py.states import State, TaskState
 from machinery_py.testing.conformance.groups import arrival, arrive, ready, state_of, write
@@ -72,15 +87,21 @@ def go(amqp_url: str) -> Iterator[BlockingChannel]:
 def go_declares(go: BlockingChannel, queue: str, **other: Any) -> int:
     """As each of Go's reads and writes does; how many messages wait. Raises ChannelClosedByBroker if anything is different."""
     go.exchange_declare(EXCHANGE, "direct", durable=True, auto_delete=False, internal=False)
-    frame = go.queue_declare(queue, durable=False, auto_delete=True, exclusive=False, arguments={**GO_ARGUMENTS, **other})
+    frame = go.queue_declare(
+        queue, durable=False, auto_delete=True, exclusive=False, arguments={**GO_ARGUMENTS, **other}
+    )
     go.queue_bind(queue, EXCHANGE, queue)
     return int(frame.method.message_count)
 
 
 def go_writes(go: BlockingChannel, queue: str, state: TaskState) -> None:
     go_declares(go, queue)
-    go.basic_publish(EXCHANGE, queue, encode_state(state), pika.BasicProperties(
-        content_type="application/json", delivery_mode=2))
+    go.basic_publish(
+        EXCHANGE,
+        queue,
+        encode_state(state),
+        pika.BasicProperties(content_type="application/json", delivery_mode=2),
+    )
 
 
 def go_reads(go: BlockingChannel, queue: str) -> dict[str, Any] | None:
@@ -101,24 +122,49 @@ def go_reads(go: BlockingChannel, queue: str) -> dict[str, Any] | None:
 def test_a_state_is_gos_document_in_gos_queue(backend: AMQPBackend, go: BlockingChannel) -> None:
     results = (Arg(type="int64", value=3),)
     created_at = dt.datetime(2026, 3, 4, 5, 6, 7, tzinfo=dt.UTC)
-    write(backend, state_of("task_1", created_at=created_at), state_of("task_1", State.SUCCESS, results=results))
+    write(
+        backend,
+        state_of("task_1", created_at=created_at),
+        state_of("task_1", State.SUCCESS, results=results),
+    )
 
     assert go_declares(go, "task_1") == 1
     with pytest.raises(ChannelClosedByBroker, match="inequivalent arg"):
-        go.connection.channel().queue_declare("task_1", auto_delete=True, arguments={"x-message-ttl": 3_600_000})
+        go.connection.channel().queue_declare(
+            "task_1", auto_delete=True, arguments={"x-message-ttl": 3_600_000}
+        )
     found = go_reads(go, "task_1")
 
     assert found is not None
-    assert list(found) == ["TaskUUID", "TaskName", "State", "Results", "Error", "CreatedAt", "TTL", "machinery_py"]
+    assert list(found) == [
+        "TaskUUID",
+        "TaskName",
+        "State",
+        "Results",
+        "Error",
+        "CreatedAt",
+        "TTL",
+        "machinery_py",
+    ]
     del found["machinery_py"]
     assert found == {
-        "TaskUUID": "task_1", "TaskName": "add", "State": "SUCCESS", "Results": [{"Type": "int64", "Value": 3}], "Error": "",
-        "CreatedAt": "2026-03-04T05:06:07Z", "TTL": 0,
+        "TaskUUID": "task_1",
+        "TaskName": "add",
+        "State": "SUCCESS",
+        "Results": [{"Type": "int64", "Value": 3}],
+        "Error": "",
+        "CreatedAt": "2026-03-04T05:06:07Z",
+        "TTL": 0,
     }
 
 
 def test_the_document_is_to_the_byte_what_go_writes() -> None:
-    state = TaskState(task_uuid="task_1", task_name="add", state=State.SUCCESS, results=(Arg(type="int64", value=3),))
+    state = TaskState(
+        task_uuid="task_1",
+        task_name="add",
+        state=State.SUCCESS,
+        results=(Arg(type="int64", value=3),),
+    )
     body = encode_record("task_1", Row(state=state, mark="m", epoch=7), 1)
     assert body.partition(b',"machinery_py":')[0] + b"}" == encode_state(state)
 
@@ -126,24 +172,35 @@ def test_the_document_is_to_the_byte_what_go_writes() -> None:
 def test_what_go_wrote_is_read_and_stays(backend: AMQPBackend, go: BlockingChannel) -> None:
     results = (Arg(type="int64", value=7),)
     for state in (
-        state_of("task_1"), TaskState(task_uuid="task_1", state=State.RECEIVED),
-        TaskState(task_uuid="task_1", state=State.STARTED), TaskState(task_uuid="task_1", state=State.SUCCESS, results=results),
+        state_of("task_1"),
+        TaskState(task_uuid="task_1", state=State.RECEIVED),
+        TaskState(task_uuid="task_1", state=State.STARTED),
+        TaskState(task_uuid="task_1", state=State.SUCCESS, results=results),
     ):
         go_writes(go, "task_1", state)
 
     for _ in range(2):
         found = backend.get_state("task_1")
         assert (found.state, found.task_name, found.results) == (State.SUCCESS, "add", results)
-    assert backend.apply([Change(key="task_1", mark="late", states=(state_of("task_1", State.FAILURE),))]) == [FENCED]
+    assert backend.apply(
+        [Change(key="task_1", mark="late", states=(state_of("task_1", State.FAILURE),))]
+    ) == [FENCED]
     wait_until(lambda: go_declares(go, "task_1") == 4, HANG, "all are put back")
     assert [found["State"] for _ in range(4) if (found := go_reads(go, "task_1"))] == [
-        "PENDING", "RECEIVED", "STARTED", "SUCCESS"]
+        "PENDING",
+        "RECEIVED",
+        "STARTED",
+        "SUCCESS",
+    ]
 
 
 def test_a_go_worker_goes_on_with_a_task_of_ours(backend: AMQPBackend, go: BlockingChannel) -> None:
     write(backend, state_of("task_1", queue="mail"))
     go_writes(go, "task_1", TaskState(task_uuid="task_1", state=State.STARTED))
-    assert (backend.get_state("task_1").state, backend.get_state("task_1").queue) == (State.STARTED, "mail")
+    assert (backend.get_state("task_1").state, backend.get_state("task_1").queue) == (
+        State.STARTED,
+        "mail",
+    )
 
     write(backend, state_of("task_1", State.SUCCESS))
 
@@ -204,7 +261,9 @@ def test_a_chord_that_go_has_settled_shows_it(backend: AMQPBackend, go: Blocking
     assert (before.chord_triggered, after.chord_triggered) == (False, True)
 
 
-@pytest.mark.parametrize("uuid", ["", "amq.gen", "machinery.results.outbox", "x" * 300, "\ud800", "ü" * 120])
+@pytest.mark.parametrize(
+    "uuid", ["", "amq.gen", "machinery.results.outbox", "x" * 300, "\ud800", "ü" * 120]
+)
 def test_a_uuid_that_is_no_queues_name_is_a_uuid(backend: AMQPBackend, uuid: str) -> None:
     write(backend, TaskState(task_uuid=uuid))
     assert set(backend.get_states([uuid])) == {uuid}
@@ -218,9 +277,14 @@ def test_a_queue_of_others_is_not_written_to_though_it_is_empty(
     amqp_url: str, backend: AMQPBackend, arguments: dict[str, int]
 ) -> None:
     with AmqpDriver(amqp_url).visit("planting") as channel:
-        channel.rpc("queue_declare", queue="theirs", durable=True, arguments=arguments, timeout=HANG)
-    for refused in (lambda: write(backend, TaskState(task_uuid="theirs")), lambda: backend.get_states(["theirs"]),
-                    lambda: backend.purge_state("theirs")):
+        channel.rpc(
+            "queue_declare", queue="theirs", durable=True, arguments=arguments, timeout=HANG
+        )
+    for refused in (
+        lambda: write(backend, TaskState(task_uuid="theirs")),
+        lambda: backend.get_states(["theirs"]),
+        lambda: backend.purge_state("theirs"),
+    ):
         with pytest.raises(NameRefused, match="'theirs'"):
             refused()
     with AmqpDriver(amqp_url).visit("looking") as channel:
@@ -246,7 +310,8 @@ def test_a_result_that_looks_like_our_field_is_a_result() -> None:
 def test_of_several_messages_the_newest_of_ours_counts() -> None:
     bodies = [
         encode_record("t", Row(state=state_of("t", State.SUCCESS), mark="new", epoch=2), 2),
-        encode_record("t", Row(state=state_of("t", State.STARTED), mark="old", epoch=1), 1), b"",
+        encode_record("t", Row(state=state_of("t", State.STARTED), mark="old", epoch=1), 1),
+        b"",
     ]
     found = decode_record("t", bodies)
     assert found.state is not None
@@ -269,20 +334,29 @@ def test_the_server_lets_states_expire(amqp_url: str, open_backend: Open) -> Non
     assert [state.task_uuid for state in backend.group_task_states("g")] == ["done", "open"]
 
 
-def test_another_expiry_is_refused_and_told(amqp_url: str, open_backend: Open, backend: AMQPBackend) -> None:
+def test_another_expiry_is_refused_and_told(
+    amqp_url: str, open_backend: Open, backend: AMQPBackend
+) -> None:
     uuid = new_uuid()
     write(backend, state_of(uuid))
     other = open_backend(amqp_url, expire_in=60.0)
-    other.get_state(uuid)  # reading declares nothing where nobody else can have a queue of this name
+    other.get_state(
+        uuid
+    )  # reading declares nothing where nobody else can have a queue of this name
     arrive(other, arrival("g", "a", 1))
 
-    with pytest.raises(StoreUnusable, match=r"inequivalent arg.*results_expire_in must be the same"):
+    with pytest.raises(
+        StoreUnusable, match=r"inequivalent arg.*results_expire_in must be the same"
+    ):
         arrive(backend, arrival("g", "b", 3))
 
 
 def test_what_go_cannot_write_is_no_expiry(amqp_url: str) -> None:
     Places(2_147_483.0)
-    with pytest.raises(ConfigError, match=r"results_expire_in: found 2200000 s \(results in RabbitMQ: at most 2147483\)"):
+    with pytest.raises(
+        ConfigError,
+        match=r"results_expire_in: found 2200000 s \(results in RabbitMQ: at most 2147483\)",
+    ):
         _ = Server(Config(broker=amqp_url, results_expire_in=2_200_000)).backend
 
 
@@ -299,14 +373,21 @@ def test_tasks_cannot_be_listed(amqp_url: str) -> None:
 
 def finish(backend: AMQPBackend, mark: str = "m", *, outbox: bool = True) -> str:
     change = Change(
-        key="t", mark=mark, states=(state_of("t", State.SUCCESS),), arrivals=(arrival("g", "t", 1),),
+        key="t",
+        mark=mark,
+        states=(state_of("t", State.SUCCESS),),
+        arrivals=(arrival("g", "t", 1),),
         outbox=(b"callback",) if outbox else (),
     )
     return backend.apply([change])[0].word
 
 
 def test_a_change_whose_reply_is_lost_is_made_once(
-    rabbitmq_server: RabbitMQServer, amqp_url: str, open_backend: Open, open_proxy: Callable[[int], Proxy], backend: AMQPBackend
+    rabbitmq_server: RabbitMQServer,
+    amqp_url: str,
+    open_backend: Open,
+    open_proxy: Callable[[int], Proxy],
+    backend: AMQPBackend,
 ) -> None:
     proxy = open_proxy(rabbitmq_server.port)
     far = open_backend(proxy.through(amqp_url))
@@ -320,12 +401,17 @@ def test_a_change_whose_reply_is_lost_is_made_once(
 
     wait_until(lambda: backend.get_state("t").state is State.SUCCESS, HANG)
     assert finish(far) == ALREADY.word
-    assert [(key, list(bodies)) for key, bodies in backend.unsent(9, older_than=0.0)] == [("t", [b"callback"])]
+    assert [(key, list(bodies)) for key, bodies in backend.unsent(9, older_than=0.0)] == [
+        ("t", [b"callback"])
+    ]
     assert set(ready(backend)) == {"g"}
 
 
 def test_a_read_whose_reply_is_lost_is_repeated(
-    rabbitmq_server: RabbitMQServer, amqp_url: str, open_backend: Open, open_proxy: Callable[[int], Proxy]
+    rabbitmq_server: RabbitMQServer,
+    amqp_url: str,
+    open_backend: Open,
+    open_proxy: Callable[[int], Proxy],
 ) -> None:
     proxy = open_proxy(rabbitmq_server.port)
     backend = open_backend(proxy.through(amqp_url))
@@ -360,7 +446,11 @@ def test_who_loses_the_connection_in_a_turn_has_written_nothing(
 
 
 def test_who_is_cut_off_is_fenced(
-    rabbitmq_server: RabbitMQServer, amqp_url: str, open_backend: Open, open_proxy: Callable[[int], Proxy], backend: AMQPBackend
+    rabbitmq_server: RabbitMQServer,
+    amqp_url: str,
+    open_backend: Open,
+    open_proxy: Callable[[int], Proxy],
+    backend: AMQPBackend,
 ) -> None:
     """What it writes reaches the server too late, if ever: by then the lock is somebody else's."""
     proxy = open_proxy(rabbitmq_server.port)
@@ -425,7 +515,9 @@ def consumers(url: str, queue: str) -> int:
         connection.close()
 
 
-def test_spare_tokens_let_nobody_else_in(amqp_url: str, open_backend: Open, backend: AMQPBackend, go: BlockingChannel) -> None:
+def test_spare_tokens_let_nobody_else_in(
+    amqp_url: str, open_backend: Open, backend: AMQPBackend, go: BlockingChannel
+) -> None:
     other = open_backend(amqp_url)
     inside = threading.Event()
     seen: list[bool] = []
@@ -462,14 +554,18 @@ def test_a_server_that_is_short_of_memory_is_told_in_time(
 
     def writes() -> bool:
         try:
-            return backend.apply([Change(key="t", states=(state_of("t", State.SUCCESS),))]) == [SETTLED]
+            return backend.apply([Change(key="t", states=(state_of("t", State.SUCCESS),))]) == [
+                SETTLED
+            ]
         except BackendUnavailable:
             return False
 
     wait_until(writes, HANG, "it takes messages again")
 
 
-def test_one_connection_is_enough(rabbitmq_server: RabbitMQServer, amqp_url: str, backend: AMQPBackend) -> None:
+def test_one_connection_is_enough(
+    rabbitmq_server: RabbitMQServer, amqp_url: str, backend: AMQPBackend
+) -> None:
     for number in range(30):
         write(backend, state_of(f"t{number}"), state_of(f"t{number}", State.SUCCESS))
     assert backend.revoked(["t1"]) == set()

@@ -18,10 +18,26 @@ from machinery_py.testing.conformance.claims import ClaimConformance
 from machinery_py.testing.conformance.schedules import ScheduleConformance
 from machinery_py.testing.conformance.settlement import OpenStore, SettlementConformance
 from tests.servers import rabbitmq_server
-from tests.stores.amqp_case import Brokers, PacedClock, amqp_config, amqp_url, crash, open_brokers, vhosts
+from tests.stores.amqp_case import (
+    Brokers,
+    PacedClock,
+    amqp_config,
+    amqp_url,
+    crash,
+    open_brokers,
+    vhosts,
+)
 from tests.stores.amqp_results_case import Backends, LapsingClock, open_backends, results_url
 
-__all__ = ["amqp_config", "amqp_url", "open_backends", "open_brokers", "rabbitmq_server", "results_url", "vhosts"]
+__all__ = [
+    "amqp_config",
+    "amqp_url",
+    "open_backends",
+    "open_brokers",
+    "rabbitmq_server",
+    "results_url",
+    "vhosts",
+]
 
 
 class TestAMQPBackend(BackendConformance):
@@ -61,7 +77,9 @@ class TestAMQPBrokerAndAMQPBackend(SettlementConformance):
         return PacedClock(amqp_url)
 
     @pytest.fixture
-    def open_store(self, open_brokers: Brokers, open_backends: Backends, clock: ManualClock) -> OpenStore:
+    def open_store(
+        self, open_brokers: Brokers, open_backends: Backends, clock: ManualClock
+    ) -> OpenStore:
         return lambda: TwoStores(open_brokers(), open_backends(), clock)
 
     def crash_session(

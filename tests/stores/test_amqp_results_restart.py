@@ -51,13 +51,17 @@ def test_all_but_states_survives_a_kill_of_the_server(open_backend: Open) -> Non
 
 
 @pytest.mark.timeout(6 * HANG)
-def test_a_server_that_is_killed_in_the_middle_of_changes_has_the_last_or_the_next(open_backend: Open) -> None:
+def test_a_server_that_is_killed_in_the_middle_of_changes_has_the_last_or_the_next(
+    open_backend: Open,
+) -> None:
     require(RabbitMQServer)
     chance = random.Random(9)
     with RabbitMQServer() as server:
         backend = open_backend(server.url, timeout=3.0)
         counter = Counting(backend)
-        server.ctl("list_queues", "--silent")  # what was declared a moment before a kill is lost with its queue
+        server.ctl(
+            "list_queues", "--silent"
+        )  # what was declared a moment before a kill is lost with its queue
         for _ in range(3):
             killing = threading.Timer(chance.uniform(0.2, 1.0), server.kill)
             killing.start()
@@ -82,16 +86,26 @@ class Counting:
         """Until the server is away."""
         while True:
             for life, number in self.done.items():
-                assert self._backend.amend(Amendment(name="n", expected=b"%d" % number, body=b"%d" % (number + 1), life=life))
+                assert self._backend.amend(
+                    Amendment(
+                        name="n", expected=b"%d" % number, body=b"%d" % (number + 1), life=life
+                    )
+                )
                 self.done[life] = number + 1
 
     def is_found(self) -> bool:
         """Whether the server answers; then both must be there, with the last number or the one that was on its way."""
         try:
-            (record,), (claim,) = (self._backend.records().bodies or {}).values(), self._backend.claims(["n"])
+            (record,), (claim,) = (
+                (self._backend.records().bodies or {}).values(),
+                self._backend.claims(["n"]),
+            )
         except BackendUnavailable:
             return False
         found = {0.0: int(record), 1000.0: int(claim or -1)}
-        assert all(found[life] - number in (0, 1) for life, number in self.done.items()), (found, self.done)
+        assert all(found[life] - number in (0, 1) for life, number in self.done.items()), (
+            found,
+            self.done,
+        )
         self.done = found
         return True

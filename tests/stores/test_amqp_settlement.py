@@ -17,7 +17,16 @@ from machinery_py.settlement.two_stores import TwoSession, TwoStores
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.conformance.settlement import OpenStore, SettlementConformance
 from tests.servers import rabbitmq_server
-from tests.stores.amqp_case import Brokers, PacedClock, amqp_config, amqp_url, clock, crash, open_brokers, vhosts
+from tests.stores.amqp_case import (
+    Brokers,
+    PacedClock,
+    amqp_config,
+    amqp_url,
+    clock,
+    crash,
+    open_brokers,
+    vhosts,
+)
 
 __all__ = ["amqp_config", "amqp_url", "clock", "open_brokers", "rabbitmq_server", "vhosts"]
 
@@ -46,6 +55,8 @@ class TestAMQPBrokerAndMemoryBackend(AMQPSettlement):
 
 class TestAMQPBrokerAndSQLiteBackend(AMQPSettlement):
     @pytest.fixture
-    def open_store(self, open_brokers: Brokers, clock: PacedClock, tmp_path: pathlib.Path) -> OpenStore:
+    def open_store(
+        self, open_brokers: Brokers, clock: PacedClock, tmp_path: pathlib.Path
+    ) -> OpenStore:
         driver = SQLiteDriver(str(tmp_path / "states.db"), clock=clock)
         return lambda: TwoStores(open_brokers(), SQLiteBackend(driver), clock)

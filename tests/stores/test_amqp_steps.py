@@ -26,7 +26,9 @@ __all__ = ["amqp_url", "rabbitmq_server", "vhosts"]
 def broker(request: pytest.FixtureRequest, amqp_url: str) -> Iterator[AMQPBroker]:
     arguments = {"x-queue-type": "quorum"} if request.param == "quorum" else {}
     driver = AmqpDriver(amqp_url, timeout=20.0)
-    broker = AMQPBroker(driver, Topology(AMQPConfig(queue_declare_args=arguments), "machinery_tasks"))
+    broker = AMQPBroker(
+        driver, Topology(AMQPConfig(queue_declare_args=arguments), "machinery_tasks")
+    )
     yield broker
     broker.close()
     driver.close()
@@ -47,7 +49,11 @@ def all_of(broker: AMQPBroker, count: int) -> list[Delivery]:
     """What another consumer gets, until it has so many; and no more come with them."""
     consumer = broker.consume(["q"], worker="heir")
     found: list[Delivery] = []
-    wait_until(lambda: found.extend(consumer.receive(9, 0.2)) or len(found) >= count, HANG, f"{count} messages")
+    wait_until(
+        lambda: found.extend(consumer.receive(9, 0.2)) or len(found) >= count,
+        HANG,
+        f"{count} messages",
+    )
     assert consumer.receive(9, 0.5) == []
     assert all(consumer.dispose(done(*found)))
     return found
@@ -67,14 +73,20 @@ def taken(broker: AMQPBroker, *, suspect: bool = False) -> tuple[AMQPConsumer, D
 
 
 @pytest.mark.parametrize("fate", [Fate.LATER, Fate.DEAD])
-def test_what_was_published_elsewhere_and_not_acknowledged_is_there_twice(broker: AMQPBroker, fate: Fate) -> None:
+def test_what_was_published_elsewhere_and_not_acknowledged_is_there_twice(
+    broker: AMQPBroker, fate: Fate
+) -> None:
     consumer, delivery = taken(broker)
     die_before_acknowledging(consumer)
     eta = dt.datetime.now(dt.UTC) + dt.timedelta(seconds=0.3)
 
-    assert consumer.dispose([Disposal(delivery=delivery, fate=fate, eta=eta, reason="unregistered")]) == [False]
+    assert consumer.dispose(
+        [Disposal(delivery=delivery, fate=fate, eta=eta, reason="unregistered")]
+    ) == [False]
 
-    assert bodies(all_of(broker, 2 if fate is Fate.LATER else 1)) == [b"1"] * (2 if fate is Fate.LATER else 1)
+    assert bodies(all_of(broker, 2 if fate is Fate.LATER else 1)) == [b"1"] * (
+        2 if fate is Fate.LATER else 1
+    )
     assert len(broker.dead_letters(limit=9)) == (fate is Fate.DEAD)
 
 
@@ -99,7 +111,9 @@ def test_a_suspect_whose_copy_is_held_beside_it_comes_back_as_both(broker: AMQPB
     assert consumer.is_lost(delivery)
 
 
-def test_a_suspect_that_was_running_comes_back_once_with_one_more_strike(broker: AMQPBroker) -> None:
+def test_a_suspect_that_was_running_comes_back_once_with_one_more_strike(
+    broker: AMQPBroker,
+) -> None:
     consumer, delivery = taken(broker, suspect=True)
     consumer.run_begins(delivery)
     assert not consumer.is_lost(delivery)
@@ -111,7 +125,9 @@ def test_a_suspect_that_was_running_comes_back_once_with_one_more_strike(broker:
     assert [(one.body, one.strikes) for one in found] == [(b"1", 2)]
 
 
-def test_a_suspect_that_is_given_back_and_not_acknowledged_is_there_twice(broker: AMQPBroker) -> None:
+def test_a_suspect_that_is_given_back_and_not_acknowledged_is_there_twice(
+    broker: AMQPBroker,
+) -> None:
     consumer, delivery = taken(broker, suspect=True)
     consumer.run_begins(delivery)
     die_before_acknowledging(consumer)

@@ -51,7 +51,9 @@ class TestMemoryBrokerAndSQLiteBackend(InSQLiteBesideMemory, ClaimConformance):
     pass
 
 
-@pytest.mark.parametrize(("call", "lost"), [("put", False), ("put", True), ("clear_outbox", False), ("amend", True)])
+@pytest.mark.parametrize(
+    ("call", "lost"), [("put", False), ("put", True), ("clear_outbox", False), ("amend", True)]
+)
 def test_a_sender_that_dies_between_two_stores_has_sent_it(call: str, lost: bool) -> None:
     clock = ManualClock()
     memory, hub = MemoryBackend(MemoryHub(clock)), MemoryHub(clock)
@@ -65,7 +67,9 @@ def test_a_sender_that_dies_between_two_stores_has_sent_it(call: str, lost: bool
     clock.advance(6.0)
     other.tend()
 
-    assert set(drain(other, "q")) == {"t"}  # twice at most on the queue; the second is known as done, by its UUID
+    assert set(drain(other, "q")) == {
+        "t"
+    }  # twice at most on the queue; the second is known as done, by its UUID
     assert memory.unsent(9, older_than=0.0) == []
 
 

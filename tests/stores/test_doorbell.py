@@ -165,7 +165,9 @@ def test_where_no_bell_can_hang_one_looks_often(tmp_path: Path) -> None:
         assert bell.wait(HANG) is True
 
 
-def test_a_child_that_is_forked_while_a_bell_is_closed_closes_no_other_file(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_child_that_is_forked_while_a_bell_is_closed_closes_no_other_file(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bell = Doorbell(folder, "q")
     close, others = os.close, list[int]()
 

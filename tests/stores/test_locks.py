@@ -23,7 +23,14 @@ from machinery_py.locks.sqlite import SQLiteLock
 from machinery_py.schedule import Schedule
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.conformance.locks import LockConformance, OpenLock
-from tests.stores.redis_case import Drivers, ServerClock, clock, open_driver, redis_server, redis_url
+from tests.stores.redis_case import (
+    Drivers,
+    ServerClock,
+    clock,
+    open_driver,
+    redis_server,
+    redis_url,
+)
 from tests.stores.sqlite_processes import Other
 
 __all__ = ["clock", "open_driver", "redis_server", "redis_url"]
@@ -42,7 +49,9 @@ class TestSQLiteLock(LockConformance):
         drivers: list[SQLiteDriver] = []
 
         def open_sqlite() -> Lock:
-            drivers.append(SQLiteDriver(tmp_path / "machinery.db", clock=clock, synchronous="NORMAL"))
+            drivers.append(
+                SQLiteDriver(tmp_path / "machinery.db", clock=clock, synchronous="NORMAL")
+            )
             return SQLiteLock(drivers[-1])
 
         yield open_sqlite
@@ -79,9 +88,14 @@ say(*[name for name in map(str, range(50)) if lock.acquire(name, ttl=60.0)])
 # Go's locks, as recorded from Go
 
 GOLDEN = Path(__file__).parents[1] / "wire" / "golden" / "lock_keys.jsonl"
-LINES: list[dict[str, Any]] = [json.loads(line) for line in GOLDEN.read_text(encoding="utf-8").splitlines()]
+LINES: list[dict[str, Any]] = [
+    json.loads(line) for line in GOLDEN.read_text(encoding="utf-8").splitlines()
+]
 OURS = {  # Go's way leaves a key for ever, or is an error
-    "free; until is now: no expiry is sent, the key stays for ever": (True, ["SET", "PX", "1", "NX"]),
+    "free; until is now: no expiry is sent, the key stays for ever": (
+        True,
+        ["SET", "PX", "1", "NX"],
+    ),
     "free; until has passed": (False, []),
 }
 
@@ -95,7 +109,11 @@ def moment(text: str) -> dt.datetime:
 
 
 def nanoseconds(moment: dt.datetime) -> int:
-    return (moment - dt.datetime(1970, 1, 1, tzinfo=dt.timezone.utc)) // dt.timedelta(microseconds=1) * 1000
+    return (
+        (moment - dt.datetime(1970, 1, 1, tzinfo=dt.timezone.utc))
+        // dt.timedelta(microseconds=1)
+        * 1000
+    )
 
 
 class Listening(RedisDriver):
@@ -119,24 +137,34 @@ def test_keys_are_gos(line: dict[str, Any]) -> None:
 def test_locks_are_gos(line: dict[str, Any], redis_url: str) -> None:
     driver = Listening(redis_url, ManualClock(moment(line["now"])))
     if "held" in line:
-        RedisDriver(redis_url).ask(b"SET", line["key"].encode(), line["held"].encode(), doing="preparing")
+        RedisDriver(redis_url).ask(
+            b"SET", line["key"].encode(), line["held"].encode(), doing="preparing"
+        )
     lock = RedisLock(driver).go()
     until = int(line["value"]) + 1
     try:
-        ok = lock.lock_with_retries(line["key"], until) if "four attempts" in line["note"] else lock.lock(line["key"], until)
+        ok = (
+            lock.lock_with_retries(line["key"], until)
+            if "four attempts" in line["note"]
+            else lock.lock(line["key"], until)
+        )
     except ValueError as error:
         assert "no number" in line["note"]
         assert "found b'abc' (expected a moment in nanoseconds)" in str(error)
         ok = False
 
-    commands = [[word.upper() if len(word) == 2 else word for word in command] for command in line["redis"]]
+    commands = [
+        [word.upper() if len(word) == 2 else word for word in command] for command in line["redis"]
+    ]
     if line["note"] in OURS:
         ok_of_ours, words = OURS[line["note"]]
         commands = [[words[0], line["key"], line["value"], *words[1:]]] if words else []
         assert ok is ok_of_ours
     else:
         assert ok is line["ok"]
-    assert driver.commands == [[word.upper() if word == "nx" else word for word in command] for command in commands]
+    assert driver.commands == [
+        [word.upper() if word == "nx" else word for word in command] for command in commands
+    ]
     driver.close()
 
 
@@ -146,8 +174,14 @@ def test_a_tick_is_locked_as_by_go(line: dict[str, Any], redis_url: str) -> None
     following = Schedule(spec).next(moment(line["now"]))
     assert following is not None
     driver = Listening(redis_url, ManualClock(moment(line["now"])))
-    assert RedisLock(driver).go().lock(go_lock_key(line["program"], line["name"], spec), nanoseconds(following))
-    assert [word.lower() for word in driver.commands[0]] == [word.lower() for word in line["redis"][0]]
+    assert (
+        RedisLock(driver)
+        .go()
+        .lock(go_lock_key(line["program"], line["name"], spec), nanoseconds(following))
+    )
+    assert [word.lower() for word in driver.commands[0]] == [
+        word.lower() for word in line["redis"][0]
+    ]
     driver.close()
 
 

@@ -58,7 +58,9 @@ class Bench:
     def __init__(self, server: MemcachedServer, url: str = "") -> None:
         self.clock = ManualClock()
         broker = MemoryBroker(MemoryHub(self.clock))
-        self.faulty = FaultyDriver(parse_memcache_url(url or server.url), clock=self.clock, timeout=HANG)
+        self.faulty = FaultyDriver(
+            parse_memcache_url(url or server.url), clock=self.clock, timeout=HANG
+        )
         self.driver = MemcacheDriver(parse_memcache_url(server.url), clock=self.clock, timeout=HANG)
         self.store = TwoStores(broker, MemcacheBackend(self.faulty), self.clock)
         self.heir = TwoStores(broker, MemcacheBackend(self.driver), self.clock)
@@ -155,7 +157,9 @@ def test_a_schedule_whose_making_is_cut_off_is_there_or_not(bench: Bench) -> Non
 
 
 @pytest.mark.parametrize("times", [1, 2])
-def test_whichever_reply_is_lost_a_task_is_sent_and_no_other(empty_memcached: MemcachedServer, times: int) -> None:
+def test_whichever_reply_is_lost_a_task_is_sent_and_no_other(
+    empty_memcached: MemcachedServer, times: int
+) -> None:
     """With 2, the reply to the driver's own repeat is lost as well."""
     with Proxy(empty_memcached.port) as proxy:
         bench = Bench(empty_memcached, proxy.through(empty_memcached.url))
@@ -205,8 +209,15 @@ def test_what_a_claim_still_owes_outlives_its_change(bench: Bench) -> None:
 
 
 def _amendment(name: str, body: bytes, uuid: str, *, life: float) -> Amendment:
-    return Amendment(name=name, expected=None, body=body, life=life, states=[state_of(uuid)],
-                     outbox=[msgspec.json.encode(message_of(uuid))], outbox_key=sending_key(name, uuid))
+    return Amendment(
+        name=name,
+        expected=None,
+        body=body,
+        life=life,
+        states=[state_of(uuid)],
+        outbox=[msgspec.json.encode(message_of(uuid))],
+        outbox_key=sending_key(name, uuid),
+    )
 
 
 # What memcached forgets
@@ -242,11 +253,19 @@ class _With(Stores):
         return self._own
 
 
-def test_a_message_that_is_in_memcached_alone_is_not_said_to_be_sent(empty_memcached: MemcachedServer) -> None:
-    server = Server(Config(broker="memory://", result_backend=empty_memcached.url, publish_timeout=2.0))
+def test_a_message_that_is_in_memcached_alone_is_not_said_to_be_sent(
+    empty_memcached: MemcachedServer,
+) -> None:
+    server = Server(
+        Config(broker="memory://", result_backend=empty_memcached.url, publish_timeout=2.0)
+    )
     stores = Stores(server.config, server.clock)
     broker = FlakyBroker(stores.store.broker)
-    server.engine.swap(server.config, server.clock, _With(stores, TwoStores(broker, stores.store.backend, server.clock)))
+    server.engine.swap(
+        server.config,
+        server.clock,
+        _With(stores, TwoStores(broker, stores.store.backend, server.clock)),
+    )
     task = server.task("work", unique=True)(lambda number: number)
     for _ in range(1000):
         broker.faults.next_call("put")
@@ -264,7 +283,9 @@ def test_a_message_that_is_in_memcached_alone_is_not_said_to_be_sent(empty_memca
     server.close()
 
 
-def test_a_message_that_is_forgotten_with_its_claim_is_published_by_the_next_try(empty_memcached: MemcachedServer) -> None:
+def test_a_message_that_is_forgotten_with_its_claim_is_published_by_the_next_try(
+    empty_memcached: MemcachedServer,
+) -> None:
     server = Server(Config(broker="memory://", result_backend=empty_memcached.url))
     stores = Stores(server.config, server.clock)
     backend = FlakyBackend(stores.store.backend)
@@ -278,7 +299,11 @@ def test_a_message_that_is_forgotten_with_its_claim_is_published_by_the_next_try
 
     backend.inner.amend = forgotten  # type: ignore[method-assign]
     backend.faults.next_call("amend", lose_reply=True)
-    server.engine.swap(server.config, server.clock, _With(stores, TwoStores(stores.store.broker, backend, server.clock)))
+    server.engine.swap(
+        server.config,
+        server.clock,
+        _With(stores, TwoStores(stores.store.broker, backend, server.clock)),
+    )
     ran: list[int] = []
     task = server.task("work", unique=True)(ran.append)
 
@@ -303,7 +328,9 @@ class App:
 
     def __init__(self, server: MemcachedServer) -> None:
         self.clock = ManualClock(dt.datetime(2026, 1, 2, 3, 4, 5, tzinfo=dt.timezone.utc))
-        self.server = Server(Config(broker="memory://", result_backend=server.url), clock=self.clock)
+        self.server = Server(
+            Config(broker="memory://", result_backend=server.url), clock=self.clock
+        )
         self.server.register_task("note", lambda: None)
         self.server.register_periodic_task("* * * * *", "s", Signature(name="note"))
         self.scheduler = Scheduler(self.server.engine, self.server.declared)
@@ -317,7 +344,9 @@ class App:
 
 
 @pytest.mark.parametrize("forgotten", ["all", "the list", "the record"])
-def test_what_code_declares_is_stored_again_when_it_was_forgotten(empty_memcached: MemcachedServer, forgotten: str) -> None:
+def test_what_code_declares_is_stored_again_when_it_was_forgotten(
+    empty_memcached: MemcachedServer, forgotten: str
+) -> None:
     app = App(empty_memcached)
     assert app.go(60) == 1
     driver = MemcacheDriver(parse_memcache_url(empty_memcached.url))
@@ -350,11 +379,16 @@ def test_what_was_removed_stays_away_and_is_forgotten_after_a_day(bench: Bench) 
 
 
 def test_many_who_make_schedules_at_once_are_all_listed(bench: Bench) -> None:
-    assert together(12, lambda index: amend(bench.heir, f"s{index}", None, b"%d" % index)) == [True] * 12
+    assert (
+        together(12, lambda index: amend(bench.heir, f"s{index}", None, b"%d" % index))
+        == [True] * 12
+    )
     assert bodies(bench.heir) == {f"s{index}": b"%d" % index for index in range(12)}
 
 
-def test_an_item_of_a_claim_goes_with_its_life(bench: Bench, empty_memcached: MemcachedServer) -> None:
+def test_an_item_of_a_claim_goes_with_its_life(
+    bench: Bench, empty_memcached: MemcachedServer
+) -> None:
     assert claim(bench.heir, "a", None, b"1", "t", life=100.0)
     left = time_left(empty_memcached, [CLAIM + b"a"])
     assert 60.0 < left[CLAIM + b"a"] <= 100.0

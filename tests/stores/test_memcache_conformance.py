@@ -21,7 +21,14 @@ from machinery_py.testing.conformance.claims import ClaimConformance
 from machinery_py.testing.conformance.schedules import ScheduleConformance
 from machinery_py.testing.conformance.settlement import OpenStore, SettlementConformance
 from machinery_py.testing.servers import MemcachedServer, require
-from tests.stores.memcache_case import Drivers, ServerClock, clock, empty_memcached, flush, open_driver
+from tests.stores.memcache_case import (
+    Drivers,
+    ServerClock,
+    clock,
+    empty_memcached,
+    flush,
+    open_driver,
+)
 
 __all__ = ["clock", "empty_memcached", "open_driver"]
 
@@ -45,7 +52,9 @@ def two_more() -> Iterator[list[MemcachedServer]]:
 
 class TestThreeMemcachedServers(BackendConformance):
     @pytest.fixture
-    def clock(self, empty_memcached: MemcachedServer, two_more: list[MemcachedServer]) -> ServerClock:
+    def clock(
+        self, empty_memcached: MemcachedServer, two_more: list[MemcachedServer]
+    ) -> ServerClock:
         for server in two_more:
             flush(server)
         return ServerClock(empty_memcached, *two_more)
@@ -74,7 +83,9 @@ class TestSQLiteBrokerAndMemcacheBackend(SettlementConformance):
         return ServerClock(empty_memcached)
 
     @pytest.fixture
-    def open_store(self, clock: ServerClock, open_driver: Drivers, tmp_path: pathlib.Path) -> Iterator[OpenStore]:
+    def open_store(
+        self, clock: ServerClock, open_driver: Drivers, tmp_path: pathlib.Path
+    ) -> Iterator[OpenStore]:
         driver = SQLiteDriver(str(tmp_path / "messages.db"), clock=clock, synchronous="NORMAL")
         yield lambda: TwoStores(SQLiteBroker(driver), MemcacheBackend(open_driver()), clock)
         driver.close()

@@ -15,7 +15,13 @@ from machinery_py.backends.base import ALREADY, FENCED, SETTLED, Change
 from machinery_py.backends.memcache import MemcacheBackend
 from machinery_py.backends.memcache_index import ROOTS, SEGMENT
 from machinery_py.backends.memcache_records import key_of
-from machinery_py.errors import ArgumentError, BackendUnavailable, ResultExpired, StateNotFound, Unsupported
+from machinery_py.errors import (
+    ArgumentError,
+    BackendUnavailable,
+    ResultExpired,
+    StateNotFound,
+    Unsupported,
+)
 from machinery_py.signature import Arg
 from machinery_py.states import Arrival, State, TaskState
 from machinery_py.testing.clocks import ManualClock
@@ -73,14 +79,29 @@ def state(uuid: str, word: State = State.SUCCESS) -> TaskState:
     return TaskState(task_uuid=uuid, task_name="add", state=word, queue="q")
 
 
-def settle(backend: MemcacheBackend, uuid: str, *, mark: str = "m", epoch: int = 0, arrivals: tuple[Arrival, ...] = ()) -> object:
-    change = Change(key=uuid, mark=mark, epoch=epoch, states=(state(uuid), state(f"{uuid}_next", State.PENDING)),
-                    arrivals=arrivals, outbox=(b"message",))
+def settle(
+    backend: MemcacheBackend,
+    uuid: str,
+    *,
+    mark: str = "m",
+    epoch: int = 0,
+    arrivals: tuple[Arrival, ...] = (),
+) -> object:
+    change = Change(
+        key=uuid,
+        mark=mark,
+        epoch=epoch,
+        states=(state(uuid), state(f"{uuid}_next", State.PENDING)),
+        arrivals=arrivals,
+        outbox=(b"message",),
+    )
     return backend.apply([change])[0]
 
 
 def arrival(member: str, total: int, *, group_uuid: str = "g") -> Arrival:
-    return Arrival(group_uuid=group_uuid, task_uuid=member, total=total, ok=True, callback=b"callback")
+    return Arrival(
+        group_uuid=group_uuid, task_uuid=member, total=total, ok=True, callback=b"callback"
+    )
 
 
 # Replies that are lost, and connections
@@ -128,7 +149,9 @@ def test_whichever_reply_to_a_firing_is_lost_it_is_fired_once(
     while left < 0:
         name, callback = f"g{request}", f"callback_{request}"
         through.init_group(name, ["a", "b"])
-        change = Change(key=name, fires=name, states=(state(callback, State.PENDING),), outbox=(b"message",))
+        change = Change(
+            key=name, fires=name, states=(state(callback, State.PENDING),), outbox=(b"message",)
+        )
         losing.lose = request
         try:
             fired = through.apply([change]) == [SETTLED]
@@ -211,7 +234,9 @@ def test_a_firing_that_is_cut_off_anywhere_is_finished_by_anybody(
         while died or request == 0:
             name, callback = f"g{len(outbox)}_{request}", f"callback_{len(outbox)}_{request}"
             heir.apply([Change(key="m", arrivals=(arrival("m", 1, group_uuid=name),))])
-            change = Change(key=name, fires=name, states=(state(callback, State.FAILURE),), outbox=outbox)
+            change = Change(
+                key=name, fires=name, states=(state(callback, State.FAILURE),), outbox=outbox
+            )
             dying = DyingDriver(parse_memcache_url(empty_memcached.url))
             dying.left = request
             try:
@@ -234,7 +259,9 @@ def test_a_firing_that_is_cut_off_anywhere_is_finished_by_anybody(
         request = 0
 
 
-def test_a_connection_that_was_closed_while_it_was_idle_is_not_noticed(proxy: Proxy, through: MemcacheBackend) -> None:
+def test_a_connection_that_was_closed_while_it_was_idle_is_not_noticed(
+    proxy: Proxy, through: MemcacheBackend
+) -> None:
     for number in range(5):
         assert settle(through, f"task_{number}") is SETTLED
         (proxy.reset if number % 2 else proxy.finish)()
@@ -252,17 +279,24 @@ def test_a_server_that_does_not_answer_is_waited_for_briefly(
     assert through.get_state("task_1").state is State.SUCCESS
 
 
-def test_replies_that_come_in_pieces_are_put_together(proxy: Proxy, through: MemcacheBackend) -> None:
+def test_replies_that_come_in_pieces_are_put_together(
+    proxy: Proxy, through: MemcacheBackend
+) -> None:
     proxy.chop()
     uuids = [f"task_{number}" for number in range(20)]
-    assert through.apply([Change(key=uuid, mark="m", states=(state(uuid),)) for uuid in uuids]) == [SETTLED] * 20
+    assert (
+        through.apply([Change(key=uuid, mark="m", states=(state(uuid),)) for uuid in uuids])
+        == [SETTLED] * 20
+    )
     assert set(through.get_states(uuids)) == set(uuids)
 
 
 def test_a_server_that_is_no_memcached_is_named() -> None:
     require(MemcachedServer)
     backend = MemcacheBackend(MemcacheDriver([("127.0.0.1", 1)]))
-    with pytest.raises(BackendUnavailable, match="memcached at 127.0.0.1:1: reading states: .*refused"):
+    with pytest.raises(
+        BackendUnavailable, match="memcached at 127.0.0.1:1: reading states: .*refused"
+    ):
         backend.get_state("task_1")
     listener = backend.listener()
     listener.watch(["task_1"])
@@ -280,7 +314,10 @@ def test_threads_and_forked_processes_have_connections_of_their_own(driver: Memc
             assert settle(backend, uuid) is SETTLED
             assert backend.get_state(uuid).task_uuid == uuid
 
-    children = [multiprocessing.get_context("fork").Process(target=work, args=(100 + index,)) for index in range(2)]
+    children = [
+        multiprocessing.get_context("fork").Process(target=work, args=(100 + index,))
+        for index in range(2)
+    ]
     for child in children:
         child.start()
     together(4, work)
@@ -329,7 +366,9 @@ def test_a_chord_outlives_the_loss_of_what_can_be_made_again(
             names = [SEGMENT + backend._index._name] if forgotten == b"segments" else [forgotten]
             driver.send([delete(name) for name in names], doing="testing")
         member = f"m{number}"
-        backend.apply([Change(key=member, states=(state(member),), arrivals=(arrival(member, 600),))])
+        backend.apply(
+            [Change(key=member, states=(state(member),), arrivals=(arrival(member, 600),))]
+        )
         assert bool(backend.ready_groups(1)) is (number == 599)
     driver.send([delete(ROOTS)], doing="testing")
     assert [one.group_uuid for one in backend.ready_groups(9)] == ["g"]
@@ -358,7 +397,9 @@ def test_an_arrival_costs_the_same_in_a_chord_of_any_size(driver: MemcacheDriver
     assert cost[40_000] < 2 * cost[1_000]  # bytes
 
 
-def test_members_that_arrive_in_many_threads_and_twice_are_counted_once(driver: MemcacheDriver) -> None:
+def test_members_that_arrive_in_many_threads_and_twice_are_counted_once(
+    driver: MemcacheDriver,
+) -> None:
     backend = MemcacheBackend(driver)
 
     def arrive(index: int) -> None:
@@ -383,7 +424,9 @@ class MeanwhileDriver(MemcacheDriver):
         return super().send(commands, doing=doing, again=again)
 
 
-def test_of_those_who_arrive_first_none_is_forgotten(driver: MemcacheDriver, empty_memcached: MemcachedServer) -> None:
+def test_of_those_who_arrive_first_none_is_forgotten(
+    driver: MemcacheDriver, empty_memcached: MemcachedServer
+) -> None:
     """a counts one; b joins and counts two; a writes one; c joins and makes it two; b finds that two are written."""
     slow = [MeanwhileDriver(driver.servers) for _ in range(2)]
 
@@ -391,7 +434,10 @@ def test_of_those_who_arrive_first_none_is_forgotten(driver: MemcacheDriver, emp
         MemcacheBackend(through).apply([Change(key="", arrivals=(arrival(member, 3),))])
 
     def b_arrives(writing_one: Command) -> None:
-        slow[1].meanwhile = lambda _: (driver.send([writing_one], doing="testing"), arrive("c", driver))
+        slow[1].meanwhile = lambda _: (
+            driver.send([writing_one], doing="testing"),
+            arrive("c", driver),
+        )
         arrive("b", slow[1])
 
     slow[0].meanwhile = b_arrives
@@ -419,7 +465,11 @@ def test_what_a_dead_process_left_is_found_and_then_forgotten(driver: MemcacheDr
     clock.advance(3600.0)
     alive.tend()
 
-    assert [entries for one in alive._index.segments().values() for entries in (*one.outboxes, *one.groups)] == []
+    assert [
+        entries
+        for one in alive._index.segments().values()
+        for entries in (*one.outboxes, *one.groups)
+    ] == []
     assert dead._index._name not in alive._index.segments()
 
 
@@ -431,22 +481,31 @@ def test_a_result_that_is_too_large_is_refused_in_words(driver: MemcacheDriver) 
     large = TaskState(task_uuid="large", state=State.SUCCESS, results=(Arg.of("x" * 1_100_000),))
     small = Change(key="small", mark="m", states=(state("small"),))
 
-    with pytest.raises(ArgumentError, match=r"the item 'large' has 11\d{5} bytes, more than memcached takes .*-I.*return less"):
+    with pytest.raises(
+        ArgumentError,
+        match=r"the item 'large' has 11\d{5} bytes, more than memcached takes .*-I.*return less",
+    ):
         backend.apply([small, Change(key="large", mark="m", states=(large,))])
 
     assert backend.apply([small]) == [ALREADY]
     assert backend.get_states(["large"]) == {}
 
 
-def test_a_result_that_only_memcached_refuses_is_a_dead_letter_and_stops_nobody(empty_memcached: MemcachedServer) -> None:
+def test_a_result_that_only_memcached_refuses_is_a_dead_letter_and_stops_nobody(
+    empty_memcached: MemcachedServer,
+) -> None:
     server = Server(Config(broker="memory://", result_backend=empty_memcached.url))
     repeat = server.register_task("repeat", lambda count: "x" * count)
 
     with server.new_worker(concurrency=2):
-        large = repeat.send(1_048_300)  # less than max_result_size, and with the rest of the item more than 1 MiB
+        large = repeat.send(
+            1_048_300
+        )  # less than max_result_size, and with the rest of the item more than 1 MiB
         small = [repeat.send(3) for _ in range(20)]
         assert [one.get(timeout=HANG) for one in small] == ["xxx"] * 20
-        with pytest.raises(TaskFailed, match="the result cannot be stored: .*more than memcached takes"):
+        with pytest.raises(
+            TaskFailed, match="the result cannot be stored: .*more than memcached takes"
+        ):
             large.get(timeout=HANG)
     (letter,) = server.inspect.dead()
     assert (letter.uuid, letter.reason) == (large.uuid, "unstorable")
@@ -454,7 +513,9 @@ def test_a_result_that_only_memcached_refuses_is_a_dead_letter_and_stops_nobody(
     server.close()
 
 
-def test_a_group_that_is_too_large_is_refused_before_anything_is_published(empty_memcached: MemcachedServer) -> None:
+def test_a_group_that_is_too_large_is_refused_before_anything_is_published(
+    empty_memcached: MemcachedServer,
+) -> None:
     server = Server(Config(broker="memory://", result_backend=empty_memcached.url))
     task = server.register_task("task", lambda number: number)
 
@@ -475,7 +536,9 @@ def test_what_cannot_be_asked_is_said(empty_memcached: MemcachedServer) -> None:
     with pytest.raises(StateNotFound):
         server.inspect.task(result.uuid[:9])
     assert server.inspect.task(result.uuid).state.state is State.PENDING
-    assert [(one.waiting, one.failed, one.per_minute) for one in server.inspect.queues()] == [(1, 0, 0)]
+    assert [(one.waiting, one.failed, one.per_minute) for one in server.inspect.queues()] == [
+        (1, 0, 0)
+    ]
     server.close()
 
 
@@ -505,7 +568,9 @@ class Shop:
         return self.server.new_worker(concurrency=2, shutdown_timeout=HANG)
 
     def is_idle(self) -> bool:
-        return not any(one.waiting or one.running or one.delayed for one in self.server.broker.stats())
+        return not any(
+            one.waiting or one.running or one.delayed for one in self.server.broker.stats()
+        )
 
 
 def test_a_memcached_that_dies_and_comes_back_empty_loses_no_task() -> None:
@@ -592,7 +657,16 @@ def test_a_memcached_that_evicts_loses_no_task_and_stops_no_worker() -> None:
                 number += 1
                 uuid = f"filler_{number}"
                 results = (Arg.of("x" * 3000),)
-                backend.apply([Change(key=uuid, states=(TaskState(task_uuid=uuid, state=State.SUCCESS, results=results),))])
+                backend.apply(
+                    [
+                        Change(
+                            key=uuid,
+                            states=(
+                                TaskState(task_uuid=uuid, state=State.SUCCESS, results=results),
+                            ),
+                        )
+                    ]
+                )
 
         thread = threading.Thread(target=fill, name="filler")
         thread.start()
@@ -600,7 +674,10 @@ def test_a_memcached_that_evicts_loses_no_task_and_stops_no_worker() -> None:
             with shop.worker():
                 for number in range(300):
                     shop.note.send(number)
-                chord(group(shop.note.signature(number) for number in range(300, 310)), shop.total.partial()).send()
+                chord(
+                    group(shop.note.signature(number) for number in range(300, 310)),
+                    shop.total.partial(),
+                ).send()
                 wait_until(shop.is_idle, what="all tasks are settled")
                 wait_until(lambda: {*range(310)} <= set(shop.calls), what="every task has run")
         finally:
@@ -610,16 +687,22 @@ def test_a_memcached_that_evicts_loses_no_task_and_stops_no_worker() -> None:
         shop.server.close()
 
 
-def test_a_lost_group_document_does_not_keep_others_from_firing(empty_memcached: MemcachedServer, driver: MemcacheDriver) -> None:
+def test_a_lost_group_document_does_not_keep_others_from_firing(
+    empty_memcached: MemcachedServer, driver: MemcacheDriver
+) -> None:
     shop = Shop(empty_memcached.url)
-    broken = chord(group(shop.note.signature(number) for number in (1, 2)), shop.total.partial()).send()
+    broken = chord(
+        group(shop.note.signature(number) for number in (1, 2)), shop.total.partial()
+    ).send()
     backend = MemcacheBackend(driver)
     uuids = [state.task_uuid for state in backend.group_task_states(broken.group.uuid)]
     driver.send([delete(key_of(broken.group.uuid))], doing="testing")
     assert len(uuids) == 2
     shop.gate.set()
     with shop.worker():
-        whole = chord(group(shop.note.signature(number) for number in (3, 4)), shop.total.partial()).send()
+        whole = chord(
+            group(shop.note.signature(number) for number in (3, 4)), shop.total.partial()
+        ).send()
         assert whole.get(timeout=HANG) == 7
         wait_until(lambda: not backend.ready_groups(9), what="both are settled")
     assert shop.calls.count(-1) == 1

@@ -36,12 +36,21 @@ def lines(name: str) -> list[dict[str, Any]]:
 
 SHARDS = lines("crc32_memcache.jsonl")
 STATES = [
-    line for line in lines("task_states.jsonl")
-    if line["kind"] == "task_state" and line["key"] and decode_state(line["wire"].encode()).task_uuid == line["key"]
+    line
+    for line in lines("task_states.jsonl")
+    if line["kind"] == "task_state"
+    and line["key"]
+    and decode_state(line["wire"].encode()).task_uuid == line["key"]
 ]
-WRITTEN = [line for line in STATES if key_of(line["key"]) == line["key"].encode()]  # Go writes the others to other stores
+WRITTEN = [
+    line for line in STATES if key_of(line["key"]) == line["key"].encode()
+]  # Go writes the others to other stores
 GROUPS = [line for line in lines("task_states.jsonl") if line["kind"] == "group_meta"]
-DECODED = [line for line in lines("state_decode.jsonl") if "payload" in line and line["kind"] == "task_state"]
+DECODED = [
+    line
+    for line in lines("state_decode.jsonl")
+    if "payload" in line and line["kind"] == "task_state"
+]
 
 
 @pytest.fixture
@@ -84,7 +93,16 @@ def test_a_key_lies_on_the_server_where_go_puts_it(line: dict[str, Any]) -> None
 
 
 def test_what_go_could_not_use_as_a_key_is_hashed() -> None:
-    for name in ("", "with space", "tab\t", "new\r\nline", "x" * (LONGEST_KEY + 1), "mpy:c:group", "\x7f", "\ud800" * 90):
+    for name in (
+        "",
+        "with space",
+        "tab\t",
+        "new\r\nline",
+        "x" * (LONGEST_KEY + 1),
+        "mpy:c:group",
+        "\x7f",
+        "\ud800" * 90,
+    ):
         key = key_of(name)
         assert key.startswith(b"mpy:sha256:")
         assert len(key) <= LONGEST_KEY
@@ -95,7 +113,10 @@ def test_what_go_could_not_use_as_a_key_is_hashed() -> None:
 
 @pytest.mark.parametrize("line", STATES, ids=[line["name"] for line in STATES])
 def test_a_state_is_written_as_go_writes_it(
-    driver: MemcacheDriver, backend: MemcacheBackend, empty_memcached: MemcachedServer, line: dict[str, Any]
+    driver: MemcacheDriver,
+    backend: MemcacheBackend,
+    empty_memcached: MemcachedServer,
+    line: dict[str, Any],
 ) -> None:
     state = decode_state(line["wire"].encode())
     backend.apply([Change(key=state.task_uuid, mark="m", states=(state,), outbox=(b"more",))])
@@ -112,7 +133,9 @@ def test_a_state_is_written_as_go_writes_it(
 
 
 @pytest.mark.parametrize("line", GROUPS, ids=[line["name"] for line in GROUPS])
-def test_a_group_is_written_as_go_writes_it(driver: MemcacheDriver, backend: MemcacheBackend, line: dict[str, Any]) -> None:
+def test_a_group_is_written_as_go_writes_it(
+    driver: MemcacheDriver, backend: MemcacheBackend, line: dict[str, Any]
+) -> None:
     group = decode_group(line["wire"].encode())
     backend.apply([Change(key="x", groups=(group,))])
 
@@ -124,11 +147,16 @@ def test_a_group_is_written_as_go_writes_it(driver: MemcacheDriver, backend: Mem
 
 
 @pytest.mark.parametrize("line", GROUPS, ids=[line["name"] for line in GROUPS])
-def test_a_group_that_go_wrote_is_read(driver: MemcacheDriver, backend: MemcacheBackend, line: dict[str, Any]) -> None:
+def test_a_group_that_go_wrote_is_read(
+    driver: MemcacheDriver, backend: MemcacheBackend, line: dict[str, Any]
+) -> None:
     write(driver, line["key"], line["wire"].encode())
 
     assert backend.get_group(line["key"]) == decode_group(line["wire"].encode())
-    assert backend.trigger_chord(line["key"]) is not decode_group(line["wire"].encode()).chord_triggered
+    assert (
+        backend.trigger_chord(line["key"])
+        is not decode_group(line["wire"].encode()).chord_triggered
+    )
     assert backend.trigger_chord(line["key"]) is False
     assert json.loads(read(driver, line["key"]))["ChordTriggered"] is True
 
@@ -160,30 +188,53 @@ def test_what_go_refuses_is_no_state_and_is_left_as_it_is(
         with pytest.raises(NameRefused, match="'u'"):
             backend.begin([("u", 0)])
         with pytest.raises(NameRefused, match="'u'"):
-            backend.apply([Change(key="u", mark="m", epoch=1, states=(TaskState(task_uuid="u", state=State.SUCCESS),))])
+            backend.apply(
+                [
+                    Change(
+                        key="u",
+                        mark="m",
+                        epoch=1,
+                        states=(TaskState(task_uuid="u", state=State.SUCCESS),),
+                    )
+                ]
+            )
         assert read(driver, "u") == body
         return
     (begun,) = backend.begin([("u", 0)])
     if not begun.finished:
         done = TaskState(task_uuid="u", state=State.SUCCESS)
-        assert backend.apply([Change(key="u", mark="m", epoch=begun.epoch, states=(done,))]) == [SETTLED]
+        assert backend.apply([Change(key="u", mark="m", epoch=begun.epoch, states=(done,))]) == [
+            SETTLED
+        ]
     assert backend.get_state("u").is_finished
 
 
-def test_a_go_worker_that_finishes_a_task_of_ours_is_believed(driver: MemcacheDriver, backend: MemcacheBackend) -> None:
-    backend.apply([Change(key="task_1", states=(TaskState(task_uuid="task_1", task_name="add", queue="q"),))])
+def test_a_go_worker_that_finishes_a_task_of_ours_is_believed(
+    driver: MemcacheDriver, backend: MemcacheBackend
+) -> None:
+    backend.apply(
+        [Change(key="task_1", states=(TaskState(task_uuid="task_1", task_name="add", queue="q"),))]
+    )
     (begun,) = backend.begin([("task_1", 0)])
-    write(driver, "task_1", b'{"TaskUUID":"task_1","TaskName":"","State":"SUCCESS","Results":[{"Type":"int64","Value":3}],'
-          b'"Error":"","CreatedAt":"0001-01-01T00:00:00Z","TTL":0}')
+    write(
+        driver,
+        "task_1",
+        b'{"TaskUUID":"task_1","TaskName":"","State":"SUCCESS","Results":[{"Type":"int64","Value":3}],'
+        b'"Error":"","CreatedAt":"0001-01-01T00:00:00Z","TTL":0}',
+    )
 
     late = TaskState(task_uuid="task_1", state=State.FAILURE)
-    assert backend.apply([Change(key="task_1", mark="m", epoch=begun.epoch, states=(late,))]) != [SETTLED]
+    assert backend.apply([Change(key="task_1", mark="m", epoch=begun.epoch, states=(late,))]) != [
+        SETTLED
+    ]
 
     assert [arg.value for arg in backend.get_state("task_1").results] == [3]
     assert backend.begin([("task_1", 0)])[0].finished is True
 
 
-def test_a_result_that_looks_like_our_field_is_a_result(driver: MemcacheDriver, backend: MemcacheBackend) -> None:
+def test_a_result_that_looks_like_our_field_is_a_result(
+    driver: MemcacheDriver, backend: MemcacheBackend
+) -> None:
     body = b'{"TaskUUID":"task_1","TaskName":"","State":"SUCCESS",'
     body += b'"Results":[{"Type":"json","Value":{"a":1,"machinery_py":"eA=="}}],'
     body += b'"Error":"\\",\\"machinery_py\\":\\"","CreatedAt":"0001-01-01T00:00:00Z","TTL":0}'
@@ -196,7 +247,9 @@ def test_a_result_that_looks_like_our_field_is_a_result(driver: MemcacheDriver, 
     assert backend.get_state("task_1") == before
 
 
-def test_an_application_leaves_gos_documents(empty_memcached: MemcachedServer, driver: MemcacheDriver) -> None:
+def test_an_application_leaves_gos_documents(
+    empty_memcached: MemcachedServer, driver: MemcacheDriver
+) -> None:
     server = Server(Config(broker="memory://", result_backend=empty_memcached.url))
 
     @server.task
@@ -208,7 +261,11 @@ def test_an_application_leaves_gos_documents(empty_memcached: MemcachedServer, d
         assert result.get(timeout=HANG) == [3, 7]
         document = json.loads(read(driver, result[0].uuid))
         meta = json.loads(read(driver, result.uuid))
-    assert (document["TaskName"], document["State"], document["Results"]) == ("add", "SUCCESS", [{"Type": "int64", "Value": 3}])
+    assert (document["TaskName"], document["State"], document["Results"]) == (
+        "add",
+        "SUCCESS",
+        [{"Type": "int64", "Value": 3}],
+    )
     assert meta["TaskUUIDs"] == [one.uuid for one in result]
     assert meta["GroupUUID"] == result.uuid
     server.close()
@@ -220,21 +277,33 @@ MEMBERS = ("task_1", "task_2")
 
 
 def arrival(member: str, *, ok: bool = True) -> Arrival:
-    return Arrival(group_uuid="group_1", task_uuid=member, total=len(MEMBERS), ok=ok, callback=b"{}")
+    return Arrival(
+        group_uuid="group_1", task_uuid=member, total=len(MEMBERS), ok=ok, callback=b"{}"
+    )
 
 
 def go_ends(driver: MemcacheDriver, member: str, *, ok: bool = True) -> None:
     state = State.SUCCESS if ok else State.FAILURE
-    write(driver, member, encode_state(TaskState(task_uuid=member, state=state, error="" if ok else "no")))
+    write(
+        driver,
+        member,
+        encode_state(TaskState(task_uuid=member, state=state, error="" if ok else "no")),
+    )
 
 
 def go_settles(driver: MemcacheDriver) -> None:
-    write(driver, "group_1", encode_group(GroupMeta(group_uuid="group_1", task_uuids=MEMBERS, chord_triggered=True)))
+    write(
+        driver,
+        "group_1",
+        encode_group(GroupMeta(group_uuid="group_1", task_uuids=MEMBERS, chord_triggered=True)),
+    )
 
 
 def we_end(backend: MemcacheBackend, member: str) -> None:
     state = TaskState(task_uuid=member, state=State.SUCCESS)
-    assert backend.apply([Change(key=member, mark="m", states=(state,), arrivals=(arrival(member),))]) == [SETTLED]
+    assert backend.apply(
+        [Change(key=member, mark="m", states=(state,), arrivals=(arrival(member),))]
+    ) == [SETTLED]
 
 
 def look_until_forgotten(watch: GroupWatch) -> None:
@@ -263,7 +332,9 @@ def test_a_chord_whose_last_member_go_has_ended_is_ours_if_go_does_not_settle_it
 
     look_until_forgotten(watch)
 
-    assert [(one.group_uuid, one.failed_member) for one in backend.ready_groups(9)] == [("group_1", "")]
+    assert [(one.group_uuid, one.failed_member) for one in backend.ready_groups(9)] == [
+        ("group_1", "")
+    ]
     assert backend.apply([Change(key="group_1", fires="group_1")]) == [SETTLED]
     assert json.loads(read(driver, "group_1"))["ChordTriggered"] is True
 
@@ -280,7 +351,9 @@ def test_a_chord_that_go_has_settled_is_not_settled_again(
     assert backend.apply([Change(key="group_1", fires="group_1")]) == [FENCED]
 
 
-def test_a_ready_chord_that_go_has_settled_is_no_longer_ready(driver: MemcacheDriver, backend: MemcacheBackend) -> None:
+def test_a_ready_chord_that_go_has_settled_is_no_longer_ready(
+    driver: MemcacheDriver, backend: MemcacheBackend
+) -> None:
     backend.apply([Change(key="g", groups=(GroupMeta(group_uuid="group_1", task_uuids=MEMBERS),))])
     for member in MEMBERS:
         we_end(backend, member)
@@ -315,7 +388,11 @@ def test_a_worker_calls_back_for_a_chord_of_which_go_has_ended_a_member(
 
     result = server.send_chord(Group(members) | Signature.of("total"))
     of_go = result.group.results[1].uuid
-    write(driver, of_go, encode_state(TaskState(task_uuid=of_go, state=State.SUCCESS, results=(Arg.of(2),))))
+    write(
+        driver,
+        of_go,
+        encode_state(TaskState(task_uuid=of_go, state=State.SUCCESS, results=(Arg.of(2),))),
+    )
     with server.new_worker(concurrency=2):
         assert result.get(timeout=HANG) == 3
     server.close()

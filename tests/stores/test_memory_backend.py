@@ -23,8 +23,14 @@ def test_servers_of_one_name_agree_on_how_their_store_works() -> None:
     first = Server(Config(broker="memory://agreed", lease=5.0))
     assert first.backend is Server(first.config).backend
     for other, word in (
-        (Server(Config(broker="memory://agreed")), "lease is 5.0 in the Server that opened this store first, and 10.0 here"),
-        (Server(Config(broker="memory://agreed", lease=5.0, results_expire_in=60)), "results_expire_in is 3600.0 .* 60.0 here"),
+        (
+            Server(Config(broker="memory://agreed")),
+            "lease is 5.0 in the Server that opened this store first, and 10.0 here",
+        ),
+        (
+            Server(Config(broker="memory://agreed", lease=5.0, results_expire_in=60)),
+            "results_expire_in is 3600.0 .* 60.0 here",
+        ),
         (Server(first.config, clock=ManualClock()), "clock is .*SystemClock"),
     ):
         with pytest.raises(ConfigError, match=f"memory://agreed: {word}"):

@@ -51,9 +51,18 @@ from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.flaky import FlakySession, FlakyStore
 from tests.models.machine import EXAMPLES
 
-pytestmark = pytest.mark.timeout(3600 if EXAMPLES else 900)  # finding the shortest failure takes minutes
+pytestmark = pytest.mark.timeout(
+    3600 if EXAMPLES else 900
+)  # finding the shortest failure takes minutes
 
-RANK = {State.PENDING: 0, State.RECEIVED: 1, State.STARTED: 2, State.RETRY: 3, State.SUCCESS: 4, State.FAILURE: 4}
+RANK = {
+    State.PENDING: 0,
+    State.RECEIVED: 1,
+    State.STARTED: 2,
+    State.RETRY: 3,
+    State.SUCCESS: 4,
+    State.FAILURE: 4,
+}
 LEASE = 10.0  # seconds
 TOKEN_LIFE = 590.0  # seconds; a token is good for 600
 MANY = 100_000
@@ -232,7 +241,8 @@ class StoreMachine(RuleBasedStateMachine):
             self.tasks[uuid] = Task(group=group)
         sent = Sent(
             Submission(
-                token=f"token_{next(self.numbers)}", messages=[copy.message for copy in copies],
+                token=f"token_{next(self.numbers)}",
+                messages=[copy.message for copy in copies],
                 states=[TaskState(task_uuid=uuid, task_name="add") for uuid in uuids],
                 groups=[GroupMeta(group_uuid=group, task_uuids=tuple(uuids))] if members else [],
             ),
@@ -299,7 +309,9 @@ class StoreMachine(RuleBasedStateMachine):
         for body in taken:
             copy = self.copies[body]
             assert copy.place == "waiting"
-            assert copy.due is None or copy.due <= self.clock.now(), f"{body!r} was handed out before its eta"
+            assert copy.due is None or copy.due <= self.clock.now(), (
+                f"{body!r} was handed out before its eta"
+            )
             copy.place, copy.holder = "held", worker
             if deliveries is None:
                 copy.fence += 1  # or more: the hands that are known are old ones
@@ -323,7 +335,9 @@ class StoreMachine(RuleBasedStateMachine):
 
     def choose(self, pick: int, among: Sequence[Worker]) -> tuple[Worker, list[Hand]] | None:
         """A worker, and its hands, those it holds last."""
-        busy = [worker for worker in among if any(self.holds(worker, hand) for hand in worker.hands)]
+        busy = [
+            worker for worker in among if any(self.holds(worker, hand) for hand in worker.hands)
+        ]
         busy = busy or [worker for worker in among if worker.hands]
         if not busy:
             return None
@@ -345,7 +359,9 @@ class StoreMachine(RuleBasedStateMachine):
             return
         worker, hands = chosen
         hand = hands[-1 - which % len(hands)]
-        change = TaskState(task_uuid=hand.copy.message.uuid, task_name="add", state=state, run=hand.copy.run)
+        change = TaskState(
+            task_uuid=hand.copy.message.uuid, task_name="add", state=state, run=hand.copy.run
+        )
         assert worker.session.settle([], [Mark(delivery=hand.delivery, state=change)]) == []
         if self.holds(worker, hand):
             self.write([change])
@@ -361,7 +377,13 @@ class StoreMachine(RuleBasedStateMachine):
             self.fire(0, fault)
 
     @precondition(lambda self: self.alive())
-    @rule(pick=Pick, limit=st.integers(1, 4), kind=st.sampled_from(KINDS), callbacks=st.integers(0, 2), fault=Fault)
+    @rule(
+        pick=Pick,
+        limit=st.integers(1, 4),
+        kind=st.sampled_from(KINDS),
+        callbacks=st.integers(0, 2),
+        fault=Fault,
+    )
     def work(self, pick: int, limit: int, kind: str, callbacks: int, fault: str) -> None:
         """Claim, and settle at once all that is held."""
         worker = self.alive()[pick % len(self.alive())]
@@ -370,8 +392,11 @@ class StoreMachine(RuleBasedStateMachine):
             self.settle_through(worker, held, kind, callbacks, fault)
 
     @rule(
-        pick=Pick, which=st.lists(Recent, min_size=1, max_size=3), kind=st.sampled_from(KINDS),
-        callbacks=st.integers(0, 2), fault=Fault,
+        pick=Pick,
+        which=st.lists(Recent, min_size=1, max_size=3),
+        kind=st.sampled_from(KINDS),
+        callbacks=st.integers(0, 2),
+        fault=Fault,
     )
     def settle(self, pick: int, which: list[int], kind: str, callbacks: int, fault: str) -> None:
         """Of what is held now, or once more of what was settled long ago."""
@@ -388,7 +413,9 @@ class StoreMachine(RuleBasedStateMachine):
             worker, hands = chosen
             self.settle_through(worker, [hands[-1 - which % len(hands)]], kind, 1, "")
 
-    def settle_through(self, worker: Worker, hands: list[Hand], kind: str, callbacks: int, fault: str) -> None:
+    def settle_through(
+        self, worker: Worker, hands: list[Hand], kind: str, callbacks: int, fault: str
+    ) -> None:
         for hand in hands:
             if hand.settlement is None:
                 self.decide(hand, kind, callbacks)
@@ -402,7 +429,9 @@ class StoreMachine(RuleBasedStateMachine):
                     self.settled(worker, hand, hands)
         verdicts = worker.session.settle(settlements)
         for hand, verdict in zip(hands, verdicts, strict=True):
-            assert verdict in self.settled(worker, hand, hands), f"{hand.delivery.body!r}: {verdict}"
+            assert verdict in self.settled(worker, hand, hands), (
+                f"{hand.delivery.body!r}: {verdict}"
+            )
 
     def decide(self, hand: Hand, kind: str, callbacks: int) -> None:
         """What this worker says, now and whenever it repeats it, of the end of this delivery."""
@@ -420,14 +449,30 @@ class StoreMachine(RuleBasedStateMachine):
             hand.sends = [self.copy(f"task_{next(self.numbers)}", 0) for _ in range(callbacks)]
         states = [TaskState(task_uuid=uuid, task_name="add", state=state, run=run)]
         if state is not State.RETRY:
-            states += [TaskState(task_uuid=copy.message.uuid, task_name="add") for copy in hand.sends]
-        arrivals = [Arrival(
-            group_uuid=group, task_uuid=uuid, total=len(self.groups[group].members), ok=state is State.SUCCESS,
-            callback=b"callback",
-        )] if group and state is not State.RETRY else []
+            states += [
+                TaskState(task_uuid=copy.message.uuid, task_name="add") for copy in hand.sends
+            ]
+        arrivals = (
+            [
+                Arrival(
+                    group_uuid=group,
+                    task_uuid=uuid,
+                    total=len(self.groups[group].members),
+                    ok=state is State.SUCCESS,
+                    callback=b"callback",
+                )
+            ]
+            if group and state is not State.RETRY
+            else []
+        )
         hand.settlement = Settlement(
-            delivery=hand.delivery, uuid=uuid, name="add", states=states, send=[copy.message for copy in hand.sends],
-            arrivals=arrivals, fate=Fate.DEAD if kind == "die" else Fate.DONE,
+            delivery=hand.delivery,
+            uuid=uuid,
+            name="add",
+            states=states,
+            send=[copy.message for copy in hand.sends],
+            arrivals=arrivals,
+            fate=Fate.DEAD if kind == "die" else Fate.DONE,
         )
 
     def settled(self, worker: Worker, hand: Hand, together: Sequence[Hand]) -> set[Verdict]:
@@ -438,9 +483,15 @@ class StoreMachine(RuleBasedStateMachine):
         if not self.holds(worker, hand):
             if not hand.settled:
                 return {FENCED}
-            later = any(other.copy.message.uuid == copy.message.uuid and other.copy.run > copy.run for other in together)
+            later = any(
+                other.copy.message.uuid == copy.message.uuid and other.copy.run > copy.run
+                for other in together
+            )
             return {ALREADY} if task.by is hand and not later else {ALREADY, FENCED}
-        copy.place, copy.holder = {Fate.DONE: "gone", Fate.DEAD: "dead"}.get(settlement.fate, "waiting"), None
+        copy.place, copy.holder = (
+            {Fate.DONE: "gone", Fate.DEAD: "dead"}.get(settlement.fate, "waiting"),
+            None,
+        )
         if settlement.fate is Fate.LATER:
             copy.due, copy.parks = settlement.eta, copy.parks + 1
         if settlement.states:
@@ -469,7 +520,8 @@ class StoreMachine(RuleBasedStateMachine):
         copy = self.copy(f"chord_{next(self.numbers)}", 0)
         end = State.FAILURE if group.failed else State.PENDING
         firing = Firing(
-            group_uuid=name, send=[] if group.failed else [copy.message],
+            group_uuid=name,
+            send=[] if group.failed else [copy.message],
             states=[TaskState(task_uuid=copy.message.uuid, task_name="add", state=end)],
         )
         if fault:
@@ -489,7 +541,11 @@ class StoreMachine(RuleBasedStateMachine):
         survivors = [other.session.session for other in self.alive() if other is not worker]
         self.bench.crash(worker.session.session, survivors)
         worker.life = "given up"
-        guilty = {hand.copy.message.body for hand in worker.hands if hand.running and self.holds(worker, hand)}
+        guilty = {
+            hand.copy.message.body
+            for hand in worker.hands
+            if hand.running and self.holds(worker, hand)
+        }
         for copy in self.copies.values():
             if copy.holder is worker:
                 copy.place, copy.holder = "waiting", None
@@ -530,15 +586,23 @@ class StoreMachine(RuleBasedStateMachine):
 
     def finished(self) -> list[str]:
         """Members of groups that wait for others come first: the second arrival of one is the most delicate."""
-        found = [uuid for uuid, task in self.tasks.items() if task.state in (State.SUCCESS, State.FAILURE)]
-        waiting = {name for name, group in self.groups.items() if not group.ready and not group.fired}
+        found = [
+            uuid
+            for uuid, task in self.tasks.items()
+            if task.state in (State.SUCCESS, State.FAILURE)
+        ]
+        waiting = {
+            name for name, group in self.groups.items() if not group.ready and not group.fired
+        }
         return sorted(found, key=lambda uuid: self.tasks[uuid].group not in waiting)
 
     @precondition(lambda self: self.finished())
     @rule(pick=Recent, fault=Fault)
     def replay(self, pick: int, fault: str) -> None:
         uuid = self.finished()[pick % len(self.finished())]
-        letters = [letter for letter in self.store.broker.dead_letters(limit=MANY) if letter.uuid == uuid]
+        letters = [
+            letter for letter in self.store.broker.dead_letters(limit=MANY) if letter.uuid == uuid
+        ]
         assert self.store.broker.take_dead([letter.id for letter in letters]) == letters
         for letter in letters:
             self.copies[letter.body].place = "gone"
@@ -546,8 +610,10 @@ class StoreMachine(RuleBasedStateMachine):
         copy = self.copy(uuid, run)
         sent = Sent(
             Submission(
-                token=f"token_{next(self.numbers)}", messages=[copy.message],
-                states=[TaskState(task_uuid=uuid, task_name="add", run=run)], replay=True,
+                token=f"token_{next(self.numbers)}",
+                messages=[copy.message],
+                states=[TaskState(task_uuid=uuid, task_name="add", run=run)],
+                replay=True,
             ),
             [copy],
         )
@@ -569,8 +635,12 @@ class StoreMachine(RuleBasedStateMachine):
         held = sum(copy.place == "held" for copy in self.copies.values())
 
         assert len(everywhere) == len(set(everywhere)), "a message is in two places (I1)"
-        assert {*pending, *delayed} == waiting, "what waits is not what was accepted (I1, I3, I5, I6, I9)"
-        assert set(dead) == {body for body, copy in self.copies.items() if copy.place == "dead"}, "dead letters (I1)"
+        assert {*pending, *delayed} == waiting, (
+            "what waits is not what was accepted (I1, I3, I5, I6, I9)"
+        )
+        assert set(dead) == {body for body, copy in self.copies.items() if copy.place == "dead"}, (
+            "dead letters (I1)"
+        )
         assert sum(line.running for line in broker.stats()) == held, "what is held (I1)"
         for body in pending:
             due = self.copies[body].due
@@ -580,7 +650,11 @@ class StoreMachine(RuleBasedStateMachine):
     def each_task_is_as_far_as_it_was_brought(self) -> None:
         states = self.store.backend.get_states(list(self.tasks))
         found = {uuid: (state.state, state.run) for uuid, state in states.items()}
-        brought = {uuid: (task.state, task.run) for uuid, task in self.tasks.items() if task.state is not None}
+        brought = {
+            uuid: (task.state, task.run)
+            for uuid, task in self.tasks.items()
+            if task.state is not None
+        }
         assert found == brought, "(I4, I9)"
         for uuid, (state, run) in found.items():
             assert self.seen.get(uuid, (0, 0)) <= (run, RANK[state]), f"{uuid} went back (I8)"
@@ -590,7 +664,9 @@ class StoreMachine(RuleBasedStateMachine):
     @invariant()
     def the_groups_that_wait_are_those_that_are_ready(self) -> None:
         ready = {group.group_uuid: group.failed_member for group in self.store.ready_groups(MANY)}
-        assert ready == {name: group.failed for name, group in self.groups.items() if group.ready}, "(I6)"
+        assert ready == {
+            name: group.failed for name, group in self.groups.items() if group.ready
+        }, "(I6)"
         for name, group in self.groups.items():
             meta = self.store.backend.get_group(name)
             assert meta is not None
@@ -626,36 +702,58 @@ class StoreMachine(RuleBasedStateMachine):
                 break
         self.close(0)
 
-        assert {copy.place for copy in self.copies.values()} <= {"gone", "dead", "none"}, "something never ended (I2)"
+        assert {copy.place for copy in self.copies.values()} <= {"gone", "dead", "none"}, (
+            "something never ended (I2)"
+        )
         accepted = {copy.message.uuid for copy in self.copies.values() if copy.place != "none"}
-        assert all(self.tasks[uuid].state in (State.SUCCESS, State.FAILURE) for uuid in accepted), "(I2)"
+        assert all(self.tasks[uuid].state in (State.SUCCESS, State.FAILURE) for uuid in accepted), (
+            "(I2)"
+        )
         (line,) = self.store.broker.stats()
         assert (line.waiting, line.running, line.delayed) == (0, 0, 0), "(I20)"
         assert self.store.broker.workers() == [], "(I20)"
         assert self.store.backend.unsent(MANY, older_than=0.0) == [], "(I20)"
-        for check in (self.each_message_is_in_one_place, self.each_task_is_as_far_as_it_was_brought):
+        for check in (
+            self.each_message_is_in_one_place,
+            self.each_task_is_as_far_as_it_was_brought,
+        ):
             check()
 
 
 def run(open_bench: Callable[[], Bench], *, examples: int, steps: int, same: bool = False) -> None:
     """`same`: the same examples each time, also where others are asked for; and the failure as it was found."""
     machine = type("Machine", (StoreMachine,), {"open_bench": staticmethod(open_bench)})
-    run_state_machine_as_test(machine, settings=settings(
-        max_examples=examples if same else EXAMPLES or examples, stateful_step_count=steps, deadline=None, database=None,
-        derandomize=same or not EXAMPLES,
-        suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
-        report_multiple_bugs=False, print_blob=True,
-        phases=[Phase.generate] if same else [Phase.generate, Phase.shrink],
-    ))
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=examples if same else EXAMPLES or examples,
+            stateful_step_count=steps,
+            deadline=None,
+            database=None,
+            derandomize=same or not EXAMPLES,
+            suppress_health_check=[
+                HealthCheck.too_slow,
+                HealthCheck.filter_too_much,
+                HealthCheck.data_too_large,
+            ],
+            report_multiple_bugs=False,
+            print_blob=True,
+            phases=[Phase.generate] if same else [Phase.generate, Phase.shrink],
+        ),
+    )
 
 
 def memory_bench(
-    *, broker: type[MemoryBroker] = MemoryBroker, backend: type[MemoryBackend] = MemoryBackend,
+    *,
+    broker: type[MemoryBroker] = MemoryBroker,
+    backend: type[MemoryBackend] = MemoryBackend,
     store: type[OneStore] = OneStore,
 ) -> Bench:
     clock = ManualClock()
     hub = MemoryHub(clock)
-    return Bench(store(broker(hub, lease=LEASE), backend(hub, expire_in=1e7), hub.transaction), clock)
+    return Bench(
+        store(broker(hub, lease=LEASE), backend(hub, expire_in=1e7), hub.transaction), clock
+    )
 
 
 class SQLiteBench(Bench):
@@ -664,9 +762,13 @@ class SQLiteBench(Bench):
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory()
         clock = ManualClock()
-        self._driver = SQLiteDriver(f"{self._folder.name}/machinery.db", clock=clock, synchronous="NORMAL")
+        self._driver = SQLiteDriver(
+            f"{self._folder.name}/machinery.db", clock=clock, synchronous="NORMAL"
+        )
         backend = SQLiteBackend(self._driver, expire_in=1e7)
-        super().__init__(OneStore(SQLiteBroker(self._driver), backend, self._driver.transaction), clock)
+        super().__init__(
+            OneStore(SQLiteBroker(self._driver), backend, self._driver.transaction), clock
+        )
 
     def crash(self, session: Session, survivors: Sequence[Session]) -> None:
         assert isinstance(session, OneSession)
@@ -695,7 +797,9 @@ class _NeverFencedSession(OneSession):
     """Settles what it does not hold."""
 
     def _not_ours(self, settlement: Settlement) -> Verdict:
-        (verdict,) = self._store.backend.apply([Change(key=settlement.uuid, states=settlement.states)])
+        (verdict,) = self._store.backend.apply(
+            [Change(key=settlement.uuid, states=settlement.states)]
+        )
         if verdict == SETTLED and settlement.send:
             self._store.broker.put(settlement.send, token="")
         return verdict
@@ -703,17 +807,23 @@ class _NeverFencedSession(OneSession):
 
 class _NeverFencedStore(OneStore):
     def open_session(self, queues: Sequence[str], *, worker: str) -> Session:
-        return _NeverFencedSession(self, self.broker.consume(queues, worker=worker), self._transaction)
+        return _NeverFencedSession(
+            self, self.broker.consume(queues, worker=worker), self._transaction
+        )
 
 
 class _UnguardedMarksSession(OneSession):
     def _mark(self, marks: Sequence[Mark]) -> None:
-        self._store.backend.apply([Change(key=mark.state.task_uuid, states=(mark.state,)) for mark in marks])
+        self._store.backend.apply(
+            [Change(key=mark.state.task_uuid, states=(mark.state,)) for mark in marks]
+        )
 
 
 class _UnguardedMarksStore(OneStore):
     def open_session(self, queues: Sequence[str], *, worker: str) -> Session:
-        return _UnguardedMarksSession(self, self.broker.consume(queues, worker=worker), self._transaction)
+        return _UnguardedMarksSession(
+            self, self.broker.consume(queues, worker=worker), self._transaction
+        )
 
 
 class _ForgettingRepeatsSession(OneSession):
@@ -725,13 +835,17 @@ class _ForgettingRepeatsSession(OneSession):
 
 class _ForgettingRepeatsStore(OneStore):
     def open_session(self, queues: Sequence[str], *, worker: str) -> Session:
-        return _ForgettingRepeatsSession(self, self.broker.consume(queues, worker=worker), self._transaction)
+        return _ForgettingRepeatsSession(
+            self, self.broker.consume(queues, worker=worker), self._transaction
+        )
 
 
 class _SendsAnywaySession(OneSession):
     """Sends the callbacks before it knows whether the delivery is its own."""
 
-    def settle(self, settlements: Sequence[Settlement], marks: Sequence[Mark] = ()) -> list[Verdict]:
+    def settle(
+        self, settlements: Sequence[Settlement], marks: Sequence[Mark] = ()
+    ) -> list[Verdict]:
         send = [message for settlement in settlements for message in settlement.send]
         self._store.broker.put(send, token="")
         return super().settle([_without_messages(settlement) for settlement in settlements], marks)
@@ -739,24 +853,36 @@ class _SendsAnywaySession(OneSession):
 
 def _without_messages(settlement: Settlement) -> Settlement:
     return Settlement(
-        delivery=settlement.delivery, uuid=settlement.uuid, name=settlement.name, fate=settlement.fate,
-        states=settlement.states, arrivals=settlement.arrivals, eta=settlement.eta,
+        delivery=settlement.delivery,
+        uuid=settlement.uuid,
+        name=settlement.name,
+        fate=settlement.fate,
+        states=settlement.states,
+        arrivals=settlement.arrivals,
+        eta=settlement.eta,
     )
 
 
 class _SendsAnywayStore(OneStore):
     def open_session(self, queues: Sequence[str], *, worker: str) -> Session:
-        return _SendsAnywaySession(self, self.broker.consume(queues, worker=worker), self._transaction)
+        return _SendsAnywaySession(
+            self, self.broker.consume(queues, worker=worker), self._transaction
+        )
 
 
 class _TokenlessStore(OneStore):
     """Carries a submission out as often as it is asked to."""
 
     def submit(self, submission: Submission) -> None:
-        super().submit(Submission(
-            token="", messages=submission.messages, states=submission.states, groups=submission.groups,
-            replay=submission.replay,
-        ))
+        super().submit(
+            Submission(
+                token="",
+                messages=submission.messages,
+                states=submission.states,
+                groups=submission.groups,
+                replay=submission.replay,
+            )
+        )
 
 
 class _HalfSubmittingStore(OneStore):
@@ -764,9 +890,16 @@ class _HalfSubmittingStore(OneStore):
 
     def submit(self, submission: Submission) -> None:
         self.broker.put(submission.messages, token=submission.token)
-        self.backend.apply([
-            Change(key="x", states=submission.states, groups=submission.groups, force=submission.replay)
-        ])
+        self.backend.apply(
+            [
+                Change(
+                    key="x",
+                    states=submission.states,
+                    groups=submission.groups,
+                    force=submission.replay,
+                )
+            ]
+        )
 
 
 class _FiringTwiceStore(OneStore):
@@ -786,10 +919,17 @@ class _CountingBackend(MemoryBackend):
                 arrival.group_uuid, _Group(GroupMeta(group_uuid=arrival.group_uuid), self.now())
             )
             unique = f"{arrival.task_uuid} {len(group.members) + number}"
-            super()._arrive([Arrival(
-                group_uuid=arrival.group_uuid, task_uuid=unique, total=arrival.total, ok=arrival.ok,
-                callback=arrival.callback,
-            )])
+            super()._arrive(
+                [
+                    Arrival(
+                        group_uuid=arrival.group_uuid,
+                        task_uuid=unique,
+                        total=arrival.total,
+                        ok=arrival.ok,
+                        callback=arrival.callback,
+                    )
+                ]
+            )
             if group.failed_member == unique:
                 group.failed_member = arrival.task_uuid
 
@@ -798,11 +938,20 @@ class _OverwritingBackend(MemoryBackend):
     """Lets any state follow any other."""
 
     def apply(self, changes: Sequence[Change]) -> list[Verdict]:
-        return super().apply([
-            Change(key=change.key, mark=change.mark, states=change.states, groups=change.groups, fires=change.fires,
-                   arrivals=change.arrivals, force=True)
-            for change in changes
-        ])
+        return super().apply(
+            [
+                Change(
+                    key=change.key,
+                    mark=change.mark,
+                    states=change.states,
+                    groups=change.groups,
+                    fires=change.fires,
+                    arrivals=change.arrivals,
+                    force=True,
+                )
+                for change in changes
+            ]
+        )
 
 
 class _MarklessBackend(MemoryBackend):

@@ -34,7 +34,13 @@ MAJORITY = {"w": "majority", "wtimeout": 5000}
 
 
 def found(**said: Any) -> list[tuple[str, bool]]:
-    good = {"hello": PRIMARY, "build": {"version": "7.0.2"}, "status": KEEPS, "options": None, "concern": MAJORITY}
+    good = {
+        "hello": PRIMARY,
+        "build": {"version": "7.0.2"},
+        "status": KEEPS,
+        "options": None,
+        "concern": MAJORITY,
+    }
     return [(one.text, one.is_certain) for one in concerns(Told(**{**good, **said}))]
 
 
@@ -45,30 +51,63 @@ def test_a_server_that_keeps_everything_is_not_talked_about() -> None:
     assert found(concern={"w": 2}) == []  # of three
 
 
-@pytest.mark.parametrize(("said", "text"), [
-    ({"hello": {**PRIMARY, "ismaster": False}}, "it is a secondary of the replica set rs0, whose primary is a:1: no task can be"),
-    ({"hello": {"ismaster": False, "setName": "rs0"}}, "it is a secondary of the replica set rs0: no task can be stored"),
-    ({"concern": {"w": 1}}, "w=1 in its URL waits for no majority"),
-    ({"concern": {}}, "w=1 in its URL waits for no majority"),
-    ({"concern": {"w": 2}, "hello": {**PRIMARY, "hosts": list("abcde")}}, "w=2 in its URL waits for no majority"),
-    ({"concern": {"w": 1}, "hello": {"ismaster": True, "msg": "isdbgrid"}, "status": None}, "w=1 in its URL"),
-    ({"concern": {**MAJORITY, "j": False}}, "journal=false in its URL confirms what is in no journal yet"),
-    ({"status": {"storageEngine": {"name": "inMemory", "persistent": False}}}, "its storage engine is inMemory: a restart loses"),
-    ({"build": {"version": "4.4.29"}, "hello": ALONE, "options": {"parsed": {"storage": {"journal": {"enabled": False}}}}},
-     "it has no journal: a crash loses what came in the last minute"),
-])
+@pytest.mark.parametrize(
+    ("said", "text"),
+    [
+        (
+            {"hello": {**PRIMARY, "ismaster": False}},
+            "it is a secondary of the replica set rs0, whose primary is a:1: no task can be",
+        ),
+        (
+            {"hello": {"ismaster": False, "setName": "rs0"}},
+            "it is a secondary of the replica set rs0: no task can be stored",
+        ),
+        ({"concern": {"w": 1}}, "w=1 in its URL waits for no majority"),
+        ({"concern": {}}, "w=1 in its URL waits for no majority"),
+        (
+            {"concern": {"w": 2}, "hello": {**PRIMARY, "hosts": list("abcde")}},
+            "w=2 in its URL waits for no majority",
+        ),
+        (
+            {"concern": {"w": 1}, "hello": {"ismaster": True, "msg": "isdbgrid"}, "status": None},
+            "w=1 in its URL",
+        ),
+        (
+            {"concern": {**MAJORITY, "j": False}},
+            "journal=false in its URL confirms what is in no journal yet",
+        ),
+        (
+            {"status": {"storageEngine": {"name": "inMemory", "persistent": False}}},
+            "its storage engine is inMemory: a restart loses",
+        ),
+        (
+            {
+                "build": {"version": "4.4.29"},
+                "hello": ALONE,
+                "options": {"parsed": {"storage": {"journal": {"enabled": False}}}},
+            },
+            "it has no journal: a crash loses what came in the last minute",
+        ),
+    ],
+)
 def test_what_may_be_lost_is_named(said: Mapping[str, Any], text: str) -> None:
     [(told, is_certain)] = found(**said)
     assert text in told
     assert is_certain
 
 
-@pytest.mark.parametrize(("said", "text"), [
-    ({"status": None}, "it does not tell whether it keeps what it stores (give this user the role clusterMonitor)"),
-    ({"status": {}}, "it does not tell whether it keeps what it stores"),
-    ({"build": {"version": "4.4.29"}}, "it does not tell whether it has a journal"),
-    ({"build": {}}, "it does not tell whether it has a journal"),
-])
+@pytest.mark.parametrize(
+    ("said", "text"),
+    [
+        (
+            {"status": None},
+            "it does not tell whether it keeps what it stores (give this user the role clusterMonitor)",
+        ),
+        ({"status": {}}, "it does not tell whether it keeps what it stores"),
+        ({"build": {"version": "4.4.29"}}, "it does not tell whether it has a journal"),
+        ({"build": {}}, "it does not tell whether it has a journal"),
+    ],
+)
 def test_what_is_not_told_is_not_taken_for_good(said: Mapping[str, Any], text: str) -> None:
     [(told, is_certain)] = found(**said)
     assert text in told
@@ -82,7 +121,11 @@ def test_old_servers_are_asked_for_their_journal_and_routers_for_nothing() -> No
 
 
 def test_versions_are_read() -> None:
-    assert [version_of({"version": text}) for text in ("4.4.29", "8.0", "7.1.0-rc2")] == [(4, 4), (8, 0), (7, 1)]
+    assert [version_of({"version": text}) for text in ("4.4.29", "8.0", "7.1.0-rc2")] == [
+        (4, 4),
+        (8, 0),
+        (7, 1),
+    ]
     assert version_of({"version": "x"}) is version_of({"version": "a.b"}) is None
     assert version_of({}) is None
 
@@ -114,14 +157,20 @@ def say(proxy: Proxy, command: str, **fields: Any) -> None:
     proxy.answer_next(saying(**fields), matching=command.encode() + b"\0", times=1)
 
 
-def test_a_server_that_forgets_is_warned_of_or_refused(proxy: Proxy, mongodb_url: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_server_that_forgets_is_warned_of_or_refused(
+    proxy: Proxy, mongodb_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
     url = proxy.through(mongodb_url)
     say(proxy, "serverStatus", storageEngine={"name": "inMemory", "persistent": False})
     server = Server(url)
     server.send_task(Signature(name="nobody_runs_this"))
     server.send_task(Signature(name="nobody_runs_this"))
 
-    [warning] = [one.message for one in caplog.records if one.levelno >= logging.WARNING and "storage engine" in one.message]
+    [warning] = [
+        one.message
+        for one in caplog.records
+        if one.levelno >= logging.WARNING and "storage engine" in one.message
+    ]
     assert f"127.0.0.1:{proxy.url_port}" in warning
     assert "its storage engine is inMemory: a restart loses everything" in warning
 
@@ -134,7 +183,9 @@ def test_a_server_that_forgets_is_warned_of_or_refused(proxy: Proxy, mongodb_url
     strict = Server(Config(broker=url, strict_durability=True))
     for _ in range(2):
         say(proxy, "serverStatus", storageEngine={"name": "inMemory", "persistent": False})
-        with pytest.raises(StoreUnusable, match="refused by strict_durability: its storage engine is inMemory"):
+        with pytest.raises(
+            StoreUnusable, match="refused by strict_durability: its storage engine is inMemory"
+        ):
             strict.send_task(Signature(name="nobody_runs_this"))
     strict.close()
 
@@ -171,12 +222,23 @@ def test_a_lost_connection_is_no_answer(proxy: Proxy, mongodb_url: str) -> None:
 
 
 def test_doctor_shows_what_may_be_lost(proxy: Proxy, mongodb_url: str, tmp_path: Path) -> None:
-    (tmp_path / "letters.py").write_text("import os\nfrom machinery_py import Server\nserver = Server(os.environ['WHERE'])\n")
+    (tmp_path / "letters.py").write_text(
+        "import os\nfrom machinery_py import Server\nserver = Server(os.environ['WHERE'])\n"
+    )
     engine = {"name": "inMemory", "persistent": False}
     proxy.answer_next(saying(storageEngine=engine), matching=b"serverStatus\0", times=9)
 
-    done = subprocess.run([sys.executable, "-m", "machinery_py", "doctor", "letters"], cwd=tmp_path, text=True, check=False,
-                          capture_output=True, env={**os.environ, "WHERE": proxy.through(mongodb_url)}, timeout=60.0)
+    done = subprocess.run(
+        [sys.executable, "-m", "machinery_py", "doctor", "letters"],
+        cwd=tmp_path,
+        text=True,
+        check=False,
+        capture_output=True,
+        env={**os.environ, "WHERE": proxy.through(mongodb_url)},
+        timeout=60.0,
+    )
 
     assert done.returncode == 1, done.stdout
-    assert "WRONG  broker    its storage engine is inMemory: a restart loses everything" in done.stdout
+    assert (
+        "WRONG  broker    its storage engine is inMemory: a restart loses everything" in done.stdout
+    )

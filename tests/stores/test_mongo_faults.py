@@ -51,7 +51,14 @@ from machinery_py.states import Arrival, State, TaskState
 from machinery_py.testing import private_mongo
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.conformance.claims import claim
-from machinery_py.testing.conformance.fencing import arrival, drain, message_of, settlement, state_of, submit
+from machinery_py.testing.conformance.fencing import (
+    arrival,
+    drain,
+    message_of,
+    settlement,
+    state_of,
+    submit,
+)
 from machinery_py.testing.proxy import Proxy
 from machinery_py.testing.waiting import HANG
 from tests.stores.mongo_case import mongodb_server, mongodb_url
@@ -118,7 +125,9 @@ def test_a_submission_is_carried_out_once_whatever_happens_to_a_reply(
 @pytest.mark.parametrize("how", FAULTS)
 @pytest.mark.parametrize("word", WRITES)
 @pytest.mark.parametrize("limit", [1, 5])
-def test_no_claim_is_lost_with_its_reply(store: MongoStore, proxy: Proxy, how: str, word: bytes, limit: int) -> None:
+def test_no_claim_is_lost_with_its_reply(
+    store: MongoStore, proxy: Proxy, how: str, word: bytes, limit: int
+) -> None:
     submit(store, "a", "b", "c", token="t")
     session = store.open_session(["q"], worker="w")
     cut(proxy, how, word)
@@ -184,9 +193,16 @@ def test_a_claim_shows_its_task_although_its_sender_stands_still(
 ) -> None:
     """Behind the write of the claim: who took a task without a state for one that is over would let a second one in."""
     backend = MongoBackend(store.driver)
-    slow: Store = TwoStores(MemoryBroker(MemoryHub(ManualClock())), backend, ManualClock()) if beside else MongoStore(
-        MongoBroker(store.driver), backend)
-    monkeypatch.setattr(backend, "follow_tick", lambda tick, again: (_ for _ in ()).throw(BackendUnavailable("stopped")))
+    slow: Store = (
+        TwoStores(MemoryBroker(MemoryHub(ManualClock())), backend, ManualClock())
+        if beside
+        else MongoStore(MongoBroker(store.driver), backend)
+    )
+    monkeypatch.setattr(
+        backend,
+        "follow_tick",
+        lambda tick, again: (_ for _ in ()).throw(BackendUnavailable("stopped")),
+    )
     with pytest.raises(BackendUnavailable, match="stopped"):
         claim(slow, "a", None, b"1", "t")
     assert store.backend.get_states(["t"]) == {}
@@ -201,13 +217,17 @@ def test_a_claim_shows_its_task_although_its_sender_stands_still(
 
     monkeypatch.setattr(MongoDriver, "deed_age", 0.0)
     store.tend()
-    sent = [key for key, _ in store.backend.unsent(9, older_than=0.0)] if beside else drain(store, "q")
+    sent = (
+        [key for key, _ in store.backend.unsent(9, older_than=0.0)] if beside else drain(store, "q")
+    )
     assert sent == (["unique a t"] if beside else ["t"])
     assert claim(store, "a", None, b"3", "v")
 
 
 @pytest.mark.parametrize("word", WRITES)
-def test_a_lock_is_held_by_one_though_a_reply_was_lost(driver: MongoDriver, proxy: Proxy, word: bytes) -> None:
+def test_a_lock_is_held_by_one_though_a_reply_was_lost(
+    driver: MongoDriver, proxy: Proxy, word: bytes
+) -> None:
     lock = MongoLock(driver)
     lock.acquire("warm", ttl=10.0)
     cut(proxy, "lost reply", word)
@@ -235,12 +255,16 @@ def test_a_callback_that_is_stored_once_more_is_not_run_again(store: MongoStore)
     assert not any(one.waiting or one.running for one in store.broker.stats())
 
 
-def test_what_died_between_two_writes_is_finished_by_another(store: MongoStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_died_between_two_writes_is_finished_by_another(
+    store: MongoStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     submit(store, "a", token="t")
     session = store.open_session(["q"], worker="w")
     (delivery,) = session.receive(9, 0)
     end = settlement(delivery, callbacks=["c"])
-    monkeypatch.setattr(store, "end", lambda endings, again: (_ for _ in ()).throw(BrokerUnavailable("killed")))
+    monkeypatch.setattr(
+        store, "end", lambda endings, again: (_ for _ in ()).throw(BrokerUnavailable("killed"))
+    )
     with pytest.raises(BrokerUnavailable):
         session.settle([end])
     monkeypatch.undo()
@@ -261,7 +285,11 @@ def test_what_follows_from_a_change_is_finished_once_by_another(
     """Its owner died behind the first write. Who finishes it also takes it out, or it would be done again for ever."""
     backend, heir = MongoBackend(driver), MongoBackend(driver)
     retry = Change(key="t", mark="1", states=(state_of("t", State.RETRY), state_of("c")))
-    monkeypatch.setattr(backend, "follow", lambda changes, again: (_ for _ in ()).throw(BackendUnavailable("killed")))
+    monkeypatch.setattr(
+        backend,
+        "follow",
+        lambda changes, again: (_ for _ in ()).throw(BackendUnavailable("killed")),
+    )
     with pytest.raises(BackendUnavailable):
         backend.apply([retry])
     assert backend.get_states(["c"]) == {}
@@ -272,10 +300,15 @@ def test_what_follows_from_a_change_is_finished_once_by_another(
     elif by == "repeat":
         assert heir.apply([retry]) == [ALREADY]
     else:
-        assert heir.apply([Change(key="t", mark="2", states=(state_of("t", State.SUCCESS, run=1),))]) == [SETTLED]
+        assert heir.apply(
+            [Change(key="t", mark="2", states=(state_of("t", State.SUCCESS, run=1),))]
+        ) == [SETTLED]
 
     assert backend.get_state("c").state is State.PENDING
-    assert driver.run(lambda store: store.tasks.find_one({"deed_at": {"$gt": 0}}), doing="looking") is None
+    assert (
+        driver.run(lambda store: store.tasks.find_one({"deed_at": {"$gt": 0}}), doing="looking")
+        is None
+    )
     backend.purge_state("c")
     monkeypatch.setattr(MongoDriver, "deed_age", 0.0)
     heir.tend()
@@ -291,7 +324,12 @@ def test_a_member_that_was_not_counted_does_not_keep_its_chord_waiting(
 
     def ended(uuid: str) -> Change:
         arrived = Arrival(group_uuid="g", task_uuid=uuid, total=3, ok=True, callback=b"callback")
-        return Change(key=uuid, mark=f"mark {uuid}", states=(state_of(uuid, State.SUCCESS),), arrivals=(arrived,))
+        return Change(
+            key=uuid,
+            mark=f"mark {uuid}",
+            states=(state_of(uuid, State.SUCCESS),),
+            arrivals=(arrived,),
+        )
 
     def die(*_: object, **__: object) -> bool:
         raise BackendUnavailable("killed")
@@ -316,7 +354,7 @@ def test_a_member_that_was_not_counted_does_not_keep_its_chord_waiting(
 
 
 def test_a_server_that_is_away_refuses_within_its_time_and_is_used_again_when_it_is_back(
-    mongodb_server: str
+    mongodb_server: str,
 ) -> None:
     if not mongodb_server.startswith("mongodb://127.0.0.1:"):
         pytest.skip("the MongoDB that was given is not ours to stop")
@@ -341,7 +379,9 @@ def test_a_server_that_is_away_refuses_within_its_time_and_is_used_again_when_it
 
 
 @pytest.mark.parametrize("code", [43, 175])
-def test_what_was_to_be_read_with_a_lost_cursor_is_read_anew(driver: MongoDriver, proxy: Proxy, code: int) -> None:
+def test_what_was_to_be_read_with_a_lost_cursor_is_read_anew(
+    driver: MongoDriver, proxy: Proxy, code: int
+) -> None:
     backend = MongoBackend(driver)
     backend.apply([change(TaskState(task_uuid="t"))])
     proxy.answer_next(private_mongo.refusal(code, "cursor not found"), matching=b"\x02find\x00")
@@ -351,7 +391,9 @@ def test_what_was_to_be_read_with_a_lost_cursor_is_read_anew(driver: MongoDriver
 
 
 @pytest.mark.parametrize("end", ["reset", "finish"])
-def test_connections_that_the_server_has_closed_are_opened_anew(store: MongoStore, proxy: Proxy, end: str) -> None:
+def test_connections_that_the_server_has_closed_are_opened_anew(
+    store: MongoStore, proxy: Proxy, end: str
+) -> None:
     submit(store, "a", token="t")
     session = store.open_session(["q"], worker="w")
     getattr(proxy, end)()
@@ -386,7 +428,10 @@ def test_every_write_waits_for_the_majority(mongodb_url: str) -> None:
     submit(store, "a", "b", token="t")
     session = store.open_session(["q"], worker="w")
     one, two = session.receive(9, 0)
-    session.settle([settlement(one, callbacks=["c"], arrivals=[arrival(one, 1)])], [Mark(delivery=two, state=state_of("b"))])
+    session.settle(
+        [settlement(one, callbacks=["c"], arrivals=[arrival(one, 1)])],
+        [Mark(delivery=two, state=state_of("b"))],
+    )
     assert store.fire(Firing(group_uuid="g"))
     session.beat()
     store.tend()
@@ -398,16 +443,24 @@ def test_every_write_waits_for_the_majority(mongodb_url: str) -> None:
     driver.close()
     is_over.set()
 
-    writes = [(name, concern) for name, concern in heard if name in ("insert", "update", "delete", "findAndModify")]
+    writes = [
+        (name, concern)
+        for name, concern in heard
+        if name in ("insert", "update", "delete", "findAndModify")
+    ]
     assert {name for name, _ in writes} == {"insert", "update", "delete", "findAndModify"}
-    assert [(name, concern) for name, concern in writes if (concern or {}).get("w") != "majority"] == []
+    assert [
+        (name, concern) for name, concern in writes if (concern or {}).get("w") != "majority"
+    ] == []
 
 
 def test_what_can_never_be_stored_is_refused_and_harms_nobody(store: MongoStore) -> None:
     """MongoDB's documents have 16 MB at most; the client library knows it."""
     huge = b"x" * (17 << 20)
     with pytest.raises(PublishRefused, match="16 MB"):
-        store.submit(Submission(token="t", messages=[Message(uuid="a", name="add", queue="q", body=huge)]))
+        store.submit(
+            Submission(token="t", messages=[Message(uuid="a", name="add", queue="q", body=huge)])
+        )
     with pytest.raises(PublishRefused, match="16 MB"):
         store.broker.put([Message(uuid="a", name="add", queue="q", body=huge)], token="")
 
@@ -416,13 +469,17 @@ def test_what_can_never_be_stored_is_refused_and_harms_nobody(store: MongoStore)
 
 def sorted_out(error: Exception) -> tuple[type[MachineryError], bool, bool]:
     """As what it is raised when a settlement meets it; whether it may have been carried out; whether it is repeated."""
-    ours = mongo_errors.as_ours(error, url="mongodb://h", doing="settling", away=BrokerUnavailable, refused=MachineryError)
+    ours = mongo_errors.as_ours(
+        error, url="mongodb://h", doing="settling", away=BrokerUnavailable, refused=MachineryError
+    )
     return type(ours), mongo_errors.is_unknown(error), mongo_errors.may_be_repeated(error)
 
 
 def test_what_the_server_says_is_sorted() -> None:
     def in_bulk(code: int) -> BulkWriteError:
-        return BulkWriteError({"writeErrors": [{"code": code, "errmsg": "no"}], "writeConcernErrors": []})
+        return BulkWriteError(
+            {"writeErrors": [{"code": code, "errmsg": "no"}], "writeConcernErrors": []}
+        )
 
     # Only the first kind makes the worker wait and try again; the second goes to the dead letters.
     assert sorted_out(in_bulk(17419)) == (MachineryError, True, False)
@@ -430,8 +487,16 @@ def test_what_the_server_says_is_sorted() -> None:
     assert sorted_out(OperationFailure("disk", 14031)) == (PublishRefused, False, False)
     assert sorted_out(OperationFailure("who are you", 18)) == (StoreUnusable, False, False)
     assert sorted_out(OperationFailure("no rights", 13))[0] is StoreUnusable
-    assert sorted_out(NotPrimaryError("not primary", {"code": 10107})) == (BrokerUnavailable, False, True)
-    assert sorted_out(NotPrimaryError("going down", {"code": 11602})) == (BrokerUnavailable, True, True)
+    assert sorted_out(NotPrimaryError("not primary", {"code": 10107})) == (
+        BrokerUnavailable,
+        False,
+        True,
+    )
+    assert sorted_out(NotPrimaryError("going down", {"code": 11602})) == (
+        BrokerUnavailable,
+        True,
+        True,
+    )
     assert sorted_out(AutoReconnect("reset")) == (BrokerUnavailable, True, True)
     assert sorted_out(NetworkTimeout("slow")) == (BrokerUnavailable, True, True)
     assert sorted_out(ServerSelectionTimeoutError("nobody")) == (BrokerUnavailable, False, False)
@@ -440,8 +505,11 @@ def test_what_the_server_says_is_sorted() -> None:
 
 def test_a_wrong_url_is_refused_when_it_is_read() -> None:
     for url, text in (
-        ("mongodb://", "no host"), ("mongodb://h:x/db", "port"), ("mongodb://h/a b", "database"),
-        ("mongodb+srv://h:1/db", "name server"), ("mongodb://h/db?w=0", "w=0"),
+        ("mongodb://", "no host"),
+        ("mongodb://h:x/db", "port"),
+        ("mongodb://h/a b", "database"),
+        ("mongodb+srv://h:1/db", "name server"),
+        ("mongodb://h/db?w=0", "w=0"),
     ):
         with pytest.raises(ConfigError, match=text):
             Config(broker=url)
@@ -461,15 +529,21 @@ def test_no_error_holds_the_password() -> None:
 def test_gos_states_are_read_and_written_over(driver: MongoDriver) -> None:
     backend = MongoBackend(driver)
     created_at = dt.datetime(2024, 1, 2, 3, 4, 5, tzinfo=dt.timezone.utc)
-    driver.run(lambda store: store.tasks.insert_one(
-        {"_id": "task_go", "state": "PENDING", "task_name": "add", "created_at": created_at}), doing="being Go")
+    driver.run(
+        lambda store: store.tasks.insert_one(
+            {"_id": "task_go", "state": "PENDING", "task_name": "add", "created_at": created_at}
+        ),
+        doing="being Go",
+    )
     state = backend.get_state("task_go")
     assert (state.state, state.task_name, state.created_at) == (State.PENDING, "add", created_at)
 
     backend.set_state_started(signature())
     assert backend.get_state("task_go").state is State.STARTED
     done = {"state": "SUCCESS", "results": [{"type": "int64", "value": Int64(7)}]}
-    driver.run(lambda store: store.tasks.update_one({"_id": "task_go"}, {"$set": done}), doing="being Go")
+    driver.run(
+        lambda store: store.tasks.update_one({"_id": "task_go"}, {"$set": done}), doing="being Go"
+    )
 
     state = backend.get_state("task_go")
     assert (state.state, list(state.results)) == (State.SUCCESS, [Arg(type="int64", value=7)])
@@ -479,33 +553,54 @@ def test_gos_states_are_read_and_written_over(driver: MongoDriver) -> None:
 
 def test_ours_are_as_go_reads_them(driver: MongoDriver) -> None:
     backend = MongoBackend(driver)
-    results = (Arg(type="int64", value=5), Arg(type="[]int64", value=[1]), Arg(type="string", value='{"a": 1}'))
-    backend.apply([change(TaskState(task_uuid="t", task_name="add", state=State.SUCCESS, results=results))])
+    results = (
+        Arg(type="int64", value=5),
+        Arg(type="[]int64", value=[1]),
+        Arg(type="string", value='{"a": 1}'),
+    )
+    backend.apply(
+        [change(TaskState(task_uuid="t", task_name="add", state=State.SUCCESS, results=results))]
+    )
     backend.init_group("g", ["b", "a"])
 
-    task: dict[str, Any] = driver.run(lambda store: store.tasks.find_one({"_id": "t"}), doing="being Go") or {}
-    group: dict[str, Any] = driver.run(lambda store: store.group_metas.find_one({"_id": "g"}), doing="being Go") or {}
+    task: dict[str, Any] = (
+        driver.run(lambda store: store.tasks.find_one({"_id": "t"}), doing="being Go") or {}
+    )
+    group: dict[str, Any] = (
+        driver.run(lambda store: store.group_metas.find_one({"_id": "g"}), doing="being Go") or {}
+    )
     assert (task["state"], task["task_name"], task["error"]) == ("SUCCESS", "add", "")
     assert [(one["type"], one["value"]) for one in task["results"]] == [
-        ("int64", 5), ("[]int64", [1]), ("string", '{"a": 1}'),
+        ("int64", 5),
+        ("[]int64", [1]),
+        ("string", '{"a": 1}'),
     ]
     assert isinstance(task["created_at"], dt.datetime)
-    assert (group["task_uuids"], group["chord_triggered"], group["lock"]) == (["b", "a"], False, False)
+    assert (group["task_uuids"], group["chord_triggered"], group["lock"]) == (
+        ["b", "a"],
+        False,
+        False,
+    )
 
 
 def test_every_integer_goes_in_64_bits() -> None:
-    assert [type(one) for one in (go_value(5), go_value([1])[0], go_value({"a": 1})["a"])] == [Int64] * 3
+    assert [type(one) for one in (go_value(5), go_value([1])[0], go_value({"a": 1})["a"])] == [
+        Int64
+    ] * 3
     assert (go_value(True), go_value(2**63), go_value(None)) == (True, str(2**63), None)
 
 
 def test_the_client_library_is_loaded_by_the_url_that_needs_it() -> None:
     program = "import sys, machinery_py; machinery_py.Server('memory://'); print('pymongo' in sys.modules, 'bson' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
+    )
     assert done.stdout.split() == ["False", "False"]
 
 
 def test_an_idle_worker_asks_seldom(mongodb_url: str) -> None:
     """At most five commands a second once it has rested for a while."""
+
     class Count(pymongo.monitoring.CommandListener):
         commands = 0
 
@@ -518,11 +613,15 @@ def test_an_idle_worker_asks_seldom(mongodb_url: str) -> None:
     pymongo.monitoring.register(Count())
     server = Server(mongodb_url)
     with server.new_worker(concurrency=1):
-        idle = threading.Event()  # time passes for real: what is measured is how often a process asks in it
+        idle = (
+            threading.Event()
+        )  # time passes for real: what is measured is how often a process asks in it
         idle.wait(5.0)
         before = Count.commands
         idle.wait(5.0)
-        assert Count.commands - before <= 5 * 5 + 10  # a round of house-keeping and a sweep more may fall into the time
+        assert (
+            Count.commands - before <= 5 * 5 + 10
+        )  # a round of house-keeping and a sweep more may fall into the time
     server.close()
 
 

@@ -39,7 +39,9 @@ def blocked(driver: RedisDriver) -> int:
 
 
 @QUEUES
-def test_a_sleeper_does_not_spin_at_a_paused_queue_that_is_full(open_driver: Drivers, queues: list[str]) -> None:
+def test_a_sleeper_does_not_spin_at_a_paused_queue_that_is_full(
+    open_driver: Drivers, queues: list[str]
+) -> None:
     driver = open_driver()
     broker = RedisBroker(driver)
     put(broker, *[b"%d" % number for number in range(100)])
@@ -51,7 +53,9 @@ def test_a_sleeper_does_not_spin_at_a_paused_queue_that_is_full(open_driver: Dri
 
     assert consumer.receive(5, 1.5) == []
 
-    assert calls(driver) - before < 200  # a claim is 20 commands or so, with those inside the script
+    assert (
+        calls(driver) - before < 200
+    )  # a claim is 20 commands or so, with those inside the script
     assert driver.ask(b"LLEN", b"q", doing="counting") == 100
     broker.close()
 
@@ -73,7 +77,10 @@ def test_a_sleeper_wakes_when_its_queue_is_resumed_and_not_by_the_clock(
     place = queue_keys("q")[1].encode() + b"u"
     # Pausing wakes it, and then it sleeps elsewhere: it has noted itself where `resume` finds it.
     broker.pause("q")
-    wait_until(lambda: driver.ask(b"SCARD", place, doing="looking") == 2, what="noted beside the paused queue")
+    wait_until(
+        lambda: driver.ask(b"SCARD", place, doing="looking") == 2,
+        what="noted beside the paused queue",
+    )
     put(broker, b"a", b"b")
     wait_until(lambda: blocked(driver) > others, what="asleep beside the paused queue")
     assert driver.ask(b"LLEN", b"q", doing="counting") == 2
@@ -86,7 +93,9 @@ def test_a_sleeper_wakes_when_its_queue_is_resumed_and_not_by_the_clock(
     consumer.close()
 
 
-def test_a_message_that_was_on_its_way_to_a_sleeper_goes_back_to_the_head(open_driver: Drivers) -> None:
+def test_a_message_that_was_on_its_way_to_a_sleeper_goes_back_to_the_head(
+    open_driver: Drivers,
+) -> None:
     driver = open_driver()
     broker = RedisBroker(driver)
     consumer = broker.consume(["q", "r"], worker="w")
@@ -102,11 +111,17 @@ def test_a_message_that_was_on_its_way_to_a_sleeper_goes_back_to_the_head(open_d
     assert driver.ask(b"LRANGE", b"q", b"0", b"-1", doing="looking") == [b"1", b"2", b"3"]
     broker.resume("q")
     found = consumer.receive(5, 0)
-    assert [(one.body, one.fence, one.strikes) for one in found] == [(b"1", 1, 0), (b"2", 1, 0), (b"3", 1, 0)]
+    assert [(one.body, one.fence, one.strikes) for one in found] == [
+        (b"1", 1, 0),
+        (b"2", 1, 0),
+        (b"3", 1, 0),
+    ]
     broker.close()
 
 
-def test_a_claim_whose_reply_was_lost_is_handed_out_though_its_queue_is_paused_now(open_driver: Drivers) -> None:
+def test_a_claim_whose_reply_was_lost_is_handed_out_though_its_queue_is_paused_now(
+    open_driver: Drivers,
+) -> None:
     broker = RedisBroker(open_driver())
     consumer = broker.consume(["q", "r"], worker="w")
     put(broker, b"1", b"2")

@@ -16,7 +16,9 @@ from machinery_py.testing.servers import RedisServer
 SCHEMES = ("redis", "rediss", "amqp", "amqps", "mongodb", "memcache")
 REFUSED = "connection refused (is it running? check host and port)"
 UNKNOWN = "the host's name is not known (check its spelling, and the name server)"
-DRIVERS = re.compile(r"Errno|Error \d|Error -\d|Workflow|AMQPConn|StreamLost|\[SSL|configured|Topology|reading from")
+DRIVERS = re.compile(
+    r"Errno|Error \d|Error -\d|Workflow|AMQPConn|StreamLost|\[SSL|configured|Topology|reading from"
+)
 
 
 @pytest.fixture
@@ -51,7 +53,9 @@ def listen() -> Iterator[Callable[[bool], int]]:
 def failures(scheme: str, place: str) -> list[str]:
     """What a sender and a worker are told."""
     if scheme == "memcache":
-        server = Server(Config(broker="memory://", result_backend=f"memcache://{place}", publish_timeout=0.5))
+        server = Server(
+            Config(broker="memory://", result_backend=f"memcache://{place}", publish_timeout=0.5)
+        )
     else:
         server = Server(Config(broker=f"{scheme}://user:secret@{place}", publish_timeout=0.5))
 
@@ -69,8 +73,12 @@ def failures(scheme: str, place: str) -> list[str]:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize(("place", "said"), [("127.0.0.1:1", REFUSED), ("no-such-host.invalid:1", UNKNOWN)])
-def test_a_server_that_is_not_there_is_told_in_plain_words(scheme: str, place: str, said: str) -> None:
+@pytest.mark.parametrize(
+    ("place", "said"), [("127.0.0.1:1", REFUSED), ("no-such-host.invalid:1", UNKNOWN)]
+)
+def test_a_server_that_is_not_there_is_told_in_plain_words(
+    scheme: str, place: str, said: str
+) -> None:
     for text in failures(scheme, place):
         assert text.endswith(said), text
         assert place in text
@@ -91,19 +99,27 @@ def test_a_port_where_another_thing_listens_is_told_in_plain_words(
 def test_a_wrong_password_says_what_to_check() -> None:
     with RedisServer() as redis:
         server = Server(redis.url.replace("redis://", "redis://user:secret@"))
-        with pytest.raises(StoreUnusable, match=r"invalid username-password pair.*\(check user, password") as caught:
+        with pytest.raises(
+            StoreUnusable, match=r"invalid username-password pair.*\(check user, password"
+        ) as caught:
             server.inspect.queues()
         server.close()
 
     assert "secret" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("text", "said"), [
-    ("Error 111 connecting to h:1. Connection refused.", REFUSED),
-    ("h:1: [Errno -2] Name or service not known (configured timeouts: x)", UNKNOWN),
-    ("none of 2 servers can be used: a: Timeout; b: " + REFUSED, "none of 2 servers can be used: a: Timeout; b: " + REFUSED),
-    ("something else", "something else"),
-])
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("Error 111 connecting to h:1. Connection refused.", REFUSED),
+        ("h:1: [Errno -2] Name or service not known (configured timeouts: x)", UNKNOWN),
+        (
+            "none of 2 servers can be used: a: Timeout; b: " + REFUSED,
+            "none of 2 servers can be used: a: Timeout; b: " + REFUSED,
+        ),
+        ("something else", "something else"),
+    ],
+)
 def test_a_text_is_brought_into_plain_words_once(text: str, said: str) -> None:
     assert plain(text) == said
     assert plain(plain(text)) == said

@@ -17,7 +17,13 @@ from machinery_py.testing.conformance.claims import ClaimConformance
 from machinery_py.testing.conformance.schedules import ScheduleConformance
 from machinery_py.testing.conformance.settlement import OpenStore, SettlementConformance
 from machinery_py.testing.servers import RedisCluster as ClusterServers
-from tests.stores.redis_cluster_case import ClusterClock, Clusters, clock, empty_cluster, open_cluster
+from tests.stores.redis_cluster_case import (
+    ClusterClock,
+    Clusters,
+    clock,
+    empty_cluster,
+    open_cluster,
+)
 
 __all__ = ["clock", "empty_cluster", "open_cluster"]
 

@@ -8,7 +8,13 @@ from machinery_py.locks.redis_cluster import ClusterLock
 from machinery_py.testing.conformance.locks import LockConformance, OpenLock
 from machinery_py.testing.servers import RedisCluster as ClusterServers
 from machinery_py.testing.waiting import together
-from tests.stores.redis_cluster_case import ClusterClock, Clusters, clock, empty_cluster, open_cluster
+from tests.stores.redis_cluster_case import (
+    ClusterClock,
+    Clusters,
+    clock,
+    empty_cluster,
+    open_cluster,
+)
 
 __all__ = ["clock", "empty_cluster", "open_cluster"]
 
@@ -27,7 +33,9 @@ def nanoseconds(clock: ClusterClock) -> int:
     return round(clock.now().timestamp() * 1e6) * 1000
 
 
-@pytest.mark.parametrize("key", ["machinery_lock_worker*/5 * * * *", "machinery_lock_{a}", "}{", "machinery_lock_ü{}"])
+@pytest.mark.parametrize(
+    "key", ["machinery_lock_worker*/5 * * * *", "machinery_lock_{a}", "}{", "machinery_lock_ü{}"]
+)
 def test_a_lock_of_go_is_a_key_in_its_slot(
     empty_cluster: ClusterServers, open_cluster: Clusters, clock: ClusterClock, key: str
 ) -> None:

@@ -52,8 +52,11 @@ def connections(cluster: ClusterServers, name: str) -> int:
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.message for record in caplog.records
-            if record.levelno >= logging.WARNING and record.name.endswith("_drivers.redis")]
+    return [
+        record.message
+        for record in caplog.records
+        if record.levelno >= logging.WARNING and record.name.endswith("_drivers.redis")
+    ]
 
 
 def test_each_master_is_told_of_once_however_many_queues_and_threads_there_are(
@@ -66,12 +69,21 @@ def test_each_master_is_told_of_once_however_many_queues_and_threads_there_are(
     server.register_task("note", lambda: None)
 
     with server.new_worker(concurrency=2, queues=QUEUES):
-        together(4, lambda index: [server.send_task(Signature(name="note", routing_key=queue)) for queue in QUEUES])
+        together(
+            4,
+            lambda index: [
+                server.send_task(Signature(name="note", routing_key=queue)) for queue in QUEUES
+            ],
+        )
 
     texts = sorted(warnings(caplog))
     assert [text.partition(": ")[0] for text in texts] == sorted(
-        [f"Redis at 127.0.0.1:{second.port}", f"Redis at 127.0.0.1:{third.port}"])
-    for port, what in ((second.port, "maxmemory-policy is allkeys-lru"), (third.port, "it has no append-only file")):
+        [f"Redis at 127.0.0.1:{second.port}", f"Redis at 127.0.0.1:{third.port}"]
+    )
+    for port, what in (
+        (second.port, "maxmemory-policy is allkeys-lru"),
+        (third.port, "it has no append-only file"),
+    ):
         assert any(f":{port}: {what}" in text for text in texts)
         assert any(f"127.0.0.1:{port}: {what}" in one.text for one in server.broker.concerns())
         assert any(f"127.0.0.1:{port}: {what}" in one.text for one in server.backend.concerns())
@@ -93,14 +105,18 @@ def test_a_cluster_with_one_master_that_would_lose_tasks_is_refused(
         bad.cli("CONFIG", "SET", "appendonly", "no")
         again = Server(Config(broker=url_of(durable), strict_durability=True))
         for queue in QUEUES:
-            with pytest.raises(StoreUnusable, match=f"Redis at 127.0.0.1:{bad.port}: refused by strict_durability"):
+            with pytest.raises(
+                StoreUnusable, match=f"Redis at 127.0.0.1:{bad.port}: refused by strict_durability"
+            ):
                 again.send_task(Signature(name="nobody_runs_this", routing_key=queue))
         assert [one.waiting for one in server_with(durable).broker.stats()] == [1]
         again.close()
         bad.cli("CONFIG", "SET", "appendonly", "yes")
 
 
-def test_delayed_tasks_of_go_are_under_the_key_that_was_chosen(empty_cluster: ClusterServers) -> None:
+def test_delayed_tasks_of_go_are_under_the_key_that_was_chosen(
+    empty_cluster: ClusterServers,
+) -> None:
     key = "it's\\delayed ü"
     server = server_with(empty_cluster, delayed_tasks_key=key)
     answer = server.register_task("answer", lambda: 42)
@@ -115,8 +131,13 @@ def test_delayed_tasks_of_go_are_under_the_key_that_was_chosen(empty_cluster: Cl
 
     assert len(server.broker.delayed(9)) == 3
     with server.new_worker(concurrency=1):
-        wait_until(lambda: any(one.task_uuid == "task_of_go" for one in server.inspect.tasks(state=State.SUCCESS)), HANG,
-                   "the end of Go's task")
+        wait_until(
+            lambda: any(
+                one.task_uuid == "task_of_go" for one in server.inspect.tasks(state=State.SUCCESS)
+            ),
+            HANG,
+            "the end of Go's task",
+        )
     assert node.cli("ZCARD", key) == 1
     assert server.broker.purge("machinery_tasks") == 2
     assert node.cli("EXISTS", key) == 0
@@ -127,7 +148,11 @@ def test_delayed_tasks_of_go_are_under_the_key_that_was_chosen(empty_cluster: Cl
 @pytest.mark.parametrize("key", ["}", "a}{", "{}"])
 def test_a_key_whose_slot_cannot_be_named_is_refused(key: str) -> None:
     with pytest.raises(ConfigError, match="delayed_tasks_key"):
-        Server(Config(broker="redis://127.0.0.1:1,127.0.0.1:2", redis=RedisConfig(delayed_tasks_key=key))).broker.stats()
+        Server(
+            Config(
+                broker="redis://127.0.0.1:1,127.0.0.1:2", redis=RedisConfig(delayed_tasks_key=key)
+            )
+        ).broker.stats()
 
 
 def test_connections_to_all_nodes_are_counted_together(empty_cluster: ClusterServers) -> None:
@@ -141,7 +166,10 @@ def test_connections_to_all_nodes_are_counted_together(empty_cluster: ClusterSer
         ask(index)  # an idle connection makes room for one to another node
     links = [drivers[0].open(), drivers[1].open()]
 
-    with pytest.raises(BackendUnavailable, match=r"redis.max_active: 2 connections are in use \(raise it, or set redis.wait\)"):
+    with pytest.raises(
+        BackendUnavailable,
+        match=r"redis.max_active: 2 connections are in use \(raise it, or set redis.wait\)",
+    ):
         cluster.timeout = 0.1
         ask(2)
 
@@ -165,8 +193,12 @@ def test_a_worker_runs_within_its_connections(empty_cluster: ClusterServers) -> 
     looker.start()
     try:
         with server.new_worker(concurrency=4, queues=QUEUES[:3]):
-            results = [double.options(queue=QUEUES[number % 3]).send(number) for number in range(60)]
-            assert [result.get(timeout=HANG) for result in results] == [2 * number for number in range(60)]
+            results = [
+                double.options(queue=QUEUES[number % 3]).send(number) for number in range(60)
+            ]
+            assert [result.get(timeout=HANG) for result in results] == [
+                2 * number for number in range(60)
+            ]
     finally:
         over.set()
         looker.join(HANG)
@@ -175,12 +207,22 @@ def test_a_worker_runs_within_its_connections(empty_cluster: ClusterServers) -> 
 
 
 @pytest.mark.parametrize("queues", [QUEUES[:1], QUEUES[:3]], ids=["one queue", "three"])
-def test_a_shorter_poll_period_is_kept(empty_cluster: ClusterServers, queues: tuple[str, ...]) -> None:
+def test_a_shorter_poll_period_is_kept(
+    empty_cluster: ClusterServers, queues: tuple[str, ...]
+) -> None:
     server = server_with(empty_cluster, normal_tasks_poll_period=50)
 
     def sleeps() -> int:
-        lines = [line for node in masters(empty_cluster) for line in str(node.cli("INFO", "commandstats")).splitlines()]
-        return sum(int(line.partition("calls=")[2].partition(",")[0]) for line in lines if "cmdstat_blmove:" in line)
+        lines = [
+            line
+            for node in masters(empty_cluster)
+            for line in str(node.cli("INFO", "commandstats")).splitlines()
+        ]
+        return sum(
+            int(line.partition("calls=")[2].partition(",")[0])
+            for line in lines
+            if "cmdstat_blmove:" in line
+        )
 
     with server.new_worker(concurrency=1, queues=queues) as worker:
         wait_until(lambda: worker.ready, HANG, "a worker that is ready")
@@ -212,14 +254,17 @@ def test_a_sleeper_is_in_the_sets_of_all_queues_and_in_none_when_it_is_up(
     consumer = broker.consume(["q", "r", "s"], worker="w")
     broker.pause("s")
     found: list[bytes] = []
-    thread = threading.Thread(target=lambda: found.extend(one.body for one in consumer.receive(1, HANG)))
+    thread = threading.Thread(
+        target=lambda: found.extend(one.body for one in consumer.receive(1, HANG))
+    )
     thread.start()
 
     def lies() -> bool:
         sets = [sleepers(empty_cluster, queue) for queue in ("q", "r", "s")]
         numbers = set().union(*(names for one in sets for names in one.values())) - {""}
         return len(numbers) == 1 and sets == [
-            {"v": numbers, "w": set(), "u": set()}, {"v": numbers, "w": numbers, "u": set()},
+            {"v": numbers, "w": set(), "u": set()},
+            {"v": numbers, "w": numbers, "u": set()},
             {"v": set(), "w": set(), "u": numbers | {""}},
         ]
 
@@ -229,14 +274,21 @@ def test_a_sleeper_is_in_the_sets_of_all_queues_and_in_none_when_it_is_up(
 
     assert found == [b"1"]
     assert [sleepers(empty_cluster, queue) for queue in ("q", "r", "s")] == [
-        {"v": set(), "w": set(), "u": set()}, {"v": set(), "w": set(), "u": set()}, {"v": set(), "w": set(), "u": {""}}]
+        {"v": set(), "w": set(), "u": set()},
+        {"v": set(), "w": set(), "u": set()},
+        {"v": set(), "w": set(), "u": {""}},
+    ]
     consumer.close()
 
 
-def test_the_bed_is_left_when_its_queue_is_paused(empty_cluster: ClusterServers, broker: ClusterBroker) -> None:
+def test_the_bed_is_left_when_its_queue_is_paused(
+    empty_cluster: ClusterServers, broker: ClusterBroker
+) -> None:
     consumer = broker.consume(["q", "r"], worker="w")
     found: list[bytes] = []
-    thread = threading.Thread(target=lambda: found.extend(one.body for one in consumer.receive(1, HANG)))
+    thread = threading.Thread(
+        target=lambda: found.extend(one.body for one in consumer.receive(1, HANG))
+    )
     thread.start()
     wait_until(lambda: bool(sleepers(empty_cluster, "r")["w"]), HANG, "a sleeper at q")
     (before,) = sleepers(empty_cluster, "r")["w"]
@@ -247,7 +299,10 @@ def test_the_bed_is_left_when_its_queue_is_paused(empty_cluster: ClusterServers,
     thread.join(HANG)
 
     assert found == [b"1"]
-    assert [(one.queue, one.waiting, one.paused) for one in broker.stats()] == [("q", 1, True), ("r", 0, False)]
+    assert [(one.queue, one.waiting, one.paused) for one in broker.stats()] == [
+        ("q", 1, True),
+        ("r", 0, False),
+    ]
     assert broker.paused() == {"q"}
     broker.resume("q")
     assert [one.body for one in consumer.receive(1, HANG)] == [b"stays"]

@@ -21,17 +21,38 @@ from machinery_py.brokers.base import Delivery, Message
 from machinery_py.brokers.memory import MemoryBroker
 from machinery_py.brokers.redis_cluster import FOR_EVER, ClusterBroker, name_of_move
 from machinery_py.brokers.redis_messages import EMPTY
-from machinery_py.errors import BackendUnavailable, BrokerUnavailable, PublishRefused, PublishUnknown, StoreUnusable
+from machinery_py.errors import (
+    BackendUnavailable,
+    BrokerUnavailable,
+    PublishRefused,
+    PublishUnknown,
+    StoreUnusable,
+)
 from machinery_py.settlement.base import Store
 from machinery_py.settlement.redis_cluster_store import ClusterStore
 from machinery_py.settlement.two_stores import Outbox, TwoStores
 from machinery_py.states import Arrival, GroupMeta, State, TaskState
 from machinery_py.testing.conformance.claims import claim
-from machinery_py.testing.conformance.fencing import body_of, drain, message_of, settlement, state_of, submit
+from machinery_py.testing.conformance.fencing import (
+    body_of,
+    drain,
+    message_of,
+    settlement,
+    state_of,
+    submit,
+)
 from machinery_py.testing.servers import RedisCluster as ClusterServers
 from machinery_py.testing.servers import RedisServer, ReplyError
 from machinery_py.testing.waiting import HANG, together, wait_until
-from tests.stores.redis_cluster_case import ClusterClock, Clusters, clock, empty_cluster, masters, open_cluster, url_of
+from tests.stores.redis_cluster_case import (
+    ClusterClock,
+    Clusters,
+    clock,
+    empty_cluster,
+    masters,
+    open_cluster,
+    url_of,
+)
 
 __all__ = ["clock", "empty_cluster", "open_cluster"]
 
@@ -74,7 +95,9 @@ def test_a_queue_may_bring_its_own_tag(open_store: OpenStore) -> None:
             store.broker.put([Message(uuid="", name="", queue=queue, body=b"x")], token="")
 
 
-def test_a_slot_that_is_on_its_way_stands_still(empty_cluster: ClusterServers, clock: ClusterClock) -> None:
+def test_a_slot_that_is_on_its_way_stands_still(
+    empty_cluster: ClusterServers, clock: ClusterClock
+) -> None:
     cluster = RedisCluster(url_of(empty_cluster), clock=clock, timeout=0.3)
     broker, backend = ClusterBroker(cluster), ClusterBackend(cluster)
     store = ClusterStore(broker, backend, clock)
@@ -92,7 +115,9 @@ def test_a_slot_that_is_on_its_way_stands_still(empty_cluster: ClusterServers, c
         assert (source.cli("LLEN", "q"), source.cli("KEYS", "mpy:{q}:mpy:p:t")) == (1, [])
         # What would happen else: a script that names a key which is still there is begun, and stopped after its first write.
         with pytest.raises(ReplyError, match="non local key"):
-            source.cli("EVAL", "redis.call('RPUSH', 'q', 'half'); redis.call('GET', '{q}gone')", 1, "q")
+            source.cli(
+                "EVAL", "redis.call('RPUSH', 'q', 'half'); redis.call('GET', '{q}gone')", 1, "q"
+            )
         assert source.cli("RPOP", "q") == "half"
     finally:
         for node in (source, target):
@@ -143,7 +168,9 @@ def test_a_lost_reply_is_told_and_a_repeat_doubles_nothing(
 
     found = [one.body for one in patient.pending("q", 9)]
     assert found.count(b"second") <= 1
-    if token and empty_cluster.node_of("q") is node:  # else its replica took it for dead, and knows what it knows
+    if (
+        token and empty_cluster.node_of("q") is node
+    ):  # else its replica took it for dead, and knows what it knows
         assert found == [b"first", b"second"]
 
 
@@ -188,7 +215,9 @@ def test_a_move_that_was_cut_off_is_finished(
     (stored,) = broker.cluster.ask([command_at(b"ZSCORE", b"delayed_tasks", body)], doing="looking")
     # The first mover has put it on its queue, and died.
     broker._register(["q"])
-    broker._of("q").take_in([(name_of_move(body, stored), (0, 0, 0, EMPTY, 0, raw(body)))], FOR_EVER)
+    broker._of("q").take_in(
+        [(name_of_move(body, stored), (0, 0, 0, EMPTY, 0, raw(body)))], FOR_EVER
+    )
 
     open_store().broker.tend()
 
@@ -207,7 +236,9 @@ def test_who_sleeps_at_one_queue_is_woken_by_another(open_store: OpenStore) -> N
         found.clear()
         sleeper = threading.Thread(target=lambda: found.extend(session.receive(1, HANG)))
         sleeper.start()
-        broker.put([Message(uuid="", name="", queue=queue, body=body_of("a", queue=queue))], token="")
+        broker.put(
+            [Message(uuid="", name="", queue=queue, body=body_of("a", queue=queue))], token=""
+        )
         sleeper.join(HANG)
         assert [one.queue for one in found] == [queue]
     session.wake()
@@ -231,12 +262,23 @@ def test_an_outbox_that_is_published_twice_is_sent_once(open_store: OpenStore) -
     session.close()
 
 
-def test_a_record_that_was_written_since_is_not_cleared(open_cluster: Clusters, clock: ClusterClock) -> None:
+def test_a_record_that_was_written_since_is_not_cleared(
+    open_cluster: Clusters, clock: ClusterClock
+) -> None:
     backend = ClusterBackend(open_cluster())
     retry = TaskState(task_uuid="t", state=State.RETRY)
     backend.apply([Change(key="t", mark="1", states=(retry,), outbox=(b"first",))])
     other = ClusterBackend(open_cluster())
-    other.apply([Change(key="t", mark="2", states=(state_of("t", State.SUCCESS, run=1),), outbox=(b"second",))])
+    other.apply(
+        [
+            Change(
+                key="t",
+                mark="2",
+                states=(state_of("t", State.SUCCESS, run=1),),
+                outbox=(b"second",),
+            )
+        ]
+    )
 
     backend.clear_outbox([("t", (b"first",))])
 
@@ -267,7 +309,9 @@ def complete_group(backend: ClusterBackend, *, ok: bool = True) -> None:
     backend.init_group(GROUP, ["a"])
     arrival = Arrival(group_uuid=GROUP, task_uuid="a", total=1, ok=ok, callback=b"c")
     state = state_of("a", State.SUCCESS if ok else State.FAILURE)
-    assert backend.apply([Change(key="a", mark="m", states=(state,), arrivals=(arrival,))]) == [SETTLED]
+    assert backend.apply([Change(key="a", mark="m", states=(state,), arrivals=(arrival,))]) == [
+        SETTLED
+    ]
     assert [one.group_uuid for one in backend.ready_groups(9)] == [GROUP]
 
 
@@ -283,7 +327,9 @@ def settle_as_go(cluster: ClusterServers, read: str | None = None) -> bool:
     return True
 
 
-def test_a_group_that_go_has_settled_is_not_fired(empty_cluster: ClusterServers, open_cluster: Clusters) -> None:
+def test_a_group_that_go_has_settled_is_not_fired(
+    empty_cluster: ClusterServers, open_cluster: Clusters
+) -> None:
     backend = ClusterBackend(open_cluster())
     complete_group(backend)
     assert settle_as_go(empty_cluster)
@@ -324,14 +370,21 @@ def test_a_group_with_a_failed_member_is_failed_by_us_whatever_go_does(
     assert settle_as_go(empty_cluster)
     empty_cluster.node_of(MUTEX).cli("SET", MUTEX, "go", "NX", "PX", 60_000)
 
-    assert sorted(together(4, lambda _: ClusterBackend(open_cluster()).trigger_chord(GROUP))) == [False, False, False, True]
+    assert sorted(together(4, lambda _: ClusterBackend(open_cluster()).trigger_chord(GROUP))) == [
+        False,
+        False,
+        False,
+        True,
+    ]
 
 
 def test_of_many_who_fire_a_flagged_group_one_does(open_cluster: Clusters) -> None:
     backend = ClusterBackend(open_cluster())
     complete_group(backend)
 
-    assert sorted(together(8, lambda _: ClusterBackend(open_cluster()).trigger_chord(GROUP))) == [False] * 7 + [True]
+    assert sorted(together(8, lambda _: ClusterBackend(open_cluster()).trigger_chord(GROUP))) == [
+        False
+    ] * 7 + [True]
     group = backend.get_group(GROUP)
     assert group is not None and group.chord_triggered
 
@@ -344,7 +397,9 @@ class Slow(RedisCluster):
         self._meanwhile = meanwhile
 
     def ask(self, requests: Sequence[Request], **options: Any) -> list[Any]:
-        if any(MUTEX.encode() in request.packet and b"EXISTS" in request.packet for request in requests):
+        if any(
+            MUTEX.encode() in request.packet and b"EXISTS" in request.packet for request in requests
+        ):
             self._meanwhile()
         return super().ask(requests, **options)
 
@@ -353,7 +408,9 @@ def test_what_go_does_between_our_flag_and_our_look_at_its_mutex_is_seen(
     empty_cluster: ClusterServers, open_cluster: Clusters
 ) -> None:
     complete_group(ClusterBackend(open_cluster()))
-    document = str(empty_cluster.node_of(GROUP).cli("GET", GROUP))  # read with the mutex, before our flag
+    document = str(
+        empty_cluster.node_of(GROUP).cli("GET", GROUP)
+    )  # read with the mutex, before our flag
     slow = Slow(url_of(empty_cluster), lambda: settle_as_go(empty_cluster, document))
 
     backend = ClusterBackend(slow)
@@ -368,12 +425,20 @@ def test_what_a_schedule_sends_is_sent_although_its_sender_died_and_another_one_
     late = open_store()
     message = Message(uuid="task_1", name="add", queue="q", body=body_of("task_1"))
     group = GroupMeta(group_uuid="group_1", task_uuids=("task_1",))
-    tick = Amendment(name="s", expected=None, body=b"1", states=[state_of("task_1", State.PENDING)], groups=[group],
-                     outbox_key="tick s now")
+    tick = Amendment(
+        name="s",
+        expected=None,
+        body=b"1",
+        states=[state_of("task_1", State.PENDING)],
+        groups=[group],
+        outbox_key="tick s now",
+    )
     # After the schedule and the record were written, before anything else.
     backend = ClusterBackend(open_cluster())
     full = msgspec.structs.replace(tick, outbox=[msgspec.json.encode(message)])
-    assert backend._steps.amend(b"s", b"", b"1", parts_of_tick(full, clock.now(), backend.cluster.now(), 60))
+    assert backend._steps.amend(
+        b"s", b"", b"1", parts_of_tick(full, clock.now(), backend.cluster.now(), 60)
+    )
     assert late.amend(tick, [message]) is False
     assert backend.get_states(["task_1"]) == {}
 
@@ -415,7 +480,11 @@ def test_a_unique_send_that_is_cut_off_anywhere_is_made_or_not(
 
     def open_one(cluster: RedisCluster) -> Store:
         backend = ClusterBackend(cluster)
-        return TwoStores(memory, backend, clock) if beside else ClusterStore(ClusterBroker(cluster), backend, clock)
+        return (
+            TwoStores(memory, backend, clock)
+            if beside
+            else ClusterStore(ClusterBroker(cluster), backend, clock)
+        )
 
     dying, heir = open_one(mortal), open_one(open_cluster())
     sent: list[str] = []
@@ -450,11 +519,20 @@ def test_a_unique_send_that_is_cut_off_anywhere_is_made_or_not(
     mortal.close()
 
 
-def test_what_a_claim_still_owes_outlives_it(open_store: OpenStore, open_cluster: Clusters, clock: ClusterClock) -> None:
+def test_what_a_claim_still_owes_outlives_it(
+    open_store: OpenStore, open_cluster: Clusters, clock: ClusterClock
+) -> None:
     """Its window is over and another has the key, before the message of the first was published."""
     heir = open_store()
-    first = Amendment(name="a", expected=None, body=b"1", life=50.0, states=[state_of("t")], outbox_key=sending_key("a", "t"),
-                      outbox=[msgspec.json.encode(message_of("t"))])
+    first = Amendment(
+        name="a",
+        expected=None,
+        body=b"1",
+        life=50.0,
+        states=[state_of("t")],
+        outbox_key=sending_key("a", "t"),
+        outbox=[msgspec.json.encode(message_of("t"))],
+    )
     assert ClusterBackend(open_cluster()).amend(first)
     # Marked by its worker, and still shown with what is owed.
     assert heir.backend.amend(Amendment(name="a", expected=b"1", body=b"started", life=50.0))

@@ -16,7 +16,14 @@ from machinery_py.wire import encode_group
 from machinery_py.worker.fleet import GroupWatch
 from tests.stores.left_behind import GROUP, SOON, LeftBehind, ended, look_until_idle
 from tests.stores.record_stores import InRedis, RedisTime
-from tests.stores.redis_case import Drivers, ServerClock, clock, open_driver, redis_server, redis_url
+from tests.stores.redis_case import (
+    Drivers,
+    ServerClock,
+    clock,
+    open_driver,
+    redis_server,
+    redis_url,
+)
 
 __all__ = ["clock", "open_driver", "redis_server", "redis_url"]
 
@@ -32,14 +39,16 @@ class TestRedisBackend(RedisTime, BackendConformance):
     def open_backend(self, open_driver: Drivers) -> OpenBackend:
         return lambda: RedisBackend(open_driver(), expire_in=self.expire_in)
 
-
     def test_tasks_of_a_rare_name_are_looked_for_by_the_server(self, backend: RedisBackend) -> None:
         def sent() -> int:
             info = backend.driver.ask(b"INFO", b"stats", doing="testing").decode()
             return int(info.partition("total_net_output_bytes:")[2].split()[0])
 
         for name, uuids in (("rare", range(1)), ("often", range(1, 10_001))):
-            states = [TaskState(task_uuid=f"task_{uuid}", task_name=name, state=State.SUCCESS) for uuid in uuids]
+            states = [
+                TaskState(task_uuid=f"task_{uuid}", task_name=name, state=State.SUCCESS)
+                for uuid in uuids
+            ]
             backend.apply([Change(key=name, states=states)])
         before = sent()
 
@@ -62,7 +71,9 @@ class TestChordsThatAreLeftBehindInRedis(LeftBehind):
     def open_backend(self, open_driver: Drivers) -> OpenBackend:
         return lambda: RedisBackend(open_driver())
 
-    def test_a_chord_that_go_has_settled_is_dropped(self, backend: RedisBackend, clock: ServerClock) -> None:
+    def test_a_chord_that_go_has_settled_is_dropped(
+        self, backend: RedisBackend, clock: ServerClock
+    ) -> None:
         backend.apply([ended("task_2")])
         settled = encode_group(msgspec.structs.replace(GROUP, chord_triggered=True))
         backend.driver.ask(b"SET", b"group_1", settled, doing="testing")

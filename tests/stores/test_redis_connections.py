@@ -15,7 +15,13 @@ from machinery_py._drivers.redis import RedisDriver
 from machinery_py._drivers.redis_servers import Servers
 from machinery_py._drivers.redis_url import BadRedisUrl, parse_redis_url
 from machinery_py.config_sections import RedisConfig
-from machinery_py.errors import BackendUnavailable, BrokerUnavailable, ConfigError, MachineryError, StoreUnusable
+from machinery_py.errors import (
+    BackendUnavailable,
+    BrokerUnavailable,
+    ConfigError,
+    MachineryError,
+    StoreUnusable,
+)
 from machinery_py.failover import STRATEGIES, round_robin, shuffle
 from machinery_py.signature import Signature
 from machinery_py.testing.private import free_port
@@ -54,7 +60,11 @@ def dead() -> str:
 
 
 def several(*urls: str, **settings: object) -> Server:
-    return Server(Config.from_mapping({"broker": ";".join(urls), "multiple_broker_separator": ";", **settings}))
+    return Server(
+        Config.from_mapping(
+            {"broker": ";".join(urls), "multiple_broker_separator": ";", **settings}
+        )
+    )
 
 
 def send(server: Server, name: str = "nobody_runs_this") -> None:
@@ -84,10 +94,17 @@ def refusal(url: str) -> str:
 
 
 def test_sentinels_and_certificates_stand_in_the_url() -> None:
-    read = parse_redis_url("rediss://pw@a,b:7/1?master_name=m&sentinel_password=p%40q&ca_file=/etc/ca.pem&verify=none")
+    read = parse_redis_url(
+        "rediss://pw@a,b:7/1?master_name=m&sentinel_password=p%40q&ca_file=/etc/ca.pem&verify=none"
+    )
 
     assert read.hosts == (("a", 26379), ("b", 7))
-    assert (read.master_name, read.password, read.sentinel_password, read.ca_file) == ("m", "pw", "p@q", "/etc/ca.pem")
+    assert (read.master_name, read.password, read.sentinel_password, read.ca_file) == (
+        "m",
+        "pw",
+        "p@q",
+        "/etc/ca.pem",
+    )
     assert (read.database, read.tls, read.verify) == (1, True, False)
     assert parse_redis_url("rediss://a").verify
 
@@ -130,7 +147,9 @@ def test_a_cluster_that_makes_no_sense_is_refused(url: str, text: str) -> None:
 # TLS
 
 
-def test_a_certificate_of_a_private_authority_is_trusted_when_it_is_named(tls_server: RedisServer) -> None:
+def test_a_certificate_of_a_private_authority_is_trusted_when_it_is_named(
+    tls_server: RedisServer,
+) -> None:
     ping(f"{tls_server.url}?ca_file={tls_server.ca_file}")
 
 
@@ -141,10 +160,14 @@ def test_a_certificate_that_nobody_vouches_for_is_refused(tls_server: RedisServe
 def test_files_that_are_no_certificates_are_named(tls_server: RedisServer) -> None:
     assert "certificate file '/nowhere' (ca_file)" in refusal(f"{tls_server.url}?ca_file=/nowhere")
     assert "certificate" in refusal(f"{tls_server.url}?ca_file={tls_server.folder}/server.key")
-    assert "certificate" in refusal(f"{tls_server.url}?ca_file={tls_server.ca_file}&cert_file={tls_server.folder}/server.key")
+    assert "certificate" in refusal(
+        f"{tls_server.url}?ca_file={tls_server.ca_file}&cert_file={tls_server.folder}/server.key"
+    )
 
 
-def test_who_asks_for_no_verification_is_warned(tls_server: RedisServer, caplog: pytest.LogCaptureFixture) -> None:
+def test_who_asks_for_no_verification_is_warned(
+    tls_server: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
     ping(f"{tls_server.url}?verify=none")
 
     assert "certificates are not checked" in caplog.text
@@ -166,7 +189,9 @@ def test_a_server_that_wants_a_certificate_gets_ours() -> None:
 # Secrets
 
 
-def test_a_wrong_password_is_told_at_once_without_it(tls_server: RedisServer, empty_redis: RedisServer) -> None:
+def test_a_wrong_password_is_told_at_once_without_it(
+    tls_server: RedisServer, empty_redis: RedisServer
+) -> None:
     trusted = f"{tls_server.url}?ca_file={tls_server.ca_file}"
 
     assert "invalid username-password" in refusal(trusted.replace("sesame", "sesame-street"))
@@ -196,7 +221,9 @@ def test_a_dead_first_server_is_passed_without_waiting(
 
     assert time.monotonic() - before < 3.0  # two thirds of publish_timeout are more
     assert empty_redis.cli("LLEN", "machinery_tasks") == 1
-    switches = [record.message for record in caplog.records if "switching to redis://" in record.message]
+    switches = [
+        record.message for record in caplog.records if "switching to redis://" in record.message
+    ]
     assert len(switches) == 2
     assert "attempt 1 of 3" in switches[0] and "attempt 2 of 3" in switches[1]
     assert "sesame" not in caplog.text
@@ -248,13 +275,17 @@ def test_a_strategy_of_ones_own_is_named_in_the_configuration(
 def test_a_strategy_that_raises_is_named(monkeypatch: pytest.MonkeyPatch, scheme: str) -> None:
     monkeypatch.setitem(STRATEGIES, "broken", lambda urls, failed: urls[1 // 0])
     urls = [dead().replace("redis://", f"{scheme}://guest") for _ in range(2)]
-    with pytest.raises(StoreUnusable, match="broker_failover_strategy raised ZeroDivisionError.* after ") as caught:
+    with pytest.raises(
+        StoreUnusable, match="broker_failover_strategy raised ZeroDivisionError.* after "
+    ) as caught:
         send(several(*urls, broker_failover_strategy="broken"))
     assert "sesame" not in str(caught.value)
 
 
 def test_an_unknown_strategy_and_other_stores_are_refused() -> None:
-    with pytest.raises(ConfigError, match="broker_failover_strategy: found 'shufle' .*did you mean 'shuffle'"):
+    with pytest.raises(
+        ConfigError, match="broker_failover_strategy: found 'shufle' .*did you mean 'shuffle'"
+    ):
         send(several("redis://a", "redis://b", broker_failover_strategy="shufle"), "a")
     with pytest.raises(ConfigError, match="several URLs work with Redis or RabbitMQ only"):
         send(several("memory://", "redis://b"), "a")
@@ -279,7 +310,9 @@ def test_a_worker_goes_on_at_the_next_server(second: RedisServer) -> None:
     assert second.cli("LLEN", "machinery_tasks") == 0
 
 
-def test_a_demoted_server_is_left_for_the_next(empty_redis: RedisServer, second: RedisServer) -> None:
+def test_a_demoted_server_is_left_for_the_next(
+    empty_redis: RedisServer, second: RedisServer
+) -> None:
     server = several(second.url, empty_redis.url)
     send(server, "before")
 
@@ -310,7 +343,9 @@ def test_a_reset_and_a_refusal_pass(empty_redis: RedisServer, open_proxy: OpenPr
     driver.close()
 
 
-def test_a_black_hole_is_noticed_within_the_timeout(empty_redis: RedisServer, open_proxy: OpenProxy) -> None:
+def test_a_black_hole_is_noticed_within_the_timeout(
+    empty_redis: RedisServer, open_proxy: OpenProxy
+) -> None:
     proxy = open_proxy(empty_redis.port)
     driver = RedisDriver(proxy.through(empty_redis.url), timeout=0.5)
     driver.ask(b"PING", doing="asking")
@@ -324,7 +359,9 @@ def test_a_black_hole_is_noticed_within_the_timeout(empty_redis: RedisServer, op
     driver.close()
 
 
-def test_a_black_hole_has_no_more_than_its_share_of_the_time(empty_redis: RedisServer, open_proxy: OpenProxy) -> None:
+def test_a_black_hole_has_no_more_than_its_share_of_the_time(
+    empty_redis: RedisServer, open_proxy: OpenProxy
+) -> None:
     proxy = open_proxy(empty_redis.port)
     proxy.black_hole()
     server = several(proxy.through(empty_redis.url), empty_redis.url, publish_timeout=4.0)
@@ -335,8 +372,13 @@ def test_a_black_hole_has_no_more_than_its_share_of_the_time(empty_redis: RedisS
     assert time.monotonic() - before < 4.0
 
 
-@pytest.mark.parametrize("text", ["LOADING Redis is loading", "UNBLOCKED force unblock", "MASTERDOWN Link with MASTER is down"])
-def test_what_passes_by_itself_is_tried_again(text: str, empty_redis: RedisServer, open_proxy: OpenProxy) -> None:
+@pytest.mark.parametrize(
+    "text",
+    ["LOADING Redis is loading", "UNBLOCKED force unblock", "MASTERDOWN Link with MASTER is down"],
+)
+def test_what_passes_by_itself_is_tried_again(
+    text: str, empty_redis: RedisServer, open_proxy: OpenProxy
+) -> None:
     proxy = open_proxy(empty_redis.port)
     server = Server(Config(broker=proxy.through(empty_redis.url)))
     send(server, "first")
@@ -392,7 +434,10 @@ class Sentinel(RedisServer):
 def test_sentinels_and_the_master_have_passwords_of_their_own() -> None:
     require(RedisServer)
     with RedisServer(password="sesame") as master:
-        watch = {"sentinel monitor": f"m 127.0.0.1 {master.port} 1", "sentinel auth-pass": "m sesame"}
+        watch = {
+            "sentinel monitor": f"m 127.0.0.1 {master.port} 1",
+            "sentinel auth-pass": "m sesame",
+        }
         with Sentinel(password="street", config=watch) as sentinel:
             url = f"redis://:sesame@127.0.0.1:{sentinel.port}/0?master_name=m"
 
@@ -422,7 +467,12 @@ def test_the_master_is_found_by_way_of_the_sentinels(trio: RedisSentinelTrio) ->
 
 
 def test_work_goes_on_through_a_failover(trio: RedisSentinelTrio) -> None:
-    config = Config(broker=sentinel_url(trio, ""), redis=RedisConfig(master_name="mymaster"), lease=2.0, publish_timeout=10.0)
+    config = Config(
+        broker=sentinel_url(trio, ""),
+        redis=RedisConfig(master_name="mymaster"),
+        lease=2.0,
+        publish_timeout=10.0,
+    )
     server = Server(config)
     runs: Counter[int] = Counter()
     open_gate = threading.Event()
@@ -443,14 +493,18 @@ def test_work_goes_on_through_a_failover(trio: RedisSentinelTrio) -> None:
 
         before.kill()
         open_gate.set()
-        later = [result for number in range(400, 450) if (result := _sent(note.send, number)) is not None]
+        later = [
+            result for number in range(400, 450) if (result := _sent(note.send, number)) is not None
+        ]
         after = trio.wait_for_failover(before)
 
         assert [result.get(timeout=2 * HANG) for result in waiting] == list(range(200, 400))
         assert all(result.get(timeout=2 * HANG) is not None for result in later)
         assert after is not before
 
-    assert all(runs[number] == 1 for number in range(200))  # what was settled and replicated does not run again
+    assert all(
+        runs[number] == 1 for number in range(200)
+    )  # what was settled and replicated does not run again
     assert len(later) > 0
 
 

@@ -37,7 +37,13 @@ def durable() -> Iterator[RedisServer]:
 @pytest.fixture
 def configured(durable: RedisServer) -> Iterator[RedisServer]:
     yield durable
-    good = {"appendonly": "yes", "appendfsync": "everysec", "save": "", "maxmemory": "0", "maxmemory-policy": "noeviction"}
+    good = {
+        "appendonly": "yes",
+        "appendfsync": "everysec",
+        "save": "",
+        "maxmemory": "0",
+        "maxmemory-policy": "noeviction",
+    }
     for name, value in good.items():
         durable.cli("CONFIG", "SET", name, value)
     durable.cli("REPLICAOF", "NO", "ONE")
@@ -53,7 +59,11 @@ def told(url: str, caplog: pytest.LogCaptureFixture, *, level: int = logging.WAR
     except Exception:  # a replica stores nothing
         pass
     server.close()
-    return [record.message for record in caplog.records if record.levelno >= level and record.name.endswith("_drivers.redis")]
+    return [
+        record.message
+        for record in caplog.records
+        if record.levelno >= level and record.name.endswith("_drivers.redis")
+    ]
 
 
 def as_user(server: RedisServer, name: str) -> str:
@@ -61,14 +71,26 @@ def as_user(server: RedisServer, name: str) -> str:
 
 
 SETTINGS: Mapping[str, tuple[Mapping[str, str], str]] = {
-    "nothing": ({"appendonly": "no"}, "it makes no snapshots either, and a restart loses everything (set appendonly yes)"),
-    "snapshots": ({"appendonly": "no", "save": "3600 1"},
-                  "a restart loses what came since its last snapshot (save 3600 1) (set appendonly yes)"),
-    "no fsync": ({"appendfsync": "no"}, "appendfsync is no: a power cut loses what came in the last half minute"),
-    "evicting": ({"maxmemory": "100mb", "maxmemory-policy": "allkeys-lru"},
-                 "maxmemory-policy is allkeys-lru: tasks, states and locks are thrown away when its 100.00M of memory are"),
-    "evicting later": ({"maxmemory-policy": "volatile-ttl"},
-                       "maxmemory-policy is volatile-ttl: states, results and locks are thrown away when maxmemory is ever set"),
+    "nothing": (
+        {"appendonly": "no"},
+        "it makes no snapshots either, and a restart loses everything (set appendonly yes)",
+    ),
+    "snapshots": (
+        {"appendonly": "no", "save": "3600 1"},
+        "a restart loses what came since its last snapshot (save 3600 1) (set appendonly yes)",
+    ),
+    "no fsync": (
+        {"appendfsync": "no"},
+        "appendfsync is no: a power cut loses what came in the last half minute",
+    ),
+    "evicting": (
+        {"maxmemory": "100mb", "maxmemory-policy": "allkeys-lru"},
+        "maxmemory-policy is allkeys-lru: tasks, states and locks are thrown away when its 100.00M of memory are",
+    ),
+    "evicting later": (
+        {"maxmemory-policy": "volatile-ttl"},
+        "maxmemory-policy is volatile-ttl: states, results and locks are thrown away when maxmemory is ever set",
+    ),
 }
 
 
@@ -94,7 +116,9 @@ def test_a_server_that_would_lose_tasks_is_warned_of_or_refused(
     strict.close()
 
 
-def test_a_server_that_keeps_everything_is_not_talked_about(durable: RedisServer, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_server_that_keeps_everything_is_not_talked_about(
+    durable: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
     assert told(durable.url, caplog, level=logging.INFO) == []
     strict = Server(Config(broker=durable.url, strict_durability=True))
 
@@ -104,7 +128,9 @@ def test_a_server_that_keeps_everything_is_not_talked_about(durable: RedisServer
     strict.close()
 
 
-def test_it_is_told_once_and_asked_once_by_all_threads(configured: RedisServer, caplog: pytest.LogCaptureFixture) -> None:
+def test_it_is_told_once_and_asked_once_by_all_threads(
+    configured: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
     configured.cli("CONFIG", "SET", "appendonly", "no")
     driver = RedisDriver(configured.url)
 
@@ -118,13 +144,20 @@ def test_it_is_told_once_and_asked_once_by_all_threads(configured: RedisServer, 
     driver.close()
 
 
-def test_a_replica_is_named_with_its_master(configured: RedisServer, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_replica_is_named_with_its_master(
+    configured: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
     configured.cli("REPLICAOF", "127.0.0.1", "1")
 
     driver = RedisDriver(configured.url)
     assert driver.ask(b"PING", doing="asking") == b"PONG"
-    [warning] = [record.message for record in caplog.records if record.name.endswith("_drivers.redis")]
-    assert "it is a read-only replica of 127.0.0.1:1: no task can be stored or taken here (name the master" in warning
+    [warning] = [
+        record.message for record in caplog.records if record.name.endswith("_drivers.redis")
+    ]
+    assert (
+        "it is a read-only replica of 127.0.0.1:1: no task can be stored or taken here (name the master"
+        in warning
+    )
     with pytest.raises(StoreUnusable, match="read-only replica of 127.0.0.1:1"):
         RedisDriver(configured.url, strict=True).ask(b"PING", doing="asking")
     driver.close()
@@ -143,7 +176,9 @@ def test_who_may_not_read_the_settings_is_told_what_info_says(
     assert "or everything (whether it makes any, it does not tell)" in persistence
 
 
-def test_who_may_ask_nothing_works_and_hears_that_it_is_unknown(durable: RedisServer, caplog: pytest.LogCaptureFixture) -> None:
+def test_who_may_ask_nothing_works_and_hears_that_it_is_unknown(
+    durable: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
     url = as_user(durable, "mute")
 
     assert told(url, caplog) == []
@@ -163,16 +198,25 @@ def test_what_servers_say_of_themselves() -> None:
     assert version_of({"redis_version": "6.0.16"}) == (6, 0)
     assert version_of({"redis_version": "255.255.255"}) == (255, 255)
     assert version_of({"redis_version": "?"}) is version_of({}) is None
-    assert read_info("# Server\r\nredis_version:7.0.1\r\n\r\nnonsense\r\n") == {"redis_version": "7.0.1"}
+    assert read_info("# Server\r\nredis_version:7.0.1\r\n\r\nnonsense\r\n") == {
+        "redis_version": "7.0.1"
+    }
     good = {"role": "master", "maxmemory_policy": "noeviction", "aof_enabled": "1"}
     assert concerns(good, None) == []
     assert [one.is_certain for one in concerns({"role": "master"}, {})] == [False, False]
-    [one] = concerns({**good, "role": "slave", "slave_read_only": "0", "master_host": "m", "master_port": "7"}, {})
-    assert one == Concern("it is a replica of m:7 that takes writes, and forgets them when it is synchronised again "
-                          "(name the master in the URL, or its sentinels and master_name)")
+    [one] = concerns(
+        {**good, "role": "slave", "slave_read_only": "0", "master_host": "m", "master_port": "7"},
+        {},
+    )
+    assert one == Concern(
+        "it is a replica of m:7 that takes writes, and forgets them when it is synchronised again "
+        "(name the master in the URL, or its sentinels and master_name)"
+    )
 
 
-def test_a_server_that_is_too_old_is_refused(durable: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_is_too_old_is_refused(
+    durable: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("machinery_py._drivers.redis.OLDEST", (99, 0))
 
     with pytest.raises(StoreUnusable, match=r"is version .* \(needed: 99.0 or newer\)"):
@@ -180,16 +224,28 @@ def test_a_server_that_is_too_old_is_refused(durable: RedisServer, monkeypatch: 
 
 
 def test_doctor_shows_what_may_be_lost(configured: RedisServer, tmp_path: Path) -> None:
-    (tmp_path / "letters.py").write_text("import os\nfrom machinery_py import Server\nserver = Server(os.environ['WHERE'])\n")
+    (tmp_path / "letters.py").write_text(
+        "import os\nfrom machinery_py import Server\nserver = Server(os.environ['WHERE'])\n"
+    )
 
     def doctor(url: str) -> tuple[int, str]:
-        done = subprocess.run([sys.executable, "-m", "machinery_py", "doctor", "letters"], cwd=tmp_path, text=True, check=False,
-                              capture_output=True, env={**os.environ, "WHERE": url}, timeout=60.0)
+        done = subprocess.run(
+            [sys.executable, "-m", "machinery_py", "doctor", "letters"],
+            cwd=tmp_path,
+            text=True,
+            check=False,
+            capture_output=True,
+            env={**os.environ, "WHERE": url},
+            timeout=60.0,
+        )
         return done.returncode, done.stdout
 
     configured.cli("FLUSHALL")  # tasks that nobody runs are WRONG, too
     assert "WRONG" not in doctor(configured.url)[1]
-    assert "note   broker    it does not tell whether it keeps what it stores" in doctor(as_user(configured, "mute"))[1]
+    assert (
+        "note   broker    it does not tell whether it keeps what it stores"
+        in doctor(as_user(configured, "mute"))[1]
+    )
     configured.cli("CONFIG", "SET", "appendonly", "no")
     code, text = doctor(configured.url)
     assert code == 1, text

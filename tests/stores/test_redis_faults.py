@@ -20,7 +20,14 @@ from machinery_py.backends.redis import RedisBackend
 from machinery_py.brokers import redis, redis_looking
 from machinery_py.brokers.base import Disposal, Fate, Message
 from machinery_py.brokers.redis import RedisBroker
-from machinery_py.errors import BrokerUnavailable, MachineryError, NameRefused, PublishRefused, PublishUnknown, StoreUnusable
+from machinery_py.errors import (
+    BrokerUnavailable,
+    MachineryError,
+    NameRefused,
+    PublishRefused,
+    PublishUnknown,
+    StoreUnusable,
+)
 from machinery_py.settlement.base import Settlement, Submission
 from machinery_py.settlement.redis_store import RedisStore
 from machinery_py.signature import Arg, Signature
@@ -66,10 +73,17 @@ def test_the_scripts_and_states_py_say_the_same(driver: RedisDriver) -> None:
         for after in State:
             for run in (0, 1, 2):
                 uuid = f"task_{before}{after}{run}"
-                first, second = TaskState(task_uuid=uuid, state=before, run=1), TaskState(task_uuid=uuid, state=after, run=run)
+                first, second = (
+                    TaskState(task_uuid=uuid, state=before, run=1),
+                    TaskState(task_uuid=uuid, state=after, run=run),
+                )
                 backend.apply([Change(key=uuid, states=(first,))])
                 (verdict,) = backend.apply([Change(key=uuid, mark="m", states=(second,))])
-                assert verdict == (FENCED if advance(first, second) is None else SETTLED), (before, after, run)
+                assert verdict == (FENCED if advance(first, second) is None else SETTLED), (
+                    before,
+                    after,
+                    run,
+                )
 
 
 def test_a_server_that_is_away_refuses(server: RedisServer, driver: RedisDriver) -> None:
@@ -81,7 +95,9 @@ def test_a_server_that_is_away_refuses(server: RedisServer, driver: RedisDriver)
         broker.put([message()], token="b")
 
 
-def test_a_lost_reply_is_told_from_a_refusal_and_a_repeat_does_no_harm(server: RedisServer, driver: RedisDriver) -> None:
+def test_a_lost_reply_is_told_from_a_refusal_and_a_repeat_does_no_harm(
+    server: RedisServer, driver: RedisDriver
+) -> None:
     with Proxy(server.port) as proxy:
         through = RedisDriver(proxy.through(server.url))
         broker = RedisBroker(through)
@@ -117,7 +133,11 @@ def test_the_reply_to_a_claim_can_be_lost(server: RedisServer) -> None:
 
 def test_a_full_server_refuses_to_publish_and_lets_what_runs_end(driver: RedisDriver) -> None:
     both = store(driver)
-    both.submit(Submission(token="", messages=[message()], states=[TaskState(task_uuid="task_1", queue="mail")]))
+    both.submit(
+        Submission(
+            token="", messages=[message()], states=[TaskState(task_uuid="task_1", queue="mail")]
+        )
+    )
     session = both.open_session(["mail"], worker="w")
     (delivery,) = session.receive(1, 0)
     ask(driver, "CONFIG", "SET", "maxmemory", "1mb")
@@ -152,7 +172,9 @@ def test_a_key_of_another_type_is_named_and_nothing_is_half_done(driver: RedisDr
     both = store(driver)
     ask(driver, "SET", "mail", "a string")
     with pytest.raises(NameRefused, match="'mail' holds a string"):
-        both.submit(Submission(token="t", messages=[message()], states=[TaskState(task_uuid="task_1")]))
+        both.submit(
+            Submission(token="t", messages=[message()], states=[TaskState(task_uuid="task_1")])
+        )
     assert both.backend.get_states(["task_1"]) == {}
     ask(driver, "DEL", "mail")
     both.submit(Submission(token="t", messages=[message()], states=[TaskState(task_uuid="task_1")]))
@@ -213,14 +235,18 @@ def test_work_goes_on_under_faults(server: RedisServer, fault: str) -> None:
     with app.new_worker(concurrency=4):
         thread.start()
         results = [double.send(number) for number in range(300)]
-        assert [result.get(timeout=HANG) for result in results] == [2 * number for number in range(300)]
+        assert [result.get(timeout=HANG) for result in results] == [
+            2 * number for number in range(300)
+        ]
         over.set()
         thread.join(HANG)
     app.close()
     nemesis.close()
 
 
-def test_a_worker_lives_on_when_everything_was_deleted(server: RedisServer, driver: RedisDriver) -> None:
+def test_a_worker_lives_on_when_everything_was_deleted(
+    server: RedisServer, driver: RedisDriver
+) -> None:
     app = Server(Config(broker=server.url, lease=1.0))
 
     @app.task
@@ -255,7 +281,9 @@ def test_delayed_messages_come_within_a_tenth_of_a_second(server: RedisServer) -
         return passed
 
     for wait in (0.3, 1.4):
-        assert any(0 <= lateness(wait) < 0.1 for _ in range(10))  # this process may have to wait for a processor
+        assert any(
+            0 <= lateness(wait) < 0.1 for _ in range(10)
+        )  # this process may have to wait for a processor
     broker.close()
     broker.driver.close()
 
@@ -277,14 +305,23 @@ def test_a_worker_whose_process_has_ended_on_this_host_is_found_at_the_first_loo
 ) -> None:
     broker = RedisBroker(driver)
     broker.put([message(body=b"1"), message(body=b"2")], token="")
-    child = subprocess.run([sys.executable, "-c", DYING, server.url], capture_output=True, text=True, check=False, timeout=HANG)
+    child = subprocess.run(
+        [sys.executable, "-c", DYING, server.url],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=HANG,
+    )
     assert (child.stdout, child.returncode) == ("2\n", 9), child.stderr
 
     broker.tend()
 
     consumer = broker.consume(["mail"], worker="heir")
     found = consumer.receive(5, 0)
-    assert [(one.body, one.strikes, one.fence) for one in found] == [(b"1", 1, 2), (b"2", 0, 2)]  # it ran the first
+    assert [(one.body, one.strikes, one.fence) for one in found] == [
+        (b"1", 1, 2),
+        (b"2", 0, 2),
+    ]  # it ran the first
     assert [worker.name for worker in broker.workers()] == ["heir"]
     consumer.close()
 
@@ -317,9 +354,17 @@ def test_a_lost_reply_neither_loses_nor_doubles_a_dead_letter_that_is_replayed(
         consumer = app.broker.consume(["mail"], worker="w")
         sent = app.send_task(Signature(name="rare", routing_key="mail"))
         (delivery,) = consumer.receive(1, 0)
-        consumer.dispose([Disposal(delivery=delivery, fate=Fate.DEAD, uuid=sent.uuid, name="rare", reason="poison")])
+        consumer.dispose(
+            [
+                Disposal(
+                    delivery=delivery, fate=Fate.DEAD, uuid=sent.uuid, name="rare", reason="poison"
+                )
+            ]
+        )
         (letter,) = app.inspect.dead()
-        assert app.broker.take_dead(["nothing"]) == []  # Redis knows the script now, so that what is dropped was carried out
+        assert (
+            app.broker.take_dead(["nothing"]) == []
+        )  # Redis knows the script now, so that what is dropped was carried out
         proxy.drop_next_reply(matching=redis_looking.TAKE_DEAD.sha, times=times)
 
         assert app.inspect.replay_dead([letter.id]) == [sent.uuid]
@@ -336,10 +381,15 @@ def test_a_batch_larger_than_one_reading_is_settled_at_once(driver: RedisDriver)
     both = store(driver)
     uuids = [f"task_{number}" for number in range(2_100)]
     created = dt.datetime(2026, 1, 2, tzinfo=dt.UTC)
-    both.submit(Submission(
-        token="t", messages=[message(uuid, uuid.encode()) for uuid in uuids],
-        states=[TaskState(task_uuid=uuid, task_name="add", created_at=created) for uuid in uuids],
-    ))
+    both.submit(
+        Submission(
+            token="t",
+            messages=[message(uuid, uuid.encode()) for uuid in uuids],
+            states=[
+                TaskState(task_uuid=uuid, task_name="add", created_at=created) for uuid in uuids
+            ],
+        )
+    )
     session = both.open_session(["mail"], worker="w")
     deliveries = session.receive(len(uuids), 0)
 
@@ -350,7 +400,9 @@ def test_a_batch_larger_than_one_reading_is_settled_at_once(driver: RedisDriver)
     assert session.settle(ends[:3]) == [ALREADY] * 3
 
     states = both.backend.get_states(uuids)
-    assert {(state.state, state.created_at) for state in states.values()} == {(State.SUCCESS, created)}
+    assert {(state.state, state.created_at) for state in states.values()} == {
+        (State.SUCCESS, created)
+    }
     assert ask(driver, "HLEN", f"mpy:{{mail}}:f:{session._consumer.session}") == 0  # type: ignore[attr-defined]
     session.close()
 
@@ -360,11 +412,26 @@ def test_the_creation_time_is_not_taken_from_a_result(driver: RedisDriver) -> No
     created = dt.datetime(2026, 1, 2, 3, 4, 5, tzinfo=dt.UTC)
     text = '{"State":"X","CreatedAt":"2001-01-01T00:00:00Z"}'
     for state in (State.PENDING, State.RETRY, State.STARTED, State.SUCCESS):
-        backend.apply([Change(key="task_1", states=(TaskState(
-            task_uuid="task_1", task_name=text, state=state, error=text if state is State.RETRY else "",
-            run=int(state in (State.STARTED, State.SUCCESS)), results=(Arg(type="string", value=text),),
-            created_at=created if state is State.PENDING else created + dt.timedelta(days=1),
-        ),))])
+        backend.apply(
+            [
+                Change(
+                    key="task_1",
+                    states=(
+                        TaskState(
+                            task_uuid="task_1",
+                            task_name=text,
+                            state=state,
+                            error=text if state is State.RETRY else "",
+                            run=int(state in (State.STARTED, State.SUCCESS)),
+                            results=(Arg(type="string", value=text),),
+                            created_at=created
+                            if state is State.PENDING
+                            else created + dt.timedelta(days=1),
+                        ),
+                    ),
+                )
+            ]
+        )
         found = backend.get_states(["task_1"])["task_1"]
         assert (found.state, found.created_at, found.task_name) == (state, created, text)
 
@@ -375,7 +442,9 @@ def test_the_queue_of_a_callback_is_listed_though_nobody_sent_to_it(driver: Redi
     session = both.open_session(["mail"], worker="w")
     (delivery,) = session.receive(5, 0)
     callback = Message(uuid="task_2", name="add", queue="new", body=b"y")
-    assert session.settle([Settlement(delivery=delivery, uuid="task_1", send=[callback])]) == [SETTLED]
+    assert session.settle([Settlement(delivery=delivery, uuid="task_1", send=[callback])]) == [
+        SETTLED
+    ]
     assert [stats.queue for stats in both.broker.stats()] == ["mail", "new"]
     session.close()
 
@@ -402,12 +471,17 @@ def test_several_workers_of_one_process_may_tend_at_the_same_time(driver: RedisD
     assert broker.workers() == []
 
 
-def test_a_worker_that_moves_a_million_can_beat_in_between(driver: RedisDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_moves_a_million_can_beat_in_between(
+    driver: RedisDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(redis, "PATIENCE", 0.0)
     broker = RedisBroker(driver)
     due = dt.datetime.now(dt.timezone.utc) + dt.timedelta(seconds=0.5)
     body = b'{"UUID":"task_%d","Name":"n","RoutingKey":"mail","Args":null}'  # as Go writes it: for Go's delayed set
-    late = [Message(uuid=f"task_{n}", name="n", queue="mail", body=body % n, eta=due) for n in range(3 * redis.MOVE + 1)]
+    late = [
+        Message(uuid=f"task_{n}", name="n", queue="mail", body=body % n, eta=due)
+        for n in range(3 * redis.MOVE + 1)
+    ]
     broker.put(late, token="")
     wait_until(lambda: dt.datetime.now(dt.timezone.utc) > due, what="they are due")
     waiting: list[int] = []
@@ -416,13 +490,21 @@ def test_a_worker_that_moves_a_million_can_beat_in_between(driver: RedisDriver, 
     assert waiting == [redis.MOVE, 2 * redis.MOVE, 3 * redis.MOVE, 3 * redis.MOVE + 1]
 
 
-def test_delayed_messages_are_counted_and_purged_in_steps(driver: RedisDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_delayed_messages_are_counted_and_purged_in_steps(
+    driver: RedisDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(redis, "COUNT", 3)
     broker = RedisBroker(driver)
     due = dt.datetime.now(dt.timezone.utc) + dt.timedelta(hours=1)
     for count, queue in ((7, "mail"), (2, "news")):
         body = b'{"UUID":"task_%d","Name":"n","RoutingKey":"' + queue.encode() + b'","Args":null}'
-        broker.put([Message(uuid=f"task_{n}", name="n", queue=queue, body=body % n, eta=due) for n in range(count)], token="")
+        broker.put(
+            [
+                Message(uuid=f"task_{n}", name="n", queue=queue, body=body % n, eta=due)
+                for n in range(count)
+            ],
+            token="",
+        )
         assert ask(driver, "ZCARD", "delayed_tasks") in (7, 9)
     assert {one.queue: one.delayed for one in broker.stats()} == {"mail": 7, "news": 2}
     assert (broker.purge("mail"), broker.purge("mail")) == (7, 0)

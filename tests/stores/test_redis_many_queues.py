@@ -13,20 +13,37 @@ from machinery_py.brokers.redis_cluster import ClusterBroker
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.conformance.brokers import OpenBroker
 from machinery_py.testing.servers import RedisCluster as ClusterServers
-from tests.stores.redis_case import Drivers, ServerClock, clock, open_driver, redis_server, redis_url
-from tests.stores.redis_cluster_case import ClusterClock, Clusters, empty_cluster, masters, open_cluster
+from tests.stores.redis_case import (
+    Drivers,
+    ServerClock,
+    clock,
+    open_driver,
+    redis_server,
+    redis_url,
+)
+from tests.stores.redis_cluster_case import (
+    ClusterClock,
+    Clusters,
+    empty_cluster,
+    masters,
+    open_cluster,
+)
 
 __all__ = ["clock", "empty_cluster", "open_cluster", "open_driver", "redis_server", "redis_url"]
 
 QUEUES = 1_000
-MOST = 25 * OTHERS  # commands of one look at OTHERS queues and the own ones; before, it was some for each of QUEUES
+MOST = (
+    25 * OTHERS
+)  # commands of one look at OTHERS queues and the own ones; before, it was some for each of QUEUES
 
 
 def calls(ask: Callable[[str, str], object]) -> int:
     """How many commands a server has carried out, those of scripts too."""
     text = ask("INFO", "commandstats")
     lines = (text.decode() if isinstance(text, bytes) else str(text)).splitlines()
-    return sum(int(line.partition("calls=")[2].partition(",")[0]) for line in lines if "calls=" in line)
+    return sum(
+        int(line.partition("calls=")[2].partition(",")[0]) for line in lines if "calls=" in line
+    )
 
 
 class ManyQueues(ABC):
@@ -41,10 +58,15 @@ class ManyQueues(ABC):
     @pytest.fixture
     def broker(self, open_broker: OpenBroker, clock: ManualClock) -> Broker:
         broker = open_broker()
-        broker.put([Message(uuid=f"task_{n}", name="n", queue=f"q{n}", body=b"x") for n in range(QUEUES)], token="")
+        broker.put(
+            [Message(uuid=f"task_{n}", name="n", queue=f"q{n}", body=b"x") for n in range(QUEUES)],
+            token="",
+        )
         return broker
 
-    def test_a_look_where_many_queues_are_known_costs_what_it_costs_where_few_are(self, broker: Broker) -> None:
+    def test_a_look_where_many_queues_are_known_costs_what_it_costs_where_few_are(
+        self, broker: Broker
+    ) -> None:
         broker.consume(["q7"], worker="w")
         broker.tend()  # scripts are loaded, connections opened
 

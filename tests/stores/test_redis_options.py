@@ -86,21 +86,33 @@ def test_a_black_hole_is_left_after_the_time_that_was_chosen(
     before = time.monotonic()
 
     with pytest.raises(MachineryError, match=r"[Tt]ime"):
-        server.broker.purge("nothing") if option == "connect_timeout" else server.broker.put([], token="")
+        server.broker.purge("nothing") if option == "connect_timeout" else server.broker.put(
+            [], token=""
+        )
 
     assert 0.3 <= time.monotonic() - before < HANG / 2
     proxy.heal()
     server.close()
 
 
-def test_a_command_that_cannot_be_sent_is_given_up_after_the_time_that_was_chosen(empty_redis: RedisServer) -> None:
-    server = server_with(empty_redis.url, publish_timeout=HANG, write_timeout=0.3, connect_timeout=0.3, read_timeout=HANG)
+def test_a_command_that_cannot_be_sent_is_given_up_after_the_time_that_was_chosen(
+    empty_redis: RedisServer,
+) -> None:
+    server = server_with(
+        empty_redis.url,
+        publish_timeout=HANG,
+        write_timeout=0.3,
+        connect_timeout=0.3,
+        read_timeout=HANG,
+    )
     server.broker.stats()
     empty_redis.freeze()
     before = time.monotonic()
     try:
         with pytest.raises(MachineryError):
-            server.engine.store.broker.driver.ask(b"SET", b"big", b"x" * (64 << 20), doing="sending")  # type: ignore[attr-defined]
+            server.engine.store.broker.driver.ask(
+                b"SET", b"big", b"x" * (64 << 20), doing="sending"
+            )  # type: ignore[attr-defined]
         assert time.monotonic() - before < HANG  # one wait to send, and one to connect again
     finally:
         empty_redis.thaw()
@@ -111,7 +123,10 @@ def test_no_more_connections_than_may_be_are_opened(empty_redis: RedisServer) ->
     driver = RedisDriver(empty_redis.url, limits=Limits(max_active=2))
     first, second = driver.open(), driver.open()
 
-    with pytest.raises(BackendUnavailable, match=r"redis.max_active: 2 connections are in use \(raise it, or set redis.wait\)"):
+    with pytest.raises(
+        BackendUnavailable,
+        match=r"redis.max_active: 2 connections are in use \(raise it, or set redis.wait\)",
+    ):
         ping(driver)
 
     first.close()
@@ -154,12 +169,16 @@ def test_a_worker_runs_within_its_connections(empty_redis: RedisServer) -> None:
     double = server.register_task("double", lambda n: 2 * n)
     with server.new_worker(concurrency=4):
         results = [double.send(number) for number in range(100)]
-        assert [result.get(timeout=HANG) for result in results] == [2 * number for number in range(100)]
+        assert [result.get(timeout=HANG) for result in results] == [
+            2 * number for number in range(100)
+        ]
         assert len(clients(empty_redis, "machinery")) <= 6
     server.close()
 
 
-def test_unused_connections_are_closed_beyond_their_number_and_after_their_time(empty_redis: RedisServer) -> None:
+def test_unused_connections_are_closed_beyond_their_number_and_after_their_time(
+    empty_redis: RedisServer,
+) -> None:
     driver = RedisDriver(empty_redis.url, limits=Limits(max_idle=1, idle_timeout=0.2))
     together(4, lambda _: driver.ask(b"BLPOP", b"nothing", b"0.3", doing="asking"))
     wait_until(lambda: len(clients(empty_redis, "machinery")) == 1, HANG, "one that is kept")
@@ -168,7 +187,11 @@ def test_unused_connections_are_closed_beyond_their_number_and_after_their_time(
     ping(driver)
     assert clients(empty_redis, "machinery")[0].split()[0] == before.split()[0]
     # Redis counts whole seconds from one tick of its clock to another: "1" may be a moment.
-    wait_until(lambda: " idle=2 " in clients(empty_redis, "machinery")[0], HANG, "a connection that is idle")
+    wait_until(
+        lambda: " idle=2 " in clients(empty_redis, "machinery")[0],
+        HANG,
+        "a connection that is idle",
+    )
     ping(driver)
     [after] = clients(empty_redis, "machinery")
 
@@ -184,7 +207,14 @@ def test_a_shorter_poll_period_is_kept(empty_redis: RedisServer) -> None:
 
         def sleeps() -> int:
             lines = str(empty_redis.cli("INFO", "commandstats")).splitlines()
-            return next((int(line.partition("calls=")[2].partition(",")[0]) for line in lines if "cmdstat_blmove" in line), 0)
+            return next(
+                (
+                    int(line.partition("calls=")[2].partition(",")[0])
+                    for line in lines
+                    if "cmdstat_blmove" in line
+                ),
+                0,
+            )
 
         before = time.monotonic()
         wait_until(lambda: sleeps() > 20, HANG, "twenty sleeps")
@@ -192,7 +222,9 @@ def test_a_shorter_poll_period_is_kept(empty_redis: RedisServer) -> None:
     server.close()
 
 
-def test_a_lost_reply_is_unknown_after_the_read_timeout(empty_redis: RedisServer, open_proxy: OpenProxy) -> None:
+def test_a_lost_reply_is_unknown_after_the_read_timeout(
+    empty_redis: RedisServer, open_proxy: OpenProxy
+) -> None:
     proxy = open_proxy(empty_redis.port)
     server = server_with(proxy.through(empty_redis.url), publish_timeout=1.0, read_timeout=0.2)
     server.send_task(Signature(name="first"))

@@ -25,7 +25,11 @@ def trio() -> Iterator[RedisSentinelTrio]:
 def redis_url(trio: RedisSentinelTrio) -> str:
     """The master with nothing in it."""
     trio.current_master().cli("FLUSHALL")
-    return "redis://" + ",".join(f"{host}:{port}" for host, port in trio.addresses) + f"/0?master_name={trio.name}"
+    return (
+        "redis://"
+        + ",".join(f"{host}:{port}" for host, port in trio.addresses)
+        + f"/0?master_name={trio.name}"
+    )
 
 
 class TestSentinelBroker(standalone.TestRedisBroker): ...

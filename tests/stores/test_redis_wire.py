@@ -35,8 +35,11 @@ def lines(name: str) -> list[dict[str, Any]]:
 
 PUBLISHED = [line for line in lines("signatures.jsonl") if "redis" in line]
 STATES = [
-    line for line in lines("task_states.jsonl")
-    if line["kind"] == "task_state" and line["key"] and decode_state(line["wire"].encode()).task_uuid == line["key"]
+    line
+    for line in lines("task_states.jsonl")
+    if line["kind"] == "task_state"
+    and line["key"]
+    and decode_state(line["wire"].encode()).task_uuid == line["key"]
 ]
 GROUPS = [line for line in lines("task_states.jsonl") if line["kind"] == "group_meta"]
 
@@ -49,7 +52,9 @@ def driver(redis_url: str) -> Iterator[RedisDriver]:
 
 
 def ask(driver: RedisDriver, *words: str | bytes) -> Any:
-    return driver.ask(*(word if isinstance(word, bytes) else word.encode() for word in words), doing="testing")
+    return driver.ask(
+        *(word if isinstance(word, bytes) else word.encode() for word in words), doing="testing"
+    )
 
 
 @pytest.mark.parametrize("line", PUBLISHED, ids=[line["name"] for line in PUBLISHED])
@@ -61,16 +66,26 @@ def test_a_message_goes_where_go_puts_it(driver: RedisDriver, line: dict[str, An
     broker = RedisBroker(driver)
     if now is not None:
         driver.now = lambda: "946684800000000"  # type: ignore[method-assign]  # before all of the ETAs
-    message = Message(uuid=signature.uuid, name=signature.name, queue=signature.routing_key, body=body, eta=signature.eta)
+    message = Message(
+        uuid=signature.uuid,
+        name=signature.name,
+        queue=signature.routing_key,
+        body=body,
+        eta=signature.eta,
+    )
 
     broker.put([message], token="")
 
     if told["command"] == "RPUSH":
         assert ask(driver, "LRANGE", told["key"], "0", "-1") == [body]
     else:
-        ((member, score),) = zip(*[iter(ask(driver, "ZRANGE", told["key"], "0", "-1", "WITHSCORES"))] * 2, strict=True)
+        ((member, score),) = zip(
+            *[iter(ask(driver, "ZRANGE", told["key"], "0", "-1", "WITHSCORES"))] * 2, strict=True
+        )
         assert member == body
-        assert float(score) == pytest.approx(float(told["score"]), abs=1024)  # a double, and microseconds
+        assert float(score) == pytest.approx(
+            float(told["score"]), abs=1024
+        )  # a double, and microseconds
     assert ask(driver, "EXISTS", "mpy:{" + signature.routing_key + "}:a") == 0
 
 
@@ -94,7 +109,9 @@ def test_a_group_is_written_as_go_writes_it(driver: RedisDriver, line: dict[str,
 
 
 @pytest.mark.parametrize("line", STATES[:20], ids=[line["name"] for line in STATES[:20]])
-def test_a_state_that_go_wrote_is_read_and_is_final_if_it_is(driver: RedisDriver, line: dict[str, Any]) -> None:
+def test_a_state_that_go_wrote_is_read_and_is_final_if_it_is(
+    driver: RedisDriver, line: dict[str, Any]
+) -> None:
     state = decode_state(line["wire"].encode())
     ask(driver, "SET", line["key"], line["wire"])
     backend = RedisBackend(driver)
@@ -160,7 +177,12 @@ def test_a_worker_ends_a_chord_of_go_and_a_worker_that_is_gone(
         assert ours.get(timeout=HANG) == 1
 
     # A Go worker ends the other one, and dies before it looks at the group.
-    ask(driver, "SET", of_go.uuid, encode_state(TaskState(task_uuid=of_go.uuid, state=State.SUCCESS, results=(Arg.of(2),))))
+    ask(
+        driver,
+        "SET",
+        of_go.uuid,
+        encode_state(TaskState(task_uuid=of_go.uuid, state=State.SUCCESS, results=(Arg.of(2),))),
+    )
     assert ask(driver, "ZRANGE", "mpy:partial", "0", "-1") == [result.group.uuid.encode()]
     ask(driver, "ZADD", "mpy:partial", "1", result.group.uuid)  # half a minute later
 

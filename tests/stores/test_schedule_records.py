@@ -52,8 +52,12 @@ class TestMemoryBrokerAndSQLiteBackend(InSQLiteBesideMemory, ScheduleConformance
     pass
 
 
-@pytest.mark.parametrize(("call", "lost"), [("put", False), ("put", True), ("clear_outbox", False), ("amend", True)])
-def test_between_two_stores_the_rest_of_a_tick_is_finished_by_another(call: str, lost: bool) -> None:
+@pytest.mark.parametrize(
+    ("call", "lost"), [("put", False), ("put", True), ("clear_outbox", False), ("amend", True)]
+)
+def test_between_two_stores_the_rest_of_a_tick_is_finished_by_another(
+    call: str, lost: bool
+) -> None:
     """The scheduler dies behind the change of the record: before, in or behind the publishing."""
     clock = ManualClock()
     memory, hub = MemoryBackend(MemoryHub(clock)), MemoryHub(clock)
@@ -68,7 +72,9 @@ def test_between_two_stores_the_rest_of_a_tick_is_finished_by_another(call: str,
     clock.advance(6.0)
     other.tend()
 
-    assert set(drain(other, "q")) == {"t"}  # twice at most on the queue; the second is known as done, by its UUID
+    assert set(drain(other, "q")) == {
+        "t"
+    }  # twice at most on the queue; the second is known as done, by its UUID
     assert memory.unsent(9, older_than=0.0) == []
 
 

@@ -9,7 +9,13 @@ from pathlib import Path
 import pytest
 
 from machinery_py._drivers import run_table, session_files
-from machinery_py._drivers.session_files import SessionFile, host_file, host_folder, ran, ran_by_the_dead
+from machinery_py._drivers.session_files import (
+    SessionFile,
+    host_file,
+    host_folder,
+    ran,
+    ran_by_the_dead,
+)
 
 
 @pytest.fixture(autouse=True)

@@ -49,11 +49,17 @@ def count(backend: SQLiteBackend, table: str) -> int:
         return int(connection.execute(f"SELECT count(*) FROM {table}").fetchone()[0])
 
 
-def test_members_of_several_groups_in_one_batch_are_counted_once_each(backend: SQLiteBackend) -> None:
+def test_members_of_several_groups_in_one_batch_are_counted_once_each(
+    backend: SQLiteBackend,
+) -> None:
     members = [f"t{number}" for number in range(1000)]
     for group in ("even", "odd"):
-        backend.init_group(group, [one for one in members if (int(one[1:]) % 2 == 1) is (group == "odd")])
-    changes = [ended(one, group="odd" if int(one[1:]) % 2 else "even", total=500) for one in members]
+        backend.init_group(
+            group, [one for one in members if (int(one[1:]) % 2 == 1) is (group == "odd")]
+        )
+    changes = [
+        ended(one, group="odd" if int(one[1:]) % 2 else "even", total=500) for one in members
+    ]
 
     assert backend.apply(changes[:999]) == [SETTLED] * 999
     assert [ready.group_uuid for ready in backend.ready_groups(5)] == ["even"]
@@ -63,13 +69,21 @@ def test_members_of_several_groups_in_one_batch_are_counted_once_each(backend: S
 
 
 def test_the_first_failed_member_of_a_batch_is_named(backend: SQLiteBackend) -> None:
-    backend.apply([ended("a", group="g", total=9), ended("b", group="g", total=9, ok=False),
-                   ended("c", group="g", total=9, ok=False), ended("d", group="g", total=9)])
+    backend.apply(
+        [
+            ended("a", group="g", total=9),
+            ended("b", group="g", total=9, ok=False),
+            ended("c", group="g", total=9, ok=False),
+            ended("d", group="g", total=9),
+        ]
+    )
     (ready,) = backend.ready_groups(5)
     assert ready.failed_member == "b"
 
 
-def test_a_finished_member_does_not_expire_before_its_chord(backend: SQLiteBackend, clock: ManualClock) -> None:
+def test_a_finished_member_does_not_expire_before_its_chord(
+    backend: SQLiteBackend, clock: ManualClock
+) -> None:
     backend.init_group("g", ["early", "late"])
     backend.apply([ended("early", group="g", total=2), ended("alone")])
     clock.advance(EXPIRE_IN * 5)
@@ -85,7 +99,9 @@ def test_a_finished_member_does_not_expire_before_its_chord(backend: SQLiteBacke
     assert backend.get_states(["early"]) == {}
 
 
-def test_a_chord_that_can_never_complete_is_forgotten_in_the_end(backend: SQLiteBackend, clock: ManualClock) -> None:
+def test_a_chord_that_can_never_complete_is_forgotten_in_the_end(
+    backend: SQLiteBackend, clock: ManualClock
+) -> None:
     backend.apply([ended("early", group="g", total=2)])
     clock.advance(days=8)
     for _ in range(3):
@@ -106,7 +122,9 @@ def test_expiry_is_done_in_steps(backend: SQLiteBackend, clock: ManualClock) -> 
     assert count(backend, "tasks") == 0
 
 
-def test_a_revocation_is_forgotten_after_three_days(backend: SQLiteBackend, clock: ManualClock) -> None:
+def test_a_revocation_is_forgotten_after_three_days(
+    backend: SQLiteBackend, clock: ManualClock
+) -> None:
     backend.revoke(["a"])
     clock.advance(days=2.9)
     backend.tend()
@@ -117,13 +135,17 @@ def test_a_revocation_is_forgotten_after_three_days(backend: SQLiteBackend, cloc
 
 
 def test_states_of_one_moment_are_listed_in_the_order_they_came(backend: SQLiteBackend) -> None:
-    backend.apply([Change(key="batch", states=tuple(TaskState(task_uuid=uuid) for uuid in ("c", "a", "b")))])
+    backend.apply(
+        [Change(key="batch", states=tuple(TaskState(task_uuid=uuid) for uuid in ("c", "a", "b")))]
+    )
     backend.apply([Change(key="a", states=(TaskState(task_uuid="a", state=State.STARTED),))])
     assert [state.task_uuid for state in backend.list_states()] == ["a", "b", "c"]
 
 
 def test_a_text_without_utf_8_is_kept_readable(backend: SQLiteBackend) -> None:
-    state = TaskState(task_uuid="t", state=State.FAILURE, error="no file 'caf\udce9'", traceback="\ud800")
+    state = TaskState(
+        task_uuid="t", state=State.FAILURE, error="no file 'caf\udce9'", traceback="\ud800"
+    )
     backend.apply([Change(key="t", states=(state,)), ended("u")])
     assert backend.get_state("t").error == "no file 'caf\\udce9'"
     assert set(backend.get_states(["t", "u", "\udce9"])) == {"t", "u"}
@@ -138,7 +160,14 @@ def test_the_message_of_a_failed_task_is_kept(backend: SQLiteBackend) -> None:
 
 def test_progress_comes_back_to_the_last_bit(backend: SQLiteBackend) -> None:
     for progress in ((0.1, 3e300), (1.0, float("inf")), (2, 7)):
-        backend.apply([Change(key="t", states=(TaskState(task_uuid="t", state=State.STARTED, progress=progress),))])
+        backend.apply(
+            [
+                Change(
+                    key="t",
+                    states=(TaskState(task_uuid="t", state=State.STARTED, progress=progress),),
+                )
+            ]
+        )
         assert backend.get_state("t").progress == progress
 
 

@@ -21,7 +21,9 @@ from machinery_py.testing.waiting import HANG, together, wait_until
 from tests.stores.sqlite_processes import Other
 
 CONSUME = "consumer = broker.consume(['q'], worker='other')\n"
-HOLD = CONSUME + """
+HOLD = (
+    CONSUME
+    + """
 held = consumer.receive(10, 30)
 for one in held[:2]:
     consumer.run_begins(one)
@@ -30,6 +32,7 @@ if len(held) > 1:
 say(len(held))
 heard()
 """
+)
 
 
 @pytest.fixture
@@ -45,7 +48,9 @@ def broker(path: Path) -> Iterator[SQLiteBroker]:
     broker.driver.close()
 
 
-def message(number: int = 0, *, queue: str = "q", eta: dt.datetime | None = None, body: bytes = b"") -> Message:
+def message(
+    number: int = 0, *, queue: str = "q", eta: dt.datetime | None = None, body: bytes = b""
+) -> Message:
     return Message(uuid=str(number), name="add", queue=queue, body=body or b"%d" % number, eta=eta)
 
 
@@ -64,7 +69,9 @@ def read_all(other: Other) -> list[str]:
 
 def test_four_processes_claim_each_message_once(broker: SQLiteBroker, path: Path) -> None:
     put(broker, 4000)
-    script = CONSUME + """
+    script = (
+        CONSUME
+        + """
 heard()
 taken = []
 while found := consumer.receive(37, 0.2):
@@ -72,6 +79,7 @@ while found := consumer.receive(37, 0.2):
     taken += [one.body.decode() for one in found]
 say(*taken)
 """
+    )
     others = [Other(path, script) for _ in range(4)]
     for other in others:
         other.tell()
@@ -168,7 +176,11 @@ def test_what_a_killed_process_held_comes_back_at_once(broker: SQLiteBroker, pat
         assert broker.reap() == 0
 
     found = broker.consume(["q"], worker="w").receive(10, 0)
-    assert [(one.body, one.strikes) for one in found] == [(b"0", 1), (b"1", 0), (b"2", 0)]  # it ran the first
+    assert [(one.body, one.strikes) for one in found] == [
+        (b"0", 1),
+        (b"1", 0),
+        (b"2", 0),
+    ]  # it ran the first
     assert len(os.listdir(broker.driver.sessions_folder)) == 1
 
 
@@ -203,18 +215,25 @@ def test_a_stopped_process_is_given_up_at_the_second_look_and_fenced(path: Path)
     clock = ManualClock(dt.datetime.now(dt.timezone.utc))
     broker = SQLiteBroker(SQLiteDriver(path, clock=clock), lease=10.0)
     put(broker)
-    script = CONSUME + """
+    script = (
+        CONSUME
+        + """
 (one,) = consumer.receive(10, 30)
 say('holds')
 heard()
 say(consumer.dispose([Disposal(delivery=one)]), consumer.beat(), consumer.beat())
 """
+    )
     with Other(path, script) as other:
         assert other.line() == "holds"
         os.kill(other.pid, signal.SIGSTOP)
-        wait_until(lambda: Path(f"/proc/{other.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
+        wait_until(
+            lambda: Path(f"/proc/{other.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+        )
         assert [broker.reap() for _ in range(3)] == [0, 0, 0]
-        clock.advance(hours=1)  # the other process told the real time, however long it took to start
+        clock.advance(
+            hours=1
+        )  # the other process told the real time, however long it took to start
         assert [broker.reap() for _ in range(3)] == [0, 1, 0]
         heir = broker.consume(["q"], worker="heir")
         (delivery,) = heir.receive(1, 0)
@@ -232,19 +251,31 @@ def test_a_process_that_goes_on_after_the_first_look_is_trusted_again(path: Path
     put(broker)
     with Other(path, HOLD) as other:
         assert other.line() == "1"
-        clock.advance(hours=1)  # the other process told the real time, however long it took to start
+        clock.advance(
+            hours=1
+        )  # the other process told the real time, however long it took to start
         for _ in range(2):
             os.kill(other.pid, signal.SIGSTOP)
-            wait_until(lambda: Path(f"/proc/{other.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
+            wait_until(
+                lambda: (
+                    Path(f"/proc/{other.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+                )
+            )
             assert broker.reap() == 0
             os.kill(other.pid, signal.SIGCONT)
-            wait_until(lambda: Path(f"/proc/{other.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T")
+            wait_until(
+                lambda: (
+                    Path(f"/proc/{other.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T"
+                )
+            )
             assert broker.reap() == 0
 
 
 def test_a_forked_child_does_not_keep_its_parent_alive(broker: SQLiteBroker, path: Path) -> None:
     put(broker)
-    script = CONSUME + """
+    script = (
+        CONSUME
+        + """
 say(len(consumer.receive(10, 30)))
 if os.fork() == 0:
     consumer.close()  # as cleaning up in a child may do: it is not the child's to close
@@ -253,6 +284,7 @@ if os.fork() == 0:
     os._exit(0)
 heard()
 """
+    )
     with Other(path, script) as other:
         assert (other.line(), other.line()) == ("1", "child")
         assert broker.reap() == 0
@@ -290,7 +322,9 @@ def test_a_session_file_that_somebody_deleted_leaves_the_beats(path: Path) -> No
         for name in os.listdir(broker.driver.sessions_folder):
             os.unlink(os.path.join(broker.driver.sessions_folder, name))
         assert [broker.reap() for _ in range(3)] == [0, 0, 0]
-        clock.advance(hours=1)  # the other process told the real time, however long it took to start
+        clock.advance(
+            hours=1
+        )  # the other process told the real time, however long it took to start
         assert [broker.reap() for _ in range(3)] == [0, 1, 0]
 
 
@@ -321,7 +355,9 @@ def test_many_tokens_are_forgotten_in_steps(path: Path) -> None:
     clock = ManualClock()
     broker = SQLiteBroker(SQLiteDriver(path, clock=clock, synchronous="NORMAL"))
     with broker.driver.transaction() as connection:
-        connection.executemany("INSERT INTO tokens VALUES (?, 0)", [(str(number),) for number in range(25_000)])
+        connection.executemany(
+            "INSERT INTO tokens VALUES (?, 0)", [(str(number),) for number in range(25_000)]
+        )
     for _ in range(4):
         broker.tend()
         clock.advance(0.5)
@@ -329,7 +365,9 @@ def test_many_tokens_are_forgotten_in_steps(path: Path) -> None:
         assert connection.execute("SELECT count(*) FROM tokens").fetchone()[0] == 0
 
 
-def test_closing_when_the_file_is_gone_leaves_a_dead_consumer_behind_and_says_so(broker: SQLiteBroker) -> None:
+def test_closing_when_the_file_is_gone_leaves_a_dead_consumer_behind_and_says_so(
+    broker: SQLiteBroker,
+) -> None:
     consumer = broker.consume(["q"], worker="w")
     Path(broker.driver.path).unlink()
 
@@ -342,7 +380,10 @@ def test_very_many_that_are_due_come_in_steps(path: Path) -> None:
     clock = ManualClock()
     broker = SQLiteBroker(SQLiteDriver(path, clock=clock))
     eta = clock.now() + dt.timedelta(seconds=5)
-    broker.put([Message(uuid=f"task_{n}", name="n", queue="q", body=b"x", eta=eta) for n in range(10_001)], token="")
+    broker.put(
+        [Message(uuid=f"task_{n}", name="n", queue="q", body=b"x", eta=eta) for n in range(10_001)],
+        token="",
+    )
     clock.advance(6.0)
 
     assert broker.tend() == 0.0  # there are more

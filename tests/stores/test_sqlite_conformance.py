@@ -52,7 +52,11 @@ class TestSQLiteBroker(BrokerConformance):
         return lambda: SQLiteBroker(open_driver())
 
     def crash_consumer(
-        self, broker: Broker, consumer: Consumer, clock: ManualClock, survivors: Sequence[Consumer] = ()
+        self,
+        broker: Broker,
+        consumer: Consumer,
+        clock: ManualClock,
+        survivors: Sequence[Consumer] = (),
     ) -> None:
         assert isinstance(consumer, SQLiteConsumer)
         consumer.abandon()

@@ -48,7 +48,9 @@ def test_a_newer_schema_is_refused(driver: SQLiteDriver, path: Path) -> None:
         queues(driver)
 
 
-def test_a_file_of_the_first_version_is_brought_up_to_date(driver: SQLiteDriver, path: Path) -> None:
+def test_a_file_of_the_first_version_is_brought_up_to_date(
+    driver: SQLiteDriver, path: Path
+) -> None:
     with driver.transaction() as connection:
         connection.execute("DROP TABLE records")
         connection.execute("DROP TABLE paused")
@@ -190,13 +192,19 @@ def test_a_file_that_is_gone_is_noticed(driver: SQLiteDriver, path: Path, what: 
     else:
         path.unlink()
 
-    for use in (broker.tend, lambda: broker.put([message()], token=""), lambda: broker.pending("q", 1)):
+    for use in (
+        broker.tend,
+        lambda: broker.put([message()], token=""),
+        lambda: broker.pending("q", 1),
+    ):
         with pytest.raises(StoreUnusable, match=what):
             use()
     assert path.exists() is (what == "replaced")
 
 
-def test_a_log_without_its_file_is_not_taken_for_a_new_file(driver: SQLiteDriver, path: Path) -> None:
+def test_a_log_without_its_file_is_not_taken_for_a_new_file(
+    driver: SQLiteDriver, path: Path
+) -> None:
     SQLiteBroker(driver).put([message()], token="")
     path.rename(path.with_suffix(".away"))
 
@@ -214,10 +222,19 @@ def test_network_file_systems_are_known(tmp_path: Path) -> None:
     )
     kinds = {
         name: network_kind(name, str(mounts))
-        for name in ("/a.db", "/mnt/my share/a.db", "/mnt/my share/local/a.db", "/data/x/a.db", "/database/a.db")
+        for name in (
+            "/a.db",
+            "/mnt/my share/a.db",
+            "/mnt/my share/local/a.db",
+            "/data/x/a.db",
+            "/database/a.db",
+        )
     }
     assert kinds == {
-        "/a.db": "", "/mnt/my share/a.db": "nfs4", "/mnt/my share/local/a.db": "", "/data/x/a.db": "cifs",
+        "/a.db": "",
+        "/mnt/my share/a.db": "nfs4",
+        "/mnt/my share/local/a.db": "",
+        "/data/x/a.db": "cifs",
         "/database/a.db": "",
     }
     assert network_kind("/data/a.db", str(tmp_path / "no such list")) == ""

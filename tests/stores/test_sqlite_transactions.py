@@ -212,7 +212,9 @@ def test_threads_that_write_while_others_fork_are_not_disturbed(driver: SQLiteDr
     assert len(broker.pending("q", 1000)) == 100
 
 
-def test_a_fork_waits_until_what_was_dropped_without_close_is_closed(path: Path, driver: SQLiteDriver) -> None:
+def test_a_fork_waits_until_what_was_dropped_without_close_is_closed(
+    path: Path, driver: SQLiteDriver
+) -> None:
     # A child that is forked while another thread closes a connection would wait for ever for a lock of the SQLite library.
     forking = threading.Event()
 

@@ -26,15 +26,35 @@ from tests.stores.pair_case import ALL_PAIRS, PairClock, Place, Side, dies_at_on
 
 __all__ = ["amqp_url", "empty_memcached", "mongodb_server", "mongodb_url", "vhosts"]
 
-SETTLED_ELSEWHERE = frozenset({
-    ("memory", "memory"), ("sqlite", "sqlite"), ("redis", "redis"), ("mongodb", "mongodb"),
-    ("memory", "sqlite"), ("mongodb", "memory"), ("memory", "mongodb"), ("amqp", "memory"), ("amqp", "sqlite"),
-    ("memory", "memcache"), ("sqlite", "memcache"), ("memory", "amqp"), ("amqp", "amqp"),
-})
-SCHEDULED_ELSEWHERE = frozenset({
-    ("memory", "memory"), ("sqlite", "sqlite"), ("redis", "redis"), ("mongodb", "mongodb"),
-    ("memory", "redis"), ("memory", "sqlite"), ("memory", "mongodb"), ("memory", "amqp"),
-})
+SETTLED_ELSEWHERE = frozenset(
+    {
+        ("memory", "memory"),
+        ("sqlite", "sqlite"),
+        ("redis", "redis"),
+        ("mongodb", "mongodb"),
+        ("memory", "sqlite"),
+        ("mongodb", "memory"),
+        ("memory", "mongodb"),
+        ("amqp", "memory"),
+        ("amqp", "sqlite"),
+        ("memory", "memcache"),
+        ("sqlite", "memcache"),
+        ("memory", "amqp"),
+        ("amqp", "amqp"),
+    }
+)
+SCHEDULED_ELSEWHERE = frozenset(
+    {
+        ("memory", "memory"),
+        ("sqlite", "sqlite"),
+        ("redis", "redis"),
+        ("mongodb", "mongodb"),
+        ("memory", "redis"),
+        ("memory", "sqlite"),
+        ("memory", "mongodb"),
+        ("memory", "amqp"),
+    }
+)
 CLAIMED_ELSEWHERE = SCHEDULED_ELSEWHERE | {("memory", "memcache")}
 SETTLED_ALWAYS = frozenset({("amqp", "mongodb"), ("redis", "mongodb"), ("mongodb", "redis")})
 SCHEDULED_ALWAYS = frozenset({("amqp", "redis"), ("redis", "mongodb"), ("memory", "memcache")})
@@ -81,11 +101,18 @@ class Claims(Pair, ClaimConformance):
 
 for _broker, _backend in itertools.product(*stores()):
     for _suite, _elsewhere, _always in (
-        (Settlements, SETTLED_ELSEWHERE, SETTLED_ALWAYS), (Schedules, SCHEDULED_ELSEWHERE, SCHEDULED_ALWAYS),
+        (Settlements, SETTLED_ELSEWHERE, SETTLED_ALWAYS),
+        (Schedules, SCHEDULED_ELSEWHERE, SCHEDULED_ALWAYS),
         (Claims, CLAIMED_ELSEWHERE, CLAIMED_ALWAYS),
     ):
         if (_broker, _backend) not in _elsewhere and (ALL_PAIRS or (_broker, _backend) in _always):
             _name = f"Test{_suite.__name__}Of{_broker.capitalize()}And{_backend.capitalize()}"
-            globals()[_name] = type(_name, (_suite,), {
-                "__test__": True, "broker_place": place(_broker, "broker"), "backend_place": place(_backend, "backend"),
-            })
+            globals()[_name] = type(
+                _name,
+                (_suite,),
+                {
+                    "__test__": True,
+                    "broker_place": place(_broker, "broker"),
+                    "backend_place": place(_backend, "backend"),
+                },
+            )

@@ -16,7 +16,12 @@ from machinery_py.backends.base import ALREADY, SETTLED, Change
 from machinery_py.backends.memory import MemoryBackend
 from machinery_py.brokers.base import Delivery, Message
 from machinery_py.brokers.memory import MemoryBroker
-from machinery_py.errors import BackendUnavailable, BrokerUnavailable, PublishRefused, PublishUnknown
+from machinery_py.errors import (
+    BackendUnavailable,
+    BrokerUnavailable,
+    PublishRefused,
+    PublishUnknown,
+)
 from machinery_py.settlement.base import Settlement, Store, Submission
 from machinery_py.settlement.one_store import OneStore
 from machinery_py.states import State, TaskState
@@ -61,7 +66,10 @@ def success(delivery: Delivery) -> Settlement:
     uuid = delivery.body.decode()
     callback = Message(uuid="c", name="c", queue="c", body=delivery.body)
     return Settlement(
-        delivery=delivery, uuid=uuid, states=[TaskState(task_uuid=uuid, state=State.SUCCESS)], send=[callback]
+        delivery=delivery,
+        uuid=uuid,
+        states=[TaskState(task_uuid=uuid, state=State.SUCCESS)],
+        send=[callback],
     )
 
 
@@ -90,7 +98,9 @@ def test_a_call_whose_reply_is_lost_is_carried_out() -> None:
         store.submit(submission("a", "t"))
     session = store.open_session(["q"], worker="w")
     (delivery,) = session.receive(1, 0)
-    end = Settlement(delivery=delivery, uuid="a", states=[TaskState(task_uuid="a", state=State.SUCCESS)])
+    end = Settlement(
+        delivery=delivery, uuid="a", states=[TaskState(task_uuid="a", state=State.SUCCESS)]
+    )
 
     store.next_call("settle")
     store.next_call("settle", lose_reply=True)
@@ -105,7 +115,10 @@ def test_a_call_whose_reply_is_lost_is_carried_out() -> None:
 def test_brokers_and_backends_fail_on_command() -> None:
     hub = MemoryHub(ManualClock())
     faults = Faults()
-    broker, backend = FlakyBroker(MemoryBroker(hub), faults), FlakyBackend(MemoryBackend(hub), faults)
+    broker, backend = (
+        FlakyBroker(MemoryBroker(hub), faults),
+        FlakyBackend(MemoryBackend(hub), faults),
+    )
     consumer = broker.consume(["q"], worker="w")
     message = Message(uuid="a", name="add", queue="q", body=b"a")
 
@@ -127,7 +140,9 @@ def test_brokers_and_backends_fail_on_command() -> None:
 
 def test_the_same_seed_gives_the_same_faults() -> None:
     def failed(seed: int) -> list[tuple[str, bool]]:
-        store = FlakyStore(memory_store(ManualClock()), Faults(rng=random.Random(seed), probability=0.2))
+        store = FlakyStore(
+            memory_store(ManualClock()), Faults(rng=random.Random(seed), probability=0.2)
+        )
         for number in range(100):
             try:
                 store.submit(submission(f"t{number}", f"{number}"))
@@ -162,7 +177,9 @@ def test_who_repeats_what_failed_completes_each_task_once() -> None:
         session.close()  # what a lost reply to `receive` left with it goes back
 
     assert store.faults.failed != []
-    assert sorted(message.body for message in store.broker.pending("c", 999)) == sorted(b"t%d" % n for n in range(200))
+    assert sorted(message.body for message in store.broker.pending("c", 999)) == sorted(
+        b"t%d" % n for n in range(200)
+    )
 
 
 def test_healing_ends_all_faults() -> None:

@@ -35,7 +35,10 @@ class TestTwoMemoryStores(SettlementConformance):
 class TestMemoryBrokerAndSQLiteBackend(SettlementConformance):
     @pytest.fixture
     def open_store(self, clock: ManualClock, tmp_path: pathlib.Path) -> OpenStore:
-        broker, driver = MemoryBroker(MemoryHub(clock)), SQLiteDriver(str(tmp_path / "states.db"), clock=clock)
+        broker, driver = (
+            MemoryBroker(MemoryHub(clock)),
+            SQLiteDriver(str(tmp_path / "states.db"), clock=clock),
+        )
         return lambda: TwoStores(broker, SQLiteBackend(driver), clock)
 
 
@@ -52,7 +55,9 @@ def clock() -> ManualClock:
 
 def submission(*, replay: bool = False) -> Submission:
     message = Message(uuid="task_1", name="add", queue="q", body=b"{}")
-    return Submission(token="t", messages=(message,), states=(TaskState(task_uuid="task_1"),), replay=replay)
+    return Submission(
+        token="t", messages=(message,), states=(TaskState(task_uuid="task_1"),), replay=replay
+    )
 
 
 def test_a_refused_submission_leaves_no_state(refusing: tuple[TwoStores, FlakyBroker]) -> None:
@@ -66,9 +71,15 @@ def test_a_refused_submission_leaves_no_state(refusing: tuple[TwoStores, FlakyBr
         store.backend.get_state("task_1")
 
 
-def test_a_refused_replay_leaves_the_finished_state(refusing: tuple[TwoStores, FlakyBroker]) -> None:
+def test_a_refused_replay_leaves_the_finished_state(
+    refusing: tuple[TwoStores, FlakyBroker],
+) -> None:
     store, broker = refusing
-    store.submit(Submission(token="first", messages=(), states=(TaskState(task_uuid="task_1", state=State.FAILURE),)))
+    store.submit(
+        Submission(
+            token="first", messages=(), states=(TaskState(task_uuid="task_1", state=State.FAILURE),)
+        )
+    )
     broker.faults.next_call("put")
 
     with pytest.raises(BrokerUnavailable):
@@ -93,7 +104,10 @@ def test_a_second_message_leaves_the_callback_to_who_is_publishing_it(clock: Man
     one, other = TwoStores(broker, backend, clock), TwoStores(broker, backend, clock)
     submit(one, "a", token="1")
     submit(one, "a", token="2")
-    session, beside = one.open_session(["q"], worker="one"), other.open_session(["q"], worker="other")
+    session, beside = (
+        one.open_session(["q"], worker="one"),
+        other.open_session(["q"], worker="other"),
+    )
     (first,) = session.receive(1, 0)
     taken: list[object] = []
     broker.enter = lambda: taken.append(beside.receive(9, 0))  # type: ignore[method-assign]

@@ -50,17 +50,24 @@ def url(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> str:
             return str(request.getfixturevalue("amqp_url"))
 
 
-def test_a_death_that_nobody_saw_counts_from_the_second_run_on(url: str, tmp_path: pathlib.Path) -> None:
+def test_a_death_that_nobody_saw_counts_from_the_second_run_on(
+    url: str, tmp_path: pathlib.Path
+) -> None:
     check(url, tmp_path)
 
 
-def test_a_death_that_nobody_saw_counts_from_the_second_run_on_mongodb(mongodb_url: str, tmp_path: pathlib.Path) -> None:
+def test_a_death_that_nobody_saw_counts_from_the_second_run_on_mongodb(
+    mongodb_url: str, tmp_path: pathlib.Path
+) -> None:
     check(mongodb_url, tmp_path)
 
 
 def check(url: str, tmp_path: pathlib.Path) -> None:
     server = Server(Config(broker=url, result_backend="memory://"))
-    server.broker.put([Message(uuid=name, name=name, queue="q", body=name.encode()) for name in ("runs", "held")], token="")
+    server.broker.put(
+        [Message(uuid=name, name=name, queue="q", body=name.encode()) for name in ("runs", "held")],
+        token="",
+    )
     server.close()
 
     said = [die(url, tmp_path / f"host{number}") for number in range(4)]
@@ -71,7 +78,13 @@ def check(url: str, tmp_path: pathlib.Path) -> None:
 def die(url: str, folder: pathlib.Path) -> str:
     folder.mkdir()
     environment = {**os.environ, "TMPDIR": str(folder), "PYTHONPATH": str(ROOT)}
-    child = subprocess.run([sys.executable, "-c", DYING, url], env=environment, capture_output=True, text=True, check=False,
-                           timeout=2 * HANG)
+    child = subprocess.run(
+        [sys.executable, "-c", DYING, url],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=2 * HANG,
+    )
     assert child.returncode == 9, child.stderr
     return child.stdout.strip()

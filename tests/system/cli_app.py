@@ -62,13 +62,22 @@ def chat(text: str) -> None:
 class Running:
     """A `machinery` process that goes on; its output is collected in files."""
 
-    def __init__(self, app: App, words: Sequence[str], env: dict[str, str], own_group: bool) -> None:
+    def __init__(
+        self, app: App, words: Sequence[str], env: dict[str, str], own_group: bool
+    ) -> None:
         number = len(app.running)
-        self.out_path, self.err_path = (app.folder.parent / f"{number}.{name}" for name in ("out", "err"))
+        self.out_path, self.err_path = (
+            app.folder.parent / f"{number}.{name}" for name in ("out", "err")
+        )
         with open(self.out_path, "wb") as out, open(self.err_path, "wb") as err:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "machinery_py", *words], cwd=app.folder, env=env, stdout=out, stderr=err,
-                stdin=subprocess.DEVNULL, start_new_session=own_group,
+                [sys.executable, "-m", "machinery_py", *words],
+                cwd=app.folder,
+                env=env,
+                stdout=out,
+                stderr=err,
+                stdin=subprocess.DEVNULL,
+                start_new_session=own_group,
             )
 
     @property
@@ -85,7 +94,11 @@ class Running:
 
     def wait_for(self, text: str, times: int = 1) -> None:
         """Until it has said this, on stdout or stderr."""
-        wait_until(lambda: (self.out + self.err).count(text) >= times or self.process.poll() is not None, HANG, text)
+        wait_until(
+            lambda: (self.out + self.err).count(text) >= times or self.process.poll() is not None,
+            HANG,
+            text,
+        )
         assert (self.out + self.err).count(text) >= times, self.out + self.err
 
     def wait_ready(self) -> None:
@@ -108,10 +121,18 @@ class App:
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "shop"
         self.folder.mkdir()
-        self.temporary = Path(tempfile.mkdtemp())  # of the run's own folder; its path is short enough for sockets
+        self.temporary = Path(
+            tempfile.mkdtemp()
+        )  # of the run's own folder; its path is short enough for sockets
         self.running: list[Running] = []
-        self.env = {name: value for name, value in os.environ.items() if not name.startswith("MACHINERY_")}
-        self.env |= {"HOME": str(folder), "TMPDIR": str(self.temporary), "PYTHONDONTWRITEBYTECODE": "1"}
+        self.env = {
+            name: value for name, value in os.environ.items() if not name.startswith("MACHINERY_")
+        }
+        self.env |= {
+            "HOME": str(folder),
+            "TMPDIR": str(self.temporary),
+            "PYTHONDONTWRITEBYTECODE": "1",
+        }
         self.write("tasks.py", TASKS)
 
     def write(self, name: str, text: str) -> Path:
@@ -120,11 +141,19 @@ class App:
         path.write_text(text)
         return path
 
-    def run(self, *words: str, code: int | None = 0, **env: str) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, *words: str, code: int | None = 0, **env: str
+    ) -> subprocess.CompletedProcess[str]:
         """Run a command to its end, and look at its exit code unless `code` is None."""
         done = subprocess.run(
-            [sys.executable, "-m", "machinery_py", *words], cwd=self.folder, env=self.env | env, text=True, check=False,
-            capture_output=True, timeout=HANG, stdin=subprocess.DEVNULL,
+            [sys.executable, "-m", "machinery_py", *words],
+            cwd=self.folder,
+            env=self.env | env,
+            text=True,
+            check=False,
+            capture_output=True,
+            timeout=HANG,
+            stdin=subprocess.DEVNULL,
         )
         if code is not None:
             assert done.returncode == code, (done.returncode, done.stdout, done.stderr)
@@ -132,8 +161,15 @@ class App:
 
     def python(self, script: str) -> str:
         """Run a script of the user's; what it prints."""
-        done = subprocess.run([sys.executable, script], cwd=self.folder, env=self.env, text=True, check=True, timeout=HANG,
-                              stdout=subprocess.PIPE)
+        done = subprocess.run(
+            [sys.executable, script],
+            cwd=self.folder,
+            env=self.env,
+            text=True,
+            check=True,
+            timeout=HANG,
+            stdout=subprocess.PIPE,
+        )
         return done.stdout.strip()
 
     def json(self, *words: str, code: int | None = 0) -> Any:

@@ -24,7 +24,8 @@ from machinery_py.settlement.base import Firing, Mark, Session, Settlement, Stor
 from machinery_py.settlement.two_stores import TwoStores
 
 server = Server(
-    broker=os.environ.get("CRASH_BROKER", "memory://"), result_backend=os.environ.get("CRASH_BACKEND", "memory://")
+    broker=os.environ.get("CRASH_BROKER", "memory://"),
+    result_backend=os.environ.get("CRASH_BACKEND", "memory://"),
 )
 
 
@@ -90,20 +91,33 @@ SHAPES: dict[str, Callable[[], Any]] = {
     "broken-chord": lambda: chord(
         group(plain.signature(1), broken.signature()), after.partial().catch(on_error.partial())
     ),
-    "delayed": lambda: plain.options(
-        eta=dt.datetime.now(dt.timezone.utc) + dt.timedelta(seconds=0.05)
-    ).signature(1).then(after.partial()),
+    "delayed": lambda: (
+        plain.options(eta=dt.datetime.now(dt.timezone.utc) + dt.timedelta(seconds=0.05))
+        .signature(1)
+        .then(after.partial())
+    ),
 }
 
 #: Where RabbitMQ has a queue of this name with other arguments.
 REFUSED: dict[str, Callable[[], Any]] = {
-    "refused": lambda: plain.signature(1) | after.options(queue="refused").partial().catch(on_error.partial()),
+    "refused": lambda: (
+        plain.signature(1) | after.options(queue="refused").partial().catch(on_error.partial())
+    ),
 }
 
 SENDER_POINTS = ("before-submit", "after-submit")
 WORKER_POINTS = (
-    "after-claim", "after-mark", "in-task", "before-settle", "inside-settle", "after-settle",
-    "before-fire", "inside-fire", "after-fire", "before-tend", "after-tend",
+    "after-claim",
+    "after-mark",
+    "in-task",
+    "before-settle",
+    "inside-settle",
+    "after-settle",
+    "before-fire",
+    "inside-fire",
+    "after-fire",
+    "before-tend",
+    "after-tend",
 )
 
 
@@ -158,10 +172,17 @@ class KillingStore(Store):
             kill_in_turns()
         if hasattr(store.backend, "_steps"):
             steps = store.backend._steps
-            places = ((steps, "_note"), (steps, "decide"), (steps, "carry_out"), (store.broker, "put_once"))
+            places = (
+                (steps, "_note"),
+                (steps, "decide"),
+                (steps, "carry_out"),
+                (store.broker, "put_once"),
+            )
             kill_between_steps(places, CLUSTER_POINTS)
         elif isinstance(store, TwoStores):
-            kill_between_steps(((store.broker, "put"), (store.backend, "clear_outbox")), TWO_STORE_POINTS)
+            kill_between_steps(
+                ((store.broker, "put"), (store.backend, "clear_outbox")), TWO_STORE_POINTS
+            )
             store.broker.bury = around("before-bury", store.broker.bury, "after-bury")  # type: ignore[method-assign]
             store._apply_failure = around("", store._apply_failure, "after-failure")  # type: ignore[method-assign]
 
@@ -247,7 +268,9 @@ class KillingSession(Session):
             killer.reach("after-claim")
         return deliveries
 
-    def settle(self, settlements: Sequence[Settlement], marks: Sequence[Mark] = ()) -> list[Verdict]:
+    def settle(
+        self, settlements: Sequence[Settlement], marks: Sequence[Mark] = ()
+    ) -> list[Verdict]:
         if settlements:
             killer.reach("before-settle")
             killer.inside.step = "inside-settle"

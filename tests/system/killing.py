@@ -8,7 +8,9 @@ import time
 from machinery_py import Server, current_task
 from machinery_py.testing.waiting import wait_until
 
-server = Server(os.environ.get("KILL_URL", "memory://"), result_backend=os.environ.get("KILL_BACKEND", ""))
+server = Server(
+    os.environ.get("KILL_URL", "memory://"), result_backend=os.environ.get("KILL_BACKEND", "")
+)
 
 
 def note(word: str) -> None:

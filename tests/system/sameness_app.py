@@ -1,7 +1,7 @@
 """The app of test_unique_kills.py, and a process that sends from it.
 
-    python -m tests.system.sameness_app send COUNT GATE     send `alone` so often when the file GATE is there; prints UUIDs
-    python -m tests.system.sameness_app die POINT           send `alone` once, and die before or behind the broker has the message
+python -m tests.system.sameness_app send COUNT GATE     send `alone` so often when the file GATE is there; prints UUIDs
+python -m tests.system.sameness_app die POINT           send `alone` once, and die before or behind the broker has the message
 """
 
 from __future__ import annotations
@@ -17,10 +17,13 @@ from machinery_py.testing.waiting import wait_until
 
 LEASE = 2.0  # seconds
 
-server = Server(Config(
-    broker=os.environ.get("SAME_BROKER", "memory://"), lease=LEASE,
-    result_backend=os.environ.get("SAME_BACKEND", ""),
-))
+server = Server(
+    Config(
+        broker=os.environ.get("SAME_BROKER", "memory://"),
+        lease=LEASE,
+        result_backend=os.environ.get("SAME_BACKEND", ""),
+    )
+)
 
 
 def note(word: str, name: str) -> None:
@@ -34,7 +37,11 @@ def note(word: str, name: str) -> None:
 @server.task(unique=True)
 def alone(name: str) -> str:
     note("begin", name)
-    wait_until(lambda: os.path.exists(name) or current_task().cancelled, timeout=600.0, what="the gate is open")
+    wait_until(
+        lambda: os.path.exists(name) or current_task().cancelled,
+        timeout=600.0,
+        what="the gate is open",
+    )
     note("end", name)
     return name
 
@@ -42,7 +49,11 @@ def alone(name: str) -> str:
 @server.task(exclusive="wait", exclusive_key="feed")
 def feed(name: str) -> str:
     note("begin", name)
-    wait_until(lambda: os.path.exists(name) or current_task().cancelled, timeout=600.0, what="the gate is open")
+    wait_until(
+        lambda: os.path.exists(name) or current_task().cancelled,
+        timeout=600.0,
+        what="the gate is open",
+    )
     note("cancelled" if current_task().cancelled else "end", name)
     return name
 

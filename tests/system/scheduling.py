@@ -1,6 +1,6 @@
 """The program of test_schedulers.py: a worker with a schedule, which dies by itself at the worst moments.
 
-    python -m tests.system.scheduling BROKER BACKEND LEDGER DEADLINESS
+python -m tests.system.scheduling BROKER BACKEND LEDGER DEADLINESS
 """
 
 from __future__ import annotations

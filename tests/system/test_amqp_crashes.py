@@ -17,7 +17,14 @@ from tests.stores.amqp_case import amqp_url, vhosts
 from tests.stores.memcache_case import empty_memcached
 from tests.stores.mongo_case import mongodb_server, mongodb_url
 from tests.system.crashing import REFUSAL_POINTS, SENDER_POINTS, TWO_STORE_POINTS, WORKER_POINTS
-from tests.system.test_crash_points import Stage, check_history, finish, survive_sender, survive_worker, survivor
+from tests.system.test_crash_points import (
+    Stage,
+    check_history,
+    finish,
+    survive_sender,
+    survive_worker,
+    survivor,
+)
 from tests.system.test_refusals import declare_otherwise
 
 __all__ = ["amqp_url", "empty_memcached", "mongodb_server", "mongodb_url", "survivor", "vhosts"]
@@ -26,16 +33,25 @@ FULL = bool(os.environ.get("MACHINERY_TEST_FULL"))
 BACKENDS = ("redis", "sqlite", "mongodb", "memcache")
 POINTS = (*WORKER_POINTS, *TWO_STORE_POINTS)
 
-CELLS = list(itertools.product(BACKENDS, POINTS, ("chord", "retry", "broken-chord"))) if FULL else [
-    (backend, point, "chord") for backend, point in zip(itertools.cycle(BACKENDS), POINTS)
-]
-SENDS = list(itertools.product(BACKENDS, SENDER_POINTS, ("task", "chain", "chord"))) if FULL else [
-    (backend, point, "chord") for backend, point in zip(BACKENDS, itertools.cycle(SENDER_POINTS))
-]
+CELLS = (
+    list(itertools.product(BACKENDS, POINTS, ("chord", "retry", "broken-chord")))
+    if FULL
+    else [(backend, point, "chord") for backend, point in zip(itertools.cycle(BACKENDS), POINTS)]
+)
+SENDS = (
+    list(itertools.product(BACKENDS, SENDER_POINTS, ("task", "chain", "chord")))
+    if FULL
+    else [
+        (backend, point, "chord")
+        for backend, point in zip(BACKENDS, itertools.cycle(SENDER_POINTS))
+    ]
+)
 
 
 @pytest.fixture
-def stage(request: pytest.FixtureRequest, tmp_path: pathlib.Path, amqp_url: str, mongodb_url: str) -> Stage:
+def stage(
+    request: pytest.FixtureRequest, tmp_path: pathlib.Path, amqp_url: str, mongodb_url: str
+) -> Stage:
     match request.param:
         case "redis":
             backend = request.getfixturevalue("empty_redis").url
@@ -66,9 +82,13 @@ REFUSALS = (*REFUSAL_POINTS, "inside-settle", "after-clear")
 
 
 @pytest.mark.parametrize(
-    ("stage", "point"), list(zip(itertools.cycle(("redis", "sqlite", "mongodb")), REFUSALS)), indirect=["stage"]
+    ("stage", "point"),
+    list(zip(itertools.cycle(("redis", "sqlite", "mongodb")), REFUSALS)),
+    indirect=["stage"],
 )
-def test_a_worker_that_is_killed_while_a_message_is_refused_loses_nothing(stage: Stage, survivor: Server, point: str) -> None:
+def test_a_worker_that_is_killed_while_a_message_is_refused_loses_nothing(
+    stage: Stage, survivor: Server, point: str
+) -> None:
     declare_otherwise(stage.broker, "refused")
     uuid = stage.run("send", "refused", "").stdout.strip()
 
@@ -79,4 +99,6 @@ def test_a_worker_that_is_killed_while_a_message_is_refused_loses_nothing(stage:
     check_history(stage.calls(), "refused", point)
     state = survivor.result(uuid).get_state()
     assert (state.state, "queue 'refused'" in state.error) == (State.FAILURE, True)
-    assert {(letter.uuid, letter.reason) for letter in survivor.inspect.dead()} == {(uuid, "refused")}
+    assert {(letter.uuid, letter.reason) for letter in survivor.inspect.dead()} == {
+        (uuid, "refused")
+    }

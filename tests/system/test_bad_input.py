@@ -39,7 +39,9 @@ def add(a: int, b: int) -> int:
 
 
 def put(server: Server, *bodies: bytes) -> None:
-    server.broker.put([Message(uuid="", name="", queue="machinery_tasks", body=body) for body in bodies], token="")
+    server.broker.put(
+        [Message(uuid="", name="", queue="machinery_tasks", body=body) for body in bodies], token=""
+    )
 
 
 def quiet(server: Server) -> bool:
@@ -57,7 +59,10 @@ UNDECODABLE = {
     "cut off": b'{"UUID": "u", "Name": "add", "Args": [',
     "wrong type of a field": b'{"UUID": 5, "Name": "add"}',
     "nan": b'{"UUID": "u", "Name": "add", "Args": [{"Type": "float64", "Value": NaN}]}',
-    "nested 100,000 deep": b'{"UUID": "u", "Name": "add", "OnSuccess": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    "nested 100,000 deep": b'{"UUID": "u", "Name": "add", "OnSuccess": '
+    + b"[" * 100_000
+    + b"]" * 100_000
+    + b"}",
     "objects 100,000 deep": b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
     "no name": b'{"UUID": "u"}',
     "a callback that is none": b'{"UUID": "u", "Name": "add", "OnSuccess": [{"Name": 7}]}',
@@ -65,7 +70,9 @@ UNDECODABLE = {
 
 
 @pytest.mark.parametrize("kind", UNDECODABLE)
-def test_bytes_that_are_no_signature_become_a_dead_letter_with_a_reason(server: Server, kind: str) -> None:
+def test_bytes_that_are_no_signature_become_a_dead_letter_with_a_reason(
+    server: Server, kind: str
+) -> None:
     with server.new_worker(concurrency=2) as worker:
         put(server, UNDECODABLE[kind])
         wait_until(lambda: server.inspect.dead() != [], timeout=HANG, what="a dead letter")
@@ -95,9 +102,18 @@ def test_a_message_over_the_limit_is_refused_where_it_is_sent(server: Server) ->
 
 
 WRONG_ARGUMENTS = {
-    "a type that nobody knows": ([{"Type": "complex128", "Value": 1}, {"Type": "int64", "Value": 1}], "complex128"),
-    "a text for a number": ([{"Type": "int64", "Value": "1"}, {"Type": "int64", "Value": 1}], "1 is not int64"),
-    "a number out of range": ([{"Type": "int64", "Value": 2**63}, {"Type": "int64", "Value": 1}], "out of range"),
+    "a type that nobody knows": (
+        [{"Type": "complex128", "Value": 1}, {"Type": "int64", "Value": 1}],
+        "complex128",
+    ),
+    "a text for a number": (
+        [{"Type": "int64", "Value": "1"}, {"Type": "int64", "Value": 1}],
+        "1 is not int64",
+    ),
+    "a number out of range": (
+        [{"Type": "int64", "Value": 2**63}, {"Type": "int64", "Value": 1}],
+        "out of range",
+    ),
     "too few": ([{"Type": "int64", "Value": 1}], "missing argument 'b'"),
     "too many": ([{"Type": "int64", "Value": 1}] * 3, "too many"),
 }
@@ -108,7 +124,11 @@ def test_wrong_arguments_fail_the_task_at_once(server: Server, kind: str) -> Non
     args, text = WRONG_ARGUMENTS[kind]
     with server.new_worker(concurrency=2):
         put(server, call(Args=args, RetryCount=5))
-        wait_until(lambda: quiet(server) and bool(server.inspect.tasks()), timeout=HANG, what="the task has ended")
+        wait_until(
+            lambda: quiet(server) and bool(server.inspect.tasks()),
+            timeout=HANG,
+            what="the task has ended",
+        )
 
     state = server.result("task_bad").get_state()
     assert state.state is State.FAILURE
@@ -116,15 +136,27 @@ def test_wrong_arguments_fail_the_task_at_once(server: Server, kind: str) -> Non
 
 
 def test_what_kills_or_stops_a_go_worker_does_no_harm_here(server: Server) -> None:
-    bodies = [str(line["payload"]).encode() for line in golden("poison.jsonl") if line["kind"] == "message"]
-    bodies += [
-        json.dumps({
-            "UUID": f"task_poison_{number}", "Name": "one",
-            "Args": [{"Type": line["type"], "Value": json.loads(str(line["value"]))}],
-        }).encode()
-        for number, line in enumerate(golden("poison.jsonl")) if line["kind"] == "argument"
+    bodies = [
+        str(line["payload"]).encode()
+        for line in golden("poison.jsonl")
+        if line["kind"] == "message"
     ]
-    bodies += [str(line["payload"]).encode() for line in golden("decode.jsonl") if not line["ok"] and "payload" in line]
+    bodies += [
+        json.dumps(
+            {
+                "UUID": f"task_poison_{number}",
+                "Name": "one",
+                "Args": [{"Type": line["type"], "Value": json.loads(str(line["value"]))}],
+            }
+        ).encode()
+        for number, line in enumerate(golden("poison.jsonl"))
+        if line["kind"] == "argument"
+    ]
+    bodies += [
+        str(line["payload"]).encode()
+        for line in golden("decode.jsonl")
+        if not line["ok"] and "payload" in line
+    ]
     assert len(bodies) > 100
 
     with server.new_worker(concurrency=2) as worker:
@@ -138,5 +170,7 @@ def test_what_kills_or_stops_a_go_worker_does_no_harm_here(server: Server) -> No
     kept = {letter.body for letter in server.inspect.dead(limit=1000)}
     kept |= {message.body for message in server.broker.delayed(1000)}
     ended = {state.task_uuid for state in server.inspect.tasks(limit=1000) if state.is_finished}
-    lost = [body for body in bodies if body not in kept and decode_signature(body).uuid not in ended]
+    lost = [
+        body for body in bodies if body not in kept and decode_signature(body).uuid not in ended
+    ]
     assert lost == []

@@ -18,8 +18,14 @@ HANG = 150.0  # seconds
 
 
 def run(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", *arguments], cwd=cwd, capture_output=True, text=True, timeout=HANG,
-                          check=False)
+    return subprocess.run(
+        [sys.executable, "-m", *arguments],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=HANG,
+        check=False,
+    )
 
 
 def test_a_quick_run_measures_every_figure_on_memory_and_sqlite(tmp_path: Path) -> None:
@@ -28,27 +34,65 @@ def test_a_quick_run_measures_every_figure_on_memory_and_sqlite(tmp_path: Path) 
     report: dict[str, Any] = json.loads(done.stdout)
     assert report["failures"] == [], done.stderr
     memory, sqlite = report["figures"]["memory://"], report["figures"]["sqlite:///bench.db"]
-    assert {"send", "send in bulk", "drain", "cpu per task", "latency", "chain", "chord", "delayed"} <= memory.keys()
+    assert {
+        "send",
+        "send in bulk",
+        "drain",
+        "cpu per task",
+        "latency",
+        "chain",
+        "chord",
+        "delayed",
+    } <= memory.keys()
     assert memory.keys() | {"drain by two", "ready", "raw send", "raw drain"} == sqlite.keys()
     assert report["figures"][""]["import"] > 0
-    assert all(value > 0 for name, value in (*memory.items(), *sqlite.items()) if name != "idle cpu")
+    assert all(
+        value > 0 for name, value in (*memory.items(), *sqlite.items()) if name != "idle cpu"
+    )
     assert list(tmp_path.iterdir()) == []
 
 
 def test_mongodb_is_measured_beside_a_bare_loop(tmp_path: Path) -> None:
     require(private_mongo.KINDS[private_mongo.best_kind()])
-    done = run("benchmarks", "--quick", "--json", "--url", "mongodb://private", "--only", "send_one", "drain",
-               "--folder", str(tmp_path))
+    done = run(
+        "benchmarks",
+        "--quick",
+        "--json",
+        "--url",
+        "mongodb://private",
+        "--only",
+        "send_one",
+        "drain",
+        "--folder",
+        str(tmp_path),
+    )
 
     report: dict[str, Any] = json.loads(done.stdout)
     assert report["failures"] == [], done.stderr
     figures = report["figures"]["mongodb://private"]
-    assert figures.keys() == {"send", "pymongo send", "drain", "pymongo drain", "cpu per task", "commits"}
+    assert figures.keys() == {
+        "send",
+        "pymongo send",
+        "drain",
+        "pymongo drain",
+        "cpu per task",
+        "commits",
+    }
     assert all(value > 0 for value in figures.values())
 
 
 def test_the_table_names_each_figure(tmp_path: Path) -> None:
-    done = run("benchmarks", "--quick", "--url", "memory://", "--only", "drain", "latency", "--folder", str(tmp_path))
+    done = run(
+        "benchmarks",
+        "--quick",
+        "--url",
+        "memory://",
+        "--only",
+        "drain",
+        "latency",
+        "--folder",
+        str(tmp_path),
+    )
 
     assert done.returncode == 0, done.stderr
     assert "run 500 no-op tasks, one process" in done.stdout
@@ -60,7 +104,18 @@ def test_messages_in_rabbitmq_are_measured_beside_bare_pika(tmp_path: Path) -> N
     require(RedisServer)
     url = "amqp://private+redis://private"
 
-    done = run("benchmarks", "--quick", "--json", "--url", url, "--only", "publish", "drain", "--folder", str(tmp_path))
+    done = run(
+        "benchmarks",
+        "--quick",
+        "--json",
+        "--url",
+        url,
+        "--only",
+        "publish",
+        "drain",
+        "--folder",
+        str(tmp_path),
+    )
 
     report: dict[str, Any] = json.loads(done.stdout)
     assert report["failures"] == [], done.stderr
@@ -76,7 +131,9 @@ def test_the_profile_charges_each_role_of_a_worker() -> None:
     assert "executors:" in done.stdout and "settler:" in done.stdout
 
 
-def test_two_revisions_are_compared_in_turns_and_the_worktree_is_gone_afterwards(tmp_path: Path) -> None:
+def test_two_revisions_are_compared_in_turns_and_the_worktree_is_gone_afterwards(
+    tmp_path: Path,
+) -> None:
     # A repository of its own, so that the one this runs in is not touched.
     repository = tmp_path / "repository"
     repository.mkdir()
@@ -90,12 +147,28 @@ def test_two_revisions_are_compared_in_turns_and_the_worktree_is_gone_afterwards
     subprocess.run([*git, "add", "."], check=True)
     subprocess.run([*git, "commit", "-qm", "Stand still"], check=True)
 
-    done = run("benchmarks", "--quick", "--url", "memory://", "--only", "send_one", "--against", "HEAD",
-               "--rounds", "2", "--json", "--folder", str(tmp_path), cwd=repository)
+    done = run(
+        "benchmarks",
+        "--quick",
+        "--url",
+        "memory://",
+        "--only",
+        "send_one",
+        "--against",
+        "HEAD",
+        "--rounds",
+        "2",
+        "--json",
+        "--folder",
+        str(tmp_path),
+        cwd=repository,
+    )
 
     assert done.returncode == 0, done.stderr
     [figure] = json.loads(done.stdout)["figures"]
     assert len(figure["pairs"]) == 2
     assert all(here > 0 and there > 0 for here, there in figure["pairs"])
-    worktrees = subprocess.run([*git, "worktree", "list"], capture_output=True, text=True, check=True).stdout
+    worktrees = subprocess.run(
+        [*git, "worktree", "list"], capture_output=True, text=True, check=True
+    ).stdout
     assert len(worktrees.splitlines()) == 1

@@ -35,10 +35,18 @@ def test_a_listing_shows_what_is_due_when(clockwork: App) -> None:
     head, pulse, weekdays = clockwork.run("periodic", "tasks").stdout.splitlines()
     assert head.split() == ["NAME", "SPEC", "ZONE", "SENDS", "STATE", "LAST", "RUN", "NEXT", "RUNS"]
     assert re.match(r"pulse +\* \* \* \* \* \* +UTC +note +no worker yet +- +20\d\d-", pulse)
-    assert re.match(r"weekdays +0 6 \* \* MON-FRI +Europe/Berlin +note +no worker yet +- +20\d\d-\d\d-\d\d \d\d:00, ", weekdays)
+    assert re.match(
+        r"weekdays +0 6 \* \* MON-FRI +Europe/Berlin +note +no worker yet +- +20\d\d-\d\d-\d\d \d\d:00, ",
+        weekdays,
+    )
     one = clockwork.json("periodic", "tasks")[1]
     assert (one["name"], one["tasks"], one["stored"], one["catch_up"], len(one["next_runs"])) == (
-        "weekdays", ["note"], False, "skip", 3)
+        "weekdays",
+        ["note"],
+        False,
+        "skip",
+        3,
+    )
 
 
 def test_a_worker_sends_and_a_paused_one_stays_paused_after_a_restart(clockwork: App) -> None:
@@ -55,7 +63,11 @@ def test_a_worker_sends_and_a_paused_one_stays_paused_after_a_restart(clockwork:
     assert states(clockwork) == {"pulse": True, "weekdays": False}
     assert notes.read_text().count("tick") == before.count("tick")
     clockwork.run("periodic", "resume", "tasks", "pulse")
-    wait_until(lambda: notes.read_text().count("tick") > before.count("tick"), HANG, "a tick behind the pause")
+    wait_until(
+        lambda: notes.read_text().count("tick") > before.count("tick"),
+        HANG,
+        "a tick behind the pause",
+    )
 
 
 def test_no_scheduler_sends_nothing(clockwork: App) -> None:
@@ -67,23 +79,58 @@ def test_no_scheduler_sends_nothing(clockwork: App) -> None:
 
 
 def test_change_and_remove(clockwork: App) -> None:
-    words = ("--spec", "30 7 * * *", "--tz", "UTC", "--catch-up", "all", "--window", "2h", "--overlap", "skip")
+    words = (
+        "--spec",
+        "30 7 * * *",
+        "--tz",
+        "UTC",
+        "--catch-up",
+        "all",
+        "--window",
+        "2h",
+        "--overlap",
+        "skip",
+    )
     one = clockwork.json("periodic", "change", "tasks", "weekdays", *words)
-    assert [one[key] for key in ("spec", "tz", "catch_up", "window", "overlap")] == ["30 7 * * *", "UTC", "all", 7200.0, "skip"]
+    assert [one[key] for key in ("spec", "tz", "catch_up", "window", "overlap")] == [
+        "30 7 * * *",
+        "UTC",
+        "all",
+        7200.0,
+        "skip",
+    ]
     said = clockwork.run("periodic", "change", "tasks", "weekdays", "--spec", "0 8 * * *").stdout
     assert re.match(r"changed: weekdays; next: 20\d\d-\d\d-\d\d ", said)
-    assert clockwork.run("periodic", "pause", "tasks", "weekdays", "pulse", "--yes").stdout == "paused: weekdays, pulse\n"
-    assert clockwork.json("periodic", "remove", "tasks", "weekdays", "pulse", "--yes") == ["weekdays", "pulse"]
+    assert (
+        clockwork.run("periodic", "pause", "tasks", "weekdays", "pulse", "--yes").stdout
+        == "paused: weekdays, pulse\n"
+    )
+    assert clockwork.json("periodic", "remove", "tasks", "weekdays", "pulse", "--yes") == [
+        "weekdays",
+        "pulse",
+    ]
     assert [one["stored"] for one in clockwork.json("periodic", "tasks")] == [False, False]
 
 
-@pytest.mark.parametrize(("words", "text"), [
-    (("pause", "tasks", "weekday"), "no schedule 'weekday' (there are: pulse, weekdays; did you mean 'weekdays'?)"),
-    (("change", "tasks", "weekdays"), "nothing to change"),
-    (("change", "tasks", "weekdays", "--spec", "61 * * * *"), "schedule '61 * * * *': minute '61': out of range"),
-    (("remove", "tasks", "weekdays"), "remove 1 schedule: weekdays? (nobody to ask here: say --yes)"),
-    (("pause", "tasks"), "too few words"),
-])
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (
+            ("pause", "tasks", "weekday"),
+            "no schedule 'weekday' (there are: pulse, weekdays; did you mean 'weekdays'?)",
+        ),
+        (("change", "tasks", "weekdays"), "nothing to change"),
+        (
+            ("change", "tasks", "weekdays", "--spec", "61 * * * *"),
+            "schedule '61 * * * *': minute '61': out of range",
+        ),
+        (
+            ("remove", "tasks", "weekdays"),
+            "remove 1 schedule: weekdays? (nobody to ask here: say --yes)",
+        ),
+        (("pause", "tasks"), "too few words"),
+    ],
+)
 def test_what_is_wrong_changes_nothing(clockwork: App, words: tuple[str, ...], text: str) -> None:
     clockwork.run("periodic", "pause", "tasks", "pulse")
     done = clockwork.run("periodic", *words, code=2)

@@ -19,7 +19,10 @@ def test_a_paused_queue_is_shown_and_stays_paused_until_it_is_resumed(app: App) 
 
     done = app.run("pause", "tasks", "mail")
     assert (done.stdout, done.stderr) == ("paused 'mail' (1 task waiting)\n", "")
-    assert {one["queue"]: one["paused"] for one in app.json("queues", "tasks")} == {"mail": True, "machinery_tasks": False}
+    assert {one["queue"]: one["paused"] for one in app.json("queues", "tasks")} == {
+        "mail": True,
+        "machinery_tasks": False,
+    }
     assert app.run("queues", "tasks").stdout.splitlines()[2].startswith("mail (paused)  ")
     app.run(*BURST, "-Q", "mail,machinery_tasks")
     assert (app.state(mail), app.state(main)) == ("PENDING", "SUCCESS")
@@ -32,8 +35,10 @@ def test_a_paused_queue_is_shown_and_stays_paused_until_it_is_resumed(app: App) 
 def test_a_queue_that_is_not_there_yet_is_paused_with_a_word_about_it(app: App) -> None:
     app.send("add", "1", "2", "--queue", "mail")
     done = app.run("pause", "tasks", "mial", "new")
-    assert done.stderr == ("machinery: there was no queue 'mial' so far; did you mean 'mail'?; it is paused for when there is\n"
-                           "machinery: there was no queue 'new' so far; it is paused for when there is\n")
+    assert done.stderr == (
+        "machinery: there was no queue 'mial' so far; did you mean 'mail'?; it is paused for when there is\n"
+        "machinery: there was no queue 'new' so far; it is paused for when there is\n"
+    )
     assert done.stdout == "paused 'mial', 'new'\n"
 
     assert app.json("resume", "tasks", "mial", "mail") == {"resumed": ["mial", "mail"]}
@@ -47,7 +52,11 @@ def test_the_doctor_says_that_a_queue_is_paused(app: App) -> None:
     app.send("add", "1", "2", "--queue", "mail")
     app.run("pause", "tasks", "mail", "empty")
 
-    notes = [one["text"] for one in app.json("doctor", "tasks") if (one["check"], one["mark"]) == ("queues", "note")]
+    notes = [
+        one["text"]
+        for one in app.json("doctor", "tasks")
+        if (one["check"], one["mark"]) == ("queues", "note")
+    ]
 
     assert notes[0] == "'empty' is paused, and empty"
     assert notes[1].startswith("'mail': 1 task waiting, the oldest for ")
@@ -63,7 +72,11 @@ def test_what_a_killed_worker_ran_waits_in_its_paused_queue(app: App) -> None:
     worker.wait()
     other = app.worker("-Q", "mail,other")
 
-    wait_until(lambda: {one["queue"]: one["waiting"] for one in app.json("queues", "tasks")}["mail"] == 1, HANG, "given back")
+    wait_until(
+        lambda: {one["queue"]: one["waiting"] for one in app.json("queues", "tasks")}["mail"] == 1,
+        HANG,
+        "given back",
+    )
     app.run("send", "tasks", "add", "1", "2", "--queue", "other", "--wait")
     assert len(app.notes) == 1
     app.go("here")
@@ -86,13 +99,24 @@ def test_a_worker_goes_through_its_queues_by_weights(app: App) -> None:
     out = app.run(*BURST, "-Q", "high:6,low").stdout
     assert "  queues   high:6, low:1" in out.splitlines()
     assert [app.state(uuid) for uuid in uuids] == ["SUCCESS"] * 3
-    assert "  queues   low:2, high:1" in app.run(*BURST, MACHINERY_QUEUES="low:2,high").stdout.splitlines()
+    assert (
+        "  queues   low:2, high:1"
+        in app.run(*BURST, MACHINERY_QUEUES="low:2,high").stdout.splitlines()
+    )
 
 
-@pytest.mark.parametrize(("queues", "said"), [
-    ("critical:x", "queue 'critical:x': found the weight 'x' (expected a number greater than 0, as critical:6"),
-    ("critical:-1", "found the weight '-1'"), ("critical:0", "found the weight '0'"), (",", "no queue named"),
-])
+@pytest.mark.parametrize(
+    ("queues", "said"),
+    [
+        (
+            "critical:x",
+            "queue 'critical:x': found the weight 'x' (expected a number greater than 0, as critical:6",
+        ),
+        ("critical:-1", "found the weight '-1'"),
+        ("critical:0", "found the weight '0'"),
+        (",", "no queue named"),
+    ],
+)
 def test_a_weight_that_is_none_is_refused(app: App, queues: str, said: str) -> None:
     done = app.run(*BURST, "-Q", queues, code=2)
     assert said in done.stderr
@@ -100,7 +124,9 @@ def test_a_weight_that_is_none_is_refused(app: App, queues: str, said: str) -> N
 
 
 def test_an_age_that_the_broker_does_not_know_is_not_made_up(app: App) -> None:
-    app.write("forgetful.py", """
+    app.write(
+        "forgetful.py",
+        """
 import msgspec
 from machinery_py import Server
 from machinery_py.brokers.sqlite import SQLiteBroker
@@ -112,9 +138,18 @@ class Forgetful(SQLiteBroker):
 server = Server()
 server.broker.__class__ = Forgetful
 server.task("add")(lambda a, b: a + b)
-""")
+""",
+    )
     app.send("add", "1", "2")
 
-    assert app.run("queues", "forgetful").stdout.splitlines()[1].split() == ["machinery_tasks", "1", "0", "0", "0", "-", "0"]
+    assert app.run("queues", "forgetful").stdout.splitlines()[1].split() == [
+        "machinery_tasks",
+        "1",
+        "0",
+        "0",
+        "0",
+        "-",
+        "0",
+    ]
     doctor = app.run("doctor", "forgetful", code=1).stdout
     assert "'machinery_tasks': 1 task waiting; no worker on this queue" in doctor

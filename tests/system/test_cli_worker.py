@@ -29,7 +29,9 @@ def test_the_banner_says_who_works_on_what(app: App) -> None:
     worker = app.worker("-c", "3")
 
     assert re.fullmatch(
-        r"machinery \d+\.\d+\.\d+ · worker " + re.escape(f"{socket.gethostname()}-{worker.pid}") + r" · 3 threads\n"
+        r"machinery \d+\.\d+\.\d+ · worker "
+        + re.escape(f"{socket.gethostname()}-{worker.pid}")
+        + r" · 3 threads\n"
         r"  broker   sqlite:///machinery.db   \(embedded: one machine; set MACHINERY_URL for a server\)\n"
         r"  queue    machinery_tasks\n"
         r"  tasks    add, boom, chat, greet, hold, note\n" + re.escape(READY),
@@ -40,7 +42,10 @@ def test_the_banner_says_who_works_on_what(app: App) -> None:
 
 def test_long_lists_in_the_banner_are_wrapped(app: App) -> None:
     names = ", ".join(f'"task_number_{number}": print' for number in range(40))
-    app.write("tasks.py", f"from machinery_py import Server\nserver = Server()\nserver.register_tasks({{{names}}})\n")
+    app.write(
+        "tasks.py",
+        f"from machinery_py import Server\nserver = Server()\nserver.register_tasks({{{names}}})\n",
+    )
 
     worker = app.worker("-Q", "high,low", "-n", "wide")
 
@@ -107,7 +112,10 @@ def test_a_signal_during_the_import_ends_it_at_once(app: App) -> None:
 
 def test_a_signal_while_a_class_is_made_by_exec_ends_it_in_order(app: App) -> None:
     # CPython remembers a KeyboardInterrupt that left exec() of text, and would end with SIGINT.
-    app.write("slow.py", "exec('import pathlib, time; pathlib.Path(\\'begun\\').touch(); time.sleep(600)')\n")
+    app.write(
+        "slow.py",
+        "exec('import pathlib, time; pathlib.Path(\\'begun\\').touch(); time.sleep(600)')\n",
+    )
     worker = app.start("worker", "slow")
     wait_until((app.folder / "begun").exists, HANG)
 
@@ -138,21 +146,35 @@ def test_the_configured_concurrency_counts(app: App) -> None:
 
 
 def test_no_secret_is_in_the_banner(app: App) -> None:
-    app.write("tasks.py", "from machinery_py import Server\n"
-                          "server = Server(broker='sqlite:///a.db', lock='mongodb://ada:hunter2@localhost:27017')\n")
+    app.write(
+        "tasks.py",
+        "from machinery_py import Server\n"
+        "server = Server(broker='sqlite:///a.db', lock='mongodb://ada:hunter2@localhost:27017')\n",
+    )
 
     shown = [
         app.run(*words, code=None)
-        for words in (["worker", "tasks", "--burst"], ["config", "tasks"], ["config", "tasks", "--json"], ["doctor", "tasks"])
+        for words in (
+            ["worker", "tasks", "--burst"],
+            ["config", "tasks"],
+            ["config", "tasks", "--json"],
+            ["doctor", "tasks"],
+        )
     ]
 
     assert all("hunter2" not in done.stdout + done.stderr for done in shown)
-    assert all("mongodb://ada:***@localhost:27017" in done.stdout + done.stderr for done in shown[1:])  # a worker shows no lock
+    assert all(
+        "mongodb://ada:***@localhost:27017" in done.stdout + done.stderr for done in shown[1:]
+    )  # a worker shows no lock
 
 
 @pytest.mark.parametrize("store", ["sqlite", "redis", "amqp"])
-def test_a_worker_whose_descriptors_a_task_has_closed_ends(app: App, store: str, request: pytest.FixtureRequest) -> None:
-    app.write("tasks.py", TASKS + "\n@server.task\ndef close() -> None:\n    os.closerange(0, 21)\n")
+def test_a_worker_whose_descriptors_a_task_has_closed_ends(
+    app: App, store: str, request: pytest.FixtureRequest
+) -> None:
+    app.write(
+        "tasks.py", TASKS + "\n@server.task\ndef close() -> None:\n    os.closerange(0, 21)\n"
+    )
     if store != "sqlite":
         url = request.getfixturevalue({"redis": "empty_redis", "amqp": "amqp_url"}[store])
         app.env["MACHINERY_URL"] = str(getattr(url, "url", url))
@@ -194,7 +216,10 @@ def test_text_logs_are_a_line_a_record_and_know_the_task(app: App) -> None:
 
     (line,) = [line for line in done.stderr.splitlines() if "said" in line]
     assert re.fullmatch(
-        r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} WARNING shop: said a\\nb\\x1b\[31m\\u202e  \[" + uuid + r" chat #1\]", line
+        r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} WARNING shop: said a\\nb\\x1b\[31m\\u202e  \["
+        + uuid
+        + r" chat #1\]",
+        line,
     )
     assert "\x1b" not in done.stderr
 
@@ -215,7 +240,9 @@ def test_a_changed_file_starts_the_worker_again(app: App) -> None:
 
     app.write("more.py", "x = 1\n")
     worker.wait_for(READY, times=2)
-    app.write("tasks.py", (app.folder / "tasks.py").read_text().replace("return a + b", "return a * b"))
+    app.write(
+        "tasks.py", (app.folder / "tasks.py").read_text().replace("return a + b", "return a * b")
+    )
     worker.wait_for(READY, times=3)
 
     assert "tasks.py changed: starting again" in worker.err
@@ -241,7 +268,9 @@ def test_a_file_that_cannot_be_imported_is_shown_and_waited_for(app: App) -> Non
 
 
 def test_a_worker_has_a_heartbeat_until_it_ends(app: App) -> None:
-    assert app.run("health", "tasks", code=1).stderr.startswith("machinery: no worker of 'tasks' has a heartbeat here")
+    assert app.run("health", "tasks", code=1).stderr.startswith(
+        "machinery: no worker of 'tasks' has a heartbeat here"
+    )
 
     worker = app.worker()
     wait_until(lambda: app.run("health", "tasks", "--ready", code=None).returncode == 0, HANG)
@@ -345,7 +374,12 @@ def test_health_can_be_asked_over_http(app: App, processes: str) -> None:
 
     wait_until(lambda: get(port, "/ready") == 200, HANG)
 
-    assert [get(port, path) for path in ("/live", "/ready?x=1", "/", "/live/")] == [200, 200, 404, 404]
+    assert [get(port, path) for path in ("/live", "/ready?x=1", "/", "/live/")] == [
+        200,
+        200,
+        404,
+        404,
+    ]
     assert worker.stop() == 0
 
 
@@ -357,4 +391,7 @@ def test_a_port_that_is_taken_is_told(app: App) -> None:
 
         done = app.run("worker", "tasks", "--health-port", str(port), code=2)
 
-    assert f"machinery: health port 127.0.0.1:{port}: address already in use (choose another --health-port)\n" in done.stderr
+    assert (
+        f"machinery: health port 127.0.0.1:{port}: address already in use (choose another --health-port)\n"
+        in done.stderr
+    )

@@ -83,15 +83,33 @@ def moving(cluster: RedisCluster, keys: list[str]) -> Iterator[Counter[str]]:
     assert not failures
 
 
-def test_slots_that_move_lose_and_double_nothing(empty_cluster: RedisCluster, server: Server) -> None:
+def test_slots_that_move_lose_and_double_nothing(
+    empty_cluster: RedisCluster, server: Server
+) -> None:
     ran = Ran(server)
-    sent = [ran.add.options(queue=QUEUES[n % 3]).signature(n, 1).replace(uuid=f"task_{n}") for n in range(60)]
-    keys = [*QUEUES, "mpy:queues", "mpy:ready", "mpy:groups", "mpy:{list0}:open", *(one.uuid for one in sent[:8])]
+    sent = [
+        ran.add.options(queue=QUEUES[n % 3]).signature(n, 1).replace(uuid=f"task_{n}")
+        for n in range(60)
+    ]
+    keys = [
+        *QUEUES,
+        "mpy:queues",
+        "mpy:ready",
+        "mpy:groups",
+        "mpy:{list0}:open",
+        *(one.uuid for one in sent[:8]),
+    ]
 
-    with moving(empty_cluster, keys) as moves, server.new_worker(queues=list(QUEUES), concurrency=4):
+    with (
+        moving(empty_cluster, keys) as moves,
+        server.new_worker(queues=list(QUEUES), concurrency=4),
+    ):
         results = [server.send(one) for one in sent]
         callbacks = [
-            server.send(chord(group(ran.add.signature(n, k) for k in range(4)), ran.total.partial())) for n in range(5)
+            server.send(
+                chord(group(ran.add.signature(n, k) for k in range(4)), ran.total.partial())
+            )
+            for n in range(5)
         ]
         late = [ran.add.options(delay=0.2).send(n, 1) for n in range(5)]
         assert [one.get(timeout=HANG) for one in results] == [n + 1 for n in range(60)]
@@ -169,9 +187,13 @@ def test_one_host_of_a_cluster_is_enough(empty_cluster: RedisCluster) -> None:
     server.close()
 
 
-def test_each_key_is_where_go_finds_it_or_in_the_slot_of_its_tag(empty_cluster: RedisCluster, server: Server) -> None:
+def test_each_key_is_where_go_finds_it_or_in_the_slot_of_its_tag(
+    empty_cluster: RedisCluster, server: Server
+) -> None:
     ran = Ran(server)
-    result = server.send(chord(group(ran.add.signature(n, 1) for n in range(3)), ran.total.partial()))
+    result = server.send(
+        chord(group(ran.add.signature(n, 1) for n in range(3)), ran.total.partial())
+    )
     ran.add.options(delay=3600).send(1, 2)
     waiting = ran.add.options(queue="mail").send(1, 2)
     with server.new_worker(concurrency=2):
@@ -180,10 +202,16 @@ def test_each_key_is_where_go_finds_it_or_in_the_slot_of_its_tag(empty_cluster: 
     keys = {key for node in masters(empty_cluster) for key in node.cli("KEYS", "*")}  # type: ignore[union-attr]
     assert {"mail", "mpy:queues", waiting.uuid, result.uuid} <= keys
     # A script that forgot to name a key's slot would have written one of these.
-    assert not {key for key in keys if str(key).startswith(("mpy:p:", "mpy:open", "mpy:done", "mpy:rate", "mpy:outbox"))}
+    assert not {
+        key
+        for key in keys
+        if str(key).startswith(("mpy:p:", "mpy:open", "mpy:done", "mpy:rate", "mpy:outbox"))
+    }
     assert "delayed_tasks" not in keys
     for key in keys:
-        assert empty_cluster.nodes[0].cli("CLUSTER", "KEYSLOT", str(key)) == slot_of(str(key).encode())
+        assert empty_cluster.nodes[0].cli("CLUSTER", "KEYSLOT", str(key)) == slot_of(
+            str(key).encode()
+        )
 
 
 def test_a_worker_that_starts_before_its_cluster_waits_for_it(mortal_cluster: RedisCluster) -> None:

@@ -22,7 +22,13 @@ from machinery_py.testing.waiting import wait_until
 from tests.stores.memcache_case import empty_memcached
 from tests.stores.redis_cluster_case import empty_cluster, url_of
 from tests.system import crashing
-from tests.system.crashing import CLUSTER_POINTS, SENDER_POINTS, SHAPES, TWO_STORE_POINTS, WORKER_POINTS
+from tests.system.crashing import (
+    CLUSTER_POINTS,
+    SENDER_POINTS,
+    SHAPES,
+    TWO_STORE_POINTS,
+    WORKER_POINTS,
+)
 
 __all__ = ["empty_cluster", "empty_memcached"]
 
@@ -42,7 +48,16 @@ EXPECTED: dict[str, dict[str, int]] = {
     "refused": {"plain": 1, "on_error": 1},
 }
 #: How many tasks there are in the end. A callback that was published twice would have a UUID of its own.
-TASKS = {"task": 2, "retry": 2, "failure": 2, "chain": 3, "group": 5, "chord": 6, "broken-chord": 4, "delayed": 2}
+TASKS = {
+    "task": 2,
+    "retry": 2,
+    "failure": 2,
+    "chain": 3,
+    "group": 5,
+    "chord": 6,
+    "broken-chord": 4,
+    "delayed": 2,
+}
 
 
 class Stage:
@@ -56,13 +71,20 @@ class Stage:
     @property
     def environment(self) -> dict[str, str]:
         return {
-            **os.environ, "CRASH_BROKER": self.broker, "CRASH_BACKEND": self.backend, "CRASH_LEDGER": str(self.ledger),
+            **os.environ,
+            "CRASH_BROKER": self.broker,
+            "CRASH_BACKEND": self.backend,
+            "CRASH_LEDGER": str(self.ledger),
             "PYTHONPATH": str(SCRIPT.parents[2]),
         }
 
     def run(self, *words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, str(SCRIPT), *words], env=self.environment, capture_output=True, text=True, timeout=HANG,
+            [sys.executable, str(SCRIPT), *words],
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=HANG,
             check=False,
         )
 
@@ -97,7 +119,10 @@ def nothing_left(server: Server) -> Callable[[], bool]:
     def check() -> bool:
         # Twice: a callback may be on its way from the ready groups to its queue while we look at one and then the other.
         return (
-            empty() and not server.backend.ready_groups(1) and not server.backend.unsent(1, older_than=0.0) and empty()
+            empty()
+            and not server.backend.ready_groups(1)
+            and not server.backend.unsent(1, older_than=0.0)
+            and empty()
         )
 
     return check
@@ -124,7 +149,13 @@ def cells() -> Iterator[tuple[str, str, str]]:
                 yield "two stores", point, shape
             if shape in ("retry", "chain", "broken-chord", "chord"):
                 yield "memcached", point, shape
-            if shape in ("retry", "chain", "broken-chord", "chord", "delayed") and not point.startswith("inside"):
+            if shape in (
+                "retry",
+                "chain",
+                "broken-chord",
+                "chord",
+                "delayed",
+            ) and not point.startswith("inside"):
                 yield "redis", point, shape  # its steps are scripts: there is no inside
     for point, stores in itertools.product(TWO_STORE_POINTS, ("two stores", "memcached")):
         yield stores, point, "retry" if stores == "two stores" else "chord"
@@ -140,7 +171,9 @@ def cells() -> Iterator[tuple[str, str, str]]:
 def test_a_worker_that_is_killed_loses_and_doubles_nothing(
     stage: Stage, survivor: Server, shape: str, point: str
 ) -> None:
-    survive_worker(stage, survivor, shape, point, certain=point in (*CLUSTER_POINTS, *TWO_STORE_POINTS))
+    survive_worker(
+        stage, survivor, shape, point, certain=point in (*CLUSTER_POINTS, *TWO_STORE_POINTS)
+    )
 
 
 def finish(_: Stage, survivor: Server) -> None:
@@ -149,7 +182,13 @@ def finish(_: Stage, survivor: Server) -> None:
 
 
 def survive_worker(
-    stage: Stage, survivor: Server, shape: str, point: str, *, certain: bool, finish: Callable[[Stage, Server], None] = finish
+    stage: Stage,
+    survivor: Server,
+    shape: str,
+    point: str,
+    *,
+    certain: bool,
+    finish: Callable[[Stage, Server], None] = finish,
 ) -> None:
     """A worker is killed at that point (for sure, if `certain`), and the survivor ends what it has left."""
     sent = stage.run("send", shape, "")
@@ -194,8 +233,14 @@ def check_history(calls: collections.Counter[str], shape: str, point: str) -> No
 def check_states(server: Server, uuid: str, shape: str) -> None:
     if not server.backend.features.listing:
         # The members of a group; else the last task of the shape, which of a chord is the callback.
-        states = server.backend.group_task_states(uuid) if shape == "group" else [server.backend.get_state(uuid)]
-        assert {one.state for one in states} == {State.FAILURE if shape in ("broken-chord", "failure") else State.SUCCESS}
+        states = (
+            server.backend.group_task_states(uuid)
+            if shape == "group"
+            else [server.backend.get_state(uuid)]
+        )
+        assert {one.state for one in states} == {
+            State.FAILURE if shape in ("broken-chord", "failure") else State.SUCCESS
+        }
         return
     states = server.inspect.tasks(limit=100)
     assert all(state.is_finished for state in states), states
@@ -214,7 +259,9 @@ def check_states(server: Server, uuid: str, shape: str) -> None:
 @pytest.mark.parametrize(
     ("stage", "shape"),
     [
-        *itertools.product(("one store", "two stores", "redis", "memcached"), ("task", "chain", "chord")),
+        *itertools.product(
+            ("one store", "two stores", "redis", "memcached"), ("task", "chain", "chord")
+        ),
         ("cluster", "chord"),
     ],
     indirect=["stage"],

@@ -18,10 +18,16 @@ __all__ = ["amqp_url", "survivor", "vhosts"]
 FULL = bool(os.environ.get("MACHINERY_TEST_FULL"))
 
 #: What is killed always; the rest by `make chaos`.
-FEW = frozenset({
-    ("inside-settle", "chord"), ("after-settle", "retry"), ("inside-fire", "chord"), ("inside-settle", "broken-chord"),
-    ("turn-before-end", "chord"), ("turn-after-end", "retry"),
-})
+FEW = frozenset(
+    {
+        ("inside-settle", "chord"),
+        ("after-settle", "retry"),
+        ("inside-fire", "chord"),
+        ("inside-settle", "broken-chord"),
+        ("turn-before-end", "chord"),
+        ("turn-after-end", "retry"),
+    }
+)
 
 
 @pytest.fixture
@@ -37,11 +43,15 @@ def cells() -> Iterator[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("point", "shape"), list(cells()))
-def test_a_worker_that_is_killed_loses_and_doubles_nothing(stage: Stage, survivor: Server, shape: str, point: str) -> None:
+def test_a_worker_that_is_killed_loses_and_doubles_nothing(
+    stage: Stage, survivor: Server, shape: str, point: str
+) -> None:
     survive_worker(stage, survivor, shape, point, certain=(point, shape) in FEW)
 
 
 @pytest.mark.parametrize("shape", ["task", "chain", "chord"] if FULL else ["chord"])
 @pytest.mark.parametrize("point", SENDER_POINTS)
-def test_a_sender_that_is_killed_leaves_all_or_nothing(stage: Stage, survivor: Server, shape: str, point: str) -> None:
+def test_a_sender_that_is_killed_leaves_all_or_nothing(
+    stage: Stage, survivor: Server, shape: str, point: str
+) -> None:
     survive_sender(stage, survivor, shape, point)

@@ -37,8 +37,21 @@ def environ(folder: Path, **more: str) -> dict[str, str]:
 def worker(module: str, place: Path, folder: Path, **more: str) -> Iterator[None]:
     """`machinery worker module`, in `folder`, with the application from `place`; it must end in good order."""
     child = subprocess.Popen(
-        [sys.executable, "-m", "machinery_py", "worker", module, "--app-dir", str(place), "--no-banner"],
-        cwd=folder, env=environ(folder, **more), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        [
+            sys.executable,
+            "-m",
+            "machinery_py",
+            "worker",
+            module,
+            "--app-dir",
+            str(place),
+            "--no-banner",
+        ],
+        cwd=folder,
+        env=environ(folder, **more),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     try:
         yield
@@ -52,8 +65,15 @@ def worker(module: str, place: Path, folder: Path, **more: str) -> Iterator[None
 
 
 def python(*arguments: str, folder: Path, **more: str) -> str:
-    done = subprocess.run([sys.executable, *arguments], cwd=folder, env=environ(folder, **more), timeout=HANG,
-                          capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env=environ(folder, **more),
+        timeout=HANG,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -66,8 +86,12 @@ def test_the_quickstart_is_the_one_of_the_first_five_minutes_and_adds(tmp_path: 
     )
 
     with worker("tasks", place, tmp_path):
-        out = python("-c", "from tasks import add; print(add.send(2, 3).get(timeout=30))", folder=tmp_path,
-                     PYTHONPATH=str(place))
+        out = python(
+            "-c",
+            "from tasks import add; print(add.send(2, 3).get(timeout=30))",
+            folder=tmp_path,
+            PYTHONPATH=str(place),
+        )
 
     assert out == "5\n"
 
@@ -78,9 +102,15 @@ def test_async_sum_prints_what_its_readme_shows(tmp_path: Path) -> None:
     with worker("sums", place, tmp_path, LONG_RUNNING_PERIOD="0.01"):
         out = python(str(place / "send.py"), folder=tmp_path)
 
-    shown = re.findall(r"^(?:[A-Z ] .*|Retry:|Single task:)$", (place / "README.md").read_text(), re.MULTILINE)
+    shown = re.findall(
+        r"^(?:[A-Z ] .*|Retry:|Single task:)$", (place / "README.md").read_text(), re.MULTILINE
+    )
     assert "  4 * (5 + 5 + (1 + 1)) = 48" in shown
-    assert [line for line in shown if line.startswith("  ") and "…" not in line and line not in out.splitlines()] == []
+    assert [
+        line
+        for line in shown
+        if line.startswith("  ") and "…" not in line and line not in out.splitlines()
+    ] == []
     assert out.splitlines()[-1] == "  done"
 
 
@@ -92,7 +122,9 @@ def test_the_demo_delivers_every_mail_once_and_leaves_nothing_behind(tmp_path: P
 
     assert "each reader keeps exactly one" in out
     assert "999 of 1,000 delivered, 1 refused" in out
-    assert re.search(r"the digest, .* came \d+ times, the last one by hand: each once to 2 readers", out)
+    assert re.search(
+        r"the digest, .* came \d+ times, the last one by hand: each once to 2 readers", out
+    )
     assert list(tmp_path.iterdir()) == []
     assert sorted(path.name for path in (EXAMPLES / "email_sender").iterdir()) == before
     assert not children_of(tmp_path)
@@ -103,7 +135,10 @@ def children_of(folder: Path) -> list[str]:
     found: list[str] = []
     for process in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
-            if process.name.isdigit() and f"TMPDIR={folder}".encode() in (process / "environ").read_bytes():
+            if (
+                process.name.isdigit()
+                and f"TMPDIR={folder}".encode() in (process / "environ").read_bytes()
+            ):
                 found.append((process / "cmdline").read_text())
     return found
 
@@ -121,18 +156,25 @@ for body in sys.argv[2:]:
 print(sum(queue.waiting for queue in server.inspect.queues()))
 """
     command = [sys.executable, str(place / "app.py"), "--port", "0"]
-    service = subprocess.Popen(command, cwd=tmp_path, env=environ(tmp_path), stdout=subprocess.PIPE, text=True)
+    service = subprocess.Popen(
+        command, cwd=tmp_path, env=environ(tmp_path), stdout=subprocess.PIPE, text=True
+    )
     try:
         assert service.stdout is not None
         address = service.stdout.readline().strip().removeprefix("http://")
         bodies = [
-            "no json", "[]", '{"email": "ada@example.com"}', '{"email": "ada", "name": "Ada"}',
+            "no json",
+            "[]",
+            '{"email": "ada@example.com"}',
+            '{"email": "ada", "name": "Ada"}',
             json.dumps({"email": "ada@example.com\nBcc: all@example.com", "name": "Ada"}),
             json.dumps({"email": "ada@example.com", "name": "Ada\nLovelace"}),
             json.dumps({"email": "ada@example.com", "name": "A" * 20_000}),
         ]
 
-        out = python("-c", post, address, *bodies, folder=tmp_path, PYTHONPATH=str(place)).splitlines()
+        out = python(
+            "-c", post, address, *bodies, folder=tmp_path, PYTHONPATH=str(place)
+        ).splitlines()
     finally:
         service.terminate()
         service.communicate(timeout=HANG)
@@ -151,7 +193,9 @@ def test_the_recipients_are_a_thousand_different_ones() -> None:
     assert all(row["name"] for row in rows)
 
 
-def test_the_progress_bar_prints_lines_where_there_is_no_terminal_and_moves_where_there_is_one() -> None:
+def test_the_progress_bar_prints_lines_where_there_is_no_terminal_and_moves_where_there_is_one() -> (
+    None
+):
     script = """
 import io, sys
 from progress import Progress
@@ -164,8 +208,18 @@ for out in (io.StringIO(), Terminal()):
             bar.show(done, "(3 to be tried again)" if done == 100 else "")
     print(repr(out.getvalue()))
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=HANG,
-                          env={**os.environ, "PYTHONPATH": str(EXAMPLES / "email_sender"), "PYTHONIOENCODING": "utf-8"})
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=HANG,
+        env={
+            **os.environ,
+            "PYTHONPATH": str(EXAMPLES / "email_sender"),
+            "PYTHONIOENCODING": "utf-8",
+        },
+    )
 
     plain, moving = done.stdout.splitlines()
     assert plain.count("mails: ") == 11
@@ -180,12 +234,18 @@ def test_the_digest_comes_by_the_clock_from_the_command_line(tmp_path: Path) -> 
 
     spec = {"DIGEST_SPEC": "* * * * * *"}
     with worker("digest", place, tmp_path, **spec), worker("digest", place, tmp_path, **spec):
-        wait_until(lambda: len(list(outbox.glob("*.eml"))) >= 6, HANG, "three digests for two readers")
+        wait_until(
+            lambda: len(list(outbox.glob("*.eml"))) >= 6, HANG, "three digests for two readers"
+        )
 
     mails = [email.message_from_bytes(path.read_bytes()) for path in outbox.glob("*.eml")]
     assert {mail["To"] for mail in mails} == {"ada@example.com", "grace@example.com"}
-    listing = python("-m", "machinery_py", "periodic", "digest", "--app-dir", str(place), folder=tmp_path)
-    assert re.search(r"^digest +\* \* \* \* \* \* +Europe/Berlin +digest +on +\d{4}-", listing, re.MULTILINE), listing
+    listing = python(
+        "-m", "machinery_py", "periodic", "digest", "--app-dir", str(place), folder=tmp_path
+    )
+    assert re.search(
+        r"^digest +\* \* \* \* \* \* +Europe/Berlin +digest +on +\d{4}-", listing, re.MULTILINE
+    ), listing
 
 
 def test_a_year_of_digests_in_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,7 +255,9 @@ def test_a_year_of_digests_in_seconds(tmp_path: Path, monkeypatch: pytest.Monkey
     berlin = ZoneInfo("Europe/Berlin")
 
     with Harness(digest.server) as machinery:
-        digest.server.schedules.change("watch", spec="0 */6 * * *")  # the other 100,000 looks show nothing new
+        digest.server.schedules.change(
+            "watch", spec="0 */6 * * *"
+        )  # the other 100,000 looks show nothing new
         start = machinery.clock.now().astimezone(berlin)
         for _ in range(365):
             machinery.advance(days=1)
@@ -209,5 +271,9 @@ def test_a_year_of_digests_in_seconds(tmp_path: Path, monkeypatch: pytest.Monkey
     mornings = [dt.datetime.combine(day, dt.time(8), berlin) for day in days if day.weekday() < 5]
     assert ticks == [morning for morning in mornings if start < morning <= end]
     assert sum(one.name == "invoices" for one in sent) in (12, 13)
-    assert sum(one.name == "watch" for one in sent) == 365  # nothing runs while a day passes, and it leaves out overlaps
-    assert len(list((tmp_path / "outbox").glob("*.eml"))) == 2 * len(ticks) + sum(one.name == "invoices" for one in sent)
+    assert (
+        sum(one.name == "watch" for one in sent) == 365
+    )  # nothing runs while a day passes, and it leaves out overlaps
+    assert len(list((tmp_path / "outbox").glob("*.eml"))) == 2 * len(ticks) + sum(
+        one.name == "invoices" for one in sent
+    )

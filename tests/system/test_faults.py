@@ -26,7 +26,10 @@ from machinery_py.testing.waiting import wait_until
 
 HANG = 60.0  # seconds; a guard, nothing is measured with it
 ROOT = Path(__file__).parents[2]
-DURING, FEW = 40, 2  # tasks that somebody tries to send while the fault lasts; few where each try takes its whole time
+DURING, FEW = (
+    40,
+    2,
+)  # tasks that somebody tries to send while the fault lasts; few where each try takes its whole time
 ALWAYS = {"appendfsync": "always"}
 
 Window = Callable[["Scene"], contextlib.AbstractContextManager[None]]
@@ -38,7 +41,9 @@ class Scene:
     def __init__(self, redis: RedisServer, proxy: Proxy) -> None:
         self.redis = redis
         self.proxy = proxy
-        self.server = Server(Config(broker=proxy.through(redis.url), lease=1.0, publish_timeout=0.5))
+        self.server = Server(
+            Config(broker=proxy.through(redis.url), lease=1.0, publish_timeout=0.5)
+        )
         self.runs: Counter[int] = Counter()
         self.callbacks: dict[int, set[str]] = {}
         self.gate = threading.Event()
@@ -69,7 +74,9 @@ class Scene:
         return len(states) == 2 and all(state.state is State.STARTED for state in states.values())
 
     def is_empty(self) -> bool:
-        return not any(one.waiting or one.running or one.delayed for one in self.server.broker.stats())
+        return not any(
+            one.waiting or one.running or one.delayed for one in self.server.broker.stats()
+        )
 
 
 @pytest.fixture
@@ -114,12 +121,20 @@ def disk_trouble(scene: Scene) -> Iterator[None]:
     (obstacle / "full").mkdir(parents=True)
     redis.cli("CONFIG", "SET", "save", "3600 1")
     redis.cli("BGSAVE")
-    wait_until(lambda: "rdb_last_bgsave_status:err" in str(redis.cli("INFO", "persistence")), HANG, "a snapshot that fails")
+    wait_until(
+        lambda: "rdb_last_bgsave_status:err" in str(redis.cli("INFO", "persistence")),
+        HANG,
+        "a snapshot that fails",
+    )
     yield
     (obstacle / "full").rmdir()
     obstacle.rmdir()
     redis.cli("BGSAVE")
-    wait_until(lambda: "rdb_last_bgsave_status:ok" in str(redis.cli("INFO", "persistence")), HANG, "a snapshot")
+    wait_until(
+        lambda: "rdb_last_bgsave_status:ok" in str(redis.cli("INFO", "persistence")),
+        HANG,
+        "a snapshot",
+    )
 
 
 @contextlib.contextmanager
@@ -187,7 +202,17 @@ def scripts_forgotten(scene: Scene) -> contextlib.AbstractContextManager[None]:
 
 
 WINDOWS: list[Window] = [
-    killed, frozen, full, disk_trouble, demoted, locked, black_hole, refused, replies_dropped, clients_killed, scripts_forgotten,
+    killed,
+    frozen,
+    full,
+    disk_trouble,
+    demoted,
+    locked,
+    black_hole,
+    refused,
+    replies_dropped,
+    clients_killed,
+    scripts_forgotten,
 ]
 PASSING = (clients_killed, scripts_forgotten, replies_dropped)  # some get through
 
@@ -206,12 +231,16 @@ def test_a_fault_loses_nothing_and_doubles_nothing(window: Window, scene: Scene)
             end = time.monotonic() + (0.0 if window in PASSING else 1.2 * scene.server.config.lease)
             for number in range(10, 10 + (DURING if window in PASSING else FEW)):
                 scene.send(number)
-            wait_until(lambda: time.monotonic() > end, HANG, "the fault lasts for longer than a lease")
+            wait_until(
+                lambda: time.monotonic() > end, HANG, "the fault lasts for longer than a lease"
+            )
 
         wait_until(lambda: worker.ready, HANG, "a worker that is ready again")
         scene.send(1000)
         assert 1000 in scene.accepted
-        assert {number: result.get(timeout=HANG) for number, result in scene.accepted.items()} == {n: n for n in scene.accepted}
+        assert {number: result.get(timeout=HANG) for number, result in scene.accepted.items()} == {
+            n: n for n in scene.accepted
+        }
         wait_until(scene.is_empty, HANG, "queues that are empty")
         wait_until(lambda: set(scene.accepted) <= set(scene.callbacks), HANG, "all callbacks")
 
@@ -249,17 +278,31 @@ sys.exit(main(["worker", "tests.system.killing", "-c", "2", "-n", os.environ["NA
 """
 
 
-def test_workers_whose_clocks_are_wrong_by_an_hour_take_nothing_from_each_other(scene: Scene, tmp_path: Path) -> None:
+def test_workers_whose_clocks_are_wrong_by_an_hour_take_nothing_from_each_other(
+    scene: Scene, tmp_path: Path
+) -> None:
     ledger = tmp_path / "ledger"
     ledger.touch()
-    environment = {**os.environ, "KILL_URL": scene.redis.url, "KILL_LEDGER": str(ledger), "PYTHONPATH": str(ROOT),
-                   "MACHINERY_LEASE": "1"}
+    environment = {
+        **os.environ,
+        "KILL_URL": scene.redis.url,
+        "KILL_LEDGER": str(ledger),
+        "PYTHONPATH": str(ROOT),
+        "MACHINERY_LEASE": "1",
+    }
     work = scene.server.register_task("nap", float)
     workers: list[subprocess.Popen[bytes]] = []
     for name, ahead in (("early", "3600"), ("late", "-3600"), ("right", "0")):
         with (tmp_path / name).open("wb") as log:
-            workers.append(subprocess.Popen([sys.executable, "-c", WRONG_CLOCK], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=log,
-                                            env={**environment, "AHEAD": ahead, "NAME": name}))
+            workers.append(
+                subprocess.Popen(
+                    [sys.executable, "-c", WRONG_CLOCK],
+                    cwd=ROOT,
+                    stdout=subprocess.DEVNULL,
+                    stderr=log,
+                    env={**environment, "AHEAD": ahead, "NAME": name},
+                )
+            )
     try:
         wait_until(lambda: len(scene.server.broker.workers()) == 3, HANG, "three workers")
         soon = scene.server.now()
@@ -276,7 +319,10 @@ def test_workers_whose_clocks_are_wrong_by_an_hour_take_nothing_from_each_other(
     assert by == {"early", "late", "right"}
     assert len(ledger.read_text().splitlines()) == 6
     logs = [(tmp_path / name).read_text() for name in ("early", "late", "right")]
-    assert re.search(r"this host's clock is 3[56]\d\d s ahead: its retries and delayed tasks come at the wrong time", logs[0])
+    assert re.search(
+        r"this host's clock is 3[56]\d\d s ahead: its retries and delayed tasks come at the wrong time",
+        logs[0],
+    )
     assert re.search(r"this host's clock is 3[56]\d\d s behind", logs[1])
     assert "clock" not in logs[2]
     assert (scene.server.now() - soon).total_seconds() < HANG

@@ -28,13 +28,23 @@ from tests.stores.mongo_case import mongodb_server, mongodb_url
 from tests.system.cli_app import HANG as LONG
 from tests.system.cli_app import TASKS, App, app_in_a_folder, children, is_alive
 
-__all__ = ["amqp_url", "empty_memcached", "mongodb_server", "mongodb_url", "open_proxy", "rabbitmq_server", "vhosts"]
+__all__ = [
+    "amqp_url",
+    "empty_memcached",
+    "mongodb_server",
+    "mongodb_url",
+    "open_proxy",
+    "rabbitmq_server",
+    "vhosts",
+]
 
 FORKS = 8
 
 app = app_in_a_folder
 
-FORKING = TASKS + """
+FORKING = (
+    TASKS
+    + """
 import multiprocessing, subprocess, sys
 
 def square(number: int) -> int:
@@ -61,6 +71,7 @@ def leave(how: str) -> None:
     with open(HERE / "notes.txt", "a") as file:
         file.write(f"{how} {pid}\\n")
 """
+)
 FORKED = ("os.fork", "fork")
 EXECUTED = ("popen", "spawn", "forkserver")
 
@@ -120,12 +131,18 @@ def send_and_fork(broker: str, backend: str) -> None:
         server.close()
 
 
-@pytest.mark.parametrize("pair", ["sqlite+sqlite", "redis+redis", "amqp+amqp", "amqp+redis", "redis+memcache"])
-def test_a_child_sends_that_was_forked_while_threads_send(pair: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "pair", ["sqlite+sqlite", "redis+redis", "amqp+amqp", "amqp+redis", "redis+memcache"]
+)
+def test_a_child_sends_that_was_forked_while_threads_send(
+    pair: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
     def url_of(kind: str) -> str:
         if kind == "sqlite":
             return f"sqlite:///{tmp_path}/machinery.db?synchronous=normal"
-        given = request.getfixturevalue({"redis": "empty_redis", "memcache": "empty_memcached", "amqp": "amqp_url"}[kind])
+        given = request.getfixturevalue(
+            {"redis": "empty_redis", "memcache": "empty_memcached", "amqp": "amqp_url"}[kind]
+        )
         return str(getattr(given, "url", given))
 
     broker, backend = pair.split("+")
@@ -159,8 +176,13 @@ def test_a_child_connects_to_rabbitmq_that_was_forked_while_a_thread_was_connect
 @pytest.mark.parametrize("pair", ["redis+redis", "amqp+amqp", "amqp+redis", "redis+memcache"])
 def test_a_child_has_no_connection_of_its_worker(pair: str, request: pytest.FixtureRequest) -> None:
     urls = [
-        str(getattr(given, "url", given)) for kind in pair.split("+")
-        for given in [request.getfixturevalue({"redis": "empty_redis", "memcache": "empty_memcached", "amqp": "amqp_url"}[kind])]
+        str(getattr(given, "url", given))
+        for kind in pair.split("+")
+        for given in [
+            request.getfixturevalue(
+                {"redis": "empty_redis", "memcache": "empty_memcached", "amqp": "amqp_url"}[kind]
+            )
+        ]
     ]
     ports = {urlsplit(url).port for url in urls}
     server = Server(Config(broker=urls[0], result_backend=urls[1]))
@@ -230,7 +252,9 @@ def test_what_a_task_left_behind_ends_with_its_worker(app: App, processes: str) 
 
 
 def test_a_child_from_before_the_command_line_ran_in_its_process_stays(app: App) -> None:
-    app.write("embedding.py", """
+    app.write(
+        "embedding.py",
+        """
 import subprocess, sys
 from machinery_py.cli.main import main
 
@@ -238,7 +262,8 @@ child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIP
 assert main(["worker", "tasks", "--burst", "-c", "1"]) == 0
 child.communicate("go on")
 print(child.returncode)
-""")
+""",
+    )
 
     assert app.python("embedding.py").splitlines()[-1] == "0"
 
@@ -284,7 +309,9 @@ def test_a_forked_child_does_not_hold_the_health_port(app: App) -> None:
     worker = app.worker("-c", "1", "--health-port", str(port))
     (pid,) = left_behind(app, ("os.fork",))
 
-    forked_sockets = [os.readlink(f"/proc/{pid}/fd/{name}") for name in os.listdir(f"/proc/{pid}/fd")]
+    forked_sockets = [
+        os.readlink(f"/proc/{pid}/fd/{name}") for name in os.listdir(f"/proc/{pid}/fd")
+    ]
 
     assert not any(link.startswith("socket:") for link in forked_sockets)
     assert worker.stop() == 0

@@ -37,15 +37,30 @@ class Fleet:
         self.ledger = folder / "ledger"
         self.ledger.touch()
         self.environment = {
-            **os.environ, "KILL_URL": self.url, "KILL_BACKEND": self.backend, "KILL_LEDGER": str(self.ledger),
+            **os.environ,
+            "KILL_URL": self.url,
+            "KILL_BACKEND": self.backend,
+            "KILL_LEDGER": str(self.ledger),
             "PYTHONPATH": str(ROOT),
         }
         self.processes: list[subprocess.Popen[bytes]] = []
 
     def start(self, *options: str) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(
-            [sys.executable, "-m", "machinery_py", "worker", "tests.system.killing", "-c", "2", *options],
-            env=self.environment, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            [
+                sys.executable,
+                "-m",
+                "machinery_py",
+                "worker",
+                "tests.system.killing",
+                "-c",
+                "2",
+                *options,
+            ],
+            env=self.environment,
+            cwd=ROOT,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
         )
         self.processes.append(process)
         return process
@@ -68,14 +83,23 @@ STORES = ["sqlite", "redis", "amqp", *(["amqp and redis", "amqp and mongodb"] if
 @pytest.fixture(params=STORES)
 def fleet(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> Iterator[Fleet]:
     if request.param == "amqp":
-        fleet = Fleet(tmp_path, request.getfixturevalue("amqp_url"), f"sqlite:///{tmp_path}/states.db")
+        fleet = Fleet(
+            tmp_path, request.getfixturevalue("amqp_url"), f"sqlite:///{tmp_path}/states.db"
+        )
     elif request.param == "amqp and redis":
-        fleet = Fleet(tmp_path, request.getfixturevalue("amqp_url"), request.getfixturevalue("empty_redis").url)
+        fleet = Fleet(
+            tmp_path,
+            request.getfixturevalue("amqp_url"),
+            request.getfixturevalue("empty_redis").url,
+        )
     elif request.param == "amqp and mongodb":
         fleet = Fleet(tmp_path, request.getfixturevalue("amqp_url"), _mongodb(request))
     else:
         sqlite = f"sqlite:///{tmp_path}/kills.db"
-        fleet = Fleet(tmp_path, sqlite if request.param == "sqlite" else request.getfixturevalue("empty_redis").url)
+        fleet = Fleet(
+            tmp_path,
+            sqlite if request.param == "sqlite" else request.getfixturevalue("empty_redis").url,
+        )
     yield fleet
     fleet.stop()
 
@@ -94,7 +118,9 @@ def server(fleet: Fleet) -> Iterator[Server]:
 
 
 @pytest.mark.timeout(2 * HANG)
-def test_kills_during_thousands_of_tasks_lose_and_double_nothing(fleet: Fleet, server: Server) -> None:
+def test_kills_during_thousands_of_tasks_lose_and_double_nothing(
+    fleet: Fleet, server: Server
+) -> None:
     # RabbitMQ hands out a third of what others do in a second.
     kills = KILLS if FULL or not fleet.url.startswith("amqp") else KILLS // 4
     tasks = EACH * kills
@@ -118,8 +144,15 @@ def test_kills_during_thousands_of_tasks_lose_and_double_nothing(fleet: Fleet, s
 
     wait_until(lambda: done(server), timeout=HANG, what="the queue is empty")
     # RabbitMQ does not tell what a worker held whose end it has not noticed yet.
-    wait_until(lambda: not server.inspect.tasks(state=State.RECEIVED) and not server.inspect.tasks(state=State.STARTED)
-               and not server.inspect.tasks(state=State.PENDING), timeout=HANG, what="all tasks are finished")
+    wait_until(
+        lambda: (
+            not server.inspect.tasks(state=State.RECEIVED)
+            and not server.inspect.tasks(state=State.STARTED)
+            and not server.inspect.tasks(state=State.PENDING)
+        ),
+        timeout=HANG,
+        what="all tasks are finished",
+    )
     runs = fleet.runs()
     states = server.inspect.tasks(limit=10 * tasks)
     assert collections.Counter(state.state for state in states) == {State.SUCCESS: tasks}
@@ -148,10 +181,14 @@ def test_a_task_that_kills_its_worker_stops_after_three_deaths_and_blames_nobody
 
     fleet.start("-p", "2")
 
-    wait_until(lambda: poison.get_state().is_finished, timeout=HANG, what="the poison task is given up")
+    wait_until(
+        lambda: poison.get_state().is_finished, timeout=HANG, what="the poison task is given up"
+    )
     for other in others:
         assert isinstance(other.get(timeout=HANG), int)
-    wait_until(server.inspect.dead, timeout=HANG, what="the dead letter")  # with two stores it comes after the state
+    wait_until(
+        server.inspect.dead, timeout=HANG, what="the dead letter"
+    )  # with two stores it comes after the state
     [letter] = server.inspect.dead()
     assert (letter.reason, letter.uuid, letter.strikes) == ("poison", poison.uuid, 3)
     assert poison.get_state().state is State.FAILURE
@@ -178,7 +215,9 @@ def test_a_frozen_worker_that_comes_back_writes_nothing(fleet: Fleet, server: Se
     result = hold.send(str(gate))
     fleet.environment["MACHINERY_LEASE"] = "3"
     frozen = fleet.start()
-    wait_until(lambda: result.get_state().state is State.STARTED, timeout=HANG, what="the task has started")
+    wait_until(
+        lambda: result.get_state().state is State.STARTED, timeout=HANG, what="the task has started"
+    )
 
     freeze(frozen.pid, fleet.url)
     gate.touch()
@@ -203,13 +242,17 @@ with SQLiteDriver(sys.argv[1]).transaction():
 """
 
 
-def test_who_is_stopped_inside_a_transaction_of_sqlite_keeps_all_others_from_writing(tmp_path: pathlib.Path) -> None:
+def test_who_is_stopped_inside_a_transaction_of_sqlite_keeps_all_others_from_writing(
+    tmp_path: pathlib.Path,
+) -> None:
     path = tmp_path / "kills.db"
     server = Server(Config(broker=f"sqlite:///{path}?busy_timeout=0.2", publish_timeout=0.5))
     work = server.register_task("work", int)
     work.send(1)
     with subprocess.Popen([sys.executable, "-c", INSIDE, str(path)], cwd=ROOT) as stopped:
-        wait_until(lambda: stands_still(stopped.pid), timeout=HANG, what="a process that stands still")
+        wait_until(
+            lambda: stands_still(stopped.pid), timeout=HANG, what="a process that stands still"
+        )
         assert not can_be_written(str(path))
         with pytest.raises(BrokerUnavailable, match="busy"):
             work.send(2)

@@ -24,7 +24,14 @@ from tests.stores.amqp_case import amqp_url, vhosts
 from tests.stores.mongo_case import mongodb_server, mongodb_url
 from tests.system import crashing
 from tests.system.crashing import TWO_STORE_POINTS, WORKER_POINTS
-from tests.system.test_crash_points import EXPECTED, HANG, Stage, check_states, nothing_left, survive_worker
+from tests.system.test_crash_points import (
+    EXPECTED,
+    HANG,
+    Stage,
+    check_states,
+    nothing_left,
+    survive_worker,
+)
 
 __all__ = ["amqp_url", "mongodb_server", "mongodb_url", "vhosts"]
 
@@ -38,51 +45,114 @@ CERTAIN = {ONE: 10, "mongodb+redis": 4, "amqp+mongodb": 2, "redis+mongodb": 4}
 FULL = bool(os.environ.get("MACHINERY_TEST_FULL"))
 
 #: Stores, shape, before or after the write is carried out, number of the write.
-WRITES = [
-    # After the nth write is before the next one, but for what the server does in between: one shape is enough.
-    *((ONE, shape, "before", number) for shape in ("retry", "chord") for number in range(1, 16)),
-    *((ONE, "broken-chord", "before", number) for number in range(4, 15, 2)),
-    *((ONE, "retry", "after", number) for number in range(1, 15, 2)),
-    *((pair, shape, "before", number) for pair in PAIRS for shape in ("retry", "chord") for number in range(1, 13)),
-    *((pair, "retry", "after", number) for pair in PAIRS for number in range(1, 9, 2)),
-] if FULL else [
-    (ONE, "retry", "before", 3), (ONE, "retry", "before", 6), (ONE, "retry", "before", 8), (ONE, "retry", "after", 3),
-    (ONE, "chord", "before", 1), (ONE, "chord", "before", 5), (ONE, "chord", "before", 9), (ONE, "chord", "before", 10),
-    (ONE, "broken-chord", "before", 8),
-    *((pair, "retry", "before", number) for pair, number in zip(PAIRS, (4, 2, 4), strict=True)),
-]
-STEPS = [
-    *((ONE, point, shape) for point, shape in (
-        ("after-claim", "chord"), ("in-task", "delayed"), ("before-settle", "chain"), ("after-settle", "retry"),
-        ("before-fire", "chord"), ("after-fire", "broken-chord"), ("after-tend", "chord"),
-    )),
-    *itertools.product(PAIRS, (*WORKER_POINTS, *TWO_STORE_POINTS), ("retry", "chord", "broken-chord")),
-] if FULL else [
-    (ONE, "after-claim", "chord"), (ONE, "after-settle", "retry"), (ONE, "before-fire", "chord"),
-    ("mongodb+redis", "after-put", "retry"), ("mongodb+redis", "inside-fire", "chord"),
-    ("amqp+mongodb", "inside-settle", "retry"), ("amqp+mongodb", "after-put", "chord"),
-    ("redis+mongodb", "after-clear", "retry"), ("redis+mongodb", "inside-settle", "chord"),
-]
-SENDS = [
-    *((ONE, when, number) for when in ("before", "after") for number in range(1, 9)),
-    *((pair, when, number) for pair in PAIRS for when in ("before", "after") for number in range(1, 5)),
-] if FULL else [
-    (ONE, "after", 1), (ONE, "before", 3), (ONE, "before", 5), ("mongodb+redis", "after", 1), ("amqp+mongodb", "before", 2),
-]
+WRITES = (
+    [
+        # After the nth write is before the next one, but for what the server does in between: one shape is enough.
+        *(
+            (ONE, shape, "before", number)
+            for shape in ("retry", "chord")
+            for number in range(1, 16)
+        ),
+        *((ONE, "broken-chord", "before", number) for number in range(4, 15, 2)),
+        *((ONE, "retry", "after", number) for number in range(1, 15, 2)),
+        *(
+            (pair, shape, "before", number)
+            for pair in PAIRS
+            for shape in ("retry", "chord")
+            for number in range(1, 13)
+        ),
+        *((pair, "retry", "after", number) for pair in PAIRS for number in range(1, 9, 2)),
+    ]
+    if FULL
+    else [
+        (ONE, "retry", "before", 3),
+        (ONE, "retry", "before", 6),
+        (ONE, "retry", "before", 8),
+        (ONE, "retry", "after", 3),
+        (ONE, "chord", "before", 1),
+        (ONE, "chord", "before", 5),
+        (ONE, "chord", "before", 9),
+        (ONE, "chord", "before", 10),
+        (ONE, "broken-chord", "before", 8),
+        *((pair, "retry", "before", number) for pair, number in zip(PAIRS, (4, 2, 4), strict=True)),
+    ]
+)
+STEPS = (
+    [
+        *(
+            (ONE, point, shape)
+            for point, shape in (
+                ("after-claim", "chord"),
+                ("in-task", "delayed"),
+                ("before-settle", "chain"),
+                ("after-settle", "retry"),
+                ("before-fire", "chord"),
+                ("after-fire", "broken-chord"),
+                ("after-tend", "chord"),
+            )
+        ),
+        *itertools.product(
+            PAIRS, (*WORKER_POINTS, *TWO_STORE_POINTS), ("retry", "chord", "broken-chord")
+        ),
+    ]
+    if FULL
+    else [
+        (ONE, "after-claim", "chord"),
+        (ONE, "after-settle", "retry"),
+        (ONE, "before-fire", "chord"),
+        ("mongodb+redis", "after-put", "retry"),
+        ("mongodb+redis", "inside-fire", "chord"),
+        ("amqp+mongodb", "inside-settle", "retry"),
+        ("amqp+mongodb", "after-put", "chord"),
+        ("redis+mongodb", "after-clear", "retry"),
+        ("redis+mongodb", "inside-settle", "chord"),
+    ]
+)
+SENDS = (
+    [
+        *((ONE, when, number) for when in ("before", "after") for number in range(1, 9)),
+        *(
+            (pair, when, number)
+            for pair in PAIRS
+            for when in ("before", "after")
+            for number in range(1, 5)
+        ),
+    ]
+    if FULL
+    else [
+        (ONE, "after", 1),
+        (ONE, "before", 3),
+        (ONE, "before", 5),
+        ("mongodb+redis", "after", 1),
+        ("amqp+mongodb", "before", 2),
+    ]
+)
 #: After the claim, its state, its message, and all of it.
-UNIQUE = [(when, number) for when in ("before", "after") for number in range(1, 6)] if FULL else [
-    ("before", 2), ("before", 3), ("after", 3),
-]
+UNIQUE = (
+    [(when, number) for when in ("before", "after") for number in range(1, 6)]
+    if FULL
+    else [
+        ("before", 2),
+        ("before", 3),
+        ("after", 3),
+    ]
+)
 
 
 @pytest.fixture
 def stage(
-    request: pytest.FixtureRequest, tmp_path: pathlib.Path, mongodb_url: str, monkeypatch: pytest.MonkeyPatch
+    request: pytest.FixtureRequest,
+    tmp_path: pathlib.Path,
+    mongodb_url: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> Stage:
     monkeypatch.setattr(MongoDriver, "deed_age", 0.3)
     monkeypatch.setattr(two_stores, "OUTBOX_AGE", 0.5)
-    urls = {"mongodb": lambda: mongodb_url, "redis": lambda: request.getfixturevalue("empty_redis").url,
-            "amqp": lambda: request.getfixturevalue("amqp_url")}
+    urls = {
+        "mongodb": lambda: mongodb_url,
+        "redis": lambda: request.getfixturevalue("empty_redis").url,
+        "amqp": lambda: request.getfixturevalue("amqp_url"),
+    }
     broker, _, backend = request.param.partition("+")
     return Stage(tmp_path, urls[broker](), urls[backend or broker]())
 
@@ -98,28 +168,57 @@ def survivor(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 
 
 def run(stage: Stage, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "tests.system.mongo_crashing", *words], env=stage.environment,
-                          cwd=SCRIPT.parents[2], capture_output=True, text=True, timeout=HANG, check=False)
+    return subprocess.run(
+        [sys.executable, "-m", "tests.system.mongo_crashing", *words],
+        env=stage.environment,
+        cwd=SCRIPT.parents[2],
+        capture_output=True,
+        text=True,
+        timeout=HANG,
+        check=False,
+    )
 
 
 def finish(stage: Stage, survivor: Server) -> None:
     nothing = nothing_left(survivor)
     with survivor.new_worker(concurrency=2):
         # What is between its first write and its last is in none of the places that are looked at, but in a deed.
-        wait_until(lambda: nothing() and not unfinished(survivor) and nothing(), timeout=HANG, what="all is settled")
+        wait_until(
+            lambda: nothing() and not unfinished(survivor) and nothing(),
+            timeout=HANG,
+            what="all is settled",
+        )
 
 
 def unfinished(server: Server) -> bool:
-    driver = next(one.driver for one in (server.broker, server.backend)
-                  if isinstance(getattr(one, "driver", None), MongoDriver))  # type: ignore[attr-defined]
-    collections = ("machinery_tokens", "machinery_messages", "machinery_chords", "tasks", "machinery_claims")
-    return any(driver.run(lambda store, name=name: store[name].find_one({"deed_at": {"$gt": 0}}), doing="looking")
-               for name in collections)
+    driver = next(
+        one.driver
+        for one in (server.broker, server.backend)
+        if isinstance(getattr(one, "driver", None), MongoDriver)
+    )  # type: ignore[attr-defined]
+    collections = (
+        "machinery_tokens",
+        "machinery_messages",
+        "machinery_chords",
+        "tasks",
+        "machinery_claims",
+    )
+    return any(
+        driver.run(
+            lambda store, name=name: store[name].find_one({"deed_at": {"$gt": 0}}), doing="looking"
+        )
+        for name in collections
+    )
 
 
 @pytest.mark.parametrize(("stage", "shape", "when", "number"), WRITES, indirect=["stage"])
 def test_a_worker_that_is_killed_at_any_write_loses_and_doubles_nothing(
-    stage: Stage, survivor: Server, request: pytest.FixtureRequest, shape: str, when: str, number: int
+    stage: Stage,
+    survivor: Server,
+    request: pytest.FixtureRequest,
+    shape: str,
+    when: str,
+    number: int,
 ) -> None:
     sent = stage.run("send", shape, "")
     assert sent.returncode == 0, sent.stderr
@@ -132,7 +231,11 @@ def test_a_worker_that_is_killed_at_any_write_loses_and_doubles_nothing(
     assert first.returncode == (-9 if killed else 0), first.stderr
     for function, count in EXPECTED[shape].items():
         # Two slots, and what the second of them was doing at that moment.
-        assert count <= stage.calls()[function] <= count + (4 if function in ("plain", "shaky", "broken") else 1), stage.calls()
+        assert (
+            count
+            <= stage.calls()[function]
+            <= count + (4 if function in ("plain", "shaky", "broken") else 1)
+        ), stage.calls()
     check_states(survivor, sent.stdout.strip(), shape)
 
 
@@ -153,12 +256,17 @@ def test_a_sender_that_is_killed_at_any_write_leaves_all_or_nothing(
     finish(stage, survivor)
 
     calls = stage.calls()
-    assert {name: calls[name] for name in ("plain", "after")} in ({"plain": 5, "after": 1}, {"plain": 0, "after": 0}), calls
+    assert {name: calls[name] for name in ("plain", "after")} in (
+        {"plain": 5, "after": 1},
+        {"plain": 0, "after": 0},
+    ), calls
     if sent.returncode == 0:
         assert calls["plain"] == 5
 
 
-@pytest.mark.parametrize(("stage", "when", "number"), [(ONE, *write) for write in UNIQUE], indirect=["stage"])
+@pytest.mark.parametrize(
+    ("stage", "when", "number"), [(ONE, *write) for write in UNIQUE], indirect=["stage"]
+)
 def test_a_sender_of_a_unique_task_that_is_killed_at_any_write_has_sent_it_or_not(
     stage: Stage, survivor: Server, when: str, number: int
 ) -> None:

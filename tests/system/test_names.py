@@ -30,7 +30,15 @@ from tests.stores.memcache_case import empty_memcached, tell
 from tests.stores.mongo_case import mongodb_url
 from tests.stores.redis_cluster_case import empty_cluster, masters, url_of
 
-__all__ = ["amqp_url", "empty_cluster", "empty_memcached", "mongodb_server", "mongodb_url", "rabbitmq_server", "vhosts"]
+__all__ = [
+    "amqp_url",
+    "empty_cluster",
+    "empty_memcached",
+    "mongodb_server",
+    "mongodb_url",
+    "rabbitmq_server",
+    "vhosts",
+]
 
 _numbers = itertools.count()
 
@@ -40,7 +48,9 @@ THEIRS = "theirs"  # the name under which the other program keeps something
 class Neighbour:
     """Another program on the server. `plant`: let it keep something as THEIRS; `looks`: what is there, however it looks."""
 
-    def __init__(self, server: Server, plant: Callable[[], object], look: Callable[[], Any]) -> None:
+    def __init__(
+        self, server: Server, plant: Callable[[], object], look: Callable[[], Any]
+    ) -> None:
         self.app = App(server)
         self.plant = plant
         self.look = look
@@ -54,7 +64,12 @@ def body(**fields: object) -> bytes:
 def put(app: App, *bodies: bytes) -> None:
     queue = app.server.config.default_queue
     app.server.broker.put(
-        [Message(uuid=json.loads(one)["UUID"], name="add", queue=queue, body=one) for one in bodies], token="")
+        [
+            Message(uuid=json.loads(one)["UUID"], name="add", queue=queue, body=one)
+            for one in bodies
+        ],
+        token="",
+    )
 
 
 def state_of(app: App, uuid: str) -> TaskState | None:
@@ -69,14 +84,21 @@ def memory() -> str:
 def on_redis(request: pytest.FixtureRequest, broker: str = "") -> Iterator[Neighbour]:
     redis: RedisServer = request.getfixturevalue("empty_redis")
     server = Server(Config(broker=broker or redis.url, result_backend=redis.url))
-    yield Neighbour(server, lambda: redis.cli("SET", THEIRS, '{"their": "text"}'),
-                    lambda: (redis.cli("GET", THEIRS), redis.cli("TTL", THEIRS)))
+    yield Neighbour(
+        server,
+        lambda: redis.cli("SET", THEIRS, '{"their": "text"}'),
+        lambda: (redis.cli("GET", THEIRS), redis.cli("TTL", THEIRS)),
+    )
 
 
 @contextlib.contextmanager
 def on_redis_a_list(request: pytest.FixtureRequest) -> Iterator[Neighbour]:
     redis: RedisServer = request.getfixturevalue("empty_redis")
-    yield Neighbour(Server(redis.url), lambda: redis.cli("RPUSH", THEIRS, "a", "b"), lambda: redis.cli("LRANGE", THEIRS, 0, -1))
+    yield Neighbour(
+        Server(redis.url),
+        lambda: redis.cli("RPUSH", THEIRS, "a", "b"),
+        lambda: redis.cli("LRANGE", THEIRS, 0, -1),
+    )
 
 
 @contextlib.contextmanager
@@ -90,8 +112,11 @@ def on_a_cluster(request: pytest.FixtureRequest) -> Iterator[Neighbour]:
                 return node.cli(*command)
         raise AssertionError(f"no node has slot {slot_of(THEIRS.encode())}")
 
-    yield Neighbour(Server(url_of(cluster)), lambda: at("SET", THEIRS, "their text"),
-                    lambda: (at("GET", THEIRS), at("TTL", THEIRS)))
+    yield Neighbour(
+        Server(url_of(cluster)),
+        lambda: at("SET", THEIRS, "their text"),
+        lambda: (at("GET", THEIRS), at("TTL", THEIRS)),
+    )
 
 
 @contextlib.contextmanager
@@ -103,7 +128,9 @@ def in_rabbitmq(request: pytest.FixtureRequest) -> Iterator[Neighbour]:
         with driver.visit("planting") as channel:
             channel.rpc("queue_declare", queue=THEIRS, durable=True, timeout=HANG)
             for number in range(50):
-                channel.link.tell(lambda number=number: channel.raw.basic_publish("", THEIRS, b"%d" % number))  # type: ignore[misc]
+                channel.link.tell(
+                    lambda number=number: channel.raw.basic_publish("", THEIRS, b"%d" % number)
+                )  # type: ignore[misc]
             channel.rpc("queue_declare", queue=THEIRS, durable=True, timeout=HANG)
 
     def look() -> int:
@@ -119,12 +146,20 @@ def in_rabbitmq(request: pytest.FixtureRequest) -> Iterator[Neighbour]:
 def in_memcached(request: pytest.FixtureRequest) -> Iterator[Neighbour]:
     memcached: MemcachedServer = request.getfixturevalue("empty_memcached")
     server = Server(Config(broker=memory(), result_backend=memcached.url))
-    yield Neighbour(server, lambda: tell(memcached, b"set theirs 0 0 5\r\ntheir"), lambda: tell(memcached, b"gets theirs"))
+    yield Neighbour(
+        server,
+        lambda: tell(memcached, b"set theirs 0 0 5\r\ntheir"),
+        lambda: tell(memcached, b"gets theirs"),
+    )
 
 
 PLACES = {
-    "redis": on_redis, "redis list": on_redis_a_list, "redis results": lambda request: on_redis(request, memory()),
-    "cluster": on_a_cluster, "rabbitmq results": in_rabbitmq, "memcached": in_memcached,
+    "redis": on_redis,
+    "redis list": on_redis_a_list,
+    "redis results": lambda request: on_redis(request, memory()),
+    "cluster": on_a_cluster,
+    "rabbitmq results": in_rabbitmq,
+    "memcached": in_memcached,
 }
 
 
@@ -141,7 +176,8 @@ def test_what_others_keep_under_a_uuid_stays_as_it_is(neighbour: Neighbour) -> N
 
 def test_what_others_keep_in_mongodb_under_a_uuid_stays_as_it_is(mongodb_url: str) -> None:
     neighbour = Neighbour(
-        Server(mongodb_url), lambda: tasks.insert_one({"_id": THEIRS, "state": "PENDING", "owner": "billing"}),
+        Server(mongodb_url),
+        lambda: tasks.insert_one({"_id": THEIRS, "state": "PENDING", "owner": "billing"}),
         lambda: tasks.find_one({"_id": THEIRS}),
     )
     with pymongo.MongoClient[dict[str, Any]](mongodb_url) as client:
@@ -162,10 +198,21 @@ def live_beside(neighbour: Neighbour) -> None:
         put(app, body(UUID=THEIRS))
         wait_until(app.server.inspect.dead, what="a dead letter")
         put(app, body(UUID="first", OnSuccess=[json.loads(body(UUID=THEIRS))]))
-        put(app, body(UUID="member", GroupUUID=THEIRS, GroupTaskCount=1, ChordCallback=json.loads(body(UUID="last"))))
+        put(
+            app,
+            body(
+                UUID="member",
+                GroupUUID=THEIRS,
+                GroupTaskCount=1,
+                ChordCallback=json.loads(body(UUID="last")),
+            ),
+        )
         assert [app.add.send(1, 2).get(timeout=HANG) for _ in range(3)] == [3] * 3
         # Its end stands, or it has failed for what it cannot send: that depends on who keeps what.
-        wait_until(lambda: (found := state_of(app, "first")) is not None and found.is_finished, what="the end of first")
+        wait_until(
+            lambda: (found := state_of(app, "first")) is not None and found.is_finished,
+            what="the end of first",
+        )
         assert [app.add.send(1, 2).get(timeout=HANG) for _ in range(3)] == [3] * 3
 
     letter = app.server.inspect.dead()[-1]
@@ -189,8 +236,19 @@ def test_the_name_of_a_queue_is_no_uuid_though_the_queue_is_empty(empty_redis: R
     app.close()
 
 
-KEYS_OF_A_QUEUE = ("mail", "mpy:{mail}:n", "mpy:{mail}:a", "mpy:{mail}:s", "mpy:{mail}:l", "mpy:{mail}:z", "mpy:{mail}:d",
-                   "mpy:{mail}:v", "mpy:{mail}:t", "delayed_tasks", "mpy:revoked")
+KEYS_OF_A_QUEUE = (
+    "mail",
+    "mpy:{mail}:n",
+    "mpy:{mail}:a",
+    "mpy:{mail}:s",
+    "mpy:{mail}:l",
+    "mpy:{mail}:z",
+    "mpy:{mail}:d",
+    "mpy:{mail}:v",
+    "mpy:{mail}:t",
+    "delayed_tasks",
+    "mpy:revoked",
+)
 
 
 @pytest.mark.parametrize("key", KEYS_OF_A_QUEUE)
@@ -198,7 +256,11 @@ def test_a_key_that_others_have_taken_stops_no_other_queue(
     empty_redis: RedisServer, key: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     app = App(Server(Config(broker=empty_redis.url, lease=1.0)))
-    kind = ("SADD", key, "x") if empty_redis.cli("TYPE", key) != "set" and not key.endswith(":v") else ("SET", key, "x")
+    kind = (
+        ("SADD", key, "x")
+        if empty_redis.cli("TYPE", key) != "set" and not key.endswith(":v")
+        else ("SET", key, "x")
+    )
     empty_redis.cli(*kind)
     with caplog.at_level(logging.ERROR), app.running(queues=["mail", "machinery_tasks"]) as worker:
         assert [app.add.send(1, 2).get(timeout=HANG) for _ in range(3)] == [3] * 3
@@ -224,7 +286,9 @@ def test_a_worker_takes_up_a_queue_again_whose_key_is_put_right(empty_redis: Red
     app.close()
 
 
-def test_a_group_whose_key_others_have_taken_keeps_no_other_from_its_callback(empty_redis: RedisServer) -> None:
+def test_a_group_whose_key_others_have_taken_keeps_no_other_from_its_callback(
+    empty_redis: RedisServer,
+) -> None:
     app = App(Server(empty_redis.url))
     empty_redis.cli("ZADD", "mpy:ready", 0, "bad")
     empty_redis.cli("SET", "mpy:g:{bad}", "their text")
@@ -234,10 +298,15 @@ def test_a_group_whose_key_others_have_taken_keeps_no_other_from_its_callback(em
     app.close()
 
 
-def test_delayed_messages_for_queues_that_cannot_be_are_buried_and_hold_up_no_other(empty_redis: RedisServer) -> None:
+def test_delayed_messages_for_queues_that_cannot_be_are_buried_and_hold_up_no_other(
+    empty_redis: RedisServer,
+) -> None:
     app = App(Server(empty_redis.url))
     empty_redis.cli("SET", "config", "their text")
-    bad = [body(UUID=f"bad_{n}", RoutingKey=name) for n, name in enumerate(["delayed_tasks", "mpy:revoked", "a\nb", "config"])]
+    bad = [
+        body(UUID=f"bad_{n}", RoutingKey=name)
+        for n, name in enumerate(["delayed_tasks", "mpy:revoked", "a\nb", "config"])
+    ]
     for one in bad:
         empty_redis.cli("ZADD", "delayed_tasks", 1, one.decode())
     with app.running():
@@ -251,7 +320,10 @@ def test_delayed_messages_for_queues_that_cannot_be_are_buried_and_hold_up_no_ot
 @pytest.fixture
 def running(tmp_path: Path, empty_redis: RedisServer) -> Iterator[list[App]]:
     """Applications on some stores, with a worker each."""
-    apps = [App(Server(url)) for url in (memory(), f"sqlite:///{tmp_path}/names.db?synchronous=normal", empty_redis.url)]
+    apps = [
+        App(Server(url))
+        for url in (memory(), f"sqlite:///{tmp_path}/names.db?synchronous=normal", empty_redis.url)
+    ]
     with contextlib.ExitStack() as stack:
         for app in apps:
             stack.enter_context(app.running())
@@ -267,7 +339,12 @@ def running(tmp_path: Path, empty_redis: RedisServer) -> Iterator[list[App]]:
 def test_any_text_is_refused_at_send_or_works(running: list[App], uuid: str, queue: str) -> None:
     for app in running:
         with contextlib.suppress(NameRefused):
-            assert app.add.options(uuid=f"{uuid}", queue="machinery_tasks").send(1, 2).get(timeout=HANG) == 3
+            assert (
+                app.add.options(uuid=f"{uuid}", queue="machinery_tasks")
+                .send(1, 2)
+                .get(timeout=HANG)
+                == 3
+            )
         with contextlib.suppress(NameRefused):
             result = app.add.options(queue=queue).send(1, 2)
             if queue == app.server.config.default_queue:  # a worker serves it

@@ -66,7 +66,9 @@ def told(worker: Worker) -> list[ConnectionLost]:
 
 
 @pytest.mark.parametrize("processes", ["1", "2"])
-def test_a_worker_that_starts_before_its_server_waits_for_it(app: App, redis: RedisServer, processes: str) -> None:
+def test_a_worker_that_starts_before_its_server_waits_for_it(
+    app: App, redis: RedisServer, processes: str
+) -> None:
     app.env["MACHINERY_URL"] = redis.url
     worker = app.start("worker", "tasks", "-p", processes)
     worker.wait_for("no tasks can be received: Redis at 127.0.0.1:", times=int(processes))
@@ -80,7 +82,9 @@ def test_a_worker_that_starts_before_its_server_waits_for_it(app: App, redis: Re
     uuid = app.send("note", "hello")
     wait_until(lambda: app.state(uuid) == "SUCCESS", HANG, "the task's end")
 
-    assert worker.err.count("no tasks can be received") == int(processes)  # once for each, however many attempts there were
+    assert worker.err.count("no tasks can be received") == int(
+        processes
+    )  # once for each, however many attempts there were
     assert (children(worker.pid) if processes != "1" else []) == before
     assert worker.stop() == 0
 
@@ -98,11 +102,15 @@ def test_a_worker_that_waits_ends_at_once_when_it_is_asked_to(
         proxy.black_hole()
     # A connection would last for longer than the test.
     app.env |= {"MACHINERY_URL": proxy.through(redis.url), "MACHINERY_PUBLISH_TIMEOUT": "600"}
-    worker = app.start("worker", "tasks", "-p", processes, MACHINERY_BROKER_CONNECTION_BACKOFF="linear")
+    worker = app.start(
+        "worker", "tasks", "-p", processes, MACHINERY_BROKER_CONNECTION_BACKOFF="linear"
+    )
     if away == "refused":
         worker.wait_for("no tasks can be received", times=int(processes))
     else:
-        wait_until(lambda: proxy.open_connections >= int(processes), HANG, "attempts of all processes")
+        wait_until(
+            lambda: proxy.open_connections >= int(processes), HANG, "attempts of all processes"
+        )
 
     worker.signal(signal.SIGINT if processes == "1" else signal.SIGTERM)
 
@@ -118,18 +126,27 @@ def test_what_waiting_does_not_help_ends_a_worker_at_once(app: App, processes: s
             done = app.run("worker", "tasks", "-p", processes, code=3, MACHINERY_URL=url)
             assert "check user, password, rights and version" in done.stderr
             assert "wrong@" not in done.stderr and "Traceback" not in done.stderr
-        done = app.run("worker", "tasks", code=3, MACHINERY_URL=redis.url, MACHINERY_STRICT_DURABILITY="1")
+        done = app.run(
+            "worker", "tasks", code=3, MACHINERY_URL=redis.url, MACHINERY_STRICT_DURABILITY="1"
+        )
         assert "refused by strict_durability: it has no append-only file" in done.stderr
 
 
-@pytest.mark.parametrize("text", [
-    "LOADING Redis is loading the dataset in memory", "NOREPLICAS Not enough good replicas to write.",
-    "MASTERDOWN Link with MASTER is down and replica-serve-stale-data is set to 'no'.",
-    "MISCONF Redis is configured to save RDB snapshots, but it's currently unable to persist on disk.",
-    "OOM command not allowed when used memory > 'maxmemory'.", "ERR max number of clients reached",
-    "READONLY You can't write against a read only replica.",
-])
-def test_a_server_that_is_not_ready_is_waited_for(redis: RedisServer, open_proxy: OpenProxy, text: str) -> None:
+@pytest.mark.parametrize(
+    "text",
+    [
+        "LOADING Redis is loading the dataset in memory",
+        "NOREPLICAS Not enough good replicas to write.",
+        "MASTERDOWN Link with MASTER is down and replica-serve-stale-data is set to 'no'.",
+        "MISCONF Redis is configured to save RDB snapshots, but it's currently unable to persist on disk.",
+        "OOM command not allowed when used memory > 'maxmemory'.",
+        "ERR max number of clients reached",
+        "READONLY You can't write against a read only replica.",
+    ],
+)
+def test_a_server_that_is_not_ready_is_waited_for(
+    redis: RedisServer, open_proxy: OpenProxy, text: str
+) -> None:
     redis.start()
     proxy = open_proxy(redis.port)
     server = Server(Config(broker=proxy.through(redis.url)))
@@ -149,7 +166,9 @@ def test_a_server_that_is_not_ready_is_waited_for(redis: RedisServer, open_proxy
     server.close()
 
 
-def test_a_worker_starts_on_a_server_that_is_full_as_soon_as_there_is_room(redis: RedisServer) -> None:
+def test_a_worker_starts_on_a_server_that_is_full_as_soon_as_there_is_room(
+    redis: RedisServer,
+) -> None:
     redis.start()
     redis.cli("CONFIG", "SET", "maxmemory", "1mb")
     server = Server(Config(broker=redis.url))
@@ -180,7 +199,9 @@ def test_start_itself_does_not_wait(redis: RedisServer) -> None:
     server.close()
 
 
-def test_who_was_asked_to_end_leaves_no_session_behind(redis: RedisServer, open_proxy: OpenProxy) -> None:
+def test_who_was_asked_to_end_leaves_no_session_behind(
+    redis: RedisServer, open_proxy: OpenProxy
+) -> None:
     redis.start()
     proxy = open_proxy(redis.port)
     proxy.black_hole()
@@ -193,7 +214,11 @@ def test_who_was_asked_to_end_leaves_no_session_behind(redis: RedisServer, open_
     launched.join()
     proxy.heal()
 
-    wait_until(lambda: not any(one.name == "asked-connect" for one in threading.enumerate()), HANG, "the attempt's end")
+    wait_until(
+        lambda: not any(one.name == "asked-connect" for one in threading.enumerate()),
+        HANG,
+        "the attempt's end",
+    )
     assert server.broker.workers() == []
     server.close()
 
@@ -211,7 +236,9 @@ def test_a_worker_gives_up_after_as_many_attempts_as_it_may_make() -> None:
     worker = server.new_worker("counting", concurrency=1)
     lost = told(worker)
 
-    with pytest.raises(BrokerUnavailable, match=r"gives up after 3 attempts \(broker_connection_max_retries\)") as caught:
+    with pytest.raises(
+        BrokerUnavailable, match=r"gives up after 3 attempts \(broker_connection_max_retries\)"
+    ) as caught:
         worker.launch(signals=False)
 
     assert "worker counting" in str(caught.value)
@@ -224,23 +251,35 @@ def test_a_worker_gives_up_after_as_many_attempts_as_it_may_make() -> None:
 
 
 def test_without_retry_the_first_failure_is_the_last() -> None:
-    server = Server(Config(broker=dead(), broker_connection_retry=False, broker_connection_backoff="linear"))
+    server = Server(
+        Config(broker=dead(), broker_connection_retry=False, broker_connection_backoff="linear")
+    )
     worker = server.new_worker(concurrency=1)
 
-    with pytest.raises(BrokerUnavailable, match=r"gives up after 1 attempt \(broker_connection_retry is off\)"):
+    with pytest.raises(
+        BrokerUnavailable, match=r"gives up after 1 attempt \(broker_connection_retry is off\)"
+    ):
         worker.launch(signals=False)
     server.close()
 
 
 def test_attempts_are_counted_over_all_servers() -> None:
     urls = [dead(), dead()]
-    server = Server(Config.from_mapping({
-        "broker": ";".join(urls), "multiple_broker_separator": ";", "broker_connection_max_retries": 5,
-    }))
+    server = Server(
+        Config.from_mapping(
+            {
+                "broker": ";".join(urls),
+                "multiple_broker_separator": ";",
+                "broker_connection_max_retries": 5,
+            }
+        )
+    )
     worker = server.new_worker(concurrency=1)
     lost = told(worker)
 
-    with pytest.raises(BrokerUnavailable, match="gives up after 6 attempts"):  # a round that has begun is finished
+    with pytest.raises(
+        BrokerUnavailable, match="gives up after 6 attempts"
+    ):  # a round that has begun is finished
         worker.launch(signals=False)
 
     assert [one.attempt for one in lost] == [2, 4, 6]
@@ -250,7 +289,11 @@ def test_attempts_are_counted_over_all_servers() -> None:
 @pytest.mark.parametrize("busy", [False, True])
 def test_a_worker_that_runs_gives_up_too(app: App, redis: RedisServer, busy: bool) -> None:
     redis.start()
-    app.env |= {"MACHINERY_URL": redis.url, "MACHINERY_BROKER_CONNECTION_MAX_RETRIES": "3", "MACHINERY_SHUTDOWN_TIMEOUT": "1"}
+    app.env |= {
+        "MACHINERY_URL": redis.url,
+        "MACHINERY_BROKER_CONNECTION_MAX_RETRIES": "3",
+        "MACHINERY_SHUTDOWN_TIMEOUT": "1",
+    }
     worker = app.worker()
     if busy:
         app.send("hold", "slow")
@@ -264,7 +307,9 @@ def test_a_worker_that_runs_gives_up_too(app: App, redis: RedisServer, busy: boo
     assert "Traceback" not in worker.err
 
 
-def test_programs_hear_of_the_loss_and_of_the_return(redis: RedisServer, caplog: pytest.LogCaptureFixture) -> None:
+def test_programs_hear_of_the_loss_and_of_the_return(
+    redis: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
     redis.start()
     server = Server(Config(broker=redis.url))
     answer = server.register_task("answer", lambda: 42)
@@ -283,7 +328,11 @@ def test_programs_hear_of_the_loss_and_of_the_return(redis: RedisServer, caplog:
         wait_until(lambda: restored, HANG, "the news of its return")
 
     assert [one.attempt for one in lost] == list(range(len(lost)))
-    assert (restored[0].worker, restored[0].attempts, len(restored)) == ("watched", lost[-1].attempt, 1)
+    assert (restored[0].worker, restored[0].attempts, len(restored)) == (
+        "watched",
+        lost[-1].attempt,
+        1,
+    )
     lines = [record for record in caplog.records if "no tasks can be received" in record.message]
     assert [line.levelname for line in lines][:4] == ["ERROR", "DEBUG", "DEBUG", "DEBUG"]
     assert "(attempt 2)" in lines[2].message and f"127.0.0.1:{redis.port}" in lines[2].message
@@ -304,24 +353,50 @@ def test_a_handler_that_fails_does_no_harm(redis: RedisServer) -> None:
 
 
 def test_pauses_grow_to_their_longest_one() -> None:
-    assert [reconnect_delay("linear", n) for n in (1, 2, 3, 14, 15, 16, 10**6)] == [2, 4, 6, 28, 30, 30, 30]
-    assert [reconnect_delay("fibonacci", n) for n in range(1, 10)] == [1, 2, 3, 5, 8, 13, 21, 30, 30]
+    assert [reconnect_delay("linear", n) for n in (1, 2, 3, 14, 15, 16, 10**6)] == [
+        2,
+        4,
+        6,
+        28,
+        30,
+        30,
+        30,
+    ]
+    assert [reconnect_delay("fibonacci", n) for n in range(1, 10)] == [
+        1,
+        2,
+        3,
+        5,
+        8,
+        13,
+        21,
+        30,
+        30,
+    ]
     for attempt, longest in ((1, 0.1), (2, 0.2), (7, 6.4), (8, 10.0), (10**6, 10.0)):
         found = [reconnect_delay("jitter", attempt) for _ in range(200)]
         assert 0.0 <= min(found) < 0.2 * longest < 0.8 * longest < max(found) <= longest
 
 
 def test_an_unknown_schedule_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"backoff: found 'jiter' \(known: fibonacci, jitter, linear; did you mean 'jitter'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"backoff: found 'jiter' \(known: fibonacci, jitter, linear; did you mean 'jitter'",
+    ):
         Config(broker_connection_backoff="jiter")
-    assert all(Config(broker_connection_backoff=name).broker_connection_backoff == name for name in SCHEDULES)
+    assert all(
+        Config(broker_connection_backoff=name).broker_connection_backoff == name
+        for name in SCHEDULES
+    )
 
 
 # Senders
 
 
 @pytest.mark.parametrize("away", ["refused", "black hole", "black hole on a used connection"])
-def test_a_sender_waits_no_longer_than_it_may(redis: RedisServer, open_proxy: OpenProxy, away: str) -> None:
+def test_a_sender_waits_no_longer_than_it_may(
+    redis: RedisServer, open_proxy: OpenProxy, away: str
+) -> None:
     redis.start()
     proxy = open_proxy(redis.port)
     server = Server(Config(broker=proxy.through(redis.url), publish_timeout=1.5))
@@ -338,6 +413,8 @@ def test_a_sender_waits_no_longer_than_it_may(redis: RedisServer, open_proxy: Op
         answer.send()
     passed = time.monotonic() - before
 
-    assert 0.3 < passed < 2.8  # publish_timeout, and what a loaded machine adds; twice of it would be 3
+    assert (
+        0.3 < passed < 2.8
+    )  # publish_timeout, and what a loaded machine adds; twice of it would be 3
     assert not isinstance(caught.value, StoreUnusable)
     server.close()

@@ -22,11 +22,23 @@ from tests.stores.pair_case import ALL_PAIRS, Place, place
 
 __all__ = ["amqp_url", "empty_memcached", "mongodb_server", "mongodb_url", "vhosts"]
 
-ELSEWHERE = frozenset({
-    ("memory", "memory"), ("sqlite", "sqlite"), ("redis", "redis"), ("mongodb", "mongodb"),
-    ("memory", "sqlite"), ("sqlite", "memory"), ("redis", "memory"), ("mongodb", "redis"), ("redis", "mongodb"),
-    ("memory", "memcache"), ("sqlite", "memcache"), ("redis", "memcache"), ("amqp", "redis"),
-})
+ELSEWHERE = frozenset(
+    {
+        ("memory", "memory"),
+        ("sqlite", "sqlite"),
+        ("redis", "redis"),
+        ("mongodb", "mongodb"),
+        ("memory", "sqlite"),
+        ("sqlite", "memory"),
+        ("redis", "memory"),
+        ("mongodb", "redis"),
+        ("redis", "mongodb"),
+        ("memory", "memcache"),
+        ("sqlite", "memcache"),
+        ("redis", "memcache"),
+        ("amqp", "redis"),
+    }
+)
 ALWAYS = ("sqlite", "mongodb")
 if TYPE_CHECKING:
     Whole = WorkflowConformance
@@ -39,14 +51,24 @@ class Pair(Whole):
     __test__ = False
 
     @pytest.fixture
-    def server(self, broker_place: Place, backend_place: Place, request: pytest.FixtureRequest) -> Server:
-        amqp = AMQPConfig(queue_declare_args={"x-max-priority": 10} if "priorit" in request.node.name else {})
+    def server(
+        self, broker_place: Place, backend_place: Place, request: pytest.FixtureRequest
+    ) -> Server:
+        amqp = AMQPConfig(
+            queue_declare_args={"x-max-priority": 10} if "priorit" in request.node.name else {}
+        )
         return Server(Config(broker=broker_place.url, result_backend=backend_place.url, amqp=amqp))
 
 
 for _broker, _backend in itertools.product(*stores()):
     if (_broker, _backend) not in ELSEWHERE and (ALL_PAIRS or (_broker, _backend) == ALWAYS):
         _name = f"Test{_broker.capitalize()}BrokerAnd{_backend.capitalize()}Backend"
-        globals()[_name] = type(_name, (Pair,), {
-            "__test__": True, "broker_place": place(_broker, "broker"), "backend_place": place(_backend, "backend"),
-        })
+        globals()[_name] = type(
+            _name,
+            (Pair,),
+            {
+                "__test__": True,
+                "broker_place": place(_broker, "broker"),
+                "backend_place": place(_backend, "backend"),
+            },
+        )

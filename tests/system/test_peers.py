@@ -23,13 +23,32 @@ OTHERS = [system.name for system in SYSTEMS if not system.is_ours]
 
 
 def run(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "benchmarks.peers", "--no-install", *arguments], cwd=ROOT,
-                          env={**os.environ, **environ}, capture_output=True, text=True, timeout=HANG, check=False)
+    return subprocess.run(
+        [sys.executable, "-m", "benchmarks.peers", "--no-install", *arguments],
+        cwd=ROOT,
+        env={**os.environ, **environ},
+        capture_output=True,
+        text=True,
+        timeout=HANG,
+        check=False,
+    )
 
 
 def measured(*names: str, rounds: int = 1, broker: str = "redis") -> dict[str, Any]:
     require(RedisServer)
-    done = run("--broker", broker, "--peers", *names, "--tasks", "300", "--rounds", str(rounds), "--calls", "10", "--json")
+    done = run(
+        "--broker",
+        broker,
+        "--peers",
+        *names,
+        "--tasks",
+        "300",
+        "--rounds",
+        str(rounds),
+        "--calls",
+        "10",
+        "--json",
+    )
     assert done.stdout, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     assert found["failures"] == []
@@ -37,12 +56,16 @@ def measured(*names: str, rounds: int = 1, broker: str = "redis") -> dict[str, A
     return found
 
 
-def check_figures(rounds: Sequence[Mapping[str, float]], *, bulk: bool, broker: str = "redis") -> None:
+def check_figures(
+    rounds: Sequence[Mapping[str, float]], *, bulk: bool, broker: str = "redis"
+) -> None:
     missing = (set() if bulk else {"bulk"}) | (set() if broker == "amqp" else {"rabbitmq cpu"})
     expected = {figure.name for figure in report.FIGURES} - missing
     for figures in rounds:
         assert figures.keys() == expected | {"round"}
-        assert all(figures[name] > 0 for name in ("send", "drain", "drain by two", "latency", "p99"))
+        assert all(
+            figures[name] > 0 for name in ("send", "drain", "drain by two", "latency", "p99")
+        )
 
 
 def test_machinery_is_measured_beside_bare_redis_in_every_round() -> None:
@@ -84,12 +107,16 @@ def test_what_has_no_environment_is_left_out_and_not_installed(tmp_path: Path) -
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("path", sorted(PEERS.rglob("*.py")), ids=lambda path: str(path.relative_to(PEERS)))
+@pytest.mark.parametrize(
+    "path", sorted(PEERS.rglob("*.py")), ids=lambda path: str(path.relative_to(PEERS))
+)
 def test_every_script_compiles(path: Path) -> None:
     compile(path.read_bytes(), str(path), "exec")
 
 
-@pytest.mark.parametrize("system", [*SYSTEMS, *AMQP_SYSTEMS], ids=lambda system: system.environment or system.folder)
+@pytest.mark.parametrize(
+    "system", [*SYSTEMS, *AMQP_SYSTEMS], ids=lambda system: system.environment or system.folder
+)
 def test_every_system_has_its_scripts_and_pins_its_versions(system: Any) -> None:
     folder = PEERS / system.folder
 
@@ -106,7 +133,12 @@ def test_a_wrong_result_and_a_missing_one_are_counted(
     (tmp_path / "ids").write_text(json.dumps(["a", "b", "c", "d"]))
     monkeypatch.setattr(sys, "argv", ["send.py", "check", "4", str(tmp_path / "ids")])
 
-    driving.run(one=lambda _numbers: [], bulk=None, results=lambda _ids: [0, 5, 2], latency=lambda _numbers: [])
+    driving.run(
+        one=lambda _numbers: [],
+        bulk=None,
+        results=lambda _ids: [0, 5, 2],
+        latency=lambda _numbers: [],
+    )
 
     assert json.loads(capsys.readouterr().out) == {"wrong": 2, "checked": 4}
 

@@ -16,7 +16,17 @@ from typing import Any
 import pymongo.monitoring
 import pytest
 
-from machinery_py import Config, DuplicateTask, Server, TaskFailed, Unsupported, chain, chord, current_task, group
+from machinery_py import (
+    Config,
+    DuplicateTask,
+    Server,
+    TaskFailed,
+    Unsupported,
+    chain,
+    chord,
+    current_task,
+    group,
+)
 from machinery_py.brokers.base import Message
 from machinery_py.testing.servers import RabbitMQServer, RedisCluster, RedisServer
 from machinery_py.testing.waiting import HANG, wait_until
@@ -79,8 +89,17 @@ class Application:
                 self.fail.send().get(timeout=HANG)
             late = add.options(delay=1.0).send(2, 2)
             assert chain(add.signature(1, 1), add.partial(5)).send().get(timeout=HANG) == 7
-            assert group(add.signature(n, 1) for n in range(3)).send().get(timeout=HANG) == [1, 2, 3]
-            assert chord(group(add.signature(n, 1) for n in range(3)), self.total.partial()).send().get(timeout=HANG) == 6
+            assert group(add.signature(n, 1) for n in range(3)).send().get(timeout=HANG) == [
+                1,
+                2,
+                3,
+            ]
+            assert (
+                chord(group(add.signature(n, 1) for n in range(3)), self.total.partial())
+                .send()
+                .get(timeout=HANG)
+                == 6
+            )
             assert late.get(timeout=HANG) == 4
             self.hold()
             self.pause()
@@ -105,7 +124,9 @@ class Application:
 
     def bury(self) -> None:
         inspect = self.server.inspect
-        self.server.broker.put([Message(uuid="", name="", queue="mail", body=b"no signature")], token="")
+        self.server.broker.put(
+            [Message(uuid="", name="", queue="mail", body=b"no signature")], token=""
+        )
         wait_until(lambda: len(inspect.dead()) == 1, what="the dead letter")
         assert inspect.delete_dead([inspect.dead()[0].id]) == 1
 
@@ -141,8 +162,14 @@ def run_application(config: Config, caplog: pytest.LogCaptureFixture) -> None:
             Application(server).run()
     finally:
         server.close()
-    said = [record.getMessage() for record in caplog.records if record.name.startswith("machinery_py")]
-    refused = [text for text in said if re.search("NOPERM|permission|ACCESS_REFUSED|403|not authorized", text)]
+    said = [
+        record.getMessage() for record in caplog.records if record.name.startswith("machinery_py")
+    ]
+    refused = [
+        text
+        for text in said
+        if re.search("NOPERM|permission|ACCESS_REFUSED|403|not authorized", text)
+    ]
     assert refused == []
 
 
@@ -167,7 +194,9 @@ def shop_redis(empty_redis: RedisServer) -> Iterator[RedisServer]:
     empty_redis.cli("ACL", "DELUSER", "shop")
 
 
-def test_the_documented_acl_of_redis_is_enough(shop_redis: RedisServer, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_documented_acl_of_redis_is_enough(
+    shop_redis: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
     run_application(Config(broker=f"redis://shop:secret@127.0.0.1:{shop_redis.port}/0"), caplog)
 
     assert refusals(shop_redis) == []
@@ -182,12 +211,22 @@ def test_the_documented_acl_of_redis_lets_nobody_touch_other_keys(shop_redis: Re
         server.broker.driver.ask(b"FLUSHALL", doing="testing")  # type: ignore[attr-defined]
 
 
-def test_doctor_is_content_with_the_documented_acl_of_redis(shop_redis: RedisServer, tmp_path: Path) -> None:
+def test_doctor_is_content_with_the_documented_acl_of_redis(
+    shop_redis: RedisServer, tmp_path: Path
+) -> None:
     url = f"redis://shop:secret@127.0.0.1:{shop_redis.port}/0"
-    (tmp_path / "shop.py").write_text(f"from machinery_py import Server\nserver = Server({url!r})\n")
+    (tmp_path / "shop.py").write_text(
+        f"from machinery_py import Server\nserver = Server({url!r})\n"
+    )
 
-    done = subprocess.run([sys.executable, "-m", "machinery_py", "doctor", "shop"], cwd=tmp_path, capture_output=True, text=True,
-                          check=False, timeout=HANG)
+    done = subprocess.run(
+        [sys.executable, "-m", "machinery_py", "doctor", "shop"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=HANG,
+    )
 
     assert "permission" not in done.stdout + done.stderr
     assert "broker" in done.stdout
@@ -198,7 +237,10 @@ def test_the_documented_acl_of_a_redis_cluster_is_enough(
     redis_cluster: RedisCluster, caplog: pytest.LogCaptureFixture
 ) -> None:
     redis_cluster.start()
-    words = documented("redis.md", "ACL SETUSER shop on") + documented("redis.md", "ACL SETUSER shop +cluster")[3:]
+    words = (
+        documented("redis.md", "ACL SETUSER shop on")
+        + documented("redis.md", "ACL SETUSER shop +cluster")[3:]
+    )
     for node in redis_cluster.nodes:
         node.cli("FLUSHALL") if str(node.cli("ROLE")).startswith("['master'") else None
         allow(node, words)
@@ -221,13 +263,20 @@ def test_the_documented_permissions_of_rabbitmq_are_enough(
 ) -> None:
     rabbitmq_server.start()
     rabbitmq_server.ctl("add_vhost", "permissions")
-    begin = "rabbitmqctl set_permissions -p results" if keeps_results else "rabbitmqctl set_permissions -p messages"
+    begin = (
+        "rabbitmqctl set_permissions -p results"
+        if keeps_results
+        else "rabbitmqctl set_permissions -p messages"
+    )
     user, *permissions = documented("rabbitmq.md", begin)[4:]
     rabbitmq_server.ctl("add_user", user, "secret")
     try:
         rabbitmq_server.ctl("set_permissions", "-p", "permissions", user, *permissions)
         url = f"amqp://{user}:secret@127.0.0.1:{rabbitmq_server.port}/permissions"
-        run_application(Config(broker=url, result_backend=url if keeps_results else "memory://permissions"), caplog)
+        run_application(
+            Config(broker=url, result_backend=url if keeps_results else "memory://permissions"),
+            caplog,
+        )
     finally:
         rabbitmq_server.ctl("delete_user", user)
         rabbitmq_server.ctl("delete_vhost", "permissions")
@@ -238,12 +287,41 @@ def test_the_documented_permissions_of_rabbitmq_are_enough(
 #: What the server lets a user with this role do, of all that a client can ask: MongoDB's manual, "built-in roles".
 ROLES = {
     "readWrite": {
-        "aggregate", "collStats", "count", "create", "createIndexes", "dbStats", "delete", "distinct", "drop", "dropIndexes",
-        "explain", "find", "findAndModify", "getMore", "insert", "killCursors", "listCollections", "listIndexes", "update",
+        "aggregate",
+        "collStats",
+        "count",
+        "create",
+        "createIndexes",
+        "dbStats",
+        "delete",
+        "distinct",
+        "drop",
+        "dropIndexes",
+        "explain",
+        "find",
+        "findAndModify",
+        "getMore",
+        "insert",
+        "killCursors",
+        "listCollections",
+        "listIndexes",
+        "update",
     },
 }
-ANYBODY = {"buildInfo", "endSessions", "hello", "ismaster", "isMaster", "ping", "saslStart", "saslContinue"}
-MORE = {"serverStatus", "getCmdLineOpts"}  # asked for what they tell of durability; a refusal is no failure
+ANYBODY = {
+    "buildInfo",
+    "endSessions",
+    "hello",
+    "ismaster",
+    "isMaster",
+    "ping",
+    "saslStart",
+    "saslContinue",
+}
+MORE = {
+    "serverStatus",
+    "getCmdLineOpts",
+}  # asked for what they tell of durability; a refusal is no failure
 
 
 def test_the_documented_role_of_mongodb_allows_each_command_that_is_sent(
@@ -261,7 +339,9 @@ def test_the_documented_role_of_mongodb_allows_each_command_that_is_sent(
 
     pymongo.monitoring.register(Listener())
     database = mongodb_url.rpartition("/")[2].partition("?")[0]
-    (role,) = re.findall(r'role: "(\w+)", db: "shop"', (HOW_TO / "mongodb.md").read_text(encoding="utf-8"))
+    (role,) = re.findall(
+        r'role: "(\w+)", db: "shop"', (HOW_TO / "mongodb.md").read_text(encoding="utf-8")
+    )
 
     run_application(Config(broker=mongodb_url), caplog)
 

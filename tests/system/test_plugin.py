@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-TASKS = '''
+TASKS = """
     from machinery_py import NoRetry, Server
 
     server = Server("redis://no-such-host:1/0") if False else Server("sqlite:////nowhere/at/all.db")
@@ -25,10 +25,10 @@ TASKS = '''
     def download(url: str) -> None:
         if not url.startswith("https:"):
             raise NoRetry(f"not a web address: {url}")
-'''
+"""
 
 # Word for word the listing of the section, but for where the tasks come from.
-LISTING = '''
+LISTING = """
     import pytest
 
     from machinery_py import TaskFailed, Worker
@@ -64,10 +64,12 @@ LISTING = '''
 
     def test_the_function_alone() -> None:
         assert add(1, 2) == 3
-'''
+"""
 
 
-def project(pytester: pytest.Pytester, *, tests: str, tasks: str = TASKS, app: str = "shop.tasks:server") -> None:
+def project(
+    pytester: pytest.Pytester, *, tests: str, tasks: str = TASKS, app: str = "shop.tasks:server"
+) -> None:
     option = f"machinery_app = {app}" if app else ""
     pytester.makefile(".cfg", setup=f"[tool:pytest]\n{option}\n")
     pytester.makepyfile(**{"shop/__init__": "", "shop/tasks": tasks, "tests/test_shop": tests})
@@ -87,21 +89,29 @@ def test_a_module_with_one_server_needs_no_name(pytester: pytest.Pytester) -> No
     run(pytester).assert_outcomes(passed=4)
 
 
-ONE = '''
+ONE = """
     def test_it(machinery):
         assert machinery.drain() == 0
-'''
+"""
 
 
-@pytest.mark.parametrize(("app", "text"), [
-    ("", "*no machinery_app: which Server is to be tested?*machinery_app = shop.tasks:server*"),
-    ("shop.task", "*machinery_app = shop.task, *: cannot import 'shop.task' *: no such module (there is 'shop.tasks'*"),
-    ("shop.tasks:app", "*module 'shop.tasks': no 'app' in it (there is 'server')*"),
-    ("shop.tasks:add", "*module 'shop.tasks': 'add' is a Task (expected a Server)*"),
-    ("shop", "*module 'shop': no Server found*"),
-    (":server", "*no module named (expected MODULE or MODULE:OBJECT)*"),
-])
-def test_an_app_that_cannot_be_found_is_told_in_words(pytester: pytest.Pytester, app: str, text: str) -> None:
+@pytest.mark.parametrize(
+    ("app", "text"),
+    [
+        ("", "*no machinery_app: which Server is to be tested?*machinery_app = shop.tasks:server*"),
+        (
+            "shop.task",
+            "*machinery_app = shop.task, *: cannot import 'shop.task' *: no such module (there is 'shop.tasks'*",
+        ),
+        ("shop.tasks:app", "*module 'shop.tasks': no 'app' in it (there is 'server')*"),
+        ("shop.tasks:add", "*module 'shop.tasks': 'add' is a Task (expected a Server)*"),
+        ("shop", "*module 'shop': no Server found*"),
+        (":server", "*no module named (expected MODULE or MODULE:OBJECT)*"),
+    ],
+)
+def test_an_app_that_cannot_be_found_is_told_in_words(
+    pytester: pytest.Pytester, app: str, text: str
+) -> None:
     project(pytester, tests=ONE, app=app)
     result = run(pytester)
     result.assert_outcomes(errors=1)
@@ -131,19 +141,21 @@ def test_both_fixtures_in_one_test_are_refused(pytester: pytest.Pytester) -> Non
 
 def test_a_conftest_may_say_which_server(pytester: pytest.Pytester) -> None:
     project(pytester, tests=LISTING, app="")
-    pytester.makeconftest('''
+    pytester.makeconftest("""
         import pytest
 
         @pytest.fixture
         def machinery_server():
             from shop.tasks import server
             return server
-    ''')
+    """)
     run(pytester).assert_outcomes(passed=4)
 
 
 def test_the_server_is_put_back_after_a_test_that_failed(pytester: pytest.Pytester) -> None:
-    project(pytester, tests='''
+    project(
+        pytester,
+        tests="""
         from shop.tasks import add, server
 
         def test_breaks(machinery):
@@ -157,12 +169,16 @@ def test_the_server_is_put_back_after_a_test_that_failed(pytester: pytest.Pytest
         def test_after(request):
             assert server.config.broker == "sqlite:////nowhere/at/all.db"
             assert server.engine._stores is None
-    ''')
+    """,
+    )
     run(pytester).assert_outcomes(passed=1, failed=2)
 
 
-def test_the_plug_in_loads_nothing_heavy_before_a_fixture_is_used(pytester: pytest.Pytester) -> None:
-    pytester.makepyfile(test_nothing='''
+def test_the_plug_in_loads_nothing_heavy_before_a_fixture_is_used(
+    pytester: pytest.Pytester,
+) -> None:
+    pytester.makepyfile(
+        test_nothing="""
         import sys
 
         def test_nothing():
@@ -170,13 +186,18 @@ def test_the_plug_in_loads_nothing_heavy_before_a_fixture_is_used(pytester: pyte
             heavy = {"machinery_py.testing.harness", "machinery_py.testing.conformance", "redis", "pymongo", "pika",
                      "sqlite3", "hypothesis"}
             assert not heavy & set(sys.modules)
-    ''')
+    """
+    )
     run(pytester, "-p", "no:hypothesispytest", "-p", "no:randomly").assert_outcomes(passed=1)
 
 
 def test_the_library_itself_does_not_import_pytest(pytester: pytest.Pytester) -> None:
-    result = pytester.run(sys.executable, "-c", (
-        "import sys, machinery_py.testing.harness, machinery_py.testing.waiting, machinery_py.testing.flaky; "
-        "sys.exit('pytest' in sys.modules)"
-    ))
+    result = pytester.run(
+        sys.executable,
+        "-c",
+        (
+            "import sys, machinery_py.testing.harness, machinery_py.testing.waiting, machinery_py.testing.flaky; "
+            "sys.exit('pytest' in sys.modules)"
+        ),
+    )
     assert result.ret == 0

@@ -17,7 +17,9 @@ from tests.system.test_kills import FULL, Fleet, _mongodb, done
 
 __all__ = ["amqp_url", "vhosts"]
 
-POISON = int(os.environ.get("CHAOS_POISON", "2"))  # tasks that kill their worker; `make chaos` asks for more
+POISON = int(
+    os.environ.get("CHAOS_POISON", "2")
+)  # tasks that kill their worker; `make chaos` asks for more
 EACH_POISON = 100  # good tasks for each of them
 KILLS = int(os.environ.get("CHAOS_HELD_KILLS", "4"))
 EACH_KILL = 150  # tasks; so few that what a worker holds is held by the next victim, too
@@ -35,7 +37,11 @@ def fleet(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> Iterator[Fl
         case "redis":
             fleet = Fleet(tmp_path, request.getfixturevalue("empty_redis").url)
         case _:
-            fleet = Fleet(tmp_path, request.getfixturevalue("amqp_url"), request.getfixturevalue("empty_redis").url)
+            fleet = Fleet(
+                tmp_path,
+                request.getfixturevalue("amqp_url"),
+                request.getfixturevalue("empty_redis").url,
+            )
     yield fleet
     fleet.stop()
 
@@ -69,19 +75,31 @@ def send(server: Server, signatures: list[object]) -> list[str]:
 
 def all_ended(server: Server) -> bool:
     return done(server) and not any(
-        server.inspect.tasks(state=state, limit=1) for state in (State.PENDING, State.RECEIVED, State.STARTED)
+        server.inspect.tasks(state=state, limit=1)
+        for state in (State.PENDING, State.RECEIVED, State.STARTED)
     )
 
 
 @pytest.mark.timeout(2 * HANG)
-def test_tasks_that_kill_their_worker_are_given_up_after_three_runs_and_no_other_is(fleet: Fleet, server: Server) -> None:
+def test_tasks_that_kill_their_worker_are_given_up_after_three_runs_and_no_other_is(
+    fleet: Fleet, server: Server
+) -> None:
     deadly, work = server.register_task("deadly", lambda: None), server.register_task("work", int)
     poison, good = set[str](), set[str]()
     for start in range(POISON):
-        good.update(send(server, [work.signature(start * EACH_POISON + number) for number in range(EACH_POISON)]))
+        good.update(
+            send(
+                server,
+                [work.signature(start * EACH_POISON + number) for number in range(EACH_POISON)],
+            )
+        )
         poison.update(send(server, [deadly.signature()]))
 
-    keep_two(fleet, lambda: all_ended(server) and len(server.inspect.dead(limit=10 * POISON)) == POISON, "all tasks have ended")
+    keep_two(
+        fleet,
+        lambda: all_ended(server) and len(server.inspect.dead(limit=10 * POISON)) == POISON,
+        "all tasks have ended",
+    )
 
     letters = server.inspect.dead(limit=10 * POISON)
     assert {letter.uuid for letter in letters} == poison
@@ -97,7 +115,9 @@ def test_tasks_that_kill_their_worker_are_given_up_after_three_runs_and_no_other
 
 
 @pytest.mark.timeout(2 * HANG)
-def test_tasks_that_workers_held_when_they_were_killed_are_never_given_up(fleet: Fleet, server: Server) -> None:
+def test_tasks_that_workers_held_when_they_were_killed_are_never_given_up(
+    fleet: Fleet, server: Server
+) -> None:
     kills = KILLS // 2 if "mongodb" in fleet.url else KILLS
     rest = server.register_task("rest", float)
     sent: set[str] = set()
@@ -107,7 +127,11 @@ def test_tasks_that_workers_held_when_they_were_killed_are_never_given_up(fleet:
 
     for number in range(kills):
         goal = number * EACH_KILL * 3 // 4 + 1
-        wait_until(lambda goal=goal: sum(fleet.runs().values()) >= goal or done(server), timeout=HANG, what=f"{goal} runs")
+        wait_until(
+            lambda goal=goal: sum(fleet.runs().values()) >= goal or done(server),
+            timeout=HANG,
+            what=f"{goal} runs",
+        )
         victim = workers[number % 2]
         victim.send_signal(signal.SIGKILL)
         victim.wait()

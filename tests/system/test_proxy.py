@@ -41,7 +41,9 @@ class Echo:
                 connection, _ = self._listener.accept()
             except OSError:
                 return
-            self._threads.append(threading.Thread(target=self._answer, args=(connection,), name="echo", daemon=True))
+            self._threads.append(
+                threading.Thread(target=self._answer, args=(connection,), name="echo", daemon=True)
+            )
             self._threads[-1].start()
 
     def _answer(self, connection: socket.socket) -> None:
@@ -110,7 +112,9 @@ def hears_nothing(client: socket.socket) -> None:
     client.settimeout(HANG)
 
 
-def test_without_a_fault_bytes_pass_both_ways_and_are_counted(echo: Echo, proxy: Proxy, dial: Dial) -> None:
+def test_without_a_fault_bytes_pass_both_ways_and_are_counted(
+    echo: Echo, proxy: Proxy, dial: Dial
+) -> None:
     client = dial()
     line = b"x" * 1_000_000 + b"\n"
 
@@ -122,7 +126,11 @@ def test_without_a_fault_bytes_pass_both_ways_and_are_counted(echo: Echo, proxy:
     assert answer == line
     wait_until(lambda: proxy.counts["reply_bytes"] == len(line) + 6)
     assert proxy.counts["request_bytes"] == len(line) + 6
-    assert (proxy.counts["connections"], proxy.counts["resets"], proxy.open_connections) == (1, 0, 1)
+    assert (proxy.counts["connections"], proxy.counts["resets"], proxy.open_connections) == (
+        1,
+        0,
+        1,
+    )
 
 
 def test_the_end_of_a_connection_passes_too(echo: Echo, proxy: Proxy, dial: Dial) -> None:
@@ -138,7 +146,9 @@ def test_the_end_of_a_connection_passes_too(echo: Echo, proxy: Proxy, dial: Dial
 def test_many_clients_pass_at_once(proxy: Proxy, dial: Dial) -> None:
     clients = [dial() for _ in range(32)]
 
-    assert together(32, lambda number: ask(clients[number], b"%d\n" % number)) == [b"%d\n" % number for number in range(32)]
+    assert together(32, lambda number: ask(clients[number], b"%d\n" % number)) == [
+        b"%d\n" % number for number in range(32)
+    ]
     assert proxy.open_connections == 32
 
 
@@ -196,7 +206,9 @@ def test_a_black_hole_swallows_until_it_is_healed(echo: Echo, proxy: Proxy, dial
     assert read_line(client) == b"lost\n"
 
 
-def test_a_black_hole_of_replies_lets_the_request_be_executed(echo: Echo, proxy: Proxy, dial: Dial) -> None:
+def test_a_black_hole_of_replies_lets_the_request_be_executed(
+    echo: Echo, proxy: Proxy, dial: Dial
+) -> None:
     client = dial()
     proxy.black_hole(REPLIES)
 
@@ -232,7 +244,9 @@ def test_a_reset_reaches_both_ends(echo: Echo, proxy: Proxy, dial: Dial) -> None
 
 
 @pytest.mark.parametrize("length", [0, 1, 5, 9])
-def test_a_reset_in_the_middle_of_a_reply(echo: Echo, proxy: Proxy, dial: Dial, length: int) -> None:
+def test_a_reset_in_the_middle_of_a_reply(
+    echo: Echo, proxy: Proxy, dial: Dial, length: int
+) -> None:
     client = dial()
     proxy.reset_after(length)
 
@@ -288,7 +302,9 @@ def test_a_half_closed_connection_still_carries_the_other_half(
     assert proxy.counts["resets"] == 0
 
 
-def test_a_dropped_reply_was_executed_and_its_connection_is_reset(echo: Echo, proxy: Proxy, dial: Dial) -> None:
+def test_a_dropped_reply_was_executed_and_its_connection_is_reset(
+    echo: Echo, proxy: Proxy, dial: Dial
+) -> None:
     client, other = dial(), dial()
     proxy.drop_next_reply(matching=b"push")
 
@@ -302,7 +318,9 @@ def test_a_dropped_reply_was_executed_and_its_connection_is_reset(echo: Echo, pr
     assert ask(other, b"push\n") == b"push\n"
 
 
-def test_the_next_reply_of_all_can_be_dropped_while_its_request_waits(proxy: Proxy, dial: Dial) -> None:
+def test_the_next_reply_of_all_can_be_dropped_while_its_request_waits(
+    proxy: Proxy, dial: Dial
+) -> None:
     client = dial()
     proxy.slow(REQUESTS, latency=0.1)
     client.sendall(b"waiting\n")
@@ -383,5 +401,8 @@ def test_a_closed_proxy_leaves_neither_thread_nor_connection(echo: Echo) -> None
 
 
 def test_a_url_goes_through_it_with_its_login_path_and_options(proxy: Proxy) -> None:
-    assert proxy.through("redis://:secret@db:6379/3?a=b") == f"redis://:secret@127.0.0.1:{proxy.url_port}/3?a=b"
+    assert (
+        proxy.through("redis://:secret@db:6379/3?a=b")
+        == f"redis://:secret@127.0.0.1:{proxy.url_port}/3?a=b"
+    )
     assert proxy.through("amqp://127.0.0.1:5672/") == f"amqp://127.0.0.1:{proxy.url_port}/"

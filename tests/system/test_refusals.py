@@ -12,7 +12,16 @@ from typing import Any
 import pytest
 import redis
 
-from machinery_py import Config, PublishRefused, PublishUnknown, Server, Signature, TaskFailed, chain, group
+from machinery_py import (
+    Config,
+    PublishRefused,
+    PublishUnknown,
+    Server,
+    Signature,
+    TaskFailed,
+    chain,
+    group,
+)
 from machinery_py._drivers.amqp import AmqpDriver
 from machinery_py.config import AMQPConfig
 from machinery_py.states import State
@@ -30,7 +39,9 @@ class App:
     """An application with some tasks."""
 
     def __init__(self, broker: str, results: str, **more: Any) -> None:
-        self.server = Server(Config(broker=broker, result_backend=results, lock="memory://refusals", **more))
+        self.server = Server(
+            Config(broker=broker, result_backend=results, lock="memory://refusals", **more)
+        )
         self.ran: list[str] = []
         self.told: list[str] = []
         self.say = self.server.register_task("say", self._say)
@@ -62,7 +73,9 @@ class App:
         assert self.dead() == [(bad.uuid, "refused")]
 
 
-def results_of(kind: str, amqp_url: str, tmp_path: pathlib.Path, request: pytest.FixtureRequest) -> str:
+def results_of(
+    kind: str, amqp_url: str, tmp_path: pathlib.Path, request: pytest.FixtureRequest
+) -> str:
     match kind:
         case "redis":
             return str(request.getfixturevalue("empty_redis").url)
@@ -95,12 +108,18 @@ def small_messages(rabbitmq_server: RabbitMQServer) -> Iterator[None]:
 def declare_otherwise(url: str, queue: str) -> None:
     """Make a queue that nobody can declare whose configuration says nothing of this limit."""
     with AmqpDriver(url).visit("declaring") as channel:
-        channel.rpc("queue_declare", queue=queue, durable=True, arguments={"x-max-length": 7}, timeout=HANG)
+        channel.rpc(
+            "queue_declare", queue=queue, durable=True, arguments={"x-max-length": 7}, timeout=HANG
+        )
 
 
 def test_a_step_to_a_queue_with_other_arguments_fails(app: App) -> None:
     declare_otherwise(app.server.config.broker, "other")
-    app.check(app.say.signature("a"), app.say.options(queue="other").partial(), "'other'.*queue_declare_args")
+    app.check(
+        app.say.signature("a"),
+        app.say.options(queue="other").partial(),
+        "'other'.*queue_declare_args",
+    )
     with pytest.raises(PublishRefused, match="'other'.*queue_declare_args") as caught:
         app.say.options(queue="other").send("a")
     assert caught.value.permanent
@@ -111,8 +130,12 @@ def test_a_step_to_a_queue_that_the_user_may_not_declare_fails_and_can_be_sent_l
 ) -> None:
     vhost = app.server.config.broker.rpartition("/")[2]
     app.server.broker.declare(["machinery_tasks"])
-    rabbitmq_server.ctl("set_permissions", "-p", vhost, "guest", "^(?!secret).*", "^(?!secret).*", ".*")
-    app.check(app.say.signature("a"), app.say.options(queue="secret").partial(), "secret.*set_permissions")
+    rabbitmq_server.ctl(
+        "set_permissions", "-p", vhost, "guest", "^(?!secret).*", "^(?!secret).*", ".*"
+    )
+    app.check(
+        app.say.signature("a"), app.say.options(queue="secret").partial(), "secret.*set_permissions"
+    )
 
     rabbitmq_server.ctl("set_permissions", "-p", vhost, "guest", ".*", ".*", ".*")
     [letter] = app.server.inspect.dead()
@@ -156,7 +179,9 @@ def test_sending_what_is_too_large_is_refused_at_once_and_names_the_queue(amqp_u
     app.server.close()
 
 
-def test_the_first_group_with_a_member_too_large_is_told_to_be_unknown_at_once(amqp_url: str) -> None:
+def test_the_first_group_with_a_member_too_large_is_told_to_be_unknown_at_once(
+    amqp_url: str,
+) -> None:
     app = App(amqp_url, "memory://refusals")
     with pytest.raises(PublishUnknown, match="max_message_size") as caught:
         group(app.say.signature("x" * (LARGE if number == 2 else 1)) for number in range(5)).send()
@@ -177,8 +202,14 @@ def tree(app: App, name: str, depth: int) -> Signature[Any]:
 def test_tasks_that_fill_their_own_queue_come_to_their_end(
     results: str, kind: str, amqp_url: str, tmp_path: pathlib.Path, request: pytest.FixtureRequest
 ) -> None:
-    arguments = {"x-max-length": 10, "x-overflow": "reject-publish"} | ({"x-queue-type": "quorum"} if kind == "quorum" else {})
-    app = App(amqp_url, results_of(results, amqp_url, tmp_path, request), amqp=AMQPConfig(queue_declare_args=arguments))
+    arguments = {"x-max-length": 10, "x-overflow": "reject-publish"} | (
+        {"x-queue-type": "quorum"} if kind == "quorum" else {}
+    )
+    app = App(
+        amqp_url,
+        results_of(results, amqp_url, tmp_path, request),
+        amqp=AMQPConfig(queue_declare_args=arguments),
+    )
     for number in range(4):
         app.server.send(tree(app, f"{number}:", 3))
     with app.server.new_worker("v", 2), app.server.new_worker("w", 2) as worker:
@@ -188,12 +219,21 @@ def test_tasks_that_fill_their_own_queue_come_to_their_end(
     app.server.close()
 
 
-@pytest.mark.parametrize(("arguments", "count"), [
-    ({}, 0), ({"x-max-length": 10, "x-overflow": "reject-publish", "x-queue-type": "quorum"}, 0),
-    ({"x-max-length": 10, "x-overflow": "reject-publish"}, 1), ({"x-max-length": 10, "x-queue-type": "quorum"}, 1),
-])
+@pytest.mark.parametrize(
+    ("arguments", "count"),
+    [
+        ({}, 0),
+        ({"x-max-length": 10, "x-overflow": "reject-publish", "x-queue-type": "quorum"}, 0),
+        ({"x-max-length": 10, "x-overflow": "reject-publish"}, 1),
+        ({"x-max-length": 10, "x-queue-type": "quorum"}, 1),
+    ],
+)
 def test_a_limit_that_loses_tasks_is_a_concern(arguments: dict[str, Any], count: int) -> None:
-    app = App("amqp://guest:guest@127.0.0.1:1/", "memory://refusals", amqp=AMQPConfig(queue_declare_args=arguments))
+    app = App(
+        "amqp://guest:guest@127.0.0.1:1/",
+        "memory://refusals",
+        amqp=AMQPConfig(queue_declare_args=arguments),
+    )
     assert len(app.server.broker.concerns()) == count
     app.server.close()
 
@@ -204,16 +244,30 @@ def test_a_limit_that_loses_tasks_is_a_concern(arguments: dict[str, Any], count:
 @pytest.fixture
 def restricted(empty_redis: RedisServer) -> Iterator[str]:
     """The URL of a user who may not use the keys of the queue `secret`."""
-    keys = ["machinery_tasks", "mpy:[^{]*", "mpy:{machinery_tasks}*", "task_*", "delayed_tasks", "group*", "chord*"]
+    keys = [
+        "machinery_tasks",
+        "mpy:[^{]*",
+        "mpy:{machinery_tasks}*",
+        "task_*",
+        "delayed_tasks",
+        "group*",
+        "chord*",
+    ]
     with redis.Redis.from_url(empty_redis.url) as client:
-        client.execute_command("ACL", "SETUSER", "bob", "on", ">bob", "+@all", "&*", *(f"~{key}" for key in keys))
+        client.execute_command(
+            "ACL", "SETUSER", "bob", "on", ">bob", "+@all", "&*", *(f"~{key}" for key in keys)
+        )
         yield empty_redis.url.replace("redis://", "redis://bob:bob@")
         client.execute_command("ACL", "DELUSER", "bob")
 
 
 def test_a_step_to_a_queue_whose_keys_redis_does_not_give_fails(restricted: str) -> None:
     app = App(restricted, restricted)
-    app.check(app.say.signature("a"), app.say.options(queue="secret").partial(), "check the keys in the user's ACL")
+    app.check(
+        app.say.signature("a"),
+        app.say.options(queue="secret").partial(),
+        "check the keys in the user's ACL",
+    )
     with pytest.raises(PublishRefused, match="queue secret: .*ACL") as caught:
         app.say.options(queue="secret").send("a")
     assert caught.value.permanent
@@ -228,7 +282,9 @@ def test_a_result_that_redis_never_takes_fails_its_task(empty_redis: RedisServer
         try:
             bad, good = app.grow.send(2_000_000), [app.say.send(str(number)) for number in range(8)]
             with app.server.new_worker("w", 4) as worker:
-                assert [one.get(timeout=HANG) for one in good] == [str(number) for number in range(8)]
+                assert [one.get(timeout=HANG) for one in good] == [
+                    str(number) for number in range(8)
+                ]
                 with pytest.raises(TaskFailed, match="larger than proto-max-bulk-len"):
                     bad.get(timeout=HANG)
                 assert worker.ready

@@ -45,10 +45,14 @@ class Fleet:
         self.deaths = 0
 
     def start(self, deadliness: float) -> None:
-        self.processes.append(subprocess.Popen(
-            [sys.executable, "-m", "tests.system.scheduling", *self.arguments, str(deadliness)],
-            cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        ))
+        self.processes.append(
+            subprocess.Popen(
+                [sys.executable, "-m", "tests.system.scheduling", *self.arguments, str(deadliness)],
+                cwd=ROOT,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+        )
 
     def keep_up(self, deadliness: float) -> None:
         gone = [process for process in self.processes if process.poll() is not None]
@@ -75,7 +79,9 @@ class Fleet:
 LONG = ["sqlite+redis", "mongodb", "redis+memcached", "sqlite+amqp", "amqp"]
 
 
-@pytest.fixture(params=["sqlite", "redis", "redis+sqlite", "cluster", *(LONG if SECONDS > 3 else ())])
+@pytest.fixture(
+    params=["sqlite", "redis", "redis+sqlite", "cluster", *(LONG if SECONDS > 3 else ())]
+)
 def fleet(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> Iterator[Fleet]:
     kinds = request.param.split("+")
     urls = [_url(request, kind, tmp_path / f"{place}.db") for place, kind in enumerate(kinds)]
@@ -102,7 +108,9 @@ def test_ten_schedulers_send_each_tick_once(fleet: Fleet) -> None:
     rng = random.Random(6)
     schedules = fleet.server.schedules
     # A machine under load may be late by more than the moment that "skip" allows.
-    schedules.add("* * * * * *", "pulse", fleet.server.get_registered_task("tick").signature(), catch_up="all")
+    schedules.add(
+        "* * * * * *", "pulse", fleet.server.get_registered_task("tick").signature(), catch_up="all"
+    )
     last = decode_entry((fleet.server.backend.records().bodies or {})["pulse"]).last
     first = last.replace(microsecond=0) + dt.timedelta(seconds=1)
     for _ in range(SCHEDULERS):
@@ -125,7 +133,11 @@ def test_ten_schedulers_send_each_tick_once(fleet: Fleet) -> None:
         fleet.keep_up(DEADLINESS)
     for _ in range(2):
         fleet.start(0.0)
-    wait_until(lambda: (schedules.get("pulse").last_run or first) > until, 60, "a tick behind the last kill")
+    wait_until(
+        lambda: (schedules.get("pulse").last_run or first) > until,
+        60,
+        "a tick behind the last kill",
+    )
     schedules.pause("pulse")
     report = schedules.get("pulse")
     assert report.last_run is not None

@@ -25,8 +25,12 @@ from tests.rules.test_urls import PASSWORDS, SHAPES, WORDS
 OPTIONS = FamilyOptions(clock=SYSTEM_CLOCK, timeout=0.2)
 
 Url = st.builds(
-    lambda shape, password, is_encoded: shape.replace("{}", quote(password, safe="") if is_encoded else password),
-    st.sampled_from(SHAPES), PASSWORDS, st.booleans(),
+    lambda shape, password, is_encoded: shape.replace(
+        "{}", quote(password, safe="") if is_encoded else password
+    ),
+    st.sampled_from(SHAPES),
+    PASSWORDS,
+    st.booleans(),
 )
 
 
@@ -51,7 +55,11 @@ def written() -> Iterator[io.StringIO]:
     handlers, level = list(root.handlers), root.level
     root.addHandler(logging.StreamHandler(screen))
     try:
-        with contextlib.redirect_stdout(screen), contextlib.redirect_stderr(screen), warnings.catch_warnings():
+        with (
+            contextlib.redirect_stdout(screen),
+            contextlib.redirect_stderr(screen),
+            warnings.catch_warnings(),
+        ):
             warnings.showwarning = lambda message, *_: print(message, file=screen)  # type: ignore[assignment]  # one of its forms
             yield screen
     finally:
@@ -68,15 +76,21 @@ def assert_nothing_is_shown(text: str) -> None:
 def test_no_error_repr_or_configuration_shows_a_secret(url: str) -> None:
     with written() as screen:
         texts = [
-            said(lambda: Config(broker=url)), said(lambda: Config(broker="memory://", result_backend=url)),
-            said(lambda: Config(broker="memory://", lock=url)), said(lambda: Config(broker=url).redacted()),
-            said(lambda: Config(broker=f"{url};redis://h", multiple_broker_separator=";").redacted()),
-            said(lambda: Config(require_server=True, broker=url)), said(lambda: Server(url).config),
+            said(lambda: Config(broker=url)),
+            said(lambda: Config(broker="memory://", result_backend=url)),
+            said(lambda: Config(broker="memory://", lock=url)),
+            said(lambda: Config(broker=url).redacted()),
+            said(
+                lambda: Config(broker=f"{url};redis://h", multiple_broker_separator=";").redacted()
+            ),
+            said(lambda: Config(require_server=True, broker=url)),
+            said(lambda: Server(url).config),
             said(lambda: Config.from_env(environ={"MACHINERY_URL": url})),
         ]
         if "://" in url or "@" in url:  # where a URL is not expected, other words are shown
             texts += [
-                said(lambda: Config(default_queue=url).redacted()), said(lambda: Config.from_mapping({url: 1})),
+                said(lambda: Config(default_queue=url).redacted()),
+                said(lambda: Config.from_mapping({url: 1})),
                 said(lambda: Config.from_mapping({"redis": {"max_idle": url}})),
             ]
 
@@ -91,18 +105,36 @@ def test_no_family_shows_a_secret(url: str) -> None:
     assert_nothing_is_shown("\n".join(map(said, (family.broker, family.backend, family.lock))))
 
 
-@pytest.mark.parametrize("parsed", [parse_redis_url("redis://KILO:LIMA@h?master_name=m&sentinel_password=MIKE"),
-                                    parse_amqp_url("amqp://KILO:LIMA@h")], ids=["redis", "amqp"])
+@pytest.mark.parametrize(
+    "parsed",
+    [
+        parse_redis_url("redis://KILO:LIMA@h?master_name=m&sentinel_password=MIKE"),
+        parse_amqp_url("amqp://KILO:LIMA@h"),
+    ],
+    ids=["redis", "amqp"],
+)
 def test_a_url_that_was_read_is_printed_without_its_secrets(parsed: object) -> None:
     assert_nothing_is_shown(repr(parsed))
 
 
 @given(url=Url)
-@settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture], deadline=None, max_examples=50)
-def test_no_command_that_is_given_a_url_at_a_wrong_place_shows_its_secret(url: str, tmp_path: Path) -> None:
+@settings(
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+    deadline=None,
+    max_examples=50,
+)
+def test_no_command_that_is_given_a_url_at_a_wrong_place_shows_its_secret(
+    url: str, tmp_path: Path
+) -> None:
     with written() as screen:
-        for words in (["worker", url], ["queues", "--app-dir", str(tmp_path), f"--broker={url}"], ["doctor", "app", url],
-                      ["tasks", "app", "--state", "failed", "--url", url], [url], ["worker", "app", "-c", url]):
+        for words in (
+            ["worker", url],
+            ["queues", "--app-dir", str(tmp_path), f"--broker={url}"],
+            ["doctor", "app", url],
+            ["tasks", "app", "--state", "failed", "--url", url],
+            [url],
+            ["worker", "app", "-c", url],
+        ):
             if "://" in url or "@" in url:  # a lone word may be the name of a module
                 assert main(words) == 2
 
@@ -110,9 +142,12 @@ def test_no_command_that_is_given_a_url_at_a_wrong_place_shows_its_secret(url: s
 
 
 UNREACHABLE = (
-    "redis://user:KILO@127.0.0.1:1/0", "redis://user:KILO@127.0.0.1:1,127.0.0.1:2/0",
-    "redis://user:KILO@127.0.0.1:1/0?master_name=m&sentinel_password=LIMA", "rediss://KILO@127.0.0.1:1/0",
-    "amqp://user:KI%4CO%4b@127.0.0.1:1//", "amqps://user:KILO@127.0.0.1:1/",
+    "redis://user:KILO@127.0.0.1:1/0",
+    "redis://user:KILO@127.0.0.1:1,127.0.0.1:2/0",
+    "redis://user:KILO@127.0.0.1:1/0?master_name=m&sentinel_password=LIMA",
+    "rediss://KILO@127.0.0.1:1/0",
+    "amqp://user:KI%4CO%4b@127.0.0.1:1//",
+    "amqps://user:KILO@127.0.0.1:1/",
     "mongodb://user:KILO@127.0.0.1:1/db?authMechanismProperties=AWS_SESSION_TOKEN:LIMA",
     "mongodb://user:KILO@127.0.0.1:1/db?serverSelectionTimeoutMS=200",
 )
@@ -131,7 +166,14 @@ def test_no_command_shows_the_secret_of_a_server_that_cannot_be_used(
     )
 
     with written() as screen:
-        for words in (["doctor"], ["config"], ["queues"], ["send", "add", "1", "2"], ["tasks"], ["worker"]):
+        for words in (
+            ["doctor"],
+            ["config"],
+            ["queues"],
+            ["send", "add", "1", "2"],
+            ["tasks"],
+            ["worker"],
+        ):
             main([*words[:1], name, *words[1:], "--app-dir", str(tmp_path)])
 
     shown = screen.getvalue()

@@ -130,7 +130,9 @@ def test_a_redis_with_little_memory_refuses(redis: RedisServer) -> None:
 
 def test_a_password_a_socket_and_any_line_of_the_configuration() -> None:
     require(RedisServer)
-    with RedisServer(password="secret", unix_socket=True, maxmemory="10mb", config={"maxclients": "77"}) as redis:
+    with RedisServer(
+        password="secret", unix_socket=True, maxmemory="10mb", config={"maxclients": "77"}
+    ) as redis:
         assert redis.url == f"redis://:secret@127.0.0.1:{redis.port}/0"
         assert redis.cli("CONFIG", "GET", "maxclients") == ["maxclients", "77"]
         with socket.socket(socket.AF_UNIX) as client:
@@ -145,13 +147,19 @@ def test_tls_is_trusted_with_its_ca_and_not_without() -> None:
     with RedisServer(tls=True) as redis:
         assert redis.url.startswith("rediss://")
         assert redis.cli("PING") == "PONG"
-        with socket.create_connection(("127.0.0.1", redis.port), HANG) as plain, pytest.raises(ssl.SSLCertVerificationError):
+        with (
+            socket.create_connection(("127.0.0.1", redis.port), HANG) as plain,
+            pytest.raises(ssl.SSLCertVerificationError),
+        ):
             ssl.create_default_context().wrap_socket(plain, server_hostname="127.0.0.1")
 
 
 def test_a_line_that_redis_does_not_know_is_reported_with_its_log() -> None:
     require(RedisServer)
-    with pytest.raises(ServerBroken, match="(?s)ended while starting.*no-such-line"), RedisServer(config={"no-such-line": "1"}):
+    with (
+        pytest.raises(ServerBroken, match="(?s)ended while starting.*no-such-line"),
+        RedisServer(config={"no-such-line": "1"}),
+    ):
         pass
 
 
@@ -184,10 +192,14 @@ sys.stdin.read()
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux can be asked to end a process with its parent")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="only Linux can be asked to end a process with its parent"
+)
 def test_a_killed_python_takes_its_servers_along() -> None:
     require(RedisServer)
-    with subprocess.Popen([sys.executable, "-c", HOLDER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as holder:
         assert holder.stdout is not None
         words = holder.stdout.readline().split()
         pid, folder = int(words[0]), words[1]
@@ -201,8 +213,14 @@ def test_a_killed_python_takes_its_servers_along() -> None:
 
 def test_a_python_that_ends_without_closing_leaves_nothing() -> None:
     require(RedisServer)
-    done = subprocess.run([sys.executable, "-c", HOLDER], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=HANG,
-                          check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", HOLDER],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=HANG,
+        check=True,
+    )
 
     pid, folder = done.stdout.split()
 
@@ -278,14 +296,22 @@ def test_rabbitmq_keeps_a_durable_message_over_a_kill_and_leaves_no_process() ->
             channel.confirm_delivery()
             channel.queue_declare("mail", durable=True)
             channel.basic_publish("", "mail", b"x", pika.BasicProperties(delivery_mode=2))
-        assert server.ctl("list_queues", "name", "messages").split() == ["name", "messages", "mail", "1"]
+        assert server.ctl("list_queues", "name", "messages").split() == [
+            "name",
+            "messages",
+            "mail",
+            "1",
+        ]
         server.ctl("eval", "ok = mnesia:sync_log().")  # that there is a queue, it writes down later
         processes = family(server.pid)
 
         server.freeze()
         server.thaw()
         server.kill()
-        wait_until(lambda: not any(map(is_alive, processes)), what="the end of all that RabbitMQ had started")
+        wait_until(
+            lambda: not any(map(is_alive, processes)),
+            what="the end of all that RabbitMQ had started",
+        )
         server.start()
 
         with pika.BlockingConnection(pika.URLParameters(server.url)) as connection:
@@ -295,7 +321,9 @@ def test_rabbitmq_keeps_a_durable_message_over_a_kill_and_leaves_no_process() ->
         processes = family(os.getpid()) - before
         assert len(processes) > 2
         server.stop()
-    wait_until(lambda: not any(map(is_alive, processes)), what="the end of all that RabbitMQ had started")
+    wait_until(
+        lambda: not any(map(is_alive, processes)), what="the end of all that RabbitMQ had started"
+    )
 
 
 # What is not there
@@ -312,13 +340,17 @@ class NoSuchServer(PrivateServer):
 
 
 def test_a_missing_program_says_its_package() -> None:
-    with pytest.raises(ServerMissing, match="'no-such-program' is not installed .Debian package 'no-such-package'") as raised:
+    with pytest.raises(
+        ServerMissing, match="'no-such-program' is not installed .Debian package 'no-such-package'"
+    ) as raised:
         NoSuchServer().start()
 
     assert raised.value.package == "no-such-package"
 
 
-def test_a_missing_program_skips_on_a_laptop_and_fails_in_ci(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_program_skips_on_a_laptop_and_fails_in_ci(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delenv("CI", raising=False)
     with pytest.raises(pytest.skip.Exception, match="no-such-package"):
         require(NoSuchServer)
@@ -342,5 +374,8 @@ def test_a_port_is_given_once_and_is_free() -> None:
     ports = [free_port(besides=10_000) for _ in range(50)]
 
     assert len(set(ports)) == 50
-    with socket.create_server(("127.0.0.1", ports[0])), socket.create_server(("127.0.0.1", ports[0] + 10_000)):
+    with (
+        socket.create_server(("127.0.0.1", ports[0])),
+        socket.create_server(("127.0.0.1", ports[0] + 10_000)),
+    ):
         pass

@@ -19,7 +19,9 @@ from tests.system.cli_app import HANG, TASKS, App, Running, app_in_a_folder, chi
 app = app_in_a_folder
 
 MAX_STRIKES = 3  # deaths after which a task is a dead letter
-ENDING = TASKS + """
+ENDING = (
+    TASKS
+    + """
 @server.task
 def end(code: int) -> None:
     os._exit(code)
@@ -32,6 +34,7 @@ def noop() -> None:
 def crash() -> None:
     os.abort()
 """
+)
 
 
 def workers(process: Running) -> list[int]:
@@ -39,7 +42,14 @@ def workers(process: Running) -> list[int]:
 
 
 def test_pauses_double_up_to_a_longest_one() -> None:
-    assert [pause_after(failures) for failures in (0, 1, 2, 3, 4, 5)] == [0.0, 0.0, 0.5, 1.0, 2.0, 4.0]
+    assert [pause_after(failures) for failures in (0, 1, 2, 3, 4, 5)] == [
+        0.0,
+        0.0,
+        0.5,
+        1.0,
+        2.0,
+        4.0,
+    ]
     assert pause_after(100) == LONGEST_PAUSE
 
 
@@ -49,7 +59,11 @@ def test_there_is_one_banner_and_one_ready(app: App) -> None:
     assert "worker ada-1 · 3 processes of 2 threads\n" in process.out
     assert process.out.count("machinery ") == 1
     assert process.out.count("Ready.") == 1
-    assert sorted(one["name"] for one in app.json("workers", "tasks")) == ["ada-1", "ada-2", "ada-3"]
+    assert sorted(one["name"] for one in app.json("workers", "tasks")) == [
+        "ada-1",
+        "ada-2",
+        "ada-3",
+    ]
     assert process.stop() == 0
 
 
@@ -89,11 +103,16 @@ def test_burst_ends_when_all_have_ended(app: App) -> None:
     assert [app.state(uuid) for uuid in uuids] == ["SUCCESS"] * 4
 
 
-@pytest.mark.parametrize(("words", "env", "code"), [
-    (["task"], {}, 2),
-    (["tasks"], {"MACHINERY_URL": "sqlite:///letter.db"}, 3),
-])
-def test_what_cannot_start_ends_it_with_its_code(app: App, words: list[str], env: dict[str, str], code: int) -> None:
+@pytest.mark.parametrize(
+    ("words", "env", "code"),
+    [
+        (["task"], {}, 2),
+        (["tasks"], {"MACHINERY_URL": "sqlite:///letter.db"}, 3),
+    ],
+)
+def test_what_cannot_start_ends_it_with_its_code(
+    app: App, words: list[str], env: dict[str, str], code: int
+) -> None:
     app.write("letter.db", "Dear Sir or Madam, " * 100)
 
     done = app.run("worker", *words, "-p", "2", code=code, **env)
@@ -108,7 +127,9 @@ def test_the_exit_code_of_a_task_is_not_the_workers(app: App, code: int) -> None
     app.send("end", str(code))
 
     process = app.start("worker", "tasks", "-p", "2", "-c", "1")
-    process.wait_for(f"has ended: exit code {code} (a task ended it); starting another one\n", times=MAX_STRIKES)
+    process.wait_for(
+        f"has ended: exit code {code} (a task ended it); starting another one\n", times=MAX_STRIKES
+    )
     process.wait_for(f"{MAX_STRIKES} workers died while they ran it")
 
     wait_until(lambda: len(workers(process)) == 2, HANG)
@@ -127,7 +148,9 @@ def test_a_burst_goes_on_when_a_task_ends_a_process_with_code_0(app: App) -> Non
 
 
 def test_a_process_that_fails_before_it_is_ready_is_started_again_after_pauses(app: App) -> None:
-    app.write("tasks.py", "import os, pathlib\npathlib.Path('fails').exists() and os._exit(7)\n" + TASKS)
+    app.write(
+        "tasks.py", "import os, pathlib\npathlib.Path('fails').exists() and os._exit(7)\n" + TASKS
+    )
     process = app.worker("-p", "2")
 
     app.write("fails", "")
@@ -149,7 +172,9 @@ def seconds_for(app: App, server: Server, names: list[str]) -> float:
     took = time.monotonic() - begun
     assert process.stop() == 0
     assert "starting another one in" not in process.err  # no pauses
-    ended = collections.Counter((name, result.get_state().state) for name, result in zip(names, results, strict=True))
+    ended = collections.Counter(
+        (name, result.get_state().state) for name, result in zip(names, results, strict=True)
+    )
     assert ended == {("noop", State.SUCCESS): names.count("noop")} | (
         {("crash", State.FAILURE): names.count("crash")} if "crash" in names else {}
     )
@@ -157,11 +182,17 @@ def seconds_for(app: App, server: Server, names: list[str]) -> float:
 
 
 @pytest.mark.parametrize("store", ["sqlite", "redis"])
-def test_poison_does_not_starve_the_others(app: App, store: str, request: pytest.FixtureRequest) -> None:
+def test_poison_does_not_starve_the_others(
+    app: App, store: str, request: pytest.FixtureRequest
+) -> None:
     poison = 3
     names = ["noop"] * 200
     mixed = names + ["crash"] * poison
-    url = f"sqlite:///{app.folder}/poison.db" if store == "sqlite" else request.getfixturevalue("empty_redis").url
+    url = (
+        f"sqlite:///{app.folder}/poison.db"
+        if store == "sqlite"
+        else request.getfixturevalue("empty_redis").url
+    )
     app.env["MACHINERY_URL"] = url
     app.write("tasks.py", ENDING)
     with contextlib.closing(Server(url)) as server:
@@ -170,7 +201,9 @@ def test_poison_does_not_starve_the_others(app: App, store: str, request: pytest
         took = seconds_for(app, server, random.Random(1).sample(mixed, len(mixed)))
 
         letters = server.inspect.dead()
-    assert [(letter.name, letter.strikes) for letter in letters] == [("crash", MAX_STRIKES)] * poison
+    assert [(letter.name, letter.strikes) for letter in letters] == [
+        ("crash", MAX_STRIKES)
+    ] * poison
     # A second for each death, or on a busy machine as long as a worker needs to start and end; and as much again.
     assert took < 2 * (2 * without + poison * MAX_STRIKES * max(1.0, without))
 
@@ -244,7 +277,9 @@ def test_reload_and_several_processes_go_together(app: App) -> None:
 # Tasks that break their process
 
 
-CLOSING = TASKS + """
+CLOSING = (
+    TASKS
+    + """
 @server.task
 def close(low: int, high: int) -> None:
     os.closerange(low, high)
@@ -260,6 +295,7 @@ def hang() -> None:
 def compute() -> int:
     return sum(range(300_000_000))  # nor here, for some seconds
 """
+)
 
 
 def test_a_process_whose_descriptors_a_task_has_closed_is_replaced(app: App) -> None:
@@ -270,19 +306,27 @@ def test_a_process_whose_descriptors_a_task_has_closed_is_replaced(app: App) -> 
     app.send("close", "0", "21")
 
     wait_until(lambda: len(set(workers(process)) - set(first)) == 1, HANG)
-    assert app.json("send", "tasks", "add", "1", "2", "--wait", "--timeout", f"{HANG:g}")["result"] == 3
+    assert (
+        app.json("send", "tasks", "add", "1", "2", "--wait", "--timeout", f"{HANG:g}")["result"]
+        == 3
+    )
     assert process.stop() == 0
 
 
 def test_a_process_that_is_silent_is_replaced(app: App) -> None:
     app.write("tasks.py", CLOSING)
-    app.write("patience/sitecustomize.py", "from machinery_py.cli import supervisor\nsupervisor.SILENCE = 5.0\n")
+    app.write(
+        "patience/sitecustomize.py",
+        "from machinery_py.cli import supervisor\nsupervisor.SILENCE = 5.0\n",
+    )
     process = app.worker("-p", "2", "-c", "1", PYTHONPATH=str(app.folder / "patience"))
 
     app.send("hang")
     wait_until(lambda: app.notes, HANG)
 
-    process.wait_for(f"(pid {app.notes[0][1]}) has been silent for 5 s: killing it; its tasks will run again\n")
+    process.wait_for(
+        f"(pid {app.notes[0][1]}) has been silent for 5 s: killing it; its tasks will run again\n"
+    )
     process.signal(signal.SIGTERM)
     process.signal(signal.SIGTERM)
     process.wait()
@@ -290,10 +334,16 @@ def test_a_process_that_is_silent_is_replaced(app: App) -> None:
 
 def test_a_process_that_computes_is_not_taken_for_a_silent_one(app: App) -> None:
     app.write("tasks.py", CLOSING)
-    app.write("patience/sitecustomize.py", "from machinery_py.cli import supervisor\nsupervisor.SILENCE = 3.0\n")
+    app.write(
+        "patience/sitecustomize.py",
+        "from machinery_py.cli import supervisor\nsupervisor.SILENCE = 3.0\n",
+    )
     process = app.worker("-p", "2", "-c", "1", PYTHONPATH=str(app.folder / "patience"))
 
-    assert app.json("send", "tasks", "compute", "--wait", "--timeout", f"{HANG:g}")["result"] == 44999999850000000
+    assert (
+        app.json("send", "tasks", "compute", "--wait", "--timeout", f"{HANG:g}")["result"]
+        == 44999999850000000
+    )
 
     assert "killing it" not in process.err
     assert process.stop() == 0
@@ -320,7 +370,9 @@ def test_health_knows_the_processes_that_live(app: App, words: list[str]) -> Non
 
 
 @pytest.mark.parametrize(("before", "after"), [("3", "2"), ("2", "1"), ("1", "2")])
-def test_a_heartbeat_that_a_killed_worker_left_does_not_count(app: App, before: str, after: str) -> None:
+def test_a_heartbeat_that_a_killed_worker_left_does_not_count(
+    app: App, before: str, after: str
+) -> None:
     left = app.worker("-p", before, "--heartbeat-file", "beat")
     pids = [left.pid, *workers(left)]
     for pid in pids:

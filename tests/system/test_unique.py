@@ -22,7 +22,14 @@ from tests.stores.redis_case import redis_server, redis_url
 from tests.stores.redis_cluster_case import empty_cluster, url_of
 
 __all__ = [
-    "amqp_url", "empty_cluster", "empty_memcached", "mongodb_server", "mongodb_url", "redis_server", "redis_url", "vhosts",
+    "amqp_url",
+    "empty_cluster",
+    "empty_memcached",
+    "mongodb_server",
+    "mongodb_url",
+    "redis_server",
+    "redis_url",
+    "vhosts",
 ]
 
 _numbers = itertools.count(1)
@@ -58,7 +65,11 @@ class TestRedis(Unique):
 class TestMemoryBrokerAndSQLiteBackend(Unique):
     @pytest.fixture
     def server(self, tmp_path: Path) -> Server:
-        return Server(Config(broker=memory(), result_backend=f"sqlite:///{tmp_path}/store.db?synchronous=normal"))
+        return Server(
+            Config(
+                broker=memory(), result_backend=f"sqlite:///{tmp_path}/store.db?synchronous=normal"
+            )
+        )
 
 
 class TestRedisBrokerAndMemoryBackend(Unique):
@@ -77,17 +88,29 @@ FULL = bool(os.environ.get("MACHINERY_TEST_FULL"))
 
 #: What is decided before a store is asked, or by the lock alone.
 ELSEWHERE = [
-    "test_the_same_call_is_known_however_it_is_written", "test_the_key_may_be_the_callers_own", "test_a_call_can_ask_for_itself",
-    "test_a_duplicate_can_be_an_error", "test_steps_of_a_workflow_are_sent_in_any_case",
-    "test_fifty_calls_on_three_workers_run_one_at_a_time", "test_calls_with_other_arguments_run_beside_each_other",
-    "test_one_that_may_not_wait_is_skipped_and_says_so", "test_it_waits_for_so_long_and_then_fails",
-    "test_whatever_ends_a_run_frees_its_lock", "test_a_coroutine_passes_the_same_gate",
+    "test_the_same_call_is_known_however_it_is_written",
+    "test_the_key_may_be_the_callers_own",
+    "test_a_call_can_ask_for_itself",
+    "test_a_duplicate_can_be_an_error",
+    "test_steps_of_a_workflow_are_sent_in_any_case",
+    "test_fifty_calls_on_three_workers_run_one_at_a_time",
+    "test_calls_with_other_arguments_run_beside_each_other",
+    "test_one_that_may_not_wait_is_skipped_and_says_so",
+    "test_it_waits_for_so_long_and_then_fails",
+    "test_whatever_ends_a_run_frees_its_lock",
+    "test_a_coroutine_passes_the_same_gate",
 ]
 
 
 def short(suite: type) -> type:
     """The suite, less that; all of it with MACHINERY_TEST_FULL."""
-    return suite if FULL else type(suite.__name__, (suite,), {name: None for name in ELSEWHERE if hasattr(suite, name)})
+    return (
+        suite
+        if FULL
+        else type(
+            suite.__name__, (suite,), {name: None for name in ELSEWHERE if hasattr(suite, name)}
+        )
+    )
 
 
 class TestMongo(short(Unique)):  # type: ignore[misc]  # made at run time
@@ -115,6 +138,7 @@ class TestMemoryBrokerAndAMQPBackend(short(UniqueConformance)):  # type: ignore[
 
 
 if FULL:
+
     class TestAMQP(UniqueConformance):
         @pytest.fixture
         def server(self, amqp_url: str) -> Server:

@@ -39,7 +39,10 @@ class Site:
         self.ledger = folder / "ledger"
         self.ledger.touch()
         self.environment = {
-            **os.environ, "SAME_BROKER": broker, "SAME_BACKEND": backend, "SAME_LEDGER": str(self.ledger),
+            **os.environ,
+            "SAME_BROKER": broker,
+            "SAME_BACKEND": backend,
+            "SAME_LEDGER": str(self.ledger),
             "PYTHONPATH": str(ROOT),
         }
         self.processes: list[subprocess.Popen[bytes]] = []
@@ -47,9 +50,15 @@ class Site:
         self.alone = self.server.task("alone", unique=True)(_named)
         self.feed = self.server.task("feed", exclusive="wait", exclusive_key="feed")(_named)
 
-    def run(self, *command: str, output: int | IO[Any] = subprocess.DEVNULL) -> subprocess.Popen[bytes]:
+    def run(
+        self, *command: str, output: int | IO[Any] = subprocess.DEVNULL
+    ) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(
-            [sys.executable, "-m", *command], env=self.environment, cwd=ROOT, stdout=output, stderr=subprocess.DEVNULL
+            [sys.executable, "-m", *command],
+            env=self.environment,
+            cwd=ROOT,
+            stdout=output,
+            stderr=subprocess.DEVNULL,
         )
         self.processes.append(process)
         return process
@@ -105,17 +114,28 @@ def anywhere(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> Iterator
 @pytest.fixture(params=["sqlite", "redis", "memcached", "amqp", *["mongodb", "cluster"] * FULL])
 def two(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> Iterator[Site]:
     """SQLite for messages, and this for states."""
-    site = Site(tmp_path, f"sqlite:///{tmp_path}/messages.db", _url(request, request.param, tmp_path / "states.db"))
+    site = Site(
+        tmp_path,
+        f"sqlite:///{tmp_path}/messages.db",
+        _url(request, request.param, tmp_path / "states.db"),
+    )
     yield site
     site.close()
 
 
 @pytest.mark.timeout(2 * HANG)
-def test_two_hundred_sends_of_racing_processes_let_one_in(anywhere: Site, tmp_path: pathlib.Path) -> None:
+def test_two_hundred_sends_of_racing_processes_let_one_in(
+    anywhere: Site, tmp_path: pathlib.Path
+) -> None:
     gate = anywhere.gate("start")
     outputs = [(tmp_path / f"out{number}").open("w+b") for number in range(SENDERS)]
-    senders = [anywhere.run("tests.system.sameness_app", "send", str(EACH), gate, output=output) for output in outputs]
-    wait_until(lambda: len(anywhere.lines("ready")) == SENDERS, timeout=HANG, what="senders at the start")
+    senders = [
+        anywhere.run("tests.system.sameness_app", "send", str(EACH), gate, output=output)
+        for output in outputs
+    ]
+    wait_until(
+        lambda: len(anywhere.lines("ready")) == SENDERS, timeout=HANG, what="senders at the start"
+    )
     pathlib.Path(gate).touch()
 
     assert [sender.wait(HANG) for sender in senders] == [0] * SENDERS
@@ -168,7 +188,9 @@ def test_a_killed_worker_blocks_a_lock_for_one_lease(site: Site) -> None:
 
 
 @pytest.mark.timeout(3 * HANG)
-def test_a_worker_that_was_stopped_for_longer_than_the_lease_is_told_and_refused(site: Site) -> None:
+def test_a_worker_that_was_stopped_for_longer_than_the_lease_is_told_and_refused(
+    site: Site,
+) -> None:
     first = site.feed.send(site.gate("a"))
     frozen = site.worker()
     wait_until(lambda: first.get_state().state is State.STARTED, timeout=HANG, what="the first run")
@@ -179,7 +201,9 @@ def test_a_worker_that_was_stopped_for_longer_than_the_lease_is_told_and_refused
     frozen.send_signal(signal.SIGCONT)
     wait_until(lambda: site.lines("cancelled"), timeout=HANG, what="the stopped one is told")
     assert site.lines("cancelled")[0].endswith(f" {frozen.pid}")
-    assert not site.server.lock("feed").acquire(blocking=False)  # what the stopped one gave back was not its own any more
+    assert not site.server.lock("feed").acquire(
+        blocking=False
+    )  # what the stopped one gave back was not its own any more
     pathlib.Path(site.gate("a")).touch()
 
     assert first.get(timeout=HANG) == site.gate("a")
@@ -189,7 +213,9 @@ def test_a_worker_that_was_stopped_for_longer_than_the_lease_is_told_and_refused
 
 @pytest.mark.parametrize("point", ["before", "behind"])
 @pytest.mark.timeout(3 * HANG)
-def test_a_sender_that_is_killed_between_two_stores_has_sent_its_task(two: Site, point: str) -> None:
+def test_a_sender_that_is_killed_between_two_stores_has_sent_its_task(
+    two: Site, point: str
+) -> None:
     gate = two.gate("gate")
     sender = two.run("tests.system.sameness_app", "die", point, gate)
     assert sender.wait(HANG) == -signal.SIGKILL

@@ -37,7 +37,11 @@ class TestMemoryBrokerAndSQLiteBackend(WorkflowConformance):
 
     @pytest.fixture
     def server(self, tmp_path: Path) -> Server:
-        return Server(Config(broker=memory(), result_backend=f"sqlite:///{tmp_path}/store.db?synchronous=normal"))
+        return Server(
+            Config(
+                broker=memory(), result_backend=f"sqlite:///{tmp_path}/store.db?synchronous=normal"
+            )
+        )
 
 
 class TestSQLiteBrokerAndMemoryBackend(WorkflowConformance):
@@ -45,7 +49,11 @@ class TestSQLiteBrokerAndMemoryBackend(WorkflowConformance):
 
     @pytest.fixture
     def server(self, tmp_path: Path) -> Server:
-        return Server(Config(broker=f"sqlite:///{tmp_path}/store.db?synchronous=normal", result_backend=memory()))
+        return Server(
+            Config(
+                broker=f"sqlite:///{tmp_path}/store.db?synchronous=normal", result_backend=memory()
+            )
+        )
 
 
 class TestEager(LinkedConformance):

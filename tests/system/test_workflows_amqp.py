@@ -45,7 +45,9 @@ class TestRabbitMQAndRedisBackend(WorkflowConformance):
     LONG = 300
 
     @pytest.fixture
-    def server(self, amqp_url: str, empty_redis: RedisServer, request: pytest.FixtureRequest) -> Server:
+    def server(
+        self, amqp_url: str, empty_redis: RedisServer, request: pytest.FixtureRequest
+    ) -> Server:
         arguments = {"x-max-priority": 10} if "priorit" in request.node.name else {}
         amqp = AMQPConfig(queue_declare_args=arguments)
         return Server(Config(broker=amqp_url, result_backend=empty_redis.url, amqp=amqp))
@@ -75,7 +77,11 @@ class TestRabbitMQAndSQLiteBackend(OfThePair):
 
     @pytest.fixture
     def server(self, amqp_url: str, tmp_path: Path) -> Server:
-        return Server(Config(broker=amqp_url, result_backend=f"sqlite:///{tmp_path}/states.db?synchronous=normal"))
+        return Server(
+            Config(
+                broker=amqp_url, result_backend=f"sqlite:///{tmp_path}/states.db?synchronous=normal"
+            )
+        )
 
 
 class TestRabbitMQAndMemcacheBackend(OfThePair):
@@ -94,7 +100,9 @@ class TestRabbitMQAndMemoryBroker(OfThePair):
 
     @pytest.fixture
     def server(self, amqp_url: str) -> Server:
-        return Server(Config(broker=f"memory://{amqp_url.rpartition('/')[2]}", result_backend=amqp_url))
+        return Server(
+            Config(broker=f"memory://{amqp_url.rpartition('/')[2]}", result_backend=amqp_url)
+        )
 
 
 class TestRabbitMQAlone(OfThePair):
@@ -140,9 +148,15 @@ def test_rabbitmq_alone_runs_tasks_whose_results_nobody_wants(amqp_url: str) -> 
         plain.signature("first").replace(immutable=True).then(plain.signature("after")).send()
         plain.options(delay=0.1).send("later")
         shaky.signature().catch(failed.partial()).send()
-        expected = sorted([*map(str, range(50)), "first", "after", "later", *["shaky"] * 3, "failed again"])
+        expected = sorted(
+            [*map(str, range(50)), "first", "after", "later", *["shaky"] * 3, "failed again"]
+        )
         wait_until(lambda: len(ran) >= len(expected), HANG, what="all runs")
-        wait_until(lambda: not any(one.running or one.waiting for one in server.inspect.queues()), HANG, what="an empty queue")
+        wait_until(
+            lambda: not any(one.running or one.waiting for one in server.inspect.queues()),
+            HANG,
+            what="an empty queue",
+        )
     assert sorted(ran) == expected
     with pytest.raises(Unsupported):
         group(plain.signature("a"), plain.signature("b")).send()

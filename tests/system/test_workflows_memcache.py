@@ -25,7 +25,12 @@ class TestMemoryBrokerAndMemcacheBackend(Workflows):
 
     @pytest.fixture
     def server(self, empty_memcached: MemcachedServer, request: pytest.FixtureRequest) -> Server:
-        return Server(Config(broker=f"memory://memcache-{abs(hash(request.node.name))}", result_backend=empty_memcached.url))
+        return Server(
+            Config(
+                broker=f"memory://memcache-{abs(hash(request.node.name))}",
+                result_backend=empty_memcached.url,
+            )
+        )
 
 
 class TestSQLiteBrokerAndMemcacheBackend(Workflows):
@@ -41,7 +46,9 @@ class TestRedisBrokerAndTwoMemcachedServers(Workflows):
     __test__ = True
 
     @pytest.fixture
-    def server(self, empty_redis: RedisServer, empty_memcached: MemcachedServer) -> Iterator[Server]:
+    def server(
+        self, empty_redis: RedisServer, empty_memcached: MemcachedServer
+    ) -> Iterator[Server]:
         with MemcachedServer() as other:
             result_backend = f"{empty_memcached.url},127.0.0.1:{other.port}"
             yield Server(Config(broker=empty_redis.url, result_backend=result_backend))

@@ -94,9 +94,11 @@ server.broker.get_delayed_tasks()
 
 Server()
 Server("redis://:secret@localhost:6379/0")
-Server(broker="amqp://guest:guest@localhost:5672/",
-       result_backend="mongodb://localhost:27017/tasks",
-       lock="redis://localhost:6379/1")
+Server(
+    broker="amqp://guest:guest@localhost:5672/",
+    result_backend="mongodb://localhost:27017/tasks",
+    lock="redis://localhost:6379/1",
+)
 Server(Config(broker="redis://localhost:6379", default_queue="mail", results_expire_in=3600))
 Server(Config.from_yaml("config.yml"))
 Server(Config.from_toml("config.toml"))
@@ -104,6 +106,7 @@ Server(Config.from_env(prefix=""))
 
 
 # 4
+
 
 @server.task
 def send_welcome(email: str, *, lang: str = "en") -> None: ...
@@ -143,8 +146,12 @@ def plain(a: int) -> int:
 
 
 server.register_tasks({"plain": plain, "shout": str.upper})
+
+
 @server.task
-def echo(value: Any, times: int = 1) -> list[int]:      # a first parameter that takes anything is no Context
+def echo(
+    value: Any, times: int = 1
+) -> list[int]:  # a first parameter that takes anything is no Context
     return [times]
 
 
@@ -180,10 +187,15 @@ sig = add.signature(1, 2)
 server.send_task(sig)
 assert_type(sig.uuid, str)
 
-server.send_task(Signature(name="add", args=[
-    Arg(type="int64", value=1),
-    Arg(type="int64", value=2),
-]))
+server.send_task(
+    Signature(
+        name="add",
+        args=[
+            Arg(type="int64", value=1),
+            Arg(type="int64", value=2),
+        ],
+    )
+)
 assert_type(Signature.of("resize", "cat.png", 800), Signature[Any])
 server.send_task(Signature.of("resize", "cat.png", 800))
 
@@ -199,6 +211,7 @@ server.send_task(add.signature(1, 2).replace(eta=eta))
 
 
 # 7
+
 
 @server.task(retries=3)
 def flaky() -> None: ...
@@ -281,14 +294,19 @@ assert_type(group(add.signature(i, i) for i in range(10)), Group[list[int]])
 assert_type(group(add.signature(i, i) for i in range(10)).send().get(timeout=5), list[int])
 assert_type(group(add.signature(1, 1), add.signature(5, 5)).send().get(), list[int])
 assert_type(
-    server.send_group(group(add.signature(1, 1), add.signature(5, 5)), send_concurrency=10), GroupResult[list[int]]
+    server.send_group(group(add.signature(1, 1), add.signature(5, 5)), send_concurrency=10),
+    GroupResult[list[int]],
 )
 
 assert_type(
-    (group(add.signature(1, 1), add.signature(5, 5)) | multiply.partial()).send().get(timeout=5), int
+    (group(add.signature(1, 1), add.signature(5, 5)) | multiply.partial()).send().get(timeout=5),
+    int,
 )
 assert_type(
-    server.send_chord(chord(group(add.signature(1, 1), add.signature(5, 5)), multiply.partial()), 10), ChordResult[int]
+    server.send_chord(
+        chord(group(add.signature(1, 1), add.signature(5, 5)), multiply.partial()), 10
+    ),
+    ChordResult[int],
 )
 
 
@@ -298,7 +316,10 @@ def total(numbers: list[int]) -> int:
 
 
 assert_type(
-    chord(group(add.signature(i, 1) for i in range(100)), total.partial(), collect=True).send().get(), int
+    chord(group(add.signature(i, 1) for i in range(100)), total.partial(), collect=True)
+    .send()
+    .get(),
+    int,
 )
 
 chain(report.signature("mon"), report.signature("tue"), pass_results=False).send()
@@ -309,15 +330,21 @@ group(add.signature(1, 1) | add.partial(2), add.signature(3, 3))
 # 10
 
 assert_type(charge.signature(42, 999).then(report.partial()), Signature[str])
-assert_type(charge.signature(42, 999).then(report.partial()).catch(alert.partial("billing")).send().get(), str)
+assert_type(
+    charge.signature(42, 999).then(report.partial()).catch(alert.partial("billing")).send().get(),
+    str,
+)
 
-server.send_task(charge.signature(42, 999).replace(
-    on_success=[report.partial()],
-    on_error=[alert.partial("billing")],
-))
+server.send_task(
+    charge.signature(42, 999).replace(
+        on_success=[report.partial()],
+        on_error=[alert.partial("billing")],
+    )
+)
 
 
 # 13
+
 
 def run_worker() -> None:
     worker = server.new_worker("worker-1", concurrency=10)
@@ -345,6 +372,7 @@ def run_inside_my_program() -> None:
 
 # 14
 
+
 async def endpoint(user_id: int) -> str:
     result = await report.send_async(f"user {user_id}")
     await group(add.signature(i, i) for i in range(3)).send_async()
@@ -364,7 +392,10 @@ async def twins() -> None:
     assert_type(await server.send_task_async(add.signature(1, 2)), AsyncResult[int])
     assert_type(await server.send_chain_async(three), ChainResult[int])
     assert_type(await server.send_group_async(group(add.signature(1, 2))), GroupResult[list[int]])
-    assert_type(await server.send_chord_async(chord(group(add.signature(1, 2)), multiply.partial())), ChordResult[int])
+    assert_type(
+        await server.send_chord_async(chord(group(add.signature(1, 2)), multiply.partial())),
+        ChordResult[int],
+    )
     assert_type(await (await three.send_async()).get_async(), int)
     assert_type(await (await add.signature(1, 2).send_async()), int)
     assert_type(await (await group(add.signature(1, 2)).send_async()), list[int])
@@ -377,13 +408,18 @@ async def twins() -> None:
     members = await server.send_group_async(group(add.signature(1, 2)), send_concurrency=1)
     assert_type(await members.touch_async(), list[int] | None)
     assert_type(await members.progress_async(), tuple[int, int])
-    assert_type(await (await group(add.signature(1, 2)).send_async()).progress_async(), tuple[int, int])
+    assert_type(
+        await (await group(add.signature(1, 2)).send_async()).progress_async(), tuple[int, int]
+    )
     assert_type(await (await three.send_async()).touch_async(), int | None)
     await server.revoke_async([result.uuid])
     await server.close_async()
 
     assert_type(await server.inspect.queues_async(), list[QueueReport])
-    assert_type(await server.inspect.tasks_async(state="failed", name="add", since=60, queue="q", limit=5), list[TaskState])
+    assert_type(
+        await server.inspect.tasks_async(state="failed", name="add", since=60, queue="q", limit=5),
+        list[TaskState],
+    )
     assert_type(await server.inspect.task_async("task_1"), TaskReport)
     assert_type(await server.inspect.retry_async(["task_1"]), list[str])
     assert_type(await server.inspect.dead_async(limit=5), list[DeadLetter])
@@ -399,6 +435,7 @@ async def twins() -> None:
 
 
 # 15
+
 
 def signup(email: str) -> None:
     send_welcome.send(email)
@@ -474,7 +511,16 @@ def newsletter() -> None:
 
 # 11
 
-@server.periodic("0 6 * * MON-FRI", tz="Europe/Berlin", catch_up=True, overlap="skip", dst="go", name="digest", window=60)
+
+@server.periodic(
+    "0 6 * * MON-FRI",
+    tz="Europe/Berlin",
+    catch_up=True,
+    overlap="skip",
+    dst="go",
+    name="digest",
+    window=60,
+)
 @server.task
 def morning_digest() -> int:
     return 1
@@ -498,18 +544,25 @@ assert_type(apulse.send().get(), bytes)
 
 server.register_periodic_task("0 6 * * ?", "nightly", report.signature("today"))
 server.register_periodic_chain("@daily", "nightly-chain", add.signature(1, 1), add.partial(2))
-server.register_periodic_group("@hourly", "hourly-group", 10, add.signature(1, 1), add.signature(2, 2))
-server.register_periodic_chord("@weekly", "weekly", 10, multiply.partial(), add.signature(1, 1), catch_up="all")
+server.register_periodic_group(
+    "@hourly", "hourly-group", 10, add.signature(1, 1), add.signature(2, 2)
+)
+server.register_periodic_chord(
+    "@weekly", "weekly", 10, multiply.partial(), add.signature(1, 1), catch_up="all"
+)
 
 
 def at_run_time() -> None:
-    server.schedules.add("0 7 * * *", "seven", group(add.signature(1, 1)), tz="Europe/Berlin", overlap="queue")
+    server.schedules.add(
+        "0 7 * * *", "seven", group(add.signature(1, 1)), tz="Europe/Berlin", overlap="queue"
+    )
     server.schedules.change("seven", spec="30 7 * * *", window=60)
     for one in server.schedules.list():
         assert_type(one.last_run, dt.datetime | None)
 
 
 # 12
+
 
 def locked() -> None:
     with server.lock("feed-7", timeout=5) as lock:
@@ -522,7 +575,9 @@ async def alocked() -> None:
         assert_type(await lock.release_async(), bool)
 
 
-@server.task(unique=True, unique_for=dt.timedelta(minutes=5), unique_until="start", on_duplicate="replace")
+@server.task(
+    unique=True, unique_for=dt.timedelta(minutes=5), unique_until="start", on_duplicate="replace"
+)
 def rebuild_index(shop_id: int) -> int:
     return shop_id
 

@@ -21,8 +21,20 @@ Errors = dict[Path, dict[int, str]]  # file → line → text
 
 def mypy() -> Errors:
     run = subprocess.run(
-        [sys.executable, "-m", "mypy", "--strict", "--no-error-summary", "--show-absolute-path", *map(str, FILES)],
-        cwd=ROOT, capture_output=True, text=True, check=False, timeout=170,
+        [
+            sys.executable,
+            "-m",
+            "mypy",
+            "--strict",
+            "--no-error-summary",
+            "--show-absolute-path",
+            *map(str, FILES),
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=170,
     )
     assert run.returncode in (0, 1), run.stdout + run.stderr
     found = re.findall(r"^(.+?):(\d+): error: (.*)$", run.stdout, re.MULTILINE)
@@ -31,14 +43,27 @@ def mypy() -> Errors:
 
 def pyright() -> Errors:
     run = subprocess.run(
-        [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", sys.executable, *map(str, FILES)],
-        cwd=ROOT, capture_output=True, text=True, check=False, timeout=170,
+        [
+            sys.executable,
+            "-m",
+            "pyright",
+            "--outputjson",
+            "--pythonpath",
+            sys.executable,
+            *map(str, FILES),
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=170,
     )
     assert run.returncode in (0, 1), run.stdout + run.stderr
     found = json.loads(run.stdout)["generalDiagnostics"]
     return collected(
         (Path(one["file"]), one["range"]["start"]["line"] + 1, one["message"])
-        for one in found if one["severity"] == "error"
+        for one in found
+        if one["severity"] == "error"
     )
 
 
@@ -64,5 +89,9 @@ def test_exactly_the_marked_lines_are_refused(errors: Errors) -> None:
     marked = {number: line for number, line in enumerate(lines, 1) if line.endswith("# refused")}
     found = errors[REFUSED]
 
-    assert {number: line for number, line in marked.items() if number not in found} == {}, "accepted, but must not be"
-    assert {number: text for number, text in found.items() if number not in marked} == {}, "refused, but must not be"
+    assert {number: line for number, line in marked.items() if number not in found} == {}, (
+        "accepted, but must not be"
+    )
+    assert {number: text for number, text in found.items() if number not in marked} == {}, (
+        "refused, but must not be"
+    )

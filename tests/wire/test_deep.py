@@ -29,6 +29,7 @@ from machinery_py.wire_levels import is_deep, levels
 
 R = TypeVar("R")
 
+
 def chain(length: int) -> Signature[Any]:
     step = Signature[Any](name=f"step{length}", uuid=f"task_{length}")
     for number in range(length - 1, 0, -1):
@@ -72,7 +73,9 @@ def test_a_chain_is_decoded_in_a_thread_with_a_small_stack_as_well() -> None:
     found: list[str] = []
     before = threading.stack_size(256 * 1024)
     try:
-        thread = threading.Thread(target=lambda: found.append(decode_signature(body).on_success[0].name))
+        thread = threading.Thread(
+            target=lambda: found.append(decode_signature(body).on_success[0].name)
+        )
         thread.start()
         thread.join()
     finally:
@@ -88,7 +91,18 @@ def test_more_signatures_than_go_reads_are_refused_by_the_encoder() -> None:
 
 @pytest.mark.parametrize("bracket", ["[", "{", '{"a":', '[{"b":'])
 @pytest.mark.parametrize(
-    "key", ["Args", "OnSuccess", "OnError", "ChordCallback", "Headers", "Other", "Name", "ETA", "GroupTaskCount"]
+    "key",
+    [
+        "Args",
+        "OnSuccess",
+        "OnError",
+        "ChordCallback",
+        "Headers",
+        "Other",
+        "Name",
+        "ETA",
+        "GroupTaskCount",
+    ],
 )
 @pytest.mark.parametrize("closed", [True, False])
 def test_a_hundred_thousand_levels_are_refused(key: str, bracket: str, closed: bool) -> None:
@@ -118,8 +132,12 @@ def with_much_stack(call: Callable[[], R]) -> R:
 
 
 @pytest.mark.usefixtures("without_a_limit_of_python")
-@pytest.mark.parametrize("decode", [decode_signature, decode_exact, decode_state, decode_group, decode_results])
-@pytest.mark.parametrize("key", ["OnSuccess", "OnError", "ChordCallback", "Args", "Headers", "Results", "Other"])
+@pytest.mark.parametrize(
+    "decode", [decode_signature, decode_exact, decode_state, decode_group, decode_results]
+)
+@pytest.mark.parametrize(
+    "key", ["OnSuccess", "OnError", "ChordCallback", "Args", "Headers", "Results", "Other"]
+)
 @pytest.mark.parametrize(("start", "end"), ["[]", ('{"a":', "}")])
 def test_a_hundred_thousand_levels_are_refused_whatever_the_interpreter_allows(
     decode: Callable[[bytes], object], key: str, start: str, end: str
@@ -133,7 +151,9 @@ def test_a_hundred_thousand_levels_are_refused_whatever_the_interpreter_allows(
 
 
 def message_with(value: str, **changes: str) -> bytes:
-    body = encode_signature(Signature.of("f", 1)).replace(b'"Type":"int64","Value":1', f'"Type":"json","Value":{value}'.encode())
+    body = encode_signature(Signature.of("f", 1)).replace(
+        b'"Type":"int64","Value":1', f'"Type":"json","Value":{value}'.encode()
+    )
     for key, text in changes.items():
         body = body.replace(f'"{key}":null'.encode(), f'"{key}":{text}'.encode())
     return body
@@ -142,9 +162,16 @@ def message_with(value: str, **changes: str) -> bytes:
 @pytest.mark.usefixtures("without_a_limit_of_python")
 @pytest.mark.parametrize(("start", "end"), ["[]", ('{"a":', "}"), ('["]",{"\\\\\\"{":', "}]")])
 @pytest.mark.parametrize(
-    "changes", [{}, {"OnError": '[{"Name":"e"}]'}, {"OnSuccess": '[{"OnSuccess":' * 120 + "null" + "}]" * 120}]
+    "changes",
+    [
+        {},
+        {"OnError": '[{"Name":"e"}]'},
+        {"OnSuccess": '[{"OnSuccess":' * 120 + "null" + "}]" * 120},
+    ],
 )
-def test_a_value_of_200_levels_is_read_and_one_of_201_is_not(start: str, end: str, changes: dict[str, str]) -> None:
+def test_a_value_of_200_levels_is_read_and_one_of_201_is_not(
+    start: str, end: str, changes: dict[str, str]
+) -> None:
     each = 2 if "," in start else 1
     fits = message_with(start * (200 // each) + "1" + end * (200 // each), **changes)
     deeper = message_with("[" + start * (200 // each) + "1" + end * (200 // each) + "]", **changes)
@@ -167,7 +194,11 @@ def test_a_result_of_200_levels_is_read_and_one_of_201_is_not() -> None:
             '"CreatedAt":"2026-01-02T03:04:05Z","TTL":0}'
         )
         lenient = state.replace("TaskName", "taskname")
-        for decode, body in ((decode_results, results), (decode_state, state), (decode_state, lenient)):
+        for decode, body in (
+            (decode_results, results),
+            (decode_state, state),
+            (decode_state, lenient),
+        ):
             with contextlib.nullcontext() if count == 200 else pytest.raises(DecodeError):
                 assert decode(body.encode())
 
@@ -188,12 +219,20 @@ def slow_levels(text: str) -> int:
     return deepest
 
 
-JSON = st.recursive(st.none() | st.integers() | st.text('[]{}"\\,: é', max_size=12), lambda inner: st.lists(inner, max_size=4)
-                    | st.dictionaries(st.text('[]{}"\\', max_size=4), inner, max_size=4), max_leaves=40)
+JSON = st.recursive(
+    st.none() | st.integers() | st.text('[]{}"\\,: é', max_size=12),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.text('[]{}"\\', max_size=4), inner, max_size=4)
+    ),
+    max_leaves=40,
+)
 
 
 @given(JSON, st.integers(0, 400), st.booleans())
-def test_levels_are_counted_as_they_stand_outside_of_strings(value: Any, cut: int, spaced: bool) -> None:
+def test_levels_are_counted_as_they_stand_outside_of_strings(
+    value: Any, cut: int, spaced: bool
+) -> None:
     text = json.dumps(value, indent=1 if spaced else None, ensure_ascii=False)
 
     assert levels(text.encode()) == slow_levels(text)
@@ -201,7 +240,9 @@ def test_levels_are_counted_as_they_stand_outside_of_strings(value: Any, cut: in
 
 
 @given(st.integers(150, 260), st.integers(1, 3), st.sampled_from([0, 2, 3]), st.booleans())
-def test_a_message_is_deep_by_its_deepest_value_however_long_it_is(count: int, repeats: int, around: int, wide: bool) -> None:
+def test_a_message_is_deep_by_its_deepest_value_however_long_it_is(
+    count: int, repeats: int, around: int, wide: bool
+) -> None:
     one = "[" * count + "]" * count
     text = f"[{','.join([one] * repeats + ['[{},[]]'] * 500 * wide)}]" + " " * 600
 
@@ -247,8 +288,27 @@ def test_ten_megabytes_are_read_and_written() -> None:
 
 def test_ten_megabytes_of_quotes_and_backslashes_end_soon() -> None:
     started = time.perf_counter()
-    for junk in (b'"', b"\\", b'\\"', b'"\\', b'["', b"\\ud800", b"1", b"-", b" ", b"{}", b"\xff", b'"",'):
-        for around in (b'{"OnSuccess":[%s', b'{"OnSuccess":["%s"]}', b'{"Args":[%s]}', b'{"X":%s}', b"%s"):
+    for junk in (
+        b'"',
+        b"\\",
+        b'\\"',
+        b'"\\',
+        b'["',
+        b"\\ud800",
+        b"1",
+        b"-",
+        b" ",
+        b"{}",
+        b"\xff",
+        b'"",',
+    ):
+        for around in (
+            b'{"OnSuccess":[%s',
+            b'{"OnSuccess":["%s"]}',
+            b'{"Args":[%s]}',
+            b'{"X":%s}',
+            b"%s",
+        ):
             with contextlib.suppress(DecodeError):
                 decode_signature(around % (junk * (2_000_000 // len(junk))))
     assert time.perf_counter() - started < 60
@@ -258,7 +318,10 @@ WHOLE = encode_signature(
     Signature(
         name="f",
         uuid="u",
-        args=(Arg(type="int64", value=1), Arg(type="json", value={"a": [None, 1.5, "é"]}, name="x")),
+        args=(
+            Arg(type="int64", value=1),
+            Arg(type="json", value={"a": [None, 1.5, "é"]}, name="x"),
+        ),
         headers={"a": "b"},
         on_success=(Signature(name="s"),),
         chord_callback=Signature(name="c"),
@@ -284,7 +347,16 @@ FRAGMENTS = st.sampled_from(
         b" ",
     ]
     + [b'"%s":' % key.encode() for key in json.loads(WHOLE)]
-    + [b'"Type"', b'"Value"', b'"int64"', b"9" * 5000, b"[null]", b'"2026-01-02T03:04:05Z"', b'"args"', b"\x00"]
+    + [
+        b'"Type"',
+        b'"Value"',
+        b'"int64"',
+        b"9" * 5000,
+        b"[null]",
+        b'"2026-01-02T03:04:05Z"',
+        b'"args"',
+        b"\x00",
+    ]
 )
 
 
@@ -326,7 +398,9 @@ def test_any_bytes_give_a_record_or_decode_error(body: bytes) -> None:
             decode(body)
 
 
-@pytest.mark.parametrize("end", ["", ',"Priority":1,"Immutable":false,"RetryCount":0,"RetryTimeout":0'])
+@pytest.mark.parametrize(
+    "end", ["", ',"Priority":1,"Immutable":false,"RetryCount":0,"RetryTimeout":0']
+)
 def test_the_shortest_message_with_a_deep_value_is_refused(end: str) -> None:
     options = end or ',"Priority":0,"Immutable":false,"RetryCount":0,"RetryTimeout":0'
     whole = (

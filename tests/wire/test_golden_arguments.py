@@ -35,7 +35,9 @@ def converted(signature: Signature[Any]) -> Any:
 def from_go(value: Any) -> Any:
     if isinstance(value, list):
         return [from_go(item) for item in value]
-    return {"+Inf": math.inf, "-Inf": -math.inf}.get(value, value) if isinstance(value, str) else value
+    return (
+        {"+Inf": math.inf, "-Inf": -math.inf}.get(value, value) if isinstance(value, str) else value
+    )
 
 
 @pytest.mark.parametrize("line", [line for line in LINES if line["ok"]], ids=line_id)
@@ -63,7 +65,9 @@ def test_a_value_is_refused_with_the_text_of_go(line: dict[str, Any]) -> None:
     assert str(caught.value) == line["error"]
 
 
-@pytest.mark.parametrize("line", [line for line in lines("poison.jsonl") if line["kind"] == "argument"], ids=line_id)
+@pytest.mark.parametrize(
+    "line", [line for line in lines("poison.jsonl") if line["kind"] == "argument"], ids=line_id
+)
 def test_what_kills_a_go_worker_only_fails_the_task(line: dict[str, Any]) -> None:
     with pytest.raises(ArgumentError, match=r"is not \[\]"):
         converted(decode_signature(message(line)))

@@ -48,7 +48,9 @@ def as_golden(signature: Signature[Any]) -> dict[str, Any]:
     """The signature as the golden lines show it: without what is empty."""
     message = {go: getattr(signature, ours) for ours, go in NAMES.items()}
     message["ETA"] = signature.eta
-    message["Args"] = [{"Name": arg.name, "Type": arg.type, "Value": as_json(arg.value)} for arg in signature.args]
+    message["Args"] = [
+        {"Name": arg.name, "Type": arg.type, "Value": as_json(arg.value)} for arg in signature.args
+    ]
     message["Headers"] = {
         key: as_json(msgspec.json.decode(value)) if isinstance(value, msgspec.Raw) else value
         for key, value in signature.headers.items()
@@ -66,7 +68,9 @@ def as_golden(signature: Signature[Any]) -> dict[str, Any]:
 
 def expected(value: dict[str, Any]) -> dict[str, Any]:
     """A golden value in the same form: null and empty are the same."""
-    result = {key: item for key, item in value.items() if item not in ([], {}) or key == "ChordCallback"}
+    result = {
+        key: item for key, item in value.items() if item not in ([], {}) or key == "ChordCallback"
+    }
     if "ETA" in result:
         result["ETA"] = parse_time(result["ETA"])
     for key in ("OnSuccess", "OnError"):
@@ -159,7 +163,10 @@ def test_unknown_keys_are_kept_and_written_again() -> None:
 
 
 def test_a_repeated_key_follows_go_where_it_was_recorded() -> None:
-    assert decode_signature(b'{"Headers":{"a":"1"},"Headers":{"b":"2"}}').headers == {"a": "1", "b": "2"}
+    assert decode_signature(b'{"Headers":{"a":"1"},"Headers":{"b":"2"}}').headers == {
+        "a": "1",
+        "b": "2",
+    }
     args = decode_signature(b'{"Args":[{"Type":"int64","Value":1}],"args":[{"Name":"x"}]}').args
     assert [(arg.name, arg.type, arg.value) for arg in args] == [("x", "int64", 1)]
 
@@ -186,7 +193,9 @@ MESSAGES = {
     "plain": Signature[Any](name="f", uuid="u-00", args=SEVEN),
     "with options": Signature[Any](name="f", args=SEVEN, retry_count=3),
     "with a callback": Signature[Any](name="f", args=SEVEN, on_success=(Signature(name="g"),)),
-    "long chain": Signature[Any](name="f", args=SEVEN, on_success=(Signature(name="g", uuid="x" * 20_000),)),
+    "long chain": Signature[Any](
+        name="f", args=SEVEN, on_success=(Signature(name="g", uuid="x" * 20_000),)
+    ),
 }
 
 
@@ -206,7 +215,17 @@ def test_a_number_means_the_same_to_the_fast_and_the_exact_decoder(kind: str, sp
     for token in NUMBERS:
         for key in (b'"Priority":', b'"RetryCount":', b'"GroupTaskCount":'):
             changed = re.sub(key + rb"\d", key + space + token.encode(), body, count=1)
-            assert meaning(decode_signature, changed) == meaning(decode_exact, changed), (key, token)
+            assert meaning(decode_signature, changed) == meaning(decode_exact, changed), (
+                key,
+                token,
+            )
         for type_name in TYPES:
-            changed = body.replace(b'"int64","Value":7', f'"{type_name}","Value":'.encode() + space + token.encode() + space, 1)
-            assert meaning(decode_signature, changed) == meaning(decode_exact, changed), (type_name, token)
+            changed = body.replace(
+                b'"int64","Value":7',
+                f'"{type_name}","Value":'.encode() + space + token.encode() + space,
+                1,
+            )
+            assert meaning(decode_signature, changed) == meaning(decode_exact, changed), (
+                type_name,
+                token,
+            )

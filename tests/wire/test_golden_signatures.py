@@ -67,8 +67,12 @@ SLOW = {
 }
 
 
-@pytest.mark.parametrize("line", [line for line in SIGNATURES if line["name"] not in SLOW], ids=line_id)
-def test_what_go_writes_is_read_by_the_fast_decoder(line: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "line", [line for line in SIGNATURES if line["name"] not in SLOW], ids=line_id
+)
+def test_what_go_writes_is_read_by_the_fast_decoder(
+    line: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     # Both decoders read the same, so only this shows it when messages take the slow way by accident.
     def refuse(body: bytes, **options: Any) -> Any:
         raise AssertionError(body)
@@ -140,7 +144,9 @@ def test_the_same_signature_made_by_hand_is_written_the_same(line: dict[str, Any
         with pytest.raises(ArgumentError):
             encode_signature(signature)
         return
-    assert comparable(json.loads(encode_signature(signature))) == comparable(json.loads(line["wire"]))
+    assert comparable(json.loads(encode_signature(signature))) == comparable(
+        json.loads(line["wire"])
+    )
 
 
 UNSENDABLE: dict[str, Any] = {
@@ -150,8 +156,12 @@ UNSENDABLE: dict[str, Any] = {
     "float_slice_nan": lambda: Signature.of("f", [1.0, math.nan]),
     "header_nan": lambda: Signature(name="f", headers={"h": math.nan}),
     # Python refuses these where the moment is made.
-    "eta_year_10000": lambda: Signature(name="f", eta=dt.datetime(10000, 1, 1, tzinfo=dt.timezone.utc)),
-    "eta_year_minus_1": lambda: Signature(name="f", eta=dt.datetime(-1, 1, 1, tzinfo=dt.timezone.utc)),
+    "eta_year_10000": lambda: Signature(
+        name="f", eta=dt.datetime(10000, 1, 1, tzinfo=dt.timezone.utc)
+    ),
+    "eta_year_minus_1": lambda: Signature(
+        name="f", eta=dt.datetime(-1, 1, 1, tzinfo=dt.timezone.utc)
+    ),
     "eta_offset_24h": lambda: Signature(
         name="f", eta=dt.datetime(2026, 1, 1, tzinfo=dt.timezone(dt.timedelta(hours=24)))
     ),
@@ -169,19 +179,33 @@ def test_what_go_cannot_send_is_refused(line: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [math.nan, math.inf, [math.nan], 2**64, -(2**63) - 1, "\ud800", ["\udfff"], {"a": math.nan}, object()]
+    "value",
+    [
+        math.nan,
+        math.inf,
+        [math.nan],
+        2**64,
+        -(2**63) - 1,
+        "\ud800",
+        ["\udfff"],
+        {"a": math.nan},
+        object(),
+    ],
 )
 def test_hand_made_args_are_checked_before_encoding(value: Any) -> None:
     for type_name in ("float64", "int64", "string", "[]float64", "[]string", "json"):
         signature: Signature[Any] = Signature(
-            name="add", args=(Arg(type="int64", value=1), Arg(type=type_name, value=value, name="b"))
+            name="add",
+            args=(Arg(type="int64", value=1), Arg(type=type_name, value=value, name="b")),
         )
 
         with pytest.raises(ArgumentError, match=r"^add argument 'b': cannot send"):
             encode_signature(signature)
 
 
-@pytest.mark.parametrize("line", [line for line in lines("poison.jsonl") if line["kind"] == "argument"], ids=line_id)
+@pytest.mark.parametrize(
+    "line", [line for line in lines("poison.jsonl") if line["kind"] == "argument"], ids=line_id
+)
 def test_what_kills_a_go_worker_is_not_sent(line: dict[str, Any]) -> None:
     value = json.loads(line["value"])
 
@@ -192,7 +216,9 @@ def test_what_kills_a_go_worker_is_not_sent(line: dict[str, Any]) -> None:
     assert describe(value)[0] in ("bool", "json")
 
 
-@pytest.mark.parametrize("line", [line for line in lines("poison.jsonl") if line["kind"] == "message"], ids=line_id)
+@pytest.mark.parametrize(
+    "line", [line for line in lines("poison.jsonl") if line["kind"] == "message"], ids=line_id
+)
 def test_a_null_among_the_callbacks_is_dropped_and_not_handed_on(line: dict[str, Any]) -> None:
     signature = decode_signature(line["payload"].encode())
 
@@ -208,7 +234,9 @@ def test_cron_specs_in_poison_are_none_of_ours() -> None:
 def test_the_fibonacci_delays_are_those_of_go() -> None:
     golden = json.loads((FOLDER / "fibonacci.json").read_text())
 
-    assert [next_fibonacci(before) for before, _ in golden["next"]] == [after for _, after in golden["next"]]
+    assert [next_fibonacci(before) for before, _ in golden["next"]] == [
+        after for _, after in golden["next"]
+    ]
     for start, delays in golden["delays"].items():
         timeout = int(start)
         for delay in delays:

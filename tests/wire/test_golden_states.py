@@ -34,7 +34,11 @@ def comparable(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def written_again(kind: str, body: bytes) -> bytes:
-    return encode_state(decode_state(body)) if kind == "task_state" else encode_group(decode_group(body))
+    return (
+        encode_state(decode_state(body))
+        if kind == "task_state"
+        else encode_group(decode_group(body))
+    )
 
 
 @pytest.mark.parametrize("line", STATES, ids=line_id)
@@ -53,7 +57,9 @@ def test_most_states_are_compared_to_the_byte() -> None:
     assert sum(1 for line in STATES if not _SPELLED_OTHERWISE.search(line["wire"])) > 50
 
 
-@pytest.mark.parametrize("line", [line for line in STATES if '"Results":[{' in line["wire"]], ids=line_id)
+@pytest.mark.parametrize(
+    "line", [line for line in STATES if '"Results":[{' in line["wire"]], ids=line_id
+)
 def test_every_result_of_go_can_be_read(line: dict[str, Any]) -> None:
     results = decode_state(line["wire"].encode()).results
 

@@ -27,7 +27,9 @@ async def send_one(numbers):
 async def send_bulk(numbers):
     ids = []
     for start in range(0, len(numbers), BESIDE):
-        jobs = await asyncio.gather(*(pool.enqueue_job("noop", number) for number in numbers[start:start + BESIDE]))
+        jobs = await asyncio.gather(
+            *(pool.enqueue_job("noop", number) for number in numbers[start : start + BESIDE])
+        )
         ids += [job.job_id for job in jobs]
     return ids
 

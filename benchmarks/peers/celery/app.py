@@ -12,8 +12,13 @@ from benchmarks.peers.driving import AMQP, URL
 
 app = Celery("peers", broker=AMQP or f"{URL}/0", backend=f"{URL}/1")
 app.conf.update(
-    task_acks_late=True, worker_prefetch_multiplier=64, worker_disable_rate_limits=True, task_send_sent_event=False,
-    worker_send_task_events=False, broker_connection_retry_on_startup=True, worker_enable_remote_control=False,
+    task_acks_late=True,
+    worker_prefetch_multiplier=64,
+    worker_disable_rate_limits=True,
+    task_send_sent_event=False,
+    worker_send_task_events=False,
+    broker_connection_retry_on_startup=True,
+    worker_enable_remote_control=False,
     broker_pool_limit=1,
 )
 if AMQP:

@@ -8,4 +8,13 @@ from benchmarks.peers.celery.app import app
 from benchmarks.peers.driving import gate
 
 gate()
-app.worker_main(["worker", "--pool=solo", "--loglevel=WARNING", "--without-gossip", "--without-mingle", "--without-heartbeat"])
+app.worker_main(
+    [
+        "worker",
+        "--pool=solo",
+        "--loglevel=WARNING",
+        "--without-gossip",
+        "--without-mingle",
+        "--without-heartbeat",
+    ]
+)

@@ -17,6 +17,13 @@ import benchmarks.peers.dramatiq.app  # noqa: F401
 from benchmarks.peers.driving import gate
 
 processes = gate()
-words = ["benchmarks.peers.dramatiq.app", "--processes", str(processes), "--threads", "4", "--skip-logging"]
+words = [
+    "benchmarks.peers.dramatiq.app",
+    "--processes",
+    str(processes),
+    "--threads",
+    "4",
+    "--skip-logging",
+]
 sys.argv = ["dramatiq", *words]
 sys.exit(cli.main(cli.make_argument_parser().parse_args(words)))

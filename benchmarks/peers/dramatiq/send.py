@@ -23,7 +23,10 @@ def latency(numbers):
     taken = []
     for number in numbers:
         began = time.perf_counter()
-        expect(noop.send(number).get_result(backend=backend, block=True, timeout=int(WAIT * 1000)), number)
+        expect(
+            noop.send(number).get_result(backend=backend, block=True, timeout=int(WAIT * 1000)),
+            number,
+        )
         taken.append(time.perf_counter() - began)
     return taken
 

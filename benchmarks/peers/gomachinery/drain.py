@@ -11,4 +11,6 @@ SLOTS = 10  # more are not faster here
 
 program = build("v1")
 gate()
-subprocess.run([program, "-broker", f"{URL}/0", "-backend", f"{URL}/0", "-drain", str(SLOTS)], check=True)
+subprocess.run(
+    [program, "-broker", f"{URL}/0", "-backend", f"{URL}/0", "-drain", str(SLOTS)], check=True
+)

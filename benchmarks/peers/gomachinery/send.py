@@ -16,7 +16,9 @@ LOOK = 0.01  # seconds between two looks for results that are not there yet
 
 
 def one(numbers: Sequence[int]) -> Sequence[str]:
-    return cast("list[str]", go.ask("send_numbers", start=numbers[0], count=len(numbers), timeout=600.0))
+    return cast(
+        "list[str]", go.ask("send_numbers", start=numbers[0], count=len(numbers), timeout=600.0)
+    )
 
 
 def results(ids: Sequence[str]) -> Sequence[object]:
@@ -24,11 +26,16 @@ def results(ids: Sequence[str]) -> Sequence[object]:
     deadline = time.monotonic() + WAIT
     while True:  # a Go worker takes a message off its list before the run
         states = server.backend.get_states(ids)
-        if all(uuid in states and states[uuid].is_finished for uuid in ids) or time.monotonic() > deadline:
+        if (
+            all(uuid in states and states[uuid].is_finished for uuid in ids)
+            or time.monotonic() > deadline
+        ):
             break
         time.sleep(LOOK)
     server.close()
-    return [states[uuid].results[0].value for uuid in ids if uuid in states and states[uuid].results]
+    return [
+        states[uuid].results[0].value for uuid in ids if uuid in states and states[uuid].results
+    ]
 
 
 def latency(numbers: Sequence[int]) -> Sequence[float]:

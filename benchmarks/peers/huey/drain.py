@@ -11,4 +11,6 @@ from benchmarks.peers.huey.app import huey
 
 logging.getLogger("huey").setLevel(logging.WARNING)
 gate()
-huey.create_consumer(workers=1, worker_type="thread", periodic=False, check_worker_health=False).run()
+huey.create_consumer(
+    workers=1, worker_type="thread", periodic=False, check_worker_health=False
+).run()

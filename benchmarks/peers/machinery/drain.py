@@ -9,4 +9,16 @@ from benchmarks.peers.driving import gate
 from machinery_py.cli.main import main
 
 processes = gate()
-sys.exit(main(["worker", "benchmarks.peers.machinery.app", "-p", str(processes), "--log-level", "warning", "--no-banner"]))
+sys.exit(
+    main(
+        [
+            "worker",
+            "benchmarks.peers.machinery.app",
+            "-p",
+            str(processes),
+            "--log-level",
+            "warning",
+            "--no-banner",
+        ]
+    )
+)

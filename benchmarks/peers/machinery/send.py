@@ -19,14 +19,19 @@ def one(numbers: Sequence[int]) -> list[str]:
 def bulk(numbers: Sequence[int]) -> list[str]:
     uuids: list[str] = []
     for start in range(0, len(numbers), STEP):
-        sent = server.send_group(group(noop.signature(number) for number in numbers[start:start + STEP]))
+        sent = server.send_group(
+            group(noop.signature(number) for number in numbers[start : start + STEP])
+        )
         uuids.extend(result.uuid for result in sent.results)
     return uuids
 
 
 def results(uuids: Sequence[str]) -> list[object]:
     states = server.backend.get_states(list(uuids))
-    return [states[uuid].results[0].value if states[uuid].state == "SUCCESS" else states[uuid].state for uuid in uuids]
+    return [
+        states[uuid].results[0].value if states[uuid].state == "SUCCESS" else states[uuid].state
+        for uuid in uuids
+    ]
 
 
 def latency(numbers: Sequence[int]) -> list[float]:

@@ -34,10 +34,21 @@ def connect() -> Redis:
 def message(number: int) -> tuple[str, bytes]:
     """An id, and a message of about the length of ours."""
     id = f"task_{uuid.uuid4()}"
-    return id, json.dumps({"UUID": id, "Name": "noop", "Args": [{"Type": "int64", "Value": number}], "Headers": {},
-                           "RoutingKey": "raw", "RetryCount": 0, "Priority": 0}).encode()
+    return id, json.dumps(
+        {
+            "UUID": id,
+            "Name": "noop",
+            "Args": [{"Type": "int64", "Value": number}],
+            "Headers": {},
+            "RoutingKey": "raw",
+            "RetryCount": 0,
+            "Priority": 0,
+        }
+    ).encode()
 
 
 def state(id: str, word: str, number: int) -> bytes:
     results = [{"Type": "int64", "Value": number}]
-    return json.dumps({"TaskUUID": id, "TaskName": "noop", "State": word, "Results": results}).encode()
+    return json.dumps(
+        {"TaskUUID": id, "TaskName": "noop", "State": word, "Results": results}
+    ).encode()

@@ -8,7 +8,17 @@ from typing import Any
 from redis import Redis
 
 from benchmarks.peers.driving import gate
-from benchmarks.peers.raw.commands import BATCH, DONE, ENDED, HELD, KEPT, QUEUE, STATE, connect, state
+from benchmarks.peers.raw.commands import (
+    BATCH,
+    DONE,
+    ENDED,
+    HELD,
+    KEPT,
+    QUEUE,
+    STATE,
+    connect,
+    state,
+)
 
 
 def work() -> None:
@@ -20,7 +30,11 @@ def work() -> None:
             if not found:
                 continue
             bodies = found[1]
-        tasks = [(task["UUID"], task["Args"][0]["Value"], body) for body in bodies for task in [json.loads(body)]]
+        tasks = [
+            (task["UUID"], task["Args"][0]["Value"], body)
+            for body in bodies
+            for task in [json.loads(body)]
+        ]
         _begin(redis, tasks)
         _settle(redis, tasks)
 

@@ -8,7 +8,18 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.peers.driving import CHUNK, WAIT, expect, run
-from benchmarks.peers.raw.commands import COUNT, DONE, KEPT, QUEUE, SLEEPERS, STATE, TOKEN, connect, message, state
+from benchmarks.peers.raw.commands import (
+    COUNT,
+    DONE,
+    KEPT,
+    QUEUE,
+    SLEEPERS,
+    STATE,
+    TOKEN,
+    connect,
+    message,
+    state,
+)
 
 redis = connect()
 
@@ -32,12 +43,19 @@ def one(numbers: Sequence[int]) -> list[str]:
 
 
 def bulk(numbers: Sequence[int]) -> list[str]:
-    return [id for start in range(0, len(numbers), CHUNK) for id in _send(numbers[start:start + CHUNK])]
+    return [
+        id
+        for start in range(0, len(numbers), CHUNK)
+        for id in _send(numbers[start : start + CHUNK])
+    ]
 
 
 def results(ids: Sequence[str]) -> list[object]:
     states = [json.loads(text or b"null") for text in redis.mget([STATE + id for id in ids])]
-    return [found["Results"][0]["Value"] if found["State"] == "SUCCESS" else found["State"] for found in states]
+    return [
+        found["Results"][0]["Value"] if found["State"] == "SUCCESS" else found["State"]
+        for found in states
+    ]
 
 
 def latency(numbers: Sequence[int]) -> list[float]:

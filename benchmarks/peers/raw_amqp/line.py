@@ -24,7 +24,9 @@ class Line:
         self._next = self._confirmed = 0
         self._unordered: set[int] = set()
         self._connection: Any = SelectConnection(
-            pika.URLParameters(url), on_open_callback=self._on_open, on_open_error_callback=self._on_end,
+            pika.URLParameters(url),
+            on_open_callback=self._on_open,
+            on_open_error_callback=self._on_end,
             on_close_callback=self._on_end,
         )
         self.run()
@@ -43,7 +45,9 @@ class Line:
     def publish(self, messages: Sequence[tuple[str, bytes]]) -> None:
         """Send (id, body) of each; returns when all are confirmed."""
         for id, body in messages:
-            properties = pika.BasicProperties(content_type="application/json", delivery_mode=2, message_id=id)
+            properties = pika.BasicProperties(
+                content_type="application/json", delivery_mode=2, message_id=id
+            )
             self.channel.basic_publish("", QUEUE, body, properties, mandatory=True)
         self._next += len(messages)
         if self._confirmed < self._next:
@@ -54,8 +58,12 @@ class Line:
 
     def _on_channel(self, channel: Any) -> None:
         self.channel = channel
-        channel.confirm_delivery(self._on_confirm, callback=lambda _: channel.queue_declare(
-            QUEUE, durable=True, callback=lambda _: self.stop()))
+        channel.confirm_delivery(
+            self._on_confirm,
+            callback=lambda _: channel.queue_declare(
+                QUEUE, durable=True, callback=lambda _: self.stop()
+            ),
+        )
         channel.add_on_return_callback(self._on_end)
 
     def _on_confirm(self, frame: Any) -> None:

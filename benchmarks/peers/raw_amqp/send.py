@@ -33,12 +33,17 @@ def one(numbers: Sequence[int]) -> list[str]:
 
 
 def bulk(numbers: Sequence[int]) -> list[str]:
-    return [id for start in range(0, len(numbers), STEP) for id in _send(numbers[start:start + STEP])]
+    return [
+        id for start in range(0, len(numbers), STEP) for id in _send(numbers[start : start + STEP])
+    ]
 
 
 def results(ids: Sequence[str]) -> list[object]:
     states = [json.loads(text or b"null") for text in redis.mget([STATE + id for id in ids])]
-    return [found["Results"][0]["Value"] if found["State"] == "SUCCESS" else found["State"] for found in states]
+    return [
+        found["Results"][0]["Value"] if found["State"] == "SUCCESS" else found["State"]
+        for found in states
+    ]
 
 
 def latency(numbers: Sequence[int]) -> list[float]:

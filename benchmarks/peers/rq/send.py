@@ -20,7 +20,9 @@ def one(numbers):
 def bulk(numbers):
     ids = []
     for start in range(0, len(numbers), CHUNK):
-        jobs = queue.enqueue_many([Queue.prepare_data(noop, [number]) for number in numbers[start:start + CHUNK]])
+        jobs = queue.enqueue_many(
+            [Queue.prepare_data(noop, [number]) for number in numbers[start : start + CHUNK]]
+        )
         ids += [job.id for job in jobs]
     return ids
 

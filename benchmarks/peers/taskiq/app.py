@@ -12,7 +12,8 @@ from benchmarks.peers.driving import URL
 backend = RedisAsyncResultBackend(f"{URL}/1", serializer=ORJSONSerializer())
 broker = (
     RedisStreamBroker(f"{URL}/0", consumer_id="0", xread_count=1000)
-    .with_result_backend(backend).with_serializer(ORJSONSerializer())
+    .with_result_backend(backend)
+    .with_serializer(ORJSONSerializer())
 )
 
 

@@ -14,7 +14,21 @@ from benchmarks.peers.driving import gate
 
 if __name__ == "__main__":  # its processes are spawned
     processes = gate()
-    sys.exit(run_worker(WorkerArgs.from_cli([
-        "benchmarks.peers.taskiq.app:broker", "--workers", str(processes), "--no-parse", "--log-level", "WARNING",
-        "--max-async-tasks", "100", "--max-prefetch", "100",
-    ])))
+    sys.exit(
+        run_worker(
+            WorkerArgs.from_cli(
+                [
+                    "benchmarks.peers.taskiq.app:broker",
+                    "--workers",
+                    str(processes),
+                    "--no-parse",
+                    "--log-level",
+                    "WARNING",
+                    "--max-async-tasks",
+                    "100",
+                    "--max-prefetch",
+                    "100",
+                ]
+            )
+        )
+    )

@@ -25,7 +25,12 @@ async def send_one(numbers):
 async def send_bulk(numbers):
     ids = []
     for start in range(0, len(numbers), BESIDE):
-        ids += [task.task_id for task in await asyncio.gather(*(noop.kiq(n) for n in numbers[start:start + BESIDE]))]
+        ids += [
+            task.task_id
+            for task in await asyncio.gather(
+                *(noop.kiq(n) for n in numbers[start : start + BESIDE])
+            )
+        ]
     return ids
 
 

@@ -23,7 +23,26 @@ from __future__ import annotations
 import pytest
 
 # Before the suites are imported, so that their assertions say what was found.
-_SUITES = ("leases", "pausing", "brokers", "groups", "changes", "backends", "fencing", "settlement",
-           "schedules", "claims", "locks", "application", "unique", "exclusive", "tasks", "names", "messages",
-           "queues", "workers", "workflows")
+_SUITES = (
+    "leases",
+    "pausing",
+    "brokers",
+    "groups",
+    "changes",
+    "backends",
+    "fencing",
+    "settlement",
+    "schedules",
+    "claims",
+    "locks",
+    "application",
+    "unique",
+    "exclusive",
+    "tasks",
+    "names",
+    "messages",
+    "queues",
+    "workers",
+    "workflows",
+)
 pytest.register_assert_rewrite(*(f"{__name__}.{suite}" for suite in _SUITES))

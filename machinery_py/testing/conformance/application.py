@@ -70,20 +70,26 @@ class App:
         """Return when nothing waits, is delayed or runs, and no group waits for its callback."""
         store = self.server.engine.store
         wait_until(
-            lambda: not store.ready_groups(1) and not any(
-                one.waiting + one.delayed + one.running for one in self.server.inspect.queues()
+            lambda: (
+                not store.ready_groups(1)
+                and not any(
+                    one.waiting + one.delayed + one.running for one in self.server.inspect.queues()
+                )
             ),
             what="empty queues",
         )
 
     def wait_for(self, tag: str) -> list[tuple[Any, ...]]:
         """The calls of `note` whose last argument is the tag, when there is one and nothing is left to run."""
-        wait_until(lambda: any(call[-1:] == (tag,) for call in self.calls), what=f"a call with {tag!r}")
+        wait_until(
+            lambda: any(call[-1:] == (tag,) for call in self.calls), what=f"a call with {tag!r}"
+        )
         self.wait_until_idle()
         return [call for call in self.calls if call[-1:] == (tag,)]
 
     def wait_for_state(self, uuid: str, state: State) -> None:
         """Return when the task, which may not be known yet, is in this state."""
+
         def reached() -> bool:
             found = self.server.backend.get_states([uuid]).get(uuid)
             return found is not None and found.state is state

@@ -29,14 +29,38 @@ from machinery_py.values import from_result
 __all__ = ["BackendConformance", "OpenBackend"]
 
 VALUES: list[tuple[str, Any]] = [
-    ("bool", True), ("bool", False), ("string", ""), ("string", "日本 🎉 \x00 \" \\ \u2028"),
-    ("int", 2**63 - 1), ("int8", -128), ("int16", 32767), ("int32", -(2**31)), ("int64", 2**63 - 1),
-    ("int64", -(2**63)), ("int64", 123456789012345678), ("uint", 2**64 - 1), ("uint8", 255),
-    ("uint16", 65535), ("uint32", 2**32 - 1), ("uint64", 2**64 - 1), ("float32", 0.5),
-    ("float64", 0.1), ("float64", 1.7976931348623157e308),
-    ("float64", 5e-324), ("float64", -0.0), ("float64", 1e15), ("[]bool", [True, False]), ("[]string", ["", "ü"]),
-    ("[]int64", [2**63 - 1, -1]), ("[]uint64", [2**64 - 1]), ("[]float64", [0.5, 1e300]), ("[]int64", []),
-    ("json", None), ("json", {"a": [1, {"b": None}], "": "ü"}), ("json", []), ("json", "text"),
+    ("bool", True),
+    ("bool", False),
+    ("string", ""),
+    ("string", '日本 🎉 \x00 " \\ \u2028'),
+    ("int", 2**63 - 1),
+    ("int8", -128),
+    ("int16", 32767),
+    ("int32", -(2**31)),
+    ("int64", 2**63 - 1),
+    ("int64", -(2**63)),
+    ("int64", 123456789012345678),
+    ("uint", 2**64 - 1),
+    ("uint8", 255),
+    ("uint16", 65535),
+    ("uint32", 2**32 - 1),
+    ("uint64", 2**64 - 1),
+    ("float32", 0.5),
+    ("float64", 0.1),
+    ("float64", 1.7976931348623157e308),
+    ("float64", 5e-324),
+    ("float64", -0.0),
+    ("float64", 1e15),
+    ("[]bool", [True, False]),
+    ("[]string", ["", "ü"]),
+    ("[]int64", [2**63 - 1, -1]),
+    ("[]uint64", [2**64 - 1]),
+    ("[]float64", [0.5, 1e300]),
+    ("[]int64", []),
+    ("json", None),
+    ("json", {"a": [1, {"b": None}], "": "ü"}),
+    ("json", []),
+    ("json", "text"),
     ("py", {"$": "decimal", "v": "1.10"}),
 ]
 
@@ -61,7 +85,9 @@ class BackendConformance(ChangeConformance):
 
     @pytest.mark.parametrize("run", [-1, 0, 1])
     @pytest.mark.parametrize("current", [None, *State])
-    def test_every_legal_step_is_taken_and_no_other(self, backend: Backend, current: State | None, run: int) -> None:
+    def test_every_legal_step_is_taken_and_no_other(
+        self, backend: Backend, current: State | None, run: int
+    ) -> None:
         for following in State:
             uuid = f"task_{following}"
             if current is not None:
@@ -74,7 +100,9 @@ class BackendConformance(ChangeConformance):
             assert verdict == [SETTLED if allowed else FENCED], following
             kept = backend.get_state(uuid)
             assert kept.error == ("after" if allowed else "before"), following
-            assert (kept.state, kept.run) == ((following, 1 + run) if allowed else (current, 1)), following
+            assert (kept.state, kept.run) == ((following, 1 + run) if allowed else (current, 1)), (
+                following
+            )
 
     @pytest.mark.parametrize("final", [State.SUCCESS, State.FAILURE])
     def test_finished_is_final(self, backend: Backend, final: State) -> None:
@@ -82,13 +110,23 @@ class BackendConformance(ChangeConformance):
         kept = backend.get_state("t")
         for following in State:
             for run in (0, 1, 99):
-                change = Change(key="t", mark="other", states=(state_of("t", following, run=run, error="second"),))
+                change = Change(
+                    key="t",
+                    mark="other",
+                    states=(state_of("t", following, run=run, error="second"),),
+                )
                 assert backend.apply([change]) == [FENCED]
         assert backend.get_state("t") == kept
 
     def test_name_and_creation_and_queue_stay(self, backend: Backend) -> None:
         write(backend, state_of("t", task_name="add", created_at=MOMENT, queue="mail"))
-        steps = (State.RECEIVED, 0), (State.STARTED, 0), (State.RETRY, 0), (State.STARTED, 1), (State.SUCCESS, 1)
+        steps = (
+            (State.RECEIVED, 0),
+            (State.STARTED, 0),
+            (State.RETRY, 0),
+            (State.STARTED, 1),
+            (State.SUCCESS, 1),
+        )
         for step, run in steps:
             write(backend, TaskState(task_uuid="t", state=step, run=run))
             kept = backend.get_state("t")
@@ -115,9 +153,21 @@ class BackendConformance(ChangeConformance):
     def test_every_field_comes_back_as_it_went(self, backend: Backend) -> None:
         later = MOMENT + dt.timedelta(seconds=5)
         state = TaskState(
-            task_uuid="t", task_name="add ü", state=State.STARTED, error="bad \x00 thing", created_at=MOMENT, run=3,
-            attempt=2, queue="mail", error_type="builtins.ValueError", traceback="Traceback\n", progress=(1.5, 4.0),
-            started_at=MOMENT, finished_at=later, eta=later, worker="w@host",
+            task_uuid="t",
+            task_name="add ü",
+            state=State.STARTED,
+            error="bad \x00 thing",
+            created_at=MOMENT,
+            run=3,
+            attempt=2,
+            queue="mail",
+            error_type="builtins.ValueError",
+            traceback="Traceback\n",
+            progress=(1.5, 4.0),
+            started_at=MOMENT,
+            finished_at=later,
+            eta=later,
+            worker="w@host",
         )
         write(backend, state)
 
@@ -136,9 +186,9 @@ class BackendConformance(ChangeConformance):
         state = TaskState(task_uuid="t")
         write(backend, state)
         kept = backend.get_state("t")
-        assert {name: getattr(kept, name) for name in state.__struct_fields__ if name != "results"} == {
-            name: getattr(state, name) for name in state.__struct_fields__ if name != "results"
-        }
+        assert {
+            name: getattr(kept, name) for name in state.__struct_fields__ if name != "results"
+        } == {name: getattr(state, name) for name in state.__struct_fields__ if name != "results"}
         assert list(kept.results) == []
 
     def test_gos_names_write_gos_states(self, backend: Backend) -> None:
@@ -146,7 +196,8 @@ class BackendConformance(ChangeConformance):
         backend.set_state_pending(signature)
         created_at = backend.get_state("t").created_at
         steps = (
-            (backend.set_state_received, State.RECEIVED), (backend.set_state_started, State.STARTED),
+            (backend.set_state_received, State.RECEIVED),
+            (backend.set_state_started, State.STARTED),
             (backend.set_state_retry, State.RETRY),
         )
         for step, state in steps:
@@ -155,12 +206,22 @@ class BackendConformance(ChangeConformance):
         backend.set_state_success(signature, [Arg.of(3)])
         backend.set_state_failure(signature, "too late")
         kept = backend.get_state("t")
-        assert (kept.state, kept.task_name, kept.queue, kept.created_at) == (State.SUCCESS, "add", "mail", created_at)
+        assert (kept.state, kept.task_name, kept.queue, kept.created_at) == (
+            State.SUCCESS,
+            "add",
+            "mail",
+            created_at,
+        )
         assert [arg.value for arg in kept.results] == [3]
         backend.set_state_failure(signature.replace(uuid="f"), "boom")
-        assert (backend.get_state("f").state, backend.get_state("f").error) == (State.FAILURE, "boom")
+        assert (backend.get_state("f").state, backend.get_state("f").error) == (
+            State.FAILURE,
+            "boom",
+        )
 
-    def test_what_is_finished_expires_and_nothing_else(self, backend: Backend, clock: ManualClock) -> None:
+    def test_what_is_finished_expires_and_nothing_else(
+        self, backend: Backend, clock: ManualClock
+    ) -> None:
         write(backend, *(state_of(f"t{state}", state) for state in State))
         clock.advance(self.expire_in * 0.9)
         backend.tend()
@@ -170,9 +231,13 @@ class BackendConformance(ChangeConformance):
 
         kept = backend.get_states([f"t{state}" for state in State])
         unfinished = {state for state in State if not state.is_finished}
-        assert {state.state for state in kept.values()} == (unfinished if backend.features.keeps_unfinished else set())
+        assert {state.state for state in kept.values()} == (
+            unfinished if backend.features.keeps_unfinished else set()
+        )
 
-    def test_what_has_expired_is_not_there_before_any_sweep(self, backend: Backend, clock: ManualClock) -> None:
+    def test_what_has_expired_is_not_there_before_any_sweep(
+        self, backend: Backend, clock: ManualClock
+    ) -> None:
         write(backend, state_of("old", State.SUCCESS))
         clock.advance(self.expire_in * 0.9)
         assert set(backend.get_states(["old"])) == {"old"}
@@ -184,7 +249,9 @@ class BackendConformance(ChangeConformance):
         write(backend, state_of("old"))  # sent again
         assert backend.get_state("old").state is State.PENDING
 
-    def test_a_task_is_kept_from_when_it_finished(self, backend: Backend, clock: ManualClock) -> None:
+    def test_a_task_is_kept_from_when_it_finished(
+        self, backend: Backend, clock: ManualClock
+    ) -> None:
         write(backend, state_of("t"))
         clock.advance(self.expire_in * 0.9)
         write(backend, state_of("t", State.SUCCESS))
@@ -201,7 +268,9 @@ class BackendConformance(ChangeConformance):
         assert backend.revoked([]) == set()
         assert backend.get_state("a").state is State.PENDING
 
-    def test_a_revocation_is_kept_as_long_as_was_asked(self, backend: Backend, clock: ManualClock) -> None:
+    def test_a_revocation_is_kept_as_long_as_was_asked(
+        self, backend: Backend, clock: ManualClock
+    ) -> None:
         backend.revoke(["year", "days"], 366 * 86400.0)
         backend.revoke(["days"], 86400.0)
         clock.advance(days=300)
@@ -212,11 +281,17 @@ class BackendConformance(ChangeConformance):
 
     def test_states_are_listed_newest_first(self, backend: Backend, clock: ManualClock) -> None:
         if not backend.features.listing:
-            for ask in (backend.list_states, lambda: backend.find("t"), lambda: backend.finished_since(MOMENT)):
+            for ask in (
+                backend.list_states,
+                lambda: backend.find("t"),
+                lambda: backend.finished_since(MOMENT),
+            ):
                 with pytest.raises(Unsupported):
                     ask()
             return
-        for number, state in enumerate((State.PENDING, State.SUCCESS, State.FAILURE, State.SUCCESS)):
+        for number, state in enumerate(
+            (State.PENDING, State.SUCCESS, State.FAILURE, State.SUCCESS)
+        ):
             clock.advance(1.0)
             write(backend, state_of(f"t{number}", state, task_name="mul" if number == 3 else "add"))
         clock.advance(1.0)
@@ -233,19 +308,32 @@ class BackendConformance(ChangeConformance):
         assert names(since=middle) == ["t0"]
         assert names(since=middle - dt.timedelta(seconds=2.5)) == ["t0", "t3", "t2"]
 
-    def test_a_rare_name_is_found_behind_many_others(self, backend: Backend, clock: ManualClock) -> None:
+    def test_a_rare_name_is_found_behind_many_others(
+        self, backend: Backend, clock: ManualClock
+    ) -> None:
         if not backend.features.listing:
             return  # refused, as the test above has seen
         many = min(self.MANY, 2_500)
         names = {"rare": "first", 'm\u00fcl "<&>': "second"}
-        write(backend, *(state_of(uuid, State.SUCCESS, task_name=name) for name, uuid in names.items()))
+        write(
+            backend,
+            *(state_of(uuid, State.SUCCESS, task_name=name) for name, uuid in names.items()),
+        )
         clock.advance(1.0)
         # All of one moment: what is read page by page must neither skip one of these nor read it twice.
-        write(backend, *(state_of(f"task_{number}", State.SUCCESS, task_name="often") for number in range(many)))
+        write(
+            backend,
+            *(
+                state_of(f"task_{number}", State.SUCCESS, task_name="often")
+                for number in range(many)
+            ),
+        )
 
         for name, uuid in names.items():
             assert [state.task_uuid for state in backend.list_states(name=name)] == [uuid]
-            assert [state.task_uuid for state in backend.list_states(name=name, state=State.SUCCESS)] == [uuid]
+            assert [
+                state.task_uuid for state in backend.list_states(name=name, state=State.SUCCESS)
+            ] == [uuid]
             assert backend.list_states(name=name, state=State.FAILURE) == []
         often = [state.task_uuid for state in backend.list_states(name="often", limit=2 * many)]
         assert sorted(often) == sorted(f"task_{number}" for number in range(many))
@@ -259,10 +347,16 @@ class BackendConformance(ChangeConformance):
 
         assert sorted(backend.find("task_1", 5)) == ["task_1a", "task_1b"]
         assert len(backend.find("task_1", 1)) == 1
-        assert (backend.find("a%"), backend.find("a*"), backend.find("a[")) == (["a%b"], ["a*b"], ["a[b"])
+        assert (backend.find("a%"), backend.find("a*"), backend.find("a[")) == (
+            ["a%b"],
+            ["a*b"],
+            ["a[b"],
+        )
         assert backend.find("nobody") == []
 
-    def test_what_finished_is_counted_for_each_queue(self, backend: Backend, clock: ManualClock) -> None:
+    def test_what_finished_is_counted_for_each_queue(
+        self, backend: Backend, clock: ManualClock
+    ) -> None:
         if not backend.features.listing:
             return  # refused, as the test above has seen
         write(backend, state_of("old", State.SUCCESS))
@@ -270,10 +364,19 @@ class BackendConformance(ChangeConformance):
         moment = clock.now()
         good, bad = State.SUCCESS, State.FAILURE
         ends = (("q", good), ("q", bad), ("q", good), ("r", bad), ("r", State.RETRY))
-        write(backend, *(state_of(f"t{number}", state, queue=queue) for number, (queue, state) in enumerate(ends)))
+        write(
+            backend,
+            *(
+                state_of(f"t{number}", state, queue=queue)
+                for number, (queue, state) in enumerate(ends)
+            ),
+        )
 
         assert backend.finished_since(moment) == {"q": (2, 1), "r": (0, 1)}
-        assert backend.finished_since(moment - dt.timedelta(seconds=90)) == {"q": (3, 1), "r": (0, 1)}
+        assert backend.finished_since(moment - dt.timedelta(seconds=90)) == {
+            "q": (3, 1),
+            "r": (0, 1),
+        }
         assert backend.finished_since(moment + dt.timedelta(seconds=1)) == {}
 
     def test_a_purged_state_is_forgotten(self, backend: Backend) -> None:
@@ -294,7 +397,9 @@ class BackendConformance(ChangeConformance):
         assert backend.revoked(uuids) == set(uuids)
         assert backend.get_states([]) == {}
 
-    def test_a_finished_task_wakes_who_watches_it(self, backend: Backend, open_backend: OpenBackend) -> None:
+    def test_a_finished_task_wakes_who_watches_it(
+        self, backend: Backend, open_backend: OpenBackend
+    ) -> None:
         other = open_backend()
         listener = backend.listener()
         listener.watch(["a"])
@@ -316,7 +421,11 @@ class BackendConformance(ChangeConformance):
     def test_others_do_not_wake_a_listener(self, backend: Backend) -> None:
         listener = backend.listener()
         listener.watch(["a"])
-        write(backend, state_of("a", State.STARTED), *(state_of(f"t{number}", State.SUCCESS) for number in range(20)))
+        write(
+            backend,
+            state_of("a", State.STARTED),
+            *(state_of(f"t{number}", State.SUCCESS) for number in range(20)),
+        )
         started = time.monotonic()
         listener.wait(0.05)
         assert time.monotonic() - started >= 0.04

@@ -22,15 +22,29 @@ import pytest
 from machinery_py.brokers.base import WAITING, Broker, Consumer, Delivery, Disposal, Fate, Message
 from machinery_py.errors import Unsupported
 from machinery_py.testing.clocks import ManualClock
-from machinery_py.testing.conformance.leases import LeaseConformance, OpenBroker, back, bodies, done, message, put
+from machinery_py.testing.conformance.leases import (
+    LeaseConformance,
+    OpenBroker,
+    back,
+    bodies,
+    done,
+    message,
+    put,
+)
 from machinery_py.testing.conformance.pausing import PauseConformance
 from machinery_py.testing.waiting import HANG, together
 
 __all__ = ["BrokerConformance", "OpenBroker"]
 
 AWKWARD = {
-    "empty": b"", "NUL": b"a\x00b\x00", "every byte": bytes(range(256)), "no UTF-8": b"\xff\xfe\xfa",
-    "quotes": b"'\";--\\", "emoji": "日本語 🎉".encode(), "line ends": b"\r\n\n\r", "5 MB": b"\x00\xf0 x" * 1_250_000,
+    "empty": b"",
+    "NUL": b"a\x00b\x00",
+    "every byte": bytes(range(256)),
+    "no UTF-8": b"\xff\xfe\xfa",
+    "quotes": b"'\";--\\",
+    "emoji": "日本語 🎉".encode(),
+    "line ends": b"\r\n\n\r",
+    "5 MB": b"\x00\xf0 x" * 1_250_000,
 }
 
 
@@ -42,7 +56,9 @@ class BrokerConformance(LeaseConformance, PauseConformance):
     """Everything that the docstrings in brokers/base.py say."""
 
     @pytest.mark.parametrize("body", AWKWARD.values(), ids=AWKWARD)
-    def test_bytes_come_back_as_they_went(self, broker: Broker, consumer: Consumer, body: bytes) -> None:
+    def test_bytes_come_back_as_they_went(
+        self, broker: Broker, consumer: Consumer, body: bytes
+    ) -> None:
         put(broker, body)
         (first,) = consumer.receive(1, 0)
         assert type(first.body) is bytes
@@ -53,13 +69,17 @@ class BrokerConformance(LeaseConformance, PauseConformance):
         consumer.dispose([Disposal(delivery=second, fate=Fate.DEAD)])
         assert [letter.body for letter in broker.dead_letters(limit=1)] == [body]
 
-    def test_a_first_delivery_says_what_it_is(self, broker: Broker, consumer: Consumer, clock: ManualClock) -> None:
+    def test_a_first_delivery_says_what_it_is(
+        self, broker: Broker, consumer: Consumer, clock: ManualClock
+    ) -> None:
         broker.put([message(b"a", parks=3)], token="")
         (delivery,) = consumer.receive(1, 0)
 
         assert (delivery.queue, delivery.fence, delivery.strikes, delivery.parks) == ("q", 1, 0, 3)
         assert not delivery.redelivered
-        assert delivery.sent_at is None or abs((delivery.sent_at - clock.now()).total_seconds()) < 0.01
+        assert (
+            delivery.sent_at is None or abs((delivery.sent_at - clock.now()).total_seconds()) < 0.01
+        )
         hash(delivery.receipt)
 
     def test_the_oldest_message_comes_first(self, broker: Broker, consumer: Consumer) -> None:
@@ -94,7 +114,9 @@ class BrokerConformance(LeaseConformance, PauseConformance):
         put(broker, b"q4")
         assert bodies(consumer.receive(5, 0)) == [b"q4", b"r2"]
 
-    def test_the_higher_priority_comes_first_within_its_queue(self, broker: Broker, consumer: Consumer) -> None:
+    def test_the_higher_priority_comes_first_within_its_queue(
+        self, broker: Broker, consumer: Consumer
+    ) -> None:
         messages = [message(b"%d" % level, priority=level) for level in (0, 255, 9, 9, 1, 0)]
         if not broker.features.priorities:
             with pytest.raises(Unsupported):
@@ -109,7 +131,9 @@ class BrokerConformance(LeaseConformance, PauseConformance):
         broker.put([message(b"r", queue="r", priority=255), message(b"q")], token="")
         assert bodies(broker.consume(["q", "r"], worker="w").receive(1, 0)) == [b"q"]
 
-    def test_nothing_is_early_and_nothing_late(self, broker: Broker, consumer: Consumer, clock: ManualClock) -> None:
+    def test_nothing_is_early_and_nothing_late(
+        self, broker: Broker, consumer: Consumer, clock: ManualClock
+    ) -> None:
         broker.put([message(b"late", eta=seconds(clock.now(), 30.0))], token="")
         put(broker, b"now")
         assert bodies(consumer.receive(5, 0)) == [b"now"]
@@ -124,7 +148,9 @@ class BrokerConformance(LeaseConformance, PauseConformance):
 
         assert bodies(consumer.receive(5, 0)) == [b"late"]
 
-    def test_tend_asks_to_be_called_before_the_next_eta_has_passed(self, broker: Broker, clock: ManualClock) -> None:
+    def test_tend_asks_to_be_called_before_the_next_eta_has_passed(
+        self, broker: Broker, clock: ManualClock
+    ) -> None:
         consumer = broker.consume(["q"], worker="w")
         due = seconds(clock.now(), 1.5)
         broker.put([message(b"late", eta=due)], token="")
@@ -137,13 +163,19 @@ class BrokerConformance(LeaseConformance, PauseConformance):
         broker.tend()
         assert bodies(consumer.receive(5, 0)) == [b"late"]
 
-    def test_an_eta_that_has_passed_is_none(self, broker: Broker, consumer: Consumer, clock: ManualClock) -> None:
+    def test_an_eta_that_has_passed_is_none(
+        self, broker: Broker, consumer: Consumer, clock: ManualClock
+    ) -> None:
         past = seconds(clock.now(), -3600.0).astimezone(dt.timezone(dt.timedelta(hours=9)))
-        broker.put([message(b"1", eta=past), message(b"2"), message(b"3", eta=clock.now())], token="")
+        broker.put(
+            [message(b"1", eta=past), message(b"2"), message(b"3", eta=clock.now())], token=""
+        )
 
         assert bodies(consumer.receive(5, 0)) == [b"1", b"2", b"3"]
 
-    def test_an_eta_is_a_moment_in_any_zone(self, broker: Broker, consumer: Consumer, clock: ManualClock) -> None:
+    def test_an_eta_is_a_moment_in_any_zone(
+        self, broker: Broker, consumer: Consumer, clock: ManualClock
+    ) -> None:
         eta = seconds(clock.now(), 5.0).astimezone(dt.timezone(dt.timedelta(hours=-11)))
         broker.put([message(b"late", eta=eta)], token="")
         assert consumer.receive(5, 0) == []
@@ -151,14 +183,18 @@ class BrokerConformance(LeaseConformance, PauseConformance):
         broker.tend()
         assert bodies(consumer.receive(5, 0)) == [b"late"]
 
-    def test_many_due_at_once_all_come(self, broker: Broker, consumer: Consumer, clock: ManualClock) -> None:
+    def test_many_due_at_once_all_come(
+        self, broker: Broker, consumer: Consumer, clock: ManualClock
+    ) -> None:
         eta = seconds(clock.now(), 5.0)
         broker.put([message(b"%d" % number, eta=eta) for number in range(1000)], token="")
         clock.advance(5.5)
         for _ in range(20):
             broker.tend()
 
-        assert sorted(bodies(consumer.receive(2000, 0)), key=int) == [b"%d" % number for number in range(1000)]
+        assert sorted(bodies(consumer.receive(2000, 0)), key=int) == [
+            b"%d" % number for number in range(1000)
+        ]
 
     @pytest.mark.parametrize("timeout", [0.0, 0.05])
     def test_an_empty_receive_returns_in_time(self, consumer: Consumer, timeout: float) -> None:
@@ -187,7 +223,9 @@ class BrokerConformance(LeaseConformance, PauseConformance):
         assert time.monotonic() - started < HANG
 
     @pytest.mark.parametrize("arrive", ["put", "given back"])
-    def test_what_arrives_ends_the_wait(self, open_broker: OpenBroker, consumer: Consumer, arrive: str) -> None:
+    def test_what_arrives_ends_the_wait(
+        self, open_broker: OpenBroker, consumer: Consumer, arrive: str
+    ) -> None:
         elsewhere = open_broker()
         other = elsewhere.consume(["q"], worker="other")
         if arrive == "given back":
@@ -241,18 +279,22 @@ class BrokerConformance(LeaseConformance, PauseConformance):
         counts = [(delivery.fence, delivery.strikes, delivery.parks) for delivery in found]
         assert counts == [(2, 0, 0), (2, 0, 0), (1, 0, 0), (1, 0, 0)]
 
-    def test_later_waits_and_counts(self, broker: Broker, consumer: Consumer, clock: ManualClock) -> None:
+    def test_later_waits_and_counts(
+        self, broker: Broker, consumer: Consumer, clock: ManualClock
+    ) -> None:
         put(broker, b"a")
         for turn, (parks, reason) in enumerate([(0, ""), (1, WAITING), (1, ""), (2, "")]):
             (delivery,) = consumer.receive(5, 0)
             assert (delivery.parks, delivery.strikes, delivery.fence) == (parks, 0, turn + 1)
             eta = seconds(clock.now(), 5.0)
-            assert consumer.dispose([Disposal(delivery=delivery, fate=Fate.LATER, eta=eta, reason=reason)]) == [True]
+            assert consumer.dispose(
+                [Disposal(delivery=delivery, fate=Fate.LATER, eta=eta, reason=reason)]
+            ) == [True]
             assert consumer.receive(5, 0) == []
             if broker.features.peeking:
-                assert [(parked.body, parked.parks, parked.eta) for parked in broker.delayed(5)] == [
-                    (b"a", parks + (reason != WAITING), eta)
-                ]
+                assert [
+                    (parked.body, parked.parks, parked.eta) for parked in broker.delayed(5)
+                ] == [(b"a", parks + (reason != WAITING), eta)]
             clock.advance(5.5)
             consumer.beat()
             broker.tend()
@@ -262,18 +304,32 @@ class BrokerConformance(LeaseConformance, PauseConformance):
     ) -> None:
         put(broker, b"\x00bytes")
         (delivery,) = consumer.receive(1, 0)
-        disposal = Disposal(delivery=delivery, fate=Fate.DEAD, reason="poison", error="ü\n", uuid="task_9", name="add")
+        disposal = Disposal(
+            delivery=delivery,
+            fate=Fate.DEAD,
+            reason="poison",
+            error="ü\n",
+            uuid="task_9",
+            name="add",
+        )
 
         assert consumer.dispose([disposal]) == [True]
 
         (letter,) = broker.dead_letters(limit=5)
-        assert (letter.uuid, letter.name, letter.queue, letter.body) == ("task_9", "add", "q", b"\x00bytes")
+        assert (letter.uuid, letter.name, letter.queue, letter.body) == (
+            "task_9",
+            "add",
+            "q",
+            b"\x00bytes",
+        )
         assert (letter.reason, letter.error, letter.strikes) == ("poison", "ü\n", 0)
         assert abs((letter.died_at - clock.now()).total_seconds()) < 0.01
         assert consumer.receive(5, 0) == []
         assert consumer.dispose([disposal]) == [False]
 
-    def test_a_dead_letter_is_taken_once(self, broker: Broker, consumer: Consumer, clock: ManualClock) -> None:
+    def test_a_dead_letter_is_taken_once(
+        self, broker: Broker, consumer: Consumer, clock: ManualClock
+    ) -> None:
         put(broker, b"1", b"2", b"3")
         for delivery in consumer.receive(3, 0):
             clock.advance(1.0)
@@ -289,20 +345,35 @@ class BrokerConformance(LeaseConformance, PauseConformance):
         assert broker.take_dead([letters[0].id]) == []
         assert broker.dead_letters(limit=10) == letters[1:]
 
-    def test_what_was_never_put_can_be_a_dead_letter(self, broker: Broker, consumer: Consumer, clock: ManualClock) -> None:
-        refused = Message(uuid="task_9", name="add", queue="elsewhere", body=b"\x00bytes", eta=seconds(clock.now(), 60.0))
+    def test_what_was_never_put_can_be_a_dead_letter(
+        self, broker: Broker, consumer: Consumer, clock: ManualClock
+    ) -> None:
+        refused = Message(
+            uuid="task_9",
+            name="add",
+            queue="elsewhere",
+            body=b"\x00bytes",
+            eta=seconds(clock.now(), 60.0),
+        )
 
         broker.bury(refused, queue="q", reason="refused", error="ü\n")
 
         (letter,) = broker.dead_letters(limit=5)
-        assert (letter.uuid, letter.name, letter.queue, letter.body) == ("task_9", "add", "q", b"\x00bytes")
+        assert (letter.uuid, letter.name, letter.queue, letter.body) == (
+            "task_9",
+            "add",
+            "q",
+            b"\x00bytes",
+        )
         assert (letter.reason, letter.error, letter.strikes) == ("refused", "ü\n", 0)
         assert abs((letter.died_at - clock.now()).total_seconds()) < 0.01
         assert consumer.receive(5, 0) == []
         assert broker.take_dead([letter.id]) == [letter]
         assert broker.dead_letters(limit=5) == []
 
-    def test_a_token_is_carried_out_once(self, broker: Broker, consumer: Consumer, clock: ManualClock) -> None:
+    def test_a_token_is_carried_out_once(
+        self, broker: Broker, consumer: Consumer, clock: ManualClock
+    ) -> None:
         assert broker.put([message(b"1"), message(b"2")], token="t") is True
         assert broker.put([message(b"1"), message(b"2")], token="t") is False
         assert broker.put([message(b"3")], token="u") is True
@@ -315,11 +386,15 @@ class BrokerConformance(LeaseConformance, PauseConformance):
         consumer.beat()
         assert bodies(consumer.receive(10, 0)) == [b"1", b"2", b"3", b"4", b"4"]
 
-    def test_of_many_threads_one_carries_out_a_token(self, broker: Broker, consumer: Consumer) -> None:
+    def test_of_many_threads_one_carries_out_a_token(
+        self, broker: Broker, consumer: Consumer
+    ) -> None:
         assert sum(together(8, lambda _: broker.put([message(b"a")], token="t"))) == 1
         assert bodies(consumer.receive(20, 0)) == [b"a"]
 
-    def test_looking_takes_nothing(self, broker: Broker, consumer: Consumer, clock: ManualClock) -> None:
+    def test_looking_takes_nothing(
+        self, broker: Broker, consumer: Consumer, clock: ManualClock
+    ) -> None:
         waiting = [message(b"%d" % number) for number in range(3)]
         minute, soon = seconds(clock.now(), 60.0), seconds(clock.now(), 9.0)
         late = [message(b"late", eta=minute), message(b"r", queue="r", eta=soon)]
@@ -359,7 +434,9 @@ class BrokerConformance(LeaseConformance, PauseConformance):
         assert (r.waiting, r.running, r.delayed, r.dead, r.oldest_at) == (0, 0, 1, 0, None)
         assert (idle.waiting, idle.running, idle.delayed, idle.dead) == (0, 0, 0, 0)
         assert (q.oldest_at is not None) == broker.features.tells_age
-        assert not q.oldest_at or (q.oldest_at - started).total_seconds() == pytest.approx(1.0, abs=0.5)
+        assert not q.oldest_at or (q.oldest_at - started).total_seconds() == pytest.approx(
+            1.0, abs=0.5
+        )
 
     def test_purge_deletes_what_waits_and_nothing_else(
         self, broker: Broker, consumer: Consumer, clock: ManualClock
@@ -401,5 +478,8 @@ class BrokerConformance(LeaseConformance, PauseConformance):
         assert (new := again.put([message(b"a")], token="t")) is not broker.features.deduplicates
         clock.advance(5.5)
         again.tend()
-        assert sorted(bodies(again.consume(["q"], worker="w").receive(5, 0))) == [*[b"a"] * (1 + new), b"late"]
+        assert sorted(bodies(again.consume(["q"], worker="w").receive(5, 0))) == [
+            *[b"a"] * (1 + new),
+            b"late",
+        ]
         again.close()

@@ -27,7 +27,9 @@ class ChangeConformance(GroupConformance):
         assert backend.get_state("t").worker == "one"
 
     @pytest.mark.parametrize("state", [State.RETRY, State.SUCCESS, State.FAILURE])
-    def test_a_repeat_writes_nothing_whatever_it_settled(self, backend: Backend, state: State) -> None:
+    def test_a_repeat_writes_nothing_whatever_it_settled(
+        self, backend: Backend, state: State
+    ) -> None:
         change = Change(key="t", mark="one", states=(state_of("t", state),), outbox=(b"m",))
         assert backend.apply([change]) == [SETTLED]
         backend.clear_outbox([("t", (b"m",))])
@@ -49,7 +51,9 @@ class ChangeConformance(GroupConformance):
         assert sorted(words) == ["fenced"] * 15 + ["settled"]
         assert backend.get_state("t").worker == str(words.index("settled"))
 
-    def test_a_batch_has_a_verdict_for_each_and_each_sees_the_one_before(self, backend: Backend) -> None:
+    def test_a_batch_has_a_verdict_for_each_and_each_sees_the_one_before(
+        self, backend: Backend
+    ) -> None:
         write(backend, state_of("old", State.SUCCESS))
         changes = [
             Change(key="t", mark="1", states=(state_of("t", State.SUCCESS),)),
@@ -64,11 +68,18 @@ class ChangeConformance(GroupConformance):
 
     def test_only_the_state_of_the_key_decides(self, backend: Backend) -> None:
         write(backend, state_of("done", State.SUCCESS, worker="first"))
-        change = Change(key="t", mark="m", states=(state_of("t", State.SUCCESS), state_of("done", State.PENDING)))
+        change = Change(
+            key="t",
+            mark="m",
+            states=(state_of("t", State.SUCCESS), state_of("done", State.PENDING)),
+        )
 
         assert backend.apply([change]) == [SETTLED]
 
-        assert (backend.get_state("done").state, backend.get_state("done").worker) == (State.SUCCESS, "first")
+        assert (backend.get_state("done").state, backend.get_state("done").worker) == (
+            State.SUCCESS,
+            "first",
+        )
 
     def test_two_states_of_one_task_in_a_change_are_taken_in_turn(self, backend: Backend) -> None:
         states = (state_of("t", State.SUCCESS), state_of("t", State.PENDING))
@@ -96,7 +107,13 @@ class ChangeConformance(GroupConformance):
         assert backend.get_state("t").state is State.PENDING
 
         def change(epoch: int, mark: str) -> Change:
-            return Change(key="t", mark=mark, epoch=epoch, states=(state_of("t", State.RETRY),), outbox=(b"m",))
+            return Change(
+                key="t",
+                mark=mark,
+                epoch=epoch,
+                states=(state_of("t", State.RETRY),),
+                outbox=(b"m",),
+            )
 
         assert backend.apply([change(one.epoch, "1")]) == [FENCED]
         assert backend.unsent(5, older_than=0.0) == []
@@ -112,7 +129,15 @@ class ChangeConformance(GroupConformance):
         success = state_of("done", State.SUCCESS)
         backend.apply([Change(key="done", mark="m", states=(success,), outbox=(b"1", b"\x002"))])
 
-        names = [("done", 0), ("retried", 0), ("retried", 1), ("next", 0), ("next", 1), ("unknown", 0), ("waiting", 0)]
+        names = [
+            ("done", 0),
+            ("retried", 0),
+            ("retried", 1),
+            ("next", 0),
+            ("next", 1),
+            ("unknown", 0),
+            ("waiting", 0),
+        ]
         begun = backend.begin(names)
 
         assert [one.finished for one in begun] == [True, True, False, True, False, False, False]
@@ -122,10 +147,16 @@ class ChangeConformance(GroupConformance):
         assert backend.get_state("waiting").message == b"-"
         assert backend.get_states(["unknown"]) == {}
 
-    def test_an_outbox_is_kept_until_it_is_cleared(self, backend: Backend, clock: ManualClock) -> None:
-        backend.apply([Change(key="a", mark="m", states=(state_of("a", State.SUCCESS),), outbox=(b"1", b"2"))])
+    def test_an_outbox_is_kept_until_it_is_cleared(
+        self, backend: Backend, clock: ManualClock
+    ) -> None:
+        backend.apply(
+            [Change(key="a", mark="m", states=(state_of("a", State.SUCCESS),), outbox=(b"1", b"2"))]
+        )
         clock.advance(10.0)
-        backend.apply([Change(key="b", mark="m", states=(state_of("b", State.SUCCESS),), outbox=(b"3",))])
+        backend.apply(
+            [Change(key="b", mark="m", states=(state_of("b", State.SUCCESS),), outbox=(b"3",))]
+        )
         clock.advance(10.0)
 
         found = {key: list(outbox) for key, outbox in backend.unsent(9, older_than=15.0)}
@@ -143,14 +174,24 @@ class ChangeConformance(GroupConformance):
         """Run 0 publishes its retry and falls asleep; run 1 ends; then run 0 clears what it has published."""
         other = open_backend()
         first, second = (b"the retry", b"\x00"), (b"the callback",)
-        backend.apply([Change(key="t", mark="1", states=(state_of("t", State.RETRY),), outbox=first)])
-        other.apply([Change(key="t", mark="2", states=(state_of("t", State.SUCCESS, run=1),), outbox=second)])
+        backend.apply(
+            [Change(key="t", mark="1", states=(state_of("t", State.RETRY),), outbox=first)]
+        )
+        other.apply(
+            [
+                Change(
+                    key="t", mark="2", states=(state_of("t", State.SUCCESS, run=1),), outbox=second
+                )
+            ]
+        )
 
         backend.clear_outbox([("t", first)])
 
         clock.advance(1.0)
         assert [list(outbox) for outbox in other.outboxes(["t"])] == [list(second)]
-        assert [(key, list(outbox)) for key, outbox in other.unsent(9, older_than=0.0)] == [("t", list(second))]
+        assert [(key, list(outbox)) for key, outbox in other.unsent(9, older_than=0.0)] == [
+            ("t", list(second))
+        ]
         other.clear_outbox([("t", second)])
         assert [list(outbox) for outbox in backend.outboxes(["t"])] == [[]]
         assert backend.unsent(9, older_than=0.0) == []

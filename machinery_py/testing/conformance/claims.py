@@ -1,9 +1,9 @@
 """What every store promises about claims, the keys of unique tasks: each held by one, taken together with what is sent.
 
-    class TestMyStore(ClaimConformance):
-        @pytest.fixture
-        def open_store(self, clock: ManualClock) -> OpenStore:
-            return lambda: OneStore(MyBroker(driver), MyBackend(driver), driver.transaction)
+class TestMyStore(ClaimConformance):
+    @pytest.fixture
+    def open_store(self, clock: ManualClock) -> OpenStore:
+        return lambda: OneStore(MyBroker(driver), MyBackend(driver), driver.transaction)
 """
 
 from __future__ import annotations
@@ -12,21 +12,41 @@ from machinery_py.backends.base import Amendment
 from machinery_py.settlement.base import Session, Store
 from machinery_py.states import State
 from machinery_py.testing.clocks import ManualClock
-from machinery_py.testing.conformance.fencing import OpenStore, StoreCase, drain, message_of, state_of, uuid_of
+from machinery_py.testing.conformance.fencing import (
+    OpenStore,
+    StoreCase,
+    drain,
+    message_of,
+    state_of,
+    uuid_of,
+)
 from machinery_py.testing.waiting import together
 
 __all__ = ["ClaimConformance", "OpenStore", "claim"]
 
 
 def claim(
-    store: Store, name: str, expected: bytes | None, body: bytes | None, *uuids: str,
-    life: float = 100.0, more: State | None = None,
+    store: Store,
+    name: str,
+    expected: bytes | None,
+    body: bytes | None,
+    *uuids: str,
+    life: float = 100.0,
+    more: State | None = None,
 ) -> bool:
     """Change a claim, and send these tasks with it. `more`: a state of the task "old"."""
-    states = [state_of(uuid) for uuid in uuids] + ([state_of("old", more)] if more is not None else [])
+    states = [state_of(uuid) for uuid in uuids] + (
+        [state_of("old", more)] if more is not None else []
+    )
     return store.amend(
-        Amendment(name=name, expected=expected, body=body, life=life, states=states,
-                  outbox_key=f"unique {name} {uuids[0]}" if uuids else ""),
+        Amendment(
+            name=name,
+            expected=expected,
+            body=body,
+            life=life,
+            states=states,
+            outbox_key=f"unique {name} {uuids[0]}" if uuids else "",
+        ),
         [message_of(uuid) for uuid in uuids],
     )
 
@@ -47,7 +67,9 @@ class ClaimConformance(StoreCase):
         assert claim(store, "a", b"2", None)
         assert store.backend.claims(["a", "b"]) == [None, b"x"]
 
-    def test_who_expects_something_else_writes_nothing(self, store: Store, session: Session) -> None:
+    def test_who_expects_something_else_writes_nothing(
+        self, store: Store, session: Session
+    ) -> None:
         claim(store, "a", None, b"1")
 
         for expected in (None, b"0", b""):
@@ -59,12 +81,17 @@ class ClaimConformance(StoreCase):
         assert session.receive(9, 0) == []
         assert store.backend.get_states(["t", "old"]) == {}
 
-    def test_what_is_sent_with_it_comes_with_all_states(self, store: Store, session: Session) -> None:
+    def test_what_is_sent_with_it_comes_with_all_states(
+        self, store: Store, session: Session
+    ) -> None:
         assert claim(store, "a", None, b"1", "t", more=State.FAILURE)
 
         assert [uuid_of(delivery) for delivery in session.receive(9, 0)] == ["t"]
         found = store.backend.get_states(["t", "old"])
-        assert {uuid: state.state for uuid, state in found.items()} == {"t": State.PENDING, "old": State.FAILURE}
+        assert {uuid: state.state for uuid, state in found.items()} == {
+            "t": State.PENDING,
+            "old": State.FAILURE,
+        }
 
     def test_claims_and_records_have_names_of_their_own(self, store: Store) -> None:
         assert store.amend(Amendment(name="a", expected=None, body=b"record"))
@@ -76,7 +103,9 @@ class ClaimConformance(StoreCase):
         assert (records.bodies, records.version) == ({"a": b"record"}, version)
         assert store.backend.claims(["a"]) == [b"claim"]
 
-    def test_a_claim_is_forgotten_when_its_life_is_over(self, store: Store, clock: ManualClock) -> None:
+    def test_a_claim_is_forgotten_when_its_life_is_over(
+        self, store: Store, clock: ManualClock
+    ) -> None:
         assert claim(store, "a", None, b"1", life=100.0)
         assert claim(store, "b", None, b"1", life=100.0)
         clock.advance(60.0)
@@ -118,8 +147,12 @@ class ClaimConformance(StoreCase):
     def test_of_many_who_race_one_gets_it(self, store: Store, open_store: OpenStore) -> None:
         stores = [store, *(open_store() for _ in range(3))]
         for turn in range(5):
-            won = together(16, lambda index, turn=turn: claim(  # type: ignore[misc]
-                stores[index % 4], f"race {turn}", None, b"%d" % index, f"t{turn}-{index}"))
+            won = together(
+                16,
+                lambda index, turn=turn: claim(  # type: ignore[misc]
+                    stores[index % 4], f"race {turn}", None, b"%d" % index, f"t{turn}-{index}"
+                ),
+            )
             assert won.count(True) == 1
             assert store.backend.claims([f"race {turn}"]) == [b"%d" % won.index(True)]
         assert len(drain(store, "q")) == 5

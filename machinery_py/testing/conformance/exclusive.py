@@ -81,7 +81,9 @@ class ExclusiveConformance(AppCase):
         first = hold.send("a", 7)
         wait_until(lambda: app.calls)
 
-        with pytest.raises(TaskFailed, match="skipped: another run of it holds the lock 'feed-7'") as caught:
+        with pytest.raises(
+            TaskFailed, match="skipped: another run of it holds the lock 'feed-7'"
+        ) as caught:
             hold.send("b", 7).get(timeout=HANG)
 
         assert caught.value.error_type == "Skipped"
@@ -127,7 +129,10 @@ class ExclusiveConformance(AppCase):
             return number
 
         task = app.server.task(
-            exclusive="wait", exclusive_key="feed", retries=int(end == "retry"), backoff=[0.01],
+            exclusive="wait",
+            exclusive_key="feed",
+            retries=int(end == "retry"),
+            backoff=[0.01],
             time_limit=0.2 if end == "time limit" else None,
         )(feed)
         first, second = task.send(1), task.send(2)
@@ -136,7 +141,9 @@ class ExclusiveConformance(AppCase):
             first.revoke()
         assert second.get(timeout=HANG) == 2
         wait_until(first.is_finished)
-        if end != "time limit":  # a function whose time is up may take a moment to notice: nobody waits for it
+        if (
+            end != "time limit"
+        ):  # a function whose time is up may take a moment to notice: nobody waits for it
             assert overlap.most == 1
         with app.server.lock("feed", timeout=HANG):
             pass
@@ -162,9 +169,13 @@ class ExclusiveConformance(AppCase):
             hold.send("a")
             with idle.running():
                 for _ in range(2):
-                    wait_until(lambda: sum(one.delayed for one in idle.server.inspect.queues()) == 1)
+                    wait_until(
+                        lambda: sum(one.delayed for one in idle.server.inspect.queues()) == 1
+                    )
                     wait_until(lambda: not sum(one.delayed for one in idle.server.inspect.queues()))
-        session = idle.server.engine.store.open_session([idle.server.config.default_queue], worker="looking")
+        session = idle.server.engine.store.open_session(
+            [idle.server.config.default_queue], worker="looking"
+        )
         found: list[Delivery] = []
 
         def came() -> bool:

@@ -21,20 +21,41 @@ OpenStore = Callable[[], Store]
 
 def body_of(uuid: str, *, run: int = 0, queue: str = "q") -> bytes:
     """A signature as Go writes it."""
-    return json.dumps({
-        "UUID": uuid, "Name": "add", "RoutingKey": queue, "ETA": None, "GroupUUID": "", "GroupTaskCount": 0, "Args": [],
-        "Headers": {"machinery_run": str(run)} if run else {}, "Priority": 0, "Immutable": False, "RetryCount": 0,
-        "RetryTimeout": 0, "OnSuccess": None, "OnError": None, "ChordCallback": None, "BrokerMessageGroupId": "",
-        "SQSReceiptHandle": "", "StopTaskDeletionOnError": False, "IgnoreWhenTaskNotRegistered": False,
-    }).encode()
+    return json.dumps(
+        {
+            "UUID": uuid,
+            "Name": "add",
+            "RoutingKey": queue,
+            "ETA": None,
+            "GroupUUID": "",
+            "GroupTaskCount": 0,
+            "Args": [],
+            "Headers": {"machinery_run": str(run)} if run else {},
+            "Priority": 0,
+            "Immutable": False,
+            "RetryCount": 0,
+            "RetryTimeout": 0,
+            "OnSuccess": None,
+            "OnError": None,
+            "ChordCallback": None,
+            "BrokerMessageGroupId": "",
+            "SQSReceiptHandle": "",
+            "StopTaskDeletionOnError": False,
+            "IgnoreWhenTaskNotRegistered": False,
+        }
+    ).encode()
 
 
 def uuid_of(delivery: Delivery) -> str:
     return str(json.loads(delivery.body)["UUID"])
 
 
-def message_of(uuid: str, *, run: int = 0, queue: str = "q", eta: dt.datetime | None = None) -> Message:
-    return Message(uuid=uuid, name="add", queue=queue, body=body_of(uuid, run=run, queue=queue), eta=eta)
+def message_of(
+    uuid: str, *, run: int = 0, queue: str = "q", eta: dt.datetime | None = None
+) -> Message:
+    return Message(
+        uuid=uuid, name="add", queue=queue, body=body_of(uuid, run=run, queue=queue), eta=eta
+    )
 
 
 def state_of(uuid: str, state: State = State.PENDING, **more: Any) -> TaskState:
@@ -42,25 +63,40 @@ def state_of(uuid: str, state: State = State.PENDING, **more: Any) -> TaskState:
 
 
 def submit(store: Store, *uuids: str, token: str = "", **more: Any) -> None:
-    store.submit(Submission(
-        token=token, messages=[message_of(uuid) for uuid in uuids], states=[state_of(uuid) for uuid in uuids], **more
-    ))
+    store.submit(
+        Submission(
+            token=token,
+            messages=[message_of(uuid) for uuid in uuids],
+            states=[state_of(uuid) for uuid in uuids],
+            **more,
+        )
+    )
 
 
 def settlement(
-    delivery: Delivery, state: State = State.SUCCESS, *, callbacks: Sequence[str] = (), run: int = 0, **more: Any
+    delivery: Delivery,
+    state: State = State.SUCCESS,
+    *,
+    callbacks: Sequence[str] = (),
+    run: int = 0,
+    **more: Any,
 ) -> Settlement:
     """The end of a delivery, with its callbacks on the queue c."""
     uuid = uuid_of(delivery)
     return Settlement(
-        delivery=delivery, uuid=uuid, name="add",
+        delivery=delivery,
+        uuid=uuid,
+        name="add",
         states=(state_of(uuid, state, run=run), *(state_of(callback) for callback in callbacks)),
-        send=tuple(message_of(callback, queue="c") for callback in callbacks), **more,
+        send=tuple(message_of(callback, queue="c") for callback in callbacks),
+        **more,
     )
 
 
 def arrival(delivery: Delivery, total: int, *, ok: bool = True) -> Arrival:
-    return Arrival(group_uuid="g", task_uuid=uuid_of(delivery), total=total, ok=ok, callback=b"callback")
+    return Arrival(
+        group_uuid="g", task_uuid=uuid_of(delivery), total=total, ok=ok, callback=b"callback"
+    )
 
 
 def drain(store: Store, queue: str) -> list[str]:
@@ -109,7 +145,9 @@ class StoreCase:
                 assert survivor.beat()
             store.tend()
 
-    def take_over(self, store: Store, session: Session, clock: ManualClock) -> tuple[Session, Delivery]:
+    def take_over(
+        self, store: Store, session: Session, clock: ManualClock
+    ) -> tuple[Session, Delivery]:
         """The session dies; its heir, and the delivery that it got."""
         self.crash_session(store, session, clock)
         heir = store.open_session(["q"], worker="heir")
@@ -120,12 +158,17 @@ class StoreCase:
 class FencingConformance(StoreCase):
     """Lost deliveries."""
 
-    def test_who_lost_the_delivery_changes_nothing(self, store: Store, session: Session, clock: ManualClock) -> None:
+    def test_who_lost_the_delivery_changes_nothing(
+        self, store: Store, session: Session, clock: ManualClock
+    ) -> None:
         submit(store, "a")
         (old,) = session.receive(1, 0)
         heir, new = self.take_over(store, session, clock)
         late = settlement(
-            old, State.FAILURE, callbacks=["zombie"], arrivals=[arrival(old, 1, ok=False)],
+            old,
+            State.FAILURE,
+            callbacks=["zombie"],
+            arrivals=[arrival(old, 1, ok=False)],
             groups=[GroupMeta(group_uuid="h", task_uuids=("zombie",))],
         )
 
@@ -136,7 +179,9 @@ class FencingConformance(StoreCase):
         assert store.backend.get_states(["zombie"]) == {}
         assert store.backend.get_group("h") is None
         assert store.ready_groups() == []
-        assert heir.settle([settlement(new, callbacks=["c"], arrivals=[arrival(new, 1)])]) == [SETTLED]
+        assert heir.settle([settlement(new, callbacks=["c"], arrivals=[arrival(new, 1)])]) == [
+            SETTLED
+        ]
         assert session.settle([late]) == [FENCED]
         assert drain(store, "c") == ["c"]
         assert [group.failed_member for group in store.ready_groups()] == [""]
@@ -157,7 +202,9 @@ class FencingConformance(StoreCase):
         heir.close()
         assert drain(store, "q") == []
 
-    def test_each_delivery_has_a_greater_number(self, store: Store, session: Session, clock: ManualClock) -> None:
+    def test_each_delivery_has_a_greater_number(
+        self, store: Store, session: Session, clock: ManualClock
+    ) -> None:
         submit(store, "a")
         (delivery,) = session.receive(1, 0)
         numbers = [delivery.epoch or delivery.fence]
@@ -175,7 +222,10 @@ class FencingConformance(StoreCase):
         (old,) = session.receive(1, 0)
         heir, new = self.take_over(store, session, clock)
         retry = Settlement(
-            delivery=old, uuid="a", states=[state_of("a", State.RETRY)], send=[message_of("a", run=1)],
+            delivery=old,
+            uuid="a",
+            states=[state_of("a", State.RETRY)],
+            send=[message_of("a", run=1)],
         )
 
         assert session.settle([retry]) == [FENCED]
@@ -184,7 +234,9 @@ class FencingConformance(StoreCase):
         assert drain(store, "q") == []
         assert heir.settle([settlement(new)]) == [SETTLED]
 
-    def test_a_session_that_was_given_up_goes_on(self, store: Store, session: Session, clock: ManualClock) -> None:
+    def test_a_session_that_was_given_up_goes_on(
+        self, store: Store, session: Session, clock: ManualClock
+    ) -> None:
         submit(store, "a")
         session.run_begins(session.receive(1, 0)[0])
         self.crash_session(store, session, clock)
@@ -195,14 +247,20 @@ class FencingConformance(StoreCase):
         assert (delivery.strikes, delivery.redelivered) == (1, True)
         assert session.settle([settlement(delivery)]) == [SETTLED]
 
-    def test_marks_of_a_lost_delivery_are_dropped(self, store: Store, session: Session, clock: ManualClock) -> None:
+    def test_marks_of_a_lost_delivery_are_dropped(
+        self, store: Store, session: Session, clock: ManualClock
+    ) -> None:
         submit(store, "a")
         (old,) = session.receive(1, 0)
         heir, new = self.take_over(store, session, clock)
 
-        session.settle([], [Mark(delivery=old, state=state_of("a", State.STARTED, worker="zombie"))])
+        session.settle(
+            [], [Mark(delivery=old, state=state_of("a", State.STARTED, worker="zombie"))]
+        )
 
         assert store.backend.get_state("a").state is State.PENDING
         heir.settle([], [Mark(delivery=new, state=state_of("a", State.STARTED, worker="heir"))])
-        session.settle([], [Mark(delivery=old, state=state_of("a", State.STARTED, worker="zombie"))])
+        session.settle(
+            [], [Mark(delivery=old, state=state_of("a", State.STARTED, worker="zombie"))]
+        )
         assert store.backend.get_state("a").worker == "heir"

@@ -22,7 +22,11 @@ MOMENT = dt.datetime(2024, 5, 6, 7, 8, 9, 123456, tzinfo=dt.timezone.utc)
 
 
 def state_of(uuid: str, state: State = State.PENDING, **more: Any) -> TaskState:
-    return TaskState(task_uuid=uuid, state=state, **{"task_name": "add", "created_at": MOMENT, "queue": "q", **more})
+    return TaskState(
+        task_uuid=uuid,
+        state=state,
+        **{"task_name": "add", "created_at": MOMENT, "queue": "q", **more},
+    )
 
 
 def write(backend: Backend, *states: TaskState) -> None:
@@ -30,14 +34,18 @@ def write(backend: Backend, *states: TaskState) -> None:
         assert backend.apply([Change(key=state.task_uuid, states=(state,))]) == [SETTLED]
 
 
-def arrival(group: str, member: str, total: int, *, ok: bool = True, callback: bytes = b"callback") -> Arrival:
+def arrival(
+    group: str, member: str, total: int, *, ok: bool = True, callback: bytes = b"callback"
+) -> Arrival:
     return Arrival(group_uuid=group, task_uuid=member, total=total, ok=ok, callback=callback)
 
 
 def arrive(backend: Backend, *arrivals: Arrival) -> None:
     for one in arrivals:
         state = State.SUCCESS if one.ok else State.FAILURE
-        backend.apply([Change(key=one.task_uuid, states=(state_of(one.task_uuid, state),), arrivals=(one,))])
+        backend.apply(
+            [Change(key=one.task_uuid, states=(state_of(one.task_uuid, state),), arrivals=(one,))]
+        )
 
 
 def ready(backend: Backend) -> dict[str, ReadyGroup]:
@@ -100,7 +108,14 @@ class GroupConformance(BackendCase):
         assert list(group.task_uuids) == ["a", "b"]
 
     def test_a_group_keeps_when_it_was_created(self, backend: Backend) -> None:
-        backend.apply([Change(key="g", groups=(GroupMeta(group_uuid="g", task_uuids=("a",), created_at=MOMENT),))])
+        backend.apply(
+            [
+                Change(
+                    key="g",
+                    groups=(GroupMeta(group_uuid="g", task_uuids=("a",), created_at=MOMENT),),
+                )
+            ]
+        )
         group = backend.get_group("g")
         assert group is not None
         assert abs((group.created_at - MOMENT).total_seconds()) < 0.001
@@ -179,7 +194,9 @@ class GroupConformance(BackendCase):
         backend.init_group("g", ["a"])
         arrive(backend, arrival("g", "a", 1))
         first = Change(key="g", fires="g", states=(state_of("callback"),))
-        second = Change(key="g", fires="g", states=(state_of("callback", State.STARTED), state_of("other")))
+        second = Change(
+            key="g", fires="g", states=(state_of("callback", State.STARTED), state_of("other"))
+        )
 
         assert backend.apply([first]) == [SETTLED]
         assert backend.apply([second]) == [FENCED]
@@ -200,7 +217,9 @@ class GroupConformance(BackendCase):
         assert ready(backend) == {}
         assert backend.trigger_chord("g") is False
 
-    def test_of_32_threads_one_triggers_the_chord(self, backend: Backend, open_backend: OpenBackend) -> None:
+    def test_of_32_threads_one_triggers_the_chord(
+        self, backend: Backend, open_backend: OpenBackend
+    ) -> None:
         handles = [open_backend() for _ in range(4)]
         backend.init_group("g", ["a"])
 
@@ -218,8 +237,12 @@ class GroupConformance(BackendCase):
     def test_a_fenced_change_makes_nothing_arrive(self, backend: Backend) -> None:
         write(backend, state_of("a", State.SUCCESS))
         late = Change(
-            key="a", mark="late", states=(state_of("a", State.FAILURE), state_of("callback")),
-            groups=(GroupMeta(group_uuid="h", task_uuids=("x",)),), arrivals=(arrival("g", "a", 1),), outbox=(b"m",),
+            key="a",
+            mark="late",
+            states=(state_of("a", State.FAILURE), state_of("callback")),
+            groups=(GroupMeta(group_uuid="h", task_uuids=("x",)),),
+            arrivals=(arrival("g", "a", 1),),
+            outbox=(b"m",),
         )
 
         assert backend.apply([late]) == [FENCED]
@@ -232,7 +255,11 @@ class GroupConformance(BackendCase):
 
     def test_a_repeated_change_makes_nothing_arrive(self, backend: Backend) -> None:
         change = Change(
-            key="a", mark="d1", states=(state_of("a", State.SUCCESS),), arrivals=(arrival("g", "a", 1),), outbox=(b"m",)
+            key="a",
+            mark="d1",
+            states=(state_of("a", State.SUCCESS),),
+            arrivals=(arrival("g", "a", 1),),
+            outbox=(b"m",),
         )
         assert backend.apply([change]) == [SETTLED]
         assert backend.trigger_chord("g") is True
@@ -254,7 +281,9 @@ class GroupConformance(BackendCase):
         assert set(ready(backend)) == {"h"}
         assert backend.get_state("a").state is State.SUCCESS
 
-    def test_a_group_lives_as_long_as_its_members(self, backend: Backend, clock: ManualClock) -> None:
+    def test_a_group_lives_as_long_as_its_members(
+        self, backend: Backend, clock: ManualClock
+    ) -> None:
         backend.init_group("g", ["a", "b"])
         write(backend, state_of("a", State.SUCCESS), state_of("b"))
         self.expire(backend, clock)
@@ -269,7 +298,9 @@ class GroupConformance(BackendCase):
         self.expire(backend, clock)
         assert backend.get_group("g") is None
 
-    def test_results_are_kept_until_their_chord_has_them(self, backend: Backend, clock: ManualClock) -> None:
+    def test_results_are_kept_until_their_chord_has_them(
+        self, backend: Backend, clock: ManualClock
+    ) -> None:
         backend.init_group("g", ["a", "b"])
         for uuid in ("a", "b"):
             backend.apply([Change(key=uuid, states=(TaskState(task_uuid=uuid),))])
@@ -285,7 +316,9 @@ class GroupConformance(BackendCase):
         assert backend.group_task_states("g")[0].results == (Arg(type="int64", value=1),)
         assert backend.trigger_chord("g") is True
 
-    def test_a_group_that_waits_for_its_callback_does_not_expire(self, backend: Backend, clock: ManualClock) -> None:
+    def test_a_group_that_waits_for_its_callback_does_not_expire(
+        self, backend: Backend, clock: ManualClock
+    ) -> None:
         arrive(backend, arrival("g", "a", 1))
         self.expire(backend, clock)
         self.expire(backend, clock)

@@ -19,10 +19,21 @@ _numbers = itertools.count(1)
 
 
 def message(
-    body: bytes = b"x", *, queue: str = "q", eta: dt.datetime | None = None, priority: int = 0, parks: int = 0
+    body: bytes = b"x",
+    *,
+    queue: str = "q",
+    eta: dt.datetime | None = None,
+    priority: int = 0,
+    parks: int = 0,
 ) -> Message:
     return Message(
-        uuid=f"task_{next(_numbers)}", name="add", queue=queue, body=body, eta=eta, priority=priority, parks=parks,
+        uuid=f"task_{next(_numbers)}",
+        name="add",
+        queue=queue,
+        body=body,
+        eta=eta,
+        priority=priority,
+        parks=parks,
     )
 
 
@@ -71,7 +82,11 @@ class BrokerCase:
         consumer.close()
 
     def crash_consumer(
-        self, broker: Broker, consumer: Consumer, clock: ManualClock, survivors: Sequence[Consumer] = ()
+        self,
+        broker: Broker,
+        consumer: Consumer,
+        clock: ManualClock,
+        survivors: Sequence[Consumer] = (),
     ) -> None:
         """Let the process of `consumer` die or freeze; returns when what it held is back.
 
@@ -99,7 +114,11 @@ class LeaseConformance(BrokerCase):
         (second,) = broker.consume(["q"], worker="heir").receive(10, 0)
 
         assert (second.body, second.queue) == (b"a", "q")
-        assert (second.strikes, second.fence, second.parks) == (first.strikes + 1, first.fence + 1, 0)
+        assert (second.strikes, second.fence, second.parks) == (
+            first.strikes + 1,
+            first.fence + 1,
+            0,
+        )
         assert second.redelivered
         assert second.receipt != first.receipt
 
@@ -111,7 +130,13 @@ class LeaseConformance(BrokerCase):
         self.crash_consumer(broker, consumer, clock)
         put(broker, b"5")
 
-        assert bodies(broker.consume(["q"], worker="heir").receive(10, 0)) == [b"1", b"2", b"3", b"4", b"5"]
+        assert bodies(broker.consume(["q"], worker="heir").receive(10, 0)) == [
+            b"1",
+            b"2",
+            b"3",
+            b"4",
+            b"5",
+        ]
 
     def test_each_death_is_a_strike(self, broker: Broker, clock: ManualClock) -> None:
         put(broker, b"a")
@@ -137,7 +162,11 @@ class LeaseConformance(BrokerCase):
 
         found = broker.consume(["q"], worker="heir").receive(5, 0)
 
-        assert [(one.body, one.strikes) for one in found] == [(b"held", 0), (b"ran before", 0), (b"runs", 1)]
+        assert [(one.body, one.strikes) for one in found] == [
+            (b"held", 0),
+            (b"ran before", 0),
+            (b"runs", 1),
+        ]
         assert [delivery.fence for delivery in found] == [2, 2, 2]
 
     def test_what_is_only_held_gets_no_strike_however_often_its_consumer_dies(
@@ -147,11 +176,16 @@ class LeaseConformance(BrokerCase):
         for deaths in range(4):
             consumer = broker.consume(["q"], worker="w")
             found = {one.body: one for one in consumer.receive(2, 0)}
-            assert {body: one.strikes for body, one in found.items()} == {b"runs": deaths, b"held": 0}
+            assert {body: one.strikes for body, one in found.items()} == {
+                b"runs": deaths,
+                b"held": 0,
+            }
             consumer.run_begins(found[b"runs"])
             self.crash_consumer(broker, consumer, clock)
 
-    def test_a_strike_is_for_the_queue_whose_message_ran(self, broker: Broker, clock: ManualClock) -> None:
+    def test_a_strike_is_for_the_queue_whose_message_ran(
+        self, broker: Broker, clock: ManualClock
+    ) -> None:
         consumer = broker.consume(["q", "r"], worker="w")
         put(broker, b"held")
         put(broker, b"runs", queue="r")
@@ -179,7 +213,9 @@ class LeaseConformance(BrokerCase):
 
         assert [one.strikes for one in broker.consume(["q"], worker="heir").receive(1, 0)] == [1]
 
-    def test_a_dead_letter_keeps_the_strikes(self, broker: Broker, consumer: Consumer, clock: ManualClock) -> None:
+    def test_a_dead_letter_keeps_the_strikes(
+        self, broker: Broker, consumer: Consumer, clock: ManualClock
+    ) -> None:
         put(broker, b"a")
         consumer.run_begins(consumer.receive(1, 0)[0])
         self.crash_consumer(broker, consumer, clock)
@@ -260,7 +296,9 @@ class LeaseConformance(BrokerCase):
         assert consumer.holds([mine, theirs]) == [False, False]
         assert consumer.holds([]) == []
 
-    def test_another_consumers_delivery_cannot_be_disposed_of(self, broker: Broker, consumer: Consumer) -> None:
+    def test_another_consumers_delivery_cannot_be_disposed_of(
+        self, broker: Broker, consumer: Consumer
+    ) -> None:
         put(broker, b"a")
         (delivery,) = consumer.receive(1, 0)
 
@@ -268,7 +306,9 @@ class LeaseConformance(BrokerCase):
 
         assert consumer.dispose(done(delivery)) == [True]
 
-    def test_closing_gives_back_at_once_and_blames_nobody(self, broker: Broker, consumer: Consumer) -> None:
+    def test_closing_gives_back_at_once_and_blames_nobody(
+        self, broker: Broker, consumer: Consumer
+    ) -> None:
         put(broker, b"1", b"2", b"3")
         (one, two) = consumer.receive(2, 0)
         consumer.close()
@@ -317,7 +357,9 @@ class LeaseConformance(BrokerCase):
         self.crash_consumer(broker, consumer, clock, [other])
         assert [worker.name for worker in broker.workers()] == ["other"]
 
-    def test_two_consumers_never_hold_one_message(self, broker: Broker, open_broker: OpenBroker) -> None:
+    def test_two_consumers_never_hold_one_message(
+        self, broker: Broker, open_broker: OpenBroker
+    ) -> None:
         put(broker, *(b"%d" % number for number in range(400)))
 
         def drain(_: int) -> list[bytes]:

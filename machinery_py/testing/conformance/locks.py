@@ -1,9 +1,9 @@
 """What every lock promises: one holder at a time, for as long as it says.
 
-    class TestMyLock(LockConformance):
-        @pytest.fixture
-        def open_lock(self, clock: ManualClock) -> OpenLock:
-            return lambda: MyLock("my://localhost", clock=clock)
+class TestMyLock(LockConformance):
+    @pytest.fixture
+    def open_lock(self, clock: ManualClock) -> OpenLock:
+        return lambda: MyLock("my://localhost", clock=clock)
 """
 
 from __future__ import annotations
@@ -85,7 +85,9 @@ class LockConformance:
         clock.advance(1.0)
         taken(lock)
 
-    def test_the_slow_holder_can_do_nothing_to_the_next(self, lock: Lock, clock: ManualClock) -> None:
+    def test_the_slow_holder_can_do_nothing_to_the_next(
+        self, lock: Lock, clock: ManualClock
+    ) -> None:
         slow = taken(lock)
         clock.advance(10.0)
         held = taken(lock)

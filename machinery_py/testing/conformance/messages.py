@@ -7,7 +7,17 @@ from typing import Any
 
 import pytest
 
-from machinery_py import Context, NoRetry, Server, Signature, State, TaskFailed, chord, current_task, group
+from machinery_py import (
+    Context,
+    NoRetry,
+    Server,
+    Signature,
+    State,
+    TaskFailed,
+    chord,
+    current_task,
+    group,
+)
 from machinery_py.brokers.base import Message
 from machinery_py.testing.conformance.application import App
 from machinery_py.testing.conformance.names import NameConformance
@@ -33,8 +43,12 @@ class MessageConformance(NameConformance):
         assert idle.calls == [("kept",)]
 
     def test_a_task_that_is_revoked_while_it_waits_is_over_at_once(self, idle: App) -> None:
-        waits = idle.server.send_task(idle.note.signature("waits").catch(idle.note.partial("caught")))
-        delayed = idle.server.send_task(idle.note.options(delay=0.5).signature("delayed").catch(idle.note.partial("caught")))
+        waits = idle.server.send_task(
+            idle.note.signature("waits").catch(idle.note.partial("caught"))
+        )
+        delayed = idle.server.send_task(
+            idle.note.options(delay=0.5).signature("delayed").catch(idle.note.partial("caught"))
+        )
         for result in (waits, delayed):
             result.revoke()
             with pytest.raises(TaskFailed, match="revoked") as caught:
@@ -64,7 +78,9 @@ class MessageConformance(NameConformance):
 
     def test_a_revoked_member_breaks_its_chord_at_once(self, idle: App) -> None:
         members = group(idle.add.options(delay=3600.0).signature(1, 2), idle.add.signature(3, 4))
-        result = idle.server.send_chord(chord(members, idle.total.partial().catch(idle.note.partial("caught")), collect=True))
+        result = idle.server.send_chord(
+            chord(members, idle.total.partial().catch(idle.note.partial("caught")), collect=True)
+        )
         result.group[0].revoke()
 
         with pytest.raises(TaskFailed, match="chord member add .* failed: revoked"):
@@ -76,7 +92,9 @@ class MessageConformance(NameConformance):
 
     def test_a_revoked_callback_is_told_once(self, app: App) -> None:
         members = group(app.wait.signature("slow"), app.echo.signature(1))
-        result = app.server.send_chord(chord(members, app.fail.partial("never").catch(app.note.partial("caught"))))
+        result = app.server.send_chord(
+            chord(members, app.fail.partial("never").catch(app.note.partial("caught")))
+        )
         result.callback.revoke()
         app.gate("slow").set()
 
@@ -88,7 +106,10 @@ class MessageConformance(NameConformance):
 
     def test_of_revoking_and_beginning_one_happens(self, app: App) -> None:
         results = [
-            app.server.send_task(app.echo.signature(i).then(app.note.partial(i)).catch(app.note.partial(i))) for i in range(40)
+            app.server.send_task(
+                app.echo.signature(i).then(app.note.partial(i)).catch(app.note.partial(i))
+            )
+            for i in range(40)
         ]
         for result in results:
             result.revoke()
@@ -96,7 +117,9 @@ class MessageConformance(NameConformance):
         app.wait_until_idle()
 
         good = [i for i, result in enumerate(results) if result.get_state().state is State.SUCCESS]
-        assert sorted(app.calls, key=lambda call: int(call[-1])) == [(i if i in good else "revoked", i) for i in range(40)]
+        assert sorted(app.calls, key=lambda call: int(call[-1])) == [
+            (i if i in good else "revoked", i) for i in range(40)
+        ]
 
     def test_a_revoked_coroutine_ends_as_revoked(self, app: App) -> None:
         @app.server.task(retries=3)
@@ -130,7 +153,9 @@ class MessageConformance(NameConformance):
     def test_bytes_that_are_no_signature_go_to_the_dead_letters(self, app: App) -> None:
         queue = app.server.config.default_queue
         bodies = [b"", b"\xff\xfe", b"{nonsense", b"[]", b'{"Name": 5}', b'{"UUID": "x"}']
-        app.server.broker.put([Message(uuid="", name="", queue=queue, body=body) for body in bodies], token="")
+        app.server.broker.put(
+            [Message(uuid="", name="", queue=queue, body=body) for body in bodies], token=""
+        )
 
         wait_until(lambda: len(app.server.inspect.dead()) == len(bodies), what="dead letters")
         letters = app.server.inspect.dead()
@@ -200,7 +225,13 @@ class MessageConformance(NameConformance):
             with pytest.raises(TaskFailed):
                 idle.fail.send("x").get(timeout=HANG)
             wait_until(lambda: calls[-1][0] == "after")
-            assert calls == [("before", "fail"), ("in",), ("fail", "x"), ("error", ValueError, "x"), ("after", "fail")]
+            assert calls == [
+                ("before", "fail"),
+                ("in",),
+                ("fail", "x"),
+                ("error", ValueError, "x"),
+                ("after", "fail"),
+            ]
 
     def test_the_error_handler_hears_of_final_failures_only(self, idle: App) -> None:
         errors: list[Exception] = []

@@ -19,11 +19,36 @@ from machinery_py.testing.conformance.tasks import TaskConformance
 from machinery_py.testing.waiting import HANG, wait_until
 
 UNSAFE = ("a\nb", "a\r\nb", "\0", "\x7f", "x" * 256, "\u00fc" * 128)
-KEYS = ("delayed_tasks", "TriggerChordMutex", "machinery_lock_app", "mpy:revoked", "mpy:queues", "mpy:{machinery_tasks}:n")
-QUEUES = (*UNSAFE, *KEYS, "amq.topic", "machinery.workers", "machinery.dead.mail", "machinery.results.outbox",
-          "task_1a2b3c4d-0000-4000-8000-1a2b3c4d5e6f")
+KEYS = (
+    "delayed_tasks",
+    "TriggerChordMutex",
+    "machinery_lock_app",
+    "mpy:revoked",
+    "mpy:queues",
+    "mpy:{machinery_tasks}:n",
+)
+QUEUES = (
+    *UNSAFE,
+    *KEYS,
+    "amq.topic",
+    "machinery.workers",
+    "machinery.dead.mail",
+    "machinery.results.outbox",
+    "task_1a2b3c4d-0000-4000-8000-1a2b3c4d5e6f",
+)
 UUIDS = (*UNSAFE, *KEYS, "machinery_tasks")
-ODD = ("a b", "a/b:c*[d]", "{tag}", "\u00fc-\u4e2d\u6587", "'\"\\\\", "%", "group_1", "amq.topic", "machinery.workers", "x" * 255)
+ODD = (
+    "a b",
+    "a/b:c*[d]",
+    "{tag}",
+    "\u00fc-\u4e2d\u6587",
+    "'\"\\\\",
+    "%",
+    "group_1",
+    "amq.topic",
+    "machinery.workers",
+    "x" * 255,
+)
 
 
 class NameConformance(TaskConformance):
@@ -52,13 +77,20 @@ class NameConformance(TaskConformance):
     def test_a_message_with_a_name_that_cannot_be_is_a_dead_letter(self, app: App) -> None:
         queue = app.server.config.default_queue
         bodies = [
-            *(_body(UUID=uuid) for uuid in UUIDS), *(_body(RoutingKey=name) for name in QUEUES),
-            *(_body(GroupUUID=uuid, GroupTaskCount=1) for uuid in UUIDS), *(_body(Name=name) for name in UNSAFE),
+            *(_body(UUID=uuid) for uuid in UUIDS),
+            *(_body(RoutingKey=name) for name in QUEUES),
+            *(_body(GroupUUID=uuid, GroupTaskCount=1) for uuid in UUIDS),
+            *(_body(Name=name) for name in UNSAFE),
             _body(UUID=queue),
         ]
-        app.server.broker.put([Message(uuid="", name="", queue=queue, body=body) for body in bodies], token="")
+        app.server.broker.put(
+            [Message(uuid="", name="", queue=queue, body=body) for body in bodies], token=""
+        )
 
-        wait_until(lambda: len(app.server.inspect.dead(limit=len(bodies) + 1)) == len(bodies), what="dead letters")
+        wait_until(
+            lambda: len(app.server.inspect.dead(limit=len(bodies) + 1)) == len(bodies),
+            what="dead letters",
+        )
         letters = app.server.inspect.dead(limit=len(bodies))
         assert {letter.reason for letter in letters} == {"bad-name"}
         assert sorted(letter.body for letter in letters) == sorted(bodies)
@@ -66,12 +98,20 @@ class NameConformance(TaskConformance):
         app.wait_until_idle()
 
     def test_a_callback_whose_queue_cannot_be_fails_its_task_alone(self, app: App) -> None:
-        queue, names = app.server.config.default_queue, ("delayed_tasks", "mpy:revoked", "amq.topic", "a\nb")
+        queue, names = (
+            app.server.config.default_queue,
+            ("delayed_tasks", "mpy:revoked", "amq.topic", "a\nb"),
+        )
         bodies = [
-            _body(UUID=f"bad_{number}", OnSuccess=[json.loads(_body(UUID=f"then_{number}", RoutingKey=name))])
+            _body(
+                UUID=f"bad_{number}",
+                OnSuccess=[json.loads(_body(UUID=f"then_{number}", RoutingKey=name))],
+            )
             for number, name in enumerate(names)
         ]
-        app.server.broker.put([Message(uuid="", name="", queue=queue, body=body) for body in bodies], token="")
+        app.server.broker.put(
+            [Message(uuid="", name="", queue=queue, body=body) for body in bodies], token=""
+        )
 
         for number, name in enumerate(names):
             app.wait_for_state(f"bad_{number}", State.FAILURE)

@@ -13,7 +13,15 @@ import pytest
 from machinery_py.brokers.base import Broker, Consumer, Delivery, Disposal, Fate
 from machinery_py.errors import Unsupported
 from machinery_py.testing.clocks import ManualClock
-from machinery_py.testing.conformance.leases import BrokerCase, OpenBroker, back, bodies, done, message, put
+from machinery_py.testing.conformance.leases import (
+    BrokerCase,
+    OpenBroker,
+    back,
+    bodies,
+    done,
+    message,
+    put,
+)
 from machinery_py.testing.waiting import HANG, together, wait_until
 
 SHORT = 0.05  # seconds of a wait in which nothing comes
@@ -33,7 +41,9 @@ class PauseConformance(BrokerCase):
         assert broker.paused() == frozenset()
         pytest.skip(f"{broker.features.name} refuses to pause queues, in words")
 
-    def test_nothing_is_claimed_from_a_paused_queue(self, pausing: Broker, consumer: Consumer) -> None:
+    def test_nothing_is_claimed_from_a_paused_queue(
+        self, pausing: Broker, consumer: Consumer
+    ) -> None:
         put(pausing, b"1", b"2")
         pausing.pause("q")
         put(pausing, b"3")
@@ -49,7 +59,9 @@ class PauseConformance(BrokerCase):
         assert bodies(consumer.receive(10, 0)) == [b"1", b"2", b"3"]
         assert [line.paused for line in pausing.stats()] == [False]
 
-    def test_pausing_and_resuming_twice_is_as_once(self, pausing: Broker, consumer: Consumer) -> None:
+    def test_pausing_and_resuming_twice_is_as_once(
+        self, pausing: Broker, consumer: Consumer
+    ) -> None:
         put(pausing, b"1")
         pausing.pause("q")
         pausing.pause("q")
@@ -73,7 +85,9 @@ class PauseConformance(BrokerCase):
 
     def test_a_queue_may_be_paused_before_there_is_one(self, pausing: Broker) -> None:
         pausing.pause("r")
-        assert [(line.queue, line.waiting, line.paused) for line in pausing.stats()] == [("r", 0, True)]
+        assert [(line.queue, line.waiting, line.paused) for line in pausing.stats()] == [
+            ("r", 0, True)
+        ]
         put(pausing, b"a", queue="r")
         consumer = pausing.consume(["r"], worker="w")
         assert consumer.receive(5, 0) == []
@@ -96,15 +110,19 @@ class PauseConformance(BrokerCase):
         assert bodies(consumer.receive(5, 0)) == [b"a"]
         again.close()
 
-    def test_what_is_held_can_be_ended_in_every_way(self, pausing: Broker, consumer: Consumer, clock: ManualClock) -> None:
+    def test_what_is_held_can_be_ended_in_every_way(
+        self, pausing: Broker, consumer: Consumer, clock: ManualClock
+    ) -> None:
         put(pausing, b"done", b"back", b"later", b"dead")
         held = consumer.receive(10, 0)
         pausing.pause("q")
 
         soon = clock.now() + dt.timedelta(seconds=2.0)
         fates = (Fate.DONE, Fate.BACK, Fate.LATER, Fate.DEAD)
-        ends = [Disposal(delivery=one, fate=fate, eta=soon if fate is Fate.LATER else None)
-                for one, fate in zip(held, fates, strict=True)]
+        ends = [
+            Disposal(delivery=one, fate=fate, eta=soon if fate is Fate.LATER else None)
+            for one, fate in zip(held, fates, strict=True)
+        ]
         assert consumer.dispose(ends) == [True] * 4
         clock.advance(2.5)
         pausing.tend()
@@ -115,7 +133,9 @@ class PauseConformance(BrokerCase):
         pausing.resume("q")
         assert sorted(bodies(consumer.receive(10, 0))) == [b"back", b"later"]
 
-    def test_a_delayed_message_still_comes_to_its_queue(self, pausing: Broker, consumer: Consumer, clock: ManualClock) -> None:
+    def test_a_delayed_message_still_comes_to_its_queue(
+        self, pausing: Broker, consumer: Consumer, clock: ManualClock
+    ) -> None:
         pausing.pause("q")
         pausing.put([message(b"late", eta=clock.now() + dt.timedelta(seconds=2.0))], token="")
         assert consumer.receive(5, 0) == []
@@ -142,7 +162,9 @@ class PauseConformance(BrokerCase):
         pausing.resume("q")
         assert bodies(survivor.receive(10, 0)) == [b"1", b"2", b"3"]
 
-    def test_what_a_closed_consumer_held_comes_back_and_stays(self, pausing: Broker, consumer: Consumer) -> None:
+    def test_what_a_closed_consumer_held_comes_back_and_stays(
+        self, pausing: Broker, consumer: Consumer
+    ) -> None:
         other = pausing.consume(["q"], worker="other")
         put(pausing, b"1", b"2")
         assert bodies(other.receive(1, 0)) == [b"1"]
@@ -230,7 +252,9 @@ class PauseConformance(BrokerCase):
         assert time.monotonic() - started < HANG
         elsewhere.close()
 
-    def test_no_claim_is_made_after_pause_has_returned(self, pausing: Broker, open_broker: OpenBroker) -> None:
+    def test_no_claim_is_made_after_pause_has_returned(
+        self, pausing: Broker, open_broker: OpenBroker
+    ) -> None:
         """Several consumers drain while others pause and send: what is held then does not grow."""
         handles = [open_broker() for _ in range(3)]
         ended = threading.Event()
@@ -262,7 +286,9 @@ class PauseConformance(BrokerCase):
                 ended.set()
 
         together(4, lambda index: pause(index) if index == 3 else drain(index))
-        assert Counter(bodies(taken)) == Counter([b"%d" % number for number in range(300)] + [b"more"] * 4)
+        assert Counter(bodies(taken)) == Counter(
+            [b"%d" % number for number in range(300)] + [b"more"] * 4
+        )
         for handle in handles:
             handle.close()
 
@@ -280,15 +306,32 @@ class PauseConformance(BrokerCase):
         assert bodies(second) == [b"r0", b"r1", b"r2", b"r3", b"s1", b"s2"]
         assert [delivery.queue for delivery in second] == ["r"] * 4 + ["s"] * 2
         assert consumer.dispose([*done(*first), *back(*second)]) == [True] * 7
-        assert bodies(consumer.receive(10, 0, ("s", "q", "r"))) == [b"s1", b"s2", b"s3", b"q1", b"q2", b"q3",
-                                                                   b"r0", b"r1", b"r2", b"r3"]
+        assert bodies(consumer.receive(10, 0, ("s", "q", "r"))) == [
+            b"s1",
+            b"s2",
+            b"s3",
+            b"q1",
+            b"q2",
+            b"q3",
+            b"r0",
+            b"r1",
+            b"r2",
+            b"r3",
+        ]
 
     def test_priorities_rule_within_their_queue_whatever_the_order(self, broker: Broker) -> None:
         if not broker.features.priorities:
             return  # refused, as another test shows
         consumer = broker.consume(["q", "r"], worker="w")
-        broker.put([message(b"q", priority=255), message(b"r"), message(b"r0", queue="r"),
-                    message(b"r9", queue="r", priority=9)], token="")
+        broker.put(
+            [
+                message(b"q", priority=255),
+                message(b"r"),
+                message(b"r0", queue="r"),
+                message(b"r9", queue="r", priority=9),
+            ],
+            token="",
+        )
         assert bodies(consumer.receive(3, 0, ("r", "q"))) == [b"r9", b"r0", b"q"]
 
     def test_dead_letters_of_several_queues_are_told_apart(self, broker: Broker) -> None:
@@ -302,12 +345,18 @@ class PauseConformance(BrokerCase):
 
         ids = [letter.id for letter in letters]
         assert len(set(ids)) == 6
-        assert all(len(id) <= 40 and not set(id) & set(" \t\n'\"\\$*?~|&;<>()#!") for id in ids)  # typed into a shell
+        assert all(
+            len(id) <= 40 and not set(id) & set(" \t\n'\"\\$*?~|&;<>()#!") for id in ids
+        )  # typed into a shell
         taken = broker.take_dead(ids)
-        assert sorted((one.queue, one.body) for one in taken) == [(queue, b"%d" % n) for queue in ("q", "r") for n in range(3)]
+        assert sorted((one.queue, one.body) for one in taken) == [
+            (queue, b"%d" % n) for queue in ("q", "r") for n in range(3)
+        ]
         assert broker.dead_letters(limit=10) == []
 
-    @pytest.mark.parametrize("order", [("q", "r", "s"), ("s", "r", "q"), ("r", "s", "q")], ids="-".join)
+    @pytest.mark.parametrize(
+        "order", [("q", "r", "s"), ("s", "r", "q"), ("r", "s", "q")], ids="-".join
+    )
     @pytest.mark.parametrize("queue", ["q", "r", "s"])
     def test_what_arrives_on_any_queue_ends_the_wait_in_any_order(
         self, broker: Broker, open_broker: OpenBroker, order: tuple[str, ...], queue: str

@@ -29,8 +29,14 @@ class QueueConformance(MessageConformance):
             assert idle.echo.options(queue="other").send("through").get(timeout=HANG) == "through"
             idle.gate("gate").set()
             assert runs.get(timeout=HANG) == "gate"
-            wait_until(lambda: {one.queue: one.waiting for one in inspect.queues()}[queue] == 2, what="both waiting")
-            assert {one.queue: one.paused for one in inspect.queues()} == {queue: True, "other": False}
+            wait_until(
+                lambda: {one.queue: one.waiting for one in inspect.queues()}[queue] == 2,
+                what="both waiting",
+            )
+            assert {one.queue: one.paused for one in inspect.queues()} == {
+                queue: True,
+                "other": False,
+            }
             assert waits.get_state().state is State.PENDING
 
             inspect.resume(queue)

@@ -1,9 +1,9 @@
 """What every store promises about the records that schedules are kept in: changed by one, together with what is sent.
 
-    class TestMyStore(ScheduleConformance):
-        @pytest.fixture
-        def open_store(self, clock: ManualClock) -> OpenStore:
-            return lambda: OneStore(MyBroker(driver), MyBackend(driver), driver.transaction)
+class TestMyStore(ScheduleConformance):
+    @pytest.fixture
+    def open_store(self, clock: ManualClock) -> OpenStore:
+        return lambda: OneStore(MyBroker(driver), MyBackend(driver), driver.transaction)
 """
 
 from __future__ import annotations
@@ -20,19 +20,37 @@ from machinery_py.errors import StateNotFound, Unsupported
 from machinery_py.settlement.base import Session, Store
 from machinery_py.states import GroupMeta, State
 from machinery_py.testing.clocks import ManualClock
-from machinery_py.testing.conformance.fencing import OpenStore, StoreCase, drain, message_of, state_of, uuid_of
+from machinery_py.testing.conformance.fencing import (
+    OpenStore,
+    StoreCase,
+    drain,
+    message_of,
+    state_of,
+    uuid_of,
+)
 from machinery_py.testing.waiting import together
 
 __all__ = ["OpenStore", "ScheduleConformance"]
 
 
 def amend(
-    store: Store, name: str, expected: bytes | None, body: bytes | None, *uuids: str, groups: tuple[GroupMeta, ...] = ()
+    store: Store,
+    name: str,
+    expected: bytes | None,
+    body: bytes | None,
+    *uuids: str,
+    groups: tuple[GroupMeta, ...] = (),
 ) -> bool:
     send: list[Message] = [message_of(uuid) for uuid in uuids]
     return store.amend(
-        Amendment(name=name, expected=expected, body=body, states=[state_of(uuid) for uuid in uuids], groups=groups,
-                  outbox_key=f"tick {name} {uuids[0]}" if uuids else ""),
+        Amendment(
+            name=name,
+            expected=expected,
+            body=body,
+            states=[state_of(uuid) for uuid in uuids],
+            groups=groups,
+            outbox_key=f"tick {name} {uuids[0]}" if uuids else "",
+        ),
         send,
     )
 
@@ -56,7 +74,14 @@ def where_kept(test: Callable[..., None]) -> Callable[..., None]:
             store.backend.records()
         for body in (b"1", None):
             with pytest.raises(Unsupported, match="keeps no schedules"):
-                amend(store, "a", None, body, "t", groups=(GroupMeta(group_uuid="g", task_uuids=("t",)),))
+                amend(
+                    store,
+                    "a",
+                    None,
+                    body,
+                    "t",
+                    groups=(GroupMeta(group_uuid="g", task_uuids=("t",)),),
+                )
         assert drain(store, "q") == []
         assert store.backend.get_states(["t"]) == {}
         assert store.backend.get_group("g") is None
@@ -85,11 +110,20 @@ class ScheduleConformance(StoreCase):
         assert bodies(store) == {"a": b"3", "b": b"x"}
 
     @where_kept
-    def test_who_expects_something_else_writes_nothing(self, store: Store, session: Session) -> None:
+    def test_who_expects_something_else_writes_nothing(
+        self, store: Store, session: Session
+    ) -> None:
         amend(store, "a", None, b"1")
 
         for expected, name in ((None, "a"), (b"0", "a"), (b"", "a"), (b"1", "b")):
-            assert not amend(store, name, expected, b"2", "t", groups=(GroupMeta(group_uuid="g", task_uuids=("t",)),))
+            assert not amend(
+                store,
+                name,
+                expected,
+                b"2",
+                "t",
+                groups=(GroupMeta(group_uuid="g", task_uuids=("t",)),),
+            )
         assert not amend(store, "b", b"1", None)
 
         assert bodies(store) == {"a": b"1"}
@@ -99,8 +133,18 @@ class ScheduleConformance(StoreCase):
             store.backend.get_state("t")
 
     @where_kept
-    def test_what_is_sent_with_it_comes_with_its_states_and_groups(self, store: Store, session: Session) -> None:
-        assert amend(store, "a", None, b"1", "t", "u", groups=(GroupMeta(group_uuid="g", task_uuids=("t", "u")),))
+    def test_what_is_sent_with_it_comes_with_its_states_and_groups(
+        self, store: Store, session: Session
+    ) -> None:
+        assert amend(
+            store,
+            "a",
+            None,
+            b"1",
+            "t",
+            "u",
+            groups=(GroupMeta(group_uuid="g", task_uuids=("t", "u")),),
+        )
 
         assert [uuid_of(delivery) for delivery in session.receive(9, 0)] == ["t", "u"]
         assert [store.backend.get_state(uuid).state for uuid in "tu"] == [State.PENDING] * 2
@@ -125,9 +169,10 @@ class ScheduleConformance(StoreCase):
 
         for tick in range(5):
             won = together(
-                16, lambda index, tick=tick: amend(  # type: ignore[misc]
+                16,
+                lambda index, tick=tick: amend(  # type: ignore[misc]
                     stores[index % 4], "a", b"%d" % tick, b"%d" % (tick + 1), f"{tick}-{index}"
-                )
+                ),
             )
             assert sum(won) == 1
 
@@ -139,7 +184,13 @@ class ScheduleConformance(StoreCase):
     @where_kept
     def test_the_version_changes_with_every_change(self, store: Store) -> None:
         versions = [store.backend.records().version]
-        for expected, body in ((None, b"1"), (b"1", b"2"), (b"2", b"1"), (b"1", None), (None, b"1")):
+        for expected, body in (
+            (None, b"1"),
+            (b"1", b"2"),
+            (b"2", b"1"),
+            (b"1", None),
+            (None, b"1"),
+        ):
             assert amend(store, "a", expected, body)
             records = store.backend.records(versions[-1])
             assert records.bodies == ({} if body is None else {"a": body})
@@ -172,7 +223,9 @@ class ScheduleConformance(StoreCase):
         assert bodies(store) == {}
 
     @where_kept
-    def test_records_are_not_forgotten_when_results_are(self, store: Store, clock: ManualClock) -> None:
+    def test_records_are_not_forgotten_when_results_are(
+        self, store: Store, clock: ManualClock
+    ) -> None:
         amend(store, "a", None, b"1", "t")
         drain(store, "q")
         clock.advance(days=40)

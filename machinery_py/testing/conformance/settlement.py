@@ -48,7 +48,9 @@ class SettlementConformance(FencingConformance):
         assert list(group.task_uuids) == ["a", "b"]
         assert [uuid_of(delivery) for delivery in session.receive(9, 0)] == ["a", "b"]
 
-    def test_a_repeated_submission_is_carried_out_once(self, store: Store, session: Session) -> None:
+    def test_a_repeated_submission_is_carried_out_once(
+        self, store: Store, session: Session
+    ) -> None:
         submit(store, "a", token="t")
         (delivery,) = session.receive(9, 0)
         session.settle([], [Mark(delivery=delivery, state=state_of("a", State.STARTED))])
@@ -59,9 +61,13 @@ class SettlementConformance(FencingConformance):
         assert store.backend.get_state("a").state is State.STARTED
         assert [uuid_of(delivery) for delivery in session.receive(9, 0)] == ["b"]
 
-    def test_a_submission_can_wait_for_its_eta(self, store: Store, session: Session, clock: ManualClock) -> None:
+    def test_a_submission_can_wait_for_its_eta(
+        self, store: Store, session: Session, clock: ManualClock
+    ) -> None:
         eta = clock.now() + dt.timedelta(seconds=5)
-        store.submit(Submission(token="", messages=[message_of("a", eta=eta)], states=[state_of("a")]))
+        store.submit(
+            Submission(token="", messages=[message_of("a", eta=eta)], states=[state_of("a")])
+        )
         assert session.receive(9, 0) == []
         clock.advance(5.5)
         store.tend()
@@ -73,10 +79,15 @@ class SettlementConformance(FencingConformance):
         old = settlement(delivery, State.FAILURE, callbacks=["c"])
         session.settle([old])
 
-        replay = Submission(token="r", messages=[message_of("a", run=1)], states=[state_of("a", run=1)], replay=True)
+        replay = Submission(
+            token="r", messages=[message_of("a", run=1)], states=[state_of("a", run=1)], replay=True
+        )
         store.submit(replay)
 
-        assert (store.backend.get_state("a").state, store.backend.get_state("a").run) == (State.PENDING, 1)
+        assert (store.backend.get_state("a").state, store.backend.get_state("a").run) == (
+            State.PENDING,
+            1,
+        )
         (again,) = session.receive(1, 0)
         assert session.settle([old]) != [SETTLED]
         assert session.settle([settlement(again, run=1)]) == [SETTLED]
@@ -86,7 +97,9 @@ class SettlementConformance(FencingConformance):
         submit(store, "a")
         (delivery,) = session.receive(1, 0)
         end = settlement(
-            delivery, callbacks=["c1", "c2"], arrivals=[arrival(delivery, 1)],
+            delivery,
+            callbacks=["c1", "c2"],
+            arrivals=[arrival(delivery, 1)],
             groups=[GroupMeta(group_uuid="h", task_uuids=("c1", "c2"))],
         )
 
@@ -108,15 +121,18 @@ class SettlementConformance(FencingConformance):
         assert store.fire(Firing(group_uuid="g")) is True
 
         assert session.settle([end]) == [ALREADY]
-        assert session.settle([end], [Mark(delivery=delivery, state=state_of("a", State.STARTED))]) == [ALREADY]
+        assert session.settle(
+            [end], [Mark(delivery=delivery, state=state_of("a", State.STARTED))]
+        ) == [ALREADY]
 
         assert drain(store, "c") == ["c1"]
         assert store.ready_groups() == []
         assert store.backend.get_state("a").state is State.SUCCESS
 
     @pytest.mark.parametrize("fate", [Fate.BACK, Fate.LATER, Fate.DEAD])
-
-    def test_a_repeated_return_doubles_nothing(self, store: Store, session: Session, fate: Fate) -> None:
+    def test_a_repeated_return_doubles_nothing(
+        self, store: Store, session: Session, fate: Fate
+    ) -> None:
         submit(store, "a")
         (delivery,) = session.receive(1, 0)
         end = Settlement(delivery=delivery, uuid="a", fate=fate)
@@ -129,25 +145,36 @@ class SettlementConformance(FencingConformance):
         assert len(again) + len(store.broker.dead_letters(limit=9)) == 1
         assert session.settle([settlement(one) for one in again]) == [SETTLED] * len(again)
 
-    def test_the_second_message_of_a_finished_task_is_consumed(self, store: Store, session: Session) -> None:
+    def test_the_second_message_of_a_finished_task_is_consumed(
+        self, store: Store, session: Session
+    ) -> None:
         submit(store, "a", token="1")
         (first,) = session.receive(1, 0)
-        assert session.settle([settlement(first, callbacks=["c"], arrivals=[arrival(first, 2)])]) == [SETTLED]
+        assert session.settle(
+            [settlement(first, callbacks=["c"], arrivals=[arrival(first, 2)])]
+        ) == [SETTLED]
         submit(store, "a", token="2")
 
         second = session.receive(9, 0)  # a store may finish it by itself
-        late = [settlement(one, State.FAILURE, callbacks=["no"], arrivals=[arrival(one, 2)]) for one in second]
+        late = [
+            settlement(one, State.FAILURE, callbacks=["no"], arrivals=[arrival(one, 2)])
+            for one in second
+        ]
         assert session.settle(late) == [FENCED] * len(second)
 
         session.close()
         assert store.backend.get_state("a").state is State.SUCCESS
         assert (drain(store, "q"), drain(store, "c"), store.ready_groups()) == ([], ["c"], [])
 
-    def test_a_retry_is_followed_by_the_next_run(self, store: Store, session: Session, clock: ManualClock) -> None:
+    def test_a_retry_is_followed_by_the_next_run(
+        self, store: Store, session: Session, clock: ManualClock
+    ) -> None:
         submit(store, "a")
         (first,) = session.receive(1, 0)
         retry = Settlement(
-            delivery=first, uuid="a", states=[state_of("a", State.RETRY, error="boom")],
+            delivery=first,
+            uuid="a",
+            states=[state_of("a", State.RETRY, error="boom")],
             send=[message_of("a", run=1, eta=clock.now() + dt.timedelta(seconds=5))],
         )
         assert session.settle([retry]) == [SETTLED]
@@ -160,7 +187,10 @@ class SettlementConformance(FencingConformance):
 
         (second,) = session.receive(9, 0)
         session.settle([], [Mark(delivery=second, state=state_of("a", State.STARTED, run=1))])
-        assert (store.backend.get_state("a").state, store.backend.get_state("a").run) == (State.STARTED, 1)
+        assert (store.backend.get_state("a").state, store.backend.get_state("a").run) == (
+            State.STARTED,
+            1,
+        )
         assert (second.strikes, second.fence) == (0, 1)
         assert session.settle([retry]) != [SETTLED]
         assert session.settle([settlement(second, run=1)]) == [SETTLED]
@@ -171,7 +201,9 @@ class SettlementConformance(FencingConformance):
         a, b = session.receive(2, 0)
         assert session.settle([], [Mark(delivery=a, state=state_of("a", State.RECEIVED))]) == []
         assert store.backend.get_state("a").state is State.RECEIVED
-        started = [Mark(delivery=one, state=state_of(uuid_of(one), State.STARTED)) for one in (a, b)]
+        started = [
+            Mark(delivery=one, state=state_of(uuid_of(one), State.STARTED)) for one in (a, b)
+        ]
 
         assert session.settle([settlement(b)], started) == [SETTLED]
 
@@ -181,7 +213,9 @@ class SettlementConformance(FencingConformance):
         assert (kept.state, kept.progress) == (State.STARTED, (1.0, 2.0))
         assert store.backend.get_state("b").state is State.SUCCESS
 
-    def test_a_batch_has_a_verdict_for_each(self, store: Store, session: Session, clock: ManualClock) -> None:
+    def test_a_batch_has_a_verdict_for_each(
+        self, store: Store, session: Session, clock: ManualClock
+    ) -> None:
         submit(store, "lost")
         (lost,) = session.receive(1, 0)
         heir, _ = self.take_over(store, session, clock)
@@ -190,19 +224,26 @@ class SettlementConformance(FencingConformance):
         a, b, c = session.receive(9, 0)
         assert session.settle([settlement(b, callbacks=["cb"])]) == [SETTLED]
 
-        verdicts = session.settle([settlement(one, callbacks=[f"c{uuid_of(one)}"]) for one in (a, lost, b, c)])
+        verdicts = session.settle(
+            [settlement(one, callbacks=[f"c{uuid_of(one)}"]) for one in (a, lost, b, c)]
+        )
 
         assert verdicts == [SETTLED, FENCED, ALREADY, SETTLED]
         assert sorted(drain(store, "c")) == ["ca", "cb", "cc"]
         assert session.settle([]) == []
         heir.close()
 
-    def test_later_and_back_give_the_message_back(self, store: Store, session: Session, clock: ManualClock) -> None:
+    def test_later_and_back_give_the_message_back(
+        self, store: Store, session: Session, clock: ManualClock
+    ) -> None:
         submit(store, "a", "b", "c")
         a, b = session.receive(2, 0)
         eta = clock.now() + dt.timedelta(seconds=5)
 
-        given = [Settlement(delivery=a, fate=Fate.LATER, eta=eta), Settlement(delivery=b, fate=Fate.BACK)]
+        given = [
+            Settlement(delivery=a, fate=Fate.LATER, eta=eta),
+            Settlement(delivery=b, fate=Fate.BACK),
+        ]
         assert session.settle(given) == [SETTLED, SETTLED]
 
         assert [uuid_of(one) for one in session.receive(9, 0)] == ["b", "c"]
@@ -215,11 +256,15 @@ class SettlementConformance(FencingConformance):
         submit(store, "a")
         store.broker.put([Message(uuid="", name="", queue="q", body=b"\xffno signature")], token="")
         a = session.receive(1, 0)
-        end = settlement(a[0], State.FAILURE, callbacks=["e"], fate=Fate.DEAD, reason="poison", error="boom")
+        end = settlement(
+            a[0], State.FAILURE, callbacks=["e"], fate=Fate.DEAD, reason="poison", error="boom"
+        )
         assert session.settle([end]) == [SETTLED]
         assert session.settle([end]) == [ALREADY]
         bad = session.receive(1, 0)  # a store may bury it by itself
-        session.settle([Settlement(delivery=one, fate=Fate.DEAD, reason="undecodable") for one in bad])
+        session.settle(
+            [Settlement(delivery=one, fate=Fate.DEAD, reason="undecodable") for one in bad]
+        )
 
         letters = {letter.reason: letter for letter in store.broker.dead_letters(limit=9)}
 
@@ -238,7 +283,9 @@ class SettlementConformance(FencingConformance):
             assert store.ready_groups() == []
             for one in session.receive(1, 0):
                 session.settle([settlement(one, arrivals=[arrival(one, 2)])])
-        assert [(group.group_uuid, group.failed_member) for group in store.ready_groups()] == [("g", "")]
+        assert [(group.group_uuid, group.failed_member) for group in store.ready_groups()] == [
+            ("g", "")
+        ]
 
         def fire(index: int) -> bool:
             callback = f"callback{index}"
@@ -250,7 +297,9 @@ class SettlementConformance(FencingConformance):
         winner = f"callback{fired.index(True)}"
         assert fired.count(True) == 1
         assert drain(store, "c") == [winner]
-        assert set(store.backend.get_states([f"callback{index}" for index in range(16)])) == {winner}
+        assert set(store.backend.get_states([f"callback{index}" for index in range(16)])) == {
+            winner
+        }
         assert store.ready_groups() == []
 
     def test_a_failed_member_breaks_its_chord_at_once(self, store: Store, session: Session) -> None:
@@ -262,13 +311,18 @@ class SettlementConformance(FencingConformance):
 
         failure = state_of("callback", State.FAILURE, error="b failed")
         assert store.fire(Firing(group_uuid="g", states=[failure])) is True
-        assert session.settle([settlement(one, arrivals=[arrival(one, 3)]) for one in (a, c)]) == [SETTLED] * 2
+        assert (
+            session.settle([settlement(one, arrivals=[arrival(one, 3)]) for one in (a, c)])
+            == [SETTLED] * 2
+        )
 
         assert store.ready_groups() == []
         assert store.backend.get_state("callback").error == "b failed"
         assert drain(store, "c") == []
 
-    def test_a_task_that_nobody_holds_is_ended_once(self, store: Store, open_store: OpenStore) -> None:
+    def test_a_task_that_nobody_holds_is_ended_once(
+        self, store: Store, open_store: OpenStore
+    ) -> None:
         submit(store, "a", "b")
         session = store.open_session(["q"], worker="w")
         a, b = session.receive(2, 0)
@@ -276,7 +330,9 @@ class SettlementConformance(FencingConformance):
 
         def end(uuid: str, number: int) -> bool:
             states = [state_of(uuid, State.FAILURE, error="revoked"), state_of(f"c{number}")]
-            arrivals = [Arrival(group_uuid="g", task_uuid=uuid, total=2, ok=False, callback=b"callback")]
+            arrivals = [
+                Arrival(group_uuid="g", task_uuid=uuid, total=2, ok=False, callback=b"callback")
+            ]
             send = [message_of(f"c{number}", queue="c")]
             return store.fire(Firing(task_uuid=uuid, states=states, send=send, arrivals=arrivals))
 
@@ -284,8 +340,13 @@ class SettlementConformance(FencingConformance):
         assert ended.count(True) == 1
         assert not end("b", 9)
         assert drain(store, "c") == [f"c{ended.index(True)}"]
-        assert (store.backend.get_state("a").error, store.backend.get_state("b").state) == ("revoked", State.SUCCESS)
-        assert [(group.group_uuid, group.failed_member) for group in store.ready_groups()] == [("g", "a")]
+        assert (store.backend.get_state("a").error, store.backend.get_state("b").state) == (
+            "revoked",
+            State.SUCCESS,
+        )
+        assert [(group.group_uuid, group.failed_member) for group in store.ready_groups()] == [
+            ("g", "a")
+        ]
 
         # The worker that had just begun it comes too late.
         assert session.settle([settlement(a, callbacks=["never"])]) == [FENCED]
@@ -305,9 +366,14 @@ class SettlementConformance(FencingConformance):
             session = handle.open_session(["q"], worker="w")
             verdicts: list[Verdict] = []
             while found := session.receive(7, 0):
-                verdicts += session.settle([
-                    settlement(one, callbacks=[f"c_{uuid_of(one)}"], arrivals=[arrival(one, 120)]) for one in found
-                ])
+                verdicts += session.settle(
+                    [
+                        settlement(
+                            one, callbacks=[f"c_{uuid_of(one)}"], arrivals=[arrival(one, 120)]
+                        )
+                        for one in found
+                    ]
+                )
             session.close()
             handle.close()
             return verdicts
@@ -317,7 +383,9 @@ class SettlementConformance(FencingConformance):
         assert verdicts == [SETTLED] * 120
         assert Counter(drain(store, "c")) == Counter(f"c_{uuid}" for uuid in uuids)
         assert len(store.ready_groups()) == 1
-        assert {state.state for state in store.backend.get_states(uuids).values()} == {State.SUCCESS}
+        assert {state.state for state in store.backend.get_states(uuids).values()} == {
+            State.SUCCESS
+        }
 
     def test_of_many_threads_one_settles(self, store: Store, session: Session) -> None:
         submit(store, "a")
@@ -329,7 +397,9 @@ class SettlementConformance(FencingConformance):
         assert (verdicts.count(SETTLED), verdicts.count(ALREADY)) == (1, 7)
         assert drain(store, "c") == ["c"]
 
-    def test_closing_a_session_gives_back_what_it_held(self, store: Store, session: Session) -> None:
+    def test_closing_a_session_gives_back_what_it_held(
+        self, store: Store, session: Session
+    ) -> None:
         submit(store, "a", "b")
         (a,) = session.receive(1, 0)
         session.close()

@@ -48,10 +48,34 @@ class Parcel:
 
 
 VALUES = [
-    0, -1, 2**63 - 1, -(2**63), 2**64 - 1, 1.5, 1e300, -0.0, "", "héllo \N{SNOWMAN} \0 \"'\\", True, False,
-    [1, 2], [1.5], ["a", ""], [True], [], [1, "a", None, [2]], {}, {"a": [1, {"b": None}]}, None,
-    b"", bytes(range(256)), dt.datetime(2026, 1, 2, 3, 4, 5, 6, tzinfo=dt.timezone.utc), dt.date(2026, 1, 2),
-    dt.timedelta(days=-1, microseconds=5), decimal.Decimal("1.10"), uuid.UUID(int=5),
+    0,
+    -1,
+    2**63 - 1,
+    -(2**63),
+    2**64 - 1,
+    1.5,
+    1e300,
+    -0.0,
+    "",
+    "héllo \N{SNOWMAN} \0 \"'\\",
+    True,
+    False,
+    [1, 2],
+    [1.5],
+    ["a", ""],
+    [True],
+    [],
+    [1, "a", None, [2]],
+    {},
+    {"a": [1, {"b": None}]},
+    None,
+    b"",
+    bytes(range(256)),
+    dt.datetime(2026, 1, 2, 3, 4, 5, 6, tzinfo=dt.timezone.utc),
+    dt.date(2026, 1, 2),
+    dt.timedelta(days=-1, microseconds=5),
+    decimal.Decimal("1.10"),
+    uuid.UUID(int=5),
     {"when": dt.date(2026, 1, 2), "price": [decimal.Decimal("9.90")]},
 ]
 
@@ -108,9 +132,16 @@ class TaskConformance:
         assert result.touch() == 3
         assert result.is_finished()
         state = result.get_state()
-        assert (state.state, state.task_name, state.attempt, state.error) == (State.SUCCESS, "add", 1, "")
+        assert (state.state, state.task_name, state.attempt, state.error) == (
+            State.SUCCESS,
+            "add",
+            1,
+            "",
+        )
 
-    @pytest.mark.parametrize("value", VALUES, ids=lambda value: repr(value)[:30].encode("ascii", "replace").decode())
+    @pytest.mark.parametrize(
+        "value", VALUES, ids=lambda value: repr(value)[:30].encode("ascii", "replace").decode()
+    )
     def test_a_value_arrives_and_comes_back_as_it_was(self, app: App, value: Any) -> None:
         app.note.send(value)
         found = app.echo.send(value).get(timeout=HANG)
@@ -160,7 +191,9 @@ class TaskConformance:
             app.server.send_task(Signature.of("lock")).get(timeout=HANG)
 
     def test_a_signature_made_by_hand_is_run(self, app: App) -> None:
-        by_hand: Signature[int] = Signature(name="add", args=[Arg(type="int64", value=1), Arg(type="int64", value=2)])
+        by_hand: Signature[int] = Signature(
+            name="add", args=[Arg(type="int64", value=1), Arg(type="int64", value=2)]
+        )
         assert app.server.send_task(by_hand).get(timeout=HANG) == 3
 
     def test_results_need_not_be_kept(self, app: App) -> None:
@@ -189,7 +222,11 @@ class TaskConformance:
 
         failure = caught.value
         assert (failure.uuid, failure.name, failure.error, failure.error_type) == (
-            result.uuid, "fail", "no money", "ValueError")
+            result.uuid,
+            "fail",
+            "no money",
+            "ValueError",
+        )
         assert "in _fail" in failure.traceback
         state = result.get_state()
         assert (state.state, list(state.results)) == (State.FAILURE, [])
@@ -204,7 +241,10 @@ class TaskConformance:
         with pytest.raises(ArgumentError, match="strict argument 'a': '1' is no int"):
             app.server.send_task(Signature.of("strict", "1", 2))
         # A program that does not know the task sends it all the same; the worker refuses it, and does not try again.
-        for args, text in (((1,), "strict: missing argument 'b'"), (("1", 2), "strict argument 'a': '1' is no int")):
+        for args, text in (
+            ((1,), "strict: missing argument 'b'"),
+            (("1", 2), "strict argument 'a': '1' is no int"),
+        ):
             by_hand = Signature.of("strict", *args).with_uuid().replace(retry_count=5)
             app.server.engine.submit([by_hand])
             with pytest.raises(TaskFailed, match=text):
@@ -222,7 +262,9 @@ class TaskConformance:
     # Callbacks
 
     def test_on_success_gets_the_results_at_the_end(self, app: App) -> None:
-        app.add.signature(1, 2).then(app.note.partial("first"), app.note.partial("second", "x")).send()
+        app.add.signature(1, 2).then(
+            app.note.partial("first"), app.note.partial("second", "x")
+        ).send()
         app.pair.signature("a", 1).then(app.note.partial("both")).send()
         app.wait_until_idle()
         assert sorted(app.calls) == [("both", "a", 1), ("first", 3), ("second", "x", 3)]
@@ -235,7 +277,9 @@ class TaskConformance:
 
     def test_on_error_gets_the_error_text_in_front(self, app: App) -> None:
         failing = app.fail.signature("no money").replace(immutable=True)
-        failing.catch(app.note.partial("billing"), app.note.partial()).then(app.note.partial("success")).send()
+        failing.catch(app.note.partial("billing"), app.note.partial()).then(
+            app.note.partial("success")
+        ).send()
         app.wait_until_idle()
         assert sorted(app.calls) == [("fail", "no money"), ("no money",), ("no money", "billing")]
 
@@ -280,10 +324,14 @@ class TaskConformance:
             assert [ctx.signature.args[index].value for index in (0, 1)] == [[1, 2], [1, "x"]]
             raise ConnectionError("away")
 
-        async def spoil_async(ctx: Context, numbers: Any, mixed: Any, deep: dict[str, Any], dates: Any) -> None:
+        async def spoil_async(
+            ctx: Context, numbers: Any, mixed: Any, deep: dict[str, Any], dates: Any
+        ) -> None:
             spoil(ctx, numbers, mixed, deep, dates)
 
-        task = app.server.task("spoil", retries=2, backoff=[0.0])(spoil_async if kind == "async" else spoil)
+        task = app.server.task("spoil", retries=2, backoff=[0.0])(
+            spoil_async if kind == "async" else spoil
+        )
         sent: tuple[Any, ...] = ([1, 2], [1, "x"], {"a": [{"b": []}]}, [dt.date(2026, 1, 2)])
         with pytest.raises(TaskFailed, match="away"):
             task.send(*sent).get(timeout=HANG)
@@ -337,11 +385,28 @@ class TaskConformance:
         @app.server.task
         def look(ctx: Context, value: int) -> list[Any]:
             same = current_task() is ctx
-            return [same, ctx.uuid, ctx.name, ctx.queue, ctx.attempt, ctx.headers["tenant"], ctx.is_redelivery, value]
+            return [
+                same,
+                ctx.uuid,
+                ctx.name,
+                ctx.queue,
+                ctx.attempt,
+                ctx.headers["tenant"],
+                ctx.is_redelivery,
+                value,
+            ]
 
         result = look.options(headers={"tenant": "acme"}).send(5)
         assert result.get(timeout=HANG) == [
-            True, result.uuid, "look", app.server.config.default_queue, 1, "acme", False, 5]
+            True,
+            result.uuid,
+            "look",
+            app.server.config.default_queue,
+            1,
+            "acme",
+            False,
+            5,
+        ]
 
     def test_outside_a_task_there_is_no_current_task(self, app: App) -> None:
         assert app.add.send(1, 2).get(timeout=HANG) == 3
@@ -379,11 +444,22 @@ class TaskConformance:
                 calls.append(("inner out",))
 
         app.note.send("run").get(timeout=HANG)
-        assert calls == [("outer in", "note"), ("inner in",), ("run",), ("inner out",), ("outer out",)]
+        assert calls == [
+            ("outer in", "note"),
+            ("inner in",),
+            ("run",),
+            ("inner out",),
+            ("outer out",),
+        ]
         calls.clear()
         with pytest.raises(TaskFailed, match="broken"):
             app.fail.send("broken").get(timeout=HANG)
-        assert calls == [("outer in", "fail"), ("inner in",), ("fail", "broken"), ("seen", "broken")]
+        assert calls == [
+            ("outer in", "fail"),
+            ("inner in",),
+            ("fail", "broken"),
+            ("seen", "broken"),
+        ]
 
     def test_the_publish_handler_sees_all_and_may_change_it(self, app: App) -> None:
         @app.server.set_pre_publish_handler

@@ -51,7 +51,12 @@ class UniqueConformance(AppCase):
             third = hold.send("a")
             assert (third.duplicate, third.uuid) == (True, first.uuid)
             idle.gate("a").set()
-            assert [one.get(timeout=HANG) for one in (first, second, third, other)] == ["a", "a", "a", "b"]
+            assert [one.get(timeout=HANG) for one in (first, second, third, other)] == [
+                "a",
+                "a",
+                "a",
+                "b",
+            ]
 
             again = hold.send("a")
             assert not again.duplicate
@@ -91,21 +96,39 @@ class UniqueConformance(AppCase):
         for result in results:
             assert result.get(timeout=HANG) == 1
         sent = [result for result in results if not result.duplicate]
-        assert len(sent) == len({result.uuid for result in sent}) == len({result.uuid for result in results})
+        assert (
+            len(sent)
+            == len({result.uuid for result in sent})
+            == len({result.uuid for result in results})
+        )
         assert most == [1]
 
     def test_the_same_call_is_known_however_it_is_written(self, idle: App) -> None:
         @idle.server.task(unique=True)
-        def index(shop: int, reason: str = "cron", *, deep: bool = False, tags: dict[str, int] | None = None) -> None: ...
+        def index(
+            shop: int,
+            reason: str = "cron",
+            *,
+            deep: bool = False,
+            tags: dict[str, int] | None = None,
+        ) -> None: ...
 
         first = index.send(7)
         for same in (
-            index.send(shop=7), index.send(7, "cron"), index.send(7, reason="cron", deep=False), index.send(7, tags=None),
+            index.send(shop=7),
+            index.send(7, "cron"),
+            index.send(7, reason="cron", deep=False),
+            index.send(7, tags=None),
             idle.server.send_task(index.signature(7)),
             idle.server.send_task(Signature(name="index", args=[Arg(type="int64", value=7)])),
         ):
             assert (same.duplicate, same.uuid) == (True, first.uuid)
-        for other in (index.send(8), index.send(7, "now"), index.send(7, deep=True), index.send(7, tags={"a": 1, "b": 2})):
+        for other in (
+            index.send(8),
+            index.send(7, "now"),
+            index.send(7, deep=True),
+            index.send(7, tags={"a": 1, "b": 2}),
+        ):
             assert not other.duplicate
         assert index.send(7, tags={"b": 2, "a": 1}).duplicate
 
@@ -139,12 +162,20 @@ class UniqueConformance(AppCase):
         hold = waiting(idle, unique=True, on_duplicate="reject")
         first = hold.send("a")
 
-        with pytest.raises(DuplicateTask, match=f"hold was not sent: {first.uuid} is the same call, and is PENDING") as caught:
+        with pytest.raises(
+            DuplicateTask, match=f"hold was not sent: {first.uuid} is the same call, and is PENDING"
+        ) as caught:
             hold.send("a")
 
-        assert (caught.value.name, caught.value.uuid, caught.value.state) == ("hold", first.uuid, "PENDING")
+        assert (caught.value.name, caught.value.uuid, caught.value.state) == (
+            "hold",
+            first.uuid,
+            "PENDING",
+        )
 
-    @pytest.mark.parametrize("end", ["success", "failure", "retries", "revoke", "expiry", "arguments", "purge"])
+    @pytest.mark.parametrize(
+        "end", ["success", "failure", "retries", "revoke", "expiry", "arguments", "purge"]
+    )
     def test_whatever_ends_a_task_frees_its_key(self, idle: App, end: str) -> None:
         ran: list[int] = []
 
@@ -153,8 +184,12 @@ class UniqueConformance(AppCase):
             if end in ("failure", "retries"):
                 raise ValueError("no")
 
-        task: Any = idle.server.task(unique="one", retries=1 if end == "retries" else 0, backoff=[0.01])(work)
-        if end == "arguments":  # a program whose function takes anything sends what the worker refuses
+        task: Any = idle.server.task(
+            unique="one", retries=1 if end == "retries" else 0, backoff=[0.01]
+        )(work)
+        if (
+            end == "arguments"
+        ):  # a program whose function takes anything sends what the worker refuses
             first = idle.another().server.task("work", unique="one")(lambda number: None).send("x")
         else:
             first = task.options(expires=-1.0 if end == "expiry" else HANG).send(1)
@@ -247,12 +282,21 @@ class UniqueConformance(AppCase):
                 pass
         app.wait_until_idle()
         states = app.server.backend.get_states(list(ended.values()))
-        wait_until(lambda: all(one.is_finished for one in app.server.backend.get_states(list(ended.values())).values()))
+        wait_until(
+            lambda: all(
+                one.is_finished
+                for one in app.server.backend.get_states(list(ended.values())).values()
+            )
+        )
         states = app.server.backend.get_states(list(ended.values()))
         good = [number for number, uuid in ended.items() if states[uuid].state is State.SUCCESS]
         assert {call[1] for call in app.calls} == set(good)
         assert len(app.calls) == len(good)
-        assert all(states[uuid].error_type == "Replaced" for number, uuid in ended.items() if number not in good)
+        assert all(
+            states[uuid].error_type == "Replaced"
+            for number, uuid in ended.items()
+            if number not in good
+        )
 
     def test_steps_of_a_workflow_are_sent_in_any_case(self, idle: App) -> None:
         double = idle.server.task(unique=True)(_named("double", idle))

@@ -36,7 +36,11 @@ class WorkerConformance(QueueConformance):
         before = idle.server.now()
         result = idle.wait.send("gate")
         state = result.get_state()
-        assert (state.state, state.task_name, state.queue) == (State.PENDING, "wait", idle.server.config.default_queue)
+        assert (state.state, state.task_name, state.queue) == (
+            State.PENDING,
+            "wait",
+            idle.server.config.default_queue,
+        )
         assert state.created_at >= before
         assert result.touch() is None
         assert not result.is_finished()
@@ -77,9 +81,15 @@ class WorkerConformance(QueueConformance):
         wait_until(lambda: app.server.inspect.queues()[0].delayed == 1, what="a delayed retry")
 
         state = result.get_state()
-        assert (state.error, state.error_type, state.task_uuid) == ("away", "ValueError", result.uuid)
+        assert (state.error, state.error_type, state.task_uuid) == (
+            "away",
+            "ValueError",
+            result.uuid,
+        )
         assert state.eta is not None
-        assert dt.timedelta(seconds=3590) < state.eta - state.created_at < dt.timedelta(seconds=3630)
+        assert (
+            dt.timedelta(seconds=3590) < state.eta - state.created_at < dt.timedelta(seconds=3630)
+        )
         assert state.state is State.RETRY
         assert not result.is_finished()
         with pytest.raises(ResultTimeout, match="last state RETRY"):
@@ -94,7 +104,9 @@ class WorkerConformance(QueueConformance):
         wait_until(lambda: result.get_state().state is State.RETRY, what="RETRY")
         assert "server is busy" in result.get_state().error
 
-    def test_a_task_that_asks_for_all_the_time_there_is_waits(self, app: App, caplog: pytest.LogCaptureFixture) -> None:
+    def test_a_task_that_asks_for_all_the_time_there_is_waits(
+        self, app: App, caplog: pytest.LogCaptureFixture
+    ) -> None:
         @app.server.task
         def endless() -> None:
             raise RetryTaskLater("ask again", float("inf"))
@@ -105,9 +117,13 @@ class WorkerConformance(QueueConformance):
 
         results: list[Any] = [
             app.server.send_task(Signature(name="endless")),
-            app.server.send_task(Signature(name="fails", retry_count=2**63 - 1, retry_timeout=2**63 - 1)),
+            app.server.send_task(
+                Signature(name="fails", retry_count=2**63 - 1, retry_timeout=2**63 - 1)
+            ),
         ]
-        wait_until(lambda: all(one.get_state().state is State.RETRY for one in results), what="RETRY")
+        wait_until(
+            lambda: all(one.get_state().state is State.RETRY for one in results), what="RETRY"
+        )
         for one in results:
             eta = one.get_state().eta
             assert eta is not None
@@ -115,7 +131,9 @@ class WorkerConformance(QueueConformance):
         assert app.server.inspect.queues()[0].delayed == 2
         assert "Traceback" not in caplog.text
 
-    def test_an_error_of_megabytes_is_cut_and_reaches_its_callback(self, app: App, caplog: pytest.LogCaptureFixture) -> None:
+    def test_an_error_of_megabytes_is_cut_and_reaches_its_callback(
+        self, app: App, caplog: pytest.LogCaptureFixture
+    ) -> None:
         @app.server.task
         def verbose() -> None:
             raise ValueError("é" * 4_500_000)
@@ -183,7 +201,9 @@ class WorkerConformance(QueueConformance):
             assert fine.get(timeout=HANG) == 3
         assert idle.calls == []
 
-    def test_a_run_past_its_time_limit_is_retried_whatever_is_retried_besides(self, app: App) -> None:
+    def test_a_run_past_its_time_limit_is_retried_whatever_is_retried_besides(
+        self, app: App
+    ) -> None:
         @app.server.task(time_limit=0.2, retries=1, backoff=[0.0], retry_on=(ConnectionError,))
         def slow() -> int:
             while current_task().attempt == 1:
@@ -289,7 +309,14 @@ class WorkerConformance(QueueConformance):
 
         with idle.running(queues=("high", "low"), concurrency=1, burst=True):
             wait_until(lambda: len(idle.calls) == 6)
-        assert idle.calls == [("high", 0), ("high", 1), ("high", 2), ("low", 0), ("low", 1), ("low", 2)]
+        assert idle.calls == [
+            ("high", 0),
+            ("high", 1),
+            ("high", 2),
+            ("low", 0),
+            ("low", 1),
+            ("low", 2),
+        ]
         assert other.get_state().state is State.PENDING
         with idle.server.new_custom_queue_worker("w", 1, "other"):
             other.get(timeout=HANG)

@@ -47,19 +47,30 @@ class LinkedConformance(TaskConformance):
         result = (app.add.signature(1, 1) | app.add.partial(5, 5) | app.multiply.partial(4)).send()
         assert result.get(timeout=HANG) == 48
 
-        app.server.send_chain(chain(app.pair.signature("a", 1), app.note.partial("first"))).get(timeout=HANG)
+        app.server.send_chain(chain(app.pair.signature("a", 1), app.note.partial("first"))).get(
+            timeout=HANG
+        )
         assert app.calls == [("first", "a", 1)]
 
     def test_a_step_without_a_result_adds_nothing(self, app: App) -> None:
-        chain(app.note.signature("x"), app.note.partial("y"), app.count.partial()).send().get(timeout=HANG)
+        chain(app.note.signature("x"), app.note.partial("y"), app.count.partial()).send().get(
+            timeout=HANG
+        )
         assert app.calls == [("x",), ("y",)]
 
     def test_results_can_be_kept_from_the_next_step(self, app: App) -> None:
-        chain(app.add.signature(1, 1), app.note.partial("a"), pass_results=False).send().get(timeout=HANG)
+        chain(app.add.signature(1, 1), app.note.partial("a"), pass_results=False).send().get(
+            timeout=HANG
+        )
         # Immutable on the wire is Go's: MY result is not passed on.
-        (app.add.signature(1, 1).replace(immutable=True) | app.add.partial(2, 3) | app.note.partial("b")).send().get(
-            timeout=HANG)
-        (app.add.signature(1, 1) | app.note.partial("c").replace(immutable=True)).send().get(timeout=HANG)
+        (
+            app.add.signature(1, 1).replace(immutable=True)
+            | app.add.partial(2, 3)
+            | app.note.partial("b")
+        ).send().get(timeout=HANG)
+        (app.add.signature(1, 1) | app.note.partial("c").replace(immutable=True)).send().get(
+            timeout=HANG
+        )
         assert app.calls == [("a",), ("b", 5), ("c", 2)]
 
     def test_an_ignored_result_is_passed_on_and_not_kept(self, app: App) -> None:
@@ -83,9 +94,17 @@ class LinkedConformance(TaskConformance):
             return str(current_task().headers.get("traceparent"))
 
         first = trace.options(headers={"traceparent": "00-first"})
-        assert (first.signature() | trace.partial() | trace.partial()).send().get(timeout=HANG) == "00-first"
-        members = [trace.options(headers={"traceparent": f"00-{index}"}).signature() for index in range(3)]
-        assert (group(members) | trace.partial()).send().get(timeout=HANG) in {"00-0", "00-1", "00-2"}
+        assert (first.signature() | trace.partial() | trace.partial()).send().get(
+            timeout=HANG
+        ) == "00-first"
+        members = [
+            trace.options(headers={"traceparent": f"00-{index}"}).signature() for index in range(3)
+        ]
+        assert (group(members) | trace.partial()).send().get(timeout=HANG) in {
+            "00-0",
+            "00-1",
+            "00-2",
+        }
 
     def test_a_chain_of_one(self, app: App) -> None:
         assert chain(app.add.signature(1, 1)).send().get(timeout=HANG) == 2
@@ -154,10 +173,14 @@ class LinkedConformance(TaskConformance):
     # Chords
 
     def test_a_callback_gets_all_results_in_order_at_the_end(self, app: App) -> None:
-        result = (group(app.add.signature(1, 1), app.add.signature(5, 5)) | app.multiply.partial()).send()
+        result = (
+            group(app.add.signature(1, 1), app.add.signature(5, 5)) | app.multiply.partial()
+        ).send()
         assert result.get(timeout=HANG) == 20
 
-        members = group(app.pair.signature("a", 1), app.note.signature(), app.echo.signature([1, 2]))
+        members = group(
+            app.pair.signature("a", 1), app.note.signature(), app.echo.signature([1, 2])
+        )
         app.calls.clear()
         app.server.send_chord(chord(members, app.note.partial("cb")), 10).get(timeout=HANG)
         assert app.calls[-1] == ("cb", "a", 1, [1, 2])
@@ -172,7 +195,9 @@ class LinkedConformance(TaskConformance):
 
     def test_a_large_chord(self, app: App) -> None:
         members = group(app.add.signature(i, 1) for i in range(1000))
-        assert chord(members, app.total.partial(), collect=True).send().get(timeout=HANG) == sum(range(1, 1001))
+        assert chord(members, app.total.partial(), collect=True).send().get(timeout=HANG) == sum(
+            range(1, 1001)
+        )
         assert chord(members, app.count.partial("x")).send().get(timeout=HANG) == 1001
 
     def test_a_callback_may_get_one_list(self, app: App) -> None:
@@ -184,7 +209,9 @@ class LinkedConformance(TaskConformance):
 
     def test_an_immutable_callback_gets_nothing(self, app: App) -> None:
         members = [app.add.signature(1, 1), app.add.signature(2, 2)]
-        chord(group(*members), app.note.partial("cb").replace(immutable=True)).send().get(timeout=HANG)
+        chord(group(*members), app.note.partial("cb").replace(immutable=True)).send().get(
+            timeout=HANG
+        )
         # On a member it says nothing about the chord: Go takes the members' results whatever they say.
         immutable = [member.replace(immutable=True) for member in members]
         chord(group(*immutable), app.note.partial("cb")).send().get(timeout=HANG)
@@ -211,7 +238,9 @@ class LinkedConformance(TaskConformance):
 
     def test_a_chord_with_a_failed_member_fails(self, app: App) -> None:
         callback = app.note.partial("never").catch(app.note.partial("caught"))
-        result = app.server.send_chord(chord(group(app.add.signature(1, 1), app.fail.signature("member")), callback))
+        result = app.server.send_chord(
+            chord(group(app.add.signature(1, 1), app.fail.signature("member")), callback)
+        )
         with pytest.raises(TaskFailed, match="member") as caught:
             result.get(timeout=HANG)
 
@@ -233,7 +262,9 @@ class LinkedConformance(TaskConformance):
 
     def test_a_group_may_be_a_step(self, app: App) -> None:
         two = group(app.add.partial(10), app.add.partial(20))
-        result = app.server.send_chain(app.add.signature(1, 1) | two | app.add.partial() | app.add.partial(1))
+        result = app.server.send_chain(
+            app.add.signature(1, 1) | two | app.add.partial() | app.add.partial(1)
+        )
         assert result.get(timeout=HANG) == (2 + 10) + (2 + 20) + 1
         assert [step.get(timeout=HANG) for step in result.steps] == [2, [12, 22], 34, 35]
 
@@ -252,20 +283,27 @@ class LinkedConformance(TaskConformance):
     def test_a_member_may_have_a_chord_inside(self, app: App) -> None:
         inner = group(app.add.signature(1, 1), app.add.signature(2, 2)) | app.add.partial()
         assert group(inner, app.add.signature(5, 5)).send().get(timeout=HANG) == [6, 10]
-        assert (group(inner, app.add.signature(5, 5)) | app.multiply.partial()).send().get(timeout=HANG) == 60
+        assert (group(inner, app.add.signature(5, 5)) | app.multiply.partial()).send().get(
+            timeout=HANG
+        ) == 60
 
     def test_chords_may_follow_chords(self, app: App) -> None:
         one = app.add.partial()
         result = (
-            app.add.signature(1, 1) | group(app.add.partial(1), app.add.partial(2)) | one
-            | group(app.add.partial(1), app.add.partial(2), app.add.partial(3)) | one
+            app.add.signature(1, 1)
+            | group(app.add.partial(1), app.add.partial(2))
+            | one
+            | group(app.add.partial(1), app.add.partial(2), app.add.partial(3))
+            | one
         ).send()
         assert result.get(timeout=HANG) == 3 * 7 + 6
 
     def test_a_break_in_front_of_a_group_ends_the_chord_behind_it(self, app: App) -> None:
         callback = app.add.partial().catch(app.note.partial("caught"))
         result = app.server.send_chain(
-            app.fail.signature("first") | group(app.add.partial(1), app.add.partial(2)) | callback
+            app.fail.signature("first")
+            | group(app.add.partial(1), app.add.partial(2))
+            | callback
             | app.note.partial("never")
         )
         with pytest.raises(TaskFailed, match="first") as caught:
@@ -278,7 +316,10 @@ class LinkedConformance(TaskConformance):
 
     def test_a_break_inside_a_member_ends_the_chord(self, app: App) -> None:
         callback = app.note.partial("never").catch(app.note.partial("caught"))
-        members = group(app.add.signature(1, 1), app.fail.signature("first") | app.add.partial(1) | app.add.partial(2))
+        members = group(
+            app.add.signature(1, 1),
+            app.fail.signature("first") | app.add.partial(1) | app.add.partial(2),
+        )
         result = app.server.send_chord(chord(members, callback))
         with pytest.raises(TaskFailed, match="first"):
             result.get(timeout=HANG)
@@ -302,8 +343,12 @@ class LinkedConformance(TaskConformance):
     def test_what_can_never_work_is_refused_where_it_is_made(self, app: App) -> None:
         task = app.add.partial()
         for make in (
-            chain, group, lambda: group([]), lambda: chain(group(task), group(task)),
-            lambda: group(group(task), task), lambda: group(task | group(task)),
+            chain,
+            group,
+            lambda: group([]),
+            lambda: chain(group(task), group(task)),
+            lambda: group(group(task), task),
+            lambda: group(task | group(task)),
         ):
             with pytest.raises(WorkflowError):
                 make()
@@ -313,12 +358,18 @@ class LinkedConformance(TaskConformance):
     def test_a_workflow_made_by_hand_is_sent_through_the_server(self, app: App) -> None:
         add: Any = Signature.of
         assert app.server.send_chain(chain(add("add", 1, 1), add("add", 1))).get(timeout=HANG) == 3
-        assert app.server.send_group(group(add("add", 1, 1), add("add", 2, 2))).get(timeout=HANG) == [2, 4]
+        assert app.server.send_group(group(add("add", 1, 1), add("add", 2, 2))).get(
+            timeout=HANG
+        ) == [2, 4]
         two = group(add("add", 1, 1), add("add", 2, 2))
         assert app.server.send_chord(chord(two, add("add"))).get(timeout=HANG) == 6
 
     def test_one_workflow_can_be_sent_twice(self, app: App) -> None:
-        steps = app.add.signature(1, 1) | group(app.add.partial(1), app.add.partial(2)) | app.add.partial()
+        steps = (
+            app.add.signature(1, 1)
+            | group(app.add.partial(1), app.add.partial(2))
+            | app.add.partial()
+        )
         first, second = steps.send(), steps.send()
         assert (first.get(timeout=HANG), second.get(timeout=HANG)) == (7, 7)
         assert first.uuid != second.uuid
@@ -339,10 +390,15 @@ class WorkflowConformance(LinkedConformance, WorkerConformance):
 
     def test_a_chord_with_a_failed_member_ends_at_once(self, app: App) -> None:
         callback = app.note.partial("never").catch(app.note.partial("caught"))
-        result = app.server.send_chord(chord(group(app.wait.signature("slow"), app.fail.signature("member")), callback))
+        result = app.server.send_chord(
+            chord(group(app.wait.signature("slow"), app.fail.signature("member")), callback)
+        )
         with pytest.raises(TaskFailed, match="member"):
             result.get(timeout=HANG)
-        wait_until(lambda: any(call[-1] == "caught" for call in app.calls), what="on_error while a member still runs")
+        wait_until(
+            lambda: any(call[-1] == "caught" for call in app.calls),
+            what="on_error while a member still runs",
+        )
         assert not result.group[0].is_finished()
 
         app.gate("slow").set()
@@ -351,7 +407,9 @@ class WorkflowConformance(LinkedConformance, WorkerConformance):
         assert not [call for call in app.calls if "never" in call]
 
     def test_a_group_with_a_failed_member_ends_at_once(self, app: App) -> None:
-        result = app.server.send_group(group(app.wait.signature("slow"), app.fail.signature("member")))
+        result = app.server.send_group(
+            group(app.wait.signature("slow"), app.fail.signature("member"))
+        )
         with pytest.raises(TaskFailed, match="member"):
             result.get(timeout=HANG)
         assert not result[0].is_finished()
@@ -368,6 +426,7 @@ class WorkflowConformance(LinkedConformance, WorkerConformance):
     @pytest.mark.parametrize("shape", ["chain", "chord", "chord in a chain", "chains in a group"])
     def test_the_last_task_can_be_asked_for_from_the_start(self, idle: App, shape: str) -> None:
         """`server.result(uuid)` in another process, which knows nothing of the steps in front of it."""
+
         def flow(first: Signature[Any]) -> Any:
             match shape:
                 case "chain":
@@ -376,11 +435,19 @@ class WorkflowConformance(LinkedConformance, WorkerConformance):
                     return chord(group(first, idle.echo.signature("x")), idle.count.partial())
                 case "chord in a chain":
                     members = group(first, idle.echo.signature("y"))
-                    return chain(idle.note.signature("x"), members, idle.count.partial(), idle.echo.partial())
+                    return chain(
+                        idle.note.signature("x"), members, idle.count.partial(), idle.echo.partial()
+                    )
                 case _:
-                    return chain(group(chain(first, idle.echo.partial()), idle.echo.signature("x")), idle.count.partial())
+                    return chain(
+                        group(chain(first, idle.echo.partial()), idle.echo.signature("x")),
+                        idle.count.partial(),
+                    )
 
-        good, bad = flow(idle.wait.signature("open")).send(), flow(idle.fail.signature("boom")).send()
+        good, bad = (
+            flow(idle.wait.signature("open")).send(),
+            flow(idle.fail.signature("boom")).send(),
+        )
         ends = [idle.server.result(flow.uuid) for flow in (good, bad)]
         assert [end.get_state().state for end in ends] == [State.PENDING] * 2
         assert [end.is_finished() for end in ends] == [False] * 2
@@ -425,16 +492,19 @@ class WorkflowConformance(LinkedConformance, WorkerConformance):
         with other.running():
             for _ in range(3):
                 members = group(app.add.signature(i, 1) for i in range(100))
-                assert chord(members, app.total.partial(), collect=True).send().get(timeout=HANG) == sum(range(1, 101))
+                assert chord(members, app.total.partial(), collect=True).send().get(
+                    timeout=HANG
+                ) == sum(range(1, 101))
         other.server.close()
 
     def test_many_chords_beside_each_other_each_call_back_once(self, app: App) -> None:
         results = [
-            chord(group(app.echo.signature(i) for _ in range(3)), app.note.partial("cb", number)).send()
+            chord(
+                group(app.echo.signature(i) for _ in range(3)), app.note.partial("cb", number)
+            ).send()
             for number, i in enumerate(range(50))
         ]
         for result in results:
             result.get(timeout=HANG)
         app.wait_until_idle()
         assert sorted(app.calls) == [("cb", i, i, i, i) for i in range(50)]
-
