@@ -32,11 +32,11 @@ from machinery_py.errors import (
     Unsupported,
     WorkflowError,
 )
-from machinery_py.registry import Task
 from machinery_py.results import AsyncResult, ChainResult, ChordResult, GroupResult
 from machinery_py.server import Server
 from machinery_py.signature import Arg, Chain, Signature
 from machinery_py.states import State, TaskState
+from machinery_py.task import Task
 from machinery_py.version import __version__
 from machinery_py.worker.worker import Worker
 from machinery_py.workflow import Group, chain, chord, group

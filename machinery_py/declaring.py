@@ -7,10 +7,10 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, Unpack, overload
 
 from machinery_py.context import Context
-from machinery_py.registry import AsyncTask, Task
 from machinery_py.scheduler import Declared
 from machinery_py.schedules import PeriodicOptions, definition_of
 from machinery_py.signature import Signature, Step
+from machinery_py.task import AsyncTask, Task
 from machinery_py.workflow import chain, chord, group
 
 P = ParamSpec("P")

@@ -22,12 +22,12 @@ from machinery_py.hub import Hub
 from machinery_py.inspection import Inspector
 from machinery_py.named_lock import NamedLock
 from machinery_py.queues import Queues
-from machinery_py.registry import AsyncTask, SamenessOptions, Task, TaskSettings, check_numbers
 from machinery_py.results import AsyncResult, ChainResult, ChordResult, GroupResult
 from machinery_py.scheduler import Declared
 from machinery_py.schedules import Schedules
 from machinery_py.settings import resolve
 from machinery_py.signature import Chain, Signature, Step
+from machinery_py.task import AsyncTask, SamenessOptions, Task, TaskSettings, check_numbers
 from machinery_py.texts import get_logger
 from machinery_py.twins import twin
 from machinery_py.unique import is_unique, send_unique

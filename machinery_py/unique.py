@@ -23,7 +23,6 @@ from machinery_py.errors import (
     PublishUnknown,
     Unsupported,
 )
-from machinery_py.registry import Task, TaskSettings
 from machinery_py.sameness import Claim, decode_claim, encode_claim, owner, unique_key
 from machinery_py.settlement.base import Settlement
 from machinery_py.signature import (
@@ -35,6 +34,7 @@ from machinery_py.signature import (
     new_uuid,
 )
 from machinery_py.states import State, TaskState
+from machinery_py.task import Task, TaskSettings
 from machinery_py.texts import get_logger
 
 logger = get_logger(__name__)

@@ -80,6 +80,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "results",
         "calls",
         "sameness",
+        "task",
         "registry",
         "engine",
         "scheduler unique endings",

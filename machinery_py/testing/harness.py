@@ -23,12 +23,12 @@ from machinery_py.config import Config
 from machinery_py.errors import ArgumentError, TaskFailed, nearest
 from machinery_py.events import TaskSent
 from machinery_py.hub import Hub
-from machinery_py.registry import Task
 from machinery_py.results import AsyncResult
 from machinery_py.scheduler import Scheduler
 from machinery_py.server import Server
 from machinery_py.signature import Arg, Signature
 from machinery_py.states import State, TaskState
+from machinery_py.task import Task
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.values import to_python
 from machinery_py.wire import decode_signature, encode_signature

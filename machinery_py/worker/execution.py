@@ -36,10 +36,10 @@ from machinery_py.outcomes import (
     failing,
     follow_up,
 )
-from machinery_py.registry import Task, TaskSettings
 from machinery_py.settlement.base import Mark, Settlement, in_place_of
 from machinery_py.signature import Signature
 from machinery_py.states import Arrival, State, TaskState
+from machinery_py.task import Task, TaskSettings
 from machinery_py.texts import get_logger
 from machinery_py.wire import decode_exact, encode_results
 from machinery_py.worker.gate import Gate, in_thread, is_gated

@@ -28,8 +28,7 @@ END_TIMEOUT = 2.0  # seconds for an idle thread to end
 #: Modules of ours from which user code is called, and which take no locks.
 TASKS = "machinery_py.testing."  # whose functions are tasks, and called as the user's are
 LOCKLESS = frozenset(
-    f"machinery_py.{name}"
-    for name in ("context", "registry", "worker.execution", "worker.usercode")
+    f"machinery_py.{name}" for name in ("context", "task", "worker.execution", "worker.usercode")
 )
 
 

@@ -16,10 +16,10 @@ from machinery_py.engine import Engine
 from machinery_py.errors import ArgumentError, BackendUnavailable, BrokerUnavailable, MachineryError
 from machinery_py.named_lock import Lease
 from machinery_py.outcomes import Failed
-from machinery_py.registry import Task
 from machinery_py.sameness import lock_name, owner
 from machinery_py.settlement.base import Settlement
 from machinery_py.signature import HEADER_UNIQUE, HEADER_UNIQUE_START, Signature
+from machinery_py.task import Task
 from machinery_py.texts import get_logger
 from machinery_py.unique import start
 

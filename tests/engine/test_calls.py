@@ -26,8 +26,8 @@ from machinery_py import (
     TaskNotRegistered,
 )
 from machinery_py.calls import Call
-from machinery_py.registry import AsyncTask
 from machinery_py.signature import HEADER_DELAY, HEADER_EXPIRES, HEADER_EXPIRES_IN, Arg, counted
+from machinery_py.task import AsyncTask
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.wire import decode_signature, encode_signature
 

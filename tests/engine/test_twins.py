@@ -29,8 +29,8 @@ from machinery_py import (
 )
 from machinery_py.inspection import Inspector
 from machinery_py.named_lock import NamedLock
-from machinery_py.registry import Bound
 from machinery_py.schedules import Schedules
+from machinery_py.task import Bound
 from machinery_py.testing.servers import RedisServer
 from machinery_py.testing.waiting import HANG, wait_until
 from machinery_py.twins import twin
