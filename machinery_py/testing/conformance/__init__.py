@@ -43,6 +43,7 @@ _SUITES = (
     "messages",
     "queues",
     "workers",
+    "chains",
     "workflows",
 )
 pytest.register_assert_rewrite(*(f"{__name__}.{suite}" for suite in _SUITES))

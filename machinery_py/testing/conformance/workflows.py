@@ -6,6 +6,7 @@
             return Server("my://localhost")
 
 Its URLs must lead a second Server in this process to the same stores. LinkedConformance is the part that `eager` keeps.
+What concerns single tasks is in tasks.py, chains in chains.py.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from typing import Any
 import pytest
 
 from machinery_py import (
-    ChainResult,
     ChordResult,
     GroupResult,
     Signature,
@@ -29,119 +29,15 @@ from machinery_py import (
     group,
 )
 from machinery_py.testing.conformance.application import App
-from machinery_py.testing.conformance.tasks import TaskConformance
+from machinery_py.testing.conformance.chains import ChainConformance
 from machinery_py.testing.conformance.workers import WorkerConformance
 from machinery_py.testing.waiting import HANG, wait_until
 
 __all__ = ["App", "LinkedConformance", "WorkflowConformance"]
 
 
-class LinkedConformance(TaskConformance):
+class LinkedConformance(ChainConformance):
     """Chain, group, chord and what they can be made of."""
-
-    LONG = 1000  # steps of a very long chain
-
-    # Chains
-
-    def test_a_step_gets_the_result_before_it_at_the_end(self, app: App) -> None:
-        result = (app.add.signature(1, 1) | app.add.partial(5, 5) | app.multiply.partial(4)).send()
-        assert result.get(timeout=HANG) == 48
-
-        app.server.send_chain(chain(app.pair.signature("a", 1), app.note.partial("first"))).get(
-            timeout=HANG
-        )
-        assert app.calls == [("first", "a", 1)]
-
-    def test_a_step_without_a_result_adds_nothing(self, app: App) -> None:
-        chain(app.note.signature("x"), app.note.partial("y"), app.count.partial()).send().get(
-            timeout=HANG
-        )
-        assert app.calls == [("x",), ("y",)]
-
-    def test_results_can_be_kept_from_the_next_step(self, app: App) -> None:
-        chain(app.add.signature(1, 1), app.note.partial("a"), pass_results=False).send().get(
-            timeout=HANG
-        )
-        # Immutable on the wire is Go's: MY result is not passed on.
-        (
-            app.add.signature(1, 1).replace(immutable=True)
-            | app.add.partial(2, 3)
-            | app.note.partial("b")
-        ).send().get(timeout=HANG)
-        (app.add.signature(1, 1) | app.note.partial("c").replace(immutable=True)).send().get(
-            timeout=HANG
-        )
-        assert app.calls == [("a",), ("b", 5), ("c", 2)]
-
-    def test_an_ignored_result_is_passed_on_and_not_kept(self, app: App) -> None:
-        quiet = app.server.task("quiet", ignore_result=True)(lambda *numbers: sum(numbers))
-        chained = (quiet.signature(1, 1) | quiet.partial(5) | app.add.partial(1)).send()
-        quiet.signature(3).then(app.note.partial("callback")).send()
-        members = group(quiet.signature(1), quiet.signature(2) | quiet.partial(4))
-        collected = chord(members, app.total.partial(), collect=True).send()
-        alone = group(quiet.signature(1), quiet.signature(2)).send()
-
-        assert chained.get(timeout=HANG) == 8
-        assert [step.get(timeout=HANG) for step in chained.steps] == [None, None, 8]
-        assert collected.get(timeout=HANG) == 7
-        assert alone.get(timeout=HANG) == [None, None]
-        app.wait_until_idle()
-        assert app.calls == [("callback", 3)]
-
-    def test_trace_context_goes_on_to_each_step_and_the_callback_of_a_chord(self, app: App) -> None:
-        @app.server.task
-        def trace(*_: Any) -> str:
-            return str(current_task().headers.get("traceparent"))
-
-        first = trace.options(headers={"traceparent": "00-first"})
-        assert (first.signature() | trace.partial() | trace.partial()).send().get(
-            timeout=HANG
-        ) == "00-first"
-        members = [
-            trace.options(headers={"traceparent": f"00-{index}"}).signature() for index in range(3)
-        ]
-        assert (group(members) | trace.partial()).send().get(timeout=HANG) in {
-            "00-0",
-            "00-1",
-            "00-2",
-        }
-
-    def test_a_chain_of_one(self, app: App) -> None:
-        assert chain(app.add.signature(1, 1)).send().get(timeout=HANG) == 2
-
-    def test_every_step_of_a_chain_can_be_looked_at(self, app: App) -> None:
-        result = app.server.send_chain(chain(app.add.signature(1, 1), app.add.partial(5)))
-        assert result.get(timeout=HANG) == 7
-        assert type(result) is ChainResult
-        assert [step.get(timeout=HANG) for step in result.steps] == [2, 7]
-        assert result.uuid == result.steps[-1].uuid
-
-    def test_a_chain_of_a_hundred(self, app: App) -> None:
-        steps = [app.add.signature(0, 1), *(app.add.partial(1) for _ in range(99))]
-        assert chain(*steps).send().get(timeout=HANG) == 100
-
-    def test_a_very_long_chain(self, app: App) -> None:
-        steps = [app.add.signature(0, 1), *(app.add.partial(1) for _ in range(self.LONG - 1))]
-        assert chain(*steps).send().get(timeout=HANG) == self.LONG
-
-    def test_a_chain_ends_where_it_breaks(self, app: App) -> None:
-        result = app.server.send_chain(
-            chain(app.add.signature(1, 1), app.fail.partial("broken"), app.note.partial("never"))
-        )
-        with pytest.raises(TaskFailed, match="broken") as caught:
-            result.get(timeout=HANG)
-
-        app.wait_until_idle()
-        assert app.calls == [("fail", "broken")]
-        assert caught.value.uuid == result.steps[1].uuid
-        assert result.is_finished()
-        assert result.steps[0].get(timeout=HANG) == 2
-
-    def test_callbacks_of_a_step_stay(self, app: App) -> None:
-        first = app.add.signature(1, 1).then(app.note.partial("mine"))
-        chain(first, app.fail.partial("x").catch(app.note.partial("caught"))).send()
-        app.wait_until_idle()
-        assert sorted(app.calls) == [("fail", "x"), ("mine", 2), ("x", "caught")]
 
     # Groups
 
@@ -173,14 +69,11 @@ class LinkedConformance(TaskConformance):
     # Chords
 
     def test_a_callback_gets_all_results_in_order_at_the_end(self, app: App) -> None:
-        result = (
-            group(app.add.signature(1, 1), app.add.signature(5, 5)) | app.multiply.partial()
-        ).send()
-        assert result.get(timeout=HANG) == 20
+        sums = group(app.add.signature(1, 1), app.add.signature(5, 5))
+        assert (sums | app.multiply.partial()).send().get(timeout=HANG) == 20
 
-        members = group(
-            app.pair.signature("a", 1), app.note.signature(), app.echo.signature([1, 2])
-        )
+        echo = app.echo.signature([1, 2])
+        members = group(app.pair.signature("a", 1), app.note.signature(), echo)
         app.calls.clear()
         app.server.send_chord(chord(members, app.note.partial("cb")), 10).get(timeout=HANG)
         assert app.calls[-1] == ("cb", "a", 1, [1, 2])
@@ -195,9 +88,8 @@ class LinkedConformance(TaskConformance):
 
     def test_a_large_chord(self, app: App) -> None:
         members = group(app.add.signature(i, 1) for i in range(1000))
-        assert chord(members, app.total.partial(), collect=True).send().get(timeout=HANG) == sum(
-            range(1, 1001)
-        )
+        collected = chord(members, app.total.partial(), collect=True).send()
+        assert collected.get(timeout=HANG) == sum(range(1, 1001))
         assert chord(members, app.count.partial("x")).send().get(timeout=HANG) == 1001
 
     def test_a_callback_may_get_one_list(self, app: App) -> None:
@@ -209,9 +101,8 @@ class LinkedConformance(TaskConformance):
 
     def test_an_immutable_callback_gets_nothing(self, app: App) -> None:
         members = [app.add.signature(1, 1), app.add.signature(2, 2)]
-        chord(group(*members), app.note.partial("cb").replace(immutable=True)).send().get(
-            timeout=HANG
-        )
+        callback = app.note.partial("cb").replace(immutable=True)
+        chord(group(*members), callback).send().get(timeout=HANG)
         # On a member it says nothing about the chord: Go takes the members' results whatever they say.
         immutable = [member.replace(immutable=True) for member in members]
         chord(group(*immutable), app.note.partial("cb")).send().get(timeout=HANG)
@@ -238,9 +129,8 @@ class LinkedConformance(TaskConformance):
 
     def test_a_chord_with_a_failed_member_fails(self, app: App) -> None:
         callback = app.note.partial("never").catch(app.note.partial("caught"))
-        result = app.server.send_chord(
-            chord(group(app.add.signature(1, 1), app.fail.signature("member")), callback)
-        )
+        members = group(app.add.signature(1, 1), app.fail.signature("member"))
+        result = app.server.send_chord(chord(members, callback))
         with pytest.raises(TaskFailed, match="member") as caught:
             result.get(timeout=HANG)
 
@@ -282,10 +172,9 @@ class LinkedConformance(TaskConformance):
 
     def test_a_member_may_have_a_chord_inside(self, app: App) -> None:
         inner = group(app.add.signature(1, 1), app.add.signature(2, 2)) | app.add.partial()
-        assert group(inner, app.add.signature(5, 5)).send().get(timeout=HANG) == [6, 10]
-        assert (group(inner, app.add.signature(5, 5)) | app.multiply.partial()).send().get(
-            timeout=HANG
-        ) == 60
+        members = group(inner, app.add.signature(5, 5))
+        assert members.send().get(timeout=HANG) == [6, 10]
+        assert (members | app.multiply.partial()).send().get(timeout=HANG) == 60
 
     def test_chords_may_follow_chords(self, app: App) -> None:
         one = app.add.partial()
@@ -357,19 +246,14 @@ class LinkedConformance(TaskConformance):
 
     def test_a_workflow_made_by_hand_is_sent_through_the_server(self, app: App) -> None:
         add: Any = Signature.of
-        assert app.server.send_chain(chain(add("add", 1, 1), add("add", 1))).get(timeout=HANG) == 3
-        assert app.server.send_group(group(add("add", 1, 1), add("add", 2, 2))).get(
-            timeout=HANG
-        ) == [2, 4]
         two = group(add("add", 1, 1), add("add", 2, 2))
+        assert app.server.send_chain(chain(add("add", 1, 1), add("add", 1))).get(timeout=HANG) == 3
+        assert app.server.send_group(two).get(timeout=HANG) == [2, 4]
         assert app.server.send_chord(chord(two, add("add"))).get(timeout=HANG) == 6
 
     def test_one_workflow_can_be_sent_twice(self, app: App) -> None:
-        steps = (
-            app.add.signature(1, 1)
-            | group(app.add.partial(1), app.add.partial(2))
-            | app.add.partial()
-        )
+        two = group(app.add.partial(1), app.add.partial(2))
+        steps = app.add.signature(1, 1) | two | app.add.partial()
         first, second = steps.send(), steps.send()
         assert (first.get(timeout=HANG), second.get(timeout=HANG)) == (7, 7)
         assert first.uuid != second.uuid
@@ -390,9 +274,8 @@ class WorkflowConformance(LinkedConformance, WorkerConformance):
 
     def test_a_chord_with_a_failed_member_ends_at_once(self, app: App) -> None:
         callback = app.note.partial("never").catch(app.note.partial("caught"))
-        result = app.server.send_chord(
-            chord(group(app.wait.signature("slow"), app.fail.signature("member")), callback)
-        )
+        members = group(app.wait.signature("slow"), app.fail.signature("member"))
+        result = app.server.send_chord(chord(members, callback))
         with pytest.raises(TaskFailed, match="member"):
             result.get(timeout=HANG)
         wait_until(
@@ -407,9 +290,8 @@ class WorkflowConformance(LinkedConformance, WorkerConformance):
         assert not [call for call in app.calls if "never" in call]
 
     def test_a_group_with_a_failed_member_ends_at_once(self, app: App) -> None:
-        result = app.server.send_group(
-            group(app.wait.signature("slow"), app.fail.signature("member"))
-        )
+        members = group(app.wait.signature("slow"), app.fail.signature("member"))
+        result = app.server.send_group(members)
         with pytest.raises(TaskFailed, match="member"):
             result.get(timeout=HANG)
         assert not result[0].is_finished()
@@ -444,10 +326,8 @@ class WorkflowConformance(LinkedConformance, WorkerConformance):
                         idle.count.partial(),
                     )
 
-        good, bad = (
-            flow(idle.wait.signature("open")).send(),
-            flow(idle.fail.signature("boom")).send(),
-        )
+        good = flow(idle.wait.signature("open")).send()
+        bad = flow(idle.fail.signature("boom")).send()
         ends = [idle.server.result(flow.uuid) for flow in (good, bad)]
         assert [end.get_state().state for end in ends] == [State.PENDING] * 2
         assert [end.is_finished() for end in ends] == [False] * 2
@@ -492,17 +372,14 @@ class WorkflowConformance(LinkedConformance, WorkerConformance):
         with other.running():
             for _ in range(3):
                 members = group(app.add.signature(i, 1) for i in range(100))
-                assert chord(members, app.total.partial(), collect=True).send().get(
-                    timeout=HANG
-                ) == sum(range(1, 101))
+                result = chord(members, app.total.partial(), collect=True).send()
+                assert result.get(timeout=HANG) == sum(range(1, 101))
         other.server.close()
 
     def test_many_chords_beside_each_other_each_call_back_once(self, app: App) -> None:
         results = [
-            chord(
-                group(app.echo.signature(i) for _ in range(3)), app.note.partial("cb", number)
-            ).send()
-            for number, i in enumerate(range(50))
+            chord(group(app.echo.signature(i) for _ in range(3)), app.note.partial("cb", i)).send()
+            for i in range(50)
         ]
         for result in results:
             result.get(timeout=HANG)
