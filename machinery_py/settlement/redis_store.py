@@ -138,9 +138,8 @@ class RedisSession(ConsumerSession):
         super().__init__(consumer)
         self._consumer: RedisConsumer = consumer
         self.receive = consumer.receive  # type: ignore[method-assign]  # nothing to add on the hot path
-        self._prepared: dict[
-            int, tuple[Settlement, list[object]]
-        ] = {}  # with their packed states, by id
+        # With their packed states, by id.
+        self._prepared: dict[int, tuple[Settlement, list[object]]] = {}
 
     def receive(self, limit: int, timeout: float, order: Sequence[str] = ()) -> list[Delivery]:
         return self._consumer.receive(limit, timeout, order)
@@ -157,15 +156,9 @@ class RedisSession(ConsumerSession):
     def settle(
         self, settlements: Sequence[Settlement], marks: Sequence[Mark] = ()
     ) -> list[Verdict]:
-        if not settlements and not marks:
-            return []
-        store, consumer = self._store, self._consumer
-        backend, driver, place_of, prepared = (
-            store.states,
-            store.driver,
-            consumer.place_of,
-            self._prepared,
-        )
+        backend, driver = self._store.states, self._store.driver
+        consumer, prepared = self._consumer, self._prepared
+        place_of = consumer.place_of
         queues = Queues(consumer.queues)
         changes = Changes(backend.now(), backend.seconds)
         ends: list[object] = []
@@ -193,10 +186,8 @@ class RedisSession(ConsumerSession):
         seen: list[object] = []
         for mark in marks:
             if not busy or mark.state.state is not State.RECEIVED:
-                seen += (
-                    *place_of(mark.delivery),
-                    changes.add(key=mark.state.task_uuid, states=(mark.state,)),
-                )
+                change = changes.add(key=mark.state.task_uuid, states=(mark.state,))
+                seen += (*place_of(mark.delivery), change)
         if not ends and not seen:
             return []
         argument = pack(
