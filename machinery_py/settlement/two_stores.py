@@ -342,8 +342,16 @@ class TwoSession(ConsumerSession):
         # Right behind the claim: it has made room, which others fill as well.
         if self._resume() and not deliveries:
             deliveries = self._consumer.receive(limit, timeout, order)
-        if not deliveries:
-            return deliveries
+        try:
+            return self._begin_all(deliveries) if deliveries else deliveries
+        except MachineryError:
+            # Claimed, and not handed out: they go back, or they would be held by nobody who knows of them.
+            self._owed += deliveries
+            self._give_back()
+            raise
+
+    def _begin_all(self, deliveries: Sequence[Delivery]) -> list[Delivery]:
+        """Begin them in the backend; finish those of tasks that have ended, and return the others."""
         known: list[tuple[Delivery, str, int]] = []
         fresh: list[Delivery] = []
         for delivery in deliveries:
@@ -360,44 +368,39 @@ class TwoSession(ConsumerSession):
                 fresh.append(delivery)  # the engine knows what to do with it
             else:
                 known.append((delivery, signature.uuid, signature.run))
-        try:
-            begun = self._begin(known)
-        except MachineryError:
-            # Claimed, and not to be begun: they go back, or they would be held by nobody who knows of them.
-            self._owed += deliveries
-            self._give_back()
-            raise
-        over: list[Delivery] = []
-        unsent: list[Delivery] = []
-        uuids: list[str] = []
-        for (delivery, uuid, _), start in zip(known, begun, strict=True):
+        over: list[Disposal] = []
+        unsent: list[tuple[str, Disposal]] = []
+        for (delivery, uuid, _), start in zip(known, self._begin(known), strict=True):
             if start is None:
                 continue
-            if start.finished:
-                # Another message of the task leaves the outbox to who is at it: it lives, or its own message comes back.
-                if start.outbox and delivery.redelivered:
-                    unsent.append(delivery)
-                    uuids.append(uuid)
-                else:
-                    over.append(delivery)
-            else:
+            if not start.finished:
                 fresh.append(msgspec.structs.replace(delivery, epoch=start.epoch))
-        if unsent:
-            # Asked for again when no settlement of ours is between storing an outbox and clearing it.
-            with self._settling:
-                found = zip(uuids, self._store.backend.outboxes(uuids), unsent, strict=True)
-                outboxes = [
-                    Outbox(uuid, bodies, delivery.queue) for uuid, bodies, delivery in found
-                ]
-                left = self._store.publish(outboxes).left
-                for delivery, outbox in zip(unsent, outboxes, strict=True):
-                    if outbox.key in left:
-                        self._park(Disposal(delivery=delivery), outbox, left)
-                    else:
-                        over.append(delivery)
+            elif start.outbox and delivery.redelivered:
+                unsent.append((uuid, Disposal(delivery=delivery)))
+            else:
+                # Another message of the task leaves the outbox to who is at it: it lives, or its own message comes back.
+                over.append(Disposal(delivery=delivery))
         if over:
-            self._consumer.dispose([Disposal(delivery=delivery) for delivery in over])
+            self._consumer.dispose(over)
+        if unsent:
+            self._send_unsent(unsent)
         return fresh
+
+    def _send_unsent(self, ended: Sequence[tuple[str, Disposal]]) -> None:
+        """Publish the outboxes that settlements before these deliveries have left. What finds no room is parked."""
+        # Asked for again when no settlement of ours is between storing an outbox and clearing it.
+        with self._settling:
+            found = self._store.backend.outboxes([uuid for uuid, _ in ended])
+            rows = [
+                (disposal, Outbox(uuid, bodies, disposal.delivery.queue))
+                for (uuid, disposal), bodies in zip(ended, found, strict=True)
+            ]
+            left = self._store.publish([outbox for _, outbox in rows]).left
+            self._consumer.dispose([one for one, outbox in rows if outbox.key not in left])
+            # Last: what is parked is not given back.
+            for disposal, outbox in rows:
+                if outbox.key in left:
+                    self._park(disposal, outbox, left)
 
     def _begin(self, known: Sequence[tuple[Delivery, str, int]]) -> Sequence[Begun | None]:
         """Begin them; None for each under whose UUID something else lies: it has gone to the dead letters."""

@@ -142,6 +142,34 @@ def test_a_redelivery_publishes_what_its_dead_owner_has_not(clock: ManualClock) 
     assert backend.unsent(9, older_than=0.0) == []
 
 
+@pytest.mark.parametrize("call", ["put", "dispose"])
+def test_claim_that_fails_behind_its_begin_is_given_back(clock: ManualClock, call: str) -> None:
+    """The claim brings a task that ended with its callback unpublished, and one that is to be run."""
+    broker, backend = FlakyBroker(MemoryBroker(MemoryHub(clock))), MemoryBackend(MemoryHub(clock))
+    store = TwoStores(broker, backend, clock)
+    submit(store, "a")
+    dying = store.open_session(["q"], worker="dying")
+    (first,) = dying.receive(1, 0)
+    broker.faults.next_call("put")
+    with pytest.raises(BrokerUnavailable):
+        dying.settle([settlement(first, callbacks=["c"])])
+    for _ in range(2):  # it beats no more, and is given up at the second look
+        clock.advance(11.0)
+        broker.tend()
+    submit(store, "b")
+    heir = store.open_session(["q"], worker="heir")
+    broker.faults.next_call(call)
+
+    with pytest.raises(BrokerUnavailable):
+        heir.receive(9, 0)
+
+    assert [uuid_of(one) for one in heir.receive(9, 0)] == ["b"]
+    assert drain(store, "c") == ["c"]
+    assert backend.unsent(9, older_than=0.0) == []
+    heir.close()
+    assert drain(store, "q") == ["b"]
+
+
 def test_the_null_backend_runs_tasks_and_refuses_what_it_cannot_do() -> None:
     server = Server(broker="memory://", result_backend="null")
     ran: list[int] = []
