@@ -69,6 +69,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "backends.amqp_listener",
         "brokers.* backends.* locks.*",
         "settlement.one_store settlement.redis_scripts settlement.redis_amend",
+        "settlement.two_stores_session",
         "settlement.two_stores",
         "settlement.*",
         "families families.base families.network",

@@ -31,7 +31,7 @@ from machinery_py.brokers.sqlite import SQLiteBroker
 from machinery_py.brokers.sqlite_consumer import SQLiteConsumer
 from machinery_py.config import AMQPConfig
 from machinery_py.settlement.base import Session, Store
-from machinery_py.settlement.two_stores import TwoSession
+from machinery_py.settlement.two_stores_session import TwoSession
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.servers import MemcachedServer, RedisServer
 from tests.stores import (

@@ -20,7 +20,7 @@ from machinery_py.brokers.amqp_claims import Claim
 from machinery_py.brokers.amqp_consumer import AMQPConsumer
 from machinery_py.brokers.amqp_topology import Topology
 from machinery_py.config import AMQPConfig
-from machinery_py.settlement.two_stores import TwoSession
+from machinery_py.settlement.two_stores_session import TwoSession
 from machinery_py.testing.conformance.leases import bodies, message, put
 from machinery_py.testing.waiting import HANG, wait_until
 from machinery_py.worker.acceptance import accept, peek

@@ -11,7 +11,8 @@ from machinery_py._drivers.memory import MemoryHub
 from machinery_py.brokers.amqp import AMQPBroker
 from machinery_py.brokers.memory import MemoryBroker
 from machinery_py.settlement.base import Session, Store
-from machinery_py.settlement.two_stores import TwoSession, TwoStores
+from machinery_py.settlement.two_stores import TwoStores
+from machinery_py.settlement.two_stores_session import TwoSession
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.conformance.backends import BackendConformance, OpenBackend
 from machinery_py.testing.conformance.claims import ClaimConformance

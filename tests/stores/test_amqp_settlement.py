@@ -13,7 +13,8 @@ from machinery_py.backends.memory import MemoryBackend
 from machinery_py.backends.sqlite import SQLiteBackend
 from machinery_py.brokers.amqp import AMQPBroker
 from machinery_py.settlement.base import Session, Store
-from machinery_py.settlement.two_stores import TwoSession, TwoStores
+from machinery_py.settlement.two_stores import TwoStores
+from machinery_py.settlement.two_stores_session import TwoSession
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.conformance.settlement import OpenStore, SettlementConformance
 from tests.servers import rabbitmq_server

@@ -30,7 +30,8 @@ from machinery_py.errors import (
 )
 from machinery_py.settlement.base import Store
 from machinery_py.settlement.redis_cluster_store import ClusterStore
-from machinery_py.settlement.two_stores import Outbox, TwoStores
+from machinery_py.settlement.two_stores import TwoStores
+from machinery_py.settlement.two_stores_session import Outbox
 from machinery_py.states import Arrival, GroupMeta, State, TaskState
 from machinery_py.testing.conformance.claims import claim
 from machinery_py.testing.conformance.fencing import (
