@@ -89,6 +89,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "declaring inspection worker worker.usercode worker.courtesy worker.fleet worker.ticking",
         "worker.gate",
         "worker.execution",
+        "worker.runner",
         "worker.acceptance worker.executors worker.firing worker.outage worker.telling",
         "worker.settler",
         "worker.limits worker.receiver",

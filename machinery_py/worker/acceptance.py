@@ -12,7 +12,6 @@ from machinery_py.errors import DecodeError, NameRefused
 from machinery_py.names import REASON as REASON_NAME
 from machinery_py.names import check_message
 from machinery_py.outcomes import Failed
-from machinery_py.settlement.base import Settlement
 from machinery_py.signature import HEADER_EXPIRES, Signature
 from machinery_py.states import State
 from machinery_py.texts import get_logger
@@ -106,16 +105,7 @@ def _reject(execution: Execution, reason: str, error: str) -> None:
     logger.error(
         "message on %r goes to the dead letters: %s: %s", execution.delivery.queue, reason, error
     )
-    execution.settle(
-        Settlement(
-            delivery=execution.delivery,
-            uuid=execution.signature.uuid,
-            name=execution.signature.name,
-            fate=Fate.DEAD,
-            reason=reason,
-            error=error,
-        )
-    )
+    execution.settle(execution.end_of_delivery(Fate.DEAD, reason=reason, error=error))
 
 
 def _poison(execution: Execution) -> None:
@@ -128,7 +118,7 @@ def _poison(execution: Execution) -> None:
         error,
         extra={"task_uuid": execution.signature.uuid},
     )
-    execution.end(
+    execution.finish(
         Failed(error=error, error_type="Poison", retryable=False),
         fate=Fate.DEAD,
         reason=REASON_POISON,
@@ -138,7 +128,7 @@ def _poison(execution: Execution) -> None:
 def _unknown(execution: Execution) -> None:
     signature, delivery = execution.signature, execution.delivery
     if signature.ignore_when_task_not_registered:
-        execution.settle(Settlement(delivery=delivery, uuid=signature.uuid, name=signature.name))
+        execution.settle(execution.end_of_delivery())
         return
     pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(delivery.parks, 10))
     waited = _parked_for(delivery.parks)
@@ -149,7 +139,7 @@ def _unknown(execution: Execution) -> None:
             f"(registered here: {names})"
         )
         logger.error("%s", error, extra={"task_uuid": signature.uuid})
-        execution.end(
+        execution.finish(
             Failed(error=error, error_type="TaskNotRegistered", retryable=False),
             fate=Fate.DEAD,
             reason=REASON_UNREGISTERED,
@@ -164,15 +154,7 @@ def _unknown(execution: Execution) -> None:
         extra={"task_uuid": signature.uuid},
     )
     eta = execution.engine.clock.now() + dt.timedelta(seconds=pause)
-    execution.settle(
-        Settlement(
-            delivery=delivery,
-            uuid=signature.uuid,
-            name=signature.name,
-            fate=Fate.LATER,
-            eta=eta,
-        )
-    )
+    execution.settle(execution.end_of_delivery(Fate.LATER, eta=eta))
 
 
 def _parked_for(parks: int) -> float:

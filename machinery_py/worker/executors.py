@@ -15,20 +15,20 @@ from machinery_py.errors import TimeLimitExceeded
 from machinery_py.settlement.base import Session
 from machinery_py.texts import get_logger
 from machinery_py.worker.execution import Execution
+from machinery_py.worker.runner import Report, run, run_async
 
 if TYPE_CHECKING:
     import asyncio
 
 logger = get_logger(__name__)
 
-Report = Callable[[Execution], None]
-
 END_TIMEOUT = 2.0  # seconds for an idle thread to end
 
 #: Modules of ours from which user code is called, and which take no locks.
 TASKS = "machinery_py.testing."  # whose functions are tasks, and called as the user's are
 LOCKLESS = frozenset(
-    f"machinery_py.{name}" for name in ("context", "task", "worker.execution", "worker.usercode")
+    f"machinery_py.{name}"
+    for name in ("context", "task", "worker.execution", "worker.runner", "worker.usercode")
 )
 
 
@@ -139,7 +139,7 @@ class Executors:
 
     def _run(self, execution: Execution) -> None:
         try:
-            execution.run(self._report)
+            run(execution, self._report)
         except TimeLimitExceeded:
             raise
         except BaseException as error:  # of user code that is called around the task: the thread and its slot must live on
@@ -199,8 +199,7 @@ class Executors:
 
     def cancel(self, execution: Execution) -> None:
         """Ask a running task to stop: coroutines are cancelled, functions see `Context.cancelled`."""
-        if execution.context is not None:
-            execution.context.cancel()
+        execution.cancel()
         task = self._tasks.get(id(execution))
         if task is not None and self._loop is not None:
             self._loop.call_soon_threadsafe(task.cancel)
@@ -212,10 +211,10 @@ class Executors:
 
         loop = self._loop or self._start_loop()
 
-        async def run() -> None:
+        async def work() -> None:
             self._tasks[id(execution)] = asyncio.current_task()
             try:
-                await execution.run_async(self._report)
+                await run_async(execution, self._report)
             except BaseException as error:  # as in `_run`; the loop would end with SystemExit
                 execution.break_off(error)
             finally:
@@ -225,7 +224,7 @@ class Executors:
                 if self._leave(execution):
                     self._tell(execution)
 
-        asyncio.run_coroutine_threadsafe(run(), loop)
+        asyncio.run_coroutine_threadsafe(work(), loop)
 
     def _start_loop(self) -> asyncio.AbstractEventLoop:
         import asyncio

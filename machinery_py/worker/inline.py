@@ -11,6 +11,7 @@ from machinery_py.settlement.base import Session
 from machinery_py.worker.acceptance import accept, peek
 from machinery_py.worker.execution import Execution
 from machinery_py.worker.firing import fire_ready_groups
+from machinery_py.worker.runner import Report, run, run_async
 from machinery_py.worker.telling import let_next, tell
 from machinery_py.worker.usercode import Hooks
 
@@ -82,7 +83,7 @@ class Inline:
             if execution.is_async:
                 _run_coroutine(execution, report)
             else:
-                execution.run(report)
+                run(execution, report)
         if execution.settlement is not None:
             [verdict] = session.settle([execution.settlement])
             tell(self._engine, execution, verdict)
@@ -91,12 +92,12 @@ class Inline:
                 self._engine.locks.flush()  # what is due next may want the same lock
 
 
-def _run_coroutine(execution: Execution, report: Callable[[Execution], None]) -> None:
+def _run_coroutine(execution: Execution, report: Report) -> None:
     """On a loop of its own, in a thread of its own: the caller may be inside a running loop."""
     import asyncio  # only those with coroutine tasks load it
 
     thread = threading.Thread(
-        target=lambda: asyncio.run(execution.run_async(report)), name="machinery-inline"
+        target=lambda: asyncio.run(run_async(execution, report)), name="machinery-inline"
     )
     thread.start()
     thread.join()

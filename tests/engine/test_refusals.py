@@ -31,6 +31,7 @@ from machinery_py.testing.flaky import FlakyBackend, FlakyBroker
 from machinery_py.testing.waiting import HANG, wait_until
 from machinery_py.worker.acceptance import accept, peek
 from machinery_py.worker.execution import Execution
+from machinery_py.worker.runner import run
 from machinery_py.worker.usercode import Hooks
 
 WORDS = "no such queue here"
@@ -361,7 +362,7 @@ def test_an_outbox_that_is_refused_lets_the_redelivered_task_go() -> None:
     [delivery] = session.receive(1, 0.0)
     execution = Execution(shop.server.engine, Hooks(), delivery, "v")
     assert accept(execution, peek(execution) and ())
-    execution.run()
+    run(execution)
     assert execution.settlement is not None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(broker, "put", raising(wanted))

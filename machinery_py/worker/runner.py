@@ -1,0 +1,215 @@
+"""Running an execution: pass its gate, convert the arguments, call the function, finish with what came of it.
+
+`run` and `run_async` differ in the call alone. What the user's code raises becomes an outcome here; it never comes through.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import time
+from collections.abc import Callable
+from contextvars import Token
+from typing import Any
+
+from machinery_py.calls import REFLECT
+from machinery_py.context import Context, enter, leave
+from machinery_py.errors import ArgumentError, DecodeError
+from machinery_py.outcomes import Failed, Outcome, Succeeded
+from machinery_py.settlement.base import Settlement
+from machinery_py.states import State
+from machinery_py.texts import get_logger
+from machinery_py.wire import decode_exact, encode_results
+from machinery_py.worker.execution import Execution
+from machinery_py.worker.gate import Gate, in_thread, is_gated
+from machinery_py.worker.usercode import await_around, call_around, text_of
+
+logger = get_logger(__name__)
+
+Report = Callable[[Execution], None]  # called when the state is worth a mark: started, and progress
+
+_Call = tuple[Callable[..., Any], list[Any], dict[str, Any], Token[Context]]
+
+
+def run(execution: Execution, report: Report | None = None) -> None:
+    """Call the function in this thread, in a context of its own, and finish."""
+    # What a task sets in ContextVars ends with it, as in a coroutine; the next one on this thread is another call.
+    contextvars.copy_context().run(_run, execution, report)
+
+
+def _run(execution: Execution, report: Report | None) -> None:
+    if is_gated(execution.task, execution.signature) and not _pass_gate(execution):
+        return
+    call = _begin(execution, report)
+    if call is None:
+        return
+    function, args, kwargs, token = call
+    outcome: Outcome
+    try:
+        if execution.hooks.pre_task is not None:
+            execution.hooks.pre_task(execution.signature)
+        if around := execution.engine.around:
+            value = call_around(around, execution.signature, lambda: function(*args, **kwargs))
+        else:
+            value = function(*args, **kwargs)
+        outcome = _succeeded(execution, value)
+    except BaseException as error:  # user code; SystemExit must not end the worker either
+        outcome = execution.failed(error)
+    leave(token)
+    _end(execution, outcome)
+
+
+async def run_async(execution: Execution, report: Report | None = None) -> None:
+    """As `run`, for a coroutine function, on the running loop."""
+    if is_gated(execution.task, execution.signature) and not await in_thread(
+        lambda: _pass_gate(execution), lambda error: execution.finish(execution.failed(error))
+    ):
+        return
+    call = _begin(execution, report)
+    if call is None:
+        return
+    function, args, kwargs, _ = call  # the coroutine's own context ends with it
+    outcome: Outcome
+    try:
+        if execution.hooks.pre_task is not None:
+            execution.hooks.pre_task(execution.signature)
+        if around := execution.engine.around:
+            value = await await_around(
+                around, execution.signature, lambda: function(*args, **kwargs)
+            )
+        else:
+            value = await function(*args, **kwargs)
+        outcome = _succeeded(execution, value)
+    except BaseException as error:  # user code; cancelled by the worker, it is over already
+        outcome = execution.failed(error)
+    _end(execution, outcome)
+
+
+def _pass_gate(execution: Execution) -> bool:
+    """Take its lock, start its key. False: it cannot run, and it is settled what becomes of it."""
+    assert execution.task is not None
+    gate = Gate(execution.engine, execution.task, execution.signature, execution.delivery)
+    execution.gate = gate
+    stop = gate.enter(execution.cancel)
+    if stop is None and not execution.is_over:
+        return True
+    gate.leave()
+    if isinstance(stop, Settlement):
+        execution.settle(stop)
+    elif stop is not None:
+        execution.finish(stop)
+    return False
+
+
+def _begin(execution: Execution, report: Report | None) -> _Call | None:
+    """What is to be called, in the task's context from now on. None: the arguments do not fit, and it is finished."""
+    task, delivery = execution.task, execution.delivery
+    assert task is not None
+    try:
+        args, kwargs = task.call.values(execution.signature.args)
+    except ArgumentError as error:
+        # As Go: wrong arguments will not get better, so there is no retry.
+        execution.finish(_misfit(_as_go_says(execution, error)))
+        return None
+    context = execution.context = Context(
+        execution.signature,
+        queue=delivery.queue,
+        delivery=delivery.fence,
+        epoch=delivery.epoch,
+        worker=execution.worker,
+        report=None if report is None else _reporter(execution, report),
+    )
+    if task.call.takes_context:
+        args.insert(0, context)
+    execution.phase = State.STARTED
+    execution.started_at = execution.engine.clock.now()
+    if report is not None:
+        report(execution)
+    token = enter(context)
+    execution.call_started = time.perf_counter()
+    return task.function, args, kwargs, token
+
+
+def _misfit(text: str) -> Failed:
+    return Failed(error=text, error_type="ArgumentError", retryable=False)
+
+
+def _as_go_says(execution: Execution, error: ArgumentError) -> str:
+    """The text with numbers quoted as they stand in the message: other programs compare it."""
+    assert execution.task is not None
+    if not str(error).startswith(REFLECT):
+        return str(error)  # of one of our own types, which such a number may not fit
+    try:
+        execution.task.call.values(decode_exact(execution.delivery.body).args)
+    except ArgumentError as exact:
+        return str(exact)
+    except DecodeError:
+        pass
+    return str(error)
+
+
+def _reporter(execution: Execution, report: Report) -> Callable[[float, float], None]:
+    def tell(done: float, total: float) -> None:
+        execution.progress = (done, total)
+        report(execution)
+
+    return tell
+
+
+def _succeeded(execution: Execution, value: Any) -> Outcome:
+    """What the function returned, as an outcome."""
+    task = execution.task
+    assert task is not None
+    if value is None or (task.settings.ignore_result and not _passes_on(execution)):
+        return Succeeded(())
+    try:
+        results = task.call.results(value)
+    except ArgumentError as error:
+        return _misfit(str(error))
+    if type(value) is not int:
+        limit = execution.engine.config.max_result_size
+        size = len(encode_results(results))
+        if size > limit:
+            return _misfit(
+                f"the result has {size:,} bytes, more than max_result_size = {limit:,} "
+                "(store it elsewhere and return where)"
+            )
+    return Succeeded(results)
+
+
+def _passes_on(execution: Execution) -> bool:
+    """Whether somebody gets the result from this run: a callback, the next step, a chord's callback."""
+    signature = execution.signature
+    return (bool(signature.on_success) and not signature.immutable) or execution.is_collected
+
+
+def _end(execution: Execution, outcome: Outcome) -> None:
+    """Finish, and tell the user's hooks; they run in the task's thread, and what they raise is logged."""
+    execution.runtime = time.perf_counter() - execution.call_started
+    if not execution.finish(outcome):
+        return
+    hooks, uuid = execution.hooks, execution.signature.uuid
+    if execution.error is not None and isinstance(outcome, Failed) and execution.is_final:
+        _tell_error(execution, execution.error)
+    if hooks.post_task is not None:
+        try:
+            hooks.post_task(execution.signature)
+        except BaseException:  # user code; sys.exit() there must not end the thread
+            logger.exception("the post-task handler failed after task %s", uuid)
+
+
+def _tell_error(execution: Execution, error: Exception) -> None:
+    """Hand a final failure to the error handler, or to the log."""
+    uuid, name = execution.signature.uuid, execution.signature.name
+    if execution.hooks.error is None:
+        logger.error(
+            "task %s (%s) failed for good: %s",
+            uuid,
+            name,
+            text_of(error),
+            extra={"task_uuid": uuid, "task_name": name},
+        )
+        return
+    try:
+        execution.hooks.error(error)
+    except BaseException:  # user code
+        logger.exception("the error handler failed after task %s", uuid)
