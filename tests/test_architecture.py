@@ -86,7 +86,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "engine",
         "scheduler unique endings",
         "schedules",
-        "declaring inspection worker worker.usercode worker.courtesy worker.fleet worker.ticking",
+        "declaring inspection worker worker.usercode worker.courtesy worker.fleet worker.stopping worker.ticking",
         "worker.gate",
         "worker.execution",
         "worker.runner",

@@ -8,27 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import os
-import queue
-import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
-from types import FrameType
-from typing import Any, TypeVar
+from typing import Any
 
-from machinery_py import forks
 from machinery_py.backends.base import ALREADY, SETTLED, Verdict
 from machinery_py.brokers.base import Fate
 from machinery_py.config import OPTIONS, Config
 from machinery_py.config_options import raise_all
 from machinery_py.engine import Engine
 from machinery_py.errors import MachineryError
-from machinery_py.events import (
-    TaskStarted,
-    WorkerHeartbeat,
-    WorkerOffline,
-    WorkerOnline,
-)
+from machinery_py.events import TaskStarted, WorkerHeartbeat, WorkerOffline, WorkerOnline
 from machinery_py.queues import QueueOrder, Queues, parse_queues
 from machinery_py.scheduler import Declared
 from machinery_py.settlement.base import Session
@@ -43,6 +34,7 @@ from machinery_py.worker.limits import TimeLimits
 from machinery_py.worker.outage import Handler, Outage, open_patiently
 from machinery_py.worker.receiver import Receiver
 from machinery_py.worker.settler import Settler
+from machinery_py.worker.stopping import StopRequest
 from machinery_py.worker.telling import let_next, log_fenced, tell
 from machinery_py.worker.ticking import Ticking
 from machinery_py.worker.upkeep import Upkeep
@@ -51,8 +43,6 @@ from machinery_py.worker.usercode import Hooks
 logger = get_logger(__name__)
 
 TELLING = 2.0  # seconds that a task which has ended has for saying so
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 GRACEFUL, ABRUPT = 0, 1  # what `launch` returns; the exit codes of the command line
 
@@ -82,16 +72,10 @@ class Worker:
         shutdown_timeout: float | None = None,
         declared: Declared | None = None,
     ) -> None:
-        raise_all(
-            [
-                text
-                for key, value in (
-                    ("concurrency", concurrency),
-                    ("shutdown_timeout", shutdown_timeout),
-                )
-                if value is not None and (text := OPTIONS[key].problem(value))
-            ]
-        )
+        given: dict[str, object] = {"concurrency": concurrency}
+        if shutdown_timeout is not None:
+            given["shutdown_timeout"] = shutdown_timeout
+        raise_all([text for key, value in given.items() if (text := OPTIONS[key].problem(value))])
         self.engine = engine
         self.name = name or f"{hostname()}-{os.getpid()}"
         self.concurrency = concurrency or engine.config.concurrency or 2 * (os.cpu_count() or 1)
@@ -103,15 +87,11 @@ class Worker:
         )
         self.processed = 0  # tasks that ended here
         self.on_beat: Callable[[], object] | None = None
-        self.on_failure: Callable[[], object] | None = (
-            None  # before a worker stops that cannot go on
-        )
+        # Called before a worker stops that cannot go on.
+        self.on_failure: Callable[[], object] | None = None
         self._hooks = Hooks()
         self._pre_consume: Callable[[Worker], bool] | None = None
-        self._quit = threading.Event()
-        self._abrupt = threading.Event()
-        # Filled by signal handlers: unlike an Event, a SimpleQueue can be put to by a handler that interrupts its reader.
-        self._signals: queue.SimpleQueue[signal.Signals | None] = queue.SimpleQueue()
+        self._stop_request = StopRequest(self.shutdown_timeout)
         self._stopped = threading.Lock()
         self._attendant: threading.Thread | None = None  # ends what `start` began
         self._has_ended = False
@@ -168,31 +148,23 @@ class Worker:
             BrokerUnavailable: it has waited for as long as `broker_connection_max_retries` lets it.
         """
         handle = not self.engine.config.no_unix_signals if signals is None else signals
-        previous = (
-            self._handle_signals()
-            if handle and threading.current_thread() is threading.main_thread()
-            else {}
-        )
-        try:
+        request = self._stop_request
+        with request.by_signals(handle):
             session = open_patiently(
                 self._open,
                 self._outage,
-                is_over=self._quit.is_set,
-                wait=lambda seconds: self._take_signals(wait=seconds),
-                wake=lambda: self._signals.put(None),
+                is_over=lambda: request.is_made,
+                wait=request.wait,
+                wake=request.wake,
                 name=self.name,
             )
-            if session is None:
-                return ABRUPT if self._abrupt.is_set() else GRACEFUL
-            self._begin(session)
-            try:
-                self._wait()
-            finally:
-                clean = self.stop()
-            return GRACEFUL if clean else ABRUPT
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
+            if session is not None:
+                self._begin(session)
+                try:
+                    self._wait()
+                finally:
+                    self.stop()
+            return ABRUPT if request.is_abrupt else GRACEFUL
 
     def launch_async(
         self, errors: Callable[[BaseException], object] | None = None
@@ -202,9 +174,7 @@ class Worker:
         def run() -> None:
             try:
                 self.launch(signals=False)
-            except (
-                BaseException
-            ) as error:  # handed to the caller's function; a thread has nobody else to tell
+            except BaseException as error:  # the thread has nobody else to tell
                 if errors is None:
                     logger.exception("worker %s has ended", self.name)
                 else:
@@ -231,8 +201,7 @@ class Worker:
         """
         if self._has_ended:
             self._has_ended = False
-            self._quit.clear()
-            self._abrupt.clear()
+            self._stop_request.clear()
         self._begin(self._open())
         self._attendant = threading.Thread(
             target=self._attend, name=f"{self.name}-attendant", daemon=True
@@ -320,36 +289,37 @@ class Worker:
 
         `launch` returns then; what `start` began ends in the background, and `stop` waits for that.
         """
-        self._quit.set()
-        self._signals.put(None)
+        self._stop_request.quit()
 
     def abort(self) -> None:
         """Ask it to end now: what runs goes back to its queue."""
-        self._abrupt.set()
-        self.quit()
+        self._stop_request.abort()
 
     def stop(self) -> bool:
         """End it in order, and wait for that. False: it was cut short by `abort`."""
         self._end()
         if self._attendant is not None and self._attendant is not threading.current_thread():
             self._attendant.join()
-        return not self._abrupt.is_set()
+        return not self._stop_request.is_abrupt
 
     def _end(self) -> None:
         with self._stopped:
             session, self._session = self._session, None
             if session is None:
                 return
-            self._quit.set()
             self._has_ended = True
-            self._signals.put(None)  # for the attendant
+            self._stop_request.quit()  # for the attendant
             if self._ticking is not None:
                 self._ticking.stop()
             self._receiver.stop()
             self._hand_back(started=False)
-            self._let_finish()
+            self._wait_while(
+                lambda: bool(self._executors.busy()) and not self._stop_request.is_abrupt,
+                self.shutdown_timeout,
+            )
             unfinished = self._hand_back(started=True)
-            self._let_tell()
+            # What has ended must be with the settler before that is closed.
+            self._wait_while(lambda: any(map(_is_telling, self._executors.busy())), TELLING)
             if unfinished:
                 logger.warning(
                     "%d unfinished tasks go back to their queues: %s",
@@ -393,8 +363,8 @@ class Worker:
     # Inside
 
     def _wait(self) -> None:
-        while not self._quit.is_set():
-            self._take_signals(wait=0.1 if self.burst else 0.5)
+        while not self._stop_request.is_made:
+            self._stop_request.wait(0.1 if self.burst else 0.5)
             if self._outage.given_up is not None:
                 raise self._outage.given_up
             failure = self._receiver.failure or self._settler.failure
@@ -402,42 +372,14 @@ class Worker:
                 if self.on_failure is not None:
                     self.on_failure()
                 raise MachineryError(f"worker {self.name} cannot go on: {failure!r}") from failure
-            if (
-                self.burst
-                and self._receiver.idle_since is not None
-                and not self._receiver.outstanding
-            ):
+            is_idle = self._receiver.idle_since is not None and not self._receiver.outstanding
+            if self.burst and is_idle:
                 return
 
-    def _let_finish(self) -> None:
-        deadline = time.monotonic() + self.shutdown_timeout
-        while self._executors.busy() and time.monotonic() < deadline and not self._abrupt.is_set():
-            self._take_signals(wait=0.02)
-
-    def _let_tell(self) -> None:
-        """Wait for what has ended to be with the settler, before that is closed."""
-        deadline = time.monotonic() + TELLING
-        while any(map(_is_telling, self._executors.busy())) and time.monotonic() < deadline:
-            self._take_signals(wait=0.02)
-
-    def _take_signals(self, *, wait: float) -> None:
-        """Act on the signals that have come; wait for one at most this long."""
-        try:
-            number = self._signals.get(timeout=wait)
-        except queue.Empty:
-            return
-        if number is None:
-            return  # `quit` was called
-        if self._quit.is_set():
-            logger.warning("second %s: stopping now", number.name)
-            self._abrupt.set()
-        else:
-            logger.info(
-                "%s: stopping when the running tasks are done (at most %g s; once more to stop now)",
-                number.name,
-                self.shutdown_timeout,
-            )
-            self._quit.set()
+    def _wait_while(self, is_so: Callable[[], bool], timeout: float) -> None:
+        deadline = time.monotonic() + timeout
+        while is_so() and time.monotonic() < deadline:
+            self._stop_request.wait(0.02)
 
     def _hand_back(self, *, started: bool) -> list[Execution]:
         given = [
@@ -480,27 +422,14 @@ class Worker:
         self._receiver.settled(executions)
         for execution, verdict in zip(executions, verdicts, strict=True):
             if verdict is SETTLED or verdict is ALREADY:
-                settlement = execution.settlement
-                if (
-                    settlement is not None
-                    and settlement.states
-                    and settlement.states[0].is_finished
-                ):
-                    self.processed += 1
-                if settlement is not None and settlement.arrivals:
-                    self._groups.note(settlement.arrivals)
+                self.processed += execution.is_final
+                if execution.settlement is not None and execution.settlement.arrivals:
+                    self._groups.note(execution.settlement.arrivals)
             else:
                 log_fenced(execution, verdict)
             tell(self.engine, execution, verdict)
         self._receiver.told()
         let_next(self.engine, executions, verdicts)
-
-    def _handle_signals(self) -> dict[signal.Signals, Any]:
-        def on_signal(number: int, _: FrameType | None) -> None:
-            self._signals.put(signal.Signals(number))
-
-        wanted = (signal.SIGINT, signal.SIGTERM)
-        return {number: forks.handle(number, on_signal) for number in wanted}
 
 
 def _configured(config: Config) -> Queues:
