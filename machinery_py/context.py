@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 from machinery_py.errors import MachineryError, TimeLimitExceeded
 from machinery_py.signature import Signature
 
+INTERRUPTIBLE = True  # calls user code and takes no lock, see worker/executors.py
+
 T = TypeVar("T")
 
 PROGRESS_INTERVAL = (

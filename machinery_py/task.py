@@ -28,6 +28,8 @@ from machinery_py.signature import (
     Step,
 )
 
+INTERRUPTIBLE = True  # calls user code and takes no lock, see worker/executors.py
+
 P = ParamSpec("P")
 R = TypeVar("R")
 

@@ -24,12 +24,7 @@ logger = get_logger(__name__)
 
 END_TIMEOUT = 2.0  # seconds for an idle thread to end
 
-#: Modules of ours from which user code is called, and which take no locks.
 TASKS = "machinery_py.testing."  # whose functions are tasks, and called as the user's are
-LOCKLESS = frozenset(
-    f"machinery_py.{name}"
-    for name in ("context", "task", "worker.execution", "worker.runner", "worker.usercode")
-)
 
 
 class Executors:
@@ -301,17 +296,19 @@ def interrupt(thread_id: int) -> bool:
 
 
 def _has_locks(thread_id: int) -> bool:
-    """Whether it may have some that others wait for."""
+    """Return whether the thread may hold a lock that others wait for.
+
+    A module that calls user code and takes no lock says so by a global INTERRUPTIBLE. Everything else here, and `logging`, may.
+    """
     frame = sys._current_frames().get(thread_id)
     while frame is not None:
         module = str(frame.f_globals.get("__name__"))
         if (
-            module not in LOCKLESS
+            module.partition(".")[0] in ("machinery_py", "logging")
+            and "INTERRUPTIBLE" not in frame.f_globals
             and not module.startswith(TASKS)
-            and module.partition(".")[0] in ("machinery_py", "logging")
         ):
-            return (
-                frame.f_code is not Executors._run.__code__
-            )  # else it was the user's code all the way
+            # Else it was the user's code all the way.
+            return frame.f_code is not Executors._run.__code__
         frame = frame.f_back
     return False

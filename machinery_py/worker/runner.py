@@ -25,6 +25,8 @@ from machinery_py.worker.usercode import await_around, call_around, text_of
 
 logger = get_logger(__name__)
 
+INTERRUPTIBLE = True  # calls user code and takes no lock, see worker/executors.py
+
 Report = Callable[[Execution], None]  # called when the state is worth a mark: started, and progress
 
 _Call = tuple[Callable[..., Any], list[Any], dict[str, Any], Token[Context]]

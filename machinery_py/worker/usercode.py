@@ -9,6 +9,8 @@ from typing import Any
 from machinery_py.signature import Signature
 from machinery_py.texts import MAX_ERROR, cut, traceback_text
 
+INTERRUPTIBLE = True  # calls user code and takes no lock, see worker/executors.py
+
 Around = Callable[[Signature[Any]], Iterator[None]]
 
 
