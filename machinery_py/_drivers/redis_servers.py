@@ -250,7 +250,9 @@ class Servers:
         )
 
     def _socket(self, url: RedisUrl, patience: float) -> Any:
-        return _library().UnixDomainSocketConnection(path=url.path, **self._common(url, patience))
+        return _without_setinfo(
+            _library().UnixDomainSocketConnection(path=url.path, **self._common(url, patience))
+        )
 
     def _common(self, url: RedisUrl, patience: float) -> dict[str, Any]:
         from redis.backoff import NoBackoff
@@ -288,14 +290,22 @@ class Servers:
                 "password": url.sentinel_password or None,
             }
         if not url.tls:
-            return _library().Connection(**common)
-        return _library().SSLConnection(**common, **tls_options(url))
+            return _without_setinfo(_library().Connection(**common))
+        return _without_setinfo(_library().SSLConnection(**common, **tls_options(url)))
 
 
 def _library() -> Any:
     """redis-py has no types for its connections."""
     from redis import connection
 
+    return connection
+
+
+def _without_setinfo(connection: Any) -> Any:
+    """The connection, which will not send CLIENT SETINFO: two commands that old servers do not know, and ACLs may forbid."""
+    connection.driver_info = connection.lib_name = connection.lib_version = (
+        None  # the names of redis-py 7.1, and of older ones
+    )
     return connection
 
 

@@ -203,6 +203,18 @@ def test_a_wrong_password_is_told_at_once_without_it(
 # Several URLs
 
 
+def test_no_connection_sends_a_command_that_the_server_refuses(empty_redis: RedisServer) -> None:
+    empty_redis.cli("CONFIG", "RESETSTAT")
+    server = Server(empty_redis.url)
+
+    server.send_task(Signature(name="nobody_runs_this"))
+
+    refused = {
+        line.partition(":")[0] for line in str(empty_redis.cli("INFO", "errorstats")).splitlines()
+    }
+    assert "errorstat_ERR" not in refused
+
+
 def test_a_strategy_says_who_is_next() -> None:
     urls = ["a", "b", "c"]
 

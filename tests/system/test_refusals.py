@@ -95,7 +95,13 @@ def app(request: pytest.FixtureRequest, amqp_url: str, tmp_path: pathlib.Path) -
 @pytest.fixture(scope="module", autouse=True)
 def small_messages(rabbitmq_server: RabbitMQServer) -> Iterator[None]:
     def limit(size: int) -> None:
-        rabbitmq_server.ctl("eval", f"application:set_env(rabbit, max_message_size, {size}).")
+        for call in (
+            "application:set_env(rabbit, max_message_size, {})",
+            "persistent_term:put(max_message_size, {})",
+        ):
+            rabbitmq_server.ctl(
+                "eval", call.format(size) + "."
+            )  # RabbitMQ 3 looks at the first, 4 at the second
 
     limit(SMALL)
     yield
