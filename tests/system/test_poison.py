@@ -108,10 +108,10 @@ def test_tasks_that_kill_their_worker_are_given_up_after_three_runs_and_no_other
     assert {uuid for uuid, state in states.items() if state is State.SUCCESS} == good
     runs = fleet.runs()
     # One less: its neighbour killed the worker when it was noted as begun and not called yet (K4 of the delivery guarantees).
-    # One more: on RabbitMQ the next worker may have the message before this host knows of the death. A count outside of three
-    # was seen on SQLite as well, and not which: the text says it.
+    # One more: on RabbitMQ the next worker may have the message before this host knows of the death.
     counts = collections.Counter(runs[uuid] for uuid in poison)
-    assert all(STRIKES - 1 <= count <= STRIKES + 1 for count in counts), counts
+    most = STRIKES + fleet.url.startswith("amqp")
+    assert all(STRIKES - 1 <= count <= most for count in counts), counts
 
 
 @pytest.mark.timeout(2 * HANG)
