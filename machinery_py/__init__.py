@@ -2,8 +2,7 @@
 
 import logging
 
-from machinery_py.config import Config
-from machinery_py.context import Context, current_task
+from machinery_py.config.config import Config
 from machinery_py.errors import (
     ArgumentError,
     BackendUnavailable,
@@ -32,14 +31,15 @@ from machinery_py.errors import (
     Unsupported,
     WorkflowError,
 )
-from machinery_py.results import AsyncResult, ChainResult, ChordResult, GroupResult
+from machinery_py.registry.task import Task
+from machinery_py.results.async_results import AsyncResult, ChainResult, ChordResult, GroupResult
 from machinery_py.server import Server
-from machinery_py.signature import Arg, Chain, Signature
-from machinery_py.states import State, TaskState
-from machinery_py.task import Task
+from machinery_py.tasks.context import Context, current_task
+from machinery_py.tasks.signature import Arg, Chain, Signature
+from machinery_py.tasks.states import State, TaskState
+from machinery_py.tasks.workflow import Group, chain, chord, group
 from machinery_py.version import __version__
 from machinery_py.worker.worker import Worker
-from machinery_py.workflow import Group, chain, chord, group
 
 __all__ = [
     "Arg",

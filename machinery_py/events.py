@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from machinery_py.signature import Signature
+from machinery_py.tasks.signature import Signature
 from machinery_py.texts import get_logger
 
 logger = get_logger(__name__)

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 import msgspec
 
+from machinery_py.app import STEP_FAILED, Engine, pending
+from machinery_py.async_twins import twin
 from machinery_py.brokers.base import DeadLetter, Message, QueueStats, WorkerInfo
-from machinery_py.engine import STEP_FAILED, Engine, pending
 from machinery_py.errors import (
     BackendUnavailable,
     BrokerUnavailable,
@@ -20,12 +21,17 @@ from machinery_py.errors import (
     Unsupported,
 )
 from machinery_py.names import check_queue
-from machinery_py.settlement.base import Submission
-from machinery_py.signature import HEADER_ATTEMPT, HEADER_LAST, HEADER_RUN, Signature, new_uuid
-from machinery_py.states import State, TaskState, state_named
+from machinery_py.stores.base import Submission
+from machinery_py.tasks.signature import (
+    HEADER_ATTEMPT,
+    HEADER_LAST,
+    HEADER_RUN,
+    Signature,
+    new_uuid,
+)
+from machinery_py.tasks.states import State, TaskState, state_named
 from machinery_py.texts import get_logger
-from machinery_py.twins import twin
-from machinery_py.wire import decode_signature, encode_signature
+from machinery_py.wire.signatures import decode_signature, encode_signature
 
 logger = get_logger(__name__)
 

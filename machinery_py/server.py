@@ -7,34 +7,34 @@ import sys
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar, Unpack, cast, overload
 
+from machinery_py.app import Engine
+from machinery_py.async_twins import twin
 from machinery_py.backends.base import Backend, Listener
-from machinery_py.backoff import Backoff, check_backoff
 from machinery_py.brokers.base import Broker
 from machinery_py.clock import SYSTEM_CLOCK, Clock
-from machinery_py.config import Config
-from machinery_py.context import Context
-from machinery_py.declaring import Anything, Declaring, TaskDecorator
-from machinery_py.endings import revoke
-from machinery_py.engine import Engine
+from machinery_py.config.config import Config
+from machinery_py.config.environment import resolve
 from machinery_py.errors import MachineryError
 from machinery_py.events import EventBus
-from machinery_py.hub import Hub
 from machinery_py.inspection import Inspector
-from machinery_py.named_lock import NamedLock
+from machinery_py.locks.named import NamedLock
 from machinery_py.queues import Queues
-from machinery_py.results import AsyncResult, ChainResult, ChordResult, GroupResult
-from machinery_py.scheduler import Declared
-from machinery_py.schedules import Schedules
-from machinery_py.settings import resolve
-from machinery_py.signature import Chain, Signature, Step
-from machinery_py.task import AsyncTask, SamenessOptions, Task, TaskSettings, check_numbers
+from machinery_py.registry.task import AsyncTask, SamenessOptions, Task, TaskSettings, check_numbers
+from machinery_py.results.async_results import AsyncResult, ChainResult, ChordResult, GroupResult
+from machinery_py.results.waiter import Hub
+from machinery_py.revocation import revoke
+from machinery_py.schedules.api import Schedules
+from machinery_py.schedules.declared import Anything, Declaring, TaskDecorator
+from machinery_py.schedules.scheduler import Declared
+from machinery_py.tasks.backoff import Backoff, check_backoff
+from machinery_py.tasks.context import Context
+from machinery_py.tasks.signature import Chain, Signature, Step
+from machinery_py.tasks.workflow import Group, Plan, PlannedStep, link
 from machinery_py.texts import get_logger
-from machinery_py.twins import twin
 from machinery_py.unique import is_unique, send_unique
-from machinery_py.worker.firing import fire_ready_groups
+from machinery_py.worker.chords import fire_ready_groups
 from machinery_py.worker.inline import Inline
 from machinery_py.worker.worker import Worker
-from machinery_py.workflow import Group, Plan, PlannedStep, link
 
 logger = get_logger(__name__)
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import msgspec
 
+from machinery_py.app import Engine, pending
 from machinery_py.backends.base import Amendment, sending_key
-from machinery_py.engine import Engine, pending
 from machinery_py.errors import (
     BackendUnavailable,
     DuplicateTask,
@@ -23,9 +23,10 @@ from machinery_py.errors import (
     PublishUnknown,
     Unsupported,
 )
-from machinery_py.sameness import Claim, decode_claim, encode_claim, owner, unique_key
-from machinery_py.settlement.base import Settlement
-from machinery_py.signature import (
+from machinery_py.registry.task import Task, TaskSettings
+from machinery_py.registry.unique_keys import Claim, decode_claim, encode_claim, owner, unique_key
+from machinery_py.stores.base import Settlement
+from machinery_py.tasks.signature import (
     HEADER_EXPIRES,
     HEADER_ON_DUPLICATE,
     HEADER_UNIQUE,
@@ -33,8 +34,7 @@ from machinery_py.signature import (
     Signature,
     new_uuid,
 )
-from machinery_py.states import State, TaskState
-from machinery_py.task import Task, TaskSettings
+from machinery_py.tasks.states import State, TaskState
 from machinery_py.texts import get_logger
 
 logger = get_logger(__name__)

@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 
-from machinery_py import factory
 from machinery_py.errors import ConfigError, Unsupported
-from machinery_py.families.base import Family, FamilyOptions
+from machinery_py.stores import open
+from machinery_py.stores.family import Family, FamilyOptions
 from machinery_py.testing import private_mongo
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.conformance.backends import BackendConformance
@@ -66,7 +66,7 @@ def stores() -> tuple[list[str], list[str]]:
     """The brokers and the result backends that can be opened, by the names in their features."""
     brokers: dict[str, None] = {}
     backends: dict[str, None] = {}
-    for scheme in factory.FAMILIES:
+    for scheme in open.FAMILIES:
         family = _family(scheme)
         try:
             brokers[family.broker().features.name] = None
@@ -86,7 +86,7 @@ def stores() -> tuple[list[str], list[str]]:
 def _locks() -> dict[type, str]:
     """The name of the store that each kind of lock is of."""
     found: dict[type, str] = {}
-    for scheme in factory.FAMILIES:
+    for scheme in open.FAMILIES:
         family = _family(scheme)
         try:
             found.setdefault(type(family.lock()), family.backend().features.name)
@@ -104,9 +104,7 @@ def _family(scheme: str) -> Family:
         "sqlite": "sqlite:///matrix.db",
         "redis+socket": "redis+socket:///s",
     }
-    return factory.open_family(
-        urls.get(scheme, f"{scheme}://h"), FamilyOptions(clock=ManualClock())
-    )
+    return open.open_family(urls.get(scheme, f"{scheme}://h"), FamilyOptions(clock=ManualClock()))
 
 
 def _names(found: Mapping[str, Any]) -> tuple[str, str] | None:

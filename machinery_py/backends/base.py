@@ -12,10 +12,10 @@ from typing import ClassVar
 
 import msgspec
 
-from machinery_py.durability import Concern
+from machinery_py.connections.durability import Concern
 from machinery_py.errors import StateNotFound, Unsupported
-from machinery_py.signature import Arg, Signature
-from machinery_py.states import Arrival, GroupMeta, State, TaskState
+from machinery_py.tasks.signature import Arg, Signature
+from machinery_py.tasks.states import Arrival, GroupMeta, State, TaskState
 
 REVOKED_LIFE = (
     3 * 86400.0

@@ -11,10 +11,10 @@ import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from machinery_py._drivers.memory import MemoryHub
 from machinery_py.backends.base import REVOKED_LIFE, BackendFeatures, Listener, ReadyGroup, Records
 from machinery_py.backends.transactional import Row, TransactionalBackend
-from machinery_py.states import Arrival, GroupMeta, State, TaskState
+from machinery_py.connections.memory import MemoryHub
+from machinery_py.tasks.states import Arrival, GroupMeta, State, TaskState
 
 SWEEP = 60.0  # seconds between two looks for what has expired
 LONGEST_CHORD = dt.timedelta(

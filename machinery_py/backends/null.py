@@ -22,7 +22,7 @@ from machinery_py.backends.base import (
 )
 from machinery_py.clock import Clock
 from machinery_py.errors import Unsupported
-from machinery_py.states import GroupMeta, State, TaskState
+from machinery_py.tasks.states import GroupMeta, State, TaskState
 
 _FOREVER = 3600.0  # seconds; there is nothing to tend
 

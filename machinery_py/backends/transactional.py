@@ -22,7 +22,7 @@ from machinery_py.backends.base import (
     Verdict,
 )
 from machinery_py.errors import Unsupported
-from machinery_py.states import Arrival, GroupMeta, State, TaskState, advance
+from machinery_py.tasks.states import Arrival, GroupMeta, State, TaskState, advance
 
 
 class Row(msgspec.Struct, kw_only=True):

@@ -14,10 +14,10 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from machinery_py.durability import Concern
+from machinery_py.connections.durability import Concern
 from machinery_py.errors import DecodeError, MachineryError, Unsupported
-from machinery_py.signature import Signature
-from machinery_py.wire import decode_signature
+from machinery_py.tasks.signature import Signature
+from machinery_py.wire.signatures import decode_signature
 
 
 class BrokerFeatures(msgspec.Struct, frozen=True, kw_only=True, gc=False):

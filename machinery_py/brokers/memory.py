@@ -17,8 +17,6 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from machinery_py._drivers.memory import MemoryHub
-from machinery_py._drivers.tokens import RecentTokens
 from machinery_py.brokers.base import (
     WAITING,
     Broker,
@@ -32,6 +30,8 @@ from machinery_py.brokers.base import (
     QueueStats,
     WorkerInfo,
 )
+from machinery_py.connections.memory import MemoryHub
+from machinery_py.connections.recent_tokens import RecentTokens
 
 LEASE = 10.0  # seconds without a beat until a consumer is given up
 

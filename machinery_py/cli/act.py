@@ -32,13 +32,13 @@ from machinery_py.errors import (
     Unsupported,
     nearest,
 )
-from machinery_py.states import State, TaskState
+from machinery_py.tasks.states import State, TaskState
 
 if TYPE_CHECKING:
     from machinery_py.brokers.base import DeadLetter
-    from machinery_py.results import AsyncResult
+    from machinery_py.registry.task import SendOptions, Task
+    from machinery_py.results.async_results import AsyncResult
     from machinery_py.server import Server
-    from machinery_py.task import SendOptions, Task
 
 
 ALL = 100_000  # the most that one command acts on

@@ -12,9 +12,9 @@ from importlib import metadata
 from types import ModuleType, TracebackType
 
 from machinery_py.cli.tables import at_home
+from machinery_py.config.urls import redact
 from machinery_py.errors import AppNotFound, MachineryError
 from machinery_py.server import Server
-from machinery_py.urls import redact
 
 HINT = "run from the folder that holds it or pass --app-dir"
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from machinery_py.cli.tables import clean, many
+from machinery_py.config.urls import redact, split_urls
 from machinery_py.texts import get_logger
-from machinery_py.urls import redact, split_urls
 from machinery_py.version import __version__
 
 if TYPE_CHECKING:

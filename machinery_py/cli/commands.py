@@ -157,7 +157,7 @@ def _filter(parser: argparse.ArgumentParser) -> None:
 
 
 def _word(text: str) -> str:
-    from machinery_py.states import state_named  # only who names a state pays for it
+    from machinery_py.tasks.states import state_named  # only who names a state pays for it
 
     try:
         return state_named(text).value

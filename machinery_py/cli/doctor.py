@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 from machinery_py.cli import apps, logs
 from machinery_py.cli.banner import shown_url
 from machinery_py.cli.tables import clean, length, many, size, to_json
+from machinery_py.config.urls import StoreUrl, scheme_of
 from machinery_py.errors import MachineryError
-from machinery_py.signature import new_uuid
-from machinery_py.urls import StoreUrl, scheme_of
+from machinery_py.tasks.signature import new_uuid
 from machinery_py.version import __version__
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class Finding:
 def doctor(args: argparse.Namespace) -> int:
     """`machinery doctor`: 0 all is well, 1 something is wrong, 2 there is no such app."""
     logs.configure_short()
-    logging.getLogger("machinery_py._drivers").setLevel(
+    logging.getLogger("machinery_py.connections").setLevel(
         logging.ERROR
     )  # what a store warns of is a line of the report
     findings = list(_versions())
@@ -142,8 +142,8 @@ def _file(server: Server) -> Iterator[Finding]:
 
 
 def _sqlite_file(path: str, synchronous: str) -> Iterator[Finding]:
-    from machinery_py._drivers.sqlite_open import network_kind
-    from machinery_py._drivers.sqlite_schema import VERSION
+    from machinery_py.connections.sqlite.open import network_kind
+    from machinery_py.connections.sqlite.schema import VERSION
 
     folder = os.path.dirname(path)
     kind = network_kind(path)

@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from machinery_py import descriptors
 from machinery_py.cli.processes import BEAT, Link
+from machinery_py.connections import descriptors
 from machinery_py.texts import get_logger
 
 logger = get_logger(__name__)

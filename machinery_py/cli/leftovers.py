@@ -17,7 +17,7 @@ import sys
 import time
 from contextlib import suppress
 
-from machinery_py import descriptors
+from machinery_py.connections import descriptors
 
 GRACE = 2.0  # seconds between SIGTERM and SIGKILL
 SET_SIGNAL = 10  # F_SETSIG, which Python does not name

@@ -14,7 +14,7 @@ import sys
 from typing import Any, TextIO
 
 from machinery_py.cli.tables import clean, clean_lines
-from machinery_py.context import task_or_none
+from machinery_py.tasks.context import task_or_none
 from machinery_py.texts import cut
 
 TASK_FIELDS = ("task_uuid", "task_name", "attempt")

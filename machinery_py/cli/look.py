@@ -22,15 +22,15 @@ from machinery_py.cli.tables import (
     to_json,
     value_text,
 )
-from machinery_py.config import OPTIONS
-from machinery_py.workflow import result_value
+from machinery_py.config.config import OPTIONS
+from machinery_py.tasks.workflow import result_value
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from machinery_py.server import Server
-    from machinery_py.signature import Signature
-    from machinery_py.states import TaskState
+    from machinery_py.tasks.signature import Signature
+    from machinery_py.tasks.states import TaskState
 
 
 def open_app(args: argparse.Namespace, command: str) -> Server:

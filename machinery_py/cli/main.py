@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn, cast
 
 from machinery_py.cli.commands import COMMANDS, GROUPS, Command, split_words
+from machinery_py.config.urls import redact_words
 from machinery_py.errors import (
     BackendUnavailable,
     BrokerUnavailable,
@@ -25,7 +26,6 @@ from machinery_py.errors import (
     PublishUnknown,
     StoreUnusable,
 )
-from machinery_py.urls import redact_words
 from machinery_py.version import __version__
 
 DONE, NO, WRONG, UNUSABLE = 0, 1, 2, 3

@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable, Sequence
 from types import FrameType
 
-from machinery_py import descriptors, forks
+from machinery_py.connections import descriptors, forks
 from machinery_py.texts import get_logger
 
 logger = get_logger(__name__)

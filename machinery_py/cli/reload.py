@@ -16,9 +16,9 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 
-from machinery_py import descriptors
 from machinery_py.cli.processes import RUN, STOP, STOP_NOW, Child, Link, Orders, how_it_ended
 from machinery_py.cli.tables import at_home
+from machinery_py.connections import descriptors
 from machinery_py.texts import get_logger
 
 logger = get_logger(__name__)

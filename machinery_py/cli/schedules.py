@@ -16,7 +16,7 @@ from machinery_py.errors import ArgumentError
 if TYPE_CHECKING:
     import datetime as dt
 
-    from machinery_py.schedules import PeriodicOptions, ScheduleReport, Schedules
+    from machinery_py.schedules.api import PeriodicOptions, ScheduleReport, Schedules
 
 
 def periodic(args: argparse.Namespace) -> int:

@@ -10,7 +10,7 @@ import heapq
 import itertools
 import secrets
 
-from machinery_py._drivers.memory import MemoryHub
+from machinery_py.connections.memory import MemoryHub
 from machinery_py.locks.base import GoLock, Held, Lock
 
 

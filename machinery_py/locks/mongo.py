@@ -12,8 +12,8 @@ import secrets
 
 from pymongo import ReturnDocument
 
-from machinery_py._drivers.mongo import Document, MongoDriver, Store, insert_new
 from machinery_py.clock import moment_of
+from machinery_py.connections.mongodb.client import Document, MongoDriver, Store, insert_new
 from machinery_py.locks.base import Held, Lock
 
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 import datetime as dt
 import secrets
 
-from machinery_py._drivers.redis import RedisDriver
-from machinery_py._drivers.redis_lua import PRELUDE, Script, pack
+from machinery_py.connections.redis.client import RedisDriver
+from machinery_py.connections.redis.scripts import PRELUDE, Script, pack
 from machinery_py.locks.base import GoLock, Held, Lock
 
 # In: name, token, ms. Out: the fence, or nothing if somebody else has the name. May be carried out twice.

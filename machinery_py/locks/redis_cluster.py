@@ -13,9 +13,9 @@ import secrets
 
 import msgspec
 
-from machinery_py._drivers.redis_cluster import RedisCluster, SlotDriver
-from machinery_py._drivers.redis_lua import PRELUDE, Script, pack
-from machinery_py._drivers.redis_slots import quoted
+from machinery_py.connections.redis.cluster import RedisCluster, SlotDriver
+from machinery_py.connections.redis.scripts import PRELUDE, Script, pack
+from machinery_py.connections.redis.slots import quoted
 from machinery_py.locks.base import GoLock, Held, Lock
 from machinery_py.locks.redis import RedisGoLock, RedisLock
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import datetime as dt
 import secrets
 
-from machinery_py._drivers.sqlite import SQLiteDriver
 from machinery_py.clock import moment_of
+from machinery_py.connections.sqlite.database import SQLiteDriver
 from machinery_py.errors import BackendUnavailable
 from machinery_py.locks.base import Held, Lock
 

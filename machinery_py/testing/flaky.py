@@ -42,8 +42,8 @@ from machinery_py.brokers.base import (
     WorkerInfo,
 )
 from machinery_py.errors import BackendUnavailable, BrokerUnavailable, PublishUnknown
-from machinery_py.settlement.base import Firing, Mark, Session, Settlement, Store, Submission
-from machinery_py.states import Arrival, GroupMeta, State, TaskState
+from machinery_py.stores.base import Firing, Mark, Session, Settlement, Store, Submission
+from machinery_py.tasks.states import Arrival, GroupMeta, State, TaskState
 
 T = TypeVar("T")
 

@@ -19,19 +19,19 @@ from typing import Any, Self
 import msgspec
 
 from machinery_py.clock import SYSTEM_CLOCK, UTC, Clock
-from machinery_py.config import Config
+from machinery_py.config.config import Config
 from machinery_py.errors import ArgumentError, TaskFailed, nearest
 from machinery_py.events import TaskSent
-from machinery_py.hub import Hub
-from machinery_py.results import AsyncResult
-from machinery_py.scheduler import Scheduler
+from machinery_py.registry.task import Task
+from machinery_py.results.async_results import AsyncResult
+from machinery_py.results.waiter import Hub
+from machinery_py.schedules.scheduler import Scheduler
 from machinery_py.server import Server
-from machinery_py.signature import Arg, Signature
-from machinery_py.states import State, TaskState
-from machinery_py.task import Task
+from machinery_py.tasks.signature import Arg, Signature
+from machinery_py.tasks.states import State, TaskState
 from machinery_py.testing.clocks import ManualClock
-from machinery_py.values import to_python
-from machinery_py.wire import decode_signature, encode_signature
+from machinery_py.values.values import to_python
+from machinery_py.wire.signatures import decode_signature, encode_signature
 from machinery_py.worker.execution import Execution
 from machinery_py.worker.inline import Inline
 from machinery_py.worker.worker import Worker

@@ -13,18 +13,26 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from machinery_py.app import NOTHING, Engine, Outgoing, broken
 from machinery_py.brokers.base import Delivery, Fate
-from machinery_py.context import Context, on_behalf_of
-from machinery_py.engine import NOTHING, Engine, Outgoing, broken
 from machinery_py.errors import MachineryError, NoRetry, RetryTaskLater, TimeLimitExceeded
-from machinery_py.outcomes import REVOKED, Failed, FollowUp, Outcome, Postponed, failing, follow_up
-from machinery_py.settlement.base import Mark, Settlement, in_place_of
-from machinery_py.signature import Signature
-from machinery_py.states import Arrival, State, TaskState
-from machinery_py.task import Task, TaskSettings
+from machinery_py.registry.outcomes import (
+    REVOKED,
+    Failed,
+    FollowUp,
+    Outcome,
+    Postponed,
+    failing,
+    follow_up,
+)
+from machinery_py.registry.task import Task, TaskSettings
+from machinery_py.stores.base import Mark, Settlement, in_place_of
+from machinery_py.tasks.context import Context, on_behalf_of
+from machinery_py.tasks.signature import Signature
+from machinery_py.tasks.states import Arrival, State, TaskState
 from machinery_py.texts import get_logger
-from machinery_py.worker.gate import Gate
-from machinery_py.worker.usercode import Hooks, text_of, traceback_of, type_name_of
+from machinery_py.worker.admission import Gate
+from machinery_py.worker.hooks import Hooks, text_of, traceback_of, type_name_of
 
 logger = get_logger(__name__)
 

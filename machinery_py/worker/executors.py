@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from machinery_py.errors import TimeLimitExceeded
-from machinery_py.settlement.base import Session
+from machinery_py.stores.base import Session
 from machinery_py.texts import get_logger
 from machinery_py.worker.execution import Execution
 from machinery_py.worker.runner import Report, run, run_async

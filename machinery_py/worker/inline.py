@@ -5,15 +5,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
-from machinery_py.endings import revoked_among
-from machinery_py.engine import Engine
-from machinery_py.settlement.base import Session
-from machinery_py.worker.acceptance import accept, peek
+from machinery_py.app import Engine
+from machinery_py.revocation import revoked_among
+from machinery_py.stores.base import Session
+from machinery_py.worker.chords import fire_ready_groups
 from machinery_py.worker.execution import Execution
-from machinery_py.worker.firing import fire_ready_groups
+from machinery_py.worker.hooks import Hooks
+from machinery_py.worker.intake import accept, peek
+from machinery_py.worker.reporting import let_next, tell
 from machinery_py.worker.runner import Report, run, run_async
-from machinery_py.worker.telling import let_next, tell
-from machinery_py.worker.usercode import Hooks
 
 
 class Inline:

@@ -13,21 +13,21 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from machinery_py.app import Engine
 from machinery_py.brokers.base import Delivery, Fate
-from machinery_py.endings import revoked_among
-from machinery_py.engine import Engine
 from machinery_py.errors import MachineryError
 from machinery_py.events import TaskStarted
 from machinery_py.queues import QueueOrder
-from machinery_py.settlement.base import Session
+from machinery_py.revocation import revoked_among
+from machinery_py.stores.base import Session
 from machinery_py.texts import get_logger
-from machinery_py.worker.acceptance import accept, peek
-from machinery_py.worker.courtesy import ASIDE, Courtesy
 from machinery_py.worker.execution import Execution
 from machinery_py.worker.executors import Executors
-from machinery_py.worker.outage import Outage
+from machinery_py.worker.hooks import Hooks
+from machinery_py.worker.intake import accept, peek
+from machinery_py.worker.reconnect import Outage
 from machinery_py.worker.settler import Settler
-from machinery_py.worker.usercode import Hooks
+from machinery_py.worker.unknown_tasks import ASIDE, Courtesy
 
 logger = get_logger(__name__)
 

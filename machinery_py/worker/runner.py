@@ -11,17 +11,17 @@ from collections.abc import Callable
 from contextvars import Token
 from typing import Any
 
-from machinery_py.calls import REFLECT
-from machinery_py.context import Context, enter, leave
 from machinery_py.errors import ArgumentError, DecodeError
-from machinery_py.outcomes import Failed, Outcome, Succeeded
-from machinery_py.settlement.base import Settlement
-from machinery_py.states import State
+from machinery_py.registry.calls import REFLECT
+from machinery_py.registry.outcomes import Failed, Outcome, Succeeded
+from machinery_py.stores.base import Settlement
+from machinery_py.tasks.context import Context, enter, leave
+from machinery_py.tasks.states import State
 from machinery_py.texts import get_logger
-from machinery_py.wire import decode_exact, encode_results
+from machinery_py.wire.signatures import decode_exact, encode_results
+from machinery_py.worker.admission import Gate, in_thread, is_gated
 from machinery_py.worker.execution import Execution
-from machinery_py.worker.gate import Gate, in_thread, is_gated
-from machinery_py.worker.usercode import await_around, call_around, text_of
+from machinery_py.worker.hooks import await_around, call_around, text_of
 
 logger = get_logger(__name__)
 

@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 from machinery_py.backends.base import FENCED, Verdict
 from machinery_py.brokers.base import Message
 from machinery_py.errors import MachineryError
-from machinery_py.settlement.base import AWAY, Mark, Session, Settlement
+from machinery_py.stores.base import AWAY, Mark, Session, Settlement
 from machinery_py.texts import get_logger
 from machinery_py.worker.execution import Execution
-from machinery_py.worker.outage import Outage
+from machinery_py.worker.reconnect import Outage
 
 logger = get_logger(__name__)
 

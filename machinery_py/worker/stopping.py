@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator
 from types import FrameType
 
-from machinery_py import forks
+from machinery_py.connections import forks
 from machinery_py.texts import get_logger
 
 logger = get_logger(__name__)

@@ -13,32 +13,32 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from machinery_py.app import Engine
+from machinery_py.async_twins import twin
 from machinery_py.backends.base import ALREADY, SETTLED, Verdict
 from machinery_py.brokers.base import Fate
-from machinery_py.config import OPTIONS, Config
-from machinery_py.config_options import raise_all
-from machinery_py.engine import Engine
+from machinery_py.config.config import OPTIONS, Config
+from machinery_py.config.options import raise_all
 from machinery_py.errors import MachineryError
 from machinery_py.events import TaskStarted, WorkerHeartbeat, WorkerOffline, WorkerOnline
 from machinery_py.queues import QueueOrder, Queues, parse_queues
-from machinery_py.scheduler import Declared
-from machinery_py.settlement.base import Session
-from machinery_py.signature import Signature
+from machinery_py.schedules.scheduler import Declared
+from machinery_py.schedules.thread import Ticking
+from machinery_py.stores.base import Session
+from machinery_py.tasks.signature import Signature
 from machinery_py.texts import get_logger
-from machinery_py.twins import twin
+from machinery_py.worker.chords import fire_ready_groups
 from machinery_py.worker.execution import Execution
 from machinery_py.worker.executors import Executors
-from machinery_py.worker.firing import fire_ready_groups
-from machinery_py.worker.fleet import GroupWatch
+from machinery_py.worker.go_groups import GroupWatch
+from machinery_py.worker.hooks import Hooks
 from machinery_py.worker.limits import TimeLimits
-from machinery_py.worker.outage import Handler, Outage, open_patiently
+from machinery_py.worker.maintenance import Upkeep
 from machinery_py.worker.receiver import Receiver
+from machinery_py.worker.reconnect import Handler, Outage, open_patiently
+from machinery_py.worker.reporting import let_next, log_fenced, tell
 from machinery_py.worker.settler import Settler
 from machinery_py.worker.stopping import StopRequest
-from machinery_py.worker.telling import let_next, log_fenced, tell
-from machinery_py.worker.ticking import Ticking
-from machinery_py.worker.upkeep import Upkeep
-from machinery_py.worker.usercode import Hooks
 
 logger = get_logger(__name__)
 

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from machinery_py import Config, Server, Signature, current_task
-from machinery_py.config_sections import AMQPConfig
+from machinery_py.config.sections import AMQPConfig
 from machinery_py.errors import PublishRefused, PublishUnknown
 from machinery_py.events import TaskEvent, TaskFailed, TaskRetried, TaskSucceeded
 from tests.chaos.plan import fold

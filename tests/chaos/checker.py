@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 
-from machinery_py.states import State
+from machinery_py.tasks.states import State
 from tests.chaos.app import digest
 from tests.chaos.history import RANK, Final, Happened, History, Run, Sent
 from tests.chaos.plan import Call, result_of

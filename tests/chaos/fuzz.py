@@ -15,8 +15,8 @@ from collections.abc import Callable
 from typing import Any
 
 from machinery_py import Signature
-from machinery_py.signature import Arg
-from machinery_py.wire import encode_signature
+from machinery_py.tasks.signature import Arg
+from machinery_py.wire.signatures import encode_signature
 from tests.chaos.fuzz_app import FUZZED, LIMIT
 
 Message = dict[str, Any]

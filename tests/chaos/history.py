@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from machinery_py.states import State
+from machinery_py.tasks.states import State
 from tests.chaos.plan import Call, by_uuid
 from tests.chaos.plan import Item as Item
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from machinery_py import Server, Signature, chain, chord, group
 from machinery_py.errors import PublishRefused, PublishUnknown
-from machinery_py.signature import Step
+from machinery_py.tasks.signature import Step
 from tests.chaos.app import config_of
 from tests.chaos.plan import Call, Item, Plan
 

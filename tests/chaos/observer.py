@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from machinery_py import Server
 from machinery_py.errors import MachineryError
-from machinery_py.states import State
+from machinery_py.tasks.states import State
 from tests.chaos.app import config_of
 
 EVERY = 0.03  # seconds between two samples

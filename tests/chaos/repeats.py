@@ -13,7 +13,7 @@ A message can be doubled where it is published, and nowhere else:
     by a task               the same                                              so is its worker, or its connection
     as what follows a task  from the start of a run until that is settled         the same
     as a chord's callback   from the end of the last member on, by anybody        any fault
-    as what is held in another way, since it came back before (amqp_holding.py): both messages say so; any fault
+    as what is held in another way, since it came back before (brokers/rabbitmq/holding.py): both messages say so; any fault
 """
 
 from __future__ import annotations

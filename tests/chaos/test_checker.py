@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from machinery_py.states import State
+from machinery_py.tasks.states import State
 from tests.chaos.app import digest
 from tests.chaos.checker import check
 from tests.chaos.history import Final, Happened, History, Run, Sent, Settled

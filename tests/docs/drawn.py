@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import Any
 
-from machinery_py.signature import Arg, Signature
-from machinery_py.states import _NEXT_RUN, LEGAL, GroupMeta, State, TaskState
-from machinery_py.wire import encode_group, encode_signature, encode_state
+from machinery_py.tasks.signature import Arg, Signature
+from machinery_py.tasks.states import _NEXT_RUN, LEGAL, GroupMeta, State, TaskState
+from machinery_py.wire.signatures import encode_group, encode_signature, encode_state
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -31,17 +31,17 @@ def transitions(table: Mapping[Any, frozenset[State]]) -> str:
     return "\n".join(lines)
 
 
-# Floors
+# The import rule
 
 
-def floors() -> str:
-    """The rows of tests/test_architecture.py, from the lowest."""
+def import_rows() -> str:
+    """Return the rows of tests/test_architecture.py, from the lowest."""
     tree = ast.parse((ROOT / "tests" / "test_architecture.py").read_text())
     for node in ast.walk(tree):
         if (
             isinstance(node, ast.AnnAssign)
             and isinstance(node.target, ast.Name)
-            and node.target.id == "FLOORS"
+            and node.target.id == "ROWS"
         ):
             rows = [
                 one.value
@@ -49,7 +49,7 @@ def floors() -> str:
                 if isinstance(one, ast.Constant) and isinstance(one.value, str)
             ]
             return "\n".join(f"{number:2}  {row}" for number, row in enumerate(rows, 1))
-    raise AssertionError("tests/test_architecture.py has no FLOORS")
+    raise AssertionError("tests/test_architecture.py has no ROWS")
 
 
 # Messages
@@ -93,7 +93,7 @@ def _json(body: bytes) -> str:
 DRAWN: Mapping[str, Callable[[], str]] = {
     "states.LEGAL": lambda: transitions(LEGAL),
     "states next run": lambda: transitions(_NEXT_RUN),
-    "floors": lambda: f"```text\n{floors()}\n```",
+    "imports": lambda: f"```text\n{import_rows()}\n```",
     "message add": lambda: _json(encode_signature(ADD)),
     "message second try": lambda: _json(encode_signature(SECOND_TRY)),
     "message chord member": lambda: _json(encode_signature(MEMBER)),

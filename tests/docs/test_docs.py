@@ -22,17 +22,19 @@ import pytest
 import yaml
 
 import machinery_py
-from machinery_py import errors, events, factory, signature
+from machinery_py import errors, events
 from machinery_py.cli.commands import COMMANDS, seconds, split_words
 from machinery_py.cli.main import command_parser
-from machinery_py.families.base import FamilyOptions
+from machinery_py.config.urls import SCHEMES
 from machinery_py.inspection import Inspector
-from machinery_py.named_lock import NamedLock
-from machinery_py.schedules import Schedules
-from machinery_py.signature import Arg, Signature
+from machinery_py.locks.named import NamedLock
+from machinery_py.schedules.api import Schedules
+from machinery_py.stores import open as factory
+from machinery_py.stores.family import FamilyOptions
+from machinery_py.tasks import signature
+from machinery_py.tasks.signature import Arg, Signature
 from machinery_py.testing.clocks import ManualClock
-from machinery_py.urls import SCHEMES
-from machinery_py.wire import encode_signature
+from machinery_py.wire.signatures import encode_signature
 from tests.docs.drawn import DRAWN, redrawn, shape, shape_of_function
 from tests.docs.pages import (
     HANG,

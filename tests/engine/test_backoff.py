@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from machinery_py.backoff import (
+from machinery_py.tasks.backoff import (
     MAX_DELAY,
     Backoff,
     delay_for,

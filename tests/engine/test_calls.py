@@ -25,11 +25,17 @@ from machinery_py import (
     TaskAlreadyRegistered,
     TaskNotRegistered,
 )
-from machinery_py.calls import Call
-from machinery_py.signature import HEADER_DELAY, HEADER_EXPIRES, HEADER_EXPIRES_IN, Arg, counted
-from machinery_py.task import AsyncTask
+from machinery_py.registry.calls import Call
+from machinery_py.registry.task import AsyncTask
+from machinery_py.tasks.signature import (
+    HEADER_DELAY,
+    HEADER_EXPIRES,
+    HEADER_EXPIRES_IN,
+    Arg,
+    counted,
+)
 from machinery_py.testing.clocks import ManualClock
-from machinery_py.wire import decode_signature, encode_signature
+from machinery_py.wire.signatures import decode_signature, encode_signature
 
 
 @dataclasses.dataclass

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from machinery_py import descriptors, forks
+from machinery_py.connections import descriptors, forks
 from tests.forking import forked
 
 

@@ -22,8 +22,8 @@ from machinery_py import (
     current_task,
     group,
 )
-from machinery_py.settlement.base import Submission
-from machinery_py.signature import HEADER_EXPIRES, Step
+from machinery_py.stores.base import Submission
+from machinery_py.tasks.signature import HEADER_EXPIRES, Step
 from machinery_py.testing import Harness
 from machinery_py.testing.waiting import wait_until
 

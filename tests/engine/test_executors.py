@@ -9,16 +9,16 @@ from collections.abc import Iterator
 import pytest
 
 from machinery_py import Server, current_task
-from machinery_py._drivers.memory import MemoryHub
 from machinery_py.backends.memory import MemoryBackend
 from machinery_py.brokers.base import Delivery
 from machinery_py.brokers.memory import MemoryBroker
-from machinery_py.settlement.one_store import OneSession, OneStore
+from machinery_py.connections.memory import MemoryHub
+from machinery_py.stores.transactional import OneSession, OneStore
 from machinery_py.testing.waiting import HANG, wait_until
-from machinery_py.worker.acceptance import accept, peek
 from machinery_py.worker.execution import Execution
 from machinery_py.worker.executors import Executors
-from machinery_py.worker.usercode import Hooks
+from machinery_py.worker.hooks import Hooks
+from machinery_py.worker.intake import accept, peek
 
 
 class Pausing(OneSession):

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from machinery_py import Chain, Server, Signature, WorkflowError, chain, chord, group
-from machinery_py.signature import HEADER_COLLECT, HEADER_LAST, Arg, Step
-from machinery_py.wire import decode_signature, encode_signature
-from machinery_py.workflow import Plan, chord_callback, link, result_value
+from machinery_py.tasks.signature import HEADER_COLLECT, HEADER_LAST, Arg, Step
+from machinery_py.tasks.workflow import Plan, chord_callback, link, result_value
+from machinery_py.wire.signatures import decode_signature, encode_signature
 from tests.wire.golden_files import lines
 
 NOW = dt.datetime(2026, 1, 1, tzinfo=dt.timezone.utc)

@@ -17,7 +17,7 @@ import pytest
 from machinery_py import Config, Server
 from machinery_py.errors import BackendUnavailable, LockLost, LockNotAcquired
 from machinery_py.locks.base import Held, Lock
-from machinery_py.named_lock import LockKeeper, NamedLock
+from machinery_py.locks.named import LockKeeper, NamedLock
 from machinery_py.testing.waiting import together, wait_until
 
 LEASE = 0.4  # seconds

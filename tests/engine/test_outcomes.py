@@ -9,10 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from machinery_py.outcomes import Failed, FollowUp, Outcome, Postponed, Succeeded, follow_up
-from machinery_py.signature import HEADER_ATTEMPT, HEADER_RUN, Arg, Lazy, Signature
-from machinery_py.states import State
-from machinery_py.wire import decode_signature, encode_signature
+from machinery_py.registry.outcomes import (
+    Failed,
+    FollowUp,
+    Outcome,
+    Postponed,
+    Succeeded,
+    follow_up,
+)
+from machinery_py.tasks.signature import HEADER_ATTEMPT, HEADER_RUN, Arg, Lazy, Signature
+from machinery_py.tasks.states import State
+from machinery_py.wire.signatures import decode_signature, encode_signature
 
 NOW = dt.datetime(2026, 1, 2, 3, 4, 5, tzinfo=dt.timezone.utc)
 ONE, TWO = Arg(type="int64", value=1), Arg(type="string", value="two")

@@ -10,29 +10,29 @@ from typing import Any
 import pytest
 
 from machinery_py import Config, Server, Signature, TaskFailed, chain, group
-from machinery_py._drivers.memory import MemoryHub
-from machinery_py._drivers.sqlite import SQLiteDriver
 from machinery_py.backends.memory import MemoryBackend
 from machinery_py.backends.null import NullBackend
-from machinery_py.backends.sqlite import SQLiteBackend
+from machinery_py.backends.sqlite.backend import SQLiteBackend
 from machinery_py.brokers.base import Broker, Message
 from machinery_py.brokers.memory import MemoryBroker
-from machinery_py.brokers.sqlite import SQLiteBroker
+from machinery_py.brokers.sqlite.broker import SQLiteBroker
 from machinery_py.clock import Clock, SystemClock
+from machinery_py.connections.memory import MemoryHub
+from machinery_py.connections.sqlite.database import SQLiteDriver
 from machinery_py.errors import PublishRefused, PublishUnknown, for_good
-from machinery_py.results import AsyncResult
-from machinery_py.scheduler import Scheduler
-from machinery_py.settlement.base import Store
-from machinery_py.settlement.one_store import OneStore
-from machinery_py.settlement.two_stores import TwoStores
-from machinery_py.states import State
+from machinery_py.results.async_results import AsyncResult
+from machinery_py.schedules.scheduler import Scheduler
+from machinery_py.stores.base import Store
+from machinery_py.stores.outbox import TwoStores
+from machinery_py.stores.transactional import OneStore
+from machinery_py.tasks.states import State
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.flaky import FlakyBackend, FlakyBroker
 from machinery_py.testing.waiting import HANG, wait_until
-from machinery_py.worker.acceptance import accept, peek
 from machinery_py.worker.execution import Execution
+from machinery_py.worker.hooks import Hooks
+from machinery_py.worker.intake import accept, peek
 from machinery_py.worker.runner import run
-from machinery_py.worker.usercode import Hooks
 
 WORDS = "no such queue here"
 

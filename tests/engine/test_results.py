@@ -22,11 +22,11 @@ from machinery_py import (
     chord,
     group,
 )
-from machinery_py._drivers.memory import MemoryHub
 from machinery_py.backends.memory import MemoryBackend, MemoryListener
 from machinery_py.brokers.memory import MemoryBroker
-from machinery_py.results import Waitable
-from machinery_py.settlement.one_store import OneStore
+from machinery_py.connections.memory import MemoryHub
+from machinery_py.results.async_results import Waitable
+from machinery_py.stores.transactional import OneStore
 from machinery_py.testing.waiting import HANG, together
 from tests.engine.apps import Bench, bench
 

@@ -14,12 +14,12 @@ import pytest
 from machinery_py import ArgumentError, Server, Signature, chain, group
 from machinery_py.backends.base import Amendment
 from machinery_py.errors import MachineryError, ScheduleError, ScheduleNotFound, Unsupported
-from machinery_py.scheduler import Scheduler
-from machinery_py.signature import HEADER_EXPIRES, HEADER_SCHEDULE, HEADER_TICK
+from machinery_py.schedules.scheduler import Scheduler
+from machinery_py.tasks.signature import HEADER_EXPIRES, HEADER_SCHEDULE, HEADER_TICK
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.flaky import Faults, FlakyStore
 from machinery_py.testing.waiting import together, wait_until
-from machinery_py.wire import decode_signature
+from machinery_py.wire.signatures import decode_signature
 from machinery_py.worker.inline import Inline
 
 START = dt.datetime(2026, 1, 2, 3, 4, 5, tzinfo=dt.timezone.utc)

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from machinery_py.signature import Arg
-from machinery_py.states import ZERO_TIME, State, TaskState, advance, state_named
+from machinery_py.tasks.signature import Arg
+from machinery_py.tasks.states import ZERO_TIME, State, TaskState, advance, state_named
 
 P, RC, S, RT, OK, F = State
 AT = dt.datetime(2026, 1, 1, tzinfo=dt.timezone.utc)

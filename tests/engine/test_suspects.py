@@ -11,7 +11,8 @@ import pytest
 
 from machinery_py import Config, Server
 from machinery_py.testing.waiting import HANG, wait_until
-from machinery_py.worker import receiver, upkeep
+from machinery_py.worker import maintenance as upkeep
+from machinery_py.worker import receiver
 
 SLOTS = 4
 

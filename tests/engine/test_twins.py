@@ -27,13 +27,13 @@ from machinery_py import (
     chord,
     group,
 )
+from machinery_py.async_twins import twin
 from machinery_py.inspection import Inspector
-from machinery_py.named_lock import NamedLock
-from machinery_py.schedules import Schedules
-from machinery_py.task import Bound
+from machinery_py.locks.named import NamedLock
+from machinery_py.registry.task import Bound
+from machinery_py.schedules.api import Schedules
 from machinery_py.testing.servers import RedisServer
 from machinery_py.testing.waiting import HANG, wait_until
-from machinery_py.twins import twin
 
 CLASSES = (
     Server,

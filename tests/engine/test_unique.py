@@ -20,12 +20,12 @@ from machinery_py import (
     TaskFailed,
     Unsupported,
 )
-from machinery_py.calls import Call
-from machinery_py.factory import Stores
-from machinery_py.sameness import MARGIN, Claim, lock_name, owner, unique_key
-from machinery_py.settlement.two_stores import TwoStores
-from machinery_py.signature import HEADER_UNIQUE, Arg
-from machinery_py.states import TaskState
+from machinery_py.registry.calls import Call
+from machinery_py.registry.unique_keys import MARGIN, Claim, lock_name, owner, unique_key
+from machinery_py.stores.open import Stores
+from machinery_py.stores.outbox import TwoStores
+from machinery_py.tasks.signature import HEADER_UNIQUE, Arg
+from machinery_py.tasks.states import TaskState
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.flaky import FlakyBackend, FlakyBroker
 from machinery_py.testing.harness import Harness

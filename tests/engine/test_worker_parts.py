@@ -11,20 +11,20 @@ from typing import Any
 import pytest
 
 from machinery_py import Config, Context, Server, Signature, State, TaskFailed, current_task, group
-from machinery_py._drivers.memory import MemoryHub
 from machinery_py.backends.base import Change, Verdict
 from machinery_py.backends.memory import MemoryBackend
 from machinery_py.brokers.memory import MemoryBroker
 from machinery_py.clock import SystemClock
+from machinery_py.connections.memory import MemoryHub
 from machinery_py.errors import ArgumentError, BrokerUnavailable, MachineryError, PublishUnknown
-from machinery_py.settlement.base import Session, Settlement
-from machinery_py.settlement.one_store import OneSession, OneStore
-from machinery_py.settlement.two_stores import TwoStores
-from machinery_py.signature import HEADER_EXPIRES
+from machinery_py.stores.base import Session, Settlement
+from machinery_py.stores.outbox import TwoStores
+from machinery_py.stores.transactional import OneSession, OneStore
+from machinery_py.tasks.signature import HEADER_EXPIRES
 from machinery_py.testing.flaky import FlakyBackend, FlakyStore
 from machinery_py.testing.waiting import HANG, together, wait_until
 from machinery_py.worker import settler
-from machinery_py.worker.courtesy import ASIDE, NEAR, Courtesy
+from machinery_py.worker.unknown_tasks import ASIDE, NEAR, Courtesy
 from tests.engine.apps import Bench, bench
 
 __all__ = ["bench"]

@@ -7,7 +7,7 @@ import threading
 from typing import Annotated, Any
 
 from machinery_py import Config, Context, RetryTaskLater, Server, Signature
-from machinery_py.signature import Arg
+from machinery_py.tasks.signature import Arg
 
 #: Every type that an argument or a result may have (go-machinery 3.1).
 SCALARS = (
@@ -145,7 +145,7 @@ def message(signature: Signature[Any]) -> dict[str, Any]:
     """What the Go peer is told to send."""
     import json
 
-    from machinery_py.wire import encode_signature
+    from machinery_py.wire.signatures import encode_signature
 
     found: dict[str, Any] = json.loads(encode_signature(signature))
     return found

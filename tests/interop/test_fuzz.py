@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from machinery_py import Signature
-from machinery_py.signature import Arg
-from machinery_py.values import to_python
-from machinery_py.wire import decode_signature, encode_signature
-from machinery_py.wire_time import parse_time
+from machinery_py.tasks.signature import Arg
+from machinery_py.values.values import to_python
+from machinery_py.wire.signatures import decode_signature, encode_signature
+from machinery_py.wire.times import parse_time
 from tests.interop.fleet import TYPES
 from tests.interop.golang import Peer
 from tests.interop.test_values import equal

@@ -1,15 +1,15 @@
 """What the scripts for Redis do, in plain Python, and machines that compare the two.
 
     redis.py       a small Redis of typed keys
-    messages.py    queues: what the scripts of the broker share         brokers/redis_lua.py
-    broker.py      a function for each script of brokers/redis_scripts.py
-    looking.py     of brokers/redis_looking.py
-    states.py      states and groups: what the scripts of the backend share   backends/redis_lua.py
-    backend.py     of backends/redis_scripts.py
-    settlement.py  of settlement/redis_scripts.py
-    amend.py       of backends/redis_amend.py and settlement/redis_amend.py
+    messages.py    queues: what the scripts of the broker share         brokers/redis/lua.py
+    broker.py      a function for each script of brokers/redis/scripts.py
+    looking.py     of brokers/redis/inspect.py
+    tasks/states.py      states and groups: what the scripts of the backend share   backends/redis/lua.py
+    backend.py     of backends/redis/scripts.py
+    settlement.py  of stores/redis_scripts.py
+    amend.py       of backends/redis/records.py and stores/redis_amend.py
     locks.py       of locks/redis.py
-    cluster.py     of backends/redis_cluster_scripts.py, brokers/redis_cluster.py, locks/redis_cluster.py
+    cluster.py     of backends/redis/cluster_scripts.py, brokers/redis/cluster.py, locks/redis_cluster.py
     beside.py      runs script and model with the same arguments, and compares all that can be seen
     slots.py       the same in a cluster, where a step stays in one slot
 

@@ -1,4 +1,4 @@
-"""What each script of backends/redis_amend.py and settlement/redis_amend.py does."""
+"""What each script of backends/redis/records.py and stores/redis_amend.py does."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""What each script of backends/redis_scripts.py does."""
+"""What each script of backends/redis/scripts.py does."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
 
-from machinery_py.states import State
+from machinery_py.tasks.states import State
 from tests.models.redis import Bag, Hash, Redis, Zset
 from tests.models.states import (
     LEFT,

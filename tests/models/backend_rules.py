@@ -7,14 +7,14 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
-from machinery_py._drivers.redis_lua import raw
-from machinery_py.backends import redis_scripts
-from machinery_py.backends.redis_records import Changes
+from machinery_py.backends.redis import scripts as redis_scripts
+from machinery_py.backends.redis.documents import Changes
 from machinery_py.clock import moment_of
-from machinery_py.settlement import redis_scripts as settlement_scripts
-from machinery_py.signature import Arg
-from machinery_py.states import ZERO_TIME, Arrival, GroupMeta, State, TaskState
-from machinery_py.wire import encode_state
+from machinery_py.connections.redis.scripts import raw
+from machinery_py.stores import redis_scripts as settlement_scripts
+from machinery_py.tasks.signature import Arg
+from machinery_py.tasks.states import ZERO_TIME, Arrival, GroupMeta, State, TaskState
+from machinery_py.wire.signatures import encode_state
 from tests.models import backend, settlement
 from tests.models.broker_rules import Arrivals, keys_in, packed
 from tests.models.machine import (

@@ -1,4 +1,4 @@
-"""What each script of brokers/redis_scripts.py does. `now` and other times are in µs."""
+"""What each script of brokers/redis/scripts.py does. `now` and other times are in µs."""
 
 from __future__ import annotations
 

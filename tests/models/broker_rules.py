@@ -9,8 +9,9 @@ import msgspec
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 
-from machinery_py._drivers.redis_lua import raw
-from machinery_py.brokers import redis_looking, redis_scripts
+from machinery_py.brokers.redis import inspect as redis_looking
+from machinery_py.brokers.redis import scripts as redis_scripts
+from machinery_py.connections.redis.scripts import raw
 from tests.models import broker, looking
 from tests.models.beside import text
 from tests.models.machine import (

@@ -1,6 +1,6 @@
 """What the scripts of a Redis Cluster do.
 
-Those of backends/redis_cluster_scripts.py, brokers/redis_cluster.py and locks/redis_cluster.py, each in one slot. A script of a
+Those of backends/redis/cluster_scripts.py, brokers/redis/cluster.py and locks/redis_cluster.py, each in one slot. A script of a
 shard takes what the names of its keys begin with, as `prefix`.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from machinery_py.backends.redis_cluster_scripts import NOTED_FOR
+from machinery_py.backends.redis.cluster_scripts import NOTED_FOR
 from tests.models.broker import used
 from tests.models.messages import DELAYED, SECOND, Message, Queue, check, put
 from tests.models.redis import Bag, Hash, Redis

@@ -8,15 +8,11 @@ import msgspec
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
-from machinery_py._drivers.redis_keys import queue_keys
-from machinery_py._drivers.redis_lua import raw
-from machinery_py._drivers.redis_slots import local_key, quoted
-from machinery_py.backends import redis_cluster_scripts as scripts
-from machinery_py.backends import redis_scripts
 from machinery_py.backends.base import Amendment, Change, sending_key
-from machinery_py.backends.redis_cluster import _REVOKED
-from machinery_py.backends.redis_cluster_lists import PREFIXES
-from machinery_py.backends.redis_cluster_records import (
+from machinery_py.backends.redis import cluster_scripts as scripts
+from machinery_py.backends.redis import scripts as redis_scripts
+from machinery_py.backends.redis.cluster import _REVOKED
+from machinery_py.backends.redis.cluster_documents import (
     SCHEDULES,
     SCRIPTS,
     Effect,
@@ -30,12 +26,16 @@ from machinery_py.backends.redis_cluster_records import (
     prefix_of,
     record_key,
 )
-from machinery_py.brokers import redis_cluster as broker_scripts
+from machinery_py.backends.redis.cluster_lists import PREFIXES
+from machinery_py.brokers.redis import cluster as broker_scripts
 from machinery_py.clock import moment_of
+from machinery_py.connections.redis.keys import queue_keys
+from machinery_py.connections.redis.scripts import raw
+from machinery_py.connections.redis.slots import local_key, quoted
 from machinery_py.locks import redis as lock_scripts
 from machinery_py.locks import redis_cluster as cluster_lock_scripts
-from machinery_py.states import Arrival, GroupMeta, TaskState
-from machinery_py.wire import encode_group, encode_state
+from machinery_py.tasks.states import Arrival, GroupMeta, TaskState
+from machinery_py.wire.signatures import encode_group, encode_state
 from tests.models import backend, cluster, locks
 from tests.models.amend_rules import HELD, paired
 from tests.models.backend_rules import GROUPS, TASKS, Expire, GroupUuid, NewChange, States, Task

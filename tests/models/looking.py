@@ -1,4 +1,4 @@
-"""What each script of brokers/redis_looking.py does."""
+"""What each script of brokers/redis/inspect.py does."""
 
 from __future__ import annotations
 

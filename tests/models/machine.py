@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
-from machinery_py._drivers.redis_keys import queue_keys
-from machinery_py._drivers.redis_lua import Script, raw
+from machinery_py.connections.redis.keys import queue_keys
+from machinery_py.connections.redis.scripts import Script, raw
 from machinery_py.testing.servers import RedisServer
 from tests.models.beside import Beside, Reading
 from tests.models.messages import Queue, flight_of

@@ -6,8 +6,8 @@ import functools
 from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
-from machinery_py._drivers.redis_lua import Script
-from machinery_py._drivers.redis_slots import clustered, guard, local_key, slot_of
+from machinery_py.connections.redis.scripts import Script
+from machinery_py.connections.redis.slots import clustered, guard, local_key, slot_of
 from tests.models.beside import DUMP, Beside, Reading
 from tests.models.machine import ScriptMachine
 from tests.models.redis import Redis

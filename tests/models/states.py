@@ -13,10 +13,10 @@ from typing import Any
 
 import msgspec
 
-from machinery_py._drivers.redis_slots import unquoted
-from machinery_py.backends.redis_records import _lines, state_of
-from machinery_py.states import TaskState, advance
-from machinery_py.wire import encode_state
+from machinery_py.backends.redis.documents import _lines, state_of
+from machinery_py.connections.redis.slots import unquoted
+from machinery_py.tasks.states import TaskState, advance
+from machinery_py.wire.signatures import encode_state
 from tests.models.redis import Hash, Redis, WrongType, Zset
 
 LONG = 7 * 86400  # seconds

@@ -9,13 +9,9 @@ from typing import Any
 import pytest
 from redis.exceptions import ResponseError
 
-from machinery_py._drivers.redis_keys import queue_keys
-from machinery_py._drivers.redis_lua import Script, pack, raw
-from machinery_py._drivers.redis_slots import clustered, slot_of
-from machinery_py.backends import redis_cluster_scripts as cluster
 from machinery_py.backends.base import sending_key
-from machinery_py.backends.redis_cluster_lists import PREFIXES
-from machinery_py.backends.redis_cluster_records import (
+from machinery_py.backends.redis import cluster_scripts as cluster
+from machinery_py.backends.redis.cluster_documents import (
     SCHEDULES,
     claim_key,
     claim_name,
@@ -23,16 +19,20 @@ from machinery_py.backends.redis_cluster_records import (
     prefix_of,
     record_key,
 )
-from machinery_py.backends.redis_records import Changes
-from machinery_py.brokers import redis_cluster as broker
-from machinery_py.brokers import redis_scripts
+from machinery_py.backends.redis.cluster_lists import PREFIXES
+from machinery_py.backends.redis.documents import Changes
+from machinery_py.brokers.redis import cluster as broker
+from machinery_py.brokers.redis import scripts
+from machinery_py.connections.redis.keys import queue_keys
+from machinery_py.connections.redis.scripts import Script, pack, raw
+from machinery_py.connections.redis.slots import clustered, slot_of
 from machinery_py.locks import redis_cluster as locks
-from machinery_py.states import GroupMeta, State, TaskState
+from machinery_py.tasks.states import GroupMeta, State, TaskState
 from machinery_py.testing.private import free_port
 from machinery_py.testing.private_redis import BUS
 from machinery_py.testing.servers import RedisServer
 from machinery_py.testing.waiting import HANG, wait_until
-from machinery_py.wire import encode_group
+from machinery_py.wire.signatures import encode_group
 from tests.models.machine import START
 from tests.models.slots import ClusterBeside
 from tests.models.test_scripts import CLUSTER, DAY, LATE, NOW, half_done, message, scripts_of
@@ -181,7 +181,7 @@ def fill(beside: ClusterBeside) -> None:
         ),
         (SHARD, cluster.NOTE, (start, ["task_1"])),
         (SHARD, cluster.LIST, (start, ["task_2"], ["SUCCESSjobs"], ["task_1"], False)),
-        (QUEUE, clustered(redis_scripts.PUT), (start, "", [queue_keys("jobs")], [message("1")])),
+        (QUEUE, clustered(scripts.PUT), (start, "", [queue_keys("jobs")], [message("1")])),
         (QUEUE, clustered(broker._TAKE_IN), (start, queue_keys("jobs"), MOVES[2:], START)),
         (b"mpy:{lock}:", clustered(locks._ACQUIRE), (start, "lock", "aa", 100_000)),
     ]

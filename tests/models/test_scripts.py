@@ -16,20 +16,20 @@ from typing import Any
 import pytest
 from redis.exceptions import ResponseError
 
-from machinery_py._drivers.redis_keys import queue_keys
-from machinery_py._drivers.redis_lua import Script, pack, raw
-from machinery_py.backends import redis_amend as amending
-from machinery_py.backends import redis_cluster_scripts as cluster
-from machinery_py.backends import redis_scripts as backend
-from machinery_py.backends.redis_records import Changes
-from machinery_py.brokers import redis_cluster as cluster_broker
-from machinery_py.brokers import redis_looking as looking
-from machinery_py.brokers import redis_scripts as broker
+from machinery_py.backends.redis import cluster_scripts as cluster
+from machinery_py.backends.redis import records as amending
+from machinery_py.backends.redis import scripts as backend
+from machinery_py.backends.redis.documents import Changes
+from machinery_py.brokers.redis import cluster as cluster_broker
+from machinery_py.brokers.redis import inspect as looking
+from machinery_py.brokers.redis import scripts as broker
+from machinery_py.connections.redis.keys import queue_keys
+from machinery_py.connections.redis.scripts import Script, pack, raw
 from machinery_py.locks import redis as locks
 from machinery_py.locks import redis_cluster as cluster_locks
-from machinery_py.settlement import redis_amend as sending
-from machinery_py.settlement import redis_scripts as settlement
-from machinery_py.states import Arrival, GroupMeta, State, TaskState
+from machinery_py.stores import redis_amend as sending
+from machinery_py.stores import redis_scripts as settlement
+from machinery_py.tasks.states import Arrival, GroupMeta, State, TaskState
 from machinery_py.testing.servers import RedisServer
 from tests.models.beside import Beside
 from tests.models.machine import START

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from machinery_py.config import OPTIONS, Config
-from machinery_py.config_sections import AMQPConfig, MongoDBConfig, RedisConfig
+from machinery_py.config.config import OPTIONS, Config
+from machinery_py.config.sections import AMQPConfig, MongoDBConfig, RedisConfig
 from machinery_py.errors import ConfigError
 
 
@@ -133,7 +133,7 @@ def test_results_and_locks_can_be_elsewhere() -> None:
 def test_locks_are_where_the_results_are_if_the_broker_has_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("machinery_py.urls.StoreUrl.parse", lambda url, role: None)
+    monkeypatch.setattr("machinery_py.config.urls.StoreUrl.parse", lambda url, role: None)
 
     assert Config(broker="amqp://h", result_backend="redis://h").lock_url == "redis://h"
     assert Config(broker="amqp://h").lock_url == ""
@@ -305,7 +305,7 @@ def test_a_required_server_refuses_every_embedded_store() -> None:
 
 
 def test_importing_the_configuration_loads_no_parser() -> None:
-    program = "import sys, machinery_py.settings; print([m for m in ('yaml', 'tomllib') if m in sys.modules])"
+    program = "import sys, machinery_py.config.environment; print([m for m in ('yaml', 'tomllib') if m in sys.modules])"
 
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True

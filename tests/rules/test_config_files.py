@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from machinery_py.config import OPTIONS, Config
-from machinery_py.config_sections import AMQPConfig, RedisConfig
+from machinery_py.config.config import OPTIONS, Config
+from machinery_py.config.sections import AMQPConfig, RedisConfig
 from machinery_py.errors import ConfigError
 
 YAML = """
@@ -316,13 +316,13 @@ def test_a_url_that_is_wrong_for_all_three_is_told_once() -> None:
 
 
 def test_an_unknown_variable_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, logger="machinery_py.config"):
+    with caplog.at_level(logging.WARNING, logger="machinery_py.config.config"):
         config = Config.from_env(environ={"MACHINERY_BROKR": "redis://:secret@h"})
 
     assert config == Config()
     assert caplog.record_tuples == [
         (
-            "machinery_py.config",
+            "machinery_py.config.config",
             logging.WARNING,
             "environment variable 'MACHINERY_BROKR' is unknown and ignored; did you mean 'MACHINERY_BROKER'?",
         )

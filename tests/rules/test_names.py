@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from machinery_py import names
 from machinery_py.errors import ConfigError, MachineryError, NameRefused, PublishRefused
 from machinery_py.queues import QueueOrder, problem_of
-from machinery_py.signature import new_uuid
+from machinery_py.tasks.signature import new_uuid
 
 
 def check_all(name: str) -> None:

@@ -16,7 +16,7 @@ from zoneinfo import ZoneInfo, available_timezones
 import pytest
 
 from machinery_py.errors import ScheduleError
-from machinery_py.schedule import Schedule
+from machinery_py.schedules.timetable import Schedule
 
 UTC = dt.timezone.utc
 GOLDEN = Path(__file__).parents[1] / "wire" / "golden"

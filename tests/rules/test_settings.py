@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from machinery_py.config import Config
-from machinery_py.config_sections import RedisConfig
+from machinery_py.config.config import Config
+from machinery_py.config.environment import resolve
+from machinery_py.config.sections import RedisConfig
 from machinery_py.errors import ConfigError
-from machinery_py.settings import resolve
 
 
 @pytest.fixture
@@ -141,7 +141,7 @@ def test_the_variable_for_one_thing_beats_the_variable_for_all(file: Path) -> No
 
 
 def test_a_url_is_used_for_what_its_store_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("machinery_py.urls.StoreUrl.parse", lambda url, role: None)
+    monkeypatch.setattr("machinery_py.config.urls.StoreUrl.parse", lambda url, role: None)
 
     config = resolve("amqp://h", environ={"MACHINERY_LOCK": "memory://locks"})
 
@@ -257,7 +257,7 @@ def test_a_required_server_refuses_the_default() -> None:
 
 
 def test_a_required_server_accepts_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("machinery_py.urls.StoreUrl.parse", lambda url, role: None)
+    monkeypatch.setattr("machinery_py.config.urls.StoreUrl.parse", lambda url, role: None)
     required = {"MACHINERY_REQUIRE_SERVER": "1"}
 
     assert resolve("redis://h", environ=required).require_server
@@ -275,7 +275,7 @@ def test_a_required_server_can_be_switched_off() -> None:
 
 
 def test_importing_the_package_reads_no_settings() -> None:
-    program = "import machinery_py, sys; import machinery_py.settings"
+    program = "import machinery_py, sys; import machinery_py.config.environment"
     environ = {
         "MACHINERY_CONFIG": "/none.yml",
         "MACHINERY_URL": "reddis://",

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from machinery_py._drivers.redis_slots import guard, quoted, slot_of, unquoted
+from machinery_py.connections.redis.slots import guard, quoted, slot_of, unquoted
 
 
 @pytest.mark.parametrize(

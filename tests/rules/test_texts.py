@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from machinery_py import MachineryError, RetryTaskLater, TaskFailed
-from machinery_py.outcomes import Failed
+from machinery_py.registry.outcomes import Failed
 from machinery_py.texts import MAX_ERROR, MAX_LINE, MAX_TRACEBACK, cut, get_logger, traceback_text
 
 PACKAGE = pathlib.Path(__file__).parents[2] / "machinery_py"

@@ -9,11 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from machinery_py._drivers.amqp_url import parse_amqp_url
-from machinery_py._drivers.memcache_url import parse_memcache_url
-from machinery_py._drivers.redis_url import parse_redis_url
-from machinery_py.errors import ConfigError
-from machinery_py.urls import (
+from machinery_py.config.memcached_url import parse_memcache_url
+from machinery_py.config.rabbitmq_url import parse_amqp_url
+from machinery_py.config.redis_url import parse_redis_url
+from machinery_py.config.urls import (
     EMBEDDED,
     SCHEMES,
     Role,
@@ -25,6 +24,7 @@ from machinery_py.urls import (
     split_urls,
     without_secrets,
 )
+from machinery_py.errors import ConfigError
 
 ROLES: tuple[Role, ...] = get_args(Role)
 

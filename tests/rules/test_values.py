@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from machinery_py.errors import ArgumentError
-from machinery_py.values import (
+from machinery_py.values.values import (
     Number,
     converter,
     describe,

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from machinery_py._drivers.amqp import AmqpDriver
-from machinery_py.brokers.amqp import AMQPBroker
-from machinery_py.brokers.amqp_consumer import AMQPConsumer
-from machinery_py.brokers.amqp_topology import LEVELS, Topology
-from machinery_py.config import AMQPConfig
+from machinery_py.brokers.rabbitmq.broker import AMQPBroker
+from machinery_py.brokers.rabbitmq.consumer import AMQPConsumer
+from machinery_py.brokers.rabbitmq.topology import LEVELS, Topology
+from machinery_py.config.config import AMQPConfig
+from machinery_py.connections.rabbitmq.client import AmqpDriver
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.servers import RabbitMQServer
 from machinery_py.testing.waiting import HANG, wait_until

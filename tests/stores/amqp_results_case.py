@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from machinery_py._drivers.amqp import AmqpDriver
-from machinery_py.backends.amqp import AMQPBackend
-from machinery_py.backends.amqp_records import name_of
+from machinery_py.backends.rabbitmq.backend import AMQPBackend
+from machinery_py.backends.rabbitmq.documents import name_of
 from machinery_py.backends.transactional import Row
+from machinery_py.connections.rabbitmq.client import AmqpDriver
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.waiting import HANG
 

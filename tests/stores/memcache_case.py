@@ -8,8 +8,14 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import pytest
 
-from machinery_py._drivers.memcache import Command, MemcacheDriver, delete, seconds, touch
-from machinery_py._drivers.memcache_url import parse_memcache_url
+from machinery_py.config.memcached_url import parse_memcache_url
+from machinery_py.connections.memcached.client import (
+    Command,
+    MemcacheDriver,
+    delete,
+    seconds,
+    touch,
+)
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.servers import MemcachedServer
 from machinery_py.testing.waiting import HANG

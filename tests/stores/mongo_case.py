@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from machinery_py._drivers.mongo import MongoDriver
+from machinery_py.connections.mongodb.client import MongoDriver
 from machinery_py.testing import private_mongo
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.servers import require

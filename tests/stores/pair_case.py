@@ -15,23 +15,23 @@ from pathlib import Path
 
 import pytest
 
-from machinery_py._drivers.memory import MemoryHub
 from machinery_py.backends.base import Backend
-from machinery_py.backends.memcache import MemcacheBackend
+from machinery_py.backends.memcached.backend import MemcacheBackend
 from machinery_py.backends.memory import MemoryBackend
-from machinery_py.backends.mongo import MongoBackend
-from machinery_py.backends.redis import RedisBackend
-from machinery_py.backends.sqlite import SQLiteBackend
-from machinery_py.brokers.amqp import AMQPBroker
+from machinery_py.backends.mongodb.backend import MongoBackend
+from machinery_py.backends.redis.backend import RedisBackend
+from machinery_py.backends.sqlite.backend import SQLiteBackend
 from machinery_py.brokers.base import Broker
 from machinery_py.brokers.memory import MemoryBroker
-from machinery_py.brokers.mongo import MongoBroker
-from machinery_py.brokers.redis import RedisBroker
-from machinery_py.brokers.sqlite import SQLiteBroker
-from machinery_py.brokers.sqlite_consumer import SQLiteConsumer
-from machinery_py.config import AMQPConfig
-from machinery_py.settlement.base import Session, Store
-from machinery_py.settlement.two_stores_session import TwoSession
+from machinery_py.brokers.mongodb.broker import MongoBroker
+from machinery_py.brokers.rabbitmq.broker import AMQPBroker
+from machinery_py.brokers.redis.broker import RedisBroker
+from machinery_py.brokers.sqlite.broker import SQLiteBroker
+from machinery_py.brokers.sqlite.consumer import SQLiteConsumer
+from machinery_py.config.config import AMQPConfig
+from machinery_py.connections.memory import MemoryHub
+from machinery_py.stores.base import Session, Store
+from machinery_py.stores.outbox_session import TwoSession
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.servers import MemcachedServer, RedisServer
 from tests.stores import (

@@ -8,18 +8,18 @@ from contextlib import closing
 
 import pytest
 
-from machinery_py._drivers.memory import MemoryHub
-from machinery_py._drivers.sqlite import SQLiteDriver
 from machinery_py.backends.memory import MemoryBackend
-from machinery_py.backends.redis import RedisBackend
-from machinery_py.backends.sqlite import SQLiteBackend
+from machinery_py.backends.redis.backend import RedisBackend
+from machinery_py.backends.sqlite.backend import SQLiteBackend
 from machinery_py.brokers.memory import MemoryBroker
-from machinery_py.brokers.redis import RedisBroker
-from machinery_py.brokers.sqlite import SQLiteBroker
-from machinery_py.settlement.base import Store
-from machinery_py.settlement.one_store import OneStore
-from machinery_py.settlement.redis_store import RedisStore
-from machinery_py.settlement.two_stores import TwoStores
+from machinery_py.brokers.redis.broker import RedisBroker
+from machinery_py.brokers.sqlite.broker import SQLiteBroker
+from machinery_py.connections.memory import MemoryHub
+from machinery_py.connections.sqlite.database import SQLiteDriver
+from machinery_py.stores.base import Store
+from machinery_py.stores.outbox import TwoStores
+from machinery_py.stores.redis_store import RedisStore
+from machinery_py.stores.transactional import OneStore
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.conformance.fencing import OpenStore
 from tests.stores.redis_case import Drivers, ServerClock

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from machinery_py._drivers.redis import RedisDriver
+from machinery_py.connections.redis.client import RedisDriver
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.servers import RedisServer
 

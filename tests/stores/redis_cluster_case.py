@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from machinery_py._drivers.redis_cluster import RedisCluster
+from machinery_py.connections.redis.cluster import RedisCluster
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.servers import RedisCluster as ClusterServers
 from machinery_py.testing.servers import RedisServer

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from machinery_py._drivers.sqlite import SQLiteDriver
 from machinery_py.brokers.base import Message
+from machinery_py.connections.sqlite.database import SQLiteDriver
 
 ADD_QUEUE = "INSERT INTO queues VALUES (?)"
 

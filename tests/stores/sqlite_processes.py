@@ -8,12 +8,12 @@ from pathlib import Path
 
 PREAMBLE = """
 import os, sys
-from machinery_py._drivers.sqlite import SQLiteDriver
+from machinery_py.connections.sqlite.database import SQLiteDriver
 from machinery_py.brokers.base import Delivery, Disposal, Fate, Message
-from machinery_py.brokers.sqlite import SQLiteBroker
+from machinery_py.brokers.sqlite.broker import SQLiteBroker
 from machinery_py.backends.base import Change
-from machinery_py.backends.sqlite import SQLiteBackend
-from machinery_py.states import State, TaskState
+from machinery_py.backends.sqlite.backend import SQLiteBackend
+from machinery_py.tasks.states import State, TaskState
 driver = SQLiteDriver(sys.argv[1])
 broker = SQLiteBroker(driver)
 def say(*words): print(*words, flush=True)

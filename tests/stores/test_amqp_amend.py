@@ -11,11 +11,11 @@ from pika.adapters.blocking_connection import BlockingChannel
 from pika.exceptions import ChannelClosedByBroker
 
 from machinery_py import Config, Server
-from machinery_py._drivers.amqp_turns import TurnLost
-from machinery_py.backends.amqp import AMQPBackend
-from machinery_py.backends.amqp_amend import place_of
 from machinery_py.backends.base import Amendment
-from machinery_py.states import State
+from machinery_py.backends.rabbitmq.backend import AMQPBackend
+from machinery_py.backends.rabbitmq.records import place_of
+from machinery_py.connections.rabbitmq.queue_records import TurnLost
+from machinery_py.tasks.states import State
 from machinery_py.testing.conformance.groups import state_of
 from machinery_py.testing.proxy import Proxy
 from machinery_py.testing.servers import RabbitMQServer

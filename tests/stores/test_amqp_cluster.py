@@ -9,10 +9,10 @@ from collections.abc import Iterator
 import pytest
 
 from machinery_py import Config, Server, State, Task
-from machinery_py._drivers.amqp import AmqpDriver
-from machinery_py.brokers.amqp import AMQPBroker
-from machinery_py.brokers.amqp_topology import Topology
-from machinery_py.config_sections import AMQPConfig
+from machinery_py.brokers.rabbitmq.broker import AMQPBroker
+from machinery_py.brokers.rabbitmq.topology import Topology
+from machinery_py.config.sections import AMQPConfig
+from machinery_py.connections.rabbitmq.client import AmqpDriver
 from machinery_py.errors import BrokerUnavailable, PublishRefused, PublishUnknown
 from machinery_py.events import TaskSucceeded
 from machinery_py.testing.conformance.leases import bodies, message, put

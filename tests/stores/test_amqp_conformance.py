@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from machinery_py.brokers.amqp import AMQPBroker
-from machinery_py.brokers.amqp_consumer import AMQPConsumer
 from machinery_py.brokers.base import Broker, Consumer, Delivery
-from machinery_py.config import AMQPConfig
+from machinery_py.brokers.rabbitmq.broker import AMQPBroker
+from machinery_py.brokers.rabbitmq.consumer import AMQPConsumer
+from machinery_py.config.config import AMQPConfig
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.conformance.brokers import BrokerConformance, OpenBroker, seconds
 from machinery_py.testing.conformance.leases import bodies, message, put

@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 
 from machinery_py import Config, Server, Signature
-from machinery_py._drivers.amqp import AmqpDriver
-from machinery_py.brokers.amqp import AMQPBroker
-from machinery_py.brokers.amqp_consumer import AMQPConsumer
-from machinery_py.brokers.amqp_topology import LEVELS, Topology
 from machinery_py.brokers.base import Delivery, Disposal, Fate
+from machinery_py.brokers.rabbitmq.broker import AMQPBroker
+from machinery_py.brokers.rabbitmq.consumer import AMQPConsumer
+from machinery_py.brokers.rabbitmq.topology import LEVELS, Topology
 from machinery_py.clock import SystemClock
-from machinery_py.config import AMQPConfig
+from machinery_py.config.config import AMQPConfig
+from machinery_py.connections.rabbitmq.client import AmqpDriver
 from machinery_py.errors import (
     BrokerUnavailable,
     MachineryError,

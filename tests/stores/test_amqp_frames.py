@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pika import frame, spec
 
-from machinery_py._drivers.amqp import AmqpDriver
-from machinery_py._drivers.amqp_confirms import Batch, Confirms, End
-from machinery_py._drivers.amqp_frames import Handed, Parcel, Properties, Writer, acks, nacks
-from machinery_py._drivers.amqp_link import Channel, Link
-from machinery_py._drivers.amqp_link import settle as fill
-from machinery_py.brokers.amqp_claims import Claim
+from machinery_py.brokers.rabbitmq.fetch import Claim
+from machinery_py.connections.rabbitmq.client import AmqpDriver
+from machinery_py.connections.rabbitmq.confirms import Batch, Confirms, End
+from machinery_py.connections.rabbitmq.frames import Handed, Parcel, Properties, Writer, acks, nacks
+from machinery_py.connections.rabbitmq.io_thread import Channel, Link
+from machinery_py.connections.rabbitmq.io_thread import settle as fill
 from machinery_py.testing.proxy import REPLIES, Proxy
 from machinery_py.testing.servers import RabbitMQServer
 from machinery_py.testing.waiting import HANG

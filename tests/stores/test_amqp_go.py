@@ -14,9 +14,9 @@ import pytest
 from pika.adapters.blocking_connection import BlockingChannel
 
 from machinery_py import Config, Server
-from machinery_py.brokers.amqp import AMQPBroker
 from machinery_py.brokers.base import Disposal, Fate, Message
-from machinery_py.config import AMQPConfig
+from machinery_py.brokers.rabbitmq.broker import AMQPBroker
+from machinery_py.config.config import AMQPConfig
 from machinery_py.testing.conformance.fencing import body_of
 from machinery_py.testing.waiting import HANG, wait_until
 from tests.servers import rabbitmq_server

@@ -13,20 +13,20 @@ import pika.channel
 import pytest
 
 from machinery_py import Config, Server, current_task
-from machinery_py._drivers.amqp import AmqpDriver
-from machinery_py._drivers.amqp_link import Channel
-from machinery_py.brokers.amqp import AMQPBroker
-from machinery_py.brokers.amqp_claims import Claim
-from machinery_py.brokers.amqp_consumer import AMQPConsumer
-from machinery_py.brokers.amqp_topology import Topology
-from machinery_py.config import AMQPConfig
-from machinery_py.settlement.two_stores_session import TwoSession
+from machinery_py.brokers.rabbitmq.broker import AMQPBroker
+from machinery_py.brokers.rabbitmq.consumer import AMQPConsumer
+from machinery_py.brokers.rabbitmq.fetch import Claim
+from machinery_py.brokers.rabbitmq.topology import Topology
+from machinery_py.config.config import AMQPConfig
+from machinery_py.connections.rabbitmq.client import AmqpDriver
+from machinery_py.connections.rabbitmq.io_thread import Channel
+from machinery_py.stores.outbox_session import TwoSession
 from machinery_py.testing.conformance.leases import bodies, message, put
 from machinery_py.testing.waiting import HANG, wait_until
-from machinery_py.worker.acceptance import accept, peek
 from machinery_py.worker.execution import Execution
 from machinery_py.worker.executors import Executors
-from machinery_py.worker.usercode import Hooks
+from machinery_py.worker.hooks import Hooks
+from machinery_py.worker.intake import accept, peek
 from tests.servers import rabbitmq_server
 from tests.stores.amqp_case import amqp_url, vhosts, waiting
 
@@ -250,7 +250,7 @@ def test_whose_the_delayed_messages_of_several_queues_are_is_read_when_it_may_ha
 def test_what_lies_in_a_level_in_large_numbers_is_counted_by_a_part_of_it(
     broker: AMQPBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("machinery_py.brokers.amqp_looking.SAMPLE", 10)
+    monkeypatch.setattr("machinery_py.brokers.rabbitmq.inspect.SAMPLE", 10)
     moment = dt.datetime.now(dt.UTC) + dt.timedelta(hours=3)
     broker.put(
         [message(b"%d" % number, queue="qr"[number % 2], eta=moment) for number in range(40)],

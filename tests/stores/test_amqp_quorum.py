@@ -8,11 +8,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from machinery_py._drivers.amqp import AmqpDriver
-from machinery_py.brokers.amqp import AMQPBroker
-from machinery_py.brokers.amqp_topology import Topology
 from machinery_py.brokers.base import Disposal, Fate
-from machinery_py.config import AMQPConfig
+from machinery_py.brokers.rabbitmq.broker import AMQPBroker
+from machinery_py.brokers.rabbitmq.topology import Topology
+from machinery_py.config.config import AMQPConfig
+from machinery_py.connections.rabbitmq.client import AmqpDriver
 from machinery_py.testing.conformance.leases import back, bodies, done, message, put
 from machinery_py.testing.servers import RabbitMQServer, require
 from machinery_py.testing.waiting import HANG, together, wait_until

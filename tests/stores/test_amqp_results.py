@@ -14,11 +14,9 @@ from pika.adapters.blocking_connection import BlockingChannel
 from pika.exceptions import ChannelClosedByBroker
 
 from machinery_py import Config, Server
-from machinery_py._drivers import amqp_turns
-from machinery_py._drivers.amqp import AmqpDriver
-from machinery_py._drivers.amqp_turns import TurnLost
-from machinery_py.backends.amqp import AMQPBackend
-from machinery_py.backends.amqp_records import (
+from machinery_py.backends.base import ALREADY, FENCED, SETTLED, Change
+from machinery_py.backends.rabbitmq.backend import AMQPBackend
+from machinery_py.backends.rabbitmq.documents import (
     LOCKS,
     OUTBOX_LOCK,
     Places,
@@ -27,8 +25,10 @@ from machinery_py.backends.amqp_records import (
     lock_of,
     name_of,
 )
-from machinery_py.backends.base import ALREADY, FENCED, SETTLED, Change
 from machinery_py.backends.transactional import Row
+from machinery_py.connections.rabbitmq import queue_records as amqp_turns
+from machinery_py.connections.rabbitmq.client import AmqpDriver
+from machinery_py.connections.rabbitmq.queue_records import TurnLost
 from machinery_py.errors import (
     BackendUnavailable,
     ConfigError,
@@ -37,13 +37,13 @@ from machinery_py.errors import (
     StoreUnusable,
     Unsupported,
 )
-from machinery_py.signature import Arg, new_uuid
-from machinery_py.states import State, TaskState
+from machinery_py.tasks.signature import Arg, new_uuid
+from machinery_py.tasks.states import State, TaskState
 from machinery_py.testing.conformance.groups import arrival, arrive, ready, state_of, write
 from machinery_py.testing.proxy import REPLIES, REQUESTS, Proxy
 from machinery_py.testing.servers import RabbitMQServer
 from machinery_py.testing.waiting import HANG, wait_until
-from machinery_py.wire import encode_state
+from machinery_py.wire.signatures import encode_state
 from tests.servers import open_proxy, rabbitmq_server
 from tests.stores.amqp_case import amqp_url, vhosts
 

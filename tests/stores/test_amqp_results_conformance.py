@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 import pytest
 
-from machinery_py._drivers.memory import MemoryHub
-from machinery_py.brokers.amqp import AMQPBroker
 from machinery_py.brokers.memory import MemoryBroker
-from machinery_py.settlement.base import Session, Store
-from machinery_py.settlement.two_stores import TwoStores
-from machinery_py.settlement.two_stores_session import TwoSession
+from machinery_py.brokers.rabbitmq.broker import AMQPBroker
+from machinery_py.connections.memory import MemoryHub
+from machinery_py.stores.base import Session, Store
+from machinery_py.stores.outbox import TwoStores
+from machinery_py.stores.outbox_session import TwoSession
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.conformance.backends import BackendConformance, OpenBackend
 from machinery_py.testing.conformance.claims import ClaimConformance

@@ -7,10 +7,10 @@ import threading
 
 import pytest
 
-from machinery_py.backends.amqp import AMQPBackend
 from machinery_py.backends.base import SETTLED, Amendment
+from machinery_py.backends.rabbitmq.backend import AMQPBackend
 from machinery_py.errors import BackendUnavailable
-from machinery_py.states import State
+from machinery_py.tasks.states import State
 from machinery_py.testing.conformance.groups import ready
 from machinery_py.testing.servers import RabbitMQServer, require
 from machinery_py.testing.waiting import HANG, wait_until

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 
 import pytest
 
-from machinery_py._drivers.memory import MemoryHub
-from machinery_py._drivers.sqlite import SQLiteDriver
 from machinery_py.backends.memory import MemoryBackend
-from machinery_py.backends.sqlite import SQLiteBackend
-from machinery_py.brokers.amqp import AMQPBroker
-from machinery_py.settlement.base import Session, Store
-from machinery_py.settlement.two_stores import TwoStores
-from machinery_py.settlement.two_stores_session import TwoSession
+from machinery_py.backends.sqlite.backend import SQLiteBackend
+from machinery_py.brokers.rabbitmq.broker import AMQPBroker
+from machinery_py.connections.memory import MemoryHub
+from machinery_py.connections.sqlite.database import SQLiteDriver
+from machinery_py.stores.base import Session, Store
+from machinery_py.stores.outbox import TwoStores
+from machinery_py.stores.outbox_session import TwoSession
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.conformance.settlement import OpenStore, SettlementConformance
 from tests.servers import rabbitmq_server

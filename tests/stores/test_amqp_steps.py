@@ -7,13 +7,13 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from machinery_py._drivers.amqp import AmqpDriver
-from machinery_py._drivers.amqp_link import Channel
-from machinery_py.brokers.amqp import AMQPBroker
-from machinery_py.brokers.amqp_consumer import AMQPConsumer
-from machinery_py.brokers.amqp_topology import Topology
 from machinery_py.brokers.base import Delivery, Disposal, Fate
-from machinery_py.config import AMQPConfig
+from machinery_py.brokers.rabbitmq.broker import AMQPBroker
+from machinery_py.brokers.rabbitmq.consumer import AMQPConsumer
+from machinery_py.brokers.rabbitmq.topology import Topology
+from machinery_py.config.config import AMQPConfig
+from machinery_py.connections.rabbitmq.client import AmqpDriver
+from machinery_py.connections.rabbitmq.io_thread import Channel
 from machinery_py.testing.conformance.leases import bodies, done, put
 from machinery_py.testing.waiting import HANG, wait_until
 from tests.servers import rabbitmq_server

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from machinery_py._drivers.memory import MemoryHub
 from machinery_py.backends.memory import MemoryBackend
 from machinery_py.backends.null import NullBackend
 from machinery_py.brokers.memory import MemoryBroker
+from machinery_py.connections.memory import MemoryHub
 from machinery_py.errors import BackendUnavailable, BrokerUnavailable, PublishUnknown, Unsupported
-from machinery_py.settlement.two_stores import TwoStores
+from machinery_py.stores.outbox import TwoStores
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.conformance.claims import ClaimConformance, claim
 from machinery_py.testing.conformance.fencing import drain

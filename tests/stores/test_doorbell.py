@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from machinery_py._drivers import doorbell
-from machinery_py._drivers.doorbell import Doorbell, ring
+from machinery_py.connections.sqlite import wakeup
+from machinery_py.connections.sqlite.wakeup import Doorbell, ring
 from machinery_py.testing.waiting import HANG, together
 from tests.forking import forked
 
@@ -55,7 +55,7 @@ def test_a_ring_between_hanging_and_sleeping_is_not_lost(folder: str) -> None:
         ring(folder, {"q"})
         started = time.monotonic()
         assert bell.wait(HANG) is False
-        assert time.monotonic() - started < doorbell.NAP / 2
+        assert time.monotonic() - started < wakeup.NAP / 2
 
 
 def test_only_the_kind_that_is_meant_rings(folder: str) -> None:
@@ -66,7 +66,7 @@ def test_only_the_kind_that_is_meant_rings(folder: str) -> None:
         q.wait(0.05)
         assert time.monotonic() - started >= 0.04
         r.wait(HANG)
-        assert time.monotonic() - started < doorbell.NAP
+        assert time.monotonic() - started < wakeup.NAP
 
 
 def test_many_rings_are_one(folder: str) -> None:
@@ -112,25 +112,25 @@ def test_ringing_where_nobody_sleeps_is_nothing(folder: str) -> None:
 
 
 def test_another_process_wakes_a_sleeper(folder: str) -> None:
-    script = "import sys; from machinery_py._drivers.doorbell import ring; ring(sys.argv[1], {'q'})"
+    script = "import sys; from machinery_py.connections.sqlite.wakeup import ring; ring(sys.argv[1], {'q'})"
     bell = Doorbell(folder, "q")
     with bell:
         subprocess.run([sys.executable, "-c", script, folder], check=True)
         started = time.monotonic()
         bell.wait(HANG)
-        assert time.monotonic() - started < doorbell.NAP / 2
+        assert time.monotonic() - started < wakeup.NAP / 2
 
 
 def test_the_bell_of_a_dead_process_is_taken_down_when_it_is_old(folder: str) -> None:
     script = (
-        "import os, sys; from machinery_py._drivers.doorbell import Doorbell\n"
+        "import os, sys; from machinery_py.connections.sqlite.wakeup import Doorbell\n"
         "with Doorbell(sys.argv[1], 'q'): os._exit(0)\n"
     )
     subprocess.run([sys.executable, "-c", script, folder], check=True)
     ring(folder, {"q"})
     (name,) = hanging(folder)  # it may be just about to be opened
 
-    old = time.time() - doorbell.STALE - 1
+    old = time.time() - wakeup.STALE - 1
     os.utime(os.path.join(folder, name), (old, old))
     ring(folder, {"r"})
     assert hanging(folder) == [name]
@@ -150,7 +150,7 @@ def test_a_bell_that_was_taken_away_hangs_again(folder: str) -> None:
         ring(folder, {"q"})
         started = time.monotonic()
         bell.wait(HANG)
-        assert time.monotonic() - started < doorbell.NAP / 2
+        assert time.monotonic() - started < wakeup.NAP / 2
 
 
 def test_where_no_bell_can_hang_one_looks_often(tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_where_no_bell_can_hang_one_looks_often(tmp_path: Path) -> None:
     with bell:
         started = time.monotonic()
         bell.wait(HANG)
-        assert time.monotonic() - started < doorbell.NAP / 2
+        assert time.monotonic() - started < wakeup.NAP / 2
     bell.wake()
     with bell:
         assert bell.wait(HANG) is True
@@ -188,7 +188,7 @@ def test_a_child_that_is_forked_while_a_bell_is_closed_closes_no_other_file(
 def test_a_forked_child_does_not_keep_the_bell_of_its_parent_alive(folder: str) -> None:
     script = """
 import os, sys
-from machinery_py._drivers.doorbell import Doorbell
+from machinery_py.connections.sqlite.wakeup import Doorbell
 bell = Doorbell(sys.argv[1], "q")
 with bell:
     if os.fork() == 0:

@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
-from machinery_py._drivers.memory import MemoryHub
-from machinery_py._drivers.redis import RedisDriver
-from machinery_py._drivers.sqlite import SQLiteDriver
+from machinery_py.connections.memory import MemoryHub
+from machinery_py.connections.redis.client import RedisDriver
+from machinery_py.connections.sqlite.database import SQLiteDriver
 from machinery_py.errors import Unsupported
 from machinery_py.locks import Lock
 from machinery_py.locks.base import go_lock_key
 from machinery_py.locks.memory import MemoryLock
 from machinery_py.locks.redis import RedisLock
 from machinery_py.locks.sqlite import SQLiteLock
-from machinery_py.schedule import Schedule
+from machinery_py.schedules.timetable import Schedule
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.conformance.locks import LockConformance, OpenLock
 from tests.stores.redis_case import (

@@ -9,19 +9,19 @@ import msgspec
 import pytest
 
 from machinery_py import Config, PublishUnknown, Server, Signature
-from machinery_py._drivers.memcache import MemcacheDriver, Window, delete
-from machinery_py._drivers.memcache_url import parse_memcache_url
-from machinery_py._drivers.memory import MemoryHub
 from machinery_py.backends.base import Amendment, sending_key
-from machinery_py.backends.memcache import MemcacheBackend
-from machinery_py.backends.memcache_amend import CLAIM, LIST, RECORD, REMOVED_LIFE
-from machinery_py.backends.memcache_records import key_of
+from machinery_py.backends.memcached.backend import MemcacheBackend
+from machinery_py.backends.memcached.documents import key_of
+from machinery_py.backends.memcached.records import CLAIM, LIST, RECORD, REMOVED_LIFE
 from machinery_py.brokers.memory import MemoryBroker
+from machinery_py.config.memcached_url import parse_memcache_url
+from machinery_py.connections.memcached.client import MemcacheDriver, Window, delete
+from machinery_py.connections.memory import MemoryHub
 from machinery_py.errors import BackendUnavailable
-from machinery_py.factory import Stores
-from machinery_py.scheduler import Scheduler
-from machinery_py.settlement.two_stores import TwoStores
-from machinery_py.states import State
+from machinery_py.schedules.scheduler import Scheduler
+from machinery_py.stores.open import Stores
+from machinery_py.stores.outbox import TwoStores
+from machinery_py.tasks.states import State
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.conformance.claims import claim
 from machinery_py.testing.conformance.fencing import drain, message_of, state_of

@@ -7,15 +7,15 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from machinery_py._drivers.memory import MemoryHub
-from machinery_py._drivers.sqlite import SQLiteDriver
-from machinery_py.backends.memcache import MemcacheBackend
+from machinery_py.backends.memcached.backend import MemcacheBackend
 from machinery_py.brokers.memory import MemoryBroker
-from machinery_py.brokers.sqlite import SQLiteBroker
-from machinery_py.brokers.sqlite_consumer import SQLiteConsumer
-from machinery_py.settlement.base import Session, Store
-from machinery_py.settlement.two_stores import TwoStores
-from machinery_py.settlement.two_stores_session import TwoSession
+from machinery_py.brokers.sqlite.broker import SQLiteBroker
+from machinery_py.brokers.sqlite.consumer import SQLiteConsumer
+from machinery_py.connections.memory import MemoryHub
+from machinery_py.connections.sqlite.database import SQLiteDriver
+from machinery_py.stores.base import Session, Store
+from machinery_py.stores.outbox import TwoStores
+from machinery_py.stores.outbox_session import TwoSession
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.conformance.backends import BackendConformance, OpenBackend
 from machinery_py.testing.conformance.claims import ClaimConformance

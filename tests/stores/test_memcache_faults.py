@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import pytest
 
 from machinery_py import Config, Server, Task, TaskFailed, Worker, chord, group
-from machinery_py._drivers.memcache import Command, MemcacheDriver, Window, delete
-from machinery_py._drivers.memcache_url import parse_memcache_url
 from machinery_py.backends.base import ALREADY, FENCED, SETTLED, Change
-from machinery_py.backends.memcache import MemcacheBackend
-from machinery_py.backends.memcache_index import ROOTS, SEGMENT
-from machinery_py.backends.memcache_records import key_of
+from machinery_py.backends.memcached.backend import MemcacheBackend
+from machinery_py.backends.memcached.documents import key_of
+from machinery_py.backends.memcached.index import ROOTS, SEGMENT
+from machinery_py.config.memcached_url import parse_memcache_url
+from machinery_py.connections.memcached.client import Command, MemcacheDriver, Window, delete
 from machinery_py.errors import (
     ArgumentError,
     BackendUnavailable,
@@ -22,8 +22,8 @@ from machinery_py.errors import (
     StateNotFound,
     Unsupported,
 )
-from machinery_py.signature import Arg
-from machinery_py.states import Arrival, State, TaskState
+from machinery_py.tasks.signature import Arg
+from machinery_py.tasks.states import Arrival, State, TaskState
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.proxy import Direction, Proxy
 from machinery_py.testing.servers import MemcachedServer, require

@@ -11,18 +11,18 @@ from typing import Any
 import pytest
 
 from machinery_py import Config, Group, Server, Signature, State, group
-from machinery_py._drivers.memcache import MemcacheDriver, put
-from machinery_py._drivers.memcache_url import parse_memcache_url
 from machinery_py.backends.base import FENCED, SETTLED, Change
-from machinery_py.backends.memcache import MemcacheBackend
-from machinery_py.backends.memcache_records import CHORD_LIFE, LONGEST_KEY, key_of
+from machinery_py.backends.memcached.backend import MemcacheBackend
+from machinery_py.backends.memcached.documents import CHORD_LIFE, LONGEST_KEY, key_of
+from machinery_py.config.memcached_url import parse_memcache_url
+from machinery_py.connections.memcached.client import MemcacheDriver, put
 from machinery_py.errors import NameRefused
-from machinery_py.signature import Arg
-from machinery_py.states import Arrival, GroupMeta, TaskState
+from machinery_py.tasks.signature import Arg
+from machinery_py.tasks.states import Arrival, GroupMeta, TaskState
 from machinery_py.testing.servers import MemcachedServer
 from machinery_py.testing.waiting import HANG, wait_until
-from machinery_py.wire import decode_group, decode_state, encode_group, encode_state
-from machinery_py.worker.fleet import GroupWatch
+from machinery_py.wire.signatures import decode_group, decode_state, encode_group, encode_state
+from machinery_py.worker.go_groups import GroupWatch
 from tests.stores.memcache_case import empty_memcached, time_left
 
 __all__ = ["empty_memcached"]

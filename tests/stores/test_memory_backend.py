@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from machinery_py import Config, Server
-from machinery_py._drivers.memory import MemoryHub
 from machinery_py.backends.memory import MemoryBackend
+from machinery_py.connections.memory import MemoryHub
 from machinery_py.errors import ConfigError
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.conformance.backends import BackendConformance, OpenBackend

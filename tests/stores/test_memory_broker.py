@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from machinery_py._drivers.memory import MemoryHub
 from machinery_py.brokers.memory import MemoryBroker
+from machinery_py.connections.memory import MemoryHub
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.conformance.brokers import BrokerConformance, OpenBroker
 

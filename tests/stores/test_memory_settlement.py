@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from machinery_py._drivers.memory import MemoryHub
 from machinery_py.backends.memory import MemoryBackend
 from machinery_py.brokers.memory import MemoryBroker
-from machinery_py.settlement.one_store import OneStore
+from machinery_py.connections.memory import MemoryHub
+from machinery_py.stores.transactional import OneStore
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.conformance.settlement import OpenStore, SettlementConformance
 

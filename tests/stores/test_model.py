@@ -33,20 +33,20 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from machinery_py._drivers.memory import MemoryHub
-from machinery_py._drivers.sqlite import SQLiteDriver
 from machinery_py.backends.base import ALREADY, FENCED, SETTLED, Change, Verdict
 from machinery_py.backends.memory import MemoryBackend, _Group
-from machinery_py.backends.sqlite import SQLiteBackend
+from machinery_py.backends.sqlite.backend import SQLiteBackend
 from machinery_py.backends.transactional import Row
 from machinery_py.brokers.base import Delivery, Disposal, Fate, Message
 from machinery_py.brokers.memory import MemoryBroker, MemoryConsumer, _Entry, _Hold
-from machinery_py.brokers.sqlite import SQLiteBroker
-from machinery_py.brokers.sqlite_consumer import SQLiteConsumer
+from machinery_py.brokers.sqlite.broker import SQLiteBroker
+from machinery_py.brokers.sqlite.consumer import SQLiteConsumer
+from machinery_py.connections.memory import MemoryHub
+from machinery_py.connections.sqlite.database import SQLiteDriver
 from machinery_py.errors import BrokerUnavailable, PublishRefused, PublishUnknown
-from machinery_py.settlement.base import Firing, Mark, Session, Settlement, Store, Submission
-from machinery_py.settlement.one_store import OneSession, OneStore
-from machinery_py.states import Arrival, GroupMeta, State, TaskState
+from machinery_py.stores.base import Firing, Mark, Session, Settlement, Store, Submission
+from machinery_py.stores.transactional import OneSession, OneStore
+from machinery_py.tasks.states import Arrival, GroupMeta, State, TaskState
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.flaky import FlakySession, FlakyStore
 from tests.models.machine import EXAMPLES

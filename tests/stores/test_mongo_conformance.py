@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from machinery_py._drivers.memory import MemoryHub
 from machinery_py.backends.memory import MemoryBackend
-from machinery_py.backends.mongo import MongoBackend
+from machinery_py.backends.mongodb.backend import MongoBackend
 from machinery_py.brokers.memory import MemoryBroker
-from machinery_py.brokers.mongo import MongoBroker
+from machinery_py.brokers.mongodb.broker import MongoBroker
+from machinery_py.connections.memory import MemoryHub
 from machinery_py.locks.mongo import MongoLock
-from machinery_py.settlement.base import Store
-from machinery_py.settlement.mongo_store import MongoStore
-from machinery_py.settlement.two_stores import TwoStores
+from machinery_py.stores.base import Store
+from machinery_py.stores.mongodb_store import MongoStore
+from machinery_py.stores.outbox import TwoStores
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.conformance.backends import BackendConformance, OpenBackend
 from machinery_py.testing.conformance.brokers import BrokerConformance, OpenBroker

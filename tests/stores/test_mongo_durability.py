@@ -18,8 +18,8 @@ import bson
 import pytest
 
 from machinery_py import Config, Server, Signature
-from machinery_py._drivers.mongo import MongoDriver
-from machinery_py._drivers.mongo_durability import Told, concerns, version_of
+from machinery_py.connections.mongodb.client import MongoDriver
+from machinery_py.connections.mongodb.durability import Told, concerns, version_of
 from machinery_py.errors import StoreUnusable
 from machinery_py.testing import private_mongo
 from machinery_py.testing.proxy import Proxy
@@ -193,12 +193,12 @@ def test_a_server_that_forgets_is_warned_of_or_refused(
 def test_who_may_not_ask_works_and_hears_that_it_is_unknown(
     proxy: Proxy, mongodb_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "machinery_py._drivers.mongo")
+    caplog.set_level(logging.INFO, "machinery_py.connections.mongodb.client")
     proxy.answer_next(private_mongo.refusal(13, "not authorized"), matching=b"serverStatus\0")
     driver = MongoDriver(proxy.through(mongodb_url))
     driver.run(lambda store: store.tasks.find_one(), doing="trying")
 
-    [record] = [one for one in caplog.records if one.name.endswith("_drivers.mongo")]
+    [record] = [one for one in caplog.records if one.name.endswith("connections.mongodb.client")]
     assert record.levelno == logging.INFO
     assert "does not tell whether it keeps what it stores" in record.message
     driver.close()

@@ -23,16 +23,16 @@ from pymongo.errors import (
 )
 
 from machinery_py import Config, Server
-from machinery_py._drivers import mongo_errors
-from machinery_py._drivers.memory import MemoryHub
-from machinery_py._drivers.mongo import MongoDriver
-from machinery_py.backends import mongo_groups
 from machinery_py.backends.base import ALREADY, SETTLED, Amendment, Change
-from machinery_py.backends.mongo import MongoBackend
-from machinery_py.backends.mongo_records import go_value
+from machinery_py.backends.mongodb import groups as mongo_groups
+from machinery_py.backends.mongodb.backend import MongoBackend
+from machinery_py.backends.mongodb.documents import go_value
 from machinery_py.brokers.base import Message
 from machinery_py.brokers.memory import MemoryBroker
-from machinery_py.brokers.mongo import MongoBroker
+from machinery_py.brokers.mongodb.broker import MongoBroker
+from machinery_py.connections.memory import MemoryHub
+from machinery_py.connections.mongodb import errors as mongo_errors
+from machinery_py.connections.mongodb.client import MongoDriver
 from machinery_py.errors import (
     BackendUnavailable,
     BrokerUnavailable,
@@ -43,11 +43,11 @@ from machinery_py.errors import (
     StoreUnusable,
 )
 from machinery_py.locks.mongo import MongoLock
-from machinery_py.settlement.base import Firing, Mark, Store, Submission
-from machinery_py.settlement.mongo_store import MongoStore
-from machinery_py.settlement.two_stores import TwoStores
-from machinery_py.signature import Arg, Signature
-from machinery_py.states import Arrival, State, TaskState
+from machinery_py.stores.base import Firing, Mark, Store, Submission
+from machinery_py.stores.mongodb_store import MongoStore
+from machinery_py.stores.outbox import TwoStores
+from machinery_py.tasks.signature import Arg, Signature
+from machinery_py.tasks.states import Arrival, State, TaskState
 from machinery_py.testing import private_mongo
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.conformance.claims import claim

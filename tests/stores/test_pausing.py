@@ -8,14 +8,14 @@ import threading
 
 import pytest
 
-from machinery_py._drivers.redis import RedisDriver
-from machinery_py._drivers.redis_keys import queue_keys
-from machinery_py._drivers.sqlite import SQLiteDriver
-from machinery_py.brokers import redis_consumer
 from machinery_py.brokers.base import Delivery
-from machinery_py.brokers.redis import RedisBroker
-from machinery_py.brokers.redis_consumer import RedisConsumer
-from machinery_py.brokers.sqlite import SQLiteBroker
+from machinery_py.brokers.redis import consumer as redis_consumer
+from machinery_py.brokers.redis.broker import RedisBroker
+from machinery_py.brokers.redis.consumer import RedisConsumer
+from machinery_py.brokers.sqlite.broker import SQLiteBroker
+from machinery_py.connections.redis.client import RedisDriver
+from machinery_py.connections.redis.keys import queue_keys
+from machinery_py.connections.sqlite.database import SQLiteDriver
 from machinery_py.errors import PublishRefused
 from machinery_py.testing.conformance.leases import bodies, done, message, put
 from machinery_py.testing.servers import RedisServer

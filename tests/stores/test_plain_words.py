@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from machinery_py import Config, MachineryError, Server, StoreUnusable
-from machinery_py._drivers.plain_words import plain
+from machinery_py.connections.plain_words import plain
 from machinery_py.testing.servers import RedisServer
 
 SCHEMES = ("redis", "rediss", "amqp", "amqps", "mongodb", "memcache")

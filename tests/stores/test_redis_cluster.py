@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from machinery_py._drivers.memory import MemoryHub
-from machinery_py.backends.redis_cluster import ClusterBackend
+from machinery_py.backends.redis.cluster import ClusterBackend
 from machinery_py.brokers.memory import MemoryBroker
-from machinery_py.brokers.redis_cluster import ClusterBroker
-from machinery_py.settlement.base import Store
-from machinery_py.settlement.redis_cluster_store import ClusterStore
-from machinery_py.settlement.two_stores import TwoStores
+from machinery_py.brokers.redis.cluster import ClusterBroker
+from machinery_py.connections.memory import MemoryHub
+from machinery_py.stores.base import Store
+from machinery_py.stores.outbox import TwoStores
+from machinery_py.stores.redis_cluster_store import ClusterStore
 from machinery_py.testing.conformance.backends import BackendConformance, OpenBackend
 from machinery_py.testing.conformance.brokers import BrokerConformance, OpenBroker
 from machinery_py.testing.conformance.claims import ClaimConformance

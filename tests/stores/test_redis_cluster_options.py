@@ -11,13 +11,13 @@ from collections.abc import Iterator
 import pytest
 
 from machinery_py import Config, Server, State
-from machinery_py._drivers.redis_cluster import RedisCluster
-from machinery_py._drivers.redis_pool import Limits
 from machinery_py.brokers.base import Broker
-from machinery_py.brokers.redis_cluster import ClusterBroker
-from machinery_py.config_sections import RedisConfig
+from machinery_py.brokers.redis.cluster import ClusterBroker
+from machinery_py.config.sections import RedisConfig
+from machinery_py.connections.redis.cluster import RedisCluster
+from machinery_py.connections.redis.pool import Limits
 from machinery_py.errors import BackendUnavailable, ConfigError, MachineryError, StoreUnusable
-from machinery_py.signature import Signature
+from machinery_py.tasks.signature import Signature
 from machinery_py.testing.conformance.leases import put
 from machinery_py.testing.servers import RedisCluster as ClusterServers
 from machinery_py.testing.waiting import HANG, together, wait_until
@@ -55,7 +55,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [
         record.message
         for record in caplog.records
-        if record.levelno >= logging.WARNING and record.name.endswith("_drivers.redis")
+        if record.levelno >= logging.WARNING and record.name.endswith("connections.redis.client")
     ]
 
 

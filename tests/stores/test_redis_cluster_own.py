@@ -10,17 +10,17 @@ from typing import Any
 import msgspec
 import pytest
 
-from machinery_py._drivers.memory import MemoryHub
-from machinery_py._drivers.redis_cluster import RedisCluster
-from machinery_py._drivers.redis_lua import raw
-from machinery_py._drivers.redis_tries import Request, command_at
 from machinery_py.backends.base import SETTLED, Amendment, Change, sending_key
-from machinery_py.backends.redis_cluster import ClusterBackend
-from machinery_py.backends.redis_cluster_records import parts_of_tick
+from machinery_py.backends.redis.cluster import ClusterBackend
+from machinery_py.backends.redis.cluster_documents import parts_of_tick
 from machinery_py.brokers.base import Delivery, Message
 from machinery_py.brokers.memory import MemoryBroker
-from machinery_py.brokers.redis_cluster import FOR_EVER, ClusterBroker, name_of_move
-from machinery_py.brokers.redis_messages import EMPTY
+from machinery_py.brokers.redis.cluster import FOR_EVER, ClusterBroker, name_of_move
+from machinery_py.brokers.redis.messages import EMPTY
+from machinery_py.connections.memory import MemoryHub
+from machinery_py.connections.redis.cluster import RedisCluster
+from machinery_py.connections.redis.requests import Request, command_at
+from machinery_py.connections.redis.scripts import raw
 from machinery_py.errors import (
     BackendUnavailable,
     BrokerUnavailable,
@@ -28,11 +28,11 @@ from machinery_py.errors import (
     PublishUnknown,
     StoreUnusable,
 )
-from machinery_py.settlement.base import Store
-from machinery_py.settlement.redis_cluster_store import ClusterStore
-from machinery_py.settlement.two_stores import TwoStores
-from machinery_py.settlement.two_stores_session import Outbox
-from machinery_py.states import Arrival, GroupMeta, State, TaskState
+from machinery_py.stores.base import Store
+from machinery_py.stores.outbox import TwoStores
+from machinery_py.stores.outbox_session import Outbox
+from machinery_py.stores.redis_cluster_store import ClusterStore
+from machinery_py.tasks.states import Arrival, GroupMeta, State, TaskState
 from machinery_py.testing.conformance.claims import claim
 from machinery_py.testing.conformance.fencing import (
     body_of,

@@ -6,14 +6,14 @@ import msgspec
 import pytest
 
 from machinery_py.backends.base import Change
-from machinery_py.backends.redis import RedisBackend
-from machinery_py.brokers.redis import RedisBroker
-from machinery_py.states import State, TaskState
+from machinery_py.backends.redis.backend import RedisBackend
+from machinery_py.brokers.redis.broker import RedisBroker
+from machinery_py.tasks.states import State, TaskState
 from machinery_py.testing.conformance.backends import BackendConformance, OpenBackend
 from machinery_py.testing.conformance.brokers import BrokerConformance, OpenBroker
 from machinery_py.testing.conformance.settlement import SettlementConformance
-from machinery_py.wire import encode_group
-from machinery_py.worker.fleet import GroupWatch
+from machinery_py.wire.signatures import encode_group
+from machinery_py.worker.go_groups import GroupWatch
 from tests.stores.left_behind import GROUP, SOON, LeftBehind, ended, look_until_idle
 from tests.stores.record_stores import InRedis, RedisTime
 from tests.stores.redis_case import (

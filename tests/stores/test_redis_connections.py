@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from machinery_py import AsyncResult, Config, Server
-from machinery_py._drivers.redis import RedisDriver
-from machinery_py._drivers.redis_servers import Servers
-from machinery_py._drivers.redis_url import BadRedisUrl, parse_redis_url
-from machinery_py.config_sections import RedisConfig
+from machinery_py.config.redis_url import BadRedisUrl, parse_redis_url
+from machinery_py.config.sections import RedisConfig
+from machinery_py.connections.failover import STRATEGIES, round_robin, shuffle
+from machinery_py.connections.redis.client import RedisDriver
+from machinery_py.connections.redis.discovery import Servers
 from machinery_py.errors import (
     BackendUnavailable,
     BrokerUnavailable,
@@ -22,8 +23,7 @@ from machinery_py.errors import (
     MachineryError,
     StoreUnusable,
 )
-from machinery_py.failover import STRATEGIES, round_robin, shuffle
-from machinery_py.signature import Signature
+from machinery_py.tasks.signature import Signature
 from machinery_py.testing.private import free_port
 from machinery_py.testing.proxy import Proxy
 from machinery_py.testing.servers import RedisSentinelTrio, RedisServer, require

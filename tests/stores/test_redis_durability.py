@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from machinery_py import Config, Server
-from machinery_py._drivers.redis import RedisDriver
-from machinery_py._drivers.redis_durability import concerns, read_info, version_of
-from machinery_py.durability import Concern
+from machinery_py.connections.durability import Concern
+from machinery_py.connections.redis.client import RedisDriver
+from machinery_py.connections.redis.durability import concerns, read_info, version_of
 from machinery_py.errors import StoreUnusable
-from machinery_py.signature import Signature
+from machinery_py.tasks.signature import Signature
 from machinery_py.testing.servers import RedisServer, require
 from machinery_py.testing.waiting import together
 
@@ -52,7 +52,7 @@ def configured(durable: RedisServer) -> Iterator[RedisServer]:
 def told(url: str, caplog: pytest.LogCaptureFixture, *, level: int = logging.WARNING) -> list[str]:
     """What is logged when a Server sends its first task."""
     caplog.clear()
-    caplog.set_level(logging.INFO, "machinery_py._drivers.redis")
+    caplog.set_level(logging.INFO, "machinery_py.connections.redis.client")
     server = Server(url)
     try:
         server.send_task(Signature(name="nobody_runs_this"))
@@ -62,7 +62,7 @@ def told(url: str, caplog: pytest.LogCaptureFixture, *, level: int = logging.WAR
     return [
         record.message
         for record in caplog.records
-        if record.levelno >= level and record.name.endswith("_drivers.redis")
+        if record.levelno >= level and record.name.endswith("connections.redis.client")
     ]
 
 
@@ -152,7 +152,9 @@ def test_a_replica_is_named_with_its_master(
     driver = RedisDriver(configured.url)
     assert driver.ask(b"PING", doing="asking") == b"PONG"
     [warning] = [
-        record.message for record in caplog.records if record.name.endswith("_drivers.redis")
+        record.message
+        for record in caplog.records
+        if record.name.endswith("connections.redis.client")
     ]
     assert (
         "it is a read-only replica of 127.0.0.1:1: no task can be stored or taken here (name the master"
@@ -217,7 +219,7 @@ def test_what_servers_say_of_themselves() -> None:
 def test_a_server_that_is_too_old_is_refused(
     durable: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("machinery_py._drivers.redis.OLDEST", (99, 0))
+    monkeypatch.setattr("machinery_py.connections.redis.client.OLDEST", (99, 0))
 
     with pytest.raises(StoreUnusable, match=r"is version .* \(needed: 99.0 or newer\)"):
         Server(durable.url).send_task(Signature(name="a"))

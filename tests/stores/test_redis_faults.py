@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 
 from machinery_py import Config, Server
-from machinery_py._drivers.redis import RedisDriver
 from machinery_py.backends.base import ALREADY, FENCED, SETTLED, Change
-from machinery_py.backends.redis import RedisBackend
-from machinery_py.brokers import redis, redis_looking
+from machinery_py.backends.redis.backend import RedisBackend
 from machinery_py.brokers.base import Disposal, Fate, Message
-from machinery_py.brokers.redis import RedisBroker
+from machinery_py.brokers.redis import broker as redis
+from machinery_py.brokers.redis import inspect as redis_looking
+from machinery_py.brokers.redis.broker import RedisBroker
+from machinery_py.connections.redis.client import RedisDriver
 from machinery_py.errors import (
     BrokerUnavailable,
     MachineryError,
@@ -28,10 +29,10 @@ from machinery_py.errors import (
     PublishUnknown,
     StoreUnusable,
 )
-from machinery_py.settlement.base import Settlement, Submission
-from machinery_py.settlement.redis_store import RedisStore
-from machinery_py.signature import Arg, Signature
-from machinery_py.states import State, TaskState, advance
+from machinery_py.stores.base import Settlement, Submission
+from machinery_py.stores.redis_store import RedisStore
+from machinery_py.tasks.signature import Arg, Signature
+from machinery_py.tasks.states import State, TaskState, advance
 from machinery_py.testing.proxy import Proxy
 from machinery_py.testing.servers import RedisServer
 from machinery_py.testing.waiting import HANG, together, wait_until
@@ -290,8 +291,8 @@ def test_delayed_messages_come_within_a_tenth_of_a_second(server: RedisServer) -
 
 DYING = """
 import os, sys
-from machinery_py._drivers.redis import RedisDriver
-from machinery_py.brokers.redis import RedisBroker
+from machinery_py.connections.redis.client import RedisDriver
+from machinery_py.brokers.redis.broker import RedisBroker
 consumer = RedisBroker(RedisDriver(sys.argv[1])).consume(["mail", "news"], worker="dying")
 held = consumer.receive(5, 5.0)
 consumer.run_begins(held[0])

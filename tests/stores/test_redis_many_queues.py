@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from machinery_py.brokers.base import Broker, Message
-from machinery_py.brokers.redis import OTHERS, RedisBroker
-from machinery_py.brokers.redis_cluster import ClusterBroker
+from machinery_py.brokers.redis.broker import OTHERS, RedisBroker
+from machinery_py.brokers.redis.cluster import ClusterBroker
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.conformance.brokers import OpenBroker
 from machinery_py.testing.servers import RedisCluster as ClusterServers

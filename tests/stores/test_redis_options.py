@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from machinery_py import Config, Server
-from machinery_py._drivers.redis import RedisDriver
-from machinery_py._drivers.redis_pool import Limits
-from machinery_py.config_sections import RedisConfig
+from machinery_py.config.sections import RedisConfig
+from machinery_py.connections.redis.client import RedisDriver
+from machinery_py.connections.redis.pool import Limits
 from machinery_py.errors import BackendUnavailable, MachineryError, PublishUnknown
-from machinery_py.signature import Signature
+from machinery_py.tasks.signature import Signature
 from machinery_py.testing.proxy import REPLIES, Proxy
 from machinery_py.testing.servers import RedisServer, require
 from machinery_py.testing.waiting import HANG, together, wait_until

@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 
 from machinery_py import Config, Group, Server, Signature, State
-from machinery_py._drivers.redis import RedisDriver
 from machinery_py.backends.base import Change
-from machinery_py.backends.redis import RedisBackend
-from machinery_py.backends.redis_lua import CHORD_LIFE
+from machinery_py.backends.redis.backend import RedisBackend
+from machinery_py.backends.redis.lua import CHORD_LIFE
 from machinery_py.brokers.base import Message
-from machinery_py.brokers.redis import RedisBroker
-from machinery_py.signature import Arg
-from machinery_py.states import TaskState
+from machinery_py.brokers.redis.broker import RedisBroker
+from machinery_py.connections.redis.client import RedisDriver
+from machinery_py.tasks.signature import Arg
+from machinery_py.tasks.states import TaskState
 from machinery_py.testing.waiting import HANG, wait_until
-from machinery_py.wire import decode_group, decode_signature, decode_state, encode_state
-from machinery_py.worker import upkeep
+from machinery_py.wire.signatures import decode_group, decode_signature, decode_state, encode_state
+from machinery_py.worker import maintenance as upkeep
 from tests.stores.redis_case import redis_server, redis_url
 
 __all__ = ["redis_server", "redis_url"]
@@ -123,7 +123,7 @@ def test_a_state_that_go_wrote_is_read_and_is_final_if_it_is(
 
 
 def state_after(uuid: str) -> Any:
-    from machinery_py.states import TaskState
+    from machinery_py.tasks.states import TaskState
 
     return TaskState(task_uuid=uuid, state=State.FAILURE, error="late")
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from machinery_py._drivers import run_table, session_files
-from machinery_py._drivers.session_files import (
+from machinery_py.connections import run_table, session_files
+from machinery_py.connections.session_files import (
     SessionFile,
     host_file,
     host_folder,

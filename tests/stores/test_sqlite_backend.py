@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from machinery_py._drivers.sqlite import SQLiteDriver
 from machinery_py.backends.base import SETTLED, Change
-from machinery_py.backends.sqlite import BATCH, SQLiteBackend
-from machinery_py.backends.sqlite_listener import READ
-from machinery_py.signature import Arg
-from machinery_py.states import Arrival, State, TaskState
+from machinery_py.backends.sqlite.backend import BATCH, SQLiteBackend
+from machinery_py.backends.sqlite.listener import READ
+from machinery_py.connections.sqlite.database import SQLiteDriver
+from machinery_py.tasks.signature import Arg
+from machinery_py.tasks.states import Arrival, State, TaskState
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.waiting import HANG, together
 from tests.stores.sqlite_processes import Other

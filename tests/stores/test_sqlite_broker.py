@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from machinery_py._drivers.sqlite import SQLiteDriver
 from machinery_py.brokers.base import Disposal, Fate, Message
-from machinery_py.brokers.sqlite import SQLiteBroker
-from machinery_py.brokers.sqlite_consumer import BIG
+from machinery_py.brokers.sqlite.broker import SQLiteBroker
+from machinery_py.brokers.sqlite.consumer import BIG
+from machinery_py.connections.sqlite.database import SQLiteDriver
 from machinery_py.errors import StoreUnusable
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.waiting import HANG, together, wait_until

@@ -7,13 +7,13 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from machinery_py._drivers.sqlite import SQLiteDriver
-from machinery_py.backends.sqlite import SQLiteBackend
+from machinery_py.backends.sqlite.backend import SQLiteBackend
 from machinery_py.brokers.base import Broker, Consumer
-from machinery_py.brokers.sqlite import SQLiteBroker
-from machinery_py.brokers.sqlite_consumer import SQLiteConsumer
-from machinery_py.settlement.base import Session, Store
-from machinery_py.settlement.one_store import OneSession, OneStore
+from machinery_py.brokers.sqlite.broker import SQLiteBroker
+from machinery_py.brokers.sqlite.consumer import SQLiteConsumer
+from machinery_py.connections.sqlite.database import SQLiteDriver
+from machinery_py.stores.base import Session, Store
+from machinery_py.stores.transactional import OneSession, OneStore
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.conformance.backends import BackendConformance, OpenBackend
 from machinery_py.testing.conformance.brokers import BrokerConformance, OpenBroker

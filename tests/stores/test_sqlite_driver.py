@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from machinery_py._drivers.sqlite import SQLiteDriver
-from machinery_py._drivers.sqlite_open import network_kind
 from machinery_py.backends.base import Amendment
-from machinery_py.backends.sqlite import SQLiteBackend
-from machinery_py.brokers.sqlite import SQLiteBroker
+from machinery_py.backends.sqlite.backend import SQLiteBackend
+from machinery_py.brokers.sqlite.broker import SQLiteBroker
+from machinery_py.connections.sqlite.database import SQLiteDriver
+from machinery_py.connections.sqlite.open import network_kind
 from machinery_py.errors import ConfigError, PublishRefused, StoreUnusable
 from tests.stores.sqlite_case import driver, integrity, message, path, queues
 
@@ -124,7 +124,7 @@ def test_what_is_read_only_is_told(tmp_path: Path, what: str) -> None:
         folder.chmod(0o777 if what == "file" else 0o755)
         script = (
             "import sys; sys.path.insert(0, sys.argv[2])\n"
-            "from machinery_py.brokers.sqlite import SQLiteBroker, SQLiteDriver\n"
+            "from machinery_py.brokers.sqlite.broker import SQLiteBroker, SQLiteDriver\n"
             "from machinery_py.brokers.base import Message\n"
             "from machinery_py.errors import PublishRefused, StoreUnusable\n"
             "import os; os.setuid(65534)\n"

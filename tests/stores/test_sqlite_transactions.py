@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from machinery_py._drivers.sqlite import SQLiteDriver
-from machinery_py.brokers.sqlite import SQLiteBroker
+from machinery_py.brokers.sqlite.broker import SQLiteBroker
+from machinery_py.connections.sqlite.database import SQLiteDriver
 from machinery_py.errors import BackendUnavailable, BrokerUnavailable
 from machinery_py.testing.waiting import HANG, together, wait_until
 from tests.forking import forked

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from machinery_py.settlement.base import Session, Store
-from machinery_py.settlement.two_stores import TwoStores
+from machinery_py.stores.base import Session, Store
+from machinery_py.stores.outbox import TwoStores
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.conformance.claims import ClaimConformance
 from machinery_py.testing.conformance.fencing import StoreCase

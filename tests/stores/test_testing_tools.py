@@ -11,20 +11,20 @@ from typing import TypeVar
 
 import pytest
 
-from machinery_py._drivers.memory import MemoryHub
 from machinery_py.backends.base import ALREADY, SETTLED, Change
 from machinery_py.backends.memory import MemoryBackend
 from machinery_py.brokers.base import Delivery, Message
 from machinery_py.brokers.memory import MemoryBroker
+from machinery_py.connections.memory import MemoryHub
 from machinery_py.errors import (
     BackendUnavailable,
     BrokerUnavailable,
     PublishRefused,
     PublishUnknown,
 )
-from machinery_py.settlement.base import Settlement, Store, Submission
-from machinery_py.settlement.one_store import OneStore
-from machinery_py.states import State, TaskState
+from machinery_py.stores.base import Settlement, Store, Submission
+from machinery_py.stores.transactional import OneStore
+from machinery_py.tasks.states import State, TaskState
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.conformance.backends import BackendConformance, OpenBackend
 from machinery_py.testing.conformance.brokers import BrokerConformance, OpenBroker

@@ -8,17 +8,17 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from machinery_py import Server, StateNotFound, Unsupported, group
-from machinery_py._drivers.memory import MemoryHub
-from machinery_py._drivers.sqlite import SQLiteDriver
 from machinery_py.backends.base import SETTLED
 from machinery_py.backends.memory import MemoryBackend
-from machinery_py.backends.sqlite import SQLiteBackend
+from machinery_py.backends.sqlite.backend import SQLiteBackend
 from machinery_py.brokers.base import Message
 from machinery_py.brokers.memory import MemoryBroker
+from machinery_py.connections.memory import MemoryHub
+from machinery_py.connections.sqlite.database import SQLiteDriver
 from machinery_py.errors import BrokerUnavailable
-from machinery_py.settlement.base import Submission
-from machinery_py.settlement.two_stores import TwoStores
-from machinery_py.states import State, TaskState
+from machinery_py.stores.base import Submission
+from machinery_py.stores.outbox import TwoStores
+from machinery_py.tasks.states import State, TaskState
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.conformance.fencing import drain, settlement, submit, uuid_of
 from machinery_py.testing.conformance.settlement import OpenStore, SettlementConformance

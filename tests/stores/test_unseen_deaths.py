@@ -23,7 +23,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 DYING = """
 import os, sys
 from machinery_py import Config, Server
-from machinery_py._drivers import session_files
+from machinery_py.connections import session_files
 session_files.HAS_LOCKS = sys.argv[1][:6] != "sqlite"  # its files lie beside the messages
 broker = Server(Config(broker=sys.argv[1], result_backend="memory://", lease=1.0)).broker
 consumer, found = broker.consume(["q"], worker="dying"), []

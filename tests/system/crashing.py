@@ -20,8 +20,8 @@ from typing import Any
 from machinery_py import Server, chord, group
 from machinery_py.backends.base import Verdict
 from machinery_py.brokers.base import Delivery
-from machinery_py.settlement.base import Firing, Mark, Session, Settlement, Store, Submission
-from machinery_py.settlement.two_stores import TwoStores
+from machinery_py.stores.base import Firing, Mark, Session, Settlement, Store, Submission
+from machinery_py.stores.outbox import TwoStores
 
 server = Server(
     broker=os.environ.get("CRASH_BROKER", "memory://"),
@@ -128,7 +128,7 @@ CLUSTER_POINTS = ("after-note", "after-verdict", "after-effects", "after-publish
 TWO_STORE_POINTS = ("after-put", "after-clear")
 
 
-#: Around the steps 2a and 2b of two_stores.py.
+#: Around the steps 2a and 2b of stores/outbox.py.
 REFUSAL_POINTS = ("before-bury", "after-bury", "after-failure")
 
 
@@ -231,7 +231,7 @@ def around(before: str, step: Callable[..., Any], after: str) -> Callable[..., A
 
 def kill_in_turns() -> None:
     """Let the killer in before and after the transaction of a turn that settles or fires."""
-    from machinery_py._drivers.amqp_turns import Turn
+    from machinery_py.connections.rabbitmq.queue_records import Turn
 
     end = Turn.end
 

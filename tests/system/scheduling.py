@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from machinery_py import Config, Server, current_task
-from machinery_py.settlement.two_stores import TwoStores
+from machinery_py.stores.outbox import TwoStores
 
 rng = random.Random(os.getpid())
 

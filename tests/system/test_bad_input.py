@@ -12,7 +12,7 @@ import pytest
 from machinery_py import ArgumentError, Config, Server, State
 from machinery_py.brokers.base import Message
 from machinery_py.testing.waiting import wait_until
-from machinery_py.wire import decode_signature
+from machinery_py.wire.signatures import decode_signature
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "wire" / "golden"
 HANG = 60.0  # seconds; a guard, nothing is measured with it

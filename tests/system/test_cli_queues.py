@@ -129,7 +129,7 @@ def test_an_age_that_the_broker_does_not_know_is_not_made_up(app: App) -> None:
         """
 import msgspec
 from machinery_py import Server
-from machinery_py.brokers.sqlite import SQLiteBroker
+from machinery_py.brokers.sqlite.broker import SQLiteBroker
 
 class Forgetful(SQLiteBroker):
     def stats(self):

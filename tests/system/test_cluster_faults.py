@@ -10,8 +10,8 @@ from contextlib import contextmanager
 import pytest
 
 from machinery_py import Config, Server, State, chord, current_task, group
-from machinery_py._drivers.redis_slots import slot_of
-from machinery_py.config import RedisConfig
+from machinery_py.config.config import RedisConfig
+from machinery_py.connections.redis.slots import slot_of
 from machinery_py.events import ConnectionLost
 from machinery_py.testing.servers import RedisCluster, RedisServer, require
 from machinery_py.testing.waiting import wait_until

@@ -13,10 +13,10 @@ from urllib.parse import urlsplit
 import pytest
 
 from machinery_py import Config, Server
-from machinery_py._drivers.amqp import AmqpDriver
 from machinery_py.clock import SystemClock
-from machinery_py.forks import ForkLock
-from machinery_py.states import State
+from machinery_py.connections.forks import ForkLock
+from machinery_py.connections.rabbitmq.client import AmqpDriver
+from machinery_py.tasks.states import State
 from machinery_py.testing.proxy import Proxy
 from machinery_py.testing.servers import RabbitMQServer
 from machinery_py.testing.waiting import HANG, together, wait_until

@@ -236,7 +236,7 @@ def test_a_frozen_worker_that_comes_back_writes_nothing(fleet: Fleet, server: Se
 
 INSIDE = """
 import os, signal, sys
-from machinery_py._drivers.sqlite import SQLiteDriver
+from machinery_py.connections.sqlite.database import SQLiteDriver
 with SQLiteDriver(sys.argv[1]).transaction():
     os.kill(os.getpid(), signal.SIGSTOP)
 """

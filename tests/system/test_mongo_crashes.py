@@ -17,8 +17,8 @@ from collections.abc import Iterator
 import pytest
 
 from machinery_py import Config, Server, Task
-from machinery_py._drivers.mongo import MongoDriver
-from machinery_py.settlement import two_stores
+from machinery_py.connections.mongodb.client import MongoDriver
+from machinery_py.stores import outbox as two_stores
 from machinery_py.testing.waiting import wait_until
 from tests.stores.amqp_case import amqp_url, vhosts
 from tests.stores.mongo_case import mongodb_server, mongodb_url

@@ -17,10 +17,10 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from machinery_py import Config, Server, group
-from machinery_py._drivers.amqp import AmqpDriver
 from machinery_py.brokers.base import Message
+from machinery_py.connections.rabbitmq.client import AmqpDriver
 from machinery_py.errors import NameRefused
-from machinery_py.states import TaskState
+from machinery_py.tasks.states import TaskState
 from machinery_py.testing.conformance.application import App
 from machinery_py.testing.servers import MemcachedServer, RedisCluster, RedisServer
 from machinery_py.testing.waiting import HANG, wait_until
@@ -104,7 +104,7 @@ def on_redis_a_list(request: pytest.FixtureRequest) -> Iterator[Neighbour]:
 @contextlib.contextmanager
 def on_a_cluster(request: pytest.FixtureRequest) -> Iterator[Neighbour]:
     cluster: RedisCluster = request.getfixturevalue("empty_cluster")
-    from machinery_py._drivers.redis_slots import slot_of
+    from machinery_py.connections.redis.slots import slot_of
 
     def at(*command: object) -> object:
         for node in masters(cluster):

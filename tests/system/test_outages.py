@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from machinery_py import Config, Server
-from machinery_py.backoff import SCHEDULES, reconnect_delay
 from machinery_py.errors import BrokerUnavailable, ConfigError, MachineryError, StoreUnusable
 from machinery_py.events import ConnectionLost, ConnectionRestored
+from machinery_py.tasks.backoff import SCHEDULES, reconnect_delay
 from machinery_py.testing.private import free_port
 from machinery_py.testing.proxy import Proxy
 from machinery_py.testing.servers import RedisServer, require
@@ -320,7 +320,7 @@ def test_programs_hear_of_the_loss_and_of_the_return(
 
     with server.new_worker("watched", concurrency=1) as worker:
         wait_until(lambda: worker.ready, HANG, "a worker that is ready")
-        caplog.set_level(logging.DEBUG, "machinery_py.worker.outage")
+        caplog.set_level(logging.DEBUG, "machinery_py.worker.reconnect")
         redis.kill()
         wait_until(lambda: len(lost) > 3, HANG, "some attempts")
         redis.start()

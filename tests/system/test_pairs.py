@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from machinery_py import Config, Server
-from machinery_py.config_sections import AMQPConfig
+from machinery_py.config.sections import AMQPConfig
 from machinery_py.testing.conformance.workflows import LinkedConformance, WorkflowConformance
 from tests.matrix import stores
 from tests.stores.amqp_case import amqp_url, vhosts

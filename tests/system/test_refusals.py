@@ -22,9 +22,9 @@ from machinery_py import (
     chain,
     group,
 )
-from machinery_py._drivers.amqp import AmqpDriver
-from machinery_py.config import AMQPConfig
-from machinery_py.states import State
+from machinery_py.config.config import AMQPConfig
+from machinery_py.connections.rabbitmq.client import AmqpDriver
+from machinery_py.tasks.states import State
 from machinery_py.testing.servers import RabbitMQServer, RedisServer
 from machinery_py.testing.waiting import HANG, wait_until
 from tests.servers import empty_redis, rabbitmq_server, redis_server

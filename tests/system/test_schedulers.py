@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from machinery_py.periodic import decode_entry
+from machinery_py.schedules.definition import decode_entry
 from machinery_py.testing.waiting import wait_until
 from tests.stores.amqp_case import amqp_url, vhosts
 from tests.stores.memcache_case import empty_memcached

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from machinery_py import Config, Server, Unsupported, group
-from machinery_py.config_sections import AMQPConfig
+from machinery_py.config.sections import AMQPConfig
 from machinery_py.testing.conformance.workflows import WorkflowConformance
 from machinery_py.testing.servers import MemcachedServer, RedisServer
 from machinery_py.testing.waiting import HANG, wait_until

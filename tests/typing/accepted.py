@@ -44,7 +44,7 @@ from machinery_py import (
 )
 from machinery_py.brokers.base import DeadLetter
 from machinery_py.inspection import QueueReport, TaskReport
-from machinery_py.schedules import ScheduleReport
+from machinery_py.schedules.api import ScheduleReport
 from machinery_py.testing import Harness, ManualClock, wait_until
 
 server = Server()

@@ -16,8 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from machinery_py.errors import ArgumentError, DecodeError
-from machinery_py.signature import Arg, Signature
-from machinery_py.wire import (
+from machinery_py.tasks.signature import Arg, Signature
+from machinery_py.wire.depth import is_deep, levels
+from machinery_py.wire.signatures import (
     decode_exact,
     decode_group,
     decode_results,
@@ -25,7 +26,6 @@ from machinery_py.wire import (
     decode_state,
     encode_signature,
 )
-from machinery_py.wire_levels import is_deep, levels
 
 R = TypeVar("R")
 

@@ -10,9 +10,9 @@ import pytest
 from golden_files import line_id, lines
 
 from machinery_py.errors import ArgumentError
-from machinery_py.signature import Signature
-from machinery_py.values import to_python
-from machinery_py.wire import decode_exact, decode_signature
+from machinery_py.tasks.signature import Signature
+from machinery_py.values.values import to_python
+from machinery_py.wire.signatures import decode_exact, decode_signature
 
 LINES = lines("arguments.jsonl")
 

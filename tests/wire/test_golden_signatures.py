@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from golden_files import FOLDER, line_id, lines
 
-from machinery_py import wire_decode
-from machinery_py.backoff import next_fibonacci
 from machinery_py.errors import ArgumentError
-from machinery_py.signature import Arg, Signature
-from machinery_py.values import describe, describe_as
-from machinery_py.wire import decode_signature, encode_signature, parse_time
+from machinery_py.tasks.backoff import next_fibonacci
+from machinery_py.tasks.signature import Arg, Signature
+from machinery_py.values.values import describe, describe_as
+from machinery_py.wire import decode as wire_decode
+from machinery_py.wire.signatures import decode_signature, encode_signature, parse_time
 
 SIGNATURES = lines("signatures.jsonl")
 KEYS = list(json.loads(SIGNATURES[0]["wire"]))

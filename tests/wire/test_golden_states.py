@@ -10,9 +10,9 @@ import pytest
 from golden_files import line_id, lines, payload
 
 from machinery_py.errors import DecodeError
-from machinery_py.states import State
-from machinery_py.values import from_result
-from machinery_py.wire import (
+from machinery_py.tasks.states import State
+from machinery_py.values.values import from_result
+from machinery_py.wire.signatures import (
     decode_group,
     decode_results,
     decode_state,

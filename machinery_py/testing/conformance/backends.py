@@ -18,13 +18,13 @@ import pytest
 
 from machinery_py.backends.base import FENCED, SETTLED, Backend, Change
 from machinery_py.errors import Unsupported
-from machinery_py.signature import Arg, Signature
-from machinery_py.states import LEGAL, State, TaskState
+from machinery_py.tasks.signature import Arg, Signature
+from machinery_py.tasks.states import LEGAL, State, TaskState
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.conformance.changes import ChangeConformance
 from machinery_py.testing.conformance.groups import MOMENT, OpenBackend, state_of, write
 from machinery_py.testing.waiting import HANG, together
-from machinery_py.values import from_result
+from machinery_py.values.values import from_result
 
 __all__ = ["BackendConformance", "OpenBackend"]
 
@@ -68,7 +68,7 @@ MARGIN = 0.001  # seconds; some stores round to milliseconds
 
 
 def legal(current: State | None, run: int, state: State) -> bool:
-    """Whether `state` may follow `current`, `run` runs later: the rule of states.py, said once more."""
+    """Whether `state` may follow `current`, `run` runs later: the rule of tasks/states.py, said once more."""
     if current is None:
         return True
     if run < 0 or current.is_finished:

@@ -6,7 +6,7 @@ import pytest
 
 from machinery_py.backends.base import ALREADY, FENCED, SETTLED, Backend, Change
 from machinery_py.errors import Unsupported
-from machinery_py.states import State
+from machinery_py.tasks.states import State
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.conformance.groups import GroupConformance, OpenBackend, state_of, write
 from machinery_py.testing.waiting import together

@@ -9,8 +9,8 @@ class TestMyStore(ClaimConformance):
 from __future__ import annotations
 
 from machinery_py.backends.base import Amendment
-from machinery_py.settlement.base import Session, Store
-from machinery_py.states import State
+from machinery_py.stores.base import Session, Store
+from machinery_py.tasks.states import State
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.conformance.fencing import (
     OpenStore,

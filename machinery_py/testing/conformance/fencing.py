@@ -11,8 +11,8 @@ import pytest
 
 from machinery_py.backends.base import FENCED, SETTLED
 from machinery_py.brokers.base import Delivery, Fate, Message
-from machinery_py.settlement.base import Mark, Session, Settlement, Store, Submission
-from machinery_py.states import Arrival, GroupMeta, State, TaskState
+from machinery_py.stores.base import Mark, Session, Settlement, Store, Submission
+from machinery_py.tasks.states import Arrival, GroupMeta, State, TaskState
 from machinery_py.testing.clocks import ManualClock
 
 #: Opens a store. Called again, it gives a second handle on the same store, as another process would have.

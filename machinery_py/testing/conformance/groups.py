@@ -10,8 +10,8 @@ import pytest
 
 from machinery_py.backends.base import ALREADY, FENCED, SETTLED, Backend, Change, ReadyGroup
 from machinery_py.errors import StateNotFound, Unsupported
-from machinery_py.signature import Arg
-from machinery_py.states import Arrival, GroupMeta, State, TaskState
+from machinery_py.tasks.signature import Arg
+from machinery_py.tasks.states import Arrival, GroupMeta, State, TaskState
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.waiting import together
 

@@ -17,8 +17,8 @@ import pytest
 from machinery_py.backends.base import Amendment
 from machinery_py.brokers.base import Message
 from machinery_py.errors import StateNotFound, Unsupported
-from machinery_py.settlement.base import Session, Store
-from machinery_py.states import GroupMeta, State
+from machinery_py.stores.base import Session, Store
+from machinery_py.tasks.states import GroupMeta, State
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.conformance.fencing import (
     OpenStore,

@@ -17,8 +17,8 @@ import pytest
 
 from machinery_py.backends.base import ALREADY, FENCED, SETTLED, Verdict
 from machinery_py.brokers.base import Fate, Message
-from machinery_py.settlement.base import Firing, Mark, Session, Settlement, Store, Submission
-from machinery_py.states import Arrival, GroupMeta, State
+from machinery_py.stores.base import Firing, Mark, Session, Settlement, Store, Submission
+from machinery_py.tasks.states import Arrival, GroupMeta, State
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.conformance.fencing import (
     FencingConformance,
@@ -37,7 +37,7 @@ __all__ = ["OpenStore", "SettlementConformance"]
 
 
 class SettlementConformance(FencingConformance):
-    """Everything that the docstrings in settlement/base.py say."""
+    """Everything that the docstrings in stores/base.py say."""
 
     def test_state_and_message_are_submitted_together(self, store: Store, session: Session) -> None:
         submit(store, "a", "b", groups=[GroupMeta(group_uuid="g", task_uuids=("a", "b"))])

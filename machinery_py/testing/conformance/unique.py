@@ -27,7 +27,7 @@ from machinery_py import (
     current_task,
     group,
 )
-from machinery_py.signature import HEADER_UNIQUE, Arg
+from machinery_py.tasks.signature import HEADER_UNIQUE, Arg
 from machinery_py.testing.conformance.application import App, AppCase, waiting
 from machinery_py.testing.waiting import HANG, together, wait_until
 

@@ -1,1 +1,0 @@
-"""One file a service, shared by its broker, backend and lock."""

@@ -1,0 +1,397 @@
+"""What sending and running share: the tasks, the stores, the clock, the hooks, and the way from a signature to a message."""
+
+from __future__ import annotations
+
+import datetime as dt
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from machinery_py.brokers.base import Message
+from machinery_py.clock import Clock
+from machinery_py.config.config import Config
+from machinery_py.connections.forks import ForkLock
+from machinery_py.errors import (
+    ArgumentError,
+    BackendUnavailable,
+    BrokerUnavailable,
+    MachineryError,
+    NameRefused,
+    PublishRefused,
+    PublishUnknown,
+)
+from machinery_py.events import EventBus, TaskSent
+from machinery_py.locks.named import LockKeeper
+from machinery_py.names import check_message, check_uuid
+from machinery_py.registry.outcomes import Arrived, Failed, FollowUp, failing, follow_up
+from machinery_py.registry.registry import Registry
+from machinery_py.stores.base import Refusal, Store, Submission
+from machinery_py.stores.open import Stores
+from machinery_py.tasks.backoff import full_jitter
+from machinery_py.tasks.context import check_time, on_behalf_of, task_or_none
+from machinery_py.tasks.signature import Lazy, Signature, counted, new_uuid
+from machinery_py.tasks.states import Arrival, GroupMeta, State, TaskState
+from machinery_py.texts import get_logger
+from machinery_py.wire.signatures import decode_signature, encode_signature
+
+logger = get_logger(__name__)
+
+PrePublish = Callable[[Signature[Any]], Signature[Any] | None]
+T = TypeVar("T")
+Around = Callable[[Signature[Any]], Iterator[None]]
+
+
+class Outgoing(msgspec.Struct, frozen=True):
+    """Signatures ready to be published: their messages, and PENDING for each."""
+
+    messages: Sequence[Message]
+    states: Sequence[TaskState]
+    groups: Sequence[GroupMeta]
+    signatures: Sequence[Signature[Any]]
+
+
+NOTHING = Outgoing((), (), (), ())
+
+TRACE_CONTEXT = frozenset({"traceparent", "tracestate", "baggage"})  # headers of the W3C
+OURS = "machinery_"  # how the headers of tasks/signature.py begin
+STEP_FAILED = "ChainStepFailed"  # the error type of a last task that never ran
+
+FIRST_PAUSE = 0.05  # seconds until a submission is repeated
+
+
+class Engine:
+    """One application: its tasks and its stores. May be used from any thread; opens nothing before it is needed."""
+
+    def __init__(self, config: Config, clock: Clock) -> None:
+        self.config = config
+        self.clock = clock
+        self.registry = Registry()
+        self.events = EventBus()
+        self.locks = LockKeeper(lambda: self.stores.lock, lambda: self.config.lease)
+        self.pre_publish: PrePublish | None = None
+        self.around: list[Around] = []
+        self._stores: Stores | None = None
+        self._lock = ForkLock()
+        self._attached: Callable[[], object] | None = None
+
+    @property
+    def stores(self) -> Stores:
+        """Opened at the first use."""
+        stores = self._stores
+        if stores is None:
+            with self._lock:
+                stores = self._stores
+                if stores is None:
+                    stores = Stores(self.config, self.clock)
+                    self._equip(stores)
+                    self._stores = stores
+        return stores
+
+    @property
+    def store(self) -> Store:
+        return self.stores.store
+
+    def attach(self, drain: Callable[[], object]) -> None:
+        """What the eager store calls to run what it was given."""
+        self._attached = drain
+
+    def swap(
+        self, config: Config, clock: Clock, stores: Stores | None = None
+    ) -> tuple[Config, Clock, Stores | None]:
+        """Work with another configuration, clock and stores from now on, for tests. Returns those before, which stay open;
+        to put them back: `swap(*before)`.
+
+        Args:
+            stores: opened from the configuration at the first use, if they are not given.
+        """
+        with self._lock:
+            before = self.config, self.clock, self._stores
+            self.config, self.clock, self._stores = config, clock, stores
+            if stores is not None:
+                self._equip(stores)
+        return before
+
+    def _equip(self, stores: Stores) -> None:
+        stores.store.refusal = self.refusal
+        if self._attached is not None:
+            stores.store.attach(self._attached)
+
+    def close(self) -> None:
+        """Give the stores back. May be called twice; the next use opens them again."""
+        self.locks.close()
+        with self._lock:
+            stores, self._stores = self._stores, None
+        if stores is not None:
+            stores.close()
+
+    def outgoing(
+        self,
+        signatures: Sequence[Signature[Any]],
+        groups: Sequence[GroupMeta] = (),
+        awaited: Sequence[Signature[Any]] = (),
+    ) -> Outgoing:
+        """Make messages: fill in UUID and queue, let the pre-publish hook look, encode, check the size.
+
+        Args:
+            awaited: sent later, by a worker, but PENDING from now on.
+
+        Raises:
+            ArgumentError: something in a signature cannot be sent.
+            NameRefused: a name in one cannot be used.
+        """
+        if not signatures and not groups:
+            return NOTHING
+        for group in groups:
+            check_uuid(group.group_uuid, self.config.default_queue)
+        now = self.clock.now()
+        messages: list[Message] = []
+        states: list[TaskState] = []
+        sent: list[Signature[Any]] = []
+        for given in signatures:
+            signature = self.completed(given)
+            message = self.message(signature)
+            messages.append(message)
+            states.append(pending(signature, now))
+            sent.append(signature)
+        for later in awaited:
+            states.append(
+                pending(
+                    later.replace(routing_key=later.routing_key or self.config.default_queue), now
+                )
+            )
+        return Outgoing(messages, states, groups, sent)
+
+    def completed(self, signature: Signature[Any]) -> Signature[Any]:
+        """With UUID, queue, and what counts from now on; passed through the pre-publish hook, which may return another one."""
+        if not signature.uuid or not signature.routing_key:
+            signature = signature.replace(
+                uuid=signature.uuid or new_uuid(),
+                routing_key=signature.routing_key or self.config.default_queue,
+            )
+        if task_or_none() is not None:
+            signature = self.inheriting(signature)
+        if signature.headers:
+            signature = counted(signature, self.clock.now())
+        if self.pre_publish is not None:
+            signature = self.pre_publish(signature) or signature
+        return signature
+
+    def inheriting(self, signature: Signature[Any]) -> Signature[Any]:
+        """With the headers that it takes over from the task that sends it: trace context, and those that the configuration
+        names. Its own of the same name win; ours are never taken over."""
+        task = task_or_none()
+        if task is None or not task.signature.headers:
+            return signature
+        prefixes = tuple(filter(None, map(str.strip, self.config.inherited_headers.split(","))))
+        found = {
+            key: value
+            for key, value in task.signature.headers.items()
+            if (key in TRACE_CONTEXT or (key.startswith(prefixes) and not key.startswith(OURS)))
+            and key not in signature.headers
+            and isinstance(value, str)
+        }
+        return signature.replace(headers={**found, **signature.headers}) if found else signature
+
+    def _check_names(self, signature: Signature[Any]) -> None:
+        """Those in it, and in what follows it; of what came off the wire when it is sent.
+
+        Raises:
+            NameRefused: one cannot be used.
+        """
+        default = self.config.default_queue
+        check_message(
+            signature.routing_key,
+            default,
+            name=signature.name,
+            uuid=signature.uuid,
+            group_uuid=signature.group_uuid,
+        )
+        waiting = (
+            [signature]
+            if signature.on_success or signature.on_error or signature.chord_callback is not None
+            else []
+        )
+        while waiting:
+            one = waiting.pop()
+            if one is not signature:
+                check_message(
+                    one.routing_key,
+                    default,
+                    name=one.name,
+                    uuid=one.uuid,
+                    group_uuid=one.group_uuid,
+                )
+            for nested in (one.on_success, one.on_error):
+                if nested and type(nested) is not Lazy:
+                    waiting += nested
+            if one.chord_callback is not None:
+                waiting.append(one.chord_callback)
+
+    def message(self, signature: Signature[Any]) -> Message:
+        self._check_names(signature)
+        body = encode_signature(signature)
+        limit = self.config.max_message_size
+        if len(body) > limit:
+            raise ArgumentError(
+                f"{signature.name}: the message has {len(body):,} bytes, more than max_message_size = {limit:,} "
+                "(send an id and load the data in the task)"
+            )
+        return Message(
+            uuid=signature.uuid,
+            name=signature.name,
+            queue=signature.routing_key,
+            body=body,
+            eta=signature.eta,
+            priority=signature.priority,
+        )
+
+    def refusal(self, message: Message, error: Exception) -> Refusal:
+        """What becomes true in place of a message of ours that its store refuses for good: its task has failed."""
+        now, text = self.clock.now(), f"it cannot be sent: {error}"
+        signature = decode_signature(message.body)
+        outcome = Failed(error=text, error_type=type(error).__name__, retryable=False)
+        then = follow_up(signature, outcome, now=now)
+        with on_behalf_of(signature, queue=message.queue):
+            try:
+                out = self.outgoing(then.send)
+            except Exception:  # the pre-publish hook is user code
+                logger.exception("the error callbacks of %s cannot be sent", signature.uuid)
+                out = NOTHING
+        state = msgspec.structs.replace(
+            pending(signature, now),
+            state=State.FAILURE,
+            error=text,
+            error_type=then.error_type,
+            finished_at=now,
+            message=message.body,
+            eta=None,
+        )
+        return Refusal(
+            states=(state, *broken(then, signature, now), *out.states),
+            send=out.messages,
+            groups=out.groups,
+            arrivals=self.arrivals(then.arrived),
+            queue=self.config.default_queue,
+        )
+
+    def submit(
+        self,
+        signatures: Sequence[Signature[Any]],
+        groups: Sequence[GroupMeta] = (),
+        awaited: Sequence[Signature[Any]] = (),
+    ) -> None:
+        """Publish; `awaited` as for `outgoing`.
+
+        Raises:
+            ArgumentError, PublishRefused, PublishUnknown: as Server.send_task.
+        """
+        out = self.outgoing(signatures, groups, awaited)
+        if out.messages:
+            self._submit(
+                Submission(
+                    token=new_uuid(""), messages=out.messages, states=out.states, groups=out.groups
+                )
+            )
+            self.tell_sent(out.signatures)
+
+    def tell_sent(self, signatures: Sequence[Signature[Any]]) -> None:
+        """They have been published."""
+        if signatures and self.events.wants(TaskSent):
+            for signature in signatures:
+                self.events.emit(TaskSent(signature=signature))
+
+    def _submit(self, submission: Submission) -> None:
+        try:
+            self.patiently(lambda: self.store.submit(submission))
+        except PublishRefused as error:
+            queues = ", ".join(sorted({message.queue for message in submission.messages}))
+            if error.permanent and queues not in str(error):
+                error.args = (f"queue {queues}: {error}",)
+            raise
+
+    def patiently(self, publish: Callable[[], T]) -> T:
+        """Repeat it while the store is away, for at most `publish_timeout`; its token keeps it from being doubled."""
+        deadline = time.monotonic() + self.config.publish_timeout
+        pause = FIRST_PAUSE
+        unknown: PublishUnknown | None = None
+        failure: MachineryError
+        while True:
+            check_time()
+            try:
+                return publish()
+            except PublishUnknown as error:
+                if error.permanent:
+                    raise
+                unknown = failure = error
+            except (BrokerUnavailable, BackendUnavailable) as error:
+                failure = error
+            if time.monotonic() + pause >= deadline:
+                # After a lost reply, a refusal of the repeat does not say that nothing was stored.
+                raise unknown or failure
+            time.sleep(full_jitter(pause))
+            pause = min(1.0, pause * 2)
+
+    def arrivals(self, arrived: Sequence[Arrived]) -> list[Arrival]:
+        """Group arrivals as the stores keep them."""
+        found: list[Arrival] = []
+        for one in arrived:
+            member, callback = one.member, one.member.chord_callback
+            if callback is not None and member.group_uuid:
+                try:
+                    check_uuid(member.group_uuid, self.config.default_queue)
+                except NameRefused as error:
+                    logger.error(
+                        "a member of a group that cannot be: %s", error
+                    )  # behind one that can: none was ever sent
+                    continue
+                found.append(
+                    Arrival(
+                        group_uuid=member.group_uuid,
+                        task_uuid=member.uuid,
+                        total=member.group_task_count,
+                        ok=one.ok,
+                        callback=encode_signature(self.inheriting(callback)),
+                    )
+                )
+        return found
+
+    def now(self) -> dt.datetime:
+        return self.clock.now()
+
+
+def pending(signature: Signature[Any], now: dt.datetime) -> TaskState:
+    """The state that a signature has when it is published."""
+    return TaskState(
+        task_uuid=signature.uuid,
+        task_name=signature.name,
+        state=State.PENDING,
+        created_at=now,
+        run=signature.run,
+        attempt=signature.attempt,
+        queue=signature.routing_key,
+        eta=signature.eta,
+        message=failing(signature),
+    )
+
+
+def broken(then: FollowUp, signature: Signature[Any], now: dt.datetime) -> Sequence[TaskState]:
+    """The state of the last task of a chain in which this step has failed."""
+    if not then.breaks:
+        return ()
+    try:
+        check_uuid(then.breaks, signature.routing_key)  # a header says it
+    except NameRefused as error:
+        logger.error("the last task of the chain of %s cannot be: %s", signature.uuid, error)
+        return ()
+    return (
+        TaskState(
+            task_uuid=then.breaks,
+            state=State.FAILURE,
+            error=f"step {signature.name} {signature.uuid} failed: {then.error}",
+            error_type=STEP_FAILED,
+            created_at=now,
+            finished_at=now,
+        ),
+    )

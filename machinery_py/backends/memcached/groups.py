@@ -1,0 +1,371 @@
+"""Groups in memcached: who has arrived, who is complete, and who fires.
+
+    <group UUID>          Go's document; our last field says when it was made
+    mpy:c:<group>         callback and total, written before the first arrival; never changed
+    mpy:b:<i>:<group>     a share of the arrived members, 8 bytes of hash each; changed by `cas`
+    mpy:n:<group>         a guess at how many have arrived, never too low; raised by `incr`
+    mpy:r:<group>         the group is ready; the failed member, or nothing. Written once, by `add`
+    mpy:f:<group>         the group is fired, with the messages to publish. Written once, by `add`: it decides who fires
+
+A member belongs to one share, so an arrival costs the same in a chord of any size. When the guess reaches the total, or a
+member arrives a second time (its worker had died, or a reply was lost), the shares are counted. So the guess decides only
+when to look, and may be too high. It is never too low when an arrival has ended: who joins a share raises it afterwards, also
+who joined before; and where there is none, the first or one that was evicted, one of those who find none counts the shares and
+writes that number by `add`, which all who joined before are in, while everybody else raises it.
+
+Go counts by reading all states, and writes its flag into the document with neither `cas` nor a look at who was faster. So a group
+with members that Go has ended is left to Go for GO_TIME (`BackendFeatures.foreign_time`); if no flag has come by then (our member
+was the last one, or the Go worker died) it is ours. Go sets the flag of a group with a failed member, too, and then tells nobody.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from machinery_py.backends.base import ReadyGroup
+from machinery_py.backends.memcached.documents import (
+    CHORD_LIFE,
+    OURS,
+    Commit,
+    decode_commit,
+    decode_meta,
+    encode_meta,
+    is_meta,
+    key_of,
+    pack,
+)
+from machinery_py.backends.memcached.index import Index, rounds
+from machinery_py.clock import micros
+from machinery_py.connections.memcached.client import (
+    STORED,
+    MemcacheDriver,
+    add,
+    delete,
+    incr,
+    seconds,
+    swap,
+    touch,
+)
+from machinery_py.errors import DecodeError
+from machinery_py.tasks.states import Arrival, GroupMeta
+from machinery_py.texts import get_logger
+
+logger = get_logger(__name__)
+
+SHARE = 256  # members of a share, more or less
+GO_TIME = 1.0  # seconds that a Go worker has from the end of its member to its flag
+HASH = 8  # bytes; of 100,000 members two share one in 1 of 4,000,000,000 chords
+
+CALLBACK, SHARES, GUESS, READY, FIRED = (
+    OURS + letter + b":" for letter in (b"c", b"b", b"n", b"r", b"f")
+)
+
+_callback = msgspec.msgpack.Decoder(tuple[bytes, int]).decode
+_LIFE = seconds(CHORD_LIFE)
+
+
+class _Share(NamedTuple):
+    group: str
+    key: bytes
+
+
+class Groups:
+    """All that concerns groups. May be used from any thread."""
+
+    def __init__(self, driver: MemcacheDriver, index: Index, *, expire_in: float) -> None:
+        self._driver = driver
+        self._index = index
+        self._expire_in = expire_in
+
+    def now(self) -> int:
+        return micros(self._driver.clock.now())
+
+    # Documents
+
+    def create(self, groups: Sequence[GroupMeta]) -> None:
+        """Those that are not there yet."""
+        now = self.now()
+        commands = [add(key_of(one.group_uuid), encode_meta(one, now), _LIFE) for one in groups]
+        self._driver.send(commands, doing="creating a group")
+
+    def get(self, group_uuid: str, is_kept: Callable[[Sequence[str]], bool]) -> GroupMeta | None:
+        """The group. One that is old and of whose members `is_kept` knows none has expired."""
+        key, fired = key_of(group_uuid), key_of(group_uuid, FIRED)
+        found = self._driver.fetch([key, fired], doing="reading a group")
+        if key not in found:
+            return None
+        group, made_at = decode_meta(found[key].value)
+        old = made_at and made_at + int(self._expire_in * 1e6) < self.now()
+        if old and not is_kept(group.task_uuids):
+            return None
+        return msgspec.structs.replace(group, chord_triggered=True) if fired in found else group
+
+    def purge(self, group_uuid: str) -> None:
+        document = self._driver.fetch([key_of(group_uuid)], doing="reading a group").get(
+            key_of(group_uuid)
+        )
+        keys = self._keys(group_uuid)
+        if document is not None and is_meta(document.value):
+            keys.append(key_of(group_uuid))
+        self._driver.send([delete(key) for key in keys], doing="purging a group")
+        self._index.drop(groups=[group_uuid])
+
+    def _keys(self, group_uuid: str, *, but: bytes = b"") -> list[bytes]:
+        """All that is kept of a group beside its document."""
+        found = self._driver.fetch([key_of(group_uuid, CALLBACK)], doing="reading a group")
+        total = _callback(found[key_of(group_uuid, CALLBACK)].value)[1] if found else 0
+        keys = [
+            key_of(group_uuid, prefix)
+            for prefix in (CALLBACK, GUESS, READY, FIRED)
+            if prefix != but
+        ]
+        return keys + [_share_key(group_uuid, number) for number in range(_shares(total))]
+
+    # Arrivals
+
+    def announce(self, arrivals: Sequence[Arrival]) -> None:
+        """Keep the callbacks, before anybody arrives."""
+        first = {one.group_uuid: one for one in arrivals if one.callback}
+        self._driver.send(
+            [
+                add(key_of(uuid, CALLBACK), pack((one.callback, one.total)), _LIFE)
+                for uuid, one in first.items()
+            ],
+            doing="keeping a callback",
+        )
+
+    def arrive(self, arrivals: Sequence[tuple[str, str, int, bool]]) -> None:
+        """Count each member once, and make its group ready when it is complete or broken."""
+        members: dict[_Share, set[bytes]] = {}
+        totals: dict[str, int] = {}
+        failed: dict[str, str] = {}
+        for group, member, total, ok in arrivals:
+            share = _Share(group, _share_key(group, _number(member, total)))
+            members.setdefault(share, set()).add(_hash(member))
+            totals[group] = total
+            if not ok:
+                failed.setdefault(group, member)
+        again = self._join(members)
+        joined: dict[str, int] = {}
+        for one, hashes in members.items():
+            joined[one.group] = joined.get(one.group, 0) + len(hashes)
+        look = self._guess(joined, totals) | again
+        ready = {group: failed[group] for group in failed}
+        for group in look - ready.keys():
+            if self._count(group, totals[group]) >= totals[group]:
+                ready[group] = ""
+        self._make_ready(ready)
+        self._let_go(arrivals)
+
+    def _join(self, members: dict[_Share, set[bytes]]) -> set[str]:
+        """Put them into their shares. The groups where some were before."""
+        again: set[str] = set()
+        waiting = dict(members)
+        for _ in rounds("the members of a group"):
+            items = self._driver.fetch(
+                [share.key for share in waiting], doing="reading who has arrived"
+            )
+            writes = []
+            for share, hashes in list(waiting.items()):
+                item = items.get(share.key)
+                value = item.value if item else b""
+                missing = hashes - {value[at : at + HASH] for at in range(0, len(value), HASH)}
+                if len(missing) < len(hashes):
+                    again.add(share.group)
+                if missing:
+                    joined = value + b"".join(sorted(missing))
+                    writes.append(
+                        (share, swap(share.key, joined, _LIFE, item.cas if item else None))
+                    )
+                else:
+                    del waiting[share]
+            replies = self._driver.send(
+                [command for _, command in writes], doing="counting an arrival"
+            )
+            for (share, _), reply in zip(writes, replies, strict=True):
+                if reply == STORED:
+                    del waiting[share]
+            if not waiting:
+                break
+        return again
+
+    def _guess(self, joined: dict[str, int], totals: dict[str, int]) -> set[str]:
+        """Raise the guesses; the groups that may be complete now."""
+        look: set[str] = set()
+        waiting = list(joined)
+        for _ in rounds("how many members of a group have arrived"):
+            # Not to be repeated: a reply that is lost makes the whole change come again, which raises the guess again.
+            replies = self._driver.send(
+                [incr(key_of(group, GUESS), joined[group]) for group in waiting],
+                doing="counting an arrival",
+                again=False,
+            )
+            look.update(
+                group
+                for group, reply in zip(waiting, replies, strict=True)
+                if reply.isdigit() and int(reply) >= totals[group]
+            )
+            none = [
+                group for group, reply in zip(waiting, replies, strict=True) if not reply.isdigit()
+            ]
+            begun = {group: self._begin_guess(group, totals[group]) for group in none}
+            look.update(group for group, count in begun.items() if count >= totals[group])
+            waiting = [group for group, count in begun.items() if not count]
+            if not waiting:
+                break
+        return look
+
+    def _begin_guess(self, group: str, total: int) -> int:
+        """Write what the shares say. 0: somebody else has just done so."""
+        count = self._count(group, total)
+        command = add(key_of(group, GUESS), b"%d" % count, _LIFE)
+        return (
+            count
+            if self._driver.send([command], doing="counting an arrival", again=False) == [STORED]
+            else 0
+        )
+
+    def _count(self, group: str, total: int) -> int:
+        """How many have arrived."""
+        keys = [_share_key(group, number) for number in range(_shares(total))]
+        items = self._driver.fetch(keys, doing="counting the members of a group")
+        return sum(len(item.value) // HASH for item in items.values())
+
+    def _make_ready(self, ready: dict[str, str]) -> None:
+        if ready:
+            self._index.note(groups=list(ready))
+            commands = [
+                add(key_of(group, READY), member.encode("utf-8", "surrogatepass"), _LIFE)
+                for group, member in ready.items()
+            ]
+            self._driver.send(commands, doing="making a group ready")
+
+    def _let_go(self, arrivals: Sequence[tuple[str, str, int, bool]]) -> None:
+        """Who arrives after his chord was fired is not kept for it."""
+        fired = self._driver.fetch(
+            {key_of(group, FIRED) for group, _, _, _ in arrivals}, doing="reading a group"
+        )
+        late = [member for group, member, _, _ in arrivals if key_of(group, FIRED) in fired]
+        self._shorten(late)
+
+    def _shorten(self, members: Sequence[str]) -> None:
+        expiry = seconds(self._expire_in)
+        self._driver.send(
+            [touch(key_of(member), expiry) for member in members], doing="letting results expire"
+        )
+
+    # Firing
+
+    def ready(self, limit: int) -> list[ReadyGroup]:
+        """Groups that are ready and not fired."""
+        names = sorted(
+            {group for segment in self._index.segments().values() for group in segment.groups}
+        )
+        if not names:
+            return []
+        found = self._driver.fetch(
+            [key_of(name, prefix) for name in names for prefix in (READY, FIRED, CALLBACK)],
+            doing="reading ready groups",
+        )
+        ready: list[ReadyGroup] = []
+        for name in names:
+            member = found.get(key_of(name, READY))
+            callback = found.get(key_of(name, CALLBACK))
+            if key_of(name, FIRED) in found or (member is not None and callback is None):
+                if callback is None and key_of(name, FIRED) not in found:
+                    logger.error(
+                        "the callback of %s is not in memcached any more, and will never be called",
+                        name,
+                    )
+                self._index.drop(groups=[name])
+            elif member is not None and callback is not None:
+                ready.append(
+                    ReadyGroup(
+                        group_uuid=name,
+                        callback=_callback(callback.value)[0],
+                        failed_member=member.value.decode("utf-8", "surrogatepass"),
+                    )
+                )
+        return ready[:limit]
+
+    def fire(self, group_uuid: str, commit: Commit) -> bool:
+        """Write the commit, if nobody has fired the group before."""
+        key, document, ready = (
+            key_of(group_uuid, FIRED),
+            key_of(group_uuid),
+            key_of(group_uuid, READY),
+        )
+        known = (document, ready, key_of(group_uuid, CALLBACK))
+        found = self._driver.fetch([key, *known], doing="firing a group")
+        if key in found or not found.keys() & set(known):
+            return False
+        has_failed = ready in found and found[ready].value
+        if not has_failed and document in found and _go_fired(found[document].value):
+            self._driver.send(
+                [add(key, pack(Commit(b"go", self.now())), _LIFE)], doing="firing a group"
+            )
+            self.after_fire(group_uuid)
+            return False
+        commit.nonce = secrets.token_bytes(8)
+        if self._driver.send([add(key, pack(commit), _LIFE)], doing="firing a group") != [STORED]:
+            item = self._driver.fetch([key], doing="firing a group").get(key)
+            if item is None or decode_commit(item.value).nonce != commit.nonce:
+                return False  # else our own, and its reply was lost
+        return True
+
+    def after_fire(self, group_uuid: str) -> None:
+        """Tell Go, and keep the members' results no longer than others. Only that it was fired is remembered."""
+        self._index.drop(groups=[group_uuid])
+        expiry = seconds(self._expire_in)
+        self._driver.send(
+            [touch(one, expiry) for one in self._keys(group_uuid, but=FIRED)],
+            doing="letting a group expire",
+        )
+        key = key_of(group_uuid)
+        for _ in rounds(f"group {group_uuid}"):
+            item = self._driver.fetch([key], doing="reading a group").get(key)
+            if item is None:
+                return
+            try:
+                group, made_at = decode_meta(item.value)
+            except DecodeError as error:
+                logger.warning(
+                    "the item of group %s in memcached is no group: %s", group_uuid, error
+                )
+                return
+            if group.group_uuid != group_uuid:
+                return  # somebody else's
+            body = encode_meta(msgspec.structs.replace(group, chord_triggered=True), made_at)
+            if group.chord_triggered or self._driver.send(
+                [swap(key, body, _LIFE, item.cas)], doing="writing a group"
+            ) == [STORED]:
+                self._shorten(group.task_uuids)
+                return
+
+
+def _go_fired(document: bytes) -> bool:
+    try:
+        return decode_meta(document)[0].chord_triggered
+    except DecodeError:
+        return False
+
+
+def _hash(member: str) -> bytes:
+    return hashlib.blake2b(member.encode("utf-8", "surrogatepass"), digest_size=HASH).digest()
+
+
+def _shares(total: int) -> int:
+    return max(1, -(-total // SHARE))
+
+
+def _number(member: str, total: int) -> int:
+    return int.from_bytes(_hash(member)[:4], "big") % _shares(total)
+
+
+def _share_key(group: str, number: int) -> bytes:
+    return key_of(group, SHARES + b"%d:" % number)

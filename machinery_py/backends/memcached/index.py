@@ -1,0 +1,194 @@
+"""What is still to be published, and which groups wait for their callback, in a store that cannot list its keys.
+
+    mpy:roots         the segments that there are; changed by `cas`, when a process begins or ends to have one
+    mpy:x:<segment>   the outboxes and ready groups that one process has opened; only that process writes it
+
+A segment is written before what it lists becomes true, and shortened later, so it lists too much and never too little:
+who reads it looks at each entry. A process that dies leaves its segment behind, until all that is in it is done.
+
+Limits: an evicted segment hides what it lists. A redelivered task finishes its own outbox without it; the callback of a
+chord whose last worker died just then is found by the index alone.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import secrets
+import time
+from collections.abc import Collection, Iterable, Iterator
+
+import msgspec
+
+from machinery_py.backends.memcached.documents import CHORD_LIFE, OURS
+from machinery_py.clock import micros
+from machinery_py.connections.forks import ForkLock
+from machinery_py.connections.memcached.client import (
+    STORED,
+    MemcacheDriver,
+    delete,
+    put,
+    seconds,
+    swap,
+)
+from machinery_py.errors import BackendUnavailable
+
+ROOTS = OURS + b"roots"
+SEGMENT = OURS + b"x:"
+LONGEST = 2000  # entries of a segment; then another is begun
+REFRESH = 60.0  # seconds between two signs of life of a segment
+DEAD = 600.0  # seconds without one, until a segment without open entries is forgotten
+ROUNDS = 60  # tries to change an item that others change as well
+
+
+class Segment(msgspec.Struct, array_like=True, gc=False):
+    """What one process has opened."""
+
+    at: int  # µs
+    outboxes: tuple[str, ...] = ()
+    groups: tuple[str, ...] = ()
+
+
+_pack = msgspec.msgpack.Encoder().encode
+_segment = msgspec.msgpack.Decoder(Segment).decode
+_roots = msgspec.msgpack.Decoder(list[bytes]).decode
+
+
+def rounds(what: str) -> Iterator[int]:
+    """Tries to change an item by `cas`; a pause before each but the first three.
+
+    Raises:
+        BackendUnavailable: too many others change it at the same time.
+    """
+    for number in range(ROUNDS):
+        if number > 2:
+            time.sleep(random.uniform(0.0, min(0.05, 0.001 * number)))
+        yield number
+    raise BackendUnavailable(f"memcached: {what}: others have changed it {ROUNDS} times meanwhile")
+
+
+class Index:
+    """This process's segment, and a reader of all. May be used from any thread."""
+
+    def __init__(self, driver: MemcacheDriver) -> None:
+        self._driver = driver
+        self._lock = ForkLock()
+        self._pid = os.getpid()
+        self._name = b""
+        self._outboxes: dict[str, None] = {}
+        self._groups: dict[str, None] = {}
+        self._written: set[tuple[str, str]] = set()
+        self._registered = False
+        self._written_at = 0.0
+
+    def note(self, *, outboxes: Collection[str] = (), groups: Collection[str] = ()) -> None:
+        """List these, before they are true."""
+        with self._lock:
+            self._own()
+            self._outboxes.update(dict.fromkeys(outboxes))
+            self._groups.update(dict.fromkeys(groups))
+            new = {*(("o", one) for one in outboxes), *(("g", one) for one in groups)}
+            if new <= self._written and self._registered:
+                return
+            if len(self._outboxes) + len(self._groups) > LONGEST:
+                # What the old segment lists is looked after by whoever reads it.
+                self._name, self._registered = secrets.token_hex(8).encode(), False
+                self._outboxes, self._groups = dict.fromkeys(outboxes), dict.fromkeys(groups)
+            self._write()
+
+    def drop(self, *, outboxes: Iterable[str] = (), groups: Iterable[str] = ()) -> None:
+        """These are done. Written with what is noted next, or by `tend`."""
+        with self._lock:
+            for key in outboxes:
+                self._outboxes.pop(key, None)
+            for group in groups:
+                self._groups.pop(group, None)
+
+    def _own(self) -> None:
+        if not self._name or self._pid != os.getpid():
+            self._name, self._registered, self._pid = (
+                secrets.token_hex(8).encode(),
+                False,
+                os.getpid(),
+            )
+            self._outboxes, self._groups, self._written = {}, {}, set()
+
+    def _entries(self) -> set[tuple[str, str]]:
+        return {*(("o", one) for one in self._outboxes), *(("g", one) for one in self._groups)}
+
+    def _write(self) -> None:
+        segment = Segment(
+            micros(self._driver.clock.now()), tuple(self._outboxes), tuple(self._groups)
+        )
+        self._driver.send(
+            [put(SEGMENT + self._name, _pack(segment), seconds(CHORD_LIFE))],
+            doing="listing what is open",
+        )
+        self._written, self._written_at = self._entries(), time.monotonic()
+        if not self._registered:
+            self._change_roots(added={self._name})
+            self._registered = True
+
+    def _change_roots(self, added: Collection[bytes] = (), removed: Collection[bytes] = ()) -> None:
+        for _ in rounds("the list of segments"):
+            item = self._driver.fetch([ROOTS], doing="reading the list of segments").get(ROOTS)
+            names = _roots(item.value) if item else []
+            wanted = [
+                *(one for one in names if one not in removed),
+                *(one for one in added if one not in names),
+            ]
+            if wanted == names:
+                return
+            command = swap(ROOTS, _pack(wanted), b"0", item.cas if item else None)
+            if self._driver.send([command], doing="changing the list of segments") == [STORED]:
+                return
+
+    def segments(self) -> dict[bytes, Segment]:
+        """All that there are, this process's own as it is in memory."""
+        item = self._driver.fetch([ROOTS], doing="reading the list of segments").get(ROOTS)
+        names = _roots(item.value) if item else []
+        found = (
+            self._driver.fetch([SEGMENT + name for name in names], doing="reading what is open")
+            if names
+            else {}
+        )
+        segments = {
+            name: _segment(found[SEGMENT + name].value) for name in names if SEGMENT + name in found
+        }
+        with self._lock:
+            self._own()
+            if self._outboxes or self._groups:
+                # The list was evicted, or somebody took this process for dead.
+                if self._registered and (self._name not in segments):
+                    self._registered = False
+                    self._write()
+                segments[self._name] = Segment(
+                    micros(self._driver.clock.now()), tuple(self._outboxes), tuple(self._groups)
+                )
+        return segments
+
+    def tend(self, open_entries: Collection[str]) -> None:
+        """Shorten our segment, and forget those of the dead in which nothing is open any more."""
+        with self._lock:
+            if (
+                self._pid == os.getpid()
+                and self._name
+                and (
+                    self._written != self._entries()
+                    or (self._written and time.monotonic() - self._written_at > REFRESH)
+                )
+            ):
+                self._write()
+        before = micros(self._driver.clock.now()) - int(DEAD * 1e6)
+        over = [
+            name
+            for name, segment in self.segments().items()
+            if name != self._name
+            and segment.at < before
+            and not any(entry in open_entries for entry in (*segment.outboxes, *segment.groups))
+        ]
+        if over:
+            self._change_roots(removed=over)
+            self._driver.send(
+                [delete(SEGMENT + name) for name in over], doing="forgetting segments"
+            )

@@ -1,0 +1,298 @@
+"""Groups in MongoDB: their documents, the counting of members, and the one who settles a chord.
+
+    group_metas             Go's: _id, task_uuids, chord_triggered, lock, created_at; by_python: it was we who set the flag
+    machinery_chords        total, arrived, doubts, callback, failed, ready, fired, fired_by, expires_at; deed and outbox;
+                            look_at, looks: when a worker looks whether Go has ended the members that are missing, and how often
+    machinery_arrivals      a document for each member that is in; its _id makes it count once
+
+`arrived` is raised only by who has just inserted the arrival, and never a second time. So it is never too high, and reaching
+the total is enough. It is too low, for good, after a crash between the two. Who finishes that deed finds the arrival there,
+cannot know whether it was counted, and raises `doubts`: `arrived` may be too low by as much, so the last arrivals are counted.
+
+Who settles a group first sets Go's flag; of Python workers the chord's own document then lets one through. Go sets its flag too,
+but does not care whether it was set: a Go worker that sees all members ended sends the callback in any case. So a group with
+members that Go has ended is left to Go for GO_TIME (`BackendFeatures.foreign_time`); only if no flag has come by then (our
+member was the last one, or the Go worker died) it is ours.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Iterable, Sequence
+
+from pymongo import ReturnDocument
+
+from machinery_py.backends.base import ReadyGroup
+from machinery_py.connections.mongodb.client import Document, Store, insert_new, printable
+from machinery_py.tasks.states import Arrival, GroupMeta
+
+CHORD_LIFE = 7 * 86400 * 1_000_000  # µs without an arrival until a chord is taken for broken
+CHUNK = 1000  # UUIDs in one step
+LEFT = 30_000_000  # µs from a chord's first arrival until somebody looks whether members of others have completed it
+PATIENCE = 8  # looks at an incomplete group; from then on their pauses do not grow
+GO_TIME = 1.0  # seconds that a Go worker has from the end of its member to its flag
+
+
+def _chord(uuid: str, until: int) -> Document:
+    return {
+        "_id": uuid,
+        "total": 0,
+        "arrived": 0,
+        "doubts": 0,
+        "callback": b"",
+        "failed": "",
+        "ready": 0,
+        "fired": 0,
+        "fired_by": "",
+        "deed": b"",
+        "deed_at": 0,
+        "send": b"",
+        "outbox": b"",
+        "outbox_at": 0,
+        "expires_at": until,
+        "look_at": 0,
+        "looks": 0,
+    }
+
+
+def add_groups(
+    store: Store, groups: Sequence[GroupMeta], *, until: int, moment: dt.datetime
+) -> None:
+    """Those that are not there yet."""
+    insert_new(store.machinery_chords, [_chord(group.group_uuid, until) for group in groups])
+    insert_new(
+        store.group_metas,
+        [
+            {
+                "_id": group.group_uuid,
+                "task_uuids": list(group.task_uuids),
+                "chord_triggered": group.chord_triggered,
+                "lock": group.lock,
+                "created_at": group.created_at if group.created_at.year >= 1970 else moment,
+                "ttl": group.ttl,
+            }
+            for group in groups
+        ],
+    )
+
+
+def get_group(store: Store, uuid: str) -> GroupMeta | None:
+    document = store.group_metas.find_one({"_id": uuid})
+    if document is None:
+        return None
+    chord = store.machinery_chords.find_one({"_id": uuid}, {"fired": 1})
+    created_at = document.get("created_at")
+    return GroupMeta(
+        group_uuid=uuid,
+        task_uuids=tuple(document.get("task_uuids") or ()),
+        lock=bool(document.get("lock")),
+        chord_triggered=bool(document.get("chord_triggered")) or bool(chord and chord["fired"]),
+        created_at=created_at
+        if isinstance(created_at, dt.datetime)
+        else GroupMeta(group_uuid="").created_at,
+        ttl=int(document.get("ttl") or 0),
+    )
+
+
+def arrive(
+    store: Store, arrivals: Iterable[Arrival], *, now: int, until: int, recount: bool
+) -> list[str]:
+    """Count each member once. Returns the members whose chord is settled already.
+
+    Args:
+        recount: it may have been done before, and a crash may lie between an arrival and its counting.
+    """
+    by_group: dict[str, list[Arrival]] = {}
+    for one in arrivals:
+        by_group.setdefault(one.group_uuid, []).append(one)
+    late: list[str] = []
+    for group, members in by_group.items():
+        unique = {one.task_uuid: one for one in members}
+        insert_new(store.machinery_chords, [_chord(group, until)])
+        new = insert_new(
+            store.machinery_arrivals,
+            [
+                {"_id": printable(f"{group}\n{uuid}"), "group": group, "member": uuid}
+                for uuid in unique
+            ],
+        )
+        if _count(store, group, list(unique.values()), new, now=now, until=until, recount=recount):
+            late += unique
+    return late
+
+
+def _count(
+    store: Store,
+    group: str,
+    members: Sequence[Arrival],
+    new: Sequence[bool],
+    *,
+    now: int,
+    until: int,
+    recount: bool,
+) -> bool:
+    """Raise the count and make the group ready; whether it was settled before."""
+    last = members[-1]
+    failed = next(
+        (
+            one.task_uuid
+            for one, is_new in zip(members, new, strict=True)
+            if not one.ok and (is_new or recount)
+        ),
+        "",
+    )
+    if failed:
+        store.machinery_chords.update_one(
+            {"_id": group, "failed": "", "fired": 0}, {"$set": {"failed": failed}}
+        )
+    # The pool repeats this one only where the server knows the repeat (see `MongoDriver.run`, again=False, by the caller).
+    more = {"arrived": sum(new), "doubts": list(new).count(False) if recount else 0}
+    chord = store.machinery_chords.find_one_and_update(
+        {"_id": group},
+        {"$inc": more, "$set": {"total": last.total, "callback": last.callback}},
+        return_document=ReturnDocument.AFTER,
+    )
+    if chord is None or chord["fired"]:
+        return chord is not None
+    arrived = chord["arrived"]
+    if arrived < last.total <= arrived + chord.get("doubts", 0):
+        arrived = store.machinery_arrivals.count_documents({"group": group})
+    is_full = last.total > 0 and arrived >= last.total
+    if last.callback:
+        is_ready = is_full or chord["failed"] != ""
+        look_at = 0 if is_ready else chord.get("look_at") or now + LEFT
+        fields = {
+            "ready": int(is_ready),
+            "expires_at": 0 if is_ready else until,
+            "look_at": look_at,
+        }
+        store.machinery_chords.update_one({"_id": group, "fired": 0, "ready": 0}, {"$set": fields})
+    return False
+
+
+def ready_groups(store: Store, limit: int) -> list[ReadyGroup]:
+    found = (
+        store.machinery_chords.find({"ready": 1}, {"callback": 1, "failed": 1})
+        .sort("_id", 1)
+        .limit(limit)
+    )
+    return [
+        ReadyGroup(
+            group_uuid=one["_id"], callback=bytes(one["callback"]), failed_member=one["failed"]
+        )
+        for one in found
+    ]
+
+
+def partial_groups(store: Store, limit: int, *, now: int) -> list[Arrival]:
+    """Incomplete groups whose time to be looked at has come. The next is later each time."""
+    found: list[Arrival] = []
+    due: Document = {"look_at": {"$gt": 0, "$lte": now}}
+    for one in list(
+        store.machinery_chords.find(
+            due, {"total": 1, "callback": 1, "look_at": 1, "looks": 1}
+        ).limit(limit)
+    ):
+        looks = one.get("looks", 0) + 1
+        later = {"$set": {"look_at": now + LEFT * min(looks, PATIENCE), "looks": looks}}
+        if store.machinery_chords.update_one(
+            {"_id": one["_id"], "look_at": one["look_at"]}, later
+        ).matched_count:
+            known = bytes(one["callback"])
+            found.append(
+                Arrival(
+                    group_uuid=one["_id"], task_uuid="", total=one["total"], ok=True, callback=known
+                )
+            )
+    return found
+
+
+def drop_partial(store: Store, uuids: Sequence[str]) -> None:
+    store.machinery_chords.update_many({"_id": {"$in": list(uuids)}}, {"$set": {"look_at": 0}})
+
+
+def fire(store: Store, uuid: str, *, by: str, fields: Document, until: int) -> bool:
+    """Settle the group; True for one caller, and for its repeat with the same `by`. `fields` are set with it."""
+    group = store.group_metas.find_one_and_update(
+        {"_id": uuid, "chord_triggered": False},
+        {"$set": {"chord_triggered": True, "by_python": True}},
+        {"_id": 1},
+    ) or store.group_metas.find_one({"_id": uuid}, {"by_python": 1, "chord_triggered": 1})
+    for _ in range(2):
+        chord = store.machinery_chords.find_one({"_id": uuid}, {"fired_by": 1, "failed": 1})
+        # Go sets its flag for a group with a failed member, too, and then tells nobody.
+        if (
+            group
+            and group.get("chord_triggered")
+            and not group.get("by_python")
+            and not (chord and chord["failed"])
+        ):
+            gone: Document = {
+                "$set": {
+                    "fired": 1,
+                    "fired_by": "go",
+                    "ready": 0,
+                    "look_at": 0,
+                    "expires_at": until,
+                }
+            }
+            store.machinery_chords.update_one({"_id": uuid, "fired": 0}, gone)
+            return False
+        if store.machinery_chords.update_one(
+            {"_id": uuid, "fired": 0}, {"$set": fields}
+        ).matched_count:
+            return True
+        if chord is not None or group is None:
+            return chord is not None and chord["fired_by"] == by
+        insert_new(store.machinery_chords, [_chord(uuid, until)])  # a Go program made the group
+    return False
+
+
+def after_firing(store: Store, uuid: str, *, expires_at: int) -> None:
+    """Go's flag; from now on the members' results expire as others do. May be repeated."""
+    store.group_metas.update_one({"_id": uuid}, {"$set": {"chord_triggered": True}})
+    members = [
+        one["member"] for one in store.machinery_arrivals.find({"group": uuid}, {"member": 1})
+    ]
+    expire_members(store, members, expires_at=expires_at)
+
+
+def expire_members(store: Store, members: Sequence[str], *, expires_at: int) -> None:
+    for start in range(0, len(members), CHUNK):
+        store.tasks.update_many(
+            {
+                "_id": {"$in": list(members[start : start + CHUNK])},
+                "expires_at": {"$gt": expires_at},
+            },
+            {"$set": {"expires_at": expires_at}},
+        )
+
+
+def purge_group(store: Store, uuid: str) -> None:
+    store.machinery_arrivals.delete_many({"group": uuid})
+    store.machinery_chords.delete_one({"_id": uuid})
+    store.group_metas.delete_one({"_id": uuid})
+
+
+def sweep_groups(store: Store, *, now: int, again_at: int, limit: int) -> int:
+    """Forget groups whose time is over and none of whose members has a state any more; how many were looked at."""
+    found = list(
+        store.machinery_chords.find({"expires_at": {"$gt": 0, "$lte": now}}, {"_id": 1}).limit(
+            limit
+        )
+    )
+    for one in found:
+        uuid = one["_id"]
+        group = store.group_metas.find_one({"_id": uuid}, {"task_uuids": 1})
+        members = list(group.get("task_uuids") or ()) if group else []
+        members += [
+            each["member"] for each in store.machinery_arrivals.find({"group": uuid}, {"member": 1})
+        ]
+        if any(
+            store.tasks.find_one({"_id": {"$in": members[start : start + CHUNK]}}, {"_id": 1})
+            for start in range(0, len(members), CHUNK)
+        ):
+            store.machinery_chords.update_one({"_id": uuid}, {"$set": {"expires_at": again_at}})
+        else:
+            purge_group(store, uuid)
+    return len(found)

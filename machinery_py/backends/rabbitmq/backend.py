@@ -1,0 +1,481 @@
+"""States and groups in RabbitMQ, in Go Machinery's queues.
+
+The queues are in documents.py, groups in groups.py. AMQP has no records and no conditions. They are made of queues,
+locks and transactions (connections/rabbitmq/queue_records.py): who changes a task or a group holds its lock, reads its
+queue, and writes in one AMQP transaction all that becomes true: the new message of each task in place of those that were
+read, the members that are in, the group that is ready or settled, the outbox.
+
+    crash of this process    what is true             who goes on
+    before the transaction   nothing                  the redelivery runs the task
+    after it                 all of it                the redelivery: `begin` says finished, and hands out the outbox;
+                                                      `unsent` finds an outbox that nobody comes for
+
+Reading changes nothing: what was read is put back. (In Go a read takes the state away. A state that a Go program has read is
+gone for us as well, and its task counts as one that was never stored.)
+
+Limits: a state expires `results_expire_in` after it was written, whether the task is finished or not, as in Go; that must be
+longer than tasks wait and run. The results of a chord's members are kept for it. States are lost when RabbitMQ restarts, as in
+Go: a task that was finished and not acknowledged then runs again, and a key is free whose task has no state; outboxes, chords
+and schedules (records.py) are kept. States cannot be listed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime as dt
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+import msgspec
+
+from machinery_py.backends.base import (
+    REVOKED_LIFE,
+    Amendment,
+    BackendFeatures,
+    Begun,
+    Change,
+    ReadyGroup,
+    Records,
+    Verdict,
+)
+from machinery_py.backends.rabbitmq.documents import (
+    FINISHED,
+    LOCKS,
+    OUTBOX,
+    OUTBOX_LOCK,
+    READY,
+    READY_LOCK,
+    REVOCATIONS,
+    REVOKED,
+    REVOKED_LOCK,
+    GroupRecord,
+    OutboxEntry,
+    Places,
+    Record,
+    decode_outbox,
+    decode_record,
+    encode_record,
+    lock_of,
+    name_of,
+    pack,
+)
+from machinery_py.backends.rabbitmq.groups import Groups, meta_of
+from machinery_py.backends.rabbitmq.listener import AMQPListener
+from machinery_py.backends.rabbitmq.records import SCHEDULES, SCHEDULES_LOCK, Amending
+from machinery_py.backends.rabbitmq.revocations import Revocations
+from machinery_py.backends.transactional import Row, TransactionalBackend, is_over
+from machinery_py.clock import micros
+from machinery_py.connections.rabbitmq.client import AmqpDriver
+from machinery_py.connections.rabbitmq.io_thread import Channel
+from machinery_py.connections.rabbitmq.queue_records import (
+    QueueMoved,
+    Turn,
+    TurnLost,
+    Turns,
+    declare_lock,
+)
+from machinery_py.errors import BackendUnavailable, DecodeError
+from machinery_py.tasks.states import Arrival, GroupMeta, State, TaskState
+from machinery_py.wire.signatures import decode_signature
+
+EXPIRE_IN = 3600.0  # seconds that a state is kept
+GO_TIME = 3.0  # seconds that a Go worker has from the end of its member to the callback; it opens some connections on the way
+IDLE = 60.0  # seconds; there is little to tend
+TRIES = 3
+
+T = TypeVar("T")
+
+
+class _Work:
+    """What one thread is at."""
+
+    def __init__(self, turn: Turn, places: Places, now: int) -> None:
+        self.turn = turn
+        self.groups = Groups(places, turn)
+        self.amending = Amending(turn, now)
+        self.rows: dict[str, Record] = {}  # as they were read
+        self.bodies: dict[str, bytes] = {}  # as they are written
+        self.arrivals: list[Arrival] = []
+
+
+class AMQPBackend(TransactionalBackend):
+    """Queues on the driver's server. The driver belongs to whoever made it."""
+
+    features = BackendFeatures(
+        name="amqp",
+        durable=False,
+        listing=False,
+        foreign=True,
+        foreign_time=GO_TIME,
+        keeps_unfinished=False,
+        claims=True,
+    )
+
+    def __init__(self, driver: AmqpDriver, *, expire_in: float = EXPIRE_IN) -> None:
+        """Raises ConfigError: RabbitMQ cannot keep anything so long."""
+        self.driver = driver
+        self.expire_in = expire_in
+        self._places = Places(expire_in)
+        self._turns = Turns(driver, self._declare)
+        self._revocations = Revocations(self._turns)
+        self._mine = threading.local()
+
+    def now(self) -> dt.datetime:
+        return self.driver.clock.now()
+
+    def _declare(self, channel: Channel) -> None:
+        """What is there for all tasks. Waits for each answer: a mistake must not pass unnoticed."""
+        wait = self.driver.timeout
+        for lock in (*LOCKS, OUTBOX_LOCK, READY_LOCK, REVOKED_LOCK, SCHEDULES_LOCK):
+            declare_lock(channel, lock, wait)
+        for place in (OUTBOX, READY, REVOKED, SCHEDULES):
+            channel.rpc(
+                "queue_declare",
+                queue=place.queue,
+                durable=True,
+                arguments=dict(place.arguments),
+                timeout=wait,
+            )
+        for exchange, kind in ((FINISHED, "direct"), (REVOCATIONS, "fanout")):
+            channel.rpc(
+                "exchange_declare",
+                exchange=exchange,
+                exchange_type=kind,
+                durable=True,
+                timeout=wait,
+            )
+        channel.rpc("queue_bind", queue=REVOKED.queue, exchange=REVOCATIONS, timeout=wait)
+
+    # Turns
+
+    def _carry(
+        self,
+        uuids: Iterable[str],
+        doing: str,
+        step: Callable[[_Work], T],
+        *,
+        locks: Iterable[str] = (),
+        again: bool = False,
+    ) -> T:
+        """Do a step with the locks of these tasks, groups and claims, and with `locks`.
+
+        Joins the turn that this thread is in already, which must have taken those locks. `again`: the step reads, or writes
+        what may be written twice, and is repeated when it was lost.
+        """
+        if (joined := getattr(self._mine, "work", None)) is not None:
+            return step(joined)
+        held = {*locks, *map(lock_of, uuids)}
+        for left in reversed(range(TRIES)):
+            try:
+                with self._turns.turn(held, doing) as turn:
+                    work = self._mine.work = _Work(turn, self._places, micros(self.now()))
+                    try:
+                        result = step(work)
+                        work.groups.write()
+                    finally:
+                        self._mine.work = None
+                return result
+            except TurnLost:
+                if not left or not again:
+                    raise
+            except QueueMoved as error:
+                if not left:
+                    raise BackendUnavailable(f"RabbitMQ: {doing}: {error}") from error
+        raise AssertionError  # the last try returns or raises
+
+    @property
+    def _work(self) -> _Work:
+        work: _Work = self._mine.work
+        return work
+
+    def _transaction(self) -> contextlib.AbstractContextManager[object]:
+        return contextlib.nullcontext()  # `_carry` is around it
+
+    # Changes
+
+    def apply(self, changes: Sequence[Change]) -> list[Verdict]:
+        if not changes:
+            return []
+        uuids = {state.task_uuid for change in changes for state in change.states}
+        uuids.update(arrival.group_uuid for change in changes for arrival in change.arrivals)
+        uuids.update(group.group_uuid for change in changes for group in change.groups)
+        uuids.update(change.fires for change in changes if change.fires)
+
+        def step(_: _Work) -> list[Verdict]:
+            verdicts = TransactionalBackend.apply(self, changes)
+            self._let_arrive()
+            return verdicts
+
+        return self._carry(uuids, "storing states", step)
+
+    def _load(self, uuids: Iterable[str]) -> dict[str, Row]:
+        work = self._work
+        places = {uuid: self._places.task(uuid) for uuid in uuids}
+        work.turn.read(places.values())
+        for uuid, place in places.items():
+            if held := work.turn.held(place):
+                work.rows[uuid] = decode_record(uuid, [one.body for one in held])
+        return {
+            uuid: Row(state=row.state, mark=row.mark, epoch=row.epoch)
+            for uuid in places
+            if (row := work.rows.get(uuid)) is not None
+        }
+
+    def _save(self, rows: Sequence[tuple[str, Row]]) -> None:
+        work = self._work
+        for uuid, row in rows:
+            before = work.rows.get(uuid)
+            body = work.bodies[uuid] = encode_record(uuid, row, before.seq + 1 if before else 1)
+            place = self._places.task(uuid)
+            work.turn.drop(work.turn.held(place))
+            work.turn.put(place, body)
+
+    def _add_groups(self, groups: Sequence[GroupMeta]) -> None:
+        self._work.groups.create(groups, micros(self.now()))
+
+    def _arrive(self, arrivals: Sequence[Arrival]) -> None:
+        self._work.arrivals += arrivals  # let in together, and when their states are written
+
+    def _let_arrive(self) -> None:
+        work = self._work
+        arrivals, work.arrivals = work.arrivals, []
+        work.groups.arrive(arrivals, work.bodies)
+
+    def _fire(self, group_uuid: str) -> bool:
+        self._let_arrive()
+        return self._work.groups.fire(group_uuid)
+
+    def _finished(self, uuids: Sequence[str]) -> None:
+        for uuid in uuids:
+            self._work.turn.tell(FINISHED, name_of(uuid), b"")
+
+    def _begin(self, row: Row, uuid: str, run: int) -> Begun:
+        if is_over(row.state, run):
+            return Begun(epoch=row.epoch, finished=True, outbox=self._outbox(uuid))
+        # By the clock, so that an epoch from before an expiry is not given out again.
+        row.epoch, row.changed = max(row.epoch + 1, micros(self.now())), True
+        return Begun(epoch=row.epoch)
+
+    def begin(self, keys: Sequence[tuple[str, int]]) -> list[Begun]:
+        if not keys:
+            return []
+        return self._carry(
+            [uuid for uuid, _ in keys],
+            "beginning deliveries",
+            lambda _: TransactionalBackend.begin(self, keys),
+        )
+
+    def settled_by(self, uuids: Sequence[str]) -> list[str]:
+        return self._carry(
+            uuids,
+            "reading states",
+            lambda _: TransactionalBackend.settled_by(self, uuids),
+            again=True,
+        )
+
+    # Outboxes
+
+    def _keep_outbox(self, key: str, bodies: Sequence[bytes]) -> None:
+        entry = OutboxEntry(key=key, kept_at=micros(self.now()), bodies=tuple(bodies))
+        self._work.turn.put(OUTBOX, pack(entry))
+
+    def _entries(self) -> list[OutboxEntry]:
+        turn = self._work.turn
+        turn.take([OUTBOX_LOCK])
+        turn.read([OUTBOX])
+        return [decode_outbox(one.body) for one in turn.held(OUTBOX)]
+
+    def _outbox(self, key: str) -> Sequence[bytes]:
+        return [body for entry in self._entries() if entry.key == key for body in entry.bodies]
+
+    def outboxes(self, keys: Sequence[str]) -> list[Sequence[bytes]]:
+        return self._carry(
+            (), "reading outboxes", lambda _: [self._outbox(key) for key in keys], again=True
+        )
+
+    def clear_outbox(self, sent: Sequence[tuple[str, Sequence[bytes]]]) -> None:
+        bodies: dict[str, set[bytes]] = {}
+        for key, some in sent:
+            bodies.setdefault(key, set()).update(some)
+
+        def step(work: _Work) -> None:
+            entries = self._entries()
+            work.turn.drop(
+                one
+                for one, entry in zip(work.turn.held(OUTBOX), entries, strict=True)
+                if entry.key in bodies and bodies[entry.key].issuperset(entry.bodies)
+            )
+
+        self._carry((), "clearing outboxes", step, again=True)
+
+    def unsent(self, limit: int, *, older_than: float) -> list[tuple[str, Sequence[bytes]]]:
+        before = micros(self.now()) - int(older_than * 1e6)
+        entries = self._carry((), "reading outboxes", lambda _: self._entries(), again=True)
+        return [(entry.key, entry.bodies) for entry in entries if entry.kept_at <= before][:limit]
+
+    # Records and claims
+
+    def amend(self, amendment: Amendment) -> bool:
+        uuids = {state.task_uuid for state in amendment.states} | {
+            group.group_uuid for group in amendment.groups
+        }
+        return self._carry(
+            uuids | {amendment.name} if amendment.life else uuids,
+            "changing a record",
+            lambda _: TransactionalBackend.amend(self, amendment),
+            locks=() if amendment.life else [SCHEDULES_LOCK],
+        )
+
+    def _swap_record(self, name: str, expected: bytes | None, body: bytes | None) -> bool:
+        return self._work.amending.swap_record(name, expected, body)
+
+    def _swap_claim(
+        self, name: str, expected: bytes | None, body: bytes | None, life: float
+    ) -> bool:
+        return self._work.amending.swap_claim(name, expected, body, life)
+
+    def release(self, claims: Sequence[tuple[str, bytes]]) -> None:
+        names = [name for name, _ in claims]
+
+        def step(work: _Work) -> None:
+            work.amending.claims(names)  # all at once, not one after the other
+            TransactionalBackend.release(self, claims)
+
+        if claims:
+            self._carry(names, "releasing claims", step, again=True)
+
+    def claims(self, names: Sequence[str]) -> list[bytes | None]:
+        return (
+            self._carry(
+                names, "reading claims", lambda work: work.amending.claims(names), again=True
+            )
+            if names
+            else []
+        )
+
+    def records(self, known: str = "") -> Records:
+        table = self._carry(
+            (),
+            "reading schedules",
+            lambda work: work.amending.table(),
+            locks=[SCHEDULES_LOCK],
+            again=True,
+        )
+        return Records(
+            now=self.now(),
+            version=table.version,
+            bodies=None if table.version == known else table.by_name(),
+        )
+
+    # Reading
+
+    def get_states(self, uuids: Sequence[str]) -> dict[str, TaskState]:
+        if not uuids:
+            return {}
+        rows = self._carry(
+            uuids, "reading states", lambda _: self._load(dict.fromkeys(uuids)), again=True
+        )
+        return {uuid: row.state for uuid, row in rows.items() if row.state is not None}
+
+    def get_group(self, group_uuid: str) -> GroupMeta | None:
+        def step(work: _Work) -> tuple[GroupRecord, GroupMeta] | None:
+            record = work.groups.load(group_uuid)
+            if record is None or not (record.document or record.callback):
+                return None
+            return record, meta_of(
+                group_uuid, record, {} if record.document else work.groups.members(group_uuid)
+            )
+
+        found = self._carry([group_uuid], "reading a group", step, again=True)
+        if found is None:
+            return None
+        record, meta = found
+        if record.callback and not record.fired:
+            if self._go_has_fired(record.callback):
+                return msgspec.structs.replace(meta, chord_triggered=True)
+        elif record.made_at + int(self.expire_in * 1e6) < micros(
+            self.now()
+        ) and not self.get_states(meta.task_uuids):
+            return None  # it has expired with its members
+        return meta
+
+    def _go_has_fired(self, callback: bytes) -> bool:
+        """Go's workers leave no other trace of it than the state of the callback."""
+        try:
+            uuid = decode_signature(callback).uuid
+        except DecodeError:
+            return False
+        if not uuid:
+            return False
+
+        def step(work: _Work) -> bool:
+            self._load([uuid])
+            record = work.rows.get(uuid)
+            if record is None or record.state is None:
+                return False
+            # A chord that was sent from here has its callback PENDING from the start.
+            return record.of_go or record.state.state is not State.PENDING
+
+        return self._carry([uuid], "reading a callback's state", step, again=True)
+
+    def member_states(self, group_uuid: str, uuids: Sequence[str]) -> dict[str, TaskState]:
+        """A member of a chord is found though its own state has expired, or a Go program has read it."""
+        states = self.get_states(uuids)
+        if states.keys() >= set(uuids):
+            return states
+        kept = self._carry(
+            [group_uuid],
+            "reading a group",
+            lambda work: work.groups.members(group_uuid),
+            again=True,
+        )
+        return {
+            **{uuid: state for uuid in uuids if (state := kept.get(uuid)) is not None},
+            **states,
+        }
+
+    def ready_groups(self, limit: int) -> list[ReadyGroup]:
+        return self._carry(
+            (), "reading ready groups", lambda work: work.groups.ready(limit), again=True
+        )
+
+    # Revocations, purges
+
+    def revoke(self, uuids: Sequence[str], life: float = REVOKED_LIFE) -> None:
+        until = micros(self.now()) + int(life * 1e6)
+        self._carry(
+            (),
+            "revoking",
+            lambda work: self._revocations.add(work.turn, uuids, until),
+            locks=[REVOKED_LOCK],
+            again=True,
+        )
+
+    def revoked(self, uuids: Sequence[str]) -> set[str]:
+        return self._revocations.among(uuids) if uuids else set()
+
+    def purge_state(self, task_uuid: str) -> None:
+        self._carry(
+            [task_uuid],
+            "purging a state",
+            lambda work: work.turn.delete(self._places.task(task_uuid)),
+            again=True,
+        )
+
+    def purge_group_meta(self, group_uuid: str) -> None:
+        self._carry(
+            [group_uuid], "purging a group", lambda work: work.groups.purge(group_uuid), again=True
+        )
+
+    def listener(self) -> AMQPListener:
+        return AMQPListener(self._turns, self._which_finished)
+
+    def _which_finished(self, uuids: Sequence[str]) -> list[str]:
+        return [uuid for uuid, state in self.get_states(uuids).items() if state.is_finished]
+
+    def tend(self) -> float:
+        return IDLE  # the server lets expire what is old
+
+    def close(self) -> None:
+        self._turns.close()

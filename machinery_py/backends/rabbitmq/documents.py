@@ -1,0 +1,335 @@
+"""What the queues of the RabbitMQ backend are called, and what is in their messages.
+
+    <task UUID>                               Go's queue of the task; here it holds one message, its last state
+    <group UUID>                              Go's queue of a chord: one message for each member that has ended
+    <group UUID>_chord_triggered              Go asks whether it is there: then the chord was settled
+    machinery.results.group.<group>           the group: members in order, callback, whether it is ready and settled
+    machinery.results.members.<group>         one message for each member that is in, with its last state
+    machinery.results.outbox                  the outboxes that are open
+    machinery.results.ready                   the groups that are ready and not settled
+    machinery.results.revoked.until           which tasks are revoked
+    machinery.results.lock.<n>                see connections/rabbitmq/queue_records.py
+    machinery.finished                        exchange: the UUIDs of tasks that finish, for who waits for them
+    machinery.revocations                     exchange: to `revoked`, and to each process that has asked for it
+
+Go's queues have Go's arguments. They are transient, and all in them expires `results_expire_in` after it was written, whether
+the task is finished or not. Ours are durable, and those of a group go a week after their last use.
+
+A state is Go's document, with all that is ours as its last field, which Go's decoder passes over. A message without it was
+written by a Go program.
+
+    {"TaskUUID":…, "State":…, … "TTL":0,"machinery_py":{"seq":3,"epoch":…, …}}
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import hashlib
+import zlib
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from machinery_py.backends.transactional import Row
+from machinery_py.connections.rabbitmq.queue_records import OURS, Place
+from machinery_py.errors import ArgumentError, ConfigError, DecodeError, NameRefused
+from machinery_py.names import is_made, shown
+from machinery_py.tasks.states import TaskState, advance
+from machinery_py.wire.signatures import decode_state, encode_state
+
+GROUP_LIFE = 7 * 86_400_000  # ms that a chord may go on without an arrival
+LONGEST_EXPIRY = 2**31 - 1  # ms; Go writes it as a signed number of 32 bits
+LONGEST_NAME = 200  # bytes of a UUID; AMQP has 255 for a queue with what we put before it
+STRIPES = 8  # locks that the tasks and groups share
+
+PREFIX = "machinery.results."
+TRIGGERED = "_chord_triggered"
+LOCKS = tuple(f"{PREFIX}lock.{number}" for number in range(STRIPES))
+# Taken after the others: turns take locks in the order of their names.
+OUTBOX_LOCK, READY_LOCK, REVOKED_LOCK = (
+    f"{PREFIX}lock.{name}" for name in ("outbox", "ready", "revoked")
+)
+OUTBOX, READY, REVOKED = (
+    Place(PREFIX + name, OURS) for name in ("outbox", "ready", "revoked.until")
+)
+FINISHED, REVOCATIONS = "machinery.finished", "machinery.revocations"
+
+_FIELD = b',"machinery_py":'
+_NOTHING = TaskState(task_uuid="")
+_TEXTS = ("task_uuid", "task_name", "error", "error_type", "traceback", "queue", "worker")
+
+
+def name_of(uuid: str) -> str:
+    """The queue of something with this UUID: Go's name for it, unless RabbitMQ refuses that as a name."""
+    raw = uuid.encode("utf-8", "surrogatepass")
+    try:
+        uuid.encode()
+        usable = (
+            bool(raw) and len(raw) <= LONGEST_NAME and not uuid.startswith(("amq.", "machinery."))
+        )
+    except UnicodeEncodeError:
+        usable = False
+    return uuid if usable else f"machinery.sha256.{hashlib.sha256(raw).hexdigest()}"
+
+
+def lock_of(uuid: str) -> str:
+    """The lock that the task or group shares with others."""
+    return LOCKS[zlib.crc32(uuid.encode("utf-8", "surrogatepass")) % STRIPES]
+
+
+class Places:
+    """The queues of tasks and groups."""
+
+    def __init__(self, expire_in: float) -> None:
+        """`expire_in`: seconds.
+
+        Raises:
+            ConfigError: Go cannot write this number.
+        """
+        expiry = int(expire_in * 1000)
+        if not 0 < expiry <= LONGEST_EXPIRY:
+            most = LONGEST_EXPIRY // 1000
+            raise ConfigError(
+                f"results_expire_in: found {expire_in:.0f} s (results in RabbitMQ: at most {most})"
+            )
+        self._shared = {"x-message-ttl": expiry, "x-expires": expiry}
+        self._ours = {**OURS, "x-message-ttl": GROUP_LIFE, "x-expires": GROUP_LIFE}
+
+    def _go(self, queue: str) -> Place:
+        is_ours = (
+            queue.startswith("machinery.") or is_made(queue.removesuffix(TRIGGERED)) is not None
+        )
+        return Place(queue, self._shared, durable=False, auto_delete=True, is_ours=is_ours)
+
+    def task(self, uuid: str) -> Place:
+        return self._go(name_of(uuid))
+
+    def shared_members(self, group: str) -> Place:
+        return self._go(name_of(group))
+
+    def triggered(self, group: str) -> Place:
+        return self._go(f"{name_of(group)}{TRIGGERED}")
+
+    def group(self, group: str) -> Place:
+        return Place(f"{PREFIX}group.{name_of(group)}", self._ours)
+
+    def members(self, group: str) -> Place:
+        return Place(f"{PREFIX}members.{name_of(group)}", self._ours)
+
+
+# Tasks
+
+
+class Record(Row, kw_only=True):
+    """A task. `seq` grows with each message; of several the greatest counts. `of_go`: a Go program has written some of it."""
+
+    seq: int = 0
+    of_go: bool = False
+
+
+class _Ours(msgspec.Struct, omit_defaults=True, gc=False):
+    """The field."""
+
+    seq: int
+    epoch: int = 0
+    mark: str = ""
+    stated: bool = True
+    run: int = 0
+    attempt: int = 1
+    queue: str = ""
+    error_type: str = ""
+    traceback: str = ""
+    progress: tuple[float, float] | None = None
+    started_at: dt.datetime | None = None
+    finished_at: dt.datetime | None = None
+    eta: dt.datetime | None = None
+    worker: str = ""
+    message: bytes = b""
+
+
+_write = msgspec.json.Encoder().encode
+_read = msgspec.json.Decoder(_Ours).decode
+
+
+def encode_record(uuid: str, row: Row, seq: int) -> bytes:
+    """The message of a task.
+
+    Raises:
+        ArgumentError: a result cannot be sent.
+    """
+    state = row.state or _NOTHING
+    try:
+        return _encoded(uuid, row, state, seq)
+    except (ArgumentError, UnicodeEncodeError):
+        # With what has no UTF-8 written out. If that was not what is wrong, encoding it says so.
+        texts = {
+            name: getattr(state, name).encode("utf-8", "backslashreplace").decode()
+            for name in _TEXTS
+        }
+        return _encoded(uuid, row, msgspec.structs.replace(state, **texts), seq)
+
+
+def _encoded(uuid: str, row: Row, state: TaskState, seq: int) -> bytes:
+    ours = _Ours(
+        seq=seq,
+        epoch=row.epoch,
+        mark=row.mark,
+        stated=row.state is not None,
+        run=state.run,
+        attempt=state.attempt,
+        queue=state.queue,
+        error_type=state.error_type,
+        traceback=state.traceback,
+        progress=state.progress,
+        started_at=state.started_at,
+        finished_at=state.finished_at,
+        eta=state.eta,
+        worker=state.worker,
+        message=state.message,
+    )
+    if row.state is not None:
+        document = encode_state(state)
+    else:  # for Go a task that goes on waiting
+        name = uuid.encode("utf-8", "replace").decode()
+        document = encode_state(TaskState(task_uuid=name)).replace(
+            b'"State":"PENDING"', b'"State":""', 1
+        )
+    return document[:-1] + _FIELD + _write(ours) + b"}"
+
+
+def decode_record(uuid: str, bodies: Iterable[bytes]) -> Record:
+    """The task after all that its queue holds, oldest first.
+
+    Raises:
+        NameRefused: it holds something else than states of this task: nothing of it is to be dropped.
+    """
+    found = Record()
+    for body in filter(None, bodies):  # an empty one is a look of ours whether the queue is there
+        document, ours = _without_field(body)
+        if ours is not None and ours.seq < found.seq:
+            continue
+        try:
+            state = decode_state(document) if ours is None or ours.stated else None
+        except DecodeError as error:
+            raise _theirs(uuid, str(error)) from error
+        if (
+            state is not None
+            and state.task_uuid != uuid.encode("utf-8", "backslashreplace").decode()
+        ):
+            raise _theirs(uuid, f"a state of {shown(state.task_uuid)}")
+        if ours is None:
+            assert state is not None
+            found.of_go = True
+            after = advance(found.state, state)
+            if after is not None:
+                found.state, found.mark = after, ""  # by a Go program
+        else:
+            found = Record(
+                state=_merged(state, ours),
+                mark=ours.mark,
+                epoch=ours.epoch,
+                seq=ours.seq,
+                of_go=found.of_go,
+            )
+    return found
+
+
+def _theirs(uuid: str, found: str) -> NameRefused:
+    return NameRefused(
+        f"queue {shown(name_of(uuid))} in RabbitMQ holds what is no state of task {shown(uuid)}, and was left as "
+        f"it is (choose another UUID): {found}",
+        uuid,
+    )
+
+
+def _merged(state: TaskState | None, ours: _Ours) -> TaskState | None:
+    if state is None:
+        return None
+    return TaskState(
+        task_uuid=state.task_uuid,
+        task_name=state.task_name,
+        state=state.state,
+        results=state.results,
+        error=state.error,
+        created_at=state.created_at,
+        ttl=state.ttl,
+        run=ours.run,
+        attempt=ours.attempt,
+        queue=ours.queue,
+        error_type=ours.error_type,
+        traceback=ours.traceback,
+        progress=ours.progress,
+        started_at=ours.started_at,
+        finished_at=ours.finished_at,
+        eta=ours.eta,
+        worker=ours.worker,
+        message=ours.message,
+    )
+
+
+def document_of(body: bytes) -> bytes:
+    """Go's part of it."""
+    return _without_field(body)[0]
+
+
+def _without_field(body: bytes) -> tuple[bytes, _Ours | None]:
+    """Go's document, and our field."""
+    head, mark, field = body.rpartition(_FIELD)
+    if mark:
+        try:
+            return head + b"}", _read(field[:-1])
+        except msgspec.DecodeError:
+            pass  # a result of a Go program that looks like it
+    return body, None
+
+
+# Groups, and what is listed
+
+
+class GroupRecord(msgspec.Struct, array_like=True, gc=False):
+    """A group. `document` is Go's, or nothing if only members of it are known; `made_at` in µs."""
+
+    seq: int = 0
+    document: bytes = b""
+    made_at: int = 0
+    total: int = 0
+    callback: bytes = b""
+    ready: bool = False
+    failed_member: str = ""
+    fired: bool = False
+
+
+class Member(msgspec.Struct, array_like=True, gc=False):
+    """A member that is in. `body`: as of its task's queue, if that is known."""
+
+    uuid: str
+    body: bytes = b""
+
+
+class ReadyEntry(msgspec.Struct, array_like=True, gc=False):
+    group: str
+    callback: bytes
+    failed_member: str
+
+
+class OutboxEntry(msgspec.Struct, array_like=True, gc=False):
+    """`kept_at` in µs."""
+
+    key: str
+    kept_at: int
+    bodies: Sequence[bytes]
+
+
+class Revocation(msgspec.Struct, array_like=True, gc=False):
+    """Names of revoked tasks, and until when, in µs."""
+
+    until: int
+    names: Sequence[str]
+
+
+pack = msgspec.msgpack.Encoder().encode
+decode_group_record = msgspec.msgpack.Decoder(GroupRecord).decode
+decode_member = msgspec.msgpack.Decoder(Member).decode
+decode_ready = msgspec.msgpack.Decoder(ReadyEntry).decode
+decode_outbox = msgspec.msgpack.Decoder(OutboxEntry).decode
+decode_revocation = msgspec.msgpack.Decoder(Revocation).decode

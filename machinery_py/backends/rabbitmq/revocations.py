@@ -1,0 +1,95 @@
+"""Which tasks are revoked: a queue that keeps it, and in each process that asks a copy of what it holds.
+
+A revocation goes to an exchange, and from there to the queue and to one queue of each process, which it empties whenever it
+is asked: so to know that there is nothing new costs one round trip, however many there are. Whoever revokes removes what is over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from machinery_py.backends.rabbitmq.documents import (
+    REVOCATIONS,
+    REVOKED,
+    REVOKED_LOCK,
+    Revocation,
+    decode_revocation,
+    name_of,
+    pack,
+)
+from machinery_py.clock import micros
+from machinery_py.connections.forks import ForkLock
+from machinery_py.connections.rabbitmq.io_thread import Channel
+from machinery_py.connections.rabbitmq.queue_records import Turn, TurnLost, Turns
+from machinery_py.connections.rabbitmq.reader import Reader
+
+CHUNK = 1000  # names in one message
+
+
+class Revocations:
+    """May be used from any thread."""
+
+    def __init__(self, turns: Turns) -> None:
+        self._turns = turns
+        self._lock = ForkLock()
+        self._names: dict[str, int] = {}  # → until when, in µs
+        self._reader: Reader | None = None
+        self._queue = ""
+
+    def add(self, turn: Turn, uuids: Sequence[str], until: int) -> None:
+        """Keep them until then (µs). May be repeated: to be revoked twice is to be revoked. The turn holds REVOKED_LOCK."""
+        turn.read([REVOKED])
+        turn.drop(
+            one for one in turn.held(REVOKED) if decode_revocation(one.body).until <= self._now()
+        )
+        names = [name_of(uuid) for uuid in uuids]
+        for start in range(0, len(names), CHUNK):
+            turn.tell(REVOCATIONS, "", pack(Revocation(until, names[start : start + CHUNK])))
+
+    def _now(self) -> int:
+        return micros(self._turns.driver.clock.now())
+
+    def among(self, uuids: Sequence[str]) -> set[str]:
+        """Those of them that are revoked."""
+        try:
+            return self._among(uuids)
+        except TurnLost:
+            return self._among(uuids)  # a new subscription begins with all that there is
+
+    def _among(self, uuids: Sequence[str]) -> set[str]:
+        with self._lock, self._turns.translated("reading revocations"):
+            if self._reader is None or not self._reader.channel.is_open:
+                self._subscribe()
+            assert self._reader is not None
+            found = self._reader.all([self._queue], self._turns.driver.timeout, auto_ack=True)
+            self._hear(one.body for one in found[self._queue])
+            return (
+                {uuid for uuid in uuids if name_of(uuid) in self._names} if self._names else set()
+            )
+
+    def _subscribe(self) -> None:
+        """First the news, then what there is: so nothing is missed."""
+        timeout = self._turns.driver.timeout
+        channel = self._turns.link().channel(timeout)
+        self._queue = own_queue(channel, timeout)
+        channel.rpc("queue_bind", queue=self._queue, exchange=REVOCATIONS, timeout=timeout)
+        with self._turns.turn([REVOKED_LOCK], "reading revocations") as turn:
+            turn.read([REVOKED])
+            self._hear(one.body for one in turn.held(REVOKED))
+        self._reader = Reader(channel)
+
+    def _hear(self, bodies: Iterable[bytes]) -> None:
+        news = [decode_revocation(body) for body in bodies]
+        if news:
+            now = self._now()
+            for one in news:
+                self._names.update(dict.fromkeys(one.names, one.until))
+            self._names = {name: until for name, until in self._names.items() if until > now}
+
+
+def own_queue(channel: Channel, timeout: float) -> str:
+    """A queue that goes with the connection; its name."""
+    frame = channel.rpc(
+        "queue_declare", queue="", exclusive=True, auto_delete=True, timeout=timeout
+    )
+    return str(frame.method.queue)

@@ -1,0 +1,220 @@
+"""A change of states and groups in a Redis Cluster, taken apart: what its own slot decides, and what follows in others.
+
+What follows is an effect: a script, at the slot of a name. Effects may be carried out again by anybody. They are remembered,
+with the outbox, in the record of the change, `mpy:o:{key}`: four bytes of length, the outbox, and the effects.
+
+The record of what a schedule sends is in the slot of all schedules, that of what is sent with a claim in the slot of the claim.
+Its name begins with what no quoted name begins with, and tells the slot.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Sequence
+
+import msgspec
+
+from machinery_py.backends.base import Amendment, Change, claim_of
+from machinery_py.backends.redis import cluster_scripts as scripts
+from machinery_py.backends.redis.documents import Changes, packed_state
+from machinery_py.connections.redis.scripts import Script, pack, raw
+from machinery_py.connections.redis.slots import quoted, unquoted
+from machinery_py.tasks.states import TaskState
+from machinery_py.wire.signatures import encode_group
+
+_pack = msgspec.msgpack.Encoder().encode
+_outbox = msgspec.msgpack.Decoder(tuple[bytes, ...]).decode
+
+
+class Effect(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """A step in the slot of `name`; `member` is the task of an arrival."""
+
+    kind: str  # state, replay, group, arrival, fired
+    name: str
+    argument: bytes
+    member: str = ""
+
+
+_effects = msgspec.msgpack.Decoder(tuple[Effect, ...]).decode
+
+SCRIPTS: dict[str, Script] = {
+    "state": scripts.CHANGE,
+    "replay": scripts.CHANGE,
+    "group": scripts.GROUP,
+    "arrival": scripts.ARRIVE,
+    "fired": scripts.LOOK_AT,
+}
+
+
+SCHEDULES = (
+    b"mpy:{mpy:records}:"  # names the slot of the schedules, and of the records of what they send
+)
+TICK = "tick "  # what the keys of those begin with
+_TICK, _CLAIM = "%=", "%!"  # what these are told from UUIDs by
+
+
+def name_of(uuid: str) -> str:
+    """A UUID as our keys have it."""
+    return quoted(uuid.encode("utf-8", "backslashreplace").decode())
+
+
+def tick_name(key: str) -> str:
+    """The key of what a schedule sends, as our keys have it."""
+    return _TICK + name_of(key)
+
+
+def claim_name(key: str) -> str:
+    """The key of what is sent with a claim, as our keys have it."""
+    return _CLAIM + name_of(key)
+
+
+def names_of(key: str) -> tuple[str, ...]:
+    """Under which names there may be a record with this key."""
+    if key.startswith(TICK):
+        return name_of(key), tick_name(key)
+    return (name_of(key), claim_name(key)) if claim_of(key) is not None else (name_of(key),)
+
+
+def key_of(name: str) -> str:
+    """The UUID or key that has this name."""
+    return unquoted(name.removeprefix(_TICK).removeprefix(_CLAIM))
+
+
+def claim_prefix(claim: str) -> bytes:
+    """What names the slot of a claim."""
+    return b"mpy:{%b}:" % name_of(claim).encode()
+
+
+def claim_key(claim: str) -> bytes:
+    return b"mpy:u:{%b}" % name_of(claim).encode()
+
+
+def document_key(name: str) -> bytes:
+    """Go's, but for names so short that they are rather a queue's."""
+    key = name.encode()
+    return key if len(key) > 2 else b"mpy:k:{%b}" % key
+
+
+def companion_key(name: str) -> bytes:
+    return b"mpy:m:{%b}" % name.encode()
+
+
+def record_key(name: str) -> bytes:
+    if name.startswith((_TICK, _CLAIM)):
+        return b"%bo:%b" % (prefix_of(name), name.encode())
+    return b"mpy:o:{%b}" % name.encode()
+
+
+def prefix_of(name: str) -> bytes:
+    """What names the slot of a task or group, and of its record."""
+    if name.startswith(_TICK):
+        return SCHEDULES
+    if name.startswith(_CLAIM):
+        return claim_prefix(claim_of(key_of(name)) or "")
+    return b"mpy:{%b}:" % name.encode()
+
+
+class Parts(msgspec.Struct, gc=False):
+    """A change: what its own slot decides (if there is anything), its outbox, and its effects elsewhere."""
+
+    name: str
+    own: Changes | None
+    held: bool  # whether results are kept for a callback
+    force: bool
+    fires: bool
+    outbox: bytes  # with its length before it; empty without messages
+    effects: tuple[Effect, ...]
+
+    @property
+    def record(self) -> bytes:
+        """Empty if nothing is to be remembered."""
+        if self.own is None or not (self.outbox or self.effects):
+            return b""
+        return (self.outbox or framed(())) + _pack(self.effects)
+
+
+def framed(outbox: Sequence[bytes]) -> bytes:
+    packed = _pack(tuple(outbox))
+    return len(packed).to_bytes(4, "big") + packed
+
+
+def read_record(record: bytes) -> tuple[tuple[bytes, ...], tuple[Effect, ...]]:
+    """Outbox and effects."""
+    size = 4 + int.from_bytes(record[:4], "big")
+    return _outbox(record[4:size]), _effects(record[size:])
+
+
+def parts_of(change: Change, now: dt.datetime, now_text: str, expire: int) -> Parts:
+    """Take it apart. `now_text`: as the scripts take it."""
+    name = name_of(change.fires or change.key)
+    own: list[object] = []
+    effects: list[Effect] = []
+    for state in change.states:
+        row = _row(state, now, expire)
+        if row[0] == name:
+            own += row
+            continue
+        foreign = Changes(now, expire)
+        foreign.add(key="", force=change.force, packed=row)
+        kind = "replay" if change.force else "state"
+        effects.append(
+            Effect(
+                kind,
+                str(row[0]),
+                pack((now_text, expire, foreign.changes, foreign.states, "", False, 0)),
+            )
+        )
+    for group in change.groups:
+        effects.append(
+            Effect(
+                "group",
+                name_of(group.group_uuid),
+                pack((name_of(group.group_uuid), raw(encode_group(group)))),
+            )
+        )
+    for one in change.arrivals:
+        row = (
+            name_of(one.group_uuid),
+            name_of(one.task_uuid),
+            one.total,
+            one.ok,
+            raw(one.callback),
+        )
+        effects.append(
+            Effect("arrival", name_of(one.group_uuid), pack((row,)), name_of(one.task_uuid))
+        )
+    if change.fires:
+        effects.append(Effect("fired", name, pack((name,))))
+    decides = own or change.fires or change.epoch or change.outbox
+    decision = Changes(now, expire)
+    decision.add(
+        key=name,
+        mark=change.mark,
+        epoch=change.epoch,
+        force=change.force,
+        fires=name if change.fires else "",
+        packed=own,
+    )
+    return Parts(
+        name,
+        decision if decides else None,
+        any(one.callback for one in change.arrivals),
+        change.force,
+        bool(change.fires),
+        framed(change.outbox) if change.outbox else b"",
+        tuple(effects),
+    )
+
+
+def parts_of_tick(amendment: Amendment, now: dt.datetime, now_text: str, expire: int) -> Parts:
+    """What follows from the change of a schedule or a claim. Nothing of it is in that one's slot."""
+    change = Change(key="", states=amendment.states, groups=amendment.groups)
+    effects = parts_of(change, now, now_text, expire).effects
+    outbox = framed(amendment.outbox) if amendment.outbox else b""
+    name = (claim_name if amendment.life else tick_name)(amendment.outbox_key)
+    return Parts(name, Changes(now, expire), False, False, False, outbox, effects)
+
+
+def _row(state: TaskState, now: dt.datetime, expire: int) -> tuple[object, ...]:
+    row = packed_state(state, now, expire)
+    return (name_of(state.task_uuid), *row[1:])

@@ -1,0 +1,159 @@
+"""Waiting for tasks of a Redis to finish: a channel for each task, and no polling.
+
+Limits: what a Go program finishes is not told; whoever waits looks again now and then by himself.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Iterable, Sequence
+
+from machinery_py.backends.base import Listener
+from machinery_py.connections.redis.client import Link, RedisDriver, command
+from machinery_py.errors import BackendUnavailable, MachineryError
+
+STEP = 500  # channels in one command
+REPLY = 5.0  # seconds for Redis to say that it listens
+
+
+class RedisListener(Listener):
+    """A subscribed connection. Whoever holds `_reading` reads from it: `wait`, or `watch` until it is confirmed."""
+
+    def __init__(self, driver: RedisDriver) -> None:
+        self._driver = driver
+        self._reading = threading.RLock()
+        self._changing = threading.Lock()
+        self._bell = b"mpy:wake:" + secrets.token_hex(8).encode()
+        self._watched: set[bytes] = set()
+        self._confirmed = 0
+        self._asked = 0
+        self._rung = False
+        self._link: Link | None = None
+
+    def watch(self, uuids: Iterable[str]) -> None:
+        channels = list(map(_channel, uuids))
+        with self._changing:
+            new = [channel for channel in channels if channel not in self._watched]
+            self._watched.update(new)
+            try:
+                wanted = self._subscribe(new)
+            except Exception as error:  # redis-py's, sorted by `fail`
+                self._lose()
+                self._driver.fail(error, doing="listening for results", away=BackendUnavailable)
+        self._await(wanted)
+
+    def _subscribe(self, channels: Sequence[bytes]) -> int:
+        """Ask for these; returns which confirmation is the last of them. Called with `_changing` held."""
+        if self._link is None:
+            self._link = self._driver.take_ear()
+            self._asked = self._confirmed = 0
+            channels = [self._bell, *self._watched]
+        for start in range(0, len(channels), STEP):
+            step = channels[start : start + STEP]
+            self._link.send(command(b"SUBSCRIBE", *step))
+            self._asked += len(step)
+        return self._asked
+
+    def _await(self, wanted: int) -> None:
+        """Return when Redis listens: what ends after that is told."""
+        deadline = time.monotonic() + REPLY
+        while self._confirmed < wanted and time.monotonic() < deadline and self._link is not None:
+            # If the owner sleeps in `wait`, it reads the confirmation.
+            if self._reading.acquire(timeout=0.001):
+                try:
+                    if self._confirmed < wanted:
+                        self._read(0.01)
+                finally:
+                    self._reading.release()
+
+    def _read(self, timeout: float) -> None:
+        """Take what has come, or wait for it. Called with `_reading` held."""
+        link = self._link
+        if link is None:
+            return
+        if self._driver.is_stale(link):
+            self._lose()
+            self._rung = True
+            return
+        try:
+            while link.has_news(timeout):
+                timeout = 0.0
+                kind, channel, *_ = link.read()
+                if kind == b"subscribe":
+                    self._confirmed += 1
+                elif kind == b"message" and (channel == self._bell or channel in self._watched):
+                    self._watched.discard(channel)
+                    self._rung = True
+        except (
+            Exception
+        ):  # the connection is gone: the waiter looks again, and the next wait subscribes anew
+            self._lose()
+            self._rung = True
+
+    def _lose(self) -> None:
+        link, self._link = self._link, None
+        if link is not None:
+            link.close()
+
+    def unwatch(self, uuids: Iterable[str]) -> None:
+        with self._changing:
+            channels = list(map(_channel, uuids))
+            self._watched.difference_update(channels)
+            self._drop(channels)
+
+    def _drop(self, channels: Sequence[bytes]) -> None:
+        link = self._link
+        try:
+            for start in range(0, len(channels), STEP):
+                if link is not None:
+                    link.send(command(b"UNSUBSCRIBE", *channels[start : start + STEP]))
+        except Exception:  # then nobody listens any more
+            self._lose()
+
+    def wait(self, timeout: float) -> None:
+        deadline = time.monotonic() + timeout
+        with self._reading:
+            while not self._rung:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    return
+                if self._link is None:
+                    self._reconnect(left)
+                    return
+                self._read(left)
+            self._rung = False
+
+    def _reconnect(self, left: float) -> None:
+        try:
+            with self._changing:
+                self._subscribe(())
+        except Exception:  # Redis is away: the waiter's next look says so
+            self._lose()
+            threading.Event().wait(min(left, 0.1))
+
+    def wake(self) -> None:
+        self._rung = True
+        if self._link is not None:
+            try:
+                self._driver.ask(b"PUBLISH", self._bell, b"", doing="waking a waiter")
+            except MachineryError:
+                pass  # then it wakes by itself
+
+    def close(self) -> None:
+        with self._changing:
+            link, self._link = self._link, None
+        if link is None:
+            return
+        try:
+            link.send(command(b"UNSUBSCRIBE"))
+        except Exception:  # then the next one opens its own
+            link.close()
+            return
+        self._driver.give_ear(link)
+
+
+def _channel(uuid: str) -> bytes:
+    """A task's channel has the name of its companion."""
+    return b"mpy:m:{" + uuid.encode("utf-8", "backslashreplace") + b"}"

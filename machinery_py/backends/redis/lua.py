@@ -1,0 +1,425 @@
+"""What the scripts of the Redis backend share: how a change of states and groups is decided, and how it is written.
+
+State documents are cut where Go's field names stand, never decoded. What a script takes stands in two flat arrays, C and S
+(a table for each would cost more than all else), and is known by its place in them:
+
+    change in C   key, mark, epoch, force, fires or "", place of its first state, of the end of its last, groups or false,
+                  arrivals or false, outbox or ""
+    state in S    UUID, word, run, document before its creation time, that time, and after it, true if it has a name, last
+                  lines of the companion, true if queue, worker and start are in them, true if progress is, queue, seconds kept
+    group         (UUID, document)
+    arrival       (group, member, total, ok, callback)
+
+Which state may follow which is asked of `states.advance`, pair by pair, when this module is loaded.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+
+from machinery_py.connections.redis.scripts import filled
+from machinery_py.tasks.states import State, TaskState, advance
+
+CHORD_LIFE = (
+    7 * 86400
+)  # seconds that a state is kept that is not finished, and a chord without an arrival
+LEFT = 30_000_000  # µs from a chord's first arrival until somebody looks whether members of others have completed it
+RATES_LIFE = 3700  # seconds that finished tasks are counted by their second
+
+
+def steps(runs_later: int) -> str:
+    """The pairs of states that `advance` lets follow each other so many runs later, with a space around each."""
+    pairs = [
+        f"{before}>{after}"
+        for before, after in product(State, State)
+        if advance(
+            TaskState(task_uuid="", state=before),
+            TaskState(task_uuid="", state=after, run=runs_later),
+        )
+        is not None
+    ]
+    return f"' {' '.join(pairs)} '"
+
+
+# Where the values of a change and of a state stand, from their place on.
+_CHANGE = (
+    "KEY",
+    "MARK",
+    "EPOCH",
+    "FORCE",
+    "FIRES",
+    "FIRST",
+    "LAST",
+    "GROUPS",
+    "ARRIVALS",
+    "OUTBOX",
+)
+_STATE = (
+    "UUID",
+    "WORD",
+    "RUN",
+    "HEAD",
+    "CREATED",
+    "TAIL",
+    "NAMED",
+    "LINES",
+    "WHOLE",
+    "STICKY",
+    "QUEUE",
+    "KEPT",
+)
+
+NAMES: dict[str, object] = {
+    **{name: place for names in (_CHANGE, _STATE) for place, name in enumerate(names)},
+    "CHANGE": len(_CHANGE),
+    "STATE": len(_STATE),
+    "SAME": steps(0),
+    "LATER": steps(1),
+    "LONG": CHORD_LIFE,
+    "RATES": RATES_LIFE,
+    "LEFT": LEFT,
+    "OURS": r"'^%d*\n%d*\n[^\n]*\n([^\n]*)\n([^\n]*)\n([^\n]*)\n([^\n]*)\n()'",
+}
+
+# A companion is lines: run, epoch, mark, started, progress, queue, worker, and then our fields.
+# look: reads what is stored of tasks, in one command for all; `known` keeps it, and what is decided after that. Raises if
+# something else lies under a UUID, or it is the name of a queue: nothing of others is ever written over.
+# decide: what a change would write, and its verdict (s, a, f); writes nothing, and the next change sees it in `known`.
+# listable: raises, before anything is written, if a set from which these changes are to be found again is something else.
+# commit: writes it. note_states: writes the listings and the groups, once for all that a script has committed.
+LIBRARY = filled(
+    r"""
+local C, S
+local known, firing, fired, rates, done, open, arrived = {}, {}, {}, {}, {}, {}, {}
+local NONE = {}
+local function doc_key(uuid)
+  if #uuid > 2 then return uuid end
+  return 'mpy:k:{' .. uuid .. '}'
+end
+local function companion(uuid) return 'mpy:m:{' .. uuid .. '}' end
+local function cut(doc, before, after)
+  local _, from = string.find(doc, before, 1, true)
+  local to = from and string.find(doc, after, from + 1, true)
+  return to and string.sub(doc, from + 1, to - 1)
+end
+local function word_and_time(doc)
+  -- Searching plain texts takes a tenth of the time of a pattern. The last such field counts: results may hold others.
+  local _, word = string.find(doc, '"State":"', 1, true)
+  local _, last = string.find(doc, '"CreatedAt":"', -90, true)
+  if not word or not last then return string.match(doc, '"State":"(%u+)".*"CreatedAt":"([^"]*)"') end
+  repeat
+    local _, at = string.find(doc, '"CreatedAt":"', last, true)
+    last = at or last
+  until not at
+  return string.match(doc, '^%u+', word + 1), string.match(doc, '^[^"]*', last + 1)
+end
+local function unquoted(uuid)
+  if uuid == '%' then return '' end
+  return (string.gsub(string.gsub(string.gsub(uuid, '%%7D', '}'), '%%7B', '{'), '%%25', '%%'))
+end
+local function is_of(uuid, doc, head, after)
+  local at = #head + 1
+  if string.find(doc, uuid, at, true) == at and string.byte(doc, at + #uuid) == 34 and string.find(doc, head, 1, true) == 1 then
+    return true
+  end
+  -- JSON may write the same in another way, and a cluster quotes.
+  local stop = string.sub(doc, 1, #head) == head and string.find(doc, after, at, true)
+  local fine, read = pcall(cjson.decode, '[' .. string.sub(doc, at - 1, (stop or 0) - 1) .. ']')
+  return fine and (read[1] == uuid or read[1] == unquoted(uuid))
+end
+local function is_group(uuid, doc) return is_of(uuid, doc, '{"GroupUUID":"', ',"TaskUUIDs":') end
+local function group_doc(uuid)
+  local key = doc_key(uuid)
+  key_type(key, 'string')
+  local doc = call('GET', key)
+  if doc and not is_group(uuid, doc) then error('WRONGTYPE ' .. key .. ' holds a text, not group ' .. uuid) end
+  return doc
+end
+local function is_queue(uuid)
+  -- UUIDs as Go makes them, task_1a2b3c4d-…, are no names of queues; a pattern takes longer.
+  local size = #uuid
+  if size < 3 or ((size == 41 or size == 42) and string.byte(uuid, size - 36) == 95 and string.byte(uuid, size - 27) == 45) then
+    return false
+  end
+  if string.sub(uuid, 1, 4) == 'mpy:' or uuid == 'delayed_tasks' or uuid == 'TriggerChordMutex' then return true end
+  local p = 'mpy:{' .. uuid .. '}:'
+  return call('EXISTS', p .. 'n', p .. 'c', p .. 's') > 0
+end
+local function row_of(key, m, doc, kept)
+  local word, created
+  if doc then word, created = word_and_time(doc) end
+  if not kept or string.sub(kept, 1, 6) == '0\n0\n\n\n\n' then
+    return {key = key, m = m, run = 0, mark = '', epoch = '0', there = doc or kept, doc = doc, word = word, created = created,
+            kept = kept}
+  end
+  local run, epoch, mark, progress = string.match(kept, '^(%d+)\n(%d+)\n([^\n]*)\n[^\n]*\n([^\n]?)')
+  return {key = key, m = m, run = run == '0' and 0 or tonumber(run), mark = mark, epoch = epoch, there = true, doc = doc,
+          word = word, created = created, kept = kept, sticky = progress ~= ''}
+end
+local function look(uuids)
+  for start = 1, #uuids, 1000 do
+    local keys, new, missing, wrong = {}, {}, {}, nil
+    for i = start, math.min(start + 999, #uuids) do
+      local uuid = uuids[i]
+      if not known[uuid] then
+        local key = doc_key(uuid)
+        if checked[key] == 'list' then key_type(key, 'string') end
+        checked[key], known[uuid] = 'string', NONE
+        new[#new + 1], keys[#keys + 1], keys[#keys + 2] = uuid, key, companion(uuid)
+      end
+    end
+    local found = #keys > 0 and call('MGET', unpack(keys))
+    for i, uuid in ipairs(new) do
+      local key = keys[2 * i - 1]
+      local doc = found[2 * i - 1]
+      if not doc then
+        missing[#missing + 1] = key
+        if is_queue(uuid) then wrong = uuid .. ' is a queue, not a task' end
+      elseif not is_of(uuid, doc, '{"TaskUUID":"', ',"TaskName":') then
+        wrong = key .. ' holds a text, not task ' .. uuid
+      end
+      known[uuid] = row_of(key, keys[2 * i], doc, found[2 * i])
+    end
+    -- MGET says of a key of another type that it is missing.
+    if #missing > 0 and call('EXISTS', unpack(missing)) > 0 then
+      for _, key in ipairs(missing) do
+        local found = call('TYPE', key).ok
+        if found ~= 'none' then wrong = key .. ' holds a ' .. found .. ', not a string' end
+      end
+    end
+    if wrong then
+      for i, uuid in ipairs(new) do known[uuid], checked[keys[2 * i - 1]] = nil, nil end
+      error('WRONGTYPE ' .. wrong)
+    end
+  end
+end
+local function look_at(changes)
+  local uuids = {}
+  for _, c in ipairs(changes) do
+    for s = C[c + $FIRST], C[c + $LAST], $STATE do uuids[#uuids + 1] = S[s] end
+  end
+  look(uuids)
+end
+local function read(uuid)
+  if not known[uuid] then look({uuid}) end
+  return known[uuid]
+end
+local function follows(row, s)
+  if not row.word then return true end
+  local run = S[s + $RUN]
+  if run < row.run then return false end
+  return string.find(run == row.run and $SAME or $LATER, ' ' .. row.word .. '>' .. S[s + $WORD] .. ' ', 1, true)
+end
+local function named(head, doc)
+  local name = cut(doc, '"TaskName":', ',"State":"')
+  local from, to = string.find(head, '"TaskName":""', 1, true)
+  if not name or not from then return head end
+  return string.sub(head, 1, from - 1) .. '"TaskName":' .. name .. string.sub(head, to + 1)
+end
+local function inherited(s, row)
+  local lines = S[s + $LINES]
+  local started, progress, queue, worker, at = string.match(lines, '^([^\n]*)\n([^\n]*)\n([^\n]*)\n([^\n]*)\n()')
+  local own = {string.match(row.kept, $OURS)}
+  if row.run == S[s + $RUN] then
+    if started == '' then started = own[1] end
+    if progress == '' then progress = own[2] end
+  end
+  if queue == '' then queue = own[3] end
+  if worker == '' then worker = own[4] end
+  return table.concat({started, progress, queue, worker, string.sub(lines, at)}, '\n'), progress ~= ''
+end
+local function merged(s, row, mark, force)
+  local head, created, rest, sticky, run = S[s + $HEAD], S[s + $CREATED], S[s + $LINES], S[s + $STICKY], S[s + $RUN]
+  if row.doc and not force then
+    if row.created and row.created ~= '0001-01-01T00:00:00Z' then created = row.created end
+    if not S[s + $NAMED] then head = named(head, row.doc) end
+  end
+  if row.kept and not force and (row.sticky or not S[s + $WHOLE]) then rest, sticky = inherited(s, row) end
+  local kept = (run == 0 and '0' or int(run)) .. '\n' .. row.epoch .. '\n' .. mark .. '\n' .. rest
+  return {state = s, key = row.key, m = row.m, run = run, mark = mark, epoch = row.epoch, there = true,
+          doc = head .. created .. S[s + $TAIL], word = S[s + $WORD], created = created, kept = kept, sticky = sticky}
+end
+local function group_keys(uuid) return 'mpy:g:{' .. uuid .. '}', 'mpy:h:{' .. uuid .. '}' end
+local function has_fired(uuid)
+  if fired[uuid] == nil then fired[uuid] = call('HGET', (group_keys(uuid)), 'fired') end
+  return fired[uuid]
+end
+local function may_fire(uuid)
+  key_type((group_keys(uuid)), 'hash')
+  local doc = group_doc(uuid)
+  if not doc and call('EXISTS', (group_keys(uuid))) == 0 then return false end
+  if has_fired(uuid) then return false end
+  -- Go sets its flag for a group with a failed member, too, and then tells nobody.
+  if call('HGET', (group_keys(uuid)), 'failed') then return true end
+  if doc and string.find(doc, '"ChordTriggered":true', 1, true) then return false end
+  return call('EXISTS', 'TriggerChordMutex') == 0
+end
+local function settled_elsewhere(uuid)
+  if call('EXISTS', 'TriggerChordMutex') == 0 and not may_fire(uuid) then call('ZREM', 'mpy:ready', uuid) end
+end
+local function decide(c)
+  local key, mark, epoch, force, fires = C[c + $KEY], C[c + $MARK], C[c + $EPOCH], C[c + $FORCE], C[c + $FIRES]
+  local plan, new = {}, {}
+  if epoch ~= 0 then
+    local own = read(key)
+    if own.there and tonumber(own.epoch) ~= epoch then
+      return (mark ~= '' and own.mark == mark) and 'a' or 'f'
+    end
+  end
+  for s = C[c + $FIRST], C[c + $LAST], $STATE do
+    local uuid = S[s]
+    local row = new[uuid] or read(uuid)
+    local decides = uuid == key and not new[uuid]
+    local legal = force or follows(row, s)
+    if decides and mark ~= '' and row.mark == mark and (not legal or (row.word == S[s + $WORD] and row.run == S[s + $RUN])) then
+      return 'a'
+    end
+    if legal then
+      local own = merged(s, row, decides and mark ~= '' and mark or row.mark, force)
+      new[uuid] = own
+      plan[#plan + 1] = own
+    elseif decides then
+      return 'f'
+    end
+  end
+  if fires ~= '' then
+    if firing[fires] or not may_fire(fires) then return 'f' end
+    key_type(select(2, group_keys(fires)), 'set')
+    firing[fires] = true
+  end
+  for _, one in ipairs(C[c + $GROUPS] or NONE) do
+    if not group_doc(one[1]) and is_queue(one[1]) then error('WRONGTYPE ' .. one[1] .. ' is a queue, not a group') end
+  end
+  for _, a in ipairs(C[c + $ARRIVALS] or NONE) do
+    local g, h = group_keys(a[1])
+    -- Only the first arrival of a group is noted there.
+    if not key_type(g, 'hash') then key_type('mpy:partial', 'zset') end
+    key_type(h, 'set')
+  end
+  for uuid, row in pairs(new) do known[uuid] = row end
+  return 's', plan
+end
+local function listable(changes)
+  for _, c in ipairs(changes) do
+    if C[c + $ARRIVALS] or C[c + $FIRES] ~= '' then key_type('mpy:ready', 'zset') end
+    if C[c + $GROUPS] then key_type('mpy:groups', 'zset') end
+    if C[c + $OUTBOX] ~= '' then key_type('mpy:outbox', 'zset') end
+  end
+end
+local function write(row, force, held)
+  local s = row.state
+  local uuid, word, kept = S[s], row.word, S[s + $KEPT]
+  local final = word == 'SUCCESS' or word == 'FAILURE'
+  if force then
+    try('ZREM', 'mpy:done', uuid)
+    for i = #done, 1, -1 do
+      if done[i] == uuid then table.remove(done, i) end
+    end
+  end
+  if final and held and tonumber(kept) < $LONG then kept = '$LONG' end
+  call('SET', row.key, row.doc, 'EX', kept)
+  call('SET', row.m, row.kept, 'EX', kept)
+  if final then
+    done[#done + 1] = uuid
+    local queue = S[s + $QUEUE]
+    if queue == '' then queue = select(3, string.match(row.kept, $OURS)) end
+    local name = word .. queue
+    rates[name] = (rates[name] or 0) + 1
+    call('PUBLISH', row.m, '')
+  else
+    open[#open + 1] = uuid
+  end
+end
+local function note_group(uuid, a, now)
+  local g, h = group_keys(uuid)
+  local first = call('HSET', g, 'total', a.total, 'callback', a.callback) == 2
+  if a.failed then call('HSETNX', g, 'failed', a.failed) end
+  local complete = a.failed or call('HEXISTS', g, 'failed') == 1 or (a.total > 0 and call('SCARD', h) >= a.total)
+  if a.callback ~= '' and not has_fired(uuid) and complete then
+    call('ZADD', 'mpy:ready', 0, uuid)
+    try('ZREM', 'mpy:partial', uuid)
+    call('PERSIST', g)
+    call('PERSIST', h)
+  elseif not call('ZSCORE', 'mpy:ready', uuid) then
+    call('EXPIRE', g, $LONG)
+    call('EXPIRE', h, $LONG)
+    if first and a.callback ~= '' and not has_fired(uuid) then call('ZADD', 'mpy:partial', int(now + $LEFT), uuid) end
+  end
+end
+local function note_states(now)
+  local rows_done, rows_open, over = {}, {}, {}
+  local stamp = int(now)
+  for i, uuid in ipairs(done) do
+    rows_done[2 * i - 1], rows_done[2 * i] = stamp, uuid
+    if #open > 0 then over[uuid] = true end
+  end
+  for _, uuid in ipairs(open) do
+    if not over[uuid] then
+      rows_open[#rows_open + 1] = stamp
+      rows_open[#rows_open + 1] = uuid
+    end
+  end
+  pcall(rows, 'ZREM', 'mpy:open', done)
+  pcall(rows, 'ZADD', 'mpy:done', rows_done)
+  pcall(rows, 'ZADD', 'mpy:open', rows_open)
+  if next(rates) then
+    local key = 'mpy:rate:' .. int(math.floor(now / 1000000))
+    local new = false
+    for name, count in pairs(rates) do new = try('HINCRBY', key, name, count) == count or new end
+    if new then call('EXPIRE', key, '$RATES') end
+  end
+  for uuid, a in pairs(arrived) do note_group(uuid, a, now) end
+  done, open, rates, arrived = {}, {}, {}, {}
+end
+local function arrive(a)
+  local uuid, member = a[1], a[2]
+  local _, h = group_keys(uuid)
+  if call('SADD', h, member) == 0 then return end
+  local group = arrived[uuid] or {}
+  group.total, group.callback = a[3], a[5]
+  if not a[4] then group.failed = group.failed or member end
+  arrived[uuid] = group
+end
+local function triggered(doc)
+  local from, to = string.find(doc, '"ChordTriggered":false', 1, true)
+  if not from then return doc end
+  return string.sub(doc, 1, from - 1) .. '"ChordTriggered":true' .. string.sub(doc, to + 1)
+end
+local function fire(uuid, expire)
+  local g, h = group_keys(uuid)
+  call('ZREM', 'mpy:ready', uuid)
+  try('ZREM', 'mpy:partial', uuid)
+  call('HSET', g, 'fired', 1)
+  fired[uuid] = '1'
+  local doc = call('GET', doc_key(uuid))
+  if doc then call('SET', doc_key(uuid), triggered(doc), 'KEEPTTL') end
+  expire = int(expire)
+  call('EXPIRE', g, expire)
+  call('EXPIRE', h, expire)
+  for _, member in ipairs(call('SMEMBERS', h)) do
+    call('EXPIRE', doc_key(member), expire)
+    call('EXPIRE', companion(member), expire)
+  end
+end
+local function commit(c, plan, now, expire)
+  local arrivals, groups, outbox = C[c + $ARRIVALS] or NONE, C[c + $GROUPS] or NONE, C[c + $OUTBOX]
+  if C[c + $FIRES] ~= '' then fire(C[c + $FIRES], expire) end
+  local held = false
+  for _, a in ipairs(arrivals) do
+    if a[5] ~= '' and not has_fired(a[1]) then held = true end
+  end
+  for _, row in ipairs(plan) do write(row, C[c + $FORCE], held) end
+  for _, one in ipairs(groups) do
+    local doc = one[2]
+    if has_fired(one[1]) then doc = triggered(doc) end
+    if call('SET', doc_key(one[1]), doc, 'NX', 'EX', $LONG) then call('ZADD', 'mpy:groups', now + expire * 1000000, one[1]) end
+  end
+  for _, a in ipairs(arrivals) do arrive(a) end
+  if outbox ~= '' then
+    call('SET', 'mpy:o:{' .. C[c] .. '}', outbox)
+    call('ZADD', 'mpy:outbox', now, C[c])
+  end
+end
+""",
+    **NAMES,
+)

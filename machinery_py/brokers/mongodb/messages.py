@@ -1,0 +1,178 @@
+"""A message as MongoDB keeps it, and the session that holds it.
+
+machinery_messages    _id, uuid, name, queue, body, priority, order (its place), status, due_at, parks, strikes, fence,
+                      lease (of which claim), session, begun, sent_at; deed, deed_at; reason, error, died_at
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Collection, Sequence
+from enum import IntEnum
+from typing import NamedTuple
+
+from machinery_py.brokers.base import DeadLetter, Delivery, Message
+from machinery_py.clock import micros, moment_of
+from machinery_py.connections.mongodb.client import Document, Store, printable
+
+
+class Status(IntEnum):
+    """Where a message is."""
+
+    WAITING = 0
+    DELAYED = 1
+    HELD = 2
+    ENDING = 3  # settled: what follows from it is in its deed, and being done
+    DEAD = 4
+    TAKEN = 5  # by a claim that does not know yet whether the queue is paused; counts as waiting
+
+
+#: Whose claim nothing came of yet is still in its queue.
+QUEUED: Document = {"$in": [int(Status.WAITING), int(Status.TAKEN)]}
+
+
+class Receipt(NamedTuple):
+    """Names one handing-over. `uuid`: of the task."""
+
+    id: str
+    lease: str
+    uuid: str
+
+    def __str__(self) -> str:
+        return f"{self.id}/{self.lease}"
+
+
+#: What a message that nobody holds has in these fields.
+FREE: Document = {"lease": "", "session": "", "begun": 0}
+
+
+def documents_of(
+    messages: Sequence[Message], *, token: str, first: int, now: int
+) -> list[Document]:
+    """`token` names the put, "" one that is never repeated; `first` is the place of the first message."""
+    name = token or secrets.token_hex(12)
+    documents: list[Document] = []
+    for number, message in enumerate(messages):
+        due_at = 0 if message.eta is None else max(0, micros(message.eta))
+        documents.append(
+            {
+                "_id": f"{name}.{number}",
+                "uuid": printable(message.uuid),
+                "name": printable(message.name),
+                "queue": message.queue,
+                "body": message.body,
+                "priority": message.priority,
+                "order": first + number,
+                "status": int(Status.DELAYED if due_at > now else Status.WAITING),
+                "due_at": due_at,
+                "parks": message.parks,
+                "strikes": 0,
+                "fence": 0,
+                "lease": "",
+                "session": "",
+                "begun": 0,
+                "sent_at": now,
+                "deed": b"",
+                "deed_at": 0,
+                "reason": "",
+                "error": "",
+                "died_at": 0,
+            }
+        )
+    return documents
+
+
+def message_of(document: Document) -> Message:
+    due_at = document["due_at"]
+    return Message(
+        uuid=document["uuid"],
+        name=document["name"],
+        queue=document["queue"],
+        body=bytes(document["body"]),
+        eta=moment_of(due_at) if due_at else None,
+        priority=document["priority"],
+        parks=document["parks"],
+    )
+
+
+def delivery_of(document: Document) -> Delivery:
+    return Delivery(
+        body=bytes(document["body"]),
+        queue=document["queue"],
+        fence=document["fence"],
+        strikes=document["strikes"],
+        receipt=Receipt(document["_id"], document["lease"], document["uuid"]),
+        parks=document["parks"],
+        priority=document["priority"],
+        sent_at=moment_of(document["sent_at"]),
+    )
+
+
+def letter_of(document: Document) -> DeadLetter:
+    return DeadLetter(
+        id=document["_id"],
+        uuid=document["uuid"],
+        name=document["name"],
+        queue=document["queue"],
+        body=bytes(document["body"]),
+        reason=document["reason"],
+        error=document["error"],
+        strikes=document["strikes"],
+        died_at=moment_of(document["died_at"]),
+    )
+
+
+def held(delivery: Delivery) -> Document:
+    """What is true of a message's document as long as this delivery of it lasts."""
+    receipt = delivery.receipt
+    id, lease = (receipt.id, receipt.lease) if isinstance(receipt, Receipt) else ("", "none")
+    return {"_id": id, "lease": lease, "status": int(Status.HELD)}
+
+
+def mark_of(id: str) -> int:
+    """What a message is noted with in its consumer's file."""
+    return int.from_bytes(hashlib.blake2b(id.encode(), digest_size=8).digest(), "little")
+
+
+def release(store: Store, session: str, began: Collection[int] | None) -> None:
+    """Give back what a session holds, to its old places. May be repeated.
+
+    Args:
+        began: the marks of what gets a strike. None: what is noted here as begun.
+    """
+    untake(store, {"session": session})
+    messages = store.machinery_messages
+    back: Document = {"$set": {**FREE, "status": int(Status.WAITING)}}
+    mine: Document = {"session": session, "status": int(Status.HELD)}
+    which: Document = {"begun": 1}
+    if began:
+        which = {
+            "_id": {
+                "$in": [
+                    one["_id"]
+                    for one in messages.find(mine, {"_id": 1})
+                    if mark_of(one["_id"]) in began
+                ]
+            }
+        }
+    if began is None or began:
+        messages.update_many({**mine, **which}, {**back, "$inc": {"strikes": 1}})
+    messages.update_many(mine, back)
+
+
+def untake(store: Store, which: Document) -> None:
+    """Undo claims that nothing came of, so that they cannot be gone on with. May be repeated."""
+    store.machinery_messages.update_many(
+        {**which, "status": int(Status.TAKEN)}, {"$set": {**FREE, "status": int(Status.WAITING)}}
+    )
+
+
+def paused_of(store: Store, queues: Sequence[str]) -> set[str]:
+    """Which of these queues are paused."""
+    return {
+        one["_id"]
+        for one in store.machinery_queues.find(
+            {"_id": {"$in": list(queues)}, "paused": 1}, {"_id": 1}
+        )
+    }

@@ -1,0 +1,395 @@
+"""A consumer of Redis queues: it claims, disposes, beats and sleeps. Its keys stand in docs/explanation/redis-protocol.md.
+
+It has a connection of its own for claims. Asleep, that is blocked in BLMOVE at the first queue that is not paused, with the claim
+behind it in the same packet; `wake` unblocks it. Where all are paused, it is blocked at its own arrivals, where nothing comes.
+
+Limits: a Go program's message on the second queue of a sleeper is noticed within BLOCK.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+import threading
+import time
+import zlib
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import msgspec
+
+from machinery_py.brokers.base import WAITING, Consumer, Delivery, Disposal, Fate
+from machinery_py.brokers.redis import scripts as redis_scripts
+from machinery_py.brokers.redis.messages import EMPTY, head_of, printable
+from machinery_py.clock import micros
+from machinery_py.connections.process_identity import SessionInfo, encode_info, place, started
+from machinery_py.connections.redis.client import Link, RedisDriver, command
+from machinery_py.connections.redis.errors import Kind, kind_of, tell_spoilt
+from machinery_py.connections.redis.keys import queue_keys
+from machinery_py.connections.redis.scripts import pack, raw
+from machinery_py.connections.session_files import SessionFile, host_file, host_folder, ran
+from machinery_py.errors import BrokerUnavailable, MachineryError
+
+BLOCK = 1.0  # seconds of one sleep; shorter than half a lease
+LINK_TIMEOUT = 3.0  # seconds for the reply to a claim, beyond its sleep
+LOST_LIFE = 30.0  # seconds that a claim without a reply is asked for
+WAKE_TRIES = 20  # a wake may come before the sleep it is to end
+KIND = "redis"  # of the files that say what consumers run
+
+_claimed = msgspec.msgpack.Decoder(list[tuple[int, int, int, int, int, int, list[bytes]]]).decode
+
+
+class RedisConsumer(Consumer):
+    """A session: its entries in the registries, and a connection."""
+
+    session = ""
+
+    def __init__(
+        self,
+        driver: RedisDriver,
+        queues: tuple[str, ...],
+        *,
+        worker: str,
+        move_due: Callable[[float], object],
+    ) -> None:
+        self._driver = driver
+        self._queues = tuple(dict.fromkeys(queues))
+        self._keys = [queue_keys(queue) for queue in self._queues]
+        self._bed: tuple[str, str] | None = (
+            None  # the queue that it sleeps at, as the last claim said
+        )
+        self._places = {queue: index for index, queue in enumerate(self._queues)}
+        self._marks = {queue: mark_of(queue) for queue in self._queues}
+        self._worker = printable(worker)
+        self._move_due = move_due
+        self._block = min(BLOCK, driver.limits.block)
+        self._claims = itertools.count(1)
+        self._lost: list[tuple[int, float]] = []
+        self._link: Link | None = None
+        self._woken = False
+        self._asleep = b""  # the number of the connection that sleeps
+        self._noted = False  # whether Redis may have it among the sleepers
+        self._closed = False
+        self._pid = os.getpid()
+        self._starting = threading.Lock()
+        self._start_session()
+
+    def _start_session(self) -> None:
+        file = self._new_file()
+        session = file.key
+        info = SessionInfo(
+            name=self._worker,
+            host=socket.gethostname(),
+            place=place(),
+            pid=os.getpid(),
+            pid_started=started(os.getpid()),
+            queues=self._listed(),
+            started_at=micros(self._driver.clock.now()),
+        )
+        argument = pack((self._driver.now(), session, raw(encode_info(info)), self._keys))
+        self._driver.run(
+            redis_scripts.REGISTER, argument, doing="registering a worker", away=BrokerUnavailable
+        )
+        self.session, self._file = session, file
+
+    def _new_file(self) -> SessionFile:
+        """Under whose key it lives."""
+        return host_file(KIND)
+
+    def _sleeper(self, link: Link) -> tuple[str, bool]:
+        """The connection that others are to wake, and whether it sleeps where no claim of this one sees it."""
+        return link.number.decode(), False
+
+    def _listed(self) -> tuple[str, ...]:
+        """The queues that it is shown with."""
+        return self._queues
+
+    # Claiming
+
+    def receive(self, limit: int, timeout: float, order: Sequence[str] = ()) -> list[Delivery]:
+        if self._closed:
+            return []
+        queues = order or self._queues
+        deliveries, due_in = self._claim(limit, queues, sleep=0.0, will_sleep=timeout > 0)
+        deadline = time.monotonic() + timeout
+        while not deliveries and not self._woken and not self._closed:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                break
+            if due_in <= 0.0:
+                self._move_due(0.0)
+                due_in = self._block
+                deliveries, due_in = self._claim(limit, queues, sleep=0.0, will_sleep=True)
+                if not deliveries and due_in > 0.0:
+                    continue
+                due_in = max(due_in, 0.01)  # another mover is at it
+                continue
+            deliveries, due_in = self._claim(
+                limit, queues, sleep=min(left, due_in, self._block), will_sleep=left > self._block
+            )
+        if deliveries and due_in <= 0.0:
+            try:
+                self._move_due(0.0)
+            except MachineryError:
+                pass  # these are ours now, and nobody else will ever hand them out; the next mover does its part
+        self._woken = False
+        return deliveries
+
+    def _claim(
+        self, limit: int, queues: Sequence[str], *, sleep: float, will_sleep: bool
+    ) -> tuple[list[Delivery], float]:
+        """Claim, after a sleep if it is to be one; the deliveries, and the seconds until something is due."""
+        claim = next(self._claims)
+        now = time.monotonic()
+        session = self.session
+        keys = self._keys if queues is self._queues else [queue_keys(queue) for queue in queues]
+        link: Link | None = None
+        try:
+            link = self._open_link()
+            sleeper, is_apart = self._sleeper(link)
+            argument = pack(
+                (
+                    self._driver.now(),
+                    session,
+                    keys,
+                    limit,
+                    claim,
+                    [number for number, _ in self._lost],
+                    sleeper,
+                    will_sleep or bool(sleep),
+                    self._noted,
+                    is_apart,
+                )
+            )
+            self._noted = True  # until the reply says that it is not
+            reply = self._ask(link, argument, sleep)
+        except MachineryError:
+            raise
+        except Exception as error:  # redis-py's, sorted by `fail`
+            self._failed(error, link, claim)
+            raise AssertionError("unreachable") from error
+        alive, due_in, revoked, rung, blob, bed, problems = reply
+        tell_spoilt(problems, doing="claiming messages")
+        self._bed = keys[bed - 1] if bed else None
+        # Forgotten only when it has been asked for with success; claims may fail for longer than that.
+        self._lost = [one for one in self._lost if now - one[1] < LOST_LIFE]
+        if rung:
+            self._driver.unblock(rung)
+        if not alive:
+            return [], self._block  # the next beat starts again as a new one
+        self._driver.saw_revoked(revoked)
+        deliveries = self._deliveries(session, queues, blob)
+        self._noted = (will_sleep or bool(sleep)) and not deliveries
+        return deliveries, self._block if due_in < 0 else due_in / 1e6
+
+    def _ask(self, link: Link, argument: bytes, sleep: float) -> Any:
+        packet = self._driver.packed_script(redis_scripts.CLAIM, argument)
+        if not sleep:
+            link.send(packet)
+            return self._driver.read_script(link, redis_scripts.CLAIM, argument)
+        name, prefix = self._bed or self._keys[0]
+        arrivals = f"{prefix}i:{self.session}".encode()
+        source = name.encode() if self._bed else arrivals
+        self._asleep = link.number
+        try:
+            if self._woken:
+                link.send(packet)
+            else:
+                link.send(
+                    command(
+                        b"BLMOVE", source, arrivals, b"LEFT", b"RIGHT", b"%.3f" % max(sleep, 0.001)
+                    )
+                    + packet
+                )
+                try:
+                    link.read()
+                except Exception as error:
+                    if kind_of(str(error)) not in (
+                        Kind.FULL,
+                        Kind.TYPE,
+                    ):  # the claim behind it says what is wrong
+                        raise
+        finally:
+            self._asleep = b""
+        return self._driver.read_script(link, redis_scripts.CLAIM, argument)
+
+    def _open_link(self) -> Link:
+        self._driver.servers.look()
+        if self._link is not None and self._driver.is_stale(self._link):
+            self._link.close()
+            self._link = None
+        if self._link is None:
+            link = self._driver.open(
+                timeout=self._block + min(LINK_TIMEOUT, self._driver.limits.read)
+            )
+            link.number = b"%d" % link.ask(b"CLIENT", b"ID")
+            self._link = link
+        return self._link
+
+    def _failed(self, error: Exception, link: Link | None, claim: int) -> None:
+        if link is not None:
+            self._lost.append((claim, time.monotonic()))
+            link.close()
+        self._link = None
+        self._driver.fail(error, doing="claiming messages", away=BrokerUnavailable)
+
+    def _deliveries(self, session: str, queues: Sequence[str], blob: bytes) -> list[Delivery]:
+        return (
+            [
+                Delivery(
+                    body=body,
+                    queue=queues[index],
+                    receipt=f"{session}.{number}",
+                    fence=fence,
+                    strikes=strikes,
+                    parks=parks,
+                    priority=priority,
+                )
+                for index, first, fence, strikes, parks, priority, bodies in _claimed(blob)
+                for number, body in enumerate(bodies, first)
+            ]
+            if len(blob) > 5
+            else []
+        )
+
+    # Ending deliveries
+
+    def place_of(self, delivery: Delivery) -> tuple[int, str]:
+        """(index of the queue, receipt) as the scripts take it; a receipt of another session is none of ours."""
+        session, _, number = str(delivery.receipt).partition(".")
+        index = self._places.get(delivery.queue)
+        return (index, number) if session == self.session and index is not None else (0, "")
+
+    @property
+    def queues(self) -> Sequence[str]:
+        """In the order of `place_of`."""
+        return self._queues
+
+    def dispose(self, disposals: Sequence[Disposal]) -> list[bool]:
+        if not disposals:
+            return []
+        rows = [(*self.place_of(one.delivery), *end_of(one)) for one in disposals]
+        argument = pack((self._driver.now(), self.session, self._keys, rows))
+        letters, rung = self._driver.run(
+            redis_scripts.DISPOSE,
+            argument,
+            doing="ending deliveries",
+            away=BrokerUnavailable,
+            again=False,
+        )
+        self._driver.unblock(rung)
+        return [letter == 115 for letter in letters]
+
+    def holds(self, deliveries: Sequence[Delivery]) -> list[bool]:
+        if not deliveries:
+            return []
+        places = [self.place_of(delivery) for delivery in deliveries]
+        argument = pack(
+            (self.session, [(self._keys[index][1], number) for index, number in places])
+        )
+        return [
+            bool(one)
+            for one in self._driver.run(
+                redis_scripts.HOLDS, argument, doing="looking at deliveries", away=BrokerUnavailable
+            )
+        ]
+
+    def run_begins(self, delivery: Delivery) -> None:
+        index, number = self.place_of(delivery)
+        if number:
+            self._file.begins(self._marks[delivery.queue] | int(number))
+        if not delivery.redelivered:
+            return
+        # It may be what the last worker died of, and nobody could see it. Noted in Redis too it counts wherever this one dies.
+        argument = pack((self.session, self._keys[index][1], number))
+        try:
+            self._driver.run(
+                redis_scripts.BEGIN,
+                argument,
+                doing="beginning a task that came back",
+                away=BrokerUnavailable,
+            )
+        except MachineryError:
+            return  # if it kills this worker now, the next death counts
+
+    def run_ends(self, delivery: Delivery) -> None:
+        _, number = self.place_of(delivery)
+        if number:
+            self._file.ends(self._marks[delivery.queue] | int(number))
+
+    # Living
+
+    def beat(self) -> bool:
+        if self._closed:
+            return True
+        with self._starting:
+            self._file.touch()
+            argument = pack((self._driver.now(), self.session, self._keys))
+            if self._driver.run(
+                redis_scripts.BEAT, argument, doing="beating", away=BrokerUnavailable
+            ):
+                return True
+            self._give_up(redis_scripts.GRAVE)
+            self._start_session()
+            return False
+
+    def wake(self) -> None:
+        self._woken = True
+        for _ in range(WAKE_TRIES):
+            number = self._asleep
+            if not number:
+                return
+            try:
+                if self._driver.ask(b"CLIENT", b"UNBLOCK", number, doing="waking a worker"):
+                    return
+            except MachineryError:
+                return  # then it wakes by itself
+
+    def close(self) -> None:
+        if self._closed or self._pid != os.getpid():
+            return
+        self._closed = True
+        self.wake()
+        self._give_up(redis_scripts.CLOSED)
+        link, self._link = self._link, None
+        if link is not None and not self._asleep:
+            link.close()
+
+    def _give_up(self, grave: int) -> None:
+        """Leave the registries; what is still held goes back."""
+        argument = pack(
+            (self._driver.now(), self.session, self._keys, "", [()] * len(self._keys), grave)
+        )
+        _, rung = self._driver.run(
+            redis_scripts.CONDEMN, argument, doing="giving messages back", away=BrokerUnavailable
+        )
+        self._driver.unblock(rung)
+        self._file.end()
+
+
+def mark_of(queue: str) -> int:
+    """What a delivery's number is noted with, since each queue counts its own."""
+    return zlib.crc32(queue.encode(errors="replace")) << 32
+
+
+def began_by(session: str, queues: Collection[str]) -> list[list[str]] | None:
+    """For each queue the receipts of what a session ran when it died. None: that cannot be known here."""
+    ids = ran(host_folder(KIND), session)
+    if ids is None:
+        return None
+    return [
+        [str(id & 0xFFFFFFFF) for id in ids if id & ~0xFFFFFFFF == mark_of(queue)]
+        for queue in queues
+    ]
+
+
+def end_of(disposal: Disposal) -> tuple[str, int, msgspec.Raw]:
+    """(fate, due, head of a dead letter) as the scripts take it."""
+    fate = disposal.fate._value_
+    if fate == "done" or fate == "back":
+        return fate, 0, EMPTY
+    if disposal.fate is Fate.LATER and disposal.reason == WAITING:
+        fate = "wait"
+    due = 0 if disposal.eta is None else micros(disposal.eta)
+    return fate, due, head_of(disposal.uuid, disposal.name, disposal.reason, disposal.error)

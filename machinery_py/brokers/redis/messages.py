@@ -1,0 +1,179 @@
+"""Messages as the scripts of the Redis broker take them, and what they can be told from their bytes.
+
+A signature says its UUID, name, queue and ETA in its bytes, and Go's keys hold nothing else. Of other bytes the broker keeps a
+label: uuid and name. Only clean signatures go into Go's delayed set: of other bytes a Go worker makes an empty task.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import msgspec
+
+from machinery_py.brokers.base import DeadLetter, Message
+from machinery_py.clock import micros, moment_of
+from machinery_py.connections.redis.keys import queue_keys
+from machinery_py.connections.redis.scripts import pack, raw
+from machinery_py.errors import DecodeError
+from machinery_py.wire.arguments import encode
+from machinery_py.wire.depth import is_deep
+from machinery_py.wire.times import parse_time
+
+Packed = tuple[int, int, int, msgspec.Raw, int, msgspec.Raw]
+
+EMPTY = raw(b"")
+
+_label = msgspec.msgpack.Decoder(tuple[str, str]).decode
+
+
+class _Known(msgspec.Struct, gc=False):
+    UUID: str = ""
+    Name: str = ""
+    RoutingKey: str = ""
+    ETA: str | None = None
+    Priority: int = 0
+
+
+_known = msgspec.json.Decoder(_Known).decode
+
+
+@functools.lru_cache(maxsize=4096)
+def _name_and_queue(name: str, queue: str) -> bytes:
+    return b'","Name":' + encode(name) + b',"RoutingKey":' + encode(queue) + b","
+
+
+class Queues:
+    """The queues of one script call, each with its place in the list."""
+
+    def __init__(self, names: Sequence[str] = ()) -> None:
+        self._places: dict[str, int] = {}
+        self.keys: list[tuple[str, str]] = []
+        for name in names:
+            self.place(name)
+
+    def place(self, name: str) -> int:
+        place = self._places.get(name)
+        if place is None:
+            place = self._places[name] = len(self.keys)
+            self.keys.append(queue_keys(name))
+        return place
+
+
+def packed(message: Message, queues: Queues) -> Packed:
+    """(queue, priority, due in µs or 0, label, parks, body)."""
+    due = 0 if message.eta is None else max(0, micros(message.eta))
+    label = label_of(message)
+    return (
+        queues.place(message.queue),
+        message.priority,
+        due,
+        raw(label) if label else EMPTY,
+        message.parks,
+        raw(message.body),
+    )
+
+
+def label_of(message: Message) -> bytes:
+    """Empty if the bytes say the same."""
+    try:
+        start = b'{"UUID":"' + message.uuid.encode() + _name_and_queue(message.name, message.queue)
+        if message.body.startswith(start):
+            return b""
+        return pack((message.uuid, message.name))
+    except UnicodeEncodeError:
+        return pack((printable(message.uuid), printable(message.name)))
+
+
+def printable(text: str) -> str:
+    """The text with what has no UTF-8 written out: half a surrogate pair."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def known(body: bytes) -> _Known | None:
+    """What the bytes say, or None if they are no signature, or too deep to be looked into in passing."""
+    if is_deep(body):
+        return None
+    try:
+        return _known(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError):
+        return None
+
+
+def message_of(
+    body: bytes,
+    *,
+    queue: str,
+    label: bytes = b"",
+    priority: int = 0,
+    parks: int = 0,
+    due: int | None = None,
+) -> Message:
+    """The message as it was put. `due`: when it is, if it is delayed."""
+    eta = None if due is None else moment_of(due)
+    if label:
+        uuid, name = _label(label)
+        return Message(
+            uuid=uuid, name=name, queue=queue, body=body, eta=eta, priority=priority, parks=parks
+        )
+    said = known(body) or _Known()
+    if eta is None and said.ETA is not None:
+        try:
+            eta = parse_time(said.ETA)
+        except DecodeError:
+            eta = None
+    return Message(
+        uuid=said.UUID,
+        name=said.Name,
+        queue=queue,
+        body=body,
+        eta=eta,
+        priority=priority,
+        parks=parks,
+    )
+
+
+def noted(note: bytes) -> tuple[int, bytes]:
+    """(parks, label) of a waiting message."""
+    counts, _, label = note.partition(b"\n")
+    return int(counts.split()[2]), label
+
+
+def unwrapped(member: bytes) -> tuple[int, int, bytes, bytes]:
+    """(priority, parks, label, body) of a parked message."""
+    head, _, rest = member.partition(b"\n")
+    _, level, _, _, parks, size = map(int, head.split())
+    return level, parks, rest[:size], rest[size:]
+
+
+def head_of(uuid: str, name: str, reason: str, error: str) -> msgspec.Raw:
+    """What a dead letter is buried with."""
+    try:
+        return raw(pack((uuid, name, reason, error)))
+    except UnicodeEncodeError:
+        return raw(pack(tuple(map(printable, (uuid, name, reason, error)))))
+
+
+_head = msgspec.msgpack.Decoder(tuple[str, str, str, str]).decode
+
+
+def letter_of(number: str, queue: str, letter: bytes) -> DeadLetter:
+    """A dead letter, known by its number in its queue."""
+    counts, _, rest = letter.partition(b"\n")
+    strikes, died_at, head_size, label_size = map(int, counts.split())
+    uuid, name, reason, error = _head(rest[:head_size])
+    label, body = rest[head_size : head_size + label_size], rest[head_size + label_size :]
+    if not uuid and not name:
+        message = message_of(body, queue=queue, label=label)
+        uuid, name = message.uuid, message.name
+    return DeadLetter(
+        id=f"{number}@{queue}",
+        uuid=uuid,
+        name=name,
+        queue=queue,
+        body=body,
+        reason=reason,
+        error=error,
+        strikes=strikes,
+        died_at=moment_of(died_at),
+    )

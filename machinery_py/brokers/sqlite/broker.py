@@ -1,0 +1,392 @@
+"""Messages in a SQLite file.
+
+    messages    a row each: waiting (status 0), delayed (1) or held (2) by a session; its id is its place in its queue
+    dead        dead letters
+    sessions    a row for each consumer; it lives while it holds the lock on its file (connections/session_files.py)
+    queues      every queue that ever held something or had a consumer
+    paused      those that nothing is claimed from
+    tokens      submissions of the last ten minutes
+
+A consumer whose process has ended is found at the next `tend` of any other: the lock has gone with it. A consumer that
+lives is left alone however late it is, unless its process is stopped (SIGSTOP) and its beat older than the lease.
+
+Limits: one machine. Every message that arrives wakes all consumers that sleep, whatever their queues.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import weakref
+from collections.abc import Sequence
+
+import msgspec
+
+from machinery_py.brokers.base import (
+    Broker,
+    BrokerFeatures,
+    DeadLetter,
+    Message,
+    QueueStats,
+    WorkerInfo,
+    close_all,
+)
+from machinery_py.brokers.sqlite.consumer import PROMOTE, RELEASE, SQLiteConsumer
+from machinery_py.clock import micros, moment_of
+from machinery_py.connections import process_identity as session_info
+from machinery_py.connections import session_files
+from machinery_py.connections.session_files import Life
+from machinery_py.connections.sqlite.database import SQLiteDriver
+from machinery_py.connections.sqlite.rows import as_json, insert_rows, printable
+
+LEASE = 10.0  # seconds without a beat until a consumer whose life cannot be seen is given up
+LOOK = 0.5  # seconds between two looks for dead consumers
+SWEEP = 60.0  # seconds between two looks for old tokens and for files of sessions that nobody knows
+TOKEN_LIFE = 600.0  # seconds; longer than anybody repeats a submission
+BATCH = 10_000  # tokens forgotten in one step
+
+# In: the message. priority is stored as it is; the waiting index orders by it.
+_PUT = "INSERT INTO messages (queue, uuid, name, priority, status, due_at, parks, sent_at, body)"
+
+# Out: a line for each queue: name, waiting, id of the oldest, running, delayed, dead, whether it is paused.
+_STATS = """
+SELECT name, coalesce(w.n, 0), w.oldest, coalesce(h.n, 0), coalesce(d.n, 0), coalesce(x.n, 0),
+    name IN (SELECT queue FROM paused) FROM queues
+LEFT JOIN (SELECT queue, count(*) AS n, min(id) AS oldest FROM messages WHERE status = 0 GROUP BY queue) AS w
+    ON w.queue = name
+LEFT JOIN (SELECT queue, count(*) AS n FROM messages WHERE status = 2 GROUP BY queue) AS h ON h.queue = name
+LEFT JOIN (SELECT queue, count(*) AS n FROM messages WHERE status = 1 GROUP BY queue) AS d ON d.queue = name
+LEFT JOIN (SELECT queue, count(*) AS n FROM dead GROUP BY queue) AS x ON x.queue = name
+ORDER BY name
+"""
+
+_FORGET = "DELETE FROM tokens WHERE token IN (SELECT token FROM tokens WHERE used_at < ? LIMIT ?)"
+_NEXT_DUE = "SELECT min(due_at) FROM messages INDEXED BY messages_delayed WHERE status = 1"
+_DEAD = "SELECT id, uuid, name, queue, body, reason, error, strikes, died_at FROM dead"
+_SESSIONS = "SELECT id, key, pid, place, beat_at, worker, host, queues, started_at FROM sessions"
+
+_names = msgspec.json.Decoder(tuple[str, ...]).decode
+
+
+class SQLiteBroker(Broker):
+    """Queues in the driver's file. The driver belongs to whoever made it."""
+
+    features = BrokerFeatures(name="sqlite", embedded=True)
+
+    def __init__(self, driver: SQLiteDriver, *, lease: float = LEASE) -> None:
+        self.driver = driver
+        self.lease = lease
+        self._queues: set[str] = set()
+        self._suspects: set[int] = set()
+        self._consumers: weakref.WeakSet[SQLiteConsumer] = weakref.WeakSet()
+        self._next_sweep = 0.0
+
+    def put(self, messages: Sequence[Message], *, token: str) -> bool:
+        driver = self.driver
+        now = driver.now()
+        rows = [_row(message, now) for message in messages]
+        with driver.transaction() as connection:
+            if (
+                token
+                and connection.execute(
+                    "INSERT OR IGNORE INTO tokens VALUES (?, ?)", (token, now)
+                ).rowcount
+                == 0
+            ):
+                return False
+            self._name_queues(connection, {message.queue for message in messages})
+            if rows:
+                insert_rows(connection, _PUT, rows)
+                # Also for the delayed ones: a sleeper may have to wake earlier than it had planned.
+                driver.ring("q")
+            return True
+
+    def _name_queues(self, connection: sqlite3.Connection, names: set[str]) -> None:
+        """Remember queues that are new to us. Called inside a transaction."""
+        new = names - self._queues
+        if new:
+            connection.execute(
+                "INSERT OR IGNORE INTO queues SELECT value FROM json_each(?)",
+                (as_json(sorted(new)),),
+            )
+            self.driver.after_commit(lambda: self._queues.update(new))
+
+    def consume(self, queues: Sequence[str], *, worker: str) -> SQLiteConsumer:
+        consumer = SQLiteConsumer(
+            self.driver,
+            tuple(queues),
+            worker=worker,
+            lease=self.lease,
+            name_queues=self._name_queues,
+        )
+        self._consumers.add(consumer)
+        return consumer
+
+    def tend(self) -> float:
+        self.driver.check()
+        self.reap()
+        due = self._promote_due()
+        monotonic = self.driver.clock.monotonic()
+        if monotonic >= self._next_sweep:
+            self._next_sweep = monotonic + SWEEP
+            if self._sweep():
+                self._next_sweep = monotonic
+        with self.driver.reading() as connection:
+            others = any(
+                not session_files.is_own(key)
+                for (key,) in connection.execute("SELECT key FROM sessions")
+            )
+        interval = LOOK if others else self.lease / 4
+        if due is None:
+            return interval
+        return min(interval, max(0.0, (due - self.driver.now()) / 1e6))
+
+    def _promote_due(self) -> int | None:
+        """Delayed messages that are due go to their queues; returns the moment at which the next one is."""
+        with self.driver.reading() as connection:
+            due: int | None = connection.execute(_NEXT_DUE).fetchone()[0]
+        now = self.driver.now()
+        if due is None or due > now:
+            return due
+        with self.driver.claiming() as connection:
+            connection.execute(PROMOTE, (now,))
+            self.driver.ring("q")
+            due = connection.execute(_NEXT_DUE).fetchone()[0]
+        return due
+
+    def reap(self) -> int:
+        """Give back what dead consumers held; how many they were. Done by `tend`; worth a call when a child died."""
+        with self.driver.reading() as connection:
+            rows = connection.execute(_SESSIONS).fetchall()
+        dead = [
+            (number, key)
+            for number, key, pid, place, beat_at, *_ in rows
+            if self._is_dead(number, key, pid, place, beat_at)
+        ]
+        if not dead:
+            return 0
+        reaped = 0
+        folder = self.driver.sessions_folder
+        with self.driver.claiming() as connection:
+            for number, key in dead:
+                # Only who takes the row gives back: another reaper, or the consumer's own close, may have been faster.
+                if connection.execute("DELETE FROM sessions WHERE id = ?", (number,)).rowcount:
+                    ran = session_files.ran(folder, key)
+                    connection.execute(
+                        RELEASE, (None if ran is None else as_json(sorted(ran)), number)
+                    )
+                    reaped += 1
+            self.driver.ring("q")
+        for number, key in dead:
+            self._suspects.discard(number)
+            session_files.bury(folder, key)
+        return reaped
+
+    def _is_dead(self, number: int, key: str, pid: int, place: str, beat_at: int) -> bool:
+        life = session_files.look(self.driver.sessions_folder, key)
+        if life is Life.DEAD:
+            return True
+        if self.driver.now() - beat_at <= self.lease * 1e6 or not (
+            life is Life.UNKNOWN or _is_stopped(pid, place)
+        ):
+            self._suspects.discard(number)
+            return False
+        if number in self._suspects:
+            return True
+        self._suspects.add(number)
+        return False
+
+    def _sweep(self) -> bool:
+        """Forget old tokens and files; True if there are more tokens."""
+        before = self.driver.now() - int(TOKEN_LIFE * 1e6)
+        with self.driver.reading() as connection:
+            old = connection.execute(
+                "SELECT 1 FROM tokens WHERE used_at < ? LIMIT 1", (before,)
+            ).fetchone()
+            keys = {key for (key,) in connection.execute("SELECT key FROM sessions").fetchall()}
+        session_files.sweep(self.driver.sessions_folder, keys)
+        if old is None:
+            return False
+        with self.driver.claiming() as connection:
+            return connection.execute(_FORGET, (before, BATCH)).rowcount == BATCH
+
+    def pending(self, queue: str, limit: int) -> list[Message]:
+        self._promote_due()
+        return self._messages(
+            "messages_waiting",
+            "status = 0 AND queue = ? ORDER BY priority DESC, id LIMIT ?",
+            (queue, limit),
+        )
+
+    def delayed(self, limit: int) -> list[Message]:
+        return self._messages(
+            "messages_delayed", "status = 1 ORDER BY due_at, id LIMIT ?", (limit,)
+        )
+
+    def _messages(self, index: str, where: str, parameters: Sequence[object]) -> list[Message]:
+        columns = "uuid, name, queue, body, due_at, priority, parks"
+        query = f"SELECT {columns} FROM messages INDEXED BY {index} WHERE {where}"
+        with self.driver.reading() as connection:
+            rows = connection.execute(query, parameters).fetchall()
+        return [
+            Message(
+                uuid=uuid,
+                name=name,
+                queue=queue,
+                body=body,
+                eta=None if due_at is None else moment_of(due_at),
+                priority=priority,
+                parks=parks,
+            )
+            for uuid, name, queue, body, due_at, priority, parks in rows
+        ]
+
+    def stats(self) -> list[QueueStats]:
+        self._promote_due()
+        with self.driver.reading() as connection:
+            rows = connection.execute(_STATS).fetchall()
+            ids = as_json([row[2] for row in rows if row[2] is not None])
+            sent_at = dict(
+                connection.execute(
+                    "SELECT id, sent_at FROM messages WHERE id IN (SELECT value FROM json_each(?))",
+                    (ids,),
+                ).fetchall()
+            )
+        return [
+            QueueStats(
+                queue=queue,
+                waiting=waiting,
+                running=running,
+                delayed=delayed,
+                dead=dead,
+                oldest_at=moment_of(sent_at[oldest]) if oldest in sent_at else None,
+                paused=bool(paused),
+            )
+            for queue, waiting, oldest, running, delayed, dead, paused in rows
+        ]
+
+    def workers(self) -> list[WorkerInfo]:
+        with self.driver.reading() as connection:
+            rows = connection.execute(_SESSIONS).fetchall()
+            holding = dict(
+                connection.execute(
+                    "SELECT session, count(*) FROM messages INDEXED BY messages_held WHERE status = 2 GROUP BY session"
+                ).fetchall()
+            )
+        return [
+            WorkerInfo(
+                session=key,
+                name=worker,
+                host=host,
+                pid=pid,
+                queues=_names(queues),
+                started_at=moment_of(started_at),
+                beat_at=moment_of(beat_at),
+                holding=holding.get(number, 0),
+            )
+            for number, key, pid, _, beat_at, worker, host, queues, started_at in rows
+            if session_files.look(self.driver.sessions_folder, key) is not Life.DEAD
+        ]
+
+    def purge(self, queue: str) -> int:
+        with self.driver.transaction() as connection:
+            return sum(
+                connection.execute(
+                    f"DELETE FROM messages WHERE status = {status} AND queue = ?", (queue,)
+                ).rowcount
+                for status in (0, 1)
+            )
+
+    def pause(self, queue: str) -> None:
+        with self.driver.transaction() as connection:
+            self._name_queues(connection, {queue})
+            connection.execute("INSERT OR IGNORE INTO paused VALUES (?)", (queue,))
+
+    def resume(self, queue: str) -> None:
+        with self.driver.transaction() as connection:
+            connection.execute("DELETE FROM paused WHERE queue = ?", (queue,))
+            self.driver.ring("q")
+
+    def dead_letters(self, *, limit: int, queue: str = "") -> list[DeadLetter]:
+        where, parameters = ("WHERE queue = ?", (queue, limit)) if queue else ("", (limit,))
+        with self.driver.reading() as connection:
+            rows = connection.execute(
+                f"{_DEAD} {where} ORDER BY id DESC LIMIT ?", parameters
+            ).fetchall()
+        return [_letter(*row) for row in rows]
+
+    def bury(self, message: Message, *, queue: str, reason: str, error: str) -> None:
+        row = (
+            printable(message.uuid),
+            printable(message.name),
+            queue,
+            message.body,
+            reason,
+            printable(error),
+            self.driver.now(),
+        )
+        with self.driver.transaction() as connection:
+            self._name_queues(connection, {queue})
+            connection.execute(
+                "INSERT INTO dead (uuid, name, queue, body, reason, error, strikes, died_at) VALUES (?, ?, ?, ?, ?, ?, 0, ?)",
+                row,
+            )
+
+    def take_dead(self, ids: Sequence[str]) -> list[DeadLetter]:
+        wanted = as_json([int(id) for id in ids if id.isascii() and id.isdigit() and len(id) < 19])
+        with self.driver.transaction() as connection:
+            rows = connection.execute(
+                f"{_DEAD} WHERE id IN (SELECT value FROM json_each(?))", (wanted,)
+            ).fetchall()
+            connection.execute(
+                "DELETE FROM dead WHERE id IN (SELECT value FROM json_each(?))", (wanted,)
+            )
+        letters = {str(row[0]): _letter(*row) for row in rows}
+        return [letters[id] for id in dict.fromkeys(ids) if id in letters]
+
+    def close(self) -> None:
+        """Close the consumers that are still open."""
+        close_all(self._consumers)
+
+
+def _is_stopped(pid: int, place: str) -> bool:
+    """Whether that process is suspended; False if it cannot be seen from here."""
+    return place == session_info.place() and session_files.is_stopped(pid)
+
+
+def _row(message: Message, now: int) -> tuple[object, ...]:
+    due_at = None if message.eta is None else micros(message.eta)
+    return (
+        message.queue,
+        message.uuid,
+        message.name,
+        message.priority,
+        int(due_at is not None and due_at > now),
+        due_at,
+        message.parks,
+        now,
+        message.body,
+    )
+
+
+def _letter(
+    number: int,
+    uuid: str,
+    name: str,
+    queue: str,
+    body: bytes,
+    reason: str,
+    error: str,
+    strikes: int,
+    died_at: int,
+) -> DeadLetter:
+    return DeadLetter(
+        id=str(number),
+        uuid=uuid,
+        name=name,
+        queue=queue,
+        body=body,
+        reason=reason,
+        error=error,
+        strikes=strikes,
+        died_at=moment_of(died_at),
+    )

@@ -1,0 +1,362 @@
+"""A consumer of a SQLite file: it claims, disposes, beats and sleeps. The tables are described in sqlite.py.
+
+Claims and beats are committed without fsync (`SQLiteDriver.claiming`), disposals with it.
+
+Limits: all sleeping consumers of the file wake at each message, and those that find nothing sleep again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import socket
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+import msgspec
+
+from machinery_py.brokers.base import WAITING, Consumer, Delivery, Disposal, Fate
+from machinery_py.clock import micros, moment_of
+from machinery_py.connections import process_identity
+from machinery_py.connections.session_files import SessionFile
+from machinery_py.connections.sqlite.database import SQLiteDriver
+from machinery_py.connections.sqlite.rows import as_json, printable
+from machinery_py.errors import MachineryError
+
+BIG = 65536  # bytes
+BEATS = 8  # a beat is written down this often in a lease
+
+#: Remembers the names of queues, inside a transaction.
+NameQueues = Callable[[sqlite3.Connection, set[str]], object]
+
+# In: now. Out: how many. All that are due become waiting.
+# In: now. The oldest first, and no more than nobody minds to wait for: a million at once would keep all others from writing.
+PROMOTE = """
+UPDATE messages SET status = 0 WHERE id IN (
+    SELECT id FROM messages INDEXED BY messages_delayed WHERE status = 1 AND due_at <= ? ORDER BY due_at LIMIT 10000)
+"""
+
+# In: key, worker, host, pid, place, queues (JSON), started_at, beat_at.
+_REGISTER = """
+INSERT INTO sessions (key, worker, host, pid, place, queues, started_at, beat_at) VALUES (?, ?, ?, ?, ?, ?, ?, ?)
+"""
+
+# In: session, claim, queue, limit. Out: how many. A session that was given up claims nothing; a paused queue gives nothing.
+_CLAIM = """
+UPDATE messages SET status = 2, session = ?1, claim = ?2, fence = fence + 1 WHERE id IN (
+    SELECT id FROM messages INDEXED BY messages_waiting WHERE status = 0 AND queue = ?3
+    ORDER BY priority DESC, id LIMIT ?4)
+AND EXISTS (SELECT 1 FROM sessions WHERE id = ?1) AND NOT EXISTS (SELECT 1 FROM paused WHERE paused.queue = ?3)
+"""
+
+# In: size, session, claim. Out: what was claimed, as one JSON array, so that it is one step. JSON has no bytes: they
+# are in hex, and bodies that are bigger than size are null, to be fetched one by one.
+_CLAIMED = """
+SELECT json_group_array(json_array(
+    id, queue, fence, strikes, parks, priority, sent_at, iif(length(body) <= ?, hex(body), NULL)))
+FROM messages INDEXED BY messages_held WHERE status = 2 AND session = ? AND claim = ?
+"""
+
+# In: queues (JSON). Out: whether anything waits there that may be claimed; the next moment at which something anywhere is due.
+_PEEK = """
+SELECT EXISTS (SELECT 1 FROM json_each(?1) AS q WHERE EXISTS (
+           SELECT 1 FROM messages INDEXED BY messages_waiting WHERE status = 0 AND queue = q.value)
+           AND NOT EXISTS (SELECT 1 FROM paused WHERE paused.queue = q.value)),
+       (SELECT min(due_at) FROM messages INDEXED BY messages_delayed WHERE status = 1)
+"""
+
+# In: ids (JSON), session. Out: [[id, fence], …] (JSON, so that it is one step) of those that the session holds.
+_OURS = """
+SELECT json_group_array(json_array(id, fence)) FROM messages NOT INDEXED
+WHERE id IN (SELECT value FROM json_each(?)) AND status = 2 AND session = ?
+"""
+
+_DELETE = "DELETE FROM messages WHERE id IN (SELECT value FROM json_each(?))"
+_BACK = "UPDATE messages SET status = 0, session = NULL, claim = NULL WHERE id IN (SELECT value FROM json_each(?))"
+
+# In: eta, 1 if that is to come, 1 if it counts as parked, id.
+_LATER = "UPDATE messages SET due_at = ?, status = ?, session = NULL, claim = NULL, parks = parks + ? WHERE id = ?"
+
+# In: uuid, name, reason, error, now, id. What is empty is taken from the message.
+_BURY = """
+INSERT INTO dead (uuid, name, queue, body, reason, error, strikes, died_at)
+SELECT coalesce(nullif(?, ''), uuid), coalesce(nullif(?, ''), name), queue, body, ?, ?, strikes, ?
+FROM messages WHERE id = ?
+"""
+
+# In: id, session. Its run is noted here where there is no file to note it in: as claim -1.
+_BEGIN = "UPDATE messages SET claim = -1 WHERE id = ? AND status = 2 AND session = ?"
+
+# In: ids that get a strike (JSON; NULL: those that are noted here), session. What it held goes back to its place.
+RELEASE = """
+UPDATE messages INDEXED BY messages_held SET status = 0, session = NULL, claim = NULL,
+    strikes = strikes + iif(?1 IS NULL, claim IS -1, id IN (SELECT value FROM json_each(?1)))
+WHERE status = 2 AND session = ?2
+"""
+
+_Claimed = tuple[int, str, int, int, int, int, int, str | None]
+_claimed = msgspec.json.Decoder(list[_Claimed]).decode
+_ours = msgspec.json.Decoder(list[tuple[int, int]]).decode
+
+
+class SQLiteConsumer(Consumer):
+    """A session: a row, a locked file, and a bell."""
+
+    session = ""
+
+    def __init__(
+        self,
+        driver: SQLiteDriver,
+        queues: tuple[str, ...],
+        *,
+        worker: str,
+        lease: float,
+        name_queues: NameQueues,
+    ) -> None:
+        self._driver = driver
+        self._queues = queues
+        self._json = as_json(queues)
+        self._worker = printable(worker)
+        self._lease = lease
+        self._name_queues = name_queues
+        self._bell = driver.bell("q")
+        self._claims = itertools.count(1)
+        self._unread: tuple[int, int] | None = None
+        self._closed = False
+        self._pid = os.getpid()
+        self._starting = threading.Lock()
+        self._start_session()
+
+    def _start_session(self) -> None:
+        driver = self._driver
+        file = SessionFile(driver.sessions_folder)
+        now = driver.now()
+        row = (
+            file.key,
+            self._worker,
+            socket.gethostname(),
+            os.getpid(),
+            process_identity.place(),
+            self._json,
+            now,
+            now,
+        )
+        try:
+            with driver.claiming() as connection:
+                self._name_queues(connection, set(self._queues))
+                number = connection.execute(_REGISTER, row).lastrowid or 0
+        except BaseException:
+            file.end()
+            raise
+        self.session, self._number, self._beat_at = file.key, number, now
+        self._file = file
+
+    def receive(self, limit: int, timeout: float, order: Sequence[str] = ()) -> list[Delivery]:
+        if self._closed:
+            return []
+        order = order or self._queues
+        found, _ = self._look()
+        deliveries = self._claim(limit, order) if found else []
+        if deliveries or timeout <= 0 or self._bell.woken():
+            return deliveries
+        deadline = time.monotonic() + timeout
+        with self._bell:
+            while not self._closed:
+                # Once more after the bell hangs: what came before it hung has not rung it.
+                found, due_in = self._look()
+                if found and (deliveries := self._claim(limit, order)):
+                    return deliveries
+                left = deadline - time.monotonic()
+                if left <= 0 or self._bell.wait(min(left, due_in)):
+                    break
+        return []
+
+    def _look(self) -> tuple[bool, float]:
+        """Whether there may be something to claim, and the seconds until there is, as far as that is known."""
+        with self._driver.reading() as connection:
+            waiting, due_at = connection.execute(_PEEK, (self._json,)).fetchone()
+        due_in = math.inf if due_at is None else (due_at - self._driver.now()) / 1e6
+        return bool(waiting) or due_in <= 0 or self._unread is not None, due_in
+
+    def _claim(self, limit: int, order: Sequence[str]) -> list[Delivery]:
+        if self._unread is not None and (lost := self._read_claim(*self._unread, order)):
+            return lost  # they were claimed, and then reading them failed
+        number, claim = self._number, next(self._claims)
+        self._unread = number, claim
+        left = limit
+        with self._driver.claiming() as connection:
+            if connection.execute(PROMOTE, (self._driver.now(),)).rowcount:
+                self._driver.ring("q")  # some may be for others
+            for queue in order:
+                if left > 0:
+                    left -= connection.execute(_CLAIM, (number, claim, queue, left)).rowcount
+        if left == limit:
+            self._unread = None
+            return []
+        # After the commit: others may write while we fetch, and these are ours.
+        return self._read_claim(number, claim, order)
+
+    def _read_claim(self, number: int, claim: int, order: Sequence[str]) -> list[Delivery]:
+        with self._driver.reading() as connection:
+            rows = _claimed(connection.execute(_CLAIMED, (BIG, number, claim)).fetchone()[0])
+            bodies = [
+                _big_body(connection, row[0]) if row[7] is None else bytes.fromhex(row[7])
+                for row in rows
+            ]
+        place = {queue: index for index, queue in enumerate(order)}
+        pairs = [(row, body) for row, body in zip(rows, bodies, strict=True) if body is not None]
+        pairs.sort(
+            key=lambda pair: (place[pair[0][1]], -pair[0][5], pair[0][0])
+        )  # queue, priority, id
+        deliveries = [
+            Delivery(
+                body=body,
+                queue=queue,
+                receipt=f"{id}.{fence}.{number}",
+                fence=fence,
+                strikes=strikes,
+                parks=parks,
+                priority=priority,
+                sent_at=moment_of(sent_at),
+            )
+            for (id, queue, fence, strikes, parks, priority, sent_at, _), body in pairs
+        ]
+        self._unread = None
+        return deliveries
+
+    def dispose(self, disposals: Sequence[Disposal]) -> list[bool]:
+        with self._driver.transaction() as connection:
+            ours = self._ours(connection, [disposal.delivery for disposal in disposals])
+            verdicts: list[bool] = []
+            by_fate: dict[Fate, list[tuple[int, Disposal]]] = {}
+            for disposal in disposals:
+                id = _id(disposal.delivery)
+                mine = ours.get(id) == disposal.delivery.fence
+                verdicts.append(mine)
+                if mine:
+                    del ours[id]  # a second disposal of it in this batch finds nothing
+                    by_fate.setdefault(disposal.fate, []).append((id, disposal))
+            for fate, ended in by_fate.items():
+                self._end(connection, fate, ended)
+            return verdicts
+
+    def _end(
+        self, connection: sqlite3.Connection, fate: Fate, ended: list[tuple[int, Disposal]]
+    ) -> None:
+        ids = as_json([id for id, _ in ended])
+        now = self._driver.now()
+        match fate:
+            case Fate.DONE:
+                connection.execute(_DELETE, (ids,))
+            case Fate.BACK:
+                connection.execute(_BACK, (ids,))
+                self._driver.ring("q")
+            case Fate.LATER:
+                due = [
+                    (None if one.eta is None else micros(one.eta), int(one.reason != WAITING), id)
+                    for id, one in ended
+                ]
+                connection.executemany(
+                    _LATER,
+                    [(at, int(at is not None and at > now), parks, id) for at, parks, id in due],
+                )
+                self._driver.ring("q")
+            case Fate.DEAD:
+                for id, one in ended:
+                    texts = map(printable, (one.uuid, one.name, one.reason, one.error))
+                    connection.execute(_BURY, (*texts, now, id))
+                connection.execute(_DELETE, (ids,))
+
+    def _ours(
+        self, connection: sqlite3.Connection, deliveries: Iterable[Delivery]
+    ) -> dict[int, int]:
+        """id → fence of those that this session holds. A receipt of an earlier session has that one's number in it."""
+        mine = f".{self._number}"
+        ids = [_id(delivery) for delivery in deliveries if delivery.receipt.endswith(mine)]
+        return (
+            dict(_ours(connection.execute(_OURS, (as_json(ids), self._number)).fetchone()[0]))
+            if ids
+            else {}
+        )
+
+    def holds(self, deliveries: Sequence[Delivery]) -> list[bool]:
+        with self._driver.reading() as connection:
+            ours = self._ours(connection, deliveries)
+        return [ours.get(_id(delivery)) == delivery.fence for delivery in deliveries]
+
+    def run_begins(self, delivery: Delivery) -> None:
+        if self._file.notes_runs:
+            self._file.begins(_id(delivery))
+        elif delivery.redelivered:
+            try:
+                with self._driver.claiming() as connection:
+                    connection.execute(_BEGIN, (_id(delivery), self._number))
+            except MachineryError:
+                return  # if it kills this worker now, the next death counts
+
+    def run_ends(self, delivery: Delivery) -> None:
+        self._file.ends(_id(delivery))
+
+    def beat(self) -> bool:
+        if self._closed:
+            return True
+        with self._starting:
+            now = self._driver.now()
+            with self._driver.reading() as connection:
+                row = connection.execute(
+                    "SELECT 1 FROM sessions WHERE id = ?", (self._number,)
+                ).fetchone()
+            alive = row is not None
+            if alive and now - self._beat_at < self._lease * 1e6 / BEATS:
+                return True
+            if alive:
+                update = "UPDATE sessions SET beat_at = ? WHERE id = ?"
+                with self._driver.claiming() as connection:
+                    alive = connection.execute(update, (now, self._number)).rowcount > 0
+                self._beat_at = now
+            if not alive:
+                self._file.end()
+                self._start_session()
+            return alive
+
+    def wake(self) -> None:
+        self._bell.wake()
+
+    def close(self) -> None:
+        if self._closed or self._pid != os.getpid():
+            return
+        self._closed = True
+        self._bell.wake()
+        try:
+            with self._driver.claiming() as connection:
+                if connection.execute(
+                    "DELETE FROM sessions WHERE id = ?", (self._number,)
+                ).rowcount:
+                    connection.execute(RELEASE, ("[]", self._number))
+                    self._driver.ring("q")
+        except BaseException:
+            self.abandon()  # then others find us dead
+            raise
+        self._file.end()
+
+    def abandon(self) -> None:
+        """Let go of the proof of life and of nothing else, as a process does that dies."""
+        self._file.abandon()
+
+    def __del__(self) -> None:
+        # Nobody can dispose of what it holds any more: others shall find it dead, not alive as long as this process.
+        if self.session:
+            self.abandon()
+
+
+def _big_body(connection: sqlite3.Connection, id: int) -> bytes | None:
+    """None if we were given up in the meantime, and another consumer is through with it."""
+    row = connection.execute("SELECT body FROM messages WHERE id = ?", (id,)).fetchone()
+    return bytes(row[0]) if row else None
+
+
+def _id(delivery: Delivery) -> int:
+    return int(delivery.receipt.partition(".")[0])

@@ -1,0 +1,1 @@
+"""Configuration: options, files, environment, URLs."""

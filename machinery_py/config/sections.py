@@ -1,0 +1,92 @@
+"""The sections of the settings: what concerns one kind of store alone. Names, units and defaults of what Go has are Go's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from machinery_py.config.options import Section, option, table
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RedisConfig(Section):
+    """Section `redis`: connections, polling and key names of the Redis stores. Mind Go's units."""
+
+    PREFIX: ClassVar[str] = "redis."
+
+    max_idle: int = option(64, "unused connections that are kept open (Go: 3)")
+    max_active: int = option(0, "connections at most; 0 = any number")
+    max_idle_timeout: int = option(
+        240,
+        "an unused connection is closed after this; 0 = never",
+        "s",
+        variable="REDIS_IDLE_TIMEOUT",
+    )
+    wait: bool = option(False, "at `max_active` wait for a connection instead of failing")
+    read_timeout: float = option(
+        15.0, "longest wait for a reply; 0 = `publish_timeout`, which is the longest anyway", "s"
+    )
+    write_timeout: float = option(
+        15.0, "longest wait until a command is sent; 0 and limit as before", "s"
+    )
+    connect_timeout: float = option(
+        15.0, "longest wait for a connection; 0 and limit as before", "s"
+    )
+    normal_tasks_poll_period: int = option(
+        1000,
+        "longest pause between two looks at an empty queue; 0 = 1000",
+        "ms",
+        empty_is_default=True,
+    )
+    delayed_tasks_poll_period: int = option(
+        500,
+        "longest pause between two looks at the delayed tasks; 0 = 500",
+        "ms",
+        empty_is_default=True,
+    )
+    delayed_tasks_key: str = option(
+        "delayed_tasks", "key of the delayed tasks", empty_is_default=True
+    )
+    client_name: str = option("", "name of the connections in `CLIENT LIST`")
+    master_name: str = option(
+        "", "the URL's hosts are sentinels, and this is the master they watch"
+    )
+    cluster_mode: bool = option(False, "the URL's only host belongs to a Redis Cluster")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AMQPConfig(Section):
+    """Section `amqp`: exchange, binding and queue arguments of the RabbitMQ stores."""
+
+    PREFIX: ClassVar[str] = "amqp."
+
+    exchange: str = option("machinery_exchange", "exchange that tasks are published to", low=1)
+    exchange_type: str = option("direct", "its type: `direct`, `fanout`, `topic`, …", low=1)
+    queue_declare_args: Mapping[str, object] = table(
+        "arguments of queue.declare, as `x-max-priority: 10`"
+    )
+    queue_binding_args: Mapping[str, object] = table(
+        "arguments of queue.bind, for exchanges of type `headers`"
+    )
+    binding_key: str = option(
+        "machinery_task", "key that binds the queue; the route of a task on a direct exchange"
+    )
+    prefetch_count: int = option(3, "Go's; workers here hold what they can run, see `prefetch`")
+    auto_delete: bool = option(False, "Go's, for its delay queues; not used here")
+    delayed_queue: str = option("", "Go's, for its delay queues; not used here")
+    consumer_timeout: float = option(
+        1800.0,
+        "what RabbitMQ's `consumer_timeout` is; longer tasks are held in another way",
+        "s",
+        low=1,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MongoDBConfig(Section):
+    """Section `mongodb`. Go takes these from code only."""
+
+    PREFIX: ClassVar[str] = "mongodb."
+
+    database: str = option("", "name of the database; empty = the one in the URL, else `machinery`")

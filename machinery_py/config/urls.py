@@ -1,0 +1,416 @@
+"""Store URLs: which scheme can do what, what a URL says, and how it looks without its secrets.
+
+    eager, eager://                    tasks run inside `send`
+    memory://, memory://name           one store inside this process; equal names share it
+    sqlite:///relative.db              a file, seen from the working directory
+    sqlite:////absolute/path.db        the same with a fourth slash; ?synchronous=full|normal&busy_timeout=5
+    null, null://                      a result backend that keeps nothing
+    redis://secret@host:6379/0         one Redis; rediss:// with TLS, redis+socket:///path/to.sock:/0
+    redis://s1,s2/0?master_name=m      the master that sentinels name; without it, nodes of a cluster
+    amqp://user:secret@host:5672/vhost  RabbitMQ; amqps:// with TLS
+    mongodb://user:secret@h1,h2/db     a MongoDB; mongodb+srv://name/db by its name server
+    memcache://h1:11211,h2:11211       memcached servers; each key lies on one of them
+
+Pure: nothing is opened and no name is looked up.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+from urllib.parse import unquote
+
+from machinery_py.config.memcached_url import BadMemcacheUrl, parse_memcache_url
+from machinery_py.config.mongodb_url import BadMongoUrl, check_mongo_url
+from machinery_py.config.rabbitmq_url import BadAmqpUrl, parse_amqp_url
+from machinery_py.config.redis_url import BadRedisUrl, parse_redis_url
+from machinery_py.errors import ConfigError, nearest
+
+Role = Literal["broker", "result backend", "lock"]
+
+_EVERYTHING: frozenset[Role] = frozenset({"broker", "result backend", "lock"})
+_MESSAGES: frozenset[Role] = frozenset({"broker", "result backend"})
+_RESULTS: frozenset[Role] = frozenset({"result backend"})
+
+SCHEMES: Mapping[str, frozenset[Role]] = {
+    "amqp": _MESSAGES,
+    "amqps": _MESSAGES,
+    "eager": _EVERYTHING,
+    "memcache": _RESULTS,
+    "memory": _EVERYTHING,
+    "mongodb": _EVERYTHING,
+    "mongodb+srv": _EVERYTHING,
+    "null": _RESULTS,
+    "redis": _EVERYTHING,
+    "redis+socket": _EVERYTHING,
+    "rediss": _EVERYTHING,
+    "sqlite": _EVERYTHING,
+}
+"""What each scheme can be. A new store adds its line here."""
+
+EMBEDDED: frozenset[str] = frozenset({"eager", "memory", "sqlite"})
+"""Stores that need no server, and therefore serve one machine or one process only."""
+
+_AMQP = frozenset({"amqp", "amqps"})
+_REDIS = frozenset({"redis", "redis+socket", "rediss"})
+_MONGODB = frozenset({"mongodb", "mongodb+srv"})
+_BARE = frozenset({"eager", "null"})  # Go writes these without "://"
+_NOT_PORTED = {
+    "gcppubsub": "Google Pub/Sub",
+    "http": "Amazon SQS or DynamoDB",
+    "https": "Amazon SQS or DynamoDB",
+}
+
+MAX_BUSY_TIMEOUT = 3600.0  # seconds; longer means a file that nobody gives back
+DEFAULT_BUSY_TIMEOUT = 5.0  # seconds a writer waits for the one before it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreUrl:
+    """What the URL of a store without a server says.
+
+    Attributes:
+        scheme: "sqlite", "memory", "eager" or "null".
+        path: of the SQLite file, absolute or seen from the working directory; else "".
+        name: of the memory store, "" for the unnamed one.
+        synchronous: "full" survives a power cut, "normal" only the end of the process (SQLite).
+        busy_timeout: seconds a writer waits for another one (SQLite).
+    """
+
+    scheme: str
+    path: str = ""
+    name: str = ""
+    synchronous: str = "full"
+    busy_timeout: float = DEFAULT_BUSY_TIMEOUT
+
+    @classmethod
+    def parse(cls, url: str, *, role: str = "store") -> StoreUrl:
+        """Read the URL of an embedded store or of `null`; `role` is the word for it in an error.
+
+        Percent-encoding is decoded in paths, names and options.
+
+        Raises:
+            ConfigError: the scheme needs a server, or the rest of the URL makes no sense for it.
+        """
+        scheme = scheme_of(url)
+        rest = url.partition("://")[2]
+        match scheme:
+            case "sqlite":
+                return _parse_sqlite(url, rest, role)
+            case "memory":
+                return cls(scheme=scheme, name=_memory_name(url, rest, role))
+            case "eager" | "null":
+                if rest:
+                    raise _refused(
+                        url, role, f"found something after '{scheme}://' (expected only {scheme!r})"
+                    )
+                return cls(scheme=scheme)
+            case _:
+                raise _refused(
+                    url, role, f"{scheme!r} is no embedded store (embedded: {_listed(EMBEDDED)})"
+                )
+
+
+def scheme_of(url: str) -> str:
+    """The scheme in lower case, or "" if the text is no URL; the bare words `eager` and `null` are URLs."""
+    scheme, mark, _ = url.partition("://")
+    if mark and _is_scheme(scheme):
+        return scheme.lower()
+    return url.lower() if url.lower() in _BARE else ""
+
+
+def serves(url: str, role: Role) -> bool:
+    """Whether a URL of this scheme can be the broker, result backend or lock (in any release)."""
+    return role in SCHEMES.get(scheme_of(url), frozenset())
+
+
+def split_urls(text: str, separator: str) -> tuple[str, ...]:
+    """The URLs of a text that may hold several; an empty separator means that it holds one.
+
+    A text whose parts are not all URLs is one URL: the separator is in its password.
+    """
+    parts = [part for part in map(str.strip, text.split(separator)) if part] if separator else []
+    return tuple(parts) if parts and all(map(scheme_of, parts)) else (text,)
+
+
+def check_url(url: str, role: Role, *, master_name: str = "") -> None:
+    """Refuse a URL that cannot be used in this role, without opening a connection.
+
+    With a `master_name`, hosts of a Redis URL are sentinels.
+
+    Raises:
+        ConfigError: unknown scheme, a scheme for another role, or a malformed rest.
+    """
+    if not url.strip():
+        raise ConfigError(
+            f"{role} URL is empty (expected for instance 'sqlite:///machinery.db' or 'memory://')"
+        )
+    scheme = scheme_of(url)
+    known = ", ".join(sorted(name for name, roles in SCHEMES.items() if role in roles))
+    if not scheme:
+        raise _refused(
+            url, role, f"no scheme (expected scheme://…, known: {known}{nearest(url, SCHEMES)})"
+        )
+    if scheme in _NOT_PORTED:
+        raise _refused(url, role, f"{_NOT_PORTED[scheme]} is not supported (known: {known})")
+    if scheme not in SCHEMES:
+        raise _refused(
+            url, role, f"unknown scheme {scheme!r} (known: {known}{nearest(scheme, SCHEMES)})"
+        )
+    if role not in SCHEMES[scheme]:
+        raise _refused(
+            url, role, f"{scheme!r} works as {_listed(SCHEMES[scheme])} only (as {role}: {known})"
+        )
+    if scheme in _REDIS:
+        try:
+            parse_redis_url(url, master_name=master_name)
+        except BadRedisUrl as error:
+            raise _refused(url, role, str(error)) from None
+        return
+    if scheme in _AMQP:
+        try:
+            parse_amqp_url(url)
+        except BadAmqpUrl as error:
+            raise _refused(url, role, str(error)) from None
+        return
+    if scheme in _MONGODB:
+        try:
+            check_mongo_url(url)
+        except BadMongoUrl as error:
+            raise _refused(url, role, str(error)) from None
+        return
+    if scheme == "memcache":
+        try:
+            parse_memcache_url(url)
+        except BadMemcacheUrl as error:
+            raise _refused(url, role, str(error)) from None
+        return
+    StoreUrl.parse(url, role=role)
+
+
+def _refused(url: str, role: str, text: str) -> ConfigError:
+    return ConfigError(f"{role} URL {redact(url)!r}: {text}")
+
+
+def _listed(words: frozenset[str] | frozenset[Role]) -> str:
+    return ", ".join(sorted(words))
+
+
+def _is_scheme(text: str) -> bool:
+    return text[:1].isalpha() and _is_plain(text, besides="+.-")
+
+
+def _is_plain(text: str, *, besides: str = "._-") -> bool:
+    return text.isascii() and all(c.isalnum() or c in besides for c in text)
+
+
+# The embedded stores
+
+
+def _memory_name(url: str, rest: str, role: str) -> str:
+    name, mark, query = rest.partition("?")
+    if mark:
+        raise _refused(url, role, f"unknown option {_option_name(query)!r} (memory has none)")
+    name = unquote(name)
+    if not _is_plain(name):
+        raise _refused(url, role, "the name of a memory store is letters, digits, '.', '_' and '-'")
+    return name
+
+
+def _parse_sqlite(url: str, rest: str, role: str) -> StoreUrl:
+    location, _, query = rest.partition("?")
+    path = unquote(location)
+    if path in {"", "/"} or path.lower().lstrip("/") == ":memory:":
+        raise _refused(url, role, "found no file (for a store inside this process: memory://)")
+    if not path.startswith("/"):
+        raise _refused(
+            url,
+            role,
+            "found a host (expected sqlite:///relative.db or sqlite:////absolute/path.db)",
+        )
+    if path.endswith("/") or "\0" in path:
+        raise _refused(url, role, "found a folder or a NUL (expected the name of a file)")
+    options = _options(url, query, role)
+    return StoreUrl(
+        scheme="sqlite",
+        path=path[1:],
+        synchronous=options.get("synchronous", "full"),
+        busy_timeout=float(options.get("busy_timeout", DEFAULT_BUSY_TIMEOUT)),
+    )
+
+
+def _option_name(part: str) -> str:
+    """The name as an error may show it: a lone word may as well be a secret."""
+    name, equals, _ = part.partition("=")
+    return name if equals and _is_plain(name) else _MASK
+
+
+def _is_busy_timeout(text: str) -> bool:
+    try:
+        seconds = float(text)
+    except ValueError:
+        return False
+    return math.isfinite(seconds) and 0.0 <= seconds <= MAX_BUSY_TIMEOUT
+
+
+_SQLITE_OPTIONS: Mapping[str, tuple[Callable[[str], bool], str]] = {
+    "busy_timeout": (_is_busy_timeout, f"0 to {MAX_BUSY_TIMEOUT:g} seconds"),
+    "synchronous": (frozenset({"full", "normal"}).__contains__, "full or normal"),
+}
+
+
+def _options(url: str, query: str, role: str) -> dict[str, str]:
+    options: dict[str, str] = {}
+    for part in filter(None, query.split("&")):
+        name, _, value = (unquote(side) for side in part.partition("="))
+        if name not in _SQLITE_OPTIONS:
+            known = _listed(frozenset(_SQLITE_OPTIONS)) + nearest(name, _SQLITE_OPTIONS)
+            raise _refused(url, role, f"unknown option {_option_name(part)!r} (known: {known})")
+        if name in options:
+            raise _refused(url, role, f"option {name!r} is given twice")
+        fits, expected = _SQLITE_OPTIONS[name]
+        options[name] = value.lower()
+        if not fits(options[name]):
+            shown = value if _is_plain(value) else _MASK
+            raise _refused(url, role, f"option {name!r} is {shown!r} (expected {expected})")
+    return options
+
+
+# Redaction
+
+_MASK = "***"
+_SHORTEST_SECRET = 3  # letters; a shorter one would be found everywhere
+
+_USER_FIRST = frozenset({"amqp", "amqps", "mongodb", "mongodb+srv"})
+"""Where the word before the colon is always a user name. With Redis a lone password may have a colon in it."""
+
+_HARMLESS = frozenset({
+    "authsource", "busy_timeout", "ca_file", "cert_file", "compressors", "connect", "connecttimeoutms", "connection_attempts",
+    "connection_timeout", "db", "directconnection", "heartbeat", "journal", "key_file", "loadbalanced", "master_name",
+    "maxpoolsize", "protocol", "readpreference", "replicaset", "retry_delay", "retryreads", "retrywrites",
+    "serverselectiontimeoutms", "socket_timeout", "sockettimeoutms", "ssl", "synchronous", "timeout", "tls", "w",
+    "verify", "wtimeoutms",
+})  # fmt: skip
+"""Options whose values may be shown. A list of the secret ones would be forgotten when a driver adds one."""
+
+
+def redact(url: str) -> str:
+    """The URL with everything masked that is, or might be, a secret; for logs, errors and screens.
+
+    Credentials are what stands before the *last* '@', since passwords are often not encoded. Of a query,
+    options known as harmless are shown up to the first that is not. Where the reading is doubtful, as with all
+    that is malformed, more is masked than needed. Masking twice changes nothing.
+    """
+    scheme, mark, rest = url.partition("://")
+    if not mark:
+        return url if url.lower() in {"", *SCHEMES} else _MASK
+    if not _is_scheme(scheme):
+        return _MASK
+    shown = scheme + mark
+    if scheme.lower() == "sqlite" and (rest.startswith("/") or rest == ":memory:"):
+        if ":" in (before := rest.rpartition("@")[0]) and "?" in before:
+            return shown + _MASK  # as below
+        path, question, query = rest.partition("?")  # '@' or '#' may be in a file's name
+        credentials, at, file = path.rpartition("@")
+        return (
+            shown
+            + (f"/{_MASK}@{file}" if ":" in credentials else path)
+            + question
+            + _redact_query(query)
+        )
+    credentials, at, address = rest.rpartition("@")
+    if "?" in credentials:
+        return (
+            shown + _MASK
+        )  # '?' of a password or of the query, and its '@' likewise: nothing is certain
+    if at:
+        shown += _redact_credentials(scheme.lower(), credentials) + at
+    return shown + _redact_address(scheme.lower(), address)
+
+
+def without_secrets(text: str, *urls: str) -> str:
+    """What somebody else says, a server or a client library, with the secrets of these URLs masked."""
+    for secret in sorted(
+        {secret for url in urls for secret in _secrets(url)}, key=len, reverse=True
+    ):
+        text = text.replace(secret, _MASK)
+    return text
+
+
+def redact_word(text: str) -> str:
+    """A word of a user that should be no URL, redacted if it looks like one or like a part of one."""
+    return redact(text) if "://" in text or "@" in text else text
+
+
+def redact_words(text: str) -> str:
+    """A message that ends in words of a user, behind its first ": ", without them if one of them looks like a URL."""
+    return f"{text.partition(': ')[0]}: {_MASK}" if "://" in text or "@" in text else text
+
+
+def _secrets(url: str) -> Iterator[str]:
+    rest, _, query = url.partition("://")[2].partition("?")
+    credentials = rest.rpartition("@")[0]
+    options = [part.partition("=") for part in query.split("&")]
+    values = [value for name, _, value in options if name.lower() not in _HARMLESS]
+    for raw in (credentials, credentials.partition(":")[2], *values):
+        yield from (secret for secret in (raw, unquote(raw)) if len(secret) >= _SHORTEST_SECRET)
+
+
+def _redact_credentials(scheme: str, credentials: str) -> str:
+    user, colon, _ = credentials.partition(":")
+    if scheme in _USER_FIRST and colon and user and _is_plain(user):
+        return f"{user}:{_MASK}"
+    return _MASK
+
+
+def _redact_address(scheme: str, address: str) -> str:
+    address, sharp, _ = address.partition("#")
+    address, question, query = address.partition("?")
+    hosts, slash, path = address.partition("/")
+    if not all(map(_is_host, hosts.split(","))):
+        return _MASK  # perhaps credentials whose '@' was forgotten
+    if not _is_path(scheme, hosts, path):
+        path = _MASK
+    return hosts + slash + path + question + _redact_query(query) + (sharp + _MASK if sharp else "")
+
+
+def _is_path(scheme: str, hosts: str, path: str) -> bool:
+    """Whether this is a database, vhost or socket, and not the rest of a password or another URL."""
+    if scheme == "redis+socket":
+        return not hosts and re.fullmatch(r"[^:@]*(:/?[0-9]*)?", path) is not None
+    if scheme in _REDIS:
+        return not path or (path.isascii() and path.isdigit())
+    return not path or (bool(hosts) and (path == "/" or _is_plain(path, besides="._-%")))
+
+
+def _is_host(text: str) -> bool:
+    """Whether this is `name`, `name:port` or `[IPv6]:port`; else it may be credentials whose '@' was forgotten."""
+    if text.startswith("["):
+        name, bracket, port = text[1:].partition("]")
+        return (
+            bool(bracket)
+            and _is_plain(name, besides=":.%")
+            and (not port or _is_port(port.removeprefix(":")))
+        )
+    name, _, port = text.partition(":")
+    return _is_plain(name) and _is_port(port)
+
+
+def _is_port(text: str) -> bool:
+    return not text or (text.isascii() and text.isdigit() and len(text) <= 5)
+
+
+def _redact_query(query: str) -> str:
+    shown: list[str] = []
+    for part in query.split("&") if query else ():
+        name, equals, value = part.partition("=")
+        if name.lower() in _HARMLESS and _is_plain(value):
+            shown.append(part)
+            continue
+        # Whatever follows may be the rest of a secret with an '&' in it.
+        shown.append(name + equals + _MASK if equals and _is_plain(name) else _MASK)
+        break
+    return "&".join(shown)

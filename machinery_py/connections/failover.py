@@ -1,0 +1,52 @@
+"""Which of several broker URLs is tried when one cannot be reached.
+
+Config(broker="redis://a;redis://b", multiple_broker_separator=";", broker_failover_strategy="shuffle")
+
+STRATEGIES["nearest"] = lambda urls, failed: urls[0]     # a strategy of your own, before the Server is made
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Container, MutableMapping, Sequence
+
+from machinery_py.config.urls import redact
+from machinery_py.errors import StoreUnusable
+
+#: All URLs as they were configured, and the one that has just failed → the one to try next. From any thread.
+Strategy = Callable[[Sequence[str], str], str]
+
+
+def round_robin(urls: Sequence[str], failed: str) -> str:
+    """The one after that which failed; the first after the last."""
+    return urls[(urls.index(failed) + 1) % len(urls)]
+
+
+def shuffle(urls: Sequence[str], failed: str) -> str:
+    """Any other one."""
+    return random.choice([url for url in urls if url != failed] or urls)
+
+
+#: What the option `broker_failover_strategy` may be; add your own.
+STRATEGIES: MutableMapping[str, Strategy] = {"round-robin": round_robin, "shuffle": shuffle}
+
+
+def following(strategy: Strategy, urls: Sequence[str], failed: str, known: Container[str]) -> str:
+    """The URL to be tried after that which failed.
+
+    Raises:
+        StoreUnusable: the strategy raised, or chose something else.
+    """
+    if len(urls) == 1:
+        return failed
+    try:
+        chosen = strategy(urls, failed)
+    except Exception as error:  # the user's function
+        raise StoreUnusable(
+            f"broker_failover_strategy raised {error!r} after {redact(failed)}"
+        ) from error
+    if chosen not in known:
+        raise StoreUnusable(
+            f"broker_failover_strategy chose {redact(str(chosen))!r} (expected one of the broker URLs)"
+        )
+    return chosen

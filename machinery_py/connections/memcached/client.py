@@ -1,0 +1,324 @@
+"""Connections to memcached servers, in its text protocol.
+
+A key lies on server CRC-32(key) mod number of servers, in the order of the URL, as with Go's client; there is no failover.
+Commands go out in batches, to all servers before the first reply is read. A connection on which anything went wrong is closed.
+A batch is sent once more if it met a connection that the server had closed while it was idle: every command here can stand
+to come twice, but `incr`. After a fork the child opens its own connections.
+
+Limits: no authentication and no TLS. Values up to the server's item size (1 MiB, its option -I).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+import time
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple, NoReturn
+
+from machinery_py.clock import SYSTEM_CLOCK, Clock
+from machinery_py.config.memcached_url import Address
+from machinery_py.connections import descriptors
+from machinery_py.connections.plain_words import plain
+from machinery_py.errors import ArgumentError, BackendUnavailable, MachineryError, StoreUnusable
+
+TIMEOUT = 1.0  # seconds for a connection, and for each piece of a reply (Go: 0.1)
+IDLE = 64  # connections to a server that are kept
+KEYS = 200  # in one `gets`
+COMMANDS = 256  # on their way at once; their replies are short and fit into the buffers
+BYTES = 512 * 1024  # likewise
+MONTH = 30 * 86400  # seconds; what is longer memcached takes for a Unix time
+
+STORED = b"STORED"
+
+
+class Item(NamedTuple):
+    """A value and the number that `cas` compares."""
+
+    value: bytes
+    cas: int
+
+
+class Link:
+    """One connection, for one thread at a time."""
+
+    def __init__(self, address: Address, timeout: float) -> None:
+        self._timeout = timeout
+        self._socket = socket.create_connection(address, timeout)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        self._file = self._socket.makefile("rb", 64 * 1024)
+        descriptors.keep(self._socket)
+        self.used = False  # before: the server may have closed it since
+
+    def send(self, packet: bytes) -> None:
+        self._socket.sendall(packet)
+
+    def line(self) -> bytes:
+        line = self._file.readline(4096)
+        if not line.endswith(b"\r\n"):
+            raise ConnectionError("the server closed the connection")
+        return line[:-2]
+
+    def items(self, found: dict[bytes, Item]) -> None:
+        """Read the reply to a `gets`."""
+        while (line := self.line()) != b"END":
+            word, *parts = line.split(b" ")
+            if word != b"VALUE" or len(parts) != 4:
+                raise ProtocolError(line.decode(errors="replace"))
+            key, _, size, cas = parts
+            value = self._file.read(int(size) + 2)
+            if len(value) != int(size) + 2:
+                raise ConnectionError("the server closed the connection")
+            found[key] = Item(value[:-2], int(cas))
+
+    def is_broken(self) -> bool:
+        """Whether there is something to read though nothing was asked: the end of the connection."""
+        try:
+            self._socket.settimeout(0.0)
+            self._socket.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            self._socket.settimeout(self._timeout)
+            return False
+        except OSError:
+            pass
+        return True
+
+    def close(self) -> None:
+        self._file.close()
+        self._socket.close()
+
+
+class ProtocolError(Exception):
+    """A line that is no reply to what was asked."""
+
+
+#: What goes out at once to one server, and what reads the reply.
+Window = tuple[bytes, Callable[[Link], None]]
+
+
+class Command(NamedTuple):
+    """A command with one line for a reply."""
+
+    key: bytes
+    packet: bytes
+
+
+def seconds(length: float) -> bytes:
+    """An expiry as memcached takes it: from now, or as Unix time when it is longer than a month."""
+    whole = max(1, math.ceil(length))
+    return b"%d" % (whole if whole <= MONTH else min(2**31 - 1, math.ceil(time.time()) + whole))
+
+
+def add(key: bytes, value: bytes, expiry: bytes) -> Command:
+    return Command(key, b"add %b 0 %b %d\r\n%b\r\n" % (key, expiry, len(value), value))
+
+
+def put(key: bytes, value: bytes, expiry: bytes) -> Command:
+    return Command(key, b"set %b 0 %b %d\r\n%b\r\n" % (key, expiry, len(value), value))
+
+
+def swap(key: bytes, value: bytes, expiry: bytes, cas: int | None) -> Command:
+    """`cas`, or `add` if the key was not there."""
+    if cas is None:
+        return add(key, value, expiry)
+    return Command(key, b"cas %b 0 %b %d %d\r\n%b\r\n" % (key, expiry, len(value), cas, value))
+
+
+def touch(key: bytes, expiry: bytes) -> Command:
+    return Command(key, b"touch %b %b\r\n" % (key, expiry))
+
+
+def delete(key: bytes) -> Command:
+    return Command(key, b"delete %b\r\n" % key)
+
+
+def incr(key: bytes, by: int) -> Command:
+    return Command(key, b"incr %b %d\r\n" % (key, by))
+
+
+class MemcacheDriver:
+    """Opens connections when they are needed, and keeps them. May be used from any thread."""
+
+    def __init__(
+        self, servers: Sequence[Address], *, clock: Clock = SYSTEM_CLOCK, timeout: float = TIMEOUT
+    ) -> None:
+        self.servers = tuple(servers)
+        self.clock = clock
+        self._timeout = timeout
+        self._idle: list[list[Link]] = [[] for _ in self.servers]
+        self._pid = os.getpid()
+
+    def server_of(self, key: bytes) -> int:
+        """The index of the server that has this key."""
+        return zlib.crc32(key) % len(self.servers)
+
+    def fetch(self, keys: Iterable[bytes], *, doing: str) -> dict[bytes, Item]:
+        """The items that there are."""
+        found: dict[bytes, Item] = {}
+        shares: dict[int, list[bytes]] = {}
+        for key in dict.fromkeys(keys):
+            shares.setdefault(self.server_of(key), []).append(key)
+        self._talk(
+            {
+                server: [
+                    (
+                        b"gets %b\r\n" % b" ".join(share[start : start + KEYS]),
+                        lambda link: link.items(found),
+                    )
+                    for start in range(0, len(share), KEYS)
+                ]
+                for server, share in shares.items()
+            },
+            doing=doing,
+            again=True,
+        )
+        return found
+
+    def send(self, commands: Sequence[Command], *, doing: str, again: bool = True) -> list[bytes]:
+        """The reply to each command. `again`: they may come twice.
+
+        Raises:
+            BackendUnavailable: some of them may have been carried out.
+            ArgumentError: a value is too large; all others have been carried out.
+        """
+        replies = [b""] * len(commands)
+        shares: dict[int, list[int]] = {}
+        for index, command in enumerate(commands):
+            shares.setdefault(self.server_of(command.key), []).append(index)
+        self._talk(
+            {server: list(_windows(commands, share, replies)) for server, share in shares.items()},
+            doing=doing,
+            again=again,
+        )
+        for command, reply in zip(commands, replies, strict=True):
+            if b"ERROR" in reply:
+                self._refused(command, reply, doing)
+        return replies
+
+    def _refused(self, command: Command, reply: bytes, doing: str) -> NoReturn:
+        text = reply.decode(errors="replace")
+        if reply.startswith(b"SERVER_ERROR object too large"):
+            raise ArgumentError(
+                f"{doing}: the item {command.key.decode(errors='replace')!r} has {len(command.packet)} bytes, more than "
+                "memcached takes (1 MiB, see its option -I): return less, or keep large results elsewhere"
+            )
+        place = self._place(self.server_of(command.key))
+        if reply.startswith(b"SERVER_ERROR"):
+            raise BackendUnavailable(f"memcached at {place}: {doing}: {text}")
+        raise StoreUnusable(
+            f"memcached at {place}: {doing}: {text} (is it a memcached, 1.4.8 or newer?)"
+        )
+
+    def _talk(self, plan: Mapping[int, Sequence[Window]], *, doing: str, again: bool) -> None:
+        """Send the windows of each server in turn, all servers side by side."""
+        links: dict[int, Link] = {}
+        try:
+            for turn in range(max(map(len, plan.values()), default=0)):
+                windows = {
+                    server: share[turn] for server, share in plan.items() if turn < len(share)
+                }
+                for server, window in windows.items():
+                    self._try(server, links, window, again, doing, self._send)
+                for server, window in windows.items():
+                    self._try(server, links, window, again, doing, _read)
+                    links[server].used = False
+        except BaseException:
+            for link in links.values():
+                link.close()
+            raise
+        for server, link in links.items():
+            self._give(server, link)
+
+    def _try(
+        self,
+        server: int,
+        links: dict[int, Link],
+        window: Window,
+        again: bool,
+        doing: str,
+        step: Callable[[int, dict[int, Link], Window], None],
+    ) -> None:
+        try:
+            step(server, links, window)
+        except (OSError, ValueError, ProtocolError) as error:
+            link = links.pop(server, None)
+            if link is not None:
+                link.close()
+            if isinstance(error, TimeoutError) or link is None or not link.used or not again:
+                raise self._away(server, error, doing) from error
+            self._forget(server)
+            try:
+                self._send(server, links, window)
+                if step is not self._send:
+                    step(server, links, window)
+            except (OSError, ValueError, ProtocolError) as second:
+                raise self._away(server, second, doing) from second
+
+    def _send(self, server: int, links: dict[int, Link], window: Window) -> None:
+        if server not in links:
+            links[server] = self._take(server)
+        links[server].send(window[0])
+
+    def _take(self, server: int) -> Link:
+        if os.getpid() != self._pid:
+            self._idle, self._pid = [[] for _ in self.servers], os.getpid()
+        while True:
+            try:
+                link = self._idle[server].pop()
+            except IndexError:
+                return Link(self.servers[server], self._timeout)
+            if not link.is_broken():
+                link.used = True
+                return link
+            link.close()
+
+    def _give(self, server: int, link: Link) -> None:
+        if len(self._idle[server]) < IDLE and os.getpid() == self._pid:
+            self._idle[server].append(link)
+        else:
+            link.close()
+
+    def _forget(self, server: int) -> None:
+        """Others that have been idle are dead as well: the server was restarted."""
+        stale, self._idle[server] = self._idle[server], []
+        for link in stale:
+            link.close()
+
+    def _place(self, server: int) -> str:
+        host, port = self.servers[server]
+        return f"{host}:{port}"
+
+    def _away(self, server: int, error: Exception, doing: str) -> MachineryError:
+        text = str(error) or type(error).__name__
+        return BackendUnavailable(f"memcached at {self._place(server)}: {doing}: {plain(text)}")
+
+    def close(self) -> None:
+        """Close what is idle. May be called twice; the next use opens anew."""
+        for server in range(len(self.servers)):
+            self._forget(server)
+
+
+def _read(server: int, links: dict[int, Link], window: Window) -> None:
+    window[1](links[server])
+
+
+def _windows(
+    commands: Sequence[Command], share: Sequence[int], replies: list[bytes]
+) -> Iterable[Window]:
+    start = 0
+    while start < len(share):
+        size, end = 0, start
+        while end < len(share) and end - start < COMMANDS and (size < BYTES or end == start):
+            size += len(commands[share[end]].packet)
+            end += 1
+        part = share[start:end]
+
+        def read(link: Link, part: Sequence[int] = part) -> None:
+            for index in part:
+                replies[index] = link.line()
+
+        yield b"".join(commands[index].packet for index in part), read
+        start = end

@@ -1,0 +1,353 @@
+"""Connections to one MongoDB, shared by broker, backend and lock of a URL.
+
+pymongo keeps the connections. What may be repeated is said by the caller of `run`: on a replica set the server itself tells a
+repeated write (retryWrites) from a new one, on a single server nobody does. After a fork the child opens its own.
+
+    <database>.machinery_queues      every queue that ever held something or had a consumer
+    <database>.machinery_messages    brokers/mongodb/broker.py; machinery_tokens and machinery_sessions too
+    <database>.tasks, .group_metas   Go's documents, backends/mongodb/backend.py; machinery_chords, _arrivals, _revoked,
+                                     _records, _claims and _outboxes too
+    <database>.machinery_locks       locks/mongo.py
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, TypeVar
+
+from pymongo import MongoClient
+from pymongo.collection import Collection
+from pymongo.database import Database
+from pymongo.errors import BulkWriteError, DuplicateKeyError, OperationFailure
+
+from machinery_py.clock import SYSTEM_CLOCK, Clock, micros, moment_of
+from machinery_py.config.urls import redact
+from machinery_py.connections.durability import Concern
+from machinery_py.connections.forks import ForkLock
+from machinery_py.connections.mongodb.durability import Told, concerns, version_of
+from machinery_py.connections.mongodb.errors import (
+    DUPLICATE,
+    as_ours,
+    is_ours_to_sort,
+    is_unknown,
+    may_be_repeated,
+)
+from machinery_py.errors import BackendUnavailable, MachineryError, StoreUnusable
+from machinery_py.texts import get_logger
+
+logger = get_logger(__name__)
+
+TIMEOUT = 5.0  # seconds for a server to be found, and for a reply
+DATABASE = "machinery"  # Go's
+OLDEST = (4, 0)  # version of the server
+CLOCK_LIFE = 60.0  # seconds that the difference between the server's clock and ours is believed
+T = TypeVar("T")
+Document = dict[str, Any]
+Store = Database[Document]
+
+_EPOCH = dt.datetime(1970, 1, 1, tzinfo=dt.timezone.utc)
+
+#: Made once, at the first use of a driver. Each is (collection, [(field, direction), …]).
+_INDEXES: Sequence[tuple[str, Sequence[tuple[str, int]]]] = (
+    ("machinery_messages", [("status", 1), ("queue", 1), ("priority", -1), ("order", 1)]),
+    ("machinery_messages", [("status", 1), ("due_at", 1)]),
+    ("machinery_messages", [("session", 1)]),
+    ("machinery_messages", [("lease", 1)]),
+    ("machinery_messages", [("deed_at", 1)]),
+    ("machinery_tokens", [("at", 1)]),
+    ("machinery_tokens", [("deed_at", 1)]),
+    ("tasks", [("changed_at", 1)]),
+    ("tasks", [("expires_at", 1)]),
+    ("tasks", [("deed_at", 1)]),
+    ("tasks", [("outbox_at", 1)]),
+    ("machinery_chords", [("ready", 1)]),
+    ("machinery_chords", [("expires_at", 1)]),
+    ("machinery_chords", [("look_at", 1)]),
+    ("machinery_chords", [("deed_at", 1)]),
+    ("machinery_chords", [("outbox_at", 1)]),
+    ("machinery_arrivals", [("group", 1)]),
+    ("machinery_revoked", [("expires_at", 1)]),
+    ("machinery_records", [("deed_at", 1)]),
+    ("machinery_claims", [("deed_at", 1)]),
+    ("machinery_claims", [("expires_at", 1)]),
+    ("machinery_outboxes", [("outbox_at", 1)]),
+)
+
+#: (URL, database, what for) → those of this process that sleep until something comes.
+_bells: dict[tuple[str, str, str], weakref.WeakSet[Bell]] = {}
+_hanging = ForkLock()
+
+
+class Bell:
+    """Ends the sleep of one thread. What rings before it sleeps is not lost."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+
+    def ring(self) -> None:
+        self._event.set()
+
+    def wait(self, seconds: float) -> bool:
+        """Whether it rang."""
+        rang = self._event.wait(seconds)
+        self._event.clear()
+        return rang
+
+
+class MongoDriver:
+    """Opens a client when it is needed. May be used from any thread.
+
+    Attributes:
+        deed_age: seconds; by then the one who is at a deed is dead, or in trouble (overtaking it does no harm).
+    """
+
+    deed_age: ClassVar[float] = 5.0
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        clock: Clock = SYSTEM_CLOCK,
+        timeout: float = TIMEOUT,
+        database: str = "",
+        strict: bool = False,
+    ) -> None:
+        self.url = url
+        self.clock = clock
+        self.place = redact(url)
+        self._timeout = timeout
+        self._name = database
+        self._strict = strict  # refuse a server that may lose what it is given
+        self._opening = ForkLock()
+        self._client: MongoClient[Document] | None = None
+        self._store: Store | None = None
+        self._pid = os.getpid()
+        self._last = self._last_order = 0
+        self._counting = ForkLock()
+        self._ahead = 0  # µs that the server's clock is ahead of ours
+        self._measured = -CLOCK_LIFE
+
+    # Time
+
+    def now(self) -> int:
+        """µs since 1970, by the server's clock as far as it is known (by `clock`, if that is not the system's)."""
+        return micros(self.clock.now()) + self._ahead
+
+    def moment(self) -> dt.datetime:
+        return moment_of(self.now())
+
+    def next_place(self, count: int = 1) -> int:
+        """The first of `count` numbers that grow with time; no two calls of this driver get the same."""
+        with self._counting:
+            first = max(self.now(), self._last + 1)
+            self._last = first + count - 1
+            return first
+
+    def next_order(self, count: int = 1) -> int:
+        """As `next_place`, for the places in a queue: by the true time also where a test has a clock of its own, since
+        those of several drivers must not be the same."""
+        with self._counting:
+            first = max(micros(SYSTEM_CLOCK.now()) + self._ahead, self._last_order + 1)
+            self._last_order = first + count - 1
+            return first
+
+    def _measure(self, store: Store) -> None:
+        """Learn how far the server's clock is ahead. Half of the round trip is its error."""
+        if self.clock is not SYSTEM_CLOCK or time.monotonic() - self._measured < CLOCK_LIFE:
+            return
+        before = micros(self.clock.now())
+        told = store.client.admin.command("ismaster").get("localTime")
+        after = micros(self.clock.now())
+        if isinstance(told, dt.datetime):
+            # A command's reply is decoded without the client's options.
+            ahead = micros(told.replace(tzinfo=dt.timezone.utc)) - (before + after) // 2
+            # The server tells milliseconds: what is less than a few of them is no difference.
+            self._ahead = ahead if abs(ahead) > 5000 + (after - before) else 0
+        self._measured = time.monotonic()
+
+    # Asking
+
+    def run(
+        self,
+        work: Callable[[Store], T],
+        *,
+        doing: str,
+        away: type[MachineryError] = BackendUnavailable,
+        again: bool = True,
+        lost: type[MachineryError] | None = None,
+        refused: type[MachineryError] = MachineryError,
+    ) -> T:
+        """Do some work on the database.
+
+        Args:
+            again: it may be carried out twice, so it is repeated once if the connection is lost or the primary steps down.
+            away: raised when nothing was written.
+            lost: raised when it may have been carried out (as `away`, if not given).
+            refused: raised when it can never be stored, in no matter how many tries.
+        """
+        unknown = False
+        for last in (False, True) if again else (True,):
+            try:
+                return work(self._open())
+            except MachineryError:
+                raise
+            except Exception as error:  # pymongo's, sorted by mongo_errors
+                if not is_ours_to_sort(error):
+                    raise
+                unknown = is_unknown(error) or unknown
+                if may_be_repeated(error) and not last:
+                    continue
+                raise as_ours(
+                    error,
+                    url=self.url,
+                    doing=doing,
+                    away=(lost or away) if unknown else away,
+                    refused=refused,
+                ) from error
+        raise AssertionError("unreachable")
+
+    def _open(self) -> Store:
+        if os.getpid() != self._pid:
+            # The parent's sockets are its own; a client that a fork copied must not be used, nor closed.
+            self._client, self._store, self._pid = None, None, os.getpid()
+        store = self._store
+        if store is None:
+            with self._opening:
+                store = self._connect() if self._store is None else self._store
+        self._measure(store)
+        return store
+
+    def _connect(self) -> Store:
+        said = self.url.partition("?")[2].lower()
+        milliseconds = max(1, int(self._timeout * 1000))
+        options: dict[str, Any] = {
+            "serverSelectionTimeoutMS": milliseconds,
+            "connectTimeoutMS": milliseconds,
+            "socketTimeoutMS": milliseconds,
+            "wtimeoutMS": milliseconds,
+            "w": "majority",
+            "appname": "machinery_py",
+        }
+        # What the URL says is the user's will.
+        options = {
+            name: value
+            for name, value in options.items()
+            if f"{name.lower()}=" not in f"&{said}".replace("?", "&")
+        }
+        client: MongoClient[Document] = MongoClient(
+            self.url, tz_aware=True, tzinfo=dt.timezone.utc, **options
+        )
+        try:
+            default = client.get_default_database(DATABASE).name
+            store: Store = client[self._name or default]
+            self._check(store)
+            for collection, keys in _INDEXES:
+                store[collection].create_index(list(keys))
+        except BaseException:
+            client.close()
+            raise
+        self._client, self._store = client, store
+        return store
+
+    def _check(self, store: Store) -> None:
+        """Refuse what cannot be worked with, and tell what may be lost."""
+        told = _told_by(store)
+        version = version_of(told.build)
+        if version is not None and version < OLDEST:
+            raise StoreUnusable(
+                f"MongoDB at {self.place} is version {told.build['version']} "
+                f"(needed: {OLDEST[0]}.{OLDEST[1]} or newer)"
+            )
+        found = concerns(told)
+        if self._strict and found:
+            reasons = "; ".join(one.text for one in found)
+            raise StoreUnusable(f"MongoDB at {self.place}: refused by strict_durability: {reasons}")
+        for one in found:
+            logger.log(
+                logging.WARNING if one.is_certain else logging.INFO,
+                "MongoDB at %s: %s",
+                self.place,
+                one.text,
+            )
+
+    def concerns(self) -> list[Concern]:
+        """What is wrong with the server now, or cannot be known.
+
+        Raises:
+            BackendUnavailable, StoreUnusable: it cannot be asked.
+        """
+        return self.run(lambda store: concerns(_told_by(store)), doing="looking at its settings")
+
+    def bell(self, what: str) -> Bell:
+        """A bell that `ring` rings, of any driver of this process with the same URL."""
+        bell = Bell()
+        with _hanging:
+            _bells.setdefault((self.url, self._name, what), weakref.WeakSet()).add(bell)
+        return bell
+
+    def ring(self, what: str) -> None:
+        with _hanging:
+            bells = list(_bells.get((self.url, self._name, what), ()))
+        for bell in bells:
+            bell.ring()
+
+    def close(self) -> None:
+        """Close the connections. May be called twice; the next use opens anew."""
+        with self._opening:
+            client, self._client, self._store = self._client, None, None
+        if client is not None and os.getpid() == self._pid:
+            client.close()
+
+
+def _told_by(store: Store) -> Told:
+    admin = store.client.admin
+
+    def ask_if_allowed(command: str) -> Document | None:
+        try:
+            return admin.command(command)
+        except OperationFailure:
+            return None  # no right to ask, or no such command
+
+    return Told(
+        hello=admin.command("ismaster"),
+        build=ask_if_allowed("buildInfo") or {},
+        status=ask_if_allowed("serverStatus"),
+        options=ask_if_allowed("getCmdLineOpts"),
+        concern=store.write_concern.document,
+    )
+
+
+def insert_new(collection: Collection[Document], documents: Sequence[Document]) -> list[bool]:
+    """Insert those that are not there; for each, whether it was new. Safe to repeat, but for the answer."""
+    if not documents:
+        return []
+    if len(documents) == 1:
+        try:
+            collection.insert_one(documents[0])
+        except DuplicateKeyError:
+            return [False]
+        return [True]
+    new = [True] * len(documents)
+    for start in range(0, len(documents), 1000):
+        try:
+            collection.insert_many(documents[start : start + 1000], ordered=False)
+        except BulkWriteError as error:
+            problems = error.details.get("writeErrors", [])
+            if any(problem.get("code") != DUPLICATE for problem in problems) or error.details.get(
+                "writeConcernErrors"
+            ):
+                raise
+            for problem in problems:
+                new[start + problem["index"]] = False
+    return new
+
+
+def printable(text: str) -> str:
+    """The text with what has no UTF-8 written out: half a surrogate pair."""
+    return text.encode("utf-8", "backslashreplace").decode()

@@ -1,0 +1,112 @@
+"""Whether a MongoDB keeps what it was told: its role, the write concern, storage and journal, from what it says of itself. Pure.
+
+`isMaster` and `buildInfo` are answered to everybody. `serverStatus` and `getCmdLineOpts` need the role clusterMonitor, which few
+users of a database have: what cannot be known is said to be unknown, and is not taken for good.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from machinery_py.connections.durability import Concern
+
+ALWAYS_JOURNALS = (6, 1)  # from here on no mongod can be started without a journal
+
+Facts = Mapping[str, Any]
+
+
+class Told(NamedTuple):
+    """What a server said, and how writes are confirmed."""
+
+    hello: Facts  # the reply of isMaster
+    build: Facts  # of buildInfo; empty if it does not tell
+    status: Facts | None  # of serverStatus; None if it does not tell
+    options: Facts | None  # of getCmdLineOpts; None if it does not tell
+    concern: Facts  # the client's write concern: w, j
+
+
+def version_of(build: Facts) -> tuple[int, int] | None:
+    """Major and minor number, if it tells."""
+    numbers = str(build.get("version", "")).split(".")
+    if len(numbers) < 2 or not (numbers[0].isdecimal() and numbers[1].isdecimal()):
+        return None
+    return int(numbers[0]), int(numbers[1])
+
+
+def concerns(told: Told) -> list[Concern]:
+    """What is wrong or unknown, the worst first."""
+    is_router = told.hello.get("msg") == "isdbgrid"
+    found = [*_role(told.hello), *_confirmation(told, is_router=is_router)]
+    # A router stores nothing, and does not tell of its shards.
+    return found if is_router else [*found, *_storage(told)]
+
+
+def _role(hello: Facts) -> list[Concern]:
+    name = hello.get("setName")
+    if name is None or hello.get("isWritablePrimary", hello.get("ismaster")):
+        return []
+    primary = hello.get("primary")
+    whose = f", whose primary is {primary}" if primary else ""
+    return [
+        Concern(
+            f"it is a secondary of the replica set {name}{whose}: no task can be stored or taken here "
+            f"(name all members in the URL, and replicaSet={name})"
+        )
+    ]
+
+
+def _confirmation(told: Told, *, is_router: bool) -> list[Concern]:
+    found: list[Concern] = []
+    wanted = told.concern.get("w", 1)
+    members = len(told.hello.get("hosts") or ())
+    if (
+        (told.hello.get("setName") is not None or is_router)
+        and isinstance(wanted, int)
+        and wanted <= max(1, members // 2)
+    ):
+        found.append(
+            Concern(
+                f"w={wanted} in its URL waits for no majority: what the others do not have yet is lost when the "
+                "primary steps down (leave w out, or set w=majority)"
+            )
+        )
+    if told.concern.get("j") is False:
+        found.append(
+            Concern(
+                "journal=false in its URL confirms what is in no journal yet: a crash loses it (leave journal out)"
+            )
+        )
+    return found
+
+
+def _storage(told: Told) -> list[Concern]:
+    engine = (told.status or {}).get("storageEngine") or {}
+    if "persistent" not in engine:
+        text = "it does not tell whether it keeps what it stores (give this user the role clusterMonitor)"
+        return [Concern(text, is_certain=False)]
+    if not engine["persistent"]:
+        name = engine.get("name", "?")
+        return [
+            Concern(
+                f"its storage engine is {name}: a restart loses everything (set storage.engine wiredTiger)"
+            )
+        ]
+    version = version_of(told.build)
+    if version is not None and version >= ALWAYS_JOURNALS:
+        return []
+    if told.options is None:
+        return [
+            Concern(
+                "it does not tell whether it has a journal (give this user the role clusterMonitor)",
+                is_certain=False,
+            )
+        ]
+    journal = ((told.options.get("parsed") or {}).get("storage") or {}).get("journal") or {}
+    if journal.get("enabled", True):
+        return []
+    return [
+        Concern(
+            "it has no journal: a crash loses what came in the last minute (set storage.journal.enabled true)"
+        )
+    ]

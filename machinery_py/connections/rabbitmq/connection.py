@@ -1,0 +1,137 @@
+"""pika's connection, with short cuts for what there is much of: many frames are written at once, and deliveries are read by us.
+
+pika has no public way for either, so this overrides what is its own. All but the deliveries to subscribers goes through pika as
+before; a release of pika that does not call these methods would read deliveries by itself, as right and slower.
+"""
+
+# What is pika's own is not in its stubs.
+# pyright: reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+from typing import Any
+
+from pika import frame
+from pika.adapters.select_connection import SelectConnection
+
+from machinery_py.connections import descriptors
+from machinery_py.connections.rabbitmq.frames import (
+    BODY,
+    DELIVER,
+    END,
+    HEADER,
+    METHOD,
+    OVERHEAD,
+    read_delivery,
+    read_frame,
+    read_header,
+)
+
+READ = 65_536  # bytes of one system call; pika reads 4,096
+PROTOCOL = b"AMQP"  # no frame, but the answer of a server that speaks another version
+
+
+class _Arrival:
+    """A delivery whose frames are not all there yet."""
+
+    __slots__ = ("body", "channel", "left", "method", "properties", "take")
+
+    def __init__(self, channel: Any, take: Any, method: Any) -> None:
+        self.channel = channel
+        self.take = take
+        self.method = method
+        self.properties: Any = None
+        self.body: list[bytes] = []
+        self.left = 0  # bytes of the body
+
+    def deliver(self) -> None:
+        body = self.body
+        self.take(
+            self.channel,
+            self.method,
+            self.properties,
+            body[0] if len(body) == 1 else b"".join(body),
+        )
+
+
+class Connection(SelectConnection):  # type: ignore[misc]  # pika has no types for mypy
+    """A SelectConnection for much traffic. Belongs to the thread that runs its loop, as that does.
+
+    A delivery is handed to its subscriber with a `Handed` and `Properties` instead of pika's objects.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        self._arrivals: dict[int, _Arrival] = {}  # by channel
+        self._frame_buffer = b""  # what pika calls so: a frame that is not all there
+        super().__init__(*arguments, **options)
+
+    @property
+    def most(self) -> int:
+        """Bytes of a body that go into one frame; known when the connection is open."""
+        return int(self._body_max_length)
+
+    def write(self, frames: bytes) -> None:
+        """Send frames that are encoded already."""
+        self._output_marshaled_frames([frames])
+
+    def _proto_connection_made(self, transport: Any) -> None:
+        transport._MAX_RECV_BYTES = READ
+        descriptors.keep(transport._sock)
+        super()._proto_connection_made(transport)
+
+    def _on_data_available(self, data_in: bytes) -> None:
+        self.bytes_received += len(data_in)  # by which pika knows that the server lives
+        buffer = self._frame_buffer + data_in if self._frame_buffer else data_in
+        begin = 0
+        try:
+            while after := _end_of_frame(buffer, begin):
+                at, begin = begin, after
+                if not self._takes(buffer, at, after):
+                    _, value = frame.decode_frame(buffer[at:after])
+                    if value is not None:
+                        self._process_frame(value)
+        finally:
+            self._frame_buffer = buffer[begin:]
+
+    def _takes(self, buffer: bytes, at: int, after: int) -> bool:
+        """Whether the frame was one of a delivery to a subscriber, and was dealt with here."""
+        kind, number, size = read_frame(buffer, at)
+        payload = at + OVERHEAD - 1
+        if kind == METHOD and buffer.startswith(DELIVER, payload) and buffer[after - 1] == END:
+            return self._begins(number, *read_delivery(buffer, payload))
+        arrival = self._arrivals.get(number)
+        if arrival is None or buffer[after - 1] != END:
+            return False
+        if kind == HEADER:
+            arrival.left, arrival.properties = read_header(buffer, payload, after - 1)
+        elif kind == BODY:
+            arrival.body.append(buffer[payload : after - 1])
+            arrival.left -= size
+        else:
+            return False
+        if arrival.left <= 0:
+            del self._arrivals[number]
+            arrival.deliver()
+        return True
+
+    def _begins(self, number: int, tag: bytes, method: Any) -> bool:
+        channel = self._channels.get(number)
+        name = tag.decode()
+        if channel is None or name in channel._cancelled:
+            return False
+        take = channel._consumers.get(name)
+        if take is None:
+            return False
+        self._arrivals[number] = _Arrival(channel, take, method)
+        return True
+
+
+def _end_of_frame(buffer: bytes, at: int) -> int:
+    """Where the frame ends that begins there; 0 if it is not all there."""
+    left = len(buffer) - at
+    if left < OVERHEAD:
+        return 0
+    if buffer.startswith(PROTOCOL, at):
+        return at + OVERHEAD
+    size = read_frame(buffer, at)[2]
+    return at + OVERHEAD + size if left >= OVERHEAD + size else 0

@@ -1,0 +1,473 @@
+"""Connections to one Redis, shared by broker, backend and lock of a URL.
+
+redis-py opens, authenticates and reads; what is repeated is decided here, because its own retries would publish twice. A
+connection on which anything went wrong is closed. After a fork the child opens its own.
+
+Which server that is, `redis_servers` decides. A call is repeated once, at once, when its connection was lost and its script
+can stand that.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, cast
+
+from machinery_py.clock import SYSTEM_CLOCK, Clock, micros
+from machinery_py.config.urls import without_secrets
+from machinery_py.connections.durability import Concern
+from machinery_py.connections.forks import ForkLock
+from machinery_py.connections.plain_words import plain
+from machinery_py.connections.redis.discovery import Servers
+from machinery_py.connections.redis.durability import (
+    ASKED,
+    concerns,
+    read_config,
+    read_info,
+    version_of,
+)
+from machinery_py.connections.redis.errors import Kind, as_ours, kind_of
+from machinery_py.connections.redis.pool import DELAYED, NO_LIMITS, Limits, Room, with_delayed_key
+from machinery_py.connections.redis.scripts import Script
+from machinery_py.errors import BackendUnavailable, MachineryError, PublishUnknown, StoreUnusable
+from machinery_py.texts import get_logger
+
+logger = get_logger(__name__)
+
+TIMEOUT = 5.0  # seconds for a reply, and for a connection
+OLDEST = (6, 2)  # LPOP with a count, BLMOVE, ZMSCORE
+SKEW = 5.0  # seconds between this clock and the server's that are worth a warning
+FRESH = 0.01  # seconds; one that was used since then is taken unseen
+
+_EPOCH = dt.datetime(1970, 1, 1, tzinfo=dt.timezone.utc)
+
+
+class Link:
+    """One connection, for one thread at a time."""
+
+    def __init__(
+        self,
+        connection: Any,
+        server: int,
+        *,
+        write_timeout: float = 0.0,
+        on_close: Callable[[], object] = int,
+    ) -> None:
+        self._connection = connection  # redis-py has no types for it
+        self._write_timeout = write_timeout  # 0: that of replies
+        self._on_close: Callable[[], object] | None = on_close
+        self.server = server  # as the driver's `servers` counted when it was opened
+        self.number = b""
+        self.used_at = 0.0
+
+    def ask(self, *parts: bytes) -> Any:
+        """Send one command and return its reply. Any exception of redis-py."""
+        self.send(command(*parts))
+        return self.read()
+
+    def send(self, packet: bytes) -> None:
+        if not self._write_timeout:
+            self._connection.send_packed_command([packet], check_health=False)
+            return
+        socket = self._connection._sock
+        before = socket.gettimeout()
+        socket.settimeout(self._write_timeout)
+        self._connection.send_packed_command(
+            [packet], check_health=False
+        )  # it is closed if that fails
+        socket.settimeout(before)
+
+    def read(self) -> Any:
+        return self._connection.read_response(disable_decoding=True)
+
+    def has_news(self, timeout: float = 0.0) -> bool:
+        """Whether something can be read: a reply, a message, or the end of the connection."""
+        return bool(self._connection.can_read(timeout))
+
+    def is_broken(self) -> bool:
+        """Close it if the server has; for a connection on which no reply is awaited."""
+        try:
+            if not self.has_news():
+                return False
+        except Exception:  # redis-py's: it is gone
+            pass
+        self.close()
+        return True
+
+    def close(self) -> None:
+        self._connection.disconnect()
+        left, self._on_close = self._on_close, None
+        if left is not None:
+            left()
+
+
+def command(*parts: bytes) -> bytes:
+    """A command as it goes over the wire."""
+    pieces = [b"*%d\r\n" % len(parts)]
+    for part in parts:
+        pieces.append(b"$%d\r\n" % len(part))
+        pieces.append(part)
+        pieces.append(b"\r\n")
+    return b"".join(pieces)
+
+
+class RedisDriver:
+    """Opens connections when they are needed, and keeps them. May be used from any thread."""
+
+    def __init__(
+        self,
+        url: str = "",
+        *,
+        clock: Clock = SYSTEM_CLOCK,
+        timeout: float = TIMEOUT,
+        servers: Servers | None = None,
+        strict: bool = False,
+        limits: Limits = NO_LIMITS,
+    ) -> None:
+        """To the servers, or to the one of the URL; `strict`: refuse one that may lose what it stores."""
+        self.servers = servers or Servers([url], timeout=timeout)
+        self.clock = clock
+        self.limits = limits
+        self._timeout = min(timeout, limits.read)
+        self._write_timeout = limits.write if limits.write < self._timeout else 0.0
+        self._room = Room(limits)
+        self._idle: list[Link] = []
+        self._ears: list[Link] = []
+        self._pid = os.getpid()
+        self._strict = strict
+        self._checked = -1  # the server that was looked at
+        self._local = threading.local()
+        self._telling = ForkLock()
+        self._texts = clock is SYSTEM_CLOCK
+
+    def now(self) -> str:
+        """What a script takes for the time: "" is the server's own clock."""
+        return "" if self._texts else str(micros(self.clock.now()))
+
+    # What a claim of this thread has just seen: no task is revoked.
+
+    def saw_revoked(self, count: int) -> None:
+        self._local.none_revoked = count == 0
+
+    def none_revoked(self) -> bool:
+        """True once after a claim of this thread that saw no revoked task at all."""
+        none = getattr(self._local, "none_revoked", False)
+        self._local.none_revoked = False
+        return bool(none)
+
+    def open(self, *, timeout: float | None = None) -> Link:
+        """A new connection. Any exception of redis-py."""
+        while (spare := self._enter()) is not None:
+            spare.close()  # one less
+        return self._open(timeout or self._timeout)
+
+    def _enter(self) -> Link | None:
+        return self._room.enter(self._timeout, self._spare)
+
+    def _spare(self) -> Link | None:
+        try:
+            return self._idle.pop()
+        except IndexError:
+            return None
+
+    def _open(self, timeout: float) -> Link:
+        """There is room for it."""
+        leave = self._room.leave
+        try:
+            connection, number = self.servers.connect(timeout)
+        except BaseException:
+            leave()
+            raise
+        link = Link(connection, number, write_timeout=self._write_timeout, on_close=leave)
+        if self._checked != link.server:
+            try:
+                self._check(link)
+            except BaseException:
+                link.close()
+                raise
+        return link
+
+    def is_stale(self, link: Link) -> bool:
+        """Whether it leads to a server that is not used any more."""
+        return link.server != self.servers.number
+
+    def _check(self, link: Link) -> None:
+        """Once for each server: refuse what cannot be worked with, and tell what may be lost."""
+        found = self._look_at(link)
+        if self._strict and found:
+            reasons = "; ".join(one.text for one in found)
+            raise StoreUnusable(
+                f"Redis at {self.servers.place}: refused by strict_durability: {reasons}"
+            )
+        if not self._is_news(link):
+            return
+        for one in found:
+            logger.log(
+                logging.WARNING if one.is_certain else logging.INFO,
+                "Redis at %s: %s",
+                self.servers.place,
+                one.text,
+            )
+        time_there = _ask_if_allowed(link, b"TIME") if self._texts else None
+        there = (
+            self.clock.now().timestamp()
+            if time_there is None
+            else int(time_there[0]) + int(time_there[1]) / 1e6
+        )
+        ahead = self.clock.now().timestamp() - there
+        if abs(ahead) > SKEW:
+            logger.warning(
+                "Redis at %s: this host's clock is %.0f s %s: its retries and delayed tasks come at the wrong time "
+                "(set the clock; is NTP running?)",
+                self.servers.place,
+                abs(ahead),
+                "ahead" if ahead > 0 else "behind",
+            )
+
+    def _is_news(self, link: Link) -> bool:
+        """Whether nobody has told of this server: once by each process, however many of its threads are here at the same time."""
+        with self._telling:
+            is_news, self._checked = self._checked != link.server, link.server
+            return is_news
+
+    def _look_at(self, link: Link) -> list[Concern]:
+        text = _ask_if_allowed(link, b"INFO")
+        info = read_info(text.decode(errors="replace")) if text is not None else {}
+        version = version_of(info)
+        if version is not None and version < OLDEST:
+            raise StoreUnusable(
+                f"Redis at {self.servers.place} is version {info['redis_version']} "
+                f"(needed: {OLDEST[0]}.{OLDEST[1]} or newer)"
+            )
+        # One name a question: Redis 6 takes no more.
+        config: dict[str, str] = {}
+        for name in ASKED:
+            reply = _ask_if_allowed(link, b"CONFIG", b"GET", name.encode())
+            if reply is None:
+                return concerns(info, None)
+            config.update(read_config(reply))
+        return concerns(info, config)
+
+    def concerns(self) -> list[Concern]:
+        """What is wrong with the server now, or cannot be known.
+
+        Raises:
+            BackendUnavailable, StoreUnusable: it cannot be asked.
+        """
+        return cast(
+            "list[Concern]",
+            self._attempt(
+                self._look_at,
+                doing="looking at its settings",
+                away=BackendUnavailable,
+                again=True,
+                lost=BackendUnavailable,
+            ),
+        )
+
+    def _take(self) -> Link:
+        if os.getpid() != self._pid:
+            self._idle, self._ears, self._room, self._pid = [], [], Room(self.limits), os.getpid()
+        self.servers.look()
+        while True:
+            link = self._spare() or self._enter()
+            if link is None:
+                return self._open(self._timeout)
+            idle = time.monotonic() - link.used_at
+            if self.is_stale(link) or idle > self.limits.idle_timeout:
+                link.close()
+            elif idle < FRESH or not link.is_broken():
+                return link
+
+    def _give(self, link: Link) -> None:
+        link.used_at = time.monotonic()
+        if len(self._idle) < self.limits.max_idle and os.getpid() == self._pid:
+            self._idle.append(link)
+            self._room.came_back()
+        else:
+            link.close()
+
+    def take_ear(self) -> Link:
+        """A connection that may be subscribed to something."""
+        while os.getpid() == self._pid and self._ears:
+            link = self._ears.pop()
+            if not self.is_stale(link):
+                return link
+            link.close()
+        return self.open()
+
+    def give_ear(self, link: Link) -> None:
+        if (
+            len(self._ears) < self.limits.max_idle
+            and not self.limits.max_active
+            and os.getpid() == self._pid
+        ):
+            self._ears.append(link)
+        else:
+            link.close()
+
+    def run(
+        self,
+        script: Script,
+        argument: bytes,
+        *keys: bytes,
+        doing: str,
+        away: type[MachineryError] = BackendUnavailable,
+        again: bool = True,
+        lost: type[MachineryError] | None = None,
+    ) -> Any:
+        """Run a script.
+
+        Args:
+            again: it may be carried out twice, so it is repeated once if the connection is lost.
+            away: raised when nothing was written.
+            lost: raised when it may have been carried out (as `away`, if not given).
+        """
+        script = self.adapted(script)
+        packet = evalsha(script, argument, *keys)
+
+        def ask(link: Link) -> Any:
+            link.send(packet)
+            return read_script(link, script, argument, *keys)
+
+        return self._attempt(ask, doing=doing, away=away, again=again, lost=lost or away)
+
+    def adapted(self, script: Script) -> Script:
+        """The script for the keys of these limits."""
+        return (
+            script
+            if self.limits.delayed_key == DELAYED
+            else with_delayed_key(script, self.limits.delayed_key)
+        )
+
+    def ask(
+        self, *parts: bytes, doing: str, away: type[MachineryError] = BackendUnavailable
+    ) -> Any:
+        """Send a command that may be carried out twice."""
+        return self._attempt(
+            lambda link: link.ask(*parts), doing=doing, away=away, again=True, lost=away
+        )
+
+    def _attempt(
+        self,
+        ask: Callable[[Link], Any],
+        *,
+        doing: str,
+        away: type[MachineryError],
+        again: bool,
+        lost: type[MachineryError],
+    ) -> Any:
+        unknown = False
+        begin = time.monotonic()
+        for last in (False, True) if again else (True,):
+            link: Link | None = None
+            try:
+                link = self._take()
+                reply = ask(link)
+            except MachineryError:
+                raise
+            except Exception as error:  # redis-py's, sorted by `fail`
+                # Once it may have been carried out, a refusal of the repeat does not say that it was not.
+                unknown = self.after(error, link) or unknown
+                # One that was silent for its whole time is not asked again: whoever called has no time left either.
+                if unknown and not last and time.monotonic() - begin < self._timeout / 2:
+                    continue
+                self.fail(error, doing=doing, away=lost if unknown else away)
+            self._give(link)
+            return reply
+        raise AssertionError("unreachable")
+
+    def after(self, error: Exception, link: Link | None) -> bool:
+        """Put the connection away; whether the command may have been carried out."""
+        import redis
+
+        if (
+            isinstance(error, redis.ResponseError)
+            and link is not None
+            and kind_of(str(error)) not in (Kind.AWAY, Kind.FATAL)
+        ):
+            if "Protocol error" in str(error):  # behind which the server closes the connection
+                link.close()
+            else:
+                self._give(link)
+            return False
+        if link is not None:
+            link.close()
+            # Others that have been idle may be dead as well: the server was restarted, or went away.
+            stale, self._idle = self._idle, []
+            for one in stale:
+                one.close()
+        refused = isinstance(error, redis.ResponseError) or kind_of(str(error)) is not Kind.OTHER
+        return link is not None and not refused
+
+    def fail(self, error: Exception, *, doing: str, away: type[MachineryError]) -> NoReturn:
+        """Raise our error for one of redis-py's."""
+        import redis
+
+        if not isinstance(error, redis.RedisError | OSError):
+            raise error
+        said = str(error) or type(error).__name__
+        text = without_secrets(said, *self.servers.urls)
+        cause = error if text == said else None  # a server that does not know AUTH repeats it
+        kind = kind_of(said)
+        if (
+            not isinstance(error, redis.ResponseError | redis.AuthenticationError)
+            and kind is Kind.OTHER
+        ):
+            kind, text = Kind.AWAY, plain(text)
+            if away is PublishUnknown:
+                text = f"no reply: {text}"
+        self.servers.refused(text)
+        raise as_ours(kind, text, place=self.servers.place, doing=doing, away=away) from cause
+
+    def packed_script(self, script: Script, argument: bytes) -> bytes:
+        """A script as it is sent, and read by `read_script`."""
+        return evalsha(self.adapted(script), argument)
+
+    def read_script(self, link: Link, script: Script, argument: bytes) -> Any:
+        return read_script(link, self.adapted(script), argument)
+
+    def unblock(self, numbers: Sequence[bytes]) -> None:
+        """End the sleep of these connections. Failing does no harm: nobody sleeps longer than a second."""
+        for number in numbers:
+            try:
+                self.ask(b"CLIENT", b"UNBLOCK", number, doing="waking a worker")
+            except MachineryError:
+                return
+
+    def close(self) -> None:
+        """Close what is idle. May be called twice; the next use opens anew."""
+        links, self._idle = self._idle + self._ears, []
+        self._ears = []
+        for link in links:
+            link.close()
+
+
+def _ask_if_allowed(link: Link, *parts: bytes) -> Any:
+    """The reply, or None where the server forbids the question, or does not know it."""
+    from redis.exceptions import NoPermissionError, ResponseError
+
+    try:
+        return link.ask(*parts)
+    except ResponseError as error:
+        if isinstance(error, NoPermissionError) or "unknown" in str(error).lower():
+            return None
+        raise
+
+
+def evalsha(script: Script, argument: bytes, *keys: bytes) -> bytes:
+    return command(b"EVALSHA", script.sha, b"%d" % len(keys), *keys, argument)
+
+
+def read_script(link: Link, script: Script, argument: bytes, *keys: bytes) -> Any:
+    """The reply of a script that was sent by its name; sent again in full if Redis does not know it."""
+    try:
+        return link.read()
+    except Exception as error:
+        if kind_of(str(error)) is not Kind.SCRIPT:
+            raise
+    return link.ask(b"EVAL", script.body, b"%d" % len(keys), *keys, argument)

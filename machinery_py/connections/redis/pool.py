@@ -1,0 +1,113 @@
+"""How many connections one driver may have, how long they may take, and what its keys are called: the section `redis`.
+
+A driver counts all that it opens: those for commands, one for each consumer and one for each thread that waits for results.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from machinery_py.connections.redis.scripts import Script
+
+L = TypeVar("L")
+
+DELAYED = "delayed_tasks"  # Go's key, as the scripts have it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What a driver may do. Lengths are in seconds, and infinite where there is no limit.
+
+    Attributes:
+        max_idle: unused connections that are kept, each for `idle_timeout` at most.
+        max_active: connections at most; 0 is any number. At that many, `wait`, or fail.
+        read, write: for a reply, and until a command is sent.
+        block: a consumer looks at its queues that often.
+    """
+
+    max_idle: int = 64
+    max_active: int = 0
+    wait: bool = False
+    idle_timeout: float = math.inf
+    read: float = math.inf
+    write: float = math.inf
+    block: float = math.inf
+    delayed_key: str = DELAYED
+
+
+NO_LIMITS = Limits()
+
+
+class Room:
+    """Counts the connections of one process, and lets no more in than there may be."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._most = limits.max_active
+        self._wait = limits.wait
+        self._count = 0
+        self._changed = threading.Condition()
+
+    def enter(self, timeout: float, spare: Callable[[], L | None]) -> L | None:
+        """Return when one more may be opened; or one that came back meanwhile, to be used in its place.
+
+        `spare` finds that one, or closes one that leads elsewhere.
+
+        Raises:
+            redis.ConnectionError: there are too many.
+        """
+        if not self._most:
+            return None
+        deadline = time.monotonic() + timeout
+        with self._changed:
+            while self._count >= self._most:
+                found = spare()
+                if found is not None:
+                    return found
+                if self._count < self._most:
+                    break  # `spare` has closed one
+                left = deadline - time.monotonic() if self._wait else 0.0
+                if left <= 0 or not self._changed.wait(left):
+                    self._refuse()
+            self._count += 1
+        return None
+
+    def _refuse(self) -> None:
+        import redis
+
+        hint = (
+            f"none came back in time, raise it above {self._most}"
+            if self._wait
+            else "raise it, or set redis.wait"
+        )
+        raise redis.ConnectionError(
+            f"redis.max_active: {self._most} connections are in use ({hint})"
+        )
+
+    def leave(self) -> None:
+        """One was closed."""
+        if self._most:
+            with self._changed:
+                self._count = max(0, self._count - 1)
+                self._changed.notify()
+
+    def came_back(self) -> None:
+        """One is not used any more, and is kept."""
+        if self._most:
+            with self._changed:
+                self._changed.notify()
+
+
+@functools.cache
+def with_delayed_key(script: Script, key: str) -> Script:
+    """The script, with another key for the delayed tasks."""
+    quoted = "".join(
+        chr(byte) if chr(byte).isalnum() and byte < 128 else f"\\{byte:03d}"
+        for byte in key.encode()
+    )
+    return Script(script.text.replace(f"'{DELAYED}'", f"'{quoted}'"))

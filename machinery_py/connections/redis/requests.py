@@ -1,0 +1,178 @@
+"""Requests in slots of a Redis Cluster, one try at them, and what a refusal says.
+
+A request that a node refuses, because the slot has moved (MOVED), is moving (ASK, TRYAGAIN) or is served by nobody just now
+(CLUSTERDOWN), was not carried out: it may be asked again, whatever it is. One whose connection broke may have been.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from machinery_py.connections.redis.client import Link, RedisDriver, command, evalsha
+from machinery_py.connections.redis.cluster_nodes import Address, Nodes
+from machinery_py.connections.redis.discovery import fatal
+from machinery_py.connections.redis.errors import Kind, kind_of
+from machinery_py.connections.redis.scripts import Script
+from machinery_py.connections.redis.slots import guard, slot_of
+from machinery_py.errors import MachineryError
+
+
+@dataclass(slots=True)
+class Request:
+    """Something to be asked in a slot. `full` is sent when the node does not know the `script` of `packet`."""
+
+    slot: int
+    packet: bytes
+    script: bytes = b""
+    full: bytes = b""
+    reply: Any = None
+
+
+def script_at(prefix: bytes, script: Script, argument: bytes) -> Request:
+    """A script that works on the keys of the prefix's slot."""
+    full = command(b"EVAL", script.body, b"1", guard(prefix), argument)
+    return Request(slot_of(prefix), evalsha(script, argument, guard(prefix)), script.sha, full)
+
+
+def command_at(*parts: bytes) -> Request:
+    """A command whose second word is a key."""
+    return Request(slot_of(parts[1]), command(*parts))
+
+
+class Try:
+    """One try at some requests. What is `left` may be asked again."""
+
+    def __init__(
+        self, nodes: Nodes, driver_of: Callable[[Address], RedisDriver], *, again: bool
+    ) -> None:
+        self._nodes = nodes
+        self._driver_of = driver_of
+        self._again = again
+        self.left: list[Request] = []
+        self._brought: set[tuple[RedisDriver, bytes]] = set()
+        self.trouble: Exception | None = None  # will pass
+        self.refused: Exception | None = None  # for good, or lost and not to be repeated
+        self.unknown = False  # some may have been carried out whose reply did not come
+
+    def ask(self, requests: Sequence[Request]) -> None:
+        parts: dict[Address, list[Request]] = {}
+        for request in requests:
+            try:
+                parts.setdefault(self._nodes.address_of(request.slot), []).append(request)
+            except MachineryError:
+                raise
+            except Exception as error:  # redis-py's
+                if fatal(error):
+                    self.refused = error
+                    return
+                self._later([request], error)
+        sent: list[tuple[RedisDriver, Link, list[Request]]] = []
+        for address, part in parts.items():
+            driver = self._driver_of(address)
+            link: Link | None = None
+            try:
+                link = driver._take()
+                link.send(b"".join(request.packet for request in part))
+            except MachineryError:
+                raise
+            except Exception as error:  # redis-py's
+                self._broken(driver, link, part, error)
+                continue
+            sent.append((driver, link, part))
+        for driver, link, part in sent:
+            self._read(driver, link, part)
+
+    def _read(self, driver: RedisDriver, link: Link, part: list[Request]) -> None:
+        import redis
+
+        for index, request in enumerate(part):
+            try:
+                request.reply = link.read()
+            except redis.ResponseError as error:
+                self._sort(driver, request, error)
+            except Exception as error:  # redis-py's: the connection is gone
+                self._broken(driver, link, part[index:], error)
+                return
+        driver._give(link)
+
+    def _sort(self, driver: RedisDriver, request: Request, error: Exception) -> None:
+        if request.full and kind_of(str(error)) is Kind.SCRIPT:
+            self.left.append(request)
+            # The first one brings the script, and the others find it: they are asked in the same order again.
+            if (driver, request.script) not in self._brought:
+                self._brought.add((driver, request.script))
+                request.packet, request.full = request.full, b""
+        elif passing(error):
+            learn(self._nodes, error)
+            self._later([request], error)
+        else:
+            self.refused = error
+
+    def _later(self, requests: Sequence[Request], error: Exception) -> None:
+        self.left += requests
+        self.trouble = error
+
+    def _broken(
+        self, driver: RedisDriver, link: Link | None, part: Sequence[Request], error: Exception
+    ) -> None:
+        unknown = driver.after(error, link)
+        self.unknown = self.unknown or unknown
+        if (
+            fatal(error)
+            or not isinstance(error, connection_errors())
+            or (unknown and not self._again)
+        ):
+            self.refused = error
+        else:
+            self._later(part, error)
+
+
+def passing(error: Exception) -> bool:
+    """Whether a node refused something because of its slot or its role: it was not carried out, and will be later."""
+    import redis
+    from redis import exceptions
+
+    if isinstance(
+        error, exceptions.AskError | exceptions.ClusterDownError | exceptions.TryAgainError
+    ):  # and MOVED, MASTERDOWN
+        return True
+    return isinstance(error, redis.ResponseError | redis.ConnectionError) and any(
+        word in str(error)
+        for word in (
+            "CLUSTERDOWN",
+            "MOVED ",
+            "READONLY",
+            "You can't write against a read only",
+            "LOADING",
+            "Redis is loading",
+            "UNBLOCKED",
+        )
+    )
+
+
+def told(error: Exception) -> str:
+    """The text of an error, for people."""
+    from redis.exceptions import AskError, MovedError
+
+    if isinstance(error, AskError):
+        word = "has moved" if isinstance(error, MovedError) else "is on its way"
+        return f"slot {error.slot_id} {word} to {error.host}:{error.port}"
+    return str(error) or type(error).__name__
+
+
+def learn(nodes: Nodes, error: Exception) -> None:
+    """If the error tells who has a slot, remember it."""
+    from redis.exceptions import MovedError
+
+    if isinstance(error, MovedError) and error.host:
+        nodes.moved(error.slot_id, (error.host, error.port))
+
+
+@functools.cache
+def connection_errors() -> tuple[type[Exception], ...]:
+    import redis
+
+    return (redis.ConnectionError, redis.TimeoutError, OSError)

@@ -1,0 +1,75 @@
+"""Slots of a Redis Cluster, and scripts that stay in one.
+
+A script names a guard in its slot, a key that never exists. While a slot is moved to another node, Redis then refuses every
+script in it before it begins (ASK at the old node, MOVED at the new one, which we never ask with ASKING): a script that found
+half of its keys gone would be stopped in the middle of its writes.
+
+In a cluster the keys that belong to no queue are each queue's own: `local_key` puts the prefix of the slot before them.
+"""
+
+from __future__ import annotations
+
+import binascii
+import functools
+
+from machinery_py.connections.redis.scripts import Script
+
+SLOTS = 16_384
+QUEUES = b"mpy:queues"
+DELAYED = b"delayed_tasks"  # as the scripts have it
+TOKENS = b"mpy:p:"
+_OURS = (QUEUES, DELAYED, b"mpy:revoked", b"mpy:fence")
+
+_CALL = "local call = redis.call\n"
+_LOCAL_CALL = (
+    "local PREFIX = string.sub(KEYS[1], 1, -2)\n"
+    f"local OURS = {{{', '.join(f'[{key.decode()!r}] = 1' for key in _OURS)}}}\n"
+    + r"""
+local function call(command, key, ...)
+  if not key then return redis.call(command) end
+  if OURS[key] or string.sub(key, 1, 6) == 'mpy:p:' then key = PREFIX .. key end
+  return redis.call(command, key, ...)
+end
+"""
+)
+
+
+def slot_of(key: bytes) -> int:
+    """The slot of a key: of what stands between its first `{` and the next `}`, if that is anything, else of all of it."""
+    start = key.find(b"{")
+    if start >= 0:
+        end = key.find(b"}", start + 1)
+        if end > start + 1:
+            key = key[start + 1 : end]
+    return binascii.crc_hqx(key, 0) % SLOTS
+
+
+def guard(prefix: bytes) -> bytes:
+    """The key that a script names which works in the slot of this prefix. No key of ours is called so."""
+    return prefix + b"0"
+
+
+@functools.cache
+def clustered(script: Script) -> Script:
+    """The same script, in which the keys that belong to no queue are those of its slot."""
+    if script.text.count(_CALL) != 1:
+        raise ValueError("a script for a cluster begins with the PRELUDE, once")
+    return Script(script.text.replace(_CALL, _LOCAL_CALL))
+
+
+def local_key(prefix: bytes, key: bytes) -> bytes:
+    """As the scripts of `clustered` call it."""
+    return prefix + key if key in _OURS or key.startswith(TOKENS) else key
+
+
+def quoted(name: str) -> str:
+    """A UUID or another name as it stands between the braces of our keys: without braces, and not empty."""
+    if "%" in name or "{" in name or "}" in name:
+        return name.replace("%", "%25").replace("{", "%7B").replace("}", "%7D")
+    return name or "%"
+
+
+def unquoted(name: str) -> str:
+    if "%" not in name:
+        return name
+    return "" if name == "%" else name.replace("%7D", "}").replace("%7B", "{").replace("%25", "%")

@@ -1,0 +1,346 @@
+"""One SQLite file, shared by broker, backend and lock: its connections, transactions, bells and checks.
+
+    <file>, <file>-wal, <file>-shm    the database, mode 0600; tables in schema.py
+    <file>-bells/                     who sleeps (wakeup.py)
+    <file>-sessions/                  who lives (connections/session_files.py)
+
+Each process has one connection that writes, under one lock, and others that read and never wait for it. A transaction
+is `BEGIN IMMEDIATE`, so that it never fails for being late. What the outside is told about is committed with fsync;
+claims and beats are not: a power cut that takes them takes the workers as well, and a later fsync brings all that came
+before it.
+
+Python gives up its interpreter lock at every step of a statement, and may get it back milliseconds later. So a
+transaction is few steps on many rows (`insert_rows`, json_each), not many small ones: other processes wait for it.
+
+Limits: one machine; network file systems are refused. The file keeps the greatest size it had (`VACUUM` shrinks it).
+One process writes at a time: more processes run more tasks, but do not commit more.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sqlite3
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+
+from machinery_py.clock import SYSTEM_CLOCK, Clock, micros
+from machinery_py.connections.sqlite import wakeup
+from machinery_py.connections.sqlite.errors import Unavailable, busy, is_busy, translate, unusable
+from machinery_py.connections.sqlite.fork_safety import Handles
+from machinery_py.connections.sqlite.open import identity, open_reader, open_writer
+from machinery_py.errors import BrokerUnavailable, ConfigError
+
+RETRY = (
+    0.0002,
+    0.001,
+)  # seconds between two tries for the write lock; SQLite's own handler sleeps up to 0.1
+READERS = 8  # idle reading connections kept for the next reader
+
+
+class SQLiteDriver:
+    """The file, opened at the first use. May be used from any thread, and after a fork."""
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        clock: Clock = SYSTEM_CLOCK,
+        synchronous: str = "FULL",
+        busy_timeout: float = 5.0,
+    ) -> None:
+        self.path = os.path.abspath(os.fspath(path))
+        self.clock = clock
+        self.synchronous = synchronous.upper()
+        if self.synchronous not in ("FULL", "NORMAL"):
+            raise ConfigError(
+                f"SQLite file {self.path!r}: synchronous is {synchronous!r} (known: FULL, NORMAL)"
+            )
+        self.busy_timeout = busy_timeout
+        self.bells_folder = self.path + "-bells"
+        self.sessions_folder = self.path + "-sessions"
+        self._handles = Handles()
+
+    def now(self) -> int:
+        """The moment by the clock, as the file keeps it."""
+        return micros(self.clock.now())
+
+    def transaction(self, unavailable: Unavailable = BrokerUnavailable) -> Transaction:
+        """`with … as connection:` all of it happens, or nothing; a thread that is inside may enter again.
+
+        Raises:
+            BrokerUnavailable (or `unavailable`): others kept the file busy; nothing was done.
+            StoreUnusable: the file cannot be worked with. It is PublishRefused as well, or PublishUnknown if it is not
+                certain that nothing was done.
+        """
+        return Transaction(self, True, unavailable)
+
+    def claiming(self) -> Transaction:
+        """A transaction that a power cut may undo. Inside of another one it is part of that."""
+        return Transaction(self, False, BrokerUnavailable)
+
+    def reading(self) -> Reading:
+        """`with … as connection:` for SELECT. It waits for nobody; inside a transaction it sees that one's changes."""
+        return Reading(self)
+
+    def ring(self, kind: wakeup.Kind) -> None:
+        """Wake all sleepers of this kind, in all processes, once what is being done is committed."""
+        handles = self.here()
+        if handles.depth and handles.owner == threading.get_ident():
+            handles.kinds.add(kind)
+        else:
+            wakeup.ring(self.bells_folder, {kind})
+
+    def after_commit(self, hook: Callable[[], object]) -> None:
+        """Call this when the transaction that the thread is in has been committed; never if it is rolled back."""
+        self.here().hooks.append(hook)
+
+    def bell(self, kind: wakeup.Kind) -> wakeup.Doorbell:
+        return wakeup.Doorbell(self.bells_folder, kind)
+
+    def check(self) -> None:
+        """Make sure that the file is still the one that was opened.
+
+        Raises:
+            StoreUnusable: it was deleted or replaced. This driver does nothing any more until it is closed.
+        """
+        handles = self.here()
+        with handles.lock:
+            if handles.writer is not None:
+                self._check(handles)
+
+    def close(self) -> None:
+        """Close all connections; the next use opens them again. May be called twice."""
+        handles = self.here()
+        with handles.lock, handles.gate:
+            handles.lost = ""
+            handles.close()
+
+    def here(self) -> Handles:
+        """The handles of this process; a forked child starts with none."""
+        handles = self._handles
+        if handles.pid != os.getpid():
+            handles.keep_for_ever()
+            handles = self._handles = Handles()
+        return handles
+
+    # Transactions
+
+    def enter(
+        self, handles: Handles, durable: bool, unavailable: Unavailable
+    ) -> sqlite3.Connection:
+        """Called with the lock held."""
+        writer = handles.writer
+        if handles.depth == 0:
+            writer = self._begin(handles, durable, unavailable)
+            handles.owner = threading.get_ident()
+            handles.failure = None
+        handles.depth += 1
+        assert writer is not None
+        return writer
+
+    def _begin(
+        self, handles: Handles, durable: bool, unavailable: Unavailable
+    ) -> sqlite3.Connection:
+        if handles.writer is None:
+            handles.writer = self._open(handles)
+        else:
+            self._check(handles)
+        writer = handles.writer
+        deadline = 0.0
+        try:
+            if handles.durable is not durable:
+                # Not execute(): SQLite obeys this one when it is compiled, and Python would compile it once.
+                writer.executescript(
+                    f"PRAGMA synchronous = {self.synchronous if durable else 'NORMAL'}"
+                )
+                handles.durable = durable
+            while True:
+                try:
+                    writer.execute("BEGIN IMMEDIATE")
+                    return writer
+                except sqlite3.OperationalError as error:
+                    if not is_busy(error):
+                        raise
+                    now = time.monotonic()
+                    deadline = deadline or now + self.busy_timeout
+                    if now >= deadline:
+                        raise busy(self.path, self.busy_timeout, unavailable) from error
+                time.sleep(random.uniform(*RETRY))
+        except sqlite3.Error as error:
+            raise translate(error, self.path, unavailable=unavailable) from error
+
+    def leave(
+        self, handles: Handles, error: BaseException | None, unavailable: Unavailable
+    ) -> None:
+        """Called with the lock held."""
+        handles.depth -= 1
+        failure = error or handles.failure
+        try:
+            if handles.depth:
+                handles.failure = (
+                    failure  # whoever catches it further out: half of a step is not committed
+                )
+            elif failure is None:
+                self._commit(handles, unavailable)
+                return
+            else:
+                self._roll_back(handles)
+        finally:
+            if not handles.depth:
+                handles.owner = 0
+                if failure is not None:
+                    handles.kinds.clear()
+                    handles.hooks.clear()
+        if isinstance(failure, sqlite3.Error):
+            raise translate(
+                failure, self.path, seconds=self.busy_timeout, unavailable=unavailable
+            ) from failure
+        if error is None and failure is not None and not handles.depth:
+            raise failure
+
+    def _commit(self, handles: Handles, unavailable: Unavailable) -> None:
+        assert handles.writer is not None
+        try:
+            handles.writer.execute("COMMIT")
+        except sqlite3.Error as error:
+            handles.kinds.clear()
+            handles.hooks.clear()
+            self._roll_back(handles)
+            raise translate(
+                error,
+                self.path,
+                seconds=self.busy_timeout,
+                unavailable=unavailable,
+                committing=True,
+            ) from error
+
+    def _roll_back(self, handles: Handles) -> None:
+        writer = handles.writer
+        if writer is None or not writer.in_transaction:
+            return  # SQLite rolls back by itself after some errors
+        try:
+            writer.execute("ROLLBACK")
+        except sqlite3.Error:
+            handles.writer = None  # the next transaction begins with a new connection
+            writer.close()
+
+    # Opening and checking
+
+    def _check(self, handles: Handles) -> None:
+        if not handles.lost and identity(self.path) != handles.identity:
+            what = "replaced by another one" if os.path.exists(self.path) else "deleted"
+            handles.lost = (
+                f"it was {what} while it was open (put it back, and start this process again)"
+            )
+        if handles.lost:
+            raise unusable(self.path, handles.lost)
+
+    def _open(self, handles: Handles) -> sqlite3.Connection:
+        connection = open_writer(
+            self.path, synchronous=self.synchronous, busy_timeout=self.busy_timeout
+        )
+        handles.durable = True
+        handles.identity = identity(self.path)
+        return connection
+
+    def borrow(self) -> tuple[Handles, sqlite3.Connection]:
+        """A reading connection, to be handed to `give_back`."""
+        handles = self.here()
+        if handles.writer is not None:
+            self._check(handles)
+        reader = handles.lend()
+        if reader is not None:
+            return handles, reader
+        try:
+            if handles.writer is None:
+                with handles.lock:
+                    if handles.writer is None:
+                        handles.writer = self._open(handles)
+            return handles, open_reader(self.path, busy_timeout=self.busy_timeout)
+        except BaseException:
+            handles.take_back(None)
+            raise
+
+    def give_back(
+        self, handles: Handles, reader: sqlite3.Connection, error: BaseException | None
+    ) -> None:
+        failed = isinstance(error, sqlite3.Error)
+        if failed or handles.lost or len(handles.readers) >= READERS:
+            reader.close()
+            handles.take_back(None)
+        else:
+            handles.take_back(reader)
+        if isinstance(error, sqlite3.Error):
+            raise translate(error, self.path, seconds=self.busy_timeout) from error
+
+
+class Transaction:
+    """See SQLiteDriver.transaction."""
+
+    __slots__ = ("_driver", "_durable", "_handles", "_unavailable")
+
+    def __init__(self, driver: SQLiteDriver, durable: bool, unavailable: Unavailable) -> None:
+        self._driver = driver
+        self._durable = durable
+        self._unavailable = unavailable
+
+    def __enter__(self) -> sqlite3.Connection:
+        self._handles = handles = self._driver.here()
+        handles.lock.acquire()
+        try:
+            return self._driver.enter(handles, self._durable, self._unavailable)
+        except BaseException:
+            handles.lock.release()
+            raise
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        handles = self._handles
+        if handles.pid != os.getpid():
+            return  # forked inside of it: the transaction is the parent's
+        kinds: set[str] = set()
+        hooks: list[Callable[[], object]] = []
+        try:
+            self._driver.leave(handles, error, self._unavailable)
+            if not handles.depth:
+                kinds, handles.kinds = handles.kinds, kinds
+                hooks, handles.hooks = handles.hooks, hooks
+        finally:
+            handles.lock.release()
+        if kinds:
+            wakeup.ring(self._driver.bells_folder, kinds)
+        for hook in hooks:
+            hook()
+
+
+class Reading:
+    """See SQLiteDriver.reading."""
+
+    __slots__ = ("_driver", "_lent")
+
+    def __init__(self, driver: SQLiteDriver) -> None:
+        self._driver = driver
+
+    def __enter__(self) -> sqlite3.Connection:
+        handles = self._driver.here()
+        if handles.depth and handles.owner == threading.get_ident() and handles.writer is not None:
+            self._lent = None
+            return handles.writer
+        self._lent = lent = self._driver.borrow()
+        return lent[1]
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._lent is not None:
+            self._driver.give_back(*self._lent, error)

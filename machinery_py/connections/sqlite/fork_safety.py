@@ -1,0 +1,175 @@
+"""What one process has open of a SQLite file, and what becomes of it when the process forks.
+
+SQLite knows the locks of a process by the files that it has open. If a child inherited open ones, its own connections
+would rely on locks that only the parent has, and the log could be deleted under them. So all is closed before a fork.
+
+The SQLite library has locks of its own, for all connections of a process. A child that was forked while another thread
+held one waits for it for ever, at its first call. So no thread is in the library during a fork, not even to free a
+connection that was dropped without `close`: that is done when nobody forks.
+
+Limits: forks that Python does not see (by a C library) are noticed by the process id, and the inherited connections are
+left alone; such a child must not outlive its parent. Other users of SQLite in the process are not known here: a program
+whose threads use it by themselves must not fork meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from machinery_py.connections.forks import FORK_PATIENCE, at_fork
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class Handles:
+    """`lock` guards all but the readers; `gate` those, and may be taken inside of `lock`.
+
+    Attributes:
+        identity: device and inode of the file that was opened.
+        durable: whether the writer waits for the disk just now.
+        depth, owner: how often, and by which thread, the transaction that is going on was entered.
+        failure: what went wrong in an inner part of it.
+        kinds, hooks: what to ring and to call once it is committed.
+        lost: why the file must not be used any more.
+        lent: how many readers are in use. None is given out while `forking`.
+    """
+
+    pid: int = field(default_factory=os.getpid)
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    writer: sqlite3.Connection | None = None
+    identity: tuple[int, int] | None = None
+    durable: bool = True
+    depth: int = 0
+    owner: int = 0
+    failure: BaseException | None = None
+    kinds: set[str] = field(default_factory=set)
+    hooks: list[Callable[[], object]] = field(default_factory=list)
+    lost: str = ""
+    gate: threading.Condition = field(default_factory=lambda: threading.Condition(threading.Lock()))
+    readers: list[sqlite3.Connection] = field(default_factory=list)
+    lent: int = 0
+    forking: bool = False
+
+    def __post_init__(self) -> None:
+        free = _Fork.lock.acquire(
+            timeout=FORK_PATIENCE
+        )  # who opens a file now must not do it beside a fork
+        try:
+            _all.add(self)
+        finally:
+            if free:
+                _Fork.lock.release()
+        _close_dropped()
+
+    def __del__(self) -> None:
+        """May run anywhere, also in the middle of a fork: it waits for nothing."""
+        connections = [*self.readers, *([self.writer] if self.writer is not None else [])]
+        if self.pid == os.getpid():
+            _dropped.extend(connections)
+            _close_dropped()
+        else:
+            _inherited.extend(connections)
+
+    def close(self) -> None:
+        """Close all that is not in use. Called with the lock and the gate held."""
+        while self.readers:
+            self.readers.pop().close()
+        writer, self.writer = self.writer, None
+        if writer is not None:
+            writer.close()
+
+    def lend(self) -> sqlite3.Connection | None:
+        """A reader that is not in use, or None: then open one. Followed by `take_back`, in any case."""
+        with self.gate:
+            while self.forking:
+                self.gate.wait()
+            self.lent += 1
+            return self.readers.pop() if self.readers else None
+
+    def take_back(self, reader: sqlite3.Connection | None) -> None:
+        """A reader is not in use any more; None: it was closed, or never opened."""
+        with self.gate:
+            self.lent -= 1
+            if reader is not None:
+                self.readers.append(reader)
+            if self.forking:
+                self.gate.notify_all()
+
+    def before_fork(self) -> None:
+        """Close everything, and let nobody open anything."""
+        with self.gate:
+            self.forking = True
+            self.gate.wait_for(lambda: not self.lent, FORK_PATIENCE)
+        self.lock.acquire()
+        if not self.depth:  # else this very thread is in a transaction
+            with self.gate:
+                self.close()
+
+    def after_fork(self) -> None:
+        """In the parent: go on."""
+        with self.gate:
+            self.forking = False
+            self.gate.notify_all()
+        self.lock.release()
+
+    def keep_for_ever(self) -> None:
+        """In a child: never close what was the parent's, not even as garbage; that could harm its file."""
+        _inherited.append(self)
+
+
+class _Fork:
+    """One fork at a time, and none while dropped connections are closed."""
+
+    lock = threading.Lock()
+    held: tuple[Handles, ...] = ()
+
+
+_all: weakref.WeakSet[Handles] = weakref.WeakSet()
+_inherited: list[Handles | sqlite3.Connection] = []
+_dropped: deque[sqlite3.Connection] = deque()
+
+
+def _close_dropped() -> None:
+    """Close them, unless somebody forks or closes just now, who does it afterwards."""
+    while _dropped and _Fork.lock.acquire(blocking=False):
+        try:
+            with contextlib.suppress(IndexError, sqlite3.Error):
+                while True:
+                    _dropped.popleft().close()
+        finally:
+            _Fork.lock.release()
+
+
+def _before_fork() -> None:
+    _Fork.lock.acquire()
+    _Fork.held = tuple(_all)
+    for handles in _Fork.held:
+        handles.before_fork()
+
+
+def _after_fork() -> None:
+    for handles in _Fork.held:
+        handles.after_fork()
+    _Fork.held = ()
+    _Fork.lock.release()
+    _close_dropped()
+
+
+def _after_fork_in_child() -> None:
+    for handles in _Fork.held:
+        if handles.writer is not None or handles.lent:
+            handles.keep_for_ever()
+        _all.discard(handles)
+    _Fork.held = ()
+    _inherited.extend(_dropped)
+    _dropped.clear()
+    _Fork.lock = threading.Lock()
+
+
+at_fork(_before_fork, _after_fork, _after_fork_in_child)

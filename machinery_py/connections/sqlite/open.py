@@ -1,0 +1,210 @@
+"""Opening the file of the SQLite stores: what is refused, how it is made, and how its connections are set.
+
+Limits: network file systems are known by their type in /proc/mounts, so on Linux only.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sqlite3
+import time
+
+from machinery_py.connections.forks import ForkLock
+from machinery_py.connections.sqlite.errors import busy, is_busy, refuse_open, translate, unusable
+from machinery_py.connections.sqlite.schema import APPLICATION_ID, TABLES, UPGRADES, VERSION
+from machinery_py.errors import BrokerUnavailable
+
+CHECKPOINT = 4000  # pages of 4 KB in the log before they are copied into the file
+LOG_LIMIT = 64 << 20  # bytes that the log keeps on disk when it is idle
+PATIENCE = 5.0  # seconds that opening waits at least for those who open the file just now
+
+OLDEST = (3, 32, 0)  # with UPSERT, iif, and room for 32,766 parameters
+
+NETWORK = frozenset(
+    {
+        "nfs",
+        "nfs4",
+        "cifs",
+        "smb",
+        "smb2",
+        "smb3",
+        "smbfs",
+        "fuse.sshfs",
+        "9p",
+        "afs",
+        "ceph",
+        "fuse.ceph",
+        "glusterfs",
+        "fuse.glusterfs",
+        "lustre",
+        "fuse.s3fs",
+        "davfs",
+        "fuse.davfs2",
+    }
+)
+
+RETRY = 0.001, 0.01  # seconds between two tries while another process makes the file
+
+
+_opening = ForkLock()  # between our creating a file and closing it, nobody of us may lock it
+
+
+def open_writer(path: str, *, synchronous: str, busy_timeout: float) -> sqlite3.Connection:
+    """A connection that writes; the file and its tables are made if there is no file.
+
+    Raises:
+        StoreUnusable: the text says why.
+        BrokerUnavailable: another process keeps it locked.
+    """
+    if sqlite3.sqlite_version_info < OLDEST:
+        oldest = ".".join(map(str, OLDEST))
+        raise unusable(
+            path, f"this Python has SQLite {sqlite3.sqlite_version} (expected {oldest} or newer)"
+        )
+    kind = network_kind(path)
+    if kind:
+        raise unusable(
+            path, f"it is on a network file system ({kind}) without sound locks (name a local file)"
+        )
+    deadline = time.monotonic() + max(PATIENCE, busy_timeout)
+    with _opening:
+        _create(path)
+        connection = _connect(path, 0.0)
+        try:
+            while not _prepare(connection, path):
+                if time.monotonic() > deadline:
+                    raise busy(path, max(PATIENCE, busy_timeout), BrokerUnavailable)
+                time.sleep(random.uniform(*RETRY))
+            connection.executescript(f"PRAGMA synchronous = {synchronous}")
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+
+def open_reader(path: str, *, busy_timeout: float) -> sqlite3.Connection:
+    """A connection that reads."""
+    connection = _connect(path, max(1.0, busy_timeout))
+    try:
+        connection.executescript(
+            "PRAGMA query_only = 1; PRAGMA temp_store = MEMORY; PRAGMA cache_size = -2000"
+        )
+    except sqlite3.Error as error:
+        connection.close()
+        raise translate(error, path) from error
+    return connection
+
+
+def _connect(path: str, timeout: float) -> sqlite3.Connection:
+    try:
+        return sqlite3.connect(
+            path,
+            timeout=timeout,
+            isolation_level=None,
+            check_same_thread=False,
+            cached_statements=256,
+        )
+    except sqlite3.Error as error:
+        raise translate(error, path) from error
+
+
+def identity(path: str) -> tuple[int, int] | None:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def _create(path: str) -> None:
+    """Make an empty file that is ours alone.
+
+    One that is there is not opened: closing it would drop the locks that SQLite has on it in this process.
+    """
+    if not os.path.exists(path) and os.path.exists(path + "-wal"):
+        raise unusable(
+            path,
+            f"it is gone, but its log {path + '-wal'!r} is there (put it back, or remove the log)",
+        )
+    try:
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
+    except FileExistsError:
+        pass
+    except OSError as error:
+        raise refuse_open(error, path) from error
+
+
+def _prepare(connection: sqlite3.Connection, path: str) -> bool:
+    """Set the connection, and make the tables if there are none. False: another process is at it just now."""
+    try:
+        mode = connection.execute("PRAGMA journal_mode = WAL").fetchone()[0]
+        if mode != "wal":
+            raise unusable(
+                path,
+                f"its journal mode stays {mode!r} (expected 'wal'; is the disk a special one?)",
+            )
+        connection.executescript(
+            f"PRAGMA wal_autocheckpoint = {CHECKPOINT}; PRAGMA journal_size_limit = {LOG_LIMIT};"
+            "PRAGMA temp_store = MEMORY; PRAGMA cache_size = -16000; PRAGMA secure_delete = OFF"
+        )
+        # One read transaction: another process may be making the tables between two looks.
+        connection.execute("BEGIN")
+        current = _version(connection, path) == VERSION
+        connection.execute("COMMIT")
+        if not current:
+            connection.execute("BEGIN IMMEDIATE")
+            version = _version(connection, path)
+            if version != VERSION:
+                for statement in steps_from(version):
+                    connection.execute(statement)
+                connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+                connection.execute(f"PRAGMA user_version = {VERSION}")
+            connection.execute("COMMIT")
+    except sqlite3.Error as error:
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
+        if is_busy(error):
+            return False
+        raise translate(error, path) from error
+    return True
+
+
+def steps_from(version: int) -> list[str]:
+    """The statements that make the tables of a file of this version ours; 0 is an empty one."""
+    if version == 0:
+        return list(TABLES)
+    return [statement for step in range(version, VERSION) for statement in UPGRADES[step]]
+
+
+def _version(connection: sqlite3.Connection, path: str) -> int:
+    """The version of the tables; 0 for an empty file."""
+    owner = connection.execute("PRAGMA application_id").fetchone()[0]
+    version = connection.execute("PRAGMA user_version").fetchone()[0]
+    if owner != APPLICATION_ID:
+        if version or connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
+            raise unusable(path, "it belongs to another program (name a file of its own)")
+        return 0
+    if version > VERSION:
+        raise unusable(
+            path,
+            f"it was written by a newer machinery_py (schema {version}, this one knows {VERSION}); upgrade this one",
+        )
+    return int(version)
+
+
+def network_kind(path: str, mounts: str = "/proc/mounts") -> str:
+    """The type of the network file system that the path is on, or "". Linux only: elsewhere nobody is asked."""
+    try:
+        with open(mounts, encoding="utf-8", errors="surrogateescape") as lines:
+            entries = [entry for line in lines if len(entry := line.split()) > 2]
+    except OSError:
+        return ""
+    folder = os.path.realpath(os.path.dirname(path))
+    best, kind = "", ""
+    for entry in entries:
+        point = entry[1].replace("\\040", " ")
+        inside = folder == point or folder.startswith(point.rstrip("/") + "/")
+        if inside and len(point) >= len(best):
+            best, kind = point, entry[2]
+    return kind if kind in NETWORK else ""

@@ -1,0 +1,332 @@
+"""`server.lock(name)`: a lock that is held across processes, for as long as its holder lives and needs it.
+
+What is held is a lease of the lock store. One thread, the keeper, renews all leases of a Server; it starts with the first
+lock and ends with the last. A lease that could not be renewed in time is lost, and its holder is told: by `lost`, by `check()`,
+and at the end of the `with` block.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from types import TracebackType
+
+from machinery_py.async_twins import twin
+from machinery_py.errors import LockLost, LockNotAcquired, MachineryError
+from machinery_py.locks.base import Held, Lock
+from machinery_py.names import check_lock
+from machinery_py.tasks.context import check_time
+from machinery_py.texts import get_logger
+
+logger = get_logger(__name__)
+
+POLL = 0.05, 0.5  # seconds between two tries, at first and at most
+RENEWALS = 3  # in one lease
+
+
+class Lease:
+    """A name that is held. `ends`: the monotonic second until which it surely is ours."""
+
+    def __init__(
+        self, held: Held, ends: float, on_lost: Callable[[], object] | None = None
+    ) -> None:
+        self.held = held
+        self.on_lost = on_lost
+        self.ends = ends
+        self.lost = False
+
+
+class LockKeeper:
+    """Takes and renews the leases of one Server. May be used from any thread.
+
+    Args:
+        open_lock: asked for at each use, since a Server may be given other stores.
+        lease: seconds; so long is a name held after the death of its holder.
+    """
+
+    def __init__(self, open_lock: Callable[[], Lock], lease: Callable[[], float]) -> None:
+        self._open_lock = open_lock
+        self._lease = lease
+        self._leases: dict[str, tuple[Lock, Lease]] = {}  # by token
+        self._over: list[Lease] = []  # to be given back
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        _keepers.add(self)
+
+    def after_fork(self) -> None:
+        """In a forked child: what the parent holds is not ours, and its thread is not here."""
+        for _, lease in self._leases.values():
+            lease.lost = True
+        self._leases, self._over, self._thread = {}, [], None
+        self._changed = threading.Condition()
+
+    def take(self, name: str, *, on_lost: Callable[[], object] | None = None) -> Lease | None:
+        """Hold the name, or None if somebody has it. `on_lost`: called in the keeper's thread when it is lost."""
+        lock, length, asked_at = self._open_lock(), self._lease(), time.monotonic()
+        held = lock.acquire(name, ttl=length)
+        if held is None:
+            return None
+        lease = Lease(held, asked_at + length, on_lost)
+        with self._changed:
+            self._leases[held.token] = lock, lease
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._work, name="machinery-lock-keeper", daemon=True
+                )
+                self._thread.start()
+            self._changed.notify_all()
+        return lease
+
+    def give_back(self, lease: Lease) -> bool:
+        """Let others have it. False: it was lost."""
+        with self._changed:
+            lock, _ = self._leases.pop(lease.held.token, (None, lease))
+            self._changed.notify_all()
+        if lock is None or lease.lost:
+            return False
+        return lock.release(lease.held)
+
+    def give_back_soon(self, lease: Lease) -> None:
+        """`give_back`, in the keeper's thread: a lock store that does not answer keeps nobody waiting."""
+        with self._changed:
+            if lease.held.token in self._leases:
+                self._over.append(lease)
+                self._changed.notify_all()
+
+    def flush(self) -> None:
+        """Give back now what is to be given back soon."""
+        with self._changed:
+            over, self._over = self._over, []
+        for lease in over:
+            try:
+                self.give_back(lease)
+            except MachineryError as error:
+                logger.warning(
+                    "lock %r could not be released, and ends by itself: %s", lease.held.name, error
+                )
+            except Exception:  # the thread must live on for the others
+                logger.exception(
+                    "lock %r could not be released, and ends by itself", lease.held.name
+                )
+
+    def close(self) -> None:
+        """Stop renewing: what is still held ends with its lease. May be called twice; a new lock starts it again."""
+        self.flush()
+        with self._changed:
+            for _, lease in self._leases.values():
+                lease.lost = True
+            self._leases.clear()
+            thread = self._thread
+            self._changed.notify_all()
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(timeout=10.0)
+
+    def _work(self) -> None:
+        due_at = time.monotonic() + self._lease() / RENEWALS
+        while True:
+            with self._changed:
+                if not self._leases:
+                    self._thread = None
+                    return
+                while self._leases and not self._over and (left := due_at - time.monotonic()) > 0:
+                    self._changed.wait(left)
+                leases = list(self._leases.values()) if time.monotonic() >= due_at else []
+            self.flush()
+            if leases:
+                due_at = time.monotonic() + self._lease() / RENEWALS
+            for lock, lease in leases:
+                self._renew(lock, lease)
+
+    def _renew(self, lock: Lock, lease: Lease) -> None:
+        length, asked_at = self._lease(), time.monotonic()
+        ours = None
+        try:
+            ours = lock.renew(lease.held, ttl=length)
+        except MachineryError as error:
+            logger.warning("lock %r could not be renewed: %s", lease.held.name, error)
+        except Exception:  # the thread must live on for the others
+            logger.exception("lock %r could not be renewed", lease.held.name)
+        if ours:
+            lease.ends = asked_at + length
+            return
+        with self._changed:
+            given_back = lease.held.token not in self._leases
+            if given_back or (ours is None and time.monotonic() < lease.ends):
+                return
+            lease.lost = True
+            del self._leases[lease.held.token]
+        logger.error("lock %r is lost: its lease could not be renewed in time", lease.held.name)
+        if lease.on_lost is not None:
+            lease.on_lost()
+
+
+class NamedLock:
+    """A name, to be held by one at a time. Made by `server.lock`; not reentrant; belongs to one thread or coroutine at a time.
+
+    with server.lock("feed-7"):                  waits for its turn
+    with server.lock("feed-7", timeout=5):       LockNotAcquired after 5 s
+    async with server.lock("feed-7"):            the same in a coroutine
+    """
+
+    def __init__(
+        self, keeper: LockKeeper, name: str, *, timeout: float | None, blocking: bool
+    ) -> None:
+        """Raises NameRefused: no lock may be called so."""
+        check_lock(name)
+        self.name = name
+        self._keeper = keeper
+        self._timeout = timeout if blocking else 0.0
+        self._held: Lease | None = None
+
+    @property
+    def held(self) -> bool:
+        """Whether it is held by this object, as far as we know."""
+        return self._held is not None and not self.lost
+
+    @property
+    def lost(self) -> bool:
+        """Whether the lease ended although it was wanted: somebody else may be at work now."""
+        return self._held is not None and (self._held.lost or time.monotonic() >= self._held.ends)
+
+    @property
+    def fence(self) -> int:
+        """A number that grows with each holder of the name; a resource can refuse a smaller one than it has seen.
+
+        Raises:
+            LockLost: it is not held.
+        """
+        if self._held is None:
+            raise LockLost(self.name)
+        return self._held.held.fence
+
+    def check(self) -> None:
+        """
+        Raises:
+            LockLost: it is not held (any more).
+        """
+        if not self.held:
+            raise LockLost(self.name)
+
+    def acquire(self, *, blocking: bool = True, timeout: float | None = None) -> bool:
+        """Hold it; False if that was not possible in `timeout` seconds (or those of the lock), or at once without `blocking`."""
+        deadline = self._deadline(timeout, blocking=blocking)
+        pause = POLL[0]
+        while not self._try():
+            check_time()
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return False
+            time.sleep(min(left, pause * random.uniform(0.5, 1.0)))
+            pause = min(POLL[1], pause * 1.5)
+        return True
+
+    async def acquire_async(self, *, blocking: bool = True, timeout: float | None = None) -> bool:
+        """`acquire` for coroutines."""
+        import asyncio  # loaded by now: we are in a coroutine
+
+        deadline = self._deadline(timeout, blocking=blocking)
+        pause = POLL[0]
+        while True:
+            attempt = asyncio.ensure_future(asyncio.to_thread(self._try))
+            try:
+                taken = await asyncio.shield(attempt)
+            except asyncio.CancelledError:
+                if await attempt:  # nobody would ever let go of it
+                    await asyncio.to_thread(self.release)
+                raise
+            left = deadline - time.monotonic()
+            if taken or left <= 0:
+                return taken
+            await asyncio.sleep(min(left, pause * random.uniform(0.5, 1.0)))
+            pause = min(POLL[1], pause * 1.5)
+
+    def _deadline(self, timeout: float | None, *, blocking: bool) -> float:
+        if timeout is None:
+            timeout = self._timeout
+        return (
+            time.monotonic()
+            if not blocking
+            else float("inf")
+            if timeout is None
+            else time.monotonic() + timeout
+        )
+
+    def _try(self) -> bool:
+        lease = self._keeper.take(self.name)
+        if lease is None:
+            return False
+        self._held = lease
+        return True
+
+    def release(self) -> bool:
+        """Let others have it. False: it was lost, or it is not held."""
+        held, self._held = self._held, None
+        return held is not None and self._keeper.give_back(held)
+
+    release_async = twin(release)
+
+    def __enter__(self) -> NamedLock:
+        """
+        Raises:
+            LockNotAcquired: it could not be held in time.
+        """
+        if not self.acquire(timeout=self._timeout):
+            raise LockNotAcquired(self.name, self._timeout)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """
+        Raises:
+            LockLost: it was lost inside the block, which raised nothing itself.
+        """
+        self._left(self._released(self.release), error)
+
+    async def __aenter__(self) -> NamedLock:
+        if not await self.acquire_async(timeout=self._timeout):
+            raise LockNotAcquired(self.name, self._timeout)
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        import asyncio
+
+        self._left(await asyncio.shield(asyncio.to_thread(self._released, self.release)), error)
+
+    def _released(self, release: Callable[[], bool]) -> bool:
+        try:
+            return release()
+        except MachineryError as error:
+            # What the block did was done under the lock; others wait for the lease to end.
+            logger.warning(
+                "lock %r could not be released, and ends by itself: %s", self.name, error
+            )
+            return True
+
+    def _left(self, released: bool, error: BaseException | None) -> None:
+        if not released and error is None:
+            raise LockLost(self.name)
+
+
+_keepers: weakref.WeakSet[LockKeeper] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for keeper in list(_keepers):
+        keeper.after_fork()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

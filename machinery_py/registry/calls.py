@@ -1,0 +1,378 @@
+"""How a task's function is called: its parameters, from a Python call to Args, and from Args to the call."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from machinery_py.errors import ArgumentError
+from machinery_py.tasks.context import Context
+from machinery_py.tasks.signature import Arg
+from machinery_py.values.values import checker, converter, describe, result_of, to_python, wire_type
+from machinery_py.wire.arguments import ReceivedArg, checked_value
+
+REFLECT = "Reflect task args error: "  # Go's words: other programs see this text in the state
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_NONE: Mapping[str, Arg] = {}
+_PLAIN = {
+    int: "int64",
+    str: "string",
+    bool: "bool",
+}  # sent as they are; ints are checked for 64 bits when encoded
+
+
+class _Parameter(msgspec.Struct, frozen=True):
+    """One parameter: its annotation, and how a received value becomes what the annotation says, or is refused.
+
+    Attributes:
+        wire: the type name of values that need no look.
+    """
+
+    name: str
+    hint: Any
+    convert: Callable[[Any], Any] | None = None
+    wire: str = ""
+
+    @classmethod
+    def of(cls, p: inspect.Parameter, hint: Any) -> _Parameter:
+        wanted = hint
+        if p.default is None:
+            with contextlib.suppress(TypeError):  # an annotation that is no type
+                wanted = typing.Optional[hint]  # noqa: UP045 - of a text, too
+        return cls(p.name, hint, converter(wanted) or checker(wanted), wire_type(wanted))
+
+
+class Checked(tuple[Arg, ...]):
+    """Arguments that were held against the parameters of their task, and need not be again."""
+
+    __slots__ = ()
+
+
+class Call:
+    """The calling side of one function. Looked at when it is first needed: annotations may name things defined below it."""
+
+    def __init__(self, name: str, function: Callable[..., Any]) -> None:
+        self.name = name
+        self.function = function
+        self.is_async = inspect.iscoroutinefunction(function)
+        try:
+            self._signature = inspect.signature(function)
+        except (TypeError, ValueError):  # some functions written in C do not tell
+            self._signature = inspect.Signature(
+                [
+                    inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL),
+                    inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD),
+                ]
+            )
+        parameters = list(self._signature.parameters.values())
+        self.takes_context = bool(parameters) and _is_context(parameters[0], function)
+        self._given = parameters[1:] if self.takes_context else parameters
+        self._required = sum(p.kind in _POSITIONAL and p.default is p.empty for p in self._given)
+        self._positional_count = sum(p.kind in _POSITIONAL for p in self._given)
+        self._takes_any = any(p.kind is p.VAR_POSITIONAL for p in self._given)
+        self._keyword_names = {p.name for p in self._given if p.kind is p.KEYWORD_ONLY}
+        self._required_keywords = {
+            p.name for p in self._given if p.kind is p.KEYWORD_ONLY and p.default is p.empty
+        }
+        self._takes_keywords = any(p.kind is p.VAR_KEYWORD for p in self._given)
+        self._named = bool(self._keyword_names) or self._takes_keywords
+        self._hints: dict[str, Any] | None = None
+        self._parameters: list[_Parameter] = []
+        self._rest = _Parameter("", Any)
+        self._wires: list[str] = []
+        self._keywords: dict[str, _Parameter] = {}
+        self._convert_any = False
+        self._returns: Any = Any
+        self._result_converter: Callable[[Any], Any] | None = None
+
+    def _learn(self) -> dict[str, Any]:
+        """Resolve the annotations, once."""
+        try:
+            hints = typing.get_type_hints(self.function, include_extras=True)
+        except (
+            Exception
+        ):  # a name that is only there for type checkers: then nothing is known about any
+            hints = {}
+        for p in self._given:
+            parameter = _Parameter.of(p, hints.get(p.name, Any))
+            self._convert_any = self._convert_any or parameter.convert is not None
+            if p.kind in _POSITIONAL:
+                self._parameters.append(parameter)
+            elif p.kind is p.VAR_POSITIONAL:
+                self._rest = parameter
+            else:
+                self._keywords[p.name] = parameter
+        self._wires = [parameter.wire for parameter in self._parameters]
+        self._returns = hints.get("return", Any)
+        self._result_converter = converter(self._returns)
+        self._hints = hints
+        return hints
+
+    # From a Python call to what travels
+
+    def arguments(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], *, partial: bool = False
+    ) -> tuple[Arg, ...]:
+        """The arguments as they travel, each under its type name.
+
+        Raises:
+            ArgumentError: they do not fit the parameters (unless `partial`: what comes in front of them or behind is not known),
+                or one cannot be sent.
+        """
+        if self._hints is None:
+            self._learn()
+        if kwargs or not (
+            self._required <= len(args) and (self._takes_any or len(args) <= self._positional_count)
+        ):
+            args, kwargs = self._bind(args, kwargs, partial=partial)
+        elif self._required_keywords and not partial:
+            self._check(args, kwargs, room=False)
+        fit = not partial
+        described = [
+            self._describe(self._parameter(index), value, fit=fit)
+            for index, value in enumerate(args)
+        ]
+        for name, value in kwargs.items():
+            described.append(self._describe(self._keyword(name), value, name=name, fit=fit))
+        return tuple(described) if partial else Checked(described)
+
+    def _bind(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], *, partial: bool
+    ) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        """Sort keywords into their places, so that only keyword-only parameters travel by name."""
+        shape = self._signature.replace(parameters=self._given)
+        try:
+            bound = (shape.bind_partial if partial else shape.bind)(*args, **kwargs)
+        except TypeError as error:
+            raise ArgumentError(f"{self.name}: {_bind_text(error)}") from None
+        skipped = [
+            p.name for p in self._given if p.kind in _POSITIONAL and p.name not in bound.arguments
+        ]
+        given_after = [
+            p.name
+            for p in self._given
+            if p.kind in _POSITIONAL
+            and p.name in bound.arguments
+            and skipped
+            and list(self._signature.parameters).index(p.name)
+            > list(self._signature.parameters).index(skipped[0])
+        ]
+        if given_after:
+            # Positions cannot have holes on the wire: what is left out in between gets its default.
+            bound.apply_defaults()
+            if partial and any(p.name in skipped and p.default is p.empty for p in self._given):
+                raise ArgumentError(
+                    f"{self.name}: argument {given_after[0]!r} leaves {skipped[0]!r} open before it; "
+                    "results are added at the end"
+                )
+        return bound.args, bound.kwargs
+
+    def _check(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, room: bool) -> None:
+        shape = self._signature.replace(parameters=self._given)
+        try:
+            (shape.bind_partial if room else shape.bind)(*args, **kwargs)
+        except TypeError as error:
+            raise ArgumentError(f"{self.name}: {_bind_text(error)}") from None
+
+    def _parameter(self, index: int) -> _Parameter:
+        return self._parameters[index] if index < len(self._parameters) else self._rest
+
+    def _keyword(self, name: str) -> _Parameter:
+        return self._keywords.get(name) or _Parameter(name, Any)
+
+    def _describe(
+        self, parameter: _Parameter, value: Any, *, name: str = "", fit: bool = False
+    ) -> Arg:
+        plain = _PLAIN.get(type(value))
+        if plain is not None and (parameter.hint is type(value) or parameter.hint is Any):
+            return Arg(
+                type=plain
+                if plain != "int64" or -(2**63) <= value < 2**63
+                else _wide(self.name, parameter, value),
+                value=value,
+                name=name,
+            )
+        try:
+            type_name, wire = describe(value, parameter.hint)
+        except ArgumentError as error:
+            raise ArgumentError(f"{self.name} argument {parameter.name!r}: {error}") from None
+        if fit and parameter.convert is not None and type_name != parameter.wire:
+            self._converted(parameter, to_python(type_name, wire))  # as its worker will do
+        return Arg(type=type_name, value=wire, name=name)
+
+    def sorted_out(self, args: Sequence[Arg]) -> tuple[list[Arg], dict[str, Arg]]:
+        """The arguments as they travel, by position and by name, and the defaults of those left out: the same for each way
+        to write the same call. A default that cannot be sent is left out, and with it those in the places behind."""
+        if self._hints is None:
+            self._learn()
+        placed, named = self._split(args)
+        try:
+            for parameter in [p for p in self._given if p.kind in _POSITIONAL][len(placed) :]:
+                if parameter.default is parameter.empty:
+                    break
+                placed.append(self._describe(self._parameter(len(placed)), parameter.default))
+            for p in self._given:
+                if p.kind is p.KEYWORD_ONLY and p.name not in named and p.default is not p.empty:
+                    named[p.name] = self._describe(self._keyword(p.name), p.default, name=p.name)
+        except ArgumentError:
+            pass
+        return placed, named
+
+    # From what travelled to the call
+
+    def values(
+        self, args: Sequence[Arg], *, room: bool = False
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """The arguments for the function.
+
+        Args:
+            room: more of them follow at the end.
+
+        Raises:
+            ArgumentError: one has the wrong form for its type or its parameter, or there are too few or too many.
+        """
+        if self._hints is None:
+            self._learn()
+        placed, by_name = (
+            self._split(args) if self._named and any(arg.name for arg in args) else (args, _NONE)
+        )
+        try:
+            values = [to_python(arg.type, arg.value) for arg in placed]
+            named = (
+                {name: to_python(arg.type, arg.value) for name, arg in by_name.items()}
+                if by_name
+                else {}
+            )
+        except ArgumentError as error:
+            raise ArgumentError(f"{REFLECT}{error}") from None
+        if self._convert_any and (named or [arg.type for arg in placed] != self._wires):
+            values = [
+                self._converted(self._parameter(index), value) for index, value in enumerate(values)
+            ]
+            named = {
+                name: self._converted(self._keyword(name), value) for name, value in named.items()
+            }
+        count = len(values)
+        if (
+            (count < self._required and not room)
+            or (count > self._positional_count and not self._takes_any)
+            or (self._required_keywords and not room)
+        ):
+            self._check(values, named, room=room)
+        return values, named
+
+    def check(self, args: Sequence[Arg], *, room: bool = False) -> None:
+        """Refuse what the worker would refuse, before it is sent. `room`: more arguments follow at the end.
+
+        Raises:
+            ArgumentError: as `values`.
+        """
+        if type(args) is Checked:
+            return
+        try:
+            self.values([_as_received(arg) for arg in args], room=room)
+        except ArgumentError as error:
+            text = str(error).removeprefix(REFLECT)
+            raise ArgumentError(
+                text if text.startswith(self.name) else f"{self.name}: {text}"
+            ) from None
+
+    def _split(self, args: Sequence[Arg]) -> tuple[list[Arg], dict[str, Arg]]:
+        """By position and by name. Go ignores names, and senders fill in any: they count for keyword parameters alone."""
+        places = {parameter.name for parameter in self._parameters}
+        named = {
+            arg.name: arg
+            for arg in args
+            if arg.name
+            and (
+                arg.name in self._keyword_names or (self._takes_keywords and arg.name not in places)
+            )
+        }
+        return [arg for arg in args if arg.name not in named], named
+
+    def _converted(self, parameter: _Parameter, value: Any) -> Any:
+        if parameter.convert is None:
+            return value
+        try:
+            return parameter.convert(value)
+        except ArgumentError as error:
+            raise ArgumentError(f"{self.name} argument {parameter.name!r}: {error}") from None
+
+    # Results
+
+    def results(self, value: Any) -> tuple[Arg, ...]:
+        """What the function returned, as it is stored: nothing for None, one for each item of a tuple.
+
+        The annotation decides where the value does not, as with arguments: a Go task that gets it asks for one type.
+
+        Raises:
+            ArgumentError: it cannot be stored.
+        """
+        if value is None:
+            return ()
+        if self._hints is None:
+            self._learn()
+        plain = _PLAIN.get(type(value))
+        if (
+            plain is not None
+            and (self._returns is type(value) or self._returns is Any)
+            and (plain != "int64" or -(2**63) <= value < 2**63)
+        ):
+            return (Arg(type=plain, value=value),)
+        try:
+            return tuple(
+                Arg(type=type_name, value=wire)
+                for type_name, wire in result_of(value, self._returns)
+            )
+        except ArgumentError as error:
+            raise ArgumentError(f"{self.name} result: {error}") from None
+
+    def result(self, value: Any) -> Any:
+        """A received result as the function's annotation says, if it says anything."""
+        if self._hints is None:
+            self._learn()
+        if self._result_converter is None or value is None:
+            return value
+        return self._result_converter(value)
+
+
+def _as_received(arg: Arg) -> Arg:
+    """With its value as JSON has it."""
+    return (
+        arg
+        if isinstance(arg, ReceivedArg)
+        else Arg(type=arg.type, value=checked_value(arg), name=arg.name)
+    )
+
+
+def _wide(name: str, parameter: _Parameter, value: int) -> str:
+    if 0 <= value < 2**64:
+        return "uint64"
+    raise ArgumentError(
+        f"{name} argument {parameter.name!r}: cannot send {value}: it does not fit into 64 bits "
+        "(send it as a string)"
+    )
+
+
+def _bind_text(error: TypeError) -> str:
+    text = str(error)
+    return text.replace("missing a required argument:", "missing argument").replace(
+        "missing a required keyword-only argument:", "missing argument"
+    )
+
+
+def _is_context(parameter: inspect.Parameter, function: Callable[..., Any]) -> bool:
+    hint = parameter.annotation
+    if isinstance(hint, str):
+        # With postponed annotations the name is looked up where the function was written.
+        hint = hint.strip("'\"")
+        found = getattr(function, "__globals__", {}).get(hint.split(".")[0])
+        for part in hint.split(".")[1:]:
+            found = getattr(found, part, None)
+        hint = found
+    return hint is Context

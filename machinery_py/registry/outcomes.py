@@ -1,0 +1,241 @@
+"""What must happen when a task has ended: pure, and the only place that knows.
+
+`follow_up` looks at three values and says which state comes next, what is to be sent, and which groups are told.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Iterator, Sequence
+from typing import Any, assert_never
+
+import msgspec
+from msgspec.structs import force_setattr
+
+from machinery_py.tasks.backoff import LONGEST, Backoff, delay_for
+from machinery_py.tasks.signature import (
+    COUNTED,
+    HEADER_ATTEMPT,
+    HEADER_LAST,
+    HEADER_RUN,
+    Arg,
+    Lazy,
+    Signature,
+)
+from machinery_py.tasks.states import State
+from machinery_py.texts import MAX_ERROR, cut
+from machinery_py.wire.signatures import decode_signature, encode_signature
+
+
+class Succeeded(msgspec.Struct, frozen=True, gc=False):
+    """The task returned. One result for each returned value."""
+
+    results: Sequence[Arg] = ()
+
+
+class Failed(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """The task raised, ran out of time, or never could run.
+
+    Attributes:
+        error: cut to MAX_ERROR, so that whoever it is sent to can get it.
+        retryable: a counted retry may follow; False for bad arguments, NoRetry and the like.
+    """
+
+    error: str
+    error_type: str = ""
+    traceback: str = ""
+    retryable: bool = True
+
+    def __post_init__(self) -> None:
+        force_setattr(self, "error", cut(self.error, MAX_ERROR))
+
+
+class Postponed(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """The task asked to be run again later (Go's `ErrRetryTaskLater`): not counted as a try."""
+
+    error: str
+    delay: float
+
+
+Outcome = Succeeded | Failed | Postponed
+
+REVOKED = Failed(error="revoked", error_type="Revoked", retryable=False)
+
+
+class Arrived(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """A member of a chord's group that is over."""
+
+    member: Signature[Any]
+    ok: bool
+
+
+class FollowUp(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """What must become true, all together.
+
+    Attributes:
+        retry: the same task, to be run again.
+        send: callbacks.
+        arrived: members of groups that are over: this task, and those behind it that will never run now.
+        breaks: the last task of the chain, which will never run now; its state says why.
+    """
+
+    state: State
+    results: Sequence[Arg] = ()
+    error: str = ""
+    error_type: str = ""
+    traceback: str = ""
+    retry: Signature[Any] | None = None
+    send: Sequence[Signature[Any]] = ()
+    arrived: Sequence[Arrived] = ()
+    breaks: str = ""
+
+
+def follow_up(
+    signature: Signature[Any], outcome: Outcome, *, now: dt.datetime, backoff: Backoff = "fibonacci"
+) -> FollowUp:
+    """Say what must happen now that the task has ended like this.
+
+    Rules of Go Machinery: results go to the end of a callback's arguments unless *this* task is immutable; the error text
+    goes in front of an error callback's arguments, always; error callbacks run once, after the last try.
+    """
+    match outcome:
+        case Succeeded(results):
+            return FollowUp(
+                state=State.SUCCESS,
+                results=results,
+                send=_success_callbacks(signature, results),
+                arrived=(Arrived(member=signature, ok=True),)
+                if signature.chord_callback is not None
+                else (),
+            )
+        case Postponed(error=error, delay=delay):
+            return FollowUp(
+                state=State.RETRY,
+                error=error,
+                retry=_again(signature, now=now, delay=delay, counted=False),
+            )
+        case Failed(retryable=True) if signature.retry_count > 0:
+            delay = delay_for(backoff, signature.attempt, signature.retry_timeout)
+            return FollowUp(
+                state=State.RETRY,
+                error=outcome.error,
+                error_type=outcome.error_type,
+                traceback=outcome.traceback,
+                retry=_again(signature, now=now, delay=delay, counted=True),
+            )
+        case Failed():
+            return FollowUp(
+                state=State.FAILURE,
+                error=outcome.error,
+                error_type=outcome.error_type,
+                traceback=outcome.traceback,
+                send=_error_callbacks(signature, outcome.error),
+                arrived=tuple(_never_to_arrive(signature)),
+                breaks=_last_of(signature),
+            )
+        case _:
+            assert_never(outcome)
+
+
+def _success_callbacks(
+    signature: Signature[Any], results: Sequence[Arg]
+) -> Sequence[Signature[Any]]:
+    callbacks = signature.on_success
+    if not callbacks:
+        return ()
+    if signature.immutable or not results:
+        return tuple(callbacks)
+    return tuple(callback.with_args(after=results) for callback in callbacks)
+
+
+def _error_callbacks(signature: Signature[Any], error: str) -> Sequence[Signature[Any]]:
+    if not signature.on_error:
+        return ()
+    text = Arg(type="string", value=error)
+    return tuple(callback.with_args(before=(text,)) for callback in signature.on_error)
+
+
+def _again(
+    signature: Signature[Any], *, now: dt.datetime, delay: float, counted: bool
+) -> Signature[Any]:
+    """The same task for its next run; UUID, group and callbacks stay."""
+    attempt = signature.attempt + counted
+    delay = min(LONGEST, max(0.0, delay))
+    # Only a Go worker sends what is still to be counted; it is not counted from the retry.
+    headers = {key: value for key, value in signature.headers.items() if key not in COUNTED}
+    headers[HEADER_RUN] = str(signature.run + 1)
+    if attempt > 1:
+        headers[HEADER_ATTEMPT] = str(attempt)
+    return signature.replace(
+        headers=headers,
+        eta=now + dt.timedelta(seconds=delay),
+        retry_count=signature.retry_count - counted,
+        # Go's field: the delay before this try, from which the next Fibonacci number is taken.
+        retry_timeout=max(int(delay), 1) if counted else signature.retry_timeout,
+    )
+
+
+def _never_to_arrive(signature: Signature[Any]) -> Iterator[Arrived]:
+    """The chord members among this task and all that would have followed it: their chords must end, too."""
+    waiting = [signature]
+    while waiting:
+        member = waiting.pop()
+        if member.chord_callback is not None:
+            yield Arrived(member=member, ok=False)
+        if _may_hold_members(member.on_success):
+            waiting.extend(member.on_success)
+
+
+def _may_hold_members(callbacks: Sequence[Signature[Any]]) -> bool:
+    # A chain of thousands is not unpacked to find out that it has no group in it.
+    return b'"ChordCallback":{' in callbacks.raw if isinstance(callbacks, Lazy) else bool(callbacks)
+
+
+def _last_of(signature: Signature[Any]) -> str:
+    last = signature.headers.get(HEADER_LAST, "") if signature.headers else ""
+    return last if isinstance(last, str) else ""
+
+
+# What the failure of a task that waits would take along: its state says so, since its message is with the broker, or in a step
+# in front of it.
+
+ALONE = b"-"  # nothing
+
+
+def failing(signature: Signature[Any]) -> bytes:
+    """What must be known to fail the task without its message."""
+    on_success: Sequence[Signature[Any]] = ()
+    if signature.on_success and any(map(_holds_members, signature.on_success)):
+        on_success = signature.on_success
+    if not (on_success or signature.on_error or signature.chord_callback or _last_of(signature)):
+        return ALONE
+    bare = signature.replace(uuid="", eta=None, args=(), on_success=on_success)
+    # The members of a chord are sent together, and what their failures take along is mostly the same.
+    last, kept = _encoded[0]
+    if (
+        bare.chord_callback is None
+        or bare.chord_callback is not last.chord_callback
+        or bare != last
+    ):
+        kept = encode_signature(bare)
+        _encoded[0] = bare, kept
+    return kept
+
+
+_encoded: list[tuple[Signature[Any], bytes]] = [(Signature(name=""), b"")]  # the last one
+
+
+def _holds_members(signature: Signature[Any]) -> bool:
+    waiting = [signature]
+    while waiting:
+        one = waiting.pop()
+        if one.chord_callback is not None:
+            return True
+        if _may_hold_members(one.on_success):
+            waiting.extend(one.on_success)
+    return False
+
+
+def failing_of(kept: bytes, name: str, uuid: str) -> Signature[Any]:
+    """The signature that `failing` was asked for, as far as its failure needs it."""
+    return (Signature(name=name) if kept == ALONE else decode_signature(kept)).replace(uuid=uuid)

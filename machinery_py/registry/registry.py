@@ -1,0 +1,145 @@
+"""The tasks of a Server, by their names."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from machinery_py.connections.forks import ForkLock
+from machinery_py.errors import TaskAlreadyRegistered, TaskNotRegistered
+from machinery_py.registry.calls import Checked
+from machinery_py.registry.task import Task
+from machinery_py.tasks.signature import Arg, Signature
+
+_ERROR_TEXT = Arg(type="string", value="")  # what an error callback gets in front of its arguments
+
+
+class Registry:
+    """The tasks of one Server. May be used from any thread."""
+
+    def __init__(self) -> None:
+        self._tasks: dict[str, Task[..., Any]] = {}
+        self._lock = ForkLock()
+
+    def add(self, task: Task[..., Any]) -> None:
+        """Take the task in.
+
+        Raises:
+            TaskAlreadyRegistered: its name belongs to a different function. The same function again replaces it: one that was
+                defined at the same place, by a module that was imported twice, or with the same values around it.
+        """
+        with self._lock:
+            old = self._tasks.get(task.name)
+            if old is not None and not _is_same(old.function, task.function, set()):
+                module = task.__module__.rpartition(".")[2].strip("_")
+                raise TaskAlreadyRegistered(
+                    task.name, where=_place(old.function), suggestion=f"{module}.{task.name}"
+                )
+            self._tasks[task.name] = task
+
+    def find(self, name: str) -> Task[..., Any] | None:
+        return self._tasks.get(name)
+
+    def get(self, name: str) -> Task[..., Any]:
+        """The task.
+
+        Raises:
+            TaskNotRegistered: with the names that there are.
+        """
+        task = self._tasks.get(name)
+        if task is None:
+            raise TaskNotRegistered(name, self._tasks)
+        return task
+
+    def check(self, signatures: Sequence[Signature[Any]]) -> None:
+        """Hold calls, and what will follow them, against the parameters of those tasks that are known here.
+
+        Raises:
+            ArgumentError: the worker would refuse one: there are too few or too many arguments, or one is not what its
+                annotation says.
+        """
+        todo: list[tuple[Signature[Any], Sequence[Arg], bool]] = [
+            (one, one.args, False)
+            for one in signatures
+            if type(one.args) is not Checked
+            or one.on_success
+            or one.on_error
+            or one.chord_callback is not None
+        ]
+        seen: set[int] = set()  # the members of a group share their callback
+        while todo:
+            signature, args, room = todo.pop()
+            task = self._tasks.get(signature.name)
+            if task is not None:
+                task.call.check(args, room=room)
+            callback = signature.chord_callback
+            if callback is not None and id(callback) not in seen:
+                seen.add(id(callback))
+                todo.append((callback, callback.args, not callback.immutable))
+            if type(signature.on_success) is tuple and signature.on_success:
+                todo.extend(
+                    (one, one.args, not signature.immutable) for one in signature.on_success
+                )
+            if type(signature.on_error) is tuple and signature.on_error:
+                todo.extend((one, (_ERROR_TEXT, *one.args), False) for one in signature.on_error)
+
+    def names(self) -> list[str]:
+        return sorted(self._tasks)
+
+    def __iter__(self) -> Iterator[Task[..., Any]]:
+        return iter(list(self._tasks.values()))
+
+
+def _is_same(old: Any, new: Any, seen: set[tuple[int, int]]) -> bool:
+    """Whether two values are the same function, or belong to it in the same way.
+
+    The same lines make one function when their module is loaded again, which compiles them again; but different ones when a
+    factory runs twice, unless it runs with the same values. `seen` keeps functions that know themselves from asking for ever.
+    """
+    if old is new or (id(old), id(new)) in seen or old is _UNKNOWN or new is _UNKNOWN:
+        return True
+    seen.add((id(old), id(new)))
+    if isinstance(old, Task) and isinstance(new, Task):
+        return old.name == new.name
+    codes = [getattr(function, "__code__", None) for function in (old, new)]
+    if None in codes or _place(old) != _place(new):
+        return type(old) is type(new) and (
+            old == new if isinstance(old, _PLAIN) else repr(old) == repr(new) and callable(old)
+        )
+    if codes[0] is not codes[1]:
+        return True
+    return all(_is_same(*pair, seen) for pair in zip(_around(old), _around(new), strict=True))
+
+
+_PLAIN = (str, bytes, int, float, bool, type(None), tuple, frozenset)
+
+
+def _around(function: Any) -> list[Any]:
+    """What a function knows beside its code: its object, its defaults, the variables around it."""
+    cells = [_content(cell) for cell in function.__closure__ or ()]
+    named = function.__kwdefaults__ or {}
+    return [
+        getattr(function, "__self__", None),
+        *(function.__defaults__ or ()),
+        *named.values(),
+        *cells,
+    ]
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # the function itself, say, while its decorator is at work
+        return _UNKNOWN
+
+
+_UNKNOWN = object()
+
+
+def _place(function: Callable[..., Any]) -> str:
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return repr(function)
+    path = os.path.relpath(code.co_filename)
+    return f"{code.co_filename if path.startswith('..') else path}:{code.co_firstlineno}"

@@ -1,0 +1,134 @@
+"""When two calls are the same, and what is kept of the one that holds their key. Pure; docs/explanation/unique.md."""
+
+from __future__ import annotations
+
+import datetime as dt
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from machinery_py.config.config import OPTIONS, Config
+from machinery_py.errors import ArgumentError
+from machinery_py.registry.calls import Call
+from machinery_py.tasks.signature import Arg
+from machinery_py.tasks.states import State, TaskState
+
+LONGEST = (
+    7 * 86400.0
+)  # seconds that a key without a window is held; as long as the state of a task that is not finished
+MARGIN = 60.0  # seconds that a claim is kept longer than it says: its moments are judged by the clocks of those who read it
+
+_encode = msgspec.json.Encoder(order="sorted").encode
+
+
+class Claim(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Who holds a key.
+
+    Attributes:
+        token: of the sending that took it, so that its repeat after a lost reply is known.
+        until: unix seconds; then the key is free, whatever has become of the task. 0: when the task is over.
+        expires: unix seconds; after that the task is not started any more. 0: never.
+        replaceable: the task's worker sets `started` before it calls the function, so that a later call can take its place.
+    """
+
+    uuid: str
+    token: str = ""
+    until: float = 0.0
+    expires: float = 0.0
+    replaceable: bool = False
+    started: bool = False
+
+    def stands(self, state: TaskState | None, now: dt.datetime) -> bool:
+        """Whether it keeps others away, with its task in this state."""
+        moment = now.timestamp()
+        if state is None or state.is_finished or 0.0 < self.until <= moment:
+            return False
+        # Nobody will run it any more; that it failed is not known before a worker has seen it.
+        return not (0.0 < self.expires <= moment - MARGIN and state.state is State.PENDING)
+
+    def life(self, now: dt.datetime, eta: dt.datetime | None) -> float:
+        """Seconds that a store keeps it."""
+        moment = now.timestamp()
+        if self.until:
+            return max(1.0, self.until - moment) + MARGIN
+        return math.ceil(
+            LONGEST + MARGIN + max(0.0, (eta.timestamp() - moment) if eta is not None else 0.0)
+        )
+
+
+encode_claim = msgspec.json.Encoder().encode
+decode_claim = msgspec.json.Decoder(Claim).decode
+
+
+def owner(config: Config) -> str:
+    """What tells the keys of this application from those of others in the same stores; "" for the default queue's."""
+    application = config.application or config.default_queue
+    return "" if application == OPTIONS["default_queue"].default else application
+
+
+def unique_key(
+    name: str,
+    call: Call | None,
+    args: Sequence[Arg],
+    how: bool | str | Callable[..., str],
+    *,
+    owner: str = "",
+) -> str:
+    """The key of a call, hashed: it says which calls of the task are the same.
+
+    Args:
+        call: of the task; None: it is not known here, and nothing is known of defaults.
+        how: True for the arguments, or the key, or a function of the arguments that returns it.
+
+    Raises:
+        ArgumentError: the function does not return a text, or the arguments do not fit it.
+    """
+    if how is True:
+        return _digest(owner, name, *_canonical(call, args))
+    return _digest(owner, name, _key_text(name, call, args, how, "unique"))
+
+
+def lock_name(
+    name: str, call: Call, args: Sequence[Arg], how: str | Callable[..., str], *, owner: str = ""
+) -> str:
+    """The name of the lock that a call holds while it runs: the caller's own, or one for calls with the same arguments.
+
+    Raises:
+        ArgumentError: as `unique_key`.
+    """
+    if not how:
+        return f"machinery:exclusive:{name}:{_digest(owner, name, *_canonical(call, args))}"
+    return _key_text(name, call, args, how, "exclusive_key")
+
+
+def _key_text(name: str, call: Call | None, args: Sequence[Arg], how: Any, option: str) -> str:
+    if callable(how) and call is not None:
+        values, named = call.values(args)
+        try:
+            how = how(*values, **named)
+        except Exception as error:  # user code
+            raise ArgumentError(
+                f"{name}: the function given as {option} failed: {type(error).__name__}: {error}"
+            ) from error
+    if not isinstance(how, str) or not how:
+        raise ArgumentError(f"{name}: {option} gives {how!r} (expected a text that is not empty)")
+    return how
+
+
+def _canonical(call: Call | None, args: Sequence[Arg]) -> tuple[object, object]:
+    placed, named = call.sorted_out(args) if call is not None else (list(args), {})
+    return [(arg.type, arg.value) for arg in placed], {
+        key: (arg.type, arg.value) for key, arg in named.items()
+    }
+
+
+def _digest(owner: str, name: str, *parts: object) -> str:
+    import hashlib  # 5 ms that only those pay who come here
+
+    # JSON with sorted keys and without spaces: any program can make the same bytes.
+    try:
+        return hashlib.sha256(_encode([*([owner] if owner else ()), name, *parts])).hexdigest()
+    except UnicodeEncodeError as error:
+        raise ArgumentError(f"{name}: its key cannot be made: {error}") from None

@@ -1,0 +1,185 @@
+"""Ends of tasks that no worker holds: a task that is revoked while it waits, a chord's callback whose group is broken.
+
+Revoking is three steps, each of which may be the last one before a crash:
+
+    1  backend: the tasks are revoked, for as long as their messages may be on their way
+    2  store:   a task that waits becomes FAILURE, with all that follows from it, if it has not begun meanwhile
+    3  worker:  its message, when it comes: if the task is over it is dropped, else step 2 is done now
+
+    crash after   what there is                        who goes on
+    1             revoked, PENDING until it is due     the worker that gets the message
+    2             FAILURE; the message is on its way   the same: it only drops it
+
+A final state expires sooner than a message may come. So with step 1 a second name says that step 2 was to be done: a task that
+has this name and no state is over. Of the worker that just begins a task and of whoever revokes it, one writes its final state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from machinery_py.app import NOTHING, Engine, broken
+from machinery_py.backends.base import REVOKED_LIFE
+from machinery_py.errors import DecodeError, MachineryError
+from machinery_py.events import TaskFailed
+from machinery_py.registry.outcomes import REVOKED, Failed, failing_of, follow_up
+from machinery_py.stores.base import Firing, in_place_of
+from machinery_py.tasks.context import on_behalf_of
+from machinery_py.tasks.signature import Signature
+from machinery_py.tasks.states import State, TaskState
+from machinery_py.texts import get_logger
+
+logger = get_logger(__name__)
+
+WAITING_LIFE = (
+    366 * 86400.0
+)  # seconds after its ETA; a worker that gets the message makes it REVOKED_LIFE from then
+
+
+def revoke(engine: Engine, uuids: Sequence[str]) -> bool:
+    """See the top. Returns whether chords may be over now.
+
+    Raises:
+        BackendUnavailable, PublishRefused, PublishUnknown: some of it may be done; to repeat it does no harm.
+    """
+    backend, now = engine.store.backend, engine.now()
+    states = backend.get_states(uuids) if backend.features.keeps else {}
+    waiting = [state for state in states.values() if _waits(state)]
+    over = [uuid for uuid, state in states.items() if state.is_finished]
+    if over:
+        backend.revoke(over)
+    if len(over) < len(uuids):
+        names = [
+            *(uuid for uuid in uuids if uuid not in states or not states[uuid].is_finished),
+            *(_ended(state.task_uuid) for state in waiting),
+        ]
+        ahead = max(
+            ((state.eta - now).total_seconds() for state in waiting if state.eta is not None),
+            default=0.0,
+        )
+        backend.revoke(names, max(0.0, ahead) + WAITING_LIFE)
+    arrived = [_end_waiting(engine, state) for state in waiting]
+    return any(arrived)
+
+
+def _waits(state: TaskState) -> bool:
+    # Who wrote the state without the rest does not know what follows from it (Go, and what was sent by other means).
+    return state.state in (State.PENDING, State.RETRY) and state.message != b""
+
+
+def _ended(uuid: str) -> str:
+    return f"ended {uuid}"
+
+
+def _end_waiting(engine: Engine, state: TaskState) -> bool:
+    """Fail a task that has not begun; whether a chord was told."""
+    try:
+        signature = failing_of(state.message, state.task_name, state.task_uuid)
+    except DecodeError as error:
+        logger.error(
+            "what follows task %s cannot be decoded, its message will tell: %s",
+            state.task_uuid,
+            error,
+        )
+        return False
+    firing, sent = end_unheld(engine, signature, REVOKED, state)
+    if not fire(engine, firing):
+        return False  # it has begun, or ended
+    engine.tell_sent(sent)
+    if engine.events.wants(TaskFailed):
+        engine.events.emit(
+            TaskFailed(
+                signature=signature, worker="", error=REVOKED.error, error_type=REVOKED.error_type
+            )
+        )
+    return bool(firing.arrivals)
+
+
+def end_unheld(
+    engine: Engine,
+    signature: Signature[Any],
+    outcome: Failed,
+    state: TaskState,
+    *,
+    group_uuid: str = "",
+) -> tuple[Firing, Sequence[Signature[Any]]]:
+    """What becomes true when a task fails that no worker holds, and what is sent by it.
+
+    Args:
+        state: how it stands.
+        group_uuid: of the group whose callback it is; that group is settled with it.
+    """
+    now = engine.now()
+    try:
+        then = follow_up(signature, outcome, now=now)
+    except DecodeError as error:
+        logger.error("what follows task %s cannot be decoded: %s", signature.uuid, error)
+        then = follow_up(signature.replace(on_success=(), on_error=()), outcome, now=now)
+    with on_behalf_of(signature, queue=state.queue):
+        try:
+            out = engine.outgoing(then.send)
+        except Exception:  # the pre-publish hook is user code
+            logger.exception("the error callbacks of task %s cannot be sent", signature.uuid)
+            out = NOTHING
+        arrivals = engine.arrivals(then.arrived)
+    failure = TaskState(
+        task_uuid=signature.uuid,
+        task_name=signature.name,
+        state=State.FAILURE,
+        error=then.error,
+        error_type=then.error_type,
+        created_at=now,
+        finished_at=now,
+        run=state.run,
+        attempt=state.attempt,
+        queue=state.queue,
+    )
+    firing = Firing(
+        task_uuid="" if group_uuid else signature.uuid,
+        group_uuid=group_uuid,
+        send=out.messages,
+        arrivals=arrivals,
+        states=(failure, *broken(then, signature, now), *out.states),
+    )
+    return firing, out.signatures
+
+
+def fire(engine: Engine, firing: Firing) -> bool:
+    """As Store.fire; of what the store refuses for good the tasks fail in its place."""
+    try:
+        return engine.store.fire(firing)
+    except MachineryError as error:
+        if not error.permanent or not firing.send:
+            raise
+        refused = error
+    refusals = [engine.refusal(message, refused) for message in firing.send]
+    if not engine.store.fire(in_place_of(firing, refusals)):
+        return False
+    for message, refusal in zip(firing.send, refusals, strict=True):
+        engine.store.give_up(message, refused, refusal.queue)
+    return True
+
+
+def revoked_among(engine: Engine, uuids: Sequence[str]) -> dict[str, bool]:
+    """Those that are revoked, and whether the task is over: then its message is all that is left of it."""
+    backend = engine.store.backend
+    found = backend.revoked(uuids)
+    if not found:
+        return {}
+    states = backend.get_states(sorted(found))
+    ended = backend.revoked([_ended(uuid) for uuid in found])
+    return {
+        uuid: states[uuid].is_finished if uuid in states else _ended(uuid) in ended
+        for uuid in found
+    }
+
+
+def let_go(engine: Engine, uuids: Iterable[str]) -> None:
+    """The messages of these revoked tasks are gone: a second one may come soon, or never."""
+    names = [name for uuid in uuids for name in (uuid, _ended(uuid))]
+    try:
+        if names:
+            engine.store.backend.revoke(names, REVOKED_LIFE)
+    except MachineryError as error:
+        logger.debug("revocations are kept for longer than is needed: %s", error)

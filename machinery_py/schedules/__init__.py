@@ -1,0 +1,1 @@
+"""Periodic tasks: cron specs, when each is due, and the scheduler that sends them."""

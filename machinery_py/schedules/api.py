@@ -1,0 +1,330 @@
+"""Schedules at run time: `server.schedules`. What is changed here, every worker follows within a second or so."""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Callable, Sequence
+from typing import Any, TypedDict, Unpack
+
+import msgspec
+
+from machinery_py.app import NOTHING, Engine, Outgoing
+from machinery_py.async_twins import twin
+from machinery_py.errors import MachineryError, ScheduleError, ScheduleNotFound, nearest
+from machinery_py.schedules.definition import (
+    WINDOWS,
+    CatchUp,
+    Definition,
+    Entry,
+    Overlap,
+    decode_entry,
+    encode_entry,
+    pack_step,
+    task_names,
+    unpack_step,
+)
+from machinery_py.schedules.scheduler import Declared, amend, new_entry, redefined, sending
+from machinery_py.schedules.timetable import Dst
+from machinery_py.tasks.signature import Step
+
+NEXT = 3  # times that a listing shows
+TRIES = 100  # at a change that others are always faster with
+
+
+class PeriodicOptions(TypedDict, total=False):
+    """How a schedule works.
+
+    tz: zone of its times, if the spec names none; UTC. catch_up: what becomes of ticks that nobody was there for: "skip" (or
+    False), "latest" (or True: one is sent), "all". window: seconds back that "latest" (a day) and "all" (an hour) look.
+    overlap: a tick while the run before it is not over is sent ("allow"), left out ("skip"), or waits ("queue"). dst: "once",
+    or "go" for Go's rules when clocks change.
+    """
+
+    tz: str
+    catch_up: bool | CatchUp
+    window: float
+    overlap: Overlap
+    dst: Dst
+
+
+class ScheduleReport(msgspec.Struct, frozen=True, kw_only=True):
+    """One schedule as it stands.
+
+    Attributes:
+        declared: by code (of any program), or else added at run time.
+        stored: False: this code declares it, and no worker of it has started yet.
+        last_run: the time of the last tick that was sent. next_runs: the next three; none while it is paused.
+        waiting: ticks that wait for the run before them.
+        sent, missed, held: ticks that were sent, that nobody was there for, that were left out because of `overlap`.
+    """
+
+    name: str
+    spec: str
+    tz: str
+    dst: str
+    tasks: Sequence[str]
+    paused: bool
+    declared: bool
+    stored: bool = True
+    catch_up: str
+    window: float
+    overlap: str
+    last_run: dt.datetime | None
+    next_runs: Sequence[dt.datetime]
+    waiting: int
+    sent: int
+    missed: int
+    held: int
+
+
+def definition_of(spec: str, step: Step[Any], options: PeriodicOptions) -> Definition:
+    """A definition, checked but for its spec.
+
+    Raises:
+        ScheduleError: an option makes no sense.
+        ArgumentError: something in the step cannot be sent.
+    """
+    return _with_options(Definition(spec=spec, work=pack_step(step)), options)
+
+
+def _with_options(definition: Definition, options: PeriodicOptions) -> Definition:
+    unknown = sorted(set(options) - set(PeriodicOptions.__annotations__))
+    if unknown:
+        raise ScheduleError(
+            f"no option {unknown[0]!r} (known: {', '.join(PeriodicOptions.__annotations__)}"
+            f"{nearest(unknown[0], PeriodicOptions.__annotations__)})"
+        )
+    changes = dict(options)
+    if "catch_up" in changes and isinstance(changes["catch_up"], bool):
+        changes["catch_up"] = "latest" if changes["catch_up"] else "skip"
+    changed = msgspec.structs.replace(definition, **changes)
+    if changed.catch_up not in WINDOWS:
+        raise ScheduleError(
+            f"schedule {changed.spec!r}: catch_up={changed.catch_up!r} (expected 'skip', 'latest' or 'all')"
+        )
+    if changed.overlap not in ("allow", "skip", "queue"):
+        raise ScheduleError(
+            f"schedule {changed.spec!r}: overlap={changed.overlap!r} (expected 'allow', 'skip' or 'queue')"
+        )
+    if not 0 <= changed.window < float("inf"):
+        raise ScheduleError(
+            f"schedule {changed.spec!r}: window={changed.window!r} (expected seconds)"
+        )
+    return changed
+
+
+class Schedules:
+    """What `server.schedules` can do. May be used from any thread.
+
+    Raises (each method):
+        Unsupported: the result backend keeps no schedules.
+        BackendUnavailable, BrokerUnavailable: the store does not answer; the change may have been made.
+    """
+
+    def __init__(self, engine: Engine, declared: Declared) -> None:
+        self._engine = engine
+        self._declared = declared
+
+    def list(self) -> list[ScheduleReport]:
+        """All that are stored, and what this program's code declares beside them, by name."""
+        records = self._engine.store.backend.records()
+        found = {
+            name: self._report(decode_entry(body)) for name, body in (records.bodies or {}).items()
+        }
+        for name, definition in self._declared.all().items():
+            if name not in found:
+                entry = new_entry(name, definition, records.now, declared=definition.digest)
+                found[name] = msgspec.structs.replace(self._report(entry), stored=False)
+        return [found[name] for name in sorted(found)]
+
+    list_async = twin(list)
+
+    def get(self, name: str) -> ScheduleReport:
+        """
+        Raises:
+            ScheduleNotFound: there is none of that name.
+        """
+        return self._report(self._find(name)[1])
+
+    get_async = twin(get)
+
+    def add(
+        self, spec: str, name: str, step: Step[Any], **options: Unpack[PeriodicOptions]
+    ) -> None:
+        """Store a new schedule, now. Workers need not know it from their code.
+
+        Raises:
+            ScheduleError: it cannot be read or never be due, or there is one of that name.
+            ArgumentError: something in the step cannot be sent.
+        """
+        if not name:
+            raise ScheduleError(f"schedule {spec!r}: it has no name")
+        definition = definition_of(spec, step, options)
+        definition.schedule(name)
+        entry = new_entry(name, definition, self._engine.store.backend.records().now)
+        body = encode_entry(entry)
+        if not amend(self._engine, name, None, body) and self._body(name) != body:
+            raise ScheduleError(f"schedule {name!r} is there already (change or remove it)")
+
+    add_async = twin(add)
+
+    def pause(self, name: str) -> None:
+        """No more ticks until `resume`; a restart does not change that.
+
+        Raises:
+            ScheduleNotFound: there is none of that name.
+        """
+        self._change(name, lambda entry, _: entry.replace(paused=True))
+
+    pause_async = twin(pause)
+
+    def resume(self, name: str) -> None:
+        """Ticks again, from now on: those of the pause are not missed ones.
+
+        Raises:
+            ScheduleNotFound: there is none of that name.
+        """
+        self._change(
+            name,
+            lambda entry, now: (
+                entry.replace(paused=False, last=max(entry.last, now)) if entry.paused else entry
+            ),
+        )
+
+    resume_async = twin(resume)
+
+    def run_now(self, name: str) -> None:
+        """Send it once, now, also if it is paused. Its ticks stay as they are.
+
+        Raises:
+            ScheduleNotFound: there is none of that name.
+            ArgumentError: what it sends cannot be sent.
+        """
+        for _ in range(TRIES):
+            body, entry = self._find(name)
+            now = self._engine.store.backend.records().now
+            after, out = sending(self._engine, entry, now)
+            # After a lost reply the answer is no, though it was carried out: then the record is ours.
+            if self._amend(entry, body, after, out, now) or self._body(name) == encode_entry(after):
+                self._engine.tell_sent(out.signatures)
+                return
+        raise _too_busy(name)
+
+    run_now_async = twin(run_now)
+
+    def remove(self, name: str) -> None:
+        """Forget it. What code declares is stored again when a worker of that code starts: pause it instead.
+
+        Raises:
+            ScheduleNotFound: there is none of that name.
+        """
+        for _ in range(TRIES):
+            body, _entry = self._find(name)
+            if amend(self._engine, name, body, None) or self._body(name) is None:
+                return
+        raise _too_busy(name)
+
+    remove_async = twin(remove)
+
+    def change(
+        self,
+        name: str,
+        *,
+        spec: str | None = None,
+        step: Step[Any] | None = None,
+        **options: Unpack[PeriodicOptions],
+    ) -> None:
+        """Change what is given and leave the rest. It stays so until the code that declares it is changed.
+
+        Raises:
+            ScheduleNotFound: there is none of that name.
+            ScheduleError, ArgumentError: as `add`.
+        """
+
+        def changed(entry: Entry, now: dt.datetime) -> Entry:
+            definition = entry.definition
+            if spec is not None:
+                definition = msgspec.structs.replace(definition, spec=spec)
+            if step is not None:
+                definition = msgspec.structs.replace(definition, work=pack_step(step))
+            definition = _with_options(definition, options)
+            definition.schedule(name)
+            return redefined(entry, definition, now)
+
+        self._change(name, changed)
+
+    change_async = twin(change)
+
+    # Inside
+
+    def _bodies(self) -> dict[str, bytes]:
+        return dict(self._engine.store.backend.records().bodies or {})
+
+    def _body(self, name: str) -> bytes | None:
+        return self._bodies().get(name)
+
+    def _find(self, name: str) -> tuple[bytes, Entry]:
+        bodies = self._bodies()
+        definition = self._declared.all().get(name)
+        if name not in bodies and definition is not None:
+            # Declared, and no worker has started yet: it is stored now, so that it can be paused before one does.
+            entry = new_entry(
+                name,
+                definition,
+                self._engine.store.backend.records().now,
+                declared=definition.digest,
+            )
+            amend(self._engine, name, None, encode_entry(entry))
+            bodies = self._bodies()
+        if name not in bodies:
+            raise ScheduleNotFound(name, {*bodies, *self._declared.all()})
+        return bodies[name], decode_entry(bodies[name])
+
+    def _change(self, name: str, function: Callable[[Entry, dt.datetime], Entry]) -> None:
+        for _ in range(TRIES):
+            body, entry = self._find(name)
+            after = function(entry, self._engine.store.backend.records().now)
+            if after == entry or self._amend(entry, body, after):
+                return
+        raise _too_busy(name)
+
+    def _amend(
+        self,
+        entry: Entry,
+        body: bytes,
+        after: Entry,
+        out: Outgoing = NOTHING,
+        tick: dt.datetime | None = None,
+    ) -> bool:
+        return amend(self._engine, entry.name, body, encode_entry(after), entry.id, out, tick)
+
+    def _report(self, entry: Entry) -> ScheduleReport:
+        definition = entry.definition
+        schedule = definition.schedule(entry.name)
+        start = max(entry.last, self._engine.clock.now())
+        return ScheduleReport(
+            name=entry.name,
+            spec=definition.spec,
+            tz=schedule.zone,
+            dst=definition.dst,
+            tasks=task_names(unpack_step(definition.work)),
+            paused=entry.paused,
+            declared=bool(entry.declared),
+            catch_up=definition.catch_up,
+            window=definition.window or WINDOWS[definition.catch_up],
+            overlap=definition.overlap,
+            last_run=entry.ran,
+            next_runs=()
+            if entry.paused
+            else schedule.upcoming(entry.last if schedule.every else start, NEXT),
+            waiting=len(entry.waiting),
+            sent=entry.sent,
+            missed=entry.missed,
+            held=entry.held,
+        )
+
+
+def _too_busy(name: str) -> MachineryError:
+    return MachineryError(
+        f"schedule {name!r}: {TRIES} tries to change it met another change each (try again)"
+    )

@@ -1,0 +1,278 @@
+"""Schedules as they are kept: what is to be sent, by which rule, and how far it has come. All of it pure.
+
+What happens to them, step by step: docs/explanation/periodic.md.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from machinery_py.errors import DecodeError, ScheduleError
+from machinery_py.schedules.timetable import Dst, Schedule
+from machinery_py.tasks.signature import Chain, Signature, Step
+from machinery_py.tasks.states import State, TaskState
+from machinery_py.tasks.workflow import Group, PlannedStep
+from machinery_py.wire.signatures import decode_signature, encode_signature
+
+CatchUp = Literal["skip", "latest", "all"]
+Overlap = Literal["allow", "skip", "queue"]
+
+ON_TIME = (
+    10.0,
+    60.0,
+)  # seconds that a tick is on time, at least and at most; between them until the next tick
+WINDOWS: dict[CatchUp, float] = {
+    "skip": 0.0,
+    "latest": 86400.0,
+    "all": 3600.0,
+}  # seconds back that missed ticks are looked for
+LONGEST_RUN = (
+    86400.0  # seconds after which a run that has not ended does not hold the next one up any more
+)
+MOST_WAITING = 100  # ticks that wait for the one before them; more are left out
+COUNTED = 1000  # missed ticks that are counted at once
+
+
+class Definition(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What was said about a schedule.
+
+    Attributes:
+        work: what is sent, from `pack_step`.
+        catch_up: of ticks that nobody was there for: none, the latest, or all; within `window` seconds.
+        overlap: a tick while the run before it is not over: is sent, is left out, or waits.
+    """
+
+    spec: str
+    work: msgspec.Raw
+    tz: str = ""
+    dst: Dst = "once"
+    catch_up: CatchUp = "skip"
+    window: float = 0.0
+    overlap: Overlap = "allow"
+
+    @property
+    def digest(self) -> str:
+        import hashlib  # 5 ms that only those pay who come here
+
+        return hashlib.sha256(msgspec.json.encode(self)).hexdigest()[:16]
+
+    def schedule(self, name: str) -> Schedule:
+        return Schedule(self.spec, tz=self.tz, name=name, dst=self.dst)
+
+
+class Entry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A schedule as it is kept in the store.
+
+    Attributes:
+        id: random; one that is made anew under the same name is another.
+        declared: digest of the definition that code brought; "" for one that was added at run time.
+        last: the last tick that was decided on, or the moment from which it counts.
+        ran: the last tick that was sent. run: the tasks of that, step by step, as far as it matters whether they are over.
+        claimed: since when a scheduler tries to get Go's lock for the next tick.
+        waiting: ticks to be sent when the run before them is over.
+        sent, missed, held: how many ticks were sent, came when nobody was there, were left out because of a run before them.
+    """
+
+    name: str
+    id: str
+    definition: Definition
+    last: dt.datetime
+    declared: str = ""
+    paused: bool = False
+    ran: dt.datetime | None = None
+    run: tuple[tuple[str, ...], ...] = ()
+    claimed: dt.datetime | None = None
+    waiting: tuple[dt.datetime, ...] = ()
+    sent: int = 0
+    missed: int = 0
+    held: int = 0
+
+    def replace(self, **changes: Any) -> Entry:
+        return msgspec.structs.replace(self, **changes)
+
+
+_decode_entry = msgspec.json.Decoder(Entry).decode
+
+
+def encode_entry(entry: Entry) -> bytes:
+    return msgspec.json.encode(entry)
+
+
+def decode_entry(body: bytes) -> Entry:
+    """What `encode_entry` wrote.
+
+    Raises:
+        DecodeError: it is something else, or a newer version's.
+    """
+    try:
+        return _decode_entry(body)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise DecodeError(f"this is no schedule of this version: {error}") from error
+
+
+def pack_step(step: Step[Any]) -> msgspec.Raw:
+    """What is to be sent, without UUIDs: each run has its own. (In Go a UUID that is given stays the same in every run.)
+
+    Raises:
+        ArgumentError: something in it cannot be sent.
+    """
+    return msgspec.Raw(msgspec.json.encode(_packed(step)))
+
+
+def _packed(step: Step[Any]) -> object:
+    if isinstance(step, Signature):
+        return {
+            "task": msgspec.Raw(encode_signature(step.replace(uuid="", group_uuid="", sender=None)))
+        }
+    return {"group" if isinstance(step, Group) else "chain": [_packed(one) for one in _inner(step)]}
+
+
+def _inner(step: Step[Any]) -> Sequence[Step[Any]]:
+    if not isinstance(step, Group | Chain):
+        raise ScheduleError(
+            f"{step!r} cannot be sent by a schedule (expected a signature, chain, group or chord)"
+        )
+    return step.steps
+
+
+class _Packed(msgspec.Struct):
+    task: msgspec.Raw = msgspec.Raw()
+    group: list[msgspec.Raw] | None = None
+    chain: list[msgspec.Raw] | None = None
+
+
+_decode_packed = msgspec.json.Decoder(_Packed).decode
+
+
+def unpack_step(body: msgspec.Raw | bytes) -> Step[Any]:
+    """What `pack_step` was given.
+
+    Raises:
+        DecodeError: it is something else.
+    """
+    try:
+        packed = _decode_packed(body)
+    except msgspec.DecodeError as error:
+        raise DecodeError(f"what a schedule sends cannot be read: {error}") from error
+    if task := bytes(packed.task):
+        return decode_signature(task)
+    if packed.group is not None:
+        return Group([unpack_step(one) for one in packed.group])
+    return Chain([unpack_step(one) for one in packed.chain or ()])
+
+
+def task_names(step: Step[Any]) -> list[str]:
+    """Of all tasks in it, in order."""
+    if isinstance(step, Signature):
+        return [step.name]
+    return [name for one in _inner(step) for name in task_names(one)]
+
+
+class Due(msgspec.Struct, frozen=True, kw_only=True):
+    """What is to be done about a schedule now.
+
+    Attributes:
+        tick: to be sent; None: only that `missed` ticks were missed is to be noted.
+        last: the tick up to which all is decided then.
+    """
+
+    tick: dt.datetime | None
+    last: dt.datetime
+    missed: int = 0
+
+
+def due(entry: Entry, schedule: Schedule, now: dt.datetime) -> Due | None:
+    """The next thing to be done, or None if nothing is due. `now`: by the store's clock, which may have gone back."""
+    first = schedule.next(entry.last)
+    if first is None or first > now:
+        return None
+    if (now - first).total_seconds() <= ON_TIME[0]:
+        return Due(tick=first, last=first)  # as nearly always
+    wanted = _first_wanted(entry, schedule, now)
+    if wanted is None:
+        last = _latest(schedule, entry.last, now) or first
+        return Due(tick=None, last=last, missed=_count(schedule, entry.last, last) + 1)
+    return Due(tick=wanted, last=wanted, missed=_count(schedule, entry.last, wanted))
+
+
+def _first_wanted(entry: Entry, schedule: Schedule, now: dt.datetime) -> dt.datetime | None:
+    """The first tick that is still to be sent: the first on time, if none is to be caught up."""
+    definition = entry.definition
+    if definition.catch_up == "all":
+        start = _grid(
+            schedule, entry.last, now - dt.timedelta(seconds=definition.window or WINDOWS["all"])
+        )
+        return next(iter(schedule.between(start, now)), None)
+    for tick in schedule.between(
+        _grid(schedule, entry.last, now - dt.timedelta(seconds=ON_TIME[1])), now
+    ):
+        if (now - tick).total_seconds() <= _on_time(schedule, tick):
+            return tick
+    if definition.catch_up == "skip":
+        return None
+    latest = _latest(schedule, entry.last, now)
+    window = definition.window or WINDOWS["latest"]
+    return latest if latest is not None and (now - latest).total_seconds() <= window else None
+
+
+def _on_time(schedule: Schedule, tick: dt.datetime) -> float:
+    """Seconds that a tick may be late without having been missed."""
+    following = schedule.next(tick)
+    least, most = ON_TIME
+    return most if following is None else max(least, min(most, (following - tick).total_seconds()))
+
+
+def _latest(schedule: Schedule, after: dt.datetime, now: dt.datetime) -> dt.datetime | None:
+    """The last tick behind `after` up to `now`."""
+    back = 60.0
+    while True:
+        start = _grid(schedule, after, now - dt.timedelta(seconds=back))
+        found = list(schedule.between(start, now))
+        if found or start <= after:
+            return found[-1] if found else None
+        back *= 60.0
+
+
+def _grid(schedule: Schedule, last: dt.datetime, wanted: dt.datetime) -> dt.datetime:
+    """A moment from which the same ticks follow as from `last`, as near as can be before `wanted`."""
+    if wanted <= last:
+        return last
+    if not schedule.every:
+        return wanted
+    return last.replace(microsecond=0) + (wanted - last) // dt.timedelta(
+        seconds=schedule.every
+    ) * dt.timedelta(seconds=schedule.every)
+
+
+def _count(schedule: Schedule, after: dt.datetime, before: dt.datetime) -> int:
+    """The ticks between the two, at most COUNTED."""
+    if schedule.every:
+        return max(
+            0, (before - after.replace(microsecond=0)) // dt.timedelta(seconds=schedule.every) - 1
+        )
+    count = 0
+    for tick in schedule.between(after, before):
+        if tick >= before or count >= COUNTED:
+            break
+        count += 1
+    return count
+
+
+def run_of(steps: Sequence[PlannedStep]) -> tuple[tuple[str, ...], ...]:
+    """The tasks of a workflow, step by step, as `is_over` takes them."""
+    return tuple((*step.leading, *step.uuids) for step in steps)
+
+
+def is_over(entry: Entry, states: dict[str, TaskState], now: dt.datetime) -> bool:
+    """Whether the last run has ended. `states`: those that there are of the tasks in `entry.run`."""
+    if entry.ran is None or (now - entry.ran).total_seconds() > LONGEST_RUN or not states:
+        return True
+    if not all(state.is_finished for state in states.values()):
+        return False
+    failed = any(state.state is State.FAILURE for state in states.values())
+    # All that is known is over, but the last step is not there yet: its message is just being sent.
+    return failed or all(uuid in states for uuid in entry.run[-1])

@@ -1,0 +1,449 @@
+"""The scheduler: sends what is due. Any number of them work on one store, without a leader (docs/explanation/periodic.md).
+
+A tick is one step of the store: "the record holds what I have read → it holds the next; and these messages are sent". Of all
+who have read the same, one gets it done.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import threading
+import uuid as _uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from machinery_py.app import NOTHING, Engine, Outgoing
+from machinery_py.backends.base import Amendment, tick_key
+from machinery_py.errors import (
+    BackendUnavailable,
+    BrokerUnavailable,
+    DecodeError,
+    MachineryError,
+    PublishUnknown,
+    ScheduleError,
+)
+from machinery_py.locks.base import go_lock_key
+from machinery_py.schedules.definition import (
+    MOST_WAITING,
+    Definition,
+    Due,
+    Entry,
+    decode_entry,
+    due,
+    encode_entry,
+    is_over,
+    run_of,
+    unpack_step,
+)
+from machinery_py.schedules.timetable import Schedule
+from machinery_py.tasks.signature import HEADER_SCHEDULE, HEADER_TICK, Signature
+from machinery_py.tasks.workflow import link
+from machinery_py.texts import get_logger
+
+logger = get_logger(__name__)
+
+LOOK_EVERY = 1.0  # seconds between two looks at the store; so late is a change seen
+LOOK_IDLE = 5.0  # the same while there is no schedule at all
+CLAIM = 10.0  # seconds that one scheduler may try to get Go's lock for a tick
+TROUBLE = 5.0  # seconds until a schedule is tried again that its store refuses
+SKEW = 1.0  # seconds that this clock may differ from the store's without a warning
+AT_ONCE = 1000  # ticks of one schedule that are sent before the others have their turn
+
+
+class Declared:
+    """The schedules that this program's code declares. May be used from any thread."""
+
+    def __init__(self) -> None:
+        self._definitions: dict[str, Definition] = {}
+        self._lock = threading.Lock()
+
+    def add(self, name: str, definition: Definition) -> None:
+        """
+        Raises:
+            ScheduleError: it can never be due, or the name is taken.
+        """
+        if not name:
+            raise ScheduleError(f"schedule {definition.spec!r}: it has no name")
+        definition.schedule(name)
+        with self._lock:
+            before = self._definitions.setdefault(name, definition)
+        if before is not definition and before != definition:
+            raise ScheduleError(
+                f"schedule {name!r} is declared already, as {before.spec!r} (give this one a name of its own)"
+            )
+
+    def all(self) -> Mapping[str, Definition]:
+        with self._lock:
+            return dict(self._definitions)
+
+    def __len__(self) -> int:
+        return len(self._definitions)
+
+
+@dataclass(slots=True)
+class Known:
+    """A record as it was read."""
+
+    body: bytes
+    entry: Entry
+    schedule: Schedule
+    due_at: dt.datetime | None  # None: never
+
+
+class Scheduler:
+    """Belongs to one thread at a time.
+
+    Args:
+        stopping: asked between two ticks; once it says True, `step` returns.
+    """
+
+    def __init__(
+        self, engine: Engine, declared: Declared, *, stopping: Callable[[], bool] = lambda: False
+    ) -> None:
+        self._engine = engine
+        self._stopping = stopping
+        self._declared = declared
+        self._synced = 0  # how many declarations the store has been told
+        self._known: dict[str, Known] = {}
+        self._unreadable: dict[str, bytes] = {}
+        self._version = self._era = ""
+        self._stale = True
+        self._read_at = 0.0
+        self._read_now = dt.datetime(1970, 1, 1, tzinfo=dt.timezone.utc)  # the store's time then
+        self._warned = False
+
+    # The round
+
+    def step(self) -> float:
+        """Send what is due. Returns the seconds after which it wants to be called again.
+
+        Raises:
+            Unsupported: the backend keeps no schedules.
+            MachineryError: the store does not answer; what is due stays due.
+        """
+        monotonic = self._engine.clock.monotonic()
+        look = LOOK_EVERY if self._known else LOOK_IDLE
+        if self._stale or monotonic - self._read_at >= look or len(self._declared) != self._synced:
+            self._read()
+        for _ in range(2):
+            for name in [
+                name
+                for name, known in self._known.items()
+                if known.due_at and known.due_at <= self.now()
+            ]:
+                self._try(name)
+            if not self._stale:
+                break
+            self._read()  # others were faster somewhere: see what they left
+        return self._pause()
+
+    def now(self) -> dt.datetime:
+        """By the store's clock."""
+        return self._read_now + dt.timedelta(seconds=self._engine.clock.monotonic() - self._read_at)
+
+    @property
+    def next_due(self) -> dt.datetime | None:
+        """When there is something to do, as far as it was read."""
+        return min((known.due_at for known in self._known.values() if known.due_at), default=None)
+
+    def refresh(self) -> None:
+        """Read what there is, and bring what code declares."""
+        self._stale = True
+        self._read()
+
+    def _pause(self) -> float:
+        look = LOOK_EVERY if self._known else LOOK_IDLE
+        left = self._read_at + look - self._engine.clock.monotonic()
+        next_due = self.next_due
+        if next_due is not None:
+            left = min(left, (next_due - self.now()).total_seconds())
+        return 0.0 if self._stale else max(0.0, left)
+
+    # What the store says
+
+    def _read(self) -> None:
+        records = self._engine.store.backend.records(self._version)
+        self._read_at, self._stale = (
+            self._engine.clock.monotonic(),
+            False,
+        )  # behind the answer: rather late than early
+        self._read_now = records.now
+        self._compare_clocks(records.now)
+        if records.bodies is not None:
+            self._version = records.version
+            self._take(records.bodies)
+        if records.era != self._era:
+            gone = sorted(
+                self._declared.all().keys() - self._known.keys() - self._unreadable.keys()
+            )
+            if self._era and gone:
+                logger.warning(
+                    "schedules were forgotten by the result backend, and are stored again: %s",
+                    ", ".join(gone),
+                )
+            self._era, self._synced = records.era, -1
+        if len(self._declared) != self._synced:
+            count = len(self._declared)
+            self._sync()
+            self._synced = count
+
+    def _compare_clocks(self, now: dt.datetime) -> None:
+        off = (self._engine.clock.now() - now).total_seconds()
+        if abs(off) > SKEW and not self._warned:
+            self._warned = True
+            logger.warning(
+                "this machine's clock is %.1f s %s the store's; schedules go by the store's",
+                abs(off),
+                "ahead of" if off > 0 else "behind",
+            )
+
+    def _take(self, bodies: Mapping[str, bytes]) -> None:
+        for name in [name for name in self._known if name not in bodies]:
+            del self._known[name]
+        for name, body in bodies.items():
+            known = self._known.get(name)
+            if (known is None or known.body != body) and self._unreadable.get(name) != body:
+                self._learn(name, body)
+
+    def _learn(self, name: str, body: bytes) -> None:
+        try:
+            entry = decode_entry(body)
+            before = self._known.get(name)
+            same = before is not None and before.entry.definition == entry.definition
+            schedule = (
+                before.schedule if same and before is not None else entry.definition.schedule(name)
+            )
+        except (DecodeError, ScheduleError) as error:
+            self._unreadable[name] = body
+            self._known.pop(name, None)
+            logger.error("schedule %s is left alone: %s", name, error)
+            return
+        self._known[name] = Known(body, entry, schedule, self._due_at(entry, schedule))
+
+    def _due_at(self, entry: Entry, schedule: Schedule) -> dt.datetime | None:
+        if entry.paused:
+            return None
+        following = schedule.next(entry.last)
+        if not entry.waiting:
+            return following
+        look = self.now() + dt.timedelta(seconds=LOOK_EVERY)  # whether the run before is over
+        return look if following is None else min(look, following)
+
+    # What code declares
+
+    def _sync(self) -> None:
+        """Bring what code declares to the store. Code wins where it has changed; what is paused stays paused."""
+        declared = self._declared.all()
+        for name, definition in declared.items():
+            # Another may be bringing it just now; one that cannot be read is a newer version's.
+            while name not in self._unreadable and not self._bring(name, definition):
+                self._version = ""
+                self._take(self._engine.store.backend.records().bodies or {})
+        for name, known in self._known.items():
+            if known.entry.declared and name not in declared:
+                logger.info("schedule %s is stored, and not declared by this program", name)
+
+    def _bring(self, name: str, definition: Definition) -> bool:
+        known = self._known.get(name)
+        digest = definition.digest
+        if known is None:
+            entry = new_entry(name, definition, self.now(), declared=digest)
+            return self._amend(name, None, entry)
+        before = known.entry
+        if before.declared == digest:
+            return True
+        logger.warning(
+            "schedule %s is changed by this program's code: %r (was %r)",
+            name,
+            definition.spec,
+            before.definition.spec,
+        )
+        return self._amend(
+            name, known, redefined(before, definition, self.now()).replace(declared=digest)
+        )
+
+    # What is due
+
+    def _try(self, name: str) -> None:
+        try:
+            self._work_on(name)
+        except (BrokerUnavailable, BackendUnavailable, PublishUnknown):
+            raise  # it concerns all of them
+        except MachineryError as error:
+            logger.error(
+                "schedule %s cannot be worked on, and is tried again in %g s: %s",
+                name,
+                TROUBLE,
+                error,
+            )
+            self._known[name].due_at = self.now() + dt.timedelta(seconds=TROUBLE)
+
+    def _work_on(self, name: str) -> None:
+        for _ in range(AT_ONCE):
+            known = self._known[name]
+            now = self.now()
+            if known.due_at is None or known.due_at > now or self._stopping():
+                return
+            if not self._act(known, now):
+                self._stale = True
+                return
+
+    def _act(self, known: Known, now: dt.datetime) -> bool:
+        """One step of one schedule. False: somebody else was faster."""
+        entry = known.entry
+        if entry.waiting and self._is_over(entry, now):
+            tick, *rest = entry.waiting
+            return self._send(known, entry.replace(waiting=tuple(rest)), tick)
+        step = due(entry, known.schedule, now)
+        if step is None:
+            known.due_at = self._due_at(entry, known.schedule)
+            return True
+        return self._take_step(known, step, now)
+
+    def _take_step(self, known: Known, step: Due, now: dt.datetime) -> bool:
+        entry = known.entry.replace(last=step.last, missed=known.entry.missed + step.missed)
+        if step.missed:
+            logger.warning("schedule %s: missed ticks: %d", entry.name, step.missed)
+        if step.tick is None:
+            return self._amend(entry.name, known, entry)
+        overlap = entry.definition.overlap
+        if overlap != "allow" and (entry.waiting or not self._is_over(entry, now)):
+            if overlap == "queue" and len(entry.waiting) < MOST_WAITING:
+                return self._amend(
+                    entry.name, known, entry.replace(waiting=(*entry.waiting, step.tick))
+                )
+            return self._amend(entry.name, known, entry.replace(held=entry.held + 1))
+        return self._send(known, entry, step.tick)
+
+    def _is_over(self, entry: Entry, now: dt.datetime) -> bool:
+        uuids = [uuid for step in entry.run for uuid in step]
+        return is_over(entry, self._engine.store.backend.get_states(uuids) if uuids else {}, now)
+
+    def _send(self, known: Known, entry: Entry, tick: dt.datetime) -> bool:
+        if self._engine.config.go_program:
+            return self._send_under_gos_lock(known, entry, tick)
+        return self._send_it(known, entry, tick)
+
+    def _send_under_gos_lock(self, known: Known, entry: Entry, tick: dt.datetime) -> bool:
+        """First one of us claims the tick, so that we do not keep each other from it; then it asks for Go's lock.
+
+        As in Go, a tick is lost if its scheduler dies between the lock and the sending. One that is so late that the next is
+        due is given up: Go's lock for it is over, so it may have been sent.
+        """
+        now, claimed = self.now(), entry.claimed
+        following = known.schedule.next(tick) or tick + dt.timedelta(days=1)
+        if following <= now:
+            return self._amend(entry.name, known, entry.replace(missed=entry.missed + 1))
+        if claimed is not None and (now - claimed).total_seconds() < CLAIM:
+            known.due_at = claimed + dt.timedelta(seconds=CLAIM)
+            return True
+        if not self._amend(entry.name, known, known.entry.replace(claimed=now)):
+            return False
+        known, entry = self._known[entry.name], entry.replace(claimed=None)
+        spec = entry.definition.spec
+        key = go_lock_key(self._engine.config.go_program, entry.name, spec)
+        if self._engine.stores.lock.go().lock_with_retries(
+            key, round(following.timestamp()) * 10**9
+        ):
+            return self._send_it(known, entry, tick)
+        return self._amend(entry.name, known, entry)
+
+    def _send_it(self, known: Known, entry: Entry, tick: dt.datetime) -> bool:
+        after, out = entry, NOTHING
+        try:
+            after, out = sending(self._engine, entry, tick)
+        except Exception as error:  # the pre-publish hook is user code; the others must not wait for it, nor it be tried for ever
+            logger.error(
+                "schedule %s: its tick at %s cannot be sent: %s",
+                entry.name,
+                tick.isoformat(),
+                error,
+                exc_info=not isinstance(error, MachineryError),
+            )
+        try:
+            if not self._amend(entry.name, known, after, out, tick):
+                return False
+        except MachineryError as error:
+            if not error.permanent:
+                raise
+            # Between two stores the tick is over by now, and what it sent has failed.
+            logger.error(
+                "schedule %s: what its tick at %s sends is refused: %s",
+                entry.name,
+                tick.isoformat(),
+                error,
+            )
+            return self._amend(entry.name, known, entry)
+        self._engine.tell_sent(out.signatures)
+        return True
+
+    def _amend(
+        self,
+        name: str,
+        known: Known | None,
+        entry: Entry,
+        out: Outgoing = NOTHING,
+        tick: dt.datetime | None = None,
+    ) -> bool:
+        body = encode_entry(entry)
+        self._stale = True  # until we know what became of it
+        if not amend(self._engine, name, known.body if known else None, body, entry.id, out, tick):
+            return False
+        self._stale = False
+        self._learn(name, body)
+        return True
+
+
+def new_entry(name: str, definition: Definition, now: dt.datetime, *, declared: str = "") -> Entry:
+    return Entry(
+        name=name, id=_uuid.uuid4().hex, definition=definition, last=now, declared=declared
+    )
+
+
+def redefined(entry: Entry, definition: Definition, now: dt.datetime) -> Entry:
+    """With another definition. If its times are others, it counts from now."""
+    old = entry.definition
+    times = (old.spec, old.tz, old.dst) != (definition.spec, definition.tz, definition.dst)
+    return entry.replace(definition=definition, last=max(entry.last, now) if times else entry.last)
+
+
+def sending(engine: Engine, entry: Entry, tick: dt.datetime) -> tuple[Entry, Outgoing]:
+    """What is sent at a tick, and the entry after it.
+
+    Raises:
+        ArgumentError, DecodeError: it cannot be sent.
+    """
+    plan = link(unpack_step(entry.definition.work), now=engine.clock.now())
+    first = [_told(signature, entry.name, tick) for signature in plan.first]
+    out = engine.outgoing(first, plan.groups, plan.awaited)
+    run = run_of(plan.steps) if entry.definition.overlap != "allow" else ()
+    return entry.replace(ran=tick, run=run, sent=entry.sent + 1), out
+
+
+def _told(signature: Signature[Any], name: str, tick: dt.datetime) -> Signature[Any]:
+    return signature.with_headers(**{HEADER_SCHEDULE: name, HEADER_TICK: tick.isoformat()})
+
+
+def amend(
+    engine: Engine,
+    name: str,
+    expected: bytes | None,
+    body: bytes | None,
+    id: str = "",
+    out: Outgoing = NOTHING,
+    tick: dt.datetime | None = None,
+) -> bool:
+    """Change a record, and send with it."""
+    key = tick_key(name, f"{id}/{tick.isoformat()}") if tick is not None else ""
+    return engine.store.amend(
+        Amendment(
+            name=name,
+            expected=expected,
+            body=body,
+            states=out.states,
+            groups=out.groups,
+            outbox_key=key,
+        ),
+        out.messages,
+    )

@@ -1,1 +1,0 @@
-"""A broker and a backend, changed together."""

@@ -1,0 +1,303 @@
+"""The contract that keeps tasks from being lost or doubled: submit, receive, settle.
+
+A settlement is everything that must become true when a delivery is over. Its invariants, on every store:
+
+- A message that was accepted is waiting, delayed, held, dead or done; never in two of these, never in none.
+- Of all deliveries of a message at most one settlement is SETTLED. A worker that lost its lease writes nothing.
+- State, callbacks, group arrival and the end of the delivery become true together (one store), or each of them
+  becomes true in the end (two stores, see outbox.py).
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import msgspec
+
+from machinery_py.backends.base import Amendment, Backend, Change, ReadyGroup, Verdict
+from machinery_py.brokers.base import Broker, Consumer, Delivery, Fate, Message
+from machinery_py.errors import (
+    BackendUnavailable,
+    MachineryError,
+    PublishRefused,
+    PublishUnknown,
+    StoreUnusable,
+    Unsupported,
+)
+from machinery_py.tasks.states import Arrival, GroupMeta, TaskState
+from machinery_py.texts import get_logger
+
+logger = get_logger(__name__)
+
+
+class Submission(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """Messages to be published, with the states and groups that go with them, all or none.
+
+    Attributes:
+        token: the same when the submission is repeated after a lost reply; it is then carried out once.
+        states: normally PENDING for each message.
+        replay: the states replace finished ones.
+    """
+
+    token: str
+    messages: Sequence[Message]
+    states: Sequence[TaskState] = ()
+    groups: Sequence[GroupMeta] = ()
+    replay: bool = False
+
+
+class Settlement(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """The end of a delivery and all that follows from it.
+
+    Attributes:
+        uuid, name: of the task; empty when the bytes were no signature.
+        states: the task's own first, then others that follow (PENDING of a callback, FAILURE of a chord).
+        send: callbacks, or the retry itself.
+        groups: that the messages in `send` belong to; created if they are not there.
+        eta, reason, error: for Fate.LATER and Fate.DEAD.
+    """
+
+    delivery: Delivery
+    uuid: str = ""
+    name: str = ""
+    fate: Fate = Fate.DONE
+    states: Sequence[TaskState] = ()
+    send: Sequence[Message] = ()
+    groups: Sequence[GroupMeta] = ()
+    arrivals: Sequence[Arrival] = ()
+    eta: dt.datetime | None = None
+    reason: str = ""
+    error: str = ""
+
+
+class Mark(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """RECEIVED, STARTED or progress of a delivery that is not over. Dropped if the delivery is not ours any more."""
+
+    delivery: Delivery
+    state: TaskState
+
+
+class Firing(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """The settling of a group: its callback is sent, or failed, once. Or the end of a task that no worker holds.
+
+    Attributes:
+        task_uuid: of the task, whose state is the first; then there is no group.
+    """
+
+    group_uuid: str = ""
+    task_uuid: str = ""
+    states: Sequence[TaskState] = ()
+    send: Sequence[Message] = ()
+    groups: Sequence[GroupMeta] = ()
+    arrivals: Sequence[Arrival] = ()
+
+
+def change_of(firing: Firing, outbox: Sequence[bytes] = ()) -> Change:
+    """What it changes in the backend."""
+    return Change(
+        key=firing.task_uuid or firing.group_uuid,
+        fires=firing.group_uuid,
+        states=firing.states,
+        groups=firing.groups,
+        arrivals=firing.arrivals,
+        outbox=outbox,
+    )
+
+
+class Refusal(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """What becomes true in place of a message that its store refuses for good.
+
+    Attributes:
+        states: FAILURE of its task first, with the message in it; then PENDING of what is sent.
+        queue: where the program keeps what has no other place.
+    """
+
+    states: Sequence[TaskState]
+    send: Sequence[Message] = ()
+    groups: Sequence[GroupMeta] = ()
+    arrivals: Sequence[Arrival] = ()
+    queue: str = ""
+
+
+Sending = TypeVar("Sending", Settlement, Firing)
+
+
+def in_place_of(sending: Sending, refusals: Sequence[Refusal]) -> Sending:
+    """The settlement or firing when all that it sends is refused for good: the rest stands, and these tasks have failed."""
+    failed = {message.uuid for message in sending.send}  # of a retry the task itself
+    own: list[TaskState] = [state for state in sending.states if state.task_uuid not in failed]
+    return msgspec.structs.replace(
+        sending,
+        states=(*own, *(state for one in refusals for state in one.states)),
+        send=[message for one in refusals for message in one.send],
+        groups=[group for one in refusals for group in one.groups],
+        arrivals=(*sending.arrivals, *(arrival for one in refusals for arrival in one.arrivals)),
+    )
+
+
+REASON_REFUSED = "refused"  # of the dead letter of such a message
+
+#: A store's trouble, which passes unless it is permanent.
+AWAY = (BackendUnavailable, PublishRefused, PublishUnknown, StoreUnusable)
+
+
+class Session(ABC):
+    """A worker's hold on a store. `receive` belongs to one thread; the rest may be called from any."""
+
+    @abstractmethod
+    def receive(self, limit: int, timeout: float, order: Sequence[str] = ()) -> list[Delivery]:
+        """As Consumer.receive, less the deliveries that were settled before: those are finished here and not handed out."""
+
+    def prepare(self, settlement: Settlement) -> None:  # noqa: B027 - most stores have nothing to gain
+        """Do what can be done before its turn to be settled comes. Called in the thread that ended it; raises nothing."""
+
+    @abstractmethod
+    def settle(
+        self, settlements: Sequence[Settlement], marks: Sequence[Mark] = ()
+    ) -> list[Verdict]:
+        """Make it all true, in as few round trips as the store allows. Returns a verdict for each settlement.
+
+        May be repeated with the same settlements after any error: what was settled then is ALREADY now.
+
+        Raises:
+            BrokerUnavailable, BackendUnavailable, StoreUnusable: some of it may have become true.
+        """
+
+    @abstractmethod
+    def run_begins(self, delivery: Delivery) -> None:
+        """As Consumer.run_begins."""
+
+    @abstractmethod
+    def run_ends(self, delivery: Delivery) -> None:
+        """As Consumer.run_ends."""
+
+    def is_lost(self, delivery: Delivery) -> bool:
+        """As Consumer.is_lost."""
+        del delivery
+        return False
+
+    @abstractmethod
+    def beat(self) -> bool:
+        """As Consumer.beat."""
+
+    @abstractmethod
+    def wake(self) -> None: ...
+
+    @abstractmethod
+    def close(self) -> None:
+        """As Consumer.close."""
+
+
+class ConsumerSession(Session):
+    """A session around a broker's consumer, which does all that concerns the deliveries alone."""
+
+    def __init__(self, consumer: Consumer) -> None:
+        self._consumer = consumer
+
+    def run_begins(self, delivery: Delivery) -> None:
+        self._consumer.run_begins(delivery)
+
+    def run_ends(self, delivery: Delivery) -> None:
+        self._consumer.run_ends(delivery)
+
+    def is_lost(self, delivery: Delivery) -> bool:
+        return self._consumer.is_lost(delivery)
+
+    def beat(self) -> bool:
+        return self._consumer.beat()
+
+    def wake(self) -> None:
+        self._consumer.wake()
+
+    def close(self) -> None:
+        self._consumer.close()
+
+
+class Store(ABC):
+    """A broker and a backend, changed together. All methods may be called from any thread."""
+
+    broker: Broker
+    backend: Backend
+    refusal: Callable[[Message, Exception], Refusal] | None = (
+        None  # the engine's, which knows what follows a failed task
+    )
+
+    def give_up(self, message: Message, error: Exception, *home: str) -> None:
+        """Keep a message that was refused for good among the dead letters: of `home`, the queue it was sent from, if there
+        is one and it can be used, else of another.
+
+        Raises:
+            BrokerUnavailable, PublishUnknown: nobody knows whether it is kept.
+        """
+        logger.error(
+            "task %s (%s) cannot be sent to %r, and has failed: %s",
+            message.uuid,
+            message.name,
+            message.queue,
+            error,
+            extra={"task_uuid": message.uuid},
+        )
+        bare = msgspec.structs.replace(message, body=b"")  # it may be too large for any queue
+        only = f"{error}; too large for a dead letter, only its state keeps it (machinery retry {message.uuid})"
+        for letter, text in ((message, str(error)), (bare, only)):
+            for queue in dict.fromkeys((*home, message.queue)):
+                try:
+                    self.broker.bury(letter, queue=queue, reason=REASON_REFUSED, error=text)
+                except MachineryError as refusal:
+                    if isinstance(refusal, AWAY) and not refusal.permanent:
+                        raise
+                    logger.debug("no dead letter of %s on %r: %s", message.uuid, queue, refusal)
+                else:
+                    return
+        logger.error(
+            "there is no dead letter of task %s: only its state keeps it, until that expires",
+            message.uuid,
+            extra={"task_uuid": message.uuid},
+        )
+
+    @abstractmethod
+    def submit(self, submission: Submission) -> None:
+        """Publish.
+
+        Raises:
+            PublishRefused: nothing is true.
+            PublishUnknown: it may be; submitting again with the same token is safe.
+        """
+
+    @abstractmethod
+    def open_session(self, queues: Sequence[str], *, worker: str) -> Session: ...
+
+    @abstractmethod
+    def fire(self, firing: Firing) -> bool:
+        """Settle a group, or end a task that no worker holds. True for one caller; for all others nothing is written."""
+
+    def amend(self, amendment: Amendment, send: Sequence[Message] = ()) -> bool:
+        """Change a record of the backend, and publish messages with it, as one step (two stores: the rest follows in any
+        case). True for one caller; for all who expected the same, later, nothing is written. As Backend.amend.
+        """
+        raise Unsupported(f"{type(self).__name__} keeps no schedules")
+
+    def publish_left(self, key: str) -> None:  # noqa: B027 - most stores keep no messages of their own
+        """Publish what an `amend` with this outbox key has left, if it was cut off between two stores.
+
+        Raises:
+            PublishRefused, BackendUnavailable: it is still left.
+        """
+
+    def ready_groups(self, limit: int = 100) -> list[ReadyGroup]:
+        """Groups that wait for `fire`: normally only those that completed just now."""
+        return self.backend.ready_groups(limit)
+
+    @abstractmethod
+    def tend(self) -> float:
+        """House-keeping of both; the seconds after which it wants to be called again."""
+
+    def attach(self, drain: Callable[[], object]) -> None:  # noqa: B027 - most stores leave running to workers
+        """Hand over a function that runs what is waiting. Only the eager store calls it, inside `submit`."""
+
+    def close(self) -> None:
+        self.broker.close()
+        self.backend.close()

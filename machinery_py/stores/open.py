@@ -1,0 +1,105 @@
+"""From a configuration to its stores. Stores are named here as strings, and loaded when a URL needs them."""
+
+from __future__ import annotations
+
+import importlib
+from typing import cast
+
+from machinery_py.clock import Clock
+from machinery_py.config.config import Config
+from machinery_py.config.urls import redact, scheme_of, split_urls
+from machinery_py.connections.forks import not_forking
+from machinery_py.errors import ConfigError
+from machinery_py.locks.base import Lock
+from machinery_py.stores.base import Store
+from machinery_py.stores.family import Family, FamilyOptions
+from machinery_py.stores.outbox import TwoStores
+
+#: URL scheme → what opens it.
+FAMILIES: dict[str, str] = {
+    "memory": "machinery_py.stores.memory:MemoryFamily",
+    "eager": "machinery_py.stores.eager:EagerFamily",
+    "sqlite": "machinery_py.stores.sqlite:SQLiteFamily",
+    "null": "machinery_py.stores.null:NullFamily",
+    "memcache": "machinery_py.stores.memcached:MemcacheFamily",
+    "redis": "machinery_py.stores.redis:open_redis",
+    "rediss": "machinery_py.stores.redis:open_redis",
+    "redis+socket": "machinery_py.stores.redis:open_redis",
+    "amqp": "machinery_py.stores.rabbitmq:AMQPFamily",
+    "amqps": "machinery_py.stores.rabbitmq:AMQPFamily",
+    "mongodb": "machinery_py.stores.mongodb:MongoDBFamily",
+    "mongodb+srv": "machinery_py.stores.mongodb:MongoDBFamily",
+}
+
+_SEVERAL = {FAMILIES["redis"], FAMILIES["amqp"]}  # these know what to do with several URLs
+
+
+def open_family(url: str, options: FamilyOptions) -> Family:
+    """The stores behind a URL; nothing is connected yet.
+
+    Raises:
+        ConfigError: the scheme is unknown, or there are several URLs of a store that takes one.
+    """
+    parts = split_urls(url, options.separator)
+    families = {FAMILIES.get(scheme_of(part), "") for part in parts}
+    if len(parts) > 1 and not (len(families) == 1 and families <= _SEVERAL):
+        shown = ", ".join(map(redact, parts))
+        raise ConfigError(
+            f"several URLs work with Redis or RabbitMQ only, all of one kind (found {shown})"
+        )
+    target = FAMILIES.get(scheme_of(url))
+    if target is None:
+        raise ConfigError(
+            f"URL {redact(url)!r}: unknown scheme (known: {', '.join(sorted(FAMILIES))})"
+        )
+    module, _, name = target.partition(":")
+    with not_forking():
+        family = getattr(importlib.import_module(module), name)
+    return cast(Family, family(url, options))
+
+
+class Stores:
+    """What one Server works with: its store, its lock, and the families that own their connections."""
+
+    def __init__(self, config: Config, clock: Clock) -> None:
+        options = FamilyOptions(
+            clock=clock,
+            lease=config.lease,
+            expire_in=float(config.results_expire_in),
+            timeout=config.publish_timeout,
+            separator=config.multiple_broker_separator,
+            strategy=config.broker_failover_strategy,
+            strict_durability=config.strict_durability,
+            redis=config.redis,
+            amqp=config.amqp,
+            mongodb=config.mongodb,
+            default_queue=config.default_queue,
+        )
+        self._families: dict[str, Family] = {}
+        for url in (config.broker, config.backend_url, config.lock_url):
+            if url and url not in self._families:
+                self._families[url] = open_family(url, options)
+        broker = self._families[config.broker]
+        backend = self._families[config.backend_url]
+        together = broker.together() if broker is backend else None
+        self.store: Store = together or TwoStores(broker.broker(), backend.backend(), clock)
+        self._lock_family = self._families.get(config.lock_url)
+        self._lock: Lock | None = None
+
+    @property
+    def lock(self) -> Lock:
+        """Raises ConfigError when neither the broker nor the backend can lock, and no other store was named for it."""
+        if self._lock_family is None:
+            raise ConfigError(
+                "lock: neither the broker nor the result backend gives out locks (set lock, for instance to "
+                "redis://host)"
+            )
+        if self._lock is None:
+            self._lock = self._lock_family.lock()
+        return self._lock
+
+    def close(self) -> None:
+        """Give everything back. May be called twice."""
+        self.store.close()
+        for family in self._families.values():
+            family.close()

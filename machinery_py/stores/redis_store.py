@@ -1,0 +1,210 @@
+"""Settlement where broker and backend are one Redis: one script, and one round trip, for each batch.
+
+A delivery is removed from this session's hold before anything is written for it. If it was not there, the lease is lost: that
+is lease, acknowledgement and fence at once. The steps and their crash points: docs/explanation/redis-protocol.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from machinery_py.backends.base import Amendment, Verdict
+from machinery_py.backends.redis.backend import VERDICTS, RedisBackend
+from machinery_py.backends.redis.documents import Changes, packed_states
+from machinery_py.brokers.base import Delivery, Fate, Message
+from machinery_py.brokers.redis.broker import RedisBroker
+from machinery_py.brokers.redis.consumer import RedisConsumer, end_of
+from machinery_py.brokers.redis.messages import Queues, packed
+from machinery_py.connections.redis.scripts import pack
+from machinery_py.errors import BrokerUnavailable, PublishUnknown
+from machinery_py.stores import redis_amend, redis_scripts
+from machinery_py.stores.base import (
+    ConsumerSession,
+    Firing,
+    Mark,
+    Session,
+    Settlement,
+    Store,
+    Submission,
+)
+from machinery_py.stores.transactional import disposal_of, mark_of
+from machinery_py.tasks.states import State
+
+BUSY = 32  # settlements and marks in a batch from which RECEIVED is not written
+
+
+class RedisStore(Store):
+    """A broker and a backend on one server."""
+
+    def __init__(self, broker: RedisBroker, backend: RedisBackend) -> None:
+        if broker.driver is not backend.driver:
+            raise ValueError("a RedisStore needs a broker and a backend of one driver")
+        self.broker = broker
+        self.backend = backend
+        self.messages = broker
+        self.states = backend
+        self.driver = broker.driver
+
+    def submit(self, submission: Submission) -> None:
+        queues = Queues()
+        rows = [packed(message, queues) for message in submission.messages]
+        change = Changes(self.states.now(), self.states.seconds)
+        if submission.states or submission.groups:
+            change.add(
+                key=f"submit {submission.token}",
+                states=submission.states,
+                groups=submission.groups,
+                force=submission.replay,
+            )
+        argument = pack(
+            (
+                self.driver.now(),
+                self.states.seconds,
+                submission.token,
+                queues.keys,
+                rows,
+                change.changes,
+                change.states,
+            )
+        )
+        rung = self.driver.run(
+            redis_scripts.SUBMIT,
+            argument,
+            doing="publishing",
+            away=BrokerUnavailable,
+            again=bool(submission.token),
+            lost=PublishUnknown,
+        )
+        if rung:
+            self.driver.unblock(rung)
+
+    def open_session(self, queues: Sequence[str], *, worker: str) -> Session:
+        return RedisSession(self, self.messages.consume(queues, worker=worker))
+
+    def fire(self, firing: Firing) -> bool:
+        queues = Queues()
+        rows = [packed(message, queues) for message in firing.send]
+        change = Changes(self.states.now(), self.states.seconds)
+        change.add(
+            key=firing.task_uuid or firing.group_uuid,
+            fires=firing.group_uuid,
+            states=firing.states,
+            groups=firing.groups,
+            arrivals=firing.arrivals,
+        )
+        argument = pack(
+            (
+                self.driver.now(),
+                self.states.seconds,
+                queues.keys,
+                rows,
+                change.changes,
+                change.states,
+            )
+        )
+        rung = self.driver.run(
+            redis_scripts.FIRE,
+            argument,
+            doing="settling a group or a task",
+            away=BrokerUnavailable,
+            again=False,
+        )
+        if rung is None:
+            return False
+        self.driver.unblock(rung)
+        return True
+
+    def amend(self, amendment: Amendment, send: Sequence[Message] = ()) -> bool:
+        queues = Queues()
+        rows = [packed(message, queues) for message in send]
+        argument = pack((*self.states.packed_amendment(amendment), queues.keys, rows))
+        rung = self.driver.run(
+            redis_amend.AMEND, argument, doing="changing a schedule", away=BrokerUnavailable
+        )
+        if rung is None:
+            return False
+        self.driver.unblock(rung)
+        return True
+
+    def tend(self) -> float:
+        return min(self.broker.tend(), self.backend.tend())
+
+
+class RedisSession(ConsumerSession):
+    """A consumer of the one store."""
+
+    def __init__(self, store: RedisStore, consumer: RedisConsumer) -> None:
+        self._store = store
+        super().__init__(consumer)
+        self._consumer: RedisConsumer = consumer
+        self.receive = consumer.receive  # type: ignore[method-assign]  # nothing to add on the hot path
+        # With their packed states, by id.
+        self._prepared: dict[int, tuple[Settlement, list[object]]] = {}
+
+    def receive(self, limit: int, timeout: float, order: Sequence[str] = ()) -> list[Delivery]:
+        return self._consumer.receive(limit, timeout, order)
+
+    def prepare(self, settlement: Settlement) -> None:
+        backend = self._store.states
+        if settlement.states:
+            try:
+                packed = packed_states(settlement.states, backend.now(), backend.seconds)
+            except Exception:  # `settle` raises it, where it is dealt with
+                return
+            self._prepared[id(settlement)] = settlement, packed
+
+    def settle(
+        self, settlements: Sequence[Settlement], marks: Sequence[Mark] = ()
+    ) -> list[Verdict]:
+        backend, driver = self._store.states, self._store.driver
+        consumer, prepared = self._consumer, self._prepared
+        place_of = consumer.place_of
+        queues = Queues(consumer.queues)
+        changes = Changes(backend.now(), backend.seconds)
+        ends: list[object] = []
+        for one in settlements:
+            change = (
+                changes.add(
+                    key=one.uuid,
+                    mark=mark_of(one.delivery),
+                    states=one.states,
+                    groups=one.groups,
+                    arrivals=one.arrivals,
+                    packed=prepared.pop(id(one), (one, None))[1],
+                )
+                if one.states or one.groups or one.arrivals
+                else 0
+            )
+            if one.send or one.fate is not Fate.DONE:
+                fate, due, head = end_of(disposal_of(one))
+                send = [packed(message, queues) for message in one.send]
+                ends += (*place_of(one.delivery), fate, change, (due, head, send))
+            else:
+                ends += (*place_of(one.delivery), "done", change, False)
+        # Who holds this much in advance has short tasks: STARTED or the end follows within the receiver's prefetch window.
+        busy = len(settlements) + len(marks) >= BUSY
+        seen: list[object] = []
+        for mark in marks:
+            if not busy or mark.state.state is not State.RECEIVED:
+                change = changes.add(key=mark.state.task_uuid, states=(mark.state,))
+                seen += (*place_of(mark.delivery), change)
+        if not ends and not seen:
+            return []
+        argument = pack(
+            (
+                driver.now(),
+                backend.seconds,
+                consumer.session,
+                queues.keys,
+                ends,
+                seen,
+                changes.changes,
+                changes.states,
+            )
+        )
+        letters, rung = driver.run(
+            redis_scripts.SETTLE, argument, doing="settling", away=BrokerUnavailable
+        )
+        if rung:
+            driver.unblock(rung)
+        return [VERDICTS[letter] for letter in letters]

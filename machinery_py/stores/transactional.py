@@ -1,0 +1,149 @@
+"""Settlement where broker and backend are one store with transactions: one transaction for each batch.
+
+The delivery is removed from our hold first, inside the transaction. If it was not there, the lease is lost, and nothing of
+the settlement is written: that is lease, acknowledgement and fence at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+
+from machinery_py.backends.base import ALREADY, FENCED, SETTLED, Amendment, Backend, Change, Verdict
+from machinery_py.brokers.base import Broker, Consumer, Delivery, Disposal, Message
+from machinery_py.stores.base import (
+    ConsumerSession,
+    Firing,
+    Mark,
+    Session,
+    Settlement,
+    Store,
+    Submission,
+    change_of,
+)
+
+Transaction = Callable[[], contextlib.AbstractContextManager[object]]
+
+
+def mark_of(delivery: Delivery) -> str:
+    """Names one delivery in the backend, so that our own repeat is told from somebody else's work."""
+    return f"{delivery.receipt}/{delivery.fence}"
+
+
+def disposal_of(settlement: Settlement) -> Disposal:
+    return Disposal(
+        delivery=settlement.delivery,
+        fate=settlement.fate,
+        eta=settlement.eta,
+        reason=settlement.reason,
+        error=settlement.error,
+        uuid=settlement.uuid,
+        name=settlement.name,
+    )
+
+
+class OneStore(Store):
+    """A broker and a backend that share `transaction`, which a thread that is inside it may enter again."""
+
+    def __init__(self, broker: Broker, backend: Backend, transaction: Transaction) -> None:
+        self.broker = broker
+        self.backend = backend
+        self._transaction = transaction
+
+    def submit(self, submission: Submission) -> None:
+        with self._transaction():
+            if self.broker.put(submission.messages, token=submission.token) and (
+                submission.states or submission.groups
+            ):
+                # One change for all, so that states and groups of a batch are loaded and saved together.
+                self.backend.apply(
+                    [
+                        Change(
+                            key=f"submit {submission.token}",
+                            states=submission.states,
+                            groups=submission.groups,
+                            force=submission.replay,
+                        )
+                    ]
+                )
+
+    def open_session(self, queues: Sequence[str], *, worker: str) -> Session:
+        return OneSession(self, self.broker.consume(queues, worker=worker), self._transaction)
+
+    def fire(self, firing: Firing) -> bool:
+        with self._transaction():
+            if self.backend.apply([change_of(firing)]) != [SETTLED]:
+                return False
+            if firing.send:
+                self.broker.put(firing.send, token="")
+            return True
+
+    def amend(self, amendment: Amendment, send: Sequence[Message] = ()) -> bool:
+        with self._transaction():
+            if not self.backend.amend(amendment):
+                return False
+            if send:
+                self.broker.put(send, token="")
+            return True
+
+    def tend(self) -> float:
+        return min(self.broker.tend(), self.backend.tend())
+
+
+class OneSession(ConsumerSession):
+    """A consumer of the one store."""
+
+    def __init__(self, store: OneStore, consumer: Consumer, transaction: Transaction) -> None:
+        self._store = store
+        super().__init__(consumer)
+        self._transaction = transaction
+        self.receive = consumer.receive  # type: ignore[method-assign]  # nothing to add on the hot path
+
+    def receive(self, limit: int, timeout: float, order: Sequence[str] = ()) -> list[Delivery]:
+        return self._consumer.receive(limit, timeout, order)
+
+    def settle(
+        self, settlements: Sequence[Settlement], marks: Sequence[Mark] = ()
+    ) -> list[Verdict]:
+        with self._transaction():
+            if marks:
+                self._mark(marks)
+            ours = self._consumer.dispose([disposal_of(settlement) for settlement in settlements])
+            held = [settlement for settlement, mine in zip(settlements, ours, strict=True) if mine]
+            applied = iter(self._store.backend.apply([_change(settlement) for settlement in held]))
+            verdicts: list[Verdict] = []
+            send: list[Message] = []
+            for settlement, mine in zip(settlements, ours, strict=True):
+                verdict = next(applied) if mine else self._not_ours(settlement)
+                if verdict is SETTLED:
+                    send.extend(settlement.send)
+                verdicts.append(verdict)
+            if send:
+                self._store.broker.put(send, token="")
+            return verdicts
+
+    def _mark(self, marks: Sequence[Mark]) -> None:
+        ours = self._consumer.holds([mark.delivery for mark in marks])
+        self._store.backend.apply(
+            [
+                Change(key=mark.state.task_uuid, states=(mark.state,))
+                for mark, mine in zip(marks, ours, strict=True)
+                if mine
+            ]
+        )
+
+    def _not_ours(self, settlement: Settlement) -> Verdict:
+        if not settlement.states:
+            return FENCED
+        done = self._store.backend.settled_by([settlement.uuid]) == [mark_of(settlement.delivery)]
+        return ALREADY if done else FENCED
+
+
+def _change(settlement: Settlement) -> Change:
+    return Change(
+        key=settlement.uuid,
+        mark=mark_of(settlement.delivery),
+        states=settlement.states,
+        groups=settlement.groups,
+        arrivals=settlement.arrivals,
+    )

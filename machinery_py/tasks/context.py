@@ -1,0 +1,186 @@
+"""What a running task can ask and say about itself."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import datetime as dt
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from typing import Any, TypeVar
+
+from machinery_py.errors import MachineryError, TimeLimitExceeded
+from machinery_py.tasks.signature import Signature
+
+INTERRUPTIBLE = True  # calls user code and takes no lock, see worker/executors.py
+
+T = TypeVar("T")
+
+PROGRESS_INTERVAL = (
+    0.1  # seconds; progress reported more often than that is kept back, but for the last
+)
+
+Report = Callable[[float, float], None]
+
+
+class Context:
+    """A running task, from the inside. Belongs to one run; may be used from any thread of it.
+
+    Attributes:
+        signature: as it came.
+        queue: that it came from.
+        worker: the name of the worker that runs it.
+    """
+
+    __slots__ = (
+        "_cancelled",
+        "_delivery",
+        "_epoch",
+        "_last_report",
+        "_report",
+        "_time_is_up",
+        "queue",
+        "signature",
+        "worker",
+    )
+
+    def __init__(
+        self,
+        signature: Signature[Any],
+        *,
+        queue: str,
+        delivery: int,
+        worker: str,
+        report: Report | None,
+        epoch: int = 0,
+    ) -> None:
+        self.signature = signature
+        self.queue = queue
+        self._delivery = delivery
+        self._epoch = epoch
+        self.worker = worker
+        self._report = report
+        self._cancelled = False
+        self._time_is_up = False
+        self._last_report = 0.0
+
+    @property
+    def uuid(self) -> str:
+        """The same on every attempt: an idempotency key for what the task does outside."""
+        return self.signature.uuid
+
+    @property
+    def name(self) -> str:
+        return self.signature.name
+
+    @property
+    def attempt(self) -> int:
+        """Which try this is: 1 for the first."""
+        return self.signature.attempt
+
+    @property
+    def retries_left(self) -> int:
+        return self.signature.retry_count
+
+    @property
+    def headers(self) -> Mapping[str, Any]:
+        return self.signature.headers
+
+    @property
+    def eta(self) -> dt.datetime | None:
+        return self.signature.eta
+
+    @property
+    def is_redelivery(self) -> bool:
+        """Whether this run may be a repeat: an earlier delivery of the same message ended without a verdict."""
+        return self._delivery > 1
+
+    @property
+    def fence(self) -> int:
+        """Grows with every run and every delivery of the task; pass it to systems that can refuse an older number."""
+        return self.signature.run << 32 | (self._epoch or self._delivery)
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether the task is asked to stop: it was revoked, its lease was lost, or its time is up."""
+        return self._cancelled
+
+    def cancel(self, *, time_is_up: bool = False) -> None:
+        """Ask the task to stop. It has to look at `cancelled`."""
+        self._cancelled = True
+        self._time_is_up = time_is_up
+
+    def check_time(self) -> None:
+        """
+        Raises:
+            TimeLimitExceeded: the time of the task is up.
+        """
+        if self._time_is_up:
+            raise TimeLimitExceeded(f"task {self.name} {self.uuid}: its time limit is over")
+
+    def progress(self, done: float, total: float) -> None:
+        """Let others see how far it is: `result.get_state().progress`. Cheap enough to be called in a loop."""
+        if self._report is None:
+            return
+        now = time.monotonic()
+        if now - self._last_report >= PROGRESS_INTERVAL or done >= total:
+            self._last_report = now
+            self._report(done, total)
+
+    def track(self, items: Iterable[T], total: float | None = None) -> Iterator[T]:
+        """The items, one by one, with progress reported after each.
+
+        Args:
+            total: how many there are, if the items do not know it themselves.
+        """
+        if total is None:
+            total = len(items) if isinstance(items, Sized) else 0
+        for done, item in enumerate(items, 1):
+            yield item
+            self.progress(done, max(done, total))
+
+
+_current: contextvars.ContextVar[Context] = contextvars.ContextVar("machinery_task")
+
+enter = _current.set
+leave = _current.reset
+
+
+@contextlib.contextmanager
+def on_behalf_of(signature: Signature[Any], *, queue: str, worker: str = "") -> Iterator[None]:
+    """Make it the current task while what follows from its end is made and passes the pre-publish hook.
+
+    In a context of its own: the time of the one that ran may be up, and what the hook does must not be stopped by that.
+    """
+    token = enter(Context(signature, queue=queue, delivery=1, worker=worker, report=None))
+    try:
+        yield
+    finally:
+        leave(token)
+
+
+def current_task() -> Context:
+    """The task that runs here; in the pre-publish hook, also the one that has ended, and sends its callbacks or its retry.
+
+    Raises:
+        MachineryError: none does.
+    """
+    try:
+        return _current.get()
+    except LookupError:
+        raise MachineryError("current_task() was called outside a running task") from None
+
+
+def task_or_none() -> Context | None:
+    return _current.get(None)
+
+
+def check_time() -> None:
+    """Called where this library may wait or take locks: a task is not interrupted from outside there (worker/executors.py).
+
+    Raises:
+        TimeLimitExceeded: a task runs here, and its time is up.
+    """
+    task = _current.get(None)
+    if task is not None:
+        task.check_time()

@@ -1,0 +1,426 @@
+"""What is to be called: Arg and Signature, Go Machinery's records in Python.
+
+A Signature is a value: it never changes. `replace`, `then` and `catch` return new ones.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import itertools
+import os
+from collections.abc import Coroutine, Generator, Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Generic, Protocol, TypeVar, cast, overload
+
+import msgspec
+from msgspec.structs import force_setattr
+
+from machinery_py.errors import WorkflowError
+from machinery_py.values.values import describe
+
+R = TypeVar("R", covariant=True)
+S = TypeVar("S")
+
+# What we add to a message travels in Headers, as strings; Go keeps them.
+HEADER_RUN = "machinery_run"  # how many runs ended before this one, retries of every kind
+HEADER_ATTEMPT = (
+    "machinery_attempt"  # which try this is, 1 for the first; RetryTaskLater does not count
+)
+HEADER_EXPIRES = "machinery_expires"  # unix seconds; not started after that
+HEADER_DELAY = "machinery_delay"  # of what is not sent yet: seconds from the sending to its ETA
+HEADER_EXPIRES_IN = (
+    "machinery_expires_in"  # of what is not sent yet: seconds from the sending to machinery_expires
+)
+HEADER_UNIQUE = "machinery_unique"  # the key that a unique task holds, hashed; "" for none, whatever the task says
+HEADER_UNIQUE_START = (
+    "machinery_unique_start"  # what becomes of the key when the task starts: "free" or "keep"
+)
+HEADER_ON_DUPLICATE = "machinery_on_duplicate"  # for the sender: what to do when the key is held
+HEADER_COLLECT = "machinery_collect"  # on a chord's callback: all results as one list
+HEADER_LAST = (
+    "machinery_last"  # on a step of a chain: the UUID of the last one, which fails with it
+)
+HEADER_SCHEDULE = "machinery_schedule"  # the name of the schedule that sent it
+HEADER_TICK = "machinery_tick"  # the time at which that was due
+
+
+class Arg(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """One argument or result, under Go's type name.
+
+    Attributes:
+        type: one of Go's names (`int64`, `[]string`, …), or ours: `json` and `py` (see docs/reference/types.md).
+        value: what JSON has; bytes for the byte types. From the wire it is as it came, checked when the task is called.
+        name: ignored by Go; for us the name of a keyword-only parameter.
+    """
+
+    type: str
+    value: Any
+    name: str = ""
+
+    @classmethod
+    def of(cls, value: Any, *, name: str = "") -> Arg:
+        """The value under the type that it has by nature.
+
+        Raises:
+            ArgumentError: it is nothing that can be sent.
+        """
+        type_name, wire_value = describe(value)
+        return cls(type=type_name, value=wire_value, name=name)
+
+
+class Result(Protocol[R]):
+    """What `Signature.send` returns: see results.AsyncResult."""
+
+    @property
+    def uuid(self) -> str: ...
+    def get(self, timeout: float | None = None) -> R: ...
+    def touch(self) -> R | None: ...
+    def is_finished(self) -> bool: ...
+    async def get_async(self, timeout: float | None = None) -> R: ...
+    def touch_async(self) -> Coroutine[Any, Any, R | None]: ...
+    def is_finished_async(self) -> Coroutine[Any, Any, bool]: ...
+    def __await__(self) -> Generator[Any, None, R]: ...
+
+
+class ChainedResult(Result[R], Protocol[R]):
+    """What `Chain.send` returns: see results.ChainResult."""
+
+    @property
+    def steps(self) -> Sequence[Result[Any]]: ...
+
+
+class Sender(Protocol):
+    """What a signature or workflow needs of a Server to be sent."""
+
+    def send(self, step: Step[Any]) -> Result[Any]: ...
+    def send_async(self, step: Step[Any]) -> Coroutine[Any, Any, Result[Any]]: ...
+
+
+class Step(Generic[R]):
+    """What can stand in a chain: a Signature, a Group, a Chain."""
+
+    __slots__ = ()
+    is_group: ClassVar[bool] = False
+
+    def __or__(self, other: Step[S]) -> Chain[S]:
+        return Chain((self, other))
+
+
+class Chain(Step[R]):
+    """Steps that run one after the other, each result going to the end of the next one's arguments.
+
+    A group may be a step: its members get the result of the step before, the step behind it gets all their results.
+
+    Raises:
+        WorkflowError: it has no step, or a group directly behind a group.
+    """
+
+    __slots__ = ("steps",)
+
+    def __init__(self, steps: Sequence[Step[Any]]) -> None:
+        flat = [
+            inner
+            for step in steps_of(steps)
+            for inner in (step.steps if isinstance(step, Chain) else (step,))
+        ]
+        if not flat:
+            raise WorkflowError("a chain needs at least one step: this one is empty")
+        if any(step.is_group and after.is_group for step, after in itertools.pairwise(flat)):
+            raise WorkflowError(
+                "a group stands directly behind a group: put a task between them, to gather the results"
+            )
+        self.steps: tuple[Step[Any], ...] = tuple(flat)
+
+    def send(self) -> ChainedResult[R]:
+        """Publish it through the Server whose tasks it is made of."""
+        return cast("ChainedResult[R]", sender_of(self.steps).send(self))
+
+    async def send_async(self) -> ChainedResult[R]:
+        """`send` for coroutines."""
+        return cast("ChainedResult[R]", await sender_of(self.steps).send_async(self))
+
+    def __repr__(self) -> str:
+        return " | ".join(repr(step) for step in self.steps)
+
+
+def steps_of(given: Iterable[Any]) -> list[Step[Any]]:
+    """The steps, each of which is one.
+
+    Raises:
+        WorkflowError: one is something else.
+    """
+    steps = list(given)
+    for step in steps:
+        if not isinstance(step, Step):
+            name = getattr(step, "name", "")
+            call = (
+                f"; of a task: {name}.signature(…) or {name}.partial(…)"
+                if name and hasattr(step, "signature")
+                else ""
+            )
+            raise WorkflowError(
+                f"{step!r} is no step of a workflow (expected a signature, chain or group{call})"
+            )
+    return steps
+
+
+def callbacks_of(given: Iterable[Any]) -> Iterator[Signature[Any]]:
+    """The signatures that a worker sends for these: of a chain the first step, to which the others are callbacks; of a group the
+    members.
+
+    Raises:
+        WorkflowError: one is no step, or waits for a group.
+    """
+    for step in given:
+        if isinstance(step, Signature):
+            yield step
+        elif isinstance(step, Iterable) and not isinstance(step, str | bytes):
+            yield from callbacks_of(step)
+        else:
+            after: tuple[Signature[Any], ...] = ()
+            [checked] = steps_of([step])
+            inner = checked.steps if isinstance(checked, Chain) else [checked]
+            for one in reversed(inner):
+                if one.is_group and after:
+                    raise WorkflowError(
+                        f"{step!r} cannot be a callback: a task in it waits for a group (put all of it into one "
+                        "chain: chain(task, group(…), …))"
+                    )
+                heads = tuple(
+                    callbacks_of(cast("Chain[Any]", one).steps)
+                    if one.is_group
+                    else callbacks_of((one,))
+                )
+                after = tuple(head.then(*after) for head in heads) if after else heads
+            yield from after
+
+
+def sender_of(steps: Sequence[Step[Any]]) -> Sender:
+    """The Server of the first step that has one.
+
+    Raises:
+        WorkflowError: all were made by hand.
+    """
+    waiting = list(reversed(steps))
+    while waiting:
+        step = waiting.pop()
+        if isinstance(step, Signature):
+            if step.sender is not None:
+                return step.sender
+        else:
+            waiting.extend(reversed(cast("Chain[Any]", step).steps))  # or a Group's
+    raise WorkflowError(
+        "these signatures belong to no Server (use server.send_chain, send_group or send_chord)"
+    )
+
+
+class Lazy(Sequence["Signature[Any]"]):
+    """Nested signatures from the wire, decoded when they are first looked at.
+
+    A chain of 5,000 steps is nested 10,000 levels deep; a worker needs the first two.
+    """
+
+    __slots__ = ("_decode", "_items", "raw")
+
+    def __init__(self, raw: bytes, decode: Any) -> None:
+        self.raw = raw
+        self._decode = decode
+        self._items: tuple[Signature[Any], ...] | None = None
+
+    def _load(self) -> tuple[Signature[Any], ...]:
+        items = self._items
+        if items is None:
+            items = self._items = self._decode(self.raw)
+        return items
+
+    @overload
+    def __getitem__(self, index: int) -> Signature[Any]: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Signature[Any]]: ...
+    def __getitem__(self, index: int | slice) -> Signature[Any] | Sequence[Signature[Any]]:
+        return self._load()[index]
+
+    def __len__(self) -> int:
+        return len(self._load())
+
+    def __bool__(self) -> bool:
+        # Asked often, and the wire makes none that is empty: no reason to unpack a chain of thousands.
+        return self._items is None or bool(self._items)
+
+    def __iter__(self) -> Iterator[Signature[Any]]:
+        return iter(self._load())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(self.raw)
+
+    def __repr__(self) -> str:
+        return f"Lazy({len(self.raw)} bytes)"
+
+
+class Signature(msgspec.Struct, Step[R], frozen=True, kw_only=True, gc=False):
+    """One call that is to be made. The fields are those of Go Machinery's Signature; see docs/reference/wire-format.md.
+
+    Attributes:
+        name: the task's name.
+        uuid: of the task; empty until it is sent, unless you choose it.
+        routing_key: the queue; empty is the default queue.
+        eta: aware; not run before.
+        headers: strings, kept by every worker on the way.
+        immutable: on a step of a chain: its result is not passed on; on a chord's callback: it takes no results.
+        retry_count: tries left after the first.
+        retry_timeout: seconds waited before this try; Go's Fibonacci goes on from it.
+        on_success: sent when the task succeeds, its results as their last arguments.
+        on_error: sent when the task fails for good, the error text as their first argument.
+        chord_callback: sent when every member of this task's group has succeeded.
+        extra: keys that a newer or other program put into the message, kept as they came.
+    """
+
+    name: str
+    args: Sequence[Arg] = ()
+    uuid: str = ""
+    routing_key: str = ""
+    eta: dt.datetime | None = None
+    group_uuid: str = ""
+    group_task_count: int = 0
+    headers: Mapping[str, Any] = {}
+    priority: int = 0
+    immutable: bool = False
+    retry_count: int = 0
+    retry_timeout: int = 0
+    on_success: Sequence[Signature[Any]] = ()
+    on_error: Sequence[Signature[Any]] = ()
+    chord_callback: Signature[Any] | None = None
+    broker_message_group_id: str = ""
+    sqs_receipt_handle: str = ""
+    stop_task_deletion_on_error: bool = False
+    ignore_when_task_not_registered: bool = False
+    extra: Mapping[str, Any] = {}
+    sender: Sender | None = None
+
+    def __post_init__(self) -> None:
+        # A list would let a value change after it was made.
+        if type(self.args) is list:
+            force_setattr(self, "args", tuple(self.args))
+        if type(self.on_success) is list:
+            force_setattr(self, "on_success", tuple(self.on_success))
+        if type(self.on_error) is list:
+            force_setattr(self, "on_error", tuple(self.on_error))
+
+    @staticmethod
+    def of(name: str, /, *args: Any, **kwargs: Any) -> Signature[Any]:
+        """A call of a task that only another service has; nothing is checked against its parameters.
+
+        Keyword arguments travel as named args, which a Python worker gives to keyword-only parameters.
+
+        Raises:
+            ArgumentError: a value cannot be sent.
+        """
+        positional = tuple(Arg.of(value) for value in args)
+        named = tuple(Arg.of(value, name=key) for key, value in kwargs.items())
+        return Signature(name=name, args=positional + named)
+
+    def replace(self, **changes: Any) -> Signature[R]:
+        """The same signature with other values in the named fields."""
+        return msgspec.structs.replace(self, **changes)
+
+    def then(self, *callbacks: Step[Any] | Iterable[Step[Any]]) -> Signature[R]:
+        """With further callbacks for success; each gets the results as its last arguments.
+
+        Raises:
+            WorkflowError: one is no signature, chain or group, or a chain that waits for a group.
+        """
+        return self.replace(on_success=(*self.on_success, *callbacks_of(callbacks)))
+
+    def catch(self, *callbacks: Step[Any] | Iterable[Step[Any]]) -> Signature[R]:
+        """With further callbacks for the final failure; each gets the error text as its first argument. Raises as `then`."""
+        return self.replace(on_error=(*self.on_error, *callbacks_of(callbacks)))
+
+    def with_args(self, *, before: Sequence[Arg] = (), after: Sequence[Arg] = ()) -> Signature[R]:
+        """With more arguments around those it has."""
+        return self.replace(args=(*before, *self.args, *after))
+
+    def with_uuid(self, prefix: str = "task_") -> Signature[R]:
+        """With a UUID, if it has none yet."""
+        return self if self.uuid else self.replace(uuid=new_uuid(prefix))
+
+    def with_headers(self, **headers: str) -> Signature[R]:
+        return self.replace(headers={**self.headers, **headers})
+
+    def send(self) -> Result[R]:
+        """Publish it through the Server whose task made it.
+
+        Raises:
+            WorkflowError: it was made by hand; use `server.send_task(signature)`.
+            PublishRefused, PublishUnknown: as Server.send_task.
+        """
+        return sender_of((self,)).send(self)
+
+    async def send_async(self) -> Result[R]:
+        """`send` for coroutines."""
+        return await sender_of((self,)).send_async(self)
+
+    @property
+    def attempt(self) -> int:
+        """Which try this is: 1 for the first. Go workers do not count, so after one of theirs it stays as it was."""
+        return _number(self.headers, HEADER_ATTEMPT, 1)
+
+    @property
+    def run(self) -> int:
+        """How many runs of this task ended in RETRY before this one."""
+        return _number(self.headers, HEADER_RUN, 0)
+
+
+COUNTED = (HEADER_DELAY, HEADER_EXPIRES_IN)
+LONGEST = 1e10  # seconds, 317 years; a longer delay or expiry is none
+
+
+def counted(signature: Signature[Any], now: dt.datetime) -> Signature[Any]:
+    """The signature with its delay and expiry counted from now on, since it is sent now.
+
+    A moment that it has already stays: the caller's own, or that of a retry.
+    """
+    headers = {key: value for key, value in signature.headers.items() if key not in COUNTED}
+    if len(headers) == len(signature.headers):
+        return signature
+    eta, delay, expiry = (
+        signature.eta,
+        _length(signature, HEADER_DELAY),
+        _length(signature, HEADER_EXPIRES_IN),
+    )
+    if eta is None and delay is not None:
+        eta = now + dt.timedelta(seconds=delay)
+    if expiry is not None:
+        headers.setdefault(HEADER_EXPIRES, repr(now.timestamp() + expiry))
+    return signature.replace(eta=eta, headers=headers)
+
+
+def _length(signature: Signature[Any], key: str) -> float | None:
+    """The seconds in a header; None for what no sender of ours has written."""
+    try:
+        seconds = float(signature.headers.get(key, "nan"))
+    except (TypeError, ValueError):
+        return None
+    return seconds if abs(seconds) <= LONGEST else None
+
+
+def _number(headers: Mapping[str, Any], key: str, default: int) -> int:
+    if not headers:
+        return default
+    text = headers.get(key)
+    return (
+        int(text)
+        if isinstance(text, str) and text.isascii() and text.isdigit() and len(text) < 10
+        else default
+    )
+
+
+_RANDOM = ~(0xF << 76 | 0x3 << 62)  # all bits of a UUID but those that say what kind it is
+_VERSION = 0x4 << 76 | 0x2 << 62  # random, as RFC 4122 has it
+
+
+def new_uuid(prefix: str = "task_") -> str:
+    """An id as Go makes it: the prefix (`task_`, `group_`, `chord_`) and a random UUID."""
+    text = f"{int.from_bytes(os.urandom(16), 'big') & _RANDOM | _VERSION:032x}"  # uuid4() takes three times as long
+    return f"{prefix}{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}"

@@ -1,0 +1,185 @@
+"""The six states of a task, which may follow which, and the records that hold them."""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Sequence
+from enum import StrEnum
+
+import msgspec
+
+from machinery_py.errors import nearest
+from machinery_py.tasks.signature import Arg
+
+ZERO_TIME = dt.datetime(1, 1, 1, tzinfo=dt.timezone.utc)  # Go's time that was never set
+
+
+class State(StrEnum):
+    """How far a task is. SUCCESS and FAILURE are final."""
+
+    PENDING = "PENDING"
+    RECEIVED = "RECEIVED"
+    STARTED = "STARTED"
+    RETRY = "RETRY"
+    SUCCESS = "SUCCESS"
+    FAILURE = "FAILURE"
+
+    @property
+    def is_finished(self) -> bool:
+        return self is State.SUCCESS or self is State.FAILURE
+
+
+_P, _RC, _S, _RT, _OK, _F = State
+
+_ALSO = {
+    "WAITING": _P,
+    "QUEUED": _P,
+    "SENT": _P,
+    "CLAIMED": _RC,
+    "RUNNING": _S,
+    "ACTIVE": _S,
+    "RETRYING": _RT,
+    "RETRIED": _RT,
+    "SUCCEEDED": _OK,
+    "SUCCESSFUL": _OK,
+    "DONE": _OK,
+    "OK": _OK,
+    "FAILED": _F,
+    "FAIL": _F,
+    "ERROR": _F,
+}
+
+
+def state_named(word: str) -> State:
+    """The state that a person means: in any case, or by another common word for it.
+
+    Raises:
+        ValueError: with the words that there are.
+    """
+    text = word.strip().upper()
+    if text in _ALSO:
+        return _ALSO[text]
+    if text not in set(State):
+        known = ", ".join(State).lower()
+        close = nearest(text, [*map(str, State), *_ALSO])
+        raise ValueError(f"no state {word!r} (expected {known}{close.lower()})")
+    return State(text)
+
+
+#: What may follow what within one run. Early states may be left out: a fast task goes from PENDING to SUCCESS in one write.
+LEGAL: dict[State | None, frozenset[State]] = {
+    None: frozenset(
+        State
+    ),  # the first one we see; a Go program may have published without a state, or it expired
+    _P: frozenset({_RC, _S, _RT, _OK, _F}),
+    _RC: frozenset({_S, _RT, _OK, _F}),
+    _S: frozenset({_RT, _OK, _F}),
+    _RT: frozenset({_OK, _F}),
+    _OK: frozenset(),
+    _F: frozenset(),
+}
+
+#: Between runs: RETRY is followed by the states of the next run, and a replay of a dead letter or a failed task starts anew.
+_NEXT_RUN: dict[State, frozenset[State]] = {
+    _P: frozenset({_RC, _S, _RT, _OK, _F}),
+    _RC: frozenset({_RC, _S, _RT, _OK, _F}),
+    _S: frozenset({_RC, _S, _RT, _OK, _F}),
+    _RT: frozenset({_RC, _S, _RT, _OK, _F}),
+    _OK: frozenset(),
+    _F: frozenset(),
+}
+
+
+class TaskState(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """How far one task is. The first seven fields are Go's and are all that Go sees; the rest is ours.
+
+    Attributes:
+        results: empty unless SUCCESS; several for a task that returns a tuple.
+        error: the error text; for RETRY that of the try that just failed.
+        created_at: when it was sent (kept by every later state; Go resets it on a retry).
+        ttl: 0 except where Go uses DynamoDB.
+        run: how many runs ended before the one this state belongs to.
+        attempt: which try, 1 for the first.
+        progress: (done, total) as the task last reported it.
+        worker: the worker that wrote the state.
+        message: of a failed task, the signature of its last try, so that it can be looked at and sent again; of one that waits,
+            what its failure would take along (`outcomes.failing`).
+    """
+
+    task_uuid: str
+    task_name: str = ""
+    state: State = State.PENDING
+    results: Sequence[Arg] = ()
+    error: str = ""
+    created_at: dt.datetime = ZERO_TIME
+    ttl: int = 0
+
+    run: int = 0
+    attempt: int = 1
+    queue: str = ""
+    error_type: str = ""
+    traceback: str = ""
+    progress: tuple[float, float] | None = None
+    started_at: dt.datetime | None = None
+    finished_at: dt.datetime | None = None
+    eta: dt.datetime | None = None
+    worker: str = ""
+    message: bytes = b""
+
+    @property
+    def is_finished(self) -> bool:
+        return self.state is _OK or self.state is _F
+
+
+class GroupMeta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """A group as Go's backends keep it."""
+
+    group_uuid: str
+    task_uuids: Sequence[str] = ()
+    chord_triggered: bool = False
+    lock: bool = False
+    created_at: dt.datetime = ZERO_TIME
+    ttl: int = 0
+
+
+def advance(current: TaskState | None, change: TaskState) -> TaskState | None:
+    """The state after `change`, or None when it must be dropped.
+
+    A change is dropped when the task is finished, when the change belongs to an earlier run, or when it would go back within
+    a run: a redelivered task stays STARTED. A later run may only follow RETRY or a state that a crash left behind.
+    What the first write knew (name, creation, queue) stays.
+    """
+    if current is None:
+        return change
+    if change.run < current.run:
+        return None
+    table = LEGAL if change.run == current.run else _NEXT_RUN
+    # The same state again: a second delivery after a crash, or progress.
+    same = change.run == current.run and change.state is current.state and not current.is_finished
+    if change.state not in table[current.state] and not same:
+        return None
+    return msgspec.structs.replace(
+        change,
+        task_name=change.task_name or current.task_name,
+        created_at=current.created_at if current.created_at != ZERO_TIME else change.created_at,
+        queue=change.queue or current.queue,
+        started_at=change.started_at or (current.started_at if change.run == current.run else None),
+        progress=change.progress or (current.progress if change.run == current.run else None),
+        worker=change.worker or current.worker,
+    )
+
+
+class Arrival(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """A member of a group is finished. Members are a set: the same one arriving twice counts once.
+
+    Attributes:
+        total: how many members the group has, as its messages say.
+        ok: False when it failed for good; then the chord's callback will never be called.
+        callback: the chord's callback as a message body, never sent as it is: results are added first.
+    """
+
+    group_uuid: str
+    task_uuid: str
+    total: int
+    ok: bool
+    callback: bytes

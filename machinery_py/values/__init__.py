@@ -1,0 +1,1 @@
+"""Values that Go machinery can carry, as Python has them."""

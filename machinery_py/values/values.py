@@ -1,0 +1,437 @@
+"""Python values under type names on the wire, and back: one table.
+
+    bool string int int8 … int64 uint uint8 … uint64 float32 float64    Go's
+    []bool … []float64 []byte                                           Go's lists; []byte and []uint8 are bytes
+    json    ours: any JSON value
+    py      ours: JSON with tags for what JSON has not: datetime, Decimal, set … (values/json_values.py)
+
+Toward Go we refuse what Go would change quietly or die of; from Go we convert exactly as Go does (values/go_conversions.py).
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import inspect
+import math
+import types
+import typing
+from collections import abc
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from machinery_py.errors import ArgumentError
+from machinery_py.values.go_conversions import (
+    INT64_MAX,
+    INT64_MIN,
+    NATURAL,
+    RANGES,
+    READ,
+    UINT64_MAX,
+    Number,
+    read_base64,
+    within,
+)
+from machinery_py.values.json_values import (
+    BYTES,
+    NeedsTags,
+    base_value,
+    int_type,
+    pack,
+    shown,
+    unpack,
+    write_bool,
+    write_float,
+    write_int,
+    write_text,
+)
+
+__all__ = [
+    "Number", "checker", "converter", "describe", "describe_as", "from_result", "result_of", "to_python", "wire_type",
+]  # fmt: skip
+
+_EXACT: dict[str, type] = {"int64": int, "int": int, "string": str, "float64": float, "bool": bool}
+
+
+def to_python(type_name: str, value: Any) -> Any:
+    """The value for a call: converted, wrapped or refused exactly as Go does.
+
+    Raises:
+        ArgumentError: with Go's text, which becomes part of the task's error.
+    """
+    kind = type(value)
+    if _EXACT.get(type_name) is kind and (kind is not int or INT64_MIN <= value <= INT64_MAX):
+        return value
+    read = _READ.get(type_name)
+    if read is None:
+        raise ArgumentError(f"{type_name} is not one of supported types")
+    return read(value)
+
+
+def from_result(type_name: str, value: Any) -> Any:
+    """A result for who asked for it: as `to_python`, and the plain JSON value where that cannot be (a Go struct)."""
+    try:
+        return to_python(type_name, value)
+    except ArgumentError:
+        return value
+
+
+def describe(value: Any, hint: Any = None) -> tuple[str, Any]:
+    """The type name and the JSON-able value under which a Python value travels.
+
+    Args:
+        hint: the parameter's annotation, which decides for an empty list (`list[int]`), an int for a float, and
+            where Go wants another type (`Annotated[int, "int32"]`).
+
+    Raises:
+        ArgumentError: it is nothing that can be sent, or not as what the hint says in so many words.
+    """
+    if hint is not None and hint is not type(value):
+        wanted, explicit = _wanted(hint)
+        if explicit:
+            return wanted, describe_as(wanted, value)
+        if wanted and _suits(wanted, value):
+            return wanted, describe_as(wanted, value)
+    natural = _DESCRIBE.get(type(value))
+    return natural(value) if natural is not None else _describe_other(value)
+
+
+def describe_as(type_name: str, value: Any) -> Any:
+    """The JSON-able value for sending under this very type, toward Go as well.
+
+    Raises:
+        ArgumentError: no such type, or the value is not of it; Go would wrap it, fail, or die with its process.
+    """
+    write = _WRITE.get(type_name)
+    if write is None:
+        raise ArgumentError(
+            f"cannot send as {type_name!r}: unknown type (known: {', '.join(_WRITE)})"
+        )
+    return write(value)
+
+
+def result_of(value: Any, hint: Any = None) -> tuple[tuple[str, Any], ...]:
+    """The results of a task that returned this: none for None, one for each element of a tuple, else one.
+
+    Args:
+        hint: the annotation of what the task returns, which decides as a parameter's does (see `describe`).
+
+    Raises:
+        ArgumentError: something in it cannot be sent.
+    """
+    if value is None:
+        return ()
+    if type(value) is tuple:
+        return tuple(
+            [
+                _one_result(item, inner)
+                for item, inner in zip(value, _item_hints(hint, len(value)), strict=True)
+            ]
+        )
+    return (_one_result(value, hint),)
+
+
+def _item_hints(hint: Any, count: int) -> abc.Sequence[Any]:
+    items = typing.get_args(hint) if typing.get_origin(hint) is tuple else ()
+    if len(items) == 2 and items[1] is ...:
+        return [items[0]] * count
+    return items if len(items) == count else [None] * count
+
+
+def _one_result(value: Any, hint: Any) -> tuple[str, Any]:
+    type_name, wire_value = describe(value, hint)
+    return ("[]uint8" if type_name == "[]byte" else type_name), wire_value
+
+
+def _describe_int(value: int) -> tuple[str, int]:
+    return int_type(value), value
+
+
+def _describe_list(value: list[Any] | tuple[Any, ...]) -> tuple[str, Any]:
+    kinds = set(map(type, value))
+    if len(kinds) == 1:
+        kind = kinds.pop()
+        if kind is int:
+            if within(value, INT64_MIN, INT64_MAX):
+                return "[]int64", list(value)
+            if within(value, 0, UINT64_MAX):
+                return "[]uint64", list(value)
+        elif kind is bool or kind is float or kind is str:
+            item_type = "bool" if kind is bool else "float64" if kind is float else "string"
+            return f"[]{item_type}", _write_list(item_type, value)
+    elif kinds == {int, float} and _suits("[]float64", value):
+        return "[]float64", _write_list("float64", value)
+    return _describe_other(value)
+
+
+def _describe_other(value: Any) -> tuple[str, Any]:
+    if isinstance(value, enum.Enum):
+        return describe(value.value)
+    for kind in (str, int, float):
+        if isinstance(value, kind):  # a subclass
+            return describe(base_value(value))
+    if isinstance(value, (list, tuple)) and type(value) not in (list, tuple):
+        return _describe_list(list(value))
+    if isinstance(value, BYTES):
+        return "[]byte", bytes(value)
+    try:
+        try:
+            return "json", pack(value, 0, False)
+        except NeedsTags:
+            return "py", pack(value, 0, True)
+    except RecursionError:
+        raise ArgumentError(
+            f"cannot send {shown(value)}: too little stack is left (recursion in what calls this)"
+        ) from None
+
+
+def _write_list(item_type: str, value: Any) -> list[Any] | None:
+    if value is None:
+        return None  # a Go slice may be nil
+    if not isinstance(value, (list, tuple)):
+        raise ArgumentError(f"cannot send {shown(value)} as []{item_type} (a list)")
+    kind = NATURAL[item_type]
+    if set(map(type, value)) == {kind}:
+        if kind is bool or (kind is int and within(value, *RANGES[item_type])):
+            return list(value)
+        if item_type == "float64" and all(map(math.isfinite, value)):
+            return list(value)
+    write = _WRITE[item_type]
+    return [write(item) for item in value]
+
+
+def _write_bytes(value: Any) -> bytes | None:
+    if value is None:
+        return None
+    if isinstance(value, BYTES):
+        return bytes(value)
+    if isinstance(value, str):  # as JSON has them
+        return read_base64(value)
+    return bytes(_write_list("uint8", value) or ())
+
+
+def _write_json(value: Any) -> Any:
+    try:
+        return pack(value, 0, False)
+    except NeedsTags:
+        raise ArgumentError(
+            f"cannot send {shown(value)} as json: it holds what JSON has not"
+        ) from None
+
+
+def _suits(type_name: str, value: Any) -> bool:
+    """Whether a value may take the type that an annotation suggests, nothing lost."""
+    if type_name == "float64":
+        return type(value) is int and abs(value) <= 2**53
+    if not isinstance(value, (list, tuple)):
+        return False
+    kinds = set(map(type, value))
+    if type_name == "[]float64":
+        return kinds <= {int, float} and all(
+            type(item) is float or abs(item) <= 2**53 for item in value
+        )
+    kind = NATURAL[type_name[2:]]
+    return kinds <= {kind} and (kind is not int or not kinds or within(value, INT64_MIN, INT64_MAX))
+
+
+def _wanted(hint: Any) -> tuple[str, bool]:
+    """The type name that an annotation asks for (or ""), and whether it does so in so many words."""
+    try:
+        return _wanted_cached(hint)
+    except TypeError:  # not hashable
+        return _wanted_cached.__wrapped__(hint)
+
+
+@functools.lru_cache(maxsize=1024)
+def _wanted_cached(hint: Any) -> tuple[str, bool]:
+    if typing.get_origin(hint) is typing.Annotated:
+        for note in hint.__metadata__:
+            if isinstance(note, str) and note in _WRITE:
+                return note, True
+        return _wanted(hint.__origin__)
+    hint = _without_none(hint)
+    if hint is float:
+        return "float64", False
+    origin, items = typing.get_origin(hint), typing.get_args(hint)
+    if origin in _LISTS or (origin is tuple and len(items) == 2 and items[1] is ...):
+        return {int: "[]int64", float: "[]float64", str: "[]string", bool: "[]bool"}.get(
+            items[0], ""
+        ), False
+    return "", False
+
+
+_LISTS = (list, abc.Sequence, abc.MutableSequence, abc.Collection, abc.Iterable)
+
+
+def _without_none(hint: Any) -> Any:
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        rest = [item for item in typing.get_args(hint) if item is not type(None)]
+        return rest[0] if len(rest) == 1 else hint
+    return hint
+
+
+def _read_json(value: Any) -> Any:
+    """A copy: what the function changes in its arguments must not reach the retry, the hooks and the callbacks."""
+    if type(value) is not list and type(value) is not dict:
+        return value
+    try:
+        return msgspec.to_builtins(value, enc_hook=float)  # in C; a Number becomes a float
+    except RecursionError:
+        raise ArgumentError("a json value has too many levels") from None
+
+
+_READ: dict[str, Callable[[Any], Any]] = {**READ, "json": _read_json, "py": unpack}
+_WRITE: dict[str, Callable[[Any], Any]] = {
+    "bool": write_bool,
+    "string": write_text,
+    **{name: functools.partial(write_int, name, low, high) for name, (low, high) in RANGES.items()},
+    "float32": functools.partial(write_float, "float32"),
+    "float64": functools.partial(write_float, "float64"),
+    **{f"[]{name}": functools.partial(_write_list, name) for name in NATURAL},
+    "[]byte": _write_bytes,
+    "[]uint8": _write_bytes,
+    "json": _write_json,
+    "py": _write_json,
+}
+_DESCRIBE: dict[type, Callable[[Any], tuple[str, Any]]] = {
+    bool: lambda value: ("bool", value),
+    int: _describe_int,
+    float: lambda value: ("float64", write_float("float64", value)),
+    str: lambda value: ("string", write_text(value)),
+    bytes: lambda value: ("[]byte", value),
+    list: _describe_list,
+    tuple: _describe_list,
+}
+
+
+_AS_IT_IS = frozenset(
+    {Any, None, inspect.Parameter.empty, object, int, str, bool, bytes, type(None), list, dict}
+)
+
+
+def converter(annotation: Any) -> Callable[[Any], Any] | None:
+    """What makes a received value one of the annotated type, or None when there is nothing to do.
+
+    The function raises ArgumentError with the path to what does not fit.
+    """
+    if typing.get_origin(annotation) is typing.Annotated:
+        return converter(annotation.__origin__)
+    if isinstance(annotation, (str, typing.TypeVar)) or getattr(annotation, "_is_protocol", False):
+        return None
+    if _is_plain(annotation):
+        return None
+    if annotation is float:
+        return _convert_float
+    try:
+        msgspec.json.Decoder(annotation, dec_hook=_convert_model)
+    except (TypeError, NameError):
+        return None  # an annotation that says nothing about JSON: a Protocol, a Callable
+    name = annotation.__name__ if isinstance(annotation, type) else str(annotation)
+
+    def convert(value: Any) -> Any:
+        try:
+            return msgspec.convert(value, annotation, dec_hook=_convert_model)
+        except (msgspec.ValidationError, RecursionError) as error:
+            text = str(error)
+            raise ArgumentError(
+                f"{shown(value)} is no {name}: {text[:1].lower()}{text[1:]}"
+            ) from None
+        except Exception as error:  # user code: what a dataclass or a model does when it is made
+            raise ArgumentError(
+                f"{shown(value)} is no {name}: {type(error).__name__}: {error}"
+            ) from error
+
+    return convert
+
+
+def checker(annotation: Any) -> Callable[[Any], Any] | None:
+    """What refuses a value that the annotation rules out, where there is nothing to convert; None where anything goes.
+
+    As type checkers have it: a bool is an int.
+    """
+    if typing.get_origin(annotation) is typing.Annotated:
+        inner = annotation.__origin__
+        # Go's []uint8 comes as bytes, also for who calls it a list of integers.
+        is_bytes = _wanted(annotation)[0] in ("[]byte", "[]uint8")
+        return checker(typing.Union[inner, bytes] if is_bytes else inner)  # noqa: UP007
+    fits = _fits(annotation) if _is_plain(annotation) else None
+    if fits is None:
+        return None
+
+    def check(value: Any) -> Any:
+        if fits(value):
+            return value
+        raise ArgumentError(
+            f"{shown(value)} is no {annotation.__name__ if isinstance(annotation, type) else annotation}"
+        )
+
+    return check
+
+
+def wire_type(annotation: Any) -> str:
+    """The type name whose values suit the annotation without a look; "" if there is none."""
+    if typing.get_origin(annotation) is typing.Annotated:
+        return wire_type(annotation.__origin__)
+    hint = _without_none(annotation)
+    if hint is float:
+        return "float64"
+    if not _is_plain(hint):
+        return ""
+    return _WIRE_TYPES.get(hint, "") if isinstance(hint, type) else _wanted(hint)[0]
+
+
+_WIRE_TYPES: dict[type, str] = {int: "int64", str: "string", bool: "bool"}
+
+
+def _fits(annotation: Any) -> Callable[[Any], bool] | None:
+    """Whether a value is what a plain annotation says; None: whatever it is."""
+    origin, items = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin in (typing.Union, types.UnionType):
+        parts = [_fits(item) for item in items]
+        some = [part for part in parts if part is not None]
+        return (
+            (lambda value: any(part(value) for part in some)) if len(some) == len(parts) else None
+        )
+    if origin is not None:
+        inner = _fits(items[0]) if origin in _LISTS and items else None
+        return lambda value: (
+            isinstance(value, origin)
+            and (inner is None or type(value) is not list or all(map(inner, value)))
+        )
+    if annotation in (None, type(None)):
+        return lambda value: value is None
+    if annotation in (Any, object, inspect.Parameter.empty):
+        return None
+    return lambda value: isinstance(value, annotation)
+
+
+def _convert_float(value: Any) -> float:
+    if not isinstance(value, (int, float)):
+        raise ArgumentError(f"{shown(value)} is no float")
+    return float(value) if type(value) is int else value
+
+
+def _is_plain(annotation: Any) -> bool:
+    try:
+        if annotation in _AS_IT_IS:
+            return True
+    except TypeError:
+        return False
+    origin, items = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin in (typing.Union, types.UnionType) or origin in (list, abc.Sequence, abc.Iterable):
+        return all(_is_plain(item) for item in items)
+    if origin in (dict, abc.Mapping):
+        return items == (str, Any)
+    return False
+
+
+def _convert_model(kind: type, value: Any) -> Any:
+    """Types that msgspec does not know: models that validate themselves, and what already is what it should be."""
+    validate = getattr(kind, "model_validate", None)
+    if callable(validate):
+        return validate(value)
+    if isinstance(kind, type) and not isinstance(value, kind):
+        raise ValueError(f"expected {kind.__name__}, got {type(value).__name__}")
+    return value

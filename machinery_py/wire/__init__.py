@@ -1,0 +1,1 @@
+"""Go Machinery's wire format: signatures, states, arguments, and the values in them."""

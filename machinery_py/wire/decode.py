@@ -1,0 +1,337 @@
+"""Bytes to signatures.
+
+There are three ways, each falling back to the next: messages without callbacks exactly as Go and this library write
+them; any message with Go's keys; and everything else that Go would read (wire/go_json.py).
+
+Where the first two differ from Go, on purpose, because no program writes such messages: of a repeated key only the last
+value counts, where Go merges the items of lists and objects and refuses the message for an earlier value that is
+wrong.
+What Go finds wrong at once in a nested signature we find when it is looked at: nested signatures stay bytes until then.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import re
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
+
+import msgspec
+from msgspec.json import Decoder
+
+from machinery_py.errors import DecodeError
+from machinery_py.tasks.signature import Lazy, Signature
+from machinery_py.wire.arguments import ReceivedArg, is_text_needed, received
+from machinery_py.wire.depth import is_deep
+from machinery_py.wire.go_json import SIGNATURE, Reader, read_record
+from machinery_py.wire.times import parse_time
+
+MAX_CALLBACKS = (
+    64  # chord callbacks inside of each other; Go has no limit, nobody has a use for two
+)
+
+_Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+_Uint8 = Annotated[int, msgspec.Meta(ge=0, le=255)]
+
+
+class _Head(msgspec.Struct, gc=False, forbid_unknown_fields=True):
+    UUID: str
+    Name: str
+    RoutingKey: str
+    ETA: str | None
+    GroupUUID: str
+    GroupTaskCount: _Int64
+    Args: list[ReceivedArg] | None
+    Headers: dict[str, str] | None
+
+
+class _Step(_Head, gc=False, forbid_unknown_fields=True):
+    Priority: _Uint8
+    Immutable: bool
+    RetryCount: _Int64
+    RetryTimeout: _Int64
+
+
+class _Message(msgspec.Struct, gc=False, forbid_unknown_fields=True):
+    UUID: str = ""
+    Name: str = ""
+    RoutingKey: str = ""
+    ETA: str | None = None
+    GroupUUID: str = ""
+    GroupTaskCount: _Int64 = 0
+    Args: list[ReceivedArg] | None = None
+    Headers: dict[str, str] | None = None
+    Priority: _Uint8 = 0
+    Immutable: bool = False
+    RetryCount: _Int64 = 0
+    RetryTimeout: _Int64 = 0
+    OnSuccess: msgspec.Raw = msgspec.Raw(b"null")
+    OnError: msgspec.Raw = msgspec.Raw(b"null")
+    ChordCallback: msgspec.Raw = msgspec.Raw(b"null")
+    BrokerMessageGroupId: str = ""
+    SQSReceiptHandle: str = ""
+    StopTaskDeletionOnError: bool = False
+    IgnoreWhenTaskNotRegistered: bool = False
+
+
+_decode_head = Decoder(_Head).decode
+_decode_step = Decoder(_Step).decode
+_decode_message = Decoder(_Message).decode
+_decode_items = Decoder(list[msgspec.Raw]).decode
+# What the decoders raise. RecursionError: somebody called us with hardly any stack left.
+_SLOW = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError, OverflowError)
+
+# How a message ends that has no options and no nested signatures. It holds no bracket but the last, so that these keys
+# are the message's own, and not those of a signature nested in it.
+_PLAIN_END = (
+    b',"Priority":0,"Immutable":false,"RetryCount":0,"RetryTimeout":0,"OnSuccess":null,"OnError":null,'
+    b'"ChordCallback":null,"BrokerMessageGroupId":"","SQSReceiptHandle":"","StopTaskDeletionOnError":false,'
+    b'"IgnoreWhenTaskNotRegistered":false}'
+)
+_PLAIN_LENGTH = len(_PLAIN_END)
+_FLAT = 700  # bytes
+_NO_CALLBACKS = _PLAIN_END[_PLAIN_END.index(b',"OnSuccess"') :]
+
+
+def decode_signature(body: bytes) -> Signature[Any]:
+    """The signature in a message. Nested ones stay bytes until they are looked at, which may raise DecodeError too.
+
+    `null` gives a signature with an empty name, as in Go.
+
+    Raises:
+        DecodeError: Go would not read it either.
+    """
+    # With all the keys that are asked for here, a value that is too deep needs more than _FLAT bytes.
+    if (
+        body.endswith(_PLAIN_END)
+        and body.startswith(b'{"UUID":"')
+        and (len(body) <= _FLAT or not is_deep(body))
+    ):
+        try:
+            head = _decode_head(body[:-_PLAIN_LENGTH] + b"}")
+        except _SLOW:
+            pass
+        else:
+            args = head.Args
+            if not (args and is_text_needed(args, body)):
+                return Signature(
+                    name=head.Name,
+                    args=tuple(args) if args else (),
+                    uuid=head.UUID,
+                    routing_key=head.RoutingKey,
+                    eta=None if head.ETA is None else _eta(head.ETA, body),
+                    group_uuid=head.GroupUUID,
+                    group_task_count=head.GroupTaskCount,
+                    headers=head.Headers or {},
+                )
+    elif body.endswith(_NO_CALLBACKS) and (len(body) <= _FLAT or not is_deep(body)):
+        try:
+            step = _decode_step(body[: -len(_NO_CALLBACKS)] + b"}")
+        except _SLOW:
+            pass
+        else:
+            if not (
+                (step.Args and is_text_needed(step.Args, body))
+                or _repeats_headers(body)
+                or _is_minus_zero(step.Priority, body)
+            ):
+                return Signature(
+                    **_head_fields(step, body),
+                    priority=step.Priority,
+                    immutable=step.Immutable,
+                    retry_count=step.RetryCount,
+                    retry_timeout=step.RetryTimeout,
+                )
+    return _with_callbacks(body, _decode_one)
+
+
+def decode_exact(body: bytes) -> Signature[Any]:
+    """The same, with each number in Args as a Number that knows its text: for error texts that quote it as Go does."""
+    return _with_callbacks(body, lambda raw: _decode_leniently(raw, exact=True))
+
+
+def _with_callbacks(
+    body: bytes, decode: Callable[[bytes], tuple[dict[str, Any], bytes]]
+) -> Signature[Any]:
+    fields, callback = decode(body)
+    if not callback:
+        return Signature(**fields)
+    levels = [fields]
+    while callback:
+        if len(levels) > MAX_CALLBACKS:
+            raise DecodeError(
+                f"no signature: more than {MAX_CALLBACKS} chord callbacks inside of each other"
+            )
+        fields, callback = decode(callback)
+        levels.append(fields)
+    signature = Signature[Any](**levels.pop())
+    while levels:
+        signature = Signature(**levels.pop(), chord_callback=signature)
+    return signature
+
+
+def _decode_one(body: bytes) -> tuple[dict[str, Any], bytes]:
+    """The fields of one signature, and the bytes of its ChordCallback."""
+    chain = _decode_long_chain(body)
+    if chain is not None:
+        return chain
+    if is_deep(body):
+        return _decode_leniently(body)
+    try:
+        message = _decode_message(body)
+    except _SLOW:
+        return _decode_leniently(body)
+    success, error, callback = (
+        bytes(message.OnSuccess),
+        bytes(message.OnError),
+        bytes(message.ChordCallback),
+    )
+    args = message.Args
+    if (
+        not (success[:1] in b"[n" and error[:1] in b"[n" and callback[:1] in b"{n")
+        or _repeats_headers(body, success, error, callback)
+        or (args and is_text_needed(args, body))
+        or _is_minus_zero(message.Priority, body)
+    ):
+        return _decode_leniently(body)
+    fields = _head_fields(message, body)
+    fields |= {
+        "priority": message.Priority,
+        "immutable": message.Immutable,
+        "retry_count": message.RetryCount,
+        "retry_timeout": message.RetryTimeout,
+        "on_success": _lazy(success),
+        "on_error": _lazy(error),
+        "broker_message_group_id": message.BrokerMessageGroupId,
+        "sqs_receipt_handle": message.SQSReceiptHandle,
+        "stop_task_deletion_on_error": message.StopTaskDeletionOnError,
+        "ignore_when_task_not_registered": message.IgnoreWhenTaskNotRegistered,
+    }
+    return fields, b"" if callback == b"null" else callback
+
+
+_MINUS_PRIORITY = re.compile(rb'"Priority"\s*:\s*-0')
+
+_CHAIN_END = _PLAIN_END[_PLAIN_END.index(b',"OnError"') :]  # how a step of a chain ends
+_CHAIN_START = b',"OnSuccess":'
+_LONG = 16_384  # bytes; a chain that may be too deep for a decoder is longer
+_NEXT_SIGNATURE = b'},{"UUID":'  # behind another one in the same list; inside of a string its quotes would be escaped
+
+
+def _decode_long_chain(body: bytes) -> tuple[dict[str, Any], bytes] | None:
+    """One step of a long chain, if it stands there exactly as Go and this library write it.
+
+    With every other key in its place before and behind it, what is left in the middle is OnSuccess and nothing else.
+    """
+    if len(body) < _LONG or not body.endswith(b"]" + _CHAIN_END):
+        return None
+    start = body.find(_CHAIN_START + b"[")
+    if start < 0 or is_deep(body[:start]):
+        return None
+    try:
+        step = _decode_step(body[:start] + b"}")
+    except _SLOW:
+        return None
+    head = body[:start]
+    if (
+        (step.Args and is_text_needed(step.Args, head))
+        or _repeats_headers(head)
+        or _is_minus_zero(step.Priority, head)
+    ):
+        return None
+    fields = _head_fields(step, body)
+    fields["priority"] = step.Priority
+    fields["immutable"] = step.Immutable
+    fields["retry_count"] = step.RetryCount
+    fields["retry_timeout"] = step.RetryTimeout
+    fields["on_success"] = Lazy(body[start + len(_CHAIN_START) : -len(_CHAIN_END)], decode_list)
+    return fields, b""
+
+
+def _decode_leniently(body: bytes, *, exact: bool = False) -> tuple[dict[str, Any], bytes]:
+    fields, extra = read_record(body, SIGNATURE, "signature", exact=exact)
+    fields["name"] = fields.get("name", "")
+    if extra:
+        fields["extra"] = extra
+    if "args" in fields:
+        fields["args"] = received(fields["args"])
+    for name in ("on_success", "on_error"):
+        if name in fields:
+            fields[name] = _lazy(fields[name])
+    callback: bytes = fields.pop("chord_callback", b"")
+    return fields, callback
+
+
+def _head_fields(message: _Head | _Message, body: bytes) -> dict[str, Any]:
+    return {
+        "name": message.Name,
+        "args": tuple(message.Args) if message.Args else (),
+        "uuid": message.UUID,
+        "routing_key": message.RoutingKey,
+        "eta": None if message.ETA is None else _eta(message.ETA, body),
+        "group_uuid": message.GroupUUID,
+        "group_task_count": message.GroupTaskCount,
+        "headers": message.Headers or {},
+    }
+
+
+def _lazy(raw: bytes) -> Sequence[Signature[Any]]:
+    return () if raw in (b"", b"null", b"[]") else Lazy(raw, decode_list)
+
+
+def decode_list(raw: bytes) -> tuple[Signature[Any], ...]:
+    """The signatures in a JSON list. A null in it kills a Go worker; for us it is nothing to call.
+
+    Raises:
+        DecodeError: one of them is none.
+    """
+    # The rest of a long chain: one signature, with one in its list, with one in its list …
+    if (
+        len(raw) > _LONG
+        and _NEXT_SIGNATURE not in raw
+        and raw.startswith(b"[{")
+        and raw.endswith(b"}]")
+    ):
+        step = _decode_long_chain(raw[1:-1])
+        if step is not None:
+            return (Signature(**step[0]),)
+    try:
+        items = [bytes(item) for item in _decode_items(raw)] if not is_deep(raw) else _items(raw)
+    except _SLOW:
+        items = _items(raw)
+    return tuple([decode_signature(item) for item in items if item != b"null"])
+
+
+def _items(raw: bytes) -> list[bytes]:
+    items: list[bytes] = []
+    reader = Reader(raw)
+
+    def item(at: int) -> int:
+        piece, end = reader.raw(at)
+        items.append(piece)
+        return end
+
+    reader.array(reader.skip_space(0), item)
+    return items
+
+
+def _eta(text: str, body: bytes) -> dt.datetime:
+    if text.encode() not in body:
+        raise DecodeError(
+            f"no signature: ETA {text!r} is written with escapes"
+        )  # Go does not resolve them
+    try:
+        return parse_time(text)
+    except DecodeError as error:
+        raise DecodeError(f"no signature: ETA {error}") from None
+
+
+def _is_minus_zero(priority: int, body: bytes) -> bool:
+    """Whether it may be -0, which Go refuses."""
+    return priority == 0 and b"-0" in body and _MINUS_PRIORITY.search(body) is not None
+
+
+def _repeats_headers(body: bytes, *nested: bytes) -> bool:
+    """Whether Headers may stand there twice; Go merges them."""
+    count = body.count(b'"Headers"')
+    return count > 1 and count - sum(raw.count(b'"Headers"') for raw in nested) > 1

@@ -1,0 +1,243 @@
+"""Bytes and records: Signature, TaskState, GroupMeta and results as Go Machinery writes them.
+
+This is the door to the whole format. Reading is in wire/decode.py, and in wire/go_json.py what only Go's laxness
+allows; states and groups are in wire/states.py, single values in wire/arguments.py, moments in wire/times.py.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+from msgspec.json import Decoder
+
+from machinery_py.errors import ArgumentError, DecodeError
+from machinery_py.tasks.signature import Lazy, Signature
+from machinery_py.wire.arguments import ReceivedArg, WrittenArg, encode, explain, write_args
+from machinery_py.wire.decode import decode_exact, decode_list, decode_signature
+from machinery_py.wire.depth import MAX_LEVELS, is_deep, levels
+from machinery_py.wire.go_json import SIGNATURE, fold
+from machinery_py.wire.states import (
+    decode_group,
+    decode_results,
+    decode_state,
+    encode_group,
+    encode_results,
+    encode_state,
+)
+from machinery_py.wire.times import format_time, parse_time
+
+__all__ = [
+    "ReceivedArg", "decode_exact", "decode_group", "decode_list", "decode_results", "decode_signature", "decode_state",
+    "encode_group", "encode_results", "encode_signature", "encode_state", "format_time", "parse_time",
+]  # fmt: skip
+
+_INT64 = range(-(2**63), 2**63)
+_SMALL = 2**31  # what needs no closer look
+_LONG = (
+    4000  # signatures inside of each other, from where we look whether Go's limit of levels is kept
+)
+
+
+class _Written(msgspec.Struct, gc=False):
+    """_Message for the encoder: nested signatures are put in afterwards."""
+
+    UUID: str
+    Name: str
+    RoutingKey: str
+    ETA: str | None
+    GroupUUID: str
+    GroupTaskCount: int
+    Args: list[WrittenArg] | None
+    Headers: Mapping[str, Any]
+    Priority: int
+    Immutable: bool
+    RetryCount: int
+    RetryTimeout: int
+    OnSuccess: None
+    OnError: None
+    ChordCallback: None
+    BrokerMessageGroupId: str
+    SQSReceiptHandle: str
+    StopTaskDeletionOnError: bool
+    IgnoreWhenTaskNotRegistered: bool
+
+
+# Where nested signatures go. Inside of a string its quotes would be escaped.
+_NESTED = b'"OnSuccess":null,"OnError":null,"ChordCallback":null'
+
+
+def encode_signature(signature: Signature[Any]) -> bytes:
+    """The message, as Go would write it: all keys, in Go's order.
+
+    Nested signatures that came off the wire are copied as bytes, however many there are.
+
+    Raises:
+        ArgumentError: an argument cannot be sent, or a field is not what Go can read; names the task and the argument.
+    """
+    success, error = signature.on_success, signature.on_error
+    # A Lazy would decode all of its bytes to say whether it is true.
+    if (
+        signature.chord_callback is not None
+        or type(success) is Lazy
+        or success
+        or type(error) is Lazy
+        or error
+    ):
+        return _encode_nested(signature)
+    return _encode_one(signature)
+
+
+def _encode_one(signature: Signature[Any]) -> bytes:
+    name, args, headers, eta = signature.name, signature.args, signature.headers, signature.eta
+    if headers:
+        headers = _checked_headers(signature)
+    priority, count, retries, timeout = (
+        signature.priority,
+        signature.group_task_count,
+        signature.retry_count,
+        signature.retry_timeout,
+    )
+    if not (
+        type(priority) is type(count) is type(retries) is type(timeout) is int
+        and 0 <= priority <= 255
+    ) or not (
+        -_SMALL < count < _SMALL and -_SMALL < retries < _SMALL and -_SMALL < timeout < _SMALL
+    ):
+        _check_integers(signature)
+    written = _Written(
+        signature.uuid,
+        name,
+        signature.routing_key,
+        None if eta is None else _write_eta(signature),
+        signature.group_uuid,
+        count,
+        write_args(args, name) if args else None,
+        headers,
+        priority,
+        signature.immutable,
+        retries,
+        timeout,
+        None,
+        None,
+        None,
+        signature.broker_message_group_id,
+        signature.sqs_receipt_handle,
+        signature.stop_task_deletion_on_error,
+        signature.ignore_when_task_not_registered,
+    )
+    try:
+        body = encode(written)
+    except (UnicodeEncodeError, RecursionError, TypeError, OverflowError) as error:
+        raise explain(args, name, "argument", error) from None
+    return body if not signature.extra else _with_extra(body, signature)
+
+
+def _encode_nested(signature: Signature[Any]) -> bytes:
+    """Piece by piece and not by descending: a chain of 5,000 steps is one inside of the other."""
+    pieces: list[bytes] = []
+    deepest = 0
+    todo: list[tuple[bytes | Signature[Any], int]] = [(signature, 1)]  # the last one is next
+    while todo:
+        piece, level = todo.pop()
+        if isinstance(piece, bytes):
+            pieces.append(piece)
+            continue
+        deepest = max(deepest, level)
+        before, _, after = _encode_one(piece).rpartition(_NESTED)
+        pieces.append(before)
+        callback = piece.chord_callback
+        todo.append((after, 0))
+        todo.append((b"null" if callback is None else callback, level + 1))
+        todo.append((b',"ChordCallback":', 0))
+        _push_list(todo, piece.on_error, level + 1)
+        todo.append((b',"OnError":', 0))
+        _push_list(todo, piece.on_success, level + 1)
+        todo.append((b'"OnSuccess":', 0))
+    body = b"".join(pieces)
+    if deepest > _LONG and levels(body) > MAX_LEVELS:
+        raise ArgumentError(
+            f"{signature.name} holds {deepest} signatures inside of each other (Go reads 5000)"
+        )
+    return body
+
+
+def _push_list(
+    todo: list[tuple[bytes | Signature[Any], int]], nested: Sequence[Signature[Any]], level: int
+) -> None:
+    if isinstance(nested, Lazy):
+        items = _without_nulls(nested)
+        if items is None:
+            todo.append((nested.raw, 0))
+            return
+        nested = items
+    if not nested:
+        todo.append((b"null", 0))
+        return
+    todo.append((b"]", 0))
+    for index in range(len(nested) - 1, -1, -1):
+        todo.append((nested[index], level))
+        todo.append((b"," if index else b"[", 0))
+
+
+class _Nested(msgspec.Struct, gc=False):
+    OnSuccess: list[_Nested] | None = None
+    OnError: list[_Nested] | None = None
+
+
+_read_nested = Decoder(list[_Nested]).decode
+_NULL = re.compile(rb'null(?<!":null)')
+
+
+def _without_nulls(nested: Lazy) -> Sequence[Signature[Any]] | None:
+    """The signatures to write anew, because a null is among them, which kills a Go worker; None if there is none."""
+    if not _NULL.search(nested.raw) or is_deep(nested.raw):
+        return None  # too deep to be sure; Go hands it on as well
+    try:
+        _read_nested(nested.raw)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        try:
+            return tuple(nested)
+        except DecodeError:
+            return None  # Go will not read it either
+    return None
+
+
+def _write_eta(signature: Signature[Any]) -> str:
+    try:
+        return format_time(signature.eta or dt.datetime.min)
+    except ArgumentError as error:
+        raise ArgumentError(f"{signature.name} eta: {error}") from None
+
+
+def _checked_headers(signature: Signature[Any]) -> Mapping[str, Any]:
+    headers = signature.headers
+    for key, value in headers.items():
+        # Raw is what came off the wire and is no string.
+        if type(key) is not str or not isinstance(value, (str, msgspec.Raw)):
+            found = f"{signature.name} header {key!r}: {type(value).__name__}"
+            raise ArgumentError(f"{found} is no string (Go workers refuse others on AMQP)")
+    return headers if len(headers) < 2 else {key: headers[key] for key in sorted(headers)}
+
+
+def _check_integers(signature: Signature[Any]) -> None:
+    for name, allowed in (
+        ("priority", range(256)),
+        ("group_task_count", _INT64),
+        ("retry_count", _INT64),
+        ("retry_timeout", _INT64),
+    ):
+        value = getattr(signature, name)
+        if type(value) is not int or value not in allowed:
+            wanted = f"an integer from {allowed.start} to {allowed.stop - 1}"
+            raise ArgumentError(f"{signature.name} {name}: {value!r} ({wanted})")
+
+
+def _with_extra(body: bytes, signature: Signature[Any]) -> bytes:
+    taken = [key for key in signature.extra if fold(key) in SIGNATURE]
+    if taken:
+        raise ArgumentError(f"{signature.name} extra: {taken[0]!r} is a key of Go's own")
+    return body[:-1] + b"," + encode(signature.extra)[1:]

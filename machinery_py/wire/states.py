@@ -1,0 +1,212 @@
+"""Bytes and the records of backends: TaskState, GroupMeta, results, as Go Machinery writes them."""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import msgspec
+from msgspec.json import Decoder
+
+from machinery_py.errors import DecodeError
+from machinery_py.tasks.signature import Arg
+from machinery_py.tasks.states import GroupMeta, TaskState
+from machinery_py.tasks.states import State as StateName
+from machinery_py.values.json_values import shown
+from machinery_py.wire.arguments import (
+    ReceivedArg,
+    WrittenResult,
+    encode,
+    explain,
+    is_text_needed,
+    received,
+    write_results,
+)
+from machinery_py.wire.depth import AROUND_RESULTS, is_deep
+from machinery_py.wire.go_json import GROUP, STATE, Reader, read_args, read_record
+from machinery_py.wire.times import format_time, parse_time
+
+_Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+
+
+class _State(msgspec.Struct, gc=False, forbid_unknown_fields=True):
+    TaskUUID: str
+    TaskName: str
+    State: StateName
+    Results: list[ReceivedArg] | None
+    Error: str
+    CreatedAt: str
+    TTL: _Int64
+
+
+class _WrittenState(msgspec.Struct, gc=False):
+    TaskUUID: str
+    TaskName: str
+    State: str
+    Results: list[WrittenResult] | None
+    Error: str
+    CreatedAt: str
+    TTL: _Int64
+
+
+class _Group(msgspec.Struct, gc=False, forbid_unknown_fields=True):
+    GroupUUID: str
+    TaskUUIDs: list[str] | None
+    ChordTriggered: bool
+    Lock: bool
+    CreatedAt: str
+    TTL: _Int64
+
+
+_decode_state = Decoder(_State).decode
+_decode_group = Decoder(_Group).decode
+_decode_results = Decoder(list[ReceivedArg]).decode
+_SLOW = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError, OverflowError)
+
+
+def _moment(text: str) -> dt.datetime:
+    try:
+        return parse_time(text)
+    except DecodeError as error:
+        raise DecodeError(f"no task state: CreatedAt {error}") from None
+
+
+def encode_state(state: TaskState) -> bytes:
+    """The state as Go writes it, with Go's seven fields.
+
+    Raises:
+        ArgumentError: a result cannot be sent.
+    """
+    done = state.state is StateName.SUCCESS
+    results = write_results(state.results, state.task_name) if done else None
+    created_at = format_time(state.created_at)
+    written = _WrittenState(
+        state.task_uuid,
+        state.task_name,
+        state.state.value,
+        results,
+        state.error,
+        created_at,
+        state.ttl,
+    )
+    try:
+        return encode(written)
+    except (UnicodeEncodeError, RecursionError, TypeError, OverflowError) as error:
+        raise explain(state.results, state.task_name, "result", error) from None
+
+
+def decode_state(body: bytes) -> TaskState:
+    """The state in these bytes, as any Go or Python program may have written it.
+
+    Raises:
+        DecodeError: Go would not read it, or its state is none of the six.
+    """
+    if is_deep(body):
+        return _decode_state_leniently(body)
+    try:
+        read = _decode_state(body)
+    except _SLOW:
+        return _decode_state_leniently(body)
+    if read.Results and is_text_needed(read.Results, body):
+        return _decode_state_leniently(body)
+    return TaskState(
+        task_uuid=read.TaskUUID,
+        task_name=read.TaskName,
+        state=read.State,
+        results=tuple(read.Results) if read.Results else (),
+        error=read.Error,
+        created_at=_moment(read.CreatedAt),
+        ttl=read.TTL,
+    )
+
+
+def _decode_state_leniently(body: bytes) -> TaskState:
+    fields, _ = read_record(body, STATE, "task state")
+    word = fields.pop("state", "")
+    try:
+        fields["state"] = StateName(word)
+    except ValueError:
+        known = ", ".join(StateName)
+        raise DecodeError(f"no task state: its state is {shown(word)} (known: {known})") from None
+    fields["results"] = received(fields.get("results", ()))
+    fields.setdefault("task_uuid", "")
+    return TaskState(**fields)
+
+
+def encode_group(group: GroupMeta) -> bytes:
+    """The group as Go writes it."""
+    created_at = format_time(group.created_at)
+    written = _Group(
+        group.group_uuid,
+        list(group.task_uuids),
+        group.chord_triggered,
+        group.lock,
+        created_at,
+        group.ttl,
+    )
+    try:
+        return encode(written)
+    except (UnicodeEncodeError, TypeError, OverflowError) as error:
+        raise explain((), group.group_uuid, "", error) from None
+
+
+def decode_group(body: bytes) -> GroupMeta:
+    """The group in these bytes.
+
+    Raises:
+        DecodeError: Go would not read it.
+    """
+    if is_deep(body):
+        return _decode_group_leniently(body)
+    try:
+        read = _decode_group(body)
+    except _SLOW:
+        return _decode_group_leniently(body)
+    return GroupMeta(
+        group_uuid=read.GroupUUID,
+        task_uuids=tuple(read.TaskUUIDs or ()),
+        chord_triggered=read.ChordTriggered,
+        lock=read.Lock,
+        created_at=_moment(read.CreatedAt),
+        ttl=read.TTL,
+    )
+
+
+def _decode_group_leniently(body: bytes) -> GroupMeta:
+    fields, _ = read_record(body, GROUP, "group")
+    fields.setdefault("group_uuid", "")
+    return GroupMeta(**fields)
+
+
+def encode_results(results: Sequence[Arg]) -> bytes:
+    """Results alone, as the list that a state has of them.
+
+    Raises:
+        ArgumentError: a result cannot be sent.
+    """
+    try:
+        return encode(write_results(results, ""))
+    except (UnicodeEncodeError, RecursionError, TypeError, OverflowError) as error:
+        raise explain(results, "", "result", error) from None
+
+
+def decode_results(body: bytes) -> tuple[Arg, ...]:
+    """What `encode_results` wrote; none for null.
+
+    Raises:
+        DecodeError: it is no list of results.
+    """
+    try:
+        if not is_deep(body, AROUND_RESULTS):
+            results = tuple(_decode_results(body))
+            if not is_text_needed(results, body):
+                return results
+    except _SLOW:
+        pass
+    try:
+        reader = Reader(body)
+        items: Any = read_args(reader, reader.skip_space(0), None)[0]
+    except DecodeError as error:
+        raise DecodeError(f"no results: {error}") from None
+    return received(items)

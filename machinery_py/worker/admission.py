@@ -1,0 +1,140 @@
+"""What a task must pass before it is called: its key if it is unique, its lock if it is exclusive.
+
+Called where the task is about to run, so that what waits in a worker holds no lock. The lock is given back when the settlement
+has been committed: until then a crash would bring the task back, and the next one must not run before.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import random
+from collections.abc import Callable
+from typing import Any
+
+from machinery_py.app import Engine
+from machinery_py.brokers.base import WAITING, Delivery, Fate
+from machinery_py.errors import ArgumentError, BackendUnavailable, BrokerUnavailable, MachineryError
+from machinery_py.locks.named import Lease
+from machinery_py.registry.outcomes import Failed
+from machinery_py.registry.task import Task
+from machinery_py.registry.unique_keys import lock_name, owner
+from machinery_py.stores.base import Settlement
+from machinery_py.tasks.signature import HEADER_UNIQUE, HEADER_UNIQUE_START, Signature
+from machinery_py.texts import get_logger
+from machinery_py.unique import start
+
+logger = get_logger(__name__)
+
+WAITS = 0.05, 2.0  # seconds that an exclusive task waits for its next try, at first and at most
+OUTAGE = 1.0  # seconds to the next try when the lock store does not answer
+
+
+def is_gated(task: Task[..., Any] | None, signature: Signature[Any]) -> bool:
+    """Whether there is a gate: most tasks have none."""
+    return (task is not None and task.settings.exclusive != "") or bool(
+        signature.headers
+        and HEADER_UNIQUE_START in signature.headers
+        and signature.headers.get(HEADER_UNIQUE)
+    )
+
+
+class Gate:
+    """The gate of one execution. `enter` is called by the thread that is to run it, `leave` by any."""
+
+    def __init__(
+        self, engine: Engine, task: Task[..., Any], signature: Signature[Any], delivery: Delivery
+    ) -> None:
+        self._engine = engine
+        self._task = task
+        self._signature = signature
+        self._delivery = delivery
+        self._lease: Lease | None = None
+
+    def enter(self, on_lost: Callable[[], object]) -> Failed | Settlement | None:
+        """Pass, or say what becomes of the task instead. `on_lost` is called when its lock is lost while it runs."""
+        try:
+            stop = self._lock(on_lost) if self._task.settings.exclusive else None
+            if (
+                stop is None
+                and self._signature.headers
+                and HEADER_UNIQUE_START in self._signature.headers
+            ):
+                stop = None if start(self._engine, self._signature) else self._settlement()
+        except (BackendUnavailable, BrokerUnavailable) as error:
+            logger.warning("task %s cannot be run now: %s", self._signature.uuid, error)
+            stop = self._later(OUTAGE)
+        except ArgumentError as error:
+            stop = Failed(error=str(error), error_type="ArgumentError", retryable=False)
+        except MachineryError as error:  # no lock store, or one that cannot be worked with
+            stop = Failed(
+                error=f"its lock cannot be taken: {error}", error_type=type(error).__name__
+            )
+        if stop is not None:
+            self.leave()
+        return stop
+
+    def leave(self) -> None:
+        """Let the next one run. May be called twice, and from any thread; the lock store is asked in another one."""
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            self._engine.locks.give_back_soon(lease)
+
+    def _lock(self, on_lost: Callable[[], object]) -> Failed | Settlement | None:
+        task, settings = self._task, self._task.settings
+        whose = owner(self._engine.config)
+        name = lock_name(
+            task.name, task.call, self._signature.args, settings.exclusive_key, owner=whose
+        )
+        self._lease = self._engine.locks.take(name, on_lost=on_lost)
+        if self._lease is not None:
+            return None
+        if settings.exclusive == "skip":
+            return Failed(
+                error=f"skipped: another run of it holds the lock {name!r}",
+                error_type="Skipped",
+                retryable=False,
+            )
+        waited = self._waited()
+        if settings.exclusive_timeout is not None and waited >= settings.exclusive_timeout:
+            return Failed(
+                error=f"lock {name!r}: somebody else has it, and had it for {waited:.1f} s",
+                error_type="LockNotAcquired",
+                retryable=False,
+            )
+        return self._later(min(WAITS[1], max(WAITS[0], waited / 4)))
+
+    def _waited(self) -> float:
+        """Seconds since it could have run; asked of its state, since few brokers know when a message was sent."""
+        signature = self._signature
+        state = self._engine.store.backend.get_states([signature.uuid]).get(signature.uuid)
+        moments = [
+            moment
+            for moment in (state.created_at if state is not None else None, signature.eta)
+            if moment is not None
+        ]
+        return (
+            max(0.0, (self._engine.clock.now() - max(moments)).total_seconds()) if moments else 0.0
+        )
+
+    def _later(self, pause: float) -> Settlement:
+        eta = self._engine.clock.now() + dt.timedelta(seconds=pause * random.uniform(0.5, 1.0))
+        return self._settlement(fate=Fate.LATER, eta=eta, reason=WAITING)
+
+    def _settlement(self, **more: Any) -> Settlement:
+        """The end of the delivery, and of nothing else."""
+        return Settlement(
+            delivery=self._delivery, uuid=self._signature.uuid, name=self._signature.name, **more
+        )
+
+
+async def in_thread(passing: Callable[[], bool], stop: Callable[[BaseException], object]) -> bool:
+    """Pass a gate without keeping the loop waiting. `stop` is called if the coroutine is cancelled meanwhile, and had passed."""
+    import asyncio  # loaded by now: we are in a coroutine
+
+    attempt = asyncio.ensure_future(asyncio.to_thread(passing))
+    try:
+        return await asyncio.shield(attempt)
+    except asyncio.CancelledError as error:
+        if await attempt:
+            stop(error)
+        return False

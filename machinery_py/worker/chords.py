@@ -1,0 +1,116 @@
+"""Chords: when a group is complete its callback is sent, when a member failed the callback fails. Once, by any worker.
+
+A group that is ready stays on the store's list until somebody has settled it, so a crash at any point here loses nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from machinery_py.app import Engine
+from machinery_py.backends.base import ReadyGroup
+from machinery_py.errors import DecodeError, MachineryError, NameRefused, StateNotFound
+from machinery_py.names import check_uuid
+from machinery_py.registry.outcomes import Failed
+from machinery_py.revocation import end_unheld, fire
+from machinery_py.stores.base import AWAY, Firing
+from machinery_py.tasks.signature import Signature
+from machinery_py.tasks.states import TaskState
+from machinery_py.tasks.workflow import chord_callback
+from machinery_py.texts import get_logger
+from machinery_py.wire.signatures import decode_signature
+from machinery_py.worker.hooks import text_of
+
+logger = get_logger(__name__)
+
+
+def fire_ready_groups(engine: Engine) -> int:
+    """Settle the groups that wait for it; how many this caller settled."""
+    fired = 0
+    while ready := engine.store.ready_groups(100):
+        settled = [_fire(engine, group) for group in ready]
+        fired += sum(settled)
+        if not any(settled):
+            break  # another worker is at them
+    return fired
+
+
+def _fire(engine: Engine, ready: ReadyGroup) -> bool:
+    try:
+        firing, sent = firing_of(engine, ready)
+        fired = fire(engine, firing)
+    except Exception as error:  # the groups behind it must not wait for it
+        if isinstance(error, MachineryError) and error.permanent:
+            # Where its callback should go, or its state be, there is something else: nobody can be told, but the group must end.
+            logger.error("group %s ends without its callback: %s", ready.group_uuid, error)
+            return engine.store.fire(Firing(group_uuid=ready.group_uuid))
+        if isinstance(error, AWAY):
+            raise
+        logger.exception("group %s cannot be settled now", ready.group_uuid)
+        return False
+    if fired:
+        engine.tell_sent(sent)
+    return fired
+
+
+def firing_of(engine: Engine, ready: ReadyGroup) -> tuple[Firing, Sequence[Signature[Any]]]:
+    """What becomes true when this group is settled, and what is sent by it."""
+    try:
+        callback = decode_signature(ready.callback).with_uuid("chord_")
+        check_uuid(
+            callback.uuid, callback.routing_key, engine.config.default_queue
+        )  # its state is written in any case
+    except (DecodeError, NameRefused) as error:
+        # The members carried bytes that are no callback: there is nobody to tell, but the group must end.
+        logger.error("the callback of %s cannot be sent: %s", ready.group_uuid, error)
+        return Firing(group_uuid=ready.group_uuid), ()
+    if ready.failed_member:
+        return _failed(engine, ready, callback, _why(engine, ready.failed_member))
+    try:
+        states = engine.store.backend.group_task_states(ready.group_uuid)
+        filled = chord_callback(callback, [state.results for state in states])
+        out = engine.outgoing([filled])
+    except StateNotFound as error:
+        return _failed(
+            engine,
+            ready,
+            callback,
+            f"the results of the chord's members are not there any more: {error}",
+        )
+    except NameRefused as error:
+        return _failed(engine, ready, callback, f"the chord's callback cannot be sent: {error}")
+    except AWAY:
+        raise
+    except Exception as error:  # the pre-publish hook is user code; the chord must end all the same
+        return _failed(
+            engine, ready, callback, f"the chord's callback cannot be sent: {text_of(error)}"
+        )
+    firing = Firing(
+        group_uuid=ready.group_uuid, states=out.states, send=out.messages, groups=out.groups
+    )
+    return firing, out.signatures
+
+
+def _why(engine: Engine, member: str) -> str:
+    state = engine.store.backend.get_states([member]).get(member)
+    if state is None:
+        # A step in front of the member failed, so the member itself never ran.
+        return f"chord member {member} never ran, because a task in front of it failed"
+    return f"chord member {state.task_name} {member} failed: {state.error}"
+
+
+def _failed(
+    engine: Engine, ready: ReadyGroup, callback: Signature[Any], error: str
+) -> tuple[Firing, Sequence[Signature[Any]]]:
+    outcome = Failed(error=error, error_type="ChordMemberFailed", retryable=False)
+    state = engine.store.backend.get_states([callback.uuid]).get(callback.uuid)
+    if (
+        state is not None and state.is_finished
+    ):  # it was revoked: what follows from its end has followed
+        return Firing(group_uuid=ready.group_uuid), ()
+    queue = callback.routing_key or engine.config.default_queue
+    stands = TaskState(
+        task_uuid=callback.uuid, run=callback.run, attempt=callback.attempt, queue=queue
+    )
+    return end_unheld(engine, callback, outcome, stands, group_uuid=ready.group_uuid)

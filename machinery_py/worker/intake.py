@@ -1,0 +1,172 @@
+"""What to do with a delivery before anything is run: decode it, find its task, or say what becomes of it instead."""
+
+from __future__ import annotations
+
+import datetime as dt
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from machinery_py.brokers.base import Fate
+from machinery_py.errors import DecodeError, NameRefused
+from machinery_py.names import REASON as REASON_NAME
+from machinery_py.names import check_message
+from machinery_py.registry.outcomes import Failed
+from machinery_py.tasks.signature import HEADER_EXPIRES, Signature
+from machinery_py.tasks.states import State
+from machinery_py.texts import get_logger
+from machinery_py.wire.signatures import decode_signature
+from machinery_py.worker.execution import Execution
+
+logger = get_logger(__name__)
+
+FIRST_PAUSE = 1.0  # seconds an unknown task waits for a worker that knows it; doubled each time
+LONGEST_PAUSE = 60.0  # seconds
+
+REASON_UNDECODABLE = "undecodable"
+REASON_TOO_LARGE = "too-large"
+REASON_UNREGISTERED = "unregistered"
+REASON_POISON = "poison"
+
+
+def peek(execution: Execution) -> str:
+    """Decode the message; the task's UUID, or "" when it is no signature."""
+    delivery, limit = execution.delivery, execution.engine.config.max_message_size
+    if len(delivery.body) > limit:
+        _reject(
+            execution,
+            REASON_TOO_LARGE,
+            f"{len(delivery.body):,} bytes, more than max_message_size = {limit:,}",
+        )
+        return ""
+    try:
+        signature = decode_signature(delivery.body)
+    except DecodeError as error:
+        _reject(execution, REASON_UNDECODABLE, str(error))
+        return ""
+    if not signature.name:
+        _reject(execution, REASON_UNDECODABLE, "the message names no task")
+        return ""
+    try:
+        # What would follow is unpacked now: a task whose callbacks cannot be sent is not to be run first.
+        for callbacks in (signature.on_success, signature.on_error):
+            if callbacks:
+                callbacks[0]
+    except DecodeError as error:
+        _reject(execution, REASON_UNDECODABLE, f"in a callback: {error}")
+        return ""
+    except IndexError:
+        pass  # an empty list
+    # A foreign sender may leave the UUID out: the state needs a key, and the retry the same one.
+    signature = signature.with_uuid()
+    try:
+        check_message(
+            signature.routing_key,
+            delivery.queue,
+            execution.engine.config.default_queue,
+            name=signature.name,
+            uuid=signature.uuid,
+            group_uuid=signature.group_uuid,
+        )
+    except NameRefused as error:
+        _reject(execution, REASON_NAME, str(error))
+        return ""
+    execution.signature = signature
+    return signature.uuid
+
+
+def accept(execution: Execution, revoked: Mapping[str, bool]) -> bool:
+    """Find out what is to be run, after `peek`. False: nothing is; the settlement says what becomes of the message.
+
+    Args:
+        revoked: from `revoked_among`.
+    """
+    if execution.is_over:
+        return False
+    signature = execution.signature
+    execution.task = execution.engine.registry.find(signature.name)
+    if execution.delivery.strikes >= execution.engine.config.max_strikes:
+        _poison(execution)
+    elif signature.uuid in revoked:
+        execution.withdraw(is_over=revoked[signature.uuid])
+    elif _is_expired(signature, execution.engine.clock.now()):
+        execution.finish(
+            Failed(error="expired before it was started", error_type="Expired", retryable=False)
+        )
+    elif execution.task is None:
+        _unknown(execution)
+    else:
+        execution.phase = State.RECEIVED
+        return True
+    return False
+
+
+def _reject(execution: Execution, reason: str, error: str) -> None:
+    logger.error(
+        "message on %r goes to the dead letters: %s: %s", execution.delivery.queue, reason, error
+    )
+    execution.settle(execution.end_of_delivery(Fate.DEAD, reason=reason, error=error))
+
+
+def _poison(execution: Execution) -> None:
+    strikes = execution.delivery.strikes
+    error = f"{strikes} workers died while they ran it (max_strikes = {execution.engine.config.max_strikes})"
+    logger.error(
+        "task %s (%s) goes to the dead letters: %s",
+        execution.signature.uuid,
+        execution.signature.name,
+        error,
+        extra={"task_uuid": execution.signature.uuid},
+    )
+    execution.finish(
+        Failed(error=error, error_type="Poison", retryable=False),
+        fate=Fate.DEAD,
+        reason=REASON_POISON,
+    )
+
+
+def _unknown(execution: Execution) -> None:
+    signature, delivery = execution.signature, execution.delivery
+    if signature.ignore_when_task_not_registered:
+        execution.settle(execution.end_of_delivery())
+        return
+    pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(delivery.parks, 10))
+    waited = _parked_for(delivery.parks)
+    if waited >= execution.engine.config.unregistered_timeout:
+        names = ", ".join(execution.engine.registry.names()) or "none"
+        error = (
+            f"task {signature.name!r} is not registered, and no worker that knows it came within {waited:,.0f} s "
+            f"(registered here: {names})"
+        )
+        logger.error("%s", error, extra={"task_uuid": signature.uuid})
+        execution.finish(
+            Failed(error=error, error_type="TaskNotRegistered", retryable=False),
+            fate=Fate.DEAD,
+            reason=REASON_UNREGISTERED,
+        )
+        return
+    logger.log(
+        logging.WARNING if delivery.parks == 0 else logging.DEBUG,
+        "task %r is not registered here (is its module imported?); %s waits %g s for a worker that knows it",
+        signature.name,
+        signature.uuid,
+        pause,
+        extra={"task_uuid": signature.uuid},
+    )
+    eta = execution.engine.clock.now() + dt.timedelta(seconds=pause)
+    execution.settle(execution.end_of_delivery(Fate.LATER, eta=eta))
+
+
+def _parked_for(parks: int) -> float:
+    """Seconds that a message has waited after so many pauses."""
+    return sum(min(LONGEST_PAUSE, FIRST_PAUSE * 2.0**n) for n in range(min(parks, 100_000)))
+
+
+def _is_expired(signature: Signature[Any], now: dt.datetime) -> bool:
+    text = signature.headers.get(HEADER_EXPIRES) if signature.headers else None
+    if not isinstance(text, str):
+        return False
+    try:
+        return now.timestamp() > float(text)
+    except ValueError:
+        return False

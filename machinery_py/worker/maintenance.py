@@ -1,0 +1,145 @@
+"""Upkeep: one thread that beats, tends the store, settles groups that a crash left behind, and looks after what runs."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from machinery_py.app import Engine
+from machinery_py.errors import MachineryError
+from machinery_py.revocation import revoked_among
+from machinery_py.stores.base import Session
+from machinery_py.texts import get_logger
+from machinery_py.worker.chords import fire_ready_groups
+from machinery_py.worker.executors import Executors
+from machinery_py.worker.go_groups import GroupWatch
+from machinery_py.worker.receiver import Receiver
+from machinery_py.worker.settler import Settler
+
+logger = get_logger(__name__)
+
+STALE = 1.0  # seconds a claimed task may wait for a slot before it is given to whoever has one
+LONGEST_SLEEP = 0.5  # seconds; so late at most is a running task asked to stop
+GROUPS_EVERY = 5.0  # seconds between two looks for groups that nobody settled
+
+
+class Upkeep:
+    """The small regular work of one worker."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        session: Session,
+        receiver: Receiver,
+        executors: Executors,
+        settler: Settler,
+        groups: GroupWatch,
+        *,
+        name: str,
+        on_beat: Callable[[], None],
+    ) -> None:
+        self._engine = engine
+        self._session = session
+        self._receiver = receiver
+        self._executors = executors
+        self._settler = settler
+        self._groups = groups
+        self._on_beat = on_beat
+        self._beat_every = engine.config.lease / 4
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._work, name=f"{name}-upkeep", daemon=True)
+        self._beat_at = 0.0
+        self._tend_at = 0.0
+        self._groups_at = time.monotonic() + GROUPS_EVERY
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join(timeout=10.0)
+
+    def _work(self) -> None:
+        while not self._stop.is_set():
+            try:
+                self._beat_if_due()
+                self._tend_if_due()
+                self._look_after()
+                if self._groups.due_in() == 0.0 and self._groups.look():
+                    fire_ready_groups(self._engine)
+            except MachineryError as error:
+                logger.debug("upkeep could not be done: %s", error)
+            except Exception:  # the loop must live on, whatever a store or a handler does
+                logger.exception("upkeep failed")
+            now = time.monotonic()
+            pause = min(
+                self._beat_at - now, self._tend_at - now, LONGEST_SLEEP, self._groups.due_in()
+            )
+            self._stop.wait(max(0.02, pause))
+
+    def _beat_if_due(self) -> None:
+        now = time.monotonic()
+        if now < self._beat_at:
+            return
+        self._beat_at = now + self._beat_every
+        try:
+            if not self._session.beat():
+                logger.warning(
+                    "this worker had been given up (was it stopped?): what it ran belongs to others now"
+                )
+                for execution in self._receiver.held():
+                    if execution.hand_back():  # it has not begun: whoever has it now runs it
+                        self._settler.put(execution)
+                    else:
+                        self._executors.cancel(execution)
+        finally:
+            self._on_beat()  # alive, whatever the store says
+
+    def _tend_if_due(self) -> None:
+        now = time.monotonic()
+        if now >= self._tend_at:
+            self._tend_at = now + 1.0  # if it fails
+            self._tend_at = time.monotonic() + self._engine.store.tend()
+        if now >= self._groups_at:
+            self._groups_at = now + GROUPS_EVERY
+            fire_ready_groups(self._engine)
+            self._groups.adopt()
+
+    def _look_after(self) -> None:
+        """Cancel what was lost or revoked while it ran, and give back what waits behind long tasks."""
+        running = self._executors.running()
+        for execution in running:
+            context = execution.context
+            if (
+                context is not None
+                and not context.cancelled
+                and self._session.is_lost(execution.delivery)
+            ):
+                self._executors.cancel(execution)
+        self._stop_revoked()
+        if len(running) >= self._executors.concurrency:
+            long_ago = time.perf_counter() - STALE
+            if all(0 < execution.call_started < long_ago for execution in running):
+                self._give_back_waiting()
+
+    def _stop_revoked(self) -> None:
+        """Ask what runs to stop; what has not begun never will."""
+        held = {
+            one.signature.uuid: one
+            for one in self._receiver.held()
+            if not one.is_over and not one.revoked
+        }
+        for uuid, is_over in (revoked_among(self._engine, list(held)) if held else {}).items():
+            if held[uuid].withdraw(is_over=is_over):
+                self._settler.put(held[uuid])
+        for execution in self._executors.running():
+            if execution.revoked and not (
+                execution.context is not None and execution.context.cancelled
+            ):
+                self._executors.cancel(execution)
+
+    def _give_back_waiting(self) -> None:
+        for execution in self._receiver.held():
+            if execution.hand_back():
+                self._settler.put(execution)

@@ -1,0 +1,235 @@
+"""While the store is away: how often it was tried, how long to wait, who is told, and when a worker gives up.
+
+An attempt is a question that failed while the store was known to be away: at the start each one is, later the first failure
+only says that the connection is lost. With several URLs an attempt is a round, and counts as many as there are URLs.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from machinery_py.app import Engine
+from machinery_py.errors import (
+    BackendUnavailable,
+    BrokerUnavailable,
+    PublishRefused,
+    PublishUnknown,
+    StoreUnusable,
+)
+from machinery_py.events import ConnectionLost, ConnectionRestored
+from machinery_py.stores.base import Session
+from machinery_py.tasks.backoff import reconnect_delay
+from machinery_py.texts import get_logger
+
+logger = get_logger(__name__)
+
+FIRST_SILENCE, LONGEST_SILENCE = (
+    10.0,
+    300.0,
+)  # seconds between two lines of the log, doubled each time
+
+PASSES = (
+    PublishRefused,
+    PublishUnknown,
+    BackendUnavailable,
+)  # what a start waits for; StoreUnusable, if it is one, is not
+
+#: Called with each failure; a number that it returns is how long to wait, in seconds.
+Handler = Callable[[ConnectionLost], float | None]
+
+
+class Outage:
+    """What one worker knows of its connection. May be used from any thread.
+
+    Attributes:
+        given_up: raised by the worker; set when `broker_connection_max_retries` was reached.
+    """
+
+    def __init__(self, engine: Engine, worker: str) -> None:
+        self._engine = engine
+        self._worker = worker
+        self.handler: Handler | None = None
+        self._lock = threading.Lock()
+        self._was_there = False
+        self._since: float | None = None  # it is away
+        self._attempts = 0
+        self._rounds = 0
+        self._log_at = self._silence = 0.0
+        self.given_up: BrokerUnavailable | None = None
+
+    def failed(self, error: Exception, *, is_told: bool = False) -> float:
+        """Note a failure; the seconds to wait before the next attempt. `is_told`: its first line is in the log already."""
+        with self._lock:
+            now = time.monotonic()
+            if self._since is None:
+                self._since, self._silence = now, FIRST_SILENCE
+                self._log_at = now + self._silence if is_told else now
+            if self._was_there:
+                self._was_there = False
+            else:
+                self._rounds += 1
+                self._attempts += len(self._engine.config.broker_urls)
+            config = self._engine.config
+            limit = config.broker_connection_max_retries if config.broker_connection_retry else 1
+            if limit and self._attempts >= limit and self.given_up is None:
+                self.given_up = _giving_up(
+                    self._worker,
+                    self._attempts,
+                    error,
+                    by_switch=not config.broker_connection_retry,
+                )
+                self.given_up.__cause__ = error
+            lost = ConnectionLost(
+                worker=self._worker,
+                error=str(error),
+                attempt=self._attempts,
+                limit=limit,
+                delay=reconnect_delay(config.broker_connection_backoff, max(1, self._rounds)),
+            )
+        delay = self._ask(lost)
+        self._log(lost, delay, now)
+        if self._engine.events.wants(ConnectionLost):
+            self._engine.events.emit(lost)
+        return delay
+
+    def begin(self) -> None:
+        """Count anew: the worker is started."""
+        with self._lock:
+            self._since, self._attempts, self._rounds, self._was_there, self.given_up = (
+                None,
+                0,
+                0,
+                False,
+                None,
+            )
+
+    def over(self) -> None:
+        """The store has answered."""
+        if self._since is None and self._was_there:
+            return
+        with self._lock:
+            since, attempts = self._since, self._attempts
+            self._since, self._attempts, self._rounds, self._was_there = None, 0, 0, True
+            self.given_up = None
+        if since is not None:
+            seconds = time.monotonic() - since
+            logger.warning("tasks can be received again, after %.1f s", seconds)
+            if self._engine.events.wants(ConnectionRestored):
+                self._engine.events.emit(
+                    ConnectionRestored(worker=self._worker, attempts=attempts, seconds=seconds)
+                )
+
+    def _ask(self, lost: ConnectionLost) -> float:
+        if self.handler is None:
+            return lost.delay
+        try:
+            chosen = self.handler(lost)
+            return lost.delay if chosen is None else max(0.0, float(chosen))
+        except Exception:  # user code
+            logger.exception("the connection error handler failed")
+            return lost.delay
+
+    def _log(self, lost: ConnectionLost, delay: float, now: float) -> None:
+        due = now >= self._log_at
+        if due:
+            self._log_at = now + self._silence
+            self._silence = min(LONGEST_SILENCE, self._silence * 2)
+        tries = f"attempt {lost.attempt}" + (f" of {lost.limit}" if lost.limit else "")
+        then = "giving up" if self.given_up is not None else f"trying again in {delay:.1f} s"
+        logger.log(
+            logging.ERROR if due else logging.DEBUG,
+            "no tasks can be received: %s; %s (%s)",
+            lost.error,
+            then,
+            tries,
+        )
+
+
+def _giving_up(
+    worker: str, attempts: int, error: Exception, *, by_switch: bool
+) -> BrokerUnavailable:
+    why = "broker_connection_retry is off" if by_switch else "broker_connection_max_retries"
+    return BrokerUnavailable(
+        f"worker {worker} gives up after {attempts} attempt{'s' if attempts != 1 else ''} ({why}): {error}"
+    )
+
+
+class Opening:
+    """One attempt to open a session, in a thread of its own, so that nobody has to wait for it who was asked to end."""
+
+    def __init__(
+        self, open_session: Callable[[], Session], then: Callable[[], object], *, name: str
+    ) -> None:
+        self._open = open_session
+        self._then = then
+        self._lock = threading.Lock()
+        self._session: Session | None = None
+        self._failure: BaseException | None = None
+        self._unwanted = False
+        self.is_over = False
+        threading.Thread(target=self._work, name=f"{name}-connect", daemon=True).start()
+
+    def _work(self) -> None:
+        try:
+            session = self._open()
+        except BaseException as error:  # raised in `result`, by the thread that wants it
+            self._failure = error
+        else:
+            with self._lock:
+                self._session = session
+                unwanted = self._unwanted
+            if unwanted:
+                session.close()
+        self.is_over = True
+        self._then()
+
+    def result(self) -> Session | None:
+        """The session; raises what opening it raised. None if it was not over: it is then closed as soon as it is open."""
+        with self._lock:
+            if self._session is None:
+                self._unwanted = True
+        if self._failure is not None:
+            raise self._failure
+        return self._session
+
+
+def open_patiently(
+    open_session: Callable[[], Session],
+    outage: Outage,
+    *,
+    is_over: Callable[[], bool],
+    wait: Callable[[float], object],
+    wake: Callable[[], object],
+    name: str,
+) -> Session | None:
+    """Open a session, as soon as the store is there; None if the worker was asked to end before.
+
+    Args:
+        is_over: whether it was asked to end.
+        wait: wait for so many seconds, or until `wake` is called or the worker is asked to end.
+
+    Raises:
+        BrokerUnavailable: the outage has lasted for too many attempts.
+        MachineryError: nothing is won by waiting: a wrong password, a wrong setting.
+    """
+    outage.begin()
+    while not is_over():
+        opening = Opening(open_session, wake, name=name)
+        while not opening.is_over and not is_over():
+            wait(0.5)
+        try:
+            return opening.result()
+        except StoreUnusable:
+            raise
+        except PASSES as error:
+            if error.permanent:
+                raise
+            deadline = time.monotonic() + outage.failed(error)
+            if outage.given_up is not None:
+                raise outage.given_up from error
+            while (left := deadline - time.monotonic()) > 0 and not is_over():
+                wait(left)
+    return None
