@@ -182,8 +182,8 @@ def command_parser(command: Command) -> argparse.ArgumentParser:
         metavar="APP",
         help="MODULE or MODULE:OBJECT of your Server; MACHINERY_APP stands in for it",
     )
-    for add in command.options:
-        add(parser)
+    for flags, settings in command.options:
+        parser.add_argument(*flags, **settings)
     return parser
 
 

@@ -23,8 +23,9 @@ import yaml
 
 import machinery_py
 from machinery_py import errors, events
-from machinery_py.cli.commands import COMMANDS, seconds, split_words
+from machinery_py.cli.commands import COMMANDS, split_words
 from machinery_py.cli.main import command_parser
+from machinery_py.cli.options import seconds
 from machinery_py.config.urls import SCHEMES
 from machinery_py.inspection import Inspector
 from machinery_py.locks.named import NamedLock

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from machinery_py import __version__
-from machinery_py.cli.commands import COMMANDS, seconds, split_words
+from machinery_py.cli.commands import COMMANDS, split_words
 from machinery_py.cli.main import command_parser, main
+from machinery_py.cli.options import seconds
 from tests.system.cli_app import App, app_in_a_folder
 
 app = app_in_a_folder

@@ -1,0 +1,191 @@
+"""Options, in groups that commands share, and the parsers of their values."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable
+from typing import Any
+
+from machinery_py.errors import ConfigError
+from machinery_py.queues import parse_queues
+
+LONGEST = 36_500 * 86_400.0  # seconds; the clocks of most stores end some time
+MOST = 1_000_000_000  # of anything
+
+_UNITS = {"ms": 0.001, "": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+_UNITS |= {"d": 86_400.0, "w": 604_800.0}
+_LENGTH = re.compile(r"(\d+(?:\.\d+)?)(ms|s|min|m|h|d|w|)")
+
+
+def seconds(text: str) -> float:
+    """A length of time: `90`, `1.5s`, `10m`, `1h`, `2d`."""
+    found = _LENGTH.fullmatch(text.strip().lower())
+    if found is None:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no length of time (expected for instance 90, 500ms, 10m, 1h, 2d)"
+        )
+    length = float(found[1]) * _UNITS[found[2]]
+    if length > LONGEST:
+        raise argparse.ArgumentTypeError(f"{text!r} is too long (expected at most 36500d)")
+    return length
+
+
+def _whole(least: int, most: int = MOST) -> Callable[[str], int]:
+    def read(text: str) -> int:
+        # The digits are counted first: Python refuses to read thousands of them.
+        is_number = text.isascii() and text.isdigit() and len(text) <= len(str(most))
+        if not is_number or not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {least} to {most}")
+        return int(text)
+
+    return read
+
+
+def _queues(text: str) -> tuple[str, ...] | dict[str, float]:
+    try:
+        return parse_queues(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _state(text: str) -> str:
+    from machinery_py.tasks.states import state_named  # only who names a state pays for it
+
+    try:
+        return state_named(text).value
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+#: Arguments of `ArgumentParser.add_argument`, those by position and those by name.
+Option = tuple[tuple[str, ...], dict[str, Any]]
+Options = tuple[Option, ...]
+
+
+def _option(flags: str, help: str, **settings: Any) -> Option:
+    """An option with a value; its default is None."""
+    return tuple(flags.split()), {"help": help, **settings}
+
+
+def _switch(flags: str, help: str) -> Option:
+    return _option(flags, help, action="store_true")
+
+
+def _text(flags: str, help: str, metavar: str | None = None) -> Option:
+    return _option(flags, help, default="", metavar=metavar)
+
+
+def _time(flag: str, help: str, default: float | None = None) -> Option:
+    return _option(flag, help, type=seconds, default=default, metavar="TIME")
+
+
+APP: Options = (
+    _text("--app-dir", "folder to import the app from; default: the working directory", "DIR"),
+)
+JSON: Options = (_switch("--json", "print JSON instead of a table"),)
+YES: Options = (_switch("--yes -y", "do not ask"),)
+LIMIT: Options = (
+    _option("--limit", "at most so many; default: 50", type=_whole(1), default=50, metavar="N"),
+)
+FILTER: Options = (
+    _text("--name", "only tasks of this name"),
+    _time("--since", "only tasks that changed in this time: 90 (seconds), 10m, 1h, 2d"),
+    _text("--queue", "only tasks of this queue"),
+)
+_STATES = "pending, received, started, retry, success or failure"
+STATE: Options = (_option("--state", _STATES, type=_state, metavar="STATE"),)
+FAILURE: Options = (
+    _option(
+        "--state",
+        "failure: there is nothing else to retry",
+        type=_state,
+        default="FAILURE",
+        choices=("FAILURE",),
+        metavar="STATE",
+    ),
+)
+WAIT: Options = (
+    _switch("--wait", "wait for the result and print it"),
+    _time("--timeout", "wait no longer than that: 90 (seconds), 10m; default: as long as it takes"),
+)
+SEND: Options = (
+    _option(
+        "--kw",
+        "an argument by name; may be repeated",
+        action="append",
+        default=[],
+        metavar="NAME=JSON",
+    ),
+    _text("--queue", "instead of the task's own queue"),
+    _time("--delay", "run it that much later"),
+)
+DEAD: Options = (_text("--queue", "only letters from this queue"),)
+ALL: Options = (_switch("--all", "all dead letters, or with --queue all of that queue"),)
+WORKER: Options = (
+    _option(
+        "-c --concurrency",
+        "tasks at a time in each process; default: as configured, else two for each processor",
+        type=_whole(0),
+        metavar="N",
+    ),
+    _option(
+        "-p --processes", "worker processes; default: 1", type=_whole(1), default=1, metavar="N"
+    ),
+    _option(
+        "-Q --queues",
+        "queues: strictly in this order, or A:6,B:1 by weights; default: as configured",
+        type=_queues,
+        default=(),
+        metavar="A,B",
+    ),
+    _text("-n --name", "name of the worker; default: host and process", "NAME"),
+    _switch("--burst", "end when the queues are empty; paused ones are not waited for"),
+    _switch("--reload", "start again when a .py file changes (for development)"),
+    _switch("--no-scheduler", "send nothing that schedules say; other workers do"),
+    _time(
+        "--shutdown-timeout",
+        "how long running tasks may go on at the end; default: as configured, 30 s",
+    ),
+    _option(
+        "--log-level",
+        "default: info",
+        default="info",
+        choices=("debug", "info", "warning", "error"),
+    ),
+    _option("--log-format", "default: text", default="text", choices=("text", "json")),
+    _switch("--no-banner", "print nothing but logs"),
+    _text("--heartbeat-file", "where `machinery health` finds that this worker lives", "FILE"),
+    _option(
+        "--health-port", "answer HTTP at /live and /ready", type=_whole(0, 65_535), metavar="PORT"
+    ),
+    _option(
+        "--health-host",
+        "address for --health-port; default: 127.0.0.1",
+        default="127.0.0.1",
+        metavar="HOST",
+    ),
+    # Between our own processes: see processes.py.
+    _text("--child", argparse.SUPPRESS),
+    _option("--reloaded", argparse.SUPPRESS, type=int),
+)
+CHANGE: Options = (
+    _option("--spec", "when it is due: '0 6 * * MON-FRI', @daily, '@every 30s'"),
+    _option("--tz", "zone of its times, for instance Europe/Berlin", metavar="ZONE"),
+    _option(
+        "--catch-up",
+        "what becomes of ticks that nobody was there for",
+        choices=("skip", "latest", "all"),
+    ),
+    _time("--window", "how far back latest and all look"),
+    _option(
+        "--overlap",
+        "a tick while the run before it is not over",
+        choices=("allow", "skip", "queue"),
+    ),
+)
+HEALTH: Options = (
+    _time("--max-age", "a heartbeat older than that is none; default: 15 s", 15.0),
+    _switch("--ready", "also ask whether the broker answered at the last beat"),
+    _text("--heartbeat-file", "the file that was given to the worker", "FILE"),
+)
