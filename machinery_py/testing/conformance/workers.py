@@ -128,7 +128,7 @@ class WorkerConformance(QueueConformance):
             eta = one.get_state().eta
             assert eta is not None
             assert 99 < (eta - app.server.now()).days / 365 <= 100
-        assert app.server.inspect.queues()[0].delayed == 2
+        wait_until(lambda: app.server.inspect.queues()[0].delayed == 2, what="two delayed")
         assert "Traceback" not in caplog.text
 
     def test_an_error_of_megabytes_is_cut_and_reaches_its_callback(
