@@ -1,7 +1,7 @@
 """Unique tasks: of calls that are the same, one at a time is sent.
 
 A key is a claim in the result backend. It is taken in one step with PENDING and the message (`Store.amend`), and it stands for
-as long as its task is not over (`Claim.stands`): so it needs nobody to give it back, and what ends a task frees its key in the
+as long as its task is not over (`KeyClaim.stands`): so it needs nobody to give it back, and what ends a task frees its key in the
 same step. Workers remove claims that stand no more, to save room. States, crash points, limits: docs/explanation/unique.md.
 """
 
@@ -24,7 +24,13 @@ from machinery_py.errors import (
     Unsupported,
 )
 from machinery_py.registry.task import Task, TaskSettings
-from machinery_py.registry.unique_keys import Claim, decode_claim, encode_claim, owner, unique_key
+from machinery_py.registry.unique_keys import (
+    KeyClaim,
+    decode_claim,
+    encode_claim,
+    owner,
+    unique_key,
+)
 from machinery_py.stores.base import Settlement
 from machinery_py.tasks.signature import (
     HEADER_EXPIRES,
@@ -136,14 +142,14 @@ class _Sending:
                 self.holder = self.signature.uuid
                 return False
 
-    def _states(self, held: Claim | None) -> dict[str, TaskState]:
+    def _states(self, held: KeyClaim | None) -> dict[str, TaskState]:
         """Of the task that has the key, and of our own if it may have been sent."""
         uuids = [held.uuid] if held is not None else []
         if self._asked_at is not None:
             uuids.append(self.signature.uuid)
         return self._engine.store.backend.get_states(uuids) if uuids else {}
 
-    def _was_sent(self, states: dict[str, TaskState], held: Claim | None) -> bool:
+    def _was_sent(self, states: dict[str, TaskState], held: KeyClaim | None) -> bool:
         """Whether a try of ours was carried out and its reply was lost; the task may even be over, and its claim gone."""
         own = states.get(self.signature.uuid)
         if own is None or self._asked_at is None or own.created_at < self._asked_at:
@@ -170,7 +176,7 @@ class _Sending:
             f"{self.signature.name} {self.signature.uuid} may have been sent: {error}"
         )
 
-    def _may_replace(self, held: Claim) -> bool:
+    def _may_replace(self, held: KeyClaim) -> bool:
         return (
             self._on_duplicate == "replace"
             and held.replaceable
@@ -186,7 +192,7 @@ class _Sending:
 
     def _take(self, expected: bytes | None, replaced: TaskState | None, now: dt.datetime) -> bool:
         expires = self.signature.headers.get(HEADER_EXPIRES)
-        claim = Claim(
+        claim = KeyClaim(
             uuid=self.signature.uuid,
             token=self._token,
             replaceable=self._replaceable,

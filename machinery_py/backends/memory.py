@@ -23,7 +23,7 @@ LONGEST_CHORD = dt.timedelta(
 
 
 @dataclass(slots=True)
-class _Group:
+class _GroupMembers:
     """A group and the members that are in."""
 
     meta: GroupMeta
@@ -52,7 +52,7 @@ class MemoryBackend(TransactionalBackend):
         self.expire_in = expire_in
         self._rows: dict[str, Row] = {}
         self._changed_at: dict[str, dt.datetime] = {}
-        self._groups: dict[str, _Group] = {}
+        self._groups: dict[str, _GroupMembers] = {}
         self._ready: set[str] = set()
         self._outboxes: dict[str, tuple[Sequence[bytes], float]] = {}
         self._revoked: dict[str, dt.datetime] = {}  # → until when
@@ -89,7 +89,7 @@ class MemoryBackend(TransactionalBackend):
         for meta in groups:
             group = self._groups.get(meta.group_uuid)
             if group is None:
-                self._groups[meta.group_uuid] = _Group(meta, self.now())
+                self._groups[meta.group_uuid] = _GroupMembers(meta, self.now())
             elif not group.meta.task_uuids:
                 group.meta = meta
 
@@ -97,7 +97,9 @@ class MemoryBackend(TransactionalBackend):
         for arrival in arrivals:
             group = self._groups.setdefault(
                 arrival.group_uuid,
-                _Group(GroupMeta(group_uuid=arrival.group_uuid, created_at=self.now()), self.now()),
+                _GroupMembers(
+                    GroupMeta(group_uuid=arrival.group_uuid, created_at=self.now()), self.now()
+                ),
             )
             if arrival.task_uuid in group.members:
                 continue
@@ -184,7 +186,7 @@ class MemoryBackend(TransactionalBackend):
 
     def _finished(self, uuids: Sequence[str]) -> None:
         for listener in self._listeners:
-            listener.ring(uuids)
+            listener.notify(uuids)
 
     def get_states(self, uuids: Sequence[str]) -> dict[str, TaskState]:
         with self.hub.lock:
@@ -317,7 +319,7 @@ class MemoryBackend(TransactionalBackend):
             for uuid in group.meta.task_uuids
         }
 
-    def _is_forsaken(self, group: _Group) -> bool:
+    def _is_forsaken(self, group: _GroupMembers) -> bool:
         """No member has a state any more."""
         return self._rows.keys().isdisjoint(group.meta.task_uuids) and self._rows.keys().isdisjoint(
             group.members
@@ -343,7 +345,7 @@ class MemoryListener(Listener):
         with self._backend.hub.lock:
             self._watched.difference_update(uuids)
 
-    def ring(self, uuids: Sequence[str]) -> None:
+    def notify(self, uuids: Sequence[str]) -> None:
         """Called with the lock held."""
         if not self._watched.isdisjoint(uuids):
             self._watched.difference_update(uuids)

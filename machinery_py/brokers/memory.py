@@ -89,7 +89,7 @@ class MemoryBroker(Broker):
             for message in messages:
                 entry = _Entry(message, (-message.priority, next(self._sequence)), now)
                 self._place(entry, message.eta, now)
-            self.hub.ring()
+            self.hub.notify()
             return True
 
     def _place(self, entry: _Entry, eta: dt.datetime | None, now: dt.datetime) -> None:
@@ -106,7 +106,7 @@ class MemoryBroker(Broker):
         with self.hub.lock:
             promoted = self._promote()
             if self._reap() or promoted:
-                self.hub.ring()
+                self.hub.notify()
             return self.next_due()
 
     def _promote(self) -> bool:
@@ -218,7 +218,7 @@ class MemoryBroker(Broker):
         if hold is not None:
             for entry in hold.entries.values():
                 heapq.heappush(self._queues[entry.message.queue], entry)
-            self.hub.ring()
+            self.hub.notify()
 
     def pending(self, queue: str, limit: int) -> list[Message]:
         with self.hub.lock:
@@ -273,7 +273,7 @@ class MemoryBroker(Broker):
     def resume(self, queue: str) -> None:
         with self.hub.lock:
             self._paused.discard(queue)
-            self.hub.ring()
+            self.hub.notify()
 
     def dead_letters(self, *, limit: int, queue: str = "") -> list[DeadLetter]:
         with self.hub.lock:
@@ -306,17 +306,17 @@ class MemoryBroker(Broker):
 
 
 class MemoryConsumer(Consumer):
-    """A registered hold, and the bell that ends its waiting."""
+    """A registered hold, and the event that ends its waiting."""
 
     def __init__(self, broker: MemoryBroker, queues: tuple[str, ...], worker: str) -> None:
         self._broker = broker
         self._hub = broker.hub
         self._queues = queues
         self._worker = worker
-        self._bell = threading.Event()
+        self._notifier = threading.Event()
         self._woken = False
         self._closed = False
-        self._hub.add_bell(self._bell)
+        self._hub.add_notifier(self._notifier)
         self._start_session()
 
     def _start_session(self) -> None:
@@ -337,14 +337,14 @@ class MemoryConsumer(Consumer):
     def receive(self, limit: int, timeout: float, order: Sequence[str] = ()) -> list[Delivery]:
         deliveries = self._claim(limit, order)
         if not deliveries and timeout > 0 and not self._woken:
-            self._bell.wait(min(timeout, self._broker.next_due()))
+            self._notifier.wait(min(timeout, self._broker.next_due()))
             deliveries = self._claim(limit, order)
         self._woken = False
         return deliveries
 
     def _claim(self, limit: int, order: Sequence[str]) -> list[Delivery]:
         with self._hub.lock:
-            self._bell.clear()
+            self._notifier.clear()
             if self._closed or self._broker.hold(self.session) is not self._hold:
                 return []
             return self._broker.claim(self._hold, order or self._queues, limit)
@@ -355,7 +355,7 @@ class MemoryConsumer(Consumer):
                 return [False] * len(disposals)
             done = [self._broker.dispose(self._hold, disposal) for disposal in disposals]
             if any(disposal.fate in (Fate.BACK, Fate.LATER) for disposal in disposals):
-                self._hub.ring()
+                self._hub.notify()
             return done
 
     def holds(self, deliveries: Sequence[Delivery]) -> list[bool]:
@@ -383,11 +383,11 @@ class MemoryConsumer(Consumer):
 
     def wake(self) -> None:
         self._woken = True
-        self._bell.set()
+        self._notifier.set()
 
     def close(self) -> None:
         self._closed = True
-        self._hub.remove_bell(self._bell)
+        self._hub.remove_notifier(self._notifier)
         with self._hub.lock:
             self._broker.give_up(self.session)
-        self._bell.set()
+        self._notifier.set()

@@ -33,7 +33,7 @@ EARLIEST = 2024  # a clock that shows an earlier year was never set
 PACKAGES = ("msgspec", "redis", "pymongo", "pika", "croniter")
 
 
-class Mark(StrEnum):
+class Grade(StrEnum):
     """How a thing is. Only WRONG makes the exit code 1."""
 
     OK = "ok"
@@ -46,7 +46,7 @@ class Finding:
     """One line of the report."""
 
     check: str
-    mark: Mark
+    mark: Grade
     text: str
 
 
@@ -61,14 +61,14 @@ def doctor(args: argparse.Namespace) -> int:
     try:
         server = apps.load(args.app, args.app_dir, command="doctor")
     except MachineryError as error:
-        findings.append(Finding("app", Mark.WRONG, str(error)))
+        findings.append(Finding("app", Grade.WRONG, str(error)))
         wrong = 2  # as from any other command
     else:
         names = server.get_registered_task_names()
         findings.append(
             Finding(
                 "app",
-                Mark.OK if names else Mark.NOTE,
+                Grade.OK if names else Grade.NOTE,
                 f"{args.app}: {many(len(names), 'task')}"
                 + ("" if names else "; is their module imported?"),
             )
@@ -80,7 +80,7 @@ def doctor(args: argparse.Namespace) -> int:
     else:
         for one in findings:
             print(f"{one.mark:<6} {one.check:<9} {clean(one.text)}")
-    return wrong if any(one.mark is Mark.WRONG for one in findings) else 0
+    return wrong if any(one.mark is Grade.WRONG for one in findings) else 0
 
 
 def _guarded(check: Callable[[Server], Iterator[Finding]], server: Server) -> list[Finding]:
@@ -88,20 +88,20 @@ def _guarded(check: Callable[[Server], Iterator[Finding]], server: Server) -> li
     try:
         return list(check(server))
     except MachineryError as error:
-        return [Finding(name, Mark.WRONG, str(error))]
+        return [Finding(name, Grade.WRONG, str(error))]
     except Exception as error:  # whatever is wrong here is what is to be shown
-        return [Finding(name, Mark.WRONG, f"cannot be checked: {type(error).__name__}: {error}")]
+        return [Finding(name, Grade.WRONG, f"cannot be checked: {type(error).__name__}: {error}")]
 
 
 def _versions() -> Iterator[Finding]:
     yield Finding(
         "versions",
-        Mark.OK,
+        Grade.OK,
         f"machinery_py {__version__}, Python {platform.python_version()}, "
         f"SQLite {sqlite3.sqlite_version}, {sys.platform} {platform.machine()}",
     )
     found = [f"{name} {apps.installed_version(name) or 'missing'}" for name in PACKAGES]
-    yield Finding("packages", Mark.OK, ", ".join(found))
+    yield Finding("packages", Grade.OK, ", ".join(found))
 
 
 def _settings(server: Server) -> Iterator[Finding]:
@@ -114,13 +114,13 @@ def _settings(server: Server) -> Iterator[Finding]:
         shown = shown_url(url, config.multiple_broker_separator) or "none"
         yield Finding(
             "settings",
-            Mark.OK,
+            Grade.OK,
             f"{name} {shown} (from {config.sources.get(_KEYS[name], 'default')})",
         )
     if os.environ.get("MACHINERY_URL") and config.sources.get("broker") == "argument":
         yield Finding(
             "settings",
-            Mark.NOTE,
+            Grade.NOTE,
             "MACHINERY_URL is set, but the Server is given its broker in the code",
         )
 
@@ -150,14 +150,14 @@ def _sqlite_file(path: str, synchronous: str) -> Iterator[Finding]:
     if kind:
         yield Finding(
             "file",
-            Mark.WRONG,
+            Grade.WRONG,
             f"{path} is on a network file system ({kind}), where locks do not hold",
         )
     if not os.path.exists(path):
         writable = os.access(folder, os.W_OK)
         yield Finding(
             "file",
-            Mark.OK if writable else Mark.WRONG,
+            Grade.OK if writable else Grade.WRONG,
             f"{path} is not there yet" + ("" if writable else f", and {folder} cannot be written"),
         )
         return
@@ -171,20 +171,20 @@ def _sqlite_file(path: str, synchronous: str) -> Iterator[Finding]:
             for name in ("user_version", "journal_mode")
         )
     except sqlite3.Error as error:
-        yield Finding("file", Mark.WRONG, f"{path}: {error}")
+        yield Finding("file", Grade.WRONG, f"{path}: {error}")
         return
     finally:
         connection.close()
     yield Finding(
         "file",
-        Mark.OK if rights else Mark.WRONG,
+        Grade.OK if rights else Grade.WRONG,
         f"{path}: {size(os.path.getsize(path))}, schema {schema} "
         f"(known {VERSION}), journal {journal}, synchronous {synchronous}"
         + ("" if rights else ", cannot be written"),
     )
     free = shutil.disk_usage(folder).free
     yield Finding(
-        "file", Mark.OK if free >= LOW_SPACE else Mark.WRONG, f"{size(free)} free on its disk"
+        "file", Grade.OK if free >= LOW_SPACE else Grade.WRONG, f"{size(free)} free on its disk"
     )
 
 
@@ -193,46 +193,48 @@ def _broker(server: Server) -> Iterator[Finding]:
     yield _speed("broker", "answers", seconds)
     # A batch of nothing: all that is written is its token, which is forgotten after a while.
     server.broker.put([], token=new_uuid(""))
-    yield Finding("broker", Mark.OK, "can be written")
+    yield Finding("broker", Grade.OK, "can be written")
     for concern in server.broker.concerns():
-        yield Finding("broker", Mark.WRONG if concern.is_certain else Mark.NOTE, concern.text)
+        yield Finding("broker", Grade.WRONG if concern.is_certain else Grade.NOTE, concern.text)
     if server.broker.features.embedded:
         yield Finding(
-            "broker", Mark.NOTE, "embedded: for one machine (set MACHINERY_URL for a server)"
+            "broker", Grade.NOTE, "embedded: for one machine (set MACHINERY_URL for a server)"
         )
 
 
 def _backend(server: Server) -> Iterator[Finding]:
     features = server.backend.features
     if not features.keeps:
-        yield Finding("backend", Mark.NOTE, "keeps no results")
+        yield Finding("backend", Grade.NOTE, "keeps no results")
         return
     yield _speed("backend", "answers", _timed(lambda: server.backend.get_states([new_uuid()])))
     if server.config.backend_url != server.config.broker:
         for concern in server.backend.concerns():
-            yield Finding("backend", Mark.WRONG if concern.is_certain else Mark.NOTE, concern.text)
+            yield Finding(
+                "backend", Grade.WRONG if concern.is_certain else Grade.NOTE, concern.text
+            )
     server.backend.purge_state(
         new_uuid()
     )  # of a task that was never sent: a write that changes nothing
-    yield Finding("backend", Mark.OK, "can be written")
+    yield Finding("backend", Grade.OK, "can be written")
     if features.forgets:
         yield Finding(
             "backend",
-            Mark.NOTE,
+            Grade.NOTE,
             "forgets results, schedules and keys of unique tasks when it restarts or is full; "
             "so can a chord be lost",
         )
     elif not features.durable and not features.embedded:
         yield Finding(
             "backend",
-            Mark.NOTE,
+            Grade.NOTE,
             "forgets states when it restarts; the key of a unique task without a state is free",
         )
     if not features.keeps_unfinished:
         kept = length(server.config.results_expire_in)
         yield Finding(
             "backend",
-            Mark.NOTE,
+            Grade.NOTE,
             f"keeps a state for {kept} (results_expire_in), also of a task that waits or runs",
         )
 
@@ -245,7 +247,9 @@ def _timed(ask: Callable[[], object]) -> float:
 
 
 def _speed(check: str, text: str, seconds: float) -> Finding:
-    return Finding(check, Mark.OK if seconds < SLOW else Mark.WRONG, f"{text} in {length(seconds)}")
+    return Finding(
+        check, Grade.OK if seconds < SLOW else Grade.WRONG, f"{text} in {length(seconds)}"
+    )
 
 
 def _clock(server: Server) -> Iterator[Finding]:
@@ -253,7 +257,7 @@ def _clock(server: Server) -> Iterator[Finding]:
     year = now.year
     yield Finding(
         "clock",
-        Mark.OK if year >= EARLIEST else Mark.WRONG,
+        Grade.OK if year >= EARLIEST else Grade.WRONG,
         f"{now.isoformat(sep=' ', timespec='seconds')}, here {time.strftime('%H:%M %Z')}",
     )
     for worker in server.broker.workers():
@@ -261,7 +265,7 @@ def _clock(server: Server) -> Iterator[Finding]:
         if ahead > SKEW:
             yield Finding(
                 "clock",
-                Mark.WRONG,
+                Grade.WRONG,
                 f"the clock of {worker.host} is {length(ahead)} ahead of this one",
             )
 
@@ -274,26 +278,26 @@ def _queues(server: Server) -> Iterator[Finding]:
         if workers
         else "no worker lives"
     )
-    yield Finding("workers", Mark.OK if workers else Mark.NOTE, text)
+    yield Finding("workers", Grade.OK if workers else Grade.NOTE, text)
     now = server.now()
     for stats in server.broker.stats():
         if not stats.waiting:
             if stats.paused:
-                yield Finding("queues", Mark.NOTE, f"{stats.queue!r} is paused, and empty")
+                yield Finding("queues", Grade.NOTE, f"{stats.queue!r} is paused, and empty")
             continue
         text = f"{stats.queue!r}: {many(stats.waiting, 'task')} waiting"
         if stats.oldest_at is not None:
             text += f", the oldest for {length((now - stats.oldest_at).total_seconds())}"
         if stats.paused:
             yield Finding(
-                "queues", Mark.NOTE, f"{text}; it is paused (machinery resume APP {stats.queue})"
+                "queues", Grade.NOTE, f"{text}; it is paused (machinery resume APP {stats.queue})"
             )
         elif stats.queue in served:
-            yield Finding("queues", Mark.OK, text)
+            yield Finding("queues", Grade.OK, text)
         else:
             yield Finding(
                 "queues",
-                Mark.WRONG,
+                Grade.WRONG,
                 f"{text}; no worker on this queue (start one: machinery worker APP "
                 f"-Q {stats.queue})",
             )
@@ -303,6 +307,6 @@ def _dead(server: Server) -> Iterator[Finding]:
     dead = sum(stats.dead for stats in server.broker.stats())
     yield Finding(
         "dead",
-        Mark.NOTE if dead else Mark.OK,
+        Grade.NOTE if dead else Grade.OK,
         f"{many(dead, 'dead letter')}" + (" (see: machinery dead list)" if dead else ""),
     )

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from machinery_py.cli.processes import BEAT, Link
+from machinery_py.cli.processes import BEAT, ParentPipe
 from machinery_py.connections import descriptors
 from machinery_py.texts import get_logger
 
@@ -32,7 +32,7 @@ HIGH = (
 class Guard:
     """Looks in a thread of its own. A context. `blame` is called before the end, if that takes no longer than PATIENCE."""
 
-    def __init__(self, link: Link, blame: Callable[[], object]) -> None:
+    def __init__(self, link: ParentPipe, blame: Callable[[], object]) -> None:
         self._link = link
         self._blame = blame
         self._stop = threading.Event()

@@ -42,7 +42,7 @@ _UNFOLLOWED = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLO
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class HeartbeatPlace:
     """Where the heartbeats of an app are: in a folder, or where the user wants them."""
 
     folder: str
@@ -69,11 +69,11 @@ class Place:
         )
 
 
-def place_of(args: argparse.Namespace) -> Place:
+def place_of(args: argparse.Namespace) -> HeartbeatPlace:
     """The place for these arguments of `machinery worker` or `machinery health`; both must find the same."""
     names = "\0".join([args.app, os.path.realpath(args.app_dir or "."), os.path.realpath(".")])
     key = hashlib.sha256(names.encode("utf-8", "surrogateescape")).hexdigest()[:16]
-    return Place(
+    return HeartbeatPlace(
         os.path.join(_base(), key),
         os.path.abspath(args.heartbeat_file) if args.heartbeat_file else "",
     )
@@ -105,7 +105,7 @@ class Pulse:
     """
 
     def __init__(
-        self, place: Place, *, label: str, worker: str, is_ready: Callable[[], bool]
+        self, place: HeartbeatPlace, *, label: str, worker: str, is_ready: Callable[[], bool]
     ) -> None:
         self._place = place
         self._path = place.path(label, os.getpid())
@@ -175,13 +175,13 @@ class Pulse:
             raise
 
 
-def forget(place: Place, *, label: str, pid: int) -> None:
+def forget(place: HeartbeatPlace, *, label: str, pid: int) -> None:
     """Remove the heartbeat of a process that was killed."""
     with contextlib.suppress(OSError):
         os.unlink(place.path(label, pid))
 
 
-def clear(place: Place) -> None:
+def clear(place: HeartbeatPlace) -> None:
     """Remove what workers have left under a name that was given: there may have been more of them, and all must be fresh."""
     for path in place.files() if place.file else ():
         if _read(path, same_machine=False) is not None:
@@ -227,7 +227,9 @@ class Vitals:
         return self.is_live and all(beat.ready for beat in self.beats)
 
 
-def look(place: Place, *, max_age: float = MAX_AGE, pids: Collection[int] | None = None) -> Vitals:
+def look(
+    place: HeartbeatPlace, *, max_age: float = MAX_AGE, pids: Collection[int] | None = None
+) -> Vitals:
     """Read the heartbeats, of these processes only if `pids` is given. What a killed worker left behind counts for nothing."""
     found = [
         beat

@@ -111,7 +111,7 @@ def hold_lifeline() -> None:
     os.register_at_fork(after_in_child=hang_on)
 
 
-class Group:
+class ProcessGroup:
     """The process group of a worker that has ended; what is in it still was left behind. Belongs to one thread."""
 
     def __init__(self, pid: int) -> None:

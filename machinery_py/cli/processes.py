@@ -139,7 +139,7 @@ def how_it_ended(code: int) -> str:
         return f"killed by signal {-code}"
 
 
-class Link:
+class ParentPipe:
     """The child's end of the pipes, as its option `--child LABEL:FD:FD` says; for a process without a parent it is empty."""
 
     def __init__(self, option: str) -> None:
@@ -183,7 +183,7 @@ class Orders:
     Made in the main thread. Until `follow`, the order to stop is a KeyboardInterrupt in the main thread.
     """
 
-    def __init__(self, link: Link, *, grace: str = "") -> None:
+    def __init__(self, link: ParentPipe, *, grace: str = "") -> None:
         self.level = RUN
         self._link = link
         self._grace = grace

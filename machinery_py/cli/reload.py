@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 
-from machinery_py.cli.processes import RUN, STOP, STOP_NOW, Child, Link, Orders, how_it_ended
+from machinery_py.cli.processes import RUN, STOP, STOP_NOW, Child, Orders, ParentPipe, how_it_ended
 from machinery_py.cli.tables import at_home
 from machinery_py.connections import descriptors
 from machinery_py.texts import get_logger
@@ -36,7 +36,7 @@ _SKIPPED = frozenset({"__pycache__", "node_modules", "site-packages"})
 Snapshot = dict[str, tuple[int, int]]
 
 
-def run(args: argparse.Namespace, link: Link) -> int:
+def run(args: argparse.Namespace, link: ParentPipe) -> int:
     """`machinery worker --reload`."""
     reloader = Reloader(args)
     Orders(link).follow(reloader.on_order)

@@ -24,8 +24,8 @@ from types import FrameType
 
 from machinery_py.cli import health
 from machinery_py.cli.banner import READY, say
-from machinery_py.cli.leftovers import LOOK, Group
-from machinery_py.cli.processes import RUN, STOP, STOP_NOW, Child, Link, Orders, how_it_ended
+from machinery_py.cli.leftovers import LOOK, ProcessGroup
+from machinery_py.cli.processes import RUN, STOP, STOP_NOW, Child, Orders, ParentPipe, how_it_ended
 from machinery_py.texts import get_logger
 
 logger = get_logger(__name__)
@@ -104,7 +104,7 @@ def pause_after(failures: int) -> float:
 class Supervisor:
     """Runs in the main thread of a process of its own."""
 
-    def __init__(self, args: argparse.Namespace, link: Link) -> None:
+    def __init__(self, args: argparse.Namespace, link: ParentPipe) -> None:
         self._args = args
         self._link = link
         self._place = health.place_of(args)
@@ -112,7 +112,7 @@ class Supervisor:
         self._grace: float = (
             DEFAULT_GRACE if args.shutdown_timeout is None else args.shutdown_timeout
         )
-        self._groups: list[Group] = []  # of those that have ended
+        self._groups: list[ProcessGroup] = []  # of those that have ended
         self._level = RUN
         self._kill_at: float | None = None
         self._code = 0
@@ -217,7 +217,7 @@ class Supervisor:
             if code is not None:
                 child.close()
                 slot.child = None
-                self._groups.append(Group(child.pid))
+                self._groups.append(ProcessGroup(child.pid))
                 health.forget(self._place, label=str(slot.number), pid=child.pid)
                 self._has_ended(slot, child.pid, code)
             elif slot.is_silent(child):
@@ -306,7 +306,7 @@ class Supervisor:
         return bool(pids) and health.look(self._place, pids=pids).is_ready
 
 
-def run(args: argparse.Namespace, link: Link) -> int:
+def run(args: argparse.Namespace, link: ParentPipe) -> int:
     """`machinery worker -p N`."""
     assert threading.current_thread() is threading.main_thread()
     return Supervisor(args, link).run()

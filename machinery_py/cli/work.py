@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from machinery_py.cli import health, leftovers, logs, reload
 from machinery_py.cli.banner import READY, banner, say
 from machinery_py.cli.guard import BROKEN, Guard
-from machinery_py.cli.processes import STOP_NOW, Link, Orders
+from machinery_py.cli.processes import STOP_NOW, Orders, ParentPipe
 from machinery_py.errors import BackendUnavailable, BrokerUnavailable, MachineryError
 from machinery_py.events import WorkerOnline
 from machinery_py.texts import get_logger
@@ -28,7 +28,7 @@ logger = get_logger(__name__)
 def worker(args: argparse.Namespace) -> int:
     """`machinery worker`; returns its exit code."""
     logs.configure(args.log_level, args.log_format)
-    link = Link(args.child)
+    link = ParentPipe(args.child)
     try:
         if args.reload and args.reloaded is None:
             return reload.run(args, link)
@@ -41,7 +41,7 @@ def worker(args: argparse.Namespace) -> int:
         return 0
 
 
-def _work(args: argparse.Namespace, link: Link) -> int:
+def _work(args: argparse.Namespace, link: ParentPipe) -> int:
     orders = Orders(link)
     leftovers.hold_lifeline()
     with reload.telling_files(args.reloaded):
@@ -81,7 +81,7 @@ def _work(args: argparse.Namespace, link: Link) -> int:
     return code
 
 
-def new_worker(server: Server, args: argparse.Namespace, link: Link) -> Worker:
+def new_worker(server: Server, args: argparse.Namespace, link: ParentPipe) -> Worker:
     """The worker that the options ask for."""
     name = args.name and (f"{args.name}-{link.label}" if link.is_numbered else args.name)
     return server.new_worker(
@@ -104,7 +104,7 @@ def _launch(one: Worker, ready: Readiness) -> int:
         return BROKEN
 
 
-def _on_ready(args: argparse.Namespace, link: Link, one: Worker) -> None:
+def _on_ready(args: argparse.Namespace, link: ParentPipe, one: Worker) -> None:
     link.tell(f"ready {one.shutdown_timeout}")
     if not args.no_banner and not link.is_numbered:
         say(args, READY)

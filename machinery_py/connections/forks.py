@@ -62,7 +62,7 @@ def at_fork(
     before: Callable[[], object], after: Callable[[], object], in_child: Callable[[], object]
 ) -> None:
     """Call these at each fork, `before` and `after` in the parent. One that is added during a fork begins with the next."""
-    _hooks.append(Hooks(before, after, in_child))
+    _hooks.append(ForkHooks(before, after, in_child))
 
 
 def handle(number: int, handler: Callable[[int, FrameType | None], object]) -> Any:
@@ -71,7 +71,7 @@ def handle(number: int, handler: Callable[[int, FrameType | None], object]) -> A
     return signal.signal(number, handler)
 
 
-class Hooks(NamedTuple):
+class ForkHooks(NamedTuple):
     before: Callable[[], object]
     after: Callable[[], object]
     in_child: Callable[[], object]
@@ -86,12 +86,12 @@ class _Gate:
 class _Fork(threading.local):
     """The fork that this thread is at."""
 
-    hooks: tuple[Hooks, ...] = ()
+    hooks: tuple[ForkHooks, ...] = ()
     mask: set[Any] | None = None  # signals that were blocked before
 
 
 _fork = _Fork()
-_hooks: list[Hooks] = []
+_hooks: list[ForkHooks] = []
 _locks: weakref.WeakSet[ForkLock] = weakref.WeakSet()
 _handlers: dict[int, Callable[[int, FrameType | None], object]] = {}
 

@@ -1,4 +1,4 @@
-"""What the memory broker, backend and lock share: one lock, and the bells that wake whoever waits."""
+"""Shared by the memory broker, backend and lock: one lock, and the events that wake waiting threads."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ class MemoryHub:
     def __init__(self, clock: Clock = SYSTEM_CLOCK) -> None:
         self.clock = clock
         self.lock = threading.RLock()
-        self._bells: set[threading.Event] = set()
+        self._notifiers: set[threading.Event] = set()
 
     def transaction(self) -> threading.RLock:
         return self.lock
 
-    def add_bell(self, bell: threading.Event) -> None:
+    def add_notifier(self, notifier: threading.Event) -> None:
         with self.lock:
-            self._bells.add(bell)
+            self._notifiers.add(notifier)
 
-    def remove_bell(self, bell: threading.Event) -> None:
+    def remove_notifier(self, notifier: threading.Event) -> None:
         with self.lock:
-            self._bells.discard(bell)
+            self._notifiers.discard(notifier)
 
-    def ring(self) -> None:
+    def notify(self) -> None:
         """Wake all who wait for messages. Called with the lock held."""
-        for bell in self._bells:
-            bell.set()
+        for notifier in self._notifiers:
+            notifier.set()

@@ -52,7 +52,7 @@ else:
         return True
 
 
-class Life(Enum):
+class SessionState(Enum):
     """What the file of a session says."""
 
     ALIVE = "alive"
@@ -176,7 +176,7 @@ def ran_by_the_dead(folder: str) -> set[int]:
     """What was run by all those of whom there is a file, and who live no more."""
     found: set[int] = set()
     for name in _names(folder):
-        if look(folder, name) is Life.DEAD:
+        if look(folder, name) is SessionState.DEAD:
             found |= read(os.path.join(folder, name)) or set()
     return found
 
@@ -192,18 +192,18 @@ def is_own(key: str) -> bool:
     return key in _own
 
 
-def look(folder: str, key: str) -> Life:
+def look(folder: str, key: str) -> SessionState:
     """Whether the owner of the key lives."""
     if key in _own:
-        return Life.ALIVE
+        return SessionState.ALIVE
     if not HAS_LOCKS:
-        return Life.UNKNOWN
+        return SessionState.UNKNOWN
     try:
         descriptor = os.open(os.path.join(folder, key), os.O_RDWR | os.O_CLOEXEC)
     except OSError:
-        return Life.UNKNOWN
+        return SessionState.UNKNOWN
     try:
-        return Life.DEAD if _lock(descriptor) else Life.ALIVE
+        return SessionState.DEAD if _lock(descriptor) else SessionState.ALIVE
     finally:
         os.close(descriptor)
 
@@ -225,7 +225,7 @@ def sweep(folder: str, known: Collection[str], *, forgotten: float = FORGOTTEN) 
                 old = time.time() - os.stat(os.path.join(folder, name)).st_mtime > forgotten
             except OSError:
                 continue
-            if old and look(folder, name) is Life.DEAD:
+            if old and look(folder, name) is SessionState.DEAD:
                 _remove(folder, name)
 
 

@@ -1,5 +1,5 @@
 """Locks: one holder at a time, for as long as it says, across processes where the store is shared."""
 
-from machinery_py.locks.base import Held, Lock
+from machinery_py.locks.base import Holding, Lock
 
-__all__ = ["Held", "Lock"]
+__all__ = ["Holding", "Lock"]

@@ -13,10 +13,10 @@ import secrets
 
 import msgspec
 
-from machinery_py.connections.redis.cluster import RedisCluster, SlotDriver
+from machinery_py.connections.redis.cluster import RedisClusterDriver, SlotDriver
 from machinery_py.connections.redis.scripts import PRELUDE, Script, pack
 from machinery_py.connections.redis.slots import quoted
-from machinery_py.locks.base import GoLock, Held, Lock
+from machinery_py.locks.base import GoLock, Holding, Lock
 from machinery_py.locks.redis import RedisGoLock, RedisLock
 
 FENCE_LIFE = 86_400_000  # ms beyond the lock; a clock that is set back by more than this gives a smaller fence
@@ -45,13 +45,13 @@ return fence
 class ClusterLock(Lock):
     """Keys in a cluster, which belongs to whoever made it."""
 
-    def __init__(self, cluster: RedisCluster) -> None:
+    def __init__(self, cluster: RedisClusterDriver) -> None:
         self._cluster = cluster
 
     def _at(self, name: str) -> SlotDriver:
         return SlotDriver(self._cluster, f"mpy:{{{quoted(name)}}}:".encode())
 
-    def acquire(self, name: str, *, ttl: float) -> Held | None:
+    def acquire(self, name: str, *, ttl: float) -> Holding | None:
         token = secrets.token_hex(16)
         expires_at = self._cluster.clock.now() + dt.timedelta(seconds=ttl)
         argument = pack((self._cluster.now(), quoted(name), token, max(1, int(ttl * 1000))))
@@ -59,15 +59,15 @@ class ClusterLock(Lock):
         return (
             None
             if fence is None
-            else Held(name=name, token=token, fence=fence, expires_at=expires_at)
+            else Holding(name=name, token=token, fence=fence, expires_at=expires_at)
         )
 
-    def renew(self, held: Held, *, ttl: float) -> bool:
+    def renew(self, held: Holding, *, ttl: float) -> bool:
         return RedisLock(self._at(held.name)).renew(
             msgspec.structs.replace(held, name=quoted(held.name)), ttl=ttl
         )
 
-    def release(self, held: Held) -> bool:
+    def release(self, held: Holding) -> bool:
         return RedisLock(self._at(held.name)).release(
             msgspec.structs.replace(held, name=quoted(held.name))
         )
@@ -82,7 +82,7 @@ class ClusterLock(Lock):
 class ClusterGoLock(GoLock):
     """Go's keys, each in its slot."""
 
-    def __init__(self, cluster: RedisCluster) -> None:
+    def __init__(self, cluster: RedisClusterDriver) -> None:
         self._cluster = cluster
 
     def lock(self, key: str, until: int) -> bool:

@@ -23,7 +23,7 @@ MARGIN = 60.0  # seconds that a claim is kept longer than it says: its moments a
 _encode = msgspec.json.Encoder(order="sorted").encode
 
 
-class Claim(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class KeyClaim(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Who holds a key.
 
     Attributes:
@@ -59,7 +59,7 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 encode_claim = msgspec.json.Encoder().encode
-decode_claim = msgspec.json.Decoder(Claim).decode
+decode_claim = msgspec.json.Decoder(KeyClaim).decode
 
 
 def owner(config: Config) -> str:

@@ -223,7 +223,7 @@ class MongoStore(Store):
 
         self.driver.run(write, doing="settling", away=BrokerUnavailable)
         if others:
-            self.driver.ring("messages")
+            self.driver.notify("messages")
 
     # House-keeping
 

@@ -7,7 +7,7 @@ import math
 from machinery_py.backends.redis.cluster import ClusterBackend
 from machinery_py.brokers.redis.cluster import ClusterBroker
 from machinery_py.config.sections import RedisConfig
-from machinery_py.connections.redis.cluster import RedisCluster
+from machinery_py.connections.redis.cluster import RedisClusterDriver
 from machinery_py.connections.redis.pool import Limits
 from machinery_py.locks.redis_cluster import ClusterLock
 from machinery_py.stores.family import Family, FamilyOptions
@@ -20,7 +20,7 @@ class RedisClusterFamily(Family):
     def __init__(self, url: str, options: FamilyOptions) -> None:
         super().__init__(url, options)
         redis = options.redis
-        self._cluster = RedisCluster(
+        self._cluster = RedisClusterDriver(
             url,
             clock=options.clock,
             timeout=options.timeout,

@@ -23,7 +23,7 @@ from machinery_py.errors import DecodeError
 from machinery_py.tasks.signature import Lazy, Signature
 from machinery_py.wire.arguments import ReceivedArg, is_text_needed, received
 from machinery_py.wire.depth import is_deep
-from machinery_py.wire.go_json import SIGNATURE, Reader, read_record
+from machinery_py.wire.go_json import SIGNATURE, GoJsonReader, read_record
 from machinery_py.wire.times import parse_time
 
 MAX_CALLBACKS = (
@@ -304,7 +304,7 @@ def decode_list(raw: bytes) -> tuple[Signature[Any], ...]:
 
 def _items(raw: bytes) -> list[bytes]:
     items: list[bytes] = []
-    reader = Reader(raw)
+    reader = GoJsonReader(raw)
 
     def item(at: int) -> int:
         piece, end = reader.raw(at)

@@ -82,7 +82,7 @@ _EXACT = json.JSONDecoder(parse_constant=_refuse_constant, parse_int=Number, par
 _checked = msgspec.json.Decoder(msgspec.Raw).decode
 
 
-class Reader:
+class GoJsonReader:
     """One message's text. Its methods take where something begins and return where it ends."""
 
     def __init__(self, body: bytes, *, exact: bool = False) -> None:
@@ -181,12 +181,12 @@ class Reader:
 
 
 Field = Callable[
-    [Reader, int, Any], tuple[Any, int]
+    [GoJsonReader, int, Any], tuple[Any, int]
 ]  # text, where it begins, what the same key gave before
 
 
 def _scalar(kind: type, what: str) -> Field:
-    def read(reader: Reader, at: int, before: Any) -> tuple[Any, int]:
+    def read(reader: GoJsonReader, at: int, before: Any) -> tuple[Any, int]:
         value, end = reader.value(at)
         if value is None:
             return before, end  # Go: null changes nothing
@@ -198,7 +198,7 @@ def _scalar(kind: type, what: str) -> Field:
 
 
 def _integer(allowed: range) -> Field:
-    def read(reader: Reader, at: int, before: Any) -> tuple[Any, int]:
+    def read(reader: GoJsonReader, at: int, before: Any) -> tuple[Any, int]:
         value, end = reader.value(at)
         if value is None:
             return before, end
@@ -219,7 +219,7 @@ def _integer(allowed: range) -> Field:
     return read
 
 
-def read_moment(reader: Reader, at: int, before: Any) -> tuple[Any, int]:
+def read_moment(reader: GoJsonReader, at: int, before: Any) -> tuple[Any, int]:
     value, end = reader.value(at)
     if value is None:
         return None, end
@@ -230,7 +230,7 @@ def read_moment(reader: Reader, at: int, before: Any) -> tuple[Any, int]:
     ), end  # as it stands there: Go resolves no escapes in it
 
 
-def read_strings(reader: Reader, at: int, before: Any) -> tuple[Any, int]:
+def read_strings(reader: GoJsonReader, at: int, before: Any) -> tuple[Any, int]:
     value, end = reader.value(at)
     if value is None:
         return (), end
@@ -239,7 +239,7 @@ def read_strings(reader: Reader, at: int, before: Any) -> tuple[Any, int]:
     return tuple([item or "" for item in value]), end
 
 
-def read_args(reader: Reader, at: int, before: Any) -> tuple[Any, int]:
+def read_args(reader: GoJsonReader, at: int, before: Any) -> tuple[Any, int]:
     """Args or results, as (name, type, value). Go decodes a repeated list into the items of the earlier one."""
     if reader.text.startswith("null", at):
         return (), at + 4
@@ -262,14 +262,14 @@ def read_args(reader: Reader, at: int, before: Any) -> tuple[Any, int]:
     return tuple(args), end
 
 
-def _any(reader: Reader, at: int, before: Any) -> tuple[Any, int]:
+def _any(reader: GoJsonReader, at: int, before: Any) -> tuple[Any, int]:
     value, end = reader.value(at)
     if type(value) is float and repr(value) != (token := reader.text[at:end]):
         value = Number(token)  # for a list of unsigned numbers, of which Go takes the characters
     return value, end
 
 
-def read_headers(reader: Reader, at: int, before: Any) -> tuple[Any, int]:
+def read_headers(reader: GoJsonReader, at: int, before: Any) -> tuple[Any, int]:
     """Strings, and the raw JSON of what is none: so it is told from what a user sets, and handed on unchanged."""
     if reader.text.startswith("null", at):
         return {}, at + 4
@@ -286,7 +286,7 @@ def read_headers(reader: Reader, at: int, before: Any) -> tuple[Any, int]:
 
 
 def _nested(bracket: str, what: str) -> Field:
-    def read(reader: Reader, at: int, before: Any) -> tuple[Any, int]:
+    def read(reader: GoJsonReader, at: int, before: Any) -> tuple[Any, int]:
         raw, end = reader.raw(at)
         if raw == b"null":
             return b"", end
@@ -346,7 +346,7 @@ GROUP: dict[str, tuple[str, Field]] = {
 
 
 def read_members(
-    reader: Reader,
+    reader: GoJsonReader,
     at: int,
     table: dict[str, tuple[str, Field]],
     fields: dict[str, Any],
@@ -387,7 +387,7 @@ def read_record(
     fields: dict[str, Any] = {}
     extra: dict[str, Any] = {}
     try:
-        reader = Reader(body, exact=exact)
+        reader = GoJsonReader(body, exact=exact)
         read_members(reader, reader.skip_space(0), table, fields, extra)
     except DecodeError as error:
         raise DecodeError(f"no {what}: {error}") from None

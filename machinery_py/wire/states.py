@@ -24,7 +24,7 @@ from machinery_py.wire.arguments import (
     write_results,
 )
 from machinery_py.wire.depth import AROUND_RESULTS, is_deep
-from machinery_py.wire.go_json import GROUP, STATE, Reader, read_args, read_record
+from machinery_py.wire.go_json import GROUP, STATE, GoJsonReader, read_args, read_record
 from machinery_py.wire.times import format_time, parse_time
 
 _Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
@@ -50,7 +50,7 @@ class _WrittenState(msgspec.Struct, gc=False):
     TTL: _Int64
 
 
-class _Group(msgspec.Struct, gc=False, forbid_unknown_fields=True):
+class _GroupDocument(msgspec.Struct, gc=False, forbid_unknown_fields=True):
     GroupUUID: str
     TaskUUIDs: list[str] | None
     ChordTriggered: bool
@@ -60,7 +60,7 @@ class _Group(msgspec.Struct, gc=False, forbid_unknown_fields=True):
 
 
 _decode_state = Decoder(_State).decode
-_decode_group = Decoder(_Group).decode
+_decode_group = Decoder(_GroupDocument).decode
 _decode_results = Decoder(list[ReceivedArg]).decode
 _SLOW = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError, OverflowError)
 
@@ -137,7 +137,7 @@ def _decode_state_leniently(body: bytes) -> TaskState:
 def encode_group(group: GroupMeta) -> bytes:
     """The group as Go writes it."""
     created_at = format_time(group.created_at)
-    written = _Group(
+    written = _GroupDocument(
         group.group_uuid,
         list(group.task_uuids),
         group.chord_triggered,
@@ -205,7 +205,7 @@ def decode_results(body: bytes) -> tuple[Arg, ...]:
     except _SLOW:
         pass
     try:
-        reader = Reader(body)
+        reader = GoJsonReader(body)
         items: Any = read_args(reader, reader.skip_space(0), None)[0]
     except DecodeError as error:
         raise DecodeError(f"no results: {error}") from None

@@ -21,7 +21,7 @@ from machinery_py import (
     Unsupported,
 )
 from machinery_py.registry.calls import Call
-from machinery_py.registry.unique_keys import MARGIN, Claim, lock_name, owner, unique_key
+from machinery_py.registry.unique_keys import MARGIN, KeyClaim, lock_name, owner, unique_key
 from machinery_py.stores.open import Stores
 from machinery_py.stores.outbox import TwoStores
 from machinery_py.tasks.signature import HEADER_UNIQUE, Arg
@@ -145,18 +145,21 @@ def test_keys_and_locks_of_two_applications_are_not_the_same() -> None:
 
 @pytest.mark.parametrize("word", State)
 def test_a_claim_stands_while_its_task_is_not_over(word: State) -> None:
-    assert Claim(uuid="t").stands(state(word), NOW) is not word.is_finished
-    assert not Claim(uuid="t").stands(None, NOW)
+    assert KeyClaim(uuid="t").stands(state(word), NOW) is not word.is_finished
+    assert not KeyClaim(uuid="t").stands(None, NOW)
 
 
 def test_a_claim_stands_in_its_window() -> None:
-    claim = Claim(uuid="t", until=NOW.timestamp())
+    claim = KeyClaim(uuid="t", until=NOW.timestamp())
     assert claim.stands(state(State.STARTED), NOW - dt.timedelta(seconds=1))
     assert not claim.stands(state(State.STARTED), NOW)
 
 
 def test_a_call_that_expired_while_it_waited_keeps_nobody_away() -> None:
-    claim, long_after = Claim(uuid="t", expires=NOW.timestamp()), NOW + dt.timedelta(seconds=MARGIN)
+    claim, long_after = (
+        KeyClaim(uuid="t", expires=NOW.timestamp()),
+        NOW + dt.timedelta(seconds=MARGIN),
+    )
     assert claim.stands(state(State.PENDING), NOW)
     assert not claim.stands(state(State.PENDING), long_after)
     assert claim.stands(state(State.STARTED), long_after)

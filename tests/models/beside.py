@@ -9,7 +9,7 @@ import msgspec
 from hypothesis import note
 from redis.exceptions import ResponseError
 
-from machinery_py.connections.redis.client import Link, RedisDriver, command
+from machinery_py.connections.redis.client import RedisConnection, RedisDriver, command
 from machinery_py.connections.redis.scripts import Script, pack, raw
 from tests.models.redis import Bag, Hash, Redis, WrongType, Zset
 
@@ -75,8 +75,8 @@ class Beside:
     def __init__(self, url: str) -> None:
         self.driver = RedisDriver(url)
         self.driver.ask(b"FLUSHDB", doing="emptying")
-        self.link: Link = self.driver.open()
-        self.ear: Link = self.driver.open()
+        self.link: RedisConnection = self.driver.open()
+        self.ear: RedisConnection = self.driver.open()
         self.ear.ask(b"PSUBSCRIBE", b"mpy:m:*")
         self.model = Redis()
         self.model.choose = self._chosen

@@ -10,7 +10,7 @@ import pytest
 
 from machinery_py.config.memcached_url import parse_memcache_url
 from machinery_py.connections.memcached.client import (
-    Command,
+    LineCommand,
     MemcacheDriver,
     delete,
     seconds,
@@ -50,7 +50,9 @@ class NotingDriver(MemcacheDriver):
 
     written: set[bytes]
 
-    def send(self, commands: Sequence[Command], *, doing: str, again: bool = True) -> list[bytes]:
+    def send(
+        self, commands: Sequence[LineCommand], *, doing: str, again: bool = True
+    ) -> list[bytes]:
         self.written.update(command.key for command in commands)
         return super().send(commands, doing=doing, again=again)
 

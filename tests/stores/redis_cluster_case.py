@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from machinery_py.connections.redis.cluster import RedisCluster
+from machinery_py.connections.redis.cluster import RedisClusterDriver
 from machinery_py.testing.clocks import ManualClock
-from machinery_py.testing.servers import RedisCluster as ClusterServers
+from machinery_py.testing.servers import RedisClusterDriver as ClusterServers
 from machinery_py.testing.servers import RedisServer
 from machinery_py.testing.waiting import wait_until
 from tests.stores.redis_case import AGE
@@ -47,10 +47,10 @@ class Clusters:
     def __init__(self, url: str, clock: ManualClock) -> None:
         self._url = url
         self._clock = clock
-        self._open: list[RedisCluster] = []
+        self._open: list[RedisClusterDriver] = []
 
-    def __call__(self) -> RedisCluster:
-        cluster = RedisCluster(self._url, clock=self._clock)
+    def __call__(self) -> RedisClusterDriver:
+        cluster = RedisClusterDriver(self._url, clock=self._clock)
         self._open.append(cluster)
         return cluster
 

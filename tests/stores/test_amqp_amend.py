@@ -14,7 +14,7 @@ from machinery_py import Config, Server
 from machinery_py.backends.base import Amendment
 from machinery_py.backends.rabbitmq.backend import AMQPBackend
 from machinery_py.backends.rabbitmq.records import place_of
-from machinery_py.connections.rabbitmq.queue_records import TurnLost
+from machinery_py.connections.rabbitmq.queue_records import TransactionLost
 from machinery_py.tasks.states import State
 from machinery_py.testing.conformance.groups import state_of
 from machinery_py.testing.proxy import Proxy
@@ -58,7 +58,9 @@ def test_an_amendment_whose_reply_is_lost_is_made_once(
     proxy = open_proxy(rabbitmq_server.port)
     far = open_backend(proxy.through(amqp_url))
     assert far.claims(["a"]) == [None]
-    wait_until(lambda: bool(far._turns._free), HANG)  # the turn before has given back its locks
+    wait_until(
+        lambda: bool(far._transactions._free), HANG
+    )  # the transaction before has given back its locks
     amendment = Amendment(
         name="a",
         expected=None,
@@ -70,7 +72,7 @@ def test_an_amendment_whose_reply_is_lost_is_made_once(
     )
 
     proxy.drop_next_reply(matching=b"the message")
-    with pytest.raises(TurnLost):
+    with pytest.raises(TransactionLost):
         far.amend(amendment)
 
     wait_until(lambda: "t" in backend.get_states(["t"]), HANG)
@@ -90,11 +92,11 @@ def test_who_loses_the_connection_before_the_end_has_changed_nothing(
 
     def swap_and_die(*claim: Any) -> bool:
         swapped = swap(*claim)
-        dying._turns.link().close()
+        dying._transactions.link().close()
         return swapped
 
-    dying._swap_claim = swap_and_die  # type: ignore[method-assign]  # as its process would, in the middle of the turn
-    with pytest.raises(TurnLost):
+    dying._swap_claim = swap_and_die  # type: ignore[method-assign]  # as its process would, in the middle of the transaction
+    with pytest.raises(TransactionLost):
         dying.amend(claim(b"1", b"2", send=True))
 
     assert backend.claims(["a"]) == [b"1"]

@@ -14,11 +14,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pika import frame, spec
 
-from machinery_py.brokers.rabbitmq.fetch import Claim
+from machinery_py.brokers.rabbitmq.fetch import Fetch
 from machinery_py.connections.rabbitmq.client import AmqpDriver
 from machinery_py.connections.rabbitmq.confirms import Batch, Confirms, End
-from machinery_py.connections.rabbitmq.frames import Handed, Parcel, Properties, Writer, acks, nacks
-from machinery_py.connections.rabbitmq.io_thread import Channel, Link
+from machinery_py.connections.rabbitmq.frames import (
+    AddressedMessage,
+    Handed,
+    Properties,
+    Writer,
+    acks,
+    nacks,
+)
+from machinery_py.connections.rabbitmq.io_thread import AmqpConnection, Channel
 from machinery_py.connections.rabbitmq.io_thread import settle as fill
 from machinery_py.testing.proxy import REPLIES, Proxy
 from machinery_py.testing.servers import RabbitMQServer
@@ -44,7 +51,7 @@ parcel_bodies = st.one_of(
     st.binary(max_size=50), st.just(b"x" * (2 * MOST + 1)), st.just(b"y" * MOST)
 )
 parcels = st.builds(
-    Parcel,
+    AddressedMessage,
     exchange=shorts,
     key=shorts,
     body=parcel_bodies,
@@ -67,7 +74,7 @@ def by_pika(data: bytes) -> list[Any]:
 
 
 @given(parcels)
-def test_pika_reads_the_parcel_that_was_written(parcel: Parcel) -> None:
+def test_pika_reads_the_parcel_that_was_written(parcel: AddressedMessage) -> None:
     method, header, *body = by_pika(b"".join(Writer(3, MOST).parcel(parcel, "7.1")))
 
     assert {one.channel_number for one in (method, header, *body)} == {3}
@@ -88,7 +95,7 @@ def test_pika_reads_the_parcel_that_was_written(parcel: Parcel) -> None:
 
 
 @given(parcels)
-def test_a_parcel_is_written_as_pika_writes_it(parcel: Parcel) -> None:
+def test_a_parcel_is_written_as_pika_writes_it(parcel: AddressedMessage) -> None:
     properties = pika.BasicProperties(
         content_type="application/json",
         delivery_mode=2,
@@ -109,15 +116,15 @@ def test_a_parcel_is_written_as_pika_writes_it(parcel: Parcel) -> None:
 @pytest.mark.parametrize(
     "parcel",
     [
-        Parcel("", "k" * 256, b"", {}),
-        Parcel("", "q", b"", {}, uuid="\ud800"),
-        Parcel("", "q", b"", {"h": object()}),
-        Parcel("", "q", b"", {"h": 2**63}),
-        Parcel("", "q", b"", {}, priority=256),
+        AddressedMessage("", "k" * 256, b"", {}),
+        AddressedMessage("", "q", b"", {}, uuid="\ud800"),
+        AddressedMessage("", "q", b"", {"h": object()}),
+        AddressedMessage("", "q", b"", {"h": 2**63}),
+        AddressedMessage("", "q", b"", {}, priority=256),
     ],
     ids=["long", "surrogate", "type", "number", "priority"],
 )
-def test_what_amqp_cannot_say_is_refused(parcel: Parcel) -> None:
+def test_what_amqp_cannot_say_is_refused(parcel: AddressedMessage) -> None:
     with pytest.raises(Exception):  # noqa: B017 - whatever it is, nothing is written
         Writer(1, MOST).parcel(parcel, "1")
 
@@ -151,7 +158,7 @@ def test_each_parcel_ends_as_the_server_said_however_confirms_are_gathered(
 ) -> None:
     confirms, batches = (
         Confirms(),
-        [Batch([Parcel("", "", b"", {})] * (2 * size)) for size in sizes],
+        [Batch([AddressedMessage("", "", b"", {})] * (2 * size)) for size in sizes],
     )
     numbers: list[tuple[Batch, int]] = []
     for part in (0, 1):  # the chunks of several threads meet in the link's thread
@@ -176,7 +183,7 @@ def test_each_parcel_ends_as_the_server_said_however_confirms_are_gathered(
 
 
 def test_a_returned_parcel_stays_returned_when_its_confirm_comes() -> None:
-    confirms, batch = Confirms(), Batch([Parcel("", "", b"", {})] * 3)
+    confirms, batch = Confirms(), Batch([AddressedMessage("", "", b"", {})] * 3)
     confirms.wrote(batch, 0, 3)
 
     batch.note(1, 1, End.RETURNED)
@@ -187,7 +194,7 @@ def test_a_returned_parcel_stays_returned_when_its_confirm_comes() -> None:
 
 
 def test_a_batch_is_waited_for_as_long_as_the_server_says_something() -> None:
-    batch = Batch([Parcel("", "", b"", {})] * 2)
+    batch = Batch([AddressedMessage("", "", b"", {})] * 2)
     batch.note(0, 0, End.CONFIRMED)
 
     assert not batch.wait(0.01)
@@ -199,7 +206,7 @@ def test_a_batch_is_waited_for_as_long_as_the_server_says_something() -> None:
 
 
 @pytest.fixture
-def link(amqp_url: str) -> Iterator[Link]:
+def link(amqp_url: str) -> Iterator[AmqpConnection]:
     link = AmqpDriver(amqp_url).connect("test")
     yield link
     link.close()
@@ -257,10 +264,10 @@ FOREIGN = [
 ]
 
 
-def test_deliveries_are_read_as_pika_reads_them(link: Link, theirs: Any) -> None:
+def test_deliveries_are_read_as_pika_reads_them(link: AmqpConnection, theirs: Any) -> None:
     for _, properties, body in FOREIGN:
         theirs.basic_publish("", "q", body, properties)
-    ours = Claim(link.channel(HANG), ["q"], len(FOREIGN), HANG).run(HANG)
+    ours = Fetch(link.channel(HANG), ["q"], len(FOREIGN), HANG).run(HANG)
     link.close()
 
     for one, (name, properties, body) in zip(ours, FOREIGN, strict=True):
@@ -284,7 +291,7 @@ def test_deliveries_that_come_byte_by_byte_are_whole(
     try:
         channel = link.channel(HANG)
         proxy.chop(REPLIES)
-        found = Claim(channel, ["q"], 5, HANG).run(HANG)
+        found = Fetch(channel, ["q"], 5, HANG).run(HANG)
         assert found
         for number, one in enumerate(found):
             assert (one.body, one.headers) == (b"%d" % number * 20, {"n": number})
@@ -310,7 +317,7 @@ def test_what_is_disposed_of_together_or_apart_is_gone_or_back(
         taken = {}
         while len(taken) < count:
             taken |= {
-                int(one.body): one.tag for one in Claim(channel, [name], count, 1.0).run(HANG)
+                int(one.body): one.tag for one in Fetch(channel, [name], count, 1.0).run(HANG)
             }
         left, back = list(range(count)), set[int]()
         while left:
@@ -321,7 +328,7 @@ def test_what_is_disposed_of_together_or_apart_is_gone_or_back(
             _dispose(channel, [(taken[number], is_done) for number, is_done in tags])
             frame = channel.rpc("queue_declare", queue=name, passive=True, timeout=HANG)
             assert frame.method.message_count == len(back)
-        found = Claim(channel, [name], count + 1, 0.0).run(HANG)
+        found = Fetch(channel, [name], count + 1, 0.0).run(HANG)
         assert {int(one.body) for one in found} == back
         assert channel.is_open
 
@@ -334,7 +341,9 @@ def _dispose(channel: Channel, tags: list[tuple[int, bool]]) -> None:
     channel.ask(work, HANG)
 
 
-def test_the_short_cut_is_taken_by_deliveries_to_subscribers(link: Link, theirs: Any) -> None:
+def test_the_short_cut_is_taken_by_deliveries_to_subscribers(
+    link: AmqpConnection, theirs: Any
+) -> None:
     """If pika stops calling what is overridden, all works and is slow."""
     theirs.basic_publish("", "q", b"body", pika.BasicProperties(message_id="uuid"))
     channel = link.channel(HANG)

@@ -15,7 +15,7 @@ import pytest
 from machinery_py import Config, Server, current_task
 from machinery_py.brokers.rabbitmq.broker import AMQPBroker
 from machinery_py.brokers.rabbitmq.consumer import AMQPConsumer
-from machinery_py.brokers.rabbitmq.fetch import Claim
+from machinery_py.brokers.rabbitmq.fetch import Fetch
 from machinery_py.brokers.rabbitmq.topology import Topology
 from machinery_py.config.config import AMQPConfig
 from machinery_py.connections.rabbitmq.client import AmqpDriver
@@ -177,7 +177,7 @@ def test_a_claim_takes_what_it_wants_and_leaves_the_others(
         if public:
             channel.raw = Public(channel.raw)
         while taken < 300:
-            found = Claim(channel, ["q"], 7, HANG).run(HANG)
+            found = Fetch(channel, ["q"], 7, HANG).run(HANG)
             assert 0 < len(found) <= 7
             redelivered += sum(one.redelivered for one in found)
             for one in found:
@@ -193,7 +193,7 @@ def test_what_comes_while_a_subscription_ends_is_taken_and_counts_as_new(
     """One message is wanted, and many are on their way when the first one has ended the subscription."""
     put(broker, *(b"%d" % number for number in range(200)))
     with broker.driver.visit("claiming") as channel:
-        claim = Claim(channel, ["q"], 100, HANG)
+        claim = Fetch(channel, ["q"], 100, HANG)
         claim.end()  # as soon as it has begun
         found = claim.run(HANG)
         assert not any(one.redelivered for one in found)
@@ -204,7 +204,7 @@ def test_what_comes_while_a_subscription_ends_is_taken_and_counts_as_new(
 
 def _all(channel: Channel) -> list[Any]:
     found: list[Any] = []
-    while more := Claim(channel, ["q"], 200, 0.0).run(HANG):
+    while more := Fetch(channel, ["q"], 200, 0.0).run(HANG):
         found += more
     return found
 

@@ -28,7 +28,7 @@ from machinery_py.backends.rabbitmq.documents import (
 from machinery_py.backends.transactional import Row
 from machinery_py.connections.rabbitmq import queue_records as amqp_turns
 from machinery_py.connections.rabbitmq.client import AmqpDriver
-from machinery_py.connections.rabbitmq.queue_records import TurnLost
+from machinery_py.connections.rabbitmq.queue_records import TransactionLost
 from machinery_py.errors import (
     BackendUnavailable,
     ConfigError,
@@ -392,11 +392,11 @@ def test_a_change_whose_reply_is_lost_is_made_once(
     proxy = open_proxy(rabbitmq_server.port)
     far = open_backend(proxy.through(amqp_url))
     write(far, state_of("t"))
-    # What the turn before has left to be given back is not to be the request that is met.
-    wait_until(lambda: bool(far._turns._free), HANG)
+    # What the transaction before has left to be given back is not to be the request that is met.
+    wait_until(lambda: bool(far._transactions._free), HANG)
 
     proxy.drop_next_reply(matching=b"callback")
-    with pytest.raises(TurnLost):
+    with pytest.raises(TransactionLost):
         finish(far)
 
     wait_until(lambda: backend.get_state("t").state is State.SUCCESS, HANG)
@@ -435,11 +435,14 @@ def test_who_loses_the_connection_in_a_turn_has_written_nothing(
     write(backend, state_of("t"))
     place = backend._places.task("t")
 
-    with pytest.raises(TurnLost), backend._turns.turn([lock_of("t")], "dying") as turn:
-        turn.read([place])
-        turn.drop(turn.held(place))
-        turn.put(place, encode_record("t", Row(state=state_of("t", State.FAILURE)), 9))
-        backend._turns.link().abort()  # as when the process is killed
+    with (
+        pytest.raises(TransactionLost),
+        backend._transactions.transaction([lock_of("t")], "dying") as transaction,
+    ):
+        transaction.read([place])
+        transaction.drop(transaction.held(place))
+        transaction.put(place, encode_record("t", Row(state=state_of("t", State.FAILURE)), 9))
+        backend._transactions.link().abort()  # as when the process is killed
         assert finish(other) == SETTLED.word  # as soon as the server sees it
 
     assert backend.get_state("t").state is State.SUCCESS
@@ -458,12 +461,15 @@ def test_who_is_cut_off_is_fenced(
     write(backend, state_of("t"))
     place = far._places.task("t")
 
-    with pytest.raises(TurnLost), far._turns.turn([lock_of("t")], "sleeping") as turn:
-        turn.read([place])
+    with (
+        pytest.raises(TransactionLost),
+        far._transactions.transaction([lock_of("t")], "sleeping") as transaction,
+    ):
+        transaction.read([place])
         proxy.black_hole(REQUESTS)
         proxy.black_hole(REPLIES)
-        turn.drop(turn.held(place))
-        turn.put(place, encode_record("t", Row(state=state_of("t", State.FAILURE)), 9))
+        transaction.drop(transaction.held(place))
+        transaction.put(place, encode_record("t", Row(state=state_of("t", State.FAILURE)), 9))
     proxy.reset()  # the server takes it for dead
     proxy.heal()
 
@@ -476,7 +482,7 @@ def test_a_lock_that_was_emptied_is_filled_again(
 ) -> None:
     monkeypatch.setattr(amqp_turns, "PATIENCE", 0.3)
     write(backend, state_of("t"))
-    wait_until(lambda: bool(backend._turns._free), HANG)
+    wait_until(lambda: bool(backend._transactions._free), HANG)
     go.queue_purge(lock_of("t"))
 
     with pytest.raises(BackendUnavailable, match=r"others have held 'machinery\.results\.lock"):
@@ -495,13 +501,16 @@ def test_who_has_a_lock_that_is_deleted_writes_nothing_and_who_waits_for_it_gets
     waiter = open_backend(amqp_url)
     thread = threading.Thread(target=lambda: seen.append(waiter.get_state("t").state))
 
-    with pytest.raises(TurnLost), backend._turns.turn([lock], "holding") as turn:
-        turn.read([place])
+    with (
+        pytest.raises(TransactionLost),
+        backend._transactions.transaction([lock], "holding") as transaction,
+    ):
+        transaction.read([place])
         thread.start()
         wait_until(lambda: consumers(amqp_url, lock) == 2)
         go.queue_delete(lock)
-        turn.drop(turn.held(place))
-        wait_until(lambda: not turn._channel.is_open)
+        transaction.drop(transaction.held(place))
+        wait_until(lambda: not transaction._channel.is_open)
     thread.join(HANG)
 
     assert seen == [State.PENDING]
@@ -522,17 +531,20 @@ def test_spare_tokens_let_nobody_else_in(
     inside = threading.Event()
     seen: list[bool] = []
 
-    with backend._turns.turn([LOCKS[0]], "holding"):
+    with backend._transactions.transaction([LOCKS[0]], "holding"):
         for _ in range(3):
             go.basic_publish("", LOCKS[0], b"")
 
         def enter() -> None:
-            with other._turns.turn([LOCKS[0]], "waiting"):
+            with other._transactions.transaction([LOCKS[0]], "waiting"):
                 seen.append(inside.is_set())
 
         waiter = threading.Thread(target=enter)
         waiter.start()
-        wait_until(lambda: other._turns._link is not None and other._turns._link.is_open, HANG)
+        wait_until(
+            lambda: other._transactions._link is not None and other._transactions._link.is_open,
+            HANG,
+        )
         assert not waiter.join(0.2)
         assert seen == []
         inside.set()

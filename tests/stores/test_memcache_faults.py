@@ -14,7 +14,7 @@ from machinery_py.backends.memcached.backend import MemcacheBackend
 from machinery_py.backends.memcached.documents import key_of
 from machinery_py.backends.memcached.index import ROOTS, SEGMENT
 from machinery_py.config.memcached_url import parse_memcache_url
-from machinery_py.connections.memcached.client import Command, MemcacheDriver, Window, delete
+from machinery_py.connections.memcached.client import LineCommand, MemcacheDriver, Window, delete
 from machinery_py.errors import (
     ArgumentError,
     BackendUnavailable,
@@ -384,7 +384,9 @@ def test_an_arrival_costs_the_same_in_a_chord_of_any_size(driver: MemcacheDriver
         backend.apply([Change(key="", arrivals=members[:-1])])
         sent: list[int] = []
 
-        def counting(commands: Sequence[Command], *, doing: str, again: bool = True) -> list[bytes]:
+        def counting(
+            commands: Sequence[LineCommand], *, doing: str, again: bool = True
+        ) -> list[bytes]:
             sent.extend(len(command.packet) for command in commands)  # noqa: B023 - called in this round only
             return send(commands, doing=doing, again=again)
 
@@ -415,9 +417,11 @@ def test_members_that_arrive_in_many_threads_and_twice_are_counted_once(
 class MeanwhileDriver(MemcacheDriver):
     """Has something done between the counting of a group's members and the writing of what was counted."""
 
-    meanwhile: Callable[[Command], object] | None = None
+    meanwhile: Callable[[LineCommand], object] | None = None
 
-    def send(self, commands: Sequence[Command], *, doing: str, again: bool = True) -> list[bytes]:
+    def send(
+        self, commands: Sequence[LineCommand], *, doing: str, again: bool = True
+    ) -> list[bytes]:
         if self.meanwhile is not None and commands and commands[0].packet.startswith(b"add mpy:n:"):
             meanwhile, self.meanwhile = self.meanwhile, None
             meanwhile(commands[0])
@@ -433,7 +437,7 @@ def test_of_those_who_arrive_first_none_is_forgotten(
     def arrive(member: str, through: MemcacheDriver) -> None:
         MemcacheBackend(through).apply([Change(key="", arrivals=(arrival(member, 3),))])
 
-    def b_arrives(writing_one: Command) -> None:
+    def b_arrives(writing_one: LineCommand) -> None:
         slow[1].meanwhile = lambda _: (
             driver.send([writing_one], doing="testing"),
             arrive("c", driver),

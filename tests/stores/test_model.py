@@ -34,7 +34,7 @@ from hypothesis.stateful import (
 )
 
 from machinery_py.backends.base import ALREADY, FENCED, SETTLED, Change, Verdict
-from machinery_py.backends.memory import MemoryBackend, _Group
+from machinery_py.backends.memory import MemoryBackend, _GroupMembers
 from machinery_py.backends.sqlite.backend import SQLiteBackend
 from machinery_py.backends.transactional import Row
 from machinery_py.brokers.base import Delivery, Disposal, Fate, Message
@@ -916,7 +916,8 @@ class _CountingBackend(MemoryBackend):
     def _arrive(self, arrivals: Sequence[Arrival]) -> None:
         for number, arrival in enumerate(arrivals):
             group = self._groups.setdefault(
-                arrival.group_uuid, _Group(GroupMeta(group_uuid=arrival.group_uuid), self.now())
+                arrival.group_uuid,
+                _GroupMembers(GroupMeta(group_uuid=arrival.group_uuid), self.now()),
             )
             unique = f"{arrival.task_uuid} {len(group.members) + number}"
             super()._arrive(

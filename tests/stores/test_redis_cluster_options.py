@@ -14,12 +14,12 @@ from machinery_py import Config, Server, State
 from machinery_py.brokers.base import Broker
 from machinery_py.brokers.redis.cluster import ClusterBroker
 from machinery_py.config.sections import RedisConfig
-from machinery_py.connections.redis.cluster import RedisCluster
+from machinery_py.connections.redis.cluster import RedisClusterDriver
 from machinery_py.connections.redis.pool import Limits
 from machinery_py.errors import BackendUnavailable, ConfigError, MachineryError, StoreUnusable
 from machinery_py.tasks.signature import Signature
 from machinery_py.testing.conformance.leases import put
-from machinery_py.testing.servers import RedisCluster as ClusterServers
+from machinery_py.testing.servers import RedisClusterDriver as ClusterServers
 from machinery_py.testing.waiting import HANG, together, wait_until
 from tests.stores.redis_cluster_case import empty_cluster, masters, url_of
 
@@ -156,7 +156,7 @@ def test_a_key_whose_slot_cannot_be_named_is_refused(key: str) -> None:
 
 
 def test_connections_to_all_nodes_are_counted_together(empty_cluster: ClusterServers) -> None:
-    cluster = RedisCluster(url_of(empty_cluster), limits=Limits(max_active=2))
+    cluster = RedisClusterDriver(url_of(empty_cluster), limits=Limits(max_active=2))
     drivers = [cluster.at(f"{{{queue}}}:".encode()) for queue in QUEUES]
 
     def ask(index: int) -> None:
@@ -237,7 +237,7 @@ def test_a_shorter_poll_period_is_kept(
 
 @pytest.fixture
 def broker(empty_cluster: ClusterServers) -> Iterator[ClusterBroker]:
-    cluster = RedisCluster(url_of(empty_cluster))
+    cluster = RedisClusterDriver(url_of(empty_cluster))
     yield ClusterBroker(cluster)
     cluster.close()
 

@@ -18,7 +18,7 @@ from machinery_py.brokers.memory import MemoryBroker
 from machinery_py.brokers.redis.cluster import FOR_EVER, ClusterBroker, name_of_move
 from machinery_py.brokers.redis.messages import EMPTY
 from machinery_py.connections.memory import MemoryHub
-from machinery_py.connections.redis.cluster import RedisCluster
+from machinery_py.connections.redis.cluster import RedisClusterDriver
 from machinery_py.connections.redis.requests import Request, command_at
 from machinery_py.connections.redis.scripts import raw
 from machinery_py.errors import (
@@ -42,7 +42,7 @@ from machinery_py.testing.conformance.fencing import (
     state_of,
     submit,
 )
-from machinery_py.testing.servers import RedisCluster as ClusterServers
+from machinery_py.testing.servers import RedisClusterDriver as ClusterServers
 from machinery_py.testing.servers import RedisServer, ReplyError
 from machinery_py.testing.waiting import HANG, together, wait_until
 from tests.stores.redis_cluster_case import (
@@ -99,7 +99,7 @@ def test_a_queue_may_bring_its_own_tag(open_store: OpenStore) -> None:
 def test_a_slot_that_is_on_its_way_stands_still(
     empty_cluster: ClusterServers, clock: ClusterClock
 ) -> None:
-    cluster = RedisCluster(url_of(empty_cluster), clock=clock, timeout=0.3)
+    cluster = RedisClusterDriver(url_of(empty_cluster), clock=clock, timeout=0.3)
     broker, backend = ClusterBroker(cluster), ClusterBackend(cluster)
     store = ClusterStore(broker, backend, clock)
     submit(store, "a")
@@ -130,7 +130,7 @@ def test_a_slot_that_is_on_its_way_stands_still(
 
 
 def test_a_cluster_that_is_away_is_told_as_one_redis_would(clock: ClusterClock) -> None:
-    cluster = RedisCluster("redis://127.0.0.1:1,127.0.0.1:2", clock=clock, timeout=0.2)
+    cluster = RedisClusterDriver("redis://127.0.0.1:1,127.0.0.1:2", clock=clock, timeout=0.2)
 
     with pytest.raises(BrokerUnavailable, match="naming queues"):
         ClusterBroker(cluster).put([Message(uuid="", name="", queue="q", body=b"x")], token="t")
@@ -142,7 +142,7 @@ def test_a_cluster_that_is_away_is_told_as_one_redis_would(clock: ClusterClock) 
 def test_a_lost_reply_is_told_and_a_repeat_doubles_nothing(
     empty_cluster: ClusterServers, open_cluster: Clusters, clock: ClusterClock, token: str
 ) -> None:
-    cluster = RedisCluster(url_of(empty_cluster), clock=clock, timeout=0.3)
+    cluster = RedisClusterDriver(url_of(empty_cluster), clock=clock, timeout=0.3)
     broker = ClusterBroker(cluster)
 
     def is_warm() -> bool:
@@ -176,7 +176,7 @@ def test_a_lost_reply_is_told_and_a_repeat_doubles_nothing(
 
 
 def test_one_redis_is_no_cluster(redis_server: RedisServer, clock: ClusterClock) -> None:
-    cluster = RedisCluster(redis_server.url, clock=clock)
+    cluster = RedisClusterDriver(redis_server.url, clock=clock)
 
     with pytest.raises(StoreUnusable, match="no node of a cluster"):
         ClusterBackend(cluster).get_states(["a"])
@@ -390,7 +390,7 @@ def test_of_many_who_fire_a_flagged_group_one_does(open_cluster: Clusters) -> No
     assert group is not None and group.chord_triggered
 
 
-class Slow(RedisCluster):
+class Slow(RedisClusterDriver):
     """Lets something happen before it looks at Go's mutex."""
 
     def __init__(self, url: str, meanwhile: Callable[[], object]) -> None:
@@ -460,7 +460,7 @@ class Died(BaseException):
     """Stands for SIGKILL: nobody catches it."""
 
 
-class Mortal(RedisCluster):
+class Mortal(RedisClusterDriver):
     """Its process dies before one of its steps."""
 
     left = -1  # steps that it lives for
@@ -479,7 +479,7 @@ def test_a_unique_send_that_is_cut_off_anywhere_is_made_or_not(
     mortal = Mortal(url_of(empty_cluster), clock=clock)
     memory = MemoryBroker(MemoryHub(clock))
 
-    def open_one(cluster: RedisCluster) -> Store:
+    def open_one(cluster: RedisClusterDriver) -> Store:
         backend = ClusterBackend(cluster)
         return (
             TwoStores(memory, backend, clock)

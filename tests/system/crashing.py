@@ -132,8 +132,8 @@ TWO_STORE_POINTS = ("after-put", "after-clear")
 REFUSAL_POINTS = ("before-bury", "after-bury", "after-failure")
 
 
-#: Of a turn of the RabbitMQ backend that settles or fires: all is read and nothing written; all is written, the locks are held.
-TURN_POINTS = ("turn-before-end", "turn-after-end")
+#: Of a transaction of the RabbitMQ backend that settles or fires: nothing is written yet; all is written, the locks are held.
+TX_POINTS = ("tx-before-end", "tx-after-end")
 
 
 class Killer:
@@ -168,7 +168,7 @@ class KillingStore(Store):
             return verdicts
 
         store.backend.apply = killing_apply  # type: ignore[method-assign]
-        if hasattr(store.backend, "_turns"):
+        if hasattr(store.backend, "_transactions"):
             kill_in_turns()
         if hasattr(store.backend, "_steps"):
             steps = store.backend._steps
@@ -230,19 +230,19 @@ def around(before: str, step: Callable[..., Any], after: str) -> Callable[..., A
 
 
 def kill_in_turns() -> None:
-    """Let the killer in before and after the transaction of a turn that settles or fires."""
-    from machinery_py.connections.rabbitmq.queue_records import Turn
+    """Let the killer in before and after the transaction of a transaction that settles or fires."""
+    from machinery_py.connections.rabbitmq.queue_records import Transaction
 
-    end = Turn.end
+    end = Transaction.end
 
-    def killing_end(turn: Turn, then: Callable[[], object]) -> None:
+    def killing_end(transaction: Transaction, then: Callable[[], object]) -> None:
         if getattr(killer.inside, "step", ""):
-            killer.reach("turn-before-end")
-        end(turn, then)
+            killer.reach("tx-before-end")
+        end(transaction, then)
         if getattr(killer.inside, "step", ""):
-            killer.reach("turn-after-end")
+            killer.reach("tx-after-end")
 
-    Turn.end = killing_end  # type: ignore[method-assign]
+    Transaction.end = killing_end  # type: ignore[method-assign]
 
 
 def killing_step(step: Callable[..., Any], point: str) -> Callable[..., Any]:

@@ -10,7 +10,7 @@ import pytest
 
 from machinery_py import Server
 from tests.stores.amqp_case import amqp_url, vhosts
-from tests.system.crashing import SENDER_POINTS, SHAPES, TURN_POINTS, WORKER_POINTS
+from tests.system.crashing import SENDER_POINTS, SHAPES, TX_POINTS, WORKER_POINTS
 from tests.system.test_crash_points import Stage, survive_sender, survive_worker, survivor
 
 __all__ = ["amqp_url", "survivor", "vhosts"]
@@ -24,8 +24,8 @@ FEW = frozenset(
         ("after-settle", "retry"),
         ("inside-fire", "chord"),
         ("inside-settle", "broken-chord"),
-        ("turn-before-end", "chord"),
-        ("turn-after-end", "retry"),
+        ("tx-before-end", "chord"),
+        ("tx-after-end", "retry"),
     }
 )
 
@@ -36,7 +36,7 @@ def stage(amqp_url: str, tmp_path: pathlib.Path) -> Stage:
 
 
 def cells() -> Iterator[tuple[str, str]]:
-    for point in (*WORKER_POINTS, *TURN_POINTS):
+    for point in (*WORKER_POINTS, *TX_POINTS):
         for shape in SHAPES:
             if FULL or (point, shape) in FEW:
                 yield point, shape

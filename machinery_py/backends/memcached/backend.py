@@ -48,7 +48,7 @@ from machinery_py.backends.memcached.documents import (
     CHORD_LIFE,
     OURS,
     Commit,
-    Record,
+    TaskItem,
     Todo,
     decode_commit,
     decode_record,
@@ -58,10 +58,10 @@ from machinery_py.backends.memcached.documents import (
     pack,
     state_in,
 )
-from machinery_py.backends.memcached.groups import FIRED, GO_TIME, Groups
+from machinery_py.backends.memcached.groups import FIRED, GO_TIME, MemcachedGroups
 from machinery_py.backends.memcached.index import Index, rounds
 from machinery_py.backends.memcached.listener import MemcacheListener
-from machinery_py.backends.memcached.records import Amending
+from machinery_py.backends.memcached.records import MemcachedRecords
 from machinery_py.backends.memcached.transitions import (
     Advance,
     Begin,
@@ -73,7 +73,7 @@ from machinery_py.backends.memcached.transitions import (
 from machinery_py.clock import micros
 from machinery_py.connections.memcached.client import (
     STORED,
-    Command,
+    LineCommand,
     MemcacheDriver,
     delete,
     put,
@@ -112,8 +112,8 @@ class MemcacheBackend(Backend):
         self.driver = driver
         self.expire_in = expire_in
         self._index = Index(driver)
-        self._groups = Groups(driver, self._index, expire_in=expire_in)
-        self._amending = Amending(driver, self._index, self._carry_out)
+        self._groups = MemcachedGroups(driver, self._index, expire_in=expire_in)
+        self._amending = MemcachedRecords(driver, self._index, self._carry_out)
         self._tend_at = 0.0
 
     def now(self) -> dt.datetime:
@@ -199,7 +199,7 @@ class MemcacheBackend(Backend):
             for job in jobs:
                 self._advance([job])
 
-    def _load(self, uuids: Iterable[str]) -> dict[str, Record]:
+    def _load(self, uuids: Iterable[str]) -> dict[str, TaskItem]:
         keys = {uuid: key_of(uuid) for uuid in uuids}
         found = self.driver.fetch(keys.values(), doing="reading states")
         return {
@@ -208,7 +208,7 @@ class MemcacheBackend(Backend):
             if key in found
         }
 
-    def _edit(self, jobs: Sequence[tuple[str, Callable[[Record], T]]]) -> list[T]:
+    def _edit(self, jobs: Sequence[tuple[str, Callable[[TaskItem], T]]]) -> list[T]:
         """Let each job change the record of its task, by one `cas` for all jobs of a task.
 
         A job may be called several times, and says what came of it; the last call counts.
@@ -227,7 +227,7 @@ class MemcacheBackend(Backend):
             for index in waiting:
                 if index not in results:
                     uuid, job = jobs[index]
-                    record = records.setdefault(uuid, Record())
+                    record = records.setdefault(uuid, TaskItem())
                     by_task.setdefault(uuid, {})[index] = job(record)
             writes = [uuid for uuid in by_task if records[uuid].changed]
             for uuid in by_task.keys() - set(writes):
@@ -246,7 +246,7 @@ class MemcacheBackend(Backend):
                 break
         return [results[index] for index in range(len(jobs))]
 
-    def _written(self, uuid: str, record: Record, nonce: bytes, now: dt.datetime) -> Command:
+    def _written(self, uuid: str, record: TaskItem, nonce: bytes, now: dt.datetime) -> LineCommand:
         if record.theirs:
             raise _not_ours(uuid, record.theirs)
         record.nonce = nonce
@@ -294,7 +294,7 @@ class MemcacheBackend(Backend):
             bodies_of.setdefault(key, set()).update(bodies)
         keys = {key_of(key, prefix): key for key in bodies_of for prefix in (FIRED, OUTBOX)}
         items = self.driver.fetch(keys, doing="reading outboxes")
-        cleared: dict[bytes, Command] = {}
+        cleared: dict[bytes, LineCommand] = {}
         for name, item in items.items():
             commit = decode_commit(item.value)
             if bodies_of[keys[name]].issuperset(commit.outbox):

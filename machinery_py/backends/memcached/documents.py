@@ -80,7 +80,7 @@ class Commit(msgspec.Struct, array_like=True, gc=False):
     todo: Sequence[Todo] = ()
 
 
-class Record(Row, kw_only=True):
+class TaskItem(Row, kw_only=True):
     """A task's item. `changed` asks for it to be written.
 
     Attributes:
@@ -130,7 +130,7 @@ _TEXTS = ("task_uuid", "task_name", "error", "error_type", "traceback", "queue",
 _NOTHING = TaskState(task_uuid="")
 
 
-def encode_record(uuid: str, record: Record) -> bytes:
+def encode_record(uuid: str, record: TaskItem) -> bytes:
     """The item of a task.
 
     Raises:
@@ -145,7 +145,7 @@ def encode_record(uuid: str, record: Record) -> bytes:
     return _with_field(document, ours)
 
 
-def _encoded(uuid: str, state: TaskState, record: Record) -> tuple[bytes, bytes]:
+def _encoded(uuid: str, state: TaskState, record: TaskItem) -> tuple[bytes, bytes]:
     stated = record.state is not None
     ours = _Ours(
         nonce=record.nonce,
@@ -185,22 +185,24 @@ def _printable(state: TaskState) -> TaskState:
     return msgspec.structs.replace(state, **texts)
 
 
-def decode_record(uuid: str, body: bytes, cas: int) -> Record:
+def decode_record(uuid: str, body: bytes, cas: int) -> TaskItem:
     """What is in the item. Bytes that are no state of this task are `theirs`."""
     document, field = _without_field(body)
     if document.startswith(_GROUP):
-        return Record(cas=cas, theirs="a group")  # asked for because a group has an outbox as well
+        return TaskItem(
+            cas=cas, theirs="a group"
+        )  # asked for because a group has an outbox as well
     try:
         own = _ours(field) if field else None
         if own is not None and not own.stated:
             return _record(None, own, cas)
         state = decode_state(document)
     except (DecodeError, msgspec.DecodeError) as error:
-        return Record(cas=cas, theirs=str(error))
+        return TaskItem(cas=cas, theirs=str(error))
     if uuid and state.task_uuid != uuid.encode("utf-8", "backslashreplace").decode():
-        return Record(cas=cas, theirs=f"a state of {shown(state.task_uuid)}")
+        return TaskItem(cas=cas, theirs=f"a state of {shown(state.task_uuid)}")
     if own is None:
-        return Record(state=state, cas=cas)
+        return TaskItem(state=state, cas=cas)
     state = TaskState(
         task_uuid=state.task_uuid,
         task_name=state.task_name,
@@ -224,8 +226,8 @@ def decode_record(uuid: str, body: bytes, cas: int) -> Record:
     return _record(state, own, cas)
 
 
-def _record(state: TaskState | None, own: _Ours, cas: int) -> Record:
-    return Record(
+def _record(state: TaskState | None, own: _Ours, cas: int) -> TaskItem:
+    return TaskItem(
         state=state,
         mark=own.mark,
         epoch=own.epoch,
@@ -238,7 +240,7 @@ def _record(state: TaskState | None, own: _Ours, cas: int) -> Record:
     )
 
 
-def kept_for(record: Record, now: dt.datetime, expire_in: float) -> float:
+def kept_for(record: TaskItem, now: dt.datetime, expire_in: float) -> float:
     """Seconds that the item of a task is kept."""
     state = record.state
     if state is not None and state.is_finished:
@@ -250,7 +252,7 @@ def kept_for(record: Record, now: dt.datetime, expire_in: float) -> float:
 
 def document_of(state: TaskState) -> bytes:
     """A state for a Todo."""
-    return encode_record(state.task_uuid, Record(state=state))
+    return encode_record(state.task_uuid, TaskItem(state=state))
 
 
 def state_in(document: bytes) -> TaskState | None:

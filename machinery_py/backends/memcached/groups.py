@@ -1,4 +1,4 @@
-"""Groups in memcached: who has arrived, who is complete, and who fires.
+"""MemcachedGroups in memcached: who has arrived, who is complete, and who fires.
 
     <group UUID>          Go's document; our last field says when it was made
     mpy:c:<group>         callback and total, written before the first arrival; never changed
@@ -74,7 +74,7 @@ class _Share(NamedTuple):
     key: bytes
 
 
-class Groups:
+class MemcachedGroups:
     """All that concerns groups. May be used from any thread."""
 
     def __init__(self, driver: MemcacheDriver, index: Index, *, expire_in: float) -> None:
@@ -262,7 +262,7 @@ class Groups:
     # Firing
 
     def ready(self, limit: int) -> list[ReadyGroup]:
-        """Groups that are ready and not fired."""
+        """MemcachedGroups that are ready and not fired."""
         names = sorted(
             {group for segment in self._index.segments().values() for group in segment.groups}
         )

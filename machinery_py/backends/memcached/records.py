@@ -36,8 +36,8 @@ from machinery_py.backends.memcached.transitions import todo_of
 from machinery_py.clock import micros
 from machinery_py.connections.memcached.client import (
     STORED,
-    Command,
     Item,
+    LineCommand,
     MemcacheDriver,
     seconds,
     swap,
@@ -60,7 +60,7 @@ class Owed(msgspec.Struct, array_like=True, frozen=True, gc=False):
     todo: Todo
 
 
-class Kept(msgspec.Struct, array_like=True, frozen=True, gc=False):
+class StoredRecord(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """A record or a claim."""
 
     nonce: bytes  # of the writing; whoever finds his own knows that a lost reply meant yes
@@ -80,14 +80,14 @@ class _Names(msgspec.Struct, array_like=True, frozen=True, gc=False):
     listed_at: dict[str, int]
 
 
-_kept = msgspec.msgpack.Decoder(Kept).decode
+_kept = msgspec.msgpack.Decoder(StoredRecord).decode
 _names = msgspec.msgpack.Decoder(_Names).decode
 
 #: What becomes of an item that is there or not; None: it stays.
-Job = Callable[[Kept | None], Kept | None]
+Job = Callable[[StoredRecord | None], StoredRecord | None]
 
 
-class Amending:
+class MemcachedRecords:
     """Records and claims. May be used from any thread.
 
     Args:
@@ -204,7 +204,7 @@ class Amending:
         waiting = list(jobs)
         for _ in rounds("a record"):
             items = self._driver.fetch(waiting, doing="reading records")
-            writes: dict[bytes, Command] = {}
+            writes: dict[bytes, LineCommand] = {}
             for key in waiting:
                 item = items.get(key)
                 before = _kept(item.value) if item is not None else None
@@ -227,7 +227,7 @@ class Amending:
                 break
         return done
 
-    def _written(self, key: bytes, kept: Kept, item: Item | None) -> Command:
+    def _written(self, key: bytes, kept: StoredRecord, item: Item | None) -> LineCommand:
         life = _FOREVER
         if key.startswith(CLAIM):
             left = (kept.until - self._now()) / 1e6 if kept.body is not None else 0.0
@@ -236,7 +236,7 @@ class Amending:
 
     # The list
 
-    def _all(self) -> tuple[_Names, dict[str, Kept]]:
+    def _all(self) -> tuple[_Names, dict[str, StoredRecord]]:
         """The list, and the records that there are."""
         item = self._driver.fetch([LIST], doing="reading schedules").get(LIST)
         names = _names(item.value) if item is not None else _Names("", {})
@@ -286,7 +286,7 @@ class Amending:
         )
         # Whoever writes a record anew lists it after that, or is seen here.
         again: list[str] = []
-        removed: list[Command] = []
+        removed: list[LineCommand] = []
         keys = {key_of(name, RECORD): name for name in over}
         for key, item in self._driver.fetch(keys, doing="reading schedules").items():
             kept = _kept(item.value)
@@ -298,7 +298,7 @@ class Amending:
         if again:
             self._enlist(again)
 
-    def _of(self, names: Iterable[str]) -> dict[str, Kept]:
+    def _of(self, names: Iterable[str]) -> dict[str, StoredRecord]:
         keys = {name: key_of(name, RECORD) for name in names}
         items = self._driver.fetch(keys.values(), doing="reading schedules") if keys else {}
         return {name: _kept(items[key].value) for name, key in keys.items() if key in items}
@@ -312,12 +312,12 @@ class _Swap:
         self._owed = (owed,) if owed is not None else ()
         self._now = now
 
-    def __call__(self, kept: Kept | None) -> Kept | None:
+    def __call__(self, kept: StoredRecord | None) -> StoredRecord | None:
         wanted = self._amendment
         if (kept.holds(self._now) if kept is not None else None) != wanted.expected:
             return None
         until = self._now + int(wanted.life * 1e6) if wanted.life else 0
-        return Kept(
+        return StoredRecord(
             b"",
             wanted.body,
             self._now,
@@ -333,7 +333,7 @@ class _Release:
         self._body = body
         self._now = now
 
-    def __call__(self, kept: Kept | None) -> Kept | None:
+    def __call__(self, kept: StoredRecord | None) -> StoredRecord | None:
         if kept is None or kept.body != self._body:
             return None
         return msgspec.structs.replace(kept, body=None, at=self._now)
@@ -345,7 +345,7 @@ class _Clear:
     def __init__(self) -> None:
         self.sent: dict[str, set[bytes]] = {}
 
-    def __call__(self, kept: Kept | None) -> Kept | None:
+    def __call__(self, kept: StoredRecord | None) -> StoredRecord | None:
         if kept is None:
             return None
         owed = tuple(

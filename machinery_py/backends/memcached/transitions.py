@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from machinery_py.backends.base import ALREADY, FENCED, Begun, Change, Verdict
-from machinery_py.backends.memcached.documents import Record, Todo, document_of
+from machinery_py.backends.memcached.documents import TaskItem, Todo, document_of
 from machinery_py.backends.transactional import decide, is_over
 from machinery_py.tasks.states import TaskState, advance
 from machinery_py.wire.signatures import encode_group
@@ -20,7 +20,7 @@ class Settling:
         self._change = change
         self._now = now
 
-    def __call__(self, record: Record) -> tuple[Verdict, Sequence[Todo]]:
+    def __call__(self, record: TaskItem) -> tuple[Verdict, Sequence[Todo]]:
         change = self._change
         if record.epoch == 0:
             # A Go program or an eviction has thrown our epoch away: nobody can be told to be late.
@@ -53,7 +53,7 @@ class Begin:
         self._run = run
         self._now = now
 
-    def __call__(self, record: Record) -> tuple[Begun, Sequence[Todo]]:
+    def __call__(self, record: TaskItem) -> tuple[Begun, Sequence[Todo]]:
         if is_over(record.state, self._run):
             return Begun(epoch=record.epoch, finished=True, outbox=record.outbox), record.todo
         # By the clock, so that an epoch from before an eviction is not given out again.
@@ -69,13 +69,13 @@ class Advance:
         self._state = state
         self._force = force
 
-    def __call__(self, record: Record) -> None:
+    def __call__(self, record: TaskItem) -> None:
         after = self._state if self._force else advance(record.state, self._state)
         if after is not None:
             record.state, record.changed = after, True
 
 
-def clear(sent: set[bytes], record: Record) -> bool:
+def clear(sent: set[bytes], record: TaskItem) -> bool:
     """These messages of a task have been published. Whether there are no others."""
     if not sent.issuperset(record.outbox):
         return False

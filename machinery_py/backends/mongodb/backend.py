@@ -28,7 +28,7 @@ from machinery_py.backends.base import (
 )
 from machinery_py.backends.mongodb import groups as mongo_groups
 from machinery_py.backends.mongodb.documents import (
-    Kept,
+    TaskDocument,
     packed_changes,
     packed_deed,
     packed_outbox,
@@ -108,7 +108,7 @@ class MongoBackend(MongoLooking):
             raise self._tasks.too_many_rivals()
         finished = any(state.is_finished for change in changes for state in change.states)
         if finished:
-            self.driver.ring("results")
+            self.driver.notify("results")
         return verdicts
 
     def _commit(
@@ -137,7 +137,7 @@ class MongoBackend(MongoLooking):
             if verdicts[index] is not SETTLED:
                 continue
             for state in new:
-                row = rows.setdefault(change.key, Kept())
+                row = rows.setdefault(change.key, TaskDocument())
                 row.state, row.changed = state, True
                 if change.mark:
                     row.mark = change.mark
@@ -305,7 +305,9 @@ class MongoBackend(MongoLooking):
             )
             found = {
                 index: _begin(
-                    rows.setdefault(keys[index][0], Kept()), keys[index][1], boxes[keys[index][0]]
+                    rows.setdefault(keys[index][0], TaskDocument()),
+                    keys[index][1],
+                    boxes[keys[index][0]],
                 )
                 for index in left
             }

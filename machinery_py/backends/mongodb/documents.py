@@ -37,7 +37,7 @@ _STATES: dict[str, State] = {state.value: state for state in State}
 _FIRST = dt.datetime(1970, 1, 1, tzinfo=dt.timezone.utc)
 
 
-class Kept(Row, kw_only=True):
+class TaskDocument(Row, kw_only=True):
     """A row and what its document was when it was read."""
 
     version: int = 0  # 0: there is none
@@ -74,12 +74,12 @@ def refuse_others(document: Document) -> None:
     )
 
 
-def kept_of(document: Document, now: int) -> Kept:
+def kept_of(document: Document, now: int) -> TaskDocument:
     """For writing over it. `now`: µs; what has expired is written over as if it had no state. Raises as refuse_others."""
     refuse_others(document)
     version = int(document.get("version") or 0)
     over = is_over(document, now)
-    return Kept(
+    return TaskDocument(
         state=None if over else state_of(document),
         mark="" if over else str(document.get("mark") or ""),
         epoch=int(document.get("epoch") or 0),

@@ -1,4 +1,4 @@
-"""Waiting for tasks of a MongoDB to finish: a bell inside this process, and looks that become rarer.
+"""Waiting for tasks of a MongoDB to finish: a notifier inside this process, and looks that become rarer.
 
 Limits: what another process finishes is noticed at the next look: 5 ms after the begin of the wait, and later at a tenth of
 the time that has passed, at most half a second.
@@ -26,7 +26,7 @@ class MongoListener(Listener):
 
     def __init__(self, driver: MongoDriver) -> None:
         self._driver = driver
-        self._bell = driver.bell("results")
+        self._notifier = driver.notifier("results")
         self._lock = threading.Lock()
         self._watched: set[str] = set()
         self._woken = False
@@ -48,7 +48,7 @@ class MongoListener(Listener):
             left = began + timeout - now
             if left <= 0:
                 break
-            self._bell.wait(min(left, max(SOONEST, min(LATEST, (now - began) / 10))))
+            self._notifier.wait(min(left, max(SOONEST, min(LATEST, (now - began) / 10))))
         self._woken = False
 
     def _look(self) -> bool:
@@ -73,7 +73,7 @@ class MongoListener(Listener):
 
     def wake(self) -> None:
         self._woken = True
-        self._bell.ring()
+        self._notifier.notify()
 
     def close(self) -> None:
         self._watched.clear()

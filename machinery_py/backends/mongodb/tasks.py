@@ -13,7 +13,7 @@ from typing import TypeVar
 from pymongo import DeleteOne, UpdateOne
 
 from machinery_py.backends.mongodb.documents import (
-    Kept,
+    TaskDocument,
     fields_of,
     kept_of,
     new_document,
@@ -61,11 +61,11 @@ class MongoTasks:
             f"MongoDB at {self.driver.place}: writing states: others were faster {ROUNDS} times"
         )
 
-    def load(self, uuids: Iterable[str]) -> dict[str, Kept]:
+    def load(self, uuids: Iterable[str]) -> dict[str, TaskDocument]:
         """The documents that there are, for writing over them."""
         wanted, now = list(dict.fromkeys(uuids)), self.driver.now()
 
-        def read(store: Store) -> dict[str, Kept]:
+        def read(store: Store) -> dict[str, TaskDocument]:
             return {
                 one["_id"]: kept_of(one, now)
                 for start in range(0, len(wanted), BATCH)
@@ -90,7 +90,7 @@ class MongoTasks:
                     refused[uuid] = error
         return refused
 
-    def load_ended(self, uuids: Iterable[str]) -> dict[str, Kept]:
+    def load_ended(self, uuids: Iterable[str]) -> dict[str, TaskDocument]:
         """As `load`, of those of which a run may have ended. Asked for by `_id` alone, so that no server looks at other tasks."""
         wanted = list(dict.fromkeys(uuids))
 
@@ -107,7 +107,11 @@ class MongoTasks:
         return self.load(self.run(read, "reading states")) if wanted else {}
 
     def save(
-        self, rows: dict[str, Kept], before: Before, more: dict[str, Document], held: set[str]
+        self,
+        rows: dict[str, TaskDocument],
+        before: Before,
+        more: dict[str, Document],
+        held: set[str],
     ) -> set[str]:
         """Write the rows over what was read; returns those that are something else by now.
 
@@ -175,7 +179,7 @@ class MongoTasks:
             rows = self.load(state.task_uuid for state in left)
             before = seen_of(rows)
             for state in left:
-                row = rows.get(state.task_uuid) or Kept()
+                row = rows.get(state.task_uuid) or TaskDocument()
                 is_old = not again or row.state is None or row.state.run < state.run
                 after = advance(row.state, state) if not force else state if is_old else None
                 if after is not None:
@@ -249,6 +253,6 @@ class MongoTasks:
         return [marks.get(uuid, "") for uuid in uuids]
 
 
-def seen_of(rows: dict[str, Kept]) -> Before:
+def seen_of(rows: dict[str, TaskDocument]) -> Before:
     """What `save` writes over."""
     return {uuid: (row.version, row.word) for uuid, row in rows.items()}

@@ -52,7 +52,7 @@ from machinery_py.backends.rabbitmq.documents import (
     GroupRecord,
     OutboxEntry,
     Places,
-    Record,
+    TaskRecord,
     decode_outbox,
     decode_record,
     encode_record,
@@ -60,9 +60,9 @@ from machinery_py.backends.rabbitmq.documents import (
     name_of,
     pack,
 )
-from machinery_py.backends.rabbitmq.groups import Groups, meta_of
+from machinery_py.backends.rabbitmq.groups import RabbitMQGroups, meta_of
 from machinery_py.backends.rabbitmq.listener import AMQPListener
-from machinery_py.backends.rabbitmq.records import SCHEDULES, SCHEDULES_LOCK, Amending
+from machinery_py.backends.rabbitmq.records import SCHEDULES, SCHEDULES_LOCK, RabbitMQRecords
 from machinery_py.backends.rabbitmq.revocations import Revocations
 from machinery_py.backends.transactional import Row, TransactionalBackend, is_over
 from machinery_py.clock import micros
@@ -70,9 +70,9 @@ from machinery_py.connections.rabbitmq.client import AmqpDriver
 from machinery_py.connections.rabbitmq.io_thread import Channel
 from machinery_py.connections.rabbitmq.queue_records import (
     QueueMoved,
-    Turn,
-    TurnLost,
-    Turns,
+    Transaction,
+    TransactionLost,
+    Transactions,
     declare_lock,
 )
 from machinery_py.errors import BackendUnavailable, DecodeError
@@ -90,11 +90,11 @@ T = TypeVar("T")
 class _Work:
     """What one thread is at."""
 
-    def __init__(self, turn: Turn, places: Places, now: int) -> None:
-        self.turn = turn
-        self.groups = Groups(places, turn)
-        self.amending = Amending(turn, now)
-        self.rows: dict[str, Record] = {}  # as they were read
+    def __init__(self, transaction: Transaction, places: Places, now: int) -> None:
+        self.transaction = transaction
+        self.groups = RabbitMQGroups(places, transaction)
+        self.amending = RabbitMQRecords(transaction, now)
+        self.rows: dict[str, TaskRecord] = {}  # as they were read
         self.bodies: dict[str, bytes] = {}  # as they are written
         self.arrivals: list[Arrival] = []
 
@@ -117,8 +117,8 @@ class AMQPBackend(TransactionalBackend):
         self.driver = driver
         self.expire_in = expire_in
         self._places = Places(expire_in)
-        self._turns = Turns(driver, self._declare)
-        self._revocations = Revocations(self._turns)
+        self._transactions = Transactions(driver, self._declare)
+        self._revocations = Revocations(self._transactions)
         self._mine = threading.local()
 
     def now(self) -> dt.datetime:
@@ -147,7 +147,7 @@ class AMQPBackend(TransactionalBackend):
             )
         channel.rpc("queue_bind", queue=REVOKED.queue, exchange=REVOCATIONS, timeout=wait)
 
-    # Turns
+    # Transactions
 
     def _carry(
         self,
@@ -160,23 +160,23 @@ class AMQPBackend(TransactionalBackend):
     ) -> T:
         """Do a step with the locks of these tasks, groups and claims, and with `locks`.
 
-        Joins the turn that this thread is in already, which must have taken those locks. `again`: the step reads, or writes
-        what may be written twice, and is repeated when it was lost.
+        Joins the transaction that this thread is in already, which must have taken those locks. `again`: the step
+        reads, or writes what may be written twice, and is repeated when it was lost.
         """
         if (joined := getattr(self._mine, "work", None)) is not None:
             return step(joined)
         held = {*locks, *map(lock_of, uuids)}
         for left in reversed(range(TRIES)):
             try:
-                with self._turns.turn(held, doing) as turn:
-                    work = self._mine.work = _Work(turn, self._places, micros(self.now()))
+                with self._transactions.transaction(held, doing) as transaction:
+                    work = self._mine.work = _Work(transaction, self._places, micros(self.now()))
                     try:
                         result = step(work)
                         work.groups.write()
                     finally:
                         self._mine.work = None
                 return result
-            except TurnLost:
+            except TransactionLost:
                 if not left or not again:
                     raise
             except QueueMoved as error:
@@ -212,9 +212,9 @@ class AMQPBackend(TransactionalBackend):
     def _load(self, uuids: Iterable[str]) -> dict[str, Row]:
         work = self._work
         places = {uuid: self._places.task(uuid) for uuid in uuids}
-        work.turn.read(places.values())
+        work.transaction.read(places.values())
         for uuid, place in places.items():
-            if held := work.turn.held(place):
+            if held := work.transaction.held(place):
                 work.rows[uuid] = decode_record(uuid, [one.body for one in held])
         return {
             uuid: Row(state=row.state, mark=row.mark, epoch=row.epoch)
@@ -228,8 +228,8 @@ class AMQPBackend(TransactionalBackend):
             before = work.rows.get(uuid)
             body = work.bodies[uuid] = encode_record(uuid, row, before.seq + 1 if before else 1)
             place = self._places.task(uuid)
-            work.turn.drop(work.turn.held(place))
-            work.turn.put(place, body)
+            work.transaction.drop(work.transaction.held(place))
+            work.transaction.put(place, body)
 
     def _add_groups(self, groups: Sequence[GroupMeta]) -> None:
         self._work.groups.create(groups, micros(self.now()))
@@ -248,7 +248,7 @@ class AMQPBackend(TransactionalBackend):
 
     def _finished(self, uuids: Sequence[str]) -> None:
         for uuid in uuids:
-            self._work.turn.tell(FINISHED, name_of(uuid), b"")
+            self._work.transaction.tell(FINISHED, name_of(uuid), b"")
 
     def _begin(self, row: Row, uuid: str, run: int) -> Begun:
         if is_over(row.state, run):
@@ -278,13 +278,13 @@ class AMQPBackend(TransactionalBackend):
 
     def _keep_outbox(self, key: str, bodies: Sequence[bytes]) -> None:
         entry = OutboxEntry(key=key, kept_at=micros(self.now()), bodies=tuple(bodies))
-        self._work.turn.put(OUTBOX, pack(entry))
+        self._work.transaction.put(OUTBOX, pack(entry))
 
     def _entries(self) -> list[OutboxEntry]:
-        turn = self._work.turn
-        turn.take([OUTBOX_LOCK])
-        turn.read([OUTBOX])
-        return [decode_outbox(one.body) for one in turn.held(OUTBOX)]
+        transaction = self._work.transaction
+        transaction.take([OUTBOX_LOCK])
+        transaction.read([OUTBOX])
+        return [decode_outbox(one.body) for one in transaction.held(OUTBOX)]
 
     def _outbox(self, key: str) -> Sequence[bytes]:
         return [body for entry in self._entries() if entry.key == key for body in entry.bodies]
@@ -301,9 +301,9 @@ class AMQPBackend(TransactionalBackend):
 
         def step(work: _Work) -> None:
             entries = self._entries()
-            work.turn.drop(
+            work.transaction.drop(
                 one
-                for one, entry in zip(work.turn.held(OUTBOX), entries, strict=True)
+                for one, entry in zip(work.transaction.held(OUTBOX), entries, strict=True)
                 if entry.key in bodies and bodies[entry.key].issuperset(entry.bodies)
             )
 
@@ -447,7 +447,7 @@ class AMQPBackend(TransactionalBackend):
         self._carry(
             (),
             "revoking",
-            lambda work: self._revocations.add(work.turn, uuids, until),
+            lambda work: self._revocations.add(work.transaction, uuids, until),
             locks=[REVOKED_LOCK],
             again=True,
         )
@@ -459,7 +459,7 @@ class AMQPBackend(TransactionalBackend):
         self._carry(
             [task_uuid],
             "purging a state",
-            lambda work: work.turn.delete(self._places.task(task_uuid)),
+            lambda work: work.transaction.delete(self._places.task(task_uuid)),
             again=True,
         )
 
@@ -469,7 +469,7 @@ class AMQPBackend(TransactionalBackend):
         )
 
     def listener(self) -> AMQPListener:
-        return AMQPListener(self._turns, self._which_finished)
+        return AMQPListener(self._transactions, self._which_finished)
 
     def _which_finished(self, uuids: Sequence[str]) -> list[str]:
         return [uuid for uuid, state in self.get_states(uuids).items() if state.is_finished]
@@ -478,4 +478,4 @@ class AMQPBackend(TransactionalBackend):
         return IDLE  # the server lets expire what is old
 
     def close(self) -> None:
-        self._turns.close()
+        self._transactions.close()

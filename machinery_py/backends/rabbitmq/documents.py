@@ -31,7 +31,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from machinery_py.backends.transactional import Row
-from machinery_py.connections.rabbitmq.queue_records import OURS, Place
+from machinery_py.connections.rabbitmq.queue_records import OURS, Queue
 from machinery_py.errors import ArgumentError, ConfigError, DecodeError, NameRefused
 from machinery_py.names import is_made, shown
 from machinery_py.tasks.states import TaskState, advance
@@ -45,12 +45,12 @@ STRIPES = 8  # locks that the tasks and groups share
 PREFIX = "machinery.results."
 TRIGGERED = "_chord_triggered"
 LOCKS = tuple(f"{PREFIX}lock.{number}" for number in range(STRIPES))
-# Taken after the others: turns take locks in the order of their names.
+# Taken after the others: transactions take locks in the order of their names.
 OUTBOX_LOCK, READY_LOCK, REVOKED_LOCK = (
     f"{PREFIX}lock.{name}" for name in ("outbox", "ready", "revoked")
 )
 OUTBOX, READY, REVOKED = (
-    Place(PREFIX + name, OURS) for name in ("outbox", "ready", "revoked.until")
+    Queue(PREFIX + name, OURS) for name in ("outbox", "ready", "revoked.until")
 )
 FINISHED, REVOCATIONS = "machinery.finished", "machinery.revocations"
 
@@ -95,32 +95,32 @@ class Places:
         self._shared = {"x-message-ttl": expiry, "x-expires": expiry}
         self._ours = {**OURS, "x-message-ttl": GROUP_LIFE, "x-expires": GROUP_LIFE}
 
-    def _go(self, queue: str) -> Place:
+    def _go(self, queue: str) -> Queue:
         is_ours = (
             queue.startswith("machinery.") or is_made(queue.removesuffix(TRIGGERED)) is not None
         )
-        return Place(queue, self._shared, durable=False, auto_delete=True, is_ours=is_ours)
+        return Queue(queue, self._shared, durable=False, auto_delete=True, is_ours=is_ours)
 
-    def task(self, uuid: str) -> Place:
+    def task(self, uuid: str) -> Queue:
         return self._go(name_of(uuid))
 
-    def shared_members(self, group: str) -> Place:
+    def shared_members(self, group: str) -> Queue:
         return self._go(name_of(group))
 
-    def triggered(self, group: str) -> Place:
+    def triggered(self, group: str) -> Queue:
         return self._go(f"{name_of(group)}{TRIGGERED}")
 
-    def group(self, group: str) -> Place:
-        return Place(f"{PREFIX}group.{name_of(group)}", self._ours)
+    def group(self, group: str) -> Queue:
+        return Queue(f"{PREFIX}group.{name_of(group)}", self._ours)
 
-    def members(self, group: str) -> Place:
-        return Place(f"{PREFIX}members.{name_of(group)}", self._ours)
+    def members(self, group: str) -> Queue:
+        return Queue(f"{PREFIX}members.{name_of(group)}", self._ours)
 
 
 # Tasks
 
 
-class Record(Row, kw_only=True):
+class TaskRecord(Row, kw_only=True):
     """A task. `seq` grows with each message; of several the greatest counts. `of_go`: a Go program has written some of it."""
 
     seq: int = 0
@@ -197,13 +197,13 @@ def _encoded(uuid: str, row: Row, state: TaskState, seq: int) -> bytes:
     return document[:-1] + _FIELD + _write(ours) + b"}"
 
 
-def decode_record(uuid: str, bodies: Iterable[bytes]) -> Record:
+def decode_record(uuid: str, bodies: Iterable[bytes]) -> TaskRecord:
     """The task after all that its queue holds, oldest first.
 
     Raises:
         NameRefused: it holds something else than states of this task: nothing of it is to be dropped.
     """
-    found = Record()
+    found = TaskRecord()
     for body in filter(None, bodies):  # an empty one is a look of ours whether the queue is there
         document, ours = _without_field(body)
         if ours is not None and ours.seq < found.seq:
@@ -224,7 +224,7 @@ def decode_record(uuid: str, bodies: Iterable[bytes]) -> Record:
             if after is not None:
                 found.state, found.mark = after, ""  # by a Go program
         else:
-            found = Record(
+            found = TaskRecord(
                 state=_merged(state, ours),
                 mark=ours.mark,
                 epoch=ours.epoch,

@@ -1,4 +1,6 @@
-"""Groups in RabbitMQ: who has arrived, who is complete, and who settles. All of it inside a turn that holds the group's lock.
+"""Groups in RabbitMQ: members that have arrived, complete groups, settled ones.
+
+All of it happens inside a transaction that holds the group's lock.
 
 A member that ends is one message in `machinery.results.members.<group>`, and for Go one in `<group>`. The server counts ours;
 only when there are as many as the group has members are they read, and each UUID counted once.
@@ -28,18 +30,18 @@ from machinery_py.backends.rabbitmq.documents import (
     document_of,
     pack,
 )
-from machinery_py.connections.rabbitmq.queue_records import Place, Turn
+from machinery_py.connections.rabbitmq.queue_records import Queue, Transaction
 from machinery_py.errors import DecodeError
 from machinery_py.tasks.states import Arrival, GroupMeta, State, TaskState
 from machinery_py.wire.signatures import decode_group, decode_state, encode_group
 
 
-class Groups:
-    """What a turn does to groups; `write` puts it into the turn."""
+class RabbitMQGroups:
+    """What a transaction does to groups; `write` puts it into the transaction."""
 
-    def __init__(self, places: Places, turn: Turn) -> None:
+    def __init__(self, places: Places, transaction: Transaction) -> None:
         self._places = places
-        self._turn = turn
+        self._turn = transaction
         self._records: dict[str, GroupRecord | None] = {}
         self._changed: dict[str, GroupRecord] = {}
 
@@ -94,31 +96,31 @@ class Groups:
     def _arrive(
         self, group: str, members: Mapping[str, Arrival], bodies: Mapping[str, bytes]
     ) -> None:
-        turn, record = self._turn, self.load(group) or GroupRecord()
+        transaction, record = self._turn, self.load(group) or GroupRecord()
         if record.fired:
             return
         first = next(iter(members.values()))
         place = self._places.members(group)
-        count = turn.count(place) + len(members)
+        count = transaction.count(place) + len(members)
         known = self._known(place) if count >= first.total else frozenset[str]()
         for uuid in members.keys() - known:
             body = bodies.get(uuid, b"")
-            turn.put(place, pack(Member(uuid=uuid, body=body)))
+            transaction.put(place, pack(Member(uuid=uuid, body=body)))
             if body:
-                turn.put(self._places.shared_members(group), document_of(body))
+                transaction.put(self._places.shared_members(group), document_of(body))
         changed = not record.callback
         record.callback, record.total = first.callback, first.total
         failed = next((uuid for uuid, one in members.items() if not one.ok), "")
         complete = count >= first.total and len(known | members.keys()) >= first.total
         if (failed or complete) and not record.ready:
             record.ready, record.failed_member, changed = True, failed, True
-            turn.put(
+            transaction.put(
                 READY, pack(ReadyEntry(group=group, callback=first.callback, failed_member=failed))
             )
         if changed:
             self._save(group, record)
 
-    def _known(self, place: Place) -> frozenset[str]:
+    def _known(self, place: Queue) -> frozenset[str]:
         """The members that are in. Those that came in several times stay once."""
         self._turn.read([place])
         seen: set[str] = set()

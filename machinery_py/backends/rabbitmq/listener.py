@@ -16,8 +16,8 @@ from typing import Any
 from machinery_py.backends.base import Listener
 from machinery_py.backends.rabbitmq.documents import FINISHED, name_of
 from machinery_py.backends.rabbitmq.revocations import own_queue
-from machinery_py.connections.rabbitmq.io_thread import Channel, ChannelLost, LinkLost, settle
-from machinery_py.connections.rabbitmq.queue_records import Turns
+from machinery_py.connections.rabbitmq.io_thread import Channel, ChannelLost, ConnectionLost, settle
+from machinery_py.connections.rabbitmq.queue_records import Transactions
 from machinery_py.errors import MachineryError
 
 FIRST = 0.05  # seconds until the first look
@@ -32,8 +32,8 @@ Look = Callable[[Sequence[str]], Iterable[str]]
 class AMQPListener(Listener):
     """A queue of its own, bound by the UUIDs that are watched."""
 
-    def __init__(self, turns: Turns, look: Look) -> None:
-        self._turns = turns
+    def __init__(self, transactions: Transactions, look: Look) -> None:
+        self._transactions = transactions
         self._look = look
         self._lock = threading.Lock()
         self._binding = threading.Lock()
@@ -52,21 +52,21 @@ class AMQPListener(Listener):
     def _bind(self, names: Collection[str]) -> None:
         """Ask for these; who cannot looks for himself."""
         try:
-            with self._binding, self._turns.translated("waiting for results"):
+            with self._binding, self._transactions.translated("waiting for results"):
                 if self._channel is None or not self._channel.is_open:
                     self._subscribe()
                     with self._lock:
                         names = list(self._watched)
                 assert self._channel is not None
                 self._channel.ask(
-                    lambda future: self._ask_for(names, future), self._turns.driver.timeout
+                    lambda future: self._ask_for(names, future), self._transactions.driver.timeout
                 )
-        except (MachineryError, LinkLost, ChannelLost):
+        except (MachineryError, ConnectionLost, ChannelLost):
             pass
 
     def _subscribe(self) -> None:
-        timeout = self._turns.driver.timeout
-        channel = self._turns.link().channel(timeout)
+        timeout = self._transactions.driver.timeout
+        channel = self._transactions.link().channel(timeout)
         self._queue = own_queue(channel, timeout)
 
         def told(_: object, method: Any, __: object, ___: bytes) -> None:

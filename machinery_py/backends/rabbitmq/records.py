@@ -1,9 +1,9 @@
-"""Records of schedules and claims of unique tasks in RabbitMQ. All of it inside a turn that holds their lock.
+"""Records of schedules and claims of unique tasks in RabbitMQ. All of it inside a transaction that holds their lock.
 
     machinery.results.schedules        one message: all records, and a version that changes with each of them
     machinery.results.claim.<claim>    one message: what the claim holds, and until when; no claim, no queue
 
-A change is part of its turn's transaction, with the states and the outbox that go with it.
+A change is part of its transaction's transaction, with the states and the outbox that go with it.
 
 Limits: the records of a fleet travel together, whenever one of them is changed or has to be read. A claim is forgotten
 CLAIM_LIFE after anybody has asked for it. And it stands no longer than the state of its task, which RabbitMQ forgets
@@ -18,12 +18,12 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from machinery_py.backends.rabbitmq.documents import PREFIX, name_of, pack
-from machinery_py.connections.rabbitmq.queue_records import OURS, Place, Turn
+from machinery_py.connections.rabbitmq.queue_records import OURS, Queue, Transaction
 
 CLAIM_LIFE = 49 * 86_400_000  # ms; RabbitMQ's clocks do not reach further than 2**32
 
 SCHEDULES_LOCK = f"{PREFIX}lock.schedules"
-SCHEDULES = Place(f"{PREFIX}schedules", OURS)
+SCHEDULES = Queue(f"{PREFIX}schedules", OURS)
 
 _CLAIM_ARGUMENTS = {**OURS, "x-expires": CLAIM_LIFE}
 
@@ -49,21 +49,21 @@ _table = msgspec.msgpack.Decoder(Table).decode
 _claim = msgspec.msgpack.Decoder(_Claim).decode
 
 
-def place_of(claim: str) -> Place:
-    return Place(f"{PREFIX}claim.{name_of(claim)}", _CLAIM_ARGUMENTS)
+def place_of(claim: str) -> Queue:
+    return Queue(f"{PREFIX}claim.{name_of(claim)}", _CLAIM_ARGUMENTS)
 
 
-class Amending:
-    """What a turn does to records and claims. `now`: µs.
+class RabbitMQRecords:
+    """What a transaction does to records and claims. `now`: µs.
 
     Of several messages the last counts: a server that died in the middle of a transaction may have kept the one before.
     """
 
-    def __init__(self, turn: Turn, now: int) -> None:
-        self._turn = turn
+    def __init__(self, transaction: Transaction, now: int) -> None:
+        self._turn = transaction
         self._now = now
 
-    # Records: the turn holds SCHEDULES_LOCK
+    # Records: the transaction holds SCHEDULES_LOCK
 
     def table(self) -> Table:
         self._turn.read([SCHEDULES])
@@ -84,7 +84,7 @@ class Amending:
         self._turn.put(SCHEDULES, pack(Table(version=secrets.token_hex(8), bodies=bodies)))
         return True
 
-    # Claims: the turn holds the lock of each
+    # Claims: the transaction holds the lock of each
 
     def claims(self, names: Sequence[str]) -> list[bytes | None]:
         """What each of them holds."""
@@ -92,7 +92,7 @@ class Amending:
         self._turn.read(places)
         return [self._holds(place) for place in places]
 
-    def _holds(self, place: Place) -> bytes | None:
+    def _holds(self, place: Queue) -> bytes | None:
         claims = [_claim(one.body) for one in self._turn.held(place)]
         return claims[-1].body if claims and claims[-1].until > self._now else None
 

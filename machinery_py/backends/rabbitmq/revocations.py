@@ -20,8 +20,12 @@ from machinery_py.backends.rabbitmq.documents import (
 from machinery_py.clock import micros
 from machinery_py.connections.forks import ForkLock
 from machinery_py.connections.rabbitmq.io_thread import Channel
-from machinery_py.connections.rabbitmq.queue_records import Turn, TurnLost, Turns
-from machinery_py.connections.rabbitmq.reader import Reader
+from machinery_py.connections.rabbitmq.queue_records import (
+    Transaction,
+    TransactionLost,
+    Transactions,
+)
+from machinery_py.connections.rabbitmq.reader import QueueReader
 
 CHUNK = 1000  # names in one message
 
@@ -29,39 +33,43 @@ CHUNK = 1000  # names in one message
 class Revocations:
     """May be used from any thread."""
 
-    def __init__(self, turns: Turns) -> None:
-        self._turns = turns
+    def __init__(self, transactions: Transactions) -> None:
+        self._transactions = transactions
         self._lock = ForkLock()
         self._names: dict[str, int] = {}  # → until when, in µs
-        self._reader: Reader | None = None
+        self._reader: QueueReader | None = None
         self._queue = ""
 
-    def add(self, turn: Turn, uuids: Sequence[str], until: int) -> None:
-        """Keep them until then (µs). May be repeated: to be revoked twice is to be revoked. The turn holds REVOKED_LOCK."""
-        turn.read([REVOKED])
-        turn.drop(
-            one for one in turn.held(REVOKED) if decode_revocation(one.body).until <= self._now()
+    def add(self, transaction: Transaction, uuids: Sequence[str], until: int) -> None:
+        """Keep the revocations until then (µs). May be repeated. The transaction holds REVOKED_LOCK."""
+        transaction.read([REVOKED])
+        transaction.drop(
+            one
+            for one in transaction.held(REVOKED)
+            if decode_revocation(one.body).until <= self._now()
         )
         names = [name_of(uuid) for uuid in uuids]
         for start in range(0, len(names), CHUNK):
-            turn.tell(REVOCATIONS, "", pack(Revocation(until, names[start : start + CHUNK])))
+            transaction.tell(REVOCATIONS, "", pack(Revocation(until, names[start : start + CHUNK])))
 
     def _now(self) -> int:
-        return micros(self._turns.driver.clock.now())
+        return micros(self._transactions.driver.clock.now())
 
     def among(self, uuids: Sequence[str]) -> set[str]:
         """Those of them that are revoked."""
         try:
             return self._among(uuids)
-        except TurnLost:
+        except TransactionLost:
             return self._among(uuids)  # a new subscription begins with all that there is
 
     def _among(self, uuids: Sequence[str]) -> set[str]:
-        with self._lock, self._turns.translated("reading revocations"):
+        with self._lock, self._transactions.translated("reading revocations"):
             if self._reader is None or not self._reader.channel.is_open:
                 self._subscribe()
             assert self._reader is not None
-            found = self._reader.all([self._queue], self._turns.driver.timeout, auto_ack=True)
+            found = self._reader.all(
+                [self._queue], self._transactions.driver.timeout, auto_ack=True
+            )
             self._hear(one.body for one in found[self._queue])
             return (
                 {uuid for uuid in uuids if name_of(uuid) in self._names} if self._names else set()
@@ -69,14 +77,14 @@ class Revocations:
 
     def _subscribe(self) -> None:
         """First the news, then what there is: so nothing is missed."""
-        timeout = self._turns.driver.timeout
-        channel = self._turns.link().channel(timeout)
+        timeout = self._transactions.driver.timeout
+        channel = self._transactions.link().channel(timeout)
         self._queue = own_queue(channel, timeout)
         channel.rpc("queue_bind", queue=self._queue, exchange=REVOCATIONS, timeout=timeout)
-        with self._turns.turn([REVOKED_LOCK], "reading revocations") as turn:
-            turn.read([REVOKED])
-            self._hear(one.body for one in turn.held(REVOKED))
-        self._reader = Reader(channel)
+        with self._transactions.transaction([REVOKED_LOCK], "reading revocations") as transaction:
+            transaction.read([REVOKED])
+            self._hear(one.body for one in transaction.held(REVOKED))
+        self._reader = QueueReader(channel)
 
     def _hear(self, bodies: Iterable[bytes]) -> None:
         news = [decode_revocation(body) for body in bodies]

@@ -55,7 +55,7 @@ from machinery_py.backends.redis.listener import RedisListener
 from machinery_py.backends.redis.lua import CHORD_LIFE
 from machinery_py.clock import micros, moment_of
 from machinery_py.connections.durability import Concern
-from machinery_py.connections.redis.cluster import RedisCluster
+from machinery_py.connections.redis.cluster import RedisClusterDriver
 from machinery_py.connections.redis.errors import tell_spoilt
 from machinery_py.connections.redis.requests import Request, command_at, script_at
 from machinery_py.connections.redis.scripts import Script, pack, raw
@@ -73,7 +73,7 @@ class ClusterBackend(Backend):
 
     features = BackendFeatures(name="redis", foreign=True, claims=True)
 
-    def __init__(self, cluster: RedisCluster, *, expire_in: float = EXPIRE_IN) -> None:
+    def __init__(self, cluster: RedisClusterDriver, *, expire_in: float = EXPIRE_IN) -> None:
         self.cluster = cluster
         self.expire_in = expire_in
         self.seconds = max(1, math.ceil(expire_in))

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from machinery_py.backends.redis import cluster_scripts as scripts
 from machinery_py.backends.redis import scripts as redis_scripts
-from machinery_py.connections.redis.cluster import RedisCluster
+from machinery_py.connections.redis.cluster import RedisClusterDriver
 from machinery_py.connections.redis.requests import Request, script_at
 from machinery_py.connections.redis.scripts import pack
 
@@ -56,7 +56,7 @@ def list_requests(
 class Newest:
     """The names in some of the sets, the newest first."""
 
-    def __init__(self, cluster: RedisCluster, sets: Sequence[str], since: int) -> None:
+    def __init__(self, cluster: RedisClusterDriver, sets: Sequence[str], since: int) -> None:
         self._cluster = cluster
         self._keys = [(prefix, prefix + name) for prefix in PREFIXES for name in sets]
         self._since = since

@@ -25,7 +25,7 @@ from machinery_py.backends.redis.cluster_documents import (
 from machinery_py.backends.redis.cluster_lists import PREFIXES, Finished, by_shard, list_requests
 from machinery_py.backends.redis.lua import CHORD_LIFE
 from machinery_py.clock import micros
-from machinery_py.connections.redis.cluster import RedisCluster
+from machinery_py.connections.redis.cluster import RedisClusterDriver
 from machinery_py.connections.redis.requests import Request, command_at, script_at
 from machinery_py.connections.redis.scripts import pack, raw
 from machinery_py.errors import NameRefused, StoreUnusable
@@ -48,7 +48,7 @@ logger = get_logger(__name__)
 class Steps:
     """Carries them out. May be used from any thread."""
 
-    def __init__(self, cluster: RedisCluster, seconds: int) -> None:
+    def __init__(self, cluster: RedisClusterDriver, seconds: int) -> None:
         """`seconds`: that finished states are kept."""
         self._cluster = cluster
         self._seconds = seconds

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Sequence
 
 from machinery_py.backends.base import Listener
-from machinery_py.connections.redis.client import Link, RedisDriver, command
+from machinery_py.connections.redis.client import RedisConnection, RedisDriver, command
 from machinery_py.errors import BackendUnavailable, MachineryError
 
 STEP = 500  # channels in one command
@@ -30,7 +30,7 @@ class RedisListener(Listener):
         self._confirmed = 0
         self._asked = 0
         self._rung = False
-        self._link: Link | None = None
+        self._link: RedisConnection | None = None
 
     def watch(self, uuids: Iterable[str]) -> None:
         channels = list(map(_channel, uuids))

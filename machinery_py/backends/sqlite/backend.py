@@ -302,7 +302,7 @@ class SQLiteBackend(TransactionalBackend):
         return Records(now=self.now(), version=version, bodies=None if rows is None else dict(rows))
 
     def _finished(self, uuids: Sequence[str]) -> None:
-        self.driver.ring("r")
+        self.driver.notify("r")
 
     def settled_by(self, uuids: Sequence[str]) -> list[str]:
         marks: dict[str, str] = dict(

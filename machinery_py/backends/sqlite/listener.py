@@ -1,6 +1,6 @@
-"""Waiting for tasks of a SQLite file to finish: a bell, and a look at the tasks that are watched.
+"""Waiting for tasks of a SQLite file to finish: a wake-up, and a look at the tasks that are watched.
 
-Limits: the bell rings at every commit that finishes tasks, whosever they are. Who watches more than READ tasks rests
+Limits: every commit that finishes tasks wakes all listeners. Who watches more than READ tasks rests
 between two looks, four times as long as the look took.
 """
 
@@ -24,11 +24,11 @@ SELECT uuid FROM tasks WHERE uuid IN (SELECT value FROM json_each(?)) AND state 
 
 
 class SQLiteListener(Listener):
-    """A bell, and the tasks that are waited for."""
+    """A notifier, and the tasks that are waited for."""
 
     def __init__(self, driver: SQLiteDriver) -> None:
         self._driver = driver
-        self._bell = driver.bell("r")
+        self._notifier = driver.notifier("r")
         self._lock = threading.Lock()
         self._watched: set[str] = set()
 
@@ -42,7 +42,7 @@ class SQLiteListener(Listener):
 
     def wait(self, timeout: float) -> None:
         deadline = time.monotonic() + timeout
-        with self._bell:
+        with self._notifier:
             while True:
                 started = time.monotonic()
                 if self._look():
@@ -52,7 +52,7 @@ class SQLiteListener(Listener):
                 rested = now + REST * (now - started) if len(self._watched) > READ else now
                 while True:
                     now = time.monotonic()
-                    if now >= deadline or self._bell.wait(deadline - now):
+                    if now >= deadline or self._notifier.wait(deadline - now):
                         return
                     if time.monotonic() >= rested:
                         break
@@ -73,7 +73,7 @@ class SQLiteListener(Listener):
         return bool(finished)
 
     def wake(self) -> None:
-        self._bell.wake()
+        self._notifier.wake()
 
     def close(self) -> None:
-        self._bell.close()
+        self._notifier.close()

@@ -48,7 +48,7 @@ SAVE_OVER = (
 )
 
 
-class Kept(msgspec.Struct, array_like=True, gc=False):
+class TaskRow(msgspec.Struct, array_like=True, gc=False):
     """What LOAD gives of a task, in the order of COLUMNS."""
 
     uuid: str
@@ -96,7 +96,7 @@ class Kept(msgspec.Struct, array_like=True, gc=False):
 _STATES: dict[str, State] = {state.value: state for state in State}
 encode_bodies = msgspec.msgpack.Encoder().encode
 decode_bodies = msgspec.msgpack.Decoder(tuple[bytes, ...]).decode
-decode_kept = msgspec.json.Decoder(list[Kept]).decode
+decode_kept = msgspec.json.Decoder(list[TaskRow]).decode
 _NOTHING = TaskState(task_uuid="")
 
 
@@ -132,7 +132,7 @@ def record_of(uuid: str, row: Row, changed_at: int, expires_at: int) -> tuple[ob
 
 def state_of(row: tuple[Any, ...]) -> TaskState:
     """From ALL."""
-    return Kept(*row[:-2]).task_state(row[-2], row[-1])
+    return TaskRow(*row[:-2]).task_state(row[-2], row[-1])
 
 
 def _progress(text: str | None) -> tuple[float, float] | None:

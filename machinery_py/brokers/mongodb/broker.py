@@ -179,7 +179,7 @@ class MongoBroker(Broker):
                 refused=PublishRefused,
             )
         self._named |= queues
-        self.driver.ring("messages")
+        self.driver.notify("messages")
 
     def consume(self, queues: Sequence[str], *, worker: str) -> MongoConsumer:
         consumer = MongoConsumer(self.driver, tuple(queues), worker=worker)
@@ -243,7 +243,7 @@ class MongoBroker(Broker):
 
         due, moved = self._run(promote, "moving due messages")
         if moved:
-            self.driver.ring("messages")
+            self.driver.notify("messages")
         return due
 
     def look_at_sessions(self) -> None:
@@ -294,7 +294,7 @@ class MongoBroker(Broker):
             lambda store: release(store, session, began), "giving a dead worker's messages back"
         )
         bury(host_folder(KIND), session)
-        self.driver.ring("messages")
+        self.driver.notify("messages")
 
     # Looking
 
@@ -417,7 +417,7 @@ class MongoBroker(Broker):
             ),
             "resuming a queue",
         )
-        self.driver.ring("messages")
+        self.driver.notify("messages")
 
     def paused(self) -> frozenset[str]:
         return self._run(

@@ -63,7 +63,7 @@ class MongoConsumer(Consumer):
         self._driver = driver
         self._queues = tuple(dict.fromkeys(queues))
         self._worker = printable(worker)
-        self._bell = driver.bell("messages")
+        self._notifier = driver.notifier("messages")
         self._claims = itertools.count(1)
         self._lost: list[tuple[str, float]] = []  # leases of claims that had no reply
         self._shut: set[str] = set()  # queues that were paused at the last look
@@ -107,8 +107,8 @@ class MongoConsumer(Consumer):
         while True:
             now = time.monotonic()
             if now < look_at and not self._woken and not self._closed:
-                rang = self._bell.wait(min(look_at, deadline) - now)
-                if not rang and not self._woken and time.monotonic() < look_at:
+                notified = self._notifier.wait(min(look_at, deadline) - now)
+                if not notified and not self._woken and time.monotonic() < look_at:
                     break
             if self._closed:
                 break
@@ -242,7 +242,7 @@ class MongoConsumer(Consumer):
                         _id(one.delivery) in gone if one.fate is Fate.DONE else self._end(one)
                     )
         if any(one.fate is not Fate.DONE for one in disposals):
-            self._driver.ring("messages")
+            self._driver.notify("messages")
         return verdicts
 
     def _delete(self, deliveries: Sequence[Delivery]) -> set[str]:
@@ -347,13 +347,13 @@ class MongoConsumer(Consumer):
 
     def wake(self) -> None:
         self._woken = True
-        self._bell.ring()
+        self._notifier.notify()
 
     def close(self) -> None:
         if self._closed or self._pid != os.getpid():
             return
         self._closed = True
-        self._bell.ring()
+        self._notifier.notify()
 
         def leave(store: Store) -> None:
             store.machinery_sessions.delete_one({"_id": self.session})
@@ -361,7 +361,7 @@ class MongoConsumer(Consumer):
 
         self._driver.run(leave, doing="giving messages back", away=BrokerUnavailable)
         self._file.end()
-        self._driver.ring("messages")
+        self._driver.notify("messages")
 
 
 def update_at_end(disposal: Disposal, now: int, **more: object) -> Document:

@@ -29,15 +29,21 @@ import msgspec
 from machinery_py.brokers.base import Consumer, Delivery, Disposal, Fate, WorkerInfo
 from machinery_py.brokers.rabbitmq.control import Report, listen
 from machinery_py.brokers.rabbitmq.gets import Getter
-from machinery_py.brokers.rabbitmq.holding import Held, Holding
+from machinery_py.brokers.rabbitmq.holding import HeldDelivery, Holding
 from machinery_py.brokers.rabbitmq.messages import FENCE, STRIKES, Taken
 from machinery_py.brokers.rabbitmq.pauses import Gates
 from machinery_py.brokers.rabbitmq.publisher import Sending
-from machinery_py.brokers.rabbitmq.receiving import Life, Taking
+from machinery_py.brokers.rabbitmq.receiving import ConsumerConnection, Taking
 from machinery_py.brokers.rabbitmq.returns import Returns
 from machinery_py.brokers.rabbitmq.topology import Topology, carry_out
 from machinery_py.connections.rabbitmq.client import AmqpDriver, translated
-from machinery_py.connections.rabbitmq.io_thread import Channel, ChannelLost, Link, LinkLost, settle
+from machinery_py.connections.rabbitmq.io_thread import (
+    AmqpConnection,
+    Channel,
+    ChannelLost,
+    ConnectionLost,
+    settle,
+)
 from machinery_py.connections.session_files import host_file, host_folder, ran_by_the_dead
 from machinery_py.errors import BrokerUnavailable, MachineryError
 from machinery_py.texts import get_logger
@@ -70,8 +76,8 @@ class AMQPConsumer(Consumer):
         self._queues = tuple(dict.fromkeys(topology.queue_of(queue) for queue in queues))
         self._lock = threading.Lock()  # guards what is held, and which life it is of
         self._opening = threading.Lock()
-        self._held: dict[str, Held] = {}
-        self._life: Life | None = None
+        self._held: dict[str, HeldDelivery] = {}
+        self._life: ConsumerConnection | None = None
         self._birth: object = None
         self._gates = Gates()
         self._taking = Taking(self._gates, driver.timeout)
@@ -93,7 +99,7 @@ class AMQPConsumer(Consumer):
 
     # Connection
 
-    def _open(self) -> Life:
+    def _open(self) -> ConsumerConnection:
         """The life that is on, or a new one.
 
         Raises:
@@ -119,7 +125,7 @@ class AMQPConsumer(Consumer):
                 self._birth, self._life = birth, life
             return life
 
-    def _begin(self, link: Link, lost: Callable[[], object]) -> Life:
+    def _begin(self, link: AmqpConnection, lost: Callable[[], object]) -> ConsumerConnection:
         timeout = self._driver.timeout
         setup = link.channel(timeout)
         steps = [*self._topology.exchange(), *self._topology.common()]
@@ -146,15 +152,15 @@ class AMQPConsumer(Consumer):
             f"{self.info.session}.{secrets.token_hex(2)}",
         )
         if not self._topology.is_quorum:
-            return Life(link, main, holding, None)
+            return ConsumerConnection(link, main, holding, None)
         gets = link.channel(timeout)
         gets.watch(functools.partial(self._on_gets_lost, main))
-        return Life(link, main, holding, Getter(gets))
+        return ConsumerConnection(link, main, holding, Getter(gets))
 
     def _heard(self, body: bytes, answer: Callable[[], object]) -> None:
         self._gates.hear(body, self._taking.claim, answer)
 
-    def _look_for_marks(self, link: Link) -> None:
+    def _look_for_marks(self, link: AmqpConnection) -> None:
         """Ask which queues are paused; what nobody can say while the server takes no messages stays as it was."""
         publisher, turn = self._driver.publisher, self._gates.turn
         if not publisher.link.wait_unblocked(0.0):
@@ -243,7 +249,7 @@ class AMQPConsumer(Consumer):
         self._taking.woken = False
         return self._hold(life, found, limit)
 
-    def _hold(self, life: Life, found: Sequence[Taken], limit: int) -> list[Delivery]:
+    def _hold(self, life: ConsumerConnection, found: Sequence[Taken], limit: int) -> list[Delivery]:
         now = self._driver.clock.monotonic()
         deliveries: list[Delivery] = []
         blamed = (
@@ -257,7 +263,7 @@ class AMQPConsumer(Consumer):
                 channel = (
                     life.getter.channel if life.getter is not None and one.gotten else life.main
                 )
-                self._held[delivery.receipt] = Held(
+                self._held[delivery.receipt] = HeldDelivery(
                     delivery, one, channel, one.tag, now, self._birth, subscription=one.subscription
                 )
                 deliveries.append(delivery)
@@ -329,7 +335,7 @@ class AMQPConsumer(Consumer):
                 lost |= {held.delivery.receipt for held, _ in here}
         return [held is not None and held.delivery.receipt not in lost for held in ours]
 
-    def _unsubscribe(self, held: Sequence[Held]) -> None:
+    def _unsubscribe(self, held: Sequence[HeldDelivery]) -> None:
         """End what brought these: when they are settled it would bring others."""
         over = [one for one in held if one.subscription]
         if not over:
@@ -349,7 +355,7 @@ class AMQPConsumer(Consumer):
 
         try:
             over[0].channel.ask(work, self._driver.timeout)
-        except (LinkLost, ChannelLost):
+        except (ConnectionLost, ChannelLost):
             pass  # the same will be said of settling them
 
     def _settle(self, channel: Channel, tags: Sequence[tuple[int, bool]]) -> bool:
@@ -362,7 +368,7 @@ class AMQPConsumer(Consumer):
 
         try:
             channel.ask(work, self._driver.timeout)
-        except (LinkLost, ChannelLost) as error:
+        except (ConnectionLost, ChannelLost) as error:
             logger.warning(
                 "RabbitMQ at %s may not have heard that %d messages are settled: %s",
                 self._driver.place,
@@ -395,7 +401,7 @@ class AMQPConsumer(Consumer):
     def run_ends(self, delivery: Delivery) -> None:
         self._file.ends(self._mark_of(delivery.body))
 
-    def _move(self, held: Sequence[Held]) -> None:
+    def _move(self, held: Sequence[HeldDelivery]) -> None:
         """Hold these in the holding queue from now on."""
         life = self._life
         if life is None or not held:
@@ -462,6 +468,6 @@ class AMQPConsumer(Consumer):
         self._file.end()
 
 
-def _is_published(held: Held, disposal: Disposal) -> bool:
+def _is_published(held: HeldDelivery, disposal: Disposal) -> bool:
     """Whether the message is sent somewhere, and not just acknowledged or given back."""
     return disposal.fate in (Fate.DEAD, Fate.LATER) or (disposal.fate is Fate.BACK and held.moved)

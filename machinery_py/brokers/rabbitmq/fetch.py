@@ -20,7 +20,7 @@ MOST = 65_535  # what a prefetch can say
 _tags = itertools.count(1)
 
 
-class Claim:
+class Fetch:
     """One claim under way; `found` is what has come. Everything but `run` happens in the link's thread."""
 
     def __init__(
@@ -130,7 +130,7 @@ def drained(
     """Up to `limit` messages of a queue, unsettled on this channel: closing it puts them back in their places."""
     found: list[Taken] = []
     while len(found) < limit:
-        more = Claim(channel, [queue], limit - len(found), 0.0, shut).run(timeout)
+        more = Fetch(channel, [queue], limit - len(found), 0.0, shut).run(timeout)
         if not more:
             break
         found += more

@@ -15,7 +15,7 @@ from typing import Any
 
 from pika import spec
 
-from machinery_py.brokers.rabbitmq.fetch import Claim
+from machinery_py.brokers.rabbitmq.fetch import Fetch
 from machinery_py.brokers.rabbitmq.messages import Taken, taken
 from machinery_py.connections.rabbitmq.io_thread import Channel, settle
 
@@ -49,7 +49,7 @@ class Getter:
             then(one)
 
 
-class GetClaim(Claim):
+class GetClaim(Fetch):
     """A claim of what is there at once."""
 
     def __init__(

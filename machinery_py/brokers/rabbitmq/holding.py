@@ -39,13 +39,13 @@ from machinery_py.brokers.rabbitmq.messages import (
 from machinery_py.brokers.rabbitmq.publisher import Addressed, Sending
 from machinery_py.brokers.rabbitmq.topology import Topology
 from machinery_py.connections.rabbitmq.client import AmqpDriver, translated
-from machinery_py.connections.rabbitmq.io_thread import Channel, Link, settle
+from machinery_py.connections.rabbitmq.io_thread import AmqpConnection, Channel, settle
 
 STAY = 1_000  # ms; what nobody holds leaves a holding queue after this
 GONE = 600_000  # ms; a holding queue without a subscriber is removed after this
 
 
-class Held(msgspec.Struct, gc=False, eq=False):
+class HeldDelivery(msgspec.Struct, gc=False, eq=False):
     """A delivery and where it is unacknowledged. `birth` is of the life that it was delivered on."""
 
     delivery: Delivery
@@ -63,7 +63,12 @@ class Holding:
     """The holding queues of one life, one for each queue of origin; made when they are needed."""
 
     def __init__(
-        self, link: Link, sending: Sending, driver: AmqpDriver, topology: Topology, name: str
+        self,
+        link: AmqpConnection,
+        sending: Sending,
+        driver: AmqpDriver,
+        topology: Topology,
+        name: str,
     ) -> None:
         self._link = link
         self._sending = sending
@@ -76,7 +81,7 @@ class Holding:
         self._copies = itertools.count(1)
         self._arrivals: dict[int, Future[int]] = {}
 
-    def copy(self, held: Sequence[Held]) -> tuple[Channel, list[int]]:
+    def copy(self, held: Sequence[HeldDelivery]) -> tuple[Channel, list[int]]:
         """Steps 1 and 2: the channel, and the delivery tag of each copy.
 
         Raises:
@@ -103,7 +108,7 @@ class Holding:
                 for number in numbers:
                     self._arrivals.pop(number, None)
 
-    def _addressed(self, held: Held, number: int) -> Addressed:
+    def _addressed(self, held: HeldDelivery, number: int) -> Addressed:
         delivery = held.delivery
         headers = own_headers(held.one) | {
             COPY: number,

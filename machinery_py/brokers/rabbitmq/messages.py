@@ -22,7 +22,7 @@ import msgspec
 
 from machinery_py.brokers.base import DeadLetter, Message
 from machinery_py.clock import micros, moment_of
-from machinery_py.connections.rabbitmq.frames import Parcel
+from machinery_py.connections.rabbitmq.frames import AddressedMessage
 from machinery_py.errors import DecodeError
 from machinery_py.texts import MAX_ERROR, cut
 from machinery_py.wire.depth import is_deep
@@ -94,13 +94,13 @@ def parcel_of(
     name: str,
     priority: int,
     headers: dict[str, Any],
-) -> Parcel:
+) -> AddressedMessage:
     """A parcel; what a property cannot hold goes into the headers."""
     if not _short(uuid):
         headers[UUID], uuid = _printable(uuid), ""
     if not _short(name):
         headers[NAME], name = _printable(name), ""
-    return Parcel(exchange, key, body, headers, uuid, name, priority)
+    return AddressedMessage(exchange, key, body, headers, uuid, name, priority)
 
 
 def headers_of(message: Message, now: int) -> dict[str, Any]:
@@ -167,7 +167,7 @@ def due_in(eta: dt.datetime | None, now: dt.datetime) -> float:
     return 0.0 if eta is None else max(0.0, (micros(eta) - micros(now)) / 1e6)
 
 
-class _Known(msgspec.Struct, gc=False):
+class _ForeignBody(msgspec.Struct, gc=False):
     """What is read of a body that somebody else has written."""
 
     UUID: str = ""
@@ -175,16 +175,16 @@ class _Known(msgspec.Struct, gc=False):
     ETA: str | None = None
 
 
-_decode = msgspec.json.Decoder(_Known).decode
+_decode = msgspec.json.Decoder(_ForeignBody).decode
 
 
-def _known(body: bytes) -> _Known:
+def _known(body: bytes) -> _ForeignBody:
     if is_deep(body):
-        return _Known()
+        return _ForeignBody()
     try:
         return _decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError):
-        return _Known()
+        return _ForeignBody()
 
 
 def _time(text: str) -> dt.datetime | None:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection
 import msgspec
 
 from machinery_py.brokers.rabbitmq.control import ask
-from machinery_py.brokers.rabbitmq.fetch import Claim
+from machinery_py.brokers.rabbitmq.fetch import Fetch
 from machinery_py.brokers.rabbitmq.topology import Topology, carry_out
 from machinery_py.connections.rabbitmq.client import AmqpDriver
 from machinery_py.texts import get_logger
@@ -70,7 +70,7 @@ class Gates:
         self.shut: frozenset[str] = frozenset()
         self.turn = 0  # how often something was changed
 
-    def hear(self, body: bytes, claim: Claim | None, answer: Callable[[], object]) -> None:
+    def hear(self, body: bytes, claim: Fetch | None, answer: Callable[[], object]) -> None:
         """Something was said to all; answer when no claim contradicts it any more."""
         try:
             word = _unpack(body)
@@ -83,7 +83,7 @@ class Gates:
         else:
             claim.stop(answer)
 
-    def learn(self, marked: Collection[str], turn: int, claim: Claim | None) -> None:
+    def learn(self, marked: Collection[str], turn: int, claim: Fetch | None) -> None:
         """These were marked; but if something was said since `turn`, that is newer."""
         if turn == self.turn and self.shut != frozenset(marked):
             self._change(frozenset(marked))

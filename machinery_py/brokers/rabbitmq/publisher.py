@@ -21,8 +21,8 @@ from machinery_py.brokers.rabbitmq.topology import PAUSED, Topology, carry_out, 
 from machinery_py.connections.forks import ForkLock
 from machinery_py.connections.rabbitmq.client import AmqpDriver, explained, largest_of, passes
 from machinery_py.connections.rabbitmq.confirms import End
-from machinery_py.connections.rabbitmq.frames import Parcel
-from machinery_py.connections.rabbitmq.io_thread import ChannelLost, LinkLost
+from machinery_py.connections.rabbitmq.frames import AddressedMessage
+from machinery_py.connections.rabbitmq.io_thread import ChannelLost, ConnectionLost
 from machinery_py.connections.rabbitmq.publisher import Publisher
 from machinery_py.errors import BrokerUnavailable, PublishRefused, PublishUnknown, for_good
 
@@ -34,7 +34,7 @@ TOKEN_LIFE = 600.0  # seconds; longer than anybody repeats a submission
 class Addressed(msgspec.Struct, frozen=True, gc=False):
     """A parcel, and what must be there for it: the queue (or ""), the way of delayed messages to it, its dead letters' queue."""
 
-    parcel: Parcel
+    parcel: AddressedMessage
     queue: str = ""
     delayed: bool = False
     dead: bool = False
@@ -209,7 +209,7 @@ class Sending:
                     f"RabbitMQ at {self._driver.place}: {explained(error)}"
                 ) from error
             raise PublishRefused(f"RabbitMQ at {self._driver.place}: {explained(error)}") from error
-        except LinkLost as error:
+        except ConnectionLost as error:
             raise BrokerUnavailable(f"RabbitMQ at {self._driver.place}: {error}") from error
 
     # Topology
@@ -225,7 +225,7 @@ class Sending:
         """Declare what the parcels need and is not known to be there; what of it the registry has to be told.
 
         Raises:
-            LinkLost, ChannelLost: as Channel.rpc. A refused declaration ends the publishing channel.
+            ConnectionLost, ChannelLost: as Channel.rpc. A refused declaration ends the publishing channel.
         """
         wanted: dict[tuple[str, str], None] = {("common", ""): None}
         for one in addressed:
@@ -251,9 +251,9 @@ class Sending:
             what for what in wanted if what[0] in ("queue", "due") and what not in self._registered
         ]
 
-    def _note(self, what: tuple[str, str]) -> Parcel:
+    def _note(self, what: tuple[str, str]) -> AddressedMessage:
         kind, name = what
-        return Parcel(
+        return AddressedMessage(
             "", self._topology.registry, name.encode(), {LATE: True} if kind == "due" else {}
         )
 
@@ -317,7 +317,9 @@ class Sending:
         publisher = self._open()
         with self._refusing():
             self.prepare(publisher, [])
-        batch = publisher.publish([Parcel(PAUSED, digest(queue), b"", {}) for queue in queues])
+        batch = publisher.publish(
+            [AddressedMessage(PAUSED, digest(queue), b"", {}) for queue in queues]
+        )
         if End.UNKNOWN in batch.ends:
             self.forget()
             raise BrokerUnavailable(
@@ -336,7 +338,8 @@ class Sending:
         """
         self.forget()
         wanted = [
-            Addressed(Parcel("", "", b"", {}), queue, delayed=True, dead=True) for queue in queues
+            Addressed(AddressedMessage("", "", b"", {}), queue, delayed=True, dead=True)
+            for queue in queues
         ]
         with self._refusing():
             self.prepare(self._open(), wanted)

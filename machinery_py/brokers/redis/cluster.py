@@ -34,7 +34,7 @@ from machinery_py.brokers.redis.lua import LIBRARY
 from machinery_py.brokers.redis.messages import EMPTY, Packed, Queues, known, message_of, packed
 from machinery_py.clock import moment_of
 from machinery_py.connections.durability import Concern
-from machinery_py.connections.redis.cluster import RedisCluster, SlotDriver
+from machinery_py.connections.redis.cluster import RedisClusterDriver, SlotDriver
 from machinery_py.connections.redis.keys import queue_keys
 from machinery_py.connections.redis.pool import DELAYED, with_delayed_key
 from machinery_py.connections.redis.requests import command_at, script_at
@@ -141,7 +141,7 @@ class ClusterBroker(Broker):
 
     features = BrokerFeatures(name="redis")
 
-    def __init__(self, cluster: RedisCluster, *, lease: float = LEASE) -> None:
+    def __init__(self, cluster: RedisClusterDriver, *, lease: float = LEASE) -> None:
         self.cluster = cluster
         self.lease = lease
         self._go_key = cluster.limits.delayed_key.encode()

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from machinery_py.brokers.base import Consumer, Delivery, Disposal
 from machinery_py.brokers.redis import scripts
 from machinery_py.brokers.redis.consumer import KIND, RedisConsumer
-from machinery_py.connections.redis.client import TIMEOUT, Link
+from machinery_py.connections.redis.client import TIMEOUT, RedisConnection
 from machinery_py.connections.redis.cluster import PAUSE, SlotDriver
 from machinery_py.connections.redis.keys import queue_keys
 from machinery_py.connections.redis.requests import Request, command_at, passing, script_at
@@ -69,7 +69,7 @@ class _Part(RedisConsumer):
         self._give_up(scripts.GRAVE)
         self._start_session()
 
-    def _sleeper(self, link: Link) -> tuple[str, bool]:
+    def _sleeper(self, link: RedisConnection) -> tuple[str, bool]:
         owner = self._owner
         return (
             (owner.sleeper, owner.bed is not self)

@@ -24,7 +24,7 @@ from machinery_py.brokers.redis import scripts as redis_scripts
 from machinery_py.brokers.redis.messages import EMPTY, head_of, printable
 from machinery_py.clock import micros
 from machinery_py.connections.process_identity import SessionInfo, encode_info, place, started
-from machinery_py.connections.redis.client import Link, RedisDriver, command
+from machinery_py.connections.redis.client import RedisConnection, RedisDriver, command
 from machinery_py.connections.redis.errors import Kind, kind_of, tell_spoilt
 from machinery_py.connections.redis.keys import queue_keys
 from machinery_py.connections.redis.scripts import pack, raw
@@ -66,7 +66,7 @@ class RedisConsumer(Consumer):
         self._block = min(BLOCK, driver.limits.block)
         self._claims = itertools.count(1)
         self._lost: list[tuple[int, float]] = []
-        self._link: Link | None = None
+        self._link: RedisConnection | None = None
         self._woken = False
         self._asleep = b""  # the number of the connection that sleeps
         self._noted = False  # whether Redis may have it among the sleepers
@@ -97,7 +97,7 @@ class RedisConsumer(Consumer):
         """Under whose key it lives."""
         return host_file(KIND)
 
-    def _sleeper(self, link: Link) -> tuple[str, bool]:
+    def _sleeper(self, link: RedisConnection) -> tuple[str, bool]:
         """The connection that others are to wake, and whether it sleeps where no claim of this one sees it."""
         return link.number.decode(), False
 
@@ -144,7 +144,7 @@ class RedisConsumer(Consumer):
         now = time.monotonic()
         session = self.session
         keys = self._keys if queues is self._queues else [queue_keys(queue) for queue in queues]
-        link: Link | None = None
+        link: RedisConnection | None = None
         try:
             link = self._open_link()
             sleeper, is_apart = self._sleeper(link)
@@ -183,7 +183,7 @@ class RedisConsumer(Consumer):
         self._noted = (will_sleep or bool(sleep)) and not deliveries
         return deliveries, self._block if due_in < 0 else due_in / 1e6
 
-    def _ask(self, link: Link, argument: bytes, sleep: float) -> Any:
+    def _ask(self, link: RedisConnection, argument: bytes, sleep: float) -> Any:
         packet = self._driver.packed_script(redis_scripts.CLAIM, argument)
         if not sleep:
             link.send(packet)
@@ -214,7 +214,7 @@ class RedisConsumer(Consumer):
             self._asleep = b""
         return self._driver.read_script(link, redis_scripts.CLAIM, argument)
 
-    def _open_link(self) -> Link:
+    def _open_link(self) -> RedisConnection:
         self._driver.servers.look()
         if self._link is not None and self._driver.is_stale(self._link):
             self._link.close()
@@ -227,7 +227,7 @@ class RedisConsumer(Consumer):
             self._link = link
         return self._link
 
-    def _failed(self, error: Exception, link: Link | None, claim: int) -> None:
+    def _failed(self, error: Exception, link: RedisConnection | None, claim: int) -> None:
         if link is not None:
             self._lost.append((claim, time.monotonic()))
             link.close()

@@ -27,7 +27,7 @@ EMPTY = raw(b"")
 _label = msgspec.msgpack.Decoder(tuple[str, str]).decode
 
 
-class _Known(msgspec.Struct, gc=False):
+class _KnownFields(msgspec.Struct, gc=False):
     UUID: str = ""
     Name: str = ""
     RoutingKey: str = ""
@@ -35,7 +35,7 @@ class _Known(msgspec.Struct, gc=False):
     Priority: int = 0
 
 
-_known = msgspec.json.Decoder(_Known).decode
+_known = msgspec.json.Decoder(_KnownFields).decode
 
 
 @functools.lru_cache(maxsize=4096)
@@ -90,7 +90,7 @@ def printable(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-def known(body: bytes) -> _Known | None:
+def known(body: bytes) -> _KnownFields | None:
     """What the bytes say, or None if they are no signature, or too deep to be looked into in passing."""
     if is_deep(body):
         return None
@@ -116,7 +116,7 @@ def message_of(
         return Message(
             uuid=uuid, name=name, queue=queue, body=body, eta=eta, priority=priority, parks=parks
         )
-    said = known(body) or _Known()
+    said = known(body) or _KnownFields()
     if eta is None and said.ETA is not None:
         try:
             eta = parse_time(said.ETA)

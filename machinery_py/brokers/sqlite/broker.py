@@ -34,7 +34,7 @@ from machinery_py.brokers.sqlite.consumer import PROMOTE, RELEASE, SQLiteConsume
 from machinery_py.clock import micros, moment_of
 from machinery_py.connections import process_identity as session_info
 from machinery_py.connections import session_files
-from machinery_py.connections.session_files import Life
+from machinery_py.connections.session_files import SessionState
 from machinery_py.connections.sqlite.database import SQLiteDriver
 from machinery_py.connections.sqlite.rows import as_json, insert_rows, printable
 
@@ -97,7 +97,7 @@ class SQLiteBroker(Broker):
             if rows:
                 insert_rows(connection, _PUT, rows)
                 # Also for the delayed ones: a sleeper may have to wake earlier than it had planned.
-                driver.ring("q")
+                driver.notify("q")
             return True
 
     def _name_queues(self, connection: sqlite3.Connection, names: set[str]) -> None:
@@ -149,7 +149,7 @@ class SQLiteBroker(Broker):
             return due
         with self.driver.claiming() as connection:
             connection.execute(PROMOTE, (now,))
-            self.driver.ring("q")
+            self.driver.notify("q")
             due = connection.execute(_NEXT_DUE).fetchone()[0]
         return due
 
@@ -175,7 +175,7 @@ class SQLiteBroker(Broker):
                         RELEASE, (None if ran is None else as_json(sorted(ran)), number)
                     )
                     reaped += 1
-            self.driver.ring("q")
+            self.driver.notify("q")
         for number, key in dead:
             self._suspects.discard(number)
             session_files.bury(folder, key)
@@ -183,10 +183,10 @@ class SQLiteBroker(Broker):
 
     def _is_dead(self, number: int, key: str, pid: int, place: str, beat_at: int) -> bool:
         life = session_files.look(self.driver.sessions_folder, key)
-        if life is Life.DEAD:
+        if life is SessionState.DEAD:
             return True
         if self.driver.now() - beat_at <= self.lease * 1e6 or not (
-            life is Life.UNKNOWN or _is_stopped(pid, place)
+            life is SessionState.UNKNOWN or _is_stopped(pid, place)
         ):
             self._suspects.discard(number)
             return False
@@ -284,7 +284,7 @@ class SQLiteBroker(Broker):
                 holding=holding.get(number, 0),
             )
             for number, key, pid, _, beat_at, worker, host, queues, started_at in rows
-            if session_files.look(self.driver.sessions_folder, key) is not Life.DEAD
+            if session_files.look(self.driver.sessions_folder, key) is not SessionState.DEAD
         ]
 
     def purge(self, queue: str) -> int:
@@ -304,7 +304,7 @@ class SQLiteBroker(Broker):
     def resume(self, queue: str) -> None:
         with self.driver.transaction() as connection:
             connection.execute("DELETE FROM paused WHERE queue = ?", (queue,))
-            self.driver.ring("q")
+            self.driver.notify("q")
 
     def dead_letters(self, *, limit: int, queue: str = "") -> list[DeadLetter]:
         where, parameters = ("WHERE queue = ?", (queue, limit)) if queue else ("", (limit,))

@@ -103,7 +103,7 @@ _ours = msgspec.json.Decoder(list[tuple[int, int]]).decode
 
 
 class SQLiteConsumer(Consumer):
-    """A session: a row, a locked file, and a bell."""
+    """A session: a row, a locked file, and a notifier."""
 
     session = ""
 
@@ -122,7 +122,7 @@ class SQLiteConsumer(Consumer):
         self._worker = printable(worker)
         self._lease = lease
         self._name_queues = name_queues
-        self._bell = driver.bell("q")
+        self._notifier = driver.notifier("q")
         self._claims = itertools.count(1)
         self._unread: tuple[int, int] | None = None
         self._closed = False
@@ -160,17 +160,17 @@ class SQLiteConsumer(Consumer):
         order = order or self._queues
         found, _ = self._look()
         deliveries = self._claim(limit, order) if found else []
-        if deliveries or timeout <= 0 or self._bell.woken():
+        if deliveries or timeout <= 0 or self._notifier.woken():
             return deliveries
         deadline = time.monotonic() + timeout
-        with self._bell:
+        with self._notifier:
             while not self._closed:
-                # Once more after the bell hangs: what came before it hung has not rung it.
+                # Once more now that the pipe exists: what came before has not notified it.
                 found, due_in = self._look()
                 if found and (deliveries := self._claim(limit, order)):
                     return deliveries
                 left = deadline - time.monotonic()
-                if left <= 0 or self._bell.wait(min(left, due_in)):
+                if left <= 0 or self._notifier.wait(min(left, due_in)):
                     break
         return []
 
@@ -189,7 +189,7 @@ class SQLiteConsumer(Consumer):
         left = limit
         with self._driver.claiming() as connection:
             if connection.execute(PROMOTE, (self._driver.now(),)).rowcount:
-                self._driver.ring("q")  # some may be for others
+                self._driver.notify("q")  # some may be for others
             for queue in order:
                 if left > 0:
                     left -= connection.execute(_CLAIM, (number, claim, queue, left)).rowcount
@@ -253,7 +253,7 @@ class SQLiteConsumer(Consumer):
                 connection.execute(_DELETE, (ids,))
             case Fate.BACK:
                 connection.execute(_BACK, (ids,))
-                self._driver.ring("q")
+                self._driver.notify("q")
             case Fate.LATER:
                 due = [
                     (None if one.eta is None else micros(one.eta), int(one.reason != WAITING), id)
@@ -263,7 +263,7 @@ class SQLiteConsumer(Consumer):
                     _LATER,
                     [(at, int(at is not None and at > now), parks, id) for at, parks, id in due],
                 )
-                self._driver.ring("q")
+                self._driver.notify("q")
             case Fate.DEAD:
                 for id, one in ended:
                     texts = map(printable, (one.uuid, one.name, one.reason, one.error))
@@ -323,20 +323,20 @@ class SQLiteConsumer(Consumer):
             return alive
 
     def wake(self) -> None:
-        self._bell.wake()
+        self._notifier.wake()
 
     def close(self) -> None:
         if self._closed or self._pid != os.getpid():
             return
         self._closed = True
-        self._bell.wake()
+        self._notifier.wake()
         try:
             with self._driver.claiming() as connection:
                 if connection.execute(
                     "DELETE FROM sessions WHERE id = ?", (self._number,)
                 ).rowcount:
                     connection.execute(RELEASE, ("[]", self._number))
-                    self._driver.ring("q")
+                    self._driver.notify("q")
         except BaseException:
             self.abandon()  # then others find us dead
             raise

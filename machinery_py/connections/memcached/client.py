@@ -41,7 +41,7 @@ class Item(NamedTuple):
     cas: int
 
 
-class Link:
+class MemcachedConnection:
     """One connection, for one thread at a time."""
 
     def __init__(self, address: Address, timeout: float) -> None:
@@ -96,10 +96,10 @@ class ProtocolError(Exception):
 
 
 #: What goes out at once to one server, and what reads the reply.
-Window = tuple[bytes, Callable[[Link], None]]
+Window = tuple[bytes, Callable[[MemcachedConnection], None]]
 
 
-class Command(NamedTuple):
+class LineCommand(NamedTuple):
     """A command with one line for a reply."""
 
     key: bytes
@@ -112,31 +112,31 @@ def seconds(length: float) -> bytes:
     return b"%d" % (whole if whole <= MONTH else min(2**31 - 1, math.ceil(time.time()) + whole))
 
 
-def add(key: bytes, value: bytes, expiry: bytes) -> Command:
-    return Command(key, b"add %b 0 %b %d\r\n%b\r\n" % (key, expiry, len(value), value))
+def add(key: bytes, value: bytes, expiry: bytes) -> LineCommand:
+    return LineCommand(key, b"add %b 0 %b %d\r\n%b\r\n" % (key, expiry, len(value), value))
 
 
-def put(key: bytes, value: bytes, expiry: bytes) -> Command:
-    return Command(key, b"set %b 0 %b %d\r\n%b\r\n" % (key, expiry, len(value), value))
+def put(key: bytes, value: bytes, expiry: bytes) -> LineCommand:
+    return LineCommand(key, b"set %b 0 %b %d\r\n%b\r\n" % (key, expiry, len(value), value))
 
 
-def swap(key: bytes, value: bytes, expiry: bytes, cas: int | None) -> Command:
+def swap(key: bytes, value: bytes, expiry: bytes, cas: int | None) -> LineCommand:
     """`cas`, or `add` if the key was not there."""
     if cas is None:
         return add(key, value, expiry)
-    return Command(key, b"cas %b 0 %b %d %d\r\n%b\r\n" % (key, expiry, len(value), cas, value))
+    return LineCommand(key, b"cas %b 0 %b %d %d\r\n%b\r\n" % (key, expiry, len(value), cas, value))
 
 
-def touch(key: bytes, expiry: bytes) -> Command:
-    return Command(key, b"touch %b %b\r\n" % (key, expiry))
+def touch(key: bytes, expiry: bytes) -> LineCommand:
+    return LineCommand(key, b"touch %b %b\r\n" % (key, expiry))
 
 
-def delete(key: bytes) -> Command:
-    return Command(key, b"delete %b\r\n" % key)
+def delete(key: bytes) -> LineCommand:
+    return LineCommand(key, b"delete %b\r\n" % key)
 
 
-def incr(key: bytes, by: int) -> Command:
-    return Command(key, b"incr %b %d\r\n" % (key, by))
+def incr(key: bytes, by: int) -> LineCommand:
+    return LineCommand(key, b"incr %b %d\r\n" % (key, by))
 
 
 class MemcacheDriver:
@@ -148,7 +148,7 @@ class MemcacheDriver:
         self.servers = tuple(servers)
         self.clock = clock
         self._timeout = timeout
-        self._idle: list[list[Link]] = [[] for _ in self.servers]
+        self._idle: list[list[MemcachedConnection]] = [[] for _ in self.servers]
         self._pid = os.getpid()
 
     def server_of(self, key: bytes) -> int:
@@ -177,7 +177,9 @@ class MemcacheDriver:
         )
         return found
 
-    def send(self, commands: Sequence[Command], *, doing: str, again: bool = True) -> list[bytes]:
+    def send(
+        self, commands: Sequence[LineCommand], *, doing: str, again: bool = True
+    ) -> list[bytes]:
         """The reply to each command. `again`: they may come twice.
 
         Raises:
@@ -198,7 +200,7 @@ class MemcacheDriver:
                 self._refused(command, reply, doing)
         return replies
 
-    def _refused(self, command: Command, reply: bytes, doing: str) -> NoReturn:
+    def _refused(self, command: LineCommand, reply: bytes, doing: str) -> NoReturn:
         text = reply.decode(errors="replace")
         if reply.startswith(b"SERVER_ERROR object too large"):
             raise ArgumentError(
@@ -214,7 +216,7 @@ class MemcacheDriver:
 
     def _talk(self, plan: Mapping[int, Sequence[Window]], *, doing: str, again: bool) -> None:
         """Send the windows of each server in turn, all servers side by side."""
-        links: dict[int, Link] = {}
+        links: dict[int, MemcachedConnection] = {}
         try:
             for turn in range(max(map(len, plan.values()), default=0)):
                 windows = {
@@ -235,11 +237,11 @@ class MemcacheDriver:
     def _try(
         self,
         server: int,
-        links: dict[int, Link],
+        links: dict[int, MemcachedConnection],
         window: Window,
         again: bool,
         doing: str,
-        step: Callable[[int, dict[int, Link], Window], None],
+        step: Callable[[int, dict[int, MemcachedConnection], Window], None],
     ) -> None:
         try:
             step(server, links, window)
@@ -257,25 +259,25 @@ class MemcacheDriver:
             except (OSError, ValueError, ProtocolError) as second:
                 raise self._away(server, second, doing) from second
 
-    def _send(self, server: int, links: dict[int, Link], window: Window) -> None:
+    def _send(self, server: int, links: dict[int, MemcachedConnection], window: Window) -> None:
         if server not in links:
             links[server] = self._take(server)
         links[server].send(window[0])
 
-    def _take(self, server: int) -> Link:
+    def _take(self, server: int) -> MemcachedConnection:
         if os.getpid() != self._pid:
             self._idle, self._pid = [[] for _ in self.servers], os.getpid()
         while True:
             try:
                 link = self._idle[server].pop()
             except IndexError:
-                return Link(self.servers[server], self._timeout)
+                return MemcachedConnection(self.servers[server], self._timeout)
             if not link.is_broken():
                 link.used = True
                 return link
             link.close()
 
-    def _give(self, server: int, link: Link) -> None:
+    def _give(self, server: int, link: MemcachedConnection) -> None:
         if len(self._idle[server]) < IDLE and os.getpid() == self._pid:
             self._idle[server].append(link)
         else:
@@ -301,12 +303,12 @@ class MemcacheDriver:
             self._forget(server)
 
 
-def _read(server: int, links: dict[int, Link], window: Window) -> None:
+def _read(server: int, links: dict[int, MemcachedConnection], window: Window) -> None:
     window[1](links[server])
 
 
 def _windows(
-    commands: Sequence[Command], share: Sequence[int], replies: list[bytes]
+    commands: Sequence[LineCommand], share: Sequence[int], replies: list[bytes]
 ) -> Iterable[Window]:
     start = 0
     while start < len(share):
@@ -316,7 +318,7 @@ def _windows(
             end += 1
         part = share[start:end]
 
-        def read(link: Link, part: Sequence[int] = part) -> None:
+        def read(link: MemcachedConnection, part: Sequence[int] = part) -> None:
             for index in part:
                 replies[index] = link.line()
 

@@ -80,17 +80,17 @@ _INDEXES: Sequence[tuple[str, Sequence[tuple[str, int]]]] = (
 )
 
 #: (URL, database, what for) → those of this process that sleep until something comes.
-_bells: dict[tuple[str, str, str], weakref.WeakSet[Bell]] = {}
-_hanging = ForkLock()
+_notifiers: dict[tuple[str, str, str], weakref.WeakSet[LocalNotifier]] = {}
+_notifiers_lock = ForkLock()
 
 
-class Bell:
-    """Ends the sleep of one thread. What rings before it sleeps is not lost."""
+class LocalNotifier:
+    """Ends the sleep of one thread. A `notify` before it sleeps is not lost."""
 
     def __init__(self) -> None:
         self._event = threading.Event()
 
-    def ring(self) -> None:
+    def notify(self) -> None:
         self._event.set()
 
     def wait(self, seconds: float) -> bool:
@@ -284,18 +284,18 @@ class MongoDriver:
         """
         return self.run(lambda store: concerns(_told_by(store)), doing="looking at its settings")
 
-    def bell(self, what: str) -> Bell:
-        """A bell that `ring` rings, of any driver of this process with the same URL."""
-        bell = Bell()
-        with _hanging:
-            _bells.setdefault((self.url, self._name, what), weakref.WeakSet()).add(bell)
-        return bell
+    def notifier(self, what: str) -> LocalNotifier:
+        """Return a notifier that `notify` of any driver of this process with the same URL wakes."""
+        notifier = LocalNotifier()
+        with _notifiers_lock:
+            _notifiers.setdefault((self.url, self._name, what), weakref.WeakSet()).add(notifier)
+        return notifier
 
-    def ring(self, what: str) -> None:
-        with _hanging:
-            bells = list(_bells.get((self.url, self._name, what), ()))
-        for bell in bells:
-            bell.ring()
+    def notify(self, what: str) -> None:
+        with _notifiers_lock:
+            notifiers = list(_notifiers.get((self.url, self._name, what), ()))
+        for notifier in notifiers:
+            notifier.notify()
 
     def close(self) -> None:
         """Close the connections. May be called twice; the next use opens anew."""

@@ -24,7 +24,12 @@ from machinery_py.config.rabbitmq_url import AmqpUrl, parse_amqp_url
 from machinery_py.config.urls import redact
 from machinery_py.connections.failover import Strategy, following, round_robin
 from machinery_py.connections.forks import ForkLock
-from machinery_py.connections.rabbitmq.io_thread import Channel, ChannelLost, Link, LinkLost
+from machinery_py.connections.rabbitmq.io_thread import (
+    AmqpConnection,
+    Channel,
+    ChannelLost,
+    ConnectionLost,
+)
 from machinery_py.connections.rabbitmq.publisher import Publisher
 from machinery_py.errors import BrokerUnavailable, MachineryError, StoreUnusable
 from machinery_py.texts import get_logger
@@ -82,7 +87,7 @@ class AmqpDriver:
 
     # Connections
 
-    def connect(self, purpose: str, on_lost: Callable[[], object] | None = None) -> Link:
+    def connect(self, purpose: str, on_lost: Callable[[], object] | None = None) -> AmqpConnection:
         """A new connection.
 
         Raises:
@@ -92,10 +97,12 @@ class AmqpDriver:
         current, failures = self._current, list[str]()
         patience = max(SHORTEST, self.timeout / len(self.urls))
         while True:
-            link = Link(self._parameters(current, purpose, patience), name=purpose, on_lost=on_lost)
+            link = AmqpConnection(
+                self._parameters(current, purpose, patience), name=purpose, on_lost=on_lost
+            )
             try:
                 link.open(patience)
-            except LinkLost as error:
+            except ConnectionLost as error:
                 self._check(current, error.__cause__)
                 failures.append(f"{redact(current)}: {error}")
                 following = self._after(current)
@@ -179,7 +186,7 @@ class AmqpDriver:
                 link = self.connect("publish")
                 try:
                     self._publisher = Publisher(link, self.timeout)
-                except (LinkLost, ChannelLost) as error:
+                except (ConnectionLost, ChannelLost) as error:
                     link.close()
                     raise BrokerUnavailable(f"RabbitMQ at {self.place}: {error}") from error
             return self._publisher
@@ -234,7 +241,7 @@ def translated(place: str, doing: str) -> Iterator[None]:
     except ChannelLost as error:
         kind = BrokerUnavailable if passes(error) else StoreUnusable
         raise kind(f"RabbitMQ at {place}: {doing}: {explained(error)}") from error
-    except (LinkLost, AMQPError) as error:
+    except (ConnectionLost, AMQPError) as error:
         raise BrokerUnavailable(f"RabbitMQ at {place}: {doing}: {error}") from error
 
 

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Sequence
 from enum import Enum
 
-from machinery_py.connections.rabbitmq.frames import Parcel
+from machinery_py.connections.rabbitmq.frames import AddressedMessage
 
 
 class End(Enum):
@@ -29,7 +29,7 @@ class End(Enum):
 class Batch:
     """Parcels on their way. `ends` has one entry for each."""
 
-    def __init__(self, parcels: Sequence[Parcel]) -> None:
+    def __init__(self, parcels: Sequence[AddressedMessage]) -> None:
         self.parcels = parcels
         self.ends = [End.UNKNOWN] * len(parcels)
         self.failure: Exception | None = None  # why what is unknown is so

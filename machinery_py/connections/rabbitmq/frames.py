@@ -58,7 +58,7 @@ _read_integer = struct.Struct(">i").unpack_from
 _read_long = struct.Struct(">q").unpack_from
 
 
-class Parcel(msgspec.Struct, frozen=True, gc=False):
+class AddressedMessage(msgspec.Struct, frozen=True, gc=False):
     """A message with its address. `headers` are AMQP's; the rest as in Message."""
 
     exchange: str
@@ -101,7 +101,7 @@ class Writer:
         self._most = most
         self._addresses: dict[tuple[str, str], bytes] = {}
 
-    def parcel(self, parcel: Parcel, correlation_id: str) -> list[bytes]:
+    def parcel(self, parcel: AddressedMessage, correlation_id: str) -> list[bytes]:
         """The frames of a persistent, mandatory message, in pieces.
 
         Raises:

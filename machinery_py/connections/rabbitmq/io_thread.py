@@ -1,6 +1,6 @@
 """One AMQP connection and the thread that owns it. That thread runs pika's loop and nothing of a user's.
 
-    link = Link(parameters, name="publish")
+    link = AmqpConnection(parameters, name="publish")
     link.open(5.0)
     channel = link.channel(5.0)
     channel.rpc("queue_declare", queue="q", durable=True, timeout=5.0)
@@ -32,7 +32,7 @@ logger = get_logger(__name__)
 OVER = 1.0  # seconds an orderly goodbye may take
 
 
-class LinkLost(Exception):
+class ConnectionLost(Exception):
     """The connection is gone, or was never there."""
 
 
@@ -45,7 +45,7 @@ class ChannelLost(Exception):
         super().__init__(f"{text} ({code})")
 
 
-class Link:
+class AmqpConnection:
     """A connection. `blocked` is the server's reason for taking no messages at present, or ""."""
 
     def __init__(
@@ -84,7 +84,7 @@ class Link:
         """Connect.
 
         Raises:
-            LinkLost: it could not be done.
+            ConnectionLost: it could not be done.
         """
         self._thread = threading.Thread(
             target=self._run, name=f"machinery-amqp-{self._name}", daemon=True
@@ -94,7 +94,7 @@ class Link:
             self._opened.result(timeout)
         except TimeoutError:
             self.abort()
-            raise LinkLost(
+            raise ConnectionLost(
                 f"no answer within {timeout:g} s (check host, port and firewall; is it overloaded?)"
             ) from None
 
@@ -114,7 +114,7 @@ class Link:
             Exception
         ) as error:  # whatever ends the loop ends the connection, and is told to all that wait
             ended = error
-        self._end(ended or LinkLost("closed"))
+        self._end(ended or ConnectionLost("closed"))
         if self._connection is not None:
             self._connection.ioloop.close()  # its poller and its pair of sockets
 
@@ -123,7 +123,7 @@ class Link:
             self._opened.set_result(None)
 
     def _on_end(self, connection: Any, error: Any) -> None:
-        self._end(error if isinstance(error, Exception) else LinkLost(str(error)))
+        self._end(error if isinstance(error, Exception) else ConnectionLost(str(error)))
         connection.ioloop.stop()
 
     def _on_blocked(self, _: object, frame: Any) -> None:
@@ -144,7 +144,7 @@ class Link:
                 return
             self.lost = error
             waiting = list(self._waiting)
-        lost = LinkLost(_text(error))
+        lost = ConnectionLost(_text(error))
         lost.__cause__ = error
         for future in [self._opened, *waiting]:
             if not future.done():
@@ -168,12 +168,12 @@ class Link:
         """Let the link's thread do something, and wait for the future that it fills.
 
         Raises:
-            LinkLost: the connection ended before, or no answer came; it is ended then.
+            ConnectionLost: the connection ended before, or no answer came; it is ended then.
         """
         future: Future[Any] = Future()
         with self._lock:
             if not self.is_open:
-                raise LinkLost(_text(self.lost) if self.lost else "not connected")
+                raise ConnectionLost(_text(self.lost) if self.lost else "not connected")
             self._waiting.add(future)
         assert self._connection is not None
         self._connection.ioloop.add_callback_threadsafe(lambda: _begin(work, future))
@@ -181,7 +181,7 @@ class Link:
             return future.result(timeout)
         except TimeoutError:
             self.abort()
-            raise LinkLost(f"no answer within {timeout:g} s") from None
+            raise ConnectionLost(f"no answer within {timeout:g} s") from None
         finally:
             with self._lock:
                 self._waiting.discard(future)
@@ -209,7 +209,7 @@ class Link:
     def abort(self) -> None:
         """Drop the connection without a word."""
         connection = self._connection
-        self._end(LinkLost("dropped"))
+        self._end(ConnectionLost("dropped"))
         if connection is None or self._pid != os.getpid():
             return
 
@@ -234,7 +234,7 @@ class Link:
 class Channel:
     """A channel of a link. All methods may be called from any thread, but those that say otherwise."""
 
-    def __init__(self, link: Link, raw: Any) -> None:
+    def __init__(self, link: AmqpConnection, raw: Any) -> None:
         self.link = link
         self.raw = raw
         self.lost: Exception | None = None
@@ -257,7 +257,7 @@ class Channel:
         if isinstance(reason, ChannelClosedByBroker):
             self.lost = ChannelLost(reason.reply_code, reason.reply_text)
         else:
-            self.lost = LinkLost(_text(reason))
+            self.lost = ConnectionLost(_text(reason))
         for future in list(self._waiting):
             if not future.done():
                 future.set_exception(self.lost)
@@ -265,10 +265,10 @@ class Channel:
             self._on_lost(self.lost)
 
     def ask(self, work: Callable[[Future[Any]], object], timeout: float) -> Any:
-        """As Link.ask; fails when the channel closes, too.
+        """As AmqpConnection.ask; fails when the channel closes, too.
 
         Raises:
-            LinkLost, ChannelLost: nothing is known of what was asked for.
+            ConnectionLost, ChannelLost: nothing is known of what was asked for.
         """
 
         def begin(future: Future[Any]) -> None:
@@ -316,7 +316,7 @@ class Channel:
             Exception: nothing was sent, since the channel is closing or closed.
         """
         if not self.raw.is_open:
-            raise self.lost or LinkLost("closing")
+            raise self.lost or ConnectionLost("closing")
         for piece in pieces:
             self.raw.connection.write(piece)
 
@@ -355,7 +355,7 @@ class Channel:
 
         try:
             self.link.ask(closing, OVER * 5)
-        except LinkLost:
+        except ConnectionLost:
             pass  # then it is closed
 
 
@@ -381,7 +381,7 @@ def _text(error: BaseException | None) -> str:
         return "closed"
     inner = error.args[0] if error.args and isinstance(error.args[0], BaseException) else None
     text = str(inner or error) or type(error).__name__
-    if isinstance(error, LinkLost):
+    if isinstance(error, ConnectionLost):
         return text
     words = words_of(error)
     known = plain(words)

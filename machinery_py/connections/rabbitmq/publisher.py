@@ -18,8 +18,13 @@ from typing import Any
 import pika
 
 from machinery_py.connections.rabbitmq.confirms import Batch, Confirms, End
-from machinery_py.connections.rabbitmq.frames import Parcel, Writer
-from machinery_py.connections.rabbitmq.io_thread import Channel, Link, LinkLost, settle
+from machinery_py.connections.rabbitmq.frames import AddressedMessage, Writer
+from machinery_py.connections.rabbitmq.io_thread import (
+    AmqpConnection,
+    Channel,
+    ConnectionLost,
+    settle,
+)
 
 CHUNK = 250  # messages written in one turn of the link's loop, which has heartbeats to send, too
 PIECE = 65_536  # bytes, about, of one system call
@@ -28,7 +33,7 @@ PIECE = 65_536  # bytes, about, of one system call
 class Publisher:
     """A channel in confirm mode on a link of its own. May be used from any thread."""
 
-    def __init__(self, link: Link, timeout: float) -> None:
+    def __init__(self, link: AmqpConnection, timeout: float) -> None:
         self.link = link
         self._timeout = timeout
         self._confirms = Confirms()  # touched in the link's thread alone
@@ -48,7 +53,7 @@ class Publisher:
     def is_open(self) -> bool:
         return self.channel.is_open
 
-    def publish(self, parcels: Sequence[Parcel]) -> Batch:
+    def publish(self, parcels: Sequence[AddressedMessage]) -> Batch:
         """Put the parcels on their way, and return when it is known what became of each, or nobody can say."""
         batch, number = Batch(parcels), next(self._numbers)
         self._batches[number] = batch
@@ -81,9 +86,9 @@ class Publisher:
                 return
             self.link.tell(functools.partial(self._write, batch, start, len(chunk), pieces))
         if not self.is_open:
-            batch.fail(self.channel.lost or LinkLost("closed"))
+            batch.fail(self.channel.lost or ConnectionLost("closed"))
 
-    def _encoded(self, chunk: Sequence[Parcel], number: int, start: int) -> list[bytes]:
+    def _encoded(self, chunk: Sequence[AddressedMessage], number: int, start: int) -> list[bytes]:
         """The frames of the parcels, in pieces that are not too large to be written at once."""
         pieces: list[bytes] = []
         frames: list[bytes] = []

@@ -1,24 +1,24 @@
-"""Reading and writing queues as if they were records: one process at a time, and all that a turn writes at once.
+"""Transactional read-modify-write of RabbitMQ queues, serialised by lock queues.
 
-    turns = Turns(driver, declare)
-    with turns.turn(["lock.3"], "storing a state") as turn:
-        turn.read([place])
-        turn.put(place, b"new")
-        turn.drop(turn.held(place))
+    transactions = Transactions(driver, declare)
+    with transactions.transaction(["lock.3"], "storing a state") as transaction:
+        transaction.read([place])
+        transaction.put(place, b"new")
+        transaction.drop(transaction.held(place))
 
 What makes that safe:
 
-- **A lock** is a queue with a single active consumer and a token in it. Whoever is handed the token has the lock; the others
-  are handed it in turn when he gives it back, or when his connection ends. A spare token does no harm: it goes to the one
-  consumer that is active. Locks are taken in the order of their names.
-- **A read** takes all messages of a queue and holds them. The end of the turn, or of the connection, puts back what was not
-  dropped, in its place.
-- **The end** of a turn is one AMQP transaction: all that was put and all that was dropped, or nothing. It is on the channel
-  that holds the locks, so a process that lost its connection, and with it the lock, can write nothing.
+- **A lock** is a queue with a single active consumer and a token in it. The consumer that is handed the token has the lock;
+  the others are handed it in turn when it is given back, or when the holder's connection ends. A spare token does no harm:
+  it goes to the one consumer that is active. Locks are taken in the order of their names.
+- **A read** takes all messages of a queue and holds them. The end of the transaction, or of the connection, puts back what
+  was not dropped, in its place.
+- **The end** of a transaction is one AMQP transaction: all that was put and all that was dropped, or nothing. It is on the
+  channel that holds the locks, so a process that lost its connection, and with it the lock, can write nothing.
 
 A queue that is not there is not made by a read: a message that lives for no time at all is sent to it first, and comes back
 if there is none. Where others may have a queue of that name, it is declared instead: the server refuses that if it was made with
-other arguments, and ends the turn before anything is read of it or written to it.
+other arguments, and ends the transaction before anything is read of it or written to it.
 
 Limits: a transaction that spans queues is not one step for a server that dies in the middle of it. In a cluster a lock is gone
 while the node is down that its queue lives on. What is committed in the very moment in which a lock's queue crashes stays.
@@ -41,8 +41,14 @@ from pika.exceptions import AMQPError
 
 from machinery_py.connections.forks import ForkLock
 from machinery_py.connections.rabbitmq.client import AmqpDriver, largest_of
-from machinery_py.connections.rabbitmq.io_thread import Channel, ChannelLost, Link, LinkLost, settle
-from machinery_py.connections.rabbitmq.reader import EACH, Held, Reader
+from machinery_py.connections.rabbitmq.io_thread import (
+    AmqpConnection,
+    Channel,
+    ChannelLost,
+    ConnectionLost,
+    settle,
+)
+from machinery_py.connections.rabbitmq.reader import EACH, QueueReader, UnsettledMessage
 from machinery_py.errors import (
     BackendUnavailable,
     BrokerUnavailable,
@@ -67,7 +73,7 @@ _PROPERTIES = pika.BasicProperties(content_type="application/json", delivery_mod
 _PROBE = pika.BasicProperties(expiration="0")
 
 
-class Place(NamedTuple):
+class Queue(NamedTuple):
     """A queue, and how it is declared. `is_ours`: nobody else has a queue of this name."""
 
     queue: str
@@ -81,8 +87,8 @@ class QueueMoved(Exception):
     """A queue went away between two looks; nothing was written."""
 
 
-class TurnLost(BackendUnavailable):
-    """The connection ended in the middle of a turn, which may have been carried out."""
+class TransactionLost(BackendUnavailable):
+    """The connection ended in the middle of a transaction, which may have been carried out."""
 
 
 class LockTaken(Exception):
@@ -93,12 +99,12 @@ class LockTaken(Exception):
         super().__init__(lock)
 
 
-class Desk:
-    """A channel that turns take place on, one after the other."""
+class TxChannel:
+    """A channel that transactions take place on, one after the other."""
 
-    def __init__(self, link: Link, timeout: float) -> None:
+    def __init__(self, link: AmqpConnection, timeout: float) -> None:
         self.channel = link.channel(timeout)
-        self.reader = Reader(self.channel)
+        self.reader = QueueReader(self.channel)
         self.returned: set[str] = set()
         self.on_cancel: Callable[[str], object] = (
             _nothing  # by the server, of a subscription with this tag
@@ -110,27 +116,27 @@ class Desk:
         self.channel.rpc("tx_select", timeout=timeout)
 
 
-class Turn:
-    """What one thread reads and writes under its locks. Ended by `Turns.turn`."""
+class Transaction:
+    """What one thread reads and writes under its locks. Ended by `Transactions.transaction`."""
 
-    def __init__(self, desk: Desk, timeout: float) -> None:
-        self._desk = desk
-        self._channel = desk.channel
+    def __init__(self, tx: TxChannel, timeout: float) -> None:
+        self._tx_channel = tx
+        self._channel = tx.channel
         self._timeout = timeout
         self._locks: dict[str, tuple[str, int]] = {}  # → the tags of the consumer and of the token
         self._tags: set[str] = (
             set()
         )  # of the consumers that hold; touched in the link's thread alone
-        self._held: dict[str, list[Held]] = {}
+        self._held: dict[str, list[UnsettledMessage]] = {}
         self._known: set[str] = set()  # these queues are there
         self._absent: set[str] = set()
         self._dropped: set[int] = set()
-        self._made: dict[str, Place] = {}
+        self._made: dict[str, Queue] = {}
         self._messages: list[tuple[str, str, bytes, bool]] = []
         self._over: list[str] = []
         self._asking = ""  # with this tag
         self._ask_again: Callable[[], object] = _nothing
-        desk.on_cancel = self._cancelled
+        tx.on_cancel = self._cancelled
 
     def take(self, locks: Iterable[str]) -> None:
         """Hold these locks until the end. All of them come after those that are held already, by name.
@@ -151,7 +157,7 @@ class Turn:
         timer = raw.connection.ioloop.call_later(PATIENCE, lambda: settle(future, None))
 
         def ask() -> None:
-            tag = self._asking = f"machinery.turn.{next(_tags)}"
+            tag = self._asking = f"machinery.transaction.{next(_tags)}"
 
             def handed(_: object, method: Any, __: object, ___: object) -> None:
                 raw.connection.ioloop.remove_timeout(timer)
@@ -176,21 +182,21 @@ class Turn:
 
     # Reading
 
-    def read(self, places: Iterable[Place]) -> None:
+    def read(self, places: Iterable[Queue]) -> None:
         """Take what lies in these queues, if they are there."""
         wanted = {place.queue: place for place in places}
         queues = wanted.keys() - self._held.keys() - self._absent
         unknown = queues - self._known
         if unknown:
-            self._desk.returned.clear()
+            self._tx_channel.returned.clear()
             looked_for = [wanted[queue] for queue in unknown]
             self._channel.ask(
                 lambda future: self._probe(looked_for, future), self._timeout + EACH * len(unknown)
             )
-            self._absent |= self._desk.returned & unknown
-        self._held |= self._desk.reader.all(sorted(queues - self._absent), self._timeout)
+            self._absent |= self._tx_channel.returned & unknown
+        self._held |= self._tx_channel.reader.all(sorted(queues - self._absent), self._timeout)
 
-    def _probe(self, places: Iterable[Place], future: Future[Any]) -> None:
+    def _probe(self, places: Iterable[Queue], future: Future[Any]) -> None:
         raw = self._channel.raw
         for place in places:
             if place.is_ours:
@@ -199,24 +205,24 @@ class Turn:
                 raw.queue_declare(**_declaration(place))  # without a callback nothing is waited for
         raw.tx_commit(lambda _: settle(future, None))
 
-    def held(self, place: Place) -> Sequence[Held]:
+    def held(self, place: Queue) -> Sequence[UnsettledMessage]:
         """What was read of it."""
         return self._held.get(place.queue, ())
 
-    def count(self, place: Place) -> int:
+    def count(self, place: Queue) -> int:
         """How many messages are in a queue that was not read. It is made if it is not there."""
         frame = self._channel.rpc("queue_declare", timeout=self._timeout, **_declaration(place))
         self._known.add(place.queue)
         return int(frame.method.message_count)
 
-    # Writing: true when the turn ends
+    # Writing: true when the transaction ends
 
-    def put(self, place: Place, body: bytes) -> None:
+    def put(self, place: Queue, body: bytes) -> None:
         """Append a message. The queue is made if it is not there."""
         self.make(place)
         self._messages.append(("", place.queue, body, True))
 
-    def make(self, place: Place) -> None:
+    def make(self, place: Queue) -> None:
         """Let the queue be there."""
         if place.queue not in self._held and place.queue not in self._known:
             self._made[place.queue] = place
@@ -225,11 +231,11 @@ class Turn:
         """Send a message to whoever listens."""
         self._messages.append((exchange, key, body, False))
 
-    def drop(self, held: Iterable[Held]) -> None:
+    def drop(self, held: Iterable[UnsettledMessage]) -> None:
         """These messages do not go back."""
         self._dropped.update(one.tag for one in held)
 
-    def delete(self, place: Place) -> None:
+    def delete(self, place: Queue) -> None:
         """The queue is not needed any more, once all the rest is true."""
         if not place.is_ours:
             self.count(place)
@@ -237,10 +243,10 @@ class Turn:
 
     def end(self, then: Callable[[], object]) -> None:
         """Write all of it, and give the locks back; `then` is called in the link's thread when the channel is free."""
-        self._desk.returned.clear()
+        self._tx_channel.returned.clear()
         wait = self._timeout + EACH * (len(self._messages) + len(self._made) + len(self._held))
         self._channel.ask(lambda future: self._write(future, then), wait)
-        gone = self._desk.returned & {queue for _, queue, _, must in self._messages if must}
+        gone = self._tx_channel.returned & {queue for _, queue, _, must in self._messages if must}
         if gone:
             raise BackendUnavailable(
                 f"RabbitMQ: queue {min(gone)!r} was deleted while it was written to"
@@ -284,35 +290,35 @@ class Turn:
         raw.tx_commit(lambda _: then())
 
 
-class Turns:
-    """A connection for turns, made when it is needed. May be used from any thread."""
+class Transactions:
+    """A connection for transactions, made when it is needed. May be used from any thread."""
 
     def __init__(self, driver: AmqpDriver, declare: Callable[[Channel], object]) -> None:
         """`declare` is called for each new connection, with a channel that is closed then."""
         self.driver = driver
         self._declare = declare
         self._lock = ForkLock()
-        self._link: Link | None = None
-        self._free: deque[Desk] = deque()
+        self._link: AmqpConnection | None = None
+        self._free: deque[TxChannel] = deque()
         self._pid = os.getpid()
 
     @contextmanager
-    def turn(self, locks: Iterable[str], doing: str) -> Iterator[Turn]:
-        """A turn, whose writes are true when the `with` has ended without an error.
+    def transaction(self, locks: Iterable[str], doing: str) -> Iterator[Transaction]:
+        """A transaction, whose writes are true when the `with` has ended without an error.
 
         Raises:
-            TurnLost: it may have been carried out.
+            TransactionLost: it may have been carried out.
             BackendUnavailable, StoreUnusable, QueueMoved: it was not.
         """
         with self.translated(doing):
-            desk = self._desk(doing)
-            turn = Turn(desk, self.driver.timeout)
+            tx = self._tx_channel(doing)
+            transaction = Transaction(tx, self.driver.timeout)
             try:
-                self._take(turn, locks)
-                yield turn
-                turn.end(lambda: self._free.append(desk))
+                self._take(transaction, locks)
+                yield transaction
+                transaction.end(lambda: self._free.append(tx))
             except LockTaken as error:
-                desk.channel.close()
+                tx.channel.close()
                 with self.visit() as channel:
                     # It may have no token: somebody has purged it.
                     declare_lock(channel, error.lock, self.driver.timeout, is_stuck=True)
@@ -320,13 +326,13 @@ class Turns:
                     f"RabbitMQ at {self.driver.place}: {doing}: others have held {error.lock!r} for {PATIENCE:g} s"
                 ) from error
             except BaseException:
-                desk.channel.close()  # all that it has in its hands goes back
+                tx.channel.close()  # all that it has in its hands goes back
                 raise
 
-    def _take(self, turn: Turn, locks: Iterable[str]) -> None:
+    def _take(self, transaction: Transaction, locks: Iterable[str]) -> None:
         wanted = list(locks)
         try:
-            turn.take(wanted)
+            transaction.take(wanted)
         except ChannelLost as error:
             if error.code == NOT_FOUND:  # somebody has deleted one
                 with self.visit() as channel:
@@ -336,12 +342,12 @@ class Turns:
 
     @contextmanager
     def visit(self) -> Iterator[Channel]:
-        """A channel for something else than a turn. Raises as `link`."""
+        """A channel for something else than a transaction. Raises as `link`."""
         channel = self.link().channel(self.driver.timeout)
         yield channel
         channel.close()
 
-    def _desk(self, doing: str) -> Desk:
+    def _tx_channel(self, doing: str) -> TxChannel:
         link = self.link()
         if not link.wait_unblocked(self.driver.timeout):
             raise BackendUnavailable(
@@ -349,14 +355,14 @@ class Turns:
             )
         while True:
             try:
-                desk = self._free.pop()
+                tx = self._free.pop()
             except IndexError:
-                return Desk(link, self.driver.timeout)
-            if desk.channel.is_open:
-                return desk
+                return TxChannel(link, self.driver.timeout)
+            if tx.channel.is_open:
+                return tx
 
-    def link(self) -> Link:
-        """The connection, with all that turns need declared on its server.
+    def link(self) -> AmqpConnection:
+        """The connection, with all that transactions need declared on its server.
 
         Raises:
             BackendUnavailable, StoreUnusable, and what `translated` translates.
@@ -380,7 +386,7 @@ class Turns:
 
     @contextmanager
     def translated(self, doing: str) -> Iterator[None]:
-        """Turn the errors of links and of pika into ours."""
+        """Transaction the errors of links and of pika into ours."""
         where = f"RabbitMQ at {self.driver.place}: {doing}"
         try:
             yield
@@ -406,8 +412,8 @@ class Turns:
                 else ""
             )
             raise StoreUnusable(f"{where}: {error.text}{hint}") from error
-        except (LinkLost, AMQPError) as error:
-            raise TurnLost(f"{where}: {error}") from error
+        except (ConnectionLost, AMQPError) as error:
+            raise TransactionLost(f"{where}: {error}") from error
 
     def close(self) -> None:
         """May be called twice; the next use connects again."""
@@ -432,21 +438,21 @@ def declare_lock(channel: Channel, lock: str, timeout: float, *, is_stuck: bool 
     """Let there be a lock of this name, with a token in it if nobody has or wants one; also then if it `is_stuck`.
 
     A token that comes while consumers change can end the queue's process (RabbitMQ 3.10, a match of `BQ:is_empty`), so none
-    is laid beside consumers without need.
+    is put beside consumers without need.
     """
     found = channel.rpc(
         "queue_declare", queue=lock, durable=True, arguments=dict(LOCK_ARGUMENTS), timeout=timeout
     ).method
     if not found.message_count and (is_stuck or not found.consumer_count):
-        channel.link.tell(lambda: lay(channel, lock))
+        channel.link.tell(lambda: put_token(channel, lock))
 
 
-def lay(channel: Channel, lock: str) -> None:
+def put_token(channel: Channel, lock: str) -> None:
     """Lay a token into a lock. In the link's thread."""
     channel.raw.basic_publish("", lock, b"", _PROPERTIES)
 
 
-def _declaration(place: Place) -> dict[str, Any]:
+def _declaration(place: Queue) -> dict[str, Any]:
     return {
         "queue": place.queue,
         "durable": place.durable,

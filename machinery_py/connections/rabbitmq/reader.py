@@ -15,14 +15,14 @@ EACH = 0.02  # seconds more for each queue of a long list
 AHEAD = 200  # requests that are on their way together
 
 
-class Held(NamedTuple):
+class UnsettledMessage(NamedTuple):
     """A message that was taken and is not settled."""
 
     tag: int
     body: bytes
 
 
-class Reader:
+class QueueReader:
     """Takes all messages of queues on a channel. All requests are on their way together: the server answers them in order.
 
     pika would have each wait for the answer to the one before. Which of its members that touches is told by the tests at once.
@@ -35,9 +35,9 @@ class Reader:
 
     def all(
         self, queues: Iterable[str], timeout: float, *, auto_ack: bool = False
-    ) -> dict[str, list[Held]]:
+    ) -> dict[str, list[UnsettledMessage]]:
         """What is there. Raises LinkLost, ChannelLost."""
-        found: dict[str, list[Held]] = {queue: [] for queue in queues}
+        found: dict[str, list[UnsettledMessage]] = {queue: [] for queue in queues}
         asked, more = deque[str](), deque(found)
         raw = self.channel.raw
 
@@ -53,7 +53,7 @@ class Reader:
 
             def got(_: object, method: Any, __: object, body: bytes) -> None:
                 queue = asked.popleft()
-                found[queue].append(Held(method.delivery_tag, body))
+                found[queue].append(UnsettledMessage(method.delivery_tag, body))
                 if method.message_count:
                     more.append(queue)
                 ask()

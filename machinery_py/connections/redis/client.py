@@ -46,7 +46,7 @@ FRESH = 0.01  # seconds; one that was used since then is taken unseen
 _EPOCH = dt.datetime(1970, 1, 1, tzinfo=dt.timezone.utc)
 
 
-class Link:
+class RedisConnection:
     """One connection, for one thread at a time."""
 
     def __init__(
@@ -135,8 +135,8 @@ class RedisDriver:
         self._timeout = min(timeout, limits.read)
         self._write_timeout = limits.write if limits.write < self._timeout else 0.0
         self._room = Room(limits)
-        self._idle: list[Link] = []
-        self._ears: list[Link] = []
+        self._idle: list[RedisConnection] = []
+        self._ears: list[RedisConnection] = []
         self._pid = os.getpid()
         self._strict = strict
         self._checked = -1  # the server that was looked at
@@ -159,22 +159,22 @@ class RedisDriver:
         self._local.none_revoked = False
         return bool(none)
 
-    def open(self, *, timeout: float | None = None) -> Link:
+    def open(self, *, timeout: float | None = None) -> RedisConnection:
         """A new connection. Any exception of redis-py."""
         while (spare := self._enter()) is not None:
             spare.close()  # one less
         return self._open(timeout or self._timeout)
 
-    def _enter(self) -> Link | None:
+    def _enter(self) -> RedisConnection | None:
         return self._room.enter(self._timeout, self._spare)
 
-    def _spare(self) -> Link | None:
+    def _spare(self) -> RedisConnection | None:
         try:
             return self._idle.pop()
         except IndexError:
             return None
 
-    def _open(self, timeout: float) -> Link:
+    def _open(self, timeout: float) -> RedisConnection:
         """There is room for it."""
         leave = self._room.leave
         try:
@@ -182,7 +182,9 @@ class RedisDriver:
         except BaseException:
             leave()
             raise
-        link = Link(connection, number, write_timeout=self._write_timeout, on_close=leave)
+        link = RedisConnection(
+            connection, number, write_timeout=self._write_timeout, on_close=leave
+        )
         if self._checked != link.server:
             try:
                 self._check(link)
@@ -191,11 +193,11 @@ class RedisDriver:
                 raise
         return link
 
-    def is_stale(self, link: Link) -> bool:
+    def is_stale(self, link: RedisConnection) -> bool:
         """Whether it leads to a server that is not used any more."""
         return link.server != self.servers.number
 
-    def _check(self, link: Link) -> None:
+    def _check(self, link: RedisConnection) -> None:
         """Once for each server: refuse what cannot be worked with, and tell what may be lost."""
         found = self._look_at(link)
         if self._strict and found:
@@ -228,13 +230,13 @@ class RedisDriver:
                 "ahead" if ahead > 0 else "behind",
             )
 
-    def _is_news(self, link: Link) -> bool:
+    def _is_news(self, link: RedisConnection) -> bool:
         """Whether nobody has told of this server: once by each process, however many of its threads are here at the same time."""
         with self._telling:
             is_news, self._checked = self._checked != link.server, link.server
             return is_news
 
-    def _look_at(self, link: Link) -> list[Concern]:
+    def _look_at(self, link: RedisConnection) -> list[Concern]:
         text = _ask_if_allowed(link, b"INFO")
         info = read_info(text.decode(errors="replace")) if text is not None else {}
         version = version_of(info)
@@ -269,7 +271,7 @@ class RedisDriver:
             ),
         )
 
-    def _take(self) -> Link:
+    def _take(self) -> RedisConnection:
         if os.getpid() != self._pid:
             self._idle, self._ears, self._room, self._pid = [], [], Room(self.limits), os.getpid()
         self.servers.look()
@@ -283,7 +285,7 @@ class RedisDriver:
             elif idle < FRESH or not link.is_broken():
                 return link
 
-    def _give(self, link: Link) -> None:
+    def _give(self, link: RedisConnection) -> None:
         link.used_at = time.monotonic()
         if len(self._idle) < self.limits.max_idle and os.getpid() == self._pid:
             self._idle.append(link)
@@ -291,7 +293,7 @@ class RedisDriver:
         else:
             link.close()
 
-    def take_ear(self) -> Link:
+    def take_ear(self) -> RedisConnection:
         """A connection that may be subscribed to something."""
         while os.getpid() == self._pid and self._ears:
             link = self._ears.pop()
@@ -300,7 +302,7 @@ class RedisDriver:
             link.close()
         return self.open()
 
-    def give_ear(self, link: Link) -> None:
+    def give_ear(self, link: RedisConnection) -> None:
         if (
             len(self._ears) < self.limits.max_idle
             and not self.limits.max_active
@@ -330,7 +332,7 @@ class RedisDriver:
         script = self.adapted(script)
         packet = evalsha(script, argument, *keys)
 
-        def ask(link: Link) -> Any:
+        def ask(link: RedisConnection) -> Any:
             link.send(packet)
             return read_script(link, script, argument, *keys)
 
@@ -354,7 +356,7 @@ class RedisDriver:
 
     def _attempt(
         self,
-        ask: Callable[[Link], Any],
+        ask: Callable[[RedisConnection], Any],
         *,
         doing: str,
         away: type[MachineryError],
@@ -364,7 +366,7 @@ class RedisDriver:
         unknown = False
         begin = time.monotonic()
         for last in (False, True) if again else (True,):
-            link: Link | None = None
+            link: RedisConnection | None = None
             try:
                 link = self._take()
                 reply = ask(link)
@@ -381,7 +383,7 @@ class RedisDriver:
             return reply
         raise AssertionError("unreachable")
 
-    def after(self, error: Exception, link: Link | None) -> bool:
+    def after(self, error: Exception, link: RedisConnection | None) -> bool:
         """Put the connection away; whether the command may have been carried out."""
         import redis
 
@@ -428,7 +430,7 @@ class RedisDriver:
         """A script as it is sent, and read by `read_script`."""
         return evalsha(self.adapted(script), argument)
 
-    def read_script(self, link: Link, script: Script, argument: bytes) -> Any:
+    def read_script(self, link: RedisConnection, script: Script, argument: bytes) -> Any:
         return read_script(link, self.adapted(script), argument)
 
     def unblock(self, numbers: Sequence[bytes]) -> None:
@@ -447,7 +449,7 @@ class RedisDriver:
             link.close()
 
 
-def _ask_if_allowed(link: Link, *parts: bytes) -> Any:
+def _ask_if_allowed(link: RedisConnection, *parts: bytes) -> Any:
     """The reply, or None where the server forbids the question, or does not know it."""
     from redis.exceptions import NoPermissionError, ResponseError
 
@@ -463,7 +465,7 @@ def evalsha(script: Script, argument: bytes, *keys: bytes) -> bytes:
     return command(b"EVALSHA", script.sha, b"%d" % len(keys), *keys, argument)
 
 
-def read_script(link: Link, script: Script, argument: bytes, *keys: bytes) -> Any:
+def read_script(link: RedisConnection, script: Script, argument: bytes, *keys: bytes) -> Any:
     """The reply of a script that was sent by its name; sent again in full if Redis does not know it."""
     try:
         return link.read()

@@ -3,7 +3,7 @@
 What a node refuses because of its slot is asked again until the timeout. What may have been carried out is asked again only if it
 can stand that. redis-py's own cluster client repeats both, and is not used.
 
-    RedisCluster    many requests at once, in any slots: one round trip to each node
+    RedisClusterDriver    many requests at once, in any slots: one round trip to each node
     NodeDriver      a RedisDriver for one node
     SlotDriver      a RedisDriver for one slot, in which a queue finds all its keys
 
@@ -26,7 +26,7 @@ from machinery_py.connections.forks import ForkLock
 from machinery_py.connections.plain_words import plain
 from machinery_py.connections.redis.client import (
     TIMEOUT,
-    Link,
+    RedisConnection,
     RedisDriver,
     command,
     evalsha,
@@ -55,7 +55,7 @@ STEP = 1000  # requests in one packet
 PAUSE = 0.02  # seconds until a slot that was on its way is asked for again
 
 
-class RedisCluster:
+class RedisClusterDriver:
     """The nodes of a cluster, each with its connections. May be used from any thread."""
 
     def __init__(
@@ -242,7 +242,7 @@ class RedisCluster:
 class _PartDriver(RedisDriver):
     """A driver that shares what the drivers of a cluster have in common."""
 
-    def __init__(self, cluster: RedisCluster, servers: NodeServers) -> None:
+    def __init__(self, cluster: RedisClusterDriver, servers: NodeServers) -> None:
         self.cluster = cluster
         # What is delayed is the slot's own, whatever Go's key is called.
         super().__init__(
@@ -253,11 +253,11 @@ class _PartDriver(RedisDriver):
             limits=replace(cluster.limits, delayed_key=DELAYED),
         )
 
-    def _enter(self) -> Link | None:
+    def _enter(self) -> RedisConnection | None:
         self._room = self.cluster.room()
         return self._room.enter(self._timeout, self._spare_or_drop)
 
-    def _spare_or_drop(self) -> Link | None:
+    def _spare_or_drop(self) -> RedisConnection | None:
         link = self._spare()
         if link is None:
             self.cluster.drop_idle()
@@ -270,27 +270,27 @@ class _PartDriver(RedisDriver):
             link.close()
         return link is not None
 
-    def _check(self, link: Link) -> None:
+    def _check(self, link: RedisConnection) -> None:
         if self.cluster.was_checked(self.servers.place):
             self._checked = link.server
         else:
             super()._check(link)
 
-    def _is_news(self, link: Link) -> bool:
+    def _is_news(self, link: RedisConnection) -> bool:
         return super()._is_news(link) and self.cluster.is_news(self.servers.place)
 
 
 class NodeDriver(_PartDriver):
     """One node of a cluster."""
 
-    def __init__(self, cluster: RedisCluster, address: Address) -> None:
+    def __init__(self, cluster: RedisClusterDriver, address: Address) -> None:
         super().__init__(cluster, cluster.nodes.servers(lambda: address))
 
 
 class SlotDriver(_PartDriver):
     """One slot of a cluster, as if it were a Redis of its own: scripts see its keys only, and those of no queue are its own."""
 
-    def __init__(self, cluster: RedisCluster, prefix: bytes) -> None:
+    def __init__(self, cluster: RedisClusterDriver, prefix: bytes) -> None:
         self.prefix = prefix
         self._slot = slot_of(prefix)
         super().__init__(
@@ -319,7 +319,7 @@ class SlotDriver(_PartDriver):
         )
         return self.cluster.ask([Request(self._slot, command(*words))], doing=doing, away=away)[0]
 
-    def open(self, *, timeout: float | None = None) -> Link:
+    def open(self, *, timeout: float | None = None) -> RedisConnection:
         try:
             return super().open(timeout=timeout)
         except MachineryError:
@@ -334,7 +334,7 @@ class SlotDriver(_PartDriver):
     def packed_script(self, script: Script, argument: bytes) -> bytes:
         return evalsha(self.adapted(script), argument, guard(self.prefix))
 
-    def read_script(self, link: Link, script: Script, argument: bytes) -> Any:
+    def read_script(self, link: RedisConnection, script: Script, argument: bytes) -> Any:
         return read_script(link, self.adapted(script), argument, guard(self.prefix))
 
     def fail(self, error: Exception, *, doing: str, away: type[MachineryError]) -> NoReturn:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from machinery_py.connections.redis.client import Link, RedisDriver, command, evalsha
+from machinery_py.connections.redis.client import RedisConnection, RedisDriver, command, evalsha
 from machinery_py.connections.redis.cluster_nodes import Address, Nodes
 from machinery_py.connections.redis.discovery import fatal
 from machinery_py.connections.redis.errors import Kind, kind_of
@@ -69,10 +69,10 @@ class Try:
                     self.refused = error
                     return
                 self._later([request], error)
-        sent: list[tuple[RedisDriver, Link, list[Request]]] = []
+        sent: list[tuple[RedisDriver, RedisConnection, list[Request]]] = []
         for address, part in parts.items():
             driver = self._driver_of(address)
-            link: Link | None = None
+            link: RedisConnection | None = None
             try:
                 link = driver._take()
                 link.send(b"".join(request.packet for request in part))
@@ -85,7 +85,7 @@ class Try:
         for driver, link, part in sent:
             self._read(driver, link, part)
 
-    def _read(self, driver: RedisDriver, link: Link, part: list[Request]) -> None:
+    def _read(self, driver: RedisDriver, link: RedisConnection, part: list[Request]) -> None:
         import redis
 
         for index, request in enumerate(part):
@@ -116,7 +116,11 @@ class Try:
         self.trouble = error
 
     def _broken(
-        self, driver: RedisDriver, link: Link | None, part: Sequence[Request], error: Exception
+        self,
+        driver: RedisDriver,
+        link: RedisConnection | None,
+        part: Sequence[Request],
+        error: Exception,
     ) -> None:
         unknown = driver.after(error, link)
         self.unknown = self.unknown or unknown

@@ -1,4 +1,4 @@
-"""One SQLite file, shared by broker, backend and lock: its connections, transactions, bells and checks.
+"""One SQLite file, shared by broker, backend and lock: its connections, transactions, notifiers and checks.
 
     <file>, <file>-wal, <file>-shm    the database, mode 0600; tables in schema.py
     <file>-bells/                     who sleeps (wakeup.py)
@@ -59,7 +59,7 @@ class SQLiteDriver:
                 f"SQLite file {self.path!r}: synchronous is {synchronous!r} (known: FULL, NORMAL)"
             )
         self.busy_timeout = busy_timeout
-        self.bells_folder = self.path + "-bells"
+        self.wakeup_folder = self.path + "-bells"
         self.sessions_folder = self.path + "-sessions"
         self._handles = Handles()
 
@@ -85,20 +85,20 @@ class SQLiteDriver:
         """`with … as connection:` for SELECT. It waits for nobody; inside a transaction it sees that one's changes."""
         return Reading(self)
 
-    def ring(self, kind: wakeup.Kind) -> None:
+    def notify(self, kind: wakeup.Kind) -> None:
         """Wake all sleepers of this kind, in all processes, once what is being done is committed."""
         handles = self.here()
         if handles.depth and handles.owner == threading.get_ident():
             handles.kinds.add(kind)
         else:
-            wakeup.ring(self.bells_folder, {kind})
+            wakeup.notify(self.wakeup_folder, {kind})
 
     def after_commit(self, hook: Callable[[], object]) -> None:
         """Call this when the transaction that the thread is in has been committed; never if it is rolled back."""
         self.here().hooks.append(hook)
 
-    def bell(self, kind: wakeup.Kind) -> wakeup.Doorbell:
-        return wakeup.Doorbell(self.bells_folder, kind)
+    def notifier(self, kind: wakeup.Kind) -> wakeup.Notifier:
+        return wakeup.Notifier(self.wakeup_folder, kind)
 
     def check(self) -> None:
         """Make sure that the file is still the one that was opened.
@@ -315,7 +315,7 @@ class Transaction:
         finally:
             handles.lock.release()
         if kinds:
-            wakeup.ring(self._driver.bells_folder, kinds)
+            wakeup.notify(self._driver.wakeup_folder, kinds)
         for hook in hooks:
             hook()
 

@@ -57,14 +57,14 @@ class Handles:
     forking: bool = False
 
     def __post_init__(self) -> None:
-        free = _Fork.lock.acquire(
+        free = _ForkTurn.lock.acquire(
             timeout=FORK_PATIENCE
         )  # who opens a file now must not do it beside a fork
         try:
             _all.add(self)
         finally:
             if free:
-                _Fork.lock.release()
+                _ForkTurn.lock.release()
         _close_dropped()
 
     def __del__(self) -> None:
@@ -123,7 +123,7 @@ class Handles:
         _inherited.append(self)
 
 
-class _Fork:
+class _ForkTurn:
     """One fork at a time, and none while dropped connections are closed."""
 
     lock = threading.Lock()
@@ -137,39 +137,39 @@ _dropped: deque[sqlite3.Connection] = deque()
 
 def _close_dropped() -> None:
     """Close them, unless somebody forks or closes just now, who does it afterwards."""
-    while _dropped and _Fork.lock.acquire(blocking=False):
+    while _dropped and _ForkTurn.lock.acquire(blocking=False):
         try:
             with contextlib.suppress(IndexError, sqlite3.Error):
                 while True:
                     _dropped.popleft().close()
         finally:
-            _Fork.lock.release()
+            _ForkTurn.lock.release()
 
 
 def _before_fork() -> None:
-    _Fork.lock.acquire()
-    _Fork.held = tuple(_all)
-    for handles in _Fork.held:
+    _ForkTurn.lock.acquire()
+    _ForkTurn.held = tuple(_all)
+    for handles in _ForkTurn.held:
         handles.before_fork()
 
 
 def _after_fork() -> None:
-    for handles in _Fork.held:
+    for handles in _ForkTurn.held:
         handles.after_fork()
-    _Fork.held = ()
-    _Fork.lock.release()
+    _ForkTurn.held = ()
+    _ForkTurn.lock.release()
     _close_dropped()
 
 
 def _after_fork_in_child() -> None:
-    for handles in _Fork.held:
+    for handles in _ForkTurn.held:
         if handles.writer is not None or handles.lent:
             handles.keep_for_ever()
         _all.discard(handles)
-    _Fork.held = ()
+    _ForkTurn.held = ()
     _inherited.extend(_dropped)
     _dropped.clear()
-    _Fork.lock = threading.Lock()
+    _ForkTurn.lock = threading.Lock()
 
 
 at_fork(_before_fork, _after_fork, _after_fork_in_child)

@@ -2,12 +2,13 @@
 
     <folder>/q-<pid>-<n>-<random>    a named pipe; its owner sleeps until a byte comes
 
-Only a thread that sleeps has its bell in the folder, so that ringing costs a busy system one look at an empty folder.
-The order that loses no ring: hang up the bell, look for work once more, sleep. The ringer commits first and rings then.
+Only a thread that sleeps has its pipe in the folder, so that `notify` costs a busy system one look at an empty folder.
+No wake-up is lost in this order: the sleeper makes its pipe, looks for work once more, and sleeps; the other side commits
+first and notifies then.
 
-Limits: all bells of a kind ring; each owner looks for itself whether it was meant. Where no named pipe can be made
-(Windows, some mounts, a folder without rights) a sleeper looks every 50 ms instead; a folder deleted during a sleep is
-noticed within a second.
+Limits: `notify` wakes all sleepers of a kind; each looks for itself whether there is work. Where no named pipe can be made
+(Windows, some mounts, a folder without rights) a sleeper looks every 50 ms instead. A folder that is deleted during a sleep
+is noticed within a second.
 """
 
 from __future__ import annotations
@@ -26,40 +27,40 @@ from typing import Literal
 from machinery_py.connections import descriptors
 
 FALLBACK = 0.05  # seconds between two looks where there are no named pipes
-NAP = 1.0  # seconds after which a sleeper makes sure that its bell still hangs
-STALE = 10.0  # seconds; a bell without an owner may be one that is being hung up, so it is taken down later
+NAP = 1.0  # seconds after which a sleeper makes sure that its pipe still exists
+STALE = 10.0  # seconds; a pipe that nobody has open may be one that is being made
 
 Kind = Literal["q", "r"]  # who sleeps: consumers of queues, or waiters for results
 
 _numbers = itertools.count(1)
 
 
-def ring(folder: str, kinds: Collection[str]) -> None:
-    """Wake everybody, in all processes, who sleeps with a bell of these kinds."""
+def notify(folder: str, kinds: Collection[str]) -> None:
+    """Wake all sleepers of these kinds, in all processes."""
     try:
         names = os.listdir(folder)
     except OSError:
         return
     for name in names:
         if name[:1] in kinds:
-            _strike(os.path.join(folder, name))
+            _write_byte(os.path.join(folder, name))
 
 
-def _strike(path: str) -> None:
+def _write_byte(path: str) -> None:
     try:
-        bell = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        pipe = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
-        _take_down_stale(path)  # nobody has it open (ENXIO), or it has just been taken down
+        _remove_stale(path)  # nobody has it open (ENXIO), or it has just been removed
         return
     try:
-        os.write(bell, b"!")
+        os.write(pipe, b"!")
     except OSError:
-        pass  # full: its owner has been rung many times
+        pass  # full: its owner has been notified many times
     finally:
-        os.close(bell)
+        os.close(pipe)
 
 
-def _take_down_stale(path: str) -> None:
+def _remove_stale(path: str) -> None:
     try:
         if time.time() - os.stat(path).st_mtime > STALE:
             os.unlink(path)
@@ -67,19 +68,19 @@ def _take_down_stale(path: str) -> None:
         pass
 
 
-class Doorbell:
-    """The bell of one waiting thread. `with bell:` hangs it up; `wake` may be called from any thread."""
+class Notifier:
+    """A named pipe on which one thread sleeps. It exists inside `with notifier:`; `wake` may be called from any thread."""
 
     def __init__(self, folder: str, kind: Kind) -> None:
         self._folder = folder
         self._kind = kind
         self._path = ""
-        self._bell = -1
+        self._pipe = -1
         self._wake_read = self._wake_write = -1
         self._woken = threading.Event()
         self._lock = threading.Lock()
         self._open_pipe()
-        _bells.add(self)
+        _notifiers.add(self)
 
     def _open_pipe(self) -> None:
         if _CAN_POLL:
@@ -89,8 +90,8 @@ class Doorbell:
             for end in (self._wake_read, self._wake_write):
                 descriptors.keep(end)
 
-    def __enter__(self) -> Doorbell:
-        self._hang()
+    def __enter__(self) -> Notifier:
+        self._make_pipe()
         return self
 
     def __exit__(
@@ -99,9 +100,9 @@ class Doorbell:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._take_down()
+        self._remove_pipe()
 
-    def _hang(self) -> None:
+    def _make_pipe(self) -> None:
         if not _CAN_POLL:
             return
         for _ in range(2):
@@ -117,40 +118,40 @@ class Doorbell:
                 return
             self._path = path
             try:
-                # For writing as well, so that a ringer that closes its end leaves no end of file behind.
-                self._bell = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+                # For writing as well, so that a writer that closes its end leaves no end of file behind.
+                self._pipe = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
             except OSError:
                 _remove(path)
             return
 
-    def _take_down(self) -> None:
-        bell, self._bell = self._bell, -1
-        if bell >= 0:
+    def _remove_pipe(self) -> None:
+        pipe, self._pipe = self._pipe, -1
+        if pipe >= 0:
             _remove(self._path)
-            os.close(bell)
+            os.close(pipe)
 
     def wait(self, timeout: float) -> bool:
-        """Sleep until the bell rings, `wake`, or `timeout`; True if it was `wake`.
+        """Sleep until `notify`, `wake` or `timeout`; True if it was `wake`.
 
-        Called inside `with bell:`. May return early: look, and wait again.
+        Called inside `with notifier:`. May return early: look, and wait again.
         """
-        bell = self._bell
-        timeout = max(0.0, min(timeout, FALLBACK if bell < 0 else NAP))
+        pipe = self._pipe
+        timeout = max(0.0, min(timeout, FALLBACK if pipe < 0 else NAP))
         if not _CAN_POLL:
             self._woken.wait(timeout)
             return self.woken()
         poll = select.poll()
         poll.register(self._wake_read, select.POLLIN)
-        if bell >= 0:
-            poll.register(bell, select.POLLIN)
+        if pipe >= 0:
+            poll.register(pipe, select.POLLIN)
         ready = poll.poll(
             math.ceil(timeout * 1000)
         )  # rounded up: 0.4 ms must not become a busy loop
         for fd, _ in ready:
             _drain(fd)
-        if not ready and bell >= 0 and not os.path.exists(self._path):
-            self._take_down()
-            self._hang()
+        if not ready and pipe >= 0 and not os.path.exists(self._path):
+            self._remove_pipe()
+            self._make_pipe()
         return self.woken()
 
     def woken(self) -> bool:
@@ -171,9 +172,9 @@ class Doorbell:
                     pass  # it has been woken often enough
 
     def close(self) -> None:
-        """Take the bell down; nobody may wait any more. May be called twice."""
+        """Remove the pipe; nobody may wait any more. May be called twice."""
         with self._lock:
-            self._take_down()
+            self._remove_pipe()
             # Forgotten first: a child that is forked in between must not close another file under these numbers.
             ends = self._wake_read, self._wake_write
             self._wake_read = self._wake_write = -1
@@ -186,12 +187,12 @@ class Doorbell:
         self.close()
 
     def after_fork(self) -> None:
-        """In a forked child: the parent's bell is not ours, and must not look alive because of us."""
+        """In a forked child: the parent's pipe is not ours, and must not look alive because of us."""
         self._lock = threading.Lock()
         self._woken = threading.Event()
-        bell, self._bell = self._bell, -1
-        if bell >= 0:
-            os.close(bell)
+        pipe, self._pipe = self._pipe, -1
+        if pipe >= 0:
+            os.close(pipe)
         if self._wake_write >= 0:
             os.close(self._wake_read)
             os.close(self._wake_write)
@@ -202,7 +203,7 @@ def _make_folder(folder: str) -> None:
     try:
         os.mkdir(folder, 0o700)
     except OSError:
-        pass  # another process was faster, or there will be no bells
+        pass  # another process was faster, or there will be no pipes
 
 
 def _remove(path: str) -> None:
@@ -221,12 +222,12 @@ def _drain(fd: int) -> None:
 
 
 _CAN_POLL = hasattr(select, "poll") and hasattr(os, "mkfifo")  # not on Windows
-_bells: weakref.WeakSet[Doorbell] = weakref.WeakSet()
+_notifiers: weakref.WeakSet[Notifier] = weakref.WeakSet()
 
 
 def _after_fork() -> None:
-    for bell in list(_bells):
-        bell.after_fork()
+    for notifier in list(_notifiers):
+        notifier.after_fork()
 
 
 if hasattr(os, "register_at_fork"):
