@@ -42,7 +42,7 @@ from machinery_py.testing.conformance.fencing import (
     state_of,
     submit,
 )
-from machinery_py.testing.servers import RedisClusterDriver as ClusterServers
+from machinery_py.testing.servers import RedisCluster as ClusterServers
 from machinery_py.testing.servers import RedisServer, ReplyError
 from machinery_py.testing.waiting import HANG, together, wait_until
 from tests.stores.redis_cluster_case import (
