@@ -19,14 +19,20 @@ from machinery_py.events import EventBus
 from machinery_py.inspection import Inspector
 from machinery_py.locks.named import NamedLock
 from machinery_py.queues import Queues
-from machinery_py.registry.task import AsyncTask, SamenessOptions, Task, TaskSettings, check_numbers
+from machinery_py.registry.task import (
+    AsyncTask,
+    SamenessOptions,
+    Task,
+    TaskSettings,
+    check_settings,
+)
 from machinery_py.results.async_results import AsyncResult, ChainResult, ChordResult, GroupResult
 from machinery_py.results.waiter import Hub
 from machinery_py.revocation import revoke
 from machinery_py.schedules.api import Schedules
 from machinery_py.schedules.declared import Anything, Declaring, TaskDecorator
 from machinery_py.schedules.scheduler import Declared
-from machinery_py.tasks.backoff import Backoff, check_backoff
+from machinery_py.tasks.backoff import Backoff
 from machinery_py.tasks.context import Context
 from machinery_py.tasks.signature import Chain, Signature, Step
 from machinery_py.tasks.workflow import Group, Plan, PlannedStep, link
@@ -143,7 +149,7 @@ class Server(Declaring):
         queue: str = "",
         retries: int = 0,
         backoff: Backoff = "fibonacci",
-        retry_on: type[BaseException] | tuple[type[BaseException], ...] | None = None,
+        retry_on: type[BaseException] | Sequence[type[BaseException]] | None = None,
         time_limit: float | None = None,
         priority: int = 0,
         ignore_result: bool = False,
@@ -157,7 +163,7 @@ class Server(Declaring):
         queue: str = "",
         retries: int = 0,
         backoff: Backoff = "fibonacci",
-        retry_on: type[BaseException] | tuple[type[BaseException], ...] | None = None,
+        retry_on: Any = None,
         time_limit: float | None = None,
         priority: int = 0,
         ignore_result: bool = False,
@@ -179,6 +185,7 @@ class Server(Declaring):
 
         Raises:
             TaskAlreadyRegistered: the name belongs to another function.
+            TypeError, ValueError: an option is unknown, or has a value that is none of its.
         """
         settings = TaskSettings(
             queue=queue,
@@ -186,7 +193,7 @@ class Server(Declaring):
             backoff=backoff,
             time_limit=time_limit,
             priority=priority,
-            retry_on=retry_on if retry_on is None or isinstance(retry_on, tuple) else (retry_on,),
+            retry_on=_classes(retry_on),
             ignore_result=ignore_result,
         ).with_sameness(function if isinstance(function, str) else "task", sameness)
         if callable(function):
@@ -205,13 +212,7 @@ class Server(Declaring):
             raise TypeError(
                 f"{function!r} has no name of its own: server.register_task(name, function)"
             )
-        check_numbers(
-            name,
-            retries=settings.retries,
-            priority=settings.priority,
-            time_limit=settings.time_limit,
-        )
-        check_backoff(settings.backoff)
+        check_settings(name, settings)
         task: Task[..., Any] = Task(name, function, settings, self)
         if task.call.is_async:
             task = AsyncTask(name, function, settings, self)
@@ -480,3 +481,9 @@ class Server(Declaring):
     def _all_queues(self) -> list[str]:
         names = {stats.queue for stats in self.broker.stats()} | {self.config.default_queue}
         return sorted(names)
+
+
+def _classes(retry_on: Any) -> tuple[type[BaseException], ...] | None:
+    if retry_on is None or isinstance(retry_on, tuple):
+        return retry_on
+    return tuple(retry_on) if isinstance(retry_on, list) else (retry_on,)

@@ -14,7 +14,8 @@ from machinery_py.names import check_queue, check_task, check_uuid
 from machinery_py.registry import unique_keys
 from machinery_py.registry.calls import Call
 from machinery_py.results.async_results import AsyncResult
-from machinery_py.tasks.backoff import Backoff
+from machinery_py.tasks.backoff import LONGEST as LONGEST_RUN
+from machinery_py.tasks.backoff import Backoff, check_backoff
 from machinery_py.tasks.context import Context
 from machinery_py.tasks.signature import (
     HEADER_DELAY,
@@ -396,9 +397,39 @@ def check_numbers(
     Raises:
         ValueError: with the option, what was found and what is expected.
     """
-    if retries < 0:
-        raise ValueError(f"{name}: retries={retries!r} (expected 0 or more)")
-    if not 0 <= priority <= 255:
-        raise ValueError(f"{name}: priority={priority!r} (expected 0 to 255, the higher first)")
-    if time_limit is not None and time_limit <= 0:
-        raise ValueError(f"{name}: time_limit={time_limit!r} (expected seconds, more than 0)")
+    if not isinstance(retries, int) or retries < 0:
+        raise ValueError(f"{name}: retries={retries!r} (expected a whole number, 0 or more)")
+    if not isinstance(priority, int) or not 0 <= priority <= 255:
+        raise ValueError(
+            f"{name}: priority={priority!r} (expected a whole number, 0 to 255, the higher first)"
+        )
+    if time_limit is not None and not (
+        isinstance(time_limit, (int, float)) and 0 < time_limit <= LONGEST_RUN
+    ):
+        raise ValueError(
+            f"{name}: time_limit={time_limit!r} (expected seconds, more than 0, at most 100 years)"
+        )
+
+
+def check_settings(name: str, settings: TaskSettings) -> None:
+    """Refuse what would fail in the worker only.
+
+    Raises:
+        ValueError: with the option, what was found and what is expected.
+    """
+    check_numbers(
+        name,
+        retries=settings.retries,
+        priority=settings.priority,
+        time_limit=settings.time_limit,
+    )
+    try:
+        check_backoff(settings.backoff)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+    for one in settings.retry_on or ():
+        if not (isinstance(one, type) and issubclass(one, BaseException)):
+            raise ValueError(
+                f"{name}: retry_on: found {one!r} "
+                "(expected exception classes, as (ConnectionError, TimeoutError))"
+            )

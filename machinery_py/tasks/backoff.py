@@ -52,19 +52,25 @@ def reconnect_delay(schedule: str, attempt: int) -> float:
     return SCHEDULES[schedule](attempt)
 
 
-def check_backoff(backoff: Backoff) -> None:
+def check_backoff(backoff: object) -> None:
     """Refuse a back-off that could never say how long to wait.
 
     Raises:
         ValueError: it is of no known form.
     """
-    if isinstance(backoff, str):
+    if isinstance(backoff, str) or not (isinstance(backoff, Sequence) or callable(backoff)):
         if backoff not in ("fibonacci", "exponential"):
-            raise ValueError(
-                f"backoff {backoff!r}: unknown (known: 'fibonacci', 'exponential', seconds, a function)"
-            )
-    elif isinstance(backoff, Sequence) and not backoff:
-        raise ValueError("backoff is empty (expected seconds for each try)")
+            hint = f"; did you mean [{backoff!r}]?" if isinstance(backoff, (int, float)) else ""
+            known = "'fibonacci', 'exponential', a list of seconds, a function"
+            raise ValueError(f"backoff {backoff!r}: unknown (known: {known}{hint})")
+    elif isinstance(backoff, Sequence):
+        if not backoff:
+            raise ValueError("backoff is empty (expected seconds for each try)")
+        for seconds in backoff:
+            if not isinstance(seconds, (int, float)):
+                raise ValueError(
+                    f"backoff {backoff!r}: found {seconds!r} (expected seconds for each try)"
+                )
 
 
 def delay_for(backoff: Backoff, attempt: int, previous: int) -> float:

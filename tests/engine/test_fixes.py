@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import math
 from collections.abc import Iterator
 
 import pytest
@@ -97,8 +98,24 @@ def test_a_moment_without_a_zone_is_refused_everywhere(server: Server) -> None:
         ({"retries": -1}, "retries=-1"),
         ({"priority": 256}, "priority=256"),
         ({"time_limit": 0}, "time_limit=0"),
+        ({"retries": 1.5}, "retries=1.5"),
+        ({"retries": "3"}, "retries='3'"),
+        ({"priority": None}, "priority=None"),
+        ({"time_limit": "5"}, "time_limit='5'"),
+        ({"time_limit": math.inf}, "time_limit=inf"),
+        ({"time_limit": math.nan}, "time_limit=nan"),
         ({"backoff": "fibo"}, "backoff 'fibo'"),
         ({"backoff": []}, "backoff is empty"),
+        (
+            {"backoff": 0.01},
+            r"odd: backoff 0\.01: unknown \(known: .*a list of seconds.*did you mean \[0\.01\]\?\)",
+        ),
+        ({"backoff": None}, r"odd: backoff None: unknown \(known: .*a function\)"),
+        ({"backoff": dt.timedelta(seconds=1)}, "odd: backoff datetime.timedelta.*unknown"),
+        ({"backoff": ["1"]}, "found '1'"),
+        ({"retry_on": "OSError"}, "odd: retry_on: found 'OSError'"),
+        ({"retry_on": (OSError("x"),)}, "retry_on: found OSError"),
+        ({"retry_on": [OSError, 5]}, "retry_on: found 5"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused_where_they_are_written(
@@ -106,6 +123,18 @@ def test_settings_that_make_no_sense_are_refused_where_they_are_written(
 ) -> None:
     with pytest.raises(ValueError, match=text):
         server.task("odd", **options)(lambda: None)  # type: ignore[call-overload]
+
+    assert not server.is_task_registered("odd")
+
+
+def test_errors_that_are_retried_may_be_listed(server: Server) -> None:
+    @server.task(retries=1, backoff=[0.0], retry_on=[OSError, ValueError])
+    def flaky() -> int:
+        if current_task().attempt == 1:
+            raise ValueError("not yet")
+        return current_task().attempt
+
+    assert flaky.send().get(timeout=0) == 2
 
 
 def test_a_coroutine_task_runs_inside_a_running_loop(server: Server) -> None:
