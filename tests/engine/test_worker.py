@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
 from machinery_py import Server
-from machinery_py.errors import ConfigError
+from machinery_py.errors import ConfigError, MachineryError
 from machinery_py.events import WorkerOffline
+from machinery_py.testing.flaky import Faults, FlakyStore
 from machinery_py.testing.waiting import HANG, wait_until
 from machinery_py.worker.worker import Worker
 from tests.engine.apps import Bench, bench
 
 __all__ = ["bench"]
+
+T = TypeVar("T")
 
 
 def offline(server: Server) -> list[WorkerOffline]:
@@ -89,6 +92,46 @@ def test_a_worker_that_has_ended_may_be_started_again(bench: Bench) -> None:
 
     with worker:
         assert bench.add.send(1, 2).get(timeout=HANG) == 3
+
+
+class Defect(Faults):
+    """A store of a kind that answers a call with what no store raises."""
+
+    def __init__(self, call: str) -> None:
+        super().__init__()
+        self.call = call
+
+    def around(
+        self, call: str, function: Callable[[], T], *, refused: Exception, unknown: Exception
+    ) -> T:
+        if call == self.call:
+            raise ZeroDivisionError("defect")
+        return function()
+
+
+def test_what_a_started_worker_cannot_go_on_with_ends_it_and_is_in_the_log(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    ended, stores = offline(bench.server), bench.server.engine.stores
+    stores.store = FlakyStore(stores.store, Defect("receive"))
+    worker = bench.server.new_worker("w", 1)
+
+    worker.start()
+
+    wait_until(lambda: ended)
+    assert "worker w cannot go on: ZeroDivisionError('defect')" in caplog.text
+    assert worker.stop() is True
+
+
+def test_what_a_launched_worker_cannot_go_on_with_is_raised(bench: Bench) -> None:
+    ended, stores = offline(bench.server), bench.server.engine.stores
+    stores.store = FlakyStore(stores.store, Defect("receive"))
+
+    with pytest.raises(MachineryError, match="cannot go on") as caught:
+        bench.server.new_worker("w", 1).launch(signals=False)
+
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    assert ended
 
 
 @pytest.mark.parametrize(
