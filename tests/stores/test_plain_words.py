@@ -53,11 +53,12 @@ def listen() -> Iterator[Callable[[bool], int]]:
 def failures(scheme: str, place: str) -> list[str]:
     """What a sender and a worker are told."""
     if scheme == "memcache":
-        server = Server(
-            Config(broker="memory://", result_backend=f"memcache://{place}", publish_timeout=0.5)
-        )
-    else:
-        server = Server(Config(broker=f"{scheme}://user:secret@{place}", publish_timeout=0.5))
+        return told(broker="memory://", result_backend=f"memcache://{place}")
+    return told(broker=f"{scheme}://user:secret@{place}")
+
+
+def told(**urls: str) -> list[str]:
+    server = Server(Config(publish_timeout=0.5, **urls))  # type: ignore[arg-type]
 
     @server.task
     def add(a: int, b: int) -> int:
@@ -82,6 +83,37 @@ def test_a_server_that_is_not_there_is_told_in_plain_words(
     for text in failures(scheme, place):
         assert text.endswith(said), text
         assert place in text
+        assert not DRIVERS.search(text), text
+        assert "secret" not in text
+
+
+SEVERAL = {
+    "redis": {
+        "broker": "redis://:secret@127.0.0.1:1;redis://:secret@127.0.0.1:2",
+        "multiple_broker_separator": ";",
+    },
+    "amqp": {
+        "broker": "amqp://u:secret@127.0.0.1:1;amqp://u:secret@127.0.0.1:2",
+        "multiple_broker_separator": ";",
+    },
+    "sentinels": {"broker": "redis://:secret@127.0.0.1:1,127.0.0.1:2/0?master_name=m"},
+}
+
+
+@pytest.mark.parametrize("servers", SEVERAL)
+def test_of_several_servers_that_are_not_there_each_is_told_in_plain_words(servers: str) -> None:
+    for text in told(**SEVERAL[servers]):
+        assert text.count(REFUSED) == 2, text
+        assert "127.0.0.1:1: connection refused" in text
+        assert "127.0.0.1:2: connection refused" in text
+        assert not DRIVERS.search(text), text
+        assert "secret" not in text
+
+
+def test_nodes_of_a_cluster_that_are_not_there_are_told_in_plain_words() -> None:
+    for text in told(broker="redis://:secret@127.0.0.1:1,127.0.0.1:2/0"):
+        assert "no node of the cluster 127.0.0.1:1,127.0.0.1:2 " in text
+        assert text.endswith(REFUSED)
         assert not DRIVERS.search(text), text
         assert "secret" not in text
 
