@@ -18,6 +18,8 @@ from tests.engine.apps import Bench, bench
 
 __all__ = ["bench"]
 
+pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+
 T = TypeVar("T")
 
 

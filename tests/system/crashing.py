@@ -2,6 +2,7 @@
 
     python crashing.py worker POINT     run a worker until it is killed, or until nothing is left to do
     python crashing.py send SHAPE POINT publish one shape; the killer is armed with the sender's points
+    python crashing.py revoke UUID POINT revoke a task that waits
 
 The stores are wrapped at their contracts, so the library itself knows nothing of this. Every call of user code is noted in a
 ledger that no store can lose: one write to a file that is only appended to.
@@ -105,6 +106,18 @@ REFUSED: dict[str, Callable[[], Any]] = {
     ),
 }
 
+#: A task, a member of a chord and the first of its chain, that is to be revoked before it begins.
+REVOKED = "task_revoked"
+
+
+def revoked() -> Any:
+    first = plain.options(uuid=REVOKED).signature(1).catch(on_error.partial())
+    return chord(
+        group(first | after.partial(), plain.signature(2)),
+        after.partial().catch(on_error.partial()),
+    )
+
+
 SENDER_POINTS = ("before-submit", "after-submit")
 WORKER_POINTS = (
     "after-claim",
@@ -130,6 +143,18 @@ TWO_STORE_POINTS = ("after-put", "after-clear")
 
 #: Around the steps 2a and 2b of stores/outbox.py.
 REFUSAL_POINTS = ("before-bury", "after-bury", "after-failure")
+
+
+#: Of whoever revokes a task: around the two steps of revocation.py, and around the end of a chord that is broken by it.
+REVOKE_POINTS = (
+    "before-remember",
+    "after-remember",
+    "before-fire",
+    "inside-fire",
+    "after-fire",
+    "before-chord",
+    "after-chord",
+)
 
 
 #: Of a transaction of the RabbitMQ backend that settles or fires: nothing is written yet; all is written, the locks are held.
@@ -168,6 +193,7 @@ class KillingStore(Store):
             return verdicts
 
         store.backend.apply = killing_apply  # type: ignore[method-assign]
+        store.backend.revoke = around("before-remember", store.backend.revoke, "after-remember")  # type: ignore[method-assign]
         if hasattr(store.backend, "_transactions"):
             kill_in_turns()
         if hasattr(store.backend, "_steps"):
@@ -196,12 +222,16 @@ class KillingStore(Store):
 
     def fire(self, firing: Firing) -> bool:
         killer.reach("before-fire")
+        if firing.group_uuid:
+            killer.reach("before-chord")
         killer.inside.step = "inside-fire"
         try:
             fired = self._store.fire(firing)
         finally:
             killer.inside.step = ""
         killer.reach("after-fire")
+        if firing.group_uuid:
+            killer.reach("after-chord")
         return fired
 
     def tend(self) -> float:
@@ -322,6 +352,9 @@ def main(command: str, *words: str) -> int:
     if command == "send":
         result = server.send({**SHAPES, **REFUSED}[shape[0]]())
         print(result.uuid, flush=True)
+        return 0
+    if command == "revoke":
+        server.revoke(shape)
         return 0
     worker = server.new_worker(concurrency=2, burst=True)
     return worker.launch()
