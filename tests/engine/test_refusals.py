@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from machinery_py import Config, Server, Signature, TaskFailed, chain, group
+from machinery_py.backends.base import Change, Verdict
 from machinery_py.backends.memory import MemoryBackend
 from machinery_py.backends.null import NullBackend
 from machinery_py.backends.sqlite.backend import SQLiteBackend
@@ -19,7 +20,13 @@ from machinery_py.brokers.sqlite.broker import SQLiteBroker
 from machinery_py.clock import Clock, SystemClock
 from machinery_py.connections.memory import MemoryHub
 from machinery_py.connections.sqlite.database import SQLiteDriver
-from machinery_py.errors import PublishRefused, PublishUnknown, for_good
+from machinery_py.errors import (
+    BackendUnavailable,
+    NameRefused,
+    PublishRefused,
+    PublishUnknown,
+    for_good,
+)
 from machinery_py.results.async_results import AsyncResult
 from machinery_py.schedules.scheduler import Scheduler
 from machinery_py.stores.base import Store
@@ -234,6 +241,73 @@ def test_chords_behind_and_before_a_refusal_end(shop: Shop) -> None:
     assert sorted(reason for _, reason in shop.dead()) == ["refused", "refused"]
 
 
+def test_a_chord_whose_callback_can_have_no_state_keeps_no_other_waiting(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    backend = shop.server.backend
+    apply = backend.apply
+
+    def choosy(changes: Sequence[Change]) -> list[Verdict]:
+        if any(state.task_uuid == "chord_a" for change in changes for state in change.states):
+            raise NameRefused("another program's", "chord_a")
+        return apply(changes)
+
+    members = [shop.say.signature("a"), shop.say.signature("b")]
+    (group(members) | shop.join.options(uuid="chord_a").partial()).send()
+    monkeypatch.setattr(backend, "apply", choosy)
+    with shop.server.new_worker("w", 4) as worker:
+        assert (group(members) | shop.join.options(uuid="chord_b").partial()).send().get(
+            timeout=HANG
+        ) == "ab"
+        wait_until(lambda: not backend.ready_groups(1))
+        assert worker.ready
+    assert "ends without its callback: another program's" in caplog.text
+
+
+def test_a_failure_that_cannot_be_stored_with_its_message_is_stored_without(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shop = Shop(*two_stores(tmp_path, SystemClock()))
+    apply = shop.server.backend.apply
+
+    def choosy(changes: Sequence[Change]) -> list[Verdict]:
+        if any(
+            state.message
+            for change in changes
+            for state in change.states
+            if state.state is State.FAILURE
+        ):
+            raise for_good(BackendUnavailable("too large"))
+        return apply(changes)
+
+    monkeypatch.setattr(shop.server.backend, "apply", choosy)
+    bad = (shop.say.signature("a") | shop.say.options(queue="forbidden").partial()).send()
+    with shop.server.new_worker("w", 4):
+        assert WORDS in failed(bad)
+    assert shop.server.backend.get_state(bad.uuid).message == b""
+    shop.server.close()
+
+
+def test_a_backend_that_is_away_behind_the_dead_letter_makes_no_second_one(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shop = Shop(*two_stores(tmp_path, SystemClock()))
+    apply, away = shop.server.backend.apply, [True, True]
+
+    def choosy(changes: Sequence[Change]) -> list[Verdict]:
+        if away and any(change.mark.startswith("refused") for change in changes):
+            away.pop()
+            raise BackendUnavailable("away")
+        return apply(changes)
+
+    monkeypatch.setattr(shop.server.backend, "apply", choosy)
+    bad = (shop.say.signature("a") | shop.say.options(queue="forbidden").partial()).send()
+    with shop.server.new_worker("w", 4):
+        assert WORDS in failed(bad)
+    assert (away, shop.dead()) == ([], [(bad.uuid, "refused")])
+    shop.server.close()
+
+
 @pytest.mark.parametrize("make", [one_store, two_stores])
 def test_a_schedule_that_is_refused_keeps_no_other_from_its_ticks(
     make: Callable[[pathlib.Path, Clock], tuple[Choosy, Store]],
@@ -265,6 +339,33 @@ def test_a_send_that_is_refused_for_good_says_so_at_once(shop: Shop) -> None:
         shop.say.options(queue="forbidden").send("a")
     assert caught.value.permanent
     assert shop.server.inspect.tasks() == []
+
+
+def test_a_unique_send_that_is_refused_for_good_says_so_at_once_and_keeps_no_key(
+    shop: Shop,
+) -> None:
+    once = shop.server.task("once", unique=True, queue="forbidden")(shop._say)
+    with pytest.raises(PublishRefused, match=WORDS) as caught:
+        once.send("a")
+    assert caught.value.permanent
+
+    shop.broker.allowed = True
+    assert not once.send("a").duplicate
+
+
+def test_what_may_have_been_sent_and_never_will_be_is_not_tried_again(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries: list[str] = []
+
+    def check(message: Message) -> None:
+        tries.append(message.uuid)
+        raise for_good(PublishUnknown(WORDS))
+
+    monkeypatch.setattr(shop.broker, "check", check)
+    with pytest.raises(PublishUnknown, match=WORDS):
+        shop.say.send("a")
+    assert len(tries) == 1
 
 
 # A full queue
