@@ -13,6 +13,7 @@ import pika.channel
 import pytest
 
 from machinery_py import Config, Server, current_task
+from machinery_py.brokers.base import Consumer, Delivery
 from machinery_py.brokers.rabbitmq.broker import AMQPBroker
 from machinery_py.brokers.rabbitmq.consumer import AMQPConsumer
 from machinery_py.brokers.rabbitmq.fetch import Fetch
@@ -141,6 +142,30 @@ def test_the_fence_grows_with_each_delivery_and_each_run(server: Server) -> None
 
     assert again == [False, True, False]
     assert fences[0] < fences[1] < fences[2]
+
+
+def test_what_was_held_for_long_and_did_not_begin_comes_back_without_a_strike(
+    broker: AMQPBroker,
+) -> None:
+    put(broker, b"held", b"runs")
+    dying = broker.consume(["q"], worker="dies")
+    assert isinstance(dying, AMQPConsumer)
+    found = both_of(dying)
+    dying.run_begins(next(one for one in found if one.body == b"runs"))
+    dying._hold_for = 0.0
+
+    dying.beat()  # holds both in another queue from now on
+    break_connection(dying)
+
+    back = both_of(broker.consume(["q"], worker="heir"))
+    assert sorted((one.body, one.strikes) for one in back) == [(b"held", 0), (b"runs", 1)]
+
+
+def both_of(consumer: Consumer) -> list[Delivery]:
+    found: list[Delivery] = []
+    while len(found) < 2:
+        found += consumer.receive(2 - len(found), HANG)
+    return found
 
 
 # pika's inside
