@@ -28,6 +28,7 @@ class Watched:
     """A task that says who runs at each moment, and waits until it is let go."""
 
     def __init__(self, server: Server) -> None:
+        self.takes = 0.0  # seconds of each run
         self.running: set[str] = set()
         self.together: list[set[str]] = []  # who ran when a run began
         self.gates: dict[str, threading.Event] = {}
@@ -39,6 +40,7 @@ class Watched:
             self.running.add(name)
             self.together.append(set(self.running))
         self.gates.get(name, _open()).wait(HANG)
+        threading.Event().wait(self.takes)
         with self._lock:
             self.running.discard(name)
 
@@ -78,6 +80,7 @@ def let_workers_die(server: Server, results: Sequence[Any], *, deaths: int) -> N
 def test_suspects_run_one_at_a_time_and_beside_nothing_else(
     server: Server, watched: Watched
 ) -> None:
+    watched.takes = 0.002  # so that two would meet, if they could
     results = [watched.task.send(f"good {number}") for number in range(100)]
     suspects = [watched.task.send(f"suspect {number}") for number in range(50)]
     results += suspects + [watched.task.send(f"later {number}") for number in range(100)]
