@@ -6,44 +6,36 @@ the time that has passed, at most half a second.
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from machinery_py.backends.base import Listener
-from machinery_py.connections.mongodb.client import MongoDriver, Store
+from machinery_py.backends.polling import PollingListener
+from machinery_py.connections.mongodb.client import MongoDriver
 from machinery_py.errors import MachineryError
 from machinery_py.tasks.states import State
 
-READ = 1000  # UUIDs in one look
 SOONEST, LATEST = 0.005, 0.5  # seconds between two looks
 
 _FINISHED = [State.SUCCESS.value, State.FAILURE.value]
 
 
-class MongoListener(Listener):
+class MongoListener(PollingListener):
     """The tasks that are waited for."""
 
     def __init__(self, driver: MongoDriver) -> None:
+        super().__init__(self._ask)
         self._driver = driver
         self._notifier = driver.notifier("results")
-        self._lock = threading.Lock()
-        self._watched: set[str] = set()
         self._woken = False
-
-    def watch(self, uuids: Iterable[str]) -> None:
-        with self._lock:
-            self._watched.update(uuids)
-
-    def unwatch(self, uuids: Iterable[str]) -> None:
-        with self._lock:
-            self._watched.difference_update(uuids)
 
     def wait(self, timeout: float) -> None:
         began = time.monotonic()
         while not self._woken:
-            if self._look():
-                break
+            try:
+                if self.look():
+                    break
+            except MachineryError:
+                break  # the waiter's own look says what is wrong
             now = time.monotonic()
             left = began + timeout - now
             if left <= 0:
@@ -51,25 +43,12 @@ class MongoListener(Listener):
             self._notifier.wait(min(left, max(SOONEST, min(LATEST, (now - began) / 10))))
         self._woken = False
 
-    def _look(self) -> bool:
-        """Whether watched tasks have finished; those are not watched any more."""
-        with self._lock:
-            watched = list(self._watched)
-        finished: set[str] = set()
-
-        def look(store: Store) -> None:
-            for start in range(0, len(watched), READ):
-                query = {"_id": {"$in": watched[start : start + READ]}, "state": {"$in": _FINISHED}}
-                finished.update(one["_id"] for one in store.tasks.find(query, {"_id": 1}))
-
-        try:
-            if watched:
-                self._driver.run(look, doing="looking for results")
-        except MachineryError:
-            return True  # the waiter's own look says what is wrong
-        with self._lock:
-            self._watched.difference_update(finished)
-        return bool(finished)
+    def _ask(self, uuids: Sequence[str]) -> Iterable[str]:
+        query = {"_id": {"$in": uuids}, "state": {"$in": _FINISHED}}
+        return self._driver.run(
+            lambda store: [one["_id"] for one in store.tasks.find(query, {"_id": 1})],
+            doing="looking for results",
+        )
 
     def wake(self) -> None:
         self._woken = True
