@@ -1,7 +1,8 @@
-"""What a task must pass before it is called: its key if it is unique, its lock if it is exclusive.
+"""Admission of a task to its run: the key of a unique task, the lock of an exclusive one.
 
-Called where the task is about to run, so that what waits in a worker holds no lock. The lock is given back when the settlement
-has been committed: until then a crash would bring the task back, and the next one must not run before.
+Called where the task is about to run, so that tasks waiting in a worker hold no lock. The lock is
+given back when the settlement has been committed: until then a crash would bring the task back,
+and the next one must not run before it.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from machinery_py.unique import start
 
 logger = get_logger(__name__)
 
-WAITS = 0.05, 2.0  # seconds that an exclusive task waits for its next try, at first and at most
-OUTAGE = 1.0  # seconds to the next try when the lock store does not answer
+WAITS = 0.05, 2.0  # seconds to the next try of an exclusive task, at first and at most
+STORE_PAUSE = 1.0  # seconds to the next try when the lock store does not answer
 
 
-def is_gated(task: Task[..., Any] | None, signature: Signature[Any]) -> bool:
-    """Whether there is a gate: most tasks have none."""
+def is_guarded(task: Task[..., Any] | None, signature: Signature[Any]) -> bool:
+    """Return whether the task needs a guard: most need none."""
     return (task is not None and task.settings.exclusive != "") or bool(
         signature.headers
         and HEADER_UNIQUE_START in signature.headers
@@ -38,8 +39,8 @@ def is_gated(task: Task[..., Any] | None, signature: Signature[Any]) -> bool:
     )
 
 
-class Gate:
-    """The gate of one execution. `enter` is called by the thread that is to run it, `leave` by any."""
+class ExecutionGuard:
+    """Guard of one execution. `enter` is called by the thread that is to run it, `leave` by any."""
 
     def __init__(
         self, engine: Engine, task: Task[..., Any], signature: Signature[Any], delivery: Delivery
@@ -51,7 +52,11 @@ class Gate:
         self._lease: Lease | None = None
 
     def enter(self, on_lost: Callable[[], object]) -> Failed | Settlement | None:
-        """Pass, or say what becomes of the task instead. `on_lost` is called when its lock is lost while it runs."""
+        """Let the task run (None), or return what becomes of it instead.
+
+        Args:
+            on_lost: called when its lock is lost while it runs.
+        """
         try:
             stop = self._lock(on_lost) if self._task.settings.exclusive else None
             if (
@@ -62,7 +67,7 @@ class Gate:
                 stop = None if start(self._engine, self._signature) else self._settlement()
         except (BackendUnavailable, BrokerUnavailable) as error:
             logger.warning("task %s cannot be run now: %s", self._signature.uuid, error)
-            stop = self._later(OUTAGE)
+            stop = self._later(STORE_PAUSE)
         except ArgumentError as error:
             stop = Failed(error=str(error), error_type="ArgumentError", retryable=False)
         except MachineryError as error:  # no lock store, or one that cannot be worked with
@@ -74,7 +79,7 @@ class Gate:
         return stop
 
     def leave(self) -> None:
-        """Let the next one run. May be called twice, and from any thread; the lock store is asked in another one."""
+        """Release the lock, without waiting for the store. May be called twice, from any thread."""
         lease, self._lease = self._lease, None
         if lease is not None:
             self._engine.locks.give_back_soon(lease)
@@ -104,7 +109,10 @@ class Gate:
         return self._later(min(WAITS[1], max(WAITS[0], waited / 4)))
 
     def _waited(self) -> float:
-        """Seconds since it could have run; asked of its state, since few brokers know when a message was sent."""
+        """Return the seconds since it could have run.
+
+        Read from its state, since few brokers know when a message was sent.
+        """
         signature = self._signature
         state = self._engine.store.backend.get_states([signature.uuid]).get(signature.uuid)
         moments = [
@@ -121,14 +129,18 @@ class Gate:
         return self._settlement(fate=Fate.LATER, eta=eta, reason=WAITING)
 
     def _settlement(self, **more: Any) -> Settlement:
-        """The end of the delivery, and of nothing else."""
+        """Return a settlement of the delivery alone."""
         return Settlement(
             delivery=self._delivery, uuid=self._signature.uuid, name=self._signature.name, **more
         )
 
 
 async def in_thread(passing: Callable[[], bool], stop: Callable[[BaseException], object]) -> bool:
-    """Pass a gate without keeping the loop waiting. `stop` is called if the coroutine is cancelled meanwhile, and had passed."""
+    """Pass a guard without blocking the loop.
+
+    Args:
+        stop: called if the coroutine was cancelled meanwhile, and had passed.
+    """
     import asyncio  # loaded by now: we are in a coroutine
 
     attempt = asyncio.ensure_future(asyncio.to_thread(passing))

@@ -31,7 +31,7 @@ from machinery_py.tasks.context import Context, on_behalf_of
 from machinery_py.tasks.signature import Signature
 from machinery_py.tasks.states import Arrival, State, TaskState
 from machinery_py.texts import get_logger
-from machinery_py.worker.admission import Gate
+from machinery_py.worker.admission import ExecutionGuard
 from machinery_py.worker.hooks import Hooks, text_of, traceback_of, type_name_of
 
 logger = get_logger(__name__)
@@ -56,7 +56,7 @@ class Execution:
         "delivery",
         "engine",
         "error",
-        "gate",
+        "guard",
         "hooks",
         "phase",
         "progress",
@@ -80,7 +80,7 @@ class Execution:
         self.signature: Signature[Any] = _NAMELESS
         self.task: Task[..., Any] | None = None
         self.context: Context | None = None
-        self.gate: Gate | None = None
+        self.guard: ExecutionGuard | None = None
         self.phase: State | None = None  # RECEIVED, STARTED: what a mark would say
         self.queued = False  # a mark for it is on its way to the settler
         self.progress: tuple[float, float] | None = None

@@ -88,7 +88,7 @@ class Inline:
             [verdict] = session.settle([execution.settlement])
             tell(self._engine, execution, verdict)
             let_next(self._engine, [execution], [verdict])
-            if execution.gate is not None:
+            if execution.guard is not None:
                 self._engine.locks.flush()  # what is due next may want the same lock
 
 

@@ -31,8 +31,8 @@ def let_next(engine: Engine, executions: Sequence[Execution], verdicts: Sequence
     """Give back what they held that others wait for: locks, and the keys of what is over."""
     over, revoked = [], []
     for execution, verdict in zip(executions, verdicts, strict=True):
-        if execution.gate is not None:
-            execution.gate.leave()
+        if execution.guard is not None:
+            execution.guard.leave()
         if (
             execution.signature.headers
             and execution.settlement is not None

@@ -1,4 +1,4 @@
-"""Running an execution: pass its gate, convert the arguments, call the function, finish with what came of it.
+"""Running an execution: pass its guard, convert the arguments, call the function, finish with what came of it.
 
 `run` and `run_async` differ in the call alone. What the user's code raises becomes an outcome here; it never comes through.
 """
@@ -19,7 +19,7 @@ from machinery_py.tasks.context import Context, enter, leave
 from machinery_py.tasks.states import State
 from machinery_py.texts import get_logger
 from machinery_py.wire.signatures import decode_exact, encode_results
-from machinery_py.worker.admission import Gate, in_thread, is_gated
+from machinery_py.worker.admission import ExecutionGuard, in_thread, is_guarded
 from machinery_py.worker.execution import Execution
 from machinery_py.worker.hooks import await_around, call_around, text_of
 
@@ -39,7 +39,7 @@ def run(execution: Execution, report: Report | None = None) -> None:
 
 
 def _run(execution: Execution, report: Report | None) -> None:
-    if is_gated(execution.task, execution.signature) and not _pass_gate(execution):
+    if is_guarded(execution.task, execution.signature) and not _pass_guard(execution):
         return
     call = _begin(execution, report)
     if call is None:
@@ -62,8 +62,8 @@ def _run(execution: Execution, report: Report | None) -> None:
 
 async def run_async(execution: Execution, report: Report | None = None) -> None:
     """As `run`, for a coroutine function, on the running loop."""
-    if is_gated(execution.task, execution.signature) and not await in_thread(
-        lambda: _pass_gate(execution), lambda error: execution.finish(execution.failed(error))
+    if is_guarded(execution.task, execution.signature) and not await in_thread(
+        lambda: _pass_guard(execution), lambda error: execution.finish(execution.failed(error))
     ):
         return
     call = _begin(execution, report)
@@ -86,15 +86,17 @@ async def run_async(execution: Execution, report: Report | None = None) -> None:
     _end(execution, outcome)
 
 
-def _pass_gate(execution: Execution) -> bool:
-    """Take its lock, start its key. False: it cannot run, and it is settled what becomes of it."""
+def _pass_guard(execution: Execution) -> bool:
+    """Take its lock and start its key. False: it cannot run, and is settled."""
     assert execution.task is not None
-    gate = Gate(execution.engine, execution.task, execution.signature, execution.delivery)
-    execution.gate = gate
-    stop = gate.enter(execution.cancel)
+    guard = ExecutionGuard(
+        execution.engine, execution.task, execution.signature, execution.delivery
+    )
+    execution.guard = guard
+    stop = guard.enter(execution.cancel)
     if stop is None and not execution.is_over:
         return True
-    gate.leave()
+    guard.leave()
     if isinstance(stop, Settlement):
         execution.settle(stop)
     elif stop is not None:

@@ -98,7 +98,7 @@ ELSEWHERE = [
     "test_one_that_may_not_wait_is_skipped_and_says_so",
     "test_it_waits_for_so_long_and_then_fails",
     "test_whatever_ends_a_run_frees_its_lock",
-    "test_a_coroutine_passes_the_same_gate",
+    "test_a_coroutine_passes_the_same_guard",
 ]
 
 

@@ -148,7 +148,7 @@ class ExclusiveConformance(AppCase):
         with app.server.lock("feed", timeout=HANG):
             pass
 
-    def test_a_coroutine_passes_the_same_gate(self, app: App) -> None:
+    def test_a_coroutine_passes_the_same_guard(self, app: App) -> None:
         overlap = Overlap()
 
         async def feed(number: int) -> int:
