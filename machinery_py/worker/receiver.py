@@ -7,6 +7,7 @@ advance.
 
 from __future__ import annotations
 
+import heapq
 import math
 import random
 import threading
@@ -27,7 +28,6 @@ from machinery_py.worker.hooks import Hooks
 from machinery_py.worker.intake import accept, peek
 from machinery_py.worker.reconnect import Outage
 from machinery_py.worker.settler import Settler
-from machinery_py.worker.unknown_tasks import ASIDE, Courtesy
 
 logger = get_logger(__name__)
 
@@ -43,6 +43,42 @@ PROBATION = 2.0  # seconds that nothing begins beside a suspect: what kills its 
 PATIENCE = (
     0.2  # seconds that further suspects wait for the one in front; then other workers may have them
 )
+BACKOFF = 0.25  # seconds without a claim when an unknown task is redelivered, and
+BACKOFF_MARGIN = 0.05  # seconds before and after the moment at which it is due
+BACKOFF_SHARE = 4  # at most one second in so many is spent so, however much is redelivered
+BACKOFF_QUEUE = 1000  # redeliveries that are remembered
+
+
+class UnknownTaskBackoff:
+    """Moments at which not to claim, because a task unknown to this worker is about to be redelivered.
+
+    A worker that waits at the queue gets what comes first, every time, and the worker that knows the
+    task may never get it. Before the task is due, stop claiming; after it is due, tend the store, so
+    that the task is on its queue; then leave it to other workers for BACKOFF. Times are seconds of one
+    monotonic clock. Belongs to one thread.
+    """
+
+    def __init__(self) -> None:
+        self._due: list[float] = []
+        self._earliest = -math.inf
+
+    def expect(self, due: float) -> None:
+        """Remember that an unknown task is redelivered at this moment."""
+        if len(self._due) < BACKOFF_QUEUE:
+            heapq.heappush(self._due, due)
+
+    def starts_in(self, now: float) -> float:
+        """Return the seconds until claims are to stop; infinite if no redelivery is expected."""
+        while self._due and self._due[0] - BACKOFF_MARGIN < self._earliest:
+            heapq.heappop(self._due)  # too soon after the last one
+        return max(0.0, self._due[0] - BACKOFF_MARGIN - now) if self._due else math.inf
+
+    def start(self, now: float) -> float:
+        """Return the seconds until the store is to be tended; BACKOFF follows. `starts_in` was 0."""
+        due = max(now, heapq.heappop(self._due))
+        length = 2 * BACKOFF_MARGIN + BACKOFF
+        self._earliest = due + BACKOFF_MARGIN + BACKOFF + (BACKOFF_SHARE - 1) * length
+        return due + BACKOFF_MARGIN - now
 
 
 class Receiver:
@@ -81,7 +117,7 @@ class Receiver:
         self._held: dict[int, Execution] = {}
         self._telling: Sequence[Execution] = ()
         self._suspects: list[Execution] = []  # held, and not submitted yet
-        self._courtesy = Courtesy()
+        self._backoff = UnknownTaskBackoff()
         self._outage = outage
         self.connected = False
         self.received_at = time.monotonic()  # of the last round trip that worked
@@ -158,7 +194,7 @@ class Receiver:
                     self._wait_for_room()
                     continue
                 try:
-                    self._step_aside()
+                    self._back_off()
                     # The first one does not wait: that it comes back is what makes the worker ready.
                     timeout = self._patience() if self.connected else 0.0
                     deliveries = self._session.receive(
@@ -173,16 +209,16 @@ class Receiver:
             self.failure = error
             logger.exception("the receiver has died")
 
-    def _step_aside(self) -> None:
-        """Let other programs have what comes back now: on their queue, and not claimed here for a moment."""
-        if self._courtesy.starts_in(time.monotonic()) == 0.0:
-            self._stop.wait(self._courtesy.step(time.monotonic()))
+    def _back_off(self) -> None:
+        """Leave an unknown task that is due now to other workers."""
+        if self._backoff.starts_in(time.monotonic()) == 0.0:
+            self._stop.wait(self._backoff.start(time.monotonic()))
             self._engine.store.tend()
-            self._stop.wait(ASIDE)
+            self._stop.wait(BACKOFF)
 
     def _patience(self) -> float:
-        """Seconds that a claim may wait."""
-        return min(self._timeout, self._courtesy.starts_in(time.monotonic()))
+        """Return the seconds that a claim may wait."""
+        return min(self._timeout, self._backoff.starts_in(time.monotonic()))
 
     def _wait_for_room(self) -> None:
         with self._room:
@@ -235,10 +271,10 @@ class Receiver:
             self._stop.wait(0.005)
 
     def _note_return(self, execution: Execution) -> None:
-        """Remember when a task comes back that is not known here."""
+        """Remember when a task is redelivered that this worker does not know."""
         settlement = execution.settlement
         if settlement is not None and settlement.fate is Fate.LATER and settlement.eta is not None:
-            self._courtesy.promise(
+            self._backoff.expect(
                 time.monotonic() + (settlement.eta - self._engine.clock.now()).total_seconds()
             )
 

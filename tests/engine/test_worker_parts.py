@@ -24,7 +24,7 @@ from machinery_py.tasks.signature import HEADER_EXPIRES
 from machinery_py.testing.flaky import FlakyBackend, FlakyStore
 from machinery_py.testing.waiting import HANG, together, wait_until
 from machinery_py.worker import settler
-from machinery_py.worker.unknown_tasks import ASIDE, NEAR, Courtesy
+from machinery_py.worker.receiver import BACKOFF, BACKOFF_MARGIN, UnknownTaskBackoff
 from tests.engine.apps import Bench, bench
 
 __all__ = ["bench"]
@@ -370,33 +370,35 @@ def test_launch_can_be_ended_from_another_thread() -> None:
     bench.server.close()
 
 
-def test_a_worker_steps_aside_when_what_it_does_not_know_comes_back() -> None:
-    courtesy = Courtesy()
-    assert courtesy.starts_in(0.0) == math.inf
+def test_backoff_begins_before_an_unknown_task_is_redelivered() -> None:
+    backoff = UnknownTaskBackoff()
+    assert backoff.starts_in(0.0) == math.inf
 
-    courtesy.promise(10.0)
-    courtesy.promise(10.02)
+    backoff.expect(10.0)
+    backoff.expect(10.02)
 
-    assert courtesy.starts_in(0.0) == pytest.approx(10.0 - NEAR)
-    assert courtesy.starts_in(10.0 - NEAR) == 0.0
-    assert courtesy.step(10.0 - NEAR) == pytest.approx(2 * NEAR)
-    assert courtesy.starts_in(10.0 + NEAR + ASIDE) == math.inf  # the second came with the first
+    assert backoff.starts_in(0.0) == pytest.approx(10.0 - BACKOFF_MARGIN)
+    assert backoff.starts_in(10.0 - BACKOFF_MARGIN) == 0.0
+    assert backoff.start(10.0 - BACKOFF_MARGIN) == pytest.approx(2 * BACKOFF_MARGIN)
+    assert (
+        backoff.starts_in(10.0 + BACKOFF_MARGIN + BACKOFF) == math.inf
+    )  # the second came with the first
 
 
-def test_a_worker_does_not_step_aside_most_of_the_time() -> None:
-    courtesy = Courtesy()
+def test_backoff_takes_a_small_share_of_the_time() -> None:
+    backoff = UnknownTaskBackoff()
     for number in range(1000):
-        courtesy.promise(number / 100)
-    now = aside = 0.0
+        backoff.expect(number / 100)
+    now = paused = 0.0
 
-    while (pause := courtesy.starts_in(now)) != math.inf:
+    while (pause := backoff.starts_in(now)) != math.inf:
         now += pause
-        length = courtesy.step(now) + ASIDE
+        length = backoff.start(now) + BACKOFF
         now += length
-        aside += length
+        paused += length
 
     assert 9.0 < now < 12.0
-    assert aside / now < 0.3
+    assert paused / now < 0.3
 
 
 class Choosy(MemoryBackend):
