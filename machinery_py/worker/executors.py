@@ -149,11 +149,11 @@ class Executors:
                 self._stuck.discard(threading.get_ident())
             return False
         self._slots.put(None)
-        self._tell(execution)
+        self._report_done(execution)
         return True
 
     def _leave(self, execution: Execution) -> bool:
-        """It runs no more, and `_tell` follows. False: that was said before, and nothing is to be told."""
+        """It runs no more, and `_report_done` follows. False: that was said before, and nothing is to be told."""
         place = id(execution), threading.get_ident()
         self._ending[place] = (
             execution  # before it is not running any more: `busy` must not miss it
@@ -163,7 +163,7 @@ class Executors:
             return False
         return True
 
-    def _tell(self, execution: Execution) -> None:
+    def _report_done(self, execution: Execution) -> None:
         self._on_done(execution)
         del self._ending[id(execution), threading.get_ident()]
 
@@ -181,7 +181,7 @@ class Executors:
         else:
             self._slots.put(None)
             self._idle.put(None)
-        self._tell(execution)
+        self._report_done(execution)
 
     def interrupt(self) -> bool:
         """Raise TimeLimitExceeded in the threads that run abandoned tasks. False: some are where they must not be
@@ -217,7 +217,7 @@ class Executors:
                 self._session.run_ends(execution.delivery)
                 self._slots.put(None)
                 if self._leave(execution):
-                    self._tell(execution)
+                    self._report_done(execution)
 
         asyncio.run_coroutine_threadsafe(work(), loop)
 

@@ -12,8 +12,8 @@ from machinery_py.worker.chords import fire_ready_groups
 from machinery_py.worker.execution import Execution
 from machinery_py.worker.hooks import Hooks
 from machinery_py.worker.intake import accept, peek
-from machinery_py.worker.reporting import let_next, tell
 from machinery_py.worker.runner import Report, run, run_async
+from machinery_py.worker.settler import release, report_end
 
 
 class Inline:
@@ -86,8 +86,8 @@ class Inline:
                 run(execution, report)
         if execution.settlement is not None:
             [verdict] = session.settle([execution.settlement])
-            tell(self._engine, execution, verdict)
-            let_next(self._engine, [execution], [verdict])
+            report_end(self._engine, execution, verdict)
+            release(self._engine, [execution], [verdict])
             if execution.guard is not None:
                 self._engine.locks.flush()  # what is due next may want the same lock
 

@@ -38,7 +38,7 @@ PREFETCH_BYTES = (
 RECEIVE_TIMEOUT = 1.0  # seconds of one waiting claim
 BURST_TIMEOUT = 0.05  # seconds; a worker that ends when nothing is left need not wait for more
 SMOOTHING = 0.1  # weight of the newest run in the average
-TELLING = 5.0  # seconds; longer than handlers of events take
+REPORT_TIMEOUT = 5.0  # seconds; longer than handlers of events take
 PROBATION = 2.0  # seconds that nothing begins beside a suspect: what kills its process does that soon, as a rule
 PATIENCE = (
     0.2  # seconds that further suspects wait for the one in front; then other workers may have them
@@ -115,7 +115,7 @@ class Receiver:
         self._mean = 0.0  # seconds a run takes, of late
         self._size = 0.0  # bytes of a body, of late
         self._held: dict[int, Execution] = {}
-        self._telling: Sequence[Execution] = ()
+        self._reporting: Sequence[Execution] = ()
         self._suspects: list[Execution] = []  # held, and not submitted yet
         self._backoff = UnknownTaskBackoff()
         self._outage = outage
@@ -146,8 +146,8 @@ class Receiver:
         return list(self._held.values())
 
     def settled(self, executions: Sequence[Execution]) -> None:
-        """They are over: there is room for others. Called in the settler's thread, and `told` after it."""
-        self._telling = executions
+        """Make room: these are over. Called in the settler's thread; `reported` follows."""
+        self._reporting = executions
         for execution in executions:
             self._held.pop(id(execution), None)
             if execution.runtime:
@@ -156,9 +156,9 @@ class Receiver:
         with self._room:
             self._room.notify()
 
-    def told(self) -> None:
-        """All that goes with their end was told."""
-        self._telling = ()
+    def reported(self) -> None:
+        """Note that the events of the executions last settled were emitted."""
+        self._reporting = ()
 
     def _limit(self) -> int:
         """How many may be held."""
@@ -248,7 +248,7 @@ class Receiver:
             self._held[id(execution)] = execution
         revoked = self._revoked(executions)
         if self._engine.events.wants(TaskStarted):
-            self._let_tell(executions)
+            self._await_reports(executions)
         for execution in executions:
             if accept(execution, revoked):
                 if execution.delivery.strikes:
@@ -260,13 +260,13 @@ class Receiver:
                 self._settler.put(execution)
                 self._note_return(execution)
 
-    def _let_tell(self, executions: Sequence[Execution]) -> None:
-        """Let TaskRetried of a run be told before TaskStarted of the next, whose message may be here before that."""
+    def _await_reports(self, executions: Sequence[Execution]) -> None:
+        """Wait until TaskRetried of a run was emitted: TaskStarted of the next must not come before it."""
         retried = {execution.signature.uuid for execution in executions if execution.signature.run}
-        deadline = time.monotonic() + TELLING
+        deadline = time.monotonic() + REPORT_TIMEOUT
         while retried and time.monotonic() < deadline:
             ended = [one for one in self.held() if one.is_over]
-            if not any(one.signature.uuid in retried for one in (*ended, *self._telling)):
+            if not any(one.signature.uuid in retried for one in (*ended, *self._reporting)):
                 return
             self._stop.wait(0.005)
 

@@ -193,7 +193,7 @@ def _end(execution: Execution, outcome: Outcome) -> None:
         return
     hooks, uuid = execution.hooks, execution.signature.uuid
     if execution.error is not None and isinstance(outcome, Failed) and execution.is_final:
-        _tell_error(execution, execution.error)
+        _report_error(execution, execution.error)
     if hooks.post_task is not None:
         try:
             hooks.post_task(execution.signature)
@@ -201,7 +201,7 @@ def _end(execution: Execution, outcome: Outcome) -> None:
             logger.exception("the post-task handler failed after task %s", uuid)
 
 
-def _tell_error(execution: Execution, error: Exception) -> None:
+def _report_error(execution: Execution, error: Exception) -> None:
     """Hand a final failure to the error handler, or to the log."""
     uuid, name = execution.signature.uuid, execution.signature.name
     if execution.hooks.error is None:

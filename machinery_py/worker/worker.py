@@ -36,13 +36,12 @@ from machinery_py.worker.limits import TimeLimits
 from machinery_py.worker.maintenance import Upkeep
 from machinery_py.worker.receiver import Receiver
 from machinery_py.worker.reconnect import Handler, Outage, open_patiently
-from machinery_py.worker.reporting import let_next, log_fenced, tell
-from machinery_py.worker.settler import Settler
+from machinery_py.worker.settler import Settler, log_fenced, release, report_end
 from machinery_py.worker.stopping import StopRequest
 
 logger = get_logger(__name__)
 
-TELLING = 2.0  # seconds that a task which has ended has for saying so
+SETTLER_WAIT = 2.0  # seconds for a task that has ended to reach the settler
 
 GRACEFUL, ABRUPT = 0, 1  # what `launch` returns; the exit codes of the command line
 
@@ -319,7 +318,7 @@ class Worker:
             )
             unfinished = self._hand_back(started=True)
             # What has ended must be with the settler before that is closed.
-            self._wait_while(lambda: any(map(_is_telling, self._executors.busy())), TELLING)
+            self._wait_while(lambda: any(map(_is_on_its_way, self._executors.busy())), SETTLER_WAIT)
             if unfinished:
                 logger.warning(
                     "%d unfinished tasks go back to their queues: %s",
@@ -427,16 +426,16 @@ class Worker:
                     self._groups.note(execution.settlement.arrivals)
             else:
                 log_fenced(execution, verdict)
-            tell(self.engine, execution, verdict)
-        self._receiver.told()
-        let_next(self.engine, executions, verdicts)
+            report_end(self.engine, execution, verdict)
+        self._receiver.reported()
+        release(self.engine, executions, verdicts)
 
 
 def _configured(config: Config) -> Queues:
     return parse_queues(config.queues) if config.queues else (config.default_queue,)
 
 
-def _is_telling(execution: Execution) -> bool:
+def _is_on_its_way(execution: Execution) -> bool:
     """Whether it has ended by itself, and is on its way to the settler."""
     return (
         execution.is_over
