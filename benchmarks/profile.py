@@ -21,7 +21,7 @@ from benchmarks.children import own_store
 from benchmarks.workload import WAIT, check_all_succeeded, fill, make_server
 
 INTERVAL = 0.0005  # seconds between two looks
-ROLES = ("receiver", "settler", "upkeep")
+ROLES = ("receiver", "settler", "maintenance")
 TASKS = 20_000
 THREADS = 4
 NAME = "bench"

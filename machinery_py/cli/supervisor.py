@@ -3,7 +3,7 @@
 A process says when it is ready, before it claims its first task, and when it ends by itself. One that dies in between was ended
 by a task, and its exit code is the task's: it is replaced at once, so that poison costs the good tasks no pause. One that does
 not become ready, or ends by itself, is replaced after pauses that double up to LONGEST_PAUSE. What a dead process ran is taken
-over by the others: their upkeep finds dead workers. A process that cannot start at all (exit code 2 or 3) ends everything.
+over by the others: their maintenance finds dead workers. A process that cannot start at all (exit code 2 or 3) ends everything.
 
 A process that is ready beats. One that is silent is killed and replaced, unless it computes: a task may hold the interpreter for
 as long as it does that.

@@ -1,1 +1,1 @@
-"""The worker: receiver, executors, settler, upkeep."""
+"""The worker: receiver, executors, settler, maintenance."""

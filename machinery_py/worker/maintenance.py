@@ -1,4 +1,5 @@
-"""Upkeep: one thread that beats, tends the store, settles groups that a crash left behind, and looks after what runs."""
+"""Maintenance: one thread that beats, tends the store, settles groups that a crash left behind, and
+cancels or gives back what this worker holds."""
 
 from __future__ import annotations
 
@@ -13,19 +14,19 @@ from machinery_py.stores.base import Session
 from machinery_py.texts import get_logger
 from machinery_py.worker.chords import fire_ready_groups
 from machinery_py.worker.executors import Executors
-from machinery_py.worker.go_groups import GroupWatch
+from machinery_py.worker.go_groups import GoGroupPoller
 from machinery_py.worker.receiver import Receiver
 from machinery_py.worker.settler import Settler
 
 logger = get_logger(__name__)
 
-STALE = 1.0  # seconds a claimed task may wait for a slot before it is given to whoever has one
-LONGEST_SLEEP = 0.5  # seconds; so late at most is a running task asked to stop
-GROUPS_EVERY = 5.0  # seconds between two looks for groups that nobody settled
+STALE = 1.0  # seconds a claimed task may wait for a slot before other workers may have it
+LONGEST_SLEEP = 0.5  # seconds; bounds how late a running task is asked to stop
+GROUPS_EVERY = 5.0  # seconds between two searches for groups that nobody settled
 
 
-class Upkeep:
-    """The small regular work of one worker."""
+class Maintenance:
+    """Regular work of one worker, in a thread of its own."""
 
     def __init__(
         self,
@@ -34,7 +35,7 @@ class Upkeep:
         receiver: Receiver,
         executors: Executors,
         settler: Settler,
-        groups: GroupWatch,
+        groups: GoGroupPoller,
         *,
         name: str,
         on_beat: Callable[[], None],
@@ -48,7 +49,7 @@ class Upkeep:
         self._on_beat = on_beat
         self._beat_every = engine.config.lease / 4
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._work, name=f"{name}-upkeep", daemon=True)
+        self._thread = threading.Thread(target=self._work, name=f"{name}-maintenance", daemon=True)
         self._beat_at = 0.0
         self._tend_at = 0.0
         self._groups_at = time.monotonic() + GROUPS_EVERY
@@ -66,12 +67,12 @@ class Upkeep:
                 self._beat_if_due()
                 self._tend_if_due()
                 self._look_after()
-                if self._groups.due_in() == 0.0 and self._groups.look():
+                if self._groups.due_in() == 0.0 and self._groups.poll():
                     fire_ready_groups(self._engine)
             except MachineryError as error:
-                logger.debug("upkeep could not be done: %s", error)
+                logger.debug("maintenance could not be done: %s", error)
             except Exception:  # the loop must live on, whatever a store or a handler does
-                logger.exception("upkeep failed")
+                logger.exception("maintenance failed")
             now = time.monotonic()
             pause = min(
                 self._beat_at - now, self._tend_at - now, LONGEST_SLEEP, self._groups.due_in()
@@ -86,10 +87,11 @@ class Upkeep:
         try:
             if not self._session.beat():
                 logger.warning(
-                    "this worker had been given up (was it stopped?): what it ran belongs to others now"
+                    "this worker had been given up (was it stopped?): "
+                    "what it ran belongs to others now"
                 )
                 for execution in self._receiver.held():
-                    if execution.hand_back():  # it has not begun: whoever has it now runs it
+                    if execution.hand_back():  # not begun: its new owner runs it
                         self._settler.put(execution)
                     else:
                         self._executors.cancel(execution)
@@ -107,7 +109,7 @@ class Upkeep:
             self._groups.adopt()
 
     def _look_after(self) -> None:
-        """Cancel what was lost or revoked while it ran, and give back what waits behind long tasks."""
+        """Cancel what was lost or revoked while it ran; give back what waits behind long tasks."""
         running = self._executors.running()
         for execution in running:
             context = execution.context
@@ -124,7 +126,7 @@ class Upkeep:
                 self._give_back_waiting()
 
     def _stop_revoked(self) -> None:
-        """Ask what runs to stop; what has not begun never will."""
+        """Ask revoked tasks that run to stop, and end those that have not begun."""
         held = {
             one.signature.uuid: one
             for one in self._receiver.held()

@@ -283,7 +283,7 @@ class Receiver:
         try:
             return revoked_among(self._engine, uuids) if uuids else {}
         except MachineryError as error:
-            # They are claimed and must be run: a revocation that cannot be read now is seen by upkeep when they run.
+            # They are claimed and must be run: a revocation that cannot be read now is seen by maintenance when they run.
             logger.warning("revocations cannot be read: %s", error)
             return {}
 
@@ -291,7 +291,7 @@ class Receiver:
         """Run suspects one after the other, as soon as nothing is beside them. Those that are left wait for that."""
         since = time.perf_counter()
         while self._suspects and not self._stop.is_set():
-            # Upkeep may have handed some back.
+            # Maintenance may have handed some back.
             self._suspects = [one for one in self._suspects if not one.is_over]
             if not self._suspects:
                 return

@@ -140,7 +140,7 @@ class Settler:
             self._after_batch()
         except AWAY as error:
             logger.warning("a group could not be settled: %s; it will be tried again", error)
-        except Exception:  # upkeep tries again; the settler must live on
+        except Exception:  # maintenance tries again; this loop must live on
             logger.exception("a group could not be settled; it will be tried again")
 
     def _settle(self, over: Sequence[Execution], marks: Sequence[Mark]) -> Sequence[Verdict]:

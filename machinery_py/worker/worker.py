@@ -30,10 +30,10 @@ from machinery_py.texts import get_logger
 from machinery_py.worker.chords import fire_ready_groups
 from machinery_py.worker.execution import Execution
 from machinery_py.worker.executors import Executors
-from machinery_py.worker.go_groups import GroupWatch
+from machinery_py.worker.go_groups import GoGroupPoller
 from machinery_py.worker.hooks import Hooks
 from machinery_py.worker.limits import TimeLimits
-from machinery_py.worker.maintenance import Upkeep
+from machinery_py.worker.maintenance import Maintenance
 from machinery_py.worker.receiver import Receiver
 from machinery_py.worker.reconnect import Handler, Outage, open_patiently
 from machinery_py.worker.settler import Settler, log_fenced, release, report_end
@@ -262,8 +262,8 @@ class Worker:
             may_consume=self._may_consume,
             burst=self.burst,
         )
-        self._groups = GroupWatch(engine.store.backend)
-        self._upkeep = Upkeep(
+        self._groups = GoGroupPoller(engine.store.backend)
+        self._maintenance = Maintenance(
             engine,
             session,
             self._receiver,
@@ -277,7 +277,7 @@ class Worker:
         # Before the first claim: whatever that brings, this worker could start.
         engine.events.emit(WorkerOnline(worker=self.name))
         self._settler.start()
-        self._upkeep.start()
+        self._maintenance.start()
         self._receiver.start()
         if self._declared is not None:
             self._ticking = Ticking(engine, self._declared, name=self.name)
@@ -328,7 +328,7 @@ class Worker:
             if not self._settler.close(timeout=max(5.0, self.shutdown_timeout)):
                 logger.error("some results could not be stored; their tasks will run again")
             self._limits.close()
-            self._upkeep.close()
+            self._maintenance.close()
             if self._ticking is not None:
                 self._ticking.close()
             self._executors.close()

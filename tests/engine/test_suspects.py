@@ -11,8 +11,7 @@ import pytest
 
 from machinery_py import Config, Server
 from machinery_py.testing.waiting import HANG, wait_until
-from machinery_py.worker import maintenance as upkeep
-from machinery_py.worker import receiver
+from machinery_py.worker import maintenance, receiver
 
 SLOTS = 4
 
@@ -181,7 +180,7 @@ def test_suspects_that_would_have_to_wait_are_left_to_other_workers(
 def test_suspects_that_were_given_back_do_not_stop_the_worker(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(upkeep, "STALE", 0.01)
+    monkeypatch.setattr(maintenance, "STALE", 0.01)
     gate = threading.Event()
     add = server.register_task("add", lambda *numbers: sum(numbers))
     held = server.register_task("held", lambda: gate.wait(HANG) and None)

@@ -11,7 +11,7 @@ from machinery_py.tasks.states import Arrival, GroupMeta, State, TaskState
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.conformance.backends import OpenBackend
 from machinery_py.testing.waiting import HANG, wait_until
-from machinery_py.worker.go_groups import GroupWatch
+from machinery_py.worker.go_groups import GoGroupPoller
 
 GROUP = GroupMeta(group_uuid="group_1", task_uuids=("task_1", "task_2"))
 LEFT = Arrival(group_uuid="group_1", task_uuid="", total=2, ok=True, callback=b"callback")
@@ -31,11 +31,11 @@ def arrival(member: str) -> Arrival:
     return Arrival(group_uuid="group_1", task_uuid=member, total=2, ok=True, callback=b"callback")
 
 
-def look_until_idle(watch: GroupWatch) -> None:
+def look_until_idle(poller: GoGroupPoller) -> None:
     def is_idle() -> bool:
-        if watch.due_in() == 0.0:
-            watch.look()
-        return watch.due_in() == math.inf
+        if poller.due_in() == 0.0:
+            poller.poll()
+        return poller.due_in() == math.inf
 
     wait_until(is_idle, HANG, "nothing is watched")
 
@@ -118,10 +118,10 @@ class LeftBehind:
         backend.apply([ended("task_2", state=state)])  # as Go does it: nobody arrives
         assert backend.ready_groups(9) == []
         clock.advance(SOON)
-        watch = GroupWatch(backend)
+        poller = GoGroupPoller(backend)
 
-        watch.adopt()
-        look_until_idle(watch)
+        poller.adopt()
+        look_until_idle(poller)
 
         assert [one.failed_member for one in backend.ready_groups(9)] == [
             "" if state is State.SUCCESS else "task_2"
@@ -131,19 +131,19 @@ class LeftBehind:
         self, backend: Backend, clock: ManualClock
     ) -> None:
         clock.advance(SOON)
-        watch = GroupWatch(backend)
+        poller = GoGroupPoller(backend)
 
-        watch.adopt()
-        assert watch.due_in() == 0.0
-        watch.look()
+        poller.adopt()
+        assert poller.due_in() == 0.0
+        poller.poll()
 
-        assert watch.due_in() == math.inf
+        assert poller.due_in() == math.inf
         assert backend.ready_groups(9) == []
 
     def test_a_chord_whose_document_is_gone_is_dropped(
         self, backend: Backend, clock: ManualClock
     ) -> None:
-        watch = GroupWatch(backend)
+        poller = GoGroupPoller(backend)
         backend.apply(
             [
                 ended(
@@ -160,8 +160,8 @@ class LeftBehind:
         )
         clock.advance(SOON)
 
-        watch.adopt()
-        look_until_idle(watch)
+        poller.adopt()
+        look_until_idle(poller)
 
         clock.advance(1000.0)
         assert backend.partial_groups(9) == [LEFT]

@@ -22,7 +22,7 @@ from machinery_py.tasks.states import Arrival, GroupMeta, TaskState
 from machinery_py.testing.servers import MemcachedServer
 from machinery_py.testing.waiting import HANG, wait_until
 from machinery_py.wire.signatures import decode_group, decode_state, encode_group, encode_state
-from machinery_py.worker.go_groups import GroupWatch
+from machinery_py.worker.go_groups import GoGroupPoller
 from tests.stores.memcache_case import empty_memcached, time_left
 
 __all__ = ["empty_memcached"]
@@ -306,31 +306,31 @@ def we_end(backend: MemcacheBackend, member: str) -> None:
     ) == [SETTLED]
 
 
-def look_until_forgotten(watch: GroupWatch) -> None:
+def look_until_forgotten(poller: GoGroupPoller) -> None:
     def is_over() -> bool:
-        if watch.due_in() == 0.0:
-            watch.look()
-        return watch.due_in() == math.inf
+        if poller.due_in() == 0.0:
+            poller.poll()
+        return poller.due_in() == math.inf
 
     wait_until(is_over, HANG, "the group is forgotten")
 
 
 @pytest.fixture
-def watch(backend: MemcacheBackend) -> GroupWatch:
+def poller(backend: MemcacheBackend) -> GoGroupPoller:
     """A worker's, which has run the first member of a group."""
     backend.apply([Change(key="g", groups=(GroupMeta(group_uuid="group_1", task_uuids=MEMBERS),))])
     we_end(backend, MEMBERS[0])
-    watch = GroupWatch(backend)
-    watch.note([arrival(MEMBERS[0])])
-    return watch
+    poller = GoGroupPoller(backend)
+    poller.note([arrival(MEMBERS[0])])
+    return poller
 
 
 def test_a_chord_whose_last_member_go_has_ended_is_ours_if_go_does_not_settle_it(
-    driver: MemcacheDriver, backend: MemcacheBackend, watch: GroupWatch
+    driver: MemcacheDriver, backend: MemcacheBackend, poller: GoGroupPoller
 ) -> None:
     go_ends(driver, MEMBERS[1])
 
-    look_until_forgotten(watch)
+    look_until_forgotten(poller)
 
     assert [(one.group_uuid, one.failed_member) for one in backend.ready_groups(9)] == [
         ("group_1", "")
@@ -340,12 +340,12 @@ def test_a_chord_whose_last_member_go_has_ended_is_ours_if_go_does_not_settle_it
 
 
 def test_a_chord_that_go_has_settled_is_not_settled_again(
-    driver: MemcacheDriver, backend: MemcacheBackend, watch: GroupWatch
+    driver: MemcacheDriver, backend: MemcacheBackend, poller: GoGroupPoller
 ) -> None:
     go_ends(driver, MEMBERS[1])
     go_settles(driver)
 
-    look_until_forgotten(watch)
+    look_until_forgotten(poller)
 
     assert backend.ready_groups(9) == []
     assert backend.apply([Change(key="group_1", fires="group_1")]) == [FENCED]
@@ -366,12 +366,12 @@ def test_a_ready_chord_that_go_has_settled_is_no_longer_ready(
 
 
 def test_a_chord_with_a_member_that_failed_in_go_is_ours_though_go_has_set_its_flag(
-    driver: MemcacheDriver, backend: MemcacheBackend, watch: GroupWatch
+    driver: MemcacheDriver, backend: MemcacheBackend, poller: GoGroupPoller
 ) -> None:
     go_ends(driver, MEMBERS[1], ok=False)
     go_settles(driver)  # and tells nobody
 
-    look_until_forgotten(watch)
+    look_until_forgotten(poller)
 
     assert [one.failed_member for one in backend.ready_groups(9)] == [MEMBERS[1]]
     assert backend.apply([Change(key="group_1", fires="group_1")]) == [SETTLED]

@@ -13,7 +13,7 @@ from machinery_py.testing.conformance.backends import BackendConformance, OpenBa
 from machinery_py.testing.conformance.brokers import BrokerConformance, OpenBroker
 from machinery_py.testing.conformance.settlement import SettlementConformance
 from machinery_py.wire.signatures import encode_group
-from machinery_py.worker.go_groups import GroupWatch
+from machinery_py.worker.go_groups import GoGroupPoller
 from tests.stores.left_behind import GROUP, SOON, LeftBehind, ended, look_until_idle
 from tests.stores.record_stores import InRedis, RedisTime
 from tests.stores.redis_case import (
@@ -78,10 +78,10 @@ class TestChordsThatAreLeftBehindInRedis(LeftBehind):
         settled = encode_group(msgspec.structs.replace(GROUP, chord_triggered=True))
         backend.driver.ask(b"SET", b"group_1", settled, doing="testing")
         clock.advance(SOON)
-        watch = GroupWatch(backend)
+        poller = GoGroupPoller(backend)
 
-        watch.adopt()
-        look_until_idle(watch)
+        poller.adopt()
+        look_until_idle(poller)
 
         assert backend.ready_groups(9) == []
         clock.advance(1000.0)

@@ -21,7 +21,7 @@ from machinery_py.tasks.signature import Arg
 from machinery_py.tasks.states import TaskState
 from machinery_py.testing.waiting import HANG, wait_until
 from machinery_py.wire.signatures import decode_group, decode_signature, decode_state, encode_state
-from machinery_py.worker import maintenance as upkeep
+from machinery_py.worker import maintenance
 from tests.stores.redis_case import redis_server, redis_url
 
 __all__ = ["redis_server", "redis_url"]
@@ -166,7 +166,7 @@ def test_what_we_send_has_gos_bytes_in_gos_keys(redis_url: str, driver: RedisDri
 def test_a_worker_ends_a_chord_of_go_and_a_worker_that_is_gone(
     redis_url: str, driver: RedisDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(upkeep, "GROUPS_EVERY", 0.1)
+    monkeypatch.setattr(maintenance, "GROUPS_EVERY", 0.1)
     server = Server(Config(broker=redis_url))
     server.register_task("one", lambda: 1)
     server.register_task("total", lambda *parts: sum(parts))
