@@ -26,7 +26,7 @@ from machinery_py.worker.execution import Execution
 from machinery_py.worker.executors import Executors
 from machinery_py.worker.hooks import Hooks
 from machinery_py.worker.intake import accept, peek
-from machinery_py.worker.reconnect import Outage
+from machinery_py.worker.reconnect import Reconnect
 from machinery_py.worker.settler import Settler
 
 logger = get_logger(__name__)
@@ -93,7 +93,7 @@ class Receiver:
         settler: Settler,
         *,
         order: QueueOrder,
-        outage: Outage,
+        reconnect: Reconnect,
         name: str,
         worker: str,
         may_consume: Callable[[], bool],
@@ -118,7 +118,7 @@ class Receiver:
         self._reporting: Sequence[Execution] = ()
         self._suspects: list[Execution] = []  # held, and not submitted yet
         self._backoff = UnknownTaskBackoff()
-        self._outage = outage
+        self._reconnect = reconnect
         self.connected = False
         self.received_at = time.monotonic()  # of the last round trip that worked
         self.idle_since: float | None = (
@@ -204,7 +204,7 @@ class Receiver:
                     self._came_back()
                 except MachineryError as error:
                     self.connected = False
-                    self._stop.wait(self._outage.failed(error))
+                    self._stop.wait(self._reconnect.failed(error))
         except BaseException as error:  # a receiver that dies in silence would stop everything: the worker looks at this
             self.failure = error
             logger.exception("the receiver has died")
@@ -227,7 +227,7 @@ class Receiver:
                 self._room.wait(0.05 if not self._held else 0.25)
 
     def _came_back(self) -> None:
-        self._outage.over()
+        self._reconnect.succeeded()
         self.connected = True
         self.received_at = time.monotonic()
 

@@ -1,7 +1,8 @@
-"""While the store is away: how often it was tried, how long to wait, who is told, and when a worker gives up.
+"""Reconnecting to a store that is away: attempts, pauses, log lines and events, and giving up.
 
-An attempt is a question that failed while the store was known to be away: at the start each one is, later the first failure
-only says that the connection is lost. With several URLs an attempt is a round, and counts as many as there are URLs.
+An attempt is a request that failed while the store was known to be away. At the start each failure
+is one; later the first failure only reports that the connection is lost. With several URLs an
+attempt is a round over them, and counts as many as there are URLs.
 """
 
 from __future__ import annotations
@@ -26,23 +27,18 @@ from machinery_py.texts import get_logger
 
 logger = get_logger(__name__)
 
-FIRST_SILENCE, LONGEST_SILENCE = (
-    10.0,
-    300.0,
-)  # seconds between two lines of the log, doubled each time
+# Seconds between two lines of the log, doubled each time.
+FIRST_SILENCE, LONGEST_SILENCE = 10.0, 300.0
 
-PASSES = (
-    PublishRefused,
-    PublishUnknown,
-    BackendUnavailable,
-)  # what a start waits for; StoreUnusable, if it is one, is not
+# Errors after which a start tries again, unless they are StoreUnusable.
+PASSES = (PublishRefused, PublishUnknown, BackendUnavailable)
 
-#: Called with each failure; a number that it returns is how long to wait, in seconds.
+#: Called with each failure; may return how long to wait, in seconds.
 Handler = Callable[[ConnectionLost], float | None]
 
 
-class Outage:
-    """What one worker knows of its connection. May be used from any thread.
+class Reconnect:
+    """State of one worker's connection to its store. May be used from any thread.
 
     Attributes:
         given_up: raised by the worker; set when `broker_connection_max_retries` was reached.
@@ -54,14 +50,18 @@ class Outage:
         self.handler: Handler | None = None
         self._lock = threading.Lock()
         self._was_there = False
-        self._since: float | None = None  # it is away
+        self._since: float | None = None  # when the store went away
         self._attempts = 0
         self._rounds = 0
         self._log_at = self._silence = 0.0
         self.given_up: BrokerUnavailable | None = None
 
     def failed(self, error: Exception, *, is_told: bool = False) -> float:
-        """Note a failure; the seconds to wait before the next attempt. `is_told`: its first line is in the log already."""
+        """Count a failure, and return the seconds to wait before the next attempt.
+
+        Args:
+            is_told: the caller has logged the first failure.
+        """
         with self._lock:
             now = time.monotonic()
             if self._since is None:
@@ -95,19 +95,14 @@ class Outage:
             self._engine.events.emit(lost)
         return delay
 
-    def begin(self) -> None:
-        """Count anew: the worker is started."""
+    def reset(self) -> None:
+        """Count anew, for a worker that starts."""
         with self._lock:
-            self._since, self._attempts, self._rounds, self._was_there, self.given_up = (
-                None,
-                0,
-                0,
-                False,
-                None,
-            )
+            self._since, self._attempts, self._rounds, self._was_there = None, 0, 0, False
+            self.given_up = None
 
-    def over(self) -> None:
-        """The store has answered."""
+    def succeeded(self) -> None:
+        """Note that the store has answered."""
         if self._since is None and self._was_there:
             return
         with self._lock:
@@ -153,12 +148,13 @@ def _giving_up(
 ) -> BrokerUnavailable:
     why = "broker_connection_retry is off" if by_switch else "broker_connection_max_retries"
     return BrokerUnavailable(
-        f"worker {worker} gives up after {attempts} attempt{'s' if attempts != 1 else ''} ({why}): {error}"
+        f"worker {worker} gives up after {attempts} attempt{'s' if attempts != 1 else ''} "
+        f"({why}): {error}"
     )
 
 
 class Opening:
-    """One attempt to open a session, in a thread of its own, so that nobody has to wait for it who was asked to end."""
+    """Attempt to open a session, in a thread of its own, so that a worker can end meanwhile."""
 
     def __init__(
         self, open_session: Callable[[], Session], then: Callable[[], object], *, name: str
@@ -187,7 +183,10 @@ class Opening:
         self._then()
 
     def result(self) -> Session | None:
-        """The session; raises what opening it raised. None if it was not over: it is then closed as soon as it is open."""
+        """Return the session, or raise what opening it raised.
+
+        None if the attempt is not over: its session is then closed as soon as it is open.
+        """
         with self._lock:
             if self._session is None:
                 self._unwanted = True
@@ -198,7 +197,7 @@ class Opening:
 
 def open_patiently(
     open_session: Callable[[], Session],
-    outage: Outage,
+    reconnect: Reconnect,
     *,
     is_over: Callable[[], bool],
     wait: Callable[[float], object],
@@ -208,14 +207,14 @@ def open_patiently(
     """Open a session, as soon as the store is there; None if the worker was asked to end before.
 
     Args:
-        is_over: whether it was asked to end.
+        is_over: whether the worker was asked to end.
         wait: wait for so many seconds, or until `wake` is called or the worker is asked to end.
 
     Raises:
-        BrokerUnavailable: the outage has lasted for too many attempts.
-        MachineryError: nothing is won by waiting: a wrong password, a wrong setting.
+        BrokerUnavailable: the store was away for too many attempts.
+        MachineryError: waiting does not help: a wrong password, a wrong setting.
     """
-    outage.begin()
+    reconnect.reset()
     while not is_over():
         opening = Opening(open_session, wake, name=name)
         while not opening.is_over and not is_over():
@@ -227,9 +226,9 @@ def open_patiently(
         except PASSES as error:
             if error.permanent:
                 raise
-            deadline = time.monotonic() + outage.failed(error)
-            if outage.given_up is not None:
-                raise outage.given_up from error
+            deadline = time.monotonic() + reconnect.failed(error)
+            if reconnect.given_up is not None:
+                raise reconnect.given_up from error
             while (left := deadline - time.monotonic()) > 0 and not is_over():
                 wait(left)
     return None

@@ -22,7 +22,7 @@ from machinery_py.tasks.states import State
 from machinery_py.texts import get_logger
 from machinery_py.unique import tidy
 from machinery_py.worker.execution import Execution
-from machinery_py.worker.reconnect import Outage
+from machinery_py.worker.reconnect import Reconnect
 
 logger = get_logger(__name__)
 
@@ -42,13 +42,13 @@ class Settler:
         self,
         session: Session,
         *,
-        outage: Outage,
+        reconnect: Reconnect,
         name: str,
         on_settled: Callable[[Sequence[Execution], Sequence[Verdict]], None],
         after_batch: Callable[[], object],
     ) -> None:
         self._session = session
-        self._outage = outage
+        self._reconnect = reconnect
         self._on_settled = on_settled
         self._after_batch = after_batch
         self._queue: queue.SimpleQueue[Execution | None] = queue.SimpleQueue()
@@ -172,12 +172,12 @@ class Settler:
                         "results cannot be stored: %s; no new tasks are taken until they can", error
                     )
                 self.healthy = False
-                if self._give_up.wait(self._outage.failed(error, is_told=True)):
+                if self._give_up.wait(self._reconnect.failed(error, is_told=True)):
                     return [FENCED] * len(over)
             else:
                 if not self.healthy:
                     logger.warning("results can be stored again")
-                    self._outage.over()
+                    self._reconnect.succeeded()
                 self.healthy = True
                 return verdicts
 

@@ -35,7 +35,7 @@ from machinery_py.worker.hooks import Hooks
 from machinery_py.worker.limits import TimeLimits
 from machinery_py.worker.maintenance import Maintenance
 from machinery_py.worker.receiver import Receiver
-from machinery_py.worker.reconnect import Handler, Outage, open_patiently
+from machinery_py.worker.reconnect import Handler, Reconnect, open_patiently
 from machinery_py.worker.settler import Settler, log_fenced, release, report_end
 from machinery_py.worker.stopping import StopRequest
 
@@ -95,7 +95,7 @@ class Worker:
         self._attendant: threading.Thread | None = None  # ends what `start` began
         self._has_ended = False
         self._session: Session | None = None
-        self._outage = Outage(engine, self.name)
+        self._reconnect = Reconnect(engine, self.name)
         self._declared = declared
         self._ticking: Ticking | None = None
 
@@ -131,7 +131,7 @@ class Worker:
 
     def set_connection_error_handler(self, handler: Handler) -> Handler:
         """Called when the broker is lost and for each attempt that failed; a number that it returns is the pause in seconds."""
-        self._outage.handler = handler
+        self._reconnect.handler = handler
         return handler
 
     # Running
@@ -151,7 +151,7 @@ class Worker:
         with request.by_signals(handle):
             session = open_patiently(
                 self._open,
-                self._outage,
+                self._reconnect,
                 is_over=lambda: request.is_made,
                 wait=request.wait,
                 wake=request.wake,
@@ -233,10 +233,10 @@ class Worker:
 
     def _begin(self, session: Session) -> None:
         engine = self.engine
-        self._outage.over()
+        self._reconnect.succeeded()
         self._settler = Settler(
             session,
-            outage=self._outage,
+            reconnect=self._reconnect,
             name=self.name,
             on_settled=self._on_settled,
             after_batch=lambda: fire_ready_groups(engine),
@@ -256,7 +256,7 @@ class Worker:
             self._executors,
             self._settler,
             order=self.order,
-            outage=self._outage,
+            reconnect=self._reconnect,
             name=self.name,
             worker=self.name,
             may_consume=self._may_consume,
@@ -364,8 +364,8 @@ class Worker:
     def _wait(self) -> None:
         while not self._stop_request.is_made:
             self._stop_request.wait(0.1 if self.burst else 0.5)
-            if self._outage.given_up is not None:
-                raise self._outage.given_up
+            if self._reconnect.given_up is not None:
+                raise self._reconnect.given_up
             failure = self._receiver.failure or self._settler.failure
             if failure is not None:
                 if self.on_failure is not None:
