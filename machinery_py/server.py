@@ -38,7 +38,7 @@ from machinery_py.tasks.signature import Chain, Signature, Step
 from machinery_py.tasks.workflow import Group, Plan, PlannedStep, link
 from machinery_py.texts import get_logger
 from machinery_py.unique import is_unique, send_unique
-from machinery_py.worker.chords import fire_ready_groups
+from machinery_py.worker.chords import settle_ready_groups
 from machinery_py.worker.inline import Inline
 from machinery_py.worker.worker import Worker
 
@@ -427,7 +427,7 @@ class Server(Declaring):
     def revoke(self, uuids: Sequence[str]) -> None:
         """These tasks are not started any more: they are FAILURE, "revoked", from now on; those that run are asked to stop."""
         if revoke(self.engine, list(uuids)):
-            fire_ready_groups(self.engine)
+            settle_ready_groups(self.engine)
 
     revoke_async = twin(revoke)
 

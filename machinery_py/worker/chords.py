@@ -1,6 +1,7 @@
-"""Chords: when a group is complete its callback is sent, when a member failed the callback fails. Once, by any worker.
+"""Chords: send the callback of a complete group once, or fail it when a member failed.
 
-A group that is ready stays on the store's list until somebody has settled it, so a crash at any point here loses nothing.
+A ready group stays on the store's list until a worker has settled it: a crash at any point here
+loses nothing.
 """
 
 from __future__ import annotations
@@ -25,44 +26,43 @@ from machinery_py.worker.hooks import text_of
 logger = get_logger(__name__)
 
 
-def fire_ready_groups(engine: Engine) -> int:
-    """Settle the groups that wait for it; how many this caller settled."""
-    fired = 0
+def settle_ready_groups(engine: Engine) -> int:
+    """Settle the groups that are ready, and return how many this caller settled."""
+    count = 0
     while ready := engine.store.ready_groups(100):
-        settled = [_fire(engine, group) for group in ready]
-        fired += sum(settled)
-        if not any(settled):
+        settled = sum([_settle(engine, group) for group in ready])
+        count += settled
+        if not settled:
             break  # another worker is at them
-    return fired
+    return count
 
 
-def _fire(engine: Engine, ready: ReadyGroup) -> bool:
+def _settle(engine: Engine, ready: ReadyGroup) -> bool:
     try:
-        firing, sent = firing_of(engine, ready)
-        fired = fire(engine, firing)
+        firing, sent = _firing(engine, ready)
+        settled = fire(engine, firing)
     except Exception as error:  # the groups behind it must not wait for it
         if isinstance(error, MachineryError) and error.permanent:
-            # Where its callback should go, or its state be, there is something else: nobody can be told, but the group must end.
+            # The store cannot take its callback, or its state; the group must end all the same.
             logger.error("group %s ends without its callback: %s", ready.group_uuid, error)
             return engine.store.fire(Firing(group_uuid=ready.group_uuid))
         if isinstance(error, AWAY):
             raise
         logger.exception("group %s cannot be settled now", ready.group_uuid)
         return False
-    if fired:
+    if settled:
         engine.tell_sent(sent)
-    return fired
+    return settled
 
 
-def firing_of(engine: Engine, ready: ReadyGroup) -> tuple[Firing, Sequence[Signature[Any]]]:
-    """What becomes true when this group is settled, and what is sent by it."""
+def _firing(engine: Engine, ready: ReadyGroup) -> tuple[Firing, Sequence[Signature[Any]]]:
+    """Return what the store is to commit for this group, and the signatures sent by it."""
     try:
         callback = decode_signature(ready.callback).with_uuid("chord_")
-        check_uuid(
-            callback.uuid, callback.routing_key, engine.config.default_queue
-        )  # its state is written in any case
+        # Its state is written in any case.
+        check_uuid(callback.uuid, callback.routing_key, engine.config.default_queue)
     except (DecodeError, NameRefused) as error:
-        # The members carried bytes that are no callback: there is nobody to tell, but the group must end.
+        # The members carried bytes that are no callback; the group must end all the same.
         logger.error("the callback of %s cannot be sent: %s", ready.group_uuid, error)
         return Firing(group_uuid=ready.group_uuid), ()
     if ready.failed_member:
@@ -105,9 +105,7 @@ def _failed(
 ) -> tuple[Firing, Sequence[Signature[Any]]]:
     outcome = Failed(error=error, error_type="ChordMemberFailed", retryable=False)
     state = engine.store.backend.get_states([callback.uuid]).get(callback.uuid)
-    if (
-        state is not None and state.is_finished
-    ):  # it was revoked: what follows from its end has followed
+    if state is not None and state.is_finished:  # revoked: its end was settled then
         return Firing(group_uuid=ready.group_uuid), ()
     queue = callback.routing_key or engine.config.default_queue
     stands = TaskState(

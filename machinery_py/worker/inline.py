@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from machinery_py.app import Engine
 from machinery_py.revocation import revoked_among
 from machinery_py.stores.base import Session
-from machinery_py.worker.chords import fire_ready_groups
+from machinery_py.worker.chords import settle_ready_groups
 from machinery_py.worker.execution import Execution
 from machinery_py.worker.hooks import Hooks
 from machinery_py.worker.intake import accept, peek
@@ -67,7 +67,7 @@ class Inline:
             execution = Execution(self._engine, self._hooks, delivery, self._name)
             done.append(execution)
             self._run(session, execution)
-        return bool(fire_ready_groups(self._engine)) or bool(deliveries)
+        return bool(settle_ready_groups(self._engine)) or bool(deliveries)
 
     def _run(self, session: Session, execution: Execution) -> None:
         uuid = peek(execution)

@@ -12,7 +12,7 @@ from machinery_py.errors import MachineryError
 from machinery_py.revocation import revoked_among
 from machinery_py.stores.base import Session
 from machinery_py.texts import get_logger
-from machinery_py.worker.chords import fire_ready_groups
+from machinery_py.worker.chords import settle_ready_groups
 from machinery_py.worker.executors import Executors
 from machinery_py.worker.go_groups import GoGroupPoller
 from machinery_py.worker.receiver import Receiver
@@ -68,7 +68,7 @@ class Maintenance:
                 self._tend_if_due()
                 self._look_after()
                 if self._groups.due_in() == 0.0 and self._groups.poll():
-                    fire_ready_groups(self._engine)
+                    settle_ready_groups(self._engine)
             except MachineryError as error:
                 logger.debug("maintenance could not be done: %s", error)
             except Exception:  # the loop must live on, whatever a store or a handler does
@@ -105,7 +105,7 @@ class Maintenance:
             self._tend_at = time.monotonic() + self._engine.store.tend()
         if now >= self._groups_at:
             self._groups_at = now + GROUPS_EVERY
-            fire_ready_groups(self._engine)
+            settle_ready_groups(self._engine)
             self._groups.adopt()
 
     def _look_after(self) -> None:

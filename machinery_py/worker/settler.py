@@ -130,12 +130,12 @@ class Settler:
         verdicts = self._settle(over, marks)
         if any(settlement.arrivals for settlement in _settlements(over)):
             # Before anybody is told that these are over: a worker that ends when it has nothing left must see the callback.
-            self._fire()
+            self._settle_groups()
         if over:
             self._on_settled(over, verdicts)
         return marked
 
-    def _fire(self) -> None:
+    def _settle_groups(self) -> None:
         try:
             self._after_batch()
         except AWAY as error:

@@ -27,7 +27,7 @@ from machinery_py.schedules.thread import Ticking
 from machinery_py.stores.base import Session
 from machinery_py.tasks.signature import Signature
 from machinery_py.texts import get_logger
-from machinery_py.worker.chords import fire_ready_groups
+from machinery_py.worker.chords import settle_ready_groups
 from machinery_py.worker.execution import Execution
 from machinery_py.worker.executors import Executors
 from machinery_py.worker.go_groups import GoGroupPoller
@@ -224,7 +224,7 @@ class Worker:
         try:
             # What a worker before us left behind: its messages go back, the groups it was about to settle are settled.
             engine.store.tend()
-            fire_ready_groups(engine)
+            settle_ready_groups(engine)
         except BaseException:
             with contextlib.suppress(MachineryError):
                 session.close()
@@ -239,7 +239,7 @@ class Worker:
             reconnect=self._reconnect,
             name=self.name,
             on_settled=self._on_settled,
-            after_batch=lambda: fire_ready_groups(engine),
+            after_batch=lambda: settle_ready_groups(engine),
         )
         self._executors = Executors(
             self.concurrency,
