@@ -27,7 +27,7 @@ from machinery_py.registry.task import (
     check_settings,
 )
 from machinery_py.results.async_results import AsyncResult, ChainResult, ChordResult, GroupResult
-from machinery_py.results.waiter import Hub
+from machinery_py.results.waiter import AsyncWaiters
 from machinery_py.revocation import revoke
 from machinery_py.schedules.api import Schedules
 from machinery_py.schedules.declared import Anything, Declaring, TaskDecorator
@@ -82,7 +82,7 @@ class Server(Declaring):
         self.inspect = Inspector(self.engine)
         self.declared = Declared()
         self.schedules = Schedules(self.engine, self.declared)
-        self._hub: Hub | None = None
+        self._waiters: AsyncWaiters | None = None
         self._inline = Inline(self.engine, self._all_queues, name="eager")
         self._told_loop = self._is_warned = False
         self.engine.attach(self._inline.drain)
@@ -115,9 +115,9 @@ class Server(Declaring):
 
     def close(self) -> None:
         """Give the stores' connections back. May be called twice; the next use opens them again."""
-        hub, self._hub = self._hub, None
-        if hub is not None:
-            hub.close()
+        waiters, self._waiters = self._waiters, None
+        if waiters is not None:
+            waiters.close()
         self.engine.close()
 
     close_async = twin(close)
@@ -380,11 +380,11 @@ class Server(Declaring):
         return float(self.config.results_expire_in)
 
     @property
-    def hub(self) -> Hub:
-        """Wakes coroutines that wait for results."""
-        if self._hub is None or not self._hub.is_ours:
-            self._hub = Hub(self._listener)
-        return self._hub
+    def waiters(self) -> AsyncWaiters:
+        """Waiters of the coroutines that wait for results."""
+        if self._waiters is None or not self._waiters.is_ours:
+            self._waiters = AsyncWaiters(self._listener)
+        return self._waiters
 
     def _listener(self) -> Listener:
         return self.backend.listener()

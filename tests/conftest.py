@@ -84,6 +84,6 @@ def _servers_are_closed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     for one in made:
         server = one()
-        if server is not None and hasattr(server, "_hub"):  # else it was refused
+        if server is not None and hasattr(server, "_waiters"):  # else it was refused
             with contextlib.suppress(Exception):  # its store may be gone
                 server.close()

@@ -12,7 +12,7 @@ from machinery_py.async_twins import twin
 from machinery_py.backends.base import Backend
 from machinery_py.clock import Clock
 from machinery_py.errors import ResultExpired, ResultTimeout, TaskFailed
-from machinery_py.results.waiter import LOOK_AGAIN, Hub, HubWaiter
+from machinery_py.results.waiter import LOOK_AGAIN, AsyncWaiter, AsyncWaiters
 from machinery_py.tasks.context import check_time
 from machinery_py.tasks.states import State, TaskState
 from machinery_py.tasks.workflow import result_value
@@ -35,7 +35,7 @@ class ResultSource(Protocol):
     @property
     def kept_for(self) -> float: ...
     @property
-    def hub(self) -> Hub: ...
+    def waiters(self) -> AsyncWaiters: ...
     def convert(self, name: str, value: Any) -> Any: ...
     def worker_hint(self, queue: str) -> tuple[str, str]: ...
     def revoke(self, uuids: Sequence[str]) -> None: ...
@@ -84,13 +84,13 @@ class Waitable(Generic[R]):
         import asyncio  # loaded by now: we are in a coroutine
 
         wait = _Wait(self, timeout)
-        with self._source.hub.waiter() as waiter:
+        with self._source.waiters.waiter() as waiter:
             while (pause := await asyncio.to_thread(self._step, wait, waiter)) is not None:
                 if pause:
                     await waiter.wait(pause)
         return self._value()
 
-    def _step(self, wait: _Wait, waiter: HubWaiter) -> float | None:
+    def _step(self, wait: _Wait, waiter: AsyncWaiter) -> float | None:
         """One step of `get_async`, in a thread, since each asks the store: the seconds until the next; None: it is there."""
         if self._look():
             return None

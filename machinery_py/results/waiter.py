@@ -1,4 +1,4 @@
-"""Waking coroutines when tasks finish. Only those who wait in coroutines load asyncio."""
+"""Waking coroutines when tasks finish. Only programs that wait in coroutines load asyncio."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ logger = get_logger(__name__)
 LOOK_AGAIN = 1.0  # seconds; the longest a waiter relies on being woken
 
 
-class Hub:
-    """Wakes coroutines when tasks finish: one thread and one listener for all that wait in this process.
+class AsyncWaiters:
+    """Coroutines of this process that wait for tasks: one thread and one listener wake all of them.
 
-    Only `watch` and `close` ask the store: the loop, in which all others are called, must not wait for it.
+    Only `watch` and `close` ask the store: all others are called in the loop, which must not block.
     """
 
     def __init__(self, open_listener: Callable[[], Listener]) -> None:
         self._open = open_listener
         self._lock = threading.Lock()  # held for moments only
         self._asking = threading.Lock()  # held while the listener is changed
-        self._waiting: set[HubWaiter] = set()
+        self._waiting: set[AsyncWaiter] = set()
         self._watched: collections.Counter[str] = collections.Counter()
-        self._over: list[str] = []  # nobody waits for these any more; the thread tells the listener
+        self._over: list[str] = []  # UUIDs with no waiter left; the thread tells the listener
         self._listener: Listener | None = None
         self._thread: threading.Thread | None = None
         self._closed = threading.Event()
@@ -36,19 +36,22 @@ class Hub:
 
     @property
     def is_ours(self) -> bool:
-        """Whether it was made by this process. A forked child has no such thread, and must leave the listener alone."""
+        """Return whether this process made it.
+
+        A forked child has no such thread, and must leave the listener alone.
+        """
         return self._pid == os.getpid()
 
-    def waiter(self) -> HubWaiter:
-        """For one coroutine: `with` it, watch, look, wait."""
-        return HubWaiter(self)
+    def waiter(self) -> AsyncWaiter:
+        """Return a waiter for one coroutine: `with` it, watch, look, wait."""
+        return AsyncWaiter(self)
 
-    def join(self, waiter: HubWaiter) -> None:
-        """Wake it whenever something may have finished."""
+    def join(self, waiter: AsyncWaiter) -> None:
+        """Wake the waiter whenever something may have finished."""
         with self._lock:
             self._waiting.add(waiter)
 
-    def leave(self, waiter: HubWaiter) -> None:
+    def leave(self, waiter: AsyncWaiter) -> None:
         with self._lock:
             self._waiting.discard(waiter)
             for uuid in waiter.watched:
@@ -57,12 +60,12 @@ class Hub:
                     del self._watched[uuid]
                     self._over.append(uuid)
 
-    def watch(self, waiter: HubWaiter, uuids: Iterable[str]) -> None:
-        """Wake it also for these; returns when that is sure."""
+    def watch(self, waiter: AsyncWaiter, uuids: Iterable[str]) -> None:
+        """Wake the waiter for these as well; the listener has them when this returns."""
         with self._asking:
             with self._lock:
                 if waiter not in self._waiting:
-                    return  # it was cancelled meanwhile
+                    return  # cancelled meanwhile
                 new = set(uuids) - waiter.watched
                 waiter.watched |= new
                 self._watched.update(new)
@@ -81,9 +84,7 @@ class Hub:
             try:
                 listener.wait(LOOK_AGAIN)
                 self._tidy(listener)
-            except (
-                Exception
-            ) as error:  # the store is away: those who wait look by themselves, and are told
+            except Exception as error:  # the store is away: each waiter looks, and gets the error
                 logger.debug("nobody is woken now: %s", error)
                 self._closed.wait(LOOK_AGAIN)
             with self._lock:
@@ -117,36 +118,36 @@ class Hub:
             listener.close()
 
 
-class HubWaiter:
-    """One coroutine's share of the hub. `watched`: guarded by the hub."""
+class AsyncWaiter:
+    """Waiter of one coroutine. `watched` is guarded by the lock of `AsyncWaiters`."""
 
-    def __init__(self, hub: Hub) -> None:
+    def __init__(self, waiters: AsyncWaiters) -> None:
         import asyncio  # loaded by now: we are in a coroutine
 
-        self._hub = hub
+        self._waiters = waiters
         self._event = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self.watched: set[str] = set()
 
-    def __enter__(self) -> HubWaiter:
-        self._hub.join(self)
+    def __enter__(self) -> AsyncWaiter:
+        self._waiters.join(self)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._hub.leave(self)
+        self._waiters.leave(self)
 
     def watch(self, uuids: Iterable[str]) -> bool:
-        """Be woken for these as well; whether some of them are new: then look once more before you wait.
+        """Be woken for these as well. True: some are new; look once more before you wait.
 
-        Called in a thread of its own: it may take as long as the store.
+        Called in a thread of its own, because it asks the store.
         """
         new = set(uuids) - self.watched
         if new:
-            self._hub.watch(self, new)
+            self._waiters.watch(self, new)
         return bool(new)
 
     def wake(self) -> None:
-        """Called in the hub's thread."""
+        """Wake the coroutine, from the thread of `AsyncWaiters`."""
         with contextlib.suppress(RuntimeError):  # its loop has been closed
             self._loop.call_soon_threadsafe(self._event.set)
 

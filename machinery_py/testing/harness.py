@@ -24,7 +24,7 @@ from machinery_py.errors import ArgumentError, TaskFailed, nearest
 from machinery_py.events import TaskSent
 from machinery_py.registry.task import Task
 from machinery_py.results.async_results import AsyncResult
-from machinery_py.results.waiter import Hub
+from machinery_py.results.waiter import AsyncWaiters
 from machinery_py.schedules.scheduler import Scheduler
 from machinery_py.server import Server
 from machinery_py.tasks.signature import Arg, Signature
@@ -226,21 +226,21 @@ def swapped(server: Server, clock: Clock = SYSTEM_CLOCK) -> Iterator[Server]:
     """
     engine = server.engine
     url = f"memory://testing-{next(_numbers)}"
-    hub = _exchange_hub(server, None)  # its listener is the real backend's
+    waiters = _exchange_waiters(server, None)  # its listener is the real backend's
     before = engine.swap(_memory_config(engine.config, url), clock)
     stores = engine.stores  # held, so that a store opened again under this name is this one
     try:
         yield server
     finally:
-        ours = _exchange_hub(server, hub)
+        ours = _exchange_waiters(server, waiters)
         engine.swap(*before)
         if ours is not None:
             ours.close()
         stores.close()
 
 
-def _exchange_hub(server: Server, hub: Hub | None) -> Hub | None:
-    before, server._hub = server._hub, hub
+def _exchange_waiters(server: Server, waiters: AsyncWaiters | None) -> AsyncWaiters | None:
+    before, server._waiters = server._waiters, waiters
     return before
 
 

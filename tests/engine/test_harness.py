@@ -388,18 +388,18 @@ def test_clear_forgets_what_was_sent(shop: Shop, machinery: Harness) -> None:
 
 def test_the_stores_and_the_clock_are_put_back_whatever_happens(shop: Shop) -> None:
     server = shop.server
-    config, stores, hub = server.config, server.engine._stores, server._hub
+    config, stores, waiters = server.config, server.engine._stores, server._waiters
 
     with pytest.raises(ZeroDivisionError), Harness(server) as machinery:
         assert server.clock is machinery.clock
         assert server.config.broker.startswith("memory://")
-        assert server.hub is not hub
+        assert server.waiters is not waiters
         raise ZeroDivisionError
 
     assert server.config is config
     assert server.clock is SYSTEM_CLOCK
     assert server.engine._stores is stores
-    assert server._hub is hub
+    assert server._waiters is waiters
     assert not server.events.wants(object)  # type: ignore[arg-type]
 
 

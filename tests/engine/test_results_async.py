@@ -215,16 +215,16 @@ def test_what_nobody_waits_for_any_more_is_not_watched(bench: Bench) -> None:
         result = await bench.add.send_async(1, 2)
         for _ in range(3):
             waiting = asyncio.ensure_future(result.get_async())
-            while not bench.server.hub._watched:
+            while not bench.server.waiters._watched:
                 await asyncio.sleep(0)
             waiting.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await waiting
 
     run(use())
-    wait_until(lambda: not bench.server.hub._over)
-    assert not bench.server.hub._watched
-    assert not bench.server.hub._waiting
+    wait_until(lambda: not bench.server.waiters._over)
+    assert not bench.server.waiters._watched
+    assert not bench.server.waiters._waiting
 
 
 class ClosingLoop:
@@ -236,8 +236,8 @@ class ClosingLoop:
 
 def test_a_loop_that_closes_keeps_nobody_else_from_being_woken(working: Bench) -> None:
     async def use() -> list[int]:
-        hub = working.server.hub
-        gone = hub.waiter()
+        waiters = working.server.waiters
+        gone = waiters.waiter()
         gone._loop = ClosingLoop()  # type: ignore[assignment]
         with gone:
             return [await (await working.add.send_async(i, 1)) for i in range(20)]
@@ -246,15 +246,15 @@ def test_a_loop_that_closes_keeps_nobody_else_from_being_woken(working: Bench) -
     assert threads()
 
 
-def test_a_forked_child_has_a_hub_of_its_own(working: Bench) -> None:
+def test_forked_child_gets_async_waiters_of_its_own(working: Bench) -> None:
     async def use() -> int:
         return await (await working.add.send_async(1, 2))
 
     assert run(use()) == 3
-    hub = working.server.hub
-    assert working.server.hub is hub
-    hub._pid += 1  # as a child would find it
+    waiters = working.server.waiters
+    assert working.server.waiters is waiters
+    waiters._pid += 1  # as a child would find it
     assert run(use()) == 3
-    assert working.server.hub is not hub
-    hub._pid -= 1
-    hub.close()
+    assert working.server.waiters is not waiters
+    waiters._pid -= 1
+    waiters.close()
