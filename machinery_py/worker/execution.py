@@ -32,7 +32,7 @@ from machinery_py.tasks.signature import Signature
 from machinery_py.tasks.states import Arrival, State, TaskState
 from machinery_py.texts import get_logger
 from machinery_py.worker.admission import ExecutionGuard
-from machinery_py.worker.hooks import Hooks, text_of, traceback_of, type_name_of
+from machinery_py.worker.hooks import WorkerHooks, text_of, traceback_of, type_name_of
 
 logger = get_logger(__name__)
 
@@ -72,7 +72,7 @@ class Execution:
         "worker",
     )
 
-    def __init__(self, engine: Engine, hooks: Hooks, delivery: Delivery, worker: str) -> None:
+    def __init__(self, engine: Engine, hooks: WorkerHooks, delivery: Delivery, worker: str) -> None:
         self.engine = engine
         self.hooks = hooks
         self.delivery = delivery

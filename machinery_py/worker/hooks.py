@@ -14,7 +14,7 @@ INTERRUPTIBLE = True  # calls user code and takes no lock, see worker/executors.
 Around = Callable[[Signature[Any]], Iterator[None]]
 
 
-class Hooks:
+class WorkerHooks:
     """What a worker's user wants called around each task. See Worker for the setters."""
 
     def __init__(self) -> None:

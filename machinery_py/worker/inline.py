@@ -10,7 +10,7 @@ from machinery_py.revocation import revoked_among
 from machinery_py.stores.base import Session
 from machinery_py.worker.chords import settle_ready_groups
 from machinery_py.worker.execution import Execution
-from machinery_py.worker.hooks import Hooks
+from machinery_py.worker.hooks import WorkerHooks
 from machinery_py.worker.intake import accept, peek
 from machinery_py.worker.runner import Report, run, run_async
 from machinery_py.worker.settler import release, report_end
@@ -29,7 +29,7 @@ class Inline:
         self._engine = engine
         self._queues = queues
         self._name = name
-        self._hooks = Hooks()
+        self._hooks = WorkerHooks()
         self._lock = threading.Lock()
         self._owner = 0  # the thread that drains
 

@@ -24,7 +24,7 @@ from machinery_py.stores.base import Session
 from machinery_py.texts import get_logger
 from machinery_py.worker.execution import Execution
 from machinery_py.worker.executors import Executors
-from machinery_py.worker.hooks import Hooks
+from machinery_py.worker.hooks import WorkerHooks
 from machinery_py.worker.intake import accept, peek
 from machinery_py.worker.reconnect import Reconnect
 from machinery_py.worker.settler import Settler
@@ -87,7 +87,7 @@ class Receiver:
     def __init__(
         self,
         engine: Engine,
-        hooks: Hooks,
+        hooks: WorkerHooks,
         session: Session,
         executors: Executors,
         settler: Settler,

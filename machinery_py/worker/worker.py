@@ -31,7 +31,7 @@ from machinery_py.worker.chords import settle_ready_groups
 from machinery_py.worker.execution import Execution
 from machinery_py.worker.executors import Executors
 from machinery_py.worker.go_groups import GoGroupPoller
-from machinery_py.worker.hooks import Hooks
+from machinery_py.worker.hooks import WorkerHooks
 from machinery_py.worker.limits import TimeLimits
 from machinery_py.worker.maintenance import Maintenance
 from machinery_py.worker.receiver import Receiver
@@ -88,7 +88,7 @@ class Worker:
         self.on_beat: Callable[[], object] | None = None
         # Called before a worker stops that cannot go on.
         self.on_failure: Callable[[], object] | None = None
-        self._hooks = Hooks()
+        self._hooks = WorkerHooks()
         self._pre_consume: Callable[[Worker], bool] | None = None
         self._stop_request = StopRequest(self.shutdown_timeout)
         self._stopped = threading.Lock()

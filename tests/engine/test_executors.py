@@ -17,7 +17,7 @@ from machinery_py.stores.transactional import OneSession, OneStore
 from machinery_py.testing.waiting import HANG, wait_until
 from machinery_py.worker.execution import Execution
 from machinery_py.worker.executors import Executors
-from machinery_py.worker.hooks import Hooks
+from machinery_py.worker.hooks import WorkerHooks
 from machinery_py.worker.intake import accept, peek
 
 
@@ -76,7 +76,7 @@ class Pool:
     def submit(self, name: str) -> Execution:
         self.tasks[name].send()
         [delivery] = self.session.receive(1, HANG)
-        execution = Execution(self.server.engine, Hooks(), delivery, "w")
+        execution = Execution(self.server.engine, WorkerHooks(), delivery, "w")
         assert peek(execution)
         assert accept(execution, {})
         self.executors.submit(execution)

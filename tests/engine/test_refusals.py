@@ -37,7 +37,7 @@ from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.flaky import FlakyBackend, FlakyBroker
 from machinery_py.testing.waiting import HANG, wait_until
 from machinery_py.worker.execution import Execution
-from machinery_py.worker.hooks import Hooks
+from machinery_py.worker.hooks import WorkerHooks
 from machinery_py.worker.intake import accept, peek
 from machinery_py.worker.runner import run
 
@@ -461,7 +461,7 @@ def test_an_outbox_that_is_refused_lets_the_redelivered_task_go() -> None:
     store, wanted = shop.server.engine.store, Exception("killed")
     session = store.open_session(["machinery_tasks"], worker="v")
     [delivery] = session.receive(1, 0.0)
-    execution = Execution(shop.server.engine, Hooks(), delivery, "v")
+    execution = Execution(shop.server.engine, WorkerHooks(), delivery, "v")
     assert accept(execution, peek(execution) and ())
     run(execution)
     assert execution.settlement is not None

@@ -26,7 +26,7 @@ from machinery_py.testing.conformance.leases import bodies, message, put
 from machinery_py.testing.waiting import HANG, wait_until
 from machinery_py.worker.execution import Execution
 from machinery_py.worker.executors import Executors
-from machinery_py.worker.hooks import Hooks
+from machinery_py.worker.hooks import WorkerHooks
 from machinery_py.worker.intake import accept, peek
 from tests.servers import rabbitmq_server
 from tests.stores.amqp_case import amqp_url, vhosts, waiting
@@ -83,7 +83,7 @@ def test_what_has_not_begun_when_the_connection_breaks_is_not_begun(server: Serv
     while len(deliveries) < 3:
         deliveries += session.receive(3 - len(deliveries), HANG)
     for delivery in deliveries:
-        execution = Execution(server.engine, Hooks(), delivery, "w")
+        execution = Execution(server.engine, WorkerHooks(), delivery, "w")
         assert peek(execution)
         assert accept(execution, {})
         executors.submit(execution)
