@@ -1,1 +1,1 @@
-"""Results: what a sender has in hand, and how threads and coroutines wait."""
+"""Results, and how threads and coroutines wait for them."""

@@ -1,6 +1,7 @@
-"""What a sender gets back: the result of a task, a group, a chain or a chord, now or later, here or in a coroutine.
+"""Results of tasks, groups, chains and chords, for threads and coroutines.
 
-Nothing here polls while the backend can notify: a waiter looks, listens, looks again, and sleeps until it is woken.
+Nothing here polls while the backend can notify: a waiter reads, listens, reads again, and sleeps
+until it is woken.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ WARN_AFTER = 2.0  # seconds without a worker on the task's queue until the waite
 
 
 class ResultSource(Protocol):
-    """What results need of a Server."""
+    """Part of a Server that results need."""
 
     @property
     def backend(self) -> Backend: ...
@@ -42,21 +43,21 @@ class ResultSource(Protocol):
 
 
 class Waitable(Generic[R]):
-    """The shared part: waiting. A subclass says what it waits for and what it makes of it."""
+    """Shared part of all results: waiting. A subclass defines what to wait for, and the value."""
 
     def __init__(self, source: ResultSource) -> None:
         self._source = source
         self._states: dict[str, TaskState] = {}  # finished ones; they never change again
 
     def get(self, timeout: float | None = None) -> R:
-        """The result, when it is there.
+        """Wait for the result, and return it.
 
         Args:
             timeout: seconds; None waits as long as it takes.
 
         Raises:
-            TaskFailed: a task that it takes has failed.
-            ResultTimeout: it was not there in time; the task goes on.
+            TaskFailed: the task failed, or one that the result needs.
+            ResultTimeout: the result was not there in time; the task goes on.
             ResultExpired: there is no state (any more).
         """
         wait = _Wait(self, timeout)
@@ -66,7 +67,7 @@ class Waitable(Generic[R]):
         watched: set[str] = set()
         try:
             while True:
-                # Looked at again after each new name is listened for, so that nothing that ends in between is missed.
+                # Read again after each new name is watched: a task may have ended in between.
                 new = set(self._awaited()) - watched
                 if new:
                     listener.watch(new)
@@ -80,7 +81,7 @@ class Waitable(Generic[R]):
         return self._value()
 
     async def get_async(self, timeout: float | None = None) -> R:
-        """`get` for coroutines."""
+        """Wait in a coroutine: `get` for coroutines."""
         import asyncio  # loaded by now: we are in a coroutine
 
         wait = _Wait(self, timeout)
@@ -91,7 +92,10 @@ class Waitable(Generic[R]):
         return self._value()
 
     def _step(self, wait: _Wait, waiter: AsyncWaiter) -> float | None:
-        """One step of `get_async`, in a thread, since each asks the store: the seconds until the next; None: it is there."""
+        """Do one step of `get_async`, in a thread, since it asks the store.
+
+        Returns the seconds to wait before the next step; None when the result is there.
+        """
         if self._look():
             return None
         return 0.0 if waiter.watch(self._awaited()) else wait.next_pause()
@@ -100,7 +104,7 @@ class Waitable(Generic[R]):
         return self.get_async().__await__()
 
     def touch(self) -> R | None:
-        """The result, or None while there is none. Does not wait.
+        """Return the result, or None while there is none. Does not wait.
 
         Raises:
             TaskFailed: as `get`.
@@ -110,7 +114,7 @@ class Waitable(Generic[R]):
     touch_async = twin(touch)
 
     def is_finished(self) -> bool:
-        """Whether `get` would return or raise at once. Does not wait."""
+        """Return whether `get` would return or raise at once. Does not wait."""
         try:
             return self._look()
         except (TaskFailed, ResultExpired):
@@ -119,7 +123,7 @@ class Waitable(Generic[R]):
     is_finished_async = twin(is_finished)
 
     def _read(self, uuids: Sequence[str]) -> dict[str, TaskState]:
-        """The states; finished ones are asked for once."""
+        """Return the states; finished ones are asked for once."""
         missing = [uuid for uuid in uuids if uuid not in self._states]
         found = self._source.backend.get_states(missing) if missing else {}
         self._states.update({uuid: state for uuid, state in found.items() if state.is_finished})
@@ -134,23 +138,23 @@ class Waitable(Generic[R]):
     # For the subclass
 
     def _look(self) -> bool:
-        """Whether the value is there. Raises what `get` raises."""
+        """Return whether the value is there. Raises what `get` raises."""
         raise AssertionError
 
     def _value(self) -> R:
         raise AssertionError
 
     def _awaited(self) -> Sequence[str]:
-        """The UUIDs whose end would change something."""
+        """Return the UUIDs whose end would change something."""
         raise AssertionError
 
     def _describe(self) -> tuple[str, str, str]:
-        """(what is waited for, its last known state, its queue), for texts."""
+        """Return (what is waited for, its last known state, its queue), for texts."""
         raise AssertionError
 
 
 class _Wait:
-    """The time of one `get`: how long to the next look, when to warn, when to give up."""
+    """Time of one `get`: pauses between reads, the warning, the timeout."""
 
     def __init__(self, waitable: Waitable[Any], timeout: float | None) -> None:
         self._waitable = waitable
@@ -160,10 +164,10 @@ class _Wait:
         self._warned = False
 
     def next_pause(self) -> float:
-        """Seconds to sleep at most.
+        """Return the seconds to sleep at most.
 
         Raises:
-            ResultTimeout: the time is up.
+            ResultTimeout: the timeout is over.
         """
         check_time()
         waited = self._clock.monotonic() - self._start
@@ -181,20 +185,17 @@ class _Wait:
             if hint:
                 logger.warning("%s (%s)", hint.replace(" on ", " on queue "), command)
         remaining = LOOK_AGAIN if self._timeout is None else min(LOOK_AGAIN, self._timeout - waited)
-        return (
-            remaining
-            if self._warned or waited >= WARN_AFTER
-            else min(remaining, WARN_AFTER - waited)
-        )
+        return remaining if self._warned else min(remaining, WARN_AFTER - waited)
 
 
 class AsyncResult(Waitable[R]):
-    """The result of one task.
+    """Result of one task.
 
     Attributes:
-        uuid: of the task; `server.result(uuid)` finds it again in another process.
+        uuid: of the task; `server.result(uuid)` finds the result again in another process.
         name, queue: of the task, as far as they are known here.
-        duplicate: the call was not sent: this is the result of the same call, sent before, which is not over.
+        duplicate: the call was not sent, because the same call, sent before, is not over; this is
+            the result of that one.
     """
 
     def __init__(
@@ -211,22 +212,21 @@ class AsyncResult(Waitable[R]):
         self.name = name
         self.queue = queue
         self.duplicate = duplicate
-        self._chain: ChainResult[Any] | None = (
-            None  # in which it is a step, and has no state before its turn
-        )
+        # The chain in which it is a step, and has no state before its turn.
+        self._chain: ChainResult[Any] | None = None
 
     def get_state(self) -> TaskState:
-        """How far the task is.
+        """Read the state of the task.
 
         Raises:
-            StateNotFound: it expired, or was never sent.
+            StateNotFound: the state expired, or the task was never sent.
         """
         return self._states.get(self.uuid) or self._source.backend.get_state(self.uuid)
 
     get_state_async = twin(get_state)
 
     def revoke(self) -> None:
-        """If it has not started, it never will, and is FAILURE, "revoked", from now on; if it runs, it is asked to stop."""
+        """Fail the task as "revoked" if it has not started; ask it to stop if it runs."""
         self._source.revoke([self.uuid])
 
     revoke_async = twin(revoke)
@@ -240,7 +240,7 @@ class AsyncResult(Waitable[R]):
             return False
 
     def _look_alone(self) -> bool:
-        """As if it were no step of anything."""
+        """Look as if it were no step of a chain."""
         state = self._states.get(self.uuid) or self._read([self.uuid]).get(self.uuid)
         if state is None:
             raise self._expired(self.uuid)
@@ -266,7 +266,7 @@ class AsyncResult(Waitable[R]):
 
 
 class GroupResult(Waitable[R]):
-    """The results of a group, in its order: a list. Iterating gives the single AsyncResults."""
+    """Result of a group: a list, in its order. Iterating gives the AsyncResult of each member."""
 
     def __init__(
         self,
@@ -287,7 +287,7 @@ class GroupResult(Waitable[R]):
         self._uuids = tuple(uuids)
         self._leading = tuple(leading)
         self._open = [*leading, *uuids]
-        self._sent = True  # False while a chain has not got here: then a missing state is no news
+        self._sent = True  # False before its turn in a chain: then it may have no states
 
     def __len__(self) -> int:
         return len(self.results)
@@ -299,14 +299,14 @@ class GroupResult(Waitable[R]):
         return iter(self.results)
 
     def progress(self) -> tuple[int, int]:
-        """How many members have ended, and how many there are. Does not wait."""
+        """Return how many members have ended, and how many there are. Does not wait."""
         self._read(self._uuids)
         return sum(uuid in self._states for uuid in self._uuids), len(self._uuids)
 
     progress_async = twin(progress)
 
     def revoke(self) -> None:
-        """As AsyncResult.revoke, for every member."""
+        """Revoke every member, as AsyncResult.revoke."""
         self._source.revoke(self._uuids)
 
     revoke_async = twin(revoke)
@@ -338,7 +338,7 @@ class GroupResult(Waitable[R]):
 
 
 class ChainResult(Waitable[R]):
-    """The result of the last step of a chain. `steps` has the result of each."""
+    """Result of the last step of a chain. `steps` has the result of each."""
 
     def __init__(
         self, source: ResultSource, steps: Sequence[AsyncResult[Any] | GroupResult[Any]]
@@ -357,7 +357,7 @@ class ChainResult(Waitable[R]):
         return self.steps[-1].uuid
 
     def revoke(self) -> None:
-        """As AsyncResult.revoke, for every step."""
+        """Revoke every step, as AsyncResult.revoke."""
         uuids = [
             uuid
             for step in self.steps
@@ -376,7 +376,7 @@ class ChainResult(Waitable[R]):
                 if not _alone(self.steps[self._at]):
                     return False
             except ResultExpired:
-                # A step that was not reached yet has no state, as in Go; the first has one from the start.
+                # A step has no state before its turn, as in Go; the first has one from the start.
                 if self._at == 0:
                     raise
                 return False
@@ -384,7 +384,7 @@ class ChainResult(Waitable[R]):
         return True
 
     def _is_past(self, step: AsyncResult[Any]) -> bool:
-        """Whether its turn is over. Raises what keeps it from ever coming."""
+        """Return whether the step's turn is over. Raises the failure of a step before it."""
         return self._look() or self._at > self.steps.index(step)
 
     def _value(self) -> R:
@@ -393,8 +393,8 @@ class ChainResult(Waitable[R]):
     def _awaited(self) -> Sequence[str]:
         at = min(self._at, len(self.steps) - 1)
         if isinstance(self.steps[at], GroupResult) and self.steps[at] is not self.steps[-1]:
-            # The callback ends also when a member fails (if a Go program ran that, the next look finds it): so a thousand
-            # members need not be listened to.
+            # The callback ends also when a member fails (the next look finds a failure in Go): so
+            # the members, perhaps a thousand, need not be watched.
             at += 1
         return (*self.steps[at]._awaited(), *self.steps[-1]._awaited())
 
@@ -405,7 +405,7 @@ class ChainResult(Waitable[R]):
 
 
 class ChordResult(ChainResult[R]):
-    """The result of a chord's callback; `group` are the members, `callback` is the callback."""
+    """Result of a chord's callback. `group` is the result of the members."""
 
     @property
     def group(self) -> GroupResult[Any]:
@@ -429,7 +429,7 @@ def raise_if_failed(state: TaskState) -> None:
 
 
 def _finished(step: AsyncResult[Any] | GroupResult[Any]) -> bool:
-    """Whether the step has succeeded. That it has no state, or failed, is found out in its turn."""
+    """Return whether the step has succeeded. A failure or a missing state is raised in its turn."""
     try:
         return _alone(step)
     except (TaskFailed, ResultExpired):

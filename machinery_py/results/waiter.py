@@ -70,7 +70,7 @@ class AsyncWaiters:
                 waiter.watched |= new
                 self._watched.update(new)
             if self._closed.is_set():
-                return  # it looks by itself
+                return  # the waiter looks by itself
             if self._listener is None:
                 self._listener = self._open()
                 self._thread = threading.Thread(
@@ -106,12 +106,8 @@ class AsyncWaiters:
         if not self.is_ours:
             return
         with self._asking:
-            listener, thread, self._listener, self._thread = (
-                self._listener,
-                self._thread,
-                None,
-                None,
-            )
+            listener, thread = self._listener, self._thread
+            self._listener = self._thread = None
         if listener is not None and thread is not None:
             listener.wake()
             thread.join(timeout=5.0)

@@ -59,11 +59,8 @@ class ExecutionGuard:
         """
         try:
             stop = self._lock(on_lost) if self._task.settings.exclusive else None
-            if (
-                stop is None
-                and self._signature.headers
-                and HEADER_UNIQUE_START in self._signature.headers
-            ):
+            headers = self._signature.headers or ()
+            if stop is None and HEADER_UNIQUE_START in headers:
                 stop = None if start(self._engine, self._signature) else self._settlement()
         except (BackendUnavailable, BrokerUnavailable) as error:
             logger.warning("task %s cannot be run now: %s", self._signature.uuid, error)
@@ -115,14 +112,9 @@ class ExecutionGuard:
         """
         signature = self._signature
         state = self._engine.store.backend.get_states([signature.uuid]).get(signature.uuid)
-        moments = [
-            moment
-            for moment in (state.created_at if state is not None else None, signature.eta)
-            if moment is not None
-        ]
-        return (
-            max(0.0, (self._engine.clock.now() - max(moments)).total_seconds()) if moments else 0.0
-        )
+        moments = (state.created_at if state is not None else None, signature.eta)
+        known = [moment for moment in moments if moment is not None]
+        return max(0.0, (self._engine.clock.now() - max(known)).total_seconds()) if known else 0.0
 
     def _later(self, pause: float) -> Settlement:
         eta = self._engine.clock.now() + dt.timedelta(seconds=pause * random.uniform(0.5, 1.0))

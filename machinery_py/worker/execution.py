@@ -1,6 +1,6 @@
-"""One delivery that a worker holds, from its bytes to its settlement. It has an order of steps, and no rule of its own.
+"""Execution: one delivery that a worker holds, from its bytes to its settlement.
 
-acceptance.accept   decode, find the task    → a settlement at once, if there is nothing to run
+intake.accept       decode, find the task    → a settlement at once, if there is nothing to run
 runner.run          convert, call            → an outcome
 finish              follow_up                → the settlement; the first caller wins
 """
@@ -42,9 +42,9 @@ _NAMELESS: Signature[Any] = Signature(name="")
 
 
 class Execution:
-    """A delivery that this worker holds.
+    """Delivery that this worker holds.
 
-    `settlement` is set once, by whoever ends it first: the task itself, its time limit, or the worker's shutdown.
+    `settlement` is set once, by the first that ends it: the task, its time limit, or the shutdown.
     """
 
     __slots__ = (
@@ -87,7 +87,7 @@ class Execution:
         self.settlement: Settlement | None = None
         self.sends: Sequence[Signature[Any]] = ()  # what the settlement publishes
         self.committed = False  # the settler has it
-        self.revoked = False  # it is known here that it was
+        self.revoked = False  # as far as is known here
         self.error: Exception | None = None
         self.started_at: dt.datetime | None = None
         self.call_started = 0.0
@@ -110,25 +110,25 @@ class Execution:
 
     @property
     def is_final(self) -> bool:
-        """Whether it has ended in SUCCESS or FAILURE."""
+        """Return whether it has ended in SUCCESS or FAILURE."""
         states = self.settlement.states if self.settlement is not None else ()
         return bool(states) and states[0].is_finished
 
     @property
     def is_collected(self) -> bool:
-        """Whether the result is read from the state, by whoever sends the chord's callback."""
+        """Return whether a chord's callback takes the result from the state."""
         callback = self.signature.chord_callback
         return callback is not None and not callback.immutable
 
     def cancel(self, *, time_is_up: bool = False) -> None:
-        """Ask the function to stop; it has to look at `Context.cancelled`."""
+        """Ask the function to stop; it has to check `Context.cancelled`."""
         if self.context is not None:
             self.context.cancel(time_is_up=time_is_up)
 
     # Its end: the first one to settle it wins
 
     def begin(self) -> bool:
-        """It is to be run now. False: it has ended before, because it was handed back."""
+        """Begin the run. False: it has ended before, because it was handed back."""
         with self._lock:
             if self._done:
                 return False
@@ -151,7 +151,7 @@ class Execution:
         return self.settle(self._ended(outcome, fate=fate, reason=reason), unbegun=unbegun)
 
     def hand_back(self, *, started: bool = False) -> bool:
-        """Give the message back to its queue, to be run by another worker. False: it has ended, or begun.
+        """Give the message back to its queue, for another worker. False: it has ended, or begun.
 
         Args:
             started: also if it has begun.
@@ -162,7 +162,7 @@ class Execution:
         """End it as revoked. False: it has begun, or ended.
 
         Args:
-            is_over: the task has ended without its message, which is all that is left of it.
+            is_over: the task has ended already; only its message is left.
         """
         self.revoked = True
         if is_over:
@@ -176,7 +176,7 @@ class Execution:
         return self.finish(self.failed(self.error))
 
     def break_off(self, error: BaseException) -> None:
-        """End it as failed, unless it has ended: something failed beside the call, and nobody else would end it."""
+        """End it as failed, unless it has ended: something failed outside the call of the task."""
         logger.error(
             "task %s broke off",
             self.signature.uuid,
@@ -186,10 +186,10 @@ class Execution:
         if not self._done:
             self.finish(self.failed(error))
 
-    # Another end, because the store refuses this one. In the settler's thread, before anybody knows how it ended
+    # Another end, because the store refuses this one. In the settler's thread
 
     def refuse_sends(self, error: MachineryError) -> None:
-        """How it ended stands, and what it sends has failed."""
+        """Keep its end, and fail the tasks that it sends."""
         settlement = self.settlement
         assert settlement is not None
         self.sends = ()
@@ -198,7 +198,7 @@ class Execution:
         )
 
     def fail_unstorable(self, error: Exception) -> None:
-        """It has failed, because how it had ended cannot be stored."""
+        """End it as failed instead, because the store does not take its result."""
         outcome = Failed(
             error=f"the result cannot be stored: {text_of(error)}",
             error_type=type_name_of(error),
@@ -207,7 +207,7 @@ class Execution:
         self.settlement = self._ended(outcome, fate=Fate.DEAD, reason=REASON_UNSTORABLE)
 
     def give_up(self, error: Exception) -> None:
-        """Its message is a dead letter, and its state stays as it was."""
+        """Make its message a dead letter, and leave its state as it is."""
         self.settlement = self.end_of_delivery(
             Fate.DEAD, reason=REASON_UNSTORABLE, error=f"{type(error).__name__}: {error}"
         )
@@ -215,7 +215,7 @@ class Execution:
     # From an exception to an outcome, and from an outcome to a settlement
 
     def failed(self, error: BaseException) -> Outcome:
-        """What the function raised, as an outcome."""
+        """Return the outcome of what the function raised."""
         if self.revoked and (
             isinstance(error, RetryTaskLater) or type(error).__name__ == "CancelledError"
         ):
@@ -244,7 +244,7 @@ class Execution:
         reason: str = "",
         error: str = "",
     ) -> Settlement:
-        """The settlement of the delivery alone; the task's state stays as it was."""
+        """Return a settlement of the delivery alone; the task's state stays as it is."""
         return Settlement(
             delivery=self.delivery,
             uuid=self.signature.uuid,
@@ -256,7 +256,7 @@ class Execution:
         )
 
     def _ended(self, outcome: Outcome, *, fate: Fate, reason: str) -> Settlement:
-        """What becomes true by this outcome; a failure, if what follows from it cannot be sent."""
+        """Return the settlement of this outcome; of a failure if its follow-up cannot be sent."""
         try:
             backoff = self.task.settings.backoff if self.task else "fibonacci"
             now = self.engine.clock.now()
@@ -268,7 +268,7 @@ class Execution:
             return self._ended_in_failure(outcome, fate=fate, reason=reason)
 
     def _ended_in_failure(self, outcome: Failed, *, fate: Fate, reason: str) -> Settlement:
-        """With its error callbacks and the chords behind it, as far as they can be sent."""
+        """Return the settlement of a failure, with as much of its follow-up as can be sent."""
         now = self.engine.clock.now()
         for signature in (self.signature, self.signature.replace(on_success=())):
             try:
@@ -337,12 +337,12 @@ class Execution:
             out, arrivals = self.engine.outgoing(then.send), self.engine.arrivals(then.arrived)
             if then.retry is None:
                 return out, arrivals
-            # The retry has no PENDING of its own: RETRY stays visible until it runs (Go overwrites it).
+            # The retry has no PENDING state: RETRY stays visible until it runs (Go overwrites it).
             retry = self.engine.message(self.engine.completed(then.retry))
         return Outgoing([retry, *out.messages], out.states, out.groups, out.signatures), arrivals
 
     def mark(self) -> Mark | None:
-        """RECEIVED, STARTED or progress, if that is how it stands."""
+        """Return a mark of RECEIVED, STARTED or its progress; None if it is over."""
         if self._done or self.phase is None:
             return None
         signature = self.signature

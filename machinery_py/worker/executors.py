@@ -1,6 +1,7 @@
-"""Where tasks run: threads for functions, one event loop for coroutine functions. They run user code and nothing else.
+"""Executors of user code: threads for functions, one event loop for coroutine functions.
 
-Threads and coroutines share `concurrency` slots. Threads are made when they are needed, the loop with the first coroutine.
+Threads and coroutines share `concurrency` slots. Threads are made when they are needed, the loop
+with the first coroutine.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ logger = get_logger(__name__)
 
 END_TIMEOUT = 2.0  # seconds for an idle thread to end
 
-TASKS = "machinery_py.testing."  # whose functions are tasks, and called as the user's are
+TASKS = "machinery_py.testing."  # modules whose functions are tasks, as the user's are
 
 
 class Executors:
-    """Runs executions, at most `concurrency` at a time, in the order they come.
+    """Executors of one worker: run at most `concurrency` executions at a time, in order.
 
     Args:
         on_done: called in the executor's thread when an execution has been settled by its task.
@@ -48,28 +49,27 @@ class Executors:
         self._slots: queue.SimpleQueue[None] = queue.SimpleQueue()
         for _ in range(concurrency):
             self._slots.put(None)
-        # A token for each thread that has nothing to do, until all threads there may be have been made.
+        # A token for each idle thread, as long as more threads may be made.
         self._idle: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._threads: list[
-            threading.Thread
-        ] = []  # without those that are stuck in a task whose time was up
-        self._stuck: set[int] = set()  # threads of these that are to be interrupted
+        # Without the threads that are stuck in a task whose time was up.
+        self._threads: list[threading.Thread] = []
+        self._stuck: set[int] = set()  # threads of such tasks, to be interrupted
         self._made = 0
         self._lock = threading.Lock()
         self._running: dict[int, Execution] = {}
-        self._ending: dict[
-            tuple[int, int], Execution
-        ] = {}  # run no more, and are not told yet; by execution and thread
+        # Run no more, and are not reported yet; by execution and thread.
+        self._ending: dict[tuple[int, int], Execution] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_thread: threading.Thread | None = None
         self._tasks: dict[int, Any] = {}
         self._closed = False
 
     def submit(self, execution: Execution) -> None:
-        """Run it as soon as a slot is free. Called by one thread only, the receiver's.
+        """Run it as soon as a slot is free. Called by the receiver's thread only.
 
-        While there may be more threads, each execution in the queue has a thread of its own: one that gave its token, or
-        a new one. Counting the threads that look idle would not do: one may have taken an execution and not said so yet.
+        As long as more threads may be made, each execution in the queue has a thread of its own:
+        one that gave its token, or a new one. To count threads that look idle is not enough: one
+        may have taken an execution and not be marked busy yet.
         """
         if not self._is_full():
             try:
@@ -80,21 +80,24 @@ class Executors:
         self._queue.put(execution)
 
     def running(self) -> list[Execution]:
-        """What runs now."""
+        """Return the executions that run now."""
         return list(self._running.values())
 
     def busy(self) -> list[Execution]:
-        """What runs now, and what has just ended and is not with the settler yet: it must not be closed before."""
+        """Return what runs, and what has ended and is not with the settler yet.
+
+        The settler must not be closed before it has all of them.
+        """
         return [*self._running.values(), *self._ending.values()]
 
     def _is_full(self) -> bool:
-        """Whether all threads there may be have been made; from then on they all stand in one line for the queue."""
+        """Return whether all threads have been made; from then on all of them wait at the queue."""
         return len(self._threads) >= self.concurrency
 
     def _start_thread(self, instead_of: int | None = None) -> None:
         """Start a thread, perhaps in the place of a stuck one. The caller holds `_lock`.
 
-        The list changes in one step: once all threads are there, `submit` must not find a place free in between.
+        The list changes in one step: `submit` must not find it short when all threads are there.
         """
         self._made += 1
         thread = threading.Thread(target=self._work, name=f"{self._name}-{self._made}", daemon=True)
@@ -113,11 +116,11 @@ class Executors:
                 self._idle.put(None)
 
     def _work_off(self, execution: Execution) -> bool:
-        """Run the execution, or start its coroutine. False: this thread was replaced meanwhile, and must end."""
+        """Run the execution, or start its coroutine. False: this thread was replaced."""
         self._slots.get()
         execution.thread_id = threading.get_ident()
         if self._session.is_lost(execution.delivery) and execution.hand_back():
-            self._on_done(execution)  # whoever has it now runs it
+            self._on_done(execution)  # its new owner runs it
         if not execution.begin():  # handed back while it waited
             self._slots.put(None)
             return True
@@ -129,7 +132,7 @@ class Executors:
         try:
             self._run(execution)
             return self._finish(execution)
-        except TimeLimitExceeded:  # it came when the task was over: this thread has been replaced
+        except TimeLimitExceeded:  # raised when the task was over: this thread has been replaced
             return False
 
     def _run(self, execution: Execution) -> None:
@@ -137,15 +140,15 @@ class Executors:
             run(execution, self._report)
         except TimeLimitExceeded:
             raise
-        except BaseException as error:  # of user code that is called around the task: the thread and its slot must live on
+        except BaseException as error:  # user code around the task; the thread must live on
             execution.break_off(error)
 
     def _finish(self, execution: Execution) -> bool:
-        """After the run. False: this thread was replaced while it was stuck, and must end."""
+        """Free the slot after the run. False: this thread was replaced while it was stuck."""
         self._session.run_ends(execution.delivery)
         if not self._leave(execution):
             logger.warning("task %s came back after its time was up", execution.signature.uuid)
-            with self._lock:  # it is not interrupted any more: another thread may get its number
+            with self._lock:  # do not interrupt it now: another thread may get its number
                 self._stuck.discard(threading.get_ident())
             return False
         self._slots.put(None)
@@ -153,11 +156,9 @@ class Executors:
         return True
 
     def _leave(self, execution: Execution) -> bool:
-        """It runs no more, and `_report_done` follows. False: that was said before, and nothing is to be told."""
+        """Move it from running to ending; `_report_done` follows. False: it was moved before."""
         place = id(execution), threading.get_ident()
-        self._ending[place] = (
-            execution  # before it is not running any more: `busy` must not miss it
-        )
+        self._ending[place] = execution  # first, so that `busy` cannot miss it
         if self._running.pop(id(execution), None) is None:
             del self._ending[place]
             return False
@@ -168,13 +169,13 @@ class Executors:
         del self._ending[id(execution), threading.get_ident()]
 
     def abandon(self, execution: Execution) -> None:
-        """Its time is up and it was settled; whatever it still does counts no more."""
+        """Stop waiting for it: its time is up, it is settled, and its own end counts no more."""
         with self._lock:
             if not self._leave(execution):
-                return  # it came to its end just now
+                return  # it has just ended
             if not execution.is_async:
                 self._stuck.add(execution.thread_id)
-                # The thread may be stuck for long: another one takes its place, its slot and its token.
+                # The thread may be stuck for long: another one takes its slot and its token.
                 self._start_thread(instead_of=execution.thread_id)
         if execution.is_async:
             self.cancel(execution)
@@ -184,8 +185,10 @@ class Executors:
         self._report_done(execution)
 
     def interrupt(self) -> bool:
-        """Raise TimeLimitExceeded in the threads that run abandoned tasks. False: some are where they must not be
-        interrupted just now, and the caller is to come again."""
+        """Raise TimeLimitExceeded in the threads that run abandoned tasks.
+
+        False: some must not be interrupted just now; call again.
+        """
         with self._lock:
             for thread_id in list(self._stuck):
                 if interrupt(thread_id):
@@ -193,7 +196,7 @@ class Executors:
             return not self._stuck
 
     def cancel(self, execution: Execution) -> None:
-        """Ask a running task to stop: coroutines are cancelled, functions see `Context.cancelled`."""
+        """Ask a running task to stop: cancel a coroutine, set a function's `Context.cancelled`."""
         execution.cancel()
         task = self._tasks.get(id(execution))
         if task is not None and self._loop is not None:
@@ -239,7 +242,7 @@ class Executors:
             return self._loop
 
     def close(self) -> None:
-        """Let idle threads and the loop end. Threads that are stuck in tasks are left: they are daemons."""
+        """End idle threads and the loop. Threads stuck in tasks are left: they are daemons."""
         if self._closed:
             return
         self._closed = True
@@ -255,16 +258,14 @@ class Executors:
 
 
 def _run_loop(loop: asyncio.AbstractEventLoop, is_closed: Callable[[], bool]) -> None:
-    """The loop's thread: runs until it is closed, and cancels what is left."""
+    """Run the loop until it is closed, then cancel what is left."""
     import asyncio
 
     try:
         while not is_closed():
             try:
                 loop.run_forever()
-            except (
-                BaseException
-            ):  # SystemExit in what a task has left running behind it; the others need the loop
+            except BaseException:  # SystemExit of what a task left running; others need the loop
                 logger.exception(
                     "something that a task started has left the event loop; it goes on"
                 )
@@ -280,8 +281,9 @@ def _run_loop(loop: asyncio.AbstractEventLoop, is_closed: Callable[[], bool]) ->
 def interrupt(thread_id: int) -> bool:
     """Raise TimeLimitExceeded in a thread, as soon as it runs Python code again. False: not now.
 
-    The exception comes between any two steps: also where a lock has just been taken, which then nobody gives back, and all
-    threads of the worker wait for it. So a thread is left alone while it is in this library, called by its task, or in `logging`.
+    The exception comes between any two steps, also where a lock has just been taken: it would never
+    be released, and block all threads of the worker. So a thread is left alone while it is in
+    `logging`, or in this library, called by its task.
     """
     import ctypes  # 10 ms that only workers with time limits pay
 
@@ -291,14 +293,15 @@ def interrupt(thread_id: int) -> bool:
     set_exception(ctypes.c_ulong(thread_id), ctypes.py_object(TimeLimitExceeded))
     if not _has_locks(thread_id):
         return True
-    set_exception(ctypes.c_ulong(thread_id), None)  # it went on meanwhile
+    set_exception(ctypes.c_ulong(thread_id), None)  # the thread went on meanwhile
     return False
 
 
 def _has_locks(thread_id: int) -> bool:
     """Return whether the thread may hold a lock that others wait for.
 
-    A module that calls user code and takes no lock says so by a global INTERRUPTIBLE. Everything else here, and `logging`, may.
+    Any module of this library may, and `logging`, except those with a global INTERRUPTIBLE: they
+    call user code and take no lock.
     """
     frame = sys._current_frames().get(thread_id)
     while frame is not None:
@@ -308,7 +311,7 @@ def _has_locks(thread_id: int) -> bool:
             and "INTERRUPTIBLE" not in frame.f_globals
             and not module.startswith(TASKS)
         ):
-            # Else it was the user's code all the way.
+            # The frames above were all of user code.
             return frame.f_code is not Executors._run.__code__
         frame = frame.f_back
     return False

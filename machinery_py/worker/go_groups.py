@@ -3,8 +3,8 @@
 A Go worker writes the state of a member, and no arrival. The worker that ends the last member finds
 the others by their states, and settles the group. When we ended the last one, or a member failed in
 Go (which Go reports nowhere), nobody else settles it: so a worker remembers the groups of its
-members and reads the states of the others. Each poll goes on at the member that was not over in the poll
-before: a group costs one read a member, and one more a poll.
+members and reads the states of the others. Each poll goes on at the member that was not over in the
+poll before: a group costs one read a member, and one more a poll.
 
 A worker that dies forgets its groups. So the store lists the groups that stay incomplete, where it
 can (`partial_groups`), and from time to time one of the workers polls each of them.
@@ -108,9 +108,7 @@ class GoGroupPoller:
             return None
         group.members = group.members or meta.task_uuids
         if not group.members:
-            return (
-                None  # Go names the members to some stores only; elsewhere they become known later
-            )
+            return None  # Go names the members to some stores only; others learn them as they end
         found = self._arrived(group)
         if (
             found is not None

@@ -1,4 +1,4 @@
-"""Where the user's code is called, and what it raises is turned into text. It may raise anything, anywhere."""
+"""Calls of the user's hooks, and texts of what user code raises, which may be anything."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Around = Callable[[Signature[Any]], Iterator[None]]
 
 
 class WorkerHooks:
-    """What a worker's user wants called around each task. See Worker for the setters."""
+    """Handlers called around each task. See Worker for the setters."""
 
     def __init__(self) -> None:
         self.pre_task: Callable[[Signature[Any]], object] | None = None
@@ -36,7 +36,7 @@ def call_around(
 async def await_around(
     arounds: Sequence[Around], signature: Signature[Any], call: Callable[[], Awaitable[Any]]
 ) -> Any:
-    """As `call_around`, for a coroutine function."""
+    """Await between the halves of the generators, as `call_around` calls."""
     with contextlib.ExitStack() as stack:
         for around in arounds:
             stack.enter_context(_halves(around, signature))
@@ -48,7 +48,7 @@ def _halves(around: Around, signature: Signature[Any]) -> contextlib.AbstractCon
 
 
 def text_of(error: BaseException) -> str:
-    """The error as text, cut to MAX_ERROR; Go's `Error`. The class's name when it says nothing."""
+    """Return the error as text, cut to MAX_ERROR (Go's `Error`); its class's name if empty."""
     try:
         text = str(error)
     except BaseException as broken:  # user code in __str__
@@ -58,11 +58,8 @@ def text_of(error: BaseException) -> str:
 
 def type_name_of(error: BaseException) -> str:
     kind = type(error)
-    return (
-        kind.__qualname__
-        if kind.__module__ == "builtins"
-        else f"{kind.__module__}.{kind.__qualname__}"
-    )
+    name = kind.__qualname__
+    return name if kind.__module__ == "builtins" else f"{kind.__module__}.{name}"
 
 
 def traceback_of(error: BaseException) -> str:

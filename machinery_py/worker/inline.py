@@ -1,4 +1,4 @@
-"""Running what is due here and now, in the caller's thread: for the eager store and for tests."""
+"""Running due tasks in the caller's thread, for the eager store and for tests."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from machinery_py.worker.settler import release, report_end
 
 
 class Inline:
-    """A worker without threads. Belongs to one thread at a time.
+    """Worker without threads. Belongs to one thread at a time.
 
     Args:
-        queues: asked at each drain, so that all queues that came to be are run.
+        queues: called at each drain, so that new queues are run as well.
     """
 
     def __init__(
@@ -34,8 +34,10 @@ class Inline:
         self._owner = 0  # the thread that drains
 
     def drain(self) -> list[Execution]:
-        """Run what is due, and what comes of it, until nothing is; what was run. Called inside a task, it does nothing:
-        the drain that runs the task goes on with whatever the task sends."""
+        """Run what is due, and what comes of it, until nothing is; return what was run.
+
+        Inside a task it does nothing: the drain that runs the task runs what the task sends.
+        """
         if self._owner == threading.get_ident():
             return []
         with self._lock:
@@ -48,9 +50,7 @@ class Inline:
     def _drain(self) -> list[Execution]:
         done: list[Execution] = []
         queues: tuple[str, ...] = ()
-        while (
-            now := tuple(self._queues())
-        ) != queues:  # tasks may have been sent to queues that are new
+        while (now := tuple(self._queues())) != queues:  # tasks may have been sent to new queues
             queues = now
             session = self._engine.store.open_session(queues, worker=self._name)
             try:
@@ -61,7 +61,7 @@ class Inline:
         return done
 
     def _round(self, session: Session, done: list[Execution]) -> bool:
-        """Run what is there now; whether there was anything."""
+        """Run what is there now, and return whether there was anything."""
         deliveries = session.receive(100, 0.0)
         for delivery in deliveries:
             execution = Execution(self._engine, self._hooks, delivery, self._name)
@@ -89,12 +89,12 @@ class Inline:
             report_end(self._engine, execution, verdict)
             release(self._engine, [execution], [verdict])
             if execution.guard is not None:
-                self._engine.locks.flush()  # what is due next may want the same lock
+                self._engine.locks.flush()  # the next task may want the same lock
 
 
 def _run_coroutine(execution: Execution, report: Report) -> None:
-    """On a loop of its own, in a thread of its own: the caller may be inside a running loop."""
-    import asyncio  # only those with coroutine tasks load it
+    """Run it on a new loop in a new thread: the caller may be inside a running loop."""
+    import asyncio  # loaded for coroutine tasks only
 
     thread = threading.Thread(
         target=lambda: asyncio.run(run_async(execution, report)), name="machinery-inline"

@@ -1,4 +1,4 @@
-"""What to do with a delivery before anything is run: decode it, find its task, or say what becomes of it instead."""
+"""Intake of a delivery: decode it and find its task, or settle it without a run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ REASON_POISON = "poison"
 
 
 def peek(execution: Execution) -> str:
-    """Decode the message; the task's UUID, or "" when it is no signature."""
+    """Decode the message, and return the task's UUID, or "" when it is no signature."""
     delivery, limit = execution.delivery, execution.engine.config.max_message_size
     if len(delivery.body) > limit:
         _reject(
@@ -48,7 +48,7 @@ def peek(execution: Execution) -> str:
         _reject(execution, REASON_UNDECODABLE, "the message names no task")
         return ""
     try:
-        # What would follow is unpacked now: a task whose callbacks cannot be sent is not to be run first.
+        # Callbacks are decoded before the run: a task whose callbacks cannot be sent must not run.
         for callbacks in (signature.on_success, signature.on_error):
             if callbacks:
                 callbacks[0]
@@ -76,7 +76,7 @@ def peek(execution: Execution) -> str:
 
 
 def accept(execution: Execution, revoked: Mapping[str, bool]) -> bool:
-    """Find out what is to be run, after `peek`. False: nothing is; the settlement says what becomes of the message.
+    """Find the task to run, after `peek`. False: nothing is to be run, and it is settled.
 
     Args:
         revoked: from `revoked_among`.
@@ -110,7 +110,8 @@ def _reject(execution: Execution, reason: str, error: str) -> None:
 
 def _poison(execution: Execution) -> None:
     strikes = execution.delivery.strikes
-    error = f"{strikes} workers died while they ran it (max_strikes = {execution.engine.config.max_strikes})"
+    limit = execution.engine.config.max_strikes
+    error = f"{strikes} workers died while they ran it (max_strikes = {limit})"
     logger.error(
         "task %s (%s) goes to the dead letters: %s",
         execution.signature.uuid,
@@ -135,8 +136,8 @@ def _unknown(execution: Execution) -> None:
     if waited >= execution.engine.config.unregistered_timeout:
         names = ", ".join(execution.engine.registry.names()) or "none"
         error = (
-            f"task {signature.name!r} is not registered, and no worker that knows it came within {waited:,.0f} s "
-            f"(registered here: {names})"
+            f"task {signature.name!r} is not registered, and no worker that knows it came within "
+            f"{waited:,.0f} s (registered here: {names})"
         )
         logger.error("%s", error, extra={"task_uuid": signature.uuid})
         execution.finish(
@@ -147,7 +148,8 @@ def _unknown(execution: Execution) -> None:
         return
     logger.log(
         logging.WARNING if delivery.parks == 0 else logging.DEBUG,
-        "task %r is not registered here (is its module imported?); %s waits %g s for a worker that knows it",
+        "task %r is not registered here (is its module imported?); "
+        "%s waits %g s for a worker that knows it",
         signature.name,
         signature.uuid,
         pause,
@@ -158,7 +160,7 @@ def _unknown(execution: Execution) -> None:
 
 
 def _parked_for(parks: int) -> float:
-    """Seconds that a message has waited after so many pauses."""
+    """Return the seconds that a message has waited after so many pauses."""
     return sum(min(LONGEST_PAUSE, FIRST_PAUSE * 2.0**n) for n in range(min(parks, 100_000)))
 
 

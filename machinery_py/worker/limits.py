@@ -10,12 +10,12 @@ import time
 from machinery_py.worker.execution import Execution
 from machinery_py.worker.executors import Executors
 
-SWEEP = 1000  # deadlines that are remembered without looking whether they are still needed
-RETRY = 0.02  # seconds until a thread is interrupted that is where it must not be
+SWEEP = 1000  # deadlines that are kept before those of ended tasks are removed
+RETRY = 0.02  # seconds to the next try when a thread must not be interrupted
 
 
 class TimeLimits:
-    """Watches the runs of tasks that have a time limit. The thread starts with the first of them."""
+    """Watch over runs with a time limit. The thread starts with the first of them."""
 
     def __init__(self, executors: Executors, *, name: str) -> None:
         self._sweep_at = SWEEP
@@ -28,7 +28,7 @@ class TimeLimits:
         self._closed = False
 
     def watch(self, execution: Execution) -> None:
-        """It has started just now."""
+        """Count the time limit of an execution from now."""
         limit = execution.time_limit
         if limit is None:
             return
@@ -46,7 +46,7 @@ class TimeLimits:
             self._changed.notify()
 
     def _sweep(self) -> None:
-        """Forget what is over: behind one that runs for hours a million others may have ended."""
+        """Remove ended tasks: behind one that runs for hours a million others may have ended."""
         self._deadlines = [one for one in self._deadlines if not one[2].is_over]
         heapq.heapify(self._deadlines)
         self._sweep_at = max(SWEEP, 2 * len(self._deadlines))

@@ -101,7 +101,7 @@ class Maintenance:
     def _tend_if_due(self) -> None:
         now = time.monotonic()
         if now >= self._tend_at:
-            self._tend_at = now + 1.0  # if it fails
+            self._tend_at = now + 1.0  # if `tend` fails
             self._tend_at = time.monotonic() + self._engine.store.tend()
         if now >= self._groups_at:
             self._groups_at = now + GROUPS_EVERY

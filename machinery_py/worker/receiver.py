@@ -1,8 +1,8 @@
-"""The receiver: one thread that claims as many deliveries as there is room for, and hands them to the executors.
+"""Receiver: one thread that claims as many deliveries as there is room for, for the executors.
 
-Room is the free slots and a little more, so that short tasks never wait for a round trip: as much as is worked off in
-PREFETCH_WINDOW at the pace of the last tasks, and no more than PREFETCH_BYTES. A worker whose tasks are long holds none in
-advance.
+Room is the free slots and a prefetch, so that short tasks never wait for a round trip: what is done
+in PREFETCH_WINDOW at the pace of the last tasks, at most PREFETCH_BYTES. A worker whose tasks are
+long holds none in advance.
 """
 
 from __future__ import annotations
@@ -32,30 +32,27 @@ from machinery_py.worker.settler import Settler
 logger = get_logger(__name__)
 
 PREFETCH_WINDOW = 0.1  # seconds of work that is held in advance
-PREFETCH_BYTES = (
-    2**22
-)  # of bodies that are claimed in advance; 500 of 300 KB at once made Redis stand still for 6 s
+# Bytes of bodies claimed in advance; 500 of 300 KB at once made Redis stand still for 6 s.
+PREFETCH_BYTES = 2**22
 RECEIVE_TIMEOUT = 1.0  # seconds of one waiting claim
-BURST_TIMEOUT = 0.05  # seconds; a worker that ends when nothing is left need not wait for more
+BURST_TIMEOUT = 0.05  # seconds; the same for a worker that ends when nothing is left
 SMOOTHING = 0.1  # weight of the newest run in the average
 REPORT_TIMEOUT = 5.0  # seconds; longer than handlers of events take
-PROBATION = 2.0  # seconds that nothing begins beside a suspect: what kills its process does that soon, as a rule
-PATIENCE = (
-    0.2  # seconds that further suspects wait for the one in front; then other workers may have them
-)
-BACKOFF = 0.25  # seconds without a claim when an unknown task is redelivered, and
-BACKOFF_MARGIN = 0.05  # seconds before and after the moment at which it is due
-BACKOFF_SHARE = 4  # at most one second in so many is spent so, however much is redelivered
+PROBATION = 2.0  # seconds that nothing begins beside a suspect: a task that kills does so soon
+PATIENCE = 0.2  # seconds that suspects wait for the one in front, before other workers get them
+BACKOFF = 0.25  # seconds without a claim after an unknown task was redelivered
+BACKOFF_MARGIN = 0.05  # seconds without a claim before and after the moment at which it is due
+BACKOFF_SHARE = 4  # at most one second in so many is without a claim, however much is redelivered
 BACKOFF_QUEUE = 1000  # redeliveries that are remembered
 
 
 class UnknownTaskBackoff:
-    """Moments at which not to claim, because a task unknown to this worker is about to be redelivered.
+    """Moments not to claim, because a task unknown to this worker is about to be redelivered.
 
-    A worker that waits at the queue gets what comes first, every time, and the worker that knows the
-    task may never get it. Before the task is due, stop claiming; after it is due, tend the store, so
-    that the task is on its queue; then leave it to other workers for BACKOFF. Times are seconds of one
-    monotonic clock. Belongs to one thread.
+    A worker that waits at the queue gets what comes first, every time, and the worker that knows
+    the task may never get it. So stop claiming before the task is due; when it is due, tend the
+    store, which puts it on its queue; then leave it to other workers for BACKOFF. Times are seconds
+    of one monotonic clock. Belongs to one thread.
     """
 
     def __init__(self) -> None:
@@ -74,7 +71,7 @@ class UnknownTaskBackoff:
         return max(0.0, self._due[0] - BACKOFF_MARGIN - now) if self._due else math.inf
 
     def start(self, now: float) -> float:
-        """Return the seconds until the store is to be tended; BACKOFF follows. `starts_in` was 0."""
+        """Begin, after `starts_in` was 0: return the seconds until the store is to be tended."""
         due = max(now, heapq.heappop(self._due))
         length = 2 * BACKOFF_MARGIN + BACKOFF
         self._earliest = due + BACKOFF_MARGIN + BACKOFF + (BACKOFF_SHARE - 1) * length
@@ -82,7 +79,7 @@ class UnknownTaskBackoff:
 
 
 class Receiver:
-    """Claims, decodes and hands over. `outstanding` counts what is held and not settled yet."""
+    """Receiver of one worker. `outstanding` counts what is held and not settled yet."""
 
     def __init__(
         self,
@@ -112,8 +109,8 @@ class Receiver:
         self._thread = threading.Thread(target=self._work, name=f"{name}-receiver", daemon=True)
         self._room = threading.Condition()
         self._stop = threading.Event()
-        self._mean = 0.0  # seconds a run takes, of late
-        self._size = 0.0  # bytes of a body, of late
+        self._mean = 0.0  # seconds of a run, averaged
+        self._size = 0.0  # bytes of a body, averaged
         self._held: dict[int, Execution] = {}
         self._reporting: Sequence[Execution] = ()
         self._suspects: list[Execution] = []  # held, and not submitted yet
@@ -121,16 +118,14 @@ class Receiver:
         self._reconnect = reconnect
         self.connected = False
         self.received_at = time.monotonic()  # of the last round trip that worked
-        self.idle_since: float | None = (
-            None  # since when there was nothing to claim and nothing held
-        )
+        self.idle_since: float | None = None  # nothing to claim and nothing held since then
         self.failure: BaseException | None = None
 
     def start(self) -> None:
         self._thread.start()
 
     def stop(self) -> None:
-        """Claim no more. Returns when the thread has ended."""
+        """Stop claiming, and return when the thread has ended."""
         self._stop.set()
         self._session.wake()
         with self._room:
@@ -152,7 +147,7 @@ class Receiver:
             self._held.pop(id(execution), None)
             if execution.runtime:
                 self._mean += SMOOTHING * (execution.runtime - self._mean)
-        # Once for all of a commit: each wake-up costs the threads that run tasks a turn of the interpreter.
+        # Once a commit: each wake-up takes the interpreter from the threads that run tasks.
         with self._room:
             self._room.notify()
 
@@ -161,7 +156,7 @@ class Receiver:
         self._reporting = ()
 
     def _limit(self) -> int:
-        """How many may be held."""
+        """Return how many executions may be held."""
         concurrency = self._executors.concurrency
         mean = self._mean
         if mean <= 0.0:
@@ -178,7 +173,7 @@ class Receiver:
         return concurrency + min(ahead, self._engine.config.prefetch)
 
     def _free(self) -> int:
-        """How many to claim now: none until half of what may be held in advance is gone, so that claims stay large."""
+        """Return how many to claim: none until half of the prefetch is gone, for large claims."""
         limit = self._limit()
         free = limit - len(self._held)
         spare = limit - self._executors.concurrency
@@ -195,7 +190,7 @@ class Receiver:
                     continue
                 try:
                     self._back_off()
-                    # The first one does not wait: that it comes back is what makes the worker ready.
+                    # The first claim does not wait: the worker is ready when it has returned.
                     timeout = self._patience() if self.connected else 0.0
                     deliveries = self._session.receive(
                         free, timeout, self._order.draw(self._random)
@@ -205,7 +200,7 @@ class Receiver:
                 except MachineryError as error:
                     self.connected = False
                     self._stop.wait(self._reconnect.failed(error))
-        except BaseException as error:  # a receiver that dies in silence would stop everything: the worker looks at this
+        except BaseException as error:  # the worker checks `failure`, and ends
             self.failure = error
             logger.exception("the receiver has died")
 
@@ -223,7 +218,7 @@ class Receiver:
     def _wait_for_room(self) -> None:
         with self._room:
             if not self._stop.is_set():
-                # Woken when something is settled; the timeout is for the hook, and for a store that has come back.
+                # Woken by a commit; the timeout is for the hook, and for a store that has returned.
                 self._room.wait(0.05 if not self._held else 0.25)
 
     def _came_back(self) -> None:
@@ -238,9 +233,8 @@ class Receiver:
             return
         self.idle_since = None
         size = sum([len(delivery.body) for delivery in deliveries]) / len(deliveries)
-        self._size = max(
-            size, self._size + SMOOTHING * (size - self._size)
-        )  # up at once, down slowly
+        # Up at once, down slowly.
+        self._size = max(size, self._size + SMOOTHING * (size - self._size))
         executions = [
             Execution(self._engine, self._hooks, delivery, self._worker) for delivery in deliveries
         ]
@@ -261,7 +255,7 @@ class Receiver:
                 self._note_return(execution)
 
     def _await_reports(self, executions: Sequence[Execution]) -> None:
-        """Wait until TaskRetried of a run was emitted: TaskStarted of the next must not come before it."""
+        """Wait for TaskRetried of earlier runs: TaskStarted of the next must not come before it."""
         retried = {execution.signature.uuid for execution in executions if execution.signature.run}
         deadline = time.monotonic() + REPORT_TIMEOUT
         while retried and time.monotonic() < deadline:
@@ -283,12 +277,12 @@ class Receiver:
         try:
             return revoked_among(self._engine, uuids) if uuids else {}
         except MachineryError as error:
-            # They are claimed and must be run: a revocation that cannot be read now is seen by maintenance when they run.
+            # Claimed tasks must be run; maintenance reads the revocations again while they run.
             logger.warning("revocations cannot be read: %s", error)
             return {}
 
     def _run_suspects(self) -> None:
-        """Run suspects one after the other, as soon as nothing is beside them. Those that are left wait for that."""
+        """Run suspects one at a time, each when nothing runs beside it; the others wait."""
         since = time.perf_counter()
         while self._suspects and not self._stop.is_set():
             # Maintenance may have handed some back.
@@ -312,15 +306,12 @@ class Receiver:
             self._watch(suspect)
 
     def _probation(self, suspect: Execution) -> float:
-        """Seconds for which nothing may begin beside it. When its next strike is its last, it is alone until it ends."""
-        return (
-            PROBATION
-            if suspect.delivery.strikes < self._engine.config.max_strikes - 1
-            else math.inf
-        )
+        """Return the seconds alone: until it ends, if its next strike is its last."""
+        is_last = suspect.delivery.strikes >= self._engine.config.max_strikes - 1
+        return math.inf if is_last else PROBATION
 
     def _is_alone(self, suspect: Execution) -> bool:
-        """Whether all that is held beside the suspects has begun so long ago that it is not to be cleared any more."""
+        """Return whether all else that is held began longer ago than its probation."""
         long_ago = time.perf_counter() - self._probation(suspect)
         waiting = {id(one) for one in self._suspects}
         return all(

@@ -1,6 +1,6 @@
-"""Running an execution: pass its guard, convert the arguments, call the function, finish with what came of it.
+"""Running an execution: pass its guard, convert the arguments, call the function, finish it.
 
-`run` and `run_async` differ in the call alone. What the user's code raises becomes an outcome here; it never comes through.
+`run` and `run_async` differ in the call alone. Whatever user code raises becomes an outcome here.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _Call = tuple[Callable[..., Any], list[Any], dict[str, Any], Token[Context]]
 
 def run(execution: Execution, report: Report | None = None) -> None:
     """Call the function in this thread, in a context of its own, and finish."""
-    # What a task sets in ContextVars ends with it, as in a coroutine; the next one on this thread is another call.
+    # ContextVars that a task sets must not be seen by the next task on this thread.
     contextvars.copy_context().run(_run, execution, report)
 
 
@@ -61,7 +61,7 @@ def _run(execution: Execution, report: Report | None) -> None:
 
 
 async def run_async(execution: Execution, report: Report | None = None) -> None:
-    """As `run`, for a coroutine function, on the running loop."""
+    """Await the coroutine function on the running loop, as `run` calls a function."""
     if is_guarded(execution.task, execution.signature) and not await in_thread(
         lambda: _pass_guard(execution), lambda error: execution.finish(execution.failed(error))
     ):
@@ -105,7 +105,7 @@ def _pass_guard(execution: Execution) -> bool:
 
 
 def _begin(execution: Execution, report: Report | None) -> _Call | None:
-    """What is to be called, in the task's context from now on. None: the arguments do not fit, and it is finished."""
+    """Enter the task's context, and return what to call. None: wrong arguments, it is finished."""
     task, delivery = execution.task, execution.delivery
     assert task is not None
     try:
@@ -138,10 +138,10 @@ def _misfit(text: str) -> Failed:
 
 
 def _as_go_says(execution: Execution, error: ArgumentError) -> str:
-    """The text with numbers quoted as they stand in the message: other programs compare it."""
+    """Return the text with numbers as they stand in the message: other programs compare it."""
     assert execution.task is not None
     if not str(error).startswith(REFLECT):
-        return str(error)  # of one of our own types, which such a number may not fit
+        return str(error)  # about a type of our own, which such a number may not fit
     try:
         execution.task.call.values(decode_exact(execution.delivery.body).args)
     except ArgumentError as exact:
@@ -160,7 +160,7 @@ def _reporter(execution: Execution, report: Report) -> Callable[[float, float], 
 
 
 def _succeeded(execution: Execution, value: Any) -> Outcome:
-    """What the function returned, as an outcome."""
+    """Return the outcome of what the function returned."""
     task = execution.task
     assert task is not None
     if value is None or (task.settings.ignore_result and not _passes_on(execution)):
@@ -181,13 +181,13 @@ def _succeeded(execution: Execution, value: Any) -> Outcome:
 
 
 def _passes_on(execution: Execution) -> bool:
-    """Whether somebody gets the result from this run: a callback, the next step, a chord's callback."""
+    """Return whether a callback, the next step or a chord's callback gets the result."""
     signature = execution.signature
     return (bool(signature.on_success) and not signature.immutable) or execution.is_collected
 
 
 def _end(execution: Execution, outcome: Outcome) -> None:
-    """Finish, and tell the user's hooks; they run in the task's thread, and what they raise is logged."""
+    """Finish, and call the user's hooks, in the task's thread; what they raise is logged."""
     execution.runtime = time.perf_counter() - execution.call_started
     if not execution.finish(outcome):
         return

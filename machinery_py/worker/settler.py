@@ -1,8 +1,8 @@
-"""The settler: one thread that commits what has ended, all that is waiting in one round trip.
+"""Settler: one thread that commits what has ended, all that is waiting in one round trip.
 
-What has ended waits for no timer: while one commit is on its way the next batch gathers; an idle worker commits at once.
-RECEIVED and STARTED go the same way, and are left out when the task has ended by the time they would be written; alone they
-wait for MARK_DELAY, so that the end of a short task does not have to wait for a commit that says it has begun.
+There is no timer: while one commit is on its way the next batch gathers; an idle worker commits at
+once. RECEIVED and STARTED are written in the same commits, and left out when the task has ended by
+then; alone they wait for MARK_DELAY, lest the end of a short task wait for their commit.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from machinery_py.worker.reconnect import Reconnect
 logger = get_logger(__name__)
 
 MAX_BATCH = 512  # executions; bounds how long one commit holds the store
-MARK_DELAY = 0.002  # seconds; longer than a task takes whose end follows at once
+MARK_DELAY = 0.002  # seconds; longer than a short task takes
 
 
 class Settler:
-    """Takes executions from any thread, and commits them in its own.
+    """Settler of one worker: takes executions from any thread, and commits them in its own.
 
     Args:
-        on_settled: called in the settler's thread with the executions of a commit and their verdicts.
+        on_settled: called in the settler's thread with the executions and verdicts of a commit.
         after_batch: called after a commit that had group arrivals in it.
     """
 
@@ -61,20 +61,20 @@ class Settler:
         self._thread.start()
 
     def put(self, execution: Execution) -> None:
-        """Commit what has become of it: its settlement, or a mark if it is not over."""
+        """Commit its settlement, or a mark if it is not over."""
         if execution.settlement is not None and not execution.committed:
-            # Here it is done while the commit before is on its way; in the settler's thread the store would wait for it.
+            # Done here, during the commit before; in the settler's thread the store would wait.
             self._session.prepare(execution.settlement)
         self._queue.put(execution)
 
     def mark(self, execution: Execution) -> None:
-        """As `put`, unless a mark for it is waiting already."""
+        """Commit a mark, unless one is waiting already."""
         if not execution.queued:
             execution.queued = True
             self._queue.put(execution)
 
     def close(self, timeout: float) -> bool:
-        """Commit what is there and end. False: the store was away for so long that some of it was given up."""
+        """Commit what is there and end. False: the store was away, and some was given up."""
         self._queue.put(None)
         self._thread.join(timeout)
         if self._thread.is_alive():
@@ -90,12 +90,15 @@ class Settler:
             while not ended:
                 batch, ended = self._gather(wait=not late)
                 late = self._commit(batch, late)
-        except BaseException as error:  # a settler that dies in silence would stop everything: the worker looks at this
+        except BaseException as error:  # the worker checks `failure`, and ends
             self.failure = error
             logger.exception("the settler has died")
 
     def _gather(self, *, wait: bool) -> tuple[list[Execution], bool]:
-        """Take all that are there, and whether the end has come. With `wait`, at least one; else for MARK_DELAY at most."""
+        """Return what is queued, and whether the end has come.
+
+        With `wait`, wait for at least one execution; else for MARK_DELAY at most.
+        """
         batch: list[Execution] = []
         pause = None if wait else MARK_DELAY
         try:
@@ -109,10 +112,10 @@ class Settler:
         return batch, False
 
     def _commit(self, batch: Sequence[Execution], late: Sequence[Execution]) -> list[Execution]:
-        """Commit the settlements of the batch and the marks of the one before; its own marks are returned, to come later.
+        """Commit the batch's settlements and the late marks; return the batch's own marks.
 
-        So a short task has ended before its mark's turn comes, and the mark is never written; and when nothing else is to
-        be done, the next batch is empty, and the marks come soon.
+        So a short task has ended before its mark is due, and the mark is never written. When
+        nothing else is to be done, the next batch is empty, and the marks are written soon.
         """
         over: list[Execution] = []
         marked: list[Execution] = []
@@ -129,7 +132,7 @@ class Settler:
             return marked
         verdicts = self._settle(over, marks)
         if any(settlement.arrivals for settlement in _settlements(over)):
-            # Before anybody is told that these are over: a worker that ends when it has nothing left must see the callback.
+            # Before the end is reported: a worker that ends when idle must see the callback.
             self._settle_groups()
         if over:
             self._on_settled(over, verdicts)
@@ -159,14 +162,14 @@ class Settler:
     def _patiently(
         self, over: Sequence[Execution], marks: Sequence[Mark] = ()
     ) -> Sequence[Verdict]:
-        """Settle them, as soon as the store can. Raises what no waiting would better."""
+        """Settle them as soon as the store can; raise errors that waiting does not cure."""
         while True:
             try:
                 verdicts = self._session.settle(_settlements(over), marks)
             except AWAY as error:
                 if error.permanent:
                     raise
-                # Nothing is lost: the deliveries are still ours, and what was written already is ALREADY the next time.
+                # Nothing is lost: the deliveries are ours, and what was written will be ALREADY.
                 if self.healthy:
                     logger.error(
                         "results cannot be stored: %s; no new tasks are taken until they can", error
@@ -182,10 +185,11 @@ class Settler:
                 return verdicts
 
     def _settle_one(self, execution: Execution) -> Verdict:
-        """Settle what may be refused for good, as much of it as the store takes, so that nobody waits for it.
+        """Settle an execution that the store may refuse for good, with as much as the store takes.
 
-        As it ended; as it ended, and what follows it has failed; as a failure; its message as a dead letter. What is not
-        even taken as a dead letter stays with this worker, and comes back when that ends.
+        Tried in turn: its end; its end with what it sends failed; a failure; its message as a dead
+        letter. If even that is refused, the delivery stays held, and is redelivered when this
+        worker ends.
         """
         uuid, settlement = execution.signature.uuid, execution.settlement
         try:
@@ -253,18 +257,11 @@ def release(engine: Engine, executions: Sequence[Execution], verdicts: Sequence[
     for execution, verdict in zip(executions, verdicts, strict=True):
         if execution.guard is not None:
             execution.guard.leave()
-        if (
-            execution.signature.headers
-            and execution.settlement is not None
-            and verdict is not FENCED
-        ):
-            over.append((execution.signature, execution.settlement))
-        if (
-            execution.revoked
-            and execution.settlement is not None
-            and execution.settlement.fate is Fate.DONE
-        ):
-            revoked.append(execution.signature.uuid)
+        signature, settlement = execution.signature, execution.settlement
+        if settlement is not None and signature.headers and verdict is not FENCED:
+            over.append((signature, settlement))
+        if settlement is not None and execution.revoked and settlement.fate is Fate.DONE:
+            revoked.append(signature.uuid)
     if over:
         tidy(engine, over)
     if revoked:
@@ -272,7 +269,7 @@ def release(engine: Engine, executions: Sequence[Execution], verdicts: Sequence[
 
 
 def report_end(engine: Engine, execution: Execution, verdict: Verdict) -> None:
-    """Emit the event that goes with a settled execution."""
+    """Emit the events of a settled execution."""
     settlement, signature = execution.settlement, execution.signature
     if settlement is None:
         return

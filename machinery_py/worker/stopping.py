@@ -1,4 +1,4 @@
-"""Requests that a worker end: `quit` and `abort` from any thread, SIGINT and SIGTERM in the main one."""
+"""Requests to stop a worker: `quit`, `abort` (any thread), SIGINT and SIGTERM (the main one)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SIGNALS = signal.SIGINT, signal.SIGTERM
 
 
 class StopRequest:
-    """Whether the worker is to end, and how.
+    """Request to a worker to end, in order or at once.
 
     Attributes:
         is_made: it is to end when the running tasks are done.
@@ -30,12 +30,12 @@ class StopRequest:
 
     def __init__(self, grace: float) -> None:
         self._grace = grace
-        # Filled by signal handlers: unlike an Event, a SimpleQueue can be put to by a handler that interrupts its reader.
+        # A signal handler may interrupt the reader: SimpleQueue.put is safe then, Event.set is not.
         self._signals: queue.SimpleQueue[signal.Signals | None] = queue.SimpleQueue()
         self.clear()
 
     def clear(self) -> None:
-        """Forget the request: the worker is started again."""
+        """Forget the request, for a worker that is started again."""
         self.is_made = self.is_abrupt = False
 
     def quit(self) -> None:
@@ -63,7 +63,8 @@ class StopRequest:
             self.is_abrupt = True
         else:
             logger.info(
-                "%s: stopping when the running tasks are done (at most %g s; once more to stop now)",
+                "%s: stopping when the running tasks are done "
+                "(at most %g s; once more to stop now)",
                 number.name,
                 self._grace,
             )
@@ -71,7 +72,7 @@ class StopRequest:
 
     @contextlib.contextmanager
     def by_signals(self, wanted: bool) -> Iterator[None]:
-        """Handle SIGINT and SIGTERM meanwhile, if that is `wanted` and this is the main thread."""
+        """Handle SIGINT and SIGTERM meanwhile, if `wanted` and in the main thread."""
         in_main_thread = threading.current_thread() is threading.main_thread()
         numbers = SIGNALS if wanted and in_main_thread else ()
         previous = {number: forks.handle(number, self._on_signal) for number in numbers}

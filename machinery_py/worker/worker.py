@@ -1,7 +1,8 @@
-"""The worker: starts its parts in order, runs until it is told to stop, and stops them in order.
+"""Worker: starts its parts in order, runs until it is told to stop, and stops them in order.
 
-Claims stop first, so that nothing new comes; running tasks may finish, for at most `shutdown_timeout`; what is not finished
-goes back to its queue; the settler ends when all that is over has been committed; the session is closed last.
+Claims stop first, so that nothing new comes; running tasks may finish, for at most
+`shutdown_timeout`; what is not finished goes back to its queue; the settler ends when all that is
+over has been committed; the session is closed last.
 """
 
 from __future__ import annotations
@@ -47,14 +48,17 @@ GRACEFUL, ABRUPT = 0, 1  # what `launch` returns; the exit codes of the command 
 
 
 class Worker:
-    """Runs the tasks of one or more queues. Made by `Server.new_worker`; not started until `launch`, `start` or `with`.
+    """Worker for one or more queues, made by `Server.new_worker`.
+
+    It does not run before `launch`, `start` or `with`.
 
     Args:
         concurrency: tasks at a time; 0 is two for each processor, as with Go's Redis broker.
-        queues: names are in strict order: the second is looked at when the first is empty. With a mapping of names to weights
-            each claim goes through them in an order drawn by weight. By default those of the setting `queues`.
+        queues: names are in strict order: the second is served when the first is empty. With a
+            mapping of names to weights each claim goes through them in an order drawn by weight.
+            By default those of the setting `queues`.
         burst: end when there is nothing left to do; what waits in a paused queue is left there.
-        declared: the schedules that code declares; None: it carries no scheduler.
+        declared: the schedules that code declares; None: it runs no scheduler.
 
     Raises:
         ConfigError: a number is not what the setting of its name may be.
@@ -86,8 +90,7 @@ class Worker:
         )
         self.processed = 0  # tasks that ended here
         self.on_beat: Callable[[], object] | None = None
-        # Called before a worker stops that cannot go on.
-        self.on_failure: Callable[[], object] | None = None
+        self.on_failure: Callable[[], object] | None = None  # before it stops by a failure
         self._hooks = WorkerHooks()
         self._pre_consume: Callable[[Worker], bool] | None = None
         self._stop_request = StopRequest(self.shutdown_timeout)
@@ -104,47 +107,54 @@ class Worker:
     def set_error_handler(
         self, handler: Callable[[Exception], object]
     ) -> Callable[[Exception], object]:
-        """Called with the exception of each task that fails for good, instead of the log line. In the task's thread."""
+        """Set what is called with the exception of each task that fails for good.
+
+        It replaces the log line, and runs in the task's thread.
+        """
         self._hooks.error = handler
         return handler
 
     def set_pre_task_handler(
         self, handler: Callable[[Signature[Any]], object]
     ) -> Callable[[Signature[Any]], object]:
-        """Called before each run; what it raises fails the run."""
+        """Set what is called before each run; what it raises fails the run."""
         self._hooks.pre_task = handler
         return handler
 
     def set_post_task_handler(
         self, handler: Callable[[Signature[Any]], object]
     ) -> Callable[[Signature[Any]], object]:
-        """Called after each run, whatever came of it."""
+        """Set what is called after each run, however it ended."""
         self._hooks.post_task = handler
         return handler
 
     def set_pre_consume_handler(
         self, handler: Callable[[Worker], bool]
     ) -> Callable[[Worker], bool]:
-        """Asked before each claim: while it says False, nothing is taken."""
+        """Set what is called before each claim: while it returns False, nothing is claimed."""
         self._pre_consume = handler
         return handler
 
     def set_connection_error_handler(self, handler: Handler) -> Handler:
-        """Called when the broker is lost and for each attempt that failed; a number that it returns is the pause in seconds."""
+        """Set what is called when the broker is lost, and after each attempt that failed.
+
+        It may return the seconds to the next attempt.
+        """
         self._reconnect.handler = handler
         return handler
 
     # Running
 
     def launch(self, *, signals: bool | None = None) -> int:
-        """Run until SIGTERM, SIGINT or `quit`; 0 after an orderly end, 1 when a second signal cut it short.
+        """Run until SIGTERM, SIGINT or `quit`; return 0, or 1 when a second signal cut it short.
 
         Args:
-            signals: whether to handle signals; by default as `no_unix_signals` says, and only in the main thread.
+            signals: whether to handle signals, in the main thread only; by default unless
+                `no_unix_signals` is set.
 
         Raises:
-            StoreUnusable, ConfigError: the worker could not start. While the store is away it waits.
-            BrokerUnavailable: it has waited for as long as `broker_connection_max_retries` lets it.
+            StoreUnusable, ConfigError: the worker could not start; a store that is away is awaited.
+            BrokerUnavailable: the attempts that `broker_connection_max_retries` allows have failed.
         """
         handle = not self.engine.config.no_unix_signals if signals is None else signals
         request = self._stop_request
@@ -168,12 +178,12 @@ class Worker:
     def launch_async(
         self, errors: Callable[[BaseException], object] | None = None
     ) -> threading.Thread:
-        """`launch` in a thread of its own (Go's LaunchAsync); `errors` is called with what it raises."""
+        """Call `launch` in a new thread (Go's LaunchAsync), and `errors` with what it raises."""
 
         def run() -> None:
             try:
                 self.launch(signals=False)
-            except BaseException as error:  # the thread has nobody else to tell
+            except BaseException as error:  # logged or handed over: nothing else sees it
                 if errors is None:
                     logger.exception("worker %s has ended", self.name)
                 else:
@@ -191,12 +201,13 @@ class Worker:
         self.stop()
 
     def start(self) -> None:
-        """Start all parts in the background, until `stop`, `quit` or `abort`. A burst ends by itself.
+        """Start all parts in the background. They run until `stop`, `quit` or the end of a burst.
 
-        It does not wait for a store that is away, as `launch` does. What it cannot go on with is in the log, and ends it.
+        Unlike `launch` it does not wait for a store that is away. An error that ends it is logged.
 
         Raises:
-            BrokerUnavailable, BackendUnavailable, StoreUnusable: it could not start; it may be started again.
+            BrokerUnavailable, BackendUnavailable, StoreUnusable: the worker could not start; it may
+                be started again.
         """
         if self._has_ended:
             self._has_ended = False
@@ -222,7 +233,7 @@ class Worker:
         engine = self.engine
         session = engine.store.open_session(self.queues, worker=self.name)
         try:
-            # What a worker before us left behind: its messages go back, the groups it was about to settle are settled.
+            # A dead worker's messages go back to their queues, its ready groups are settled.
             engine.store.tend()
             settle_ready_groups(engine)
         except BaseException:
@@ -274,7 +285,7 @@ class Worker:
             on_beat=self._on_beat,
         )
         self._session = session
-        # Before the first claim: whatever that brings, this worker could start.
+        # Before the first claim: its failure does not change that this worker has started.
         engine.events.emit(WorkerOnline(worker=self.name))
         self._settler.start()
         self._maintenance.start()
@@ -284,18 +295,19 @@ class Worker:
             self._ticking.start()
 
     def quit(self) -> None:
-        """Ask it to end, when the running tasks are done; it returns at once. From any thread, and as often as you like.
+        """Ask the worker to end when the running tasks are done; return at once.
 
-        `launch` returns then; what `start` began ends in the background, and `stop` waits for that.
+        May be called from any thread, and again. `launch` returns when the worker has ended; after
+        `start` it ends in the background, and `stop` waits for that.
         """
         self._stop_request.quit()
 
     def abort(self) -> None:
-        """Ask it to end now: what runs goes back to its queue."""
+        """Ask the worker to end now: tasks that run go back to their queues."""
         self._stop_request.abort()
 
     def stop(self) -> bool:
-        """End it in order, and wait for that. False: it was cut short by `abort`."""
+        """End the worker in order, and wait for that. False: `abort` cut it short."""
         self._end()
         if self._attendant is not None and self._attendant is not threading.current_thread():
             self._attendant.join()
@@ -317,7 +329,7 @@ class Worker:
                 self.shutdown_timeout,
             )
             unfinished = self._hand_back(started=True)
-            # What has ended must be with the settler before that is closed.
+            # Ended tasks must be with the settler before it is closed.
             self._wait_while(lambda: any(map(_is_on_its_way, self._executors.busy())), SETTLER_WAIT)
             if unfinished:
                 logger.warning(
@@ -342,7 +354,7 @@ class Worker:
     stop_async = twin(stop)
 
     def blame(self) -> None:
-        """Give a strike to all that was begun here and is not settled, should this process die now."""
+        """Give a strike to all begun tasks that are not settled, should this process die now."""
         session = self._session
         if session is not None:
             for execution in self._receiver.held():
@@ -351,12 +363,12 @@ class Worker:
 
     @property
     def ready(self) -> bool:
-        """Whether the store answers: tasks can be received and settled."""
+        """Whether tasks can be received and settled."""
         return self._session is not None and self._receiver.connected and self._settler.healthy
 
     @property
     def active(self) -> int:
-        """How many tasks run now."""
+        """Number of tasks that run now."""
         return len(self._executors.running()) if self._session is not None else 0
 
     # Inside
@@ -436,7 +448,7 @@ def _configured(config: Config) -> Queues:
 
 
 def _is_on_its_way(execution: Execution) -> bool:
-    """Whether it has ended by itself, and is on its way to the settler."""
+    """Return whether it has ended by itself, and is not with the settler yet."""
     return (
         execution.is_over
         and execution.settlement is not None
@@ -445,7 +457,7 @@ def _is_on_its_way(execution: Execution) -> bool:
 
 
 def hostname() -> str:
-    """This machine's name."""
+    """Return this machine's name."""
     from socket import gethostname  # 2 ms that only workers pay
 
     return gethostname()
