@@ -11,8 +11,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from machinery_py.testing import private_mongo
-from machinery_py.testing.servers import RabbitMQServer, RedisServer
+from tests.support import private_mongo
+from tests.support.servers import RabbitMQServer, RedisServer
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent

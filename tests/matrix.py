@@ -21,7 +21,6 @@ import pytest
 from machinery_py.errors import ConfigError, Unsupported
 from machinery_py.stores import open
 from machinery_py.stores.family import Family, FamilyOptions
-from machinery_py.testing import private_mongo
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.conformance.backends import BackendConformance
 from machinery_py.testing.conformance.brokers import BrokerConformance
@@ -31,6 +30,7 @@ from machinery_py.testing.conformance.schedules import ScheduleConformance
 from machinery_py.testing.conformance.settlement import SettlementConformance
 from machinery_py.testing.conformance.workers import WorkerConformance
 from machinery_py.testing.conformance.workflows import LinkedConformance
+from tests.support import private_mongo
 
 PAGE = pathlib.Path(__file__).parents[1] / "docs" / "reference" / "matrix.md"
 

@@ -11,11 +11,12 @@ from contextlib import ExitStack
 
 import pytest
 
-from machinery_py.testing import private_mongo
-from machinery_py.testing.private import free_port
-from machinery_py.testing.private_redis import BUS, SLOTS
-from machinery_py.testing.proxy import Proxy
-from machinery_py.testing.servers import (
+from machinery_py.testing.waiting import HANG, wait_until
+from tests.support import private_mongo
+from tests.support.private import free_port
+from tests.support.private_redis import BUS, SLOTS
+from tests.support.proxy import Proxy
+from tests.support.servers import (
     MemcachedServer,
     RabbitMQServer,
     RedisCluster,
@@ -23,7 +24,6 @@ from machinery_py.testing.servers import (
     RedisServer,
     require,
 )
-from machinery_py.testing.waiting import HANG, wait_until
 
 
 @pytest.fixture(scope="session")

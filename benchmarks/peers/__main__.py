@@ -17,7 +17,7 @@ from benchmarks.peers import environments, report
 from benchmarks.peers.processes import RoundFailed
 from benchmarks.peers.rounds import LATENCY_CALLS, Bench, Figures
 from benchmarks.peers.systems import BY_NAME, ON, System
-from machinery_py.testing.servers import RabbitMQServer, RedisServer
+from tests.support.servers import RabbitMQServer, RedisServer
 
 LEAST = 50  # tasks, whatever the share of a system
 

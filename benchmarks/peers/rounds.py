@@ -15,7 +15,7 @@ from redis.exceptions import ResponseError
 
 from benchmarks.peers.processes import HANG, TICKS, RoundFailed, Workers, ask, workers
 from benchmarks.peers.systems import Probe, System
-from machinery_py.testing.servers import RabbitMQServer, RedisServer
+from tests.support.servers import RabbitMQServer, RedisServer
 
 LATENCY_CALLS = 300
 POLL = 0.01  # seconds between two looks at a queue

@@ -9,7 +9,7 @@ from typing import Any
 from redis import Redis
 
 from machinery_py import Server
-from machinery_py.testing.servers import RabbitMQServer
+from tests.support.servers import RabbitMQServer
 
 
 class Probe:

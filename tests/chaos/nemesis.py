@@ -20,11 +20,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from machinery_py.testing.private import PrivateServer
-from machinery_py.testing.private_redis import RedisServer
-from machinery_py.testing.proxy import Proxy
 from tests.chaos.history import Happened
 from tests.chaos.plan import Fault, Plan
+from tests.support.private import PrivateServer
+from tests.support.private_redis import RedisServer
+from tests.support.proxy import Proxy
 
 ROOT = pathlib.Path(__file__).parents[2]
 DROPPED = 0.2  # of the replies, while they are dropped

@@ -25,14 +25,14 @@ from collections.abc import Callable, Iterator
 
 from machinery_py import Server
 from machinery_py.errors import MachineryError
-from machinery_py.testing.private import PrivateServer
-from machinery_py.testing.servers import RabbitMQServer, RedisServer
 from tests.chaos.app import config_of
 from tests.chaos.checker import Verdict, check
 from tests.chaos.history import Final, dump_faults, new_history, read_folder
 from tests.chaos.nemesis import ROOT, Fleet, Nemesis, proxies_for
 from tests.chaos.observer import Observer
 from tests.chaos.plan import Plan
+from tests.support.private import PrivateServer
+from tests.support.servers import RabbitMQServer, RedisServer
 
 QUIET = 0.05  # seconds between two looks whether all is done
 LOOKS = 20  # in a row, that must find nothing

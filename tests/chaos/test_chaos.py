@@ -8,9 +8,9 @@ import random
 
 import pytest
 
-from machinery_py.testing.servers import RedisServer, require
 from tests.chaos.checker import Verdict
 from tests.chaos.run import Options, run
+from tests.support.servers import RedisServer, require
 
 FIXED = 7
 FULL = bool(os.environ.get("MACHINERY_TEST_FULL"))

@@ -6,8 +6,8 @@ import pathlib
 
 import pytest
 
-from machinery_py.testing.servers import RabbitMQServer, RedisServer, require
 from tests.chaos.test_chaos import HANG, RANDOM, chaos
+from tests.support.servers import RabbitMQServer, RedisServer, require
 
 
 @pytest.mark.chaos

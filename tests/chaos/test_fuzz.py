@@ -22,9 +22,9 @@ import pytest
 import redis
 
 from machinery_py import AsyncResult, Server
-from machinery_py.testing.servers import RabbitMQServer, RedisServer, require
 from machinery_py.testing.waiting import HANG, wait_until
 from tests.chaos import fuzz, fuzz_app
+from tests.support.servers import RabbitMQServer, RedisServer, require
 
 FULL = bool(os.environ.get("MACHINERY_TEST_FULL"))
 COUNT = int(os.environ.get("FUZZ_MESSAGES", "10000" if FULL else "330"))

@@ -32,8 +32,8 @@ from machinery_py.inspection import Inspector
 from machinery_py.locks.named import NamedLock
 from machinery_py.registry.task import Bound
 from machinery_py.schedules.api import Schedules
-from machinery_py.testing.servers import RedisServer
 from machinery_py.testing.waiting import HANG, wait_until
+from tests.support.servers import RedisServer
 
 CLASSES = (
     Server,

@@ -12,12 +12,12 @@ import pytest
 from pymongo import MongoClient
 
 from machinery_py import Server
-from machinery_py.testing import private_mongo
-from machinery_py.testing.servers import RabbitMQServer, require
 from tests.interop.fleet import new_server
 from tests.interop.golang import VERSIONS, Peer
 from tests.interop.relay import Relay
 from tests.stores.memcache_case import empty_memcached
+from tests.support import private_mongo
+from tests.support.servers import RabbitMQServer, require
 
 __all__ = ["empty_memcached"]
 

@@ -11,12 +11,12 @@ from contextlib import ExitStack
 import pytest
 
 from machinery_py import Chain, Group, Server, Signature, State, StateNotFound, TaskFailed
-from machinery_py.testing.servers import RedisServer
 from machinery_py.testing.waiting import HANG, wait_until
 from tests.interop.conftest import Fleet
 from tests.interop.fleet import call, message
 from tests.interop.golang import VERSIONS, GoError, Peer
 from tests.stores.amqp_case import amqp_url, vhosts
+from tests.support.servers import RedisServer
 
 __all__ = ["amqp_url", "vhosts"]
 

@@ -10,11 +10,11 @@ import pika
 import pytest
 
 from machinery_py import Server
-from machinery_py.testing.servers import RedisServer
 from machinery_py.testing.waiting import HANG, wait_until
 from tests.interop.conftest import FULL
 from tests.interop.fleet import call, message, new_server
 from tests.interop.golang import VERSIONS, Peer, peer
+from tests.support.servers import RedisServer
 
 TICKS = {"redis": 10, "amqp": 5}
 CASES = [("v1", "redis", 1, 1), ("v2", "redis", 2, 2), ("v2", "amqp", 1, 1)]

@@ -12,9 +12,9 @@ from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
 from machinery_py.connections.redis.keys import queue_keys
 from machinery_py.connections.redis.scripts import Script, raw
-from machinery_py.testing.servers import RedisServer
 from tests.models.beside import Beside, Reading
 from tests.models.messages import Queue, flight_of
+from tests.support.servers import RedisServer
 
 QUEUES = ("jobs", "{mail}.low")
 SESSIONS = ("s1", "s2")

@@ -28,14 +28,14 @@ from machinery_py.connections.redis.scripts import Script, pack, raw
 from machinery_py.connections.redis.slots import clustered, slot_of
 from machinery_py.locks import redis_cluster as locks
 from machinery_py.tasks.states import GroupMeta, State, TaskState
-from machinery_py.testing.private import free_port
-from machinery_py.testing.private_redis import BUS
-from machinery_py.testing.servers import RedisServer
 from machinery_py.testing.waiting import HANG, wait_until
 from machinery_py.wire.signatures import encode_group
 from tests.models.machine import START
 from tests.models.slots import ClusterBeside
 from tests.models.test_scripts import CLUSTER, DAY, LATE, NOW, half_done, message, scripts_of
+from tests.support.private import free_port
+from tests.support.private_redis import BUS
+from tests.support.servers import RedisServer
 
 TASK, GROUP, SHARD, QUEUE = (
     prefix_of("task_1"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from machinery_py.testing.servers import RedisServer
 from tests.models.amend_rules import AmendMachine
 from tests.models.backend_rules import BackendMachine, SettlementMachine
 from tests.models.broker_rules import BrokerMachine
@@ -17,6 +16,7 @@ from tests.models.cluster_rules import (
 )
 from tests.models.lock_rules import LockMachine
 from tests.models.machine import EXAMPLES, run_machine
+from tests.support.servers import RedisServer
 
 pytestmark = pytest.mark.timeout(
     3600 if EXAMPLES else 900

@@ -30,10 +30,10 @@ from machinery_py.locks import redis_cluster as cluster_locks
 from machinery_py.stores import redis_amend as sending
 from machinery_py.stores import redis_scripts as settlement
 from machinery_py.tasks.states import Arrival, GroupMeta, State, TaskState
-from machinery_py.testing.servers import RedisServer
 from tests.models.beside import Beside
 from tests.models.machine import START
 from tests.models.redis import Hash
+from tests.support.servers import RedisServer
 
 MODULES: dict[str, ModuleType] = {
     "broker": broker,

@@ -15,8 +15,8 @@ from machinery_py.brokers.rabbitmq.topology import LEVELS, Topology
 from machinery_py.config.config import AMQPConfig
 from machinery_py.connections.rabbitmq.client import AmqpDriver
 from machinery_py.testing.clocks import ManualClock
-from machinery_py.testing.servers import RabbitMQServer
 from machinery_py.testing.waiting import HANG, wait_until
+from tests.support.servers import RabbitMQServer
 
 PACE = 4  # the servers' seconds in one real second, where messages are delayed
 

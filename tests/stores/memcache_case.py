@@ -17,8 +17,8 @@ from machinery_py.connections.memcached.client import (
     touch,
 )
 from machinery_py.testing.clocks import ManualClock
-from machinery_py.testing.servers import MemcachedServer
 from machinery_py.testing.waiting import HANG
+from tests.support.servers import MemcachedServer
 
 
 def tell(server: MemcachedServer, *lines: bytes) -> list[bytes]:

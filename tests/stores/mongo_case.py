@@ -10,10 +10,10 @@ from collections.abc import Iterator
 import pytest
 
 from machinery_py.connections.mongodb.client import MongoDriver
-from machinery_py.testing import private_mongo
 from machinery_py.testing.clocks import ManualClock
-from machinery_py.testing.servers import require
 from tests.servers import mongodb_server
+from tests.support import private_mongo
+from tests.support.servers import require
 
 __all__ = ["mongodb_server"]
 

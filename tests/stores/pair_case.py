@@ -33,7 +33,6 @@ from machinery_py.connections.memory import MemoryHub
 from machinery_py.stores.base import Session, Store
 from machinery_py.stores.outbox_session import TwoSession
 from machinery_py.testing.clocks import ManualClock
-from machinery_py.testing.servers import MemcachedServer, RedisServer
 from tests.stores import (
     amqp_case,
     amqp_results_case,
@@ -42,6 +41,7 @@ from tests.stores import (
     redis_case,
     test_sqlite_conformance,
 )
+from tests.support.servers import MemcachedServer, RedisServer
 
 #: Every pair, not only a few: `make matrix` and `make chaos`.
 ALL_PAIRS = bool(os.environ.get("MACHINERY_TEST_FULL") or os.environ.get("MACHINERY_TEST_PAIRS"))

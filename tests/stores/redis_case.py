@@ -9,7 +9,7 @@ import pytest
 
 from machinery_py.connections.redis.client import RedisDriver
 from machinery_py.testing.clocks import ManualClock
-from machinery_py.testing.servers import RedisServer
+from tests.support.servers import RedisServer
 
 # Every key that has an expiry gets that much older. In: milliseconds.
 AGE = """

@@ -8,10 +8,10 @@ import pytest
 
 from machinery_py.connections.redis.cluster import RedisClusterDriver
 from machinery_py.testing.clocks import ManualClock
-from machinery_py.testing.servers import RedisCluster as ClusterServers
-from machinery_py.testing.servers import RedisServer
 from machinery_py.testing.waiting import wait_until
 from tests.stores.redis_case import AGE
+from tests.support.servers import RedisCluster as ClusterServers
+from tests.support.servers import RedisServer
 
 
 def masters(cluster: ClusterServers) -> list[RedisServer]:

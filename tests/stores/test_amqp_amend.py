@@ -17,12 +17,12 @@ from machinery_py.backends.rabbitmq.records import place_of
 from machinery_py.connections.rabbitmq.queue_records import TransactionLost
 from machinery_py.tasks.states import State
 from machinery_py.testing.conformance.groups import state_of
-from machinery_py.testing.proxy import Proxy
-from machinery_py.testing.servers import RabbitMQServer
 from machinery_py.testing.waiting import HANG, wait_until
 from tests.servers import open_proxy, rabbitmq_server
 from tests.stores.amqp_case import amqp_url, vhosts
 from tests.stores.test_amqp_results import Open, backend, open_backend
+from tests.support.proxy import Proxy
+from tests.support.servers import RabbitMQServer
 
 __all__ = ["amqp_url", "backend", "open_backend", "open_proxy", "rabbitmq_server", "vhosts"]
 

@@ -16,9 +16,9 @@ from machinery_py.connections.rabbitmq.client import AmqpDriver
 from machinery_py.errors import BrokerUnavailable, PublishRefused, PublishUnknown
 from machinery_py.events import TaskSucceeded
 from machinery_py.testing.conformance.leases import bodies, message, put
-from machinery_py.testing.servers import RabbitMQCluster, RabbitMQServer, RedisServer, require
 from machinery_py.testing.waiting import HANG, wait_until
 from tests.servers import redis_server
+from tests.support.servers import RabbitMQCluster, RabbitMQServer, RedisServer, require
 
 __all__ = ["redis_server"]
 

@@ -27,11 +27,11 @@ from machinery_py.errors import (
     StoreUnusable,
 )
 from machinery_py.testing.conformance.leases import bodies, done, message, put
-from machinery_py.testing.proxy import REPLIES, Proxy
-from machinery_py.testing.servers import RabbitMQServer, require
 from machinery_py.testing.waiting import HANG, wait_until
 from tests.servers import open_proxy, rabbitmq_server
 from tests.stores.amqp_case import amqp_url, vhosts, waiting
+from tests.support.proxy import REPLIES, Proxy
+from tests.support.servers import RabbitMQServer, require
 
 __all__ = ["amqp_url", "open_proxy", "rabbitmq_server", "vhosts"]
 

@@ -27,11 +27,11 @@ from machinery_py.connections.rabbitmq.frames import (
 )
 from machinery_py.connections.rabbitmq.io_thread import AmqpConnection, Channel
 from machinery_py.connections.rabbitmq.io_thread import settle as fill
-from machinery_py.testing.proxy import REPLIES, Proxy
-from machinery_py.testing.servers import RabbitMQServer
 from machinery_py.testing.waiting import HANG
 from tests.servers import open_proxy, rabbitmq_server
 from tests.stores.amqp_case import amqp_url, vhosts
+from tests.support.proxy import REPLIES, Proxy
+from tests.support.servers import RabbitMQServer
 
 __all__ = ["amqp_url", "open_proxy", "rabbitmq_server", "vhosts"]
 

@@ -40,12 +40,12 @@ from machinery_py.errors import (
 from machinery_py.tasks.signature import Arg, new_uuid
 from machinery_py.tasks.states import State, TaskState
 from machinery_py.testing.conformance.groups import arrival, arrive, ready, state_of, write
-from machinery_py.testing.proxy import REPLIES, REQUESTS, Proxy
-from machinery_py.testing.servers import RabbitMQServer
 from machinery_py.testing.waiting import HANG, wait_until
 from machinery_py.wire.signatures import encode_state
 from tests.servers import open_proxy, rabbitmq_server
 from tests.stores.amqp_case import amqp_url, vhosts
+from tests.support.proxy import REPLIES, REQUESTS, Proxy
+from tests.support.servers import RabbitMQServer
 
 __all__ = ["amqp_url", "open_proxy", "rabbitmq_server", "vhosts"]
 

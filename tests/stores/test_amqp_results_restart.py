@@ -12,9 +12,9 @@ from machinery_py.backends.rabbitmq.backend import AMQPBackend
 from machinery_py.errors import BackendUnavailable
 from machinery_py.tasks.states import State
 from machinery_py.testing.conformance.groups import ready
-from machinery_py.testing.servers import RabbitMQServer, require
 from machinery_py.testing.waiting import HANG, wait_until
 from tests.stores.test_amqp_results import Open, finish, open_backend
+from tests.support.servers import RabbitMQServer, require
 
 __all__ = ["open_backend"]
 

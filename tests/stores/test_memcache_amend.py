@@ -27,10 +27,10 @@ from machinery_py.testing.conformance.claims import claim
 from machinery_py.testing.conformance.fencing import drain, message_of, state_of
 from machinery_py.testing.conformance.schedules import amend, bodies
 from machinery_py.testing.flaky import FlakyBackend, FlakyBroker
-from machinery_py.testing.proxy import Proxy
-from machinery_py.testing.servers import MemcachedServer
 from machinery_py.testing.waiting import HANG, together, wait_until
 from tests.stores.memcache_case import empty_memcached, flush, time_left
+from tests.support.proxy import Proxy
+from tests.support.servers import MemcachedServer
 
 __all__ = ["empty_memcached"]
 

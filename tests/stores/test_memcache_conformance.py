@@ -21,7 +21,6 @@ from machinery_py.testing.conformance.backends import BackendConformance, OpenBa
 from machinery_py.testing.conformance.claims import ClaimConformance
 from machinery_py.testing.conformance.schedules import ScheduleConformance
 from machinery_py.testing.conformance.settlement import OpenStore, SettlementConformance
-from machinery_py.testing.servers import MemcachedServer, require
 from tests.stores.memcache_case import (
     Drivers,
     ServerClock,
@@ -30,6 +29,7 @@ from tests.stores.memcache_case import (
     flush,
     open_driver,
 )
+from tests.support.servers import MemcachedServer, require
 
 __all__ = ["clock", "empty_memcached", "open_driver"]
 

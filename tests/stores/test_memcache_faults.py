@@ -25,10 +25,10 @@ from machinery_py.errors import (
 from machinery_py.tasks.signature import Arg
 from machinery_py.tasks.states import Arrival, State, TaskState
 from machinery_py.testing.clocks import ManualClock
-from machinery_py.testing.proxy import Direction, Proxy
-from machinery_py.testing.servers import MemcachedServer, require
 from machinery_py.testing.waiting import HANG, together, wait_until
 from tests.stores.memcache_case import empty_memcached, flush
+from tests.support.proxy import Direction, Proxy
+from tests.support.servers import MemcachedServer, require
 
 __all__ = ["empty_memcached"]
 

@@ -21,9 +21,9 @@ from machinery_py import Config, Server, Signature
 from machinery_py.connections.mongodb.client import MongoDriver
 from machinery_py.connections.mongodb.durability import Told, concerns, version_of
 from machinery_py.errors import StoreUnusable
-from machinery_py.testing import private_mongo
-from machinery_py.testing.proxy import Proxy
 from tests.stores.mongo_case import mongodb_server, mongodb_url
+from tests.support import private_mongo
+from tests.support.proxy import Proxy
 
 __all__ = ["mongodb_server", "mongodb_url"]
 

@@ -48,7 +48,6 @@ from machinery_py.stores.mongodb_store import MongoStore
 from machinery_py.stores.outbox import TwoStores
 from machinery_py.tasks.signature import Arg, Signature
 from machinery_py.tasks.states import Arrival, State, TaskState
-from machinery_py.testing import private_mongo
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.conformance.claims import claim
 from machinery_py.testing.conformance.fencing import (
@@ -59,9 +58,10 @@ from machinery_py.testing.conformance.fencing import (
     state_of,
     submit,
 )
-from machinery_py.testing.proxy import Proxy
 from machinery_py.testing.waiting import HANG
 from tests.stores.mongo_case import mongodb_server, mongodb_url
+from tests.support import private_mongo
+from tests.support.proxy import Proxy
 
 __all__ = ["mongodb_server", "mongodb_url"]
 

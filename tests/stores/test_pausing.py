@@ -18,9 +18,9 @@ from machinery_py.connections.redis.keys import queue_keys
 from machinery_py.connections.sqlite.database import SQLiteDriver
 from machinery_py.errors import PublishRefused
 from machinery_py.testing.conformance.leases import bodies, done, message, put
-from machinery_py.testing.servers import RedisServer
 from machinery_py.testing.waiting import HANG, wait_until
 from tests.stores.redis_case import Drivers, clock, open_driver, redis_server, redis_url
+from tests.support.servers import RedisServer
 
 __all__ = ["clock", "open_driver", "redis_server", "redis_url"]
 

@@ -11,7 +11,7 @@ import pytest
 
 from machinery_py import Config, MachineryError, Server, StoreUnusable
 from machinery_py.connections.plain_words import plain
-from machinery_py.testing.servers import RedisServer
+from tests.support.servers import RedisServer
 
 SCHEMES = ("redis", "rediss", "amqp", "amqps", "mongodb", "memcache")
 REFUSED = "connection refused (is it running? check host and port)"

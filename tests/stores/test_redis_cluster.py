@@ -16,7 +16,6 @@ from machinery_py.testing.conformance.brokers import BrokerConformance, OpenBrok
 from machinery_py.testing.conformance.claims import ClaimConformance
 from machinery_py.testing.conformance.schedules import ScheduleConformance
 from machinery_py.testing.conformance.settlement import OpenStore, SettlementConformance
-from machinery_py.testing.servers import RedisCluster as ClusterServers
 from tests.stores.redis_cluster_case import (
     ClusterClock,
     Clusters,
@@ -24,6 +23,7 @@ from tests.stores.redis_cluster_case import (
     empty_cluster,
     open_cluster,
 )
+from tests.support.servers import RedisCluster as ClusterServers
 
 __all__ = ["clock", "empty_cluster", "open_cluster"]
 

@@ -6,7 +6,6 @@ import pytest
 
 from machinery_py.locks.redis_cluster import ClusterLock
 from machinery_py.testing.conformance.locks import LockConformance, OpenLock
-from machinery_py.testing.servers import RedisCluster as ClusterServers
 from machinery_py.testing.waiting import together
 from tests.stores.redis_cluster_case import (
     ClusterClock,
@@ -15,6 +14,7 @@ from tests.stores.redis_cluster_case import (
     empty_cluster,
     open_cluster,
 )
+from tests.support.servers import RedisCluster as ClusterServers
 
 __all__ = ["clock", "empty_cluster", "open_cluster"]
 

@@ -19,9 +19,9 @@ from machinery_py.connections.redis.pool import Limits
 from machinery_py.errors import BackendUnavailable, ConfigError, MachineryError, StoreUnusable
 from machinery_py.tasks.signature import Signature
 from machinery_py.testing.conformance.leases import put
-from machinery_py.testing.servers import RedisCluster as ClusterServers
 from machinery_py.testing.waiting import HANG, together, wait_until
 from tests.stores.redis_cluster_case import empty_cluster, masters, url_of
+from tests.support.servers import RedisCluster as ClusterServers
 
 __all__ = ["empty_cluster"]
 

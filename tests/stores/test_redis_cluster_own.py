@@ -42,8 +42,6 @@ from machinery_py.testing.conformance.fencing import (
     state_of,
     submit,
 )
-from machinery_py.testing.servers import RedisCluster as ClusterServers
-from machinery_py.testing.servers import RedisServer, ReplyError
 from machinery_py.testing.waiting import HANG, together, wait_until
 from tests.stores.redis_cluster_case import (
     ClusterClock,
@@ -54,6 +52,8 @@ from tests.stores.redis_cluster_case import (
     open_cluster,
     url_of,
 )
+from tests.support.servers import RedisCluster as ClusterServers
+from tests.support.servers import RedisServer, ReplyError
 
 __all__ = ["clock", "empty_cluster", "open_cluster"]
 

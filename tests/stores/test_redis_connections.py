@@ -24,10 +24,10 @@ from machinery_py.errors import (
     StoreUnusable,
 )
 from machinery_py.tasks.signature import Signature
-from machinery_py.testing.private import free_port
-from machinery_py.testing.proxy import Proxy
-from machinery_py.testing.servers import RedisSentinelTrio, RedisServer, require
 from machinery_py.testing.waiting import HANG, wait_until
+from tests.support.private import free_port
+from tests.support.proxy import Proxy
+from tests.support.servers import RedisSentinelTrio, RedisServer, require
 
 OpenProxy = Callable[[int], Proxy]
 

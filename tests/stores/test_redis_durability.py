@@ -17,8 +17,8 @@ from machinery_py.connections.redis.client import RedisDriver
 from machinery_py.connections.redis.durability import concerns, read_info, version_of
 from machinery_py.errors import StoreUnusable
 from machinery_py.tasks.signature import Signature
-from machinery_py.testing.servers import RedisServer, require
 from machinery_py.testing.waiting import together
+from tests.support.servers import RedisServer, require
 
 LIMITED = "on >sesame ~* &* +@all -config"
 MUTE = "on >sesame ~* &* +@all -config -info"

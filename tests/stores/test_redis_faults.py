@@ -33,9 +33,9 @@ from machinery_py.stores.base import Settlement, Submission
 from machinery_py.stores.redis_store import RedisStore
 from machinery_py.tasks.signature import Arg, Signature
 from machinery_py.tasks.states import State, TaskState, advance
-from machinery_py.testing.proxy import Proxy
-from machinery_py.testing.servers import RedisServer
 from machinery_py.testing.waiting import HANG, together, wait_until
+from tests.support.proxy import Proxy
+from tests.support.servers import RedisServer
 
 
 @pytest.fixture

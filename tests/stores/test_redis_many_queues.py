@@ -12,7 +12,6 @@ from machinery_py.brokers.redis.broker import OTHERS, RedisBroker
 from machinery_py.brokers.redis.cluster import ClusterBroker
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.conformance.brokers import OpenBroker
-from machinery_py.testing.servers import RedisCluster as ClusterServers
 from tests.stores.redis_case import (
     Drivers,
     ServerClock,
@@ -28,6 +27,7 @@ from tests.stores.redis_cluster_case import (
     masters,
     open_cluster,
 )
+from tests.support.servers import RedisCluster as ClusterServers
 
 __all__ = ["clock", "empty_cluster", "open_cluster", "open_driver", "redis_server", "redis_url"]
 

@@ -15,9 +15,9 @@ from machinery_py.connections.redis.client import RedisDriver
 from machinery_py.connections.redis.pool import Limits
 from machinery_py.errors import BackendUnavailable, MachineryError, PublishUnknown
 from machinery_py.tasks.signature import Signature
-from machinery_py.testing.proxy import REPLIES, Proxy
-from machinery_py.testing.servers import RedisServer, require
 from machinery_py.testing.waiting import HANG, together, wait_until
+from tests.support.proxy import REPLIES, Proxy
+from tests.support.servers import RedisServer, require
 
 OpenProxy = Callable[[int], Proxy]
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from machinery_py.testing.servers import RedisSentinelTrio, require
 from tests.stores import test_redis_conformance as standalone
 from tests.stores.redis_case import clock, open_driver
+from tests.support.servers import RedisSentinelTrio, require
 
 __all__ = ["clock", "open_driver"]
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from machinery_py.testing import private_mongo
-from machinery_py.testing.servers import RabbitMQServer, RedisServer, require
+from tests.support import private_mongo
+from tests.support.servers import RabbitMQServer, RedisServer, require
 
 ROOT = Path(__file__).resolve().parents[2]
 HANG = 150.0  # seconds
@@ -137,7 +137,7 @@ def test_two_revisions_are_compared_in_turns_and_the_worktree_is_gone_afterwards
     # A repository of its own, so that the one this runs in is not touched.
     repository = tmp_path / "repository"
     repository.mkdir()
-    for name in ("machinery_py", "benchmarks"):
+    for name in ("machinery_py", "benchmarks", "tests"):
         subprocess.run(["cp", "-r", str(ROOT / name), str(repository / name)], check=True)
     git = ["git", "-C", str(repository), "-c", "user.name=t", "-c", "user.email=t@example.com"]
     try:

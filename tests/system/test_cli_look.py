@@ -10,10 +10,10 @@ import sys
 
 import pytest
 
-from machinery_py.testing.servers import MemcachedServer
 from machinery_py.testing.waiting import wait_until
 from tests.stores.amqp_case import amqp_url, vhosts
 from tests.stores.memcache_case import empty_memcached
+from tests.support.servers import MemcachedServer
 from tests.system.cli_app import HANG, App, app_in_a_folder
 
 __all__ = ["amqp_url", "empty_memcached", "vhosts"]

@@ -20,9 +20,9 @@ import pytest
 
 from machinery_py import AsyncResult, Config, Server, State, current_task
 from machinery_py.errors import MachineryError, PublishUnknown
-from machinery_py.testing.proxy import Proxy
-from machinery_py.testing.servers import RedisServer, require
 from machinery_py.testing.waiting import wait_until
+from tests.support.proxy import Proxy
+from tests.support.servers import RedisServer, require
 
 HANG = 60.0  # seconds; a guard, nothing is measured with it
 ROOT = Path(__file__).parents[2]

@@ -14,11 +14,11 @@ from machinery_py import Config, Server
 from machinery_py.errors import BrokerUnavailable, ConfigError, MachineryError, StoreUnusable
 from machinery_py.events import ConnectionLost, ConnectionRestored
 from machinery_py.tasks.backoff import SCHEDULES, reconnect_delay
-from machinery_py.testing.private import free_port
-from machinery_py.testing.proxy import Proxy
-from machinery_py.testing.servers import RedisServer, require
 from machinery_py.testing.waiting import wait_until
 from machinery_py.worker.worker import Worker
+from tests.support.private import free_port
+from tests.support.proxy import Proxy
+from tests.support.servers import RedisServer, require
 from tests.system.cli_app import HANG, App, app_in_a_folder, children
 
 app = app_in_a_folder

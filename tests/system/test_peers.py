@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks.peers import driving, environments, report
 from benchmarks.peers.systems import AMQP_SYSTEMS, BY_NAME, OURS, SYSTEMS
-from machinery_py.testing.servers import RabbitMQServer, RedisServer, require
+from tests.support.servers import RabbitMQServer, RedisServer, require
 
 ROOT = Path(__file__).resolve().parents[2]
 PEERS = ROOT / "benchmarks" / "peers"

@@ -28,9 +28,9 @@ from machinery_py import (
     group,
 )
 from machinery_py.brokers.base import Message
-from machinery_py.testing.servers import RabbitMQServer, RedisCluster, RedisServer
 from machinery_py.testing.waiting import HANG, wait_until
 from tests.stores.mongo_case import mongodb_url
+from tests.support.servers import RabbitMQServer, RedisCluster, RedisServer
 
 __all__ = ["mongodb_url"]
 

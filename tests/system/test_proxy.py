@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from machinery_py.testing.proxy import REPLIES, REQUESTS, Direction, Proxy
 from machinery_py.testing.waiting import HANG, together, wait_until
+from tests.support.proxy import REPLIES, REQUESTS, Direction, Proxy
 
 Dial = Callable[[], socket.socket]
 QUIET = 0.2  # seconds in which nothing arrives, when nothing must

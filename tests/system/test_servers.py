@@ -16,8 +16,9 @@ from typing import ClassVar
 import pika
 import pytest
 
-from machinery_py.testing.private import PORTS, free_port
-from machinery_py.testing.servers import (
+from machinery_py.testing.waiting import HANG, together, wait_until
+from tests.support.private import PORTS, free_port
+from tests.support.servers import (
     MemcachedServer,
     PrivateServer,
     RabbitMQServer,
@@ -29,8 +30,9 @@ from machinery_py.testing.servers import (
     ServerMissing,
     require,
 )
-from machinery_py.testing.waiting import HANG, together, wait_until
 from tests.system.cli_app import children, is_alive
+
+ROOT = Path(__file__).parents[2]  # from where a child finds tests.support
 
 
 @pytest.fixture
@@ -184,7 +186,7 @@ def test_eight_start_at_once_and_outlive_the_threads_that_started_them() -> None
 
 HOLDER = """
 import sys
-from machinery_py.testing.servers import RedisServer
+from tests.support.servers import RedisServer
 
 redis = RedisServer().start()
 print(redis.pid, redis.folder, flush=True)
@@ -198,7 +200,11 @@ sys.stdin.read()
 def test_a_killed_python_takes_its_servers_along() -> None:
     require(RedisServer)
     with subprocess.Popen(
-        [sys.executable, "-c", HOLDER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", HOLDER],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     ) as holder:
         assert holder.stdout is not None
         words = holder.stdout.readline().split()
@@ -215,6 +221,7 @@ def test_a_python_that_ends_without_closing_leaves_nothing() -> None:
     require(RedisServer)
     done = subprocess.run(
         [sys.executable, "-c", HOLDER],
+        cwd=ROOT,
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

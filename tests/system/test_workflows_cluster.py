@@ -6,8 +6,8 @@ import pytest
 
 from machinery_py import Config, Server
 from machinery_py.testing.conformance.workflows import WorkflowConformance
-from machinery_py.testing.servers import RedisCluster
 from tests.stores.redis_cluster_case import empty_cluster, url_of
+from tests.support.servers import RedisCluster
 
 __all__ = ["empty_cluster"]
 

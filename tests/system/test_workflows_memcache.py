@@ -9,8 +9,8 @@ import pytest
 
 from machinery_py import Config, Server
 from machinery_py.testing.conformance.workflows import WorkflowConformance
-from machinery_py.testing.servers import MemcachedServer, RedisServer
 from tests.stores.memcache_case import empty_memcached
+from tests.support.servers import MemcachedServer, RedisServer
 
 __all__ = ["empty_memcached"]
 

@@ -35,8 +35,8 @@ from functools import partial
 from typing import Any, Self
 from urllib.parse import urlsplit, urlunsplit
 
-from machinery_py.testing.private import HOST, free_port
 from machinery_py.testing.waiting import HANG
+from tests.support.private import HOST, free_port
 
 CHUNK = 65_536  # bytes a read may give
 TICKS = 20.0  # pieces a second, when the bandwidth is limited

@@ -25,7 +25,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import ClassVar, Self
 
-from machinery_py.testing.private import (
+from machinery_py.testing.waiting import HANG, wait_until
+from tests.support.private import (
     HOST,
     Private,
     PrivateServer,
@@ -34,15 +35,14 @@ from machinery_py.testing.private import (
     free_port,
     require,
 )
-from machinery_py.testing.private_mongo import MongoServer, NxServer
-from machinery_py.testing.private_redis import (
+from tests.support.private_mongo import MongoServer, NxServer
+from tests.support.private_redis import (
     RedisCluster,
     RedisSentinelTrio,
     RedisServer,
     Reply,
     ReplyError,
 )
-from machinery_py.testing.waiting import HANG, wait_until
 
 __all__ = [
     "MemcachedServer",

@@ -18,8 +18,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
 
-from machinery_py.testing.private import HOST, PrivateServer, ServerMissing
 from machinery_py.testing.waiting import HANG
+from tests.support.private import HOST, PrivateServer, ServerMissing
 
 OP_MSG = 2013
 #: {"ping": 1, "$db": "admin"} as BSON.

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO, ClassVar, Self, TypeAlias, cast
 
-from machinery_py.testing.private import HOST, NotYet, Private, PrivateServer, free_port
 from machinery_py.testing.waiting import HANG, wait_until
+from tests.support.private import HOST, NotYet, Private, PrivateServer, free_port
 
 Reply: TypeAlias = "str | int | list[Reply] | None"
 """What Redis answers: a text, a number, nothing, or several of them."""
