@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from machinery_py.connections import descriptors, forks
-from tests.forking import forked
+from tests.support.forking import forked
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ import pytest
 
 from machinery_py.connections.mongodb.client import MongoDriver
 from machinery_py.testing.clocks import ManualClock
-from tests.servers import mongodb_server
 from tests.support import private_mongo
+from tests.support.fixtures import mongodb_server
 from tests.support.servers import require
 
 __all__ = ["mongodb_server"]

@@ -18,9 +18,9 @@ from machinery_py.connections.rabbitmq.queue_records import TransactionLost
 from machinery_py.tasks.states import State
 from machinery_py.testing.conformance.groups import state_of
 from machinery_py.testing.waiting import HANG, wait_until
-from tests.servers import open_proxy, rabbitmq_server
 from tests.stores.amqp_case import amqp_url, vhosts
 from tests.stores.test_amqp_results import Open, backend, open_backend
+from tests.support.fixtures import open_proxy, rabbitmq_server
 from tests.support.proxy import Proxy
 from tests.support.servers import RabbitMQServer
 

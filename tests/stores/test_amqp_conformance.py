@@ -15,7 +15,6 @@ from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.conformance.brokers import BrokerConformance, OpenBroker, seconds
 from machinery_py.testing.conformance.leases import bodies, message, put
 from machinery_py.testing.waiting import HANG, wait_until
-from tests.servers import rabbitmq_server
 from tests.stores.amqp_case import (
     PACE,
     Brokers,
@@ -27,6 +26,7 @@ from tests.stores.amqp_case import (
     open_brokers,
     vhosts,
 )
+from tests.support.fixtures import rabbitmq_server
 
 __all__ = ["amqp_config", "amqp_url", "clock", "open_brokers", "rabbitmq_server", "vhosts"]
 

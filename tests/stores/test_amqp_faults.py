@@ -28,8 +28,8 @@ from machinery_py.errors import (
 )
 from machinery_py.testing.conformance.leases import bodies, done, message, put
 from machinery_py.testing.waiting import HANG, wait_until
-from tests.servers import open_proxy, rabbitmq_server
 from tests.stores.amqp_case import amqp_url, vhosts, waiting
+from tests.support.fixtures import open_proxy, rabbitmq_server
 from tests.support.proxy import REPLIES, Proxy
 from tests.support.servers import RabbitMQServer, require
 

@@ -28,8 +28,8 @@ from machinery_py.connections.rabbitmq.frames import (
 from machinery_py.connections.rabbitmq.io_thread import AmqpConnection, Channel
 from machinery_py.connections.rabbitmq.io_thread import settle as fill
 from machinery_py.testing.waiting import HANG
-from tests.servers import open_proxy, rabbitmq_server
 from tests.stores.amqp_case import amqp_url, vhosts
+from tests.support.fixtures import open_proxy, rabbitmq_server
 from tests.support.proxy import REPLIES, Proxy
 from tests.support.servers import RabbitMQServer
 

@@ -28,8 +28,8 @@ from machinery_py.worker.execution import Execution
 from machinery_py.worker.executors import Executors
 from machinery_py.worker.hooks import WorkerHooks
 from machinery_py.worker.intake import accept, peek
-from tests.servers import rabbitmq_server
 from tests.stores.amqp_case import amqp_url, vhosts, waiting
+from tests.support.fixtures import rabbitmq_server
 
 __all__ = ["amqp_url", "rabbitmq_server", "vhosts"]
 

@@ -18,7 +18,6 @@ from machinery_py.testing.conformance.backends import BackendConformance, OpenBa
 from machinery_py.testing.conformance.claims import ClaimConformance
 from machinery_py.testing.conformance.schedules import ScheduleConformance
 from machinery_py.testing.conformance.settlement import OpenStore, SettlementConformance
-from tests.servers import rabbitmq_server
 from tests.stores.amqp_case import (
     Brokers,
     PacedClock,
@@ -29,6 +28,7 @@ from tests.stores.amqp_case import (
     vhosts,
 )
 from tests.stores.amqp_results_case import Backends, LapsingClock, open_backends, results_url
+from tests.support.fixtures import rabbitmq_server
 
 __all__ = [
     "amqp_config",

@@ -17,7 +17,6 @@ from machinery_py.stores.outbox import TwoStores
 from machinery_py.stores.outbox_session import TwoSession
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.conformance.settlement import OpenStore, SettlementConformance
-from tests.servers import rabbitmq_server
 from tests.stores.amqp_case import (
     Brokers,
     PacedClock,
@@ -28,6 +27,7 @@ from tests.stores.amqp_case import (
     open_brokers,
     vhosts,
 )
+from tests.support.fixtures import rabbitmq_server
 
 __all__ = ["amqp_config", "amqp_url", "clock", "open_brokers", "rabbitmq_server", "vhosts"]
 

@@ -13,9 +13,9 @@ from machinery_py.brokers.sqlite.broker import SQLiteBroker
 from machinery_py.connections.sqlite.database import SQLiteDriver
 from machinery_py.errors import BackendUnavailable, BrokerUnavailable
 from machinery_py.testing.waiting import HANG, together, wait_until
-from tests.forking import forked
 from tests.stores.sqlite_case import ADD_QUEUE, driver, integrity, message, path, queues
 from tests.stores.sqlite_processes import Other
+from tests.support.forking import forked
 
 __all__ = ["driver", "path"]
 

@@ -15,7 +15,7 @@ import pytest
 from machinery_py.connections.sqlite import wakeup
 from machinery_py.connections.sqlite.wakeup import Notifier, notify
 from machinery_py.testing.waiting import HANG, together
-from tests.forking import forked
+from tests.support.forking import forked
 
 
 @pytest.fixture

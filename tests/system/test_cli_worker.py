@@ -14,8 +14,8 @@ import urllib.request
 import pytest
 
 from machinery_py.testing.waiting import wait_until
-from tests.servers import rabbitmq_server
 from tests.stores.amqp_case import amqp_url, vhosts
+from tests.support.fixtures import rabbitmq_server
 from tests.system.cli_app import HANG, TASKS, App, app_in_a_folder
 
 __all__ = ["amqp_url", "rabbitmq_server", "vhosts"]

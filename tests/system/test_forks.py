@@ -18,11 +18,11 @@ from machinery_py.connections.forks import ForkLock
 from machinery_py.connections.rabbitmq.client import AmqpDriver
 from machinery_py.tasks.states import State
 from machinery_py.testing.waiting import HANG, together, wait_until
-from tests.forking import forked
-from tests.servers import open_proxy, rabbitmq_server
 from tests.stores.amqp_case import amqp_url, vhosts
 from tests.stores.memcache_case import empty_memcached
 from tests.stores.mongo_case import mongodb_server, mongodb_url
+from tests.support.fixtures import open_proxy, rabbitmq_server
+from tests.support.forking import forked
 from tests.support.proxy import Proxy
 from tests.support.servers import RabbitMQServer
 from tests.system.cli_app import HANG as LONG

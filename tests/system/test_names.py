@@ -23,11 +23,11 @@ from machinery_py.errors import NameRefused
 from machinery_py.tasks.states import TaskState
 from machinery_py.testing.conformance.application import App
 from machinery_py.testing.waiting import HANG, wait_until
-from tests.servers import mongodb_server, rabbitmq_server
 from tests.stores.amqp_case import amqp_url, vhosts
 from tests.stores.memcache_case import empty_memcached, tell
 from tests.stores.mongo_case import mongodb_url
 from tests.stores.redis_cluster_case import empty_cluster, masters, url_of
+from tests.support.fixtures import mongodb_server, rabbitmq_server
 from tests.support.servers import MemcachedServer, RedisCluster, RedisServer
 
 __all__ = [
