@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Iterator
 
 PACKAGE = pathlib.Path(__file__).parents[1] / "machinery_py"
+SUPPORT = PACKAGE.parent / "tests" / "support"  # read as the package is, so held to its sizes
 MAX_FILE = 500  # lines
 MAX_FUNCTION = 60  # lines, without the docstring
 
@@ -34,9 +35,9 @@ ORDER: tuple[str, ...] = tuple(name for row in ROWS for name in row.split())
 STORES = frozenset(("redis", "rabbitmq", "mongodb", "memcached", "sqlite", "memory"))
 
 
-def modules() -> Iterator[tuple[str, pathlib.Path]]:
-    for path in sorted(PACKAGE.rglob("*.py")):
-        parts = path.relative_to(PACKAGE).with_suffix("").parts
+def modules(folder: pathlib.Path = PACKAGE) -> Iterator[tuple[str, pathlib.Path]]:
+    for path in sorted(folder.rglob("*.py")):
+        parts = path.relative_to(folder).with_suffix("").parts
         name = ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
         yield name, path
 
@@ -112,10 +113,30 @@ def test_no_store_imports_another_store() -> None:
     assert not wrong, "\n" + "\n".join(wrong)
 
 
+def test_package_imports_neither_its_tests_nor_its_benchmarks() -> None:
+    wrong: list[str] = []
+    for name, path in modules():
+        for node in ast.walk(ast.parse(path.read_text())):
+            match node:
+                case ast.Import(names=aliases):
+                    targets = [alias.name for alias in aliases]
+                case ast.ImportFrom(module=str(module), level=0):
+                    targets = [module]
+                case _:
+                    continue
+            wrong += [
+                f"{name}:{node.lineno} imports {target}"
+                for target in targets
+                if target.split(".")[0] in ("tests", "benchmarks")
+            ]
+
+    assert not wrong, "\n" + "\n".join(wrong)
+
+
 def test_no_file_is_longer_than_a_reader_can_hold() -> None:
     long = {
         name: lines
-        for name, path in modules()
+        for name, path in (*modules(), *modules(SUPPORT))
         if (lines := path.read_text().count("\n")) > MAX_FILE
     }
 
@@ -123,7 +144,7 @@ def test_no_file_is_longer_than_a_reader_can_hold() -> None:
 
 
 def functions() -> Iterator[tuple[str, int]]:
-    for name, path in modules():
+    for name, path in (*modules(), *modules(SUPPORT)):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 size = (node.end_lineno or node.lineno) - node.lineno + 1
@@ -144,7 +165,9 @@ def test_most_functions_are_a_few_lines() -> None:
 
 def test_every_module_says_what_it_holds() -> None:
     silent = [
-        name for name, path in modules() if not ast.get_docstring(ast.parse(path.read_text()))
+        name
+        for name, path in (*modules(), *modules(SUPPORT))
+        if not ast.get_docstring(ast.parse(path.read_text()))
     ]
 
     assert not silent
