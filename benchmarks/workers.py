@@ -24,7 +24,7 @@ class Counting:
     def __init__(self, server: Any) -> None:
         self.claims = 0
         self.settlements = 0
-        store = server.engine.store
+        store = server.app.store
         open_session = store.open_session
 
         def opened(*args: Any, **kwargs: Any) -> Any:

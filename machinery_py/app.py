@@ -61,7 +61,7 @@ STEP_FAILED = "ChainStepFailed"  # the error type of a last task that never ran
 FIRST_PAUSE = 0.05  # seconds until a submission is repeated
 
 
-class Engine:
+class Application:
     """One application: its tasks and its stores. May be used from any thread; opens nothing before it is needed."""
 
     def __init__(self, config: Config, clock: Clock) -> None:

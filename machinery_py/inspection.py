@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from machinery_py.app import STEP_FAILED, Engine, pending
+from machinery_py.app import STEP_FAILED, Application, pending
 from machinery_py.async_twins import twin
 from machinery_py.brokers.base import DeadLetter, Message, QueueStats, WorkerInfo
 from machinery_py.errors import (
@@ -64,17 +64,17 @@ class TaskReport(msgspec.Struct, frozen=True, kw_only=True):
 class Inspector:
     """What `server.inspect` can do. May be used from any thread; reads change nothing."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, app: Application) -> None:
+        self._app = app
 
     def queues(self) -> list[QueueReport]:
         """One line for each queue that has ever been used. A backend that cannot list its states counts none that ended."""
-        store, now = self._engine.store, self._engine.clock.now()
+        store, now = self._app.store, self._app.clock.now()
         rates: dict[str, tuple[int, int]] = {}
         failures = rates
         if store.backend.features.listing:
             rates = store.backend.finished_since(now - dt.timedelta(seconds=RATE_WINDOW))
-            kept = dt.timedelta(seconds=self._engine.config.results_expire_in)
+            kept = dt.timedelta(seconds=self._app.config.results_expire_in)
             failures = store.backend.finished_since(now - kept)
         return [self._queue(stats, rates, failures, now) for stats in store.broker.stats()]
 
@@ -102,7 +102,7 @@ class Inspector:
 
     def workers(self) -> list[WorkerInfo]:
         """The workers that live."""
-        return self._engine.store.broker.workers()
+        return self._app.store.broker.workers()
 
     workers_async = twin(workers)
 
@@ -123,13 +123,13 @@ class Inspector:
             queue: with it and no other filter, the waiting tasks of the queue, the next to run first.
         """
         if queue and state is None and not name and since is None:
-            messages = self._engine.store.broker.pending(queue, limit)
-            states = self._engine.store.backend.get_states([message.uuid for message in messages])
+            messages = self._app.store.broker.pending(queue, limit)
+            states = self._app.store.backend.get_states([message.uuid for message in messages])
             return [states[message.uuid] for message in messages if message.uuid in states]
         if isinstance(since, int | float):
-            since = self._engine.clock.now() - dt.timedelta(seconds=since)
+            since = self._app.clock.now() - dt.timedelta(seconds=since)
         wanted = state_named(state) if isinstance(state, str) else state
-        found = self._engine.store.backend.list_states(
+        found = self._app.store.backend.list_states(
             state=wanted, name=name, since=since, limit=limit if not queue else 100_000
         )
         return [one for one in found if queue in ("", one.queue)][:limit]
@@ -143,7 +143,7 @@ class Inspector:
             StateNotFound: none does.
             MachineryError: several do.
         """
-        backend = self._engine.store.backend
+        backend = self._app.store.backend
         if backend.features.keeps and not backend.features.listing:
             return backend.get_state(prefix).task_uuid or prefix
         found = backend.find(prefix, 2)
@@ -163,7 +163,7 @@ class Inspector:
         Raises:
             StateNotFound: nothing is.
         """
-        state = self._engine.store.backend.get_state(self.find(uuid))
+        state = self._app.store.backend.get_state(self.find(uuid))
         return TaskReport(state=state, signature=self._signature(state))
 
     task_async = twin(task)
@@ -176,7 +176,7 @@ class Inspector:
             return None
 
     def _waiting_body(self, state: TaskState) -> bytes:
-        broker = self._engine.store.broker
+        broker = self._app.store.broker
         try:
             waiting = [*broker.pending(state.queue, 1000), *broker.delayed(1000)]
         except Unsupported:
@@ -198,7 +198,7 @@ class Inspector:
             uuids: these; or else all that the filter finds.
         """
         if uuids:
-            found = list(self._engine.store.backend.get_states(list(uuids)).values())
+            found = list(self._app.store.backend.get_states(list(uuids)).values())
         else:
             found = self.tasks(state=state, name=name, since=since, limit=limit)
         bodies = [
@@ -223,7 +223,7 @@ class Inspector:
         return sent
 
     def _replay_batch(self, pairs: Sequence[tuple[Signature[object], bytes]]) -> list[str]:
-        now = self._engine.clock.now()
+        now = self._app.clock.now()
         submission = Submission(
             token=new_uuid(""),
             messages=[
@@ -243,7 +243,7 @@ class Inspector:
             replay=True,
         )
         try:
-            self._engine.store.submit(submission)
+            self._app.store.submit(submission)
         except (PublishRefused, PublishUnknown) as error:
             if not error.permanent or len(pairs) == 1:
                 raise
@@ -273,7 +273,7 @@ class Inspector:
         lasts = {
             str(one.headers[HEADER_LAST]) for one in signatures if one.headers.get(HEADER_LAST)
         }
-        states = self._engine.store.backend.get_states(sorted(lasts)).values() if lasts else ()
+        states = self._app.store.backend.get_states(sorted(lasts)).values() if lasts else ()
         return [
             TaskState(
                 task_uuid=one.task_uuid,
@@ -288,7 +288,7 @@ class Inspector:
     def purge(self, queue: str) -> int:
         """Delete all waiting and delayed messages of a queue; how many."""
         check_queue(queue)
-        return self._engine.store.broker.purge(queue)
+        return self._app.store.broker.purge(queue)
 
     purge_async = twin(purge)
 
@@ -301,13 +301,13 @@ class Inspector:
             Unsupported: the broker cannot.
         """
         check_queue(queue)
-        self._engine.store.broker.pause(queue)
+        self._app.store.broker.pause(queue)
 
     pause_async = twin(pause)
 
     def resume(self, queue: str) -> None:
         """Let workers take from this queue again. It does no harm if it was not paused."""
-        self._engine.store.broker.resume(queue)
+        self._app.store.broker.resume(queue)
 
     resume_async = twin(resume)
 
@@ -315,7 +315,7 @@ class Inspector:
 
     def dead(self, *, limit: int = 50, queue: str = "") -> list[DeadLetter]:
         """The newest dead letters."""
-        return self._engine.store.broker.dead_letters(limit=limit, queue=queue)
+        return self._app.store.broker.dead_letters(limit=limit, queue=queue)
 
     dead_async = twin(dead)
 
@@ -364,13 +364,13 @@ class Inspector:
     def _take(self, ids: Sequence[str]) -> None:
         """Remove dead letters that nobody needs any more, once more if the reply is lost."""
         try:
-            self._engine.store.broker.take_dead(ids)
+            self._app.store.broker.take_dead(ids)
         except AWAY:
-            self._engine.store.broker.take_dead(ids)
+            self._app.store.broker.take_dead(ids)
 
     def delete_dead(self, ids: Sequence[str]) -> int:
         """Delete dead letters; how many."""
-        return len(self._engine.store.broker.take_dead([self.dead_letter(id).id for id in ids]))
+        return len(self._app.store.broker.take_dead([self.dead_letter(id).id for id in ids]))
 
     delete_dead_async = twin(delete_dead)
 

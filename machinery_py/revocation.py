@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from machinery_py.app import NOTHING, Engine, broken
+from machinery_py.app import NOTHING, Application, broken
 from machinery_py.backends.base import REVOKED_LIFE
 from machinery_py.errors import DecodeError, MachineryError
 from machinery_py.events import TaskFailed
@@ -37,13 +37,13 @@ WAITING_LIFE = (
 )  # seconds after its ETA; a worker that gets the message makes it REVOKED_LIFE from then
 
 
-def revoke(engine: Engine, uuids: Sequence[str]) -> bool:
+def revoke(app: Application, uuids: Sequence[str]) -> bool:
     """See the top. Returns whether chords may be over now.
 
     Raises:
         BackendUnavailable, PublishRefused, PublishUnknown: some of it may be done; to repeat it does no harm.
     """
-    backend, now = engine.store.backend, engine.now()
+    backend, now = app.store.backend, app.now()
     states = backend.get_states(uuids) if backend.features.keeps else {}
     waiting = [state for state in states.values() if _waits(state)]
     over = [uuid for uuid, state in states.items() if state.is_finished]
@@ -59,7 +59,7 @@ def revoke(engine: Engine, uuids: Sequence[str]) -> bool:
             default=0.0,
         )
         backend.revoke(names, max(0.0, ahead) + WAITING_LIFE)
-    arrived = [_end_waiting(engine, state) for state in waiting]
+    arrived = [_end_waiting(app, state) for state in waiting]
     return any(arrived)
 
 
@@ -72,7 +72,7 @@ def _ended(uuid: str) -> str:
     return f"ended {uuid}"
 
 
-def _end_waiting(engine: Engine, state: TaskState) -> bool:
+def _end_waiting(app: Application, state: TaskState) -> bool:
     """Fail a task that has not begun; whether a chord was told."""
     try:
         signature = failing_of(state.message, state.task_name, state.task_uuid)
@@ -83,12 +83,12 @@ def _end_waiting(engine: Engine, state: TaskState) -> bool:
             error,
         )
         return False
-    firing, sent = end_unheld(engine, signature, REVOKED, state)
-    if not fire(engine, firing):
+    firing, sent = end_unheld(app, signature, REVOKED, state)
+    if not fire(app, firing):
         return False  # it has begun, or ended
-    engine.tell_sent(sent)
-    if engine.events.wants(TaskFailed):
-        engine.events.emit(
+    app.tell_sent(sent)
+    if app.events.wants(TaskFailed):
+        app.events.emit(
             TaskFailed(
                 signature=signature, worker="", error=REVOKED.error, error_type=REVOKED.error_type
             )
@@ -97,7 +97,7 @@ def _end_waiting(engine: Engine, state: TaskState) -> bool:
 
 
 def end_unheld(
-    engine: Engine,
+    app: Application,
     signature: Signature[Any],
     outcome: Failed,
     state: TaskState,
@@ -110,7 +110,7 @@ def end_unheld(
         state: how it stands.
         group_uuid: of the group whose callback it is; that group is settled with it.
     """
-    now = engine.now()
+    now = app.now()
     try:
         then = follow_up(signature, outcome, now=now)
     except DecodeError as error:
@@ -118,11 +118,11 @@ def end_unheld(
         then = follow_up(signature.replace(on_success=(), on_error=()), outcome, now=now)
     with on_behalf_of(signature, queue=state.queue):
         try:
-            out = engine.outgoing(then.send)
+            out = app.outgoing(then.send)
         except Exception:  # the pre-publish hook is user code
             logger.exception("the error callbacks of task %s cannot be sent", signature.uuid)
             out = NOTHING
-        arrivals = engine.arrivals(then.arrived)
+        arrivals = app.arrivals(then.arrived)
     failure = TaskState(
         task_uuid=signature.uuid,
         task_name=signature.name,
@@ -145,25 +145,25 @@ def end_unheld(
     return firing, out.signatures
 
 
-def fire(engine: Engine, firing: Firing) -> bool:
+def fire(app: Application, firing: Firing) -> bool:
     """As Store.fire; of what the store refuses for good the tasks fail in its place."""
     try:
-        return engine.store.fire(firing)
+        return app.store.fire(firing)
     except MachineryError as error:
         if not error.permanent or not firing.send:
             raise
         refused = error
-    refusals = [engine.refusal(message, refused) for message in firing.send]
-    if not engine.store.fire(in_place_of(firing, refusals)):
+    refusals = [app.refusal(message, refused) for message in firing.send]
+    if not app.store.fire(in_place_of(firing, refusals)):
         return False
     for message, refusal in zip(firing.send, refusals, strict=True):
-        engine.store.give_up(message, refused, refusal.queue)
+        app.store.give_up(message, refused, refusal.queue)
     return True
 
 
-def revoked_among(engine: Engine, uuids: Sequence[str]) -> dict[str, bool]:
+def revoked_among(app: Application, uuids: Sequence[str]) -> dict[str, bool]:
     """Those that are revoked, and whether the task is over: then its message is all that is left of it."""
-    backend = engine.store.backend
+    backend = app.store.backend
     found = backend.revoked(uuids)
     if not found:
         return {}
@@ -175,11 +175,11 @@ def revoked_among(engine: Engine, uuids: Sequence[str]) -> dict[str, bool]:
     }
 
 
-def let_go(engine: Engine, uuids: Iterable[str]) -> None:
+def let_go(app: Application, uuids: Iterable[str]) -> None:
     """The messages of these revoked tasks are gone: a second one may come soon, or never."""
     names = [name for uuid in uuids for name in (uuid, _ended(uuid))]
     try:
         if names:
-            engine.store.backend.revoke(names, REVOKED_LIFE)
+            app.store.backend.revoke(names, REVOKED_LIFE)
     except MachineryError as error:
         logger.debug("revocations are kept for longer than is needed: %s", error)

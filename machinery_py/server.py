@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar, Unpack, cast, overload
 
-from machinery_py.app import Engine
+from machinery_py.app import Application
 from machinery_py.async_twins import twin
 from machinery_py.backends.base import Backend, Listener
 from machinery_py.brokers.base import Broker
@@ -78,47 +78,47 @@ class Server(Declaring):
             result_backend=result_backend,
             lock=lock,
         )
-        self.engine = Engine(resolved, clock)
-        self.inspect = Inspector(self.engine)
+        self.app = Application(resolved, clock)
+        self.inspect = Inspector(self.app)
         self.declared = Declared()
-        self.schedules = Schedules(self.engine, self.declared)
+        self.schedules = Schedules(self.app, self.declared)
         self._waiters: AsyncWaiters | None = None
-        self._inline = Inline(self.engine, self._all_queues, name="eager")
+        self._inline = Inline(self.app, self._all_queues, name="eager")
         self._told_loop = self._is_warned = False
-        self.engine.attach(self._inline.drain)
+        self.app.attach(self._inline.drain)
 
     # What it consists of
 
     @property
     def config(self) -> Config:
-        return self.engine.config
+        return self.app.config
 
     @property
     def broker(self) -> Broker:
-        return self.engine.store.broker
+        return self.app.store.broker
 
     @property
     def backend(self) -> Backend:
-        return self.engine.store.backend
+        return self.app.store.backend
 
     @property
     def clock(self) -> Clock:
-        return self.engine.clock
+        return self.app.clock
 
     @property
     def events(self) -> EventBus:
         """What happens in this process, for programs."""
-        return self.engine.events
+        return self.app.events
 
     def now(self) -> dt.datetime:
-        return self.engine.clock.now()
+        return self.app.clock.now()
 
     def close(self) -> None:
         """Give the stores' connections back. May be called twice; the next use opens them again."""
         waiters, self._waiters = self._waiters, None
         if waiters is not None:
             waiters.close()
-        self.engine.close()
+        self.app.close()
 
     close_async = twin(close)
 
@@ -216,7 +216,7 @@ class Server(Declaring):
         task: Task[..., Any] = Task(name, function, settings, self)
         if task.call.is_async:
             task = AsyncTask(name, function, settings, self)
-        self.engine.registry.add(task)
+        self.app.registry.add(task)
         return task
 
     def register_task(self, name: str, function: Callable[P, R]) -> Task[P, R]:
@@ -233,10 +233,10 @@ class Server(Declaring):
             self.register_task(name, function)
 
     def get_registered_task_names(self) -> list[str]:
-        return self.engine.registry.names()
+        return self.app.registry.names()
 
     def is_task_registered(self, name: str) -> bool:
-        return self.engine.registry.find(name) is not None
+        return self.app.registry.find(name) is not None
 
     def get_registered_task(self, name: str) -> Task[..., Any]:
         """The task.
@@ -244,7 +244,7 @@ class Server(Declaring):
         Raises:
             TaskNotRegistered: there is none of that name.
         """
-        return self.engine.registry.get(name)
+        return self.app.registry.get(name)
 
     def set_pre_publish_handler(
         self, handler: Callable[[Signature[Any]], Signature[Any] | None]
@@ -254,12 +254,12 @@ class Server(Declaring):
         `current_task()` gives the task that sends it: the one that runs, or has ended. There is none outside of tasks, and at a
         chord's callback. Go calls this SetPreTaskHandler, and leaves out group members; here they pass, too.
         """
-        self.engine.pre_publish = handler
+        self.app.pre_publish = handler
         return handler
 
     def around_task(self, function: AroundTask) -> AroundTask:
         """Run each task, in the worker, between the halves of this generator function."""
-        self.engine.around.append(function)
+        self.app.around.append(function)
         return function
 
     # Sending
@@ -274,13 +274,13 @@ class Server(Declaring):
             PublishUnknown: it may have been stored.
         """
         self._note_loop()
-        self.engine.registry.check((signature,))
+        self.app.registry.check((signature,))
         signature = signature.with_uuid()
-        task, uuid, duplicate = self.engine.registry.find(signature.name), signature.uuid, False
+        task, uuid, duplicate = self.app.registry.find(signature.name), signature.uuid, False
         if is_unique(task, signature):
-            uuid, duplicate = send_unique(self.engine, task, signature)
+            uuid, duplicate = send_unique(self.app, task, signature)
         else:
-            self.engine.submit([signature])
+            self.app.submit([signature])
         return AsyncResult(
             self, uuid, name=signature.name, queue=self._queue(signature), duplicate=duplicate
         )
@@ -320,10 +320,10 @@ class Server(Declaring):
     def _send_workflow(self, chain: Chain[R]) -> ChainResult[R]:
         self._note_loop()
         plan = link(chain, now=self.now())
-        self.engine.registry.check(plan.first)
+        self.app.registry.check(plan.first)
         if not self._is_warned and any(step.is_group for step in plan.steps[:-1]):
             self._warn_of_forgetting()
-        self.engine.submit(plan.first, plan.groups, plan.awaited)
+        self.app.submit(plan.first, plan.groups, plan.awaited)
         return self._results(plan)
 
     def _warn_of_forgetting(self) -> None:
@@ -391,7 +391,7 @@ class Server(Declaring):
 
     def convert(self, name: str, value: Any) -> Any:
         """A received result as the task's annotation says, if the task is known here."""
-        task = self.engine.registry.find(name)
+        task = self.app.registry.find(name)
         return task.call.result(value) if task is not None else value
 
     def worker_hint(self, queue: str) -> tuple[str, str]:
@@ -415,7 +415,7 @@ class Server(Declaring):
 
     def _module(self) -> str:
         """The application as the command line names it."""
-        module = next((task.__module__ for task in self.engine.registry), "<your module>")
+        module = next((task.__module__ for task in self.app.registry), "<your module>")
         if module == "__main__":
             module = (
                 getattr(sys.modules["__main__"], "__file__", "<your module>")
@@ -426,8 +426,8 @@ class Server(Declaring):
 
     def revoke(self, uuids: Sequence[str]) -> None:
         """These tasks are not started any more: they are FAILURE, "revoked", from now on; those that run are asked to stop."""
-        if revoke(self.engine, list(uuids)):
-            settle_ready_groups(self.engine)
+        if revoke(self.app, list(uuids)):
+            settle_ready_groups(self.app)
 
     revoke_async = twin(revoke)
 
@@ -440,7 +440,7 @@ class Server(Declaring):
             timeout: seconds to wait for it at most; then LockNotAcquired.
             blocking: False: do not wait at all.
         """
-        return NamedLock(self.engine.locks, name, timeout=timeout, blocking=blocking)
+        return NamedLock(self.app.locks, name, timeout=timeout, blocking=blocking)
 
     # Workers
 
@@ -465,7 +465,7 @@ class Server(Declaring):
             scheduler: whether it sends what schedules say; a burst worker never does.
         """
         return Worker(
-            self.engine,
+            self.app,
             name,
             concurrency=concurrency,
             queues=queues,

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from machinery_py.app import Engine, pending
+from machinery_py.app import Application, pending
 from machinery_py.backends.base import Amendment, sending_key
 from machinery_py.errors import (
     BackendUnavailable,
@@ -56,7 +56,7 @@ def is_unique(task: Task[..., Any] | None, signature: Signature[Any]) -> bool:
 
 
 def send_unique(
-    engine: Engine, task: Task[..., Any] | None, signature: Signature[Any]
+    app: Application, task: Task[..., Any] | None, signature: Signature[Any]
 ) -> tuple[str, bool]:
     """Publish it, unless another call holds its key. Returns the UUID of the one that holds it, and whether that is another.
 
@@ -65,15 +65,15 @@ def send_unique(
         Unsupported: the result backend keeps no keys.
         ArgumentError, PublishRefused, PublishUnknown: as Server.send_task.
     """
-    sending = _Sending(engine, task, engine.completed(signature))
+    sending = _Sending(app, task, app.completed(signature))
     try:
-        duplicate = engine.patiently(sending.attempt)
+        duplicate = app.patiently(sending.attempt)
     except BackendUnavailable as error:
         raise PublishRefused(
             f"{signature.name} was not sent: its key could not be looked at: {error}"
         ) from error
     if not duplicate:
-        engine.tell_sent([sending.signature])
+        app.tell_sent([sending.signature])
     return sending.holder, duplicate
 
 
@@ -81,13 +81,13 @@ class _Sending:
     """One call of a unique task that is to be sent. `holder`: after an attempt, who has the key."""
 
     def __init__(
-        self, engine: Engine, task: Task[..., Any] | None, signature: Signature[Any]
+        self, app: Application, task: Task[..., Any] | None, signature: Signature[Any]
     ) -> None:
         settings = (
             task.settings if task is not None and task.settings.unique is not False else _BY_DEFAULT
         )
         headers = dict(signature.headers)
-        self._engine = engine
+        self._app = app
         self._on_duplicate = headers.pop(HEADER_ON_DUPLICATE, settings.on_duplicate)
         self._window = settings.unique_for
         self._key = headers.get(HEADER_UNIQUE) or unique_key(
@@ -95,7 +95,7 @@ class _Sending:
             task.call if task else None,
             signature.args,
             settings.unique,
-            owner=owner(engine.config),
+            owner=owner(app.config),
         )
         self._replaceable = self._on_duplicate == "replace"
         headers[HEADER_UNIQUE] = self._key
@@ -107,14 +107,14 @@ class _Sending:
         self.signature = signature.replace(headers=headers)
         self.holder = signature.uuid
         self._token = new_uuid("")
-        self._message = engine.message(self.signature)
+        self._message = app.message(self.signature)
         self._asked_at: dt.datetime | None = (
             None  # when the first step was taken whose answer is not known, or was no
         )
 
     def attempt(self) -> bool:
         """Take the key and publish; whether another call has it. May be repeated after any error."""
-        backend = self._engine.store.backend
+        backend = self._app.store.backend
         if not backend.features.claims:
             raise Unsupported(
                 f"{self.signature.name} is unique, and the {backend.features.name} backend keeps no keys "
@@ -122,7 +122,7 @@ class _Sending:
             )
         while True:
             [body] = backend.claims([self._key])
-            now = self._engine.now()
+            now = self._app.now()
             held = decode_claim(body) if body is not None else None
             states = self._states(held)
             mine = held is not None and held.token == self._token
@@ -147,7 +147,7 @@ class _Sending:
         uuids = [held.uuid] if held is not None else []
         if self._asked_at is not None:
             uuids.append(self.signature.uuid)
-        return self._engine.store.backend.get_states(uuids) if uuids else {}
+        return self._app.store.backend.get_states(uuids) if uuids else {}
 
     def _was_sent(self, states: dict[str, TaskState], held: KeyClaim | None) -> bool:
         """Whether a try of ours was carried out and its reply was lost; the task may even be over, and its claim gone."""
@@ -156,16 +156,14 @@ class _Sending:
             return False
         # Where a claim may be forgotten, so may the message that was kept with it. Sent once more it has the same UUID.
         is_lost = (
-            held is None
-            and own.state is State.PENDING
-            and self._engine.store.backend.features.forgets
+            held is None and own.state is State.PENDING and self._app.store.backend.features.forgets
         )
         return not is_lost
 
     def _publish_what_is_left(self) -> None:
         """What was accepted must not lie in a store that forgets until somebody else publishes it."""
         try:
-            self._engine.store.publish_left(sending_key(self._key, self._token))
+            self._app.store.publish_left(sending_key(self._key, self._token))
         except (PublishRefused, BackendUnavailable) as error:
             if error.permanent:
                 raise
@@ -208,7 +206,7 @@ class _Sending:
             outbox_key=sending_key(self._key, self._token),
         )
         try:
-            return self._engine.store.amend(amendment, [self._message])
+            return self._app.store.amend(amendment, [self._message])
         except (PublishRefused, BackendUnavailable) as error:
             if error.permanent:
                 raise  # and the key is not held: if it was stored, the task has failed
@@ -227,13 +225,13 @@ def _replaced(state: TaskState, *, by: str, now: dt.datetime) -> TaskState:
     )
 
 
-def start(engine: Engine, signature: Signature[Any]) -> bool:
+def start(app: Application, signature: Signature[Any]) -> bool:
     """Note in the claim that its task is about to run, or free its key. False: a later call has taken its place.
 
     Raises:
         BackendUnavailable: it is not known, and the task must not run now.
     """
-    backend, key = engine.store.backend, str(signature.headers[HEADER_UNIQUE])
+    backend, key = app.store.backend, str(signature.headers[HEADER_UNIQUE])
     while True:
         [body] = backend.claims([key])
         held = decode_claim(body) if body is not None else None
@@ -243,12 +241,12 @@ def start(engine: Engine, signature: Signature[Any]) -> bool:
             return state is None or not state.is_finished
         frees = signature.headers[HEADER_UNIQUE_START] == "free"
         started = None if frees else encode_claim(msgspec.structs.replace(held, started=True))
-        life = held.life(engine.now(), None)
+        life = held.life(app.now(), None)
         if backend.amend(Amendment(name=key, expected=body, body=started, life=life)):
             return True
 
 
-def tidy(engine: Engine, settlements: Iterable[tuple[Signature[Any], Settlement]]) -> None:
+def tidy(app: Application, settlements: Iterable[tuple[Signature[Any], Settlement]]) -> None:
     """Remove the claims of tasks that are over. They stand no more, so it is no matter when this fails."""
     over = {
         str(signature.headers[HEADER_UNIQUE]): signature.uuid
@@ -260,7 +258,7 @@ def tidy(engine: Engine, settlements: Iterable[tuple[Signature[Any], Settlement]
     }
     if not over:
         return
-    backend = engine.store.backend
+    backend = app.store.backend
     try:
         found = zip(over.items(), backend.claims(list(over)), strict=True)
         ours = [

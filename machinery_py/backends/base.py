@@ -79,7 +79,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class Records(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """The small records that the engine keeps in a backend: its schedules.
+    """The small records that the app keeps in a backend: its schedules.
 
     Attributes:
         era: another one when records may have been forgotten (`BackendFeatures.forgets`).

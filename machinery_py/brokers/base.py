@@ -37,7 +37,7 @@ class BrokerFeatures(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """Bytes on their way to a queue. The engine alone knows what they mean.
+    """Bytes on their way to a queue. The app alone knows what they mean.
 
     Attributes:
         uuid, name: of the task, for listings; empty when the bytes are no signature.

@@ -116,7 +116,7 @@ class Readiness:
     def __init__(self, one: Worker, then: Callable[[], object]) -> None:
         self.was_ready = False
         self._then = then
-        one.engine.events.subscribe(WorkerOnline, self._on_online)
+        one.app.events.subscribe(WorkerOnline, self._on_online)
 
     def _on_online(self, _: WorkerOnline) -> None:
         if not self.was_ready:
@@ -139,6 +139,6 @@ class Vital:
         """Beats come each quarter of a lease; where a store hangs they stay away without an error."""
         return (
             self._answered_at is not None
-            and time.monotonic() - self._answered_at <= self._worker.engine.config.lease
+            and time.monotonic() - self._answered_at <= self._worker.app.config.lease
             and self._worker.ready
         )

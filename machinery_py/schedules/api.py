@@ -8,7 +8,7 @@ from typing import Any, TypedDict, Unpack
 
 import msgspec
 
-from machinery_py.app import NOTHING, Engine, Outgoing
+from machinery_py.app import NOTHING, Application, Outgoing
 from machinery_py.async_twins import twin
 from machinery_py.errors import MachineryError, ScheduleError, ScheduleNotFound, nearest
 from machinery_py.schedules.definition import (
@@ -121,13 +121,13 @@ class Schedules:
         BackendUnavailable, BrokerUnavailable: the store does not answer; the change may have been made.
     """
 
-    def __init__(self, engine: Engine, declared: Declared) -> None:
-        self._engine = engine
+    def __init__(self, app: Application, declared: Declared) -> None:
+        self._app = app
         self._declared = declared
 
     def list(self) -> list[ScheduleReport]:
         """All that are stored, and what this program's code declares beside them, by name."""
-        records = self._engine.store.backend.records()
+        records = self._app.store.backend.records()
         found = {
             name: self._report(decode_entry(body)) for name, body in (records.bodies or {}).items()
         }
@@ -161,9 +161,9 @@ class Schedules:
             raise ScheduleError(f"schedule {spec!r}: it has no name")
         definition = definition_of(spec, step, options)
         definition.schedule(name)
-        entry = new_entry(name, definition, self._engine.store.backend.records().now)
+        entry = new_entry(name, definition, self._app.store.backend.records().now)
         body = encode_entry(entry)
-        if not amend(self._engine, name, None, body) and self._body(name) != body:
+        if not amend(self._app, name, None, body) and self._body(name) != body:
             raise ScheduleError(f"schedule {name!r} is there already (change or remove it)")
 
     add_async = twin(add)
@@ -202,11 +202,11 @@ class Schedules:
         """
         for _ in range(TRIES):
             body, entry = self._find(name)
-            now = self._engine.store.backend.records().now
-            after, out = sending(self._engine, entry, now)
+            now = self._app.store.backend.records().now
+            after, out = sending(self._app, entry, now)
             # After a lost reply the answer is no, though it was carried out: then the record is ours.
             if self._amend(entry, body, after, out, now) or self._body(name) == encode_entry(after):
-                self._engine.tell_sent(out.signatures)
+                self._app.tell_sent(out.signatures)
                 return
         raise _too_busy(name)
 
@@ -220,7 +220,7 @@ class Schedules:
         """
         for _ in range(TRIES):
             body, _entry = self._find(name)
-            if amend(self._engine, name, body, None) or self._body(name) is None:
+            if amend(self._app, name, body, None) or self._body(name) is None:
                 return
         raise _too_busy(name)
 
@@ -258,7 +258,7 @@ class Schedules:
     # Inside
 
     def _bodies(self) -> dict[str, bytes]:
-        return dict(self._engine.store.backend.records().bodies or {})
+        return dict(self._app.store.backend.records().bodies or {})
 
     def _body(self, name: str) -> bytes | None:
         return self._bodies().get(name)
@@ -271,10 +271,10 @@ class Schedules:
             entry = new_entry(
                 name,
                 definition,
-                self._engine.store.backend.records().now,
+                self._app.store.backend.records().now,
                 declared=definition.digest,
             )
-            amend(self._engine, name, None, encode_entry(entry))
+            amend(self._app, name, None, encode_entry(entry))
             bodies = self._bodies()
         if name not in bodies:
             raise ScheduleNotFound(name, {*bodies, *self._declared.all()})
@@ -283,7 +283,7 @@ class Schedules:
     def _change(self, name: str, function: Callable[[Entry, dt.datetime], Entry]) -> None:
         for _ in range(TRIES):
             body, entry = self._find(name)
-            after = function(entry, self._engine.store.backend.records().now)
+            after = function(entry, self._app.store.backend.records().now)
             if after == entry or self._amend(entry, body, after):
                 return
         raise _too_busy(name)
@@ -296,12 +296,12 @@ class Schedules:
         out: Outgoing = NOTHING,
         tick: dt.datetime | None = None,
     ) -> bool:
-        return amend(self._engine, entry.name, body, encode_entry(after), entry.id, out, tick)
+        return amend(self._app, entry.name, body, encode_entry(after), entry.id, out, tick)
 
     def _report(self, entry: Entry) -> ScheduleReport:
         definition = entry.definition
         schedule = definition.schedule(entry.name)
-        start = max(entry.last, self._engine.clock.now())
+        start = max(entry.last, self._app.clock.now())
         return ScheduleReport(
             name=entry.name,
             spec=definition.spec,

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from machinery_py.app import NOTHING, Engine, Outgoing
+from machinery_py.app import NOTHING, Application, Outgoing
 from machinery_py.backends.base import Amendment, tick_key
 from machinery_py.errors import (
     BackendUnavailable,
@@ -99,9 +99,9 @@ class Scheduler:
     """
 
     def __init__(
-        self, engine: Engine, declared: Declared, *, stopping: Callable[[], bool] = lambda: False
+        self, app: Application, declared: Declared, *, stopping: Callable[[], bool] = lambda: False
     ) -> None:
-        self._engine = engine
+        self._app = app
         self._stopping = stopping
         self._declared = declared
         self._synced = 0  # how many declarations the store has been told
@@ -122,7 +122,7 @@ class Scheduler:
             Unsupported: the backend keeps no schedules.
             MachineryError: the store does not answer; what is due stays due.
         """
-        monotonic = self._engine.clock.monotonic()
+        monotonic = self._app.clock.monotonic()
         look = LOOK_EVERY if self._known else LOOK_IDLE
         if self._stale or monotonic - self._read_at >= look or len(self._declared) != self._synced:
             self._read()
@@ -140,7 +140,7 @@ class Scheduler:
 
     def now(self) -> dt.datetime:
         """By the store's clock."""
-        return self._read_now + dt.timedelta(seconds=self._engine.clock.monotonic() - self._read_at)
+        return self._read_now + dt.timedelta(seconds=self._app.clock.monotonic() - self._read_at)
 
     @property
     def next_due(self) -> dt.datetime | None:
@@ -154,7 +154,7 @@ class Scheduler:
 
     def _pause(self) -> float:
         look = LOOK_EVERY if self._known else LOOK_IDLE
-        left = self._read_at + look - self._engine.clock.monotonic()
+        left = self._read_at + look - self._app.clock.monotonic()
         next_due = self.next_due
         if next_due is not None:
             left = min(left, (next_due - self.now()).total_seconds())
@@ -163,9 +163,9 @@ class Scheduler:
     # What the store says
 
     def _read(self) -> None:
-        records = self._engine.store.backend.records(self._version)
+        records = self._app.store.backend.records(self._version)
         self._read_at, self._stale = (
-            self._engine.clock.monotonic(),
+            self._app.clock.monotonic(),
             False,
         )  # behind the answer: rather late than early
         self._read_now = records.now
@@ -189,7 +189,7 @@ class Scheduler:
             self._synced = count
 
     def _compare_clocks(self, now: dt.datetime) -> None:
-        off = (self._engine.clock.now() - now).total_seconds()
+        off = (self._app.clock.now() - now).total_seconds()
         if abs(off) > SKEW and not self._warned:
             self._warned = True
             logger.warning(
@@ -239,7 +239,7 @@ class Scheduler:
             # Another may be bringing it just now; one that cannot be read is a newer version's.
             while name not in self._unreadable and not self._bring(name, definition):
                 self._version = ""
-                self._take(self._engine.store.backend.records().bodies or {})
+                self._take(self._app.store.backend.records().bodies or {})
         for name, known in self._known.items():
             if known.entry.declared and name not in declared:
                 logger.info("schedule %s is stored, and not declared by this program", name)
@@ -318,10 +318,10 @@ class Scheduler:
 
     def _is_over(self, entry: Entry, now: dt.datetime) -> bool:
         uuids = [uuid for step in entry.run for uuid in step]
-        return is_over(entry, self._engine.store.backend.get_states(uuids) if uuids else {}, now)
+        return is_over(entry, self._app.store.backend.get_states(uuids) if uuids else {}, now)
 
     def _send(self, known: Known, entry: Entry, tick: dt.datetime) -> bool:
-        if self._engine.config.go_program:
+        if self._app.config.go_program:
             return self._send_under_gos_lock(known, entry, tick)
         return self._send_it(known, entry, tick)
 
@@ -342,17 +342,15 @@ class Scheduler:
             return False
         known, entry = self._known[entry.name], entry.replace(claimed=None)
         spec = entry.definition.spec
-        key = go_lock_key(self._engine.config.go_program, entry.name, spec)
-        if self._engine.stores.lock.go().lock_with_retries(
-            key, round(following.timestamp()) * 10**9
-        ):
+        key = go_lock_key(self._app.config.go_program, entry.name, spec)
+        if self._app.stores.lock.go().lock_with_retries(key, round(following.timestamp()) * 10**9):
             return self._send_it(known, entry, tick)
         return self._amend(entry.name, known, entry)
 
     def _send_it(self, known: Known, entry: Entry, tick: dt.datetime) -> bool:
         after, out = entry, NOTHING
         try:
-            after, out = sending(self._engine, entry, tick)
+            after, out = sending(self._app, entry, tick)
         except Exception as error:  # the pre-publish hook is user code; the others must not wait for it, nor it be tried for ever
             logger.error(
                 "schedule %s: its tick at %s cannot be sent: %s",
@@ -375,7 +373,7 @@ class Scheduler:
                 error,
             )
             return self._amend(entry.name, known, entry)
-        self._engine.tell_sent(out.signatures)
+        self._app.tell_sent(out.signatures)
         return True
 
     def _amend(
@@ -388,7 +386,7 @@ class Scheduler:
     ) -> bool:
         body = encode_entry(entry)
         self._stale = True  # until we know what became of it
-        if not amend(self._engine, name, known.body if known else None, body, entry.id, out, tick):
+        if not amend(self._app, name, known.body if known else None, body, entry.id, out, tick):
             return False
         self._stale = False
         self._learn(name, body)
@@ -408,15 +406,15 @@ def redefined(entry: Entry, definition: Definition, now: dt.datetime) -> Entry:
     return entry.replace(definition=definition, last=max(entry.last, now) if times else entry.last)
 
 
-def sending(engine: Engine, entry: Entry, tick: dt.datetime) -> tuple[Entry, Outgoing]:
+def sending(app: Application, entry: Entry, tick: dt.datetime) -> tuple[Entry, Outgoing]:
     """What is sent at a tick, and the entry after it.
 
     Raises:
         ArgumentError, DecodeError: it cannot be sent.
     """
-    plan = link(unpack_step(entry.definition.work), now=engine.clock.now())
+    plan = link(unpack_step(entry.definition.work), now=app.clock.now())
     first = [_told(signature, entry.name, tick) for signature in plan.first]
-    out = engine.outgoing(first, plan.groups, plan.awaited)
+    out = app.outgoing(first, plan.groups, plan.awaited)
     run = run_of(plan.steps) if entry.definition.overlap != "allow" else ()
     return entry.replace(ran=tick, run=run, sent=entry.sent + 1), out
 
@@ -426,7 +424,7 @@ def _told(signature: Signature[Any], name: str, tick: dt.datetime) -> Signature[
 
 
 def amend(
-    engine: Engine,
+    app: Application,
     name: str,
     expected: bytes | None,
     body: bytes | None,
@@ -436,7 +434,7 @@ def amend(
 ) -> bool:
     """Change a record, and send with it."""
     key = tick_key(name, f"{id}/{tick.isoformat()}") if tick is not None else ""
-    return engine.store.amend(
+    return app.store.amend(
         Amendment(
             name=name,
             expected=expected,

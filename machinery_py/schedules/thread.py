@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from machinery_py.app import Engine
+from machinery_py.app import Application
 from machinery_py.errors import MachineryError, Unsupported
 from machinery_py.schedules.scheduler import Declared, Scheduler
 from machinery_py.texts import get_logger
@@ -17,9 +17,9 @@ PATIENCE = 1.0, 10.0  # seconds until the next try after a failure, the first an
 class Ticking:
     """Started and closed by its worker."""
 
-    def __init__(self, engine: Engine, declared: Declared, *, name: str) -> None:
+    def __init__(self, app: Application, declared: Declared, *, name: str) -> None:
         self._stop = threading.Event()
-        self._scheduler = Scheduler(engine, declared, stopping=self._stop.is_set)
+        self._scheduler = Scheduler(app, declared, stopping=self._stop.is_set)
         self._declared = declared
         self._thread = threading.Thread(target=self._work, name=f"{name}-scheduler", daemon=True)
 

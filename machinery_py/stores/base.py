@@ -222,7 +222,7 @@ class Store(ABC):
     broker: Broker
     backend: Backend
     refusal: Callable[[Message, Exception], Refusal] | None = (
-        None  # the engine's, which knows what follows a failed task
+        None  # the app's, which knows what follows a failed task
     )
 
     def give_up(self, message: Message, error: Exception, *home: str) -> None:

@@ -120,7 +120,7 @@ class TwoSession(ConsumerSession):
                     group_uuid=signature.group_uuid,
                 )
             except (DecodeError, NameRefused):
-                fresh.append(delivery)  # the engine knows what to do with it
+                fresh.append(delivery)  # the app knows what to do with it
             else:
                 known.append((delivery, signature.uuid, signature.run))
         over: list[Disposal] = []

@@ -72,14 +72,14 @@ class Harness:
         self.clock: ManualClock = _Clock()
         self._sent: list[Signature[Any]] = []
         self._results: dict[str, Any] = {}
-        self._inline = Inline(server.engine, server._all_queues, name="harness")
-        self._scheduler = Scheduler(server.engine, server.declared)
+        self._inline = Inline(server.app, server._all_queues, name="harness")
+        self._scheduler = Scheduler(server.app, server.declared)
         self._open = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
         self._open.enter_context(swapped(self.server, self.clock))
         self._open.callback(self.server.events.subscribe(TaskSent, self._on_sent))
-        self._scheduler = Scheduler(self.server.engine, self.server.declared)
+        self._scheduler = Scheduler(self.server.app, self.server.declared)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -123,7 +123,7 @@ class Harness:
             self._scheduler.refresh()
             self._scheduler.step()
         self.clock.advance((end - self.clock.now()).total_seconds())
-        self.server.engine.store.tend()
+        self.server.app.store.tend()
 
     def _next_tick(self) -> dt.datetime | None:
         self._scheduler.refresh()
@@ -201,7 +201,7 @@ class Harness:
         calls = [one for one in self._sent if one.name == name]
         if not args and not kwargs:
             return calls
-        task = self.server.engine.registry.find(name)
+        task = self.server.app.registry.find(name)
         try:
             known = task.call.arguments(args, kwargs) if task is not None else None
         except ArgumentError:  # a call that would fail can be sent by hand, and asserted
@@ -224,16 +224,16 @@ def swapped(server: Server, clock: Clock = SYSTEM_CLOCK) -> Iterator[Server]:
 
     `server.close()` inside does not lead back to the real stores either.
     """
-    engine = server.engine
+    app = server.app
     url = f"memory://testing-{next(_numbers)}"
     waiters = _exchange_waiters(server, None)  # its listener is the real backend's
-    before = engine.swap(_memory_config(engine.config, url), clock)
-    stores = engine.stores  # held, so that a store opened again under this name is this one
+    before = app.swap(_memory_config(app.config, url), clock)
+    stores = app.stores  # held, so that a store opened again under this name is this one
     try:
         yield server
     finally:
         ours = _exchange_waiters(server, waiters)
-        engine.swap(*before)
+        app.swap(*before)
         if ours is not None:
             ours.close()
         stores.close()
@@ -262,7 +262,7 @@ def running_worker(server: Server) -> Iterator[Worker]:
     It serves the configured queue and those that tasks were registered with.
     """
     with swapped(server):
-        tasks = map(server.engine.registry.get, server.get_registered_task_names())
+        tasks = map(server.app.registry.get, server.get_registered_task_names())
         queues = dict.fromkeys(
             [server.config.default_queue, *filter(None, (task.settings.queue for task in tasks))]
         )

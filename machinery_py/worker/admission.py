@@ -12,7 +12,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from machinery_py.app import Engine
+from machinery_py.app import Application
 from machinery_py.brokers.base import WAITING, Delivery, Fate
 from machinery_py.errors import ArgumentError, BackendUnavailable, BrokerUnavailable, MachineryError
 from machinery_py.locks.named import Lease
@@ -43,9 +43,9 @@ class ExecutionGuard:
     """Guard of one execution. `enter` is called by the thread that is to run it, `leave` by any."""
 
     def __init__(
-        self, engine: Engine, task: Task[..., Any], signature: Signature[Any], delivery: Delivery
+        self, app: Application, task: Task[..., Any], signature: Signature[Any], delivery: Delivery
     ) -> None:
-        self._engine = engine
+        self._app = app
         self._task = task
         self._signature = signature
         self._delivery = delivery
@@ -61,7 +61,7 @@ class ExecutionGuard:
             stop = self._lock(on_lost) if self._task.settings.exclusive else None
             headers = self._signature.headers or ()
             if stop is None and HEADER_UNIQUE_START in headers:
-                stop = None if start(self._engine, self._signature) else self._settlement()
+                stop = None if start(self._app, self._signature) else self._settlement()
         except (BackendUnavailable, BrokerUnavailable) as error:
             logger.warning("task %s cannot be run now: %s", self._signature.uuid, error)
             stop = self._later(STORE_PAUSE)
@@ -79,15 +79,15 @@ class ExecutionGuard:
         """Release the lock, without waiting for the store. May be called twice, from any thread."""
         lease, self._lease = self._lease, None
         if lease is not None:
-            self._engine.locks.give_back_soon(lease)
+            self._app.locks.give_back_soon(lease)
 
     def _lock(self, on_lost: Callable[[], object]) -> Failed | Settlement | None:
         task, settings = self._task, self._task.settings
-        whose = owner(self._engine.config)
+        whose = owner(self._app.config)
         name = lock_name(
             task.name, task.call, self._signature.args, settings.exclusive_key, owner=whose
         )
-        self._lease = self._engine.locks.take(name, on_lost=on_lost)
+        self._lease = self._app.locks.take(name, on_lost=on_lost)
         if self._lease is not None:
             return None
         if settings.exclusive == "skip":
@@ -111,13 +111,13 @@ class ExecutionGuard:
         Read from its state, since few brokers know when a message was sent.
         """
         signature = self._signature
-        state = self._engine.store.backend.get_states([signature.uuid]).get(signature.uuid)
+        state = self._app.store.backend.get_states([signature.uuid]).get(signature.uuid)
         moments = (state.created_at if state is not None else None, signature.eta)
         known = [moment for moment in moments if moment is not None]
-        return max(0.0, (self._engine.clock.now() - max(known)).total_seconds()) if known else 0.0
+        return max(0.0, (self._app.clock.now() - max(known)).total_seconds()) if known else 0.0
 
     def _later(self, pause: float) -> Settlement:
-        eta = self._engine.clock.now() + dt.timedelta(seconds=pause * random.uniform(0.5, 1.0))
+        eta = self._app.clock.now() + dt.timedelta(seconds=pause * random.uniform(0.5, 1.0))
         return self._settlement(fate=Fate.LATER, eta=eta, reason=WAITING)
 
     def _settlement(self, **more: Any) -> Settlement:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from machinery_py.app import Engine
+from machinery_py.app import Application
 from machinery_py.backends.base import ReadyGroup
 from machinery_py.errors import DecodeError, MachineryError, NameRefused, StateNotFound
 from machinery_py.names import check_uuid
@@ -26,65 +26,65 @@ from machinery_py.worker.hooks import text_of
 logger = get_logger(__name__)
 
 
-def settle_ready_groups(engine: Engine) -> int:
+def settle_ready_groups(app: Application) -> int:
     """Settle the groups that are ready, and return how many this caller settled."""
     count = 0
-    while ready := engine.store.ready_groups(100):
-        settled = sum([_settle(engine, group) for group in ready])
+    while ready := app.store.ready_groups(100):
+        settled = sum([_settle(app, group) for group in ready])
         count += settled
         if not settled:
             break  # another worker is at them
     return count
 
 
-def _settle(engine: Engine, ready: ReadyGroup) -> bool:
+def _settle(app: Application, ready: ReadyGroup) -> bool:
     try:
-        firing, sent = _firing(engine, ready)
-        settled = fire(engine, firing)
+        firing, sent = _firing(app, ready)
+        settled = fire(app, firing)
     except Exception as error:  # the groups behind it must not wait for it
         if isinstance(error, MachineryError) and error.permanent:
             # The store cannot take its callback, or its state; the group must end all the same.
             logger.error("group %s ends without its callback: %s", ready.group_uuid, error)
-            return engine.store.fire(Firing(group_uuid=ready.group_uuid))
+            return app.store.fire(Firing(group_uuid=ready.group_uuid))
         if isinstance(error, AWAY):
             raise
         logger.exception("group %s cannot be settled now", ready.group_uuid)
         return False
     if settled:
-        engine.tell_sent(sent)
+        app.tell_sent(sent)
     return settled
 
 
-def _firing(engine: Engine, ready: ReadyGroup) -> tuple[Firing, Sequence[Signature[Any]]]:
+def _firing(app: Application, ready: ReadyGroup) -> tuple[Firing, Sequence[Signature[Any]]]:
     """Return what the store is to commit for this group, and the signatures sent by it."""
     try:
         callback = decode_signature(ready.callback).with_uuid("chord_")
         # Its state is written in any case.
-        check_uuid(callback.uuid, callback.routing_key, engine.config.default_queue)
+        check_uuid(callback.uuid, callback.routing_key, app.config.default_queue)
     except (DecodeError, NameRefused) as error:
         # The members carried bytes that are no callback; the group must end all the same.
         logger.error("the callback of %s cannot be sent: %s", ready.group_uuid, error)
         return Firing(group_uuid=ready.group_uuid), ()
     if ready.failed_member:
-        return _failed(engine, ready, callback, _why(engine, ready.failed_member))
+        return _failed(app, ready, callback, _why(app, ready.failed_member))
     try:
-        states = engine.store.backend.group_task_states(ready.group_uuid)
+        states = app.store.backend.group_task_states(ready.group_uuid)
         filled = chord_callback(callback, [state.results for state in states])
-        out = engine.outgoing([filled])
+        out = app.outgoing([filled])
     except StateNotFound as error:
         return _failed(
-            engine,
+            app,
             ready,
             callback,
             f"the results of the chord's members are not there any more: {error}",
         )
     except NameRefused as error:
-        return _failed(engine, ready, callback, f"the chord's callback cannot be sent: {error}")
+        return _failed(app, ready, callback, f"the chord's callback cannot be sent: {error}")
     except AWAY:
         raise
     except Exception as error:  # the pre-publish hook is user code; the chord must end all the same
         return _failed(
-            engine, ready, callback, f"the chord's callback cannot be sent: {text_of(error)}"
+            app, ready, callback, f"the chord's callback cannot be sent: {text_of(error)}"
         )
     firing = Firing(
         group_uuid=ready.group_uuid, states=out.states, send=out.messages, groups=out.groups
@@ -92,8 +92,8 @@ def _firing(engine: Engine, ready: ReadyGroup) -> tuple[Firing, Sequence[Signatu
     return firing, out.signatures
 
 
-def _why(engine: Engine, member: str) -> str:
-    state = engine.store.backend.get_states([member]).get(member)
+def _why(app: Application, member: str) -> str:
+    state = app.store.backend.get_states([member]).get(member)
     if state is None:
         # A step in front of the member failed, so the member itself never ran.
         return f"chord member {member} never ran, because a task in front of it failed"
@@ -101,14 +101,14 @@ def _why(engine: Engine, member: str) -> str:
 
 
 def _failed(
-    engine: Engine, ready: ReadyGroup, callback: Signature[Any], error: str
+    app: Application, ready: ReadyGroup, callback: Signature[Any], error: str
 ) -> tuple[Firing, Sequence[Signature[Any]]]:
     outcome = Failed(error=error, error_type="ChordMemberFailed", retryable=False)
-    state = engine.store.backend.get_states([callback.uuid]).get(callback.uuid)
+    state = app.store.backend.get_states([callback.uuid]).get(callback.uuid)
     if state is not None and state.is_finished:  # revoked: its end was settled then
         return Firing(group_uuid=ready.group_uuid), ()
-    queue = callback.routing_key or engine.config.default_queue
+    queue = callback.routing_key or app.config.default_queue
     stands = TaskState(
         task_uuid=callback.uuid, run=callback.run, attempt=callback.attempt, queue=queue
     )
-    return end_unheld(engine, callback, outcome, stands, group_uuid=ready.group_uuid)
+    return end_unheld(app, callback, outcome, stands, group_uuid=ready.group_uuid)

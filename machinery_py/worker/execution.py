@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from machinery_py.app import NOTHING, Engine, Outgoing, broken
+from machinery_py.app import NOTHING, Application, Outgoing, broken
 from machinery_py.brokers.base import Delivery, Fate
 from machinery_py.errors import MachineryError, NoRetry, RetryTaskLater, TimeLimitExceeded
 from machinery_py.registry.outcomes import (
@@ -50,11 +50,11 @@ class Execution:
     __slots__ = (
         "_done",
         "_lock",
+        "app",
         "call_started",
         "committed",
         "context",
         "delivery",
-        "engine",
         "error",
         "guard",
         "hooks",
@@ -72,8 +72,10 @@ class Execution:
         "worker",
     )
 
-    def __init__(self, engine: Engine, hooks: WorkerHooks, delivery: Delivery, worker: str) -> None:
-        self.engine = engine
+    def __init__(
+        self, app: Application, hooks: WorkerHooks, delivery: Delivery, worker: str
+    ) -> None:
+        self.app = app
         self.hooks = hooks
         self.delivery = delivery
         self.worker = worker
@@ -194,7 +196,7 @@ class Execution:
         assert settlement is not None
         self.sends = ()
         self.settlement = in_place_of(
-            settlement, [self.engine.refusal(message, error) for message in settlement.send]
+            settlement, [self.app.refusal(message, error) for message in settlement.send]
         )
 
     def fail_unstorable(self, error: Exception) -> None:
@@ -259,7 +261,7 @@ class Execution:
         """Return the settlement of this outcome; of a failure if its follow-up cannot be sent."""
         try:
             backoff = self.task.settings.backoff if self.task else "fibonacci"
-            now = self.engine.clock.now()
+            now = self.app.clock.now()
             then = follow_up(self.signature, outcome, now=now, backoff=backoff)
             return self._settlement(then, now, fate=fate, reason=reason)
         except Exception as error:  # a back-off function, a callback or a pre-publish hook
@@ -269,7 +271,7 @@ class Execution:
 
     def _ended_in_failure(self, outcome: Failed, *, fate: Fate, reason: str) -> Settlement:
         """Return the settlement of a failure, with as much of its follow-up as can be sent."""
-        now = self.engine.clock.now()
+        now = self.app.clock.now()
         for signature in (self.signature, self.signature.replace(on_success=())):
             try:
                 return self._settlement(
@@ -334,11 +336,11 @@ class Execution:
         if not then.send and then.retry is None and not then.arrived:
             return NOTHING, ()
         with on_behalf_of(self.signature, queue=self.delivery.queue, worker=self.worker):
-            out, arrivals = self.engine.outgoing(then.send), self.engine.arrivals(then.arrived)
+            out, arrivals = self.app.outgoing(then.send), self.app.arrivals(then.arrived)
             if then.retry is None:
                 return out, arrivals
             # The retry has no PENDING state: RETRY stays visible until it runs (Go overwrites it).
-            retry = self.engine.message(self.engine.completed(then.retry))
+            retry = self.app.message(self.app.completed(then.retry))
         return Outgoing([retry, *out.messages], out.states, out.groups, out.signatures), arrivals
 
     def mark(self) -> Mark | None:
@@ -356,7 +358,7 @@ class Execution:
                 attempt=signature.attempt,
                 queue=self.delivery.queue,
                 worker=self.worker,
-                created_at=self.engine.clock.now(),
+                created_at=self.app.clock.now(),
                 started_at=self.started_at,
                 progress=self.progress,
             ),

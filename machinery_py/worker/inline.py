@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
-from machinery_py.app import Engine
+from machinery_py.app import Application
 from machinery_py.revocation import revoked_among
 from machinery_py.stores.base import Session
 from machinery_py.worker.chords import settle_ready_groups
@@ -24,9 +24,9 @@ class Inline:
     """
 
     def __init__(
-        self, engine: Engine, queues: Callable[[], Sequence[str]], *, name: str = "inline"
+        self, app: Application, queues: Callable[[], Sequence[str]], *, name: str = "inline"
     ) -> None:
-        self._engine = engine
+        self._app = app
         self._queues = queues
         self._name = name
         self._hooks = WorkerHooks()
@@ -52,7 +52,7 @@ class Inline:
         queues: tuple[str, ...] = ()
         while (now := tuple(self._queues())) != queues:  # tasks may have been sent to new queues
             queues = now
-            session = self._engine.store.open_session(queues, worker=self._name)
+            session = self._app.store.open_session(queues, worker=self._name)
             try:
                 while self._round(session, done):
                     pass
@@ -64,14 +64,14 @@ class Inline:
         """Run what is there now, and return whether there was anything."""
         deliveries = session.receive(100, 0.0)
         for delivery in deliveries:
-            execution = Execution(self._engine, self._hooks, delivery, self._name)
+            execution = Execution(self._app, self._hooks, delivery, self._name)
             done.append(execution)
             self._run(session, execution)
-        return bool(settle_ready_groups(self._engine)) or bool(deliveries)
+        return bool(settle_ready_groups(self._app)) or bool(deliveries)
 
     def _run(self, session: Session, execution: Execution) -> None:
         uuid = peek(execution)
-        revoked = revoked_among(self._engine, [uuid]) if uuid else {}
+        revoked = revoked_among(self._app, [uuid]) if uuid else {}
         if accept(execution, revoked):
 
             def report(told: Execution) -> None:
@@ -86,10 +86,10 @@ class Inline:
                 run(execution, report)
         if execution.settlement is not None:
             [verdict] = session.settle([execution.settlement])
-            report_end(self._engine, execution, verdict)
-            release(self._engine, [execution], [verdict])
+            report_end(self._app, execution, verdict)
+            release(self._app, [execution], [verdict])
             if execution.guard is not None:
-                self._engine.locks.flush()  # the next task may want the same lock
+                self._app.locks.flush()  # the next task may want the same lock
 
 
 def _run_coroutine(execution: Execution, report: Report) -> None:

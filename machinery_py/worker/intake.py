@@ -31,7 +31,7 @@ REASON_POISON = "poison"
 
 def peek(execution: Execution) -> str:
     """Decode the message, and return the task's UUID, or "" when it is no signature."""
-    delivery, limit = execution.delivery, execution.engine.config.max_message_size
+    delivery, limit = execution.delivery, execution.app.config.max_message_size
     if len(delivery.body) > limit:
         _reject(
             execution,
@@ -63,7 +63,7 @@ def peek(execution: Execution) -> str:
         check_message(
             signature.routing_key,
             delivery.queue,
-            execution.engine.config.default_queue,
+            execution.app.config.default_queue,
             name=signature.name,
             uuid=signature.uuid,
             group_uuid=signature.group_uuid,
@@ -84,12 +84,12 @@ def accept(execution: Execution, revoked: Mapping[str, bool]) -> bool:
     if execution.is_over:
         return False
     signature = execution.signature
-    execution.task = execution.engine.registry.find(signature.name)
-    if execution.delivery.strikes >= execution.engine.config.max_strikes:
+    execution.task = execution.app.registry.find(signature.name)
+    if execution.delivery.strikes >= execution.app.config.max_strikes:
         _poison(execution)
     elif signature.uuid in revoked:
         execution.withdraw(is_over=revoked[signature.uuid])
-    elif _is_expired(signature, execution.engine.clock.now()):
+    elif _is_expired(signature, execution.app.clock.now()):
         execution.finish(
             Failed(error="expired before it was started", error_type="Expired", retryable=False)
         )
@@ -110,7 +110,7 @@ def _reject(execution: Execution, reason: str, error: str) -> None:
 
 def _poison(execution: Execution) -> None:
     strikes = execution.delivery.strikes
-    limit = execution.engine.config.max_strikes
+    limit = execution.app.config.max_strikes
     error = f"{strikes} workers died while they ran it (max_strikes = {limit})"
     logger.error(
         "task %s (%s) goes to the dead letters: %s",
@@ -133,8 +133,8 @@ def _unknown(execution: Execution) -> None:
         return
     pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(delivery.parks, 10))
     waited = _parked_for(delivery.parks)
-    if waited >= execution.engine.config.unregistered_timeout:
-        names = ", ".join(execution.engine.registry.names()) or "none"
+    if waited >= execution.app.config.unregistered_timeout:
+        names = ", ".join(execution.app.registry.names()) or "none"
         error = (
             f"task {signature.name!r} is not registered, and no worker that knows it came within "
             f"{waited:,.0f} s (registered here: {names})"
@@ -155,7 +155,7 @@ def _unknown(execution: Execution) -> None:
         pause,
         extra={"task_uuid": signature.uuid},
     )
-    eta = execution.engine.clock.now() + dt.timedelta(seconds=pause)
+    eta = execution.app.clock.now() + dt.timedelta(seconds=pause)
     execution.settle(execution.end_of_delivery(Fate.LATER, eta=eta))
 
 

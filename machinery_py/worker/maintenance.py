@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from machinery_py.app import Engine
+from machinery_py.app import Application
 from machinery_py.errors import MachineryError
 from machinery_py.revocation import revoked_among
 from machinery_py.stores.base import Session
@@ -30,7 +30,7 @@ class Maintenance:
 
     def __init__(
         self,
-        engine: Engine,
+        app: Application,
         session: Session,
         receiver: Receiver,
         executors: Executors,
@@ -40,14 +40,14 @@ class Maintenance:
         name: str,
         on_beat: Callable[[], None],
     ) -> None:
-        self._engine = engine
+        self._app = app
         self._session = session
         self._receiver = receiver
         self._executors = executors
         self._settler = settler
         self._groups = groups
         self._on_beat = on_beat
-        self._beat_every = engine.config.lease / 4
+        self._beat_every = app.config.lease / 4
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._work, name=f"{name}-maintenance", daemon=True)
         self._beat_at = 0.0
@@ -68,7 +68,7 @@ class Maintenance:
                 self._tend_if_due()
                 self._look_after()
                 if self._groups.due_in() == 0.0 and self._groups.poll():
-                    settle_ready_groups(self._engine)
+                    settle_ready_groups(self._app)
             except MachineryError as error:
                 logger.debug("maintenance could not be done: %s", error)
             except Exception:  # the loop must live on, whatever a store or a handler does
@@ -102,10 +102,10 @@ class Maintenance:
         now = time.monotonic()
         if now >= self._tend_at:
             self._tend_at = now + 1.0  # if `tend` fails
-            self._tend_at = time.monotonic() + self._engine.store.tend()
+            self._tend_at = time.monotonic() + self._app.store.tend()
         if now >= self._groups_at:
             self._groups_at = now + GROUPS_EVERY
-            settle_ready_groups(self._engine)
+            settle_ready_groups(self._app)
             self._groups.adopt()
 
     def _look_after(self) -> None:
@@ -132,7 +132,7 @@ class Maintenance:
             for one in self._receiver.held()
             if not one.is_over and not one.revoked
         }
-        for uuid, is_over in (revoked_among(self._engine, list(held)) if held else {}).items():
+        for uuid, is_over in (revoked_among(self._app, list(held)) if held else {}).items():
             if held[uuid].withdraw(is_over=is_over):
                 self._settler.put(held[uuid])
         for execution in self._executors.running():

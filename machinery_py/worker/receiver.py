@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from machinery_py.app import Engine
+from machinery_py.app import Application
 from machinery_py.brokers.base import Delivery, Fate
 from machinery_py.errors import MachineryError
 from machinery_py.events import TaskStarted
@@ -83,7 +83,7 @@ class Receiver:
 
     def __init__(
         self,
-        engine: Engine,
+        app: Application,
         hooks: WorkerHooks,
         session: Session,
         executors: Executors,
@@ -96,7 +96,7 @@ class Receiver:
         may_consume: Callable[[], bool],
         burst: bool = False,
     ) -> None:
-        self._engine = engine
+        self._app = app
         self._hooks = hooks
         self._session = session
         self._executors = executors
@@ -170,7 +170,7 @@ class Receiver:
         ahead = int(
             min(concurrency * PREFETCH_WINDOW / mean, PREFETCH_BYTES / max(self._size, 1.0))
         )
-        return concurrency + min(ahead, self._engine.config.prefetch)
+        return concurrency + min(ahead, self._app.config.prefetch)
 
     def _free(self) -> int:
         """Return how many to claim: none until half of the prefetch is gone, for large claims."""
@@ -208,7 +208,7 @@ class Receiver:
         """Leave an unknown task that is due now to other workers."""
         if self._backoff.starts_in(time.monotonic()) == 0.0:
             self._stop.wait(self._backoff.start(time.monotonic()))
-            self._engine.store.tend()
+            self._app.store.tend()
             self._stop.wait(BACKOFF)
 
     def _patience(self) -> float:
@@ -236,12 +236,12 @@ class Receiver:
         # Up at once, down slowly.
         self._size = max(size, self._size + SMOOTHING * (size - self._size))
         executions = [
-            Execution(self._engine, self._hooks, delivery, self._worker) for delivery in deliveries
+            Execution(self._app, self._hooks, delivery, self._worker) for delivery in deliveries
         ]
         for execution in executions:
             self._held[id(execution)] = execution
         revoked = self._revoked(executions)
-        if self._engine.events.wants(TaskStarted):
+        if self._app.events.wants(TaskStarted):
             self._await_reports(executions)
         for execution in executions:
             if accept(execution, revoked):
@@ -269,13 +269,13 @@ class Receiver:
         settlement = execution.settlement
         if settlement is not None and settlement.fate is Fate.LATER and settlement.eta is not None:
             self._backoff.expect(
-                time.monotonic() + (settlement.eta - self._engine.clock.now()).total_seconds()
+                time.monotonic() + (settlement.eta - self._app.clock.now()).total_seconds()
             )
 
     def _revoked(self, executions: list[Execution]) -> dict[str, bool]:
         uuids = [uuid for execution in executions if (uuid := peek(execution))]
         try:
-            return revoked_among(self._engine, uuids) if uuids else {}
+            return revoked_among(self._app, uuids) if uuids else {}
         except MachineryError as error:
             # Claimed tasks must be run; maintenance reads the revocations again while they run.
             logger.warning("revocations cannot be read: %s", error)
@@ -307,7 +307,7 @@ class Receiver:
 
     def _probation(self, suspect: Execution) -> float:
         """Return the seconds alone: until it ends, if its next strike is its last."""
-        is_last = suspect.delivery.strikes >= self._engine.config.max_strikes - 1
+        is_last = suspect.delivery.strikes >= self._app.config.max_strikes - 1
         return math.inf if is_last else PROBATION
 
     def _is_alone(self, suspect: Execution) -> bool:

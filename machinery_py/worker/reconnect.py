@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from machinery_py.app import Engine
+from machinery_py.app import Application
 from machinery_py.errors import (
     BackendUnavailable,
     BrokerUnavailable,
@@ -44,8 +44,8 @@ class Reconnect:
         given_up: raised by the worker; set when `broker_connection_max_retries` was reached.
     """
 
-    def __init__(self, engine: Engine, worker: str) -> None:
-        self._engine = engine
+    def __init__(self, app: Application, worker: str) -> None:
+        self._app = app
         self._worker = worker
         self.handler: Handler | None = None
         self._lock = threading.Lock()
@@ -71,8 +71,8 @@ class Reconnect:
                 self._was_there = False
             else:
                 self._rounds += 1
-                self._attempts += len(self._engine.config.broker_urls)
-            config = self._engine.config
+                self._attempts += len(self._app.config.broker_urls)
+            config = self._app.config
             limit = config.broker_connection_max_retries if config.broker_connection_retry else 1
             if limit and self._attempts >= limit and self.given_up is None:
                 self.given_up = _giving_up(
@@ -91,8 +91,8 @@ class Reconnect:
             )
         delay = self._ask(lost)
         self._log(lost, delay, now)
-        if self._engine.events.wants(ConnectionLost):
-            self._engine.events.emit(lost)
+        if self._app.events.wants(ConnectionLost):
+            self._app.events.emit(lost)
         return delay
 
     def reset(self) -> None:
@@ -112,8 +112,8 @@ class Reconnect:
         if since is not None:
             seconds = time.monotonic() - since
             logger.warning("tasks can be received again, after %.1f s", seconds)
-            if self._engine.events.wants(ConnectionRestored):
-                self._engine.events.emit(
+            if self._app.events.wants(ConnectionRestored):
+                self._app.events.emit(
                     ConnectionRestored(worker=self._worker, attempts=attempts, seconds=seconds)
                 )
 

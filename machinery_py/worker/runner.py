@@ -49,7 +49,7 @@ def _run(execution: Execution, report: Report | None) -> None:
     try:
         if execution.hooks.pre_task is not None:
             execution.hooks.pre_task(execution.signature)
-        if around := execution.engine.around:
+        if around := execution.app.around:
             value = call_around(around, execution.signature, lambda: function(*args, **kwargs))
         else:
             value = function(*args, **kwargs)
@@ -74,7 +74,7 @@ async def run_async(execution: Execution, report: Report | None = None) -> None:
     try:
         if execution.hooks.pre_task is not None:
             execution.hooks.pre_task(execution.signature)
-        if around := execution.engine.around:
+        if around := execution.app.around:
             value = await await_around(
                 around, execution.signature, lambda: function(*args, **kwargs)
             )
@@ -89,9 +89,7 @@ async def run_async(execution: Execution, report: Report | None = None) -> None:
 def _pass_guard(execution: Execution) -> bool:
     """Take its lock and start its key. False: it cannot run, and is settled."""
     assert execution.task is not None
-    guard = ExecutionGuard(
-        execution.engine, execution.task, execution.signature, execution.delivery
-    )
+    guard = ExecutionGuard(execution.app, execution.task, execution.signature, execution.delivery)
     execution.guard = guard
     stop = guard.enter(execution.cancel)
     if stop is None and not execution.is_over:
@@ -125,7 +123,7 @@ def _begin(execution: Execution, report: Report | None) -> _Call | None:
     if task.call.takes_context:
         args.insert(0, context)
     execution.phase = State.STARTED
-    execution.started_at = execution.engine.clock.now()
+    execution.started_at = execution.app.clock.now()
     if report is not None:
         report(execution)
     token = enter(context)
@@ -170,7 +168,7 @@ def _succeeded(execution: Execution, value: Any) -> Outcome:
     except ArgumentError as error:
         return _misfit(str(error))
     if type(value) is not int:
-        limit = execution.engine.config.max_result_size
+        limit = execution.app.config.max_result_size
         size = len(encode_results(results))
         if size > limit:
             return _misfit(

@@ -11,7 +11,7 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 
-from machinery_py.app import Engine
+from machinery_py.app import Application
 from machinery_py.backends.base import FENCED, Verdict
 from machinery_py.brokers.base import Fate, Message
 from machinery_py.errors import MachineryError
@@ -227,7 +227,7 @@ class Settler:
     def _bury(self, execution: Execution, messages: Sequence[Message], error: Exception) -> None:
         for message in messages:
             try:
-                execution.engine.store.give_up(message, error, execution.delivery.queue)
+                execution.app.store.give_up(message, error, execution.delivery.queue)
             except MachineryError as trouble:
                 logger.error(
                     "there is no dead letter of task %s, only its state: %s", message.uuid, trouble
@@ -251,7 +251,7 @@ def log_fenced(execution: Execution, verdict: Verdict) -> None:
         )
 
 
-def release(engine: Engine, executions: Sequence[Execution], verdicts: Sequence[Verdict]) -> None:
+def release(app: Application, executions: Sequence[Execution], verdicts: Sequence[Verdict]) -> None:
     """Release what others wait for: locks, and the unique keys of tasks that are over."""
     over, revoked = [], []
     for execution, verdict in zip(executions, verdicts, strict=True):
@@ -263,23 +263,23 @@ def release(engine: Engine, executions: Sequence[Execution], verdicts: Sequence[
         if settlement is not None and execution.revoked and settlement.fate is Fate.DONE:
             revoked.append(signature.uuid)
     if over:
-        tidy(engine, over)
+        tidy(app, over)
     if revoked:
-        let_go(engine, revoked)
+        let_go(app, revoked)
 
 
-def report_end(engine: Engine, execution: Execution, verdict: Verdict) -> None:
+def report_end(app: Application, execution: Execution, verdict: Verdict) -> None:
     """Emit the events of a settled execution."""
     settlement, signature = execution.settlement, execution.signature
     if settlement is None:
         return
     if verdict is FENCED:
-        if engine.events.wants(TaskFenced):
-            engine.events.emit(TaskFenced(signature=signature, worker=execution.worker))
+        if app.events.wants(TaskFenced):
+            app.events.emit(TaskFenced(signature=signature, worker=execution.worker))
         return
-    engine.tell_sent(execution.sends)
-    if settlement.fate is Fate.DEAD and engine.events.wants(MessageDead):
-        engine.events.emit(
+    app.tell_sent(execution.sends)
+    if settlement.fate is Fate.DEAD and app.events.wants(MessageDead):
+        app.events.emit(
             MessageDead(
                 uuid=settlement.uuid,
                 name=settlement.name,
@@ -291,12 +291,12 @@ def report_end(engine: Engine, execution: Execution, verdict: Verdict) -> None:
     if not settlement.states:
         return
     state = settlement.states[0]
-    if state.state is State.SUCCESS and engine.events.wants(TaskSucceeded):
-        engine.events.emit(
+    if state.state is State.SUCCESS and app.events.wants(TaskSucceeded):
+        app.events.emit(
             TaskSucceeded(signature=signature, worker=execution.worker, runtime=execution.runtime)
         )
-    elif state.state is State.FAILURE and engine.events.wants(TaskFailed):
-        engine.events.emit(
+    elif state.state is State.FAILURE and app.events.wants(TaskFailed):
+        app.events.emit(
             TaskFailed(
                 signature=signature,
                 worker=execution.worker,
@@ -304,9 +304,9 @@ def report_end(engine: Engine, execution: Execution, verdict: Verdict) -> None:
                 error_type=state.error_type,
             )
         )
-    elif state.state is State.RETRY and engine.events.wants(TaskRetried):
+    elif state.state is State.RETRY and app.events.wants(TaskRetried):
         delay = (state.eta - state.created_at).total_seconds() if state.eta else 0.0
-        engine.events.emit(
+        app.events.emit(
             TaskRetried(
                 signature=signature,
                 worker=execution.worker,

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from machinery_py.app import Engine
+from machinery_py.app import Application
 from machinery_py.async_twins import twin
 from machinery_py.backends.base import ALREADY, SETTLED, Verdict
 from machinery_py.brokers.base import Fate
@@ -66,7 +66,7 @@ class Worker:
 
     def __init__(
         self,
-        engine: Engine,
+        app: Application,
         name: str = "",
         *,
         concurrency: int = 0,
@@ -79,14 +79,14 @@ class Worker:
         if shutdown_timeout is not None:
             given["shutdown_timeout"] = shutdown_timeout
         raise_all([text for key, value in given.items() if (text := OPTIONS[key].problem(value))])
-        self.engine = engine
+        self.app = app
         self.name = name or f"{hostname()}-{os.getpid()}"
-        self.concurrency = concurrency or engine.config.concurrency or 2 * (os.cpu_count() or 1)
-        self.order = QueueOrder.of(queues or _configured(engine.config))
+        self.concurrency = concurrency or app.config.concurrency or 2 * (os.cpu_count() or 1)
+        self.order = QueueOrder.of(queues or _configured(app.config))
         self.queues = self.order.names
         self.burst = burst
         self.shutdown_timeout = (
-            engine.config.shutdown_timeout if shutdown_timeout is None else shutdown_timeout
+            app.config.shutdown_timeout if shutdown_timeout is None else shutdown_timeout
         )
         self.processed = 0  # tasks that ended here
         self.on_beat: Callable[[], object] | None = None
@@ -98,7 +98,7 @@ class Worker:
         self._attendant: threading.Thread | None = None  # ends what `start` began
         self._has_ended = False
         self._session: Session | None = None
-        self._reconnect = Reconnect(engine, self.name)
+        self._reconnect = Reconnect(app, self.name)
         self._declared = declared
         self._ticking: Ticking | None = None
 
@@ -156,7 +156,7 @@ class Worker:
             StoreUnusable, ConfigError: the worker could not start; a store that is away is awaited.
             BrokerUnavailable: the attempts that `broker_connection_max_retries` allows have failed.
         """
-        handle = not self.engine.config.no_unix_signals if signals is None else signals
+        handle = not self.app.config.no_unix_signals if signals is None else signals
         request = self._stop_request
         with request.by_signals(handle):
             session = open_patiently(
@@ -230,12 +230,12 @@ class Worker:
     def _open(self) -> Session:
         if self._session is not None:
             raise MachineryError(f"worker {self.name} runs already (make another one)")
-        engine = self.engine
-        session = engine.store.open_session(self.queues, worker=self.name)
+        app = self.app
+        session = app.store.open_session(self.queues, worker=self.name)
         try:
             # A dead worker's messages go back to their queues, its ready groups are settled.
-            engine.store.tend()
-            settle_ready_groups(engine)
+            app.store.tend()
+            settle_ready_groups(app)
         except BaseException:
             with contextlib.suppress(MachineryError):
                 session.close()
@@ -243,14 +243,14 @@ class Worker:
         return session
 
     def _begin(self, session: Session) -> None:
-        engine = self.engine
+        app = self.app
         self._reconnect.succeeded()
         self._settler = Settler(
             session,
             reconnect=self._reconnect,
             name=self.name,
             on_settled=self._on_settled,
-            after_batch=lambda: settle_ready_groups(engine),
+            after_batch=lambda: settle_ready_groups(app),
         )
         self._executors = Executors(
             self.concurrency,
@@ -261,7 +261,7 @@ class Worker:
         )
         self._limits = TimeLimits(self._executors, name=self.name)
         self._receiver = Receiver(
-            engine,
+            app,
             self._hooks,
             session,
             self._executors,
@@ -273,9 +273,9 @@ class Worker:
             may_consume=self._may_consume,
             burst=self.burst,
         )
-        self._groups = GoGroupPoller(engine.store.backend)
+        self._groups = GoGroupPoller(app.store.backend)
         self._maintenance = Maintenance(
-            engine,
+            app,
             session,
             self._receiver,
             self._executors,
@@ -286,12 +286,12 @@ class Worker:
         )
         self._session = session
         # Before the first claim: its failure does not change that this worker has started.
-        engine.events.emit(WorkerOnline(worker=self.name))
+        app.events.emit(WorkerOnline(worker=self.name))
         self._settler.start()
         self._maintenance.start()
         self._receiver.start()
         if self._declared is not None:
-            self._ticking = Ticking(engine, self._declared, name=self.name)
+            self._ticking = Ticking(app, self._declared, name=self.name)
             self._ticking.start()
 
     def quit(self) -> None:
@@ -344,12 +344,12 @@ class Worker:
             if self._ticking is not None:
                 self._ticking.close()
             self._executors.close()
-            self.engine.locks.flush()
+            self.app.locks.flush()
             try:
                 session.close()
             except MachineryError as error:
                 logger.warning("this worker could not sign off, and will be found gone: %s", error)
-            self.engine.events.emit(WorkerOffline(worker=self.name, processed=self.processed))
+            self.app.events.emit(WorkerOffline(worker=self.name, processed=self.processed))
 
     stop_async = twin(stop)
 
@@ -415,17 +415,15 @@ class Worker:
         if execution.progress is None:
             if execution.time_limit is not None:
                 self._limits.watch(execution)
-            if self.engine.events.wants(TaskStarted):
-                self.engine.events.emit(
-                    TaskStarted(signature=execution.signature, worker=self.name)
-                )
+            if self.app.events.wants(TaskStarted):
+                self.app.events.emit(TaskStarted(signature=execution.signature, worker=self.name))
         self._settler.mark(execution)
 
     def _on_beat(self) -> None:
         if self.on_beat is not None:
             self.on_beat()
-        if self.engine.events.wants(WorkerHeartbeat):
-            self.engine.events.emit(
+        if self.app.events.wants(WorkerHeartbeat):
+            self.app.events.emit(
                 WorkerHeartbeat(worker=self.name, active=self.active, processed=self.processed)
             )
 
@@ -438,9 +436,9 @@ class Worker:
                     self._groups.note(execution.settlement.arrivals)
             else:
                 log_fenced(execution, verdict)
-            report_end(self.engine, execution, verdict)
+            report_end(self.app, execution, verdict)
         self._receiver.reported()
-        release(self.engine, executions, verdicts)
+        release(self.app, executions, verdicts)
 
 
 def _configured(config: Config) -> Queues:

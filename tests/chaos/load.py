@@ -43,7 +43,7 @@ class Loader:
             self._note("attempt", calls)
             try:
                 if items[0].kind in SINGLE:
-                    self._server.engine.submit(
+                    self._server.app.submit(
                         [one for one in signatures if isinstance(one, Signature)]
                     )
                 else:

@@ -470,7 +470,7 @@ def test_closures_of_one_factory_cannot_have_one_name(server: Server) -> None:
     for other in (make(2), make("1"), make(1, "x"), make(plain), make([])):
         with pytest.raises(TaskAlreadyRegistered, match="name of its own"):
             server.task(other)
-    assert server.engine.registry.get("same") is first
+    assert server.app.registry.get("same") is first
     server.task(make(1))
 
 
@@ -584,7 +584,7 @@ def test_an_unknown_name_is_told_with_the_nearest(server: Server) -> None:
     server.task("billing.charge")(plain)
     text = r"task 'billing\.chrage' is not registered .*did you mean 'billing\.charge'"
     with pytest.raises(TaskNotRegistered, match=text):
-        server.engine.registry.get("billing.chrage")
+        server.app.registry.get("billing.chrage")
 
 
 def test_a_task_can_still_be_called(server: Server) -> None:

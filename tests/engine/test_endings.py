@@ -25,7 +25,7 @@ def test_a_revoked_task_is_not_run_when_it_is_due_days_later(bench: Bench) -> No
     assert bench.calls == [("revoked", "caught")]
 
     bench.harness.advance(days=5, seconds=1)
-    bench.server.engine.store.tend()
+    bench.server.app.store.tend()
     assert (
         bench.server.backend.get_states([result.uuid]) == {}
     )  # the result has expired: what followed must not follow again
@@ -47,7 +47,7 @@ def test_a_revoked_task_is_not_run_after_weeks_in_a_paused_queue(bench: Bench) -
     for result in results:
         result.revoke()
     bench.harness.advance(days=30)
-    bench.server.engine.store.tend()
+    bench.server.app.store.tend()
     bench.server.inspect.resume(queue)
     bench.drain()
 
@@ -75,7 +75,7 @@ def test_a_revocation_that_was_cut_off_is_finished_by_the_worker(
         bench.note.options(delay=5 * DAY).signature("late").catch(bench.note.partial("caught"))
     )
     result = bench.server.send_task(signature)
-    stores = bench.server.engine.stores
+    stores = bench.server.app.stores
     stores.store = flaky = FlakyStore(stores.store)
     flaky.faults.next_call("fire", lose_reply=lose_reply)
     with pytest.raises(BrokerUnavailable):
@@ -103,12 +103,12 @@ def test_a_task_whose_sender_left_no_word_of_what_follows_waits_for_its_message(
 ) -> None:
     """Go writes PENDING as well, and a chord must not wait for a member that nobody has told it of."""
     signature = bench.note.signature("never").catch(bench.note.partial("caught")).with_uuid()
-    engine = bench.server.engine
-    engine.store.backend.set_state_pending(signature)
-    engine.store.broker.put([engine.message(engine.completed(signature))], token="")
+    app = bench.server.app
+    app.store.backend.set_state_pending(signature)
+    app.store.broker.put([app.message(app.completed(signature))], token="")
     bench.server.revoke([signature.uuid])
-    assert engine.store.backend.get_state(signature.uuid).state is State.PENDING
+    assert app.store.backend.get_state(signature.uuid).state is State.PENDING
 
     bench.drain()
     assert bench.calls == [("revoked", "caught")]
-    assert engine.store.backend.get_state(signature.uuid).error == "revoked"
+    assert app.store.backend.get_state(signature.uuid).error == "revoked"

@@ -127,9 +127,7 @@ def test_a_retry_of_what_a_go_worker_sent_counts_nothing_anew(flow: Flow) -> Non
         .with_uuid()
         .replace(routing_key="machinery_tasks")
     )
-    flow.server.engine.store.submit(
-        Submission(token="go", messages=[flow.server.engine.message(by_go)])
-    )
+    flow.server.app.store.submit(Submission(token="go", messages=[flow.server.app.message(by_go)]))
 
     flow.drain()
 
@@ -194,7 +192,7 @@ def test_trace_context_goes_on_to_what_a_task_sends(flow: Flow, place: str) -> N
 
 def test_declared_headers_go_on_and_ours_never_do(flow: Flow) -> None:
     server = flow.server
-    server.engine.config = server.config.replace(inherited_headers="tenant, x-, m")
+    server.app.config = server.config.replace(inherited_headers="tenant, x-, m")
     headers = {"tenant": "acme", "tenant_id": "7", "x-a": "1", "y": "2", "mine": "3", **TRACE}
     late = flow.late.options(headers={"x-a": "", "own": "4"}).partial()
 

@@ -46,7 +46,7 @@ class Pool:
     def __init__(self, concurrency: int) -> None:
         hub = MemoryHub()
         self.server = Server("memory://")
-        store = self.server.engine.stores.store = OneStore(
+        store = self.server.app.stores.store = OneStore(
             MemoryBroker(hub), MemoryBackend(hub), hub.transaction
         )
         self.session = Pausing(store, hub)
@@ -76,7 +76,7 @@ class Pool:
     def submit(self, name: str) -> Execution:
         self.tasks[name].send()
         [delivery] = self.session.receive(1, HANG)
-        execution = Execution(self.server.engine, WorkerHooks(), delivery, "w")
+        execution = Execution(self.server.app, WorkerHooks(), delivery, "w")
         assert peek(execution)
         assert accept(execution, {})
         self.executors.submit(execution)

@@ -358,7 +358,7 @@ def test_assert_sent_shows_the_first_of_many(shop: Shop, machinery: Harness) -> 
 
 
 def test_assert_sent_finds_calls_that_do_not_fit(shop: Shop, machinery: Harness) -> None:
-    shop.server.engine.submit(
+    shop.server.app.submit(
         [Signature.of("add", "x", "y")]
     )  # as a program would that does not know the task
     machinery.assert_sent("add", "x", "y")
@@ -388,7 +388,7 @@ def test_clear_forgets_what_was_sent(shop: Shop, machinery: Harness) -> None:
 
 def test_the_stores_and_the_clock_are_put_back_whatever_happens(shop: Shop) -> None:
     server = shop.server
-    config, stores, waiters = server.config, server.engine._stores, server._waiters
+    config, stores, waiters = server.config, server.app._stores, server._waiters
 
     with pytest.raises(ZeroDivisionError), Harness(server) as machinery:
         assert server.clock is machinery.clock
@@ -398,7 +398,7 @@ def test_the_stores_and_the_clock_are_put_back_whatever_happens(shop: Shop) -> N
 
     assert server.config is config
     assert server.clock is SYSTEM_CLOCK
-    assert server.engine._stores is stores
+    assert server.app._stores is stores
     assert server._waiters is waiters
     assert not server.events.wants(object)  # type: ignore[arg-type]
 
@@ -420,7 +420,7 @@ def test_closing_the_server_does_not_lead_to_its_own_stores(shop: Shop, machiner
 
 def test_an_app_that_refuses_embedded_stores_can_be_tested() -> None:
     server = Server("memory://")
-    server.engine.config = server.config.replace(require_server=False, strict_durability=True)
+    server.app.config = server.config.replace(require_server=False, strict_durability=True)
     with swapped(server):
         assert server.config.strict_durability is False
 

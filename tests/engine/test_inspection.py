@@ -57,7 +57,7 @@ def test_queues_are_counted(bench: Bench) -> None:
 
 def test_workers_are_listed_while_they_live(bench: Bench) -> None:
     assert bench.server.inspect.workers() == []
-    session = bench.server.engine.store.open_session(["a", "b"], worker="ada")
+    session = bench.server.app.store.open_session(["a", "b"], worker="ada")
     (worker,) = bench.server.inspect.workers()
     assert (worker.name, tuple(worker.queues), worker.holding) == ("ada", ("a", "b"), 0)
     session.close()

@@ -148,7 +148,7 @@ def test_a_forked_child_renews_its_own_locks_and_leaves_those_of_its_parent(
 def steal(server: Server, lock: NamedLock) -> None:
     """Take the lease away, as if the store had forgotten it."""
     assert lock._held is not None
-    assert server.engine.stores.lock.release(lock._held.held)
+    assert server.app.stores.lock.release(lock._held.held)
 
 
 def test_a_loss_is_told(server: Server) -> None:
@@ -240,7 +240,7 @@ class Away(Lock):
 
 def test_a_short_outage_loses_nothing_a_long_one_does() -> None:
     server = Server("memory://")
-    store = Away(server.engine.stores.lock)
+    store = Away(server.app.stores.lock)
     keeper = LockKeeper(lambda: store, lambda: 1.0)
     lock = NamedLock(keeper, "feed", timeout=None, blocking=True)
     with lock:

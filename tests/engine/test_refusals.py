@@ -99,8 +99,8 @@ class Shop:
     def __init__(self, broker: Choosy, store: Store) -> None:
         self.server = Server(Config(broker="memory://", result_backend="memory://"))
         self.broker = broker
-        self.server.engine.stores.store = store
-        store.refusal = self.server.engine.refusal
+        self.server.app.stores.store = store
+        store.refusal = self.server.app.refusal
         self.told: list[str] = []
         self.ran: Counter[str] = Counter()
         self.say = self.server.register_task("say", self._say)
@@ -316,12 +316,12 @@ def test_a_schedule_that_is_refused_keeps_no_other_from_its_ticks(
 ) -> None:
     clock = ManualClock()
     shop = Shop(*make(tmp_path, clock))
-    shop.server.engine.clock = clock
+    shop.server.app.clock = clock
     shop.server.register_periodic_task(
         "@every 1m", "bad", shop.say.options(queue="forbidden").signature("bad")
     )
     shop.server.register_periodic_task("@every 1m", "good", shop.say.signature("good"))
-    scheduler = Scheduler(shop.server.engine, shop.server.declared)
+    scheduler = Scheduler(shop.server.app, shop.server.declared)
     scheduler.step()
     for _ in range(3):
         clock.advance(60.0)
@@ -458,10 +458,10 @@ def test_an_outbox_that_is_refused_lets_the_redelivered_task_go() -> None:
     backend = MemoryBackend(MemoryHub(clock))
     shop = Shop(broker, TwoStores(broker, backend, clock))
     bad = (shop.say.signature("a") | shop.say.options(queue="forbidden").partial()).send()
-    store, wanted = shop.server.engine.store, Exception("killed")
+    store, wanted = shop.server.app.store, Exception("killed")
     session = store.open_session(["machinery_tasks"], worker="v")
     [delivery] = session.receive(1, 0.0)
-    execution = Execution(shop.server.engine, WorkerHooks(), delivery, "v")
+    execution = Execution(shop.server.app, WorkerHooks(), delivery, "v")
     assert accept(execution, peek(execution) and ())
     run(execution)
     assert execution.settlement is not None

@@ -76,7 +76,7 @@ def test_a_timeout_says_what_was_waited_for(bench: Bench) -> None:
 
 def test_a_timeout_has_no_hint_where_a_worker_serves_the_queue(bench: Bench) -> None:
     result = bench.add.send(1, 2)
-    session = bench.server.engine.store.open_session(["machinery_tasks"], worker="busy")
+    session = bench.server.app.store.open_session(["machinery_tasks"], worker="busy")
     with pytest.raises(ResultTimeout, match=r"last state PENDING$"):
         result.get(timeout=0)
     session.close()
@@ -346,7 +346,7 @@ class _WatchedListener(MemoryListener):
 def test_who_waits_for_a_chain_watches_the_step_that_he_looks_at(bench: Bench) -> None:
     hub = MemoryHub(bench.harness.clock)
     backend = _Watched(hub)
-    bench.server.engine.stores.store = OneStore(MemoryBroker(hub), backend, hub.transaction)
+    bench.server.app.stores.store = OneStore(MemoryBroker(hub), backend, hub.transaction)
     later = bench.server.now() + dt.timedelta(seconds=15)
     steps = chain(
         bench.add.signature(1, 1), bench.add.partial(1).replace(eta=later), bench.add.partial(1)

@@ -34,8 +34,8 @@ class App:
         self.ran: list[str] = []
         self.task = self.server.register_task("note", lambda: self.ran.append(self.time()))
         self.server.register_task("tell", self.ran.append)
-        self.scheduler = Scheduler(self.server.engine, self.server.declared)
-        self.inline = Inline(self.server.engine, self.server._all_queues)
+        self.scheduler = Scheduler(self.server.app, self.server.declared)
+        self.inline = Inline(self.server.app, self.server._all_queues)
 
     def time(self) -> str:
         return self.clock.now().strftime("%H:%M:%S")
@@ -46,7 +46,7 @@ class App:
 
     def restart(self) -> None:
         """Another worker of the same program, which knows nothing yet."""
-        self.scheduler = Scheduler(self.server.engine, self.server.declared)
+        self.scheduler = Scheduler(self.server.app, self.server.declared)
 
     def go(self, seconds: float, step: float = 1.0) -> None:
         """Let time pass with the scheduler at work."""
@@ -285,15 +285,15 @@ def test_a_worker_with_a_wrong_clock_goes_by_the_stores(
     app: App, clock: ManualClock, hours: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     app.declare("0 * * * *")
-    engine = app.server.engine
-    engine.swap(engine.config, _Wrong(clock, hours), engine.stores)
+    inner = app.server.app
+    inner.swap(inner.config, _Wrong(clock, hours), inner.stores)
     app.restart()
 
     app.go(3500, step=50)
 
     assert app.ticks() == ["04:00:00"]
     assert f"this machine's clock is {abs(hours) * 3600}.0 s" in caplog.text
-    engine.swap(engine.config, clock, engine.stores)
+    inner.swap(inner.config, clock, inner.stores)
 
 
 # Runs that overlap
@@ -334,7 +334,7 @@ def test_a_chain_holds_the_next_run_up_until_its_last_step(app: App) -> None:
     )
     app.scheduler.step()
     app.go(60)
-    fast = Inline(app.server.engine, lambda: ["machinery_tasks"])
+    fast = Inline(app.server.app, lambda: ["machinery_tasks"])
     fast.drain()
     app.go(60)
     assert (app.ran, app.server.schedules.get("s").sent) == (["one"], 1)
@@ -508,9 +508,9 @@ def test_the_decorator_takes_tasks_and_functions(app: App) -> None:
 def changed_code(app: App, spec: str, **options: Any) -> Scheduler:
     """A worker of the next version of the program."""
     other = Server(app.server.config, clock=app.clock)
-    other.engine.swap(app.server.config, app.clock, app.server.engine.stores)
+    other.app.swap(app.server.config, app.clock, app.server.app.stores)
     other.register_periodic_task(spec, "s", Signature(name="note"), **options)
-    return Scheduler(other.engine, other.declared)
+    return Scheduler(other.app, other.declared)
 
 
 def test_code_wins_where_it_has_changed_and_a_pause_stays(app: App) -> None:
@@ -553,7 +553,7 @@ def test_declared_while_a_worker_runs_it_is_sent(app: App) -> None:
 
 def test_ten_schedulers_send_each_tick_once(app: App) -> None:
     app.declare("* * * * * *")
-    schedulers = [Scheduler(app.server.engine, app.server.declared) for _ in range(10)]
+    schedulers = [Scheduler(app.server.app, app.server.declared) for _ in range(10)]
     for _ in range(20):
         app.clock.advance(1)
         together(10, lambda index: schedulers[index].step())
@@ -565,24 +565,24 @@ def test_ten_schedulers_send_each_tick_once(app: App) -> None:
 def test_faults_lose_no_tick_and_double_none(clock: ManualClock, seed: int) -> None:
     """Refused calls and lost replies at random, and schedulers that are forgotten at any moment."""
     app, rng = App(clock), random.Random(seed)
-    store = app.server.engine.stores.store
+    store = app.server.app.stores.store
     faults = Faults(rng=random.Random(seed + 100), probability=0.4)
     app.declare("* * * * * *", catch_up="all")
     app.server.register_periodic_task("*/2 * * * * *", "q", Signature(name="note"), overlap="queue")
     app.scheduler.step()
-    app.server.engine.stores.store = FlakyStore(store, faults)
-    schedulers = [Scheduler(app.server.engine, app.server.declared) for _ in range(4)]
+    app.server.app.stores.store = FlakyStore(store, faults)
+    schedulers = [Scheduler(app.server.app, app.server.declared) for _ in range(4)]
     for _ in range(60):
         clock.advance(1)
         for index in rng.sample(range(4), 3):
             if rng.random() < 0.1:
-                schedulers[index] = Scheduler(app.server.engine, app.server.declared)
+                schedulers[index] = Scheduler(app.server.app, app.server.declared)
             try:
                 schedulers[index].step()
             except MachineryError:
                 pass
-    app.server.engine.stores.store = store
-    Scheduler(app.server.engine, app.server.declared).step()
+    app.server.app.stores.store = store
+    Scheduler(app.server.app, app.server.declared).step()
 
     assert len(faults.failed) > 10
     assert app.ticks() == [
@@ -687,8 +687,8 @@ def test_a_year_of_many_specs_is_what_brute_force_says(app: App) -> None:
 
 def go_app(clock: ManualClock) -> App:
     app = App(clock)
-    engine = app.server.engine
-    engine.swap(engine.config.replace(go_program="/opt/app/bin/worker"), clock, engine.stores)
+    inner = app.server.app
+    inner.swap(inner.config.replace(go_program="/opt/app/bin/worker"), clock, inner.stores)
     return app
 
 
@@ -697,7 +697,7 @@ def test_a_tick_that_go_has_locked_is_left_to_go(clock: ManualClock) -> None:
     app.declare("* * * * *")
     app.go(60)
     assert app.ticks() == ["03:05:00"]
-    go = app.server.engine.stores.lock.go()
+    go = app.server.app.stores.lock.go()
     minute = dt.timedelta(minutes=1)
     tick = dt.datetime(2026, 1, 2, 3, 6, tzinfo=dt.timezone.utc)
     app.clock.advance((tick - clock.now()).total_seconds())
@@ -712,7 +712,7 @@ def test_a_tick_that_go_has_locked_is_left_to_go(clock: ManualClock) -> None:
 def test_ten_schedulers_under_gos_lock_send_each_tick_once(clock: ManualClock) -> None:
     app = go_app(clock)
     app.declare("* * * * * *")
-    schedulers = [Scheduler(app.server.engine, app.server.declared) for _ in range(10)]
+    schedulers = [Scheduler(app.server.app, app.server.declared) for _ in range(10)]
     for _ in range(20):
         app.clock.advance(1)
         together(10, lambda index: schedulers[index].step())
@@ -726,13 +726,13 @@ def test_one_that_died_under_gos_lock_holds_the_next_tick_up_for_a_moment_only(
     app = go_app(clock)
     app.declare("* * * * *")
     app.clock.advance(55)
-    store = app.server.engine.stores.store
+    store = app.server.app.stores.store
     flaky = FlakyStore(store)
     flaky.next_call("amend", lose_reply=True)  # dies when it has claimed the tick
-    app.server.engine.stores.store = flaky
+    app.server.app.stores.store = flaky
     with pytest.raises(MachineryError):
         app.scheduler.step()
-    app.server.engine.stores.store = store
+    app.server.app.stores.store = store
     app.restart()
     app.scheduler.step()
     assert app.ticks() == []

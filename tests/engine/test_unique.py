@@ -217,7 +217,7 @@ class Flaky:
             FlakyBroker(stores.store.broker),
             FlakyBackend(stores.store.backend),
         )
-        self.server.engine.swap(
+        self.server.app.swap(
             self.server.config, clock, _With(stores, TwoStores(self.broker, self.backend, clock))
         )
         self.ran: list[int] = []
@@ -267,7 +267,7 @@ def test_a_fault_in_between_is_repeated_and_sends_once(
 
     assert (first.duplicate, second.duplicate, second.uuid) == (False, True, first.uuid)
     clock.advance(6.0)
-    flaky.server.engine.store.tend()
+    flaky.server.app.store.tend()
     with flaky.server.new_worker(concurrency=1):
         assert first.get(timeout=30.0) == 1
     assert flaky.ran == [1]
@@ -302,7 +302,7 @@ def test_a_lost_reply_behind_which_the_task_has_ended_is_no_second_call(flaky: F
     def slow(amendment: Any) -> bool:
         assert amend(amendment)
         backend.inner.amend = amend  # type: ignore[method-assign]
-        flaky.server.engine.store.publish_left(amendment.outbox_key)
+        flaky.server.app.store.publish_left(amendment.outbox_key)
         with flaky.server.new_worker(concurrency=1) as worker:
             wait_until(
                 lambda: worker.processed and backend.inner.claims([amendment.name]) == [None]

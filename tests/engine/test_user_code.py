@@ -132,7 +132,7 @@ def test_an_argument_that_cannot_be_made_fails_its_task(server: Server, worker: 
         sent = Signature.of("look", {"number": 1}).with_uuid()
         with pytest.raises(ArgumentError, match="is no Fragile: KeyError"):
             server.send_task(sent)
-        server.engine.submit([sent])  # as a program would that does not know the task
+        server.app.submit([sent])  # as a program would that does not know the task
         with pytest.raises(TaskFailed, match="is no Fragile: KeyError") as caught:
             server.result(sent.uuid).get(timeout=HANG)
         assert caught.value.error_type == "ArgumentError"
@@ -342,7 +342,7 @@ def test_a_publish_handler_that_fails_at_a_chords_callback_ends_the_chord_alone(
             for result in failing:
                 with pytest.raises(TaskFailed, match="callback cannot be sent: my handler"):
                     result.get(timeout=HANG)
-    assert server.engine.store.ready_groups() == []
+    assert server.app.store.ready_groups() == []
 
 
 def test_an_error_callback_that_cannot_be_sent_keeps_no_chord_from_ending(server: Server) -> None:
@@ -358,7 +358,7 @@ def test_an_error_callback_that_cannot_be_sent_keeps_no_chord_from_ending(server
 
     with server.new_worker(concurrency=SLOTS), pytest.raises(TaskFailed):
         result.callback.get(timeout=HANG)
-    assert server.engine.store.ready_groups() == []
+    assert server.app.store.ready_groups() == []
 
 
 def test_a_chord_of_a_foreign_sender_whose_error_callback_is_none_ends(server: Server) -> None:
@@ -380,5 +380,5 @@ def test_a_chord_of_a_foreign_sender_whose_error_callback_is_none_ends(server: S
             what="an end of the chord",
         )
         assert server.register_task("good", lambda: 1).send().get(timeout=HANG) == 1
-    assert server.engine.store.ready_groups() == []
+    assert server.app.store.ready_groups() == []
     assert server.result("task_callback").get_state().state is State.FAILURE

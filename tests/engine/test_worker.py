@@ -26,7 +26,7 @@ T = TypeVar("T")
 def offline(server: Server) -> list[WorkerOffline]:
     """The workers that end from now on."""
     found: list[WorkerOffline] = []
-    server.engine.events.subscribe(WorkerOffline, found.append)
+    server.app.events.subscribe(WorkerOffline, found.append)
     return found
 
 
@@ -114,7 +114,7 @@ class Defect(Faults):
 def test_what_a_started_worker_cannot_go_on_with_ends_it_and_is_in_the_log(
     bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ended, stores = offline(bench.server), bench.server.engine.stores
+    ended, stores = offline(bench.server), bench.server.app.stores
     stores.store = FlakyStore(stores.store, Defect("receive"))
     worker = bench.server.new_worker("w", 1)
 
@@ -126,7 +126,7 @@ def test_what_a_started_worker_cannot_go_on_with_ends_it_and_is_in_the_log(
 
 
 def test_what_a_launched_worker_cannot_go_on_with_is_raised(bench: Bench) -> None:
-    ended, stores = offline(bench.server), bench.server.engine.stores
+    ended, stores = offline(bench.server), bench.server.app.stores
     stores.store = FlakyStore(stores.store, Defect("receive"))
 
     with pytest.raises(MachineryError, match="cannot go on") as caught:

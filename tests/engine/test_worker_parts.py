@@ -35,7 +35,7 @@ class Faulty(Bench):
 
     def __init__(self) -> None:
         super().__init__()
-        stores = self.server.engine.stores
+        stores = self.server.app.stores
         self.store = stores.store = FlakyStore(stores.store)
 
 
@@ -86,7 +86,7 @@ def test_a_broker_that_is_away_for_a_while_is_waited_for(
 
 def hurry(faulty: Faulty) -> None:
     """No time to repeat a submission."""
-    faulty.server.engine.config = faulty.server.config.replace(publish_timeout=0.001)
+    faulty.server.app.config = faulty.server.config.replace(publish_timeout=0.001)
 
 
 def test_a_refused_send_leaves_nothing(faulty: Faulty) -> None:
@@ -131,7 +131,7 @@ def test_a_chord_whose_firing_fails_is_fired_later(faulty: Faulty) -> None:
 
 def test_deliveries_that_cannot_be_begun_go_back_and_are_run_later() -> None:
     bench = Bench()
-    stores = bench.server.engine.stores
+    stores = bench.server.app.stores
     hub = MemoryHub()
     backend = FlakyBackend(MemoryBackend(hub))
     stores.store = TwoStores(MemoryBroker(MemoryHub()), backend, SystemClock())
@@ -144,7 +144,7 @@ def test_deliveries_that_cannot_be_begun_go_back_and_are_run_later() -> None:
 
 def test_revocations_that_cannot_be_read_keep_no_task_from_running() -> None:
     bench = Bench()
-    stores = bench.server.engine.stores
+    stores = bench.server.app.stores
     backend = FlakyBackend(MemoryBackend(MemoryHub()))
     stores.store = TwoStores(MemoryBroker(MemoryHub()), backend, SystemClock())
     for _ in range(3):
@@ -308,7 +308,7 @@ def test_a_short_task_alone_is_settled_without_a_mark_before(
         settler, "MARK_DELAY", HANG
     )  # so that however slow this machine is, only a settlement ends the wait
     commits: list[tuple[int, int]] = []
-    store = bench.server.engine.stores.store
+    store = bench.server.app.stores.store
     open_session = store.open_session
 
     def opened(*args: Any, **kwargs: Any) -> Any:
@@ -414,7 +414,7 @@ class Choosy(MemoryBackend):
 def test_a_result_that_cannot_be_stored_fails_its_task_and_ends_its_chord() -> None:
     server = Server(Config(broker="memory://", result_backend="memory://"))
     hub = MemoryHub(SystemClock())
-    server.engine.stores.store = TwoStores(MemoryBroker(hub), Choosy(hub), SystemClock())
+    server.app.stores.store = TwoStores(MemoryBroker(hub), Choosy(hub), SystemClock())
     repeat = server.register_task("repeat", lambda count: "x" * count)
     join = server.register_task("join", lambda *parts: "".join(parts))
 
@@ -451,7 +451,7 @@ class SlowStore(OneStore):
 def test_a_worker_that_stops_waits_for_a_task_that_has_just_ended() -> None:
     bench = Bench()
     hub = MemoryHub()
-    bench.server.engine.stores.store = SlowStore(
+    bench.server.app.stores.store = SlowStore(
         MemoryBroker(hub), MemoryBackend(hub), hub.transaction
     )
     result = bench.add.send(1, 2)

@@ -80,7 +80,7 @@ class Load:
             while not self._stop.is_set():
                 batch = [self._task.signature(number).with_uuid() for number in range(10)]
                 try:
-                    self._server.engine.submit(batch)
+                    self._server.app.submit(batch)
                 except (PublishRefused, PublishUnknown):
                     self.refused += 1
                     continue

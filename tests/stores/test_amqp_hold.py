@@ -76,14 +76,14 @@ def test_what_has_not_begun_when_the_connection_breaks_is_not_begun(server: Serv
 
     for number in range(3):
         work.send(number)
-    session = server.engine.store.open_session(["machinery_tasks"], worker="w")
+    session = server.app.store.open_session(["machinery_tasks"], worker="w")
     told: list[Execution] = []
     executors = Executors(1, session, name="w", on_done=told.append, report=lambda _: None)
     deliveries = session.receive(3, HANG)
     while len(deliveries) < 3:
         deliveries += session.receive(3 - len(deliveries), HANG)
     for delivery in deliveries:
-        execution = Execution(server.engine, WorkerHooks(), delivery, "w")
+        execution = Execution(server.app, WorkerHooks(), delivery, "w")
         assert peek(execution)
         assert accept(execution, {})
         executors.submit(execution)

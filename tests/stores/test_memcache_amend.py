@@ -261,7 +261,7 @@ def test_a_message_that_is_in_memcached_alone_is_not_said_to_be_sent(
     )
     stores = Stores(server.config, server.clock)
     broker = FlakyBroker(stores.store.broker)
-    server.engine.swap(
+    server.app.swap(
         server.config,
         server.clock,
         _With(stores, TwoStores(broker, stores.store.backend, server.clock)),
@@ -277,7 +277,7 @@ def test_a_message_that_is_in_memcached_alone_is_not_said_to_be_sent(
 
     assert joined.duplicate  # its state and its message are still there, and a worker publishes it
     [(key, _)] = server.backend.unsent(9, older_than=0.0)
-    server.engine.store.publish_left(key)  # type: ignore[attr-defined]
+    server.app.store.publish_left(key)  # type: ignore[attr-defined]
     with server.new_worker(concurrency=1):
         assert joined.get(timeout=HANG) == 1
     server.close()
@@ -299,7 +299,7 @@ def test_a_message_that_is_forgotten_with_its_claim_is_published_by_the_next_try
 
     backend.inner.amend = forgotten  # type: ignore[method-assign]
     backend.faults.next_call("amend", lose_reply=True)
-    server.engine.swap(
+    server.app.swap(
         server.config,
         server.clock,
         _With(stores, TwoStores(stores.store.broker, backend, server.clock)),
@@ -333,7 +333,7 @@ class App:
         )
         self.server.register_task("note", lambda: None)
         self.server.register_periodic_task("* * * * *", "s", Signature(name="note"))
-        self.scheduler = Scheduler(self.server.engine, self.server.declared)
+        self.scheduler = Scheduler(self.server.app, self.server.declared)
 
     def go(self, seconds: int) -> int:
         """Let time pass; how many tasks wait then."""

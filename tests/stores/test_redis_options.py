@@ -110,9 +110,7 @@ def test_a_command_that_cannot_be_sent_is_given_up_after_the_time_that_was_chose
     before = time.monotonic()
     try:
         with pytest.raises(MachineryError):
-            server.engine.store.broker.driver.ask(
-                b"SET", b"big", b"x" * (64 << 20), doing="sending"
-            )  # type: ignore[attr-defined]
+            server.app.store.broker.driver.ask(b"SET", b"big", b"x" * (64 << 20), doing="sending")  # type: ignore[attr-defined]
         assert time.monotonic() - before < HANG  # one wait to send, and one to connect again
     finally:
         empty_redis.thaw()

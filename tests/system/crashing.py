@@ -334,7 +334,7 @@ class KillingSession(Session):
 
 
 class KillingStores:
-    """What the engine asks for its store."""
+    """What the app asks for its store."""
 
     def __init__(self, stores: Any) -> None:
         self._stores = stores
@@ -348,7 +348,7 @@ class KillingStores:
 def main(command: str, *words: str) -> int:
     *shape, point = words
     killer.point = point
-    server.engine.swap(server.config, server.clock, KillingStores(server.engine.stores))  # type: ignore[arg-type]
+    server.app.swap(server.config, server.clock, KillingStores(server.app.stores))  # type: ignore[arg-type]
     if command == "send":
         result = server.send({**SHAPES, **REFUSED}[shape[0]]())
         print(result.uuid, flush=True)

@@ -58,7 +58,7 @@ def die(name: str) -> None:
 def main(command: str, shape: str, number: str, when: str) -> int:
     monitoring.register(Killer(int(number), when))
     server = crashing.server
-    server.engine.store.tend()  # the connection and the indexes are made
+    server.app.store.tend()  # the connection and the indexes are made
     Killer.armed = True
     if command == "unique":
         print(server.send(crashing.alone.signature(shape)).uuid, flush=True)

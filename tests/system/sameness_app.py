@@ -67,7 +67,7 @@ def main(command: str, word: str, gate: str) -> None:
             result = alone.send("same")
             print(result.uuid, result.duplicate, flush=True)
         return
-    broker = server.engine.store.broker
+    broker = server.app.store.broker
     put = broker.put
 
     def deadly_put(messages: Sequence[Message], *, token: str) -> bool:

@@ -51,7 +51,7 @@ def deadly(target: Any, name: str, deadliness: float) -> None:
 
 def main(broker: str, backend: str, ledger: str, deadliness: float) -> None:
     server = make_server(broker, backend, ledger)
-    store = server.engine.store
+    store = server.app.store
     deadly(store, "amend", deadliness)
     if isinstance(store, TwoStores):
         deadly(store.backend, "amend", deadliness)

@@ -133,8 +133,8 @@ def survivor(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     """A server in this process, with the same tasks, that nobody kills."""
     monkeypatch.setenv("CRASH_LEDGER", str(stage.ledger))
     server = stage.server()
-    for task in crashing.server.engine.registry:
-        server.engine.registry.add(Task(task.name, task.function, task.settings, server))
+    for task in crashing.server.app.registry:
+        server.app.registry.add(Task(task.name, task.function, task.settings, server))
     yield server
     server.close()
 

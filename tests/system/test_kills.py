@@ -128,7 +128,7 @@ def test_kills_during_thousands_of_tasks_lose_and_double_nothing(
     sent: set[str] = set()
     for start in range(0, tasks, EACH):
         batch = [work.signature(number).with_uuid() for number in range(start, start + EACH)]  # type: ignore[attr-defined]
-        server.engine.submit(batch)
+        server.app.submit(batch)
         sent.update(one.uuid for one in batch)
     workers = [fleet.start(), fleet.start()]
 

@@ -161,8 +161,8 @@ def stage(
 def survivor(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     monkeypatch.setenv("CRASH_LEDGER", str(stage.ledger))
     server = Server(Config(broker=stage.broker, result_backend=stage.backend, lease=2.0))
-    for task in crashing.server.engine.registry:
-        server.engine.registry.add(Task(task.name, task.function, task.settings, server))
+    for task in crashing.server.app.registry:
+        server.app.registry.add(Task(task.name, task.function, task.settings, server))
     yield server
     server.close()
 

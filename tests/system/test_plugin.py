@@ -168,7 +168,7 @@ def test_the_server_is_put_back_after_a_test_that_failed(pytester: pytest.Pytest
 
         def test_after(request):
             assert server.config.broker == "sqlite:////nowhere/at/all.db"
-            assert server.engine._stores is None
+            assert server.app._stores is None
     """,
     )
     run(pytester).assert_outcomes(passed=1, failed=2)

@@ -69,7 +69,7 @@ def keep_two(fleet: Fleet, until: Callable[[], bool], what: str) -> None:
 def send(server: Server, signatures: list[object]) -> list[str]:
     """In one submission; the UUIDs."""
     named = [one.with_uuid() for one in signatures]  # type: ignore[attr-defined]  # of any task
-    server.engine.submit(named)
+    server.app.submit(named)
     return [one.uuid for one in named]
 
 

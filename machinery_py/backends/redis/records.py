@@ -1,4 +1,4 @@
-"""The scripts for the records that the engine keeps in Redis: its schedules, and the keys of unique tasks.
+"""The scripts for the records that the app keeps in Redis: its schedules, and the keys of unique tasks.
 
 mpy:records      hash     name → record
 mpy:records:n    string   how often a record has changed

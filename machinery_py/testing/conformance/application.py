@@ -68,7 +68,7 @@ class App:
 
     def wait_until_idle(self) -> None:
         """Return when nothing waits, is delayed or runs, and no group waits for its callback."""
-        store = self.server.engine.store
+        store = self.server.app.store
         wait_until(
             lambda: (
                 not store.ready_groups(1)

@@ -71,7 +71,7 @@ class ExclusiveConformance(AppCase):
             assert not waits.is_finished()
             assert idle.calls == []
             wait_until(lambda: sum(one.delayed for one in idle.server.inspect.queues()) == 1)
-            idle.server.engine.store.tend()
+            idle.server.app.store.tend()
 
         with idle.running(concurrency=1):
             assert waits.get(timeout=HANG) == "a"
@@ -173,13 +173,13 @@ class ExclusiveConformance(AppCase):
                         lambda: sum(one.delayed for one in idle.server.inspect.queues()) == 1
                     )
                     wait_until(lambda: not sum(one.delayed for one in idle.server.inspect.queues()))
-        session = idle.server.engine.store.open_session(
+        session = idle.server.app.store.open_session(
             [idle.server.config.default_queue], worker="looking"
         )
         found: list[Delivery] = []
 
         def came() -> bool:
-            idle.server.engine.store.tend()
+            idle.server.app.store.tend()
             found.extend(session.receive(1, 0.1))
             return bool(found)
 

@@ -183,7 +183,7 @@ class MessageConformance(NameConformance):
 
     def test_a_message_that_comes_twice_counts_once(self, app: App) -> None:
         signature = app.add.signature(1, 2).then(app.note.partial("then")).with_uuid()
-        message = app.server.engine.message(app.server.engine.completed(signature))
+        message = app.server.app.message(app.server.app.completed(signature))
         result = app.server.send_task(signature)
         app.server.broker.put([message], token="")
         assert result.get(timeout=HANG) == 3

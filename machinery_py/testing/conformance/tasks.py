@@ -246,7 +246,7 @@ class TaskConformance:
             (("1", 2), "strict argument 'a': '1' is no int"),
         ):
             by_hand = Signature.of("strict", *args).with_uuid().replace(retry_count=5)
-            app.server.engine.submit([by_hand])
+            app.server.app.submit([by_hand])
             with pytest.raises(TaskFailed, match=text):
                 app.server.result(by_hand.uuid).get(timeout=HANG)
 
