@@ -36,6 +36,7 @@ from machinery_py.tasks import signature
 from machinery_py.tasks.signature import Arg, Signature
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.wire.signatures import encode_signature
+from tests.docs import links
 from tests.docs.drawn import DRAWN, redrawn, shape, shape_of_function
 from tests.docs.pages import (
     HANG,
@@ -155,8 +156,8 @@ def anchors(page: str) -> set[str]:
 def test_links_lead_somewhere(page: str) -> None:
     text = re.sub(r"```.*?```", "", read(page), flags=re.DOTALL)
     broken = []
-    for target in re.findall(r"\]\(([^)]+)\)", text):
-        if target.startswith(("https://", "http://")):
+    for target in (links.local(one, links.repository()) for one in links.targets(text)):
+        if links.is_outside(target):
             continue
         path, _, anchor = target.partition("#")
         found = (ROOT / page).parent / path if path else ROOT / page
@@ -175,11 +176,45 @@ def test_every_page_can_be_reached() -> None:
         if page in seen:
             continue
         seen.add(page)
-        for target in re.findall(r"\]\(([^)#]+\.md)[^)]*\)", read(page)):
-            if not target.startswith("http"):
+        for link in links.targets(read(page)):
+            target = links.local(link, links.repository()).partition("#")[0]
+            if target.endswith(".md") and not links.is_outside(target):
                 waiting.append(str(((ROOT / page).parent / target).resolve().relative_to(ROOT)))
 
     assert {page for page in OURS if page.startswith("docs/")} <= seen
+
+
+def test_links_of_the_readme_on_a_package_index_are_absolute_and_lead_to_files() -> None:
+    named = links.repository()
+    base = named or "https://host.example/owner/machinery_py"
+
+    shown = links.absolute(read("README.md"), base)
+
+    assert not named or shown == read("README.md"), "run: python -m tests.docs.links"
+    assert [one for one in links.targets(shown) if not links.is_outside(one)] == []
+    inside = [one for one in links.targets(shown) if one.startswith(base)]
+    assert len(inside) > 15
+    for one in inside:
+        path = ROOT / links.local(one, base).partition("#")[0]
+        assert path.is_dir() if "/tree/" in one else path.is_file(), one
+
+
+def test_the_repositorys_address_is_written_and_replaced_everywhere(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("setup.cfg", "README.md"):
+        (tmp_path / name).write_text(read(name), encoding="utf-8")
+    monkeypatch.setattr(links, "ROOT", tmp_path)
+    links.main("https://old.example/a/b")
+
+    links.main("https://new.example/c/d/")
+
+    assert links.repository() == "https://new.example/c/d"
+    for name in ("setup.cfg", "README.md"):
+        text = (tmp_path / name).read_text(encoding="utf-8")
+        assert "https://new.example/c/d/" in text
+        assert "old.example" not in text
+        assert text.count("project_urls") == (name == "setup.cfg")
 
 
 def test_files_and_tests_that_are_named_are_there() -> None:
