@@ -1,20 +1,43 @@
-# The commands anyone needs. Both of the first two set up everything they use.
+# The commands anyone needs. Each sets up what it uses, but check, lint, types and unit, which take the environment as it is.
 #
 #   make demo       the e-mail sender on the embedded default, against a real SMTP server
-#   make test       every test, lint and type check
-#   make check      the same without setting up
-#   make chaos      workers are killed for minutes;  make bench: measured figures
+#
+#   make quick      after each edit: format, lint, mypy and the tests without I/O; half a minute
+#   make store STORE=redis
+#                   after a change of one store: its tests, some minutes. STORE: see tests/by_store.py
+#   make test       before a commit is handed in: everything
+#
+#   make check      what `make test` does, without setting up: lint, types and unit
+#   make lint       the formatter and the linter;  make types: mypy and pyright;  make unit: all tests
+#   make chaos      workers are killed for minutes, far more often than in `make test`
+#   make matrix     every pair of stores, into docs/reference/matrix.md
 #   make platforms  the tests on newer Pythons and servers
+#   make bench      measured figures
+#   make clean      removes the environment, what was built, and the caches
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check lint types unit chaos matrix platforms bench clean
+# Pure tests: no server, no file, no waiting.
+QUICK := tests/rules tests/wire tests/test_architecture.py tests/test_public_api.py tests/test_loops.py \
+	$(patsubst %,tests/engine/test_%.py,backoff calls engine events inspection link outcomes refusals states workflow)
+
+.PHONY: demo quick store test check lint types unit chaos matrix platforms bench clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/email_sender/demo.py
+
+quick: $(STAMP)
+	$(MAKE) --no-print-directory lint
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow" $(QUICK)
+
+store: $(STAMP)
+	@$(BIN)/python -m tests.by_store "$(STORE)"
+	scripts/get-servers
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal --store "$(STORE)" tests
 
 test: $(STAMP)
 	scripts/get-servers

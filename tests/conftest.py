@@ -26,7 +26,7 @@ LONG = [
 ]
 collect_ignore = [] if os.environ.get("MACHINERY_TEST_FULL") else LONG
 
-pytest_plugins = ["pytester", "tests.support.fixtures"]
+pytest_plugins = ["pytester", "tests.support.fixtures", "tests.by_store"]
 
 # What the machine happens to have set must not reach the tests.
 for name in [

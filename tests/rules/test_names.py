@@ -115,6 +115,7 @@ def test_queues_of_a_worker_or_a_setting_are_checked() -> None:
     assert "delayed_tasks" in problem_of("mail,delayed_tasks:3")
 
 
+@pytest.mark.slow
 @given(st.text(max_size=300))
 def test_any_text_is_refused_in_words_or_a_safe_name(text: str) -> None:
     for check in (names.check_task, names.check_queue, names.check_uuid):

@@ -315,6 +315,7 @@ SPECS = (
 )
 
 
+@pytest.mark.slow
 def test_every_clock_change_against_brute_force() -> None:
     """Around changes of all zones: fixed times once, the others as the wall shows them, `go` always as the wall shows them."""
     wrong: list[str] = []

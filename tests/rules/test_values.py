@@ -376,6 +376,7 @@ def test_an_error_text_does_not_repeat_megabytes() -> None:
     assert len(str(caught.value)) < 2000
 
 
+@pytest.mark.slow
 @given(
     st.recursive(
         PLAIN,

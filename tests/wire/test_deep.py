@@ -249,6 +249,7 @@ def test_a_message_is_deep_by_its_deepest_value_however_long_it_is(
     assert is_deep(text.encode(), around) == (count + 1 > 200 + around)
 
 
+@pytest.mark.slow
 def test_levels_without_an_object_around_them_are_refused() -> None:
     for body in (b"[" * 100_000, b"{" * 100_000, b'{"a":' * 100_000, b"[" * 10_000_000):
         for decode in (decode_signature, decode_exact, decode_state, decode_group, decode_results):
@@ -286,6 +287,7 @@ def test_ten_megabytes_are_read_and_written() -> None:
     assert lenient == signature
 
 
+@pytest.mark.slow
 def test_ten_megabytes_of_quotes_and_backslashes_end_soon() -> None:
     started = time.perf_counter()
     for junk in (
