@@ -16,6 +16,10 @@ import pytest
 from machinery_py import __version__
 
 ROOT = pathlib.Path(__file__).parents[2]
+FILES = (
+    *("CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "MANIFEST.in", "Makefile", "README.md"),
+    *("pyproject.toml", "pyrightconfig.json", "setup.cfg"),
+)
 FOLDERS = ("benchmarks", "changelog.d", "docs", "examples", "machinery_py", "scripts", "tests")
 UNBUILT = shutil.ignore_patterns("__pycache__", "*.db", "*.db-*", "*.egg-info", ".*")
 HANG = 300.0  # seconds; a guard, nothing is measured with it
@@ -49,9 +53,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     source.mkdir()
     for name in FOLDERS:
         shutil.copytree(ROOT / name, source / name, ignore=UNBUILT)
-    for path in ROOT.iterdir():
-        if path.is_file() and not path.name.startswith("."):
-            shutil.copy(path, source)
+    for name in FILES:
+        shutil.copy(ROOT / name, source)
     for folder in ("machinery_py", "machinery_py/brokers", "machinery_py/brokers/redis"):
         (source / folder / "probe_of_test.lua").write_text("return 1\n")
     return source
