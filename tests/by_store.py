@@ -136,4 +136,4 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 if __name__ == "__main__":
-    sys.exit(complaint(sys.argv[1]))
+    sys.exit(complaint(sys.argv[1]) or 0)

@@ -70,9 +70,9 @@ def test_a_test_belongs_to_stores_by_file_names_and_fixtures(
     assert stores_of_test(path, names, fixtures) == stores
 
 
-@pytest.mark.parametrize("store", ["", "reddis"])
-def test_an_unknown_store_is_refused_with_the_known_ones(store: str) -> None:
-    done = subprocess.run(
+def ask(store: str) -> subprocess.CompletedProcess[str]:
+    """Ask whether there is such a store, as `make store` does first."""
+    return subprocess.run(
         [sys.executable, "-m", "tests.by_store", store],
         cwd=ROOT,
         capture_output=True,
@@ -81,11 +81,22 @@ def test_an_unknown_store_is_refused_with_the_known_ones(store: str) -> None:
         check=False,
     )
 
+
+@pytest.mark.parametrize("store", ["", "reddis"])
+def test_an_unknown_store_is_refused_with_the_known_ones(store: str) -> None:
+    done = ask(store)
+
     assert done.returncode == 1
     assert done.stderr == (
         f"unknown STORE {store!r}"
         " (known: cluster, memcached, memory, mongodb, rabbitmq, redis, sqlite)\n"
     )
+
+
+def test_a_known_store_is_accepted() -> None:
+    done = ask("redis")
+
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")
 
 
 def test_the_makefiles_header_names_all_targets() -> None:
