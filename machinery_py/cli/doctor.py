@@ -53,9 +53,16 @@ class Finding:
 def doctor(args: argparse.Namespace) -> int:
     """`machinery doctor`: 0 all is well, 1 something is wrong, 2 there is no such app."""
     logs.configure_short()
-    logging.getLogger("machinery_py.connections").setLevel(
-        logging.ERROR
-    )  # what a store warns of is a line of the report
+    stores = logging.getLogger("machinery_py.connections")
+    level = stores.level
+    stores.setLevel(logging.ERROR)  # what a store warns of is a line of the report
+    try:
+        return _report(args)
+    finally:
+        stores.setLevel(level)  # main() may have been called by a program that goes on
+
+
+def _report(args: argparse.Namespace) -> int:
     findings = list(_versions())
     wrong = 1
     try:

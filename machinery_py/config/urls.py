@@ -323,9 +323,9 @@ def redact(url: str) -> str:
         )
     credentials, at, address = rest.rpartition("@")
     if "?" in credentials:
-        return (
-            shown + _MASK
-        )  # '?' of a password or of the query, and its '@' likewise: nothing is certain
+        return shown + _MASK  # of a password or of the query, and its '@' likewise
+    if at and rest.startswith("/") and scheme.lower() != "redis+socket":
+        return shown + _MASK  # no host: what stands behind the '@' may be a part of a password
     if at:
         shown += _redact_credentials(scheme.lower(), credentials) + at
     return shown + _redact_address(scheme.lower(), address)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from machinery_py.config.memcached_url import parse_memcache_url
@@ -161,6 +161,7 @@ SHAPES = (
 
 
 @given(shape=st.sampled_from(SHAPES), password=PASSWORDS)
+@example(shape="redis:///user:{}", password="@KILO")
 def test_no_part_of_a_password_is_ever_shown(shape: str, password: str) -> None:
     shown = redact(shape.replace("{}", password))
 

@@ -235,5 +235,5 @@ def test_a_fork_waits_until_what_was_dropped_without_close_is_closed(
         finally:
             forking.set()
 
-    together(3, work)
+    together(3, work, timeout=4 * HANG)
     assert len(SQLiteBroker(driver).pending("q", 1000)) == 50

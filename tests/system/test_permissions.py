@@ -168,7 +168,7 @@ def run_application(config: Config, caplog: pytest.LogCaptureFixture) -> None:
     refused = [
         text
         for text in said
-        if re.search("NOPERM|permission|ACCESS_REFUSED|403|not authorized", text)
+        if re.search("NOPERM|permission|ACCESS_REFUSED|\\b403\\b|not authorized", text)
     ]
     assert refused == []
 

@@ -179,3 +179,4 @@ def test_no_command_shows_the_secret_of_a_server_that_cannot_be_used(
     shown = screen.getvalue()
     assert_nothing_is_shown(shown)
     assert "127.0.0.1:1" in shown
+    assert logging.getLogger("machinery_py.connections").level == logging.NOTSET

@@ -122,7 +122,8 @@ def _create(path: str) -> None:
 
     One that is there is not opened: closing it would drop the locks that SQLite has on it in this process.
     """
-    if not os.path.exists(path) and os.path.exists(path + "-wal"):
+    # The log first: another process that makes both in between has made the file before it.
+    if os.path.exists(path + "-wal") and not os.path.exists(path):
         raise unusable(
             path,
             f"it is gone, but its log {path + '-wal'!r} is there (put it back, or remove the log)",
