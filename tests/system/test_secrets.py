@@ -20,13 +20,13 @@ from machinery_py.clock import SYSTEM_CLOCK
 from machinery_py.config.rabbitmq_url import parse_amqp_url
 from machinery_py.config.redis_url import parse_redis_url
 from machinery_py.stores.family import Family, FamilyOptions
-from tests.rules.test_urls import PASSWORDS, SHAPES, WORDS
+from tests.rules.test_urls import PASSWORDS, SHAPES, WORDS, filled
 
 OPTIONS = FamilyOptions(clock=SYSTEM_CLOCK, timeout=0.2)
 
 Url = st.builds(
-    lambda shape, password, is_encoded: shape.replace(
-        "{}", quote(password, safe="") if is_encoded else password
+    lambda shape, password, is_encoded: filled(
+        shape, quote(password, safe="") if is_encoded else password
     ),
     st.sampled_from(SHAPES),
     PASSWORDS,
