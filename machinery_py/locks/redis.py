@@ -13,37 +13,12 @@ import datetime as dt
 import secrets
 
 from machinery_py.connections.redis.client import RedisDriver
-from machinery_py.connections.redis.scripts import PRELUDE, Script, pack
+from machinery_py.connections.redis.scripts import Folder, pack
 from machinery_py.locks.base import GoLock, Holding, Lock
 
-# In: name, token, ms. Out: the fence, or nothing if somebody else has the name. May be carried out twice.
-_ACQUIRE = Script(
-    PRELUDE
-    + r"""
-local key, token, ms = 'mpy:lock:{' .. unpacked[1] .. '}', unpacked[2], unpacked[3]
-local held = call('GET', key)
-if held then
-  local owner, fence = string.match(held, '^(%S+) (%d+)$')
-  if owner == token then return tonumber(fence) end
-  return false
-end
-local fence = call('INCR', 'mpy:fence')
-call('SET', key, token .. ' ' .. int(fence), 'PX', ms)
-return fence
-"""
-)
-
-# In: name, token, ms or 0 to release. Out: 1 or 0.
-_CHANGE = Script(
-    PRELUDE
-    + r"""
-local key, token, ms = 'mpy:lock:{' .. unpacked[1] .. '}', unpacked[2], unpacked[3]
-local held = call('GET', key)
-if not held or string.match(held, '^%S+') ~= token then return 0 end
-if ms > 0 then return call('PEXPIRE', key, ms) end
-return call('DEL', key)
-"""
-)
+_lua = Folder("locks/lua")
+_ACQUIRE = _lua.script("acquire")
+_CHANGE = _lua.script("change")
 
 
 class RedisLock(Lock):

@@ -14,32 +14,14 @@ import secrets
 import msgspec
 
 from machinery_py.connections.redis.cluster import RedisClusterDriver, SlotDriver
-from machinery_py.connections.redis.scripts import PRELUDE, Script, pack
+from machinery_py.connections.redis.scripts import Folder, pack
 from machinery_py.connections.redis.slots import quoted
 from machinery_py.locks.base import GoLock, Holding, Lock
 from machinery_py.locks.redis import RedisGoLock, RedisLock
 
 FENCE_LIFE = 86_400_000  # ms beyond the lock; a clock that is set back by more than this gives a smaller fence
 
-# In: now, name, token, ms. Out: the fence, or nothing if somebody else has the name. May be carried out twice. The fence is the
-# time in µs, or one more than the last one: so no count has to be kept for each name that ever was.
-_ACQUIRE = Script(
-    PRELUDE
-    + rf"""
-local text, name, token, ms = unpack(unpacked)
-local key, last = 'mpy:lock:{{' .. name .. '}}', 'mpy:fence:{{' .. name .. '}}'
-local held = call('GET', key)
-if held then
-  local owner, fence = string.match(held, '^(%S+) (%d+)$')
-  if owner == token then return tonumber(fence) end
-  return false
-end
-local fence = math.max(now_of(text), tonumber(call('GET', last) or '0') + 1)
-call('SET', last, int(fence), 'PX', int(ms + {FENCE_LIFE}))
-call('SET', key, token .. ' ' .. int(fence), 'PX', ms)
-return fence
-"""
-)
+_ACQUIRE = Folder("locks/lua/cluster").script("acquire", FENCE_LIFE=FENCE_LIFE)
 
 
 class ClusterLock(Lock):

@@ -1,140 +1,19 @@
 """The scripts that change messages and states of one Redis as one step (docs/explanation/redis-protocol.md).
 
-What is in queues, messages, states, groups, arrivals and changes is said in brokers/redis/lua.py and
-backends/redis/lua.py.
+What is in queues, messages, states, groups, arrivals and changes is said in brokers/redis/lua/putting.lua and
+backends/redis/lua/changes.lua.
 """
 
 from __future__ import annotations
 
-from machinery_py.backends.redis.lua import LIBRARY as STATES
-from machinery_py.backends.redis.lua import NAMES
-from machinery_py.brokers.redis.lua import LIBRARY as MESSAGES
-from machinery_py.brokers.redis.lua import PUTTING
+from machinery_py.backends.redis.scripts import CONSTANTS as STATES
+from machinery_py.brokers.redis.scripts import CONSTANTS as MESSAGES
 from machinery_py.brokers.redis.scripts import TOKEN_LIFE
-from machinery_py.connections.redis.scripts import Script, filled
+from machinery_py.connections.redis.scripts import Folder
 
-# In: now, seconds that finished states are kept, token, queues, messages, C of nothing or one change, S. Out: 0 if the token
-# was used before, else connections to be woken.
-SUBMIT = Script(
-    PUTTING
-    + STATES
-    + rf"""
-local text, expire, token, queues, messages
-text, expire, token, queues, messages, C, S = unpack(unpacked)
-local now, rung, plan, _ = now_of(text), {{}}, nil, nil
-check(queues, messages, now)
-if C[1] then
-  listable({{1}})
-  look_at({{1}})
-  _, plan = decide(1)
-end
-if token ~= '' and not call('SET', 'mpy:p:' .. token, '1', 'NX', 'EX', '{TOKEN_LIFE}') then return 0 end
-put(queues, messages, now, rung)
-if plan then commit(1, plan, now, expire) end
-note_states(now)
-return rung
-"""
-)
+_lua = Folder("stores/lua", MESSAGES | STATES)
 
-# In: now, seconds, session, queues, settlements, marks, C, S. Settlements and marks are flat:
-#   settlement: queue, receipt, fate, place of its change or 0, false or (due, head of a dead letter, messages)
-#   mark:       queue, receipt, place of its change
-# Out: a letter for each settlement: s, a or f; connections to be woken.
-# All are decided first; then the deliveries are removed, which a full Redis allows, and lets the rest pass; then all is
-# written. Marks come last, and are dropped when they cannot be written: they must not keep what is over from being settled. What
-# cannot come back, wait or die, since something else lies under a key of its queue, stays in flight, and is fenced.
-SETTLE = Script(
-    MESSAGES
-    + STATES
-    + filled(
-        r"""
-local text, expire, session, queues, ends, marks
-text, expire, session, queues, ends, marks, C, S = unpack(unpacked)
-local now, rung, backs, verdicts, plans = now_of(text), {}, {}, {}, {}
-local flights, asked, held, over, gone, changes = {}, {}, {}, {}, {}, {}
-for i, q in ipairs(queues) do
-  flights[i], asked[i], held[i], over[i], gone[i] = q[2] .. 'f:' .. session, {}, {}, {}, {}
-end
-for at = 1, #ends, 5 do table.insert(asked[ends[at] + 1], ends[at + 1]) end
-for index, receipts in ipairs(asked) do
-  for from = 1, #receipts, 1000 do
-    local to = math.min(from + 999, #receipts)
-    local found = call('HMGET', flights[index], unpack(receipts, from, to))
-    for i = from, to do held[index][receipts[i]] = found[i - from + 1] end
-  end
-end
-for at = 1, #ends, 5 do
-  if ends[at + 3] > 0 then changes[#changes + 1] = ends[at + 3] end
-end
-listable(changes)
-look_at(changes)
-for at = 1, #ends, 5 do
-  local index, receipt, fate, c, more = ends[at] + 1, ends[at + 1], ends[at + 2], ends[at + 3], ends[at + 4]
-  local verdict = 's'
-  local raw = held[index][receipt]
-  if raw and not over[index][receipt] and can_end(queues[index], fate, raw) then
-    if c > 0 then verdict, plans[at] = decide(c) end
-    if more and #more[3] > 0 then check(queues, more[3], now) end
-    if fate == 'done' then table.insert(gone[index], receipt) end
-    over[index][receipt] = at
-  else
-    local row = c > 0 and read(C[c])
-    verdict = (row and row.mark ~= '' and row.mark == C[c + $MARK]) and 'a' or 'f'
-  end
-  verdicts[#verdicts + 1] = verdict
-end
-for index, list in ipairs(gone) do rows('HDEL', flights[index], list) end
-for at = 1, #ends, 5 do
-  local index, receipt, fate, more = ends[at] + 1, ends[at + 1], ends[at + 2], ends[at + 4]
-  if over[index][receipt] == at then
-    if fate ~= 'done' then
-      end_delivery(queues[index], flights[index], receipt, held[index][receipt], fate, more[1], more[2], backs, now, rung)
-    end
-    if plans[at] then commit(ends[at + 3], plans[at], now, expire) end
-    if more and verdicts[(at + 4) / 5] == 's' and #more[3] > 0 then put(queues, more[3], now, rung) end
-  end
-end
-give_backs(backs, now, rung)
-note_states(now)
-for at = 1, #marks, 3 do
-  if call('HEXISTS', flights[marks[at] + 1], marks[at + 1]) == 1 then
-    local c = marks[at + 2]
-    pcall(function()
-      local verdict, plan = decide(c)
-      if verdict == 's' then commit(c, plan, now, expire) end
-    end)
-  end
-end
-if #open > 0 then pcall(note_states, now) end
-return {table.concat(verdicts), rung}
-""",
-        **NAMES,
-    )
-)
-
-# In: now, seconds, queues, messages, C of one change that fires a group or ends a task, S. Out: nothing if that was done
-# before, else connections to be woken.
-FIRE = Script(
-    PUTTING
-    + STATES
-    + filled(
-        r"""
-local text, expire, queues, messages
-text, expire, queues, messages, C, S = unpack(unpacked)
-local now, rung = now_of(text), {}
-check(queues, messages, now)
-listable({1})
-look_at({1})
-local verdict, plan = decide(1)
-if verdict ~= 's' then
-  if C[1 + $FIRES] ~= '' then settled_elsewhere(C[1 + $FIRES]) end
-  return false
-end
-commit(1, plan, now, expire)
-note_states(now)
-put(queues, messages, now, rung)
-return rung
-""",
-        **NAMES,
-    )
-)
+SUBMIT = _lua.script("submit", TOKEN_LIFE=TOKEN_LIFE)
+SETTLE = _lua.script("settle")
+FIRE = _lua.script("fire")
+AMEND = _lua.script("amend")

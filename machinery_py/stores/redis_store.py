@@ -17,7 +17,7 @@ from machinery_py.brokers.redis.consumer import RedisConsumer, end_of
 from machinery_py.brokers.redis.messages import Queues, packed
 from machinery_py.connections.redis.scripts import pack
 from machinery_py.errors import BrokerUnavailable, PublishUnknown
-from machinery_py.stores import redis_amend, redis_scripts
+from machinery_py.stores import redis_scripts
 from machinery_py.stores.base import (
     ConsumerSession,
     Firing,
@@ -119,7 +119,7 @@ class RedisStore(Store):
         rows = [packed(message, queues) for message in send]
         argument = pack((*self.states.packed_amendment(amendment), queues.keys, rows))
         rung = self.driver.run(
-            redis_amend.AMEND, argument, doing="changing a schedule", away=BrokerUnavailable
+            redis_scripts.AMEND, argument, doing="changing a schedule", away=BrokerUnavailable
         )
         if rung is None:
             return False

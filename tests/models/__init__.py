@@ -1,13 +1,13 @@
 """What the scripts for Redis do, in plain Python, and machines that compare the two.
 
     redis.py       a small Redis of typed keys
-    messages.py    queues: what the scripts of the broker share         brokers/redis/lua.py
+    messages.py    queues: what the scripts of the broker share         putting.lua and messages.lua of brokers/redis/lua/
     broker.py      a function for each script of brokers/redis/scripts.py
     looking.py     of brokers/redis/inspect.py
-    tasks/states.py      states and groups: what the scripts of the backend share   backends/redis/lua.py
+    states.py      states and groups: what the scripts of the backend share   changes.lua of backends/redis/lua/
     backend.py     of backends/redis/scripts.py
     settlement.py  of stores/redis_scripts.py
-    amend.py       of backends/redis/records.py and stores/redis_amend.py
+    amend.py       of backends/redis/records.py, and AMEND of stores/redis_scripts.py
     locks.py       of locks/redis.py
     cluster.py     of backends/redis/cluster_scripts.py, brokers/redis/cluster.py, locks/redis_cluster.py
     beside.py      runs script and model with the same arguments, and compares all that can be seen

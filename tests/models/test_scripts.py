@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime as dt
 import functools
 import importlib
-import inspect
 import itertools
 import re
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 from redis.exceptions import ResponseError
 
+import machinery_py
 from machinery_py.backends.redis import cluster_scripts as cluster
 from machinery_py.backends.redis import records as amending
 from machinery_py.backends.redis import scripts as backend
@@ -27,7 +27,6 @@ from machinery_py.connections.redis.keys import queue_keys
 from machinery_py.connections.redis.scripts import Script, pack, raw
 from machinery_py.locks import redis as locks
 from machinery_py.locks import redis_cluster as cluster_locks
-from machinery_py.stores import redis_amend as sending
 from machinery_py.stores import redis_scripts as settlement
 from machinery_py.tasks.states import Arrival, GroupMeta, State, TaskState
 from tests.models.beside import Beside
@@ -35,6 +34,7 @@ from tests.models.machine import START
 from tests.models.redis import Hash
 from tests.support.servers import RedisServer
 
+PACKAGE = Path(machinery_py.__file__).parent
 MODULES: dict[str, ModuleType] = {
     "broker": broker,
     "looking": looking,
@@ -42,7 +42,6 @@ MODULES: dict[str, ModuleType] = {
     "settlement": settlement,
     "locks": locks,
     "amending": amending,
-    "sending": sending,
 }
 CLUSTER: dict[str, ModuleType] = {
     "cluster": cluster,
@@ -52,12 +51,11 @@ CLUSTER: dict[str, ModuleType] = {
 
 
 def scripts_of(modules: dict[str, ModuleType]) -> dict[str, tuple[ModuleType, str]]:
-    """Those that a module defines itself."""
     return {
         f"{name} {script}": (module, script)
         for name, module in modules.items()
         for script, value in vars(module).items()
-        if isinstance(value, Script) and f"\n{script} = Script(" in inspect.getsource(module)
+        if isinstance(value, Script)
     }
 
 
@@ -79,11 +77,34 @@ def modelled() -> frozenset[Script]:
 @pytest.mark.parametrize("name", ALL)
 def test_a_script_says_what_goes_in_and_what_comes_out(name: str) -> None:
     module, script = ALL[name]
-    header = re.search(rf"((?:^#.*\n)+){script} = ", inspect.getsource(module), re.MULTILINE)
+    header, _ = split(PACKAGE / vars(module)[script].path)
 
-    assert header is not None
-    assert "# In: " in header[1]
-    assert "Out: " in header[1]
+    assert "-- In: " in header
+    assert "Out: " in header
+
+
+def split(path: Path) -> tuple[str, str]:
+    """Header and code of a file."""
+    lines = path.read_text().splitlines()
+    end = next(place for place, line in enumerate(lines) if not line.startswith("--"))
+    return "\n".join(lines[:end]), "\n".join(lines[end:])
+
+
+def test_each_lua_file_is_a_script_or_included() -> None:
+    files = {path.relative_to(PACKAGE).as_posix(): path for path in PACKAGE.rglob("*.lua")}
+    used = {vars(module)[script].path for module, script in ALL.values()}
+    used.add("connections/redis/lua/local_call.lua")  # slots.py takes its text
+    for path in files.values():
+        used.update(re.findall(r"^--! include (\S+)$", path.read_text(), re.MULTILINE))
+
+    assert used == set(files)
+    for name, path in files.items():
+        header, code = split(path)
+        assert header, f"{name} begins with what goes in and out, or what it is for"
+        assert "--[" not in code, (
+            f"{name}: the loader takes out lines that begin with --, not blocks"
+        )
+        assert len(code.splitlines()) < 500
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -196,7 +217,17 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "amending AMEND": (NOW, 3600, "nightly", raw(b"old"), raw(b"new"), 0, *changes(outbox=b"out")),
     "amending RECORDS": (NOW, "0"),
     "amending RELEASE": ([("claimed", raw(b"mine"))],),
-    "sending AMEND": (NOW, 3600, "nightly", raw(b"old"), raw(b"new"), 0, *changes(), QUEUES, FULL),
+    "settlement AMEND": (
+        NOW,
+        3600,
+        "nightly",
+        raw(b"old"),
+        raw(b"new"),
+        0,
+        *changes(),
+        QUEUES,
+        FULL,
+    ),
     "locks _ACQUIRE": ("other", "bb", 100_000),
     "locks _CHANGE": ("lock", "aa", 0),
 }
@@ -373,7 +404,7 @@ NEEDS_ROOM = {
     "settlement SUBMIT",
     "locks _ACQUIRE",
     "amending AMEND",
-    "sending AMEND",
+    "settlement AMEND",
     "looking BURY",
 }
 

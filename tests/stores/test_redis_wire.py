@@ -13,7 +13,7 @@ import pytest
 from machinery_py import Config, Group, Server, Signature, State
 from machinery_py.backends.base import Change
 from machinery_py.backends.redis.backend import RedisBackend
-from machinery_py.backends.redis.lua import CHORD_LIFE
+from machinery_py.backends.redis.scripts import CHORD_LIFE
 from machinery_py.brokers.base import Message
 from machinery_py.brokers.redis.broker import RedisBroker
 from machinery_py.connections.redis.client import RedisDriver

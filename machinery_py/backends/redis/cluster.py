@@ -52,7 +52,7 @@ from machinery_py.backends.redis.cluster_lists import PAGE, PREFIXES, Newest, sh
 from machinery_py.backends.redis.cluster_steps import READY, Steps
 from machinery_py.backends.redis.documents import state_of
 from machinery_py.backends.redis.listener import RedisListener
-from machinery_py.backends.redis.lua import CHORD_LIFE
+from machinery_py.backends.redis.scripts import CHORD_LIFE
 from machinery_py.clock import micros, moment_of
 from machinery_py.connections.durability import Concern
 from machinery_py.connections.redis.cluster import RedisClusterDriver

@@ -23,7 +23,7 @@ from machinery_py.backends.redis.cluster_documents import (
     record_key,
 )
 from machinery_py.backends.redis.cluster_lists import PREFIXES, Finished, by_shard, list_requests
-from machinery_py.backends.redis.lua import CHORD_LIFE
+from machinery_py.backends.redis.scripts import CHORD_LIFE
 from machinery_py.clock import micros
 from machinery_py.connections.redis.cluster import RedisClusterDriver
 from machinery_py.connections.redis.requests import Request, command_at, script_at

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from machinery_py.backends.redis.lua import CHORD_LIFE
+from machinery_py.backends.redis.scripts import CHORD_LIFE
 from machinery_py.clock import micros, moment_of
 from machinery_py.connections.redis.scripts import pack, raw
 from machinery_py.errors import ArgumentError

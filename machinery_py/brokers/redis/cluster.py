@@ -30,15 +30,15 @@ from machinery_py.brokers.base import (
 )
 from machinery_py.brokers.redis.broker import FIRST_QUEUE, LEASE, MOVE, OTHERS, RedisBroker
 from machinery_py.brokers.redis.cluster_consumer import ClusterConsumer
-from machinery_py.brokers.redis.lua import LIBRARY
 from machinery_py.brokers.redis.messages import EMPTY, Packed, Queues, known, message_of, packed
+from machinery_py.brokers.redis.scripts import CONSTANTS
 from machinery_py.clock import moment_of
 from machinery_py.connections.durability import Concern
 from machinery_py.connections.redis.cluster import RedisClusterDriver, SlotDriver
 from machinery_py.connections.redis.keys import queue_keys
-from machinery_py.connections.redis.pool import DELAYED, with_delayed_key
+from machinery_py.connections.redis.pool import with_delayed_key
 from machinery_py.connections.redis.requests import command_at, script_at
-from machinery_py.connections.redis.scripts import PRELUDE, Script, pack, raw
+from machinery_py.connections.redis.scripts import Folder, Script, pack, raw
 from machinery_py.connections.redis.slots import QUEUES, slot_of
 from machinery_py.errors import BrokerUnavailable, NameRefused, PublishRefused, PublishUnknown
 from machinery_py.names import queue_problem
@@ -50,43 +50,10 @@ MOVE_WITHIN = (
 MOVE_LIFE = 1800  # seconds that a name is remembered under which a message was put once
 FOR_EVER = 2**53  # µs
 
-# In: now, limit. Out: now; (body, score) of what is due in Go's set, the first due first; µs until the next one is (-1).
-_DUE = Script(
-    PRELUDE
-    + rf"""
-local now, key, found = now_of(unpacked[1]), '{DELAYED}', {{}}
-local rows = redis.call('ZRANGEBYSCORE', key, '-inf', int(now) .. '000', 'WITHSCORES', 'LIMIT', 0, unpacked[2])
-for i = 1, #rows, 2 do found[#found + 1] = {{rows[i], rows[i + 1]}} end
-local first = redis.call('ZRANGE', key, 0, 0, 'WITHSCORES')
-return {{int(now), found, first[2] and math.max(0, math.floor(tonumber(first[2]) / 1000 - now)) or -1}}
-"""
-)
-
-# In: (body, score). Out: nothing. A member whose score has changed was put there anew.
-_GONE = Script(
-    PRELUDE
-    + rf"""
-for _, one in ipairs(unpacked[1]) do
-  if redis.call('ZSCORE', '{DELAYED}', one[1]) == one[2] then redis.call('ZREM', '{DELAYED}', one[1]) end
-end
-"""
-)
-
-# In: now, queue, (name of the move, message) of each, until when in µs. Out: 0 if it is too late, else connections to be woken.
-_TAKE_IN = Script(
-    LIBRARY
-    + rf"""
-local text, q, moves, latest = unpack(unpacked)
-local now, rung, messages = now_of(text), {{}}, {{}}
-if now > latest then return 0 end
-for _, one in ipairs(moves) do check({{q}}, {{one[2]}}, now) end
-for _, one in ipairs(moves) do
-  if call('SET', 'mpy:p:' .. one[1], '1', 'NX', 'EX', {MOVE_LIFE}) then messages[#messages + 1] = one[2] end
-end
-put({{q}}, messages, now, rung)
-return rung
-"""
-)
+_lua = Folder("brokers/redis/lua/cluster", CONSTANTS)
+_DUE = _lua.script("due")
+_GONE = _lua.script("gone")
+_TAKE_IN = _lua.script("take_in", MOVE_LIFE=MOVE_LIFE)
 
 _Move = tuple[str, Packed]
 

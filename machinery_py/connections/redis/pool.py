@@ -110,4 +110,4 @@ def with_delayed_key(script: Script, key: str) -> Script:
         chr(byte) if chr(byte).isalnum() and byte < 128 else f"\\{byte:03d}"
         for byte in key.encode()
     )
-    return Script(script.text.replace(f"'{DELAYED}'", f"'{quoted}'"))
+    return Script(script.text.replace(f"'{DELAYED}'", f"'{quoted}'"), script.path)

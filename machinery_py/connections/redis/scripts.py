@@ -1,4 +1,9 @@
-"""What all scripts for Redis share: their type, their first lines, and how their arguments are packed.
+"""Scripts for Redis: how they are read from `.lua` files, and how their arguments are packed.
+
+A script is a file in the folder `lua/` of its package, or in a folder there that has the name of the module. It begins with
+what goes in and what comes out. `--! include <path in the package>` stands before its code, and brings a piece that several
+scripts share, once each. `$NAME` is a constant that Python gives: each call runs the whole script anew, and every local that
+a function uses is searched for when the function is made, but a number that stands in the text costs nothing.
 
 A script gets one argument, a msgpack array, and few keys: so the costs of a batch do not grow with the number of its values.
 Byte strings come back as msgpack `bin`; Redis' own packer would call them text.
@@ -6,9 +11,13 @@ Byte strings come back as msgpack `bin`; Redis' own packer would call them text.
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import pkgutil
 import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import msgspec
 
@@ -20,20 +29,12 @@ def raw(data: bytes) -> msgspec.Raw:
     return msgspec.Raw(b"\xdb" + len(data).to_bytes(4, "big") + data)
 
 
-def filled(text: str, **values: object) -> str:
-    """Lua with `$NAME` replaced by its value.
-
-    Each call runs the whole script anew, and every local that a function uses is searched for when the function is made: a
-    number that stands in the text costs nothing.
-    """
-    return re.sub(r"\$([A-Z]+)", lambda match: str(values[match[1]]), text)
-
-
 @dataclass(frozen=True, slots=True)
 class Script:
     """A script and the name under which Redis keeps it."""
 
     text: str
+    path: str = field(default="", compare=False)  # of its file, in the package
     body: bytes = field(init=False, repr=False)
     sha: bytes = field(init=False, repr=False)
 
@@ -43,61 +44,89 @@ class Script:
         object.__setattr__(self, "sha", hashlib.sha1(body).hexdigest().encode())
 
 
-# now(text): microseconds by the server's clock, or the text's if it is not empty (a clock of a test).
-# Lua hashes every string that it makes: bodies are joined once.
-# bin(s), arr(t): msgpack of a byte string, of an array of packed items. int(n): a number without an exponent; redis.call
-# writes numbers as doubles, which takes longer than most commands.
-# key_type(key, kind): raises before anything is written if the key holds something else; whether it is there.
-# counter(key): the same for a number that is counted up.
-# try(command, key, …): for what a message can do without (who sleeps, when it came, how many there were): where somebody keeps
-# something else under that key of ours, the rest is still done.
-# words(problem): what pcall says was raised, as a text.
-# rows(key, command, items): one command with many arguments, in steps that Lua can unpack.
-PRELUDE = r"""
-local call = redis.call
-local unpacked = cmsgpack.unpack(ARGV[1])
-local function now_of(text)
-  if text ~= '' then return tonumber(text) end
-  local t = call('TIME')
-  return t[1] * 1000000 + t[2]
-end
-local function int(n) return string.format('%d', n) end
-local heads = {}
-local function bin_head(s)
-  local head = heads[#s]
-  if not head then
-    head = '\198' .. struct.pack('>I4', #s)
-    heads[#s] = head
-  end
-  return head
-end
-local function bin(s) return s and bin_head(s) .. s or '\192' end
-local function arr(t) return '\221' .. struct.pack('>I4', #t) .. table.concat(t) end
-local checked, absent = {}, {}
-local function key_type(key, kind)
-  local found = checked[key] or call('TYPE', key).ok
-  if found ~= 'none' and found ~= kind then
-    error('WRONGTYPE ' .. key .. ' holds a ' .. found .. ', not a ' .. kind)
-  end
-  if found == 'none' then absent[key] = true end
-  checked[key] = kind
-  return not absent[key]
-end
-local function try(...)
-  local fine, reply = pcall(call, ...)
-  return fine and reply
-end
-local function words(problem) return type(problem) == 'table' and problem.err or problem end
-local function counter(key)
-  local fine, value = pcall(call, 'GET', key)
-  if not fine then key_type(key, 'string') end
-  if value and not string.find(value, '^%-?%d+$') then
-    error('WRONGTYPE ' .. key .. ' holds a text, not a number')
-  end
-end
-local function rows(command, key, items)
-  for i = 1, #items, 2000 do
-    call(command, key, unpack(items, i, math.min(i + 1999, #items)))
-  end
-end
-"""
+_CONSTANT = re.compile(r"\$([A-Z_]+)")
+_NONE: Mapping[str, object] = MappingProxyType({})
+
+
+class Folder:
+    """The scripts of one folder, and the constants that each of them may name."""
+
+    def __init__(
+        self, path: str, constants: Mapping[str, object] = _NONE, *, package: str = "machinery_py"
+    ) -> None:
+        self._path = path
+        self._constants = constants
+        self._package = package
+
+    def script(self, name: str, **constants: object) -> Script:
+        """Read `<name>.lua`. These constants are its own, and it must name each of them.
+
+        Raises:
+            ValueError: a constant or a file is missing, or a constant is not named. It says where.
+        """
+        path = f"{self._path}/{name}.lua"
+        return Script(self.text(name, **constants), path)
+
+    def text(self, name: str, **constants: object) -> str:
+        """As `script`, but the text alone."""
+        path = f"{self._path}/{name}.lua"
+        pieces = [_piece(self._package, one) for one in _order(self._package, path, {}, "")]
+        code = "".join(piece.code for piece in pieces)
+        if unused := [one for one in constants if f"${one}" not in code]:
+            raise ValueError(f"{path}: nothing names the constants {', '.join(unused)}")
+        values = {**self._constants, **constants}
+        try:
+            return _CONSTANT.sub(lambda match: str(values[match[1]]), code)
+        except KeyError as error:
+            at = next(at for piece in pieces for at in piece.places(error.args[0]))
+            raise ValueError(f"{at}: ${error.args[0]} has no value (give it to {path})") from None
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A file: what it includes, where that is said, and its code without comments."""
+
+    path: str
+    source: str
+    includes: tuple[tuple[str, str], ...]
+    code: str
+
+    def places(self, constant: str) -> Iterator[str]:
+        for number, line in enumerate(self.source.splitlines(), 1):
+            if not line.lstrip().startswith("--") and constant in _CONSTANT.findall(line):
+                yield f"{self.path}:{number}"
+
+
+@functools.cache
+def _piece(package: str, path: str) -> _Piece:
+    data = pkgutil.get_data(package, path)  # from a zip as well
+    if data is None:
+        raise OSError("the loader of the package reads no files")
+    source = data.decode()
+    includes: list[tuple[str, str]] = []
+    code: list[str] = []
+    for number, line in enumerate(source.splitlines(), 1):
+        text = line.lstrip()
+        if text.startswith("--!"):
+            directive, _, included = text.removeprefix("--!").strip().partition(" ")
+            if directive != "include" or not included or code:
+                raise ValueError(
+                    f"{path}:{number}: {line!r} (expected '--! include <path>', before the code)"
+                )
+            includes.append((included, f"{path}:{number}"))
+        elif text and not text.startswith("--"):
+            code.append(line + "\n")
+    return _Piece(path, source, tuple(includes), "".join(code))
+
+
+def _order(package: str, path: str, found: dict[str, None], at: str) -> dict[str, None]:
+    """The files of a script, each once, and behind those that it includes."""
+    try:
+        piece = _piece(package, path)
+    except OSError as error:
+        raise ValueError(f"{at or package}: {path} is not there ({error})") from error
+    for included, place in piece.includes:
+        if included not in found:
+            _order(package, included, found, place)
+    found[path] = None
+    return found

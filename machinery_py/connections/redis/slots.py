@@ -12,7 +12,7 @@ from __future__ import annotations
 import binascii
 import functools
 
-from machinery_py.connections.redis.scripts import Script
+from machinery_py.connections.redis.scripts import Folder, Script
 
 SLOTS = 16_384
 QUEUES = b"mpy:queues"
@@ -21,16 +21,8 @@ TOKENS = b"mpy:p:"
 _OURS = (QUEUES, DELAYED, b"mpy:revoked", b"mpy:fence")
 
 _CALL = "local call = redis.call\n"
-_LOCAL_CALL = (
-    "local PREFIX = string.sub(KEYS[1], 1, -2)\n"
-    f"local OURS = {{{', '.join(f'[{key.decode()!r}] = 1' for key in _OURS)}}}\n"
-    + r"""
-local function call(command, key, ...)
-  if not key then return redis.call(command) end
-  if OURS[key] or string.sub(key, 1, 6) == 'mpy:p:' then key = PREFIX .. key end
-  return redis.call(command, key, ...)
-end
-"""
+_LOCAL_CALL = Folder("connections/redis/lua").text(
+    "local_call", OURS=", ".join(f"[{key.decode()!r}] = 1" for key in _OURS)
 )
 
 
@@ -53,8 +45,8 @@ def guard(prefix: bytes) -> bytes:
 def clustered(script: Script) -> Script:
     """The same script, in which the keys that belong to no queue are those of its slot."""
     if script.text.count(_CALL) != 1:
-        raise ValueError("a script for a cluster begins with the PRELUDE, once")
-    return Script(script.text.replace(_CALL, _LOCAL_CALL))
+        raise ValueError("a script for a cluster begins with prelude.lua, once")
+    return Script(script.text.replace(_CALL, _LOCAL_CALL), script.path)
 
 
 def local_key(prefix: bytes, key: bytes) -> bytes:

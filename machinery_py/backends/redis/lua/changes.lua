@@ -1,94 +1,23 @@
-"""What the scripts of the Redis backend share: how a change of states and groups is decided, and how it is written.
+-- How a change of states and groups is decided, and how it is written.
+--
+-- State documents are cut where Go's field names stand, never decoded. What a script takes stands in two flat arrays, C and S
+-- (a table for each would cost more than all else), and is known by its place in them:
+--
+--     change in C   key, mark, epoch, force, fires or "", place of its first state, of the end of its last, groups or false,
+--                   arrivals or false, outbox or ""
+--     state in S    UUID, word, run, document before its creation time, that time, and after it, true if it has a name, last
+--                   lines of the companion, true if queue, worker and start are in them, true if progress is, queue, seconds kept
+--     group         (UUID, document)
+--     arrival       (group, member, total, ok, callback)
+--
+-- A companion is lines: run, epoch, mark, started, progress, queue, worker, and then our fields.
+-- look: reads what is stored of tasks, in one command for all; `known` keeps it, and what is decided after that. Raises if
+-- something else lies under a UUID, or it is the name of a queue: nothing of others is ever written over.
+-- decide: what a change would write, and its verdict (s, a, f); writes nothing, and the next change sees it in `known`.
+-- listable: raises, before anything is written, if a set from which these changes are to be found again is something else.
+-- commit: writes it. note_states: writes the listings and the groups, once for all that a script has committed.
+--! include connections/redis/lua/prelude.lua
 
-State documents are cut where Go's field names stand, never decoded. What a script takes stands in two flat arrays, C and S
-(a table for each would cost more than all else), and is known by its place in them:
-
-    change in C   key, mark, epoch, force, fires or "", place of its first state, of the end of its last, groups or false,
-                  arrivals or false, outbox or ""
-    state in S    UUID, word, run, document before its creation time, that time, and after it, true if it has a name, last
-                  lines of the companion, true if queue, worker and start are in them, true if progress is, queue, seconds kept
-    group         (UUID, document)
-    arrival       (group, member, total, ok, callback)
-
-Which state may follow which is asked of `states.advance`, pair by pair, when this module is loaded.
-"""
-
-from __future__ import annotations
-
-from itertools import product
-
-from machinery_py.connections.redis.scripts import filled
-from machinery_py.tasks.states import State, TaskState, advance
-
-CHORD_LIFE = (
-    7 * 86400
-)  # seconds that a state is kept that is not finished, and a chord without an arrival
-LEFT = 30_000_000  # µs from a chord's first arrival until somebody looks whether members of others have completed it
-RATES_LIFE = 3700  # seconds that finished tasks are counted by their second
-
-
-def steps(runs_later: int) -> str:
-    """The pairs of states that `advance` lets follow each other so many runs later, with a space around each."""
-    pairs = [
-        f"{before}>{after}"
-        for before, after in product(State, State)
-        if advance(
-            TaskState(task_uuid="", state=before),
-            TaskState(task_uuid="", state=after, run=runs_later),
-        )
-        is not None
-    ]
-    return f"' {' '.join(pairs)} '"
-
-
-# Where the values of a change and of a state stand, from their place on.
-_CHANGE = (
-    "KEY",
-    "MARK",
-    "EPOCH",
-    "FORCE",
-    "FIRES",
-    "FIRST",
-    "LAST",
-    "GROUPS",
-    "ARRIVALS",
-    "OUTBOX",
-)
-_STATE = (
-    "UUID",
-    "WORD",
-    "RUN",
-    "HEAD",
-    "CREATED",
-    "TAIL",
-    "NAMED",
-    "LINES",
-    "WHOLE",
-    "STICKY",
-    "QUEUE",
-    "KEPT",
-)
-
-NAMES: dict[str, object] = {
-    **{name: place for names in (_CHANGE, _STATE) for place, name in enumerate(names)},
-    "CHANGE": len(_CHANGE),
-    "STATE": len(_STATE),
-    "SAME": steps(0),
-    "LATER": steps(1),
-    "LONG": CHORD_LIFE,
-    "RATES": RATES_LIFE,
-    "LEFT": LEFT,
-    "OURS": r"'^%d*\n%d*\n[^\n]*\n([^\n]*)\n([^\n]*)\n([^\n]*)\n([^\n]*)\n()'",
-}
-
-# A companion is lines: run, epoch, mark, started, progress, queue, worker, and then our fields.
-# look: reads what is stored of tasks, in one command for all; `known` keeps it, and what is decided after that. Raises if
-# something else lies under a UUID, or it is the name of a queue: nothing of others is ever written over.
-# decide: what a change would write, and its verdict (s, a, f); writes nothing, and the next change sees it in `known`.
-# listable: raises, before anything is written, if a set from which these changes are to be found again is something else.
-# commit: writes it. note_states: writes the listings and the groups, once for all that a script has committed.
-LIBRARY = filled(
-    r"""
 local C, S
 local known, firing, fired, rates, done, open, arrived = {}, {}, {}, {}, {}, {}, {}
 local NONE = {}
@@ -420,6 +349,3 @@ local function commit(c, plan, now, expire)
     call('ZADD', 'mpy:outbox', now, C[c])
   end
 end
-""",
-    **NAMES,
-)

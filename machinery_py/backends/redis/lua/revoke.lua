@@ -1,0 +1,6 @@
+-- In: now, seconds that it is remembered, UUIDs. Out: nothing.
+--! include connections/redis/lua/prelude.lua
+
+key_type('mpy:revoked', 'zset')
+local until_ = int(now_of(unpacked[1]) + unpacked[2] * 1000000)
+for _, uuid in ipairs(unpacked[3]) do call('ZADD', 'mpy:revoked', until_, uuid) end

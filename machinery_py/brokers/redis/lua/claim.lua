@@ -1,0 +1,144 @@
+-- In: now, session, queues, limit, number of this claim, numbers of lost ones, connection, true if it will sleep, true if it may
+-- be among the sleepers, true if it sleeps at none of these queues.
+-- Out: what is left of the session (1, or 0 if it was given up); µs until something is due (-1: nothing is); how many tasks
+-- are revoked; connections to be woken; msgpack of (queue, first receipt, fence, strikes, parks, priority, bodies), in which the
+-- receipts of the bodies follow each other; which queue a sleeper is to block at, from 1 on (0: all are paused or spoilt); texts
+-- that name keys under which something else lies. A queue with such a key is left alone, and the others are claimed from.
+--! include brokers/redis/lua/messages.lua
+
+local text, session, queues, limit, claim, lost, number, will_sleep, noted, apart = unpack(unpacked)
+local now, rung, found, runs, count, with_notes, places, problems = now_of(text), {}, {}, 0, 0, {}, {}, {}
+local function reply() return '\221' .. struct.pack('>I4', runs) .. table.concat(found) end
+local function tell(index, receipt, fence, strikes, parks, level, bodies)
+  found[#found + 1] = '\151' .. cmsgpack.pack(places[index] - 1, receipt, fence, strikes, parks, level)
+    .. '\221' .. struct.pack('>I4', #bodies)
+  for _, body in ipairs(bodies) do
+    found[#found + 1] = bin_head(body)
+    found[#found + 1] = body
+  end
+  runs, count = runs + 1, count + #bodies
+end
+local function fly(index, q, level, bodies)
+  if #bodies == 0 then return end
+  local first = call('INCRBY', q[2] .. 'n', #bodies) - #bodies
+  local a, entries, plain = q[2] .. 'a', {}, wrap(claim, level, 1, 0, 0, '', '')
+  local noted = with_notes[index]
+  for i, body in ipairs(bodies) do
+    local note = noted and call('HGET', a, redis.sha1hex(body))
+    entries[2 * i - 1] = int(first + i)
+    if note then
+      local fence, strikes, parks, at = string.match(note, '^(%d+) (%d+) (%d+)\n()')
+      call('HDEL', a, redis.sha1hex(body))
+      fence, strikes, parks = fence + 1, tonumber(strikes), tonumber(parks)
+      entries[2 * i] = wrap(claim, level, fence, strikes, parks, string.sub(note, at), body)
+      tell(index, first + i, fence, strikes, parks, level, {body})
+    else
+      entries[2 * i] = plain .. body
+      if noted then tell(index, first + i, 1, 0, 0, level, {body}) end
+    end
+  end
+  if not noted then tell(index, first + 1, 1, 0, 0, level, bodies) end
+  rows('HSET', q[2] .. 'f:' .. session, entries)
+end
+local alive, arrived, levels, firsts, stopped, bed = true, {}, {}, {}, {}, 0
+local function expect(kind, ...)
+  for _, key in ipairs({...}) do
+    local fine, problem = pcall(key_type, key, kind)
+    if not fine then problems[#problems + 1] = words(problem) end
+  end
+end
+local function sight(index, q)
+  local p = q[2]
+  key_type(q[1], 'list')
+  counter(p .. 'n')
+  with_notes[index] = key_type(p .. 'a', 'hash')
+  local beat = call('ZSCORE', p .. 's', session)
+  arrived[index] = call('LRANGE', p .. 'i:' .. session, 0, -1)
+  levels[index] = call('ZREVRANGE', p .. 'l', 0, -1)
+  for _, level in ipairs(levels[index]) do key_type(p .. 'p:' .. level, 'list') end
+  firsts[index] = call('ZRANGE', p .. 'z', 0, 0, 'WITHSCORES')
+  stopped[index] = key_type(p .. 'u', 'set')
+  if #arrived[index] > 0 and (stopped[index] or not beat) then usable(q, {}) end
+  alive = beat and alive
+end
+if not first_due() then expect('zset', DELAYED) end
+local revoked = try('ZCARD', 'mpy:revoked')
+if not revoked then
+  expect('zset', 'mpy:revoked')
+  revoked = 1  -- as far as we know
+end
+local all = queues
+queues = {}
+for place, q in ipairs(all) do
+  local index = #queues + 1
+  local fine, problem = pcall(sight, index, q)
+  if fine then
+    queues[index], places[index] = q, place
+    -- From a paused queue nothing is taken, and nobody sleeps at its list; resuming it wakes those who noted themselves.
+    if bed == 0 and not stopped[index] then bed = index end
+  else
+    local before = #problems
+    expect('zset', q[2] .. 's', q[2] .. 'l', q[2] .. 'z')
+    if #problems == before then problems[before + 1] = words(problem) end
+  end
+end
+for _, q in ipairs(queues) do
+  if noted then
+    try('SREM', q[2] .. 'v', number)
+    if apart or #queues > 1 then try('SREM', q[2] .. 'w', number) end  -- the order may have been another
+  end
+end
+local function return_arrivals(q, bodies)
+  for i = #bodies, 1, -1 do give(q, 0, {bodies[i]}, true, now, rung) end
+end
+if not alive then
+  for index, q in ipairs(queues) do
+    call('DEL', q[2] .. 'i:' .. session)
+    return_arrivals(q, arrived[index])
+  end
+  return {0, -1, 1, rung, reply(), 0, problems}
+end
+for index, q in ipairs(queues) do
+  if #lost > 0 then
+    local flight, again = q[2] .. 'f:' .. session, {}
+    local all = call('HGETALL', flight)
+    for i = 1, #all, 2 do
+      local m = unwrap(all[i + 1])
+      for _, one in ipairs(lost) do
+        if m.number == int(one) then again[#again + 1] = {tonumber(all[i]), m} end
+      end
+    end
+    table.sort(again, function(a, b) return a[1] < b[1] end)
+    for _, one in ipairs(again) do
+      local m = one[2]
+      call('HSET', flight, int(one[1]), wrap(claim, m.level, m.fence, m.strikes, m.parks, m.label, m.body))
+      tell(index, one[1], m.fence, m.strikes, m.parks, m.level, {m.body})
+    end
+  end
+  if #arrived[index] > 0 then
+    call('DEL', q[2] .. 'i:' .. session)
+    if stopped[index] then return_arrivals(q, arrived[index]) else fly(index, q, 0, arrived[index]) end
+  end
+end
+for index, q in ipairs(queues) do
+  if parked(q, now, rung, firsts[index]) then
+    levels[index], with_notes[index] = call('ZREVRANGE', q[2] .. 'l', 0, -1), true
+  end
+  if count < limit and not stopped[index] then
+    for _, level in ipairs(levels[index]) do
+      if count < limit then
+        local list = q[2] .. 'p:' .. level
+        fly(index, q, tonumber(level), call('LPOP', list, limit - count) or {})
+        if call('EXISTS', list) == 0 then call('ZREM', q[2] .. 'l', level) end
+      end
+    end
+    if count < limit then fly(index, q, 0, call('LPOP', q[1], limit - count) or {}) end
+  end
+end
+if will_sleep and count == 0 then
+  for index, q in ipairs(queues) do
+    try('SADD', q[2] .. (stopped[index] and 'u' or 'v'), number)
+    if (apart or index ~= bed) and not stopped[index] then try('SADD', q[2] .. 'w', number) end
+  end
+end
+return {1, due_in(queues, now), revoked, rung, reply(), places[bed] or 0, problems}

@@ -1,0 +1,30 @@
+-- In: now, session, queues, the beat that was seen or "", for each queue the receipts that get a strike (false: what the session
+-- has noted), µs of its tombstone. Out: -1 if the session has beaten since or is gone, else how many messages it held; connections
+-- to be woken. A queue with something else under one of its keys stays as it is.
+--! include brokers/redis/lua/messages.lua
+
+local text, session, queues, seen, began, grave = unpack(unpacked)
+local now, rung, held, sound = now_of(text), {}, 0, {}
+local there = false
+local function sight(index, q)
+  local beat = call('ZSCORE', q[2] .. 's', session)
+  there = there or beat
+  if beat and seen ~= '' and int(tonumber(beat)) ~= seen then return true end
+  key_type(q[1], 'list')
+  key_type(q[2] .. 't', 'zset')
+  can_empty(q, session)
+  sound[#sound + 1] = index
+end
+for index, q in ipairs(queues) do
+  local _, lives = pcall(sight, index, q)
+  if lives == true then return {-1, rung} end
+end
+if not there then return {-1, rung} end
+for _, index in ipairs(sound) do
+  local q = queues[index]
+  call('ZREM', q[2] .. 's', session)
+  call('DEL', q[2] .. 'b:' .. session)
+  held = held + empty(q, session, began and began[index], now, rung)
+  call('ZADD', q[2] .. 't', now + grave, session)
+end
+return {held, rung}

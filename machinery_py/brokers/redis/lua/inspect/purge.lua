@@ -1,0 +1,16 @@
+-- In: queue, members of Go's delayed set that are its. Out: how many messages are gone.
+--! include brokers/redis/lua/messages.lua
+
+local q, members, gone = unpacked[1], unpacked[2], 0
+key_type(q[1], 'list')
+if #members > 0 then key_type(DELAYED, 'zset') end
+key_type(q[2] .. 'z', 'zset')
+for _, level in ipairs(call('ZRANGE', q[2] .. 'l', 0, -1)) do key_type(q[2] .. 'p:' .. level, 'list') end
+for _, level in ipairs(call('ZRANGE', q[2] .. 'l', 0, -1)) do
+  gone = gone + call('LLEN', q[2] .. 'p:' .. level)
+  call('DEL', q[2] .. 'p:' .. level)
+end
+gone = gone + call('LLEN', q[1]) + call('ZCARD', q[2] .. 'z')
+call('DEL', q[1], q[2] .. 'l', q[2] .. 'z', q[2] .. 'a', q[2] .. 'o')
+for _, member in ipairs(members) do gone = gone + call('ZREM', DELAYED, member) end
+return gone

@@ -1,0 +1,148 @@
+-- How a message leaves its list and comes back. Queues and messages are as putting.lua says.
+--
+-- unwrap: the parts of an entry of a session, or of a parked message.
+-- back: gives entries of a session to the heads of their lists, in their old order; `guilty` are the receipts that get a strike.
+-- empty: gives back all that a session has of a queue; `began` gets a strike, or if that is false what the session has noted.
+-- spoilt: whether somebody keeps something else under the queue's name.
+-- usable: raises, before anything is written, if somebody does so with one of the keys that entries need which come back or wait.
+-- can_bury: the same for those that die. can_end: whether this fate can be carried out; if not, the entry stays in flight until
+-- its queue is as it should be. can_empty: as usable, for all that a session has of a queue.
+-- parked: brings what is due from our own delayed set to its queue, if that can take it; whether it did. due_in: µs until the
+-- next; asks not again what parked saw. first_due: whether Go's delayed set is what it should be; if not, nothing is due in it.
+--! include brokers/redis/lua/putting.lua
+
+local function unwrap(text)
+  local number, level, fence, strikes, parks, size, at = string.match(text, '^(%d+) (%d+) (%d+) (%d+) (%d+) (%d+)\n()')
+  size = tonumber(size)
+  return {number = number, level = tonumber(level), fence = tonumber(fence), strikes = tonumber(strikes),
+          parks = tonumber(parks), label = string.sub(text, at, at + size - 1), body = string.sub(text, at + size)}
+end
+local function back(q, entries, guilty, now, rung)
+  table.sort(entries, function(a, b) return tonumber(a[1]) > tonumber(b[1]) end)
+  for _, entry in ipairs(entries) do
+    local m = unwrap(entry[2])
+    give(q, m.level, {m.body}, true, now, rung)
+    note(q, m.body, m.fence, m.strikes + (guilty[entry[1]] or 0), m.parks, m.label)
+  end
+end
+local used = {}
+local function can_bury(q)
+  counter(q[2] .. 'n')
+  key_type(q[2] .. 'd', 'hash')
+  key_type(q[2] .. 'e', 'zset')
+end
+local function usable(q, entries)
+  local p = q[2]
+  if not used[p] then
+    can_give(q, 0)
+    can_park(q)
+    can_bury(q)
+    key_type(p .. 'a', 'hash')
+    key_type(p .. 'l', 'zset')
+    used[p] = true
+  end
+  for _, text in ipairs(entries) do can_give(q, tonumber(string.match(text, '^%d+ (%d+)'))) end
+end
+local function can_end(q, fate, raw)
+  if fate == 'done' then return true end
+  if fate == 'dead' then return (pcall(can_bury, q)) end
+  return (pcall(usable, q, {raw}))
+end
+local function can_empty(q, session)
+  local p = q[2]
+  key_type(p .. 'i:' .. session, 'list')
+  key_type(p .. 'f:' .. session, 'hash')
+  key_type(p .. 'r:' .. session, 'set')
+  usable(q, call('HVALS', p .. 'f:' .. session))
+end
+local function empty(q, session, began, now, rung)
+  local flight, arrivals, noted = q[2] .. 'f:' .. session, q[2] .. 'i:' .. session, q[2] .. 'r:' .. session
+  local entries, guilty = {}, {}
+  while true do
+    local body = call('RPOP', arrivals)
+    if not body then break end
+    give(q, 0, {body}, true, now, rung)
+  end
+  local all = call('HGETALL', flight)
+  for i = 1, #all, 2 do entries[#entries + 1] = {all[i], all[i + 1]} end
+  for _, receipt in ipairs(began or call('SMEMBERS', noted)) do guilty[receipt] = 1 end
+  call('DEL', flight, noted)
+  back(q, entries, guilty, now, rung)
+  return #entries
+end
+local soonest = {}
+local function first_due()
+  local found = try('ZRANGE', '$DELAYED', 0, 0, 'WITHSCORES')
+  soonest['$DELAYED'] = found or {}
+  return found
+end
+local function spoilt(q)
+  local found = call('TYPE', q[1]).ok
+  return found ~= 'none' and found ~= 'list'
+end
+local function parked(q, now, rung, first)
+  local z = q[2] .. 'z'
+  first = first or call('ZRANGE', z, 0, 0, 'WITHSCORES')
+  if not first[2] or tonumber(first[2]) > now then
+    soonest[z] = first
+    return
+  end
+  local texts = call('ZRANGEBYSCORE', z, '-inf', now, 'LIMIT', 0, 2000)
+  if not pcall(usable, q, texts) then
+    soonest[z] = call('ZRANGEBYSCORE', z, '(' .. int(now), '+inf', 'WITHSCORES', 'LIMIT', 0, 1)
+    return
+  end
+  for _, text in ipairs(texts) do
+    call('ZREM', z, text)
+    local m = unwrap(text)
+    give(q, m.level, {m.body}, false, now, rung)
+    note(q, m.body, m.fence, m.strikes, m.parks, m.label)
+  end
+  return true
+end
+local function due_in(queues, now)
+  local least
+  local function look(key, unit)
+    local first = soonest[key] or call('ZRANGE', key, 0, 0, 'WITHSCORES')
+    if first[2] then
+      local left = tonumber(first[2]) / unit - now
+      if not least or left < least then least = left end
+    end
+  end
+  look('$DELAYED', 1000)
+  for _, q in ipairs(queues) do look(q[2] .. 'z', 1) end
+  return least and math.max(0, math.floor(least)) or -1
+end
+local function bury(q, raw, now, head)
+  local m = unwrap(raw)
+  local id = int(call('INCR', q[2] .. 'n'))
+  call('HSET', q[2] .. 'd', id, m.strikes .. ' ' .. int(now) .. ' ' .. #head .. ' ' .. #m.label .. '\n'
+    .. head .. m.label .. m.body)
+  call('ZADD', q[2] .. 'e', now, id)
+end
+local function end_delivery(q, flight, number, raw, fate, due, head, backs, now, rung)
+  if fate == 'back' then
+    backs[q] = backs[q] or {}
+    table.insert(backs[q], {number, raw, flight})
+    return
+  end
+  call('HDEL', flight, number)
+  if fate == 'dead' then
+    bury(q, raw, now, head)
+  elseif fate == 'later' or fate == 'wait' then
+    local m = unwrap(raw)
+    if fate == 'later' then m.parks = m.parks + 1 end
+    if due > now then
+      park(q, due, m, rung, now)
+    else
+      give(q, m.level, {m.body}, false, now, rung)
+      note(q, m.body, m.fence, m.strikes, m.parks, m.label)
+    end
+  end
+end
+local function give_backs(backs, now, rung)
+  for q, entries in pairs(backs) do
+    for _, entry in ipairs(entries) do call('HDEL', entry[3], entry[1]) end
+    back(q, entries, {}, now, rung)
+  end
+end

@@ -1,0 +1,99 @@
+-- How a message comes to its list.
+--
+-- A queue is (name, prefix of our keys). A message is (index of its queue, priority, due in µs or 0, label, parks, body); a label
+-- is what only we can say of bytes that are no signature. Bodies are never decoded.
+--
+-- give: puts bodies on a queue's list, at its head or tail, and notes when; the first that a queue ever gets, that it is there.
+-- check: raises, before anything is written, if a key that these messages come to is something else.
+-- put: stores messages; returns connections of sleepers that must be woken.
+--! include connections/redis/lua/prelude.lua
+
+local DELAYED = '$DELAYED'
+local function list_of(q, level)
+  if level > 0 then return q[2] .. 'p:' .. int(level) end
+  return q[1]
+end
+local function ring(q, set, count, rung)
+  for _, number in ipairs(try('SPOP', q[2] .. set, count) or {}) do rung[#rung + 1] = number end
+end
+local function give(q, level, bodies, at_head, now, rung)
+  local list, p = list_of(q, level), q[2]
+  local length
+  for i = 1, #bodies, 2000 do
+    length = call(at_head and 'LPUSH' or 'RPUSH', list, unpack(bodies, i, math.min(i + 1999, #bodies)))
+  end
+  if level > 0 then
+    try('SADD', 'mpy:queues', q[1])
+    call('ZADD', p .. 'l', level, int(level))
+    ring(q, 'v', #bodies, rung)
+  elseif not at_head then
+    local place, last = (try('INCRBY', p .. 'c', #bodies) or #bodies) - #bodies, nil
+    if place == 0 then try('SADD', 'mpy:queues', q[1]) end
+    if length == #bodies then call('DEL', p .. 'o') else last = try('LINDEX', p .. 'o', -1) end
+    if not last or now - tonumber(string.match(last, ' (%d+)') or 0) >= $EVERY then
+      if (try('RPUSH', p .. 'o', int(place) .. ' ' .. int(now)) or 0) > $MARKS then call('LPOP', p .. 'o') end
+    end
+  end
+  ring(q, 'w', #bodies, rung)
+end
+local function note(q, body, fence, strikes, parks, label)
+  if fence > 0 or strikes > 0 or parks > 0 or label ~= '' then
+    call('HSET', q[2] .. 'a', redis.sha1hex(body), fence .. ' ' .. strikes .. ' ' .. parks .. '\n' .. label)
+  end
+end
+local function wrap(number, level, fence, strikes, parks, label, body)
+  return table.concat({number, level, fence, strikes, parks, #label}, ' ') .. '\n' .. label .. body
+end
+local function park(q, due, m, rung, now)
+  local number = int(call('INCR', q[2] .. 'n'))
+  call('ZADD', q[2] .. 'z', due, wrap(number, m.level, m.fence, m.strikes, m.parks, m.label, m.body))
+  if due < now + 1100000 then ring(q, 'v', 1, rung) end
+end
+local parkable = {}
+local function can_give(q, level)
+  key_type(list_of(q, level), 'list')
+  if level > 0 then key_type(q[2] .. 'l', 'zset') end
+end
+local function can_park(q)
+  if parkable[q] then return end
+  counter(q[2] .. 'n')
+  key_type(q[2] .. 'z', 'zset')
+  parkable[q] = true
+end
+local function check(queues, messages, now)
+  for _, m in ipairs(messages) do
+    local q, plain = queues[m[1] + 1], m[4] == '' and m[5] == 0
+    if q[1] == '$DELAYED' then error('WRONGTYPE ' .. q[1] .. ' is a set of delayed messages, not a queue') end
+    if m[3] <= now then
+      can_give(q, m[2])
+      if not plain then key_type(q[2] .. 'a', 'hash') end
+    else
+      key_type(list_of(q, m[2]), 'list')
+      key_type('$DELAYED', 'zset')
+      if not plain then can_park(q) end
+    end
+  end
+end
+local function put(queues, messages, now, rung)
+  local order, lists = {}, {}
+  for _, m in ipairs(messages) do
+    local q, level, due, label, parks, body = queues[m[1] + 1], m[2], m[3], m[4], m[5], m[6]
+    if due <= now then
+      local list = list_of(q, level)
+      if not lists[list] then
+        lists[list] = {}
+        order[#order + 1] = {q, level, lists[list]}
+      end
+      table.insert(lists[list], body)
+      if label ~= '' or parks > 0 then note(q, body, 0, 0, parks, label) end
+    elseif label == '' and parks == 0 then
+      try('SADD', 'mpy:queues', q[1])
+      call('ZADD', '$DELAYED', int(due) .. '000', body)
+      if due < now + 1100000 then ring(q, 'v', 1, rung) end
+    else
+      try('SADD', 'mpy:queues', q[1])
+      park(q, due, {level = level, fence = 0, strikes = 0, parks = parks, label = label, body = body}, rung, now)
+    end
+  end
+  for _, one in ipairs(order) do give(one[1], one[2], one[3], false, now, rung) end
+end

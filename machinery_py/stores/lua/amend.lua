@@ -1,0 +1,21 @@
+-- In: now, seconds that finished states are kept, name, expected, body, life, C of nothing or one change, S, queues,
+-- messages. Out: nothing if the record held something else, else connections to be woken.
+--! include brokers/redis/lua/putting.lua
+--! include backends/redis/lua/changes.lua
+--! include backends/redis/lua/records/swap.lua
+
+local text, expire, name, expected, body, life, queues, messages
+text, expire, name, expected, body, life, C, S, queues, messages = unpack(unpacked)
+local now, rung, plan, _ = now_of(text), {}, nil, nil
+if not holds(name, expected, life) then return false end
+check(queues, messages, now)
+if C[1] then
+  listable({1})
+  look_at({1})
+  _, plan = decide(1)
+end
+swap(name, body, life)
+if plan then commit(1, plan, now, expire) end
+note_states(now)
+put(queues, messages, now, rung)
+return rung

@@ -1,0 +1,20 @@
+-- In: now, seconds, queues, messages, C of one change that fires a group or ends a task, S. Out: nothing if that was done
+-- before, else connections to be woken.
+--! include brokers/redis/lua/putting.lua
+--! include backends/redis/lua/changes.lua
+
+local text, expire, queues, messages
+text, expire, queues, messages, C, S = unpack(unpacked)
+local now, rung = now_of(text), {}
+check(queues, messages, now)
+listable({1})
+look_at({1})
+local verdict, plan = decide(1)
+if verdict ~= 's' then
+  if C[1 + $FIRES] ~= '' then settled_elsewhere(C[1 + $FIRES]) end
+  return false
+end
+commit(1, plan, now, expire)
+note_states(now)
+put(queues, messages, now, rung)
+return rung
