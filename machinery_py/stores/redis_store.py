@@ -67,7 +67,7 @@ class RedisStore(Store):
                 change.states,
             )
         )
-        rung = self.driver.run(
+        to_wake = self.driver.run(
             redis_scripts.SUBMIT,
             argument,
             doing="publishing",
@@ -75,8 +75,8 @@ class RedisStore(Store):
             again=bool(submission.token),
             lost=PublishUnknown,
         )
-        if rung:
-            self.driver.unblock(rung)
+        if to_wake:
+            self.driver.unblock(to_wake)
 
     def open_session(self, queues: Sequence[str], *, worker: str) -> Session:
         return RedisSession(self, self.messages.consume(queues, worker=worker))
@@ -102,28 +102,28 @@ class RedisStore(Store):
                 change.states,
             )
         )
-        rung = self.driver.run(
+        to_wake = self.driver.run(
             redis_scripts.FIRE,
             argument,
             doing="settling a group or a task",
             away=BrokerUnavailable,
             again=False,
         )
-        if rung is None:
+        if to_wake is None:
             return False
-        self.driver.unblock(rung)
+        self.driver.unblock(to_wake)
         return True
 
     def amend(self, amendment: Amendment, send: Sequence[Message] = ()) -> bool:
         queues = Queues()
         rows = [packed(message, queues) for message in send]
         argument = pack((*self.states.packed_amendment(amendment), queues.keys, rows))
-        rung = self.driver.run(
+        to_wake = self.driver.run(
             redis_scripts.AMEND, argument, doing="changing a schedule", away=BrokerUnavailable
         )
-        if rung is None:
+        if to_wake is None:
             return False
-        self.driver.unblock(rung)
+        self.driver.unblock(to_wake)
         return True
 
     def tend(self) -> float:
@@ -202,9 +202,9 @@ class RedisSession(ConsumerSession):
                 changes.states,
             )
         )
-        letters, rung = driver.run(
+        letters, to_wake = driver.run(
             redis_scripts.SETTLE, argument, doing="settling", away=BrokerUnavailable
         )
-        if rung:
-            driver.unblock(rung)
+        if to_wake:
+            driver.unblock(to_wake)
         return [VERDICTS[letter] for letter in letters]

@@ -103,7 +103,7 @@ def claim(
         return [0, -1, 1, redis.woken, [], 0, problems]
 
     paused = [redis.exists(prefix + "u") for _, prefix in queues]
-    bed = paused.index(False) + 1 if False in paused else 0
+    blocking_queue = paused.index(False) + 1 if False in paused else 0
     found: list[Delivery] = []
     for place, queue in enumerate(queues):
         found += again(redis, place, queue, session, claim, lost)
@@ -127,17 +127,17 @@ def claim(
     if will_sleep and not found:
         for place, (_, prefix) in enumerate(queues):
             redis.add(prefix + ("u" if paused[place] else "v"), number)
-            if not paused[place] and (apart or place + 1 != bed):
+            if not paused[place] and (apart or place + 1 != blocking_queue):
                 redis.add(prefix + "w", number)
     rows = [(places[place], *rest) for place, *rest in found]
-    bed = places[bed - 1] + 1 if bed else 0
+    blocking_queue = places[blocking_queue - 1] + 1 if blocking_queue else 0
     return [
         1,
         due_in(redis, queues, moment),
         len(redis.scores("mpy:revoked")),
         redis.woken,
         rows,
-        bed,
+        blocking_queue,
         problems,
     ]
 
@@ -238,7 +238,7 @@ def condemn(
     queues: Sequence[Queue],
     seen: str,
     began: Sequence[Sequence[str]] | Literal[False],
-    grave: int,
+    tombstone: int,
 ) -> object:
     is_there = False
     for _, prefix in queues:
@@ -256,7 +256,7 @@ def condemn(
         redis.unscore(prefix + "s", session)
         redis.delete(f"{prefix}b:{session}")
         held += empty(redis, queue, session, began[place] if began else None, int(now))
-        redis.score(prefix + "t", session, int(now) + grave)
+        redis.score(prefix + "t", session, int(now) + tombstone)
     return [held, redis.woken]
 
 

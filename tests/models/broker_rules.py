@@ -144,9 +144,11 @@ class Arrivals(ScriptMachine):
         if pick is not None:
             place, receipt = self.delivery(session, pick)
             began = [[receipt] if index == place else [] for index in range(len(self.keys))]
-        grave = redis_scripts.CLOSED if began else redis_scripts.GRAVE
+        tombstone = redis_scripts.CLOSED if began else redis_scripts.TOMBSTONE
         seen = now if seen == "now" else seen
-        self.run(redis_scripts.CONDEMN, broker.condemn, now, session, self.keys, seen, began, grave)
+        self.run(
+            redis_scripts.CONDEMN, broker.condemn, now, session, self.keys, seen, began, tombstone
+        )
 
     @rule(passed=Passed, session=Session1, queues=Queues)
     def register(self, passed: int, session: str, queues: list[str]) -> None:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from tests.models import messages
-from tests.models.messages import DELAYED, Entry, Queue, digest, flight_of, list_of, ring, unpark
+from tests.models.messages import DELAYED, Entry, Queue, digest, flight_of, list_of, unpark, wake
 from tests.models.redis import Bag, Redis, Zset
 
 
@@ -111,7 +111,7 @@ def purge(redis: Redis, queue: Queue, members: Sequence[str]) -> int:
 
 
 def pause(redis: Redis, queue: Queue) -> object:
-    ring(redis, queue, "v", 100_000)
+    wake(redis, queue, "v", 100_000)
     redis.add("mpy:queues", queue[0])
     redis.add(queue[1] + "u", "")
     return redis.woken
@@ -120,7 +120,7 @@ def pause(redis: Redis, queue: Queue) -> object:
 def resume(redis: Redis, queue: Queue) -> object:
     redis.woken += redis.members(queue[1] + "u") - {""}
     redis.delete(queue[1] + "u")
-    ring(redis, queue, "v", 100_000)
+    wake(redis, queue, "v", 100_000)
     return redis.woken
 
 

@@ -53,9 +53,9 @@ def digest(body: str) -> str:
     return hashlib.sha1(body.encode("latin-1")).hexdigest()
 
 
-def ring(redis: Redis, queue: Queue, sleepers: str, count: int = 1) -> None:
+def wake(redis: Redis, queue: Queue, blocked: str, count: int = 1) -> None:
     """Wake as many who sleep as there are messages for them."""
-    redis.woken += redis.take_any(queue[1] + sleepers, count)
+    redis.woken += redis.take_any(queue[1] + blocked, count)
 
 
 def give(
@@ -65,11 +65,11 @@ def give(
     name, prefix = queue
     was_empty = not redis.items(list_of(queue, level))
     (redis.push_first if first else redis.push)(list_of(queue, level), body)
-    ring(redis, queue, "w")
+    wake(redis, queue, "w")
     if level > 0:
         redis.add("mpy:queues", name)
         redis.score(prefix + "l", str(level), level)
-        ring(redis, queue, "v")
+        wake(redis, queue, "v")
     elif not first:
         place = redis.count(prefix + "c") - 1
         if place == 0:
@@ -110,14 +110,14 @@ def put(redis: Redis, queues: Sequence[Queue], messages: Sequence[Message], now:
         else:  # where Go looks for it
             redis.score(DELAYED, body, float(f"{due}000"))
             if due < now + SOON:
-                ring(redis, queue, "v")
+                wake(redis, queue, "v")
 
 
 def park(redis: Redis, queue: Queue, due: int, entry: Entry, now: int) -> None:
     number = redis.count(queue[1] + "n")
     redis.score(queue[1] + "z", replace(entry, number=number).text(), due)
     if due < now + SOON:
-        ring(redis, queue, "v")
+        wake(redis, queue, "v")
 
 
 def unpark(redis: Redis, queue: Queue, now: int) -> None:

@@ -80,7 +80,7 @@ def test_a_script_says_what_goes_in_and_what_comes_out(name: str) -> None:
     header, _ = split(PACKAGE / vars(module)[script].path)
 
     assert "-- In: " in header
-    assert "Out: " in header
+    assert "Out:" in header
 
 
 def split(path: Path) -> tuple[str, str]:
@@ -180,7 +180,7 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "broker DISPOSE": (NOW, "s1", QUEUES, DISPOSALS),
     "broker BEGIN": ("s1", QUEUES[0][1], "1"),
     "broker HOLDS": ("s1", [(QUEUES[0][1], "1")]),
-    "broker CONDEMN": (NOW, "s1", QUEUES, "", False, broker.GRAVE),
+    "broker CONDEMN": (NOW, "s1", QUEUES, "", False, broker.TOMBSTONE),
     "broker LOOK": (NOW, QUEUES, 1_000_000),
     "broker DUE": (NOW, 10),
     "broker MOVE": (NOW, QUEUES, [message("late", place=1)]),
@@ -294,7 +294,8 @@ def fill(beside: Beside) -> None:
     ]
     for script, values in steps:
         assert call(beside, script, values) == ""
-    for session in ("s1", "dead"):  # what a sleeper has just been given, and one that is over
+    # What a blocked client has just been given, and a session that is over.
+    for session in ("s1", "dead"):
         beside.ask("RPUSH", f"mpy:{{jobs}}:i:{session}", f"given to {session}")
     beside.ask("ZADD", "mpy:{jobs}:t", str(START), "dead")
     beside.ask("SADD", "mpy:{jobs}:r:s1", "2")

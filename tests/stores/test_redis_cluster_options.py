@@ -242,7 +242,7 @@ def broker(empty_cluster: ClusterServers) -> Iterator[ClusterBroker]:
     cluster.close()
 
 
-def sleepers(cluster: ClusterServers, queue: str) -> dict[str, set[str]]:
+def blocked_clients(cluster: ClusterServers, queue: str) -> dict[str, set[str]]:
     """What is in the sets of a queue: v, w and u."""
     node = cluster.node_of(queue)
     return {name: set(node.cli("SMEMBERS", f"mpy:{{{queue}}}:{name}")) for name in "vwu"}  # type: ignore[arg-type]
@@ -260,7 +260,7 @@ def test_a_sleeper_is_in_the_sets_of_all_queues_and_in_none_when_it_is_up(
     thread.start()
 
     def lies() -> bool:
-        sets = [sleepers(empty_cluster, queue) for queue in ("q", "r", "s")]
+        sets = [blocked_clients(empty_cluster, queue) for queue in ("q", "r", "s")]
         numbers = set().union(*(names for one in sets for names in one.values())) - {""}
         return len(numbers) == 1 and sets == [
             {"v": numbers, "w": set(), "u": set()},
@@ -268,12 +268,12 @@ def test_a_sleeper_is_in_the_sets_of_all_queues_and_in_none_when_it_is_up(
             {"v": set(), "w": set(), "u": numbers | {""}},
         ]
 
-    wait_until(lies, HANG, "one sleeper")
+    wait_until(lies, HANG, "one blocked client")
     put(broker, b"1", queue="r")
     thread.join(HANG)
 
     assert found == [b"1"]
-    assert [sleepers(empty_cluster, queue) for queue in ("q", "r", "s")] == [
+    assert [blocked_clients(empty_cluster, queue) for queue in ("q", "r", "s")] == [
         {"v": set(), "w": set(), "u": set()},
         {"v": set(), "w": set(), "u": set()},
         {"v": set(), "w": set(), "u": {""}},
@@ -290,10 +290,16 @@ def test_the_bed_is_left_when_its_queue_is_paused(
         target=lambda: found.extend(one.body for one in consumer.receive(1, HANG))
     )
     thread.start()
-    wait_until(lambda: bool(sleepers(empty_cluster, "r")["w"]), HANG, "a sleeper at q")
-    (before,) = sleepers(empty_cluster, "r")["w"]
+    wait_until(
+        lambda: bool(blocked_clients(empty_cluster, "r")["w"]), HANG, "a blocked client at q"
+    )
+    (before,) = blocked_clients(empty_cluster, "r")["w"]
     broker.pause("q")
-    wait_until(lambda: sleepers(empty_cluster, "q")["u"] - {"", before}, HANG, "a sleeper at r")
+    wait_until(
+        lambda: blocked_clients(empty_cluster, "q")["u"] - {"", before},
+        HANG,
+        "a blocked client at r",
+    )
     put(broker, b"stays", queue="q")
     put(broker, b"1", queue="r")
     thread.join(HANG)

@@ -92,7 +92,7 @@ class RedisBroker(Broker):
         queues = Queues()
         rows = [packed(message, queues) for message in messages]
         argument = pack((self.driver.now(), token, queues.keys, rows))
-        rung = self.driver.run(
+        to_wake = self.driver.run(
             redis_scripts.PUT,
             argument,
             doing="publishing",
@@ -100,9 +100,9 @@ class RedisBroker(Broker):
             again=bool(token),
             lost=PublishUnknown,
         )
-        if rung == 0:
+        if to_wake == 0:
             return False
-        self.driver.unblock(rung)
+        self.driver.unblock(to_wake)
         return True
 
     def consume(self, queues: Sequence[str], *, worker: str) -> RedisConsumer:
@@ -139,14 +139,14 @@ class RedisBroker(Broker):
         return [queue_keys(name) for name in dict.fromkeys([*self._own, *self._doubtful, *others])]
 
     def tend(self) -> float:
-        due_in, late, sessions, rung = self._run(
+        due_in, late, sessions, to_wake = self._run(
             redis_scripts.LOOK,
             self.driver.now(),
             self._looked_after(),
             int(self.lease * 1e6),
             doing="looking after queues",
         )
-        self.driver.unblock(rung)
+        self.driver.unblock(to_wake)
         self._learn(sessions)
         self._doubtful = [queue.decode(errors="replace") for queue, _, _ in late]
         self._judge({(session, beat) for _, session, beat in late})
@@ -195,17 +195,17 @@ class RedisBroker(Broker):
     def _give_up(self, session: str, queues: Sequence[str], beat: str) -> bool:
         """Give back what it held, if it has not beaten since. False: it has, or somebody was faster."""
         began = began_by(session, queues)
-        held, rung = self._run(
+        held, to_wake = self._run(
             redis_scripts.CONDEMN,
             self.driver.now(),
             session,
             [queue_keys(queue) for queue in queues],
             beat,
             False if began is None else began,
-            redis_scripts.GRAVE,
+            redis_scripts.TOMBSTONE,
             doing="giving a dead worker's messages back",
         )
-        self.driver.unblock(rung)
+        self.driver.unblock(to_wake)
         return bool(held >= 0)
 
     def _move_due(self, patience: float = math.inf) -> None:
@@ -301,10 +301,10 @@ class RedisBroker(Broker):
     def stats(self) -> list[QueueStats]:
         self._move_due()
         queues = self._queues()
-        lines, rung = self._run(
+        lines, to_wake = self._run(
             redis_looking.STATS, self.driver.now(), queues, doing="counting messages"
         )
-        self.driver.unblock(rung)
+        self.driver.unblock(to_wake)
         late = self._late_by_queue()
         return [
             QueueStats(

@@ -74,7 +74,7 @@ class QueueBroker(RedisBroker):
 
     def take_in(self, moves: Sequence[_Move], latest: int) -> bool:
         """Put each message whose name was not used before. False: it is too late for it, and nothing was done."""
-        rung = self._run(
+        to_wake = self._run(
             _TAKE_IN,
             self.driver.now(),
             queue_keys(self.queue),
@@ -82,9 +82,9 @@ class QueueBroker(RedisBroker):
             latest,
             doing="moving due messages",
         )
-        if rung == 0:
+        if to_wake == 0:
             return False
-        self.driver.unblock(rung)
+        self.driver.unblock(to_wake)
         return True
 
     @property

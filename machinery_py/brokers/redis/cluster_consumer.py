@@ -1,17 +1,17 @@
 """A consumer of queues in a Redis Cluster: a part for each queue, all with one session.
 
-A part is a RedisConsumer in the slot of its queue. With one queue it sleeps as on one Redis. With several, it is asleep at its
-bed, the first whose node is there and which is not paused; the others, when something is put there, end its sleep: its connection
-is in their sets of sleepers, as `number@queue`.
+A part is a RedisConsumer in the slot of its queue. With one queue it sleeps as on one Redis. With several, it
+is asleep at its blocking queue, the first whose node is there and which is not paused; the others, when
+something is put there, end its sleep: its connection is in their sets of blocked clients, as `number@queue`.
 
     look      a claim at each queue, in the order that is wanted
     lie down  the same; a claim that finds nothing puts the connection into its queue's sets, in one step
-    nap       BLMOVE at the bed, and the claim behind it; then it looks again
+    nap       BLMOVE at the blocking queue, and the claim behind it; then it looks again
     get up    the connection is taken out of those sets, when something was found
 
 Where all are paused, it is blocked at the arrivals of the first, where nothing comes.
 
-Limits: what a Go program puts on another queue than the bed is noticed within BLOCK.
+Limits: what a Go program puts on another queue than the blocking queue is noticed within BLOCK.
 """
 
 from __future__ import annotations
@@ -66,15 +66,15 @@ class _Part(RedisConsumer):
 
     def restart(self) -> None:
         """Give everything back, if that was not done, and register as the owner's next session."""
-        self._give_up(scripts.GRAVE)
+        self._give_up(scripts.TOMBSTONE)
         self._start_session()
 
-    def _sleeper(self, link: RedisConnection) -> tuple[str, bool]:
+    def _blocked_client(self, link: RedisConnection) -> tuple[str, bool]:
         owner = self._owner
         return (
-            (owner.sleeper, owner.bed is not self)
-            if owner.bed is not None
-            else super()._sleeper(link)
+            (owner.client, owner.blocking_part is not self)
+            if owner.blocking_part is not None
+            else super()._blocked_client(link)
         )
 
     def _claim(
@@ -102,7 +102,7 @@ class _Part(RedisConsumer):
     @property
     def is_paused(self) -> bool:
         """As the last claim saw it."""
-        return self._bed is None
+        return self._blocking_queue is None
 
     def number(self) -> str:
         """Under which others can wake it."""
@@ -162,8 +162,8 @@ class ClusterConsumer(Consumer):
         """`patience`: seconds for a beat."""
         self.queues = tuple(queue for queue, _, _ in places)
         self.file = host_file(KIND)  # of its session, or of the next one while that begins
-        self.bed: _Part | None = None  # where it sleeps, while it does
-        self.sleeper = ""  # the number of its connection there
+        self.blocking_part: _Part | None = None  # where it sleeps, while it does
+        self.client = ""  # the number of its connection there
         self._parts: list[_Part] = []
         try:
             for place in places:
@@ -191,10 +191,10 @@ class ClusterConsumer(Consumer):
                 left = deadline - time.monotonic()
                 if left <= 0:
                     break
-                bed = self._lie_down()
+                blocking_part = self._lie_down()
                 found = self._look(limit, parts, will_sleep=True)
-                if not found and not self._woken and bed is self._choose_bed():
-                    found = bed.nap(
+                if not found and not self._woken and blocking_part is self._choose_part():
+                    found = blocking_part.nap(
                         limit, min(left, *(part.due_in for part in parts if part.failure is None))
                     )
         finally:
@@ -217,10 +217,10 @@ class ClusterConsumer(Consumer):
             if len(found) < limit:
                 found += part.look(limit - len(found), will_sleep=will_sleep and not found)
         if not found:
-            self._choose_bed()
+            self._choose_part()
         return found
 
-    def _choose_bed(self) -> _Part:
+    def _choose_part(self) -> _Part:
         """Where to sleep: the same place for every order, so that the number in the sets is the same."""
         there = [part for part in self._parts if part.failure is None]
         if not there:
@@ -229,30 +229,30 @@ class ClusterConsumer(Consumer):
 
     def _lie_down(self) -> _Part:
         """Choose where to sleep, and under which number."""
-        bed = self._choose_bed()
-        number = bed.number()
-        if (bed, number) != (self.bed, self.sleeper):
+        blocking_part = self._choose_part()
+        number = blocking_part.number()
+        if (blocking_part, number) != (self.blocking_part, self.client):
             self._get_up()
-            self.bed, self.sleeper = bed, number
-        return bed
+            self.blocking_part, self.client = blocking_part, number
+        return blocking_part
 
     def _get_up(self) -> None:
-        """Nobody needs to wake it any more; a number that stayed would be rung in the place of another's."""
-        if self.bed is None:
+        """Nobody needs to wake it any more; a number that stayed would be woken in the place of another's."""
+        if self.blocking_part is None:
             return
         requests = [
             request
             for part in self._parts
-            for request in part.get_up(self.sleeper)
+            for request in part.get_up(self.client)
             if part.failure is None
         ]
-        self.bed = None
+        self.blocking_part = None
         try:
             self._parts[0].driver.cluster.ask(
                 requests, doing="getting up", away=BrokerUnavailable, patience=0.0
             )
         except MachineryError:
-            pass  # somebody rings in vain, and whoever sleeps there looks again within BLOCK
+            pass  # somebody wakes nobody, and whoever sleeps there looks again within BLOCK
 
     def _part_of(self, delivery: Delivery) -> _Part:
         return self._by_queue.get(delivery.queue, self._parts[0])

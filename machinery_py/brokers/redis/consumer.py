@@ -3,7 +3,7 @@
 It has a connection of its own for claims. Asleep, that is blocked in BLMOVE at the first queue that is not paused, with the claim
 behind it in the same packet; `wake` unblocks it. Where all are paused, it is blocked at its own arrivals, where nothing comes.
 
-Limits: a Go program's message on the second queue of a sleeper is noticed within BLOCK.
+Limits: a Go program's message on the second queue of a blocked client is noticed within BLOCK.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class RedisConsumer(Consumer):
         self._driver = driver
         self._queues = tuple(dict.fromkeys(queues))
         self._keys = [queue_keys(queue) for queue in self._queues]
-        self._bed: tuple[str, str] | None = (
+        self._blocking_queue: tuple[str, str] | None = (
             None  # the queue that it sleeps at, as the last claim said
         )
         self._places = {queue: index for index, queue in enumerate(self._queues)}
@@ -69,7 +69,7 @@ class RedisConsumer(Consumer):
         self._link: RedisConnection | None = None
         self._woken = False
         self._asleep = b""  # the number of the connection that sleeps
-        self._noted = False  # whether Redis may have it among the sleepers
+        self._noted = False  # whether Redis may have it among the blocked clients
         self._closed = False
         self._pid = os.getpid()
         self._starting = threading.Lock()
@@ -97,7 +97,7 @@ class RedisConsumer(Consumer):
         """Under whose key it lives."""
         return host_file(KIND)
 
-    def _sleeper(self, link: RedisConnection) -> tuple[str, bool]:
+    def _blocked_client(self, link: RedisConnection) -> tuple[str, bool]:
         """The connection that others are to wake, and whether it sleeps where no claim of this one sees it."""
         return link.number.decode(), False
 
@@ -147,7 +147,7 @@ class RedisConsumer(Consumer):
         link: RedisConnection | None = None
         try:
             link = self._open_link()
-            sleeper, is_apart = self._sleeper(link)
+            client, is_apart = self._blocked_client(link)
             argument = pack(
                 (
                     self._driver.now(),
@@ -156,7 +156,7 @@ class RedisConsumer(Consumer):
                     limit,
                     claim,
                     [number for number, _ in self._lost],
-                    sleeper,
+                    client,
                     will_sleep or bool(sleep),
                     self._noted,
                     is_apart,
@@ -169,13 +169,13 @@ class RedisConsumer(Consumer):
         except Exception as error:  # redis-py's, sorted by `fail`
             self._failed(error, link, claim)
             raise AssertionError("unreachable") from error
-        alive, due_in, revoked, rung, blob, bed, problems = reply
+        alive, due_in, revoked, to_wake, blob, blocking_queue, problems = reply
         tell_spoilt(problems, doing="claiming messages")
-        self._bed = keys[bed - 1] if bed else None
+        self._blocking_queue = keys[blocking_queue - 1] if blocking_queue else None
         # Forgotten only when it has been asked for with success; claims may fail for longer than that.
         self._lost = [one for one in self._lost if now - one[1] < LOST_LIFE]
-        if rung:
-            self._driver.unblock(rung)
+        if to_wake:
+            self._driver.unblock(to_wake)
         if not alive:
             return [], self._block  # the next beat starts again as a new one
         self._driver.saw_revoked(revoked)
@@ -188,9 +188,9 @@ class RedisConsumer(Consumer):
         if not sleep:
             link.send(packet)
             return self._driver.read_script(link, redis_scripts.CLAIM, argument)
-        name, prefix = self._bed or self._keys[0]
+        name, prefix = self._blocking_queue or self._keys[0]
         arrivals = f"{prefix}i:{self.session}".encode()
-        source = name.encode() if self._bed else arrivals
+        source = name.encode() if self._blocking_queue else arrivals
         self._asleep = link.number
         try:
             if self._woken:
@@ -271,14 +271,14 @@ class RedisConsumer(Consumer):
             return []
         rows = [(*self.place_of(one.delivery), *end_of(one)) for one in disposals]
         argument = pack((self._driver.now(), self.session, self._keys, rows))
-        letters, rung = self._driver.run(
+        letters, to_wake = self._driver.run(
             redis_scripts.DISPOSE,
             argument,
             doing="ending deliveries",
             away=BrokerUnavailable,
             again=False,
         )
-        self._driver.unblock(rung)
+        self._driver.unblock(to_wake)
         return [letter == 115 for letter in letters]
 
     def holds(self, deliveries: Sequence[Delivery]) -> list[bool]:
@@ -330,7 +330,7 @@ class RedisConsumer(Consumer):
                 redis_scripts.BEAT, argument, doing="beating", away=BrokerUnavailable
             ):
                 return True
-            self._give_up(redis_scripts.GRAVE)
+            self._give_up(redis_scripts.TOMBSTONE)
             self._start_session()
             return False
 
@@ -356,15 +356,15 @@ class RedisConsumer(Consumer):
         if link is not None and not self._asleep:
             link.close()
 
-    def _give_up(self, grave: int) -> None:
+    def _give_up(self, tombstone: int) -> None:
         """Leave the registries; what is still held goes back."""
         argument = pack(
-            (self._driver.now(), self.session, self._keys, "", [()] * len(self._keys), grave)
+            (self._driver.now(), self.session, self._keys, "", [()] * len(self._keys), tombstone)
         )
-        _, rung = self._driver.run(
+        _, to_wake = self._driver.run(
             redis_scripts.CONDEMN, argument, doing="giving messages back", away=BrokerUnavailable
         )
-        self._driver.unblock(rung)
+        self._driver.unblock(to_wake)
         self._file.end()
 
 

@@ -10,7 +10,7 @@ from machinery_py.connections.redis.pool import DELAYED
 from machinery_py.connections.redis.scripts import Folder
 
 TOKEN_LIFE = 600  # seconds; longer than anybody repeats a submission
-GRAVE = 86_400_000_000  # µs that a condemned session is looked at
+TOMBSTONE = 86_400_000_000  # µs that a condemned session is looked at
 CLOSED = 60_000_000  # µs that a closed one is
 MARK_EVERY = 250_000  # µs between two notes of when a place of a queue was filled
 MARKS = 4096  # of these notes

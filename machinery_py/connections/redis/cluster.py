@@ -350,7 +350,7 @@ class SlotDriver(_PartDriver):
             logger.debug("%s cannot be asked for its slots", self.cluster.nodes.place)
 
     def unblock(self, numbers: Sequence[bytes]) -> None:
-        """As the base class; a sleeper at another queue gives its number as `number@prefix of that queue`."""
+        """As the base class; a client that blocks at another queue gives its number as `number@prefix of that queue`."""
         for number in numbers:
             digits, _, elsewhere = number.partition(b"@")
             driver = self.cluster.at(elsewhere) if elsewhere else self

@@ -1,4 +1,5 @@
--- In: name, token, ms. Out: the fence, or nothing if somebody else has the name. May be carried out twice.
+-- In: name, token, ms. Out: the fence, or nothing if somebody else has the name. May be carried out
+-- twice.
 --! include connections/redis/lua/prelude.lua
 
 local key, token, ms = 'mpy:lock:{' .. unpacked[1] .. '}', unpacked[2], unpacked[3]

@@ -1,12 +1,13 @@
--- In: now, seconds that finished states are kept, name, expected, body, life, C of nothing or one change, S, queues,
--- messages. Out: nothing if the record held something else, else connections to be woken.
+-- In: now, seconds that finished states are kept, name, expected, body, life, C of nothing or one
+-- change, S, queues, messages. Out: nothing if the record held something else, else connections to
+-- be woken.
 --! include brokers/redis/lua/putting.lua
 --! include backends/redis/lua/changes.lua
 --! include backends/redis/lua/records/swap.lua
 
 local text, expire, name, expected, body, life, queues, messages
 text, expire, name, expected, body, life, C, S, queues, messages = unpack(unpacked)
-local now, rung, plan, _ = now_of(text), {}, nil, nil
+local now, to_wake, plan, _ = now_of(text), {}, nil, nil
 if not holds(name, expected, life) then return false end
 check(queues, messages, now)
 if C[1] then
@@ -17,5 +18,5 @@ end
 swap(name, body, life)
 if plan then commit(1, plan, now, expire) end
 note_states(now)
-put(queues, messages, now, rung)
-return rung
+put(queues, messages, now, to_wake)
+return to_wake

@@ -1,11 +1,11 @@
--- In: now, seconds, queues, messages, C of one change that fires a group or ends a task, S. Out: nothing if that was done
--- before, else connections to be woken.
+-- In: now, seconds, queues, messages, C of one change that fires a group or ends a task, S. Out:
+-- nothing if that was done before, else connections to be woken.
 --! include brokers/redis/lua/putting.lua
 --! include backends/redis/lua/changes.lua
 
 local text, expire, queues, messages
 text, expire, queues, messages, C, S = unpack(unpacked)
-local now, rung = now_of(text), {}
+local now, to_wake = now_of(text), {}
 check(queues, messages, now)
 listable({1})
 look_at({1})
@@ -16,5 +16,5 @@ if verdict ~= 's' then
 end
 commit(1, plan, now, expire)
 note_states(now)
-put(queues, messages, now, rung)
-return rung
+put(queues, messages, now, to_wake)
+return to_wake

@@ -1,16 +1,17 @@
 -- In: now, seconds, session, queues, settlements, marks, C, S. Settlements and marks are flat:
 --   settlement: queue, receipt, fate, place of its change or 0, false or (due, head of a dead letter, messages)
 --   mark:       queue, receipt, place of its change
--- Out: a letter for each settlement: s, a or f; connections to be woken.
--- All are decided first; then the deliveries are removed, which a full Redis allows, and lets the rest pass; then all is
--- written. Marks come last, and are dropped when they cannot be written: they must not keep what is over from being settled. What
--- cannot come back, wait or die, since something else lies under a key of its queue, stays in flight, and is fenced.
+-- Out: a letter for each settlement: s, a or f; connections to be woken. All are decided first;
+-- then the deliveries are removed, which a full Redis allows, and lets the rest pass; then all is
+-- written. Marks come last, and are dropped when they cannot be written: they must not keep what is
+-- over from being settled. What cannot come back, wait or die, since something else lies under a
+-- key of its queue, stays in flight, and is fenced.
 --! include brokers/redis/lua/messages.lua
 --! include backends/redis/lua/changes.lua
 
 local text, expire, session, queues, ends, marks
 text, expire, session, queues, ends, marks, C, S = unpack(unpacked)
-local now, rung, backs, verdicts, plans = now_of(text), {}, {}, {}, {}
+local now, to_wake, backs, verdicts, plans = now_of(text), {}, {}, {}, {}
 local flights, asked, held, over, gone, changes = {}, {}, {}, {}, {}, {}
 for i, q in ipairs(queues) do
   flights[i], asked[i], held[i], over[i], gone[i] = q[2] .. 'f:' .. session, {}, {}, {}, {}
@@ -48,13 +49,13 @@ for at = 1, #ends, 5 do
   local index, receipt, fate, more = ends[at] + 1, ends[at + 1], ends[at + 2], ends[at + 4]
   if over[index][receipt] == at then
     if fate ~= 'done' then
-      end_delivery(queues[index], flights[index], receipt, held[index][receipt], fate, more[1], more[2], backs, now, rung)
+      end_delivery(queues[index], flights[index], receipt, held[index][receipt], fate, more[1], more[2], backs, now, to_wake)
     end
     if plans[at] then commit(ends[at + 3], plans[at], now, expire) end
-    if more and verdicts[(at + 4) / 5] == 's' and #more[3] > 0 then put(queues, more[3], now, rung) end
+    if more and verdicts[(at + 4) / 5] == 's' and #more[3] > 0 then put(queues, more[3], now, to_wake) end
   end
 end
-give_backs(backs, now, rung)
+give_backs(backs, now, to_wake)
 note_states(now)
 for at = 1, #marks, 3 do
   if call('HEXISTS', flights[marks[at] + 1], marks[at + 1]) == 1 then
@@ -66,4 +67,4 @@ for at = 1, #marks, 3 do
   end
 end
 if #open > 0 then pcall(note_states, now) end
-return {table.concat(verdicts), rung}
+return {table.concat(verdicts), to_wake}

@@ -1,11 +1,11 @@
--- In: now, seconds that finished states are kept, token, queues, messages, C of nothing or one change, S. Out: 0 if the token
--- was used before, else connections to be woken.
+-- In: now, seconds that finished states are kept, token, queues, messages, C of nothing or one
+-- change, S. Out: 0 if the token was used before, else connections to be woken.
 --! include brokers/redis/lua/putting.lua
 --! include backends/redis/lua/changes.lua
 
 local text, expire, token, queues, messages
 text, expire, token, queues, messages, C, S = unpack(unpacked)
-local now, rung, plan, _ = now_of(text), {}, nil, nil
+local now, to_wake, plan, _ = now_of(text), {}, nil, nil
 check(queues, messages, now)
 if C[1] then
   listable({1})
@@ -13,7 +13,7 @@ if C[1] then
   _, plan = decide(1)
 end
 if token ~= '' and not call('SET', 'mpy:p:' .. token, '1', 'NX', 'EX', '$TOKEN_LIFE') then return 0 end
-put(queues, messages, now, rung)
+put(queues, messages, now, to_wake)
 if plan then commit(1, plan, now, expire) end
 note_states(now)
-return rung
+return to_wake

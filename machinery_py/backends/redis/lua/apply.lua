@@ -1,4 +1,5 @@
--- In: now, seconds that finished states are kept, C, S. Out: a letter each: s(ettled), a(lready), f(enced).
+-- In: now, seconds that finished states are kept, C, S. Out: a letter each: s(ettled), a(lready),
+-- f(enced).
 --! include backends/redis/lua/changes.lua
 
 local text, expire

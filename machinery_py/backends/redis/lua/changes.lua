@@ -1,7 +1,8 @@
 -- How a change of states and groups is decided, and how it is written.
 --
--- State documents are cut where Go's field names stand, never decoded. What a script takes stands in two flat arrays, C and S
--- (a table for each would cost more than all else), and is known by its place in them:
+-- State documents are cut where Go's field names stand, never decoded. What a script takes stands
+-- in two flat arrays, C and S (a table for each would cost more than all else), and is known by its
+-- place in them:
 --
 --     change in C   key, mark, epoch, force, fires or "", place of its first state, of the end of its last, groups or false,
 --                   arrivals or false, outbox or ""
@@ -11,11 +12,15 @@
 --     arrival       (group, member, total, ok, callback)
 --
 -- A companion is lines: run, epoch, mark, started, progress, queue, worker, and then our fields.
--- look: reads what is stored of tasks, in one command for all; `known` keeps it, and what is decided after that. Raises if
--- something else lies under a UUID, or it is the name of a queue: nothing of others is ever written over.
--- decide: what a change would write, and its verdict (s, a, f); writes nothing, and the next change sees it in `known`.
--- listable: raises, before anything is written, if a set from which these changes are to be found again is something else.
--- commit: writes it. note_states: writes the listings and the groups, once for all that a script has committed.
+-- look: reads what is stored of tasks, in one command for all; `known` keeps it, and what is
+-- decided after that. Raises if something else lies under a UUID, or it is the name of a queue:
+-- nothing of others is ever written over.
+-- decide: what a change would write, and its verdict (s, a, f); writes nothing, and the next change
+-- sees it in `known`.
+-- listable: raises, before anything is written, if a set from which these changes are to be found
+-- again is something else.
+-- commit: writes it. note_states: writes the listings and the groups, once for all that a script
+-- has committed.
 --! include connections/redis/lua/prelude.lua
 
 local C, S

@@ -1,6 +1,7 @@
--- In: set, from which µs down ("+inf": the newest), how many of that µs to skip, down to which µs, how many to look at, how many
--- to find, state or "", name as JSON or "". Out: how many were looked at; the first two for the next call; the µs of each that
--- was found; msgpack of (document, companion) of each. The filter may let pass too much, never too little.
+-- In: set, from which µs down ("+inf": the newest), how many of that µs to skip, down to which µs,
+-- how many to look at, how many to find, state or "", name as JSON or "". Out: how many were looked
+-- at; the first two for the next call; the µs of each that was found; msgpack of (document,
+-- companion) of each. The filter may let pass too much, never too little.
 --! include backends/redis/lua/changes.lua
 
 local set, high, skip, low, size, limit, word, name = unpack(unpacked)

@@ -1,4 +1,5 @@
--- In: keys of the sets to be read, from which µs, how many. Out: (UUID, µs), the newest first in each set.
+-- In: keys of the sets to be read, from which µs, how many. Out: (UUID, µs), the newest first in
+-- each set.
 --! include connections/redis/lua/prelude.lua
 
 local found = {}

@@ -1,5 +1,6 @@
--- In: now, limit. Out: (group, total, callback) of incomplete groups whose time to be looked at has come; the next is later.
--- One with something else under its key is left out, and keeps no other from being looked at.
+-- In: now, limit. Out: (group, total, callback) of incomplete groups whose time to be looked at has
+-- come; the next is later. One with something else under its key is left out, and keeps no other
+-- from being looked at.
 --! include backends/redis/lua/changes.lua
 
 local now, found = now_of(unpacked[1]), {}

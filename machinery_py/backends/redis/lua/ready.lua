@@ -1,5 +1,5 @@
--- In: limit. Out: (group, callback, failed member or ""); texts that name keys of groups under which something else lies: these
--- groups are left out.
+-- In: limit. Out: (group, callback, failed member or ""); texts that name keys of groups under
+-- which something else lies: these groups are left out.
 --! include backends/redis/lua/changes.lua
 
 local limit, found, spoilt, at = unpacked[1], {}, {}, 0

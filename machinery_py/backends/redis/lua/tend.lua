@@ -1,5 +1,5 @@
--- In: now, seconds that finished states are kept. Out: how many groups were looked at. What is kept under a group's UUID and is no
--- document is left alone; MGET says that it is missing.
+-- In: now, seconds that finished states are kept. Out: how many groups were looked at. What is kept
+-- under a group's UUID and is no document is left alone; MGET says that it is missing.
 --! include backends/redis/lua/changes.lua
 
 local text, expire = unpack(unpacked)

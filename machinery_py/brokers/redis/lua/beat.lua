@@ -1,5 +1,6 @@
--- In: now, session, queues. Out: 1, or 0 if the session was given up in one of its queues. The score is removed first, so
--- that a full Redis lets the beat pass. A queue whose registry is something else is left out, here and in all that follows.
+-- In: now, session, queues. Out: 1, or 0 if the session was given up in one of its queues. The
+-- score is removed first, so that a full Redis lets the beat pass. A queue whose registry is
+-- something else is left out, here and in all that follows.
 --! include brokers/redis/lua/messages.lua
 
 local text, session, queues = unpack(unpacked)

@@ -1,4 +1,5 @@
--- In: session, prefix of the queue, receipt. Out: nothing. Notes that this delivery is being run; what is over is forgotten.
+-- In: session, prefix of the queue, receipt. Out: nothing. Notes that this delivery is being run;
+-- what is over is forgotten.
 --! include connections/redis/lua/prelude.lua
 
 local session, prefix, receipt = unpack(unpacked)

@@ -1,4 +1,5 @@
--- In: now, queue, member of Go's set, head of a dead letter. Out: 1 if it has gone to the dead letters of that queue.
+-- In: now, queue, member of Go's set, head of a dead letter. Out: 1 if it has gone to the dead
+-- letters of that queue.
 --! include brokers/redis/lua/messages.lua
 
 local text, q, body, head = unpack(unpacked)

@@ -1,13 +1,16 @@
--- In: now, session, queues, limit, number of this claim, numbers of lost ones, connection, true if it will sleep, true if it may
--- be among the sleepers, true if it sleeps at none of these queues.
--- Out: what is left of the session (1, or 0 if it was given up); µs until something is due (-1: nothing is); how many tasks
--- are revoked; connections to be woken; msgpack of (queue, first receipt, fence, strikes, parks, priority, bodies), in which the
--- receipts of the bodies follow each other; which queue a sleeper is to block at, from 1 on (0: all are paused or spoilt); texts
--- that name keys under which something else lies. A queue with such a key is left alone, and the others are claimed from.
+-- In: now, session, queues, limit, number of this claim, numbers of lost ones, connection, true if
+-- it will sleep, true if it may be noted as a blocked client, true if it sleeps at none of these
+-- queues.
+-- Out: what is left of the session (1, or 0 if it was given up); µs until something is due (-1:
+-- nothing is); how many tasks are revoked; connections to be woken; msgpack of (queue, first
+-- receipt, fence, strikes, parks, priority, bodies), in which the receipts of the bodies follow
+-- each other; which queue the client is to block at, from 1 on (0: all are paused or spoilt); texts
+-- that name keys under which something else lies. A queue with such a key is left alone, and the
+-- others are claimed from.
 --! include brokers/redis/lua/messages.lua
 
 local text, session, queues, limit, claim, lost, number, will_sleep, noted, apart = unpack(unpacked)
-local now, rung, found, runs, count, with_notes, places, problems = now_of(text), {}, {}, 0, 0, {}, {}, {}
+local now, to_wake, found, runs, count, with_notes, places, problems = now_of(text), {}, {}, 0, 0, {}, {}, {}
 local function reply() return '\221' .. struct.pack('>I4', runs) .. table.concat(found) end
 local function tell(index, receipt, fence, strikes, parks, level, bodies)
   found[#found + 1] = '\151' .. cmsgpack.pack(places[index] - 1, receipt, fence, strikes, parks, level)
@@ -40,7 +43,7 @@ local function fly(index, q, level, bodies)
   if not noted then tell(index, first + 1, 1, 0, 0, level, bodies) end
   rows('HSET', q[2] .. 'f:' .. session, entries)
 end
-local alive, arrived, levels, firsts, stopped, bed = true, {}, {}, {}, {}, 0
+local alive, arrived, levels, firsts, stopped, blocking_queue = true, {}, {}, {}, {}, 0
 local function expect(kind, ...)
   for _, key in ipairs({...}) do
     local fine, problem = pcall(key_type, key, kind)
@@ -75,7 +78,7 @@ for place, q in ipairs(all) do
   if fine then
     queues[index], places[index] = q, place
     -- From a paused queue nothing is taken, and nobody sleeps at its list; resuming it wakes those who noted themselves.
-    if bed == 0 and not stopped[index] then bed = index end
+    if blocking_queue == 0 and not stopped[index] then blocking_queue = index end
   else
     local before = #problems
     expect('zset', q[2] .. 's', q[2] .. 'l', q[2] .. 'z')
@@ -89,14 +92,14 @@ for _, q in ipairs(queues) do
   end
 end
 local function return_arrivals(q, bodies)
-  for i = #bodies, 1, -1 do give(q, 0, {bodies[i]}, true, now, rung) end
+  for i = #bodies, 1, -1 do give(q, 0, {bodies[i]}, true, now, to_wake) end
 end
 if not alive then
   for index, q in ipairs(queues) do
     call('DEL', q[2] .. 'i:' .. session)
     return_arrivals(q, arrived[index])
   end
-  return {0, -1, 1, rung, reply(), 0, problems}
+  return {0, -1, 1, to_wake, reply(), 0, problems}
 end
 for index, q in ipairs(queues) do
   if #lost > 0 then
@@ -121,7 +124,7 @@ for index, q in ipairs(queues) do
   end
 end
 for index, q in ipairs(queues) do
-  if parked(q, now, rung, firsts[index]) then
+  if parked(q, now, to_wake, firsts[index]) then
     levels[index], with_notes[index] = call('ZREVRANGE', q[2] .. 'l', 0, -1), true
   end
   if count < limit and not stopped[index] then
@@ -138,7 +141,7 @@ end
 if will_sleep and count == 0 then
   for index, q in ipairs(queues) do
     try('SADD', q[2] .. (stopped[index] and 'u' or 'v'), number)
-    if (apart or index ~= bed) and not stopped[index] then try('SADD', q[2] .. 'w', number) end
+    if (apart or index ~= blocking_queue) and not stopped[index] then try('SADD', q[2] .. 'w', number) end
   end
 end
-return {1, due_in(queues, now), revoked, rung, reply(), places[bed] or 0, problems}
+return {1, due_in(queues, now), revoked, to_wake, reply(), places[blocking_queue] or 0, problems}

@@ -1,10 +1,11 @@
--- In: now, session, queues, the beat that was seen or "", for each queue the receipts that get a strike (false: what the session
--- has noted), µs of its tombstone. Out: -1 if the session has beaten since or is gone, else how many messages it held; connections
--- to be woken. A queue with something else under one of its keys stays as it is.
+-- In: now, session, queues, the beat that was seen or "", for each queue the receipts that get a
+-- strike (false: what the session has noted), µs of its tombstone. Out: -1 if the session has
+-- beaten since or is gone, else how many messages it held; connections to be woken. A queue with
+-- something else under one of its keys stays as it is.
 --! include brokers/redis/lua/messages.lua
 
-local text, session, queues, seen, began, grave = unpack(unpacked)
-local now, rung, held, sound = now_of(text), {}, 0, {}
+local text, session, queues, seen, began, tombstone = unpack(unpacked)
+local now, to_wake, held, sound = now_of(text), {}, 0, {}
 local there = false
 local function sight(index, q)
   local beat = call('ZSCORE', q[2] .. 's', session)
@@ -17,14 +18,14 @@ local function sight(index, q)
 end
 for index, q in ipairs(queues) do
   local _, lives = pcall(sight, index, q)
-  if lives == true then return {-1, rung} end
+  if lives == true then return {-1, to_wake} end
 end
-if not there then return {-1, rung} end
+if not there then return {-1, to_wake} end
 for _, index in ipairs(sound) do
   local q = queues[index]
   call('ZREM', q[2] .. 's', session)
   call('DEL', q[2] .. 'b:' .. session)
-  held = held + empty(q, session, began and began[index], now, rung)
-  call('ZADD', q[2] .. 't', now + grave, session)
+  held = held + empty(q, session, began and began[index], now, to_wake)
+  call('ZADD', q[2] .. 't', now + tombstone, session)
 end
-return {held, rung}
+return {held, to_wake}

@@ -1,9 +1,10 @@
--- In: now, session, queues, disposals (index of the queue, receipt, fate, due, head of the dead letter).
+-- In: now, session, queues, disposals (index of the queue, receipt, fate, due, head of the dead
+-- letter).
 -- Out: a letter each, s or f; connections to be woken.
 --! include brokers/redis/lua/messages.lua
 
 local text, session, queues, disposals = unpack(unpacked)
-local now, rung, backs, verdicts, raws, taken = now_of(text), {}, {}, {}, {}, {}
+local now, to_wake, backs, verdicts, raws, taken = now_of(text), {}, {}, {}, {}, {}
 for i, d in ipairs(disposals) do
   local q = queues[d[1] + 1]
   local flight = q[2] .. 'f:' .. session
@@ -14,7 +15,7 @@ for i, d in ipairs(disposals) do
 end
 for i, d in ipairs(disposals) do
   local q = queues[d[1] + 1]
-  if raws[i] then end_delivery(q, q[2] .. 'f:' .. session, d[2], raws[i], d[3], d[4], d[5], backs, now, rung) end
+  if raws[i] then end_delivery(q, q[2] .. 'f:' .. session, d[2], raws[i], d[3], d[4], d[5], backs, now, to_wake) end
 end
-give_backs(backs, now, rung)
-return {table.concat(verdicts), rung}
+give_backs(backs, now, to_wake)
+return {table.concat(verdicts), to_wake}

@@ -1,9 +1,9 @@
--- In: now, queues, lease in µs. Out: µs until something is due (-1); late sessions (queue, session, beat); all sessions
--- (queue, session); connections to be woken.
+-- In: now, queues, lease in µs. Out: µs until something is due (-1); late sessions (queue, session,
+-- beat); all sessions (queue, session); connections to be woken.
 --! include brokers/redis/lua/messages.lua
 
 local text, queues, lease = unpack(unpacked)
-local now, rung, late, all, sound = now_of(text), {}, {}, {}, {}
+local now, to_wake, late, all, sound = now_of(text), {}, {}, {}, {}
 local function read(q)
   return {z = call('ZRANGE', q[2] .. 'z', 0, 0, 'WITHSCORES'), s = call('ZRANGE', q[2] .. 's', 0, -1, 'WITHSCORES'),
           t = call('ZRANGE', q[2] .. 't', 0, -1)}
@@ -14,7 +14,7 @@ for _, q in ipairs(queues) do
   local fine, found = pcall(read, q)
   if fine then
     sound[#sound + 1] = q
-    parked(q, now, rung, found.z)
+    parked(q, now, to_wake, found.z)
     for i = 1, #found.s, 2 do
       local session, beat = found.s[i], tonumber(found.s[i + 1])
       all[#all + 1] = {q[1], session}
@@ -23,10 +23,10 @@ for _, q in ipairs(queues) do
     local emptied = not spoilt(q)
     for _, session in ipairs(emptied and found.t or {}) do
       if call('EXISTS', q[2] .. 'i:' .. session, q[2] .. 'f:' .. session) > 0 then
-        if pcall(can_empty, q, session) then empty(q, session, false, now, rung) else emptied = false end
+        if pcall(can_empty, q, session) then empty(q, session, false, now, to_wake) else emptied = false end
       end
     end
     if emptied then call('ZREMRANGEBYSCORE', q[2] .. 't', '-inf', now) end
   end
 end
-return {due_in(sound, now), late, all, rung}
+return {due_in(sound, now), late, all, to_wake}

@@ -1,14 +1,19 @@
 -- How a message leaves its list and comes back. Queues and messages are as putting.lua says.
 --
 -- unwrap: the parts of an entry of a session, or of a parked message.
--- back: gives entries of a session to the heads of their lists, in their old order; `guilty` are the receipts that get a strike.
--- empty: gives back all that a session has of a queue; `began` gets a strike, or if that is false what the session has noted.
+-- back: gives entries of a session to the heads of their lists, in their old order; `guilty` are
+-- the receipts that get a strike.
+-- empty: gives back all that a session has of a queue; `began` gets a strike, or if that is false
+-- what the session has noted.
 -- spoilt: whether somebody keeps something else under the queue's name.
--- usable: raises, before anything is written, if somebody does so with one of the keys that entries need which come back or wait.
--- can_bury: the same for those that die. can_end: whether this fate can be carried out; if not, the entry stays in flight until
--- its queue is as it should be. can_empty: as usable, for all that a session has of a queue.
--- parked: brings what is due from our own delayed set to its queue, if that can take it; whether it did. due_in: µs until the
--- next; asks not again what parked saw. first_due: whether Go's delayed set is what it should be; if not, nothing is due in it.
+-- usable: raises, before anything is written, if somebody does so with one of the keys that entries
+-- need which come back or wait.
+-- can_bury: the same for those that die. can_end: whether this fate can be carried out; if not, the
+-- entry stays in flight until its queue is as it should be. can_empty: as usable, for all that a
+-- session has of a queue.
+-- parked: brings what is due from our own delayed set to its queue, if that can take it; whether it
+-- did. due_in: µs until the next; asks not again what parked saw. first_due: whether Go's delayed
+-- set is what it should be; if not, nothing is due in it.
 --! include brokers/redis/lua/putting.lua
 
 local function unwrap(text)
@@ -17,11 +22,11 @@ local function unwrap(text)
   return {number = number, level = tonumber(level), fence = tonumber(fence), strikes = tonumber(strikes),
           parks = tonumber(parks), label = string.sub(text, at, at + size - 1), body = string.sub(text, at + size)}
 end
-local function back(q, entries, guilty, now, rung)
+local function back(q, entries, guilty, now, to_wake)
   table.sort(entries, function(a, b) return tonumber(a[1]) > tonumber(b[1]) end)
   for _, entry in ipairs(entries) do
     local m = unwrap(entry[2])
-    give(q, m.level, {m.body}, true, now, rung)
+    give(q, m.level, {m.body}, true, now, to_wake)
     note(q, m.body, m.fence, m.strikes + (guilty[entry[1]] or 0), m.parks, m.label)
   end
 end
@@ -55,19 +60,19 @@ local function can_empty(q, session)
   key_type(p .. 'r:' .. session, 'set')
   usable(q, call('HVALS', p .. 'f:' .. session))
 end
-local function empty(q, session, began, now, rung)
+local function empty(q, session, began, now, to_wake)
   local flight, arrivals, noted = q[2] .. 'f:' .. session, q[2] .. 'i:' .. session, q[2] .. 'r:' .. session
   local entries, guilty = {}, {}
   while true do
     local body = call('RPOP', arrivals)
     if not body then break end
-    give(q, 0, {body}, true, now, rung)
+    give(q, 0, {body}, true, now, to_wake)
   end
   local all = call('HGETALL', flight)
   for i = 1, #all, 2 do entries[#entries + 1] = {all[i], all[i + 1]} end
   for _, receipt in ipairs(began or call('SMEMBERS', noted)) do guilty[receipt] = 1 end
   call('DEL', flight, noted)
-  back(q, entries, guilty, now, rung)
+  back(q, entries, guilty, now, to_wake)
   return #entries
 end
 local soonest = {}
@@ -80,7 +85,7 @@ local function spoilt(q)
   local found = call('TYPE', q[1]).ok
   return found ~= 'none' and found ~= 'list'
 end
-local function parked(q, now, rung, first)
+local function parked(q, now, to_wake, first)
   local z = q[2] .. 'z'
   first = first or call('ZRANGE', z, 0, 0, 'WITHSCORES')
   if not first[2] or tonumber(first[2]) > now then
@@ -95,7 +100,7 @@ local function parked(q, now, rung, first)
   for _, text in ipairs(texts) do
     call('ZREM', z, text)
     local m = unwrap(text)
-    give(q, m.level, {m.body}, false, now, rung)
+    give(q, m.level, {m.body}, false, now, to_wake)
     note(q, m.body, m.fence, m.strikes, m.parks, m.label)
   end
   return true
@@ -120,7 +125,7 @@ local function bury(q, raw, now, head)
     .. head .. m.label .. m.body)
   call('ZADD', q[2] .. 'e', now, id)
 end
-local function end_delivery(q, flight, number, raw, fate, due, head, backs, now, rung)
+local function end_delivery(q, flight, number, raw, fate, due, head, backs, now, to_wake)
   if fate == 'back' then
     backs[q] = backs[q] or {}
     table.insert(backs[q], {number, raw, flight})
@@ -133,16 +138,16 @@ local function end_delivery(q, flight, number, raw, fate, due, head, backs, now,
     local m = unwrap(raw)
     if fate == 'later' then m.parks = m.parks + 1 end
     if due > now then
-      park(q, due, m, rung, now)
+      park(q, due, m, to_wake, now)
     else
-      give(q, m.level, {m.body}, false, now, rung)
+      give(q, m.level, {m.body}, false, now, to_wake)
       note(q, m.body, m.fence, m.strikes, m.parks, m.label)
     end
   end
 end
-local function give_backs(backs, now, rung)
+local function give_backs(backs, now, to_wake)
   for q, entries in pairs(backs) do
     for _, entry in ipairs(entries) do call('HDEL', entry[3], entry[1]) end
-    back(q, entries, {}, now, rung)
+    back(q, entries, {}, now, to_wake)
   end
 end

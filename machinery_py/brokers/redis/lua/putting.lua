@@ -1,11 +1,14 @@
 -- How a message comes to its list.
 --
--- A queue is (name, prefix of our keys). A message is (index of its queue, priority, due in µs or 0, label, parks, body); a label
--- is what only we can say of bytes that are no signature. Bodies are never decoded.
+-- A queue is (name, prefix of our keys). A message is (index of its queue, priority, due in µs or
+-- 0, label, parks, body); a label is what only we can say of bytes that are no signature. Bodies
+-- are never decoded.
 --
--- give: puts bodies on a queue's list, at its head or tail, and notes when; the first that a queue ever gets, that it is there.
--- check: raises, before anything is written, if a key that these messages come to is something else.
--- put: stores messages; returns connections of sleepers that must be woken.
+-- give: puts bodies on a queue's list, at its head or tail, and notes when; the first that a queue
+-- ever gets, that it is there.
+-- check: raises, before anything is written, if a key that these messages come to is something
+-- else.
+-- put: stores messages; returns connections of blocked clients that must be woken.
 --! include connections/redis/lua/prelude.lua
 
 local DELAYED = '$DELAYED'
@@ -13,10 +16,10 @@ local function list_of(q, level)
   if level > 0 then return q[2] .. 'p:' .. int(level) end
   return q[1]
 end
-local function ring(q, set, count, rung)
-  for _, number in ipairs(try('SPOP', q[2] .. set, count) or {}) do rung[#rung + 1] = number end
+local function wake(q, set, count, to_wake)
+  for _, number in ipairs(try('SPOP', q[2] .. set, count) or {}) do to_wake[#to_wake + 1] = number end
 end
-local function give(q, level, bodies, at_head, now, rung)
+local function give(q, level, bodies, at_head, now, to_wake)
   local list, p = list_of(q, level), q[2]
   local length
   for i = 1, #bodies, 2000 do
@@ -25,7 +28,7 @@ local function give(q, level, bodies, at_head, now, rung)
   if level > 0 then
     try('SADD', 'mpy:queues', q[1])
     call('ZADD', p .. 'l', level, int(level))
-    ring(q, 'v', #bodies, rung)
+    wake(q, 'v', #bodies, to_wake)
   elseif not at_head then
     local place, last = (try('INCRBY', p .. 'c', #bodies) or #bodies) - #bodies, nil
     if place == 0 then try('SADD', 'mpy:queues', q[1]) end
@@ -34,7 +37,7 @@ local function give(q, level, bodies, at_head, now, rung)
       if (try('RPUSH', p .. 'o', int(place) .. ' ' .. int(now)) or 0) > $MARKS then call('LPOP', p .. 'o') end
     end
   end
-  ring(q, 'w', #bodies, rung)
+  wake(q, 'w', #bodies, to_wake)
 end
 local function note(q, body, fence, strikes, parks, label)
   if fence > 0 or strikes > 0 or parks > 0 or label ~= '' then
@@ -44,10 +47,10 @@ end
 local function wrap(number, level, fence, strikes, parks, label, body)
   return table.concat({number, level, fence, strikes, parks, #label}, ' ') .. '\n' .. label .. body
 end
-local function park(q, due, m, rung, now)
+local function park(q, due, m, to_wake, now)
   local number = int(call('INCR', q[2] .. 'n'))
   call('ZADD', q[2] .. 'z', due, wrap(number, m.level, m.fence, m.strikes, m.parks, m.label, m.body))
-  if due < now + 1100000 then ring(q, 'v', 1, rung) end
+  if due < now + 1100000 then wake(q, 'v', 1, to_wake) end
 end
 local parkable = {}
 local function can_give(q, level)
@@ -74,7 +77,7 @@ local function check(queues, messages, now)
     end
   end
 end
-local function put(queues, messages, now, rung)
+local function put(queues, messages, now, to_wake)
   local order, lists = {}, {}
   for _, m in ipairs(messages) do
     local q, level, due, label, parks, body = queues[m[1] + 1], m[2], m[3], m[4], m[5], m[6]
@@ -89,11 +92,11 @@ local function put(queues, messages, now, rung)
     elseif label == '' and parks == 0 then
       try('SADD', 'mpy:queues', q[1])
       call('ZADD', '$DELAYED', int(due) .. '000', body)
-      if due < now + 1100000 then ring(q, 'v', 1, rung) end
+      if due < now + 1100000 then wake(q, 'v', 1, to_wake) end
     else
       try('SADD', 'mpy:queues', q[1])
-      park(q, due, {level = level, fence = 0, strikes = 0, parks = parks, label = label, body = body}, rung, now)
+      park(q, due, {level = level, fence = 0, strikes = 0, parks = parks, label = label, body = body}, to_wake, now)
     end
   end
-  for _, one in ipairs(order) do give(one[1], one[2], one[3], false, now, rung) end
+  for _, one in ipairs(order) do give(one[1], one[2], one[3], false, now, to_wake) end
 end

@@ -1,5 +1,5 @@
--- Takes the place of the line `local call = redis.call` in a script for a cluster: the keys that belong to no queue are those of
--- its slot.
+-- Takes the place of the line `local call = redis.call` in a script for a cluster: the keys that
+-- belong to no queue are those of its slot.
 
 local PREFIX = string.sub(KEYS[1], 1, -2)
 local OURS = {$OURS}

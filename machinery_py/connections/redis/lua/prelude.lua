@@ -1,11 +1,14 @@
--- now(text): microseconds by the server's clock, or the text's if it is not empty (a clock of a test).
--- Lua hashes every string that it makes: bodies are joined once.
--- bin(s), arr(t): msgpack of a byte string, of an array of packed items. int(n): a number without an exponent; redis.call
--- writes numbers as doubles, which takes longer than most commands.
--- key_type(key, kind): raises before anything is written if the key holds something else; whether it is there.
+-- What all scripts share. Lua hashes every string that it makes: bodies are joined once.
+--
+-- now_of(text): microseconds by the server's clock, or the text's if it is not empty (a clock of a
+-- test).
+-- bin(s), arr(t): msgpack of a byte string, of an array of packed items. int(n): a number without
+-- an exponent; redis.call writes numbers as doubles, which takes longer than most commands.
+-- key_type(key, kind): raises before anything is written if the key holds something else; whether
+-- it is there.
 -- counter(key): the same for a number that is counted up.
--- try(command, key, …): for what a message can do without (who sleeps, when it came, how many there were): where somebody keeps
--- something else under that key of ours, the rest is still done.
+-- try(command, key, …): for what a message can do without (who sleeps, when it came, how many there
+-- were): where somebody keeps something else under that key of ours, the rest is still done.
 -- words(problem): what pcall says was raised, as a text.
 -- rows(key, command, items): one command with many arguments, in steps that Lua can unpack.
 

@@ -1,5 +1,6 @@
--- In: now, name, token, ms. Out: the fence, or nothing if somebody else has the name. May be carried out twice. The fence is the
--- time in µs, or one more than the last one: so no count has to be kept for each name that ever was.
+-- In: now, name, token, ms. Out: the fence, or nothing if somebody else has the name. May be
+-- carried out twice. The fence is the time in µs, or one more than the last one: so no count has to
+-- be kept for each name that ever was.
 --! include connections/redis/lua/prelude.lua
 
 local text, name, token, ms = unpack(unpacked)

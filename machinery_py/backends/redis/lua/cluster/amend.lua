@@ -1,5 +1,5 @@
--- In: now, name, expected, body, key of the record, record or "", µs of its note. Out: s; f if the schedule holds something else
--- ("" is none), l if the note is too old: nothing was done.
+-- In: now, name, expected, body, key of the record, record or "", µs of its note. Out: s; f if the
+-- schedule holds something else ("" is none), l if the note is too old: nothing was done.
 --! include connections/redis/lua/prelude.lua
 
 local prefix = string.sub(KEYS[1], 1, -2)

@@ -1,6 +1,8 @@
--- A claim is kept behind the key of the record of what was sent with it, and the length of that, in four bytes.
+-- A claim is kept behind the key of the record of what was sent with it, and the length of that, in
+-- four bytes.
 --
--- In: now, key of the claim, expected, body, life, key of the record, record or "", µs of its note. Out: as of AMEND.
+-- In: now, key of the claim, expected, body, life, key of the record, record or "", µs of its note.
+-- Out: as of AMEND.
 --! include connections/redis/lua/prelude.lua
 
 local text, claim, expected, body, life, key, record, noted = unpack(unpacked)

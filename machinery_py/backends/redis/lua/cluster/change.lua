@@ -1,6 +1,6 @@
--- In: now, seconds, C of one change (its own states, no groups, arrivals or outbox), S, record or "", whether results are held,
--- µs of the note of the record. Out: s, a, f or l (the note is too old: nothing was done); finished UUIDs, others, state and
--- queue of the finished.
+-- In: now, seconds, C of one change (its own states, no groups, arrivals or outbox), S, record or
+-- "", whether results are held, µs of the note of the record. Out: s, a, f or l (the note is too
+-- old: nothing was done); finished UUIDs, others, state and queue of the finished.
 --! include backends/redis/lua/changes.lua
 --! include backends/redis/lua/cluster/may_fire.lua
 --! include backends/redis/lua/cluster/written.lua

@@ -1,4 +1,5 @@
--- In: (key, µs of the note). Out: nothing. The records are gone; one that was noted since then stays.
+-- In: (key, µs of the note). Out: nothing. The records are gone; one that was noted since then
+-- stays.
 --! include connections/redis/lua/prelude.lua
 
 local prefix = string.sub(KEYS[1], 1, -2)

@@ -1,4 +1,5 @@
--- In: group. Out: 1 if Go may be at it as well, which its mutex tells; 2 if Go has settled it, or is at it; else 0.
+-- In: group. Out: 1 if Go may be at it as well, which its mutex tells; 2 if Go has settled it, or
+-- is at it; else 0.
 --! include backends/redis/lua/changes.lua
 
 local uuid = unpacked[1]

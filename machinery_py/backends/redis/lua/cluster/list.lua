@@ -1,4 +1,5 @@
--- In: now, finished UUIDs, what state and queue each finished with, others, whether they may have been finished. Out: nothing.
+-- In: now, finished UUIDs, what state and queue each finished with, others, whether they may have
+-- been finished. Out: nothing.
 --! include connections/redis/lua/prelude.lua
 
 local prefix = string.sub(KEYS[1], 1, -2)

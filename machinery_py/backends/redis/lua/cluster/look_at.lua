@@ -1,5 +1,5 @@
--- In: group. Out: callback, failed member, fired, or nil each; the members that are in, if it was fired; texts that name keys
--- under which something else lies.
+-- In: group. Out: callback, failed member, fired, or nil each; the members that are in, if it was
+-- fired; texts that name keys under which something else lies.
 --! include backends/redis/lua/changes.lua
 
 local g, h = group_keys(unpacked[1])

@@ -1,5 +1,5 @@
--- Takes the place of may_fire of changes.lua. Go's mutex is in a slot of its own: whoever wants to fire a group has flagged its
--- document first (flag.lua), and looked at the mutex then.
+-- Takes the place of may_fire of changes.lua. Go's mutex is in a slot of its own: whoever wants to
+-- fire a group has flagged its document first (flag.lua), and looked at the mutex then.
 --! include backends/redis/lua/changes.lua
 
 may_fire = function(uuid)

@@ -1,4 +1,5 @@
--- A claim is kept behind the key of the record of what was sent with it, and the length of that, in four bytes.
+-- A claim is kept behind the key of the record of what was sent with it, and the length of that, in
+-- four bytes.
 --
 -- In: key of the claim, body. Out: nothing.
 --! include connections/redis/lua/prelude.lua

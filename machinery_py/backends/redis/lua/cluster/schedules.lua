@@ -1,4 +1,5 @@
--- In: now, version known to the caller. Out: now, version, and names and bodies in turn, unless the version is known.
+-- In: now, version known to the caller. Out: now, version, and names and bodies in turn, unless the
+-- version is known.
 --! include connections/redis/lua/prelude.lua
 
 local prefix = string.sub(KEYS[1], 1, -2)

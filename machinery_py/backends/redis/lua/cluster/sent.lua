@@ -1,4 +1,5 @@
--- In: key of the record, outbox that was sent. Out: nothing. A record with another outbox is a later one.
+-- In: key of the record, outbox that was sent. Out: nothing. A record with another outbox is a
+-- later one.
 --! include connections/redis/lua/prelude.lua
 
 local name, size = unpacked[1], #unpacked[2]

@@ -1,5 +1,5 @@
--- In: now, seconds that finished states are kept, name, expected, body, life, C of nothing or one change, S. Out: 1, or 0 if
--- nothing was written.
+-- In: now, seconds that finished states are kept, name, expected, body, life, C of nothing or one
+-- change, S. Out: 1, or 0 if nothing was written.
 --! include backends/redis/lua/changes.lua
 --! include backends/redis/lua/records/swap.lua
 

@@ -1,4 +1,5 @@
--- holds: whether a record holds `expected` ("" is no record). swap: let it hold `body`. With a life, in seconds, it is a claim.
+-- holds: whether a record holds `expected` ("" is no record). swap: let it hold `body`. With a
+-- life, in seconds, it is a claim.
 --! include connections/redis/lua/prelude.lua
 
 local function holds(name, expected, life)

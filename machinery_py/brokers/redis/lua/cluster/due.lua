@@ -1,4 +1,5 @@
--- In: now, limit. Out: now; (body, score) of what is due in Go's set, the first due first; µs until the next one is (-1).
+-- In: now, limit. Out: now; (body, score) of what is due in Go's set, the first due first; µs until
+-- the next one is (-1).
 --! include connections/redis/lua/prelude.lua
 
 local now, key, found = now_of(unpacked[1]), '$DELAYED', {}

@@ -1,4 +1,5 @@
--- In: now, queue, head of the dead letter, label, body. Out: nothing. A message that was never on a list becomes a dead letter.
+-- In: now, queue, head of the dead letter, label, body. Out: nothing. A message that was never on a
+-- list becomes a dead letter.
 --! include brokers/redis/lua/messages.lua
 
 local text, q, head, label, body = unpack(unpacked)

@@ -1,5 +1,6 @@
--- In: at which place of Go's delayed set to begin, the last due first, and how many to look at. Out: how many there were; their
--- routing keys as they stand in the JSON, and how many each. From the end: what is moved to its queue meanwhile shifts no other.
+-- In: at which place of Go's delayed set to begin, the last due first, and how many to look at.
+-- Out: how many there were; their routing keys as they stand in the JSON, and how many each. From
+-- the end: what is moved to its queue meanwhile shifts no other.
 --! include connections/redis/lua/prelude.lua
 
 local start, size, counts, names = unpacked[1], unpacked[2], {}, {}

@@ -1,10 +1,11 @@
--- In: queue. Out: connections to be woken: who sleeps at the queue's list is to find another bed.
+-- In: queue. Out: connections to be woken: clients blocked at the queue's list are to block at
+-- another.
 --! include brokers/redis/lua/messages.lua
 
-local q, rung = unpacked[1], {}
+local q, to_wake = unpacked[1], {}
 key_type('mpy:queues', 'set')
 key_type(q[2] .. 'u', 'set')
-ring(q, 'v', 100000, rung)  -- first: after a removal a full Redis lets the rest pass
+wake(q, 'v', 100000, to_wake)  -- first: after a removal a full Redis lets the rest pass
 call('SADD', 'mpy:queues', q[1])
 call('SADD', q[2] .. 'u', '')
-return rung
+return to_wake

@@ -1,8 +1,8 @@
--- In: now, queues. Out: for each (waiting, running, parked, dead, when its oldest was put or "", 1 if it is paused);
--- connections to be woken.
+-- In: now, queues. Out: for each (waiting, running, parked, dead, when its oldest was put or "", 1
+-- if it is paused); connections to be woken.
 --! include brokers/redis/lua/messages.lua
 
-local now, queues, lines, rung = now_of(unpacked[1]), unpacked[2], {}, {}
+local now, queues, lines, to_wake = now_of(unpacked[1]), unpacked[2], {}, {}
 key_type(DELAYED, 'zset')
 for _, q in ipairs(queues) do
   usable(q, {})
@@ -13,7 +13,7 @@ for _, q in ipairs(queues) do
 end
 for _, q in ipairs(queues) do
   local p = q[2]
-  parked(q, now, rung)
+  parked(q, now, to_wake)
   local plain = call('LLEN', q[1])
   local waiting, running = plain, 0
   for _, level in ipairs(call('ZRANGE', p .. 'l', 0, -1)) do waiting = waiting + call('LLEN', p .. 'p:' .. level) end
@@ -29,4 +29,4 @@ for _, q in ipairs(queues) do
   lines[#lines + 1] = {waiting, running, call('ZCARD', p .. 'z'), call('HLEN', p .. 'd'), oldest,
     call('EXISTS', p .. 'u')}
 end
-return {lines, rung}
+return {lines, to_wake}
