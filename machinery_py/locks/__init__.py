@@ -1,5 +1,5 @@
 """Locks: one holder at a time, for as long as it says, across processes where the store is shared."""
 
-from machinery_py.locks.base import Holding, Lock
+from machinery_py.locks.base import Lock, LockHolding
 
-__all__ = ["Holding", "Lock"]
+__all__ = ["Lock", "LockHolding"]

@@ -10,7 +10,7 @@ import msgspec
 from machinery_py.errors import Unsupported
 
 
-class Holding(msgspec.Struct, frozen=True, kw_only=True):
+class LockHolding(msgspec.Struct, frozen=True, kw_only=True):
     """One holding of a name.
 
     Attributes:
@@ -60,18 +60,18 @@ class Lock(ABC):
     """
 
     @abstractmethod
-    def acquire(self, name: str, *, ttl: float) -> Holding | None:
+    def acquire(self, name: str, *, ttl: float) -> LockHolding | None:
         """Take the name for `ttl` seconds, or None if somebody has it. Of many who try at once one succeeds.
 
         Does not wait for the holder.
         """
 
     @abstractmethod
-    def renew(self, held: Holding, *, ttl: float) -> bool:
+    def renew(self, held: LockHolding, *, ttl: float) -> bool:
         """Hold it for `ttl` seconds from now. False: its time was over or it was released, and nothing was done."""
 
     @abstractmethod
-    def release(self, held: Holding) -> bool:
+    def release(self, held: LockHolding) -> bool:
         """Let others have it. False: it was not ours any more, and nothing was done."""
 
     def go(self) -> GoLock:

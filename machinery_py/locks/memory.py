@@ -11,7 +11,7 @@ import itertools
 import secrets
 
 from machinery_py.connections.memory import MemoryHub
-from machinery_py.locks.base import GoLock, Holding, Lock
+from machinery_py.locks.base import GoLock, Lock, LockHolding
 
 
 class MemoryLock(Lock):
@@ -26,7 +26,7 @@ class MemoryLock(Lock):
         self._ends: list[tuple[float, str]] = []
         self._go = MemoryGoLock(hub)
 
-    def acquire(self, name: str, *, ttl: float) -> Holding | None:
+    def acquire(self, name: str, *, ttl: float) -> LockHolding | None:
         with self._hub.lock:
             self._forget()
             if name in self._held:
@@ -34,16 +34,18 @@ class MemoryLock(Lock):
             token = secrets.token_hex(16)
             self._hold(name, token, ttl)
             expires_at = self._hub.clock.now() + dt.timedelta(seconds=ttl)
-            return Holding(name=name, token=token, fence=next(self._fences), expires_at=expires_at)
+            return LockHolding(
+                name=name, token=token, fence=next(self._fences), expires_at=expires_at
+            )
 
-    def renew(self, held: Holding, *, ttl: float) -> bool:
+    def renew(self, held: LockHolding, *, ttl: float) -> bool:
         with self._hub.lock:
             if not self._is_ours(held):
                 return False
             self._hold(held.name, held.token, ttl)
             return True
 
-    def release(self, held: Holding) -> bool:
+    def release(self, held: LockHolding) -> bool:
         with self._hub.lock:
             if not self._is_ours(held):
                 return False
@@ -55,7 +57,7 @@ class MemoryLock(Lock):
         self._held[name] = token, end
         heapq.heappush(self._ends, (end, name))
 
-    def _is_ours(self, held: Holding) -> bool:
+    def _is_ours(self, held: LockHolding) -> bool:
         self._forget()
         return self._held.get(held.name, ("", 0.0))[0] == held.token
 

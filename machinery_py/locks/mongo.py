@@ -14,7 +14,7 @@ from pymongo import ReturnDocument
 
 from machinery_py.clock import moment_of
 from machinery_py.connections.mongodb.client import Document, MongoDriver, Store, insert_new
-from machinery_py.locks.base import Holding, Lock
+from machinery_py.locks.base import Lock, LockHolding
 
 
 class MongoLock(Lock):
@@ -23,7 +23,7 @@ class MongoLock(Lock):
     def __init__(self, driver: MongoDriver) -> None:
         self._driver = driver
 
-    def acquire(self, name: str, *, ttl: float) -> Holding | None:
+    def acquire(self, name: str, *, ttl: float) -> LockHolding | None:
         token = secrets.token_hex(16)
 
         def take(store: Store) -> Document | None:
@@ -45,11 +45,11 @@ class MongoLock(Lock):
         taken = self._driver.run(take, doing="taking a lock")
         if taken is None:
             return None
-        return Holding(
+        return LockHolding(
             name=name, token=token, fence=taken["fence"], expires_at=moment_of(taken["expires_at"])
         )
 
-    def renew(self, held: Holding, *, ttl: float) -> bool:
+    def renew(self, held: LockHolding, *, ttl: float) -> bool:
         def renew(store: Store) -> bool:
             now = self._driver.now()
             return (
@@ -62,7 +62,7 @@ class MongoLock(Lock):
 
         return self._driver.run(renew, doing="renewing a lock")
 
-    def release(self, held: Holding) -> bool:
+    def release(self, held: LockHolding) -> bool:
         return self._driver.run(
             lambda store: (
                 store.machinery_locks.update_one(

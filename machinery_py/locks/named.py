@@ -17,7 +17,7 @@ from types import TracebackType
 
 from machinery_py.async_twins import twin
 from machinery_py.errors import LockLost, LockNotAcquired, MachineryError
-from machinery_py.locks.base import Holding, Lock
+from machinery_py.locks.base import Lock, LockHolding
 from machinery_py.names import check_lock
 from machinery_py.tasks.context import check_time
 from machinery_py.texts import get_logger
@@ -32,7 +32,7 @@ class Lease:
     """A name that is held. `ends`: the monotonic second until which it surely is ours."""
 
     def __init__(
-        self, held: Holding, ends: float, on_lost: Callable[[], object] | None = None
+        self, held: LockHolding, ends: float, on_lost: Callable[[], object] | None = None
     ) -> None:
         self.held = held
         self.on_lost = on_lost

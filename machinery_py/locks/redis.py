@@ -14,7 +14,7 @@ import secrets
 
 from machinery_py.connections.redis.client import RedisDriver
 from machinery_py.connections.redis.scripts import Folder, pack
-from machinery_py.locks.base import GoLock, Holding, Lock
+from machinery_py.locks.base import GoLock, Lock, LockHolding
 
 _lua = Folder("locks/lua")
 _ACQUIRE = _lua.script("acquire")
@@ -27,21 +27,21 @@ class RedisLock(Lock):
     def __init__(self, driver: RedisDriver) -> None:
         self._driver = driver
 
-    def acquire(self, name: str, *, ttl: float) -> Holding | None:
+    def acquire(self, name: str, *, ttl: float) -> LockHolding | None:
         token = secrets.token_hex(16)
         expires_at = self._driver.clock.now() + dt.timedelta(seconds=ttl)
         fence = self._driver.run(_ACQUIRE, pack((name, token, _millis(ttl))), doing="taking a lock")
         if fence is None:
             return None
-        return Holding(name=name, token=token, fence=fence, expires_at=expires_at)
+        return LockHolding(name=name, token=token, fence=fence, expires_at=expires_at)
 
-    def renew(self, held: Holding, *, ttl: float) -> bool:
+    def renew(self, held: LockHolding, *, ttl: float) -> bool:
         return self._change(held, _millis(ttl), "renewing a lock")
 
-    def release(self, held: Holding) -> bool:
+    def release(self, held: LockHolding) -> bool:
         return self._change(held, 0, "releasing a lock")
 
-    def _change(self, held: Holding, ms: int, doing: str) -> bool:
+    def _change(self, held: LockHolding, ms: int, doing: str) -> bool:
         return bool(
             self._driver.run(_CHANGE, pack((held.name, held.token, ms)), doing=doing, again=ms > 0)
         )

@@ -16,7 +16,7 @@ import msgspec
 from machinery_py.connections.redis.cluster import RedisClusterDriver, SlotDriver
 from machinery_py.connections.redis.scripts import Folder, pack
 from machinery_py.connections.redis.slots import quoted
-from machinery_py.locks.base import GoLock, Holding, Lock
+from machinery_py.locks.base import GoLock, Lock, LockHolding
 from machinery_py.locks.redis import RedisGoLock, RedisLock
 
 FENCE_LIFE = 86_400_000  # ms beyond the lock; a clock that is set back by more than this gives a smaller fence
@@ -33,7 +33,7 @@ class ClusterLock(Lock):
     def _at(self, name: str) -> SlotDriver:
         return SlotDriver(self._cluster, f"mpy:{{{quoted(name)}}}:".encode())
 
-    def acquire(self, name: str, *, ttl: float) -> Holding | None:
+    def acquire(self, name: str, *, ttl: float) -> LockHolding | None:
         token = secrets.token_hex(16)
         expires_at = self._cluster.clock.now() + dt.timedelta(seconds=ttl)
         argument = pack((self._cluster.now(), quoted(name), token, max(1, int(ttl * 1000))))
@@ -41,15 +41,15 @@ class ClusterLock(Lock):
         return (
             None
             if fence is None
-            else Holding(name=name, token=token, fence=fence, expires_at=expires_at)
+            else LockHolding(name=name, token=token, fence=fence, expires_at=expires_at)
         )
 
-    def renew(self, held: Holding, *, ttl: float) -> bool:
+    def renew(self, held: LockHolding, *, ttl: float) -> bool:
         return RedisLock(self._at(held.name)).renew(
             msgspec.structs.replace(held, name=quoted(held.name)), ttl=ttl
         )
 
-    def release(self, held: Holding) -> bool:
+    def release(self, held: LockHolding) -> bool:
         return RedisLock(self._at(held.name)).release(
             msgspec.structs.replace(held, name=quoted(held.name))
         )

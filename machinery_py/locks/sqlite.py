@@ -13,7 +13,7 @@ import secrets
 from machinery_py.clock import moment_of
 from machinery_py.connections.sqlite.database import SQLiteDriver
 from machinery_py.errors import BackendUnavailable
-from machinery_py.locks.base import Holding, Lock
+from machinery_py.locks.base import Lock, LockHolding
 
 # In: name, token, until when. Out: a row, unless somebody has the name.
 _ACQUIRE = (
@@ -27,7 +27,7 @@ class SQLiteLock(Lock):
     def __init__(self, driver: SQLiteDriver) -> None:
         self._driver = driver
 
-    def acquire(self, name: str, *, ttl: float) -> Holding | None:
+    def acquire(self, name: str, *, ttl: float) -> LockHolding | None:
         now = self._driver.now()
         with self._driver.reading() as connection:
             # Most who lose find out here, without keeping a writer waiting.
@@ -44,9 +44,11 @@ class SQLiteLock(Lock):
             cursor = connection.execute(_ACQUIRE, (name, token, until))
         if cursor.rowcount == 0 or cursor.lastrowid is None:
             return None
-        return Holding(name=name, token=token, fence=cursor.lastrowid, expires_at=moment_of(until))
+        return LockHolding(
+            name=name, token=token, fence=cursor.lastrowid, expires_at=moment_of(until)
+        )
 
-    def renew(self, held: Holding, *, ttl: float) -> bool:
+    def renew(self, held: LockHolding, *, ttl: float) -> bool:
         with self._driver.transaction(BackendUnavailable) as connection:
             now = self._driver.now()
             return (
@@ -57,7 +59,7 @@ class SQLiteLock(Lock):
                 > 0
             )
 
-    def release(self, held: Holding) -> bool:
+    def release(self, held: LockHolding) -> bool:
         with self._driver.transaction(BackendUnavailable) as connection:
             return (
                 connection.execute(

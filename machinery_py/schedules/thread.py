@@ -1,4 +1,4 @@
-"""Ticking: the thread that carries the scheduler in a worker. It sleeps until something is due, or it is time to look."""
+"""SchedulerThread: the thread that carries the scheduler in a worker. It sleeps until something is due, or it is time to look."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ logger = get_logger(__name__)
 PATIENCE = 1.0, 10.0  # seconds until the next try after a failure, the first and the longest
 
 
-class Ticking:
+class SchedulerThread:
     """Started and closed by its worker."""
 
     def __init__(self, app: Application, declared: Declared, *, name: str) -> None:

@@ -24,7 +24,7 @@ from machinery_py.errors import MachineryError
 from machinery_py.events import TaskStarted, WorkerHeartbeat, WorkerOffline, WorkerOnline
 from machinery_py.queues import QueueOrder, Queues, parse_queues
 from machinery_py.schedules.scheduler import Declared
-from machinery_py.schedules.thread import Ticking
+from machinery_py.schedules.thread import SchedulerThread
 from machinery_py.stores.base import Session
 from machinery_py.tasks.signature import Signature
 from machinery_py.texts import get_logger
@@ -100,7 +100,7 @@ class Worker:
         self._session: Session | None = None
         self._reconnect = Reconnect(app, self.name)
         self._declared = declared
-        self._ticking: Ticking | None = None
+        self._scheduler: SchedulerThread | None = None
 
     # The setters, usable as decorators; Go's names
 
@@ -291,8 +291,8 @@ class Worker:
         self._maintenance.start()
         self._receiver.start()
         if self._declared is not None:
-            self._ticking = Ticking(app, self._declared, name=self.name)
-            self._ticking.start()
+            self._scheduler = SchedulerThread(app, self._declared, name=self.name)
+            self._scheduler.start()
 
     def quit(self) -> None:
         """Ask the worker to end when the running tasks are done; return at once.
@@ -320,8 +320,8 @@ class Worker:
                 return
             self._has_ended = True
             self._stop_request.quit()  # for the attendant
-            if self._ticking is not None:
-                self._ticking.stop()
+            if self._scheduler is not None:
+                self._scheduler.stop()
             self._receiver.stop()
             self._hand_back(started=False)
             self._wait_while(
@@ -341,8 +341,8 @@ class Worker:
                 logger.error("some results could not be stored; their tasks will run again")
             self._limits.close()
             self._maintenance.close()
-            if self._ticking is not None:
-                self._ticking.close()
+            if self._scheduler is not None:
+                self._scheduler.close()
             self._executors.close()
             self.app.locks.flush()
             try:

@@ -16,7 +16,7 @@ import pytest
 
 from machinery_py import Config, Server
 from machinery_py.errors import BackendUnavailable, LockLost, LockNotAcquired
-from machinery_py.locks.base import Holding, Lock
+from machinery_py.locks.base import Lock, LockHolding
 from machinery_py.locks.named import LockKeeper, NamedLock
 from machinery_py.testing.waiting import together, wait_until
 
@@ -220,16 +220,16 @@ class Away(Lock):
         self.away = threading.Event()
         self.asked = 0
 
-    def acquire(self, name: str, *, ttl: float) -> Holding | None:
+    def acquire(self, name: str, *, ttl: float) -> LockHolding | None:
         return self.inner.acquire(name, ttl=ttl)
 
-    def renew(self, held: Holding, *, ttl: float) -> bool:
+    def renew(self, held: LockHolding, *, ttl: float) -> bool:
         self.asked += 1
         if self.away.is_set():
             raise BackendUnavailable("away")
         return self.inner.renew(held, ttl=ttl)
 
-    def release(self, held: Holding) -> bool:
+    def release(self, held: LockHolding) -> bool:
         if self.away.is_set():
             raise BackendUnavailable("away")
         return self.inner.release(held)

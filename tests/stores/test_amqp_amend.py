@@ -14,7 +14,7 @@ from machinery_py import Config, Server
 from machinery_py.backends.base import Amendment
 from machinery_py.backends.rabbitmq.backend import AMQPBackend
 from machinery_py.backends.rabbitmq.records import place_of
-from machinery_py.connections.rabbitmq.queue_records import TransactionLost
+from machinery_py.connections.rabbitmq.queue_records import QueueTransactionLost
 from machinery_py.tasks.states import State
 from machinery_py.testing.conformance.groups import state_of
 from machinery_py.testing.waiting import HANG, wait_until
@@ -72,7 +72,7 @@ def test_an_amendment_whose_reply_is_lost_is_made_once(
     )
 
     proxy.drop_next_reply(matching=b"the message")
-    with pytest.raises(TransactionLost):
+    with pytest.raises(QueueTransactionLost):
         far.amend(amendment)
 
     wait_until(lambda: "t" in backend.get_states(["t"]), HANG)
@@ -96,7 +96,7 @@ def test_who_loses_the_connection_before_the_end_has_changed_nothing(
         return swapped
 
     dying._swap_claim = swap_and_die  # type: ignore[method-assign]  # as its process would, in the middle of the transaction
-    with pytest.raises(TransactionLost):
+    with pytest.raises(QueueTransactionLost):
         dying.amend(claim(b"1", b"2", send=True))
 
     assert backend.claims(["a"]) == [b"1"]

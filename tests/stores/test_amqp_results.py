@@ -28,7 +28,7 @@ from machinery_py.backends.rabbitmq.documents import (
 from machinery_py.backends.transactional import Row
 from machinery_py.connections.rabbitmq import queue_records as amqp_turns
 from machinery_py.connections.rabbitmq.client import AmqpDriver
-from machinery_py.connections.rabbitmq.queue_records import TransactionLost
+from machinery_py.connections.rabbitmq.queue_records import QueueTransactionLost
 from machinery_py.errors import (
     BackendUnavailable,
     ConfigError,
@@ -396,7 +396,7 @@ def test_a_change_whose_reply_is_lost_is_made_once(
     wait_until(lambda: bool(far._transactions._free), HANG)
 
     proxy.drop_next_reply(matching=b"callback")
-    with pytest.raises(TransactionLost):
+    with pytest.raises(QueueTransactionLost):
         finish(far)
 
     wait_until(lambda: backend.get_state("t").state is State.SUCCESS, HANG)
@@ -436,7 +436,7 @@ def test_who_loses_the_connection_in_a_turn_has_written_nothing(
     place = backend._places.task("t")
 
     with (
-        pytest.raises(TransactionLost),
+        pytest.raises(QueueTransactionLost),
         backend._transactions.transaction([lock_of("t")], "dying") as transaction,
     ):
         transaction.read([place])
@@ -462,7 +462,7 @@ def test_who_is_cut_off_is_fenced(
     place = far._places.task("t")
 
     with (
-        pytest.raises(TransactionLost),
+        pytest.raises(QueueTransactionLost),
         far._transactions.transaction([lock_of("t")], "sleeping") as transaction,
     ):
         transaction.read([place])
@@ -502,7 +502,7 @@ def test_who_has_a_lock_that_is_deleted_writes_nothing_and_who_waits_for_it_gets
     thread = threading.Thread(target=lambda: seen.append(waiter.get_state("t").state))
 
     with (
-        pytest.raises(TransactionLost),
+        pytest.raises(QueueTransactionLost),
         backend._transactions.transaction([lock], "holding") as transaction,
     ):
         transaction.read([place])

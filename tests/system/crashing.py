@@ -261,18 +261,18 @@ def around(before: str, step: Callable[..., Any], after: str) -> Callable[..., A
 
 def kill_in_turns() -> None:
     """Let the killer in before and after the transaction of a transaction that settles or fires."""
-    from machinery_py.connections.rabbitmq.queue_records import Transaction
+    from machinery_py.connections.rabbitmq.queue_records import QueueTransaction
 
-    end = Transaction.end
+    end = QueueTransaction.end
 
-    def killing_end(transaction: Transaction, then: Callable[[], object]) -> None:
+    def killing_end(transaction: QueueTransaction, then: Callable[[], object]) -> None:
         if getattr(killer.inside, "step", ""):
             killer.reach("tx-before-end")
         end(transaction, then)
         if getattr(killer.inside, "step", ""):
             killer.reach("tx-after-end")
 
-    Transaction.end = killing_end  # type: ignore[method-assign]
+    QueueTransaction.end = killing_end  # type: ignore[method-assign]
 
 
 def killing_step(step: Callable[..., Any], point: str) -> Callable[..., Any]:

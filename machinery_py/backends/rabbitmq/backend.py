@@ -52,7 +52,7 @@ from machinery_py.backends.rabbitmq.documents import (
     GroupRecord,
     OutboxEntry,
     Places,
-    TaskRecord,
+    StoredTask,
     decode_outbox,
     decode_record,
     encode_record,
@@ -70,9 +70,9 @@ from machinery_py.connections.rabbitmq.client import AmqpDriver
 from machinery_py.connections.rabbitmq.io_thread import Channel
 from machinery_py.connections.rabbitmq.queue_records import (
     QueueMoved,
-    Transaction,
-    TransactionLost,
-    Transactions,
+    QueueTransaction,
+    QueueTransactionLost,
+    QueueTransactions,
     declare_lock,
 )
 from machinery_py.errors import BackendUnavailable, DecodeError
@@ -90,11 +90,11 @@ T = TypeVar("T")
 class _Work:
     """What one thread is at."""
 
-    def __init__(self, transaction: Transaction, places: Places, now: int) -> None:
+    def __init__(self, transaction: QueueTransaction, places: Places, now: int) -> None:
         self.transaction = transaction
         self.groups = RabbitMQGroups(places, transaction)
         self.amending = RabbitMQRecords(transaction, now)
-        self.rows: dict[str, TaskRecord] = {}  # as they were read
+        self.rows: dict[str, StoredTask] = {}  # as they were read
         self.bodies: dict[str, bytes] = {}  # as they are written
         self.arrivals: list[Arrival] = []
 
@@ -117,7 +117,7 @@ class AMQPBackend(TransactionalBackend):
         self.driver = driver
         self.expire_in = expire_in
         self._places = Places(expire_in)
-        self._transactions = Transactions(driver, self._declare)
+        self._transactions = QueueTransactions(driver, self._declare)
         self._revocations = Revocations(self._transactions)
         self._mine = threading.local()
 
@@ -147,7 +147,7 @@ class AMQPBackend(TransactionalBackend):
             )
         channel.rpc("queue_bind", queue=REVOKED.queue, exchange=REVOCATIONS, timeout=wait)
 
-    # Transactions
+    # QueueTransactions
 
     def _carry(
         self,
@@ -176,7 +176,7 @@ class AMQPBackend(TransactionalBackend):
                     finally:
                         self._mine.work = None
                 return result
-            except TransactionLost:
+            except QueueTransactionLost:
                 if not left or not again:
                     raise
             except QueueMoved as error:

@@ -120,7 +120,7 @@ class Places:
 # Tasks
 
 
-class TaskRecord(Row, kw_only=True):
+class StoredTask(Row, kw_only=True):
     """A task. `seq` grows with each message; of several the greatest counts. `of_go`: a Go program has written some of it."""
 
     seq: int = 0
@@ -197,13 +197,13 @@ def _encoded(uuid: str, row: Row, state: TaskState, seq: int) -> bytes:
     return document[:-1] + _FIELD + _write(ours) + b"}"
 
 
-def decode_record(uuid: str, bodies: Iterable[bytes]) -> TaskRecord:
+def decode_record(uuid: str, bodies: Iterable[bytes]) -> StoredTask:
     """The task after all that its queue holds, oldest first.
 
     Raises:
         NameRefused: it holds something else than states of this task: nothing of it is to be dropped.
     """
-    found = TaskRecord()
+    found = StoredTask()
     for body in filter(None, bodies):  # an empty one is a look of ours whether the queue is there
         document, ours = _without_field(body)
         if ours is not None and ours.seq < found.seq:
@@ -224,7 +224,7 @@ def decode_record(uuid: str, bodies: Iterable[bytes]) -> TaskRecord:
             if after is not None:
                 found.state, found.mark = after, ""  # by a Go program
         else:
-            found = TaskRecord(
+            found = StoredTask(
                 state=_merged(state, ours),
                 mark=ours.mark,
                 epoch=ours.epoch,

@@ -30,7 +30,7 @@ from machinery_py.backends.rabbitmq.documents import (
     document_of,
     pack,
 )
-from machinery_py.connections.rabbitmq.queue_records import Queue, Transaction
+from machinery_py.connections.rabbitmq.queue_records import Queue, QueueTransaction
 from machinery_py.errors import DecodeError
 from machinery_py.tasks.states import Arrival, GroupMeta, State, TaskState
 from machinery_py.wire.signatures import decode_group, decode_state, encode_group
@@ -39,7 +39,7 @@ from machinery_py.wire.signatures import decode_group, decode_state, encode_grou
 class RabbitMQGroups:
     """What a transaction does to groups; `write` puts it into the transaction."""
 
-    def __init__(self, places: Places, transaction: Transaction) -> None:
+    def __init__(self, places: Places, transaction: QueueTransaction) -> None:
         self._places = places
         self._turn = transaction
         self._records: dict[str, GroupRecord | None] = {}

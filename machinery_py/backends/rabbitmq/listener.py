@@ -16,8 +16,13 @@ from typing import Any
 from machinery_py.backends.base import Listener
 from machinery_py.backends.rabbitmq.documents import FINISHED, name_of
 from machinery_py.backends.rabbitmq.revocations import own_queue
-from machinery_py.connections.rabbitmq.io_thread import Channel, ChannelLost, ConnectionLost, settle
-from machinery_py.connections.rabbitmq.queue_records import Transactions
+from machinery_py.connections.rabbitmq.io_thread import (
+    AmqpConnectionLost,
+    Channel,
+    ChannelLost,
+    settle,
+)
+from machinery_py.connections.rabbitmq.queue_records import QueueTransactions
 from machinery_py.errors import MachineryError
 
 FIRST = 0.05  # seconds until the first look
@@ -32,7 +37,7 @@ Look = Callable[[Sequence[str]], Iterable[str]]
 class AMQPListener(Listener):
     """A queue of its own, bound by the UUIDs that are watched."""
 
-    def __init__(self, transactions: Transactions, look: Look) -> None:
+    def __init__(self, transactions: QueueTransactions, look: Look) -> None:
         self._transactions = transactions
         self._look = look
         self._lock = threading.Lock()
@@ -61,7 +66,7 @@ class AMQPListener(Listener):
                 self._channel.ask(
                     lambda future: self._ask_for(names, future), self._transactions.driver.timeout
                 )
-        except (MachineryError, ConnectionLost, ChannelLost):
+        except (MachineryError, AmqpConnectionLost, ChannelLost):
             pass
 
     def _subscribe(self) -> None:

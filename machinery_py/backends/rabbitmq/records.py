@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from machinery_py.backends.rabbitmq.documents import PREFIX, name_of, pack
-from machinery_py.connections.rabbitmq.queue_records import OURS, Queue, Transaction
+from machinery_py.connections.rabbitmq.queue_records import OURS, Queue, QueueTransaction
 
 CLAIM_LIFE = 49 * 86_400_000  # ms; RabbitMQ's clocks do not reach further than 2**32
 
@@ -59,7 +59,7 @@ class RabbitMQRecords:
     Of several messages the last counts: a server that died in the middle of a transaction may have kept the one before.
     """
 
-    def __init__(self, transaction: Transaction, now: int) -> None:
+    def __init__(self, transaction: QueueTransaction, now: int) -> None:
         self._turn = transaction
         self._now = now
 

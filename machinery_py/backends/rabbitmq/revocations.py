@@ -21,9 +21,9 @@ from machinery_py.clock import micros
 from machinery_py.connections.forks import ForkLock
 from machinery_py.connections.rabbitmq.io_thread import Channel
 from machinery_py.connections.rabbitmq.queue_records import (
-    Transaction,
-    TransactionLost,
-    Transactions,
+    QueueTransaction,
+    QueueTransactionLost,
+    QueueTransactions,
 )
 from machinery_py.connections.rabbitmq.reader import QueueReader
 
@@ -33,14 +33,14 @@ CHUNK = 1000  # names in one message
 class Revocations:
     """May be used from any thread."""
 
-    def __init__(self, transactions: Transactions) -> None:
+    def __init__(self, transactions: QueueTransactions) -> None:
         self._transactions = transactions
         self._lock = ForkLock()
         self._names: dict[str, int] = {}  # → until when, in µs
         self._reader: QueueReader | None = None
         self._queue = ""
 
-    def add(self, transaction: Transaction, uuids: Sequence[str], until: int) -> None:
+    def add(self, transaction: QueueTransaction, uuids: Sequence[str], until: int) -> None:
         """Keep the revocations until then (µs). May be repeated. The transaction holds REVOKED_LOCK."""
         transaction.read([REVOKED])
         transaction.drop(
@@ -59,7 +59,7 @@ class Revocations:
         """Those of them that are revoked."""
         try:
             return self._among(uuids)
-        except TransactionLost:
+        except QueueTransactionLost:
             return self._among(uuids)  # a new subscription begins with all that there is
 
     def _among(self, uuids: Sequence[str]) -> set[str]:

@@ -39,9 +39,9 @@ from machinery_py.brokers.rabbitmq.topology import Topology, carry_out
 from machinery_py.connections.rabbitmq.client import AmqpDriver, translated
 from machinery_py.connections.rabbitmq.io_thread import (
     AmqpConnection,
+    AmqpConnectionLost,
     Channel,
     ChannelLost,
-    ConnectionLost,
     settle,
 )
 from machinery_py.connections.session_files import host_file, host_folder, ran_by_the_dead
@@ -355,7 +355,7 @@ class AMQPConsumer(Consumer):
 
         try:
             over[0].channel.ask(work, self._driver.timeout)
-        except (ConnectionLost, ChannelLost):
+        except (AmqpConnectionLost, ChannelLost):
             pass  # the same will be said of settling them
 
     def _settle(self, channel: Channel, tags: Sequence[tuple[int, bool]]) -> bool:
@@ -368,7 +368,7 @@ class AMQPConsumer(Consumer):
 
         try:
             channel.ask(work, self._driver.timeout)
-        except (ConnectionLost, ChannelLost) as error:
+        except (AmqpConnectionLost, ChannelLost) as error:
             logger.warning(
                 "RabbitMQ at %s may not have heard that %d messages are settled: %s",
                 self._driver.place,

@@ -22,7 +22,7 @@ from machinery_py.connections.forks import ForkLock
 from machinery_py.connections.rabbitmq.client import AmqpDriver, explained, largest_of, passes
 from machinery_py.connections.rabbitmq.confirms import End
 from machinery_py.connections.rabbitmq.frames import AddressedMessage
-from machinery_py.connections.rabbitmq.io_thread import ChannelLost, ConnectionLost
+from machinery_py.connections.rabbitmq.io_thread import AmqpConnectionLost, ChannelLost
 from machinery_py.connections.rabbitmq.publisher import Publisher
 from machinery_py.errors import BrokerUnavailable, PublishRefused, PublishUnknown, for_good
 
@@ -209,7 +209,7 @@ class Sending:
                     f"RabbitMQ at {self._driver.place}: {explained(error)}"
                 ) from error
             raise PublishRefused(f"RabbitMQ at {self._driver.place}: {explained(error)}") from error
-        except ConnectionLost as error:
+        except AmqpConnectionLost as error:
             raise BrokerUnavailable(f"RabbitMQ at {self._driver.place}: {error}") from error
 
     # Topology
@@ -225,7 +225,7 @@ class Sending:
         """Declare what the parcels need and is not known to be there; what of it the registry has to be told.
 
         Raises:
-            ConnectionLost, ChannelLost: as Channel.rpc. A refused declaration ends the publishing channel.
+            AmqpConnectionLost, ChannelLost: as Channel.rpc. A refused declaration ends the publishing channel.
         """
         wanted: dict[tuple[str, str], None] = {("common", ""): None}
         for one in addressed:

@@ -26,9 +26,9 @@ from machinery_py.connections.failover import Strategy, following, round_robin
 from machinery_py.connections.forks import ForkLock
 from machinery_py.connections.rabbitmq.io_thread import (
     AmqpConnection,
+    AmqpConnectionLost,
     Channel,
     ChannelLost,
-    ConnectionLost,
 )
 from machinery_py.connections.rabbitmq.publisher import Publisher
 from machinery_py.errors import BrokerUnavailable, MachineryError, StoreUnusable
@@ -102,7 +102,7 @@ class AmqpDriver:
             )
             try:
                 link.open(patience)
-            except ConnectionLost as error:
+            except AmqpConnectionLost as error:
                 self._check(current, error.__cause__)
                 failures.append(f"{redact(current)}: {error}")
                 following = self._after(current)
@@ -186,7 +186,7 @@ class AmqpDriver:
                 link = self.connect("publish")
                 try:
                     self._publisher = Publisher(link, self.timeout)
-                except (ConnectionLost, ChannelLost) as error:
+                except (AmqpConnectionLost, ChannelLost) as error:
                     link.close()
                     raise BrokerUnavailable(f"RabbitMQ at {self.place}: {error}") from error
             return self._publisher
@@ -241,7 +241,7 @@ def translated(place: str, doing: str) -> Iterator[None]:
     except ChannelLost as error:
         kind = BrokerUnavailable if passes(error) else StoreUnusable
         raise kind(f"RabbitMQ at {place}: {doing}: {explained(error)}") from error
-    except (ConnectionLost, AMQPError) as error:
+    except (AmqpConnectionLost, AMQPError) as error:
         raise BrokerUnavailable(f"RabbitMQ at {place}: {doing}: {error}") from error
 
 

@@ -32,7 +32,7 @@ logger = get_logger(__name__)
 OVER = 1.0  # seconds an orderly goodbye may take
 
 
-class ConnectionLost(Exception):
+class AmqpConnectionLost(Exception):
     """The connection is gone, or was never there."""
 
 
@@ -84,7 +84,7 @@ class AmqpConnection:
         """Connect.
 
         Raises:
-            ConnectionLost: it could not be done.
+            AmqpConnectionLost: it could not be done.
         """
         self._thread = threading.Thread(
             target=self._run, name=f"machinery-amqp-{self._name}", daemon=True
@@ -94,7 +94,7 @@ class AmqpConnection:
             self._opened.result(timeout)
         except TimeoutError:
             self.abort()
-            raise ConnectionLost(
+            raise AmqpConnectionLost(
                 f"no answer within {timeout:g} s (check host, port and firewall; is it overloaded?)"
             ) from None
 
@@ -114,7 +114,7 @@ class AmqpConnection:
             Exception
         ) as error:  # whatever ends the loop ends the connection, and is told to all that wait
             ended = error
-        self._end(ended or ConnectionLost("closed"))
+        self._end(ended or AmqpConnectionLost("closed"))
         if self._connection is not None:
             self._connection.ioloop.close()  # its poller and its pair of sockets
 
@@ -123,7 +123,7 @@ class AmqpConnection:
             self._opened.set_result(None)
 
     def _on_end(self, connection: Any, error: Any) -> None:
-        self._end(error if isinstance(error, Exception) else ConnectionLost(str(error)))
+        self._end(error if isinstance(error, Exception) else AmqpConnectionLost(str(error)))
         connection.ioloop.stop()
 
     def _on_blocked(self, _: object, frame: Any) -> None:
@@ -144,7 +144,7 @@ class AmqpConnection:
                 return
             self.lost = error
             waiting = list(self._waiting)
-        lost = ConnectionLost(_text(error))
+        lost = AmqpConnectionLost(_text(error))
         lost.__cause__ = error
         for future in [self._opened, *waiting]:
             if not future.done():
@@ -168,12 +168,12 @@ class AmqpConnection:
         """Let the link's thread do something, and wait for the future that it fills.
 
         Raises:
-            ConnectionLost: the connection ended before, or no answer came; it is ended then.
+            AmqpConnectionLost: the connection ended before, or no answer came; it is ended then.
         """
         future: Future[Any] = Future()
         with self._lock:
             if not self.is_open:
-                raise ConnectionLost(_text(self.lost) if self.lost else "not connected")
+                raise AmqpConnectionLost(_text(self.lost) if self.lost else "not connected")
             self._waiting.add(future)
         assert self._connection is not None
         self._connection.ioloop.add_callback_threadsafe(lambda: _begin(work, future))
@@ -181,7 +181,7 @@ class AmqpConnection:
             return future.result(timeout)
         except TimeoutError:
             self.abort()
-            raise ConnectionLost(f"no answer within {timeout:g} s") from None
+            raise AmqpConnectionLost(f"no answer within {timeout:g} s") from None
         finally:
             with self._lock:
                 self._waiting.discard(future)
@@ -209,7 +209,7 @@ class AmqpConnection:
     def abort(self) -> None:
         """Drop the connection without a word."""
         connection = self._connection
-        self._end(ConnectionLost("dropped"))
+        self._end(AmqpConnectionLost("dropped"))
         if connection is None or self._pid != os.getpid():
             return
 
@@ -257,7 +257,7 @@ class Channel:
         if isinstance(reason, ChannelClosedByBroker):
             self.lost = ChannelLost(reason.reply_code, reason.reply_text)
         else:
-            self.lost = ConnectionLost(_text(reason))
+            self.lost = AmqpConnectionLost(_text(reason))
         for future in list(self._waiting):
             if not future.done():
                 future.set_exception(self.lost)
@@ -268,7 +268,7 @@ class Channel:
         """As AmqpConnection.ask; fails when the channel closes, too.
 
         Raises:
-            ConnectionLost, ChannelLost: nothing is known of what was asked for.
+            AmqpConnectionLost, ChannelLost: nothing is known of what was asked for.
         """
 
         def begin(future: Future[Any]) -> None:
@@ -316,7 +316,7 @@ class Channel:
             Exception: nothing was sent, since the channel is closing or closed.
         """
         if not self.raw.is_open:
-            raise self.lost or ConnectionLost("closing")
+            raise self.lost or AmqpConnectionLost("closing")
         for piece in pieces:
             self.raw.connection.write(piece)
 
@@ -355,7 +355,7 @@ class Channel:
 
         try:
             self.link.ask(closing, OVER * 5)
-        except ConnectionLost:
+        except AmqpConnectionLost:
             pass  # then it is closed
 
 
@@ -381,7 +381,7 @@ def _text(error: BaseException | None) -> str:
         return "closed"
     inner = error.args[0] if error.args and isinstance(error.args[0], BaseException) else None
     text = str(inner or error) or type(error).__name__
-    if isinstance(error, ConnectionLost):
+    if isinstance(error, AmqpConnectionLost):
         return text
     words = words_of(error)
     known = plain(words)

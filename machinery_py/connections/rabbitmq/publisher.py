@@ -21,8 +21,8 @@ from machinery_py.connections.rabbitmq.confirms import Batch, Confirms, End
 from machinery_py.connections.rabbitmq.frames import AddressedMessage, Writer
 from machinery_py.connections.rabbitmq.io_thread import (
     AmqpConnection,
+    AmqpConnectionLost,
     Channel,
-    ConnectionLost,
     settle,
 )
 
@@ -86,7 +86,7 @@ class Publisher:
                 return
             self.link.tell(functools.partial(self._write, batch, start, len(chunk), pieces))
         if not self.is_open:
-            batch.fail(self.channel.lost or ConnectionLost("closed"))
+            batch.fail(self.channel.lost or AmqpConnectionLost("closed"))
 
     def _encoded(self, chunk: Sequence[AddressedMessage], number: int, start: int) -> list[bytes]:
         """The frames of the parcels, in pieces that are not too large to be written at once."""

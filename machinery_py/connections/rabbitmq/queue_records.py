@@ -1,6 +1,6 @@
 """Transactional read-modify-write of RabbitMQ queues, serialised by lock queues.
 
-    transactions = Transactions(driver, declare)
+    transactions = QueueTransactions(driver, declare)
     with transactions.transaction(["lock.3"], "storing a state") as transaction:
         transaction.read([place])
         transaction.put(place, b"new")
@@ -43,9 +43,9 @@ from machinery_py.connections.forks import ForkLock
 from machinery_py.connections.rabbitmq.client import AmqpDriver, largest_of
 from machinery_py.connections.rabbitmq.io_thread import (
     AmqpConnection,
+    AmqpConnectionLost,
     Channel,
     ChannelLost,
-    ConnectionLost,
     settle,
 )
 from machinery_py.connections.rabbitmq.reader import EACH, QueueReader, UnsettledMessage
@@ -87,7 +87,7 @@ class QueueMoved(Exception):
     """A queue went away between two looks; nothing was written."""
 
 
-class TransactionLost(BackendUnavailable):
+class QueueTransactionLost(BackendUnavailable):
     """The connection ended in the middle of a transaction, which may have been carried out."""
 
 
@@ -116,8 +116,8 @@ class TxChannel:
         self.channel.rpc("tx_select", timeout=timeout)
 
 
-class Transaction:
-    """What one thread reads and writes under its locks. Ended by `Transactions.transaction`."""
+class QueueTransaction:
+    """What one thread reads and writes under its locks. Ended by `QueueTransactions.transaction`."""
 
     def __init__(self, tx: TxChannel, timeout: float) -> None:
         self._tx_channel = tx
@@ -290,7 +290,7 @@ class Transaction:
         raw.tx_commit(lambda _: then())
 
 
-class Transactions:
+class QueueTransactions:
     """A connection for transactions, made when it is needed. May be used from any thread."""
 
     def __init__(self, driver: AmqpDriver, declare: Callable[[Channel], object]) -> None:
@@ -303,16 +303,16 @@ class Transactions:
         self._pid = os.getpid()
 
     @contextmanager
-    def transaction(self, locks: Iterable[str], doing: str) -> Iterator[Transaction]:
+    def transaction(self, locks: Iterable[str], doing: str) -> Iterator[QueueTransaction]:
         """A transaction, whose writes are true when the `with` has ended without an error.
 
         Raises:
-            TransactionLost: it may have been carried out.
+            QueueTransactionLost: it may have been carried out.
             BackendUnavailable, StoreUnusable, QueueMoved: it was not.
         """
         with self.translated(doing):
             tx = self._tx_channel(doing)
-            transaction = Transaction(tx, self.driver.timeout)
+            transaction = QueueTransaction(tx, self.driver.timeout)
             try:
                 self._take(transaction, locks)
                 yield transaction
@@ -329,7 +329,7 @@ class Transactions:
                 tx.channel.close()  # all that it has in its hands goes back
                 raise
 
-    def _take(self, transaction: Transaction, locks: Iterable[str]) -> None:
+    def _take(self, transaction: QueueTransaction, locks: Iterable[str]) -> None:
         wanted = list(locks)
         try:
             transaction.take(wanted)
@@ -386,7 +386,7 @@ class Transactions:
 
     @contextmanager
     def translated(self, doing: str) -> Iterator[None]:
-        """Transaction the errors of links and of pika into ours."""
+        """QueueTransaction the errors of links and of pika into ours."""
         where = f"RabbitMQ at {self.driver.place}: {doing}"
         try:
             yield
@@ -412,8 +412,8 @@ class Transactions:
                 else ""
             )
             raise StoreUnusable(f"{where}: {error.text}{hint}") from error
-        except (ConnectionLost, AMQPError) as error:
-            raise TransactionLost(f"{where}: {error}") from error
+        except (AmqpConnectionLost, AMQPError) as error:
+            raise QueueTransactionLost(f"{where}: {error}") from error
 
     def close(self) -> None:
         """May be called twice; the next use connects again."""

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import pytest
 
-from machinery_py.locks.base import Holding, Lock
+from machinery_py.locks.base import Lock, LockHolding
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.waiting import together
 
@@ -21,7 +21,7 @@ from machinery_py.testing.waiting import together
 OpenLock = Callable[[], Lock]
 
 
-def taken(lock: Lock, name: str = "n", ttl: float = 10.0) -> Holding:
+def taken(lock: Lock, name: str = "n", ttl: float = 10.0) -> LockHolding:
     held = lock.acquire(name, ttl=ttl)
     assert held is not None
     return held
