@@ -11,7 +11,7 @@ Ctrl+C goes to all processes of a terminal, and service managers signal all of a
 from __future__ import annotations
 
 import os
-import select
+import selectors
 import signal
 import subprocess
 import sys
@@ -129,6 +129,18 @@ class Child:
         os.close(self.news)
 
 
+def readable(descriptors: Sequence[int], timeout: float | None = None) -> set[int]:
+    """Return the descriptors that can be read or are at their end; also those over 1023, unlike `select.select`.
+
+    Raises:
+        OSError: one of them is closed.
+    """
+    with selectors.DefaultSelector() as selector:
+        for one in descriptors:
+            selector.register(one, selectors.EVENT_READ)
+        return {key.fd for key, _ in selector.select(timeout)}
+
+
 def how_it_ended(code: int) -> str:
     """`exit code 3`, `killed by SIGKILL`."""
     if code >= 0:
@@ -220,8 +232,7 @@ class Orders:
     def _listen(self) -> None:
         sources = [self._read] + ([self._link.orders] if self._link.is_child else [])
         while True:
-            readable, _, _ = select.select(sources, [], [])
-            for source in readable:
+            for source in readable(sources):
                 found = os.read(source, 1 if source == self._read else 64)
                 if source == self._read:
                     self._on_number(found[0])

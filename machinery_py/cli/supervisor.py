@@ -15,7 +15,6 @@ import argparse
 import logging
 import math
 import os
-import select
 import signal
 import threading
 import time
@@ -25,7 +24,16 @@ from types import FrameType
 from machinery_py.cli import health
 from machinery_py.cli.banner import READY, say
 from machinery_py.cli.leftovers import LOOK, ProcessGroup
-from machinery_py.cli.processes import RUN, STOP, STOP_NOW, Child, Orders, ParentPipe, how_it_ended
+from machinery_py.cli.processes import (
+    RUN,
+    STOP,
+    STOP_NOW,
+    Child,
+    Orders,
+    ParentPipe,
+    how_it_ended,
+    readable,
+)
 from machinery_py.texts import get_logger
 
 logger = get_logger(__name__)
@@ -177,7 +185,7 @@ class Supervisor:
             if slot.child is not None and not slot.child.is_cut
         ]
         with suppress(OSError):
-            if self._wake_read in select.select([self._wake_read, *news], [], [], timeout)[0]:
+            if self._wake_read in readable([self._wake_read, *news], timeout):
                 os.read(self._wake_read, 4096)
 
     # Starting

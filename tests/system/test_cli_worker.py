@@ -168,6 +168,26 @@ def test_no_secret_is_in_the_banner(app: App) -> None:
     )  # a worker shows no lock
 
 
+def test_worker_in_a_process_with_many_open_files_can_be_stopped(app: App) -> None:
+    app.write(
+        "tasks.py",
+        TASKS + "\nimport signal\n@server.task\ndef end() -> None:\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n",
+    )
+    app.write(
+        "many.py",
+        "import resource, sys, tasks\n"
+        "from machinery_py.cli.main import main\n"
+        "hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (4096, hard))\n"
+        "files = [open(__file__) for _ in range(1100)]\n"
+        "tasks.end.send()\n"
+        "sys.exit(main(['worker', 'tasks', '-c', '1']))\n",
+    )
+
+    assert "Ready." in app.python("many.py")
+
+
 @pytest.mark.parametrize("store", ["sqlite", "redis", "amqp"])
 def test_a_worker_whose_descriptors_a_task_has_closed_ends(
     app: App, store: str, request: pytest.FixtureRequest
