@@ -24,7 +24,9 @@ class Counting:
     def __init__(self, server: Any) -> None:
         self.claims = 0
         self.settlements = 0
-        store = server.app.store
+        store = (
+            server.app if hasattr(server, "app") else server.engine
+        ).store  # as a revision has it
         open_session = store.open_session
 
         def opened(*args: Any, **kwargs: Any) -> Any:
