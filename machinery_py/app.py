@@ -1,4 +1,4 @@
-"""What sending and running share: the tasks, the stores, the clock, the hooks, and the way from a signature to a message."""
+"""Shared by sending and running: tasks, stores, clock, hooks, and the way from a signature to a message."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Application:
         return self.stores.store
 
     def attach(self, drain: Callable[[], object]) -> None:
-        """What the eager store calls to run what it was given."""
+        """Give the eager store the function that runs a message."""
         self._attached = drain
 
     def swap(
@@ -195,7 +195,7 @@ class Application:
         return signature.replace(headers={**found, **signature.headers}) if found else signature
 
     def _check_names(self, signature: Signature[Any]) -> None:
-        """Those in it, and in what follows it; of what came off the wire when it is sent.
+        """Check the names in a signature and in what follows it. One off the wire is checked when it is sent.
 
         Raises:
             NameRefused: one cannot be used.
@@ -248,7 +248,7 @@ class Application:
         )
 
     def refusal(self, message: Message, error: Exception) -> Refusal:
-        """What becomes true in place of a message of ours that its store refuses for good: its task has failed."""
+        """Return what replaces a message that its store refuses for good: the failure of its task."""
         now, text = self.clock.now(), f"it cannot be sent: {error}"
         signature = decode_signature(message.body)
         outcome = Failed(error=text, error_type=type(error).__name__, retryable=False)
@@ -297,7 +297,7 @@ class Application:
             self.tell_sent(out.signatures)
 
     def tell_sent(self, signatures: Sequence[Signature[Any]]) -> None:
-        """They have been published."""
+        """Emit the events of signatures that have been published."""
         if signatures and self.events.wants(TaskSent):
             for signature in signatures:
                 self.events.emit(TaskSent(signature=signature))

@@ -1,4 +1,4 @@
-"""What a program may react to, as records, and the bus that brings them. The log is for people, events are for programs.
+"""Events of this process as records, and the bus that brings them. The log is for people, events are for programs.
 
 Handlers run in the thread that the event happens in, and must be quick. One that raises is logged and goes on being called.
 """

@@ -62,7 +62,7 @@ class TaskReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Inspector:
-    """What `server.inspect` can do. May be used from any thread; reads change nothing."""
+    """The methods of `server.inspect`. May be used from any thread; reads change nothing."""
 
     def __init__(self, app: Application) -> None:
         self._app = app

@@ -32,7 +32,7 @@ RESERVED = {
 
 
 def _problem(kind: str, name: str) -> str:
-    """What is wrong with such a name: what was found; "" if nothing."""
+    """Return what is wrong with such a name: what was found; "" if nothing."""
     if not name:
         return "is empty"
     if (found := _UNSAFE.search(name)) is not None:
@@ -48,7 +48,7 @@ def _problem(kind: str, name: str) -> str:
 
 
 def queue_problem(name: str) -> str:
-    """What is wrong with the name of a queue, for people; "" if nothing."""
+    """Return what is wrong with the name of a queue, for people; "" if nothing."""
     text = _problem("queue", name)
     return f"queue {shown(name)} {text}" if text else ""
 

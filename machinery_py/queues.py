@@ -93,7 +93,7 @@ def parse_queues(text: str) -> tuple[str, ...] | dict[str, float]:
 
 
 def problem_of(text: object) -> str:
-    """What is wrong with such a text in a setting; "" if nothing, or if it is empty."""
+    """Return what is wrong with such a text in a setting; "" if nothing, or if it is empty."""
     try:
         names = parse_queues(text if isinstance(text, str) and text else "any")
     except ConfigError as error:

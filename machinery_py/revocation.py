@@ -104,7 +104,7 @@ def end_unheld(
     *,
     group_uuid: str = "",
 ) -> tuple[Firing, Sequence[Signature[Any]]]:
-    """What becomes true when a task fails that no worker holds, and what is sent by it.
+    """Return what becomes true when a task fails that no worker holds, and the signatures sent by it.
 
     Args:
         state: how it stands.
@@ -162,7 +162,7 @@ def fire(app: Application, firing: Firing) -> bool:
 
 
 def revoked_among(app: Application, uuids: Sequence[str]) -> dict[str, bool]:
-    """Those that are revoked, and whether the task is over: then its message is all that is left of it."""
+    """Return the revoked UUIDs, each with whether its task is over: then only its message is left."""
     backend = app.store.backend
     found = backend.revoked(uuids)
     if not found:

@@ -107,7 +107,7 @@ class Server(Declaring):
 
     @property
     def events(self) -> EventBus:
-        """What happens in this process, for programs."""
+        """Events of this process, for programs."""
         return self.app.events
 
     def now(self) -> dt.datetime:
@@ -425,7 +425,7 @@ class Server(Declaring):
         return module
 
     def revoke(self, uuids: Sequence[str]) -> None:
-        """These tasks are not started any more: they are FAILURE, "revoked", from now on; those that run are asked to stop."""
+        """Revoke tasks: those that wait are FAILURE, "revoked", from now on; those that run are asked to stop."""
         if revoke(self.app, list(uuids)):
             settle_ready_groups(self.app)
 

@@ -27,7 +27,7 @@ def cut(text: str, limit: int) -> str:
 
 
 def traceback_text(error: BaseException) -> str:
-    """Its traceback. Long lines are cut, and of very many the middle is left out: the error stands at the end."""
+    """Return the traceback of an error: long lines cut, of very many the middle left out, the error at the end."""
     try:
         text = "".join(tb.format_exception(error))
     except BaseException:  # user code in __str__ or a broken cause

@@ -161,7 +161,7 @@ class _Sending:
         return not is_lost
 
     def _publish_what_is_left(self) -> None:
-        """What was accepted must not lie in a store that forgets until somebody else publishes it."""
+        """Publish what a store accepted and has not sent: one that forgets would lose it."""
         try:
             self._app.store.publish_left(sending_key(self._key, self._token))
         except (PublishRefused, BackendUnavailable) as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import graphlib
 import pathlib
+import re
 import statistics
 from collections.abc import Iterator
 
@@ -171,6 +172,20 @@ def test_every_module_says_what_it_holds() -> None:
     ]
 
     assert not silent
+
+
+def test_first_line_of_a_docstring_has_its_noun() -> None:
+    """No first line that begins with a pronoun whose noun stands elsewhere."""
+    pronouns = re.compile(r"(Who|What|It|They|That|Whoever|Whatever|Those|These|Its)\b")
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    wrong = [
+        f"{name}:{getattr(node, 'lineno', 1)}: {text}"
+        for name, path in modules()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, kinds) and pronouns.match(text := ast.get_docstring(node) or "")
+    ]
+
+    assert not wrong, "\n" + "\n".join(wrong)
 
 
 def test_no_pickle_and_no_import_by_name_from_a_message() -> None:

@@ -23,7 +23,7 @@ REVOKED_LIFE = (
 
 
 class BackendFeatures(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """What a backend can do. What it cannot is refused with Unsupported, in words."""
+    """Abilities of a backend. The rest is refused with Unsupported, in words."""
 
     name: str
     durable: bool = True
@@ -53,7 +53,7 @@ class ReadyGroup(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """What becomes true in the backend as one step.
+    """Changes that the backend makes as one step.
 
     Attributes:
         key: the task (or group) that the change belongs to.
@@ -138,7 +138,7 @@ def claim_of(key: str) -> str | None:
 
 
 class Verdict(msgspec.Struct, frozen=True, gc=False):
-    """What became of a settlement. Compare with SETTLED, ALREADY and FENCED."""
+    """Result of a settlement. Compare with SETTLED, ALREADY and FENCED."""
 
     word: str
 
@@ -202,11 +202,11 @@ class Backend(ABC):
 
     @abstractmethod
     def outboxes(self, keys: Sequence[str]) -> list[Sequence[bytes]]:
-        """What is still to be published for each of these changes."""
+        """Return the messages still to be published for each of these changes."""
 
     @abstractmethod
     def clear_outbox(self, sent: Sequence[tuple[str, Sequence[bytes]]]) -> None:
-        """These outboxes of these keys have been published. One that was written for a key since then stays."""
+        """Forget these outboxes: they have been published. One that was written for a key since then stays."""
 
     @abstractmethod
     def unsent(self, limit: int, *, older_than: float) -> list[tuple[str, Sequence[bytes]]]:
@@ -234,7 +234,7 @@ class Backend(ABC):
         )
 
     def claims(self, names: Sequence[str]) -> list[bytes | None]:
-        """What each of these claims holds.
+        """Return the content of each of these claims.
 
         Raises:
             Unsupported: this backend keeps none.
@@ -272,7 +272,7 @@ class Backend(ABC):
         return []
 
     def drop_partial(self, group_uuids: Sequence[str]) -> None:
-        """These have been settled, or are not there any more: `partial_groups` is not to give them again."""
+        """Forget groups that are settled or gone: `partial_groups` is not to give them again."""
         del group_uuids  # nothing is listed here
 
     def list_states(

@@ -26,7 +26,7 @@ from machinery_py.tasks.states import Arrival, GroupMeta, State, TaskState, adva
 
 
 class Row(msgspec.Struct, kw_only=True):
-    """What is kept of a task: its state, the mark that wrote it, and the epoch of its last delivery."""
+    """A task as it is kept: its state, the mark that wrote it, and the epoch of its last delivery."""
 
     state: TaskState | None = None
     mark: str = ""
@@ -50,7 +50,7 @@ class TransactionalBackend(Backend):
 
     @abstractmethod
     def _add_groups(self, groups: Sequence[GroupMeta]) -> None:
-        """Those that are not there yet."""
+        """Create the groups that are not there yet."""
 
     @abstractmethod
     def _arrive(self, arrivals: Sequence[Arrival]) -> None:
@@ -68,7 +68,7 @@ class TransactionalBackend(Backend):
 
     @abstractmethod
     def _finished(self, uuids: Sequence[str]) -> None:
-        """These tasks have just become SUCCESS or FAILURE: tell the listeners once the transaction is over."""
+        """Tell the listeners, once the transaction is over, that these tasks have just become SUCCESS or FAILURE."""
 
     @abstractmethod
     def _swap_record(self, name: str, expected: bytes | None, body: bytes | None) -> bool:

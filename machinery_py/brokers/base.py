@@ -21,7 +21,7 @@ from machinery_py.wire.signatures import decode_signature
 
 
 class BrokerFeatures(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """What a broker can do. What it cannot is refused with Unsupported, in words."""
+    """Abilities of a broker. The rest is refused with Unsupported, in words."""
 
     name: str
     durable: bool = True  # messages survive the end of every process
@@ -85,7 +85,7 @@ WAITING = "waiting"  # reason of a Fate.LATER that does not count as parked: the
 
 
 class Fate(Enum):
-    """What becomes of a held message."""
+    """Fate of a held message."""
 
     DONE = "done"  # it is gone
     BACK = "back"  # it goes back to where it was in its queue; nobody is blamed

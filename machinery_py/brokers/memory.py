@@ -143,7 +143,7 @@ class MemoryBroker(Broker):
         return min(quarter, max(0.0, until))
 
     def claim(self, hold: _Hold, queues: Sequence[str], limit: int) -> list[Delivery]:
-        """What `receive` finds without waiting. Called with the lock held."""
+        """Claim what `receive` finds without waiting. Called with the lock held."""
         self._promote()
         deliveries: list[Delivery] = []
         for name in queues:

@@ -109,7 +109,7 @@ def arguments(
 
 
 def _parameters(task: Task[..., Any]) -> tuple[dict[str, Any], list[str]]:
-    """What the task says of its parameters, and their names in order, without the Context."""
+    """Return a task's parameters, and their names in order, without the Context."""
     try:
         hints = typing.get_type_hints(task.function)
     except Exception:  # user code: a name that is only there for type checkers

@@ -1,4 +1,4 @@
-"""What `machinery worker` says when it starts."""
+"""Text that `machinery worker` prints when it starts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ INDENT = 11  # columns in front of the values
 
 
 def banner(server: Server, worker: Worker, processes: int) -> str:
-    """Who works on what, with how much."""
+    """Describe the worker: name, stores, queues, tasks."""
     config = server.config
     threads = many(worker.concurrency, "thread")
     much = threads if processes == 1 else f"{many(processes, 'process', 'processes')} of {threads}"

@@ -213,7 +213,7 @@ class Beat:
 
 @dataclass(frozen=True, slots=True)
 class Vitals:
-    """What the heartbeats say. All workers must be well: one that hangs is to be seen."""
+    """Health from the heartbeats. All workers must be well: one that hangs is to be seen."""
 
     beats: tuple[Beat, ...]
     max_age: float

@@ -92,7 +92,7 @@ class Child:
                 pass  # it has ended
 
     def read_news(self) -> list[str]:
-        """What it has said since the last time."""
+        """Return its lines since the last call."""
         try:
             while chunk := os.read(self.news, 65536):
                 self._unread += chunk
@@ -103,7 +103,7 @@ class Child:
         return [line.decode("utf-8", "surrogateescape") for line in lines]
 
     def ended(self) -> int | None:
-        """Its exit code, negative for a signal; None while it runs."""
+        """Return its exit code, negative for a signal; None while it runs."""
         return self.process.poll()
 
     def used(self) -> float | None:

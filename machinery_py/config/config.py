@@ -351,7 +351,7 @@ def url_layer(url: str, source: str) -> Layer:
 
 
 def config_layer(config: Config) -> Layer:
-    """What was chosen when this Config was made, without its defaults."""
+    """Return the settings that were given to this Config, without its defaults."""
     chosen = {key: value for key, value in config.values() if config.sources[key] != "default"}
     return Layer(values=chosen, sources={key: config.sources[key] for key in chosen})
 

@@ -124,7 +124,7 @@ def _scalar(text: str) -> object:
 
 
 def kind_of(value: object) -> str:
-    """What a value is, in the words of a person who writes a configuration file."""
+    """Name the kind of a value, in the words of a configuration file."""
     match value:
         case None:
             return "nothing"

@@ -1,4 +1,4 @@
-"""What a MongoDB URL says, as far as it can be wrong without a connection.
+"""MongoDB URLs, as far as they can be checked without a connection.
 
     mongodb://user:secret@h1:27017,h2/database?replicaSet=rs0&w=majority
     mongodb+srv://user:secret@name/database

@@ -24,7 +24,7 @@ UNLIMITED = 2**63 - 1  # what Go and the stores keep in an integer
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class Option:
-    """What is known of one option.
+    """Facts about one option.
 
     Attributes:
         key: as in a file, with a dot after its section: "redis.max_idle".
@@ -44,7 +44,7 @@ class Option:
     variable: str
 
     def problem(self, value: object) -> str:
-        """What is wrong with the value: what was found and what is expected; "" if nothing."""
+        """Return what is wrong with the value: what was found and what is expected; "" if nothing."""
         high = CENTURY if self.unit in {"s", "ms"} else UNLIMITED
         limits = (
             f"{self.low:g} or more" if high == UNLIMITED else f"{self.low:g} to {high} {self.unit}"

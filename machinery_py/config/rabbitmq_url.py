@@ -1,4 +1,4 @@
-"""What an AMQP URL says. Pure: nothing is opened.
+"""AMQP URLs, read. Pure: nothing is opened.
 
     amqp://user:password@host:5672/vhost        a missing part is Go's default: guest:guest, 5672, vhost /
     amqps://host/vhost?ca_file=/etc/ca.pem      TLS on port 5671; verify=none, cert_file, key_file

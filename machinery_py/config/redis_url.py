@@ -30,12 +30,12 @@ _OPTIONS = (*_OF_TLS, *_OF_SENTINELS)
 
 
 class BadRedisUrl(ValueError):
-    """What is wrong with it, without the URL and its secrets."""
+    """Fault of a Redis URL, told without the URL and its secrets."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RedisUrl:
-    """What a Redis URL says.
+    """A Redis URL, read.
 
     Attributes:
         hosts: (name, port) of each; empty with a socket.

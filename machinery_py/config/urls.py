@@ -70,7 +70,7 @@ DEFAULT_BUSY_TIMEOUT = 5.0  # seconds a writer waits for the one before it
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreUrl:
-    """What the URL of a store without a server says.
+    """The URL of a store without a server, read.
 
     Attributes:
         scheme: "sqlite", "memory", "eager" or "null".
@@ -332,7 +332,7 @@ def redact(url: str) -> str:
 
 
 def without_secrets(text: str, *urls: str) -> str:
-    """What somebody else says, a server or a client library, with the secrets of these URLs masked."""
+    """Return the text of a server or a client library with the secrets of these URLs masked."""
     for secret in sorted(
         {secret for url in urls for secret in _secrets(url)}, key=len, reverse=True
     ):

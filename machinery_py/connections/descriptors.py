@@ -39,12 +39,12 @@ def keep(thing: int | HasNumber) -> None:
 
 
 def drop(number: int) -> None:
-    """It will be closed."""
+    """Forget a descriptor that is about to be closed."""
     _numbers.pop(number, None)
 
 
 def broken() -> list[int]:
-    """Those that are not any more what they were, though nobody of us has closed them."""
+    """Return the descriptors that have become something else, though this library has not closed them."""
     found = [
         number
         for number, identity in list(_numbers.items())

@@ -1,4 +1,4 @@
-"""What a store has to say of itself when it may not keep what it was given."""
+"""Warnings about server settings that can lose accepted messages or results."""
 
 from __future__ import annotations
 

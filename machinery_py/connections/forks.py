@@ -1,4 +1,4 @@
-"""What a forked child needs to go on: no lock that is held for ever, nothing half done, and no signal handler of ours.
+"""Fork safety: a child has no lock that is held for ever, nothing half done, and no signal handler of ours.
 
 A fork copies locks as they are, and of the threads only the one that forks. So a lock that another thread held just then
 is never given back in the child. What a child goes on with is guarded by `ForkLock`, which is free there. Where that is

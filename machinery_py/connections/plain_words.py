@@ -1,4 +1,4 @@
-"""What keeps a program from a server, in words that say what to do; client libraries and systems have many for each.
+"""Reasons why a server cannot be reached, in words that say what to do; libraries and systems have many for each.
 
 Pure: it is told by texts, since most libraries hand on nothing else.
 """

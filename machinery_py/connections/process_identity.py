@@ -9,7 +9,7 @@ import msgspec
 
 
 class SessionInfo(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """What a consumer says of itself when it registers. `started_at`: microseconds since 1970."""
+    """Identity with which a consumer registers. `started_at`: microseconds since 1970."""
 
     name: str
     host: str

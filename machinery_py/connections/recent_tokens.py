@@ -29,5 +29,5 @@ class RecentTokens:
         return True
 
     def forget(self, token: str) -> None:
-        """Its submission was rolled back."""
+        """Forget a token whose submission was rolled back."""
         self._seen.pop(token, None)

@@ -1,4 +1,4 @@
-"""What a consumer runs at this moment, kept where it outlives the process: in the file that proves its life.
+"""Running tasks of a consumer, kept where they outlive the process: in the file that proves its life.
 
     <folder>/<key>    SLOTS numbers of 8 bytes, each names a delivery whose task is being called; 0 where none is
 
@@ -54,7 +54,7 @@ class RunTable:
 
 
 def read(path: str) -> set[int] | None:
-    """What its owner runs, or ran when it died. None: that cannot be known."""
+    """Return what its owner runs, or ran when it died. None: that cannot be known."""
     try:
         with open(path, "rb") as file:
             content = file.read(_SIZE)

@@ -53,7 +53,7 @@ else:
 
 
 class SessionState(Enum):
-    """What the file of a session says."""
+    """State of a session, from its file."""
 
     ALIVE = "alive"
     DEAD = "dead"
@@ -105,7 +105,7 @@ class SessionFile:
 
 
 def _new_file(folder: str, key: str) -> int:
-    """Its locked descriptor; -1 if that cannot be had."""
+    """Make a session's file, and return its locked descriptor; -1 if that cannot be had."""
     try:
         _make(folder)
         descriptor = os.open(
@@ -165,7 +165,7 @@ def _make(folder: str) -> None:
 
 
 def ran(folder: str, key: str) -> set[int] | None:
-    """What a session runs, or ran when it died. None: that cannot be known."""
+    """Return what a session runs, or ran when it died. None: that cannot be known."""
     if key in _own:
         table = _tables.get(key)
         return None if table is None else table.running()
@@ -173,7 +173,7 @@ def ran(folder: str, key: str) -> set[int] | None:
 
 
 def ran_by_the_dead(folder: str) -> set[int]:
-    """What was run by all those of whom there is a file, and who live no more."""
+    """Return what all dead sessions ran that have a file."""
     found: set[int] = set()
     for name in _names(folder):
         if look(folder, name) is SessionState.DEAD:

@@ -306,7 +306,7 @@ class Call:
     # Results
 
     def results(self, value: Any) -> tuple[Arg, ...]:
-        """What the function returned, as it is stored: nothing for None, one for each item of a tuple.
+        """Return a function's value as it is stored: nothing for None, one Arg for each item of a tuple.
 
         The annotation decides where the value does not, as with arguments: a Go task that gets it asks for one type.
 

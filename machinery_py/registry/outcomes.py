@@ -1,4 +1,4 @@
-"""What must happen when a task has ended: pure, and the only place that knows.
+"""The rules of what happens when a task has ended. Pure, and in this place alone.
 
 `follow_up` looks at three values and says which state comes next, what is to be sent, and which groups are told.
 """
@@ -70,7 +70,7 @@ class Arrived(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class FollowUp(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """What must become true, all together.
+    """Changes that follow from an outcome, made together or not at all.
 
     Attributes:
         retry: the same task, to be run again.
@@ -203,7 +203,7 @@ ALONE = b"-"  # nothing
 
 
 def failing(signature: Signature[Any]) -> bytes:
-    """What must be known to fail the task without its message."""
+    """Encode what is needed to fail the task without its message."""
     on_success: Sequence[Signature[Any]] = ()
     if signature.on_success and any(map(_holds_members, signature.on_success)):
         on_success = signature.on_success

@@ -116,7 +116,7 @@ _PLAIN = (str, bytes, int, float, bool, type(None), tuple, frozenset)
 
 
 def _around(function: Any) -> list[Any]:
-    """What a function knows beside its code: its object, its defaults, the variables around it."""
+    """Return what a function has beside its code: its object, its defaults, the variables around it."""
     cells = [_content(cell) for cell in function.__closure__ or ()]
     named = function.__kwdefaults__ or {}
     return [

@@ -61,7 +61,7 @@ Key = str | Callable[..., str]
 
 
 class SamenessOptions(TypedDict, total=False):
-    """What is done about calls that are the same (docs/how-to/unique.md).
+    """Options for calls that are the same (docs/how-to/unique.md).
 
     unique: one at a time is sent: True for calls with the same arguments, or the key: a text, or a function of the arguments
     that returns it. unique_for: seconds (or a timedelta) from sending for which the key is held at most. unique_until: the key
@@ -85,7 +85,7 @@ OPTION_NAMES = frozenset(SendOptions.__annotations__)
 
 
 class TaskSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What was said about a task where it was registered.
+    """Options of a task, from where it was registered.
 
     Attributes:
         retries: tries after the first, for each call that does not say otherwise.
@@ -195,7 +195,7 @@ TASK_OPTIONS = frozenset(TaskSettings.__struct_fields__)
 
 
 class TaskSender(Protocol):
-    """What a task needs of its Server."""
+    """The part of a Server that a task needs."""
 
     @property
     def config(self) -> Config: ...

@@ -24,7 +24,7 @@ _encode = msgspec.json.Encoder(order="sorted").encode
 
 
 class KeyClaim(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Who holds a key.
+    """The record of a key: the task that holds it, and until when.
 
     Attributes:
         token: of the sending that took it, so that its repeat after a lost reply is known.
@@ -63,7 +63,7 @@ decode_claim = msgspec.json.Decoder(KeyClaim).decode
 
 
 def owner(config: Config) -> str:
-    """What tells the keys of this application from those of others in the same stores; "" for the default queue's."""
+    """Return the mark of this application's keys among those of others in the same stores; "" for the default queue's."""
     application = config.application or config.default_queue
     return "" if application == OPTIONS["default_queue"].default else application
 

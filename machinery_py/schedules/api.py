@@ -114,7 +114,7 @@ def _with_options(definition: Definition, options: PeriodicOptions) -> Definitio
 
 
 class Schedules:
-    """What `server.schedules` can do. May be used from any thread.
+    """The methods of `server.schedules`. May be used from any thread.
 
     Raises (each method):
         Unsupported: the result backend keeps no schedules.

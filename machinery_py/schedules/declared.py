@@ -23,7 +23,7 @@ class Anything:
 
 
 class TaskDecorator(Protocol):
-    """What `server.task(…)` with options returns. Keeps the function's parameters and result for type checkers."""
+    """Result of `server.task(…)` with options. Keeps the function's parameters and result for type checkers."""
 
     @overload
     def __call__(
@@ -44,7 +44,7 @@ class TaskDecorator(Protocol):
 
 
 class PeriodicDecorator(Protocol):
-    """What `server.periodic(…)` returns: takes a task, or a function that becomes one."""
+    """Result of `server.periodic(…)`: takes a task, or a function that becomes one."""
 
     @overload
     def __call__(self, task: T, /) -> T: ...

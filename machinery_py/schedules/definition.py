@@ -38,7 +38,7 @@ COUNTED = 1000  # missed ticks that are counted at once
 
 
 class Definition(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What was said about a schedule.
+    """A schedule as it was defined.
 
     Attributes:
         work: what is sent, from `pack_step`.
@@ -103,7 +103,7 @@ def encode_entry(entry: Entry) -> bytes:
 
 
 def decode_entry(body: bytes) -> Entry:
-    """What `encode_entry` wrote.
+    """Read what `encode_entry` wrote.
 
     Raises:
         DecodeError: it is something else, or a newer version's.
@@ -115,7 +115,7 @@ def decode_entry(body: bytes) -> Entry:
 
 
 def pack_step(step: Step[Any]) -> msgspec.Raw:
-    """What is to be sent, without UUIDs: each run has its own. (In Go a UUID that is given stays the same in every run.)
+    """Encode the step without UUIDs: each run has its own. (In Go a UUID that is given stays the same in every run.)
 
     Raises:
         ArgumentError: something in it cannot be sent.
@@ -149,7 +149,7 @@ _decode_packed = msgspec.json.Decoder(_Packed).decode
 
 
 def unpack_step(body: msgspec.Raw | bytes) -> Step[Any]:
-    """What `pack_step` was given.
+    """Read what `pack_step` wrote.
 
     Raises:
         DecodeError: it is something else.
@@ -173,7 +173,7 @@ def task_names(step: Step[Any]) -> list[str]:
 
 
 class Due(msgspec.Struct, frozen=True, kw_only=True):
-    """What is to be done about a schedule now.
+    """Ticks of a schedule that are due now.
 
     Attributes:
         tick: to be sent; None: only that `missed` ticks were missed is to be noted.

@@ -105,7 +105,7 @@ class Schedule:
             moment = self.next(moment)
 
     def _local(self, moment: dt.datetime) -> dt.datetime:
-        """What the clock on the wall shows, in whole seconds. `fold` is kept."""
+        """Return the time on the wall, in whole seconds. `fold` is kept."""
         return moment.astimezone(self._tz).replace(tzinfo=None, microsecond=0)
 
     def _moments(self, wall: dt.datetime) -> list[dt.datetime]:

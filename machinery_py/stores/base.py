@@ -96,7 +96,7 @@ class Firing(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 def change_of(firing: Firing, outbox: Sequence[bytes] = ()) -> Change:
-    """What it changes in the backend."""
+    """Return the change of a firing in the backend."""
     return Change(
         key=firing.task_uuid or firing.group_uuid,
         fires=firing.group_uuid,
@@ -108,7 +108,7 @@ def change_of(firing: Firing, outbox: Sequence[bytes] = ()) -> Change:
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """What becomes true in place of a message that its store refuses for good.
+    """Replacement of a message that its store refuses for good.
 
     Attributes:
         states: FAILURE of its task first, with the message in it; then PENDING of what is sent.

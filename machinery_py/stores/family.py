@@ -17,7 +17,7 @@ from machinery_py.stores.base import Store
 
 
 class FamilyOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What a family needs to know of the configuration, and the clock. Lengths are in seconds."""
+    """Settings that a family needs, and the clock. Lengths are in seconds."""
 
     clock: Clock
     lease: float = 10.0

@@ -315,7 +315,7 @@ class MongoSession(ConsumerSession):
         return [delivery for delivery in deliveries if delivery.receipt not in gone]
 
     def _bury(self, deliveries: list[Delivery]) -> list[Delivery]:
-        """Those that can be run; the others, under whose UUID something else lies, go to the dead letters."""
+        """Return the deliveries that can be run; the others, with a foreign document under their UUID, go to the dead letters."""
         refused = self._store.states.refusals(delivery.receipt.uuid for delivery in deliveries)
         dead = [
             Disposal(

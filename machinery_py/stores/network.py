@@ -1,4 +1,4 @@
-"""What every client of a server loads when it first connects: loaded with its family, which happens while nobody forks."""
+"""Modules that every client of a server loads when it first connects, loaded with its family, while nobody forks."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def open_family(url: str, options: FamilyOptions) -> Family:
 
 
 class Stores:
-    """What one Server works with: its store, its lock, and the families that own their connections."""
+    """The stores of one Server: its store, its lock, and the families that own their connections."""
 
     def __init__(self, config: Config, clock: Clock) -> None:
         options = FamilyOptions(

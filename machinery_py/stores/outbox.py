@@ -173,7 +173,7 @@ class TwoStores(Store):
         return posted
 
     def _post_alone(self, message: Message, home: str, posted: Posted) -> Sequence[Message]:
-        """What of it finds no room: the message, or what follows from its failure."""
+        """Publish one message; return what finds no room: the message, or what follows from its failure."""
         try:
             self.put([message])
         except (PublishRefused, PublishUnknown) as error:

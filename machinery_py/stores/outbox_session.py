@@ -36,7 +36,7 @@ _pack = msgspec.json.Encoder().encode
 
 
 class Outbox(NamedTuple):
-    """What is to be published for `key`. `home`: the queue of the delivery that sends it, if there is one."""
+    """Messages to be published for `key`. `home`: the queue of the delivery that sends them, if there is one."""
 
     key: str
     bodies: Sequence[bytes]
@@ -44,7 +44,7 @@ class Outbox(NamedTuple):
 
 
 class Posted:
-    """What became of messages that were published: those that found no room, by key; an error, if one was refused."""
+    """Result of publishing: messages that found no room, by key; an error, if one was refused."""
 
     def __init__(self) -> None:
         self.left: dict[str, list[Message]] = {}
@@ -52,7 +52,7 @@ class Posted:
 
 
 class OutboxStore(Protocol):
-    """What a session needs of its store."""
+    """The part of a store that a session needs."""
 
     backend: Backend
     clock: Clock

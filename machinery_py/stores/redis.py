@@ -83,7 +83,7 @@ class RedisFamily(Family):
 
 
 def _servers(text: str, options: FamilyOptions) -> Servers:
-    """What the URLs and the options say.
+    """Return the servers that the URLs and the options name.
 
     Raises:
         ConfigError: they make no sense.

@@ -1,4 +1,4 @@
-"""What a running task can ask and say about itself."""
+"""Context of a running task: what it can ask and say about itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is to be called: Arg and Signature, Go Machinery's records in Python.
+"""Arg and Signature: Go Machinery's records of a call, in Python.
 
 A Signature is a value: it never changes. `replace`, `then` and `catch` return new ones.
 """
@@ -68,7 +68,7 @@ class Arg(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class Result(Protocol[R]):
-    """What `Signature.send` returns: see results.AsyncResult."""
+    """Result of `Signature.send`: see results.AsyncResult."""
 
     @property
     def uuid(self) -> str: ...
@@ -82,21 +82,21 @@ class Result(Protocol[R]):
 
 
 class ChainedResult(Result[R], Protocol[R]):
-    """What `Chain.send` returns: see results.ChainResult."""
+    """Result of `Chain.send`: see results.ChainResult."""
 
     @property
     def steps(self) -> Sequence[Result[Any]]: ...
 
 
 class Sender(Protocol):
-    """What a signature or workflow needs of a Server to be sent."""
+    """The part of a Server that sends a signature or workflow."""
 
     def send(self, step: Step[Any]) -> Result[Any]: ...
     def send_async(self, step: Step[Any]) -> Coroutine[Any, Any, Result[Any]]: ...
 
 
 class Step(Generic[R]):
-    """What can stand in a chain: a Signature, a Group, a Chain."""
+    """A step of a chain: a Signature, a Group, a Chain."""
 
     __slots__ = ()
     is_group: ClassVar[bool] = False

@@ -35,7 +35,7 @@ S = TypeVar("S")
 
 
 class GroupedResult(Result[R], Protocol[R]):
-    """What `Group.send` returns: see results.GroupResult."""
+    """Result of `Group.send`: see results.GroupResult."""
 
     @property
     def results(self) -> Sequence[Result[Any]]: ...
@@ -259,7 +259,7 @@ class _Linker:
 
 
 class _Membership(msgspec.Struct, frozen=True):
-    """What the members of one group share."""
+    """Fields that the members of one group share."""
 
     group_uuid: str
     total: int
@@ -283,7 +283,7 @@ def chord_callback(callback: Signature[Any], results: Sequence[Sequence[Arg]]) -
 
 
 def result_value(results: Sequence[Arg]) -> Any:
-    """What a task returned: None for no result, the value for one, a tuple for several."""
+    """Return a task's results as a value: None for none, the value for one, a tuple for several."""
     if len(results) == 1:
         return from_result(results[0].type, results[0].value)
     return tuple(from_result(arg.type, arg.value) for arg in results) if results else None

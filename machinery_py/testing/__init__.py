@@ -1,4 +1,4 @@
-"""What tests of tasks and of stores need: a Server under test, a clock that is told the time, faults on command.
+"""Tools for tests of tasks and of stores: a Server under test, a clock that is told the time, faults on command.
 
 harness       Harness: what was sent, and running it when the test says so
 plugin        the pytest fixtures `machinery` and `machinery_worker`

@@ -57,7 +57,7 @@ class _Clock(ManualClock):
 
 
 class Harness:
-    """What a test asks and tells. Nothing runs by itself, no time passes by itself. Belongs to one thread.
+    """A Server under test. Nothing runs by itself, no time passes by itself. Belongs to one thread.
 
     Use it with `with`: inside, the server works on memory stores and on `clock`; behind it, on its own again, whatever
     happened. What is sent goes through the wire format, so what cannot be sent fails here as well.
@@ -133,7 +133,7 @@ class Harness:
 
     @property
     def sent(self) -> list[Signature[Any]]:
-        """What was sent since the start, oldest first: by the test, by tasks, and as callbacks; retries are not in it.
+        """Signatures sent since the start, oldest first: by the test, by tasks, and as callbacks; no retries.
 
         As a worker would get it; the value of each Arg is the Python value.
         """

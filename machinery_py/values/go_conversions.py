@@ -1,4 +1,4 @@
-"""What Go's types do with a received JSON value: the same conversions, wraps and error texts (its `reflect.go`).
+"""Go's conversions of a received JSON value to its types, with its wraps and error texts (its `reflect.go`).
 
 bool string int int8 … int64 uint uint8 … uint64 float32 float64
 []bool … []float64, and []byte, which is []uint8; both are bytes in Python

@@ -234,7 +234,7 @@ _UNTAG: dict[str, Callable[[Any], Any]] = {
 
 
 def unpack(value: Any, depth: int = 0) -> Any:
-    """What `pack` made of a value, with its tags resolved."""
+    """Undo `pack`: resolve its tags."""
     if depth > MAX_DEPTH:
         raise ArgumentError(f"a py value has more than {MAX_DEPTH} levels")
     if type(value) is list:

@@ -312,7 +312,7 @@ _AS_IT_IS = frozenset(
 
 
 def converter(annotation: Any) -> Callable[[Any], Any] | None:
-    """What makes a received value one of the annotated type, or None when there is nothing to do.
+    """Return a function that makes a received value one of the annotated type, or None when there is nothing to do.
 
     The function raises ArgumentError with the path to what does not fit.
     """
@@ -347,7 +347,7 @@ def converter(annotation: Any) -> Callable[[Any], Any] | None:
 
 
 def checker(annotation: Any) -> Callable[[Any], Any] | None:
-    """What refuses a value that the annotation rules out, where there is nothing to convert; None where anything goes.
+    """Return a function that refuses a value that the annotation rules out, without converting; None where anything goes.
 
     As type checkers have it: a bool is an int.
     """

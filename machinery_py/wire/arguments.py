@@ -57,7 +57,7 @@ encode = msgspec.json.Encoder(enc_hook=_write_number).encode
 
 
 def received(items: Iterable[tuple[str, str, Any]]) -> tuple[ReceivedArg, ...]:
-    """What the lenient reader found, as Args."""
+    """Return what the lenient reader found as Args."""
     return tuple(
         [ReceivedArg(name=name, type=type_name, value=value) for name, type_name, value in items]
     )

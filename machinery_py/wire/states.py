@@ -192,7 +192,7 @@ def encode_results(results: Sequence[Arg]) -> bytes:
 
 
 def decode_results(body: bytes) -> tuple[Arg, ...]:
-    """What `encode_results` wrote; none for null.
+    """Read what `encode_results` wrote; none for null.
 
     Raises:
         DecodeError: it is no list of results.

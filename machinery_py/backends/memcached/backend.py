@@ -189,7 +189,7 @@ class MemcacheBackend(Backend):
             self._groups.arrive(arrivals)
 
     def _advance(self, jobs: Sequence[tuple[str, Advance]]) -> None:
-        """What cannot be written is left out: its message is sent all the same."""
+        """Write states; one that cannot be written is left out, and its message is sent all the same."""
         try:
             self._edit(jobs)
         except NameRefused as error:
@@ -266,7 +266,7 @@ class MemcacheBackend(Backend):
         return [[body for commit in found[key] for body in commit.outbox] for key in keys]
 
     def _commits(self, keys: Collection[str]) -> dict[str, list[Commit]]:
-        """What each key has open, in its task, its group or by itself."""
+        """Return the open commit of each key: in its task, its group or by itself."""
         records = self._load(keys)
         items = self.driver.fetch(
             [key_of(key, prefix) for key in keys for prefix in (FIRED, OUTBOX)],

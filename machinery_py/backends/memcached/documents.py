@@ -49,7 +49,7 @@ def key_of(name: str, prefix: bytes = b"") -> bytes:
 
 
 class Todo(msgspec.Struct, array_like=True, gc=False):
-    """What a change makes true beside its own item, once that is written. Doing it twice does no harm.
+    """Step that follows once the item of a change is written. Doing it twice does no harm.
 
     Attributes:
         states: of other tasks, as documents. `force`: they replace what is there.
@@ -186,7 +186,7 @@ def _printable(state: TaskState) -> TaskState:
 
 
 def decode_record(uuid: str, body: bytes, cas: int) -> TaskItem:
-    """What is in the item. Bytes that are no state of this task are `theirs`."""
+    """Read an item. Bytes that are no state of this task are `theirs`."""
     document, field = _without_field(body)
     if document.startswith(_GROUP):
         return TaskItem(

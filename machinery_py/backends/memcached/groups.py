@@ -88,7 +88,7 @@ class MemcachedGroups:
     # Documents
 
     def create(self, groups: Sequence[GroupMeta]) -> None:
-        """Those that are not there yet."""
+        """Create the groups that are not there yet."""
         now = self.now()
         commands = [add(key_of(one.group_uuid), encode_meta(one, now), _LIFE) for one in groups]
         self._driver.send(commands, doing="creating a group")
@@ -246,7 +246,7 @@ class MemcachedGroups:
             self._driver.send(commands, doing="making a group ready")
 
     def _let_go(self, arrivals: Sequence[tuple[str, str, int, bool]]) -> None:
-        """Who arrives after his chord was fired is not kept for it."""
+        """Release members that arrived after their chord was fired."""
         fired = self._driver.fetch(
             {key_of(group, FIRED) for group, _, _, _ in arrivals}, doing="reading a group"
         )

@@ -1,4 +1,4 @@
-"""What is still to be published, and which groups wait for their callback, in a store that cannot list its keys.
+"""Index of open outboxes and of groups that wait for their callback, in a store that cannot list its keys.
 
     mpy:roots         the segments that there are; changed by `cas`, when a process begins or ends to have one
     mpy:x:<segment>   the outboxes and ready groups that one process has opened; only that process writes it
@@ -42,7 +42,7 @@ ROUNDS = 60  # tries to change an item that others change as well
 
 
 class Segment(msgspec.Struct, array_like=True, gc=False):
-    """What one process has opened."""
+    """Keys that one process has opened."""
 
     at: int  # µs
     outboxes: tuple[str, ...] = ()
@@ -97,7 +97,7 @@ class Index:
             self._write()
 
     def drop(self, *, outboxes: Iterable[str] = (), groups: Iterable[str] = ()) -> None:
-        """These are done. Written with what is noted next, or by `tend`."""
+        """Drop keys that are done. Written with the next note, or by `tend`."""
         with self._lock:
             for key in outboxes:
                 self._outboxes.pop(key, None)

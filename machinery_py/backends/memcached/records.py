@@ -52,7 +52,7 @@ _FOREVER = b"0"
 
 
 class Owed(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """What is sent with a change, until it was published. `key`: of its outbox."""
+    """Messages of a change, until they are published. `key`: of its outbox."""
 
     key: str
     kept_at: int  # µs
@@ -168,7 +168,7 @@ class MemcachedRecords:
     # Outboxes
 
     def commits(self, keys: Iterable[str]) -> dict[str, list[Commit]]:
-        """What is owed under these keys."""
+        """Return the commits that are open under these keys."""
         wanted = {key: item for key in keys if (item := _item_of(key)) is not None}
         items = self._driver.fetch(wanted.values(), doing="reading outboxes") if wanted else {}
         kept = {item: _kept(found.value) for item, found in items.items()}
@@ -183,7 +183,7 @@ class MemcachedRecords:
         }
 
     def clear(self, sent: Iterable[tuple[str, Iterable[bytes]]]) -> None:
-        """What is owed under these keys has been done, if it is no more than these messages."""
+        """Clear these keys, if no more than these messages was owed under them."""
         jobs: dict[bytes, _Clear] = {}
         for key, bodies in sent:
             if (item := _item_of(key)) is not None:

@@ -1,4 +1,4 @@
-"""What is done to the record of a task in memcached, and what follows from it. Pure; memcache.py writes it."""
+"""Transitions of a task's record in memcached, and what follows from them. Pure; backend.py writes them."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Advance:
 
 
 def clear(sent: set[bytes], record: TaskItem) -> bool:
-    """These messages of a task have been published. Whether there are no others."""
+    """Remove published messages of a task; return whether there are no others."""
     if not sent.issuperset(record.outbox):
         return False
     if record.outbox:

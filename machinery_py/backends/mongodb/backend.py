@@ -229,7 +229,7 @@ class MongoBackend(MongoLooking):
     # Deeds
 
     def clear_deeds(self, changes: Sequence[Change]) -> None:
-        """What follows from these changes has been done."""
+        """Note that the follow-ups of these changes are done."""
         keys = [change.key for change in changes if _own(change)]
         marks = [change.mark for change in changes if _own(change)]
         # A later change may have left its own deed there.
@@ -352,7 +352,7 @@ class MongoBackend(MongoLooking):
         self.schedules.release(claims)
 
     def finish_tick(self, tick: Tick, again: bool) -> None:
-        """What follows from an amendment that sends nothing here. May be repeated, with `again`."""
+        """Finish an amendment that sends nothing here. May be repeated, with `again`."""
         self.follow_tick(tick, again=again)
         if not tick.send:  # else it is for a store that can send
             self.schedules.clear(tick)

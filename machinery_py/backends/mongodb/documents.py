@@ -203,7 +203,7 @@ def _printable(state: TaskState) -> TaskState:
 
 
 def packed_deed(change: Change) -> bytes:
-    """What is left to be done once the state of the change's key is written."""
+    """Encode the steps that are left once the state of the change's key is written."""
     others = [state for state in change.states if state.task_uuid != change.key]
     if not others and not change.groups and not change.arrivals:
         return b""

@@ -58,7 +58,7 @@ def _chord(uuid: str, until: int) -> Document:
 def add_groups(
     store: Store, groups: Sequence[GroupMeta], *, until: int, moment: dt.datetime
 ) -> None:
-    """Those that are not there yet."""
+    """Create the groups that are not there yet."""
     insert_new(store.machinery_chords, [_chord(group.group_uuid, until) for group in groups])
     insert_new(
         store.group_metas,

@@ -1,4 +1,4 @@
-"""What is asked of the states and groups in MongoDB, and what has been revoked. Part of MongoBackend."""
+"""Questions about states and groups in MongoDB, and revocations. Part of MongoBackend."""
 
 from __future__ import annotations
 

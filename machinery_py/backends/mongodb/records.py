@@ -87,7 +87,7 @@ class MongoSchedules:
         )
 
     def claims(self, names: Sequence[str], show: Callable[[Tick], object]) -> list[bytes | None]:
-        """What each holds. `show` is called before for one whose states may not have been written."""
+        """Return the content of each claim. `show` is called before for one whose states may not be written yet."""
         wanted = [printable(name) for name in names]
         now = self.driver.now()
         found = self._run(
@@ -202,7 +202,7 @@ class MongoSchedules:
             )
 
     def clear(self, tick: Tick) -> None:
-        """What follows from this amendment has been done."""
+        """Note that the follow-ups of this amendment are done."""
         done: Document = {"$set": {"deed": b"", "send": b"", "deed_at": 0}}
         self._run(
             lambda store: _place(store, tick.is_claim).update_one(
@@ -241,7 +241,7 @@ def _place(store: Store, is_claim: bool) -> Collection[Document]:
 
 
 def _body(document: Document | None, now: int) -> bytes | None:
-    """What a record holds; one that was removed, and a claim whose time is over, hold nothing."""
+    """Return the body of a record; a removed one, and a claim whose time is over, have none."""
     if document is None or not document["kept"] or 0 < document.get("expires_at", 0) <= now:
         return None
     return bytes(document["body"])

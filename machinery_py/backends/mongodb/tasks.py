@@ -254,5 +254,5 @@ class MongoTasks:
 
 
 def seen_of(rows: dict[str, TaskDocument]) -> Before:
-    """What `save` writes over."""
+    """Return the part of a document that `save` compares before it writes."""
     return {uuid: (row.version, row.word) for uuid, row in rows.items()}

@@ -88,7 +88,7 @@ T = TypeVar("T")
 
 
 class _Work:
-    """What one thread is at."""
+    """The transaction that one thread is in."""
 
     def __init__(self, transaction: QueueTransaction, places: Places, now: int) -> None:
         self.transaction = transaction
@@ -125,7 +125,7 @@ class AMQPBackend(TransactionalBackend):
         return self.driver.clock.now()
 
     def _declare(self, channel: Channel) -> None:
-        """What is there for all tasks. Waits for each answer: a mistake must not pass unnoticed."""
+        """Declare the queues for all tasks. Waits for each answer: a mistake must not pass unnoticed."""
         wait = self.driver.timeout
         for lock in (*LOCKS, OUTBOX_LOCK, READY_LOCK, REVOKED_LOCK, SCHEDULES_LOCK):
             declare_lock(channel, lock, wait)

@@ -1,4 +1,4 @@
-"""What the queues of the RabbitMQ backend are called, and what is in their messages.
+"""Names of the RabbitMQ backend's queues, and their messages.
 
     <task UUID>                               Go's queue of the task; here it holds one message, its last state
     <group UUID>                              Go's queue of a chord: one message for each member that has ended

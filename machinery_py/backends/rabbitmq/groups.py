@@ -37,7 +37,7 @@ from machinery_py.wire.signatures import decode_group, decode_state, encode_grou
 
 
 class RabbitMQGroups:
-    """What a transaction does to groups; `write` puts it into the transaction."""
+    """Changes of groups in a transaction; `write` puts them into it."""
 
     def __init__(self, places: Places, transaction: QueueTransaction) -> None:
         self._places = places
@@ -67,7 +67,7 @@ class RabbitMQGroups:
             self._turn.put(place, pack(record))
 
     def create(self, groups: Sequence[GroupMeta], now: int) -> None:
-        """Those that are not there yet."""
+        """Create the groups that are not there yet."""
         self._turn.read([self._places.group(one.group_uuid) for one in groups])
         for group in groups:
             record = self.load(group.group_uuid) or GroupRecord()
@@ -181,7 +181,7 @@ class RabbitMQGroups:
 
 
 def meta_of(group: str, record: GroupRecord, members: Mapping[str, TaskState | None]) -> GroupMeta:
-    """What Go's backends would keep of the group. Go sends chords without it: then it has the members that are in, once they
+    """Return the group as Go's backends would keep it. Go sends chords without it: then it has the members that are in, once they
     are all, or one of them has failed.
     """
     if record.document:

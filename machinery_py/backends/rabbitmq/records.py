@@ -54,7 +54,7 @@ def place_of(claim: str) -> Queue:
 
 
 class RabbitMQRecords:
-    """What a transaction does to records and claims. `now`: µs.
+    """Changes of records and claims in a transaction. `now`: µs.
 
     Of several messages the last counts: a server that died in the middle of a transaction may have kept the one before.
     """
@@ -87,7 +87,7 @@ class RabbitMQRecords:
     # Claims: the transaction holds the lock of each
 
     def claims(self, names: Sequence[str]) -> list[bytes | None]:
-        """What each of them holds."""
+        """Return the content of each of them."""
         places = [place_of(name) for name in names]
         self._turn.read(places)
         return [self._holds(place) for place in places]

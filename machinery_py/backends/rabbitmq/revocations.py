@@ -56,7 +56,7 @@ class Revocations:
         return micros(self._transactions.driver.clock.now())
 
     def among(self, uuids: Sequence[str]) -> set[str]:
-        """Those of them that are revoked."""
+        """Return the revoked ones among them."""
         try:
             return self._among(uuids)
         except QueueTransactionLost:

@@ -262,7 +262,7 @@ class RedisBackend(Backend):
     def _newest(
         self, key: str, state: State | None, name: str, since: int, limit: int
     ) -> Iterator[tuple[int, TaskState]]:
-        """Those of one set that fit, the last changed first, and when. The server looks through them, READ at a time."""
+        """Yield the fitting tasks of one set with the time of their change, latest first. The server filters, READ at a time."""
         word, quoted = (
             state.value if state else "",
             f'"{name}"' if _PLAIN_NAME.fullmatch(name) else "",

@@ -81,7 +81,7 @@ def key_of(name: str) -> str:
 
 
 def claim_prefix(claim: str) -> bytes:
-    """What names the slot of a claim."""
+    """Return the key prefix that puts a claim into its slot."""
     return b"mpy:{%b}:" % name_of(claim).encode()
 
 
@@ -106,7 +106,7 @@ def record_key(name: str) -> bytes:
 
 
 def prefix_of(name: str) -> bytes:
-    """What names the slot of a task or group, and of its record."""
+    """Return the key prefix that puts a task or group, and its record, into one slot."""
     if name.startswith(_TICK):
         return SCHEDULES
     if name.startswith(_CLAIM):
@@ -207,7 +207,7 @@ def parts_of(change: Change, now: dt.datetime, now_text: str, expire: int) -> Pa
 
 
 def parts_of_tick(amendment: Amendment, now: dt.datetime, now_text: str, expire: int) -> Parts:
-    """What follows from the change of a schedule or a claim. Nothing of it is in that one's slot."""
+    """Return the follow-ups of a change of a schedule or a claim. None is in that one's slot."""
     change = Change(key="", states=amendment.states, groups=amendment.groups)
     effects = parts_of(change, now, now_text, expire).effects
     outbox = framed(amendment.outbox) if amendment.outbox else b""

@@ -42,7 +42,7 @@ def by_shard(names: Iterable[str]) -> dict[str, list[str]]:
 def list_requests(
     now: str, done: Sequence[Finished], open: Sequence[str], *, replayed: bool
 ) -> list[Request]:
-    """What writes it down that these have finished, and those have changed."""
+    """Return the requests that list these tasks as finished, and those as changed."""
     ends = dict(done)
     requests: list[Request] = []
     finished, others = by_shard(ends), by_shard(dict.fromkeys(open))

@@ -216,7 +216,7 @@ class Steps:
         return found
 
     def _list(self, replies: Sequence[tuple[Any, bool]]) -> None:
-        """What these replies of CHANGE say was written; the second is whether finished ones may have begun anew."""
+        """List tasks as these replies of CHANGE say; return also whether finished ones may have begun anew."""
         requests: list[Request] = []
         for replay in (False, True):
             done: list[Finished] = []
@@ -235,7 +235,7 @@ class Steps:
     # 3
 
     def carry_out(self, effects: Sequence[Effect]) -> None:
-        """What follows from changes; may have been carried out before."""
+        """Carry out the follow-ups of changes; may be repeated."""
         if not effects:
             return
         groups = [effect.name for effect in effects if effect.kind == "group"]

@@ -449,5 +449,5 @@ def _delete_groups(connection: sqlite3.Connection, uuids: Sequence[str]) -> None
 
 
 def _range(prefix: str) -> tuple[str, str]:
-    """What begins like this is not less than the first and less than the second."""
+    """Return the bounds of texts with this beginning: not less than the first, less than the second."""
     return printable(prefix), printable(prefix) + "\U0010ffff"

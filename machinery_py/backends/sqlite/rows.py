@@ -49,7 +49,7 @@ SAVE_OVER = (
 
 
 class TaskRow(msgspec.Struct, array_like=True, gc=False):
-    """What LOAD gives of a task, in the order of COLUMNS."""
+    """A task's row as LOAD gives it, in the order of COLUMNS."""
 
     uuid: str
     name: str

@@ -124,14 +124,14 @@ def letter_of(document: Document) -> DeadLetter:
 
 
 def held(delivery: Delivery) -> Document:
-    """What is true of a message's document as long as this delivery of it lasts."""
+    """Return the query that finds a message's document while this delivery of it lasts."""
     receipt = delivery.receipt
     id, lease = (receipt.id, receipt.lease) if isinstance(receipt, Receipt) else ("", "none")
     return {"_id": id, "lease": lease, "status": int(Status.HELD)}
 
 
 def mark_of(id: str) -> int:
-    """What a message is noted with in its consumer's file."""
+    """Return the number that notes a message in its consumer's file."""
     return int.from_bytes(hashlib.blake2b(id.encode(), digest_size=8).digest(), "little")
 
 

@@ -211,7 +211,7 @@ class AMQPConsumer(Consumer):
             main.raw.close()
 
     def _lose(self, birth: object) -> None:
-        """What was held is not ours any more."""
+        """Forget deliveries that are not ours any more."""
         with self._lock:
             if birth is not None and birth is self._birth:
                 self._birth = None
@@ -275,7 +275,7 @@ class AMQPConsumer(Consumer):
         return deliveries
 
     def _mark_of(self, body: bytes) -> int:
-        """What a message is noted with in its consumer's file."""
+        """Return the number that notes a message in its consumer's file."""
         return int.from_bytes(
             hashlib.blake2b(self._vhost + body[:MARKED], digest_size=8).digest(), "little"
         )

@@ -1,4 +1,4 @@
-"""Who is there: each consumer is counted by its subscription to an empty queue, and answers what it is asked.
+"""Presence of consumers: each is counted by its subscription to an empty queue, and answers questions there.
 
 A question goes to all by a fanout exchange; each answers to the asker's own reply queue, by the publishing connection:
 a connection that has published is not read from while the server is short of memory, and consuming must go on then.
@@ -23,7 +23,7 @@ REPLIES = "amq.rabbitmq.reply-to"
 
 
 class Report(msgspec.Struct, frozen=True):
-    """What a consumer says of itself, and how much it holds of each queue."""
+    """Answer of a consumer: itself, and how much it holds of each queue."""
 
     info: WorkerInfo
     holding: dict[str, int]

@@ -51,7 +51,7 @@ class Fetch:
         self._future: Future[list[Taken]] | None = None
 
     def run(self, timeout: float) -> list[Taken]:
-        """What was there at once, or came within `wait`. Called from any thread but the link's.
+        """Return what was there at once, or came within `wait`. Called from any thread but the link's.
 
         Raises:
             LinkLost, ChannelLost: what had come belongs to nobody, and goes back.

@@ -111,7 +111,7 @@ def headers_of(message: Message, now: int) -> dict[str, Any]:
 
 
 def dead_headers(queue: str, reason: str, error: str, letter: str, now: int) -> dict[str, Any]:
-    """What a dead letter says beside its message."""
+    """Headers of a dead letter, beside its message."""
     return {
         QUEUE: queue,
         REASON: shortened(reason),
@@ -168,7 +168,7 @@ def due_in(eta: dt.datetime | None, now: dt.datetime) -> float:
 
 
 class _ForeignBody(msgspec.Struct, gc=False):
-    """What is read of a body that somebody else has written."""
+    """Fields that are read of a body that another program has written."""
 
     UUID: str = ""
     Name: str = ""

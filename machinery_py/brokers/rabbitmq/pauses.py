@@ -29,7 +29,7 @@ PATIENCE = 3.0  # seconds for the answers of consumers; longer than a beat
 
 
 class Word(msgspec.Struct, frozen=True):
-    """What is said to all consumers of a queue."""
+    """Order to all consumers of a queue."""
 
     queue: str
     shut: bool
@@ -84,7 +84,7 @@ class Gates:
             claim.stop(answer)
 
     def learn(self, marked: Collection[str], turn: int, claim: Fetch | None) -> None:
-        """These were marked; but if something was said since `turn`, that is newer."""
+        """Note marked queues, unless an order has come since `turn`, which is newer."""
         if turn == self.turn and self.shut != frozenset(marked):
             self._change(frozenset(marked))
             if claim is not None:

@@ -41,7 +41,7 @@ class Addressed(msgspec.Struct, frozen=True, gc=False):
 
 
 class Attempt:
-    """What is known of a submission that may be repeated."""
+    """Progress of a submission that may be repeated."""
 
     def __init__(self, count: int, born: float) -> None:
         self.lock = threading.Lock()
@@ -200,7 +200,7 @@ class Sending:
 
     @contextmanager
     def _refusing(self) -> Iterator[None]:
-        """What goes wrong inside it happened before anything was published."""
+        """Turn errors inside into refusals: nothing was published yet."""
         try:
             yield
         except ChannelLost as error:
@@ -309,7 +309,7 @@ class Sending:
             self._registered.update(new)
 
     def paused(self, queues: Sequence[str]) -> frozenset[str]:
-        """Those of the queues that bear the mark of paused ones.
+        """Return the queues that bear the mark of paused ones.
 
         Raises:
             BrokerUnavailable: it is not known.

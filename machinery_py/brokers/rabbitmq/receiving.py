@@ -42,7 +42,7 @@ class Taking:
     def take(
         self, life: ConsumerConnection, queues: Sequence[str], limit: int, wait: float
     ) -> list[Taken]:
-        """What was there at once, or came within `wait`, but what is paused.
+        """Return what was there at once, or came within `wait`, except from paused queues.
 
         Raises:
             LinkLost, ChannelLost: what had come goes back.

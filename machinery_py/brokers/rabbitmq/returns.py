@@ -1,4 +1,4 @@
-"""What a consumer publishes when a delivery is over and its message is not: to wait, to go back, to the dead letters."""
+"""Messages that a consumer publishes when a delivery is over: to wait, to go back, to the dead letters."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ Step = tuple[str, dict[str, Any]]
 
 
 class Topology:
-    """What is declared for which queue. Pure, but for `carry_out`."""
+    """Declarations for each queue. Pure, but for `carry_out`."""
 
     def __init__(self, config: AMQPConfig, default_queue: str) -> None:
         self.config = config
@@ -92,7 +92,7 @@ class Topology:
         return self.level_name(ticks.bit_length() - 1), f"{'.'.join(bits)}.{digest(queue)}"
 
     def described(self, queues: Sequence[str]) -> list[str]:
-        """What there is for these queues when all is declared, for people."""
+        """Describe for people what these queues have when all is declared."""
         found = [f"exchange {self.config.exchange} ({self.config.exchange_type})"]
         arguments = ", ".join(
             f"{key}={value}" for key, value in sorted(self.config.queue_declare_args.items())
@@ -122,7 +122,7 @@ class Topology:
         )
 
     def queue(self, queue: str) -> Iterator[Step]:
-        """What a worker or a sender needs to have for a queue."""
+        """Return the declarations that a worker or a sender needs for a queue."""
         if len(queue.encode(errors="replace")) > LONGEST_NAME:
             raise for_good(
                 PublishRefused(
@@ -159,7 +159,7 @@ class Topology:
         )
 
     def common(self) -> Iterator[Step]:
-        """What all queues share."""
+        """Return the declarations that all queues share."""
         yield "queue_declare", {"queue": self.registry, "durable": True, "arguments": self._ours()}
         yield "queue_declare", {"queue": self.workers, "durable": True, "arguments": self._ours()}
         yield "exchange_declare", {"exchange": CONTROL, "exchange_type": "fanout", "durable": True}

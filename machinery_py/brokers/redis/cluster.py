@@ -279,7 +279,7 @@ class ClusterBroker(Broker):
         )
 
     def _theirs(self) -> list[tuple[int, Message]]:
-        """What is in Go's set, with the moment at which it is due, in µs."""
+        """Return the messages in Go's set, with the moment at which each is due, in µs."""
         (rows,) = self.cluster.ask(
             [command_at(b"ZRANGE", self._go_key, b"0", b"-1", b"WITHSCORES")],
             doing="listing delayed messages",

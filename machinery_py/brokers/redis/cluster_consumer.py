@@ -115,7 +115,7 @@ class _Part(RedisConsumer):
         return f"{link.number.decode()}@{queue_keys(self.queue)[1]}"
 
     def get_up(self, number: str) -> list[Request]:
-        """What takes this number out of the sets that the last claim may have put it into."""
+        """Return the request that takes this number out of the sets that the last claim may have put it into."""
         if not self._noted:
             return []
         self._noted = False
@@ -123,7 +123,7 @@ class _Part(RedisConsumer):
         return [command_at(b"SREM", f"{prefix}{set_}".encode(), number.encode()) for set_ in "uvw"]
 
     def look(self, limit: int, *, will_sleep: bool = False) -> list[Delivery]:
-        """What can be claimed now. While the queue's node is away that is nothing, and why is told in `failure`."""
+        """Claim what is there now: nothing while the queue's node is away, and `failure` says why."""
         if self.failure is not None and time.monotonic() < self._look_at:
             return []
         try:
@@ -156,7 +156,7 @@ class _Part(RedisConsumer):
 
 
 class ClusterConsumer(Consumer):
-    """What a worker holds of several queues."""
+    """Consumer of several queues of a cluster."""
 
     def __init__(self, places: Sequence[Place], *, worker: str, patience: float) -> None:
         """`patience`: seconds for a beat."""

@@ -91,7 +91,7 @@ def printable(text: str) -> str:
 
 
 def known(body: bytes) -> _KnownFields | None:
-    """What the bytes say, or None if they are no signature, or too deep to be looked into in passing."""
+    """Read the known fields of a body; None if it is no signature, or too deep to be read in passing."""
     if is_deep(body):
         return None
     try:
@@ -147,7 +147,7 @@ def unwrapped(member: bytes) -> tuple[int, int, bytes, bytes]:
 
 
 def head_of(uuid: str, name: str, reason: str, error: str) -> msgspec.Raw:
-    """What a dead letter is buried with."""
+    """Return the head of a dead letter."""
     try:
         return raw(pack((uuid, name, reason, error)))
     except UnicodeEncodeError:

@@ -277,7 +277,7 @@ class MongoDriver:
             )
 
     def concerns(self) -> list[Concern]:
-        """What is wrong with the server now, or cannot be known.
+        """Return what is wrong with the server now, or cannot be known.
 
         Raises:
             BackendUnavailable, StoreUnusable: it cannot be asked.

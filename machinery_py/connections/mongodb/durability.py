@@ -17,7 +17,7 @@ Facts = Mapping[str, Any]
 
 
 class Told(NamedTuple):
-    """What a server said, and how writes are confirmed."""
+    """Replies of a server, and how writes are confirmed."""
 
     hello: Facts  # the reply of isMaster
     build: Facts  # of buildInfo; empty if it does not tell
@@ -35,7 +35,7 @@ def version_of(build: Facts) -> tuple[int, int] | None:
 
 
 def concerns(told: Told) -> list[Concern]:
-    """What is wrong or unknown, the worst first."""
+    """Return what is wrong or unknown, the worst first."""
     is_router = told.hello.get("msg") == "isdbgrid"
     found = [*_role(told.hello), *_confirmation(told, is_router=is_router)]
     # A router stores nothing, and does not tell of its shards.

@@ -1,4 +1,4 @@
-"""What MongoDB and its client library say, as our errors.
+"""Errors of MongoDB and its client library, as ours.
 
 A refusal says that nothing was written. A reply that did not come says nothing: the caller knows whether the step may be
 repeated.

@@ -1,4 +1,4 @@
-"""What became of the messages that are on their way: the server confirms them by the number that each has on its channel.
+"""Publisher confirms: the server confirms messages by the number that each has on its channel.
 
 confirmed    a queue has it, on disk if it is durable
 returned     no queue took it; it is nowhere
@@ -18,7 +18,7 @@ from machinery_py.connections.rabbitmq.frames import AddressedMessage
 
 
 class End(Enum):
-    """What became of a parcel."""
+    """Result of publishing a message."""
 
     UNKNOWN = "unknown"
     CONFIRMED = "confirmed"

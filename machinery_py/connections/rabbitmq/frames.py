@@ -71,7 +71,7 @@ class AddressedMessage(msgspec.Struct, frozen=True, gc=False):
 
 
 class Handed(msgspec.Struct, gc=False):
-    """What is said of a delivery; the names are pika's."""
+    """Fields of a delivery; the names are pika's."""
 
     delivery_tag: int
     redelivered: bool
@@ -79,7 +79,7 @@ class Handed(msgspec.Struct, gc=False):
 
 
 class Properties(msgspec.Struct, gc=False):
-    """Those of a message; the names are pika's."""
+    """Properties of a message; the names are pika's."""
 
     headers: dict[str, Any] | None = None
     priority: int | None = None

@@ -344,7 +344,7 @@ class Channel:
             self.write([frames])
 
     def close(self) -> None:
-        """What was delivered on it and not settled goes back. Waits for that, but not for ever."""
+        """Close the channel: unsettled deliveries go back. Waits for that, but not for ever."""
 
         def closing(future: Future[Any]) -> None:
             if self.lost is not None:

@@ -117,7 +117,7 @@ class TxChannel:
 
 
 class QueueTransaction:
-    """What one thread reads and writes under its locks. Ended by `QueueTransactions.transaction`."""
+    """Reads and writes of one thread under its locks. Ended by `QueueTransactions.transaction`."""
 
     def __init__(self, tx: TxChannel, timeout: float) -> None:
         self._tx_channel = tx
@@ -206,7 +206,7 @@ class QueueTransaction:
         raw.tx_commit(lambda _: settle(future, None))
 
     def held(self, place: Queue) -> Sequence[UnsettledMessage]:
-        """What was read of it."""
+        """Return the messages that were read of a queue."""
         return self._held.get(place.queue, ())
 
     def count(self, place: Queue) -> int:
@@ -232,7 +232,7 @@ class QueueTransaction:
         self._messages.append((exchange, key, body, False))
 
     def drop(self, held: Iterable[UnsettledMessage]) -> None:
-        """These messages do not go back."""
+        """Drop messages: they do not go back."""
         self._dropped.update(one.tag for one in held)
 
     def delete(self, place: Queue) -> None:

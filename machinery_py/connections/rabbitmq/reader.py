@@ -36,7 +36,7 @@ class QueueReader:
     def all(
         self, queues: Iterable[str], timeout: float, *, auto_ack: bool = False
     ) -> dict[str, list[UnsettledMessage]]:
-        """What is there. Raises LinkLost, ChannelLost."""
+        """Return all messages that are there. Raises AmqpConnectionLost, ChannelLost."""
         found: dict[str, list[UnsettledMessage]] = {queue: [] for queue in queues}
         asked, more = deque[str](), deque(found)
         raw = self.channel.raw

@@ -145,7 +145,7 @@ class RedisDriver:
         self._texts = clock is SYSTEM_CLOCK
 
     def now(self) -> str:
-        """What a script takes for the time: "" is the server's own clock."""
+        """Return the time as scripts take it: "" is the server's own clock."""
         return "" if self._texts else str(micros(self.clock.now()))
 
     # What a claim of this thread has just seen: no task is revoked.
@@ -255,7 +255,7 @@ class RedisDriver:
         return concerns(info, config)
 
     def concerns(self) -> list[Concern]:
-        """What is wrong with the server now, or cannot be known.
+        """Return what is wrong with the server now, or cannot be known.
 
         Raises:
             BackendUnavailable, StoreUnusable: it cannot be asked.

@@ -131,7 +131,7 @@ class RedisClusterDriver:
             return is_news
 
     def concerns(self) -> list[Concern]:
-        """What is wrong with its masters now, or cannot be known.
+        """Return what is wrong with the masters now, or cannot be known.
 
         Raises:
             BackendUnavailable, StoreUnusable: one of them cannot be asked.

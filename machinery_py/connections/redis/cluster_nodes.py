@@ -95,7 +95,7 @@ class Nodes:
         return NodeServers(self.url, choose, timeout=self.timeout, client_name=self.client_name)
 
     def masters(self) -> tuple[Address, ...]:
-        """Those that have slots.
+        """Return the masters that have slots.
 
         Raises:
             Exception: redis-py's; no node can be reached.
@@ -105,7 +105,7 @@ class Nodes:
         return tuple(dict.fromkeys(filter(None, self._slots)))
 
     def address_of(self, slot: int) -> Address:
-        """Who has it, as far as is known.
+        """Return the address of a slot's master, as far as it is known.
 
         Raises:
             Exception: redis-py's; no node can be reached, or none has this slot.

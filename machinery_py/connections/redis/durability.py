@@ -35,7 +35,7 @@ def version_of(info: Facts) -> tuple[int, int] | None:
 
 
 def concerns(info: Facts, config: Facts | None) -> list[Concern]:
-    """What is wrong or unknown, the worst first.
+    """Return what is wrong or unknown, the worst first.
 
     Args:
         info: empty if the server does not tell.

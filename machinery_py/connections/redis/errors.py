@@ -1,4 +1,4 @@
-"""What Redis and its client library say, as our errors.
+"""Errors of Redis and its client library, as ours.
 
 A reply that refuses a command says that nothing was written. A reply that did not come says nothing: the caller knows
 whether the command may be repeated.
@@ -22,7 +22,7 @@ _told: dict[bytes, float] = {}  # when
 
 
 class Kind(Enum):
-    """What to do about a reply that is an error."""
+    """Kinds of error replies, by what to do about them."""
 
     AWAY = "away"  # it will pass: a new connection, later
     FULL = "full"  # no memory
@@ -65,7 +65,7 @@ _HINTS = (
 
 
 def kind_of(text: str) -> Kind:
-    """What an error reply means; client libraries cut off its first word for some."""
+    """Return the kind of an error reply; client libraries cut off the first word of some."""
     for kind, words in _WORDS:
         if any(word in text for word in words):
             return kind

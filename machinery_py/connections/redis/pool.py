@@ -22,7 +22,7 @@ DELAYED = "delayed_tasks"  # Go's key, as the scripts have it
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What a driver may do. Lengths are in seconds, and infinite where there is no limit.
+    """Limits of a driver. Lengths are in seconds, and infinite where there is no limit.
 
     Attributes:
         max_idle: unused connections that are kept, each for `idle_timeout` at most.

@@ -1,4 +1,4 @@
-"""What one process has open of a SQLite file, and what becomes of it when the process forks.
+"""Open connections of a process to a SQLite file, and how they survive a fork.
 
 SQLite knows the locks of a process by the files that it has open. If a child inherited open ones, its own connections
 would rely on locks that only the parent has, and the log could be deleted under them. So all is closed before a fork.

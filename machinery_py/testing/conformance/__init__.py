@@ -1,4 +1,4 @@
-"""What every store is held to. Subclass a suite, say how your store is opened and how its consumers die; run pytest.
+"""Suites that every store must pass. Subclass one, say how your store is opened and how its consumers die; run pytest.
 
     class TestMyBroker(BrokerConformance):
         @pytest.fixture

@@ -1,4 +1,4 @@
-"""What every backend promises: legal steps, values, expiry, listings and listeners.
+"""Promises of every backend: legal steps, values, expiry, listings and listeners.
 
     class TestMyBackend(BackendConformance):
         @pytest.fixture

@@ -1,4 +1,4 @@
-"""What every broker promises: bytes, order, queues, priorities, time, fates, tokens and looking.
+"""Promises of every broker: bytes, order, queues, priorities, time, fates, tokens and looking.
 
     class TestMyBroker(BrokerConformance):
         @pytest.fixture

@@ -1,4 +1,4 @@
-"""What every pair of stores promises of chains. Part of LinkedConformance, and kept by `eager` as well."""
+"""Promises of every pair of stores about chains. Part of LinkedConformance, and kept by `eager` as well."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from machinery_py.testing.waiting import HANG
 
 
 class ChainConformance(TaskConformance):
-    """What a step gets from the one before it, and what a broken step ends."""
+    """Chains: the values that a step gets from the one before it, and the end of a broken one."""
 
     LONG = 1000  # steps of a very long chain
 

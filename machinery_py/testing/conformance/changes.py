@@ -1,4 +1,4 @@
-"""What every backend promises about changes: verdicts, marks, epochs and outboxes. Part of BackendConformance."""
+"""Promises of every backend about changes: verdicts, marks, epochs and outboxes. Part of BackendConformance."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every store promises about claims, the keys of unique tasks: each held by one, taken together with what is sent.
+"""Promises of every store about claims, the keys of unique tasks: each held by one, taken together with what is sent.
 
 class TestMyStore(ClaimConformance):
     @pytest.fixture

@@ -1,4 +1,4 @@
-"""What every pair of stores promises of exclusive tasks, through real workers. Its fixture is that of UniqueConformance."""
+"""Promises of every pair of stores about exclusive tasks, through real workers. Its fixture is that of UniqueConformance."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every store promises when a session dies with deliveries in its hands. Part of SettlementConformance."""
+"""Promises of every store about sessions that die with deliveries in their hands. Part of SettlementConformance."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every broker promises about deliveries whose consumer dies, lives on, or closes. Part of BrokerConformance."""
+"""Promises of every broker about deliveries whose consumer dies, lives on, or closes. Part of BrokerConformance."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every lock promises: one holder at a time, for as long as it says.
+"""Promises of every lock: one holder at a time, for as long as it says.
 
 class TestMyLock(LockConformance):
     @pytest.fixture

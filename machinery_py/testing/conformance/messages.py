@@ -1,4 +1,4 @@
-"""What every pair of stores promises of messages that cannot, must not or need not be run, and of handlers."""
+"""Promises of every pair of stores about messages that cannot, must not or need not be run, and of handlers."""
 
 from __future__ import annotations
 

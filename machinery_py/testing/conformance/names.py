@@ -1,4 +1,4 @@
-"""What every pair of stores promises of names: one that cannot be is refused where it is given, and buries a message.
+"""Promises of every pair of stores about names: one that cannot be is refused where it is given, and buries a message.
 
 In the stores names are keys. Whatever a message calls its task, queue, group or callback, others go on.
 """

@@ -1,4 +1,4 @@
-"""What every broker promises of paused queues, and of several queues in one call. Part of BrokerConformance."""
+"""Promises of every broker about paused queues, and of several queues in one call. Part of BrokerConformance."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every pair of stores promises of several queues: strict order, weights, and queues that are paused."""
+"""Promises of every pair of stores about several queues: strict order, weights, and queues that are paused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every store promises about the records that schedules are kept in: changed by one, together with what is sent.
+"""Promises of every store about the records that schedules are kept in: changed by one, together with what is sent.
 
 class TestMyStore(ScheduleConformance):
     @pytest.fixture

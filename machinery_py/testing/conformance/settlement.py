@@ -1,4 +1,4 @@
-"""What every store promises: submit, receive and settle, so that no task is lost and none is completed twice.
+"""Promises of every store: submit, receive and settle, so that no task is lost and none is completed twice.
 
     class TestMyStore(SettlementConformance):
         @pytest.fixture

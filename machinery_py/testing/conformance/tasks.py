@@ -1,4 +1,4 @@
-"""What every pair of stores promises of single tasks. Everything here is true of `eager`, too.
+"""Promises of every pair of stores about single tasks. Everything here is true of `eager`, too.
 
 What needs a worker in threads is in workers.py and messages.py, chains and the like are in workflows.py.
 """

@@ -1,4 +1,4 @@
-"""What every pair of stores promises of unique tasks, through real workers.
+"""Promises of every pair of stores about unique tasks, through real workers.
 
     class TestMyStore(UniqueConformance):
         @pytest.fixture

@@ -1,4 +1,4 @@
-"""What every pair of stores promises of workers in threads: time, states on the way, two at once."""
+"""Promises of every pair of stores about workers in threads: time, states on the way, two at once."""
 
 from __future__ import annotations
 

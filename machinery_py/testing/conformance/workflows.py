@@ -1,4 +1,4 @@
-"""What every pair of stores promises of a running application: tasks, chains, groups and chords, through real workers.
+"""Promises of every pair of stores about a running application: tasks, chains, groups and chords, through real workers.
 
     class TestMyStore(WorkflowConformance):
         @pytest.fixture
