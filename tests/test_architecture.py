@@ -188,6 +188,27 @@ def test_first_line_of_a_docstring_has_its_noun() -> None:
     assert not wrong, "\n" + "\n".join(wrong)
 
 
+def test_every_method_of_a_public_contract_has_a_docstring() -> None:
+    contracts = {
+        "brokers.base": ("Broker", "Consumer"),
+        "backends.base": ("Backend", "Listener"),
+        "stores.base": ("Store", "Session"),
+        "locks.base": ("Lock",),
+    }
+    found = dict(modules())
+    silent = [
+        f"{name}: {owner.name}.{method.name}"
+        for name, classes in contracts.items()
+        for owner in ast.walk(ast.parse(found[name].read_text()))
+        if isinstance(owner, ast.ClassDef) and owner.name in classes
+        for method in owner.body
+        if isinstance(method, ast.FunctionDef) and not method.name.startswith("_")
+        if ast.get_docstring(method) is None
+    ]
+
+    assert not silent
+
+
 def test_no_pickle_and_no_import_by_name_from_a_message() -> None:
     """Messages are JSON; names in them are looked up in the registry. The places that import by name are listed."""
     may_import = {

@@ -177,10 +177,12 @@ class Listener(ABC):
         """Return when one of the watched tasks may have finished, after `wake`, or after `timeout` seconds."""
 
     @abstractmethod
-    def wake(self) -> None: ...
+    def wake(self) -> None:
+        """Let a waiting `wait` return, or the next one. May be called from any thread."""
 
     @abstractmethod
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Give everything back to the operating system. May be called twice."""
 
 
 class Backend(ABC):
@@ -258,7 +260,8 @@ class Backend(ABC):
         """The states that there are."""
 
     @abstractmethod
-    def get_group(self, group_uuid: str) -> GroupMeta | None: ...
+    def get_group(self, group_uuid: str) -> GroupMeta | None:
+        """Return the group's record; None if it was never made, is purged, or has expired."""
 
     @abstractmethod
     def ready_groups(self, limit: int) -> list[ReadyGroup]:
@@ -312,13 +315,16 @@ class Backend(ABC):
         """Which of these have been revoked."""
 
     @abstractmethod
-    def purge_state(self, task_uuid: str) -> None: ...
+    def purge_state(self, task_uuid: str) -> None:
+        """Forget the task's state. One that is not there is no error. (Go's PurgeState)"""
 
     @abstractmethod
-    def purge_group_meta(self, group_uuid: str) -> None: ...
+    def purge_group_meta(self, group_uuid: str) -> None:
+        """Forget the group, but not its members' states. (Go's PurgeGroupMeta)"""
 
     @abstractmethod
-    def listener(self) -> Listener: ...
+    def listener(self) -> Listener:
+        """Return a new listener, which its caller closes."""
 
     @abstractmethod
     def tend(self) -> float:
@@ -329,7 +335,8 @@ class Backend(ABC):
         return []
 
     @abstractmethod
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Give everything back to the operating system. May be called twice."""
 
     # Go Machinery's names, written once for every store.
 
@@ -345,21 +352,27 @@ class Backend(ABC):
         return state
 
     def set_state_pending(self, signature: Signature[object]) -> None:
+        """Write PENDING. As all of Go's setters: a step that is not legal is dropped, without an error."""
         self._set(signature, State.PENDING)
 
     def set_state_received(self, signature: Signature[object]) -> None:
+        """Write RECEIVED; see `set_state_pending`."""
         self._set(signature, State.RECEIVED)
 
     def set_state_started(self, signature: Signature[object]) -> None:
+        """Write STARTED; see `set_state_pending`."""
         self._set(signature, State.STARTED)
 
     def set_state_retry(self, signature: Signature[object]) -> None:
+        """Write RETRY; see `set_state_pending`."""
         self._set(signature, State.RETRY)
 
     def set_state_success(self, signature: Signature[object], results: Sequence[Arg]) -> None:
+        """Write SUCCESS with these results; see `set_state_pending`."""
         self._set(signature, State.SUCCESS, results=tuple(results))
 
     def set_state_failure(self, signature: Signature[object], error: str) -> None:
+        """Write FAILURE with this error text; see `set_state_pending`."""
         self._set(signature, State.FAILURE, error=error)
 
     def _set(
@@ -387,6 +400,7 @@ class Backend(ABC):
         """The moment by this backend's clock."""
 
     def init_group(self, group_uuid: str, task_uuids: Sequence[str]) -> None:
+        """Make a group of these tasks; one that is there stays as it is. (Go's InitGroup)"""
         group = GroupMeta(
             group_uuid=group_uuid, task_uuids=tuple(task_uuids), created_at=self.now()
         )

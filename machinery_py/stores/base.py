@@ -184,7 +184,8 @@ class Session(ABC):
         """As Consumer.beat."""
 
     @abstractmethod
-    def wake(self) -> None: ...
+    def wake(self) -> None:
+        """As Consumer.wake."""
 
     @abstractmethod
     def close(self) -> None:
@@ -268,7 +269,13 @@ class Store(ABC):
         """
 
     @abstractmethod
-    def open_session(self, queues: Sequence[str], *, worker: str) -> Session: ...
+    def open_session(self, queues: Sequence[str], *, worker: str) -> Session:
+        """Return a session that claims from these queues, which its caller closes. `worker`: its name in states.
+
+        Raises:
+            BrokerUnavailable: no server could be reached.
+            StoreUnusable: it refuses this user, or a queue is declared in another way.
+        """
 
     @abstractmethod
     def fire(self, firing: Firing) -> bool:
@@ -299,5 +306,6 @@ class Store(ABC):
         """Hand over a function that runs what is waiting. Only the eager store calls it, inside `submit`."""
 
     def close(self) -> None:
+        """Close broker and backend. May be called twice."""
         self.broker.close()
         self.backend.close()
