@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import pathlib
 import re
@@ -36,6 +37,11 @@ ORDER: tuple[str, ...] = tuple(name for row in ROWS for name in row.split())
 STORES = frozenset(("redis", "rabbitmq", "mongodb", "memcached", "sqlite", "memory"))
 
 
+@functools.cache
+def parsed(path: pathlib.Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def modules(folder: pathlib.Path = PACKAGE) -> Iterator[tuple[str, pathlib.Path]]:
     for path in sorted(folder.rglob("*.py")):
         parts = path.relative_to(folder).with_suffix("").parts
@@ -52,7 +58,7 @@ def store_of(module: str) -> str | None:
 
 def imports(path: pathlib.Path, known: frozenset[str]) -> Iterator[tuple[str, int]]:
     """Every import of ours, also inside functions and under TYPE_CHECKING."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if (
             isinstance(node, ast.ImportFrom)
             and node.module
@@ -117,7 +123,7 @@ def test_no_store_imports_another_store() -> None:
 def test_package_imports_neither_its_tests_nor_its_benchmarks() -> None:
     wrong: list[str] = []
     for name, path in modules():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path)):
             match node:
                 case ast.Import(names=aliases):
                     targets = [alias.name for alias in aliases]
@@ -146,7 +152,7 @@ def test_no_file_is_longer_than_a_reader_can_hold() -> None:
 
 def functions() -> Iterator[tuple[str, int]]:
     for name, path in (*modules(), *modules(SUPPORT)):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 size = (node.end_lineno or node.lineno) - node.lineno + 1
                 if ast.get_docstring(node) is not None:
@@ -168,7 +174,7 @@ def test_every_module_says_what_it_holds() -> None:
     silent = [
         name
         for name, path in (*modules(), *modules(SUPPORT))
-        if not ast.get_docstring(ast.parse(path.read_text()))
+        if not ast.get_docstring(parsed(path))
     ]
 
     assert not silent
@@ -181,7 +187,7 @@ def test_first_line_of_a_docstring_has_its_noun() -> None:
     wrong = [
         f"{name}:{getattr(node, 'lineno', 1)}: {text}"
         for name, path in modules()
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(parsed(path))
         if isinstance(node, kinds) and pronouns.match(text := ast.get_docstring(node) or "")
     ]
 
@@ -199,7 +205,7 @@ def test_every_method_of_a_public_contract_has_a_docstring() -> None:
     silent = [
         f"{name}: {owner.name}.{method.name}"
         for name, classes in contracts.items()
-        for owner in ast.walk(ast.parse(found[name].read_text()))
+        for owner in ast.walk(parsed(found[name]))
         if isinstance(owner, ast.ClassDef) and owner.name in classes
         for method in owner.body
         if isinstance(method, ast.FunctionDef) and not method.name.startswith("_")
@@ -222,7 +228,7 @@ def test_no_pickle_and_no_import_by_name_from_a_message() -> None:
     }
     wrong: list[str] = []
     for name, path in modules():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.Import | ast.ImportFrom):
                 names = {alias.name for alias in node.names} | {getattr(node, "module", "") or ""}
                 if names & {"pickle", "marshal", "shelve", "dill", "cloudpickle"}:
