@@ -312,7 +312,7 @@ class Backend(ABC):
 
     @abstractmethod
     def revoked(self, uuids: Sequence[str]) -> set[str]:
-        """Which of these have been revoked."""
+        """Return those of these tasks that have been revoked."""
 
     @abstractmethod
     def purge_state(self, task_uuid: str) -> None:

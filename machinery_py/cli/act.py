@@ -374,7 +374,7 @@ def dead_delete(args: argparse.Namespace) -> int:
 
 
 def _letter_ids(args: argparse.Namespace, server: Server, verb: str) -> list[str]:
-    """Which letters are meant; asks when they are more than one."""
+    """Return the letters that are meant; asks when they are more than one."""
     if args.rest and args.all:
         raise Unsupported(f"dead {verb}: ids and --all exclude each other")
     if not args.rest and not args.all:

@@ -1,4 +1,4 @@
-"""Which commands there are: what they take, their options, their examples, and the function behind each.
+"""The commands: what they take, their options, their examples, and the function behind each.
 
 A command's words are not told apart by argparse: with MACHINERY_APP set, the first of them need not be the app (`split_words`).
 """

@@ -1,4 +1,4 @@
-"""Which settings there are: `Config` and its sections, plain data that is checked once, when it is made.
+"""The settings: `Config` and its sections, plain data that is checked once, when it is made.
 
 Each option is one line: name, default, meaning, unit and limits. From these lines come the checks, the names in files
 and in the environment, and the test of docs/reference/config.md. Names, units and defaults of what Go has are Go's.

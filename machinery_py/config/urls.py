@@ -49,7 +49,7 @@ SCHEMES: Mapping[str, frozenset[Role]] = {
     "rediss": _EVERYTHING,
     "sqlite": _EVERYTHING,
 }
-"""What each scheme can be. A new store adds its line here."""
+"""Roles of each scheme. A new store adds its line here."""
 
 EMBEDDED: frozenset[str] = frozenset({"eager", "memory", "sqlite"})
 """Stores that need no server, and therefore serve one machine or one process only."""

@@ -1,4 +1,4 @@
-"""Which of several broker URLs is tried when one cannot be reached.
+"""Failover: the broker URL to try next when one cannot be reached.
 
 Config(broker="redis://a;redis://b", multiple_broker_separator=";", broker_failover_strategy="shuffle")
 

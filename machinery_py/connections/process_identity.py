@@ -1,4 +1,4 @@
-"""Which sessions of this host are certainly dead: their boot, PID namespace, process and its start time are in their record."""
+"""Identity of a process: boot, PID namespace, PID and start time, by which a dead session of this host is certain."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which submissions were carried out lately, for stores that live in this process and cannot lose a reply on the way."""
+"""Tokens of recent submissions, for stores that live in this process and cannot lose a reply on the way."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which consumers of this host live, and what they run: each has a file of its own, and holds a lock on it while it lives.
+"""Live consumers of this host, and what they run: each has a file of its own, and holds a lock on it while it lives.
 
     <folder>/<key>    its owner holds an exclusive POSIX record lock on it; what is in it, see run_table.py
 

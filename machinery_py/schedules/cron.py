@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """Which numbers a place of a spec may hold. `hashed_high`: the greatest that `H` stands for."""
+    """Numbers that a place of a spec may hold. `hashed_high`: the greatest that `H` stands for."""
 
     name: str
     low: int

@@ -75,7 +75,7 @@ class Context:
 
     @property
     def attempt(self) -> int:
-        """Which try this is: 1 for the first."""
+        """Number of this try: 1 for the first."""
         return self.signature.attempt
 
     @property

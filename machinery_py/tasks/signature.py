@@ -363,7 +363,7 @@ class Signature(msgspec.Struct, Step[R], frozen=True, kw_only=True, gc=False):
 
     @property
     def attempt(self) -> int:
-        """Which try this is: 1 for the first. Go workers do not count, so after one of theirs it stays as it was."""
+        """Number of this try: 1 for the first. Go workers do not count, so after one of theirs it stays as it was."""
         return _number(self.headers, HEADER_ATTEMPT, 1)
 
     @property

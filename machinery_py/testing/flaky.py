@@ -49,7 +49,7 @@ T = TypeVar("T")
 
 
 class Faults:
-    """Which calls fail, and how. May be shared by several wrappers and used from any thread.
+    """Calls that are to fail, and how. May be shared by several wrappers and used from any thread.
 
     Attributes:
         failed: every fault so far, as (call, whether it was carried out).

@@ -119,7 +119,7 @@ def _blame(args: Sequence[Arg], arg: Arg, owner: str, what: str, error: Exceptio
 
 
 def explain(args: Sequence[Arg], owner: str, what: str, error: Exception) -> ArgumentError:
-    """Which of the Args made the encoder fail."""
+    """Return an error that names the Arg that made the encoder fail."""
     for arg in args:
         try:
             encode(arg.value)

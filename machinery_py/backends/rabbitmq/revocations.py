@@ -1,4 +1,4 @@
-"""Which tasks are revoked: a queue that keeps it, and in each process that asks a copy of what it holds.
+"""Revocations: a queue that keeps them, and a copy of it in each process that asks.
 
 A revocation goes to an exchange, and from there to the queue and to one queue of each process, which it empties whenever it
 is asked: so to know that there is nothing new costs one round trip, however many there are. Whoever revokes removes what is over.

@@ -169,7 +169,7 @@ def untake(store: Store, which: Document) -> None:
 
 
 def paused_of(store: Store, queues: Sequence[str]) -> set[str]:
-    """Which of these queues are paused."""
+    """Return the paused ones of these queues."""
     return {
         one["_id"]
         for one in store.machinery_queues.find(

@@ -64,7 +64,7 @@ def spread(driver: AmqpDriver, topology: Topology, queue: str, *, shut: bool) ->
 
 
 class Gates:
-    """Which queues are paused, as one consumer knows it. Changed in its link's thread alone, where its claims begin."""
+    """Paused queues, as one consumer knows them. Changed in its link's thread alone, where its claims begin."""
 
     def __init__(self) -> None:
         self.shut: frozenset[str] = frozenset()

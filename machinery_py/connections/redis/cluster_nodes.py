@@ -1,4 +1,4 @@
-"""Which node of a Redis Cluster has which slot: learned from any node, and from what a node says that has it no more.
+"""The node of each slot of a Redis Cluster: learned from any node, and from one that says it has the slot no more.
 
 The map may be old. A node that does not have a slot (any more) refuses what is asked of it in that slot, and tells who has it.
 """

@@ -1,4 +1,4 @@
-"""Which Redis server to connect to next: the one of a URL, the master that sentinels name, or one of several URLs.
+"""The Redis server to connect to next: of a URL, the master that sentinels name, or one of several URLs.
 
 A connection is tried with the server that was used last, then, without waiting, with the others in the order of the
 strategy: one round, as many attempts as URLs. Whoever called waits before the next round. Wrong passwords and certificates

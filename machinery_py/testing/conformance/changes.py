@@ -13,7 +13,7 @@ from machinery_py.testing.waiting import together
 
 
 class ChangeConformance(GroupConformance):
-    """Which changes are made, and which are refused."""
+    """Changes that are made, and changes that are refused."""
 
     def test_a_repeat_is_told_from_somebody_elses_work(self, backend: Backend) -> None:
         def change(mark: str) -> Change:
