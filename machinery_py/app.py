@@ -94,7 +94,7 @@ class Application:
         return self.stores.store
 
     def attach(self, drain: Callable[[], object]) -> None:
-        """Give the eager store the function that runs a message."""
+        """Set the function that the eager store calls to run what it was given."""
         self._attached = drain
 
     def swap(

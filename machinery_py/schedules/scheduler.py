@@ -407,7 +407,7 @@ def redefined(entry: Entry, definition: Definition, now: dt.datetime) -> Entry:
 
 
 def sending(app: Application, entry: Entry, tick: dt.datetime) -> tuple[Entry, Outgoing]:
-    """Return the signatures of a tick, and the entry after it.
+    """Return the entry after a tick, and what the tick sends.
 
     Raises:
         ArgumentError, DecodeError: it cannot be sent.

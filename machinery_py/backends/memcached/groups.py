@@ -246,7 +246,7 @@ class MemcachedGroups:
             self._driver.send(commands, doing="making a group ready")
 
     def _let_go(self, arrivals: Sequence[tuple[str, str, int, bool]]) -> None:
-        """Release members that arrived after their chord was fired."""
+        """Shorten the life of members that arrived after their chord was fired."""
         fired = self._driver.fetch(
             {key_of(group, FIRED) for group, _, _, _ in arrivals}, doing="reading a group"
         )

@@ -254,5 +254,5 @@ class MongoTasks:
 
 
 def seen_of(rows: dict[str, TaskDocument]) -> Before:
-    """Return the part of a document that `save` compares before it writes."""
+    """Return the version and word of each row, which `save` compares before it writes."""
     return {uuid: (row.version, row.word) for uuid, row in rows.items()}

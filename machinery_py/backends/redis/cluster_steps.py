@@ -216,7 +216,7 @@ class Steps:
         return found
 
     def _list(self, replies: Sequence[tuple[Any, bool]]) -> None:
-        """List tasks as these replies of CHANGE say; return also whether finished ones may have begun anew."""
+        """List tasks as these replies of CHANGE say; each with whether finished ones may have begun anew."""
         requests: list[Request] = []
         for replay in (False, True):
             done: list[Finished] = []

@@ -158,7 +158,7 @@ class MongoConsumer(Consumer):
         return store.machinery_messages.find_one(waits, {"_id": 1}) is not None
 
     def _regain(self, store: Store, lost: Sequence[str], lease: str) -> list[Document]:
-        """Return deliveries of claims that had no reply: they are ours, and nobody knows of them."""
+        """Take back and return the messages of claims that had no reply: they are ours, and nobody knows of them."""
         untake(store, {"lease": {"$in": list(lost)}})
         store.machinery_messages.update_many(
             {"lease": {"$in": list(lost)}, "status": int(Status.HELD)}, {"$set": {"lease": lease}}

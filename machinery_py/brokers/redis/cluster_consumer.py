@@ -115,7 +115,7 @@ class _Part(RedisConsumer):
         return f"{link.number.decode()}@{queue_keys(self.queue)[1]}"
 
     def get_up(self, number: str) -> list[Request]:
-        """Return the request that takes this number out of the sets that the last claim may have put it into."""
+        """Return the requests that take this number out of the sets that the last claim may have put it into."""
         if not self._noted:
             return []
         self._noted = False

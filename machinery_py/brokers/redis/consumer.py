@@ -369,7 +369,7 @@ class RedisConsumer(Consumer):
 
 
 def mark_of(queue: str) -> int:
-    """Return the number that notes a delivery; each queue counts its own."""
+    """Return the upper half of the numbers that note a queue's deliveries, since each queue counts its own."""
     return zlib.crc32(queue.encode(errors="replace")) << 32
 
 
