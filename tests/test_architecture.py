@@ -5,10 +5,15 @@ from __future__ import annotations
 import ast
 import functools
 import graphlib
+import importlib
+import inspect
 import pathlib
+import pkgutil
 import re
 import statistics
 from collections.abc import Iterator
+
+import machinery_py
 
 PACKAGE = pathlib.Path(__file__).parents[1] / "machinery_py"
 SUPPORT = PACKAGE.parent / "tests" / "support"  # read as the package is, so held to its sizes
@@ -243,3 +248,30 @@ def test_no_pickle_and_no_import_by_name_from_a_message() -> None:
                 wrong.append(f"{name}:{node.lineno} calls {node.func.id}")
 
     assert not wrong
+
+
+MOST_ABSTRACT = 9  # methods that a class asks of whoever implements it
+
+
+def test_no_contract_asks_for_more_than_nine_methods() -> None:
+    asked = {
+        name: [method for method, value in vars(cls).items() if _is_abstract(value)]
+        for name, cls in _abstract_classes()
+    }
+
+    assert "machinery_py.backends.base.Backend" in asked
+    assert {
+        name: len(methods) for name, methods in asked.items() if len(methods) > MOST_ABSTRACT
+    } == {}
+
+
+def _is_abstract(value: object) -> bool:
+    return bool(getattr(value, "__isabstractmethod__", False))
+
+
+def _abstract_classes() -> Iterator[tuple[str, type]]:
+    for module in pkgutil.walk_packages(machinery_py.__path__, "machinery_py."):
+        if not module.name.endswith("__main__"):
+            for value in vars(importlib.import_module(module.name)).values():
+                if inspect.isabstract(value) and value.__module__ == module.name:
+                    yield f"{value.__module__}.{value.__name__}", value

@@ -22,6 +22,9 @@ REVOKED_LIFE = (
 )  # seconds that a revocation is kept of a task whose message may still come
 
 
+IDLE = 3600.0  # seconds until `tend` is called again where there is nothing to tend
+
+
 class BackendFeatures(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Abilities of a backend. The rest is refused with Unsupported, in words."""
 
@@ -185,18 +188,13 @@ class Listener(ABC):
         """Give everything back to the operating system. May be called twice."""
 
 
-class Backend(ABC):
-    """Remembers how far each task is. Reads change nothing. All methods may be called from any thread."""
+class OutboxBackend(ABC):
+    """Outboxes and epochs, which let changes and the messages of another store become true together.
 
-    features: ClassVar[BackendFeatures]
-
-    @abstractmethod
-    def apply(self, changes: Sequence[Change]) -> list[Verdict]:
-        """Make the changes, each as one step.
-
-        A change is FENCED when its epoch is old, when its group was fired before, or when `advance` drops the state of its
-        key and the mark is not the one that wrote it (then it is ALREADY). A FENCED or ALREADY change writes nothing.
-        """
+    Needed only where broker and backend are two stores (protocol: stores/outbox.py). A backend that is always
+    used with the broker of its own store does without. All methods may be called from any thread, and again
+    after a lost reply: `begin` then takes one more epoch, which does no harm.
+    """
 
     @abstractmethod
     def begin(self, keys: Sequence[tuple[str, int]]) -> list[Begun]:
@@ -213,6 +211,19 @@ class Backend(ABC):
     @abstractmethod
     def unsent(self, limit: int, *, older_than: float) -> list[tuple[str, Sequence[bytes]]]:
         """Outboxes that nobody has cleared for that many seconds: their owner died between two stores."""
+
+    @abstractmethod
+    def settled_by(self, uuids: Sequence[str]) -> list[str]:
+        """The mark that last changed each task's state, or ""."""
+
+
+class RecordKeeper:
+    """Records of schedules and claims of unique tasks, for a backend that keeps them; every method refuses by default.
+
+    `BackendFeatures.schedules` and `claims` say what there is. All methods may be called from any thread.
+    """
+
+    features: ClassVar[BackendFeatures]
 
     def records(self, known: str = "") -> Records:
         """All records; without their bodies if nothing has changed since the version `known`.
@@ -251,9 +262,17 @@ class Backend(ABC):
             f"the {self.features.name} backend keeps no keys of unique tasks (name another result backend)"
         )
 
+
+class Backend(RecordKeeper, ABC):
+    """Remembers how far each task is. Reads change nothing. All methods may be called from any thread."""
+
     @abstractmethod
-    def settled_by(self, uuids: Sequence[str]) -> list[str]:
-        """The mark that last changed each task's state, or ""."""
+    def apply(self, changes: Sequence[Change]) -> list[Verdict]:
+        """Make the changes, each as one step.
+
+        A change is FENCED when its epoch is old, when its group was fired before, or when `advance` drops the state of its
+        key and the mark is not the one that wrote it (then it is ALREADY). A FENCED or ALREADY change writes nothing.
+        """
 
     @abstractmethod
     def get_states(self, uuids: Sequence[str]) -> dict[str, TaskState]:
@@ -326,15 +345,14 @@ class Backend(ABC):
     def listener(self) -> Listener:
         """Return a new listener, which its caller closes."""
 
-    @abstractmethod
     def tend(self) -> float:
         """Forget what has expired. Returns the seconds after which it wants to be called again."""
+        return IDLE
 
     def concerns(self) -> list[Concern]:
         """How its server could lose what it has stored; nothing if all is well."""
         return []
 
-    @abstractmethod
     def close(self) -> None:
         """Give everything back to the operating system. May be called twice."""
 
@@ -395,9 +413,9 @@ class Backend(ABC):
         )
         self.apply([Change(key=signature.uuid, states=(change,))])
 
-    @abstractmethod
     def now(self) -> dt.datetime:
-        """The moment by this backend's clock."""
+        """The moment by this backend's clock: its server's if it has one."""
+        return dt.datetime.now(dt.timezone.utc)
 
     def init_group(self, group_uuid: str, task_uuids: Sequence[str]) -> None:
         """Make a group of these tasks; one that is there stays as it is. (Go's InitGroup)"""
@@ -440,3 +458,17 @@ class Backend(ABC):
     def trigger_chord(self, group_uuid: str) -> bool:
         """True for exactly one caller: the one that is to send the callback."""
         return self.apply([Change(key=group_uuid, fires=group_uuid)]) == [SETTLED]
+
+
+def outbox_of(backend: Backend) -> OutboxBackend:
+    """Return the outbox of a backend that is used with the broker of another store.
+
+    Raises:
+        Unsupported: it has none.
+    """
+    if isinstance(backend, OutboxBackend):
+        return backend
+    raise Unsupported(
+        f"the {backend.features.name} backend keeps no outbox: use it with the broker of the same store, "
+        "or name another result backend"
+    )

@@ -17,6 +17,7 @@ from machinery_py.backends.base import (
     Begun,
     Change,
     Listener,
+    OutboxBackend,
     ReadyGroup,
     Verdict,
 )
@@ -24,10 +25,8 @@ from machinery_py.clock import Clock
 from machinery_py.errors import Unsupported
 from machinery_py.tasks.states import GroupMeta, State, TaskState
 
-_FOREVER = 3600.0  # seconds; there is nothing to tend
 
-
-class NullBackend(Backend):
+class NullBackend(Backend, OutboxBackend):
     """Accepts every change and forgets it."""
 
     features = BackendFeatures(
@@ -110,12 +109,6 @@ class NullBackend(Backend):
 
     def listener(self) -> Listener:
         return _Deaf()
-
-    def tend(self) -> float:
-        return _FOREVER
-
-    def close(self) -> None:
-        pass  # nothing was opened
 
     @staticmethod
     def _unsupported(what: str) -> Unsupported:

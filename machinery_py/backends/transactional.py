@@ -19,6 +19,7 @@ from machinery_py.backends.base import (
     Backend,
     Begun,
     Change,
+    OutboxBackend,
     Verdict,
 )
 from machinery_py.errors import Unsupported
@@ -34,7 +35,7 @@ class Row(msgspec.Struct, kw_only=True):
     changed: bool = False
 
 
-class TransactionalBackend(Backend):
+class TransactionalBackend(Backend, OutboxBackend):
     """A backend whose steps can be grouped into one that happens wholly or not at all."""
 
     @abstractmethod
@@ -66,7 +67,6 @@ class TransactionalBackend(Backend):
     @abstractmethod
     def _outbox(self, key: str) -> Sequence[bytes]: ...
 
-    @abstractmethod
     def _finished(self, uuids: Sequence[str]) -> None:
         """Tell the listeners, once the transaction is over, that these tasks have just become SUCCESS or FAILURE."""
 

@@ -243,13 +243,22 @@ class Broker(ABC):
         Any number of processes may do it. Returns the seconds after which it wants to be called again.
         """
 
-    @abstractmethod
     def pending(self, queue: str, limit: int) -> list[Message]:
-        """The first waiting messages of a queue, without taking them."""
+        """The first waiting messages of a queue, without taking them.
 
-    @abstractmethod
+        Raises:
+            Unsupported: this broker's messages cannot be read (`BrokerFeatures.peeking`).
+        """
+        raise self._unreadable("waiting")
+
     def delayed(self, limit: int) -> list[Message]:
-        """The first delayed messages of all queues, the next due first."""
+        """The first delayed messages of all queues, the next due first. Raises as `pending`."""
+        raise self._unreadable("delayed")
+
+    def _unreadable(self, which: str) -> Unsupported:
+        return Unsupported(
+            f"{type(self).__name__} cannot list {which} tasks: its store does not let them be read"
+        )
 
     @abstractmethod
     def stats(self) -> list[QueueStats]:

@@ -35,7 +35,16 @@ from collections.abc import Sequence
 
 import msgspec
 
-from machinery_py.backends.base import ALREADY, FENCED, SETTLED, Amendment, Backend, Change, Verdict
+from machinery_py.backends.base import (
+    ALREADY,
+    FENCED,
+    SETTLED,
+    Amendment,
+    Backend,
+    Change,
+    Verdict,
+    outbox_of,
+)
 from machinery_py.brokers.base import Broker, Message
 from machinery_py.clock import Clock
 from machinery_py.connections.recent_tokens import RecentTokens
@@ -59,6 +68,7 @@ class TwoStores(Store):
     def __init__(self, broker: Broker, backend: Backend, clock: Clock) -> None:
         self.broker = broker
         self.backend = backend
+        self.outbox = outbox_of(backend)
         self.clock = clock
         self._swept = clock.monotonic()
         self._replayed = RecentTokens(clock)
@@ -132,7 +142,7 @@ class TwoStores(Store):
         return True
 
     def publish_left(self, key: str) -> None:
-        self._publish_all(key, self.backend.outboxes([key])[0])
+        self._publish_all(key, self.outbox.outboxes([key])[0])
 
     def _publish_all(self, key: str, bodies: Sequence[bytes]) -> None:
         if (refused := self.publish([Outbox(key, bodies)]).refused) is not None:
@@ -150,7 +160,7 @@ class TwoStores(Store):
         sent = [(one.key, one.home, _unpack(body)) for one in filled for body in one.bodies]
         posted = self.post(sent)
         done = [(one.key, one.bodies) for one in filled if one.key not in posted.left]
-        self.backend.clear_outbox(done)
+        self.outbox.clear_outbox(done)
         return posted
 
     def put(self, messages: Sequence[Message]) -> None:
@@ -205,7 +215,7 @@ class TwoStores(Store):
         self._buried.discard(name)
         outbox = change.outbox if verdict is SETTLED else ()
         if verdict is ALREADY:
-            [outbox] = self.backend.outboxes([change.key])
+            [outbox] = self.outbox.outboxes([change.key])
         left = self.publish([Outbox(change.key, outbox, home)]).left
         return [one for some in left.values() for one in some]
 
@@ -232,6 +242,6 @@ class TwoStores(Store):
     def tend(self) -> float:
         if self.clock.monotonic() - self._swept >= OUTBOX_AGE:
             self._swept = self.clock.monotonic()
-            old = self.backend.unsent(100, older_than=OUTBOX_AGE)
+            old = self.outbox.unsent(100, older_than=OUTBOX_AGE)
             self.publish([Outbox(key, bodies) for key, bodies in old if key not in self.parked])
         return min(self.broker.tend(), self.backend.tend(), OUTBOX_AGE)

@@ -17,7 +17,16 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from machinery_py.backends.base import ALREADY, FENCED, SETTLED, Backend, Begun, Change, Verdict
+from machinery_py.backends.base import (
+    ALREADY,
+    FENCED,
+    SETTLED,
+    Backend,
+    Begun,
+    Change,
+    OutboxBackend,
+    Verdict,
+)
 from machinery_py.brokers.base import Consumer, Delivery, Disposal, Fate, Message
 from machinery_py.clock import Clock
 from machinery_py.errors import DecodeError, MachineryError, NameRefused
@@ -55,6 +64,7 @@ class OutboxStore(Protocol):
     """The part of a store that a session needs."""
 
     backend: Backend
+    outbox: OutboxBackend
     clock: Clock
     parked: set[str]
 
@@ -145,7 +155,7 @@ class TwoSession(ConsumerSession):
         """Publish the outboxes that settlements before these deliveries have left. What finds no room is parked."""
         # Asked for again when no settlement of ours is between storing an outbox and clearing it.
         with self._settling:
-            found = self._store.backend.outboxes([uuid for uuid, _ in ended])
+            found = self._store.outbox.outboxes([uuid for uuid, _ in ended])
             rows = [
                 (disposal, Outbox(uuid, bodies, disposal.delivery.queue))
                 for (uuid, disposal), bodies in zip(ended, found, strict=True)
@@ -160,7 +170,7 @@ class TwoSession(ConsumerSession):
     def _begin(self, known: Sequence[tuple[Delivery, str, int]]) -> Sequence[Begun | None]:
         """Begin them; None for each under whose UUID something else lies: it has gone to the dead letters."""
         try:
-            return self._store.backend.begin([(uuid, run) for _, uuid, run in known])
+            return self._store.outbox.begin([(uuid, run) for _, uuid, run in known])
         except NameRefused as error:
             if len(known) > 1:
                 return [start for one in known for start in self._begin([one])]
@@ -195,7 +205,7 @@ class TwoSession(ConsumerSession):
         # Our own repeat: what the first try left undone is done now, with the same UUIDs.
         again = [settlement for settlement in stated if verdicts[id(settlement)] is ALREADY]
         if again:
-            kept = self._store.backend.outboxes([settlement.uuid for settlement in again])
+            kept = self._store.outbox.outboxes([settlement.uuid for settlement in again])
             outboxes |= {
                 one.uuid: Outbox(one.uuid, bodies, one.delivery.queue)
                 for one, bodies in zip(again, kept, strict=True)
@@ -247,7 +257,7 @@ class TwoSession(ConsumerSession):
         held = [one for one in self._parked if not self._consumer.is_lost(one.disposal.delivery)]
         if self._knows_outboxes and held:
             # Old ones are published by others as well.
-            outboxes = self._store.backend.outboxes([one.outbox.key for one in held])
+            outboxes = self._store.outbox.outboxes([one.outbox.key for one in held])
             for one, kept in zip(held, outboxes, strict=True):
                 one.left = one.left if kept else ()
         waiting = [
@@ -257,7 +267,7 @@ class TwoSession(ConsumerSession):
         for one in held:
             one.left = posted.left.get(one.outbox.key, ())
         done = [one for one in held if not one.left]
-        self._store.backend.clear_outbox([(one.outbox.key, one.outbox.bodies) for one in done])
+        self._store.outbox.clear_outbox([(one.outbox.key, one.outbox.bodies) for one in done])
         self._consumer.dispose([one.disposal for one in done])
         self._store.parked.difference_update(one.outbox.key for one in self._parked if not one.left)
         self._parked = [one for one in held if one.left]

@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 
-from machinery_py.backends.base import ALREADY, FENCED, SETTLED, Amendment, Backend, Change, Verdict
+from machinery_py.backends.base import ALREADY, FENCED, SETTLED, Amendment, Change, Verdict
+from machinery_py.backends.transactional import TransactionalBackend
 from machinery_py.brokers.base import Broker, Consumer, Delivery, Disposal, Message
 from machinery_py.stores.base import (
     ConsumerSession,
@@ -45,9 +46,11 @@ def disposal_of(settlement: Settlement) -> Disposal:
 class OneStore(Store):
     """A broker and a backend that share `transaction`, which a thread that is inside it may enter again."""
 
-    def __init__(self, broker: Broker, backend: Backend, transaction: Transaction) -> None:
+    def __init__(
+        self, broker: Broker, backend: TransactionalBackend, transaction: Transaction
+    ) -> None:
         self.broker = broker
-        self.backend = backend
+        self.backend: TransactionalBackend = backend
         self._transaction = transaction
 
     def submit(self, submission: Submission) -> None:

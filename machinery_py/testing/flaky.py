@@ -27,9 +27,11 @@ from machinery_py.backends.base import (
     Begun,
     Change,
     Listener,
+    OutboxBackend,
     ReadyGroup,
     Records,
     Verdict,
+    outbox_of,
 )
 from machinery_py.brokers.base import (
     Broker,
@@ -281,11 +283,12 @@ class FlakyConsumer(Consumer):
         self.inner.close()
 
 
-class FlakyBackend(Backend):
+class FlakyBackend(Backend, OutboxBackend):
     """A backend with faults around everything that a worker asks of it: the other half of a two-store test."""
 
     def __init__(self, backend: Backend, faults: Faults | None = None) -> None:
         self.inner = backend
+        self._outbox = outbox_of(backend)
         self.faults = faults or Faults()
         self.features = backend.features  # type: ignore[misc]  # a wrapper can do what its backend can
 
@@ -293,17 +296,17 @@ class FlakyBackend(Backend):
         return self.faults.backend("apply", lambda: self.inner.apply(changes))
 
     def begin(self, keys: Sequence[tuple[str, int]]) -> list[Begun]:
-        return self.faults.backend("begin", lambda: self.inner.begin(keys))
+        return self.faults.backend("begin", lambda: self._outbox.begin(keys))
 
     def outboxes(self, keys: Sequence[str]) -> list[Sequence[bytes]]:
-        return self.faults.backend("outboxes", lambda: self.inner.outboxes(keys))
+        return self.faults.backend("outboxes", lambda: self._outbox.outboxes(keys))
 
     def clear_outbox(self, sent: Sequence[tuple[str, Sequence[bytes]]]) -> None:
-        self.faults.backend("clear_outbox", lambda: self.inner.clear_outbox(sent))
+        self.faults.backend("clear_outbox", lambda: self._outbox.clear_outbox(sent))
 
     def unsent(self, limit: int, *, older_than: float) -> list[tuple[str, Sequence[bytes]]]:
         return self.faults.backend(
-            "unsent", lambda: self.inner.unsent(limit, older_than=older_than)
+            "unsent", lambda: self._outbox.unsent(limit, older_than=older_than)
         )
 
     def records(self, known: str = "") -> Records:
@@ -319,7 +322,7 @@ class FlakyBackend(Backend):
         self.faults.backend("release", lambda: self.inner.release(claims))
 
     def settled_by(self, uuids: Sequence[str]) -> list[str]:
-        return self.faults.backend("settled_by", lambda: self.inner.settled_by(uuids))
+        return self.faults.backend("settled_by", lambda: self._outbox.settled_by(uuids))
 
     def get_states(self, uuids: Sequence[str]) -> dict[str, TaskState]:
         return self.faults.backend("get_states", lambda: self.inner.get_states(uuids))

@@ -40,6 +40,7 @@ from machinery_py.backends.base import (
     BackendFeatures,
     Begun,
     Change,
+    OutboxBackend,
     ReadyGroup,
     Records,
     Verdict,
@@ -95,7 +96,7 @@ OUTBOX, REVOKED = OURS + b"o:", OURS + b"v:"
 T = TypeVar("T")
 
 
-class MemcacheBackend(Backend):
+class MemcacheBackend(Backend, OutboxBackend):
     """Items on the driver's servers. The driver belongs to whoever made it."""
 
     features = BackendFeatures(

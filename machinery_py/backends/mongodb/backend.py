@@ -23,6 +23,7 @@ from machinery_py.backends.base import (
     BackendFeatures,
     Begun,
     Change,
+    OutboxBackend,
     Records,
     Verdict,
 )
@@ -46,7 +47,7 @@ EXPIRE_IN = 3600.0  # seconds that a finished task is kept
 SWEEP = 60.0  # seconds between two looks for what has expired
 
 
-class MongoBackend(MongoLooking):
+class MongoBackend(MongoLooking, OutboxBackend):
     """Collections of the driver's database. The driver belongs to whoever made it."""
 
     features = BackendFeatures(

@@ -27,6 +27,7 @@ from machinery_py.backends.base import (
     BackendFeatures,
     Begun,
     Change,
+    OutboxBackend,
     ReadyGroup,
     Records,
     Verdict,
@@ -58,7 +59,7 @@ _pack_outbox = msgspec.msgpack.Encoder().encode
 _outbox = msgspec.msgpack.Decoder(tuple[bytes, ...]).decode
 
 
-class RedisBackend(Backend):
+class RedisBackend(Backend, OutboxBackend):
     """Documents on the driver's server. The driver belongs to whoever made it."""
 
     features = BackendFeatures(name="redis", foreign=True, claims=True)

@@ -25,6 +25,7 @@ from machinery_py.backends.base import (
     BackendFeatures,
     Begun,
     Change,
+    OutboxBackend,
     ReadyGroup,
     Records,
     Verdict,
@@ -68,7 +69,7 @@ REVOKED = b"mpy:revoked"
 _REVOKED = b"{" + REVOKED + b"}:"  # names its slot
 
 
-class ClusterBackend(Backend):
+class ClusterBackend(Backend, OutboxBackend):
     """Documents in a cluster, which belongs to whoever made it."""
 
     features = BackendFeatures(name="redis", foreign=True, claims=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from machinery_py.backends.base import ALREADY, FENCED, SETTLED, Backend, Change
+from machinery_py.backends.base import ALREADY, FENCED, SETTLED, Backend, Change, outbox_of
 from machinery_py.errors import Unsupported
 from machinery_py.tasks.states import State
 from machinery_py.testing.clocks import ManualClock
@@ -23,7 +23,7 @@ class ChangeConformance(GroupConformance):
         assert backend.apply([change("one")]) == [ALREADY]
         assert backend.apply([change("two")]) == [FENCED]
         assert backend.apply([change("")]) == [FENCED]
-        assert backend.settled_by(["t", "nobody"]) == ["one", ""]
+        assert outbox_of(backend).settled_by(["t", "nobody"]) == ["one", ""]
         assert backend.get_state("t").worker == "one"
 
     @pytest.mark.parametrize("state", [State.RETRY, State.SUCCESS, State.FAILURE])
@@ -32,10 +32,10 @@ class ChangeConformance(GroupConformance):
     ) -> None:
         change = Change(key="t", mark="one", states=(state_of("t", state),), outbox=(b"m",))
         assert backend.apply([change]) == [SETTLED]
-        backend.clear_outbox([("t", (b"m",))])
+        outbox_of(backend).clear_outbox([("t", (b"m",))])
 
         assert backend.apply([change]) == [ALREADY]
-        assert backend.unsent(9, older_than=0.0) == []
+        assert outbox_of(backend).unsent(9, older_than=0.0) == []
 
         backend.apply([Change(key="t", states=(state_of("t", State.STARTED),))])
         assert backend.apply([change]) == [ALREADY]
@@ -98,10 +98,10 @@ class ChangeConformance(GroupConformance):
     def test_a_later_delivery_fences_an_earlier_one(self, backend: Backend) -> None:
         if not backend.features.conditional:
             with pytest.raises(Unsupported):
-                backend.begin([("t", 0)])
+                outbox_of(backend).begin([("t", 0)])
             return
         write(backend, state_of("t"))
-        (one,), (two,) = backend.begin([("t", 0)]), backend.begin([("t", 0)])
+        (one,), (two,) = outbox_of(backend).begin([("t", 0)]), outbox_of(backend).begin([("t", 0)])
         assert 0 < one.epoch < two.epoch
         assert (one.finished, two.finished, list(one.outbox)) == (False, False, [])
         assert backend.get_state("t").state is State.PENDING
@@ -116,7 +116,7 @@ class ChangeConformance(GroupConformance):
             )
 
         assert backend.apply([change(one.epoch, "1")]) == [FENCED]
-        assert backend.unsent(5, older_than=0.0) == []
+        assert outbox_of(backend).unsent(5, older_than=0.0) == []
         assert backend.apply([change(two.epoch, "2")]) == [SETTLED]
         assert backend.apply([change(two.epoch, "2")]) == [ALREADY]
         assert backend.apply([change(one.epoch, "1")]) == [FENCED]
@@ -138,7 +138,7 @@ class ChangeConformance(GroupConformance):
             ("unknown", 0),
             ("waiting", 0),
         ]
-        begun = backend.begin(names)
+        begun = outbox_of(backend).begin(names)
 
         assert [one.finished for one in begun] == [True, True, False, True, False, False, False]
         assert list(begun[0].outbox) == [b"1", b"\x002"]
@@ -159,14 +159,14 @@ class ChangeConformance(GroupConformance):
         )
         clock.advance(10.0)
 
-        found = {key: list(outbox) for key, outbox in backend.unsent(9, older_than=15.0)}
+        found = {key: list(outbox) for key, outbox in outbox_of(backend).unsent(9, older_than=15.0)}
         assert found == {"a": [b"1", b"2"]}
-        assert {key for key, _ in backend.unsent(9, older_than=5.0)} == {"a", "b"}
-        assert len(backend.unsent(1, older_than=5.0)) == 1
-        assert backend.unsent(9, older_than=25.0) == []
+        assert {key for key, _ in outbox_of(backend).unsent(9, older_than=5.0)} == {"a", "b"}
+        assert len(outbox_of(backend).unsent(1, older_than=5.0)) == 1
+        assert outbox_of(backend).unsent(9, older_than=25.0) == []
 
-        backend.clear_outbox([("a", [b"1", b"2"]), ("nobody", [b"1"])])
-        assert [key for key, _ in backend.unsent(9, older_than=0.0)] == ["b"]
+        outbox_of(backend).clear_outbox([("a", [b"1", b"2"]), ("nobody", [b"1"])])
+        assert [key for key, _ in outbox_of(backend).unsent(9, older_than=0.0)] == ["b"]
 
     def test_who_clears_late_leaves_the_outbox_of_the_next_run(
         self, backend: Backend, open_backend: OpenBackend, clock: ManualClock
@@ -185,14 +185,14 @@ class ChangeConformance(GroupConformance):
             ]
         )
 
-        backend.clear_outbox([("t", first)])
+        outbox_of(backend).clear_outbox([("t", first)])
 
         clock.advance(1.0)
-        assert [list(outbox) for outbox in other.outboxes(["t"])] == [list(second)]
-        assert [(key, list(outbox)) for key, outbox in other.unsent(9, older_than=0.0)] == [
-            ("t", list(second))
-        ]
-        other.clear_outbox([("t", second)])
-        assert [list(outbox) for outbox in backend.outboxes(["t"])] == [[]]
-        assert backend.unsent(9, older_than=0.0) == []
+        assert [list(outbox) for outbox in outbox_of(other).outboxes(["t"])] == [list(second)]
+        assert [
+            (key, list(outbox)) for key, outbox in outbox_of(other).unsent(9, older_than=0.0)
+        ] == [("t", list(second))]
+        outbox_of(other).clear_outbox([("t", second)])
+        assert [list(outbox) for outbox in outbox_of(backend).outboxes(["t"])] == [[]]
+        assert outbox_of(backend).unsent(9, older_than=0.0) == []
         other.close()

@@ -8,7 +8,15 @@ from typing import Any
 
 import pytest
 
-from machinery_py.backends.base import ALREADY, FENCED, SETTLED, Backend, Change, ReadyGroup
+from machinery_py.backends.base import (
+    ALREADY,
+    FENCED,
+    SETTLED,
+    Backend,
+    Change,
+    ReadyGroup,
+    outbox_of,
+)
 from machinery_py.errors import StateNotFound, Unsupported
 from machinery_py.tasks.signature import Arg
 from machinery_py.tasks.states import Arrival, GroupMeta, State, TaskState
@@ -250,8 +258,8 @@ class GroupConformance(BackendCase):
         assert ready(backend) == {}
         assert backend.get_states(["callback"]) == {}
         assert backend.get_group("h") is None
-        assert backend.settled_by(["a"]) == [""]
-        assert backend.unsent(9, older_than=0.0) == []
+        assert outbox_of(backend).settled_by(["a"]) == [""]
+        assert outbox_of(backend).unsent(9, older_than=0.0) == []
 
     def test_a_repeated_change_makes_nothing_arrive(self, backend: Backend) -> None:
         change = Change(
@@ -263,12 +271,12 @@ class GroupConformance(BackendCase):
         )
         assert backend.apply([change]) == [SETTLED]
         assert backend.trigger_chord("g") is True
-        backend.clear_outbox([("a", (b"m",))])
+        outbox_of(backend).clear_outbox([("a", (b"m",))])
 
         assert backend.apply([change]) == [ALREADY]
 
         assert ready(backend) == {}
-        assert backend.unsent(9, older_than=0.0) == []
+        assert outbox_of(backend).unsent(9, older_than=0.0) == []
 
     def test_a_purged_group_is_forgotten(self, backend: Backend) -> None:
         backend.init_group("g", ["a"])

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from machinery_py.backends.base import Amendment
+from machinery_py.backends.base import Amendment, outbox_of
 from machinery_py.brokers.base import Message
 from machinery_py.errors import StateNotFound, Unsupported
 from machinery_py.stores.base import Session, Store
@@ -151,7 +151,7 @@ class ScheduleConformance(StoreCase):
         group = store.backend.get_group("g")
         assert group is not None
         assert list(group.task_uuids) == ["t", "u"]
-        assert store.backend.unsent(9, older_than=0.0) == []
+        assert outbox_of(store.backend).unsent(9, older_than=0.0) == []
 
     @where_kept
     def test_repeated_after_a_lost_reply_it_sends_once(self, store: Store) -> None:
