@@ -26,6 +26,11 @@ def cut(text: str, limit: int) -> str:
     return encoded[: limit - len(note) - 2].decode("utf-8", "ignore") + note
 
 
+def printable(text: str) -> str:
+    """The text with surrogates, which UTF-8 cannot encode, written out."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 def traceback_text(error: BaseException) -> str:
     """Return the traceback of an error: long lines cut, of very many the middle left out, the error at the end."""
     try:

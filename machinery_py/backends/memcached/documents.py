@@ -16,11 +16,17 @@ from collections.abc import Sequence
 
 import msgspec
 
+from machinery_py.backends.go_documents import (
+    encode_document,
+    is_state_of,
+    with_field,
+    without_field,
+)
 from machinery_py.backends.transactional import Row
-from machinery_py.errors import ArgumentError, DecodeError
+from machinery_py.errors import DecodeError
 from machinery_py.names import shown
 from machinery_py.tasks.states import GroupMeta, TaskState
-from machinery_py.wire.signatures import decode_group, decode_state, encode_group, encode_state
+from machinery_py.wire.signatures import decode_group, decode_state, encode_group
 
 CHORD_LIFE = (
     7 * 86400.0
@@ -28,8 +34,6 @@ CHORD_LIFE = (
 LONGEST_KEY = 250  # bytes
 OURS = b"mpy:"  # what begins like this is no document of Go's
 
-_FIELD = b',"machinery_py":"'
-_END = b'"}'
 _GROUP = b'{"GroupUUID":'
 _FORBIDDEN = re.compile(rb"[\x00-\x20\x7f]")
 
@@ -126,8 +130,6 @@ class _Ours(msgspec.Struct, array_like=True, gc=False):
 pack = msgspec.msgpack.Encoder().encode
 decode_commit = msgspec.msgpack.Decoder(Commit).decode
 _ours = msgspec.msgpack.Decoder(_Ours).decode
-_TEXTS = ("task_uuid", "task_name", "error", "error_type", "traceback", "queue", "worker")
-_NOTHING = TaskState(task_uuid="")
 
 
 def encode_record(uuid: str, record: TaskItem) -> bytes:
@@ -136,58 +138,37 @@ def encode_record(uuid: str, record: TaskItem) -> bytes:
     Raises:
         ArgumentError: a result cannot be sent.
     """
-    state = record.state or _NOTHING
-    try:
-        document, ours = _encoded(uuid, state, record)
-    except (ArgumentError, UnicodeEncodeError):
-        state = _printable(state)
-        document, ours = _encoded(uuid, state, record)
-    return _with_field(document, ours)
 
+    def field(state: TaskState) -> bytes:
+        ours = _Ours(
+            nonce=record.nonce,
+            epoch=record.epoch,
+            mark=record.mark,
+            stated=record.state is not None,
+            run=state.run,
+            attempt=state.attempt,
+            queue=state.queue,
+            error_type=state.error_type,
+            traceback=state.traceback,
+            progress=state.progress,
+            started_at=state.started_at,
+            finished_at=state.finished_at,
+            eta=state.eta,
+            worker=state.worker,
+            message=state.message,
+            kept_at=record.kept_at,
+            outbox=tuple(record.outbox),
+            todo=tuple(record.todo),
+            awaited=record.awaited,
+        )
+        return _quoted(pack(ours))
 
-def _encoded(uuid: str, state: TaskState, record: TaskItem) -> tuple[bytes, bytes]:
-    stated = record.state is not None
-    ours = _Ours(
-        nonce=record.nonce,
-        epoch=record.epoch,
-        mark=record.mark,
-        stated=stated,
-        run=state.run,
-        attempt=state.attempt,
-        queue=state.queue,
-        error_type=state.error_type,
-        traceback=state.traceback,
-        progress=state.progress,
-        started_at=state.started_at,
-        finished_at=state.finished_at,
-        eta=state.eta,
-        worker=state.worker,
-        message=state.message,
-        kept_at=record.kept_at,
-        outbox=tuple(record.outbox),
-        todo=tuple(record.todo),
-        awaited=record.awaited,
-    )
-    return encode_state(state) if stated else _nothing_known(uuid), pack(ours)
-
-
-def _nothing_known(uuid: str) -> bytes:
-    """A document for Go where only an epoch is known: it goes on waiting."""
-    document = encode_state(TaskState(task_uuid=uuid.encode("utf-8", "replace").decode()))
-    return document.replace(b'"State":"PENDING"', b'"State":""', 1)
-
-
-def _printable(state: TaskState) -> TaskState:
-    """With what has no UTF-8 written out. If that was not what is wrong, encoding it says so."""
-    texts = {
-        name: getattr(state, name).encode("utf-8", "backslashreplace").decode() for name in _TEXTS
-    }
-    return msgspec.structs.replace(state, **texts)
+    return encode_document(uuid, record.state, field)
 
 
 def decode_record(uuid: str, body: bytes, cas: int) -> TaskItem:
     """Read an item. Bytes that are no state of this task are `theirs`."""
-    document, field = _without_field(body)
+    document, field = _split(body)
     if document.startswith(_GROUP):
         return TaskItem(
             cas=cas, theirs="a group"
@@ -199,7 +180,7 @@ def decode_record(uuid: str, body: bytes, cas: int) -> TaskItem:
         state = decode_state(document)
     except (DecodeError, msgspec.DecodeError) as error:
         return TaskItem(cas=cas, theirs=str(error))
-    if uuid and state.task_uuid != uuid.encode("utf-8", "backslashreplace").decode():
+    if uuid and not is_state_of(uuid, state):
         return TaskItem(cas=cas, theirs=f"a state of {shown(state.task_uuid)}")
     if own is None:
         return TaskItem(state=state, cas=cas)
@@ -262,7 +243,7 @@ def state_in(document: bytes) -> TaskState | None:
 
 def encode_meta(group: GroupMeta, kept_at: int) -> bytes:
     """The document of a group, with when it was made."""
-    return _with_field(encode_group(group), pack(kept_at))
+    return with_field(encode_group(group), _quoted(pack(kept_at)))
 
 
 def is_meta(body: bytes) -> bool:
@@ -276,22 +257,20 @@ def decode_meta(body: bytes) -> tuple[GroupMeta, int]:
     Raises:
         DecodeError: it is no group.
     """
-    document, field = _without_field(body)
+    document, field = _split(body)
     return decode_group(document), msgspec.msgpack.decode(field, type=int) if field else 0
 
 
-def _with_field(document: bytes, ours: bytes) -> bytes:
-    return document[:-1] + _FIELD + binascii.b2a_base64(ours, newline=False) + _END
+def _quoted(ours: bytes) -> bytes:
+    return b'"' + binascii.b2a_base64(ours, newline=False) + b'"'
 
 
-def _without_field(body: bytes) -> tuple[bytes, bytes]:
-    """Go's document, and our field or b""."""
-    if not body.endswith(_END):
-        return body, b""  # Go's ends with the number of its TTL
-    head, mark, field = body.rpartition(_FIELD)
-    if not mark:
+def _split(body: bytes) -> tuple[bytes, bytes]:
+    """Return Go's document and what our field holds, or b""; a result of a Go program may look like the field."""
+    document, field = without_field(body)
+    if field[:1] != b'"' or field[-1:] != b'"':
         return body, b""
     try:
-        return head + b"}", binascii.a2b_base64(field[: -len(_END)], strict_mode=True)
+        return document, binascii.a2b_base64(field[1:-1], strict_mode=True)
     except binascii.Error:
         return body, b""

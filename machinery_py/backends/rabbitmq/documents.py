@@ -30,12 +30,13 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
+from machinery_py.backends.go_documents import encode_document, is_state_of, without_field
 from machinery_py.backends.transactional import Row
 from machinery_py.connections.rabbitmq.queue_records import OURS, Queue
-from machinery_py.errors import ArgumentError, ConfigError, DecodeError, NameRefused
+from machinery_py.errors import ConfigError, DecodeError, NameRefused
 from machinery_py.names import is_made, shown
 from machinery_py.tasks.states import TaskState, advance
-from machinery_py.wire.signatures import decode_state, encode_state
+from machinery_py.wire.signatures import decode_state
 
 GROUP_LIFE = 7 * 86_400_000  # ms that a chord may go on without an arrival
 LONGEST_EXPIRY = 2**31 - 1  # ms; Go writes it as a signed number of 32 bits
@@ -53,10 +54,6 @@ OUTBOX, READY, REVOKED = (
     Queue(PREFIX + name, OURS) for name in ("outbox", "ready", "revoked.until")
 )
 FINISHED, REVOCATIONS = "machinery.finished", "machinery.revocations"
-
-_FIELD = b',"machinery_py":'
-_NOTHING = TaskState(task_uuid="")
-_TEXTS = ("task_uuid", "task_name", "error", "error_type", "traceback", "queue", "worker")
 
 
 def name_of(uuid: str) -> str:
@@ -157,44 +154,29 @@ def encode_record(uuid: str, row: Row, seq: int) -> bytes:
     Raises:
         ArgumentError: a result cannot be sent.
     """
-    state = row.state or _NOTHING
-    try:
-        return _encoded(uuid, row, state, seq)
-    except (ArgumentError, UnicodeEncodeError):
-        # With what has no UTF-8 written out. If that was not what is wrong, encoding it says so.
-        texts = {
-            name: getattr(state, name).encode("utf-8", "backslashreplace").decode()
-            for name in _TEXTS
-        }
-        return _encoded(uuid, row, msgspec.structs.replace(state, **texts), seq)
 
-
-def _encoded(uuid: str, row: Row, state: TaskState, seq: int) -> bytes:
-    ours = _Ours(
-        seq=seq,
-        epoch=row.epoch,
-        mark=row.mark,
-        stated=row.state is not None,
-        run=state.run,
-        attempt=state.attempt,
-        queue=state.queue,
-        error_type=state.error_type,
-        traceback=state.traceback,
-        progress=state.progress,
-        started_at=state.started_at,
-        finished_at=state.finished_at,
-        eta=state.eta,
-        worker=state.worker,
-        message=state.message,
-    )
-    if row.state is not None:
-        document = encode_state(state)
-    else:  # for Go a task that goes on waiting
-        name = uuid.encode("utf-8", "replace").decode()
-        document = encode_state(TaskState(task_uuid=name)).replace(
-            b'"State":"PENDING"', b'"State":""', 1
+    def field(state: TaskState) -> bytes:
+        return _write(
+            _Ours(
+                seq=seq,
+                epoch=row.epoch,
+                mark=row.mark,
+                stated=row.state is not None,
+                run=state.run,
+                attempt=state.attempt,
+                queue=state.queue,
+                error_type=state.error_type,
+                traceback=state.traceback,
+                progress=state.progress,
+                started_at=state.started_at,
+                finished_at=state.finished_at,
+                eta=state.eta,
+                worker=state.worker,
+                message=state.message,
+            )
         )
-    return document[:-1] + _FIELD + _write(ours) + b"}"
+
+    return encode_document(uuid, row.state, field)
 
 
 def decode_record(uuid: str, bodies: Iterable[bytes]) -> StoredTask:
@@ -205,17 +187,14 @@ def decode_record(uuid: str, bodies: Iterable[bytes]) -> StoredTask:
     """
     found = StoredTask()
     for body in filter(None, bodies):  # an empty one is a look of ours whether the queue is there
-        document, ours = _without_field(body)
+        document, ours = _split(body)
         if ours is not None and ours.seq < found.seq:
             continue
         try:
             state = decode_state(document) if ours is None or ours.stated else None
         except DecodeError as error:
             raise _theirs(uuid, str(error)) from error
-        if (
-            state is not None
-            and state.task_uuid != uuid.encode("utf-8", "backslashreplace").decode()
-        ):
+        if state is not None and not is_state_of(uuid, state):
             raise _theirs(uuid, f"a state of {shown(state.task_uuid)}")
         if ours is None:
             assert state is not None
@@ -267,20 +246,18 @@ def _merged(state: TaskState | None, ours: _Ours) -> TaskState | None:
     )
 
 
+def _split(body: bytes) -> tuple[bytes, _Ours | None]:
+    """Return Go's document and our field; a result of a Go program may look like the field."""
+    document, field = without_field(body)
+    try:
+        return (document, _read(field)) if field else (body, None)
+    except msgspec.DecodeError:
+        return body, None
+
+
 def document_of(body: bytes) -> bytes:
-    """Go's part of it."""
-    return _without_field(body)[0]
-
-
-def _without_field(body: bytes) -> tuple[bytes, _Ours | None]:
-    """Go's document, and our field."""
-    head, mark, field = body.rpartition(_FIELD)
-    if mark:
-        try:
-            return head + b"}", _read(field[:-1])
-        except msgspec.DecodeError:
-            pass  # a result of a Go program that looks like it
-    return body, None
+    """Return Go's document of a task's message."""
+    return _split(body)[0]
 
 
 # Groups, and what is listed
