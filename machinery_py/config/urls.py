@@ -16,17 +16,27 @@ Pure: nothing is opened and no name is looked up.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 from urllib.parse import unquote
 
-from machinery_py.config.memcached_url import BadMemcacheUrl, parse_memcache_url
-from machinery_py.config.mongodb_url import BadMongoUrl, check_mongo_url
-from machinery_py.config.rabbitmq_url import BadAmqpUrl, parse_amqp_url
-from machinery_py.config.redis_url import BadRedisUrl, parse_redis_url
+from machinery_py.config.server_urls import (
+    AMQP_OPTIONS,
+    MASK,
+    REDIS_OPTIONS,
+    BadUrl,
+    UrlOption,
+    check_mongo_url,
+    choice,
+    is_plain,
+    number,
+    parse_amqp_url,
+    parse_memcache_url,
+    parse_redis_url,
+    read_options,
+)
 from machinery_py.errors import ConfigError, nearest
 
 Role = Literal["broker", "result backend", "lock"]
@@ -54,9 +64,6 @@ SCHEMES: Mapping[str, frozenset[Role]] = {
 EMBEDDED: frozenset[str] = frozenset({"eager", "memory", "sqlite"})
 """Stores that need no server, and therefore serve one machine or one process only."""
 
-_AMQP = frozenset({"amqp", "amqps"})
-_REDIS = frozenset({"redis", "redis+socket", "rediss"})
-_MONGODB = frozenset({"mongodb", "mongodb+srv"})
 _BARE = frozenset({"eager", "null"})  # Go writes these without "://"
 _NOT_PORTED = {
     "gcppubsub": "Google Pub/Sub",
@@ -64,54 +71,78 @@ _NOT_PORTED = {
     "https": "Amazon SQS or DynamoDB",
 }
 
-MAX_BUSY_TIMEOUT = 3600.0  # seconds; longer means a file that nobody gives back
-DEFAULT_BUSY_TIMEOUT = 5.0  # seconds a writer waits for the one before it
+SQLITE_OPTIONS: Mapping[str, UrlOption] = {
+    "busy_timeout": UrlOption(  # after an hour nobody gives the file back any more
+        "how long a writer waits for the one before it", 5.0, number(0, 3600, "seconds")
+    ),
+    "synchronous": UrlOption(
+        "`full` survives a power cut, `normal` only the end of the process",
+        "full",
+        choice(full="full", normal="normal"),
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreUrl:
-    """The URL of a store without a server, read.
+    """The URL of a store without a server, read. `SQLITE_OPTIONS` says what the options mean.
 
     Attributes:
         scheme: "sqlite", "memory", "eager" or "null".
         path: of the SQLite file, absolute or seen from the working directory; else "".
         name: of the memory store, "" for the unnamed one.
-        synchronous: "full" survives a power cut, "normal" only the end of the process (SQLite).
-        busy_timeout: seconds a writer waits for another one (SQLite).
     """
 
     scheme: str
     path: str = ""
     name: str = ""
     synchronous: str = "full"
-    busy_timeout: float = DEFAULT_BUSY_TIMEOUT
+    busy_timeout: float = 5.0
 
     @classmethod
-    def parse(cls, url: str, *, role: str = "store") -> StoreUrl:
-        """Read the URL of an embedded store or of `null`; `role` is the word for it in an error.
-
-        Percent-encoding is decoded in paths, names and options.
+    def parse(cls, url: str) -> StoreUrl:
+        """Read the URL of an embedded store or of `null`, percent-decoded.
 
         Raises:
             ConfigError: the scheme needs a server, or the rest of the URL makes no sense for it.
         """
-        scheme = scheme_of(url)
-        rest = url.partition("://")[2]
-        match scheme:
-            case "sqlite":
-                return _parse_sqlite(url, rest, role)
-            case "memory":
-                return cls(scheme=scheme, name=_memory_name(url, rest, role))
-            case "eager" | "null":
-                if rest:
-                    raise _refused(
-                        url, role, f"found something after '{scheme}://' (expected only {scheme!r})"
-                    )
-                return cls(scheme=scheme)
-            case _:
-                raise _refused(
-                    url, role, f"{scheme!r} is no embedded store (embedded: {_listed(EMBEDDED)})"
-                )
+        try:
+            return _parse_embedded(url)
+        except BadUrl as error:
+            raise _refused(url, "store", str(error)) from None
+
+
+def _parse_embedded(url: str) -> StoreUrl:
+    scheme = scheme_of(url)
+    rest = url.partition("://")[2]
+    location, _, query = rest.partition("?")
+    location = unquote(location)
+    match scheme:
+        case "sqlite":
+            return StoreUrl(
+                scheme=scheme, path=_sqlite_path(location), **read_options(query, SQLITE_OPTIONS)
+            )
+        case "memory":
+            read_options(query, {})
+            if not is_plain(location):
+                raise BadUrl("the name of a memory store is letters, digits, '.', '_' and '-'")
+            return StoreUrl(scheme=scheme, name=location)
+        case "eager" | "null":
+            if rest:
+                raise BadUrl(f"found something after '{scheme}://' (expected only {scheme!r})")
+            return StoreUrl(scheme=scheme)
+        case _:
+            raise BadUrl(f"{scheme!r} is no embedded store (embedded: {_listed(EMBEDDED)})")
+
+
+def _sqlite_path(location: str) -> str:
+    if location in {"", "/"} or location.lower().lstrip("/") == ":memory:":
+        raise BadUrl("found no file (for a store inside this process: memory://)")
+    if not location.startswith("/"):
+        raise BadUrl("found a host (expected sqlite:///relative.db or sqlite:////absolute/path.db)")
+    if location.endswith("/") or "\0" in location:
+        raise BadUrl("found a folder or a NUL (expected the name of a file)")
+    return location[1:]
 
 
 def scheme_of(url: str) -> str:
@@ -164,31 +195,23 @@ def check_url(url: str, role: Role, *, master_name: str = "") -> None:
         raise _refused(
             url, role, f"{scheme!r} works as {_listed(SCHEMES[scheme])} only (as {role}: {known})"
         )
-    if scheme in _REDIS:
-        try:
+    try:
+        if scheme in _REDIS:
             parse_redis_url(url, master_name=master_name)
-        except BadRedisUrl as error:
-            raise _refused(url, role, str(error)) from None
-        return
-    if scheme in _AMQP:
-        try:
-            parse_amqp_url(url)
-        except BadAmqpUrl as error:
-            raise _refused(url, role, str(error)) from None
-        return
-    if scheme in _MONGODB:
-        try:
-            check_mongo_url(url)
-        except BadMongoUrl as error:
-            raise _refused(url, role, str(error)) from None
-        return
-    if scheme == "memcache":
-        try:
-            parse_memcache_url(url)
-        except BadMemcacheUrl as error:
-            raise _refused(url, role, str(error)) from None
-        return
-    StoreUrl.parse(url, role=role)
+        else:
+            _READERS.get(scheme, _parse_embedded)(url)
+    except BadUrl as error:
+        raise _refused(url, role, str(error)) from None
+
+
+_READERS: Mapping[str, Callable[[str], object]] = {
+    "amqp": parse_amqp_url,
+    "amqps": parse_amqp_url,
+    "memcache": parse_memcache_url,
+    "mongodb": check_mongo_url,
+    "mongodb+srv": check_mongo_url,
+}
+_REDIS = frozenset({"redis", "redis+socket", "rediss"})
 
 
 def _refused(url: str, role: str, text: str) -> ConfigError:
@@ -200,101 +223,25 @@ def _listed(words: frozenset[str] | frozenset[Role]) -> str:
 
 
 def _is_scheme(text: str) -> bool:
-    return text[:1].isalpha() and _is_plain(text, besides="+.-")
-
-
-def _is_plain(text: str, *, besides: str = "._-") -> bool:
-    return text.isascii() and all(c.isalnum() or c in besides for c in text)
-
-
-# The embedded stores
-
-
-def _memory_name(url: str, rest: str, role: str) -> str:
-    name, mark, query = rest.partition("?")
-    if mark:
-        raise _refused(url, role, f"unknown option {_option_name(query)!r} (memory has none)")
-    name = unquote(name)
-    if not _is_plain(name):
-        raise _refused(url, role, "the name of a memory store is letters, digits, '.', '_' and '-'")
-    return name
-
-
-def _parse_sqlite(url: str, rest: str, role: str) -> StoreUrl:
-    location, _, query = rest.partition("?")
-    path = unquote(location)
-    if path in {"", "/"} or path.lower().lstrip("/") == ":memory:":
-        raise _refused(url, role, "found no file (for a store inside this process: memory://)")
-    if not path.startswith("/"):
-        raise _refused(
-            url,
-            role,
-            "found a host (expected sqlite:///relative.db or sqlite:////absolute/path.db)",
-        )
-    if path.endswith("/") or "\0" in path:
-        raise _refused(url, role, "found a folder or a NUL (expected the name of a file)")
-    options = _options(url, query, role)
-    return StoreUrl(
-        scheme="sqlite",
-        path=path[1:],
-        synchronous=options.get("synchronous", "full"),
-        busy_timeout=float(options.get("busy_timeout", DEFAULT_BUSY_TIMEOUT)),
-    )
-
-
-def _option_name(part: str) -> str:
-    """The name as an error may show it: a lone word may as well be a secret."""
-    name, equals, _ = part.partition("=")
-    return name if equals and _is_plain(name) else _MASK
-
-
-def _is_busy_timeout(text: str) -> bool:
-    try:
-        seconds = float(text)
-    except ValueError:
-        return False
-    return math.isfinite(seconds) and 0.0 <= seconds <= MAX_BUSY_TIMEOUT
-
-
-_SQLITE_OPTIONS: Mapping[str, tuple[Callable[[str], bool], str]] = {
-    "busy_timeout": (_is_busy_timeout, f"0 to {MAX_BUSY_TIMEOUT:g} seconds"),
-    "synchronous": (frozenset({"full", "normal"}).__contains__, "full or normal"),
-}
-
-
-def _options(url: str, query: str, role: str) -> dict[str, str]:
-    options: dict[str, str] = {}
-    for part in filter(None, query.split("&")):
-        name, _, value = (unquote(side) for side in part.partition("="))
-        if name not in _SQLITE_OPTIONS:
-            known = _listed(frozenset(_SQLITE_OPTIONS)) + nearest(name, _SQLITE_OPTIONS)
-            raise _refused(url, role, f"unknown option {_option_name(part)!r} (known: {known})")
-        if name in options:
-            raise _refused(url, role, f"option {name!r} is given twice")
-        fits, expected = _SQLITE_OPTIONS[name]
-        options[name] = value.lower()
-        if not fits(options[name]):
-            shown = value if _is_plain(value) else _MASK
-            raise _refused(url, role, f"option {name!r} is {shown!r} (expected {expected})")
-    return options
+    return text[:1].isalpha() and is_plain(text, besides="+.-")
 
 
 # Redaction
 
-_MASK = "***"
 _SHORTEST_SECRET = 3  # letters; a shorter one would be found everywhere
 
 _USER_FIRST = frozenset({"amqp", "amqps", "mongodb", "mongodb+srv"})
 """Where the word before the colon is always a user name. With Redis a lone password may have a colon in it."""
 
+_OPTIONS = {**AMQP_OPTIONS, **REDIS_OPTIONS, **SQLITE_OPTIONS}
 _HARMLESS = frozenset({
-    "authsource", "busy_timeout", "ca_file", "cert_file", "compressors", "connect", "connecttimeoutms", "connection_attempts",
-    "connection_timeout", "db", "directconnection", "heartbeat", "journal", "key_file", "loadbalanced", "master_name",
-    "maxpoolsize", "protocol", "readpreference", "replicaset", "retry_delay", "retryreads", "retrywrites",
-    "serverselectiontimeoutms", "socket_timeout", "sockettimeoutms", "ssl", "synchronous", "timeout", "tls", "w",
-    "verify", "wtimeoutms",
+    "authsource", "compressors", "connect", "connecttimeoutms", "connection_attempts", "connection_timeout", "db",
+    "directconnection", "journal", "loadbalanced", "maxpoolsize", "protocol", "readpreference", "replicaset",
+    "retry_delay", "retryreads", "retrywrites", "serverselectiontimeoutms", "socket_timeout", "sockettimeoutms",
+    "ssl", "timeout", "tls", "w", "wtimeoutms",
+    *(name for name, option in _OPTIONS.items() if not option.is_secret),
 })  # fmt: skip
-"""Options whose values may be shown. A list of the secret ones would be forgotten when a driver adds one."""
+"""Options whose values may be shown: an incomplete list of secret ones would show a secret."""
 
 
 def redact(url: str) -> str:
@@ -306,26 +253,26 @@ def redact(url: str) -> str:
     """
     scheme, mark, rest = url.partition("://")
     if not mark:
-        return url if url.lower() in {"", *SCHEMES} else _MASK
+        return url if url.lower() in {"", *SCHEMES} else MASK
     if not _is_scheme(scheme):
-        return _MASK
+        return MASK
     shown = scheme + mark
     if scheme.lower() == "sqlite" and (rest.startswith("/") or rest == ":memory:"):
         if ":" in (before := rest.rpartition("@")[0]) and "?" in before:
-            return shown + _MASK  # as below
+            return shown + MASK  # as below
         path, question, query = rest.partition("?")  # '@' or '#' may be in a file's name
         credentials, at, file = path.rpartition("@")
         return (
             shown
-            + (f"/{_MASK}@{file}" if ":" in credentials else path)
+            + (f"/{MASK}@{file}" if ":" in credentials else path)
             + question
             + _redact_query(query)
         )
     credentials, at, address = rest.rpartition("@")
     if "?" in credentials:
-        return shown + _MASK  # of a password or of the query, and its '@' likewise
+        return shown + MASK  # of a password or of the query, and its '@' likewise
     if at and rest.startswith("/") and scheme.lower() != "redis+socket":
-        return shown + _MASK  # no host: what stands behind the '@' may be a part of a password
+        return shown + MASK  # no host: what stands behind the '@' may be a part of a password
     if at:
         shown += _redact_credentials(scheme.lower(), credentials) + at
     return shown + _redact_address(scheme.lower(), address)
@@ -336,7 +283,7 @@ def without_secrets(text: str, *urls: str) -> str:
     for secret in sorted(
         {secret for url in urls for secret in _secrets(url)}, key=len, reverse=True
     ):
-        text = text.replace(secret, _MASK)
+        text = text.replace(secret, MASK)
     return text
 
 
@@ -347,7 +294,7 @@ def redact_word(text: str) -> str:
 
 def redact_words(text: str) -> str:
     """A message that ends in words of a user, behind its first ": ", without them if one of them looks like a URL."""
-    return f"{text.partition(': ')[0]}: {_MASK}" if "://" in text or "@" in text else text
+    return f"{text.partition(': ')[0]}: {MASK}" if "://" in text or "@" in text else text
 
 
 def _secrets(url: str) -> Iterator[str]:
@@ -361,9 +308,9 @@ def _secrets(url: str) -> Iterator[str]:
 
 def _redact_credentials(scheme: str, credentials: str) -> str:
     user, colon, _ = credentials.partition(":")
-    if scheme in _USER_FIRST and colon and user and _is_plain(user):
-        return f"{user}:{_MASK}"
-    return _MASK
+    if scheme in _USER_FIRST and colon and user and is_plain(user):
+        return f"{user}:{MASK}"
+    return MASK
 
 
 def _redact_address(scheme: str, address: str) -> str:
@@ -371,10 +318,10 @@ def _redact_address(scheme: str, address: str) -> str:
     address, question, query = address.partition("?")
     hosts, slash, path = address.partition("/")
     if not all(map(_is_host, hosts.split(","))):
-        return _MASK  # perhaps credentials whose '@' was forgotten
+        return MASK  # perhaps credentials whose '@' was forgotten
     if not _is_path(scheme, hosts, path):
-        path = _MASK
-    return hosts + slash + path + question + _redact_query(query) + (sharp + _MASK if sharp else "")
+        path = MASK
+    return hosts + slash + path + question + _redact_query(query) + (sharp + MASK if sharp else "")
 
 
 def _is_path(scheme: str, hosts: str, path: str) -> bool:
@@ -383,7 +330,7 @@ def _is_path(scheme: str, hosts: str, path: str) -> bool:
         return not hosts and re.fullmatch(r"[^:@]*(:/?[0-9]*)?", path) is not None
     if scheme in _REDIS:
         return not path or (path.isascii() and path.isdigit())
-    return not path or (bool(hosts) and (path == "/" or _is_plain(path, besides="._-%")))
+    return not path or (bool(hosts) and (path == "/" or is_plain(path, besides="._-%")))
 
 
 def _is_host(text: str) -> bool:
@@ -392,11 +339,11 @@ def _is_host(text: str) -> bool:
         name, bracket, port = text[1:].partition("]")
         return (
             bool(bracket)
-            and _is_plain(name, besides=":.%")
+            and is_plain(name, besides=":.%")
             and (not port or _is_port(port.removeprefix(":")))
         )
     name, _, port = text.partition(":")
-    return _is_plain(name) and _is_port(port)
+    return is_plain(name) and _is_port(port)
 
 
 def _is_port(text: str) -> bool:
@@ -407,10 +354,10 @@ def _redact_query(query: str) -> str:
     shown: list[str] = []
     for part in query.split("&") if query else ():
         name, equals, value = part.partition("=")
-        if name.lower() in _HARMLESS and _is_plain(value):
+        if name.lower() in _HARMLESS and is_plain(value):
             shown.append(part)
             continue
         # Whatever follows may be the rest of a secret with an '&' in it.
-        shown.append(name + equals + _MASK if equals and _is_plain(name) else _MASK)
+        shown.append(name + equals + MASK if equals and is_plain(name) else MASK)
         break
     return "&".join(shown)

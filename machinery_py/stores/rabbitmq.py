@@ -5,7 +5,7 @@ from __future__ import annotations
 from machinery_py.backends.rabbitmq.backend import AMQPBackend
 from machinery_py.brokers.rabbitmq.broker import AMQPBroker
 from machinery_py.brokers.rabbitmq.topology import Topology
-from machinery_py.config.rabbitmq_url import BadAmqpUrl
+from machinery_py.config.server_urls import BadUrl
 from machinery_py.config.urls import redact, split_urls
 from machinery_py.connections.failover import STRATEGIES
 from machinery_py.connections.rabbitmq.client import AmqpDriver
@@ -30,7 +30,7 @@ class AMQPFamily(Family):
             self._driver = AmqpDriver(
                 *urls, clock=options.clock, timeout=options.timeout, strategy=strategy
             )
-        except BadAmqpUrl as error:
+        except BadUrl as error:
             raise ConfigError(f"{', '.join(map(redact, urls))}: {error}") from None
         self._topology = Topology(options.amqp, options.default_queue)
 

@@ -9,7 +9,7 @@ import redis as _redis  # noqa: F401 – the drivers load it when they connect, 
 from machinery_py.backends.redis.backend import RedisBackend
 from machinery_py.brokers.redis.broker import RedisBroker
 from machinery_py.brokers.redis.cluster import is_usable
-from machinery_py.config.redis_url import BadRedisUrl, parse_redis_url
+from machinery_py.config.server_urls import BadUrl, parse_redis_url
 from machinery_py.config.urls import redact, split_urls
 from machinery_py.connections.failover import STRATEGIES
 from machinery_py.connections.redis.client import RedisDriver
@@ -32,7 +32,7 @@ def open_redis(url: str, options: FamilyOptions) -> Family:
     shown = ", ".join(map(redact, urls))
     try:
         parsed = [parse_redis_url(one, master_name=options.redis.master_name) for one in urls]
-    except BadRedisUrl as error:
+    except BadUrl as error:
         raise ConfigError(f"{shown}: {error}") from None
     if not options.redis.cluster_mode and not any(one.is_cluster for one in parsed):
         return RedisFamily(url, options)
@@ -103,5 +103,5 @@ def _servers(text: str, options: FamilyOptions) -> Servers:
             client_name=redis.client_name or "machinery",
             master_name=redis.master_name,
         )
-    except BadRedisUrl as error:
+    except BadUrl as error:
         raise ConfigError(f"{shown}: {error}") from None

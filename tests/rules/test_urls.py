@@ -9,9 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from machinery_py.config.memcached_url import parse_memcache_url
-from machinery_py.config.rabbitmq_url import parse_amqp_url
-from machinery_py.config.redis_url import parse_redis_url
+from machinery_py.config.server_urls import parse_amqp_url, parse_memcache_url, parse_redis_url
 from machinery_py.config.urls import (
     EMBEDDED,
     SCHEMES,
@@ -414,7 +412,7 @@ def test_sqlite_without_a_file_is_refused_with_the_offer_of_memory(url: str) -> 
         ("sqlite:///a.db?busy_timeout=soon", "expected 0 to 3600 seconds"),
         ("sqlite:///a.db?busy_timeout=1&busy_timeout=2", "option 'busy_timeout' is given twice"),
         ("memory://a/b", "the name of a memory store is letters"),
-        ("memory://a?size=3", "unknown option 'size' (memory has none)"),
+        ("memory://a?size=3", "unknown option 'size' (known: none)"),
     ],
 )
 def test_an_embedded_url_that_makes_no_sense_is_refused(url: str, text: str) -> None:
@@ -487,7 +485,7 @@ def test_a_redis_socket_has_its_database_behind_a_colon() -> None:
         ("redis://secret@h1:1,h2:2/3", "2 hosts are a cluster"),
         ("redis://secret@host/x", "the database is no number"),
         ("redis://secret@host:x", "the port is no number"),
-        ("redis://secret@host/0?ssl=true", "Redis URLs have no options"),
+        ("redis://secret@host/0?ssl=true", "unknown option 'ssl' (known: ca_file, cert_file, "),
         ("redis://secret@[::1", "has no ']'"),
         ("redis+socket://secret@host", "found no path of a socket"),
     ],
@@ -526,9 +524,9 @@ def test_an_amqp_url_is_gos(url: str, found: tuple[object, ...]) -> None:
         ("amqp://h//a", "second '/'"),
         ("amqp://:p@h", "no user"),
         ("amqp://h?verify=none", "needs TLS"),
-        ("amqps://h?verify=maybe", "neither full nor none"),
-        ("amqp://h?heartbeat=x", "'heartbeat' is no number"),
-        ("amqp://h?colour=red", "no options besides"),
+        ("amqps://h?verify=maybe", "is 'maybe' (expected full or none)"),
+        ("amqp://h?heartbeat=x", "option 'heartbeat' is 'x' (expected 1 to 65535 seconds)"),
+        ("amqp://h?colour=red", "unknown option 'colour' (known: ca_file, "),
         ("amqp://a,b/v", "several hosts"),
         ("amqps://h?key_file=k", "needs 'cert_file'"),
     ],

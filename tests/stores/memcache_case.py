@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import pytest
 
-from machinery_py.config.memcached_url import parse_memcache_url
+from machinery_py.config.server_urls import parse_memcache_url
 from machinery_py.connections.memcached.client import (
     LineCommand,
     MemcacheDriver,

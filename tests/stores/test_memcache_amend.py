@@ -14,7 +14,7 @@ from machinery_py.backends.memcached.backend import MemcacheBackend
 from machinery_py.backends.memcached.documents import key_of
 from machinery_py.backends.memcached.records import CLAIM, LIST, RECORD, REMOVED_LIFE
 from machinery_py.brokers.memory import MemoryBroker
-from machinery_py.config.memcached_url import parse_memcache_url
+from machinery_py.config.server_urls import parse_memcache_url
 from machinery_py.connections.memcached.client import MemcacheDriver, Window, delete
 from machinery_py.connections.memory import MemoryHub
 from machinery_py.errors import BackendUnavailable

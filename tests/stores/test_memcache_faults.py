@@ -13,7 +13,7 @@ from machinery_py.backends.base import ALREADY, FENCED, SETTLED, Change
 from machinery_py.backends.memcached.backend import MemcacheBackend
 from machinery_py.backends.memcached.documents import key_of
 from machinery_py.backends.memcached.index import ROOTS, SEGMENT
-from machinery_py.config.memcached_url import parse_memcache_url
+from machinery_py.config.server_urls import parse_memcache_url
 from machinery_py.connections.memcached.client import LineCommand, MemcacheDriver, Window, delete
 from machinery_py.errors import (
     ArgumentError,

@@ -14,7 +14,7 @@ from machinery_py import Config, Group, Server, Signature, State, group
 from machinery_py.backends.base import FENCED, SETTLED, Change
 from machinery_py.backends.memcached.backend import MemcacheBackend
 from machinery_py.backends.memcached.documents import CHORD_LIFE, LONGEST_KEY, key_of
-from machinery_py.config.memcached_url import parse_memcache_url
+from machinery_py.config.server_urls import parse_memcache_url
 from machinery_py.connections.memcached.client import MemcacheDriver, put
 from machinery_py.errors import NameRefused
 from machinery_py.tasks.signature import Arg

@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from machinery_py import Config, MachineryError, Server
 from machinery_py.cli.main import main
 from machinery_py.clock import SYSTEM_CLOCK
-from machinery_py.config.rabbitmq_url import parse_amqp_url
-from machinery_py.config.redis_url import parse_redis_url
+from machinery_py.config.server_urls import parse_amqp_url, parse_redis_url
 from machinery_py.stores.family import Family, FamilyOptions
 from tests.rules.test_urls import PASSWORDS, SHAPES, WORDS, filled
 

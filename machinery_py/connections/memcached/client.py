@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, NoReturn
 
 from machinery_py.clock import SYSTEM_CLOCK, Clock
-from machinery_py.config.memcached_url import Address
+from machinery_py.config.server_urls import Address
 from machinery_py.connections import descriptors
 from machinery_py.connections.plain_words import plain
 from machinery_py.errors import ArgumentError, BackendUnavailable, MachineryError, StoreUnusable

@@ -20,7 +20,7 @@ import pika
 from pika.exceptions import AMQPError, ProbableAccessDeniedError, ProbableAuthenticationError
 
 from machinery_py.clock import Clock, SystemClock, micros
-from machinery_py.config.rabbitmq_url import AmqpUrl, parse_amqp_url
+from machinery_py.config.server_urls import AmqpUrl, parse_amqp_url
 from machinery_py.config.urls import redact
 from machinery_py.connections.failover import Strategy, following, round_robin
 from machinery_py.connections.forks import ForkLock
@@ -59,7 +59,7 @@ class AmqpDriver:
         """`timeout` is for one round trip, and for one round of connecting.
 
         Raises:
-            BadAmqpUrl: one of the URLs makes no sense.
+            BadUrl: one of the URLs makes no sense.
         """
         self.urls = urls
         self.clock = clock or SystemClock()

@@ -72,7 +72,7 @@ class RedisClusterDriver:
         """Nothing is connected yet. `strict`: refuse a cluster of which a master may lose what it stores.
 
         Raises:
-            BadRedisUrl: the URL makes no sense.
+            BadUrl: the URL makes no sense.
         """
         self.nodes = Nodes(url, timeout=min(timeout, connect_timeout), client_name=client_name)
         self.clock = clock

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from machinery_py.config.redis_url import parse_redis_url
+from machinery_py.config.server_urls import parse_redis_url
 from machinery_py.connections.forks import ForkLock
 from machinery_py.connections.redis.discovery import (
     SHORTEST,
@@ -73,7 +73,7 @@ class Nodes:
         """`url` lists nodes of the cluster; one that answers is enough.
 
         Raises:
-            BadRedisUrl: it makes no sense.
+            BadUrl: it makes no sense.
         """
         self.url = url
         self.timeout = timeout

@@ -19,7 +19,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from machinery_py.config.redis_url import RedisUrl, parse_redis_url
+from machinery_py.config.server_urls import RedisUrl, parse_redis_url
 from machinery_py.config.urls import redact
 from machinery_py.connections import descriptors
 from machinery_py.connections.failover import Strategy, following, round_robin
@@ -61,7 +61,7 @@ class Servers:
         """`timeout` is for one round, in seconds.
 
         Raises:
-            BadRedisUrl: one of the URLs makes no sense.
+            BadUrl: one of the URLs makes no sense.
         """
         self.urls = tuple(urls)
         self.timeout = timeout
