@@ -1,32 +1,40 @@
-"""Live consumers of this host, and what they run: each has a file of its own, and holds a lock on it while it lives.
+"""Files of the live consumers of this host: each proves that its owner lives, and says which tasks it runs.
 
-    <folder>/<key>    its owner holds an exclusive POSIX record lock on it; what is in it, see run_table.py
+    <folder>/<key>    locked by its owner (exclusive POSIX record lock) while that lives
+                      SLOTS numbers of 8 bytes: the deliveries whose task is being called; 0 where a slot is free
 
-The folder lies beside a SQLite file; consumers of a server have one of this user and host. The lock goes with the process,
+The folder lies beside a SQLite file; consumers of a server have one folder per user and host. The lock goes with the process,
 however that ends. A record lock belongs to a process: forked children do not have it. But closing *any* descriptor of the file
-in the owning process drops it, so a process never opens the files of its own sessions; it knows those by heart.
+in the owning process drops it, so a process never opens the files of its own sessions: it remembers those.
 
-Limits: without record locks (Windows), or when somebody deleted the file, nobody can be asked: then beats prove life, and of a
-dead consumer it is not known what it ran.
+The file is mapped, so that a note costs no system call, and a process that is killed leaves it as it was. Whoever gives the
+consumer up reads it, and blames these deliveries alone. What is beyond SLOTS is not noted, and not blamed.
+
+Limits: without record locks (Windows), or when somebody deleted the file, nobody can be asked: then heartbeats prove life, and
+it is not known what a dead consumer ran.
 """
 
 from __future__ import annotations
 
+import mmap
 import os
 import secrets
 import stat
+import struct
 import sys
 import tempfile
 import time
 from collections.abc import Collection
 from enum import Enum
 
-from machinery_py.connections.run_table import RunTable, read
+SLOTS = 4096
+_SIZE = SLOTS * 8
+#: Seconds after which a file that belongs to no session is removed, if nobody holds it.
+FORGOTTEN = 60.0
+#: The same where nobody here can ask which sessions there are: for so long somebody may want to know what ran.
+FORGOTTEN_ON_HOST = 3600.0
 
-FORGOTTEN = (
-    60.0  # seconds after which a file that belongs to no session is removed, if nobody holds it
-)
-LEFT = 3600.0  # the same, where nobody here can ask which sessions there are: so long somebody may want to know what ran
+_number = struct.Struct("<Q")
 
 #: key → descriptor, of all drivers of this process; -1 where there are no locks. One step of a dict is atomic.
 _own: dict[str, int] = {}
@@ -52,6 +60,41 @@ else:
         return True
 
 
+class RunTable:
+    """The owner's side of the slots. May be used from any thread."""
+
+    def __init__(self, descriptor: int) -> None:
+        # Written, not only made longer: on a full disk this fails, and not the first note, which would kill the process.
+        os.write(descriptor, bytes(_SIZE))
+        self._map = mmap.mmap(descriptor, _SIZE)
+        self._free = list(range(SLOTS - 1, -1, -1))
+        self._slots: dict[int, int] = {}
+        self._again: list[int] = []  # noted already, by a twin of the message that runs beside it
+
+    def begins(self, id: int) -> None:
+        if id in self._slots:
+            self._again.append(id)
+            return
+        try:
+            slot = self._free.pop()
+        except IndexError:
+            return
+        self._slots[id] = slot
+        _number.pack_into(self._map, slot * 8, id)
+
+    def ends(self, id: int) -> None:
+        if self._again and id in self._again:
+            self._again.remove(id)
+            return
+        slot = self._slots.pop(id, None)
+        if slot is not None:
+            _number.pack_into(self._map, slot * 8, 0)
+            self._free.append(slot)
+
+    def running(self) -> set[int]:
+        return set(self._slots)
+
+
 class SessionState(Enum):
     """State of a session, from its file."""
 
@@ -70,21 +113,28 @@ class SessionFile:
     def __init__(self, folder: str) -> None:
         self.folder = folder
         self.key = secrets.token_hex(12)
-        _own[self.key] = _new_file(folder, self.key) if folder and HAS_LOCKS else -1
-        self._table = _table(self.key)
+        descriptor = _new_file(folder, self.key) if folder and HAS_LOCKS else -1
+        _own[self.key] = descriptor
+        self._table: RunTable | None = None
+        if descriptor >= 0:
+            try:
+                self._table = _tables[self.key] = RunTable(descriptor)
+            except OSError:
+                pass  # a full disk: the file proves life, and says nothing of what runs
         self.notes_runs = self._table is not None
 
     def begins(self, id: int) -> None:
-        """The delivery with this number is being run."""
+        """Note that the delivery with this number is being run."""
         if self._table is not None:
             self._table.begins(id)
 
     def ends(self, id: int) -> None:
+        """Note that the delivery with this number is run no more."""
         if self._table is not None:
             self._table.ends(id)
 
     def touch(self) -> None:
-        """Show that it is no old file."""
+        """Keep the file from looking old, for `sweep`."""
         if _own.get(self.key, -1) >= 0:
             try:
                 os.utime(os.path.join(self.folder, self.key))
@@ -92,8 +142,8 @@ class SessionFile:
                 pass  # somebody removed it: then nobody will know what ran
 
     def end(self) -> None:
-        """Live no more. May be called twice."""
-        _remove(self.folder, self.key)
+        """Remove the file. May be called twice."""
+        remove(self.folder, self.key)
         self.abandon()
 
     def abandon(self) -> None:
@@ -112,35 +162,23 @@ def _new_file(folder: str, key: str) -> int:
             os.path.join(folder, key), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600
         )
     except OSError:
-        return -1  # no proof of life then: the beats must do
+        return -1  # no proof of life then: the heartbeats must do
     if _lock(descriptor):
         return descriptor
     os.close(descriptor)  # a file system without locks: a file would say that we are dead
-    _remove(folder, key)
+    remove(folder, key)
     return -1
 
 
-def _table(key: str) -> RunTable | None:
-    descriptor = _own[key]
-    if descriptor < 0:
-        return None
-    try:
-        table = RunTable(descriptor)
-    except OSError:
-        return None  # a full disk
-    _tables[key] = table
-    return table
-
-
 def host_file(kind: str) -> SessionFile:
-    """The file of a new consumer of a server of this kind. It is to be touched more often than each hour."""
+    """Return the file of a new consumer of a server of this kind, which must `touch` it more often than each hour."""
     folder = host_folder(kind)
-    sweep(folder, (), forgotten=LEFT)
+    sweep(folder, (), forgotten=FORGOTTEN_ON_HOST)
     return SessionFile(folder)
 
 
 def host_folder(kind: str) -> str:
-    """The folder for consumers of a server of this kind: of this user, on this host. "" if there is none that is his alone."""
+    """Return this user's folder on this host for consumers of such a server; "" if others could write there."""
     if not HAS_LOCKS:
         return ""
     try:
@@ -169,19 +207,28 @@ def ran(folder: str, key: str) -> set[int] | None:
     if key in _own:
         table = _tables.get(key)
         return None if table is None else table.running()
-    return read(os.path.join(folder, key)) if folder else None
+    return _read(folder, key) if folder else None
 
 
 def ran_by_the_dead(folder: str) -> set[int]:
     """Return what all dead sessions ran that have a file."""
     found: set[int] = set()
-    for name in _names(folder):
-        if look(folder, name) is SessionState.DEAD:
-            found |= read(os.path.join(folder, name)) or set()
+    for key in _keys(folder):
+        if look(folder, key) is SessionState.DEAD:
+            found |= _read(folder, key) or set()
     return found
 
 
-def _names(folder: str) -> list[str]:
+def _read(folder: str, key: str) -> set[int] | None:
+    try:
+        with open(os.path.join(folder, key), "rb") as file:
+            content = file.read(_SIZE)
+    except OSError:
+        return None
+    return {id for (id,) in _number.iter_unpack(content) if id} if len(content) == _SIZE else None
+
+
+def _keys(folder: str) -> list[str]:
     try:
         return os.listdir(folder) if folder else []
     except OSError:
@@ -189,11 +236,12 @@ def _names(folder: str) -> list[str]:
 
 
 def is_own(key: str) -> bool:
+    """Return whether the session is of this process."""
     return key in _own
 
 
 def look(folder: str, key: str) -> SessionState:
-    """Whether the owner of the key lives."""
+    """Find out whether the owner of the key lives."""
     if key in _own:
         return SessionState.ALIVE
     if not HAS_LOCKS:
@@ -208,41 +256,29 @@ def look(folder: str, key: str) -> SessionState:
         os.close(descriptor)
 
 
-def bury(folder: str, key: str) -> None:
-    """Remove the file of a session that was found dead."""
-    _remove(folder, key)
-
-
 def sweep(folder: str, known: Collection[str], *, forgotten: float = FORGOTTEN) -> None:
-    """Remove the files of processes that died before their session was written down, or after it was given up.
+    """Remove the files of processes that died before their session was registered, or after it was given up.
 
     Args:
+        known: the keys of registered sessions, whose files stay.
         forgotten: seconds since such a file was touched.
     """
-    for name in _names(folder):
-        if name not in known and name not in _own:
+    for key in _keys(folder):
+        if key not in known and key not in _own:
             try:
-                old = time.time() - os.stat(os.path.join(folder, name)).st_mtime > forgotten
+                old = time.time() - os.stat(os.path.join(folder, key)).st_mtime > forgotten
             except OSError:
                 continue
-            if old and look(folder, name) is SessionState.DEAD:
-                _remove(folder, name)
+            if old and look(folder, key) is SessionState.DEAD:
+                remove(folder, key)
 
 
-def _remove(folder: str, key: str) -> None:
+def remove(folder: str, key: str) -> None:
+    """Remove a session's file, if it is there."""
     try:
         os.unlink(os.path.join(folder, key))
     except OSError:
         pass
-
-
-def is_stopped(pid: int) -> bool:
-    """Whether the process is suspended (SIGSTOP, a debugger)."""
-    try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            return file.read().rpartition(")")[2].split()[0] in ("T", "t")
-    except (OSError, IndexError):
-        return False
 
 
 def _forget_parent() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from machinery_py.connections import run_table, session_files
+from machinery_py.connections import session_files
 from machinery_py.connections.session_files import (
     SessionFile,
     host_file,
@@ -49,9 +49,9 @@ def test_twins_that_run_beside_each_other_run_until_both_have_ended() -> None:
 
 def test_more_runs_than_slots_are_not_noted_and_slots_are_used_again() -> None:
     file = host_file("redis")
-    for id in range(1, run_table.SLOTS + 10):
+    for id in range(1, session_files.SLOTS + 10):
         file.begins(id)
-    for id in range(1, run_table.SLOTS + 10):
+    for id in range(1, session_files.SLOTS + 10):
         file.ends(id)
     file.begins(5)
     file.abandon()
@@ -98,7 +98,7 @@ def test_old_files_of_the_dead_are_swept_and_those_of_the_living_stay(tmp_path: 
     young = SessionFile(host_folder("redis"))
     young.abandon()
 
-    session_files.sweep(alive.folder, (), forgotten=session_files.LEFT)
+    session_files.sweep(alive.folder, (), forgotten=session_files.FORGOTTEN_ON_HOST)
 
     assert set(os.listdir(alive.folder)) == {alive.key, young.key}
     alive.end()

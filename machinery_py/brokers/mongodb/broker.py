@@ -30,7 +30,8 @@ from machinery_py.brokers.base import (
     WorkerInfo,
     close_all,
 )
-from machinery_py.brokers.mongodb.consumer import KIND, ORDER, MongoConsumer, decode_info
+from machinery_py.brokers.liveness import HeartbeatJudge, has_ended, read_record
+from machinery_py.brokers.mongodb.consumer import KIND, ORDER, MongoConsumer
 from machinery_py.brokers.mongodb.messages import (
     QUEUED,
     Status,
@@ -50,12 +51,10 @@ from machinery_py.connections.mongodb.client import (
     insert_new,
     printable,
 )
-from machinery_py.connections.process_identity import SessionInfo, is_dead
-from machinery_py.connections.session_files import bury, host_folder, ran
+from machinery_py.connections.session_files import host_folder, ran, remove
 from machinery_py.errors import BrokerUnavailable, MachineryError, PublishRefused, PublishUnknown
 
 LEASE = 10.0  # seconds without a beat until a consumer is given up
-STALE_LOOK = 1.5  # leases; who looks less often than that slept itself, and judges nobody
 TOKEN_LIFE = 600 * 1_000_000  # µs; longer than anybody repeats a submission
 SWEEP = 60.0  # seconds between two looks for old tokens
 
@@ -64,9 +63,6 @@ MESSAGES = "messages"  # a deed of a token, of messages alone
 T = TypeVar("T")
 _pack = msgspec.msgpack.Encoder().encode
 _messages = msgspec.msgpack.Decoder(list[Message]).decode
-
-#: What a session is judged by: how often it had beaten, and when (monotonic) that was seen first and last.
-_Seen = tuple[int, float, float]
 
 
 class MongoBroker(Broker):
@@ -77,7 +73,7 @@ class MongoBroker(Broker):
     def __init__(self, driver: MongoDriver, *, lease: float = LEASE) -> None:
         self.driver = driver
         self.lease = lease
-        self._seen: dict[str, _Seen] = {}
+        self._judge: HeartbeatJudge[str] = HeartbeatJudge(patience=lease, lease=lease)
         self._named: set[str] = set()
         self._busy: set[str] = set()  # tokens of calls that are at it
         self._putting = ForkLock()
@@ -260,19 +256,15 @@ class MongoBroker(Broker):
             return list(holders), {one["_id"]: one for one in store.machinery_sessions.find()}
 
         holders, sessions = self._run(look, "looking after workers")
-        seen, self._seen = self._seen, {}
-        for session, document in sessions.items():
-            beats = int(document["beats"])
-            info = _info(document)
-            before = seen.get(session)
-            if info is not None and is_dead(info):
-                self._condemn(session, beats)
-            elif before is None or before[0] != beats or now - before[2] > self.lease * STALE_LOOK:
-                self._seen[session] = (beats, now, now)
-            elif now - before[1] > self.lease:
-                self._condemn(session, beats)
-            else:
-                self._seen[session] = (beats, before[1], now)
+        beats = {session: int(one["beats"]) for session, one in sessions.items()}
+        ended = [
+            session
+            for session, one in sessions.items()
+            if (info := read_record(one["info"])) is not None and has_ended(info)
+        ]
+        silent = self._judge.dead(beats, now)
+        for session in dict.fromkeys((*ended, *silent)):
+            self._condemn(session, beats[session])
         for session in holders:
             if session and session not in sessions:
                 # It claimed after it was given up, or who gave it up died over it.
@@ -293,7 +285,7 @@ class MongoBroker(Broker):
         self._run(
             lambda store: release(store, session, began), "giving a dead worker's messages back"
         )
-        bury(host_folder(KIND), session)
+        remove(host_folder(KIND), session)
         self.driver.notify("messages")
 
     # Looking
@@ -373,23 +365,11 @@ class MongoBroker(Broker):
             return list(store.machinery_sessions.find()), {one["_id"]: one["count"] for one in held}
 
         sessions, holding = self._run(look, "listing workers")
-        found: list[WorkerInfo] = []
-        for document in sessions:
-            info = _info(document)
-            if info is not None and not is_dead(info):
-                found.append(
-                    WorkerInfo(
-                        session=document["_id"],
-                        name=info.name,
-                        host=info.host,
-                        pid=info.pid,
-                        queues=info.queues,
-                        started_at=moment_of(info.started_at),
-                        beat_at=moment_of(document["beat_at"]),
-                        holding=holding.get(document["_id"], 0),
-                    )
-                )
-        return found
+        return [
+            info.worker(one["_id"], beat_at=one["beat_at"], holding=holding.get(one["_id"], 0))
+            for one in sessions
+            if (info := read_record(one["info"])) is not None and not has_ended(info)
+        ]
 
     def purge(self, queue: str) -> int:
         query = {
@@ -477,10 +457,3 @@ class MongoBroker(Broker):
     def close(self) -> None:
         """Close the consumers that are still open."""
         close_all(self._consumers)
-
-
-def _info(document: Document) -> SessionInfo | None:
-    try:
-        return decode_info(bytes(document["info"]))
-    except msgspec.DecodeError:
-        return None  # of a later version

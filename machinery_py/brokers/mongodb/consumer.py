@@ -15,15 +15,14 @@ from __future__ import annotations
 
 import itertools
 import os
-import socket
 import threading
 import time
 from collections.abc import Iterable, Sequence
 
-import msgspec
 from pymongo import DeleteOne, ReturnDocument
 
 from machinery_py.brokers.base import WAITING, Consumer, Delivery, Disposal, Fate
+from machinery_py.brokers.liveness import own_record
 from machinery_py.brokers.mongodb.messages import (
     FREE,
     Receipt,
@@ -43,7 +42,6 @@ from machinery_py.connections.mongodb.client import (
     insert_new,
     printable,
 )
-from machinery_py.connections.process_identity import SessionInfo, encode_info, place, started
 from machinery_py.connections.session_files import host_file
 from machinery_py.errors import BrokerUnavailable, MachineryError
 
@@ -78,17 +76,12 @@ class MongoConsumer(Consumer):
     def _start_session(self) -> None:
         file = host_file(KIND)
         session = file.key
-        now = self._driver.now()
-        info = SessionInfo(
-            name=self._worker,
-            host=socket.gethostname(),
-            place=place(),
-            pid=os.getpid(),
-            pid_started=started(os.getpid()),
-            queues=self._queues,
-            started_at=micros(self._driver.clock.now()),
-        )
-        document: Document = {"_id": session, "info": encode_info(info), "beats": 0, "beat_at": now}
+        document: Document = {
+            "_id": session,
+            "info": own_record(self._worker, self._queues, self._driver.clock),
+            "beats": 0,
+            "beat_at": self._driver.now(),
+        }
 
         def register(store: Store) -> None:
             insert_new(store.machinery_queues, [{"_id": queue} for queue in self._queues])
@@ -397,6 +390,3 @@ def _fields_at_end(disposal: Disposal, now: int) -> Document:
 
 def _id(delivery: Delivery) -> str:
     return delivery.receipt.id if isinstance(delivery.receipt, Receipt) else ""
-
-
-decode_info = msgspec.json.Decoder(SessionInfo).decode

@@ -27,6 +27,7 @@ from machinery_py.brokers.base import (
     WorkerInfo,
     close_all,
 )
+from machinery_py.brokers.liveness import HeartbeatJudge, SessionInfo, has_ended, read_record
 from machinery_py.brokers.redis import inspect as redis_looking
 from machinery_py.brokers.redis import scripts as redis_scripts
 from machinery_py.brokers.redis.consumer import KIND, RedisConsumer, began_by
@@ -45,11 +46,10 @@ from machinery_py.brokers.redis.messages import (
 )
 from machinery_py.clock import moment_of
 from machinery_py.connections.durability import Concern
-from machinery_py.connections.process_identity import SessionInfo, decode_info, is_dead
 from machinery_py.connections.redis.client import RedisDriver
 from machinery_py.connections.redis.keys import queue_keys
 from machinery_py.connections.redis.scripts import Script, pack, raw
-from machinery_py.connections.session_files import bury, host_folder
+from machinery_py.connections.session_files import host_folder, remove
 from machinery_py.errors import BrokerUnavailable, NameRefused, PublishUnknown
 from machinery_py.names import REASON, check_queue
 from machinery_py.texts import get_logger
@@ -63,14 +63,10 @@ COUNT = 2000  # delayed messages that are looked at in one step
 PATIENCE = 0.5  # seconds that one call of `tend` moves them: who has a million to move must not miss its beats
 OTHERS = 50  # queues of others that are looked at in one step, in turn: an idle worker must not ask for ten thousand
 RECORDS = 1000  # sessions whose records are remembered, as far as nobody saw them end
-STALE_LOOK = 1.5  # leases; who looks less often than that slept itself, and judges nobody
 
 
 _pending = msgspec.msgpack.Decoder(list[tuple[int, bytes | None, bytes]]).decode
 _late = msgspec.msgpack.Decoder(list[tuple[bytes, int, bytes]]).decode
-
-#: What a session is suspected by: its beat as it was seen, and when.
-_Suspicion = tuple[bytes, float]
 
 
 class RedisBroker(Broker):
@@ -83,7 +79,8 @@ class RedisBroker(Broker):
         self.lease = lease
         self._own: dict[str, None] = {}  # queues that this process has consumers of
         self._cursor = b"0"  # where the next look at queues of others begins
-        self._suspects: dict[bytes, _Suspicion] = {}
+        # The server says whose beat is late; a second look, a little later, makes sure.
+        self._judge: HeartbeatJudge[bytes] = HeartbeatJudge(patience=lease / 8, lease=lease)
         self._doubtful: list[str] = []  # the queues of the suspects
         self._records: dict[bytes, SessionInfo | None] = {}
         self._consumers: weakref.WeakSet[RedisConsumer] = weakref.WeakSet()
@@ -149,7 +146,11 @@ class RedisBroker(Broker):
         self.driver.unblock(to_wake)
         self._learn(sessions)
         self._doubtful = [queue.decode(errors="replace") for queue, _, _ in late]
-        self._judge({(session, beat) for _, session, beat in late})
+        beats = {session: beat for _, session, beat in late}
+        for session in self._judge.dead(beats, self.driver.clock.monotonic()):
+            info = self._records.get(session)
+            if info is not None:
+                self._condemn(session, info.queues, beats[session].decode())
         if due_in == 0:
             self._move_due(PATIENCE)
             return 0.0
@@ -168,29 +169,14 @@ class RedisBroker(Broker):
                 record = self.driver.ask(
                     b"GET", key, doing="looking at a worker", away=BrokerUnavailable
                 )
-                self._records[session] = _info(record)
+                self._records[session] = read_record(record)
             info = self._records.get(session)
-            if info is not None and is_dead(info):
+            if info is not None and has_ended(info):
                 self._condemn(session, info.queues, "")
-
-    def _judge(self, late: set[tuple[bytes, bytes]]) -> None:
-        """Condemn sessions whose beat is the same late one at a second look."""
-        now = self.driver.clock.monotonic()
-        before, self._suspects = self._suspects, {}
-        for session, beat in late:
-            seen, first = before.get(session, (b"", 0.0))
-            if seen == beat and self.lease / 8 <= now - first <= self.lease * STALE_LOOK:
-                info = self._records.get(session)
-                if info is not None:
-                    self._condemn(session, info.queues, beat.decode())
-            else:
-                # The first look stands until it is too old: two processes of this host may tend in turn.
-                young = seen == beat and now - first < self.lease / 8
-                self._suspects[session] = (beat, first if young else now)
 
     def _condemn(self, session: bytes, queues: Sequence[str], beat: str) -> None:
         if self._give_up(session.decode(), queues, beat):
-            bury(host_folder(KIND), session.decode())
+            remove(host_folder(KIND), session.decode())
 
     def _give_up(self, session: str, queues: Sequence[str], beat: str) -> bool:
         """Give back what it held, if it has not beaten since. False: it has, or somebody was faster."""
@@ -340,19 +326,12 @@ class RedisBroker(Broker):
         found: dict[bytes, WorkerInfo] = {}
         for line in lines:
             for session, beat, holding, record in line:
-                info = _info(record)
-                if info is None or is_dead(info):
+                info = read_record(record)
+                if info is None or has_ended(info):
                     continue
                 already = found[session].holding if session in found else 0
-                found[session] = WorkerInfo(
-                    session=session.decode(),
-                    name=info.name,
-                    host=info.host,
-                    pid=info.pid,
-                    queues=info.queues,
-                    started_at=moment_of(info.started_at),
-                    beat_at=moment_of(int(beat)),
-                    holding=holding + already,
+                found[session] = info.worker(
+                    session.decode(), beat_at=int(beat), holding=holding + already
                 )
         return list(found.values())
 
@@ -441,13 +420,6 @@ class RedisBroker(Broker):
     def close(self) -> None:
         """Close the consumers that are still open."""
         close_all(self._consumers)
-
-
-def _info(record: bytes | None) -> SessionInfo | None:
-    try:
-        return decode_info(record) if record else None
-    except msgspec.DecodeError:
-        return None  # of a later version
 
 
 def _unquoted(name: bytes) -> str:

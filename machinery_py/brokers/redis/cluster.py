@@ -90,7 +90,7 @@ class QueueBroker(RedisBroker):
     @property
     def has_suspects(self) -> bool:
         """Whether it wants to be tended again soon, to judge them."""
-        return bool(self._suspects)
+        return bool(self._judge)
 
     def _queues(self) -> list[tuple[str, str]]:
         return [queue_keys(self.queue)]

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import socket
 import threading
 import time
 import zlib
@@ -20,10 +19,10 @@ from typing import Any
 import msgspec
 
 from machinery_py.brokers.base import WAITING, Consumer, Delivery, Disposal, Fate
+from machinery_py.brokers.liveness import own_record
 from machinery_py.brokers.redis import scripts as redis_scripts
 from machinery_py.brokers.redis.messages import EMPTY, head_of, printable
 from machinery_py.clock import micros
-from machinery_py.connections.process_identity import SessionInfo, encode_info, place, started
 from machinery_py.connections.redis.client import RedisConnection, RedisDriver, command
 from machinery_py.connections.redis.errors import Kind, kind_of, tell_spoilt
 from machinery_py.connections.redis.keys import queue_keys
@@ -78,16 +77,8 @@ class RedisConsumer(Consumer):
     def _start_session(self) -> None:
         file = self._new_file()
         session = file.key
-        info = SessionInfo(
-            name=self._worker,
-            host=socket.gethostname(),
-            place=place(),
-            pid=os.getpid(),
-            pid_started=started(os.getpid()),
-            queues=self._listed(),
-            started_at=micros(self._driver.clock.now()),
-        )
-        argument = pack((self._driver.now(), session, raw(encode_info(info)), self._keys))
+        record = own_record(self._worker, self._listed(), self._driver.clock)
+        argument = pack((self._driver.now(), session, raw(record), self._keys))
         self._driver.run(
             redis_scripts.REGISTER, argument, doing="registering a worker", away=BrokerUnavailable
         )

@@ -30,9 +30,9 @@ from machinery_py.brokers.base import (
     WorkerInfo,
     close_all,
 )
+from machinery_py.brokers.liveness import is_suspended
 from machinery_py.brokers.sqlite.consumer import PROMOTE, RELEASE, SQLiteConsumer
 from machinery_py.clock import micros, moment_of
-from machinery_py.connections import process_identity as session_info
 from machinery_py.connections import session_files
 from machinery_py.connections.session_files import SessionState
 from machinery_py.connections.sqlite.database import SQLiteDriver
@@ -178,7 +178,7 @@ class SQLiteBroker(Broker):
             self.driver.notify("q")
         for number, key in dead:
             self._suspects.discard(number)
-            session_files.bury(folder, key)
+            session_files.remove(folder, key)
         return reaped
 
     def _is_dead(self, number: int, key: str, pid: int, place: str, beat_at: int) -> bool:
@@ -186,7 +186,7 @@ class SQLiteBroker(Broker):
         if life is SessionState.DEAD:
             return True
         if self.driver.now() - beat_at <= self.lease * 1e6 or not (
-            life is SessionState.UNKNOWN or _is_stopped(pid, place)
+            life is SessionState.UNKNOWN or is_suspended(pid, place)
         ):
             self._suspects.discard(number)
             return False
@@ -346,11 +346,6 @@ class SQLiteBroker(Broker):
     def close(self) -> None:
         """Close the consumers that are still open."""
         close_all(self._consumers)
-
-
-def _is_stopped(pid: int, place: str) -> bool:
-    """Whether that process is suspended; False if it cannot be seen from here."""
-    return place == session_info.place() and session_files.is_stopped(pid)
 
 
 def _row(message: Message, now: int) -> tuple[object, ...]:

@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 
 from machinery_py.brokers.base import WAITING, Consumer, Delivery, Disposal, Fate
+from machinery_py.brokers.liveness import place
 from machinery_py.clock import micros, moment_of
-from machinery_py.connections import process_identity
 from machinery_py.connections.session_files import SessionFile
 from machinery_py.connections.sqlite.database import SQLiteDriver
 from machinery_py.connections.sqlite.rows import as_json, printable
@@ -139,7 +139,7 @@ class SQLiteConsumer(Consumer):
             self._worker,
             socket.gethostname(),
             os.getpid(),
-            process_identity.place(),
+            place(),
             self._json,
             now,
             now,

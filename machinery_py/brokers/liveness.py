@@ -1,0 +1,151 @@
+"""Dead consumers of a server: how they identify themselves, and how other workers decide that they are dead.
+
+    its process has ended    seen on its own host and in its own PID namespace: dead at the first look
+    its heartbeat stopped    seen from anywhere: dead when it stays the same over several looks (`HeartbeatJudge`)
+
+Which tasks a dead consumer was running stands in its file: connections/session_files.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import socket
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Generic, TypeVar
+
+import msgspec
+
+from machinery_py.brokers.base import WorkerInfo
+from machinery_py.clock import Clock, micros, moment_of
+
+#: Leases. If we have not looked for this long, we may have been suspended ourselves: declare nobody dead.
+STALE_LOOK = 1.5
+
+SessionKey = TypeVar("SessionKey", bound=Hashable)
+
+
+class SessionInfo(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """Identity with which a consumer registers. `started_at`: microseconds since 1970."""
+
+    name: str
+    host: str
+    place: str
+    pid: int
+    pid_started: str
+    queues: tuple[str, ...]
+    started_at: int
+
+    def worker(self, session: str, *, beat_at: int, holding: int) -> WorkerInfo:
+        """Return the consumer as listings show it. `beat_at`: microseconds since 1970."""
+        return WorkerInfo(
+            session=session,
+            name=self.name,
+            host=self.host,
+            pid=self.pid,
+            queues=self.queues,
+            started_at=moment_of(self.started_at),
+            beat_at=moment_of(beat_at),
+            holding=holding,
+        )
+
+
+_encode = msgspec.json.Encoder().encode
+_decode = msgspec.json.Decoder(SessionInfo).decode
+
+
+def own_record(worker: str, queues: Sequence[str], clock: Clock) -> bytes:
+    """Return the encoded identity of a new consumer of this process."""
+    return _encode(
+        SessionInfo(
+            name=worker,
+            host=socket.gethostname(),
+            place=place(),
+            pid=os.getpid(),
+            pid_started=_started(os.getpid()),
+            queues=tuple(queues),
+            started_at=micros(clock.now()),
+        )
+    )
+
+
+def read_record(record: bytes | None) -> SessionInfo | None:
+    """Decode a consumer's identity; None if there is none, or if a later version wrote it."""
+    try:
+        return _decode(record) if record else None
+    except msgspec.DecodeError:
+        return None
+
+
+@functools.cache
+def place() -> str:
+    """Name the boot and the PID namespace, within which a PID means one process; "" if unknown."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def has_ended(info: SessionInfo) -> bool:
+    """Return whether the consumer's process has ended; False where that cannot be seen."""
+    return bool(info.place) and info.place == place() and _started(info.pid) != info.pid_started
+
+
+def is_suspended(pid: int, pid_place: str) -> bool:
+    """Return whether that process is stopped (SIGSTOP, a debugger); False where that cannot be seen."""
+    return pid_place == place() and _stat(pid)[:1] in (["T"], ["t"])
+
+
+def _started(pid: int) -> str:
+    """Return when the process began, in ticks since the boot; "" if it has ended."""
+    fields = _stat(pid)
+    return "" if not fields or fields[0] in ("Z", "X") else fields[19]
+
+
+def _stat(pid: int) -> list[str]:
+    """Return the fields of /proc/<pid>/stat from the state on; [] if there is no such process."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+class HeartbeatJudge(Generic[SessionKey]):
+    """Finds sessions whose heartbeat does not change. No clocks of two hosts are compared.
+
+    Args:
+        patience: seconds for which the same heartbeat must have been seen.
+        lease: seconds; a look that comes later than STALE_LOOK leases after the last one starts anew.
+    """
+
+    def __init__(self, *, patience: float, lease: float) -> None:
+        self._patience = patience
+        self._stale = lease * STALE_LOOK
+        #: heartbeat, and when (monotonic) it was seen first and last
+        self._seen: dict[SessionKey, tuple[object, float, float]] = {}
+
+    def __bool__(self) -> bool:
+        """Return whether sessions are watched, which another look may find dead."""
+        return bool(self._seen)
+
+    def dead(self, beats: Mapping[SessionKey, object], now: float) -> list[SessionKey]:
+        """Take a look: return the sessions that are dead by now, which are watched no more.
+
+        Args:
+            beats: the heartbeats of all sessions in question; those missing are forgotten.
+            now: monotonic seconds.
+        """
+        dead: list[SessionKey] = []
+        seen: dict[SessionKey, tuple[object, float, float]] = {}
+        for session, beat in beats.items():
+            known, first, last = self._seen.get(session, (None, now, now))
+            if known != beat or now - last > self._stale:
+                seen[session] = (beat, now, now)
+            elif now - first < self._patience:
+                seen[session] = (beat, first, now)
+            else:
+                dead.append(session)
+        self._seen = seen
+        return dead
