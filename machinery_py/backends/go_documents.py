@@ -14,7 +14,7 @@ import msgspec
 from machinery_py.errors import ArgumentError
 from machinery_py.tasks.states import TaskState
 from machinery_py.texts import printable
-from machinery_py.wire.signatures import encode_state
+from machinery_py.wire.states import encode_state
 
 _FIELD = b',"machinery_py":'
 _NO_STATE = TaskState(task_uuid="")

@@ -14,7 +14,8 @@ from machinery_py.errors import ArgumentError
 from machinery_py.tasks.context import Context
 from machinery_py.tasks.signature import Arg
 from machinery_py.values.values import checker, converter, describe, result_of, to_python, wire_type
-from machinery_py.wire.arguments import ReceivedArg, checked_value
+from machinery_py.wire.decode import ReceivedArg
+from machinery_py.wire.signatures import checked_value
 
 REFLECT = "Reflect task args error: "  # Go's words: other programs see this text in the state
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

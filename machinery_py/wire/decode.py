@@ -13,15 +13,14 @@ from __future__ import annotations
 
 import datetime as dt
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any
 
 import msgspec
 from msgspec.json import Decoder
 
 from machinery_py.errors import DecodeError
-from machinery_py.tasks.signature import Lazy, Signature
-from machinery_py.wire.arguments import ReceivedArg, is_text_needed, received
+from machinery_py.tasks.signature import Arg, Lazy, Signature
 from machinery_py.wire.depth import is_deep
 from machinery_py.wire.go_json import SIGNATURE, GoJsonReader, read_record
 from machinery_py.wire.times import parse_time
@@ -32,6 +31,28 @@ MAX_CALLBACKS = (
 
 _Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 _Uint8 = Annotated[int, msgspec.Meta(ge=0, le=255)]
+
+
+class ReceivedArg(
+    Arg,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    rename={"name": "Name", "type": "Type", "value": "Value"},
+):
+    """An Arg off the wire. It is handed on as it is, as Go does; an Arg made here is checked when it is encoded."""
+
+    name: str = ""
+    type: str = ""
+    value: Any = None
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Arg):
+            return NotImplemented
+        return (self.type, self.value, self.name) == (other.type, other.value, other.name)
+
+    def __hash__(self) -> int:
+        return hash(Arg(type=self.type, value=self.value, name=self.name))
 
 
 class _Head(msgspec.Struct, gc=False, forbid_unknown_fields=True):
@@ -335,3 +356,36 @@ def _repeats_headers(body: bytes, *nested: bytes) -> bool:
     """Whether Headers may stand there twice; Go merges them."""
     count = body.count(b'"Headers"')
     return count > 1 and count - sum(raw.count(b'"Headers"') for raw in nested) > 1
+
+
+# Arguments and results
+
+
+def received(items: Iterable[tuple[str, str, Any]]) -> tuple[ReceivedArg, ...]:
+    """Return what the lenient reader found as Args."""
+    return tuple(
+        [ReceivedArg(name=name, type=type_name, value=value) for name, type_name, value in items]
+    )
+
+
+_UNSIGNED = ("uint", "uint8", "uint16", "uint32", "uint64")
+_UNSIGNED_LISTS = frozenset({"[]byte", *(f"[]{name}" for name in _UNSIGNED)})
+_ZERO_HAS_A_SIGN = (
+    frozenset({"float64", "float32", "[]float64", "[]float32", *_UNSIGNED}) | _UNSIGNED_LISTS
+)
+_MINUS_ZERO = re.compile(rb"-0[,\]}\s]")
+
+
+def is_text_needed(args: Sequence[Arg], body: bytes) -> bool:
+    """Whether a number must be read by its text, which msgspec forgets.
+
+    A -0 is a float, and no unsigned number; and of a number where a list of unsigned ones belongs Go takes the characters.
+    """
+    for arg in args:
+        if arg.type in _ZERO_HAS_A_SIGN:
+            value = arg.value
+            if type(value) is float and arg.type in _UNSIGNED_LISTS:
+                return True
+            if (type(value) is list or value == 0) and b"-0" in body and _MINUS_ZERO.search(body):
+                return True
+    return False

@@ -1,12 +1,13 @@
-"""Bytes and records: Signature, TaskState, GroupMeta and results as Go Machinery writes them.
+"""Signatures, arguments, results and moments to bytes, as Go Machinery writes them.
 
-This is the door to the whole format. Reading is in wire/decode.py, and in wire/go_json.py what only Go's laxness
-allows; states and groups are in wire/states.py, single values in wire/arguments.py, moments in wire/times.py.
+Reading is in wire/decode.py, and in wire/go_json.py where only Go's laxness allows it. States and
+groups are in wire/states.py.
 """
 
 from __future__ import annotations
 
 import datetime as dt
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,31 +16,40 @@ import msgspec
 from msgspec.json import Decoder
 
 from machinery_py.errors import ArgumentError, DecodeError
-from machinery_py.tasks.signature import Lazy, Signature
-from machinery_py.wire.arguments import ReceivedArg, WrittenArg, encode, explain, write_args
-from machinery_py.wire.decode import decode_exact, decode_list, decode_signature
+from machinery_py.tasks.signature import Arg, Lazy, Signature
+from machinery_py.values.values import Number, describe_as
+from machinery_py.wire.decode import ReceivedArg, decode_exact, decode_list, decode_signature
 from machinery_py.wire.depth import MAX_LEVELS, is_deep, levels
 from machinery_py.wire.go_json import SIGNATURE, fold
-from machinery_py.wire.states import (
-    decode_group,
-    decode_results,
-    decode_state,
-    encode_group,
-    encode_results,
-    encode_state,
-)
-from machinery_py.wire.times import format_time, parse_time
+from machinery_py.wire.times import FIRST_MOMENT, LAST_MOMENT
 
-__all__ = [
-    "ReceivedArg", "decode_exact", "decode_group", "decode_list", "decode_results", "decode_signature", "decode_state",
-    "encode_group", "encode_results", "encode_signature", "encode_state", "format_time", "parse_time",
-]  # fmt: skip
+__all__ = ["decode_exact", "decode_list", "decode_signature", "encode_signature", "format_time"]
 
 _INT64 = range(-(2**63), 2**63)
 _SMALL = 2**31  # what needs no closer look
 _LONG = (
     4000  # signatures inside of each other, from where we look whether Go's limit of levels is kept
 )
+
+
+class WrittenArg(msgspec.Struct, gc=False):
+    Name: str
+    Type: str
+    Value: Any
+
+
+class WrittenResult(msgspec.Struct, gc=False):
+    Type: str
+    Value: Any
+
+
+def _write_number(value: Any) -> Any:
+    if isinstance(value, Number):
+        return msgspec.Raw(value.token.encode())
+    raise TypeError(f"no JSON: <{type(value).__name__}>")
+
+
+encode = msgspec.json.Encoder(enc_hook=_write_number).encode
 
 
 class _Written(msgspec.Struct, gc=False):
@@ -241,3 +251,95 @@ def _with_extra(body: bytes, signature: Signature[Any]) -> bytes:
     if taken:
         raise ArgumentError(f"{signature.name} extra: {taken[0]!r} is a key of Go's own")
     return body[:-1] + b"," + encode(signature.extra)[1:]
+
+
+# Arguments, results and moments
+
+
+def checked_value(arg: Arg) -> Any:
+    """The value of an Arg, ready for the encoder.
+
+    Raises:
+        ArgumentError: it is not of its type, or no value of any type.
+    """
+    value, kind = arg.value, type(arg.value)
+    if kind is int:
+        if arg.type == "int64" and -0x8000_0000_0000_0000 <= value <= 0x7FFF_FFFF_FFFF_FFFF:
+            return value
+    elif kind is str:
+        if arg.type == "string":
+            return value  # the encoder refuses half a surrogate pair
+    elif kind is float and arg.type == "float64" and math.isfinite(value):
+        return value
+    if type(arg) is ReceivedArg:
+        return value
+    return describe_as(arg.type, value)
+
+
+def write_args(args: Sequence[Arg], owner: str, what: str = "argument") -> list[WrittenArg]:
+    """Args for the encoder.
+
+    Raises:
+        ArgumentError: one cannot be sent; names the owner and the argument.
+    """
+    written = []
+    for arg in args:
+        try:
+            written.append(WrittenArg(arg.name, arg.type, checked_value(arg)))
+        except ArgumentError as error:
+            raise _blame(args, arg, owner, what, error) from None
+    return written
+
+
+def write_results(results: Sequence[Arg], owner: str) -> list[WrittenResult]:
+    """Results for the encoder, as `write_args`."""
+    written = []
+    for result in results:
+        try:
+            written.append(WrittenResult(result.type, checked_value(result)))
+        except ArgumentError as error:
+            raise _blame(results, result, owner, "result", error) from None
+    return written
+
+
+def _blame(args: Sequence[Arg], arg: Arg, owner: str, what: str, error: Exception) -> ArgumentError:
+    index = next(index for index, other in enumerate(args) if other is arg)
+    return ArgumentError(
+        f"{owner or '?'} {what} {arg.name!r}: {error}"
+        if arg.name
+        else f"{owner or '?'} {what} {index + 1}: {error}"
+    )
+
+
+def explain(args: Sequence[Arg], owner: str, what: str, error: Exception) -> ArgumentError:
+    """Return an error that names the Arg that made the encoder fail."""
+    for arg in args:
+        try:
+            encode(arg.value)
+            encode([arg.type, arg.name])
+        except (UnicodeEncodeError, RecursionError, TypeError, OverflowError, ValueError) as cause:
+            text = (
+                "it holds half a surrogate pair"
+                if isinstance(cause, UnicodeEncodeError)
+                else str(cause)
+            )
+            return _blame(args, arg, owner, what, ArgumentError(f"cannot send it: {text}"))
+    return ArgumentError(f"{owner or '?'!r} cannot be sent: {error}")
+
+
+def format_time(moment: dt.datetime) -> str:
+    """The moment in UTC, with the digits of the fraction that it needs: `2026-01-02T03:04:05.12Z`.
+
+    Raises:
+        ArgumentError: it has no time zone.
+    """
+    if moment.tzinfo is not dt.UTC:
+        offset = moment.utcoffset()
+        if offset is None:
+            raise ArgumentError(f"{moment!r} has no time zone (use datetime.now(timezone.utc))")
+        try:
+            moment = moment.replace(tzinfo=dt.UTC) - offset
+        except OverflowError:
+            moment = FIRST_MOMENT if offset > dt.timedelta(0) else LAST_MOMENT
+    text = moment.isoformat()[:-6]
+    return (text.rstrip("0") if moment.microsecond else text) + "Z"

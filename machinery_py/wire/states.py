@@ -14,18 +14,17 @@ from machinery_py.tasks.signature import Arg
 from machinery_py.tasks.states import GroupMeta, TaskState
 from machinery_py.tasks.states import State as StateName
 from machinery_py.values.json_values import shown
-from machinery_py.wire.arguments import (
-    ReceivedArg,
+from machinery_py.wire.decode import ReceivedArg, is_text_needed, received
+from machinery_py.wire.depth import AROUND_RESULTS, is_deep
+from machinery_py.wire.go_json import GROUP, STATE, GoJsonReader, read_args, read_record
+from machinery_py.wire.signatures import (
     WrittenResult,
     encode,
     explain,
-    is_text_needed,
-    received,
+    format_time,
     write_results,
 )
-from machinery_py.wire.depth import AROUND_RESULTS, is_deep
-from machinery_py.wire.go_json import GROUP, STATE, GoJsonReader, read_args, read_record
-from machinery_py.wire.times import format_time, parse_time
+from machinery_py.wire.times import parse_time
 
 _Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 

@@ -1,14 +1,14 @@
-"""Moments on the wire: RFC 3339, written as Go writes it and read as Go reads it."""
+"""Moments off the wire: RFC 3339, as Go reads it."""
 
 from __future__ import annotations
 
 import datetime as dt
 import re
 
-from machinery_py.errors import ArgumentError, DecodeError
+from machinery_py.errors import DecodeError
 
-_FIRST = dt.datetime.min.replace(tzinfo=dt.UTC)
-_LAST = dt.datetime.max.replace(tzinfo=dt.UTC)
+FIRST_MOMENT = dt.datetime.min.replace(tzinfo=dt.UTC)
+LAST_MOMENT = dt.datetime.max.replace(tzinfo=dt.UTC)
 _RFC3339 = re.compile(
     # Go 1.24 is laxer than the RFC: an hour of one digit, a comma, an offset of 24 hours or 60 minutes.
     r"(\d{4})-(\d\d)-(\d\d)T(\d\d?):(\d\d):(\d\d)(?:[.,](\d+))?(?:Z|([+-])(\d\d):(\d\d))",
@@ -41,23 +41,5 @@ def parse_time(text: str) -> dt.datetime:
         try:
             moment -= offset if sign == "+" else -offset
         except OverflowError:
-            return _FIRST if sign == "+" else _LAST
-    return moment if year else _FIRST
-
-
-def format_time(moment: dt.datetime) -> str:
-    """The moment in UTC, with the digits of the fraction that it needs: `2026-01-02T03:04:05.12Z`.
-
-    Raises:
-        ArgumentError: it has no time zone.
-    """
-    if moment.tzinfo is not dt.UTC:
-        offset = moment.utcoffset()
-        if offset is None:
-            raise ArgumentError(f"{moment!r} has no time zone (use datetime.now(timezone.utc))")
-        try:
-            moment = moment.replace(tzinfo=dt.UTC) - offset
-        except OverflowError:
-            moment = _FIRST if offset > dt.timedelta(0) else _LAST
-    text = moment.isoformat()[:-6]
-    return (text.rstrip("0") if moment.microsecond else text) + "Z"
+            return FIRST_MOMENT if sign == "+" else LAST_MOMENT
+    return moment if year else FIRST_MOMENT

@@ -18,7 +18,8 @@ from machinery_py.stores.base import Settlement
 from machinery_py.tasks.context import Context, enter, leave
 from machinery_py.tasks.states import State
 from machinery_py.texts import get_logger
-from machinery_py.wire.signatures import decode_exact, encode_results
+from machinery_py.wire.signatures import decode_exact
+from machinery_py.wire.states import encode_results
 from machinery_py.worker.admission import ExecutionGuard, in_thread, is_guarded
 from machinery_py.worker.execution import Execution
 from machinery_py.worker.hooks import await_around, call_around, text_of

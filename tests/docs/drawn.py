@@ -15,7 +15,8 @@ from typing import Any
 
 from machinery_py.tasks.signature import Arg, Signature
 from machinery_py.tasks.states import _NEXT_RUN, LEGAL, GroupMeta, State, TaskState
-from machinery_py.wire.signatures import encode_group, encode_signature, encode_state
+from machinery_py.wire.signatures import encode_signature
+from machinery_py.wire.states import encode_group, encode_state
 
 ROOT = pathlib.Path(__file__).parents[2]
 

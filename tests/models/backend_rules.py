@@ -14,7 +14,7 @@ from machinery_py.connections.redis.scripts import raw
 from machinery_py.stores import redis_scripts as settlement_scripts
 from machinery_py.tasks.signature import Arg
 from machinery_py.tasks.states import ZERO_TIME, Arrival, GroupMeta, State, TaskState
-from machinery_py.wire.signatures import encode_state
+from machinery_py.wire.states import encode_state
 from tests.models import backend, settlement
 from tests.models.broker_rules import Arrivals, keys_in, packed
 from tests.models.machine import (

@@ -35,7 +35,7 @@ from machinery_py.connections.redis.slots import local_key, quoted
 from machinery_py.locks import redis as lock_scripts
 from machinery_py.locks import redis_cluster as cluster_lock_scripts
 from machinery_py.tasks.states import Arrival, GroupMeta, TaskState
-from machinery_py.wire.signatures import encode_group, encode_state
+from machinery_py.wire.states import encode_group, encode_state
 from tests.models import backend, cluster, locks
 from tests.models.amend_rules import HELD, paired
 from tests.models.backend_rules import GROUPS, TASKS, Expire, GroupUuid, NewChange, States, Task

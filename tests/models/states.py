@@ -16,7 +16,7 @@ import msgspec
 from machinery_py.backends.redis.documents import _lines, state_of
 from machinery_py.connections.redis.slots import unquoted
 from machinery_py.tasks.states import TaskState, advance
-from machinery_py.wire.signatures import encode_state
+from machinery_py.wire.states import encode_state
 from tests.models.redis import Hash, Redis, WrongType, Zset
 
 LONG = 7 * 86400  # seconds

@@ -29,7 +29,7 @@ from machinery_py.connections.redis.slots import clustered, slot_of
 from machinery_py.locks import redis_cluster as locks
 from machinery_py.tasks.states import GroupMeta, State, TaskState
 from machinery_py.testing.waiting import HANG, wait_until
-from machinery_py.wire.signatures import encode_group
+from machinery_py.wire.states import encode_group
 from tests.models.machine import START
 from tests.models.slots import ClusterBeside
 from tests.models.test_scripts import CLUSTER, DAY, LATE, NOW, half_done, message, scripts_of

@@ -41,7 +41,7 @@ from machinery_py.tasks.signature import Arg, new_uuid
 from machinery_py.tasks.states import State, TaskState
 from machinery_py.testing.conformance.groups import arrival, arrive, ready, state_of, write
 from machinery_py.testing.waiting import HANG, wait_until
-from machinery_py.wire.signatures import encode_state
+from machinery_py.wire.states import encode_state
 from tests.stores.amqp_case import amqp_url, vhosts
 from tests.support.fixtures import open_proxy, rabbitmq_server
 from tests.support.proxy import REPLIES, REQUESTS, Proxy

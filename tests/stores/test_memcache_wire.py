@@ -20,7 +20,7 @@ from machinery_py.errors import NameRefused
 from machinery_py.tasks.signature import Arg
 from machinery_py.tasks.states import Arrival, GroupMeta, TaskState
 from machinery_py.testing.waiting import HANG, wait_until
-from machinery_py.wire.signatures import decode_group, decode_state, encode_group, encode_state
+from machinery_py.wire.states import decode_group, decode_state, encode_group, encode_state
 from machinery_py.worker.go_groups import GoGroupPoller
 from tests.stores.memcache_case import empty_memcached, time_left
 from tests.support.servers import MemcachedServer

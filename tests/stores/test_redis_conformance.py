@@ -12,7 +12,7 @@ from machinery_py.tasks.states import State, TaskState
 from machinery_py.testing.conformance.backends import BackendConformance, OpenBackend
 from machinery_py.testing.conformance.brokers import BrokerConformance, OpenBroker
 from machinery_py.testing.conformance.settlement import SettlementConformance
-from machinery_py.wire.signatures import encode_group
+from machinery_py.wire.states import encode_group
 from machinery_py.worker.go_groups import GoGroupPoller
 from tests.stores.left_behind import GROUP, SOON, LeftBehind, ended, look_until_idle
 from tests.stores.record_stores import InRedis, RedisTime

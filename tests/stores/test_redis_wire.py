@@ -20,7 +20,8 @@ from machinery_py.connections.redis.client import RedisDriver
 from machinery_py.tasks.signature import Arg
 from machinery_py.tasks.states import TaskState
 from machinery_py.testing.waiting import HANG, wait_until
-from machinery_py.wire.signatures import decode_group, decode_signature, decode_state, encode_state
+from machinery_py.wire.signatures import decode_signature
+from machinery_py.wire.states import decode_group, decode_state, encode_state
 from machinery_py.worker import maintenance
 from tests.stores.redis_case import redis_server, redis_url
 

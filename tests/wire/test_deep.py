@@ -18,14 +18,8 @@ from hypothesis import strategies as st
 from machinery_py.errors import ArgumentError, DecodeError
 from machinery_py.tasks.signature import Arg, Signature
 from machinery_py.wire.depth import is_deep, levels
-from machinery_py.wire.signatures import (
-    decode_exact,
-    decode_group,
-    decode_results,
-    decode_signature,
-    decode_state,
-    encode_signature,
-)
+from machinery_py.wire.signatures import decode_exact, decode_signature, encode_signature
+from machinery_py.wire.states import decode_group, decode_results, decode_state
 
 R = TypeVar("R")
 

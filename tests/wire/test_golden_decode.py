@@ -15,12 +15,8 @@ from golden_files import FOLDER, line_id, lines, payload
 from machinery_py.errors import ArgumentError, DecodeError
 from machinery_py.tasks.signature import Arg, Signature
 from machinery_py.values.values import to_python
-from machinery_py.wire.signatures import (
-    decode_exact,
-    decode_signature,
-    encode_signature,
-    parse_time,
-)
+from machinery_py.wire.signatures import decode_exact, decode_signature, encode_signature
+from machinery_py.wire.times import parse_time
 
 EPOCH = dt.datetime(1970, 1, 1, tzinfo=dt.UTC)
 NAMES = {

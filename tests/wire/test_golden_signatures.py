@@ -16,7 +16,8 @@ from machinery_py.tasks.backoff import next_fibonacci
 from machinery_py.tasks.signature import Arg, Signature
 from machinery_py.values.values import describe, describe_as
 from machinery_py.wire import decode as wire_decode
-from machinery_py.wire.signatures import decode_signature, encode_signature, parse_time
+from machinery_py.wire.signatures import decode_signature, encode_signature
+from machinery_py.wire.times import parse_time
 
 SIGNATURES = lines("signatures.jsonl")
 KEYS = list(json.loads(SIGNATURES[0]["wire"]))

@@ -12,15 +12,15 @@ from golden_files import line_id, lines, payload
 from machinery_py.errors import DecodeError
 from machinery_py.tasks.states import State
 from machinery_py.values.values import from_result
-from machinery_py.wire.signatures import (
+from machinery_py.wire.states import (
     decode_group,
     decode_results,
     decode_state,
     encode_group,
     encode_results,
     encode_state,
-    parse_time,
 )
+from machinery_py.wire.times import parse_time
 
 STATES = lines("task_states.jsonl")
 _SPELLED_OTHERWISE = re.compile(r"\\u|float|[eE.]\d{1,300}[,}\]]|\d{7,9}Z|[+]\d\d:")

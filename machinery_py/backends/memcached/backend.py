@@ -85,7 +85,7 @@ from machinery_py.errors import NameRefused
 from machinery_py.names import shown
 from machinery_py.tasks.states import GroupMeta, TaskState
 from machinery_py.texts import get_logger
-from machinery_py.wire.signatures import decode_group
+from machinery_py.wire.states import decode_group
 
 logger = get_logger(__name__)
 

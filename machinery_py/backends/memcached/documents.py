@@ -26,7 +26,7 @@ from machinery_py.backends.transactional import Row
 from machinery_py.errors import DecodeError
 from machinery_py.names import shown
 from machinery_py.tasks.states import GroupMeta, TaskState
-from machinery_py.wire.signatures import decode_group, decode_state, encode_group
+from machinery_py.wire.states import decode_group, decode_state, encode_group
 
 CHORD_LIFE = (
     7 * 86400.0

@@ -10,7 +10,7 @@ from machinery_py.backends.base import ALREADY, FENCED, Begun, Change, Verdict
 from machinery_py.backends.memcached.documents import TaskItem, Todo, document_of
 from machinery_py.backends.transactional import decide, is_over
 from machinery_py.tasks.states import TaskState, advance
-from machinery_py.wire.signatures import encode_group
+from machinery_py.wire.states import encode_group
 
 
 class Settling:

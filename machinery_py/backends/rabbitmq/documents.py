@@ -36,7 +36,7 @@ from machinery_py.connections.rabbitmq.queue_records import OURS, Queue
 from machinery_py.errors import ConfigError, DecodeError, NameRefused
 from machinery_py.names import is_made, shown
 from machinery_py.tasks.states import TaskState, advance
-from machinery_py.wire.signatures import decode_state
+from machinery_py.wire.states import decode_state
 
 GROUP_LIFE = 7 * 86_400_000  # ms that a chord may go on without an arrival
 LONGEST_EXPIRY = 2**31 - 1  # ms; Go writes it as a signed number of 32 bits

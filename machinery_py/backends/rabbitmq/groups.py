@@ -33,7 +33,7 @@ from machinery_py.backends.rabbitmq.documents import (
 from machinery_py.connections.rabbitmq.queue_records import Queue, QueueTransaction
 from machinery_py.errors import DecodeError
 from machinery_py.tasks.states import Arrival, GroupMeta, State, TaskState
-from machinery_py.wire.signatures import decode_group, decode_state, encode_group
+from machinery_py.wire.states import decode_group, decode_state, encode_group
 
 
 class RabbitMQGroups:

@@ -43,7 +43,7 @@ from machinery_py.connections.redis.errors import tell_spoilt
 from machinery_py.connections.redis.scripts import Script, pack, raw
 from machinery_py.errors import BackendUnavailable
 from machinery_py.tasks.states import Arrival, GroupMeta, State, TaskState
-from machinery_py.wire.signatures import decode_group
+from machinery_py.wire.states import decode_group
 
 EXPIRE_IN = 3600.0  # seconds that a finished task is kept
 SWEEP = 60.0  # seconds between two looks for groups that are over

@@ -63,7 +63,7 @@ from machinery_py.connections.redis.scripts import Script, pack, raw
 from machinery_py.connections.redis.slots import unquoted
 from machinery_py.errors import DecodeError
 from machinery_py.tasks.states import GroupMeta, State, TaskState
-from machinery_py.wire.signatures import decode_group
+from machinery_py.wire.states import decode_group
 
 REVOKED = b"mpy:revoked"
 _REVOKED = b"{" + REVOKED + b"}:"  # names its slot

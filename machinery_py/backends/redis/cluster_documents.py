@@ -20,7 +20,7 @@ from machinery_py.backends.redis.documents import Changes, packed_state
 from machinery_py.connections.redis.scripts import Script, pack, raw
 from machinery_py.connections.redis.slots import quoted, unquoted
 from machinery_py.tasks.states import TaskState
-from machinery_py.wire.signatures import encode_group
+from machinery_py.wire.states import encode_group
 
 _pack = msgspec.msgpack.Encoder().encode
 _outbox = msgspec.msgpack.Decoder(tuple[bytes, ...]).decode

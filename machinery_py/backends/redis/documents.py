@@ -13,7 +13,7 @@ from machinery_py.clock import micros, moment_of
 from machinery_py.connections.redis.scripts import pack, raw
 from machinery_py.errors import ArgumentError
 from machinery_py.tasks.states import Arrival, GroupMeta, TaskState
-from machinery_py.wire.signatures import decode_state, encode_group, encode_state
+from machinery_py.wire.states import decode_state, encode_group, encode_state
 
 
 class _Ours(msgspec.Struct, array_like=True, gc=False):

@@ -14,7 +14,7 @@ from machinery_py.backends.transactional import Row
 from machinery_py.clock import micros, moment_of
 from machinery_py.connections.sqlite.rows import printable
 from machinery_py.tasks.states import State, TaskState
-from machinery_py.wire.signatures import decode_results, encode_results
+from machinery_py.wire.states import decode_results, encode_results
 
 COLUMNS = (
     "uuid, name, state, run, attempt, queue, created_at, ttl, error, error_type, traceback, progress, started_at,"

@@ -16,8 +16,8 @@ from machinery_py.clock import micros, moment_of
 from machinery_py.connections.redis.keys import queue_keys
 from machinery_py.connections.redis.scripts import pack, raw
 from machinery_py.errors import DecodeError
-from machinery_py.wire.arguments import encode
 from machinery_py.wire.depth import is_deep
+from machinery_py.wire.signatures import encode
 from machinery_py.wire.times import parse_time
 
 Packed = tuple[int, int, int, msgspec.Raw, int, msgspec.Raw]
