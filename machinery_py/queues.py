@@ -92,10 +92,10 @@ def parse_queues(text: str) -> tuple[str, ...] | dict[str, float]:
     return {name: PLAIN if weight is None else weight for name, weight in found.items()}
 
 
-def problem_of(text: object) -> str:
+def problem_of(text: str) -> str:
     """Return what is wrong with such a text in a setting; "" if nothing, or if it is empty."""
     try:
-        names = parse_queues(text if isinstance(text, str) and text else "any")
+        names = parse_queues(text) if text else ()
     except ConfigError as error:
         return str(error)
     return next(filter(None, map(queue_problem, names)), "")

@@ -12,8 +12,7 @@ from machinery_py.async_twins import twin
 from machinery_py.backends.base import Backend, Listener
 from machinery_py.brokers.base import Broker
 from machinery_py.clock import SYSTEM_CLOCK, Clock
-from machinery_py.config.config import Config
-from machinery_py.config.environment import resolve
+from machinery_py.config.config import Config, resolve
 from machinery_py.errors import MachineryError
 from machinery_py.events import EventBus
 from machinery_py.inspection import Inspector

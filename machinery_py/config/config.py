@@ -1,16 +1,25 @@
 """The settings: `Config` and its sections, plain data that is checked once, when it is made.
 
-Each option is one line: name, default, meaning, unit and limits. From these lines come the checks, the names in files
-and in the environment, and the test of docs/reference/config.md. Names, units and defaults of what Go has are Go's.
+Each option is declared once: name, default, meaning, unit and limits. From that come the checks,
+the names in files and in the environment, and the test of docs/reference/config.md. Names, units and
+defaults of what Go has are Go's. `resolve` makes the Config of a Server of four layers:
+
+    1  what the call passes      `broker=`, `result_backend=`, `lock=`, then `url`, then what was chosen in `config`
+    2  MACHINERY_*               MACHINERY_BROKER before MACHINERY_URL, and so on
+    3  the file                  that MACHINERY_CONFIG names: .yml, .yaml or .toml
+    4  the defaults
+
+Each option is decided by itself: a Server with a broker of its own has its results where MACHINERY_URL
+says, if that is set. Importing this module reads nothing.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self, cast
+from typing import Any, ClassVar, NamedTuple, Self, cast
 
 from machinery_py.config import files as config_files
 from machinery_py.config import urls
@@ -27,16 +36,22 @@ from machinery_py.texts import get_logger
 logger = get_logger(__name__)
 
 
+def _backoff_problem(name: str) -> str:
+    if name in SCHEDULES:
+        return ""
+    return f"found {name!r} (known: {', '.join(sorted(SCHEDULES))}{nearest(name, SCHEDULES)})"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config(Section):
-    """Every setting of a Server, checked: all that is wrong is told in one `ConfigError`.
+    """Every setting of a Server, checked; one `ConfigError` tells all that is wrong.
 
-    What an option means and its unit stand beside it and in docs/reference/config.md. Mappings must not be
-    changed once they are in here. No text made of a Config, `repr` included, shows a password.
+    Meaning and unit of an option stand beside it and in docs/reference/config.md. Mappings must not
+    be changed once they are in here. No text made of a Config, `repr` included, shows a password.
 
     Attributes:
-        sources: where each value is from: its key, sections with a dot, → "argument", the name of an environment
-            variable, the path of a file, or "default". Two Configs with other sources and the same values are equal.
+        sources: the origin of each value, by its key (sections with a dot): "argument", the name of
+            an environment variable, the path of a file, or "default". It does not count for `==`.
     """
 
     PREFIX: ClassVar[str] = ""
@@ -59,15 +74,22 @@ class Config(Section):
         0, "attempts to connect until a worker ends; 0 = any number"
     )
     broker_connection_backoff: str = option(
-        "jitter", "pauses between them: `jitter`, `linear` or `fibonacci`", low=1
+        "jitter",
+        "pauses between them: `jitter`, `linear` or `fibonacci`",
+        low=1,
+        check=_backoff_problem,
     )
-    default_queue: str = option("machinery_tasks", "queue of tasks that name none", low=1)
+    default_queue: str = option(
+        "machinery_tasks", "queue of tasks that name none", low=1, check=queue_problem
+    )
     application: str = option(
         "",
         "whose keys of unique and exclusive tasks they are in shared stores; empty = `default_queue`",
     )
     queues: str = option(
-        "", "queues of a worker: `A,B` in this order, `A:6,B:1` by weights; empty = `default_queue`"
+        "",
+        "queues of a worker: `A,B` in this order, `A:6,B:1` by weights; empty = `default_queue`",
+        check=problem_of,
     )
     results_expire_in: int = option(
         3600, "how long states and results are kept; 0 = 3600", "s", empty_is_default=True
@@ -142,16 +164,17 @@ class Config(Section):
 
     @classmethod
     def from_mapping(cls, values: Mapping[Any, object], source: str = "argument") -> Config:
-        """The Config of nested mappings with the keys of a file; a value of None counts as not given.
+        """Return the Config of nested mappings with the keys of a file; None counts as not given.
 
         Raises:
             ConfigError: unknown keys, with the nearest known ones, and wrong values, all together.
         """
-        return merge(mapping_layer(values, source))
+        problems: list[str] = []
+        return _merged([_of_mapping(values, source, problems)], problems)
 
     @classmethod
     def from_yaml(cls, path: FilePath) -> Config:
-        """The Config of a file with the keys of Go Machinery's; relative to the working directory.
+        """Return the Config of a YAML file with the keys of Go Machinery's.
 
         Raises:
             ConfigError: PyYAML is missing, the file cannot be read, or as in `from_mapping`.
@@ -160,25 +183,30 @@ class Config(Section):
 
     @classmethod
     def from_toml(cls, path: FilePath) -> Config:
-        """The same from TOML, without any package. Raises what `from_yaml` does."""
+        """Return the Config of a TOML file with the same keys; needs no package.
+
+        Raises:
+            ConfigError: the file cannot be read, or as in `from_mapping`.
+        """
         return cls.from_mapping(config_files.read_toml(path), os.fspath(path))
 
     @classmethod
     def from_env(
         cls, prefix: str = "MACHINERY_", *, environ: Mapping[str, str] = os.environ
     ) -> Config:
-        """The Config of environment variables: the prefix and Go's name, as REDIS_MAX_IDLE.
+        """Return the Config of environment variables: the prefix and Go's name, as REDIS_MAX_IDLE.
 
-        An empty variable counts as not set. With a prefix, our own options and `<prefix>URL` (broker, backend and lock
-        at once) are read as well, and an unknown variable is warned of; without, only the names that Go reads.
+        An empty variable counts as not set. With a prefix, our own options and `<prefix>URL` (broker,
+        backend and lock at once) are read as well, and a warning tells of an unknown variable;
+        without a prefix, only the names that Go reads are.
 
         Raises:
             ConfigError: wrong values, all together, each with its variable.
         """
-        return merge(environment_layer(prefix, environ))
+        return _merged([_of_environment(prefix, environ)])
 
     def replace(self, **changes: Any) -> Config:
-        """The same with other values in the named fields, whose source is then "argument"."""
+        """Return a copy with other values in the named fields, whose source is then "argument"."""
         changed = dataclasses.replace(self, **changes)
         sources = {
             key: "argument" if key.partition(".")[0] in changes else was
@@ -194,23 +222,23 @@ class Config(Section):
 
     @property
     def backend_url(self) -> str:
-        """Where states and results are; joined like `broker` if that holds several URLs."""
+        """The URL of states and results; joined like `broker` if that holds several."""
         return self.result_backend or self.broker
 
     @property
     def lock_url(self) -> str:
-        """Where locks are: `lock`, else the broker, else the backend; "" if neither of the two can lock."""
+        """The URL of locks: `lock`, else broker, else backend; "" if neither of the two can lock."""
         here = [url for url in (self.broker, self.backend_url) if urls.serves(url, "lock")]
         return self.lock or next(iter(here), "")
 
     def values(self) -> Iterator[tuple[str, object]]:
-        """Every option, sections with a dot, and its value."""
+        """Yield every option, sections with a dot, and its value."""
         for key in OPTIONS:
             section, dot, name = key.rpartition(".")
             yield key, getattr(getattr(self, section) if dot else self, name)
 
     def redacted(self) -> dict[str, object]:
-        """The same as `values`, as a dict that may be shown: URLs are without their secrets."""
+        """Return `values` as a dict that may be shown: URLs are without their secrets."""
         shown = {
             key: urls.redact_word(value) if isinstance(value, str) else value
             for key, value in self.values()
@@ -251,83 +279,104 @@ _MISSPELT = (
     "MULTIPLE_BROKEN_SEPARATOR"  # Go's name in the environment, and read as well as the right one
 )
 
-_OTHER_VARIABLES = frozenset(
-    {"APP", "CONFIG", "URL", _MISSPELT}
-)  # the first two are the command line's and settings'
+_OTHER_VARIABLES = frozenset({"APP", "CONFIG", "URL", _MISSPELT})  # APP is the command line's
+
+
+def resolve(
+    url: str | None = None,
+    *,
+    config: Config | None = None,
+    broker: str | None = None,
+    result_backend: str | None = None,
+    lock: str | None = None,
+    environ: Mapping[str, str] = os.environ,
+) -> Config:
+    """Return the Config that holds for this call here and now.
+
+    Args:
+        url: broker, result backend and lock at once, as far as its store can be each of them.
+        config: its chosen values count as passed by this call; its defaults give way to the
+            environment and the file.
+        broker: None is not passed. An empty `result_backend` or `lock` is: "where the broker is".
+
+    Raises:
+        ConfigError: all that is wrong, each with its argument, variable or file; or the file that
+            MACHINERY_CONFIG names cannot be read.
+    """
+    given = {"broker": broker, "result_backend": result_backend, "lock": lock}
+    path = environ.get("MACHINERY_CONFIG", "").strip()
+    problems: list[str] = []
+    layers = [
+        _of_mapping(given, "argument", problems),
+        _of_url(url, "argument") if url is not None else {},
+        _of_config(config) if config is not None else {},
+        _of_environment("MACHINERY_", environ),
+        _of_mapping(config_files.read_file(path), path, problems) if path else {},
+    ]
+    return _merged(layers, problems)
 
 
 # Layers: settings as they were found, before they are checked
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
-class Layer:
-    """Some settings that were found in one place: key → value, key → where, and what was wrong already."""
+class Found(NamedTuple):
+    """A value and its origin."""
 
-    values: Mapping[str, object] = field(default_factory=dict[str, object])
-    sources: Mapping[str, str] = field(default_factory=dict[str, str])
-    problems: tuple[str, ...] = ()
+    value: object
+    source: str
 
 
-def mapping_layer(values: Mapping[Any, object], source: str) -> Layer:
-    """The settings of nested mappings; None counts as not given."""
-    found: dict[str, object] = {}
-    problems: list[str] = []
-    for key, value in _flat(values, problems):
-        if key in OPTIONS:
-            if value is not None:
-                found[key] = value
-        elif key in _NOT_PORTED:
-            problems.append(
-                f"{key}: machinery_py has no store for {_NOT_PORTED[key]} (remove this section)"
-            )
-        else:
-            problems.append(
-                f"{urls.redact_word(key)}: unknown key{nearest(key, [*OPTIONS, *SECTIONS])}"
-            )
-    origin = _origin(source)
-    return Layer(
-        values=found,
-        sources=dict.fromkeys(found, source),
-        problems=tuple(origin + problem for problem in problems),
-    )
+Layer = Mapping[str, Found]
 
 
-def _flat(values: Mapping[Any, object], problems: list[str]) -> Iterator[tuple[str, object]]:
-    for key, value in values.items():
-        if "." in str(key):
-            problems.append(
-                f"{urls.redact_word(str(key))}: unknown key (expected a section that is a mapping, not a dot)"
-            )
-        elif key not in SECTIONS:
-            yield str(key), value
-        elif isinstance(value, Mapping):
-            for name, inner in cast(Mapping[object, object], value).items():
-                yield f"{key}.{name}", inner
-        elif value is not None:
-            problems.append(f"{key}: found {kind_of(value)} (expected a mapping of options)")
+def _of_mapping(values: Mapping[Any, object], source: str, problems: list[str]) -> Layer:
+    """Read nested mappings; None counts as not given. Adds what is wrong to `problems`."""
+    found: dict[str, Found] = {}
+
+    def refuse(key: str, text: str) -> None:
+        problems.append(f"{_origin(source)}{urls.redact_word(key)}: {text}")
+
+    for outer, content in values.items():
+        pairs: list[tuple[str, object]] = []
+        if "." in str(outer):
+            refuse(str(outer), "unknown key (expected a section that is a mapping, not a dot)")
+        elif outer not in SECTIONS:
+            pairs = [(str(outer), content)]
+        elif isinstance(content, Mapping):
+            inner = cast(Mapping[object, object], content)
+            pairs = [(f"{outer}.{name}", value) for name, value in inner.items()]
+        elif content is not None:
+            refuse(outer, f"found {kind_of(content)} (expected a mapping of options)")
+        for key, value in pairs:
+            if key in OPTIONS:
+                if value is not None:
+                    found[key] = Found(value, source)
+            elif key in _NOT_PORTED:
+                store = _NOT_PORTED[key]
+                refuse(key, f"machinery_py has no store for {store} (remove this section)")
+            else:
+                refuse(key, f"unknown key{nearest(key, [*OPTIONS, *SECTIONS])}")
+    return found
 
 
-def environment_layer(prefix: str, environ: Mapping[str, str]) -> Layer:
-    """The settings of the variables with this prefix; see `Config.from_env`."""
+def _of_environment(prefix: str, environ: Mapping[str, str]) -> Layer:
+    """Read the variables with this prefix; see `Config.from_env`."""
     given = {
         name.removeprefix(prefix): text.strip()
         for name, text in environ.items()
         if name.startswith(prefix) and text.strip()
     }
-    values: dict[str, object] = {}
-    sources: dict[str, str] = {}
+    found: dict[str, Found] = {}
     if prefix and "URL" in given:
-        shared = url_layer(given["URL"], f"{prefix}URL")
-        values, sources = dict(shared.values), dict(shared.sources)
+        found.update(_of_url(given["URL"], f"{prefix}URL"))
     for key, opt in OPTIONS.items():
         names = [opt.variable] if key != "multiple_broker_separator" else [opt.variable, _MISSPELT]
         name = next((name for name in names if name in given), "")
         if name and (prefix or _is_go(key)):
-            values[key] = config_files.from_text(opt.kind, given[name])
-            sources[key] = prefix + name
+            found[key] = Found(config_files.from_text(opt.kind, given[name]), prefix + name)
     if prefix == "MACHINERY_":
         _warn_of_unknown(given)
-    return Layer(values=values, sources=sources)
+    return found
 
 
 def _is_go(key: str) -> bool:
@@ -344,94 +393,76 @@ def _warn_of_unknown(given: Mapping[str, str]) -> None:
             )
 
 
-def url_layer(url: str, source: str) -> Layer:
-    """One URL for everything that its store can be; what it cannot be stays open (RabbitMQ has no locks)."""
-    keys = [key for key, role in ROLES.items() if key == "broker" or urls.serves(url, role)]
-    return Layer(values=dict.fromkeys(keys, url), sources=dict.fromkeys(keys, source))
+def _of_url(url: str, source: str) -> Layer:
+    """Use one URL for all that its store can be; the rest stays open (RabbitMQ has no locks)."""
+    return {
+        key: Found(url, source)
+        for key, role in ROLES.items()
+        if key == "broker" or urls.serves(url, role)
+    }
 
 
-def config_layer(config: Config) -> Layer:
+def _of_config(config: Config) -> Layer:
     """Return the settings that were given to this Config, without its defaults."""
-    chosen = {key: value for key, value in config.values() if config.sources[key] != "default"}
-    return Layer(values=chosen, sources={key: config.sources[key] for key in chosen})
+    return {
+        key: Found(value, config.sources[key])
+        for key, value in config.values()
+        if config.sources[key] != "default"
+    }
 
 
-def merge(*layers: Layer) -> Config:
-    """The Config of several layers, the first of which wins.
+def _merged(layers: Sequence[Layer], problems: Sequence[str] = ()) -> Config:
+    """Make the Config of several layers, the first of which wins.
 
     Raises:
-        ConfigError: all that is wrong in the layers and in what came out.
+        ConfigError: these problems, and all that is wrong in what came out.
     """
-    values: dict[str, object] = {}
-    sources = dict.fromkeys(OPTIONS, "default")
-    for layer in reversed(layers):
-        values.update(layer.values)
-        sources.update(layer.sources)
-    raise_all(
-        [*(problem for layer in layers for problem in layer.problems), *_problems(values, sources)]
-    )
+    found = {key: one for layer in reversed(layers) for key, one in layer.items()}
+    values = {key: one.value for key, one in found.items()}
+    sources = {key: found[key].source if key in found else "default" for key in OPTIONS}
+    raise_all([*problems, *_problems(values, sources)])
     chosen: dict[str, Any] = {key: value for key, value in values.items() if "." not in key}
     for name, section in SECTIONS.items():
         start = section.PREFIX
-        chosen[name] = section(
-            **{key[len(start) :]: values[key] for key in values if key.startswith(start)}
-        )
+        inner = {key.removeprefix(start): values[key] for key in values if key.startswith(start)}
+        chosen[name] = section(**cast(Any, inner))
     config = Config(**chosen)
     object.__setattr__(config, "sources", sources)
     return config
 
 
 def _problems(values: Mapping[str, object], sources: Mapping[str, str]) -> list[str]:
-    """A line for each of these values that is wrong, and for what does not go together."""
+    """Return a line for each of these values that is wrong, and for what does not go together."""
     problems = [
         _origin(sources.get(key, "")) + text
         for key, value in values.items()
         if (text := OPTIONS[key].problem(value))
     ]
-    if text := problem_of(values.get("queues")):
-        problems.append(f"{_origin(sources.get('queues', ''))}queues: {text}")
-    default = values.get("default_queue")
-    if isinstance(default, str) and default and (text := queue_problem(default)):
-        problems.append(f"{_origin(sources.get('default_queue', ''))}default_queue: {text}")
-    backoff = values.get("broker_connection_backoff")
-    if isinstance(backoff, str) and backoff and backoff not in SCHEDULES:
-        known = ", ".join(sorted(SCHEDULES))
-        problems.append(
-            f"{_origin(sources.get('broker_connection_backoff', ''))}broker_connection_backoff: found {backoff!r} "
-            f"(known: {known}{nearest(backoff, SCHEDULES)})"
-        )
     separator = values.get("multiple_broker_separator")
-    stores = {key: values.get(key, OPTIONS[key].default) for key in ROLES}
-    found = {
-        key: urls.split_urls(text, separator if isinstance(separator, str) else "")
-        for key, text in stores.items()
-        if isinstance(text, str) and (text or key == "broker")
-    }
+    master_name = str(values.get("redis.master_name", ""))
     refused: set[str] = set()
-    for key, parts in found.items():
-        for url in parts:
+    embedded: dict[str, None] = {}
+    for key, role in ROLES.items():
+        given = values.get(key, OPTIONS[key].default)
+        if not isinstance(given, str) or not (given or key == "broker"):
+            continue
+        for url in urls.split_urls(given, separator if isinstance(separator, str) else ""):
             try:
-                urls.check_url(
-                    url, ROLES[key], master_name=str(values.get("redis.master_name", ""))
-                )
+                urls.check_url(url, role, master_name=master_name)
             except ConfigError as error:
                 if url not in refused:  # MACHINERY_URL is three settings, and one line is enough
                     problems.append(_origin(sources.get(key, "")) + str(error))
                 refused.add(url)
+            if urls.scheme_of(url) in urls.EMBEDDED:
+                embedded[url] = None
     if values.get("require_server") is True:
-        problems += _embedded(
-            dict.fromkeys(url for parts in found.values() for url in parts), sources
-        )
+        origin = _origin(sources.get("require_server", ""))
+        problems += [
+            f"{origin}a server is required, but {urls.redact(url)!r} is an embedded store "
+            "(set MACHINERY_URL to the URL of a server)"
+            for url in embedded
+        ]
     return problems
-
-
-def _embedded(used: Iterable[str], sources: Mapping[str, str]) -> list[str]:
-    return [
-        f"{_origin(sources.get('require_server', ''))}a server is required, but {urls.redact(url)!r} is an embedded "
-        "store (set MACHINERY_URL to the URL of a server)"
-        for url in used
-        if urls.scheme_of(url) in urls.EMBEDDED
-    ]
 
 
 def _origin(source: str) -> str:

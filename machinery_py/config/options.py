@@ -1,13 +1,13 @@
-"""How a setting is described and checked: `Option`, and the records whose fields are made of them.
+"""The description and the check of one setting: `Option`, and `Section`, a record whose fields are options.
 
-Nothing here knows which settings there are; `config/config.py` does.
+This module knows no setting; `config.py` and `sections.py` declare them.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar, cast
 
@@ -32,6 +32,7 @@ class Option:
         low: the least value; of a text the least length.
         empty_is_default: whether 0 or "" stands for the default, as in Go.
         variable: its name in the environment, after the prefix.
+        check: returns what is wrong with a value of the right kind; "" if nothing.
     """
 
     key: str
@@ -42,6 +43,7 @@ class Option:
     low: float
     empty_is_default: bool
     variable: str
+    check: Callable[[Any], str] | None
 
     def problem(self, value: object) -> str:
         """Return what is wrong with the value: what was found and what is expected; "" if nothing."""
@@ -66,10 +68,13 @@ class Option:
                     isinstance(key, str) for key in cast(Any, value)
                 )
                 expected = "a mapping of names to values"
-        return "" if fits else f"{self.key}: found {_shown(value)} (expected {expected})"
+        if not fits:
+            return f"{self.key}: found {_shown(value)} (expected {expected})"
+        text = self.check(value) if self.check else ""
+        return text and f"{self.key}: {text}"
 
     def settled(self, value: object) -> object:
-        """A value that has no problem, as it is kept: a length as float, a mapping as a copy, Go's 0 as the default."""
+        """Return a value without problems as it is kept: a length as float, Go's 0 as the default."""
         if self.empty_is_default and not value:
             return self.default
         if self.kind == "float":
@@ -78,7 +83,7 @@ class Option:
 
 
 def _shown(value: object) -> str:
-    """The value for an error text: short, and without what may be a password at a wrong place."""
+    """Return the value for an error text: short, and without what may be a password."""
     if isinstance(value, str):
         text = urls.redact_word(value)
         return repr(text if len(text) <= 60 else f"{text[:60]}…")
@@ -95,42 +100,35 @@ def option(
     low: float = 0,
     empty_is_default: bool = False,
     variable: str = "",
+    check: Callable[[Any], str] | None = None,
 ) -> T:
-    """A field of a Section with what `Option` wants to know; `variable` only where it is not the key's."""
+    """Declare a field of a Section; see `Option`. A `variable` is named where it is not the key's."""
     facts = {
         "meaning": meaning,
         "unit": unit,
         "low": low,
         "empty_is_default": empty_is_default,
         "variable": variable,
+        "check": check,
     }
+    if isinstance(default, dict):
+        return cast(T, field(default_factory=dict[str, object], hash=False, metadata=facts))
     return field(default=default, metadata=facts)
 
 
-def table(meaning: str) -> Mapping[str, object]:
-    """A field of a Section that holds a mapping, by default an empty one."""
-    facts = {"meaning": meaning, "unit": "", "low": 0, "empty_is_default": False, "variable": ""}
-    return field(default_factory=dict[str, object], hash=False, metadata=facts)
-
-
 class Section:
-    """A frozen dataclass of options, checked when it is made. `PREFIX` stands before its keys, as "redis."."""
+    """A frozen dataclass of options, checked when it is made. `PREFIX` precedes its keys: "redis."."""
 
     __slots__ = ()
     PREFIX: ClassVar[str]
 
     def __post_init__(self) -> None:
-        raise_all(
-            [
-                text
-                for name, opt in options_of(type(self)).items()
-                if (text := opt.problem(getattr(self, name)))
-            ]
-        )
+        options = options_of(type(self)).items()
+        raise_all([text for name, opt in options if (text := opt.problem(getattr(self, name)))])
         self.settle()
 
     def settle(self) -> None:
-        """Bring the values, which have no problem, into the form in which they are kept."""
+        """Bring values without problems into the form in which they are kept."""
         for name, opt in options_of(type(self)).items():
             object.__setattr__(self, name, opt.settled(getattr(self, name)))
 
@@ -142,12 +140,10 @@ def options_of(section: type[Section]) -> Mapping[str, Option]:
         if not each.metadata:
             continue  # a section inside the Config
         key = section.PREFIX + each.name
-        facts = {
-            **each.metadata,
-            "variable": each.metadata["variable"] or key.upper().replace(".", "_"),
-        }
+        variable = each.metadata["variable"] or key.upper().replace(".", "_")
         default = each.default if each.default is not dataclasses.MISSING else {}
-        found[each.name] = Option(key=key, kind=str(each.type), default=default, **facts)
+        facts = {**each.metadata, "variable": variable, "default": default}
+        found[each.name] = Option(key=key, kind=str(each.type), **facts)
     return found
 
 

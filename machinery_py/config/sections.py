@@ -1,4 +1,4 @@
-"""The sections of the settings: what concerns one kind of store alone. Names, units and defaults of what Go has are Go's."""
+"""The settings that one kind of store has. Names, units and defaults of what Go has are Go's."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from machinery_py.config.options import Section, option, table
+from machinery_py.config.options import Section, option
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,11 +63,11 @@ class AMQPConfig(Section):
 
     exchange: str = option("machinery_exchange", "exchange that tasks are published to", low=1)
     exchange_type: str = option("direct", "its type: `direct`, `fanout`, `topic`, …", low=1)
-    queue_declare_args: Mapping[str, object] = table(
-        "arguments of queue.declare, as `x-max-priority: 10`"
+    queue_declare_args: Mapping[str, object] = option(
+        {}, "arguments of queue.declare, as `x-max-priority: 10`"
     )
-    queue_binding_args: Mapping[str, object] = table(
-        "arguments of queue.bind, for exchanges of type `headers`"
+    queue_binding_args: Mapping[str, object] = option(
+        {}, "arguments of queue.bind, for exchanges of type `headers`"
     )
     binding_key: str = option(
         "machinery_task", "key that binds the queue; the route of a task on a direct exchange"

@@ -305,7 +305,7 @@ def test_a_required_server_refuses_every_embedded_store() -> None:
 
 
 def test_importing_the_configuration_loads_no_parser() -> None:
-    program = "import sys, machinery_py.config.environment; print([m for m in ('yaml', 'tomllib') if m in sys.modules])"
+    program = "import sys, machinery_py.config.config; print([m for m in ('yaml', 'tomllib') if m in sys.modules])"
 
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True

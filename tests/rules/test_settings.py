@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from machinery_py.config.config import Config
-from machinery_py.config.environment import resolve
+from machinery_py.config.config import Config, resolve
 from machinery_py.config.sections import RedisConfig
 from machinery_py.errors import ConfigError
 
@@ -275,7 +274,7 @@ def test_a_required_server_can_be_switched_off() -> None:
 
 
 def test_importing_the_package_reads_no_settings() -> None:
-    program = "import machinery_py, sys; import machinery_py.config.environment"
+    program = "import machinery_py, sys; import machinery_py.config.config"
     environ = {
         "MACHINERY_CONFIG": "/none.yml",
         "MACHINERY_URL": "reddis://",
