@@ -18,7 +18,7 @@ from typing import TypeVar
 import msgspec
 
 from machinery_py.backends.base import Amendment, Backend, Change, ReadyGroup, Verdict
-from machinery_py.brokers.base import Broker, Consumer, Delivery, Fate, Message
+from machinery_py.brokers.base import Broker, Consumer, Delivery, Disposal, Fate, Message
 from machinery_py.errors import (
     BackendUnavailable,
     MachineryError,
@@ -104,6 +104,37 @@ def change_of(firing: Firing, outbox: Sequence[bytes] = ()) -> Change:
         groups=firing.groups,
         arrivals=firing.arrivals,
         outbox=outbox,
+    )
+
+
+def change_by(settlement: Settlement, outbox: Sequence[bytes] = ()) -> Change:
+    """Return the change of a settlement in the backend."""
+    return Change(
+        key=settlement.uuid,
+        mark=mark_of(settlement.delivery),
+        epoch=settlement.delivery.epoch,
+        states=settlement.states,
+        groups=settlement.groups,
+        arrivals=settlement.arrivals,
+        outbox=outbox,
+    )
+
+
+def mark_of(delivery: Delivery) -> str:
+    """Return the name of one delivery in the backend, by which our own repeat is known."""
+    return f"{delivery.receipt}/{delivery.fence}"
+
+
+def disposal_of(settlement: Settlement) -> Disposal:
+    """Return what becomes of the message of a settlement in the broker."""
+    return Disposal(
+        delivery=settlement.delivery,
+        fate=settlement.fate,
+        eta=settlement.eta,
+        reason=settlement.reason,
+        error=settlement.error,
+        uuid=settlement.uuid,
+        name=settlement.name,
     )
 
 
@@ -197,6 +228,18 @@ class ConsumerSession(Session):
 
     def __init__(self, consumer: Consumer) -> None:
         self._consumer = consumer
+        self._unreturned: list[Delivery] = []  # claimed, and neither handed out nor given back yet
+
+    def _give_back(self, deliveries: Sequence[Delivery] = ()) -> None:
+        """Give back deliveries that were claimed and cannot be handed out, or nobody would settle them.
+
+        If that fails, the next call, at the beginning of the next `receive`, does it.
+        """
+        self._unreturned += deliveries
+        if self._unreturned:
+            back = [Disposal(delivery=one, fate=Fate.BACK) for one in self._unreturned]
+            self._consumer.dispose(back)
+            self._unreturned = []
 
     def run_begins(self, delivery: Delivery) -> None:
         self._consumer.run_begins(delivery)

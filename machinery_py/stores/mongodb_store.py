@@ -49,9 +49,11 @@ from machinery_py.stores.base import (
     Settlement,
     Store,
     Submission,
+    change_by,
     change_of,
+    disposal_of,
+    mark_of,
 )
-from machinery_py.stores.transactional import disposal_of, mark_of
 from machinery_py.tasks.states import State, TaskState
 from machinery_py.texts import get_logger
 from machinery_py.wire.signatures import decode_signature
@@ -280,17 +282,7 @@ class MongoSession(ConsumerSession):
     def __init__(self, store: MongoStore, consumer: MongoConsumer) -> None:
         self._store = store
         super().__init__(consumer)
-        self._owed: list[
-            Delivery
-        ] = []  # claimed, could not be looked at, and could not be given back either
         self._settling = threading.Lock()  # a repeat must see what the first try has left undone
-
-    def _give_back(self) -> None:
-        if self._owed:
-            self._consumer.dispose(
-                [Disposal(delivery=delivery, fate=Fate.BACK) for delivery in self._owed]
-            )
-            self._owed = []
 
     def receive(self, limit: int, timeout: float, order: Sequence[str] = ()) -> list[Delivery]:
         self._give_back()
@@ -308,8 +300,7 @@ class MongoSession(ConsumerSession):
             if over:
                 self._consumer.dispose([Disposal(delivery=delivery) for delivery in over])
         except MachineryError:
-            self._owed += deliveries
-            self._give_back()
+            self._give_back(deliveries)
             raise
         gone = {delivery.receipt for delivery in over}
         return [delivery for delivery in deliveries if delivery.receipt not in gone]
@@ -429,18 +420,11 @@ class MongoSession(ConsumerSession):
 def _ending(settlement: Settlement) -> _Ending:
     receipt = settlement.delivery.receipt
     id, lease = (receipt.id, receipt.lease) if isinstance(receipt, Receipt) else ("", "none")
-    change = Change(
-        key=settlement.uuid,
-        mark=mark_of(settlement.delivery),
-        states=settlement.states,
-        groups=settlement.groups,
-        arrivals=settlement.arrivals,
-    )
     return _Ending(
         id,
         lease,
         _Deed(
-            change=change,
+            change=change_by(settlement),
             send=settlement.send,
             fate=settlement.fate,
             eta=settlement.eta,

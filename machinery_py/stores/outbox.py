@@ -2,36 +2,48 @@
 
 The order of the steps is what makes it safe; each may be the last one before a crash:
 
-    1  backend: the new state, the group arrivals, and an outbox of what is to be published, if the epoch is still ours
+    1  backend: the new state, the group arrivals and an outbox, if the epoch is still ours
     2  broker:  the messages of the outbox, with UUIDs that were fixed in step 1
     3  backend: the outbox is cleared, if it is still the one that was published
     4  broker:  the delivery is acknowledged
 
-    crash after   what there is                    who goes on
-    1             final state, full outbox         the redelivery: `begin` says finished, steps 2 to 4, the task is not run again
-    2             final state, full outbox         the same; the messages are published twice with the same UUIDs, and `begin`
-                                                   lets one of each be finished
-    3             final state, empty outbox        the redelivery is acknowledged
+    crash after   what there is                who goes on
+    1             final state, full outbox     the redelivery: `begin` says finished, steps 2 to 4;
+                                               the task is not run again
+    2             final state, full outbox     the same; the messages are published twice with the
+                                               same UUIDs, and `begin` lets one of each be finished
+    3             final state, empty outbox    the redelivery is acknowledged
 
-A second message of a task is no redelivery: it is acknowledged, and the outbox is left to whoever settled the first.
+A second message of a task is no redelivery: it is acknowledged, and the outbox is left to the first.
 An outbox whose delivery never comes back (its broker lost it) is sent by `tend` when it is old.
 
-In step 2 the broker may refuse a message. What it refuses for good (too large, a queue that it does not give) fails in its place:
+In step 2 the broker may refuse a message. One that it refuses for good (too large, a queue that it
+does not give) fails in its place:
 
     2a  broker:  the message is a dead letter
-    2b  backend: its task is FAILURE, with the error callbacks in an outbox of its own; members of chords behind it are failed
+    2b  backend: its task is FAILURE, with the error callbacks in an outbox of its own; members of
+                 chords behind it are failed
     2c           steps 2 and 3 for that outbox; then the others go on
 
-    crash after 2a or 2b: the outbox of step 1 is still there; whoever comes for it does 2a again, and 2b is ALREADY
+    crash after 2a or 2b: the outbox of step 1 is still there; the next try does 2a again, and 2b
+                          is ALREADY
 
-What a full queue refuses waits in the session: outbox_session.py.
+A message that a full queue refuses is parked in the session: steps 3 and 4 of that settlement wait,
+and its delivery stays unacknowledged. Claiming goes on, since a claim makes room in its queue, and
+parked messages are tried right behind each claim. So a chain that fills its own queue comes to its
+end without another worker.
 
-Limits: with a backend that has no conditional changes (its features say so) callbacks are sent at least once.
+Limits: with a backend without conditional changes (see its features) callbacks go out at least once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+import math
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -41,25 +53,63 @@ from machinery_py.backends.base import (
     SETTLED,
     Amendment,
     Backend,
+    Begun,
     Change,
     Verdict,
     outbox_of,
 )
-from machinery_py.brokers.base import Broker, Message
+from machinery_py.brokers.base import Broker, Consumer, Delivery, Disposal, Fate, Message
 from machinery_py.clock import Clock
-from machinery_py.connections.recent_tokens import RecentTokens
-from machinery_py.errors import MachineryError, PublishRefused, PublishUnknown
-from machinery_py.stores.base import AWAY, Firing, Session, Store, Submission, change_of
-from machinery_py.stores.outbox_session import Outbox, Posted, TwoSession
+from machinery_py.connections.recent_tokens import TOKEN_LIFE, RecentTokens
+from machinery_py.errors import (
+    DecodeError,
+    MachineryError,
+    NameRefused,
+    PublishRefused,
+    PublishUnknown,
+)
+from machinery_py.names import REASON, check_message
+from machinery_py.stores.base import (
+    AWAY,
+    ConsumerSession,
+    Firing,
+    Mark,
+    Session,
+    Settlement,
+    Store,
+    Submission,
+    change_by,
+    change_of,
+    disposal_of,
+)
 from machinery_py.tasks.states import TaskState
 from machinery_py.texts import get_logger
+from machinery_py.wire.signatures import decode_signature
 
 logger = get_logger(__name__)
 
-OUTBOX_AGE = 5.0  # seconds; by then its publisher is dead or in trouble; overtaking it does no harm
+OUTBOX_AGE = 5.0  # seconds; by then its publisher is dead or in trouble; publishing twice is safe
+WARN_EVERY = 60.0  # seconds between two warnings that a queue is full
+MOST_PARKED = 1000  # settlements of a session that wait for room; then it claims one by one
 
 _pack = msgspec.json.Encoder().encode
 _unpack = msgspec.json.Decoder(Message).decode
+
+
+class Outbox(NamedTuple):
+    """Messages to be published for `key`. `home`: the queue of the delivery that sends them, or ""."""
+
+    key: str
+    bodies: Sequence[bytes]
+    home: str = ""
+
+
+@dataclass(slots=True)
+class Published:
+    """Result of step 2: messages that found no room, by key; the last error, if one was refused."""
+
+    left: dict[str, list[Message]] = field(default_factory=dict)
+    refused: MachineryError | None = None
 
 
 class TwoStores(Store):
@@ -72,56 +122,43 @@ class TwoStores(Store):
         self.clock = clock
         self._swept = clock.monotonic()
         self._replayed = RecentTokens(clock)
-        self._buried: set[tuple[str, bytes]] = set()  # refused for good, and not failed yet
+        # Dead letters of step 2a whose outbox is not cleared yet, and when each was written.
+        self._buried: dict[tuple[str, bytes], float] = {}
         self.parked: set[str] = set()  # outboxes that a session of this process waits to publish
 
     def submit(self, submission: Submission) -> None:
-        before = self._finished(submission)
-        made = self._prepare(submission)
+        replaced = [one.task_uuid for one in submission.states] if submission.replay else []
+        before = self.backend.get_states(replaced) if replaced else dict[str, TaskState]()
+        made = self._store_states(submission)
         try:
             self.broker.put(submission.messages, token=submission.token)
         except PublishRefused:
-            # Only what this very call has made: after a lost reply the first call may have been carried out.
-            for uuid in made:
-                if uuid not in before:
-                    self.backend.purge_state(uuid)
+            # Undo only this call's writes: after a lost reply the first call may have been carried out.
+            for uuid in made - before.keys():
+                self.backend.purge_state(uuid)
+            undo = [before[uuid] for uuid in made & before.keys()]
             self.backend.apply(
-                [
-                    Change(key=uuid, states=(before[uuid],), force=True)
-                    for uuid in made
-                    if uuid in before
-                ]
+                [Change(key=one.task_uuid, states=(one,), force=True) for one in undo]
             )
             self._replayed.forget(submission.token)
             raise
 
-    def _finished(self, submission: Submission) -> dict[str, TaskState]:
-        """For a replay: the states that it is to replace."""
-        if not submission.replay:
-            return {}
-        return self.backend.get_states([state.task_uuid for state in submission.states])
-
-    def _prepare(self, submission: Submission) -> list[str]:
-        """Write states and groups, before a worker can see the messages; which states are ours alone."""
+    def _store_states(self, submission: Submission) -> set[str]:
+        """Write states and groups before a worker can see the messages; return the tasks written."""
         if submission.replay and not self._replayed.add(submission.token):
-            return []  # carried out before, and the task may have ended since
+            return set()  # carried out before, and the task may have ended since
+        mark = f"submit {submission.token}"
         changes = [
-            Change(
-                key=state.task_uuid,
-                mark=f"submit {submission.token}",
-                states=(state,),
-                force=submission.replay,
-            )
+            Change(key=state.task_uuid, mark=mark, states=(state,), force=submission.replay)
             for state in submission.states
         ]
-        if submission.groups:
-            changes.append(Change(key=f"submit {submission.token}", groups=submission.groups))
-        verdicts = self.backend.apply(changes)
-        return [
+        groups = [Change(key=mark, groups=submission.groups)] if submission.groups else []
+        verdicts = self.backend.apply([*changes, *groups])
+        return {
             change.key
-            for change, verdict in zip(changes, verdicts, strict=True)
-            if change.states and verdict is SETTLED
-        ]
+            for change, verdict in zip(changes, verdicts, strict=False)
+            if verdict is SETTLED
+        }
 
     def open_session(self, queues: Sequence[str], *, worker: str) -> Session:
         return TwoSession(self, self.broker.consume(queues, worker=worker))
@@ -130,65 +167,68 @@ class TwoStores(Store):
         change = change_of(firing, [_pack(message) for message in firing.send])
         if self.backend.apply([change]) != [SETTLED]:
             return False
-        self.publish([Outbox(change.key, change.outbox)])  # what finds no room is left to `tend`
+        self.publish([Outbox(change.key, change.outbox)])  # `tend` publishes what finds no room
         return True
 
     def amend(self, amendment: Amendment, send: Sequence[Message] = ()) -> bool:
-        """A death before step 2 or 3 leaves the outbox: `tend` publishes it, with the same UUIDs."""
+        """A crash before step 2 or 3 leaves the outbox: `tend` publishes it, with the same UUIDs."""
         amendment = msgspec.structs.replace(amendment, outbox=[_pack(message) for message in send])
         if not self.backend.amend(amendment):
             return False
-        self._publish_all(amendment.outbox_key, amendment.outbox)
+        self._publish_all(Outbox(amendment.outbox_key, amendment.outbox))
         return True
 
     def publish_left(self, key: str) -> None:
-        self._publish_all(key, self.outbox.outboxes([key])[0])
+        self._publish_all(Outbox(key, self.outbox.outboxes([key])[0]))
 
-    def _publish_all(self, key: str, bodies: Sequence[bytes]) -> None:
-        if (refused := self.publish([Outbox(key, bodies)]).refused) is not None:
+    def _publish_all(self, outbox: Outbox) -> None:
+        if (refused := self.publish([outbox]).refused) is not None:
             raise refused
 
-    def publish(self, outboxes: Sequence[Outbox]) -> Posted:
-        """Steps 2 and 3. An outbox of which something found no room is kept.
+    def publish(self, outboxes: Sequence[Outbox]) -> Published:
+        """Steps 2 and 3. An outbox of which a message found no room is kept.
 
         Raises:
             BrokerUnavailable, BackendUnavailable, PublishUnknown: some of it may be done.
         """
         filled = [one for one in outboxes if one.bodies]
         if not filled:
-            return Posted()
+            return Published()
         sent = [(one.key, one.home, _unpack(body)) for one in filled for body in one.bodies]
-        posted = self.post(sent)
-        done = [(one.key, one.bodies) for one in filled if one.key not in posted.left]
-        self.outbox.clear_outbox(done)
-        return posted
+        published = self.post(sent)
+        self.clear([one for one in filled if one.key not in published.left])
+        return published
 
-    def put(self, messages: Sequence[Message]) -> None:
-        self.broker.put(messages, token="")
+    def clear(self, outboxes: Sequence[Outbox]) -> None:
+        """Step 3."""
+        self.outbox.clear_outbox([(one.key, one.bodies) for one in outboxes])
+        if self._buried:
+            for message in [_unpack(body) for one in outboxes for body in one.bodies]:
+                self._buried.pop((message.uuid, message.body), None)
 
-    def post(self, messages: Sequence[tuple[str, str, Message]]) -> Posted:
+    def post(self, messages: Sequence[tuple[str, str, Message]]) -> Published:
         """Step 2, for messages with the key of their outbox and their home."""
-        posted = Posted()
+        published = Published()
         try:
-            self.put([message for _, _, message in messages])
+            self.broker.put([message for _, _, message in messages], token="")
         except (PublishRefused, PublishUnknown) as error:
             if not error.permanent and error.left is None:
                 raise
-            posted.refused = error
+            published.refused = error
             places = range(len(messages)) if error.left is None else sorted(error.left)
             for key, home, message in [messages[place] for place in places]:
-                found = self._post_alone(message, home, posted) if error.permanent else [message]
-                if found:
-                    posted.left.setdefault(key, []).extend(found)
-        return posted
+                left = self._post_alone(message, home, published) if error.permanent else [message]
+                if left:
+                    published.left.setdefault(key, []).extend(left)
+        return published
 
-    def _post_alone(self, message: Message, home: str, posted: Posted) -> Sequence[Message]:
+    def _post_alone(self, message: Message, home: str, published: Published) -> Sequence[Message]:
         """Publish one message; return what finds no room: the message, or what follows from its failure."""
         try:
-            self.put([message])
+            self.broker.put([message], token="")
         except (PublishRefused, PublishUnknown) as error:
             if error.permanent:
-                posted.refused = error
+                published.refused = error
                 return self._fail(message, error, home)
             if error.left is None:
                 raise
@@ -196,13 +236,14 @@ class TwoStores(Store):
         return ()
 
     def _fail(self, message: Message, error: Exception, home: str) -> Sequence[Message]:
-        """Steps 2a to 2c; what of it finds no room."""
+        """Steps 2a to 2c; return the messages that find no room."""
         if self.refusal is None:
             raise error
         refusal, name = self.refusal(message, error), (message.uuid, message.body)
-        if name not in self._buried:
+        now = self.clock.monotonic()
+        if self._buried.get(name, -math.inf) <= now - TOKEN_LIFE:
             self.give_up(message, error, home or refusal.queue)
-            self._buried.add(name)  # a backend that is away must not make a letter of each try
+            self._buried[name] = now  # a repeat of the outbox writes no second dead letter
         change = Change(
             key=message.uuid,
             mark=f"refused {refusal.states[0].run}",
@@ -212,15 +253,13 @@ class TwoStores(Store):
             outbox=[_pack(one) for one in refusal.send],
         )
         verdict = self._apply_failure(change)
-        self._buried.discard(name)
         outbox = change.outbox if verdict is SETTLED else ()
         if verdict is ALREADY:
             [outbox] = self.outbox.outboxes([change.key])
-        left = self.publish([Outbox(change.key, outbox, home)]).left
-        return [one for some in left.values() for one in some]
+        return self.publish([Outbox(change.key, outbox, home)]).left.get(change.key, ())
 
     def _apply_failure(self, change: Change) -> Verdict:
-        """Without the message, if that is what the backend refuses, too."""
+        """Store the failure of a task; without its message if the backend refuses that, too."""
         state, *others = change.states
         bare = msgspec.structs.replace(
             change, states=(msgspec.structs.replace(state, message=b""), *others)
@@ -245,3 +284,217 @@ class TwoStores(Store):
             old = self.outbox.unsent(100, older_than=OUTBOX_AGE)
             self.publish([Outbox(key, bodies) for key, bodies in old if key not in self.parked])
         return min(self.broker.tend(), self.backend.tend(), OUTBOX_AGE)
+
+
+@dataclass(slots=True)
+class _Parked:
+    """A settlement that waits for room: its disposal, its outbox, and the messages still to publish."""
+
+    disposal: Disposal
+    outbox: Outbox
+    left: Sequence[Message]
+
+
+class TwoSession(ConsumerSession):
+    """A consumer whose deliveries are begun in the backend before they are handed out."""
+
+    def __init__(self, store: TwoStores, consumer: Consumer) -> None:
+        super().__init__(consumer)
+        self._store = store
+        self._settling = threading.Lock()  # a repeat must see what the first try has left undone
+        self._parked: dict[Any, _Parked] = {}  # by receipt
+        self._warned_at = -math.inf
+        features = store.backend.features
+        self._knows_outboxes = features.keeps and not features.forgets
+
+    def receive(self, limit: int, timeout: float, order: Sequence[str] = ()) -> list[Delivery]:
+        self._give_back()
+        self._resume()
+        room = limit if len(self._parked) < MOST_PARKED else 1
+        deliveries = self._consumer.receive(room, timeout, order)
+        # Right behind the claim: it has made room, which others fill as well.
+        if self._resume() and not deliveries:
+            deliveries = self._consumer.receive(limit, timeout, order)
+        try:
+            return self._begin_all(deliveries) if deliveries else deliveries
+        except MachineryError:
+            self._give_back(deliveries)
+            raise
+
+    def _begin_all(self, deliveries: Sequence[Delivery]) -> list[Delivery]:
+        """Begin deliveries in the backend; end those of finished tasks, and return the others."""
+        known: list[tuple[Delivery, str, int]] = []
+        fresh: list[Delivery] = []
+        for delivery in deliveries:
+            try:
+                signature = decode_signature(delivery.body)
+                check_message(
+                    signature.routing_key,
+                    delivery.queue,
+                    name=signature.name,
+                    uuid=signature.uuid,
+                    group_uuid=signature.group_uuid,
+                )
+            except (DecodeError, NameRefused):
+                fresh.append(delivery)  # the app knows what to do with it
+            else:
+                known.append((delivery, signature.uuid, signature.run))
+        over: list[Disposal] = []
+        unsent: list[tuple[str, Disposal]] = []
+        for (delivery, uuid, _), start in zip(known, self._begin(known), strict=True):
+            if start is None:
+                continue
+            if not start.finished:
+                fresh.append(msgspec.structs.replace(delivery, epoch=start.epoch))
+            elif start.outbox and delivery.redelivered:
+                unsent.append((uuid, Disposal(delivery=delivery)))
+            else:
+                # A second message of the task leaves the outbox to the worker of the first one:
+                # that worker lives, or its own message comes back.
+                over.append(Disposal(delivery=delivery))
+        if over:
+            self._consumer.dispose(over)
+        if unsent:
+            self._send_unsent(unsent)
+        return fresh
+
+    def _begin(self, known: Sequence[tuple[Delivery, str, int]]) -> Sequence[Begun | None]:
+        """Begin deliveries; None for one whose UUID names something else: it is a dead letter now."""
+        try:
+            return self._store.outbox.begin([(uuid, run) for _, uuid, run in known])
+        except NameRefused as error:
+            if len(known) > 1:
+                return [start for one in known for start in self._begin([one])]
+            [(delivery, uuid, _)] = known
+            logger.error(
+                "message on %r goes to the dead letters: %s: %s", delivery.queue, REASON, error
+            )
+            letter = Disposal(
+                delivery=delivery, fate=Fate.DEAD, reason=REASON, error=str(error), uuid=uuid
+            )
+            self._consumer.dispose([letter])
+            return [None]
+
+    def _send_unsent(self, ended: Sequence[tuple[str, Disposal]]) -> None:
+        """Publish the outboxes that earlier settlements of these deliveries have left."""
+        # Read again under the lock: no settlement of ours is between storing an outbox and clearing it.
+        with self._settling:
+            found = self._store.outbox.outboxes([uuid for uuid, _ in ended])
+            rows = [
+                (disposal, Outbox(uuid, bodies, disposal.delivery.queue))
+                for (uuid, disposal), bodies in zip(ended, found, strict=True)
+            ]
+            left = self._store.publish([outbox for _, outbox in rows]).left
+            self._consumer.dispose([one for one, outbox in rows if outbox.key not in left])
+            # Last: a failure above gives all of these back, and a parked delivery must stay.
+            for disposal, outbox in rows:
+                if outbox.key in left:
+                    self._park(disposal, outbox, left)
+
+    def settle(
+        self, settlements: Sequence[Settlement], marks: Sequence[Mark] = ()
+    ) -> list[Verdict]:
+        with self._settling:
+            if marks:
+                self._store.backend.apply(
+                    [
+                        Change(
+                            key=one.state.task_uuid, states=(one.state,), epoch=one.delivery.epoch
+                        )
+                        for one in marks
+                    ]
+                )
+            return self._settle(settlements)
+
+    def _settle(self, settlements: Sequence[Settlement]) -> list[Verdict]:
+        stated = [one for one in settlements if one.states]
+        changes = [change_by(one, [_pack(message) for message in one.send]) for one in stated]
+        found = self._store.backend.apply(changes)
+        verdicts = dict(zip(map(id, stated), found, strict=True))
+        outboxes: dict[str, Outbox] = {}
+        again: list[Settlement] = []
+        for one, change, verdict in zip(stated, changes, found, strict=True):
+            if one.delivery.receipt in self._parked:
+                continue  # a repeat; `_resume` publishes the rest
+            if verdict is ALREADY:
+                again.append(one)
+            elif verdict is SETTLED and change.outbox:
+                outboxes[one.uuid] = Outbox(one.uuid, change.outbox, one.delivery.queue)
+        # Our own repeat: what the first try left undone is done now, with the same UUIDs.
+        if again:
+            kept = self._store.outbox.outboxes([one.uuid for one in again])
+            for one, bodies in zip(again, kept, strict=True):
+                outboxes[one.uuid] = Outbox(one.uuid, bodies, one.delivery.queue)
+        left = self._store.publish(list(outboxes.values())).left if outboxes else {}
+        for one in stated:
+            if one.uuid in left and verdicts[id(one)] is not FENCED:
+                self._park(disposal_of(one), outboxes[one.uuid], left)
+        over = [one for one in settlements if one.delivery.receipt not in self._parked]
+        ours = self._consumer.dispose([disposal_of(one) for one in over])
+        for one, is_ours in zip(over, ours, strict=True):
+            verdicts.setdefault(id(one), SETTLED if is_ours else FENCED)
+        return [verdicts[id(one)] for one in settlements]
+
+    # Parked settlements
+
+    def _park(
+        self, disposal: Disposal, outbox: Outbox, left: Mapping[str, Sequence[Message]]
+    ) -> None:
+        now, level = self._store.clock.monotonic(), logging.DEBUG
+        if now - self._warned_at > WARN_EVERY:
+            self._warned_at, level = now, logging.WARNING
+        logger.log(
+            level,
+            "a queue is full: what follows from task %s waits for room, and the worker goes on",
+            outbox.key,
+        )
+        self._parked[disposal.delivery.receipt] = _Parked(disposal, outbox, left[outbox.key])
+        self._store.parked.add(outbox.key)
+
+    def _resume(self) -> bool:
+        """Publish parked messages as far as there is room; return whether a settlement was ended."""
+        if not self._parked or not self._settling.acquire(blocking=False):
+            return False
+        try:
+            before = len(self._parked)
+            self._publish_parked()
+            return len(self._parked) < before
+        except MachineryError as error:
+            logger.debug("what waits for room could not be published: %s", error)
+            return False
+        finally:
+            self._settling.release()
+
+    def _publish_parked(self) -> None:
+        # A delivery lost with the connection is another worker's, which finds the outbox.
+        held = {
+            receipt: one
+            for receipt, one in self._parked.items()
+            if not self._consumer.is_lost(one.disposal.delivery)
+        }
+        waiting = list(held.values())
+        if self._knows_outboxes and waiting:
+            # `tend` of other processes publishes old ones as well.
+            outboxes = self._store.outbox.outboxes([one.outbox.key for one in waiting])
+            for one, kept in zip(waiting, outboxes, strict=True):
+                one.left = one.left if kept else ()
+        messages = [(one.outbox.key, one.outbox.home, m) for one in waiting for m in one.left]
+        left = self._store.post(messages).left if messages else {}
+        for one in waiting:
+            one.left = left.get(one.outbox.key, ())
+        done = [one for one in waiting if not one.left]
+        self._store.clear([one.outbox for one in done])
+        self._consumer.dispose([one.disposal for one in done])
+        parked = {receipt: one for receipt, one in held.items() if one.left}
+        gone = [one.outbox.key for receipt, one in self._parked.items() if receipt not in parked]
+        self._store.parked.difference_update(gone)
+        self._parked = parked
+
+    def beat(self) -> bool:
+        is_ours = super().beat()
+        self._resume()
+        return is_ours
+
+    def close(self) -> None:
+        self._resume()
+        super().close()

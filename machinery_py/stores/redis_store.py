@@ -26,8 +26,9 @@ from machinery_py.stores.base import (
     Settlement,
     Store,
     Submission,
+    disposal_of,
+    mark_of,
 )
-from machinery_py.stores.transactional import disposal_of, mark_of
 from machinery_py.tasks.states import State
 
 BUSY = 32  # settlements and marks in a batch from which RECEIVED is not written

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from machinery_py.backends.base import ALREADY, FENCED, SETTLED, Amendment, Change, Verdict
 from machinery_py.backends.transactional import TransactionalBackend
-from machinery_py.brokers.base import Broker, Consumer, Delivery, Disposal, Message
+from machinery_py.brokers.base import Broker, Consumer, Delivery, Message
 from machinery_py.stores.base import (
     ConsumerSession,
     Firing,
@@ -20,27 +20,13 @@ from machinery_py.stores.base import (
     Settlement,
     Store,
     Submission,
+    change_by,
     change_of,
+    disposal_of,
+    mark_of,
 )
 
 Transaction = Callable[[], contextlib.AbstractContextManager[object]]
-
-
-def mark_of(delivery: Delivery) -> str:
-    """Names one delivery in the backend, so that our own repeat is told from somebody else's work."""
-    return f"{delivery.receipt}/{delivery.fence}"
-
-
-def disposal_of(settlement: Settlement) -> Disposal:
-    return Disposal(
-        delivery=settlement.delivery,
-        fate=settlement.fate,
-        eta=settlement.eta,
-        reason=settlement.reason,
-        error=settlement.error,
-        uuid=settlement.uuid,
-        name=settlement.name,
-    )
 
 
 class OneStore(Store):
@@ -113,7 +99,9 @@ class OneSession(ConsumerSession):
                 self._mark(marks)
             ours = self._consumer.dispose([disposal_of(settlement) for settlement in settlements])
             held = [settlement for settlement, mine in zip(settlements, ours, strict=True) if mine]
-            applied = iter(self._store.backend.apply([_change(settlement) for settlement in held]))
+            applied = iter(
+                self._store.backend.apply([change_by(settlement) for settlement in held])
+            )
             verdicts: list[Verdict] = []
             send: list[Message] = []
             for settlement, mine in zip(settlements, ours, strict=True):
@@ -140,13 +128,3 @@ class OneSession(ConsumerSession):
             return FENCED
         done = self._store.backend.settled_by([settlement.uuid]) == [mark_of(settlement.delivery)]
         return ALREADY if done else FENCED
-
-
-def _change(settlement: Settlement) -> Change:
-    return Change(
-        key=settlement.uuid,
-        mark=mark_of(settlement.delivery),
-        states=settlement.states,
-        groups=settlement.groups,
-        arrivals=settlement.arrivals,
-    )

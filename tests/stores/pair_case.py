@@ -31,7 +31,7 @@ from machinery_py.brokers.sqlite.consumer import SQLiteConsumer
 from machinery_py.config.config import AMQPConfig
 from machinery_py.connections.memory import MemoryHub
 from machinery_py.stores.base import Session, Store
-from machinery_py.stores.outbox_session import TwoSession
+from machinery_py.stores.outbox import TwoSession
 from machinery_py.testing.clocks import ManualClock
 from tests.stores import (
     amqp_case,

@@ -21,7 +21,7 @@ from machinery_py.brokers.rabbitmq.topology import Topology
 from machinery_py.config.config import AMQPConfig
 from machinery_py.connections.rabbitmq.client import AmqpDriver
 from machinery_py.connections.rabbitmq.io_thread import Channel
-from machinery_py.stores.outbox_session import TwoSession
+from machinery_py.stores.outbox import TwoSession
 from machinery_py.testing.conformance.leases import bodies, message, put
 from machinery_py.testing.waiting import HANG, wait_until
 from machinery_py.worker.execution import Execution

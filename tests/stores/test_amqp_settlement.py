@@ -13,8 +13,7 @@ from machinery_py.brokers.rabbitmq.broker import AMQPBroker
 from machinery_py.connections.memory import MemoryHub
 from machinery_py.connections.sqlite.database import SQLiteDriver
 from machinery_py.stores.base import Session, Store
-from machinery_py.stores.outbox import TwoStores
-from machinery_py.stores.outbox_session import TwoSession
+from machinery_py.stores.outbox import TwoSession, TwoStores
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.conformance.settlement import OpenStore, SettlementConformance
 from tests.stores.amqp_case import (

@@ -14,8 +14,7 @@ from machinery_py.brokers.sqlite.consumer import SQLiteConsumer
 from machinery_py.connections.memory import MemoryHub
 from machinery_py.connections.sqlite.database import SQLiteDriver
 from machinery_py.stores.base import Session, Store
-from machinery_py.stores.outbox import TwoStores
-from machinery_py.stores.outbox_session import TwoSession
+from machinery_py.stores.outbox import TwoSession, TwoStores
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.conformance.backends import BackendConformance, OpenBackend
 from machinery_py.testing.conformance.claims import ClaimConformance

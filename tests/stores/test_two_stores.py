@@ -15,7 +15,7 @@ from machinery_py.brokers.base import Message
 from machinery_py.brokers.memory import MemoryBroker
 from machinery_py.connections.memory import MemoryHub
 from machinery_py.connections.sqlite.database import SQLiteDriver
-from machinery_py.errors import BrokerUnavailable
+from machinery_py.errors import BrokerUnavailable, PublishRefused
 from machinery_py.stores.base import Submission
 from machinery_py.stores.outbox import TwoStores
 from machinery_py.tasks.states import State, TaskState
@@ -140,6 +140,43 @@ def test_a_redelivery_publishes_what_its_dead_owner_has_not(clock: ManualClock) 
     assert [uuid_of(one) for one in (*heir.receive(9, 0), *heir.receive(9, 0))] == ["c"]
     assert session.settle([settlement(first, callbacks=["c"])]) != [SETTLED]
     assert backend.unsent(9, older_than=0.0) == []
+
+
+class Full(MemoryBroker):
+    """Has no room on queue `c`."""
+
+    is_full = True
+
+    def put(self, messages: Sequence[Message], *, token: str) -> bool:
+        if self.is_full and any(one.queue == "c" for one in messages):
+            error = PublishRefused("full")
+            error.left = frozenset(range(len(messages)))
+            raise error
+        return super().put(messages, token=token)
+
+
+def test_settlement_is_parked_once_when_its_first_try_failed(clock: ManualClock) -> None:
+    inner, backend = Full(MemoryHub(clock)), MemoryBackend(MemoryHub(clock))
+    broker = FlakyBroker(inner)
+    store = TwoStores(broker, backend, clock)
+    submit(store, "a")
+    submit(store, "b", token="2")
+    session = store.open_session(["q"], worker="w")
+    first, second = session.receive(2, 0)
+    batch = [settlement(first, callbacks=["c"]), settlement(second)]
+    broker.faults.next_call("dispose")
+    with pytest.raises(BrokerUnavailable):
+        session.settle(batch)
+    session.settle(batch)
+
+    inner.is_full = False
+    session.beat()
+
+    assert len(inner.pending("c", 9)) == 1
+    assert drain(store, "c") == ["c"]
+    assert backend.unsent(9, older_than=0.0) == []
+    session.close()
+    assert drain(store, "q") == []
 
 
 @pytest.mark.parametrize("call", ["put", "dispose"])
