@@ -29,12 +29,12 @@ class Known:
     servers: frozenset[str] = frozenset()  # fixtures
 
 
-#: The first whose words stand in the path of a file has the file: `test_redis_cluster.py` is the cluster's.
+#: The first whose words stand in the path of a file has the file: `stores/redis_cluster/` is the cluster's.
 STORES: dict[str, Known] = {
     "rabbitmq": Known("amqp|rabbitmq", frozenset({"rabbitmq_server"})),
     "memcached": Known("memcache", frozenset({"memcached_server"})),
     "mongodb": Known("mongo", frozenset({"mongodb_server"})),
-    "sqlite": Known("sqlite|wakeup"),
+    "sqlite": Known("sqlite"),
     "cluster": Known("cluster", frozenset({"redis_cluster", "redis_node"})),
     "redis": Known("redis(?!_?cluster)", frozenset({"redis_server", "redis_sentinels"})),
     "memory": Known("memory"),
@@ -42,6 +42,10 @@ STORES: dict[str, Known] = {
 
 #: Files with tests of several stores.
 SHARED = (
+    "backends/test_*.py",
+    "brokers/test_*.py",
+    "connections/test_*.py",
+    "locks/test_*.py",
     "models/test_*.py",
     "stores/test_*.py",
     "system/test_unique.py",

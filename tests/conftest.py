@@ -21,8 +21,8 @@ settings.load_profile("machinery")
 #: What takes minutes, or asks much of the machine (three RabbitMQ nodes, which start for half a minute): `make chaos` runs it.
 LONG = [
     "chaos/test_chaos_amqp.py",
-    "stores/test_amqp_cluster.py",
-    "stores/test_amqp_results_restart.py",
+    "brokers/rabbitmq/test_cluster.py",
+    "backends/rabbitmq/test_restart.py",
 ]
 collect_ignore = [] if os.environ.get("MACHINERY_TEST_FULL") else LONG
 

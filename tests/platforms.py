@@ -2,7 +2,7 @@
 
     python -m tests.platforms                 all of them, half an hour on two cores
     python -m tests.platforms python3.15      one
-    python -m tests.platforms --tests tests/engine/test_executors.py
+    python -m tests.platforms --tests tests/worker/test_executors.py
 
 A root is made once by debootstrap (two minutes) in `.platforms/`, or where MACHINERY_PLATFORMS says, and used again; each run
 copies the checkout into it and installs it anew. The tests run in the root with their own processes and mounts, which end with
@@ -40,16 +40,20 @@ HEAD = (
 )
 
 FAST = (
-    "tests/rules",
-    "tests/wire",
-    "tests/engine",
+    "tests/config",
     "tests/models",
-    "tests/test_architecture.py",
-    "tests/test_public_api.py",
+    "tests/registry",
+    "tests/results",
+    "tests/schedules",
+    "tests/tasks",
+    "tests/values",
+    "tests/wire",
+    "tests/worker",
+    *sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("tests/test_*.py")),
 )
-SYSTEM = ("tests/system",)
-STORES = ("tests/stores",)
-REDIS = ("tests/stores", "-k", "redis or cluster")
+SYSTEM = ("tests/cli", "tests/system", "tests/testing")
+STORES = ("tests/backends", "tests/brokers", "tests/connections", "tests/locks", "tests/stores")
+REDIS = (*STORES, "-k", "redis or cluster")
 
 #: Linters look at the text, which is the same on every Python.
 LINTERS = frozenset(("mypy", "pyright", "ruff", "types-PyYAML"))

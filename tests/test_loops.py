@@ -16,12 +16,15 @@ from tests.support import fixtures as servers
 ROOT = pathlib.Path(__file__).parents[1]
 FILES = [path.relative_to(by_store.TESTS).as_posix() for path in by_store.TESTS.rglob("test_*.py")]
 
+#: Folders whose tests are all in the loop of some store.
+FOLDERS = ("backends/", "brokers/", "connections/", "locks/", "models/", "stores/")
+
 
 def test_every_file_of_stores_models_and_workflows_is_in_a_loop() -> None:
     forgotten = [
         file
         for file in FILES
-        if file.startswith(("stores/", "models/", "system/test_workflows"))
+        if file.startswith((*FOLDERS, "system/test_workflows"))
         if not any(is_wanted(file, store) for store in STORES)
     ]
 
@@ -31,7 +34,7 @@ def test_every_file_of_stores_models_and_workflows_is_in_a_loop() -> None:
 def test_every_file_that_names_a_store_is_in_its_loop_alone() -> None:
     named = {file: owner for file in FILES if (owner := store_of_file(file))}
 
-    assert {"stores/test_redis_wire.py", "system/test_workflows_mongo.py"} <= named.keys()
+    assert {"stores/redis/test_wire.py", "system/test_workflows_mongo.py"} <= named.keys()
     for file, owner in named.items():
         loops = [store for store in STORES if is_wanted(file, store)]
         assert loops == ([] if by_store.is_left_out(file) else [owner]), file
@@ -48,8 +51,8 @@ def test_every_server_of_a_store_is_a_fixture() -> None:
 @pytest.mark.parametrize(
     ("path", "names", "fixtures", "stores"),
     [
-        ("stores/test_redis_cluster_own.py", "test_a", ["redis_server"], {"cluster"}),
-        ("stores/test_amqp_cluster.py", "test_a", [], {"rabbitmq"}),
+        ("stores/redis_cluster/test_store.py", "test_a", ["redis_server"], {"cluster"}),
+        ("brokers/rabbitmq/test_cluster.py", "test_a", [], {"rabbitmq"}),
         (
             "stores/test_claims.py",
             "TestMemoryBrokerAndRedisBackend::test_a",
@@ -58,9 +61,9 @@ def test_every_server_of_a_store_is_a_fixture() -> None:
         ),
         ("stores/test_claims.py", "TestRedisCluster::test_a", [], {"cluster"}),
         ("stores/test_store_pairs.py", "test_a[redis+mongodb]", [], {"redis", "mongodb"}),
-        ("stores/test_pausing.py", "test_a", ["request", "redis_server"], {"redis"}),
-        ("stores/test_pausing.py", "test_a_full_server RedisServer", [], {"redis"}),
-        ("stores/test_session_files.py", "test_a", ["tmp_path"], {"memory"}),
+        ("brokers/test_pausing.py", "test_a", ["request", "redis_server"], {"redis"}),
+        ("brokers/test_pausing.py", "test_a_full_server RedisServer", [], {"redis"}),
+        ("connections/test_session_files.py", "test_a", ["tmp_path"], {"memory"}),
         ("models/test_scripts.py", "test_a", [], {"redis"}),
     ],
 )
@@ -110,11 +113,11 @@ def test_the_makefiles_header_names_all_targets() -> None:
 
 
 def test_every_file_of_the_quick_loop_is_there() -> None:
-    makefile = (ROOT / "Makefile").read_text()
+    makefile = (ROOT / "Makefile").read_text().replace("\\\n", "")
     [first, names] = re.findall(
-        r"^QUICK := (.*) \\\n.*patsubst %,tests/engine/test_%\.py,(.*)\)$", makefile, re.MULTILINE
+        r"^QUICK := (.*)\$\(patsubst %,tests/test_%\.py,(.*)\)$", makefile, re.MULTILINE
     )[0]
 
-    files = [*first.split(), *(f"tests/engine/test_{name}.py" for name in names.split())]
+    files = [*first.split(), *(f"tests/test_{name}.py" for name in names.split())]
     assert len(files) > 10
     assert [file for file in files if not (ROOT / file).exists()] == []

@@ -33,14 +33,12 @@ from machinery_py.connections.memory import MemoryHub
 from machinery_py.stores.base import Session, Store
 from machinery_py.stores.outbox import TwoSession
 from machinery_py.testing.clocks import ManualClock
-from tests.stores import (
-    amqp_case,
-    amqp_results_case,
-    memcache_case,
-    mongo_case,
-    redis_case,
-    test_sqlite_conformance,
-)
+from tests.backends.memcached import case as memcached_case
+from tests.backends.rabbitmq import case as rabbitmq_results_case
+from tests.stores.mongodb import case as mongodb_case
+from tests.stores.rabbitmq import case as rabbitmq_case
+from tests.stores.redis import case as redis_case
+from tests.stores.sqlite import test_conformance as test_sqlite_conformance
 from tests.support.servers import MemcachedServer, RedisServer
 
 #: Every pair, not only a few: `make matrix` and `make chaos`.
@@ -130,16 +128,16 @@ def _redis(place: Place) -> Side:
 
 def _mongodb(place: Place) -> Side:
     clock = ManualClock()
-    drivers = mongo_case.Drivers(place.url, clock)
+    drivers = mongodb_case.Drivers(place.url, clock)
     return Side(
         clock, drivers.close, lambda: MongoBroker(drivers()), lambda: MongoBackend(drivers())
     )
 
 
 def _amqp(place: Place) -> Side:
-    clock = amqp_case.PacedClock(place.url)
-    brokers = amqp_case.Brokers(place.url, clock, AMQPConfig())
-    backends = amqp_results_case.Backends(place.url, clock)
+    clock = rabbitmq_case.PacedClock(place.url)
+    brokers = rabbitmq_case.Brokers(place.url, clock, AMQPConfig())
+    backends = rabbitmq_results_case.Backends(place.url, clock)
 
     def close() -> None:
         brokers.close()
@@ -150,8 +148,8 @@ def _amqp(place: Place) -> Side:
 
 def _memcache(place: Place) -> Side:
     assert place.memcached is not None
-    clock = memcache_case.ServerClock(place.memcached)
-    drivers = memcache_case.Drivers(clock)
+    clock = memcached_case.ServerClock(place.memcached)
+    drivers = memcached_case.Drivers(clock)
     return Side(clock, drivers.close, None, lambda: MemcacheBackend(drivers()))
 
 
@@ -183,7 +181,7 @@ def dies_at_once(store: Store, session: Session) -> bool:
     assert isinstance(session, TwoSession)
     consumer = session._consumer
     if isinstance(store.broker, AMQPBroker):
-        amqp_case.crash(store.broker, consumer)  # type: ignore[arg-type]  # it is this broker's
+        rabbitmq_case.crash(store.broker, consumer)  # type: ignore[arg-type]  # it is this broker's
     elif isinstance(consumer, SQLiteConsumer):
         consumer.abandon()
         store.tend()

@@ -22,7 +22,7 @@ from machinery_py.stores.redis_store import RedisStore
 from machinery_py.stores.transactional import OneStore
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.conformance.fencing import OpenStore
-from tests.stores.redis_case import Drivers, ServerClock
+from tests.stores.redis.case import Drivers, ServerClock
 
 
 class InMemory:

@@ -22,7 +22,7 @@ from tests.stores.record_stores import (
     InSQLiteBesideMemory,
     InTwoMemories,
 )
-from tests.stores.redis_case import clock, open_driver, redis_server, redis_url
+from tests.stores.redis.case import clock, open_driver, redis_server, redis_url
 
 __all__ = ["clock", "open_driver", "redis_server", "redis_url"]
 

@@ -18,11 +18,11 @@ from machinery_py.testing.conformance.claims import ClaimConformance
 from machinery_py.testing.conformance.fencing import StoreCase
 from machinery_py.testing.conformance.schedules import ScheduleConformance
 from machinery_py.testing.conformance.settlement import OpenStore, SettlementConformance
+from tests.backends.memcached.case import empty_memcached
 from tests.matrix import stores
-from tests.stores.amqp_case import amqp_url, vhosts
-from tests.stores.memcache_case import empty_memcached
-from tests.stores.mongo_case import mongodb_server, mongodb_url
+from tests.stores.mongodb.case import mongodb_server, mongodb_url
 from tests.stores.pair_case import ALL_PAIRS, PairClock, Place, Side, dies_at_once, open_side, place
+from tests.stores.rabbitmq.case import amqp_url, vhosts
 
 __all__ = ["amqp_url", "empty_memcached", "mongodb_server", "mongodb_url", "vhosts"]
 

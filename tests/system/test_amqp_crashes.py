@@ -1,7 +1,7 @@
 """Workers and senders are killed at every step with messages in RabbitMQ and states in each store that processes share.
 
 `make chaos` tries every point over every backend (MACHINERY_TEST_FULL=1); else each point is tried over one, in turn.
-What lies between two steps of a consumer is in tests/stores/test_amqp_steps.py.
+What lies between two steps of a consumer is in tests/brokers/rabbitmq/test_consumer.py.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import pathlib
 import pytest
 
 from machinery_py import Server, State
-from tests.stores.amqp_case import amqp_url, vhosts
-from tests.stores.memcache_case import empty_memcached
-from tests.stores.mongo_case import mongodb_server, mongodb_url
+from tests.backends.memcached.case import empty_memcached
+from tests.stores.mongodb.case import mongodb_server, mongodb_url
+from tests.stores.rabbitmq.case import amqp_url, vhosts
 from tests.system.crashing import REFUSAL_POINTS, SENDER_POINTS, TWO_STORE_POINTS, WORKER_POINTS
 from tests.system.test_crash_points import (
     Stage,

@@ -14,7 +14,7 @@ from machinery_py.config.config import RedisConfig
 from machinery_py.connections.redis.slots import slot_of
 from machinery_py.events import ConnectionLost
 from machinery_py.testing.waiting import wait_until
-from tests.stores.redis_cluster_case import empty_cluster, masters, url_of
+from tests.stores.redis_cluster.case import empty_cluster, masters, url_of
 from tests.support.servers import RedisCluster, RedisServer, require
 
 __all__ = ["empty_cluster"]

@@ -19,8 +19,8 @@ import pytest
 from machinery_py import Server, State, Task
 from machinery_py.brokers.base import QueueStats
 from machinery_py.testing.waiting import wait_until
-from tests.stores.memcache_case import empty_memcached
-from tests.stores.redis_cluster_case import empty_cluster, url_of
+from tests.backends.memcached.case import empty_memcached
+from tests.stores.redis_cluster.case import empty_cluster, url_of
 from tests.system import crashing
 from tests.system.crashing import (
     CLUSTER_POINTS,

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from machinery_py import Server
-from tests.stores.amqp_case import amqp_url, vhosts
+from tests.stores.rabbitmq.case import amqp_url, vhosts
 from tests.system.crashing import SENDER_POINTS, SHAPES, TX_POINTS, WORKER_POINTS
 from tests.system.test_crash_points import Stage, survive_sender, survive_worker, survivor
 

@@ -18,15 +18,15 @@ from machinery_py.connections.forks import ForkLock
 from machinery_py.connections.rabbitmq.client import AmqpDriver
 from machinery_py.tasks.states import State
 from machinery_py.testing.waiting import HANG, together, wait_until
-from tests.stores.amqp_case import amqp_url, vhosts
-from tests.stores.memcache_case import empty_memcached
-from tests.stores.mongo_case import mongodb_server, mongodb_url
+from tests.backends.memcached.case import empty_memcached
+from tests.cli.app import HANG as LONG
+from tests.cli.app import TASKS, App, app_in_a_folder, children, is_alive
+from tests.stores.mongodb.case import mongodb_server, mongodb_url
+from tests.stores.rabbitmq.case import amqp_url, vhosts
 from tests.support.fixtures import open_proxy, rabbitmq_server
 from tests.support.forking import forked
 from tests.support.proxy import Proxy
 from tests.support.servers import RabbitMQServer
-from tests.system.cli_app import HANG as LONG
-from tests.system.cli_app import TASKS, App, app_in_a_folder, children, is_alive
 
 __all__ = [
     "amqp_url",

@@ -16,7 +16,7 @@ import pytest
 from machinery_py import Config, Server, State
 from machinery_py.errors import BrokerUnavailable
 from machinery_py.testing.waiting import wait_until
-from tests.stores.amqp_case import amqp_url, vhosts
+from tests.stores.rabbitmq.case import amqp_url, vhosts
 from tests.support import private_mongo
 from tests.support.freezing import can_be_written, freeze, stands_still
 

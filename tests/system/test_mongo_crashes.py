@@ -20,8 +20,8 @@ from machinery_py import Config, Server, Task
 from machinery_py.connections.mongodb.client import MongoDriver
 from machinery_py.stores import outbox as two_stores
 from machinery_py.testing.waiting import wait_until
-from tests.stores.amqp_case import amqp_url, vhosts
-from tests.stores.mongo_case import mongodb_server, mongodb_url
+from tests.stores.mongodb.case import mongodb_server, mongodb_url
+from tests.stores.rabbitmq.case import amqp_url, vhosts
 from tests.system import crashing
 from tests.system.crashing import TWO_STORE_POINTS, WORKER_POINTS
 from tests.system.test_crash_points import (

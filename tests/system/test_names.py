@@ -1,5 +1,5 @@
 """What other programs keep on the same servers under the name of a task, a group or a queue of ours: it stays as it is, and one
-message suffers, not the others. The rule for names itself: tests/rules/test_names.py, and the conformance suite."""
+message suffers, not the others. The rule for names itself: tests/test_names.py, and the conformance suite."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from machinery_py.errors import NameRefused
 from machinery_py.tasks.states import TaskState
 from machinery_py.testing.conformance.application import App
 from machinery_py.testing.waiting import HANG, wait_until
-from tests.stores.amqp_case import amqp_url, vhosts
-from tests.stores.memcache_case import empty_memcached, tell
-from tests.stores.mongo_case import mongodb_url
-from tests.stores.redis_cluster_case import empty_cluster, masters, url_of
+from tests.backends.memcached.case import empty_memcached, tell
+from tests.stores.mongodb.case import mongodb_url
+from tests.stores.rabbitmq.case import amqp_url, vhosts
+from tests.stores.redis_cluster.case import empty_cluster, masters, url_of
 from tests.support.fixtures import mongodb_server, rabbitmq_server
 from tests.support.servers import MemcachedServer, RedisCluster, RedisServer
 

@@ -16,10 +16,10 @@ from machinery_py.events import ConnectionLost, ConnectionRestored
 from machinery_py.tasks.backoff import SCHEDULES, reconnect_delay
 from machinery_py.testing.waiting import wait_until
 from machinery_py.worker.worker import Worker
+from tests.cli.app import HANG, App, app_in_a_folder, children
 from tests.support.private import free_port
 from tests.support.proxy import Proxy
 from tests.support.servers import RedisServer, require
-from tests.system.cli_app import HANG, App, app_in_a_folder, children
 
 app = app_in_a_folder
 OpenProxy = Callable[[int], Proxy]

@@ -14,11 +14,11 @@ import pytest
 from machinery_py import Config, Server
 from machinery_py.config.sections import AMQPConfig
 from machinery_py.testing.conformance.workflows import LinkedConformance, WorkflowConformance
+from tests.backends.memcached.case import empty_memcached
 from tests.matrix import stores
-from tests.stores.amqp_case import amqp_url, vhosts
-from tests.stores.memcache_case import empty_memcached
-from tests.stores.mongo_case import mongodb_server, mongodb_url
+from tests.stores.mongodb.case import mongodb_server, mongodb_url
 from tests.stores.pair_case import ALL_PAIRS, Place, place
+from tests.stores.rabbitmq.case import amqp_url, vhosts
 
 __all__ = ["amqp_url", "empty_memcached", "mongodb_server", "mongodb_url", "vhosts"]
 

@@ -12,7 +12,7 @@ import pytest
 
 from machinery_py import Server, State
 from machinery_py.testing.waiting import wait_until
-from tests.stores.amqp_case import amqp_url, vhosts
+from tests.stores.rabbitmq.case import amqp_url, vhosts
 from tests.system.test_kills import FULL, Fleet, _mongodb, done
 
 __all__ = ["amqp_url", "vhosts"]

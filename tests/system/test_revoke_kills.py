@@ -14,9 +14,9 @@ import pytest
 from machinery_py import Server, State
 from machinery_py.stores import outbox
 from machinery_py.testing.waiting import wait_until
-from tests.stores.amqp_case import amqp_url, vhosts
-from tests.stores.mongo_case import own_mongodb
-from tests.stores.redis_cluster_case import empty_cluster, url_of
+from tests.stores.mongodb.case import own_mongodb
+from tests.stores.rabbitmq.case import amqp_url, vhosts
+from tests.stores.redis_cluster.case import empty_cluster, url_of
 from tests.system import crashing
 from tests.system.crashing import (
     CLUSTER_POINTS,

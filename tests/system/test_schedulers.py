@@ -17,10 +17,10 @@ import pytest
 
 from machinery_py.schedules.definition import decode_entry
 from machinery_py.testing.waiting import wait_until
-from tests.stores.amqp_case import amqp_url, vhosts
-from tests.stores.memcache_case import empty_memcached
-from tests.stores.mongo_case import own_mongodb
-from tests.stores.redis_cluster_case import empty_cluster, url_of
+from tests.backends.memcached.case import empty_memcached
+from tests.stores.mongodb.case import own_mongodb
+from tests.stores.rabbitmq.case import amqp_url, vhosts
+from tests.stores.redis_cluster.case import empty_cluster, url_of
 from tests.system.scheduling import make_server
 
 __all__ = ["amqp_url", "empty_cluster", "empty_memcached", "vhosts"]

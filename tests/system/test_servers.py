@@ -17,6 +17,7 @@ import pika
 import pytest
 
 from machinery_py.testing.waiting import HANG, together, wait_until
+from tests.cli.app import children, is_alive
 from tests.support.private import PORTS, free_port
 from tests.support.servers import (
     MemcachedServer,
@@ -30,7 +31,6 @@ from tests.support.servers import (
     ServerMissing,
     require,
 )
-from tests.system.cli_app import children, is_alive
 
 ROOT = Path(__file__).parents[2]  # from where a child finds tests.support
 

@@ -14,11 +14,11 @@ import pytest
 from machinery_py import Config, Server
 from machinery_py.testing.conformance.exclusive import ExclusiveConformance
 from machinery_py.testing.conformance.unique import UniqueConformance
-from tests.stores.amqp_case import amqp_url, vhosts
-from tests.stores.memcache_case import empty_memcached
-from tests.stores.mongo_case import mongodb_server, mongodb_url
-from tests.stores.redis_case import redis_server, redis_url
-from tests.stores.redis_cluster_case import empty_cluster, url_of
+from tests.backends.memcached.case import empty_memcached
+from tests.stores.mongodb.case import mongodb_server, mongodb_url
+from tests.stores.rabbitmq.case import amqp_url, vhosts
+from tests.stores.redis.case import redis_server, redis_url
+from tests.stores.redis_cluster.case import empty_cluster, url_of
 from tests.support.servers import MemcachedServer, RedisCluster
 
 __all__ = [

@@ -15,10 +15,10 @@ import pytest
 from machinery_py import Config, Server, State
 from machinery_py.testing.waiting import HANG as ONE
 from machinery_py.testing.waiting import wait_until
-from tests.stores.amqp_case import amqp_url, vhosts
-from tests.stores.memcache_case import empty_memcached
-from tests.stores.mongo_case import own_mongodb
-from tests.stores.redis_cluster_case import empty_cluster, url_of
+from tests.backends.memcached.case import empty_memcached
+from tests.stores.mongodb.case import own_mongodb
+from tests.stores.rabbitmq.case import amqp_url, vhosts
+from tests.stores.redis_cluster.case import empty_cluster, url_of
 from tests.support.freezing import freeze
 from tests.system.sameness_app import LEASE
 

@@ -15,9 +15,9 @@ from machinery_py import Config, Server, Unsupported, group
 from machinery_py.config.sections import AMQPConfig
 from machinery_py.testing.conformance.workflows import WorkflowConformance
 from machinery_py.testing.waiting import HANG, wait_until
-from tests.stores.amqp_case import amqp_url, vhosts
-from tests.stores.memcache_case import empty_memcached
+from tests.backends.memcached.case import empty_memcached
 from tests.stores.pair_case import ALL_PAIRS
+from tests.stores.rabbitmq.case import amqp_url, vhosts
 from tests.support.fixtures import rabbitmq_server
 from tests.support.servers import MemcachedServer, RedisServer
 

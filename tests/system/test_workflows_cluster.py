@@ -6,7 +6,7 @@ import pytest
 
 from machinery_py import Config, Server
 from machinery_py.testing.conformance.workflows import WorkflowConformance
-from tests.stores.redis_cluster_case import empty_cluster, url_of
+from tests.stores.redis_cluster.case import empty_cluster, url_of
 from tests.support.servers import RedisCluster
 
 __all__ = ["empty_cluster"]

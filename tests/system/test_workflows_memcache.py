@@ -9,7 +9,7 @@ import pytest
 
 from machinery_py import Config, Server
 from machinery_py.testing.conformance.workflows import WorkflowConformance
-from tests.stores.memcache_case import empty_memcached
+from tests.backends.memcached.case import empty_memcached
 from tests.support.servers import MemcachedServer, RedisServer
 
 __all__ = ["empty_memcached"]

@@ -12,7 +12,7 @@ import pytest
 
 from machinery_py import Config, Server
 from machinery_py.testing.conformance.workflows import LinkedConformance, WorkflowConformance
-from tests.stores.mongo_case import mongodb_server, mongodb_url
+from tests.stores.mongodb.case import mongodb_server, mongodb_url
 from tests.stores.pair_case import ALL_PAIRS
 
 __all__ = ["mongodb_server", "mongodb_url"]

@@ -6,7 +6,7 @@ import pytest
 
 from machinery_py import Config, Server
 from machinery_py.testing.conformance.workflows import WorkflowConformance
-from tests.stores.redis_case import redis_server, redis_url
+from tests.stores.redis.case import redis_server, redis_url
 
 __all__ = ["redis_server", "redis_url"]
 

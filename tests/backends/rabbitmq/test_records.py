@@ -1,0 +1,137 @@
+"""Schedules and the keys of unique tasks in RabbitMQ: what is left of them, and what a lost reply does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pika
+import pytest
+from pika.adapters.blocking_connection import BlockingChannel
+from pika.exceptions import ChannelClosedByBroker
+
+from machinery_py import Config, Server
+from machinery_py.backends.base import Amendment
+from machinery_py.backends.rabbitmq.backend import AMQPBackend
+from machinery_py.backends.rabbitmq.records import place_of
+from machinery_py.connections.rabbitmq.queue_records import QueueTransactionLost
+from machinery_py.tasks.states import State
+from machinery_py.testing.conformance.groups import state_of
+from machinery_py.testing.waiting import HANG, wait_until
+from tests.backends.rabbitmq.test_backend import Open, backend, open_backend
+from tests.stores.rabbitmq.case import amqp_url, vhosts
+from tests.support.fixtures import open_proxy, rabbitmq_server
+from tests.support.proxy import Proxy
+from tests.support.servers import RabbitMQServer
+
+__all__ = ["amqp_url", "backend", "open_backend", "open_proxy", "rabbitmq_server", "vhosts"]
+
+
+@pytest.fixture
+def channel(amqp_url: str) -> Iterator[BlockingChannel]:
+    connection = pika.BlockingConnection(pika.URLParameters(amqp_url))
+    yield connection.channel()
+    connection.close()
+
+
+def claim(expected: bytes | None, body: bytes | None, *, send: bool = False) -> Amendment:
+    return Amendment(
+        name="a",
+        expected=expected,
+        body=body,
+        life=100.0,
+        states=(state_of("t"),) if send else (),
+        outbox=(b"the message",) if send else (),
+        outbox_key="unique a 1" if send else "",
+    )
+
+
+@pytest.mark.parametrize("life", [100.0, 0.0], ids=["claim", "record"])
+def test_an_amendment_whose_reply_is_lost_is_made_once(
+    rabbitmq_server: RabbitMQServer,
+    amqp_url: str,
+    open_backend: Open,
+    open_proxy: Callable[[int], Proxy],
+    backend: AMQPBackend,
+    life: float,
+) -> None:
+    proxy = open_proxy(rabbitmq_server.port)
+    far = open_backend(proxy.through(amqp_url))
+    assert far.claims(["a"]) == [None]
+    wait_until(
+        lambda: bool(far._transactions._free), HANG
+    )  # the transaction before has given back its locks
+    amendment = Amendment(
+        name="a",
+        expected=None,
+        body=b"1",
+        life=life,
+        states=(state_of("t"),),
+        outbox=(b"the message",),
+        outbox_key="k",
+    )
+
+    proxy.drop_next_reply(matching=b"the message")
+    with pytest.raises(QueueTransactionLost):
+        far.amend(amendment)
+
+    wait_until(lambda: "t" in backend.get_states(["t"]), HANG)
+    assert far.amend(amendment) is False
+    assert [list(bodies) for _, bodies in backend.unsent(9, older_than=0.0)] == [[b"the message"]]
+    assert backend.claims(["a"]) == [b"1" if life else None]
+    assert dict(backend.records().bodies or {}) == ({} if life else {"a": b"1"})
+
+
+def test_who_loses_the_connection_before_the_end_has_changed_nothing(
+    amqp_url: str, open_backend: Open, backend: AMQPBackend
+) -> None:
+    assert backend.amend(claim(None, b"1"))
+    dying = open_backend(amqp_url)
+
+    swap = dying._swap_claim
+
+    def swap_and_die(*claim: Any) -> bool:
+        swapped = swap(*claim)
+        dying._transactions.link().close()
+        return swapped
+
+    dying._swap_claim = swap_and_die  # type: ignore[method-assign]  # as its process would, in the middle of the transaction
+    with pytest.raises(QueueTransactionLost):
+        dying.amend(claim(b"1", b"2", send=True))
+
+    assert backend.claims(["a"]) == [b"1"]
+    assert backend.get_states(["t"]) == {}
+    assert backend.unsent(9, older_than=0.0) == []
+
+
+def test_a_claim_that_is_gone_leaves_no_queue(
+    backend: AMQPBackend, channel: BlockingChannel
+) -> None:
+    queue = place_of("a").queue
+    assert backend.amend(claim(None, b"1", send=True))
+    assert channel.queue_declare(queue, passive=True).method.message_count == 1
+    backend.release([("a", b"1")])
+
+    assert backend.claims(["a"]) == [None]
+    with pytest.raises(ChannelClosedByBroker, match="NOT_FOUND"):
+        channel.queue_declare(queue, passive=True)
+
+
+def test_a_key_is_free_when_rabbitmq_has_forgotten_the_state_of_its_task(amqp_url: str) -> None:
+    """Not what anybody wants: what docs/how-to/rabbitmq.md says."""
+    server = Server(
+        Config(broker="memory://unique-forgotten", result_backend=amqp_url, results_expire_in=2)
+    )
+    alone = server.task("alone", unique=True)(lambda: None)
+    first = alone.send()
+
+    wait_until(lambda: not alone.send().duplicate, HANG)
+
+    assert server.backend.get_states([first.uuid]) == {}
+
+
+def test_the_state_of_a_claims_task_is_written_with_it(backend: AMQPBackend) -> None:
+    assert backend.amend(claim(None, b"1", send=True))
+    assert backend.get_state("t").state is State.PENDING
+    assert not backend.amend(claim(None, b"2", send=True))
+    assert len(backend.unsent(9, older_than=0.0)) == 1

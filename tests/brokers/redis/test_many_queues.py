@@ -1,0 +1,132 @@
+"""Workers of few queues where many are known: what they cost, and that queues without a worker are not forgotten."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import pytest
+
+from machinery_py.brokers.base import Broker, Message
+from machinery_py.brokers.redis.broker import OTHERS, RedisBroker
+from machinery_py.brokers.redis.cluster import ClusterBroker
+from machinery_py.testing.clocks import ManualClock
+from machinery_py.testing.conformance.brokers import OpenBroker
+from tests.stores.redis.case import (
+    Drivers,
+    ServerClock,
+    clock,
+    open_driver,
+    redis_server,
+    redis_url,
+)
+from tests.stores.redis_cluster.case import (
+    ClusterClock,
+    Clusters,
+    empty_cluster,
+    masters,
+    open_cluster,
+)
+from tests.support.servers import RedisCluster as ClusterServers
+
+__all__ = ["clock", "empty_cluster", "open_cluster", "open_driver", "redis_server", "redis_url"]
+
+QUEUES = 1_000
+MOST = (
+    25 * OTHERS
+)  # commands of one look at OTHERS queues and the own ones; before, it was some for each of QUEUES
+
+
+def calls(ask: Callable[[str, str], object]) -> int:
+    """How many commands a server has carried out, those of scripts too."""
+    text = ask("INFO", "commandstats")
+    lines = (text.decode() if isinstance(text, bytes) else str(text)).splitlines()
+    return sum(
+        int(line.partition("calls=")[2].partition(",")[0]) for line in lines if "calls=" in line
+    )
+
+
+class ManyQueues(ABC):
+    @pytest.fixture
+    @abstractmethod
+    def open_broker(self) -> OpenBroker: ...
+
+    @abstractmethod
+    def commands(self, broker: Broker) -> int:
+        """All that were carried out until now."""
+
+    @pytest.fixture
+    def broker(self, open_broker: OpenBroker, clock: ManualClock) -> Broker:
+        broker = open_broker()
+        broker.put(
+            [Message(uuid=f"task_{n}", name="n", queue=f"q{n}", body=b"x") for n in range(QUEUES)],
+            token="",
+        )
+        return broker
+
+    def test_a_look_where_many_queues_are_known_costs_what_it_costs_where_few_are(
+        self, broker: Broker
+    ) -> None:
+        broker.consume(["q7"], worker="w")
+        broker.tend()  # scripts are loaded, connections opened
+
+        before = self.commands(broker)
+        broker.tend()
+
+        assert self.commands(broker) - before < MOST
+
+    def test_what_a_dead_worker_held_on_a_queue_of_nobody_comes_back(
+        self, broker: Broker, open_broker: OpenBroker, clock: ManualClock
+    ) -> None:
+        """Its queue is looked at in its turn, and once more to judge."""
+        dead = open_broker().consume(["q123"], worker="dead")
+        assert len(dead.receive(1, 0.0)) == 1
+        broker.consume(["q7"], worker="w")
+
+        for _ in range(2 * QUEUES // OTHERS):
+            clock.advance(2.5)
+            broker.tend()
+
+        assert len(broker.pending("q123", 9)) == 1
+
+    def test_a_worker_tends_its_own_queues_at_each_look(
+        self, broker: Broker, open_broker: OpenBroker, clock: ManualClock
+    ) -> None:
+        dead = open_broker().consume(["q123"], worker="dead")
+        assert len(dead.receive(1, 0.0)) == 1
+        broker.consume(["q7", "q123"], worker="w")
+
+        clock.advance(11.0)
+        broker.tend()
+        clock.advance(2.5)
+        broker.tend()
+
+        assert len(broker.pending("q123", 9)) == 1
+
+
+class TestManyQueuesInRedis(ManyQueues):
+    @pytest.fixture
+    def clock(self, redis_url: str) -> ServerClock:
+        return ServerClock(redis_url)
+
+    @pytest.fixture
+    def open_broker(self, open_driver: Drivers) -> OpenBroker:
+        return lambda: RedisBroker(open_driver())
+
+    def commands(self, broker: Broker) -> int:
+        assert isinstance(broker, RedisBroker)
+        return calls(lambda *words: broker.driver.ask(*map(str.encode, words), doing="testing"))
+
+
+class TestManyQueuesInACluster(ManyQueues):
+    @pytest.fixture
+    def clock(self, empty_cluster: ClusterServers) -> ClusterClock:
+        return ClusterClock(empty_cluster)
+
+    @pytest.fixture
+    def open_broker(self, open_cluster: Clusters, empty_cluster: ClusterServers) -> OpenBroker:
+        self.servers = empty_cluster
+        return lambda: ClusterBroker(open_cluster())
+
+    def commands(self, broker: Broker) -> int:
+        return sum(calls(node.cli) for node in masters(self.servers))

@@ -1,0 +1,155 @@
+"""`machinery pause`, `resume`, `queues`, and `worker -Q`: from outside, as a user types them."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from machinery_py.testing.waiting import wait_until
+from tests.cli.app import HANG, App, app_in_a_folder
+
+app = app_in_a_folder
+
+BURST = ("worker", "tasks", "--burst", "-c", "1")
+
+
+def test_a_paused_queue_is_shown_and_stays_paused_until_it_is_resumed(app: App) -> None:
+    mail, main = app.send("add", "1", "2", "--queue", "mail"), app.send("add", "3", "4")
+
+    done = app.run("pause", "tasks", "mail")
+    assert (done.stdout, done.stderr) == ("paused 'mail' (1 task waiting)\n", "")
+    assert {one["queue"]: one["paused"] for one in app.json("queues", "tasks")} == {
+        "mail": True,
+        "machinery_tasks": False,
+    }
+    assert app.run("queues", "tasks").stdout.splitlines()[2].startswith("mail (paused)  ")
+    app.run(*BURST, "-Q", "mail,machinery_tasks")
+    assert (app.state(mail), app.state(main)) == ("PENDING", "SUCCESS")
+
+    assert app.run("resume", "tasks", "mail").stdout == "resumed 'mail'\n"
+    app.run(*BURST, "-Q", "mail")
+    assert app.state(mail) == "SUCCESS"
+
+
+def test_a_queue_that_is_not_there_yet_is_paused_with_a_word_about_it(app: App) -> None:
+    app.send("add", "1", "2", "--queue", "mail")
+    done = app.run("pause", "tasks", "mial", "new")
+    assert done.stderr == (
+        "machinery: there was no queue 'mial' so far; did you mean 'mail'?; it is paused for when there is\n"
+        "machinery: there was no queue 'new' so far; it is paused for when there is\n"
+    )
+    assert done.stdout == "paused 'mial', 'new'\n"
+
+    assert app.json("resume", "tasks", "mial", "mail") == {"resumed": ["mial", "mail"]}
+    done = app.run("resume", "tasks", "mail")
+    assert done.stderr == "machinery: queue 'mail' was not paused (paused are: 'new')\n"
+    assert app.json("pause", "tasks", "mail", "mail") == {"paused": ["mail"]}
+    assert app.run("pause", "tasks", code=2).stderr.startswith("machinery: ")
+
+
+def test_the_doctor_says_that_a_queue_is_paused(app: App) -> None:
+    app.send("add", "1", "2", "--queue", "mail")
+    app.run("pause", "tasks", "mail", "empty")
+
+    notes = [
+        one["text"]
+        for one in app.json("doctor", "tasks")
+        if (one["check"], one["mark"]) == ("queues", "note")
+    ]
+
+    assert notes[0] == "'empty' is paused, and empty"
+    assert notes[1].startswith("'mail': 1 task waiting, the oldest for ")
+    assert notes[1].endswith("; it is paused (machinery resume APP mail)")
+
+
+def test_what_a_killed_worker_ran_waits_in_its_paused_queue(app: App) -> None:
+    uuid = app.send("hold", "here", "--queue", "mail")
+    worker = app.worker("-Q", "mail")
+    wait_until(lambda: len(app.notes) == 1, HANG, "a running task")
+    app.run("pause", "tasks", "mail")
+    worker.signal(signal.SIGKILL)
+    worker.wait()
+    other = app.worker("-Q", "mail,other")
+
+    wait_until(
+        lambda: {one["queue"]: one["waiting"] for one in app.json("queues", "tasks")}["mail"] == 1,
+        HANG,
+        "given back",
+    )
+    app.run("send", "tasks", "add", "1", "2", "--queue", "other", "--wait")
+    assert len(app.notes) == 1
+    app.go("here")
+    app.run("resume", "tasks", "mail")
+
+    assert app.run("result", "tasks", uuid, "--wait", "--timeout", f"{HANG}s").returncode == 0
+    assert [pid for _, pid in app.notes] == [worker.pid, other.pid]
+
+
+def test_several_processes_have_the_weights(app: App) -> None:
+    worker = app.worker("-p", "2", "-c", "1", "-Q", "high:6,low:1")
+    for queue in ("high", "low"):
+        app.run("send", "tasks", "add", "1", "2", "--queue", queue, "--wait")
+    assert [one["queues"] for one in app.json("workers", "tasks")] == [["high", "low"]] * 2
+    assert worker.stop() == 0
+
+
+def test_a_worker_goes_through_its_queues_by_weights(app: App) -> None:
+    uuids = [app.send("add", "1", "2", "--queue", queue) for queue in ("high", "low", "high")]
+    out = app.run(*BURST, "-Q", "high:6,low").stdout
+    assert "  queues   high:6, low:1" in out.splitlines()
+    assert [app.state(uuid) for uuid in uuids] == ["SUCCESS"] * 3
+    assert (
+        "  queues   low:2, high:1"
+        in app.run(*BURST, MACHINERY_QUEUES="low:2,high").stdout.splitlines()
+    )
+
+
+@pytest.mark.parametrize(
+    ("queues", "said"),
+    [
+        (
+            "critical:x",
+            "queue 'critical:x': found the weight 'x' (expected a number greater than 0, as critical:6",
+        ),
+        ("critical:-1", "found the weight '-1'"),
+        ("critical:0", "found the weight '0'"),
+        (",", "no queue named"),
+    ],
+)
+def test_a_weight_that_is_none_is_refused(app: App, queues: str, said: str) -> None:
+    done = app.run(*BURST, "-Q", queues, code=2)
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_an_age_that_the_broker_does_not_know_is_not_made_up(app: App) -> None:
+    app.write(
+        "forgetful.py",
+        """
+import msgspec
+from machinery_py import Server
+from machinery_py.brokers.sqlite.broker import SQLiteBroker
+
+class Forgetful(SQLiteBroker):
+    def stats(self):
+        return [msgspec.structs.replace(one, oldest_at=None) for one in super().stats()]
+
+server = Server()
+server.broker.__class__ = Forgetful
+server.task("add")(lambda a, b: a + b)
+""",
+    )
+    app.send("add", "1", "2")
+
+    assert app.run("queues", "forgetful").stdout.splitlines()[1].split() == [
+        "machinery_tasks",
+        "1",
+        "0",
+        "0",
+        "0",
+        "-",
+        "0",
+    ]
+    doctor = app.run("doctor", "forgetful", code=1).stdout
+    assert "'machinery_tasks': 1 task waiting; no worker on this queue" in doctor

@@ -1,0 +1,381 @@
+"""`machinery`: words, help, the app that is named, errors and exit codes."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from machinery_py import __version__
+from machinery_py.cli.commands import COMMANDS, split_words
+from machinery_py.cli.main import command_parser, main
+from machinery_py.cli.options import seconds
+from tests.cli.app import App, app_in_a_folder
+
+app = app_in_a_folder
+
+REFERENCE = Path(__file__).parents[2] / "docs" / "reference" / "cli.md"
+
+
+# Words
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_help_of_every_command_ends_in_examples(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*name.split(), "--help"]) == 0
+
+    text = capsys.readouterr().out
+    examples = text[text.index("\nexamples:\n") :].strip().splitlines()[1:]
+    assert examples
+    assert all(f"machinery {name}" in line for line in examples)
+
+
+@pytest.mark.parametrize("words", [["--help"], ["dead", "--help"]])
+def test_the_help_above_the_commands_ends_in_examples(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 0
+
+    assert "\nexamples:\n  machinery" in capsys.readouterr().out
+
+
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+
+    assert capsys.readouterr().out == f"machinery {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["wrker"],
+        ["worker"],
+        ["worker", "tasks", "-p", "0"],
+        ["purge", "tasks"],
+        ["show", "a", "b", "c"],
+        ["dead"],
+        ["worker", "tasks", "--nothing"],
+        ["worker", "tasks", "-Q", ","],
+        ["tasks", "tasks", "--since", "soon"],
+        ["tasks", "tasks", "--state", "lost"],
+    ],
+)
+def test_wrong_words_are_one_line_and_exit_code_2(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+
+    assert re.fullmatch(r"machinery: .+ \(see: machinery.* --help\)\n", capsys.readouterr().err)
+
+
+def test_without_words_there_is_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+
+    assert "commands:" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "app_of_environment", "least", "most", "expected"),
+    [
+        (["tasks"], "", 0, 0, ("tasks", [])),
+        ([], "tasks", 0, 0, ("tasks", [])),
+        (["other"], "tasks", 0, 0, ("other", [])),
+        (["task_1"], "tasks", 1, 1, ("tasks", ["task_1"])),
+        (["other", "task_1"], "tasks", 1, 1, ("other", ["task_1"])),
+        (["add", "1"], "tasks", 1, None, ("tasks", ["add", "1"])),
+        (["tasks", "add", "1"], "tasks", 1, None, ("tasks", ["add", "1"])),
+        (["tasks"], "tasks", 1, None, ("tasks", ["tasks"])),
+        (["tasks", "add", "1"], "", 1, None, ("tasks", ["add", "1"])),
+    ],
+)
+def test_the_first_word_is_the_app_unless_the_environment_names_it(
+    words: list[str],
+    app_of_environment: str,
+    least: int,
+    most: int | None,
+    expected: tuple[str, list[str]],
+) -> None:
+    assert split_words(words, app_of_environment, least=least, most=most) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("90", 90.0),
+        ("1.5s", 1.5),
+        ("500ms", 0.5),
+        ("10m", 600.0),
+        ("1h", 3600.0),
+        ("2d", 172800.0),
+    ],
+)
+def test_lengths_of_time_have_units(text: str, expected: float) -> None:
+    assert seconds(text) == expected
+
+
+def test_options_may_stand_between_the_words() -> None:
+    parsed = command_parser(COMMANDS["send"]).parse_intermixed_args(
+        ["tasks", "--wait", "add", "-5", "--", "-x"]
+    )
+
+    assert parsed.words == ["tasks", "add", "-5", "-x"]
+    assert parsed.wait
+
+
+def test_the_parser_is_loaded_without_what_only_commands_need() -> None:
+    code = "import sys, machinery_py; old = set(sys.modules); import machinery_py.cli.main; print(*set(sys.modules) - old)"
+
+    loaded = set(
+        subprocess.run(
+            [sys.executable, "-c", code], text=True, capture_output=True, check=True
+        ).stdout.split()
+    )
+
+    assert loaded.isdisjoint(
+        {
+            "sqlite3",
+            "subprocess",
+            "http.server",
+            "ctypes",
+            "machinery_py.cli.work",
+            "machinery_py.cli.apps",
+        }
+    )
+
+
+def test_the_reference_names_every_command_and_option() -> None:
+    text = REFERENCE.read_text()
+    section = re.compile(
+        r"^### `machinery ([a-z ]+?)(?: [A-Z\[][^\n`]*)?`\n(.*?)(?=^###? |\Z)",
+        re.MULTILINE | re.DOTALL,
+    )
+    sections = dict(section.findall(text))
+
+    assert sections.keys() == COMMANDS.keys()
+    for name, command in COMMANDS.items():
+        options = {
+            option
+            for action in command_parser(command)._actions
+            if action.help != "==SUPPRESS=="
+            for option in action.option_strings
+            if option not in ("-h", "--help")
+        }
+        assert options == set(
+            re.findall(r"(?<![\w-])--?[A-Za-z][a-z-]*(?=[` ,])", sections[name].partition("```")[0])
+        ), name
+
+
+# The app
+
+
+def test_a_module_with_one_server_needs_no_name(app: App) -> None:
+    assert app.run("queues", "tasks").stdout.startswith("QUEUE")
+    assert app.run("queues", "tasks:server").stdout.startswith("QUEUE")
+
+
+def test_the_environment_may_name_the_app(app: App) -> None:
+    app.run("queues", MACHINERY_APP="tasks")
+
+
+def test_app_dir_is_where_it_is_imported_from(app: App) -> None:
+    app.write("inner/shop.py", "from machinery_py import Server\nserver = Server()\n")
+
+    app.run("queues", "shop", "--app-dir", "inner")
+
+
+def test_a_module_of_another_package_is_found_by_its_dots(app: App) -> None:
+    app.write("shop/__init__.py", "")
+    app.write("shop/tasks.py", "from machinery_py import Server\nserver = Server()\n")
+
+    app.run("queues", "shop.tasks")
+
+
+def test_a_server_under_two_names_is_one(app: App) -> None:
+    app.write("one.py", "from tasks import server\nalias = server\n")
+
+    app.run("queues", "one")
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "words", "text"),
+    [
+        (
+            "shop/tasks.py",
+            "x = 1",
+            ["worker", "shop.tasks"],
+            "module 'shop.tasks': no Server found (name it: machinery worker shop.tasks:my_server)",
+        ),
+        (
+            "shop/tasks.py",
+            "from machinery_py import Server\nserver = Server()\nbatch = Server()",
+            ["worker", "shop.tasks"],
+            "module 'shop.tasks': 2 Servers, 'server' and 'batch' (pick one: machinery worker shop.tasks:server)",
+        ),
+        (
+            "x.py",
+            "",
+            ["worker", "task"],
+            "cannot import 'task' from ~/shop: no such module (there is 'tasks'; "
+            "run from the folder that holds it or pass --app-dir)",
+        ),
+        (
+            "x.py",
+            "",
+            ["worker", "tasks.py"],
+            "cannot import 'tasks.py' from ~/shop: no such module (there is 'tasks'; run from the folder that holds it or pass "
+            "--app-dir)",
+        ),
+        (
+            "x.py",
+            "",
+            ["worker", "quite.else"],
+            "cannot import 'quite.else' from ~/shop: no such module (run from the folder that holds it or pass --app-dir)",
+        ),
+        (
+            "x.py",
+            "",
+            ["worker", "tasks", "--app-dir", "gone"],
+            "cannot import 'tasks' from ~/shop/gone: no such folder (see --app-dir)",
+        ),
+        ("x.py", "", ["worker", "tasks:srv"], "module 'tasks': no 'srv' in it (there is 'server')"),
+        (
+            "x.py",
+            "",
+            ["worker", "tasks:add"],
+            "module 'tasks': 'add' is a Task (expected a Server)",
+        ),
+        (
+            "x.py",
+            "from machinery_py import Server\nServer('reddis://h')",
+            ["worker", "x"],
+            "unknown scheme 'reddis'",
+        ),
+        (
+            "x.py",
+            "",
+            ["send", "tasks", "ad", "1"],
+            "task 'ad' is not registered (registered: add, boom, chat, greet, hold, note; did you mean 'add'?)",
+        ),
+        ("x.py", "", ["send", "tasks", "add", "1"], "add: missing argument 'b'"),
+    ],
+)
+def test_what_is_wrong_with_the_app_is_one_line(
+    app: App, name: str, source: str, words: list[str], text: str
+) -> None:
+    app.write(name, source)
+
+    done = app.run(*words, code=2)
+
+    assert done.stdout == ""
+    assert done.stderr.startswith("machinery: ")
+    assert done.stderr.count("\n") == 1
+    assert text in done.stderr
+    if words[0] == "worker" and len(text) > 40:
+        assert done.stderr == f"machinery: {text}\n"
+
+
+def test_the_hint_names_the_command_that_was_typed(app: App) -> None:
+    app.write("two.py", "from machinery_py import Server\na = Server()\nb = Server()\n")
+
+    assert "(pick one: machinery queues two:a)" in app.run("queues", "two", code=2).stderr
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        (
+            "import taskz_that_is_missing",
+            "ModuleNotFoundError: No module named 'taskz_that_is_missing'",
+        ),
+        ("from tasks import nothing_like_it", "ImportError: cannot import name 'nothing_like_it'"),
+        ("def broken(:\n", "SyntaxError"),
+        ("1 / 0", "ZeroDivisionError: division by zero"),
+    ],
+)
+def test_an_error_inside_the_module_is_shown_whole(app: App, source: str, text: str) -> None:
+    app.write("mine.py", f"\n\n{source}\n")
+
+    done = app.run("worker", "mine", code=2)
+
+    assert text in done.stderr
+    assert 'mine.py", line 3' in done.stderr
+    assert "importlib" not in done.stderr
+    assert "cli/apps.py" not in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("machinery: cannot import 'mine' from ~/shop: ")
+
+
+def test_a_script_that_ends_itself_is_told_so(app: App) -> None:
+    app.write("script.py", "import sys\nsys.exit(0)\n")
+
+    assert 'if __name__ == "__main__":' in app.run("worker", "script", code=2).stderr
+
+
+def test_tasks_have_the_same_names_whoever_imports_their_module(app: App) -> None:
+    app.write(
+        "script.py",
+        "from machinery_py import Server\nserver = Server()\n@server.task\ndef mail() -> None: ...\n"
+        "if __name__ == '__main__':\n    print(mail.send().uuid)\n",
+    )
+    uuid = app.python("script.py")
+
+    app.run("worker", "script", "--burst")
+
+    assert app.json("result", "script", uuid)["state"] == "SUCCESS"
+
+
+# Stores
+
+
+def test_a_store_that_cannot_be_used_is_exit_code_3(app: App) -> None:
+    app.write("letter.db", "Dear Sir or Madam, " * 100)
+
+    for words in (["worker", "tasks"], ["queues", "tasks"], ["send", "tasks", "add", "1", "2"]):
+        done = app.run(*words, code=3, MACHINERY_URL="sqlite:///letter.db")
+
+        assert "it is no SQLite database" in done.stderr
+        assert done.stderr.splitlines()[-1].startswith("machinery: ")
+        assert "Traceback" not in done.stderr
+
+
+def test_a_broker_that_is_down_is_told_with_what_to_do(app: App) -> None:
+    app.write(
+        "down.py",
+        """
+from machinery_py import BrokerUnavailable, Server
+server = Server()
+def stats():
+    raise BrokerUnavailable("broker redis://localhost:6379/0: connection refused")
+server.broker.stats = stats
+""",
+    )
+
+    assert app.run("queues", "down", code=3).stderr == (
+        "machinery: broker redis://localhost:6379/0: connection refused (is it running? machinery doctor down)\n"
+    )
+
+
+def test_an_embedded_store_can_be_forbidden(app: App) -> None:
+    assert (
+        "a server is required"
+        in app.run("worker", "tasks", code=2, MACHINERY_REQUIRE_SERVER="1").stderr
+    )
+
+
+def test_a_reader_that_goes_away_is_no_error(app: App) -> None:
+    done = subprocess.run(
+        f"{sys.executable} -m machinery_py config tasks --json | head -1",
+        shell=True,
+        cwd=app.folder,
+        env=app.env,
+        text=True,
+        capture_output=True,
+        check=False,
+    )
+
+    assert done.stdout == "[\n"
+    assert done.stderr == ""

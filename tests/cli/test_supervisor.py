@@ -1,0 +1,388 @@
+"""`machinery worker -p N`: processes that are started again, and that end with their supervisor."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import os
+import random
+import signal
+import time
+
+import pytest
+
+from machinery_py import Server, Signature, State
+from machinery_py.cli.supervisor import LONGEST_PAUSE, pause_after
+from machinery_py.testing.waiting import wait_until
+from tests.cli.app import HANG, TASKS, App, Running, app_in_a_folder, children, is_alive
+
+app = app_in_a_folder
+
+MAX_STRIKES = 3  # deaths after which a task is a dead letter
+ENDING = (
+    TASKS
+    + """
+@server.task
+def end(code: int) -> None:
+    os._exit(code)
+
+@server.task
+def noop() -> None:
+    pass
+
+@server.task
+def crash() -> None:
+    os.abort()
+"""
+)
+
+
+def workers(process: Running) -> list[int]:
+    return [pid for pid in children(process.pid) if is_alive(pid)]
+
+
+def test_pauses_double_up_to_a_longest_one() -> None:
+    assert [pause_after(failures) for failures in (0, 1, 2, 3, 4, 5)] == [
+        0.0,
+        0.0,
+        0.5,
+        1.0,
+        2.0,
+        4.0,
+    ]
+    assert pause_after(100) == LONGEST_PAUSE
+
+
+def test_there_is_one_banner_and_one_ready(app: App) -> None:
+    process = app.worker("-p", "3", "-c", "2", "-n", "ada")
+
+    assert "worker ada-1 · 3 processes of 2 threads\n" in process.out
+    assert process.out.count("machinery ") == 1
+    assert process.out.count("Ready.") == 1
+    assert sorted(one["name"] for one in app.json("workers", "tasks")) == [
+        "ada-1",
+        "ada-2",
+        "ada-3",
+    ]
+    assert process.stop() == 0
+
+
+def test_a_killed_process_is_replaced_and_its_task_runs_again(app: App) -> None:
+    process = app.worker("-p", "2", "-c", "1")
+    uuid = app.send("hold", "slow")
+    wait_until(lambda: app.notes, HANG)
+    victim = app.notes[0][1]
+
+    os.kill(victim, signal.SIGKILL)
+
+    wait_until(lambda: len(app.notes) == 2, HANG)
+    assert app.notes[1][1] != victim
+    process.wait_for(f"(pid {victim}) has ended: killed by SIGKILL; starting another one\n")
+    wait_until(lambda: len(workers(process)) == 2, HANG)
+    assert victim not in children(process.pid)
+    app.go("slow")
+    wait_until(lambda: app.state(uuid) == "SUCCESS", HANG)
+    assert process.stop() == 0
+
+
+def test_a_stopped_child_is_replaced_too(app: App) -> None:
+    process = app.worker("-p", "2")
+    first = workers(process)
+
+    os.kill(first[0], signal.SIGTERM)
+
+    wait_until(lambda: len(workers(process)) == 2 and first[0] not in workers(process), HANG)
+    assert process.stop() == 0
+
+
+def test_burst_ends_when_all_have_ended(app: App) -> None:
+    uuids = [app.send("add", str(number), "1") for number in range(4)]
+
+    app.run("worker", "tasks", "-p", "2", "--burst")
+
+    assert [app.state(uuid) for uuid in uuids] == ["SUCCESS"] * 4
+
+
+@pytest.mark.parametrize(
+    ("words", "env", "code"),
+    [
+        (["task"], {}, 2),
+        (["tasks"], {"MACHINERY_URL": "sqlite:///letter.db"}, 3),
+    ],
+)
+def test_what_cannot_start_ends_it_with_its_code(
+    app: App, words: list[str], env: dict[str, str], code: int
+) -> None:
+    app.write("letter.db", "Dear Sir or Madam, " * 100)
+
+    done = app.run("worker", *words, "-p", "2", code=code, **env)
+
+    assert "starting another one" not in done.stderr
+    assert "machinery: " in done.stderr
+
+
+@pytest.mark.parametrize("code", [0, 2, 3])
+def test_the_exit_code_of_a_task_is_not_the_workers(app: App, code: int) -> None:
+    app.write("tasks.py", ENDING)
+    app.send("end", str(code))
+
+    process = app.start("worker", "tasks", "-p", "2", "-c", "1")
+    process.wait_for(
+        f"has ended: exit code {code} (a task ended it); starting another one\n", times=MAX_STRIKES
+    )
+    process.wait_for(f"{MAX_STRIKES} workers died while they ran it")
+
+    wait_until(lambda: len(workers(process)) == 2, HANG)
+    assert process.stop() == 0
+
+
+def test_a_burst_goes_on_when_a_task_ends_a_process_with_code_0(app: App) -> None:
+    app.write("tasks.py", ENDING)
+    app.send("end", "0")
+    uuids = [app.send("add", str(number), "1") for number in range(2)]
+
+    done = app.run("worker", "tasks", "-p", "2", "-c", "1", "--burst")
+
+    assert done.stderr.count("exit code 0 (a task ended it)") == MAX_STRIKES
+    assert [app.state(uuid) for uuid in uuids] == ["SUCCESS"] * 2
+
+
+def test_a_process_that_fails_before_it_is_ready_is_started_again_after_pauses(app: App) -> None:
+    app.write(
+        "tasks.py", "import os, pathlib\npathlib.Path('fails').exists() and os._exit(7)\n" + TASKS
+    )
+    process = app.worker("-p", "2")
+
+    app.write("fails", "")
+    os.kill(workers(process)[0], signal.SIGKILL)
+
+    process.wait_for("has ended: killed by SIGKILL; starting another one\n")
+    process.wait_for("has ended: exit code 7; starting another one\n")
+    process.wait_for("has ended: exit code 7; starting another one in 0.5 s\n")
+    process.wait_for("has ended: exit code 7; starting another one in 1 s\n")
+    assert process.stop() == 0
+
+
+def seconds_for(app: App, server: Server, names: list[str]) -> float:
+    """How long two processes take, from their start, until all of these tasks are over."""
+    results = [server.send(Signature(name=name)) for name in names]
+    begun = time.monotonic()
+    process = app.start("worker", "tasks", "-p", "2", "-c", "2")
+    wait_until(lambda: all(result.get_state().is_finished for result in results), 4 * HANG)
+    took = time.monotonic() - begun
+    assert process.stop() == 0
+    assert "starting another one in" not in process.err  # no pauses
+    ended = collections.Counter(
+        (name, result.get_state().state) for name, result in zip(names, results, strict=True)
+    )
+    assert ended == {("noop", State.SUCCESS): names.count("noop")} | (
+        {("crash", State.FAILURE): names.count("crash")} if "crash" in names else {}
+    )
+    return took
+
+
+@pytest.mark.parametrize("store", ["sqlite", "redis"])
+def test_poison_does_not_starve_the_others(
+    app: App, store: str, request: pytest.FixtureRequest
+) -> None:
+    poison = 3
+    names = ["noop"] * 200
+    mixed = names + ["crash"] * poison
+    url = (
+        f"sqlite:///{app.folder}/poison.db"
+        if store == "sqlite"
+        else request.getfixturevalue("empty_redis").url
+    )
+    app.env["MACHINERY_URL"] = url
+    app.write("tasks.py", ENDING)
+    with contextlib.closing(Server(url)) as server:
+        without = seconds_for(app, server, names)
+
+        took = seconds_for(app, server, random.Random(1).sample(mixed, len(mixed)))
+
+        letters = server.inspect.dead()
+    assert [(letter.name, letter.strikes) for letter in letters] == [
+        ("crash", MAX_STRIKES)
+    ] * poison
+    # A second for each death, or on a busy machine as long as a worker needs to start and end; and as much again.
+    assert took < 2 * (2 * without + poison * MAX_STRIKES * max(1.0, without))
+
+
+def test_a_signal_to_the_whole_group_is_one_signal(app: App) -> None:
+    process = app.start("worker", "tasks", "-p", "2", "-c", "1", own_group=True)
+    process.wait_ready()
+    uuid = app.send("hold", "slow")
+    wait_until(lambda: app.notes, HANG)
+
+    os.killpg(process.pid, signal.SIGINT)
+    process.wait_for("SIGINT: stopping when the running tasks are done")
+    app.go("slow")
+
+    assert process.wait() == 0
+    assert app.state(uuid) == "SUCCESS"
+    assert len(app.notes) == 1
+
+
+def test_a_second_signal_gives_unfinished_tasks_back(app: App) -> None:
+    process = app.worker("-p", "2", "-c", "1")
+    app.send("hold", "slow")
+    wait_until(lambda: app.notes, HANG)
+
+    process.signal(signal.SIGTERM)
+    process.wait_for("stopping when")
+    process.signal(signal.SIGTERM)
+
+    assert process.wait() == 1
+    assert app.json("queues", "tasks")[0]["waiting"] == 1
+
+
+def test_processes_end_with_a_killed_supervisor(app: App) -> None:
+    process = app.worker("-p", "2", "-c", "1")
+    pids = workers(process)
+    uuid = app.send("hold", "slow")
+    wait_until(lambda: app.notes, HANG)
+
+    process.signal(signal.SIGKILL)
+    process.wait()
+    app.go("slow")
+
+    wait_until(lambda: not any(is_alive(pid) for pid in pids), HANG)
+    assert app.state(uuid) == "SUCCESS"
+
+
+def test_a_process_that_does_not_end_is_killed(app: App) -> None:
+    process = app.worker("-p", "2", "-c", "1", "--shutdown-timeout", "0")
+    stopped = workers(process)[0]
+    os.kill(stopped, signal.SIGSTOP)
+
+    assert process.stop() == 1
+
+    assert process.err.count(f"(pid {stopped}) does not end: killing it") == 1
+    assert not is_alive(stopped)
+
+
+def test_reload_and_several_processes_go_together(app: App) -> None:
+    process = app.worker("-p", "2", "--reload")
+    (supervisor,) = children(process.pid)
+    first = children(supervisor)
+    assert len(first) == 2
+
+    app.write("more.py", "x = 1\n")
+
+    process.wait_for("Ready.", times=2)
+    wait_until(lambda: not any(is_alive(pid) for pid in (supervisor, *first)), HANG)
+    assert process.stop() == 0
+
+
+# Tasks that break their process
+
+
+CLOSING = (
+    TASKS
+    + """
+@server.task
+def close(low: int, high: int) -> None:
+    os.closerange(low, high)
+
+@server.task
+def hang() -> None:
+    import ctypes
+    with open(HERE / "notes.txt", "a") as file:
+        file.write(f"hang {os.getpid()}\\n")
+    ctypes.PyDLL(None).pause()  # the interpreter is not let go
+
+@server.task
+def compute() -> int:
+    return sum(range(300_000_000))  # nor here, for some seconds
+"""
+)
+
+
+def test_a_process_whose_descriptors_a_task_has_closed_is_replaced(app: App) -> None:
+    app.write("tasks.py", CLOSING)
+    process = app.worker("-p", "2", "-c", "1")
+    first = workers(process)
+
+    app.send("close", "0", "21")
+
+    wait_until(lambda: len(set(workers(process)) - set(first)) == 1, HANG)
+    assert (
+        app.json("send", "tasks", "add", "1", "2", "--wait", "--timeout", f"{HANG:g}")["result"]
+        == 3
+    )
+    assert process.stop() == 0
+
+
+def test_a_process_that_is_silent_is_replaced(app: App) -> None:
+    app.write("tasks.py", CLOSING)
+    app.write(
+        "patience/sitecustomize.py",
+        "from machinery_py.cli import supervisor\nsupervisor.SILENCE = 5.0\n",
+    )
+    process = app.worker("-p", "2", "-c", "1", PYTHONPATH=str(app.folder / "patience"))
+
+    app.send("hang")
+    wait_until(lambda: app.notes, HANG)
+
+    process.wait_for(
+        f"(pid {app.notes[0][1]}) has been silent for 5 s: killing it; its tasks will run again\n"
+    )
+    process.signal(signal.SIGTERM)
+    process.signal(signal.SIGTERM)
+    process.wait()
+
+
+def test_a_process_that_computes_is_not_taken_for_a_silent_one(app: App) -> None:
+    app.write("tasks.py", CLOSING)
+    app.write(
+        "patience/sitecustomize.py",
+        "from machinery_py.cli import supervisor\nsupervisor.SILENCE = 3.0\n",
+    )
+    process = app.worker("-p", "2", "-c", "1", PYTHONPATH=str(app.folder / "patience"))
+
+    assert (
+        app.json("send", "tasks", "compute", "--wait", "--timeout", f"{HANG:g}")["result"]
+        == 44999999850000000
+    )
+
+    assert "killing it" not in process.err
+    assert process.stop() == 0
+
+
+# Health
+
+
+def beats(app: App, *words: str) -> list[int]:
+    return sorted(one["pid"] for one in app.json("health", "tasks", *words, code=None)["workers"])
+
+
+@pytest.mark.parametrize("words", [[], ["--heartbeat-file", "beat"]])
+def test_health_knows_the_processes_that_live(app: App, words: list[str]) -> None:
+    process = app.worker("-p", "2", *words)
+    wait_until(lambda: beats(app, *words) == workers(process), HANG)
+    victim = workers(process)[0]
+
+    os.kill(victim, signal.SIGKILL)
+
+    wait_until(lambda: len(beats(app, *words)) == 2 and victim not in beats(app, *words), HANG)
+    assert beats(app, *words) == workers(process)
+    assert process.stop() == 0
+
+
+@pytest.mark.parametrize(("before", "after"), [("3", "2"), ("2", "1"), ("1", "2")])
+def test_a_heartbeat_that_a_killed_worker_left_does_not_count(
+    app: App, before: str, after: str
+) -> None:
+    left = app.worker("-p", before, "--heartbeat-file", "beat")
+    pids = [left.pid, *workers(left)]
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    left.wait()
+    app.write("beat.1.gz", "of another program")
+
+    process = app.worker("-p", after, "--heartbeat-file", "beat")
+
+    living = workers(process) if after != "1" else [process.pid]
+    assert beats(app, "--heartbeat-file", "beat") == living
+    assert process.stop() == 0
+    assert sorted(path.name for path in app.folder.glob("beat*")) == ["beat.1.gz"]

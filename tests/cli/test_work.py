@@ -1,0 +1,417 @@
+"""`machinery worker`: its banner, its end, its logs, --burst, --reload and its health."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import stat
+import urllib.error
+import urllib.request
+
+import pytest
+
+from machinery_py.testing.waiting import wait_until
+from tests.cli.app import HANG, TASKS, App, app_in_a_folder
+from tests.stores.rabbitmq.case import amqp_url, vhosts
+from tests.support.fixtures import rabbitmq_server
+
+__all__ = ["amqp_url", "rabbitmq_server", "vhosts"]
+
+app = app_in_a_folder
+
+READY = "Ready. Ctrl+C stops when the running tasks are done.\n"
+
+
+def test_the_banner_says_who_works_on_what(app: App) -> None:
+    worker = app.worker("-c", "3")
+
+    assert re.fullmatch(
+        r"machinery \d+\.\d+\.\d+ · worker "
+        + re.escape(f"{socket.gethostname()}-{worker.pid}")
+        + r" · 3 threads\n"
+        r"  broker   sqlite:///machinery.db   \(embedded: one machine; set MACHINERY_URL for a server\)\n"
+        r"  queue    machinery_tasks\n"
+        r"  tasks    add, boom, chat, greet, hold, note\n" + re.escape(READY),
+        worker.out,
+    )
+    assert worker.stop() == 0
+
+
+def test_long_lists_in_the_banner_are_wrapped(app: App) -> None:
+    names = ", ".join(f'"task_number_{number}": print' for number in range(40))
+    app.write(
+        "tasks.py",
+        f"from machinery_py import Server\nserver = Server()\nserver.register_tasks({{{names}}})\n",
+    )
+
+    worker = app.worker("-Q", "high,low", "-n", "wide")
+
+    lines = worker.out.splitlines()
+    assert "  queues   high, low" in lines
+    assert all(len(line) <= 100 for line in lines)
+    assert all(f"task_number_{number}" in worker.out for number in range(40))
+    assert sum(line.startswith("           task_number_") for line in lines) > 3
+
+
+def test_no_banner_is_no_output(app: App) -> None:
+    worker = app.start("worker", "tasks", "--no-banner", "--burst")
+
+    assert worker.wait() == 0
+    assert worker.out == ""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_lets_running_tasks_finish(app: App, number: signal.Signals) -> None:
+    uuid = app.send("hold", "slow")
+    worker = app.worker()
+    wait_until(lambda: app.notes, HANG)
+
+    worker.signal(number)
+    worker.wait_for(f"{number.name}: stopping when the running tasks are done")
+    assert worker.process.poll() is None
+    app.go("slow")
+
+    assert worker.wait() == 0
+    assert app.state(uuid) == "SUCCESS"
+
+
+def test_a_second_signal_gives_unfinished_tasks_back(app: App) -> None:
+    app.send("hold", "slow")
+    worker = app.worker()
+    wait_until(lambda: app.notes, HANG)
+
+    worker.signal(signal.SIGTERM)
+    worker.wait_for("stopping when")
+    worker.signal(signal.SIGTERM)
+
+    assert worker.wait() == 1
+    assert "second SIGTERM: stopping now" in worker.err
+    assert app.json("queues", "tasks")[0]["waiting"] == 1
+
+
+def test_what_is_not_finished_in_time_goes_back(app: App) -> None:
+    app.send("hold", "slow")
+    worker = app.worker("--shutdown-timeout", "50ms")
+    wait_until(lambda: app.notes, HANG)
+
+    assert worker.stop() == 0
+    assert app.json("queues", "tasks")[0]["waiting"] == 1
+
+
+def test_a_signal_during_the_import_ends_it_at_once(app: App) -> None:
+    app.write("slow.py", "import time, pathlib\npathlib.Path('begun').touch()\ntime.sleep(600)\n")
+    worker = app.start("worker", "slow")
+    wait_until((app.folder / "begun").exists, HANG)
+
+    assert worker.stop() == 0
+    assert "Traceback" not in worker.err
+
+
+def test_a_signal_while_a_class_is_made_by_exec_ends_it_in_order(app: App) -> None:
+    # CPython remembers a KeyboardInterrupt that left exec() of text, and would end with SIGINT.
+    app.write(
+        "slow.py",
+        "exec('import pathlib, time; pathlib.Path(\\'begun\\').touch(); time.sleep(600)')\n",
+    )
+    worker = app.start("worker", "slow")
+    wait_until((app.folder / "begun").exists, HANG)
+
+    assert worker.stop() == 0
+
+
+def test_burst_ends_when_the_queues_are_empty(app: App) -> None:
+    uuids = [app.send("add", str(number), "1") for number in range(3)]
+
+    app.run("worker", "tasks", "--burst")
+
+    assert [app.state(uuid) for uuid in uuids] == ["SUCCESS"] * 3
+
+
+def test_queues_are_worked_off_strictly_in_their_order(app: App) -> None:
+    for queue, text in [("low", "third"), ("high", "first"), ("low", "fourth"), ("high", "second")]:
+        app.send("note", text, "--queue", queue)
+
+    app.run("worker", "tasks", "--burst", "-c", "1", "-Q", "high,low")
+
+    assert [text for text, _ in app.notes] == ["first", "second", "third", "fourth"]
+
+
+def test_the_configured_concurrency_counts(app: App) -> None:
+    worker = app.worker(MACHINERY_CONCURRENCY="7", MACHINERY_URL="sqlite:///other.db")
+
+    assert "· 7 threads\n" in worker.out
+
+
+def test_no_secret_is_in_the_banner(app: App) -> None:
+    app.write(
+        "tasks.py",
+        "from machinery_py import Server\n"
+        "server = Server(broker='sqlite:///a.db', lock='mongodb://ada:hunter2@localhost:27017')\n",
+    )
+
+    shown = [
+        app.run(*words, code=None)
+        for words in (
+            ["worker", "tasks", "--burst"],
+            ["config", "tasks"],
+            ["config", "tasks", "--json"],
+            ["doctor", "tasks"],
+        )
+    ]
+
+    assert all("hunter2" not in done.stdout + done.stderr for done in shown)
+    assert all(
+        "mongodb://ada:***@localhost:27017" in done.stdout + done.stderr for done in shown[1:]
+    )  # a worker shows no lock
+
+
+def test_worker_in_a_process_with_many_open_files_can_be_stopped(app: App) -> None:
+    app.write(
+        "tasks.py",
+        TASKS + "\nimport signal\n@server.task\ndef end() -> None:\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n",
+    )
+    app.write(
+        "many.py",
+        "import resource, sys, tasks\n"
+        "from machinery_py.cli.main import main\n"
+        "hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (4096, hard))\n"
+        "files = [open(__file__) for _ in range(1100)]\n"
+        "tasks.end.send()\n"
+        "sys.exit(main(['worker', 'tasks', '-c', '1']))\n",
+    )
+
+    assert "Ready." in app.python("many.py")
+
+
+@pytest.mark.parametrize("store", ["sqlite", "redis", "amqp"])
+def test_a_worker_whose_descriptors_a_task_has_closed_ends(
+    app: App, store: str, request: pytest.FixtureRequest
+) -> None:
+    app.write(
+        "tasks.py", TASKS + "\n@server.task\ndef close() -> None:\n    os.closerange(0, 21)\n"
+    )
+    if store != "sqlite":
+        url = request.getfixturevalue({"redis": "empty_redis", "amqp": "amqp_url"}[store])
+        app.env["MACHINERY_URL"] = str(getattr(url, "url", url))
+    worker = app.worker("-c", "1")
+
+    app.send("close")
+
+    assert worker.wait() == 1
+    assert "a task has closed descriptors of this worker: ending at once" in worker.err
+
+
+# Logs
+
+
+def records(text: str) -> list[dict[str, object]]:
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_json_logs_are_a_record_a_line_and_know_the_task(app: App) -> None:
+    uuid = app.send("chat", "a\nb\x1b[31m")
+    app.send("boom")
+
+    done = app.run("worker", "tasks", "--burst", "--log-format", "json")
+
+    assert done.stdout == ""
+    found = records(done.stderr)
+    said, named = (one for one in found if one["logger"] == "shop")
+    assert said["message"] == "said a\nb\x1b[31m"
+    assert (said["task_uuid"], said["task_name"], said["attempt"]) == (uuid, "chat", 1)
+    assert (named["task_uuid"], named["task_name"]) == ("mine", "chat")
+    assert any(str(one["message"]).startswith("machinery 1.") for one in found)
+    assert all({"time", "level", "logger", "message"} <= one.keys() for one in found)
+
+
+def test_text_logs_are_a_line_a_record_and_know_the_task(app: App) -> None:
+    uuid = app.send("chat", "a\nb\x1b[31m\u202e")
+
+    done = app.run("worker", "tasks", "--burst")
+
+    (line,) = [line for line in done.stderr.splitlines() if "said" in line]
+    assert re.fullmatch(
+        r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} WARNING shop: said a\\nb\\x1b\[31m\\u202e  \["
+        + uuid
+        + r" chat #1\]",
+        line,
+    )
+    assert "\x1b" not in done.stderr
+
+
+def test_the_level_is_what_was_asked_for(app: App) -> None:
+    app.send("chat", "hello")
+
+    done = app.run("worker", "tasks", "--burst", "--log-level", "error")
+
+    assert "said hello" not in done.stderr
+
+
+# Reload
+
+
+def test_a_changed_file_starts_the_worker_again(app: App) -> None:
+    worker = app.worker("--reload")
+
+    app.write("more.py", "x = 1\n")
+    worker.wait_for(READY, times=2)
+    app.write(
+        "tasks.py", (app.folder / "tasks.py").read_text().replace("return a + b", "return a * b")
+    )
+    worker.wait_for(READY, times=3)
+
+    assert "tasks.py changed: starting again" in worker.err
+    assert app.json("send", "tasks", "add", "6", "7", "--wait")["result"] == 42
+    assert worker.stop() == 0
+
+
+def test_a_file_that_cannot_be_imported_is_shown_and_waited_for(app: App) -> None:
+    good = (app.folder / "tasks.py").read_text()
+    worker = app.worker("--reload")
+
+    app.write("tasks.py", "def broken(:\n")
+    worker.wait_for("waiting until a file changes")
+    assert "SyntaxError" in worker.err
+    assert worker.process.poll() is None
+    app.write("tasks.py", good)
+    worker.wait_for(READY, times=2)
+
+    assert worker.stop() == 0
+
+
+# Health
+
+
+def test_a_worker_has_a_heartbeat_until_it_ends(app: App) -> None:
+    assert app.run("health", "tasks", code=1).stderr.startswith(
+        "machinery: no worker of 'tasks' has a heartbeat here"
+    )
+
+    worker = app.worker()
+    wait_until(lambda: app.run("health", "tasks", "--ready", code=None).returncode == 0, HANG)
+    (base,) = app.temporary.glob(f"machinery-{os.getuid()}")
+    (folder,) = base.iterdir()
+    assert [stat.S_IMODE(one.stat().st_mode) for one in (base, folder)] == [0o700, 0o700]
+    assert [one.name for one in folder.iterdir()] == [f"{worker.pid}.json"]
+    assert app.json("health", "tasks")["workers"][0]["pid"] == worker.pid
+
+    worker.stop()
+    app.run("health", "tasks", code=1)
+    assert not folder.exists()
+
+
+def test_the_probe_imports_nothing_and_opens_nothing(app: App) -> None:
+    app.worker()
+    app.write("tasks.py", "raise SystemExit(77)")
+    (app.folder / "machinery.db").unlink()
+
+    app.run("health", "tasks")
+
+    assert not (app.folder / "machinery.db").exists()
+
+
+def test_what_a_killed_worker_left_behind_is_no_life(app: App) -> None:
+    worker = app.worker()
+    worker.signal(signal.SIGKILL)
+    worker.wait()
+
+    app.run("health", "tasks", code=1)
+
+
+def test_a_worker_that_hangs_is_not_alive(app: App) -> None:
+    worker = app.worker("--heartbeat-file", "beat.json")
+    app.run("health", "tasks", "--heartbeat-file", "beat.json")
+
+    worker.signal(signal.SIGSTOP)
+    os.utime(app.folder / "beat.json", (0, 0))
+    app.run("health", "tasks", "--heartbeat-file", "beat.json", code=1)
+    app.run("health", "tasks", "--heartbeat-file", "beat.json", "--max-age", "36000d")
+    worker.signal(signal.SIGCONT)
+
+    assert worker.stop() == 0
+    assert not (app.folder / "beat.json").exists()
+
+
+def test_a_named_heartbeat_file_follows_no_link_and_is_private(app: App) -> None:
+    precious = app.write("precious.txt", "precious")
+    (app.folder / "beat.json").symlink_to(precious)
+
+    worker = app.worker("--heartbeat-file", "beat.json")
+
+    assert precious.read_text() == "precious"
+    found = (app.folder / "beat.json").lstat()
+    assert stat.S_ISREG(found.st_mode)
+    assert stat.S_IMODE(found.st_mode) == 0o600
+    assert worker.stop() == 0
+
+
+def test_a_heartbeat_behind_a_link_or_a_pipe_is_none(app: App) -> None:
+    worker = app.worker("--heartbeat-file", "beat.json")
+    (app.folder / "link.json").symlink_to(app.folder / "beat.json")
+    os.mkfifo(app.folder / "pipe.json")
+
+    app.run("health", "tasks", "--heartbeat-file", "beat.json")
+    app.run("health", "tasks", "--heartbeat-file", "link.json", code=1)
+    app.run("health", "tasks", "--heartbeat-file", "pipe.json", code=1)
+
+    assert worker.stop() == 0
+
+
+def test_a_broker_that_is_away_leaves_a_worker_alive_and_not_ready(app: App) -> None:
+    worker = app.worker(MACHINERY_LEASE="1")
+    wait_until(lambda: app.run("health", "tasks", "--ready", code=None).returncode == 0, HANG)
+
+    (app.folder / "machinery.db").rename(app.folder / "away.db")
+
+    wait_until(lambda: app.run("health", "tasks", "--ready", code=None).returncode == 1, HANG)
+    app.run("health", "tasks")
+    worker.signal(signal.SIGKILL)
+
+
+def get(port: int, path: str) -> int:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=HANG) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_health_can_be_asked_over_http(app: App, processes: str) -> None:
+    port = free_port()
+    worker = app.worker("--health-port", str(port), "-p", processes)
+
+    wait_until(lambda: get(port, "/ready") == 200, HANG)
+
+    assert [get(port, path) for path in ("/live", "/ready?x=1", "/", "/live/")] == [
+        200,
+        200,
+        404,
+        404,
+    ]
+    assert worker.stop() == 0
+
+
+def test_a_port_that_is_taken_is_told(app: App) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+
+        done = app.run("worker", "tasks", "--health-port", str(port), code=2)
+
+    assert (
+        f"machinery: health port 127.0.0.1:{port}: address already in use (choose another --health-port)\n"
+        in done.stderr
+    )

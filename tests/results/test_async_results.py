@@ -1,0 +1,357 @@
+"""What a sender gets back."""
+
+from __future__ import annotations
+
+import datetime as dt
+import logging
+from typing import Any
+
+import pytest
+
+from machinery_py import (
+    AsyncResult,
+    ChainResult,
+    ChordResult,
+    GroupResult,
+    ResultExpired,
+    ResultTimeout,
+    State,
+    StateNotFound,
+    TaskFailed,
+    chain,
+    chord,
+    group,
+)
+from machinery_py.backends.memory import MemoryBackend, MemoryListener
+from machinery_py.brokers.memory import MemoryBroker
+from machinery_py.connections.memory import MemoryHub
+from machinery_py.results.async_results import Waitable
+from machinery_py.stores.transactional import OneStore
+from machinery_py.testing.waiting import HANG, together
+from tests.support.apps import Bench, bench
+
+__all__ = ["bench"]
+
+
+# One task
+
+
+def test_a_result_is_there_when_the_task_has_run(bench: Bench) -> None:
+    result = bench.add.send(1, 2)
+    assert (result.touch(), result.is_finished(), result.get_state().state) == (
+        None,
+        False,
+        State.PENDING,
+    )
+    bench.drain()
+    assert (result.touch(), result.is_finished(), result.get_state().state) == (
+        3,
+        True,
+        State.SUCCESS,
+    )
+    assert result.get(timeout=0) == result.get() == 3
+
+
+def test_a_failure_is_raised_each_time(bench: Bench) -> None:
+    result = bench.fail.send("boom")
+    bench.drain()
+    for _ in range(2):
+        with pytest.raises(
+            TaskFailed, match=rf"^task fail {result.uuid} failed: ValueError: boom$"
+        ):
+            result.get()
+        with pytest.raises(TaskFailed):
+            result.touch()
+    assert result.is_finished()
+    assert result.get_state().error == "boom"
+
+
+def test_a_timeout_says_what_was_waited_for(bench: Bench) -> None:
+    result = bench.add.options(queue="mail").send(1, 2)
+    text = rf"^no result of {result.uuid} after 0\.0 s; last state PENDING, no worker on (queue )?'mail'$"
+    with pytest.raises(TimeoutError, match=text) as caught:
+        result.get(timeout=0)
+    assert isinstance(caught.value, ResultTimeout)
+
+
+def test_a_timeout_has_no_hint_where_a_worker_serves_the_queue(bench: Bench) -> None:
+    result = bench.add.send(1, 2)
+    session = bench.server.app.store.open_session(["machinery_tasks"], worker="busy")
+    with pytest.raises(ResultTimeout, match=r"last state PENDING$"):
+        result.get(timeout=0)
+    session.close()
+
+
+def test_a_timeout_says_that_the_queue_is_paused(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    result = bench.add.options(queue="mail").send(1, 2)
+    bench.server.inspect.pause("mail")
+    bench.drain()
+    with (
+        caplog.at_level(logging.WARNING, "machinery_py"),
+        pytest.raises(ResultTimeout, match=r"PENDING, 'mail' is paused$"),
+    ):
+        result.get(timeout=2.2)
+    (text,) = [record.getMessage() for record in caplog.records]
+    assert text.startswith("'mail' is paused (resume it: machinery resume ")
+    bench.server.inspect.resume("mail")
+    bench.drain()
+    assert result.get(timeout=0) == 3
+
+
+def test_who_waits_longer_is_warned_once_that_nobody_works(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    result = bench.add.send(1, 2)
+    with caplog.at_level(logging.WARNING, "machinery_py"), pytest.raises(ResultTimeout):
+        result.get(timeout=2.2)
+    texts = [record.getMessage() for record in caplog.records]
+    assert [
+        text
+        for text in texts
+        if text.startswith("no worker on queue 'machinery_tasks' (start one: ")
+    ] == texts
+    assert len(texts) == 1
+
+
+def test_a_result_that_was_never_there_is_expired(bench: Bench) -> None:
+    result = bench.server.result("task_unheard-of")
+    for call in (result.get, result.touch):
+        with pytest.raises(
+            ResultExpired,
+            match=r"no state of task_unheard-of: it expired \(results are kept 3600 s",
+        ):
+            call()
+    assert result.is_finished()
+    with pytest.raises(StateNotFound):
+        result.get_state()
+
+
+def test_a_result_that_was_seen_is_kept_and_others_expire(bench: Bench) -> None:
+    seen, unseen = bench.add.send(1, 2), bench.add.send(3, 4)
+    bench.drain()
+    assert seen.get(timeout=0) == 3
+    bench.harness.advance(seconds=3601)
+    assert seen.get(timeout=0) == 3
+    with pytest.raises(ResultExpired):
+        unseen.get(timeout=0)
+
+
+def test_a_waiting_task_does_not_expire(bench: Bench) -> None:
+    result = bench.add.options(delay=7200).send(1, 2)
+    bench.harness.advance(hours=2)
+    assert result.get_state().state is State.PENDING
+    bench.drain()
+    assert result.get(timeout=0) == 3
+
+
+def test_a_waiter_is_woken(bench: Bench) -> None:
+    results = [bench.add.send(i, i) for i in range(8)]
+
+    def wait(index: int) -> int:
+        return results[index].get(timeout=HANG) if index < 8 else bench.drain()
+
+    assert together(9, wait) == [*(2 * i for i in range(8)), 8]
+
+
+# Groups
+
+
+def test_a_group_result_counts(bench: Bench) -> None:
+    result = bench.server.send_group(group(bench.add.signature(i, i) for i in range(3)))
+    assert result.touch() is None
+    with pytest.raises(
+        ResultTimeout, match=r"no result of group_\S+ after 0.0 s; last state 0 of 3 finished"
+    ):
+        result.get(timeout=0)
+    bench.drain()
+    assert result.get(timeout=0) == [0, 2, 4]
+    assert (len(result), result[1].get(timeout=0)) == (3, 2)
+    assert [type(one) for one in result] == [AsyncResult] * 3
+
+
+def test_a_group_with_a_failed_member_fails_before_the_others_are_over(bench: Bench) -> None:
+    later = bench.add.signature(1, 1).replace(eta=bench.server.now().replace(year=2090))
+    result = bench.server.send_group(group(later, bench.fail.signature("x")))
+    bench.drain()
+    with pytest.raises(TaskFailed, match="x"):
+        result.get(timeout=0)
+    assert result.is_finished()
+    assert not result[0].is_finished()
+
+
+def test_members_that_expired_are_told(bench: Bench) -> None:
+    result = bench.server.send_group(group(bench.add.signature(1, 1), bench.add.signature(2, 2)))
+    bench.drain()
+    bench.harness.advance(hours=2)
+    with pytest.raises(ResultExpired):
+        result.get(timeout=0)
+
+
+def test_revoking_a_group_revokes_its_members(bench: Bench) -> None:
+    result = bench.server.send_group(group(bench.note.signature(i) for i in range(3)))
+    result.revoke()
+    bench.drain()
+    assert bench.calls == []
+    with pytest.raises(TaskFailed, match="revoked"):
+        result.get(timeout=0)
+
+
+# Chains and chords
+
+
+def test_a_chain_is_waited_for_step_by_step(bench: Bench) -> None:
+    result = bench.server.send_chain(
+        chain(bench.add.signature(1, 1), bench.add.partial(1), bench.note.partial("last"))
+    )
+    assert type(result) is ChainResult
+    assert len(result.steps) == 3
+    text = rf"no result of {result.uuid} \(step 1 of 3: {result.steps[0].uuid}\) after 0\.0 s"
+    with pytest.raises(ResultTimeout, match=text):
+        result.get(timeout=0)
+    bench.drain()
+    result.get(timeout=0)
+    assert [step.get(timeout=0) for step in result.steps] == [2, 3, None]
+
+
+def test_a_chain_raises_what_broke_it(bench: Bench) -> None:
+    result = bench.server.send_chain(
+        chain(bench.fail.signature("first"), bench.note.partial(), bench.note.partial())
+    )
+    bench.drain()
+    for _ in range(2):
+        with pytest.raises(TaskFailed, match="first"):
+            result.get(timeout=0)
+    for step in result.steps:
+        assert step.is_finished()
+        with pytest.raises(TaskFailed, match="first"):
+            step.get(timeout=0)
+
+
+def test_a_step_can_be_waited_for_before_its_turn(bench: Bench) -> None:
+    result = bench.server.send_chain(
+        chain(bench.add.signature(1, 1), bench.add.partial(1), bench.add.partial(1))
+    )
+    last = result.steps[-1]
+    assert (last.touch(), last.is_finished()) == (None, False)
+    with pytest.raises(ResultTimeout):
+        last.get(timeout=0)
+    bench.drain()
+    assert [step.get(timeout=0) for step in reversed(result.steps)] == [4, 3, 2]
+    bench.server.backend.purge_state(last.uuid)
+    with pytest.raises(ResultExpired):
+        bench.server.result(last.uuid).get(timeout=0)
+
+
+def test_a_chords_callback_can_be_waited_for_before_its_turn(bench: Bench) -> None:
+    for member, error in (
+        (bench.add.signature(1, 1), ""),
+        (bench.fail.signature("member"), "member"),
+    ):
+        result = (group(member, bench.add.signature(2, 2)) | bench.add.partial()).send()
+        assert (result.callback.touch(), result.callback.is_finished()) == (None, False)
+        bench.drain()
+        if error:
+            with pytest.raises(TaskFailed, match=error):
+                result.callback.get(timeout=0)
+        else:
+            assert result.callback.get(timeout=0) == 6
+
+
+def test_a_chain_whose_first_steps_have_expired_still_has_its_result(bench: Bench) -> None:
+    last = bench.add.partial(1).replace(eta=bench.server.now().replace(microsecond=0))
+    result = bench.server.send_chain(chain(bench.add.signature(1, 1), last))
+    bench.drain()
+    bench.server.backend.purge_state(result.steps[0].uuid)
+    assert result.get(timeout=0) == 3
+
+
+def test_a_chain_that_is_unknown_is_expired(bench: Bench) -> None:
+    result = bench.server.send_chain(chain(bench.add.signature(1, 1), bench.add.partial(1)))
+    for step in result.steps:
+        bench.server.backend.purge_state(step.uuid)
+    with pytest.raises(ResultExpired):
+        result.get(timeout=0)
+
+
+def test_a_chord_has_a_group_and_a_callback(bench: Bench) -> None:
+    members = group(bench.add.signature(1, 1), bench.add.signature(2, 2))
+    result = bench.server.send_chord(chord(members, bench.add.partial()))
+    assert type(result) is ChordResult
+    assert type(result.group) is GroupResult
+    assert result.touch() is None
+    bench.drain()
+    assert (result.get(timeout=0), result.group.get(timeout=0), result.callback.get(timeout=0)) == (
+        6,
+        [2, 4],
+        6,
+    )
+
+
+def test_a_group_in_a_chain_is_no_news_before_it_is_reached(bench: Bench) -> None:
+    later = bench.add.signature(1, 1).replace(eta=bench.server.now().replace(year=2090))
+    result = bench.server.send_chain(
+        later | group(bench.add.partial(1), bench.add.partial(2)) | bench.add.partial()
+    )
+    assert result.touch() is None
+    assert not result.is_finished()
+    with pytest.raises(ResultTimeout):
+        result.get(timeout=0)
+
+
+def test_a_member_that_is_a_chain_is_not_missing_while_it_is_not_reached(bench: Bench) -> None:
+    later = bench.add.signature(1, 1).replace(eta=bench.server.now().replace(year=2090))
+    result = bench.server.send_group(group(later | bench.add.partial(1), bench.add.signature(2, 2)))
+    bench.drain()
+    assert result.touch() is None
+    assert not result.is_finished()
+
+
+def test_a_broken_head_of_a_member_breaks_the_group(bench: Bench) -> None:
+    member = bench.fail.signature("head") | bench.add.partial(1)
+    result = bench.server.send_group(group(member, bench.add.signature(2, 2)))
+    bench.drain()
+    with pytest.raises(TaskFailed, match="head"):
+        result.get(timeout=0)
+
+
+class _Watched(MemoryBackend):
+    """A backend whose listeners do not sleep: while somebody would, time passes and what is due is run.
+
+    Whoever sleeps must watch what he looks at, or the end of it does not wake him.
+    """
+
+    bench: Bench
+    result: Waitable[Any]
+
+    def listener(self) -> MemoryListener:
+        listener = _WatchedListener(self)
+        with self.hub.lock:
+            self._listeners.add(listener)
+        return listener
+
+
+class _WatchedListener(MemoryListener):
+    def wait(self, timeout: float) -> None:
+        backend = self._backend
+        assert isinstance(backend, _Watched)
+        assert set(backend.result._awaited()) <= self._watched, (
+            "asleep, and not watching the step that comes next"
+        )
+        backend.bench.harness.advance(seconds=10)
+        backend.bench.drain()
+
+
+def test_who_waits_for_a_chain_watches_the_step_that_he_looks_at(bench: Bench) -> None:
+    hub = MemoryHub(bench.harness.clock)
+    backend = _Watched(hub)
+    bench.server.app.stores.store = OneStore(MemoryBroker(hub), backend, hub.transaction)
+    later = bench.server.now() + dt.timedelta(seconds=15)
+    steps = chain(
+        bench.add.signature(1, 1), bench.add.partial(1).replace(eta=later), bench.add.partial(1)
+    )
+    result = bench.server.send_chain(steps)
+    backend.bench, backend.result = bench, result
+
+    assert result.get(timeout=HANG) == 4

@@ -1,0 +1,92 @@
+"""The contracts over one Redis. A consumer dies by missing its beats, at two looks."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from machinery_py.backends.base import Change
+from machinery_py.backends.redis.backend import RedisBackend
+from machinery_py.brokers.redis.broker import RedisBroker
+from machinery_py.tasks.states import State, TaskState
+from machinery_py.testing.conformance.backends import BackendConformance, OpenBackend
+from machinery_py.testing.conformance.brokers import BrokerConformance, OpenBroker
+from machinery_py.testing.conformance.settlement import SettlementConformance
+from machinery_py.wire.states import encode_group
+from machinery_py.worker.go_groups import GoGroupPoller
+from tests.stores.left_behind import GROUP, SOON, LeftBehind, ended, look_until_idle
+from tests.stores.record_stores import InRedis, RedisTime
+from tests.stores.redis.case import (
+    Drivers,
+    ServerClock,
+    clock,
+    open_driver,
+    redis_server,
+    redis_url,
+)
+
+__all__ = ["clock", "open_driver", "redis_server", "redis_url"]
+
+
+class TestRedisBroker(RedisTime, BrokerConformance):
+    @pytest.fixture
+    def open_broker(self, open_driver: Drivers) -> OpenBroker:
+        return lambda: RedisBroker(open_driver())
+
+
+class TestRedisBackend(RedisTime, BackendConformance):
+    @pytest.fixture
+    def open_backend(self, open_driver: Drivers) -> OpenBackend:
+        return lambda: RedisBackend(open_driver(), expire_in=self.expire_in)
+
+    def test_tasks_of_a_rare_name_are_looked_for_by_the_server(self, backend: RedisBackend) -> None:
+        def sent() -> int:
+            info = backend.driver.ask(b"INFO", b"stats", doing="testing").decode()
+            total, replicas = (
+                int(info.partition(f"total_net_{what}output_bytes:")[2].split()[0])
+                for what in ("", "repl_")
+            )
+            return total - replicas
+
+        for name, uuids in (("rare", range(1)), ("often", range(1, 10_001))):
+            states = [
+                TaskState(task_uuid=f"task_{uuid}", task_name=name, state=State.SUCCESS)
+                for uuid in uuids
+            ]
+            backend.apply([Change(key=name, states=states)])
+        before = sent()
+
+        found = backend.list_states(name="rare")
+
+        assert [state.task_uuid for state in found] == ["task_0"]
+        assert sent() - before < 100_000  # bytes: all that are looked at are more than a million
+
+
+class TestRedisStore(InRedis, SettlementConformance):
+    pass
+
+
+class TestChordsThatAreLeftBehindInRedis(LeftBehind):
+    @pytest.fixture
+    def clock(self, redis_url: str) -> ServerClock:
+        return ServerClock(redis_url)
+
+    @pytest.fixture
+    def open_backend(self, open_driver: Drivers) -> OpenBackend:
+        return lambda: RedisBackend(open_driver())
+
+    def test_a_chord_that_go_has_settled_is_dropped(
+        self, backend: RedisBackend, clock: ServerClock
+    ) -> None:
+        backend.apply([ended("task_2")])
+        settled = encode_group(msgspec.structs.replace(GROUP, chord_triggered=True))
+        backend.driver.ask(b"SET", b"group_1", settled, doing="testing")
+        clock.advance(SOON)
+        poller = GoGroupPoller(backend)
+
+        poller.adopt()
+        look_until_idle(poller)
+
+        assert backend.ready_groups(9) == []
+        clock.advance(1000.0)
+        assert backend.partial_groups(9) == []

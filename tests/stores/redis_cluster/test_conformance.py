@@ -1,0 +1,83 @@
+"""The contracts over a Redis Cluster of three masters, each with a replica."""
+
+from __future__ import annotations
+
+import pytest
+
+from machinery_py.backends.redis.cluster import ClusterBackend
+from machinery_py.brokers.memory import MemoryBroker
+from machinery_py.brokers.redis.cluster import ClusterBroker
+from machinery_py.connections.memory import MemoryHub
+from machinery_py.stores.base import Store
+from machinery_py.stores.outbox import TwoStores
+from machinery_py.stores.redis_cluster_store import ClusterStore
+from machinery_py.testing.conformance.backends import BackendConformance, OpenBackend
+from machinery_py.testing.conformance.brokers import BrokerConformance, OpenBroker
+from machinery_py.testing.conformance.claims import ClaimConformance
+from machinery_py.testing.conformance.schedules import ScheduleConformance
+from machinery_py.testing.conformance.settlement import OpenStore, SettlementConformance
+from tests.stores.redis_cluster.case import (
+    ClusterClock,
+    Clusters,
+    clock,
+    empty_cluster,
+    open_cluster,
+)
+from tests.support.servers import RedisCluster as ClusterServers
+
+__all__ = ["clock", "empty_cluster", "open_cluster"]
+
+
+class ClusterTime:
+    @pytest.fixture
+    def clock(self, empty_cluster: ClusterServers) -> ClusterClock:
+        return ClusterClock(empty_cluster)
+
+
+class InCluster(ClusterTime):
+    @pytest.fixture
+    def open_store(self, open_cluster: Clusters, clock: ClusterClock) -> OpenStore:
+        def open_store() -> Store:
+            cluster = open_cluster()
+            return ClusterStore(ClusterBroker(cluster), ClusterBackend(cluster), clock)
+
+        return open_store
+
+
+class InClusterBesideMemory(ClusterTime):
+    @pytest.fixture
+    def open_store(self, open_cluster: Clusters, clock: ClusterClock) -> OpenStore:
+        broker = MemoryBroker(MemoryHub(clock))
+        return lambda: TwoStores(broker, ClusterBackend(open_cluster()), clock)
+
+
+class TestClusterBroker(ClusterTime, BrokerConformance):
+    @pytest.fixture
+    def open_broker(self, open_cluster: Clusters) -> OpenBroker:
+        return lambda: ClusterBroker(open_cluster())
+
+
+class TestClusterBackend(ClusterTime, BackendConformance):
+    @pytest.fixture
+    def open_backend(self, open_cluster: Clusters) -> OpenBackend:
+        return lambda: ClusterBackend(open_cluster(), expire_in=self.expire_in)
+
+
+class TestClusterStore(InCluster, SettlementConformance):
+    pass
+
+
+class TestClusterSchedules(InCluster, ScheduleConformance):
+    pass
+
+
+class TestMemoryBrokerAndClusterBackend(InClusterBesideMemory, ScheduleConformance):
+    pass
+
+
+class TestClusterClaims(InCluster, ClaimConformance):
+    pass
+
+
+class TestClaimsInAClusterBesideAnotherBroker(InClusterBesideMemory, ClaimConformance):
+    pass

@@ -1,0 +1,186 @@
+"""Events: what a program may react to."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from machinery_py import NoRetry, Signature, current_task
+from machinery_py.brokers.base import Message
+from machinery_py.events import (
+    Event,
+    EventBus,
+    MessageDead,
+    TaskEvent,
+    TaskFailed,
+    TaskRetried,
+    TaskSent,
+    TaskStarted,
+    TaskSucceeded,
+    WorkerEvent,
+    WorkerHeartbeat,
+    WorkerOffline,
+    WorkerOnline,
+)
+from machinery_py.testing.waiting import HANG, wait_until
+from tests.support.apps import Bench, bench
+
+__all__ = ["bench"]
+
+
+def sent(name: str = "add") -> TaskSent:
+    return TaskSent(signature=Signature(name=name))
+
+
+# The bus
+
+
+def test_a_handler_gets_its_class_and_what_derives_from_it() -> None:
+    bus, exact, base, everything = EventBus(), [], [], []  # type: ignore[var-annotated]
+    bus.subscribe(TaskSent, exact.append)
+    bus.subscribe(TaskEvent, base.append)
+    bus.subscribe(Event, everything.append)
+
+    events = [
+        sent(),
+        TaskStarted(signature=Signature(name="add"), worker="w"),
+        WorkerOnline(worker="w"),
+    ]
+    for event in events:
+        bus.emit(event)
+
+    assert exact == events[:1]
+    assert base == events[:2]
+    assert everything == events
+
+
+def test_a_subscription_can_be_ended_also_while_it_is_called() -> None:
+    bus, calls = EventBus(), []
+
+    def once(event: TaskSent) -> None:
+        calls.append(event)
+        end()
+
+    end = bus.subscribe(TaskSent, once)
+    bus.subscribe(TaskSent, calls.append)
+    bus.emit(sent())
+    bus.emit(sent())
+    end()
+    assert len(calls) == 3
+
+
+def test_a_handler_that_fails_is_logged_and_harms_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    bus, calls = EventBus(), []  # type: ignore[var-annotated]
+
+    def broken(event: TaskSent) -> None:
+        raise RuntimeError("mine")
+
+    bus.subscribe(TaskSent, broken)
+    bus.subscribe(TaskSent, calls.append)
+    bus.emit(sent())
+    bus.emit(sent())
+    assert len(calls) == 2
+    assert "mine" in caplog.text
+
+
+def test_nobody_is_asked_whether_anybody_listens() -> None:
+    bus = EventBus()
+    assert not bus.wants(TaskSent)
+    end = bus.subscribe(TaskEvent, print)
+    assert bus.wants(TaskSent)
+    assert bus.wants(TaskEvent)
+    assert not bus.wants(WorkerOnline)
+    end()
+    assert not bus.wants(TaskSent)
+
+
+# What happens
+
+
+def listen(bench: Bench, *kinds: type[Event]) -> list[Any]:
+    events: list[Any] = []
+    for kind in kinds:
+        bench.server.events.subscribe(kind, events.append)
+    return events
+
+
+def test_tasks_and_callbacks_are_told_when_they_are_sent(bench: Bench) -> None:
+    events = listen(bench, TaskSent)
+    result = bench.add.signature(1, 2).then(bench.note.partial()).send()
+    assert [(one.signature.name, one.signature.uuid) for one in events] == [("add", result.uuid)]
+    bench.drain()
+    assert [one.signature.name for one in events] == ["add", "note"]
+
+
+def test_how_tasks_end_is_told(bench: Bench) -> None:
+    @bench.server.task(retries=1, backoff=[5])
+    def flaky() -> None:
+        if current_task().attempt == 1:
+            raise ConnectionError("away")
+
+    @bench.server.task
+    def hopeless() -> None:
+        raise NoRetry("no")
+
+    events = listen(bench, TaskSucceeded, TaskRetried, TaskFailed)
+    flaky.send()
+    hopeless.send()
+    bench.drain()
+    bench.harness.advance(seconds=5)
+    bench.drain()
+
+    retried, failed, succeeded = events
+    assert (type(retried), retried.signature.name, retried.error) == (TaskRetried, "flaky", "away")
+    assert retried.delay == pytest.approx(5)
+    assert (type(failed), failed.error, failed.error_type) == (
+        TaskFailed,
+        "no",
+        "machinery_py.errors.NoRetry",
+    )
+    assert (type(succeeded), succeeded.worker) == (TaskSucceeded, "harness")
+    assert 0 < succeeded.runtime < HANG
+
+
+def test_a_retry_is_told_before_the_next_run_starts(bench: Bench) -> None:
+    @bench.server.task(retries=20, backoff=[0.0])
+    def shaky() -> int:
+        if current_task().attempt <= 20:
+            raise ConnectionError("away")
+        return current_task().attempt
+
+    def slowly(event: TaskRetried) -> None:
+        threading.Event().wait(0.002)
+        events.append(event)
+
+    events: list[object] = []
+    bench.server.events.subscribe(TaskRetried, slowly)
+    bench.server.events.subscribe(TaskStarted, events.append)
+    with bench.server.new_worker(concurrency=2):
+        assert shaky.send().get(timeout=HANG) == 21
+    assert [type(event) for event in events] == [TaskStarted, TaskRetried] * 20 + [TaskStarted]
+
+
+def test_dead_messages_are_told(bench: Bench) -> None:
+    events = listen(bench, MessageDead)
+    bench.server.broker.put(
+        [Message(uuid="", name="", queue="machinery_tasks", body=b"{")], token=""
+    )
+    bench.drain()
+    (event,) = events
+    assert (event.queue, event.reason) == ("machinery_tasks", "undecodable")
+
+
+def test_the_life_of_a_worker_is_told() -> None:
+    bench = Bench()
+    events = listen(bench, WorkerEvent, TaskStarted)
+    with bench.server.new_worker("ada", 2):
+        bench.add.send(1, 2).get(timeout=HANG)
+        wait_until(lambda: any(type(one) is WorkerHeartbeat for one in events))
+    kinds = [type(one) for one in events]
+    assert kinds[0] is WorkerOnline
+    assert kinds.count(WorkerOnline) == kinds.count(WorkerOffline) == kinds.count(TaskStarted) == 1
+    assert kinds[-1] is WorkerOffline
+    assert (events[-1].worker, events[-1].processed) == ("ada", 1)
+    bench.server.close()

@@ -1,0 +1,226 @@
+"""server.inspect: what is seen, and what is done about it."""
+
+from __future__ import annotations
+
+import datetime as dt
+
+import pytest
+
+from machinery_py import MachineryError, Signature, State, StateNotFound
+from machinery_py.brokers.base import Message
+from machinery_py.testing.waiting import HANG
+from tests.support.apps import Bench, bench
+
+__all__ = ["bench"]
+
+
+def put_bytes(bench: Bench, *bodies: bytes) -> None:
+    messages = [Message(uuid="", name="", queue="machinery_tasks", body=body) for body in bodies]
+    bench.server.broker.put(messages, token="")
+
+
+# Queues and workers
+
+
+def test_queues_are_counted(bench: Bench) -> None:
+    bench.add.send(1, 1)
+    bench.fail.send("x")
+    bench.drain()
+    put_bytes(bench, b"{")
+    bench.drain()
+    bench.add.send(1, 1)
+    bench.add.options(delay=60).send(1, 1)
+    bench.add.options(queue="mail").send(1, 1)
+    bench.harness.clock.advance(2.0)
+
+    main, mail = bench.server.inspect.queues()
+    assert (mail.queue, mail.waiting, mail.delayed, mail.running, mail.dead, mail.failed) == (
+        "mail",
+        1,
+        0,
+        0,
+        0,
+        0,
+    )
+    assert (main.queue, main.waiting, main.delayed, main.dead, main.failed, main.per_minute) == (
+        "machinery_tasks",
+        1,
+        1,
+        1,
+        1,
+        2,
+    )
+    assert main.oldest == 2.0
+    bench.harness.advance(minutes=2)
+    assert bench.server.inspect.queues()[0].per_minute == 0
+
+
+def test_workers_are_listed_while_they_live(bench: Bench) -> None:
+    assert bench.server.inspect.workers() == []
+    session = bench.server.app.store.open_session(["a", "b"], worker="ada")
+    (worker,) = bench.server.inspect.workers()
+    assert (worker.name, tuple(worker.queues), worker.holding) == ("ada", ("a", "b"), 0)
+    session.close()
+    assert bench.server.inspect.workers() == []
+
+
+def test_a_queue_can_be_emptied(bench: Bench) -> None:
+    for _ in range(3):
+        bench.add.send(1, 1)
+    bench.add.options(delay=60).send(1, 1)
+    bench.add.options(queue="mail").send(1, 1)
+    assert bench.server.inspect.purge("machinery_tasks") == 4
+    assert bench.drain() == 1
+
+
+# Tasks
+
+
+def test_tasks_are_found_by_state_name_time_and_queue(bench: Bench) -> None:
+    bench.add.send(1, 1)
+    bench.fail.send("old")
+    bench.drain()
+    bench.harness.advance(minutes=10)
+    failed = bench.fail.send("new")
+    bench.drain()
+    waiting = bench.add.send(2, 2)
+    mail = bench.note.options(queue="mail").send()
+
+    inspect = bench.server.inspect
+    assert [one.task_uuid for one in inspect.tasks()][:2] == [mail.uuid, waiting.uuid]
+    assert len(inspect.tasks(limit=2)) == 2
+    assert {one.error for one in inspect.tasks(state="failure")} == {"old", "new"}
+    assert [one.task_uuid for one in inspect.tasks(state=State.FAILURE, since=60)] == [failed.uuid]
+    since = bench.server.now() - dt.timedelta(minutes=1)
+    assert [one.task_uuid for one in inspect.tasks(state="FAILURE", since=since)] == [failed.uuid]
+    assert {one.task_name for one in inspect.tasks(name="add")} == {"add"}
+    assert [one.task_uuid for one in inspect.tasks(queue="mail")] == [mail.uuid]
+    assert [one.task_uuid for one in inspect.tasks(queue="mail", name="note")] == [mail.uuid]
+    assert inspect.tasks(queue="mail", name="add") == []
+
+
+def test_the_start_of_a_uuid_is_enough_if_it_is_the_only_one(bench: Bench) -> None:
+    bench.add.options(uuid="task_aaa").send(1, 1)
+    bench.add.options(uuid="task_aab").send(1, 1)
+    bench.add.options(uuid="task_aab-2").send(1, 1)
+    inspect = bench.server.inspect
+    assert inspect.find("task_aaa") == "task_aaa"
+    assert inspect.find("task_aab") == "task_aab"
+    with pytest.raises(MachineryError, match=r"several tasks begin with 'task_a'"):
+        inspect.find("task_a")
+    with pytest.raises(StateNotFound):
+        inspect.find("task_zzz")
+
+
+def test_a_task_is_shown_with_its_signature_while_it_waits_and_when_it_failed(bench: Bench) -> None:
+    waiting = bench.add.send(1, 2)
+    delayed = bench.add.options(delay=60).send(3, 4)
+    failed = bench.fail.send("x")
+    for result, args in ((waiting, [1, 2]), (delayed, [3, 4]), (failed, ["x"])):
+        report = bench.server.inspect.task(result.uuid)
+        assert report.signature is not None
+        assert [arg.value for arg in report.signature.args] == args
+    bench.drain()
+    assert bench.server.inspect.task(waiting.uuid).signature is None
+    report = bench.server.inspect.task(failed.uuid)
+    assert report.signature is not None
+    assert (report.state.state, report.signature.name) == (State.FAILURE, "fail")
+
+
+# Retrying
+
+
+def test_failed_tasks_are_sent_again_as_they_were(bench: Bench) -> None:
+    broken = [True]
+
+    @bench.server.task(retries=1, backoff=[0])
+    def fragile(value: int) -> int:
+        if broken:
+            raise ConnectionError("away")
+        return value
+
+    result = fragile.signature(5).then(bench.note.partial("then")).send()
+    bench.drain()
+    bench.drain()
+    assert bench.server.result(result.uuid).get_state().state is State.FAILURE
+    broken.clear()
+
+    assert bench.server.inspect.retry(name="fragile") == [result.uuid]
+    assert bench.server.result(result.uuid).get_state().state is State.PENDING
+    bench.drain()
+    assert bench.server.result(result.uuid).get(timeout=0) == 5
+    assert bench.calls == [("then", 5)]
+
+
+def test_which_are_retried_can_be_chosen(bench: Bench) -> None:
+    one, two, good = bench.fail.send("1"), bench.fail.send("2"), bench.add.send(1, 1)
+    bench.drain()
+    inspect = bench.server.inspect
+    assert inspect.retry([one.uuid, good.uuid, "task_unheard-of"]) == [one.uuid]
+    assert inspect.retry(name="add") == []
+    bench.harness.advance(seconds=5)
+    assert inspect.retry(since=1.0) == []
+    assert inspect.retry() == [two.uuid]
+    assert bench.drain() == 2
+
+
+def test_a_retried_task_that_fails_again_can_be_retried_again(bench: Bench) -> None:
+    result = bench.fail.send("x")
+    for _ in range(3):
+        assert bench.drain() == 1
+        assert bench.server.inspect.retry() == [result.uuid]
+
+
+# Dead letters
+
+
+def test_dead_letters_are_listed_found_and_deleted(bench: Bench) -> None:
+    put_bytes(bench, b"{", b"[]")
+    bench.drain()
+    inspect = bench.server.inspect
+    newest, oldest = inspect.dead()
+    assert (newest.body, oldest.body, oldest.reason) == (b"[]", b"{", "undecodable")
+    assert inspect.dead(limit=1) == [newest]
+    assert inspect.dead(queue="mail") == []
+    assert inspect.dead_letter(oldest.id[:8]) == oldest
+    with pytest.raises(StateNotFound):
+        inspect.dead_letter("zzz")
+    assert inspect.delete_dead([oldest.id]) == 1
+    assert inspect.dead() == [newest]
+
+
+def test_a_dead_letter_can_be_replayed(bench: Bench) -> None:
+    server = bench.server
+    result = server.send_task(Signature.of("rare", 20, 22))
+    for _ in range(200):
+        bench.drain()
+        if server.inspect.dead():
+            break
+        bench.harness.advance(minutes=1)
+    (letter,) = server.inspect.dead()
+    assert (letter.reason, letter.uuid, letter.name) == ("unregistered", result.uuid, "rare")
+    assert result.get_state().state is State.FAILURE
+
+    server.register_task("rare", lambda a, b: a + b)
+    assert server.inspect.replay_dead([letter.id]) == [result.uuid]
+    assert server.inspect.dead() == []
+    bench.drain()
+    assert server.result(result.uuid).get(timeout=0) == 42
+
+
+def test_what_nobody_can_run_stays_dead(bench: Bench) -> None:
+    put_bytes(bench, b"{")
+    bench.drain()
+    (letter,) = bench.server.inspect.dead()
+    assert bench.server.inspect.replay_dead([letter.id]) == []
+    assert bench.server.inspect.dead() == [letter]
+
+
+def test_all_of_it_works_beside_a_worker() -> None:
+    bench = Bench()
+    with bench.server.new_worker(concurrency=2):
+        bench.add.send(1, 1).get(timeout=HANG)
+        assert bench.server.inspect.queues()[0].queue == "machinery_tasks"
+        assert len(bench.server.inspect.workers()) == 1
+        assert [one.state for one in bench.server.inspect.tasks(name="add")] == [State.SUCCESS]
+    bench.server.close()

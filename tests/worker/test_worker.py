@@ -1,0 +1,164 @@
+"""Beginning and ending a worker that runs in the background, and the numbers that it takes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import pytest
+
+from machinery_py import Server
+from machinery_py.errors import ConfigError, MachineryError
+from machinery_py.events import WorkerOffline
+from machinery_py.testing.flaky import Faults, FlakyStore
+from machinery_py.testing.waiting import HANG, wait_until
+from machinery_py.worker.worker import Worker
+from tests.support.apps import Bench, bench
+
+__all__ = ["bench"]
+
+pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+
+T = TypeVar("T")
+
+
+def offline(server: Server) -> list[WorkerOffline]:
+    """The workers that end from now on."""
+    found: list[WorkerOffline] = []
+    server.app.events.subscribe(WorkerOffline, found.append)
+    return found
+
+
+def test_quit_ends_a_worker_that_was_started_when_its_tasks_are_done(bench: Bench) -> None:
+    gate, ended = threading.Event(), offline(bench.server)
+    wait = bench.server.register_task("wait", lambda: gate.wait(HANG))
+    worker = bench.server.new_worker(concurrency=1)
+    worker.start()
+    result = wait.send()
+    wait_until(lambda: worker.active == 1)
+
+    worker.quit()
+    gate.set()
+
+    wait_until(lambda: ended)
+    assert result.get(timeout=0) is True
+
+
+def test_abort_ends_a_worker_that_was_started_at_once(bench: Bench) -> None:
+    gate, ended = threading.Event(), offline(bench.server)
+    wait = bench.server.register_task("wait", lambda: gate.wait(HANG))
+    worker = bench.server.new_worker(concurrency=1)
+    worker.start()
+    wait.send()
+    wait_until(lambda: worker.active == 1)
+
+    worker.abort()
+
+    wait_until(lambda: ended)
+    assert not gate.is_set()
+    assert bench.server.broker.stats()[0].waiting == 1
+    assert worker.stop() is False
+    gate.set()
+
+
+@pytest.mark.parametrize("end", [Worker.quit, Worker.abort])
+def test_a_task_may_end_the_worker_that_runs_it(
+    bench: Bench, end: Callable[[Worker], None]
+) -> None:
+    ended = offline(bench.server)
+    worker = bench.server.new_worker(concurrency=1)
+    finish = bench.server.register_task("finish", lambda: end(worker))
+
+    with worker:
+        finish.send()
+        wait_until(lambda: ended)
+
+
+def test_a_burst_that_was_started_ends_by_itself(bench: Bench) -> None:
+    ended = offline(bench.server)
+    result = bench.add.send(1, 2)
+
+    bench.server.new_worker(concurrency=1, burst=True).start()
+
+    wait_until(lambda: ended)
+    assert result.get(timeout=0) == 3
+
+
+def test_a_worker_that_has_ended_may_be_started_again(bench: Bench) -> None:
+    worker = bench.server.new_worker(concurrency=1)
+    for _ in range(2):
+        worker.start()
+        worker.quit()
+        worker.stop()
+
+    with worker:
+        assert bench.add.send(1, 2).get(timeout=HANG) == 3
+
+
+class Defect(Faults):
+    """A store of a kind that answers a call with what no store raises."""
+
+    def __init__(self, call: str) -> None:
+        super().__init__()
+        self.call = call
+
+    def around(
+        self, call: str, function: Callable[[], T], *, refused: Exception, unknown: Exception
+    ) -> T:
+        if call == self.call:
+            raise ZeroDivisionError("defect")
+        return function()
+
+
+def test_what_a_started_worker_cannot_go_on_with_ends_it_and_is_in_the_log(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    ended, stores = offline(bench.server), bench.server.app.stores
+    stores.store = FlakyStore(stores.store, Defect("receive"))
+    worker = bench.server.new_worker("w", 1)
+
+    worker.start()
+
+    wait_until(lambda: ended)
+    assert "worker w cannot go on: ZeroDivisionError('defect')" in caplog.text
+    assert worker.stop() is True
+
+
+def test_what_a_launched_worker_cannot_go_on_with_is_raised(bench: Bench) -> None:
+    ended, stores = offline(bench.server), bench.server.app.stores
+    stores.store = FlakyStore(stores.store, Defect("receive"))
+
+    with pytest.raises(MachineryError, match="cannot go on") as caught:
+        bench.server.new_worker("w", 1).launch(signals=False)
+
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    assert ended
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("concurrency", -1, "concurrency: found -1 (expected a whole number, 0 or more)"),
+        ("concurrency", 1.5, "concurrency: found 1.5 (expected a whole number, 0 or more)"),
+        ("concurrency", True, "concurrency: found True (expected a whole number, 0 or more)"),
+        ("concurrency", "4", "concurrency: found '4' (expected a whole number, 0 or more)"),
+        (
+            "shutdown_timeout",
+            -5,
+            "shutdown_timeout: found -5 (expected a number, 0 to 3153600000 s)",
+        ),
+        (
+            "shutdown_timeout",
+            float("nan"),
+            "shutdown_timeout: found nan (expected a number, 0 to 3153600000 s)",
+        ),
+    ],
+)
+def test_a_number_that_runs_nothing_is_refused(
+    bench: Bench, name: str, value: Any, expected: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        bench.server.new_worker(**{name: value})
+
+    assert str(caught.value) == expected
