@@ -9,16 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import msgspec
-
 from machinery_py.errors import ArgumentError
 from machinery_py.tasks.states import TaskState
 from machinery_py.texts import printable
-from machinery_py.wire.states import encode_state
+from machinery_py.wire.states import encode_state, printable_state
 
 _FIELD = b',"machinery_py":'
 _NO_STATE = TaskState(task_uuid="")
-_TEXTS = ("task_uuid", "task_name", "error", "error_type", "traceback", "queue", "worker")
 
 
 def encode_document(
@@ -35,8 +32,7 @@ def encode_document(
         if state is None:
             raise
         # Encode it with surrogates written out; if something else is wrong, this raises again.
-        texts = {name: printable(getattr(state, name)) for name in _TEXTS}
-        return _encoded(uuid, msgspec.structs.replace(state, **texts), field)
+        return _encoded(uuid, printable_state(state), field)
 
 
 def _encoded(uuid: str, state: TaskState | None, field: Callable[[TaskState], bytes]) -> bytes:

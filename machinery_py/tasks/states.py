@@ -93,6 +93,8 @@ _NEXT_RUN: dict[State, frozenset[State]] = {
 class TaskState(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """How far one task is. The first seven fields are Go's and are all that Go sees; the rest is ours.
 
+    The stores take our fields from here (`wire/states.py`, EXTRA). A new one is added at the end, with a default.
+
     Attributes:
         results: empty unless SUCCESS; several for a task that returns a tuple.
         error: the error text; for RETRY that of the try that just failed.

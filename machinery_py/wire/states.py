@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Sequence
-from typing import Annotated, Any
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec.json import Decoder
@@ -13,6 +14,7 @@ from machinery_py.errors import DecodeError
 from machinery_py.tasks.signature import Arg
 from machinery_py.tasks.states import GroupMeta, TaskState
 from machinery_py.tasks.states import State as StateName
+from machinery_py.texts import printable
 from machinery_py.values.json_values import shown
 from machinery_py.wire.decode import ReceivedArg, is_text_needed, received
 from machinery_py.wire.depth import AROUND_RESULTS, is_deep
@@ -57,6 +59,19 @@ class _GroupDocument(msgspec.Struct, gc=False, forbid_unknown_fields=True):
     CreatedAt: str
     TTL: _Int64
 
+
+_FIELDS = msgspec.structs.fields(TaskState)
+_TEXTS = tuple(field.name for field in _FIELDS if field.type is str)
+
+#: The fields of TaskState that Go does not know, in the order in which they were introduced. Stores keep them beside
+#: Go's document, and take their names from here: a new field needs a line at the end of TaskState, and nothing else
+#: but a column in SQLite (connections/sqlite/schema.py).
+EXTRA = _FIELDS[len(msgspec.structs.fields(_State)) :]
+EXTRA_NAMES = tuple(field.name for field in EXTRA)
+EXTRA_MOMENTS = frozenset(field.name for field in EXTRA if field.type == dt.datetime | None)
+_FIRST_EXTRA = EXTRA_NAMES.index("message") + 1  # how many there were when records were laid out
+_extra_values: Callable[[object], tuple[Any, ...]] = attrgetter(*EXTRA_NAMES)
+_StructT = TypeVar("_StructT", bound=msgspec.Struct)
 
 _decode_state = Decoder(_State).decode
 _decode_group = Decoder(_GroupDocument).decode
@@ -131,6 +146,45 @@ def _decode_state_leniently(body: bytes) -> TaskState:
     fields["results"] = received(fields.get("results", ()))
     fields.setdefault("task_uuid", "")
     return TaskState(**fields)
+
+
+def printable_state(state: TaskState) -> TaskState:
+    """The state with each text that has no UTF-8 written out (a surrogate becomes `\\ud800`)."""
+    texts = {name: printable(getattr(state, name)) for name in _TEXTS}
+    return msgspec.structs.replace(state, **texts)
+
+
+def extra_fields(*, before: str = "") -> Callable[[type[_StructT]], type[_StructT]]:
+    """Add the fields of EXTRA to a store's record, in front of its field `before` or at its end.
+
+    Fields introduced later always go to the end: older programs ignore what follows there in an array.
+    """
+
+    def extended(record: type[_StructT]) -> type[_StructT]:
+        own = [_declared(field) for field in msgspec.structs.fields(record)]
+        at = [name for name, *_ in own].index(before) if before else len(own)
+        extra = [_declared(field) for field in EXTRA]
+        config = record.__struct_config__
+        return msgspec.defstruct(  # type: ignore[return-value]  # the same record and more fields
+            record.__name__,
+            [*own[:at], *extra[:_FIRST_EXTRA], *own[at:], *extra[_FIRST_EXTRA:]],
+            namespace={"__doc__": record.__doc__},
+            module=record.__module__,
+            array_like=config.array_like,
+            omit_defaults=config.omit_defaults,
+            gc=config.gc,
+        )
+
+    return extended
+
+
+def _declared(field: msgspec.structs.FieldInfo) -> Any:
+    return (field.name, field.type) if field.required else (field.name, field.type, field.default)
+
+
+def extra_of(record: object) -> dict[str, Any]:
+    """The fields of EXTRA and their values, of a TaskState or a record made by `extra_fields`."""
+    return dict(zip(EXTRA_NAMES, _extra_values(record), strict=True))
 
 
 def encode_group(group: GroupMeta) -> bytes:

@@ -26,7 +26,13 @@ from machinery_py.backends.transactional import Row
 from machinery_py.errors import DecodeError
 from machinery_py.names import shown
 from machinery_py.tasks.states import GroupMeta, TaskState
-from machinery_py.wire.states import decode_group, decode_state, encode_group
+from machinery_py.wire.states import (
+    decode_group,
+    decode_state,
+    encode_group,
+    extra_fields,
+    extra_of,
+)
 
 CHORD_LIFE = (
     7 * 86400.0
@@ -103,6 +109,7 @@ class TaskItem(Row, kw_only=True):
     awaited: bool = False
 
 
+@extra_fields(before="kept_at")
 class _Ours(msgspec.Struct, array_like=True, gc=False):
     """The field."""
 
@@ -110,17 +117,6 @@ class _Ours(msgspec.Struct, array_like=True, gc=False):
     epoch: int
     mark: str
     stated: bool
-    run: int = 0
-    attempt: int = 1
-    queue: str = ""
-    error_type: str = ""
-    traceback: str = ""
-    progress: tuple[float, float] | None = None
-    started_at: dt.datetime | None = None
-    finished_at: dt.datetime | None = None
-    eta: dt.datetime | None = None
-    worker: str = ""
-    message: bytes = b""
     kept_at: int = 0
     outbox: Sequence[bytes] = ()
     todo: Sequence[Todo] = ()
@@ -145,21 +141,11 @@ def encode_record(uuid: str, record: TaskItem) -> bytes:
             epoch=record.epoch,
             mark=record.mark,
             stated=record.state is not None,
-            run=state.run,
-            attempt=state.attempt,
-            queue=state.queue,
-            error_type=state.error_type,
-            traceback=state.traceback,
-            progress=state.progress,
-            started_at=state.started_at,
-            finished_at=state.finished_at,
-            eta=state.eta,
-            worker=state.worker,
-            message=state.message,
             kept_at=record.kept_at,
             outbox=tuple(record.outbox),
             todo=tuple(record.todo),
             awaited=record.awaited,
+            **extra_of(state),
         )
         return _quoted(pack(ours))
 
@@ -184,27 +170,7 @@ def decode_record(uuid: str, body: bytes, cas: int) -> TaskItem:
         return TaskItem(cas=cas, theirs=f"a state of {shown(state.task_uuid)}")
     if own is None:
         return TaskItem(state=state, cas=cas)
-    state = TaskState(
-        task_uuid=state.task_uuid,
-        task_name=state.task_name,
-        state=state.state,
-        results=state.results,
-        error=state.error,
-        created_at=state.created_at,
-        ttl=state.ttl,
-        run=own.run,
-        attempt=own.attempt,
-        queue=own.queue,
-        error_type=own.error_type,
-        traceback=own.traceback,
-        progress=own.progress,
-        started_at=own.started_at,
-        finished_at=own.finished_at,
-        eta=own.eta,
-        worker=own.worker,
-        message=own.message,
-    )
-    return _record(state, own, cas)
+    return _record(msgspec.structs.replace(state, **extra_of(own)), own, cas)
 
 
 def _record(state: TaskState | None, own: _Ours, cas: int) -> TaskItem:

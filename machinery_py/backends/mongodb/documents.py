@@ -28,6 +28,7 @@ from machinery_py.errors import DecodeError, NameRefused
 from machinery_py.names import shown
 from machinery_py.tasks.signature import Arg
 from machinery_py.tasks.states import ZERO_TIME, State, TaskState
+from machinery_py.wire.states import printable_state
 
 _pack = msgspec.msgpack.Encoder().encode
 _state = msgspec.msgpack.Decoder(TaskState).decode
@@ -133,7 +134,7 @@ def fields_of(row: Row, *, version: int, now: int, expires_at: int) -> Document:
     try:
         ours = _pack(state)
     except UnicodeEncodeError:
-        state = _printable(state)
+        state = printable_state(state)
         ours = _pack(state)
     return {
         "state": state.state._value_,
@@ -193,13 +194,6 @@ def go_value(value: Any) -> Any:
 def _key(key: Any) -> str:
     """BSON's names hold no NUL."""
     return printable(str(key)).replace("\0", "\\0")
-
-
-def _printable(state: TaskState) -> TaskState:
-    names = ("task_uuid", "task_name", "error", "error_type", "traceback", "queue", "worker")
-    return msgspec.structs.replace(
-        state, **{name: printable(getattr(state, name)) for name in names}
-    )
 
 
 def packed_deed(change: Change) -> bytes:

@@ -23,7 +23,6 @@ written by a Go program.
 
 from __future__ import annotations
 
-import datetime as dt
 import hashlib
 import zlib
 from collections.abc import Iterable, Sequence
@@ -36,7 +35,7 @@ from machinery_py.connections.rabbitmq.queue_records import OURS, Queue
 from machinery_py.errors import ConfigError, DecodeError, NameRefused
 from machinery_py.names import is_made, shown
 from machinery_py.tasks.states import TaskState, advance
-from machinery_py.wire.states import decode_state
+from machinery_py.wire.states import decode_state, extra_fields, extra_of
 
 GROUP_LIFE = 7 * 86_400_000  # ms that a chord may go on without an arrival
 LONGEST_EXPIRY = 2**31 - 1  # ms; Go writes it as a signed number of 32 bits
@@ -124,6 +123,7 @@ class StoredTask(Row, kw_only=True):
     of_go: bool = False
 
 
+@extra_fields()
 class _Ours(msgspec.Struct, omit_defaults=True, gc=False):
     """The field."""
 
@@ -131,17 +131,6 @@ class _Ours(msgspec.Struct, omit_defaults=True, gc=False):
     epoch: int = 0
     mark: str = ""
     stated: bool = True
-    run: int = 0
-    attempt: int = 1
-    queue: str = ""
-    error_type: str = ""
-    traceback: str = ""
-    progress: tuple[float, float] | None = None
-    started_at: dt.datetime | None = None
-    finished_at: dt.datetime | None = None
-    eta: dt.datetime | None = None
-    worker: str = ""
-    message: bytes = b""
 
 
 _write = msgspec.json.Encoder().encode
@@ -162,17 +151,7 @@ def encode_record(uuid: str, row: Row, seq: int) -> bytes:
                 epoch=row.epoch,
                 mark=row.mark,
                 stated=row.state is not None,
-                run=state.run,
-                attempt=state.attempt,
-                queue=state.queue,
-                error_type=state.error_type,
-                traceback=state.traceback,
-                progress=state.progress,
-                started_at=state.started_at,
-                finished_at=state.finished_at,
-                eta=state.eta,
-                worker=state.worker,
-                message=state.message,
+                **extra_of(state),
             )
         )
 
@@ -204,7 +183,7 @@ def decode_record(uuid: str, bodies: Iterable[bytes]) -> StoredTask:
                 found.state, found.mark = after, ""  # by a Go program
         else:
             found = StoredTask(
-                state=_merged(state, ours),
+                state=state and msgspec.structs.replace(state, **extra_of(ours)),
                 mark=ours.mark,
                 epoch=ours.epoch,
                 seq=ours.seq,
@@ -218,31 +197,6 @@ def _theirs(uuid: str, found: str) -> NameRefused:
         f"queue {shown(name_of(uuid))} in RabbitMQ holds what is no state of task {shown(uuid)}, and was left as "
         f"it is (choose another UUID): {found}",
         uuid,
-    )
-
-
-def _merged(state: TaskState | None, ours: _Ours) -> TaskState | None:
-    if state is None:
-        return None
-    return TaskState(
-        task_uuid=state.task_uuid,
-        task_name=state.task_name,
-        state=state.state,
-        results=state.results,
-        error=state.error,
-        created_at=state.created_at,
-        ttl=state.ttl,
-        run=ours.run,
-        attempt=ours.attempt,
-        queue=ours.queue,
-        error_type=ours.error_type,
-        traceback=ours.traceback,
-        progress=ours.progress,
-        started_at=ours.started_at,
-        finished_at=ours.finished_at,
-        eta=ours.eta,
-        worker=ours.worker,
-        message=ours.message,
     )
 
 

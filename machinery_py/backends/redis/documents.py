@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import datetime as dt
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+from typing import Any
 
 import msgspec
 
@@ -13,29 +15,32 @@ from machinery_py.clock import micros, moment_of
 from machinery_py.connections.redis.scripts import pack, raw
 from machinery_py.errors import ArgumentError
 from machinery_py.tasks.states import Arrival, GroupMeta, TaskState
-from machinery_py.wire.states import decode_state, encode_group, encode_state
-
-
-class _Ours(msgspec.Struct, array_like=True, gc=False):
-    """The fields of a state that are replaced with each change. `word` tells whether Go has changed the document since."""
-
-    word: str
-    attempt: int
-    error_type: str = ""
-    traceback: str = ""
-    finished_at: int | None = None
-    eta: int | None = None
-    message: bytes = b""
-
+from machinery_py.wire.states import (
+    EXTRA,
+    EXTRA_MOMENTS,
+    decode_state,
+    encode_group,
+    encode_state,
+    printable_state,
+)
 
 Row = tuple[bytes | None, bytes | None]
 
-_ours = msgspec.msgpack.Decoder(_Ours).decode
+# A companion has a line for each of these, which the scripts read; the other fields of ours follow, packed behind the
+# state that they belong to: if the document has another one now, a Go program has written it since.
+_LINES = ("run", "started_at", "progress", "queue", "worker")
+_PACKED = tuple(field for field in EXTRA if field.name not in _LINES)
+_NAMES = tuple(field.name for field in _PACKED)
+_MESSAGE = _NAMES.index("message")
+_DEFAULTS = tuple(field.default for field in _PACKED)[1:]  # of all but the attempt
+_PLAIN_DEFAULTS = _DEFAULTS[: _MESSAGE - 1]
+_MOMENTS = [place for place, name in enumerate(_NAMES, 1) if name in EXTRA_MOMENTS]  # in µs
+_packed_values: Callable[[TaskState], tuple[Any, ...]] = attrgetter(*_NAMES)
+
+_unpack = msgspec.msgpack.Decoder(list[Any]).decode
 decode_rows = msgspec.msgpack.Decoder(list[Row]).decode
 _CREATED = b'"CreatedAt":"'
-_PLAIN: dict[
-    tuple[str, int, bytes], bytes
-] = {}  # our fields of a state that has none but its attempt, and `outcomes.ALONE`
+_PLAIN: dict[tuple[object, ...], bytes] = {}  # by state and values, of those that many tasks share
 _MOST = 2**31  # seconds; a longer expiry is refused by Redis
 
 
@@ -44,7 +49,7 @@ def packed_state(state: TaskState, now: dt.datetime, expire: int) -> tuple[objec
     try:
         document, lines = encode_state(state), _lines(state)
     except (ArgumentError, UnicodeEncodeError):
-        state = _printable(state)
+        state = printable_state(state)
         document, lines = encode_state(state), _lines(state)
     # The creation time is Go's last but one field, behind all that could hold such a text.
     at = document.rindex(_CREATED) + len(_CREATED)
@@ -88,51 +93,21 @@ def _kept(state: TaskState, now: dt.datetime) -> int:
 
 
 def _our_fields(state: TaskState) -> bytes:
-    finished, eta = state.finished_at, state.eta
-    if (
-        finished is None
-        and eta is None
-        and not state.error_type
-        and not state.traceback
-        and len(state.message) < 2
-    ):
-        key = (state.state._value_, state.attempt, state.message)
-        plain = _PLAIN.get(key)
-        if plain is None:
-            plain = pack(
-                (*key[:2], "", "", None, None, state.message) if state.message else key[:2]
-            )
-            if len(_PLAIN) < 1024:
-                _PLAIN[key] = plain
-        return plain
-    return pack(
-        (
-            state.state._value_,
-            state.attempt,
-            state.error_type,
-            state.traceback,
-            None if finished is None else micros(finished),
-            None if eta is None else micros(eta),
-            state.message,
-        )
-    )
-
-
-def _printable(state: TaskState) -> TaskState:
-    """With what has no UTF-8 written out. If that was not what is wrong, encoding it says so."""
-    texts = {
-        name: getattr(state, name).encode("utf-8", "backslashreplace").decode()
-        for name in (
-            "task_uuid",
-            "task_name",
-            "error",
-            "error_type",
-            "traceback",
-            "queue",
-            "worker",
-        )
-    }
-    return msgspec.structs.replace(state, **texts)
+    values = _packed_values(state)
+    # Most states have but an attempt, and of the message at most the one byte of `outcomes.ALONE`.
+    if values[1:_MESSAGE] != _PLAIN_DEFAULTS or len(values[_MESSAGE]) > 1:
+        fields = [state.state._value_, *values]
+        for place in _MOMENTS:
+            if fields[place] is not None:
+                fields[place] = micros(fields[place])
+        return pack(fields)
+    key = (state.state._value_, *values)
+    plain = _PLAIN.get(key)
+    if plain is None:
+        plain = pack(key[:2] if values[1:] == _DEFAULTS else key)
+        if len(_PLAIN) < 1024:
+            _PLAIN[key] = plain
+    return plain
 
 
 def packed_states(states: Sequence[TaskState], now: dt.datetime, expire: int) -> list[object]:
@@ -194,28 +169,20 @@ def state_of(document: bytes, companion: bytes | None) -> TaskState:
     if companion is None:
         return state  # a Go program wrote it
     run, _, _, started, progress, queue, worker, ours = companion.split(b"\n", 7)
-    own = _ours(ours) if ours else None
-    if own is None or own.word != state.state._value_:
-        own = _Ours(state.state._value_, 1)  # a Go program has changed it since
-    return TaskState(
-        task_uuid=state.task_uuid,
-        task_name=state.task_name,
-        state=state.state,
-        results=state.results,
-        error=state.error,
-        created_at=state.created_at,
-        ttl=state.ttl,
+    fields: list[Any] = _unpack(ours) if ours else [""]
+    if fields[0] != state.state._value_:
+        fields = [""]
+    for place in _MOMENTS:
+        if place < len(fields) and fields[place] is not None:
+            fields[place] = moment_of(fields[place])
+    return msgspec.structs.replace(
+        state,
         run=int(run or 0),
-        attempt=own.attempt,
-        queue=queue.decode(),
-        error_type=own.error_type,
-        traceback=own.traceback,
-        progress=_progress(progress),
         started_at=moment_of(int(started)) if started else None,
-        finished_at=None if own.finished_at is None else moment_of(own.finished_at),
-        eta=None if own.eta is None else moment_of(own.eta),
+        progress=_progress(progress),
+        queue=queue.decode(),
         worker=worker.decode(),
-        message=own.message,
+        **dict(zip(_NAMES, fields[1:], strict=False)),
     )
 
 

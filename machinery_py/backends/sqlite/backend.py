@@ -34,8 +34,9 @@ from machinery_py.backends.sqlite.rows import (
     SAVE,
     SAVE_OVER,
     STANDS,
+    STATE,
     decode_bodies,
-    decode_kept,
+    decode_loaded,
     encode_bodies,
     plain,
     record_of,
@@ -134,16 +135,11 @@ class SQLiteBackend(TransactionalBackend):
         if not wanted:
             return {}
         with self.driver.reading() as connection:
-            return {
-                kept.uuid: Row(
-                    state=kept.task_state() if kept.state else None,
-                    mark=kept.mark,
-                    epoch=kept.epoch,
-                )
-                for kept in decode_kept(
-                    connection.execute(LOAD, (as_json(wanted), self.driver.now())).fetchone()[0]
-                )
-            }
+            found = connection.execute(LOAD, (as_json(wanted), self.driver.now())).fetchone()[0]
+        return {
+            row[0]: Row(state=state_of(row) if row[STATE] else None, mark=row[-2], epoch=row[-1])
+            for row in decode_loaded(found)
+        }
 
     def _save(self, rows: Sequence[tuple[str, Row]]) -> None:
         now = self.driver.now()
@@ -318,7 +314,7 @@ class SQLiteBackend(TransactionalBackend):
         states: dict[str, TaskState] = {}
         for start in range(0, len(uuids), READ):
             for row in self._read(query, as_json(uuids[start : start + READ]), self.driver.now()):
-                states[row[0]] = state_of(row)
+                states[row[0]] = state_of([*row], *row[-2:])
         return states
 
     def get_group(self, group_uuid: str) -> GroupMeta | None:
@@ -368,7 +364,7 @@ class SQLiteBackend(TransactionalBackend):
         if name:
             query, parameters = f"{query} AND name = ?", [*parameters, printable(name)]
         return [
-            state_of(row)
+            state_of([*row], *row[-2:])
             for row in self._read(f"{query} ORDER BY changed_at DESC LIMIT ?", *parameters, limit)
         ]
 

@@ -5,7 +5,8 @@ Limits: moments to the microsecond; a text with half a surrogate pair comes back
 
 from __future__ import annotations
 
-import datetime as dt
+from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -14,12 +15,17 @@ from machinery_py.backends.transactional import Row
 from machinery_py.clock import micros, moment_of
 from machinery_py.connections.sqlite.rows import printable
 from machinery_py.tasks.states import State, TaskState
-from machinery_py.wire.states import decode_results, encode_results
+from machinery_py.wire.states import EXTRA_MOMENTS, decode_results, encode_results
 
-COLUMNS = (
-    "uuid, name, state, run, attempt, queue, created_at, ttl, error, error_type, traceback, progress, started_at,"
-    " finished_at, eta, worker"
-)
+_BLOBS = ("results", "message")
+_FIELDS = [field for field in msgspec.structs.fields(TaskState) if field.name not in _BLOBS]
+_NAMES = tuple(field.name for field in _FIELDS)
+_MOMENTS = [place for place, name in enumerate(_NAMES) if name in EXTRA_MOMENTS]
+_TEXTS = [_NAMES.index(name) for name in ("error", "error_type", "traceback")]  # NULL if empty
+STATE, _CREATED_AT, _PROGRESS = map(_NAMES.index, ("state", "created_at", "progress"))
+_COLUMNS = tuple(name.removeprefix("task_") for name in _NAMES)
+
+COLUMNS = ", ".join(_COLUMNS)
 ALL = f"{COLUMNS}, results, message"
 
 #: In: now. Less what is finished and whose time is over, but for the members of chords that are not settled.
@@ -40,110 +46,65 @@ SAVE = f"INSERT INTO tasks ({COLUMNS}, mark, epoch, changed_at, expires_at, resu
 SAVE_OVER = (
     "ON CONFLICT (uuid) DO UPDATE SET "
     + ", ".join(
-        f"{name.strip()} = excluded.{name.strip()}"
-        for name in f"{COLUMNS}, mark, epoch, changed_at, expires_at, results".split(",")[1:]
+        f"{name} = excluded.{name}"
+        for name in (*_COLUMNS[1:], "mark", "epoch", "changed_at", "expires_at", "results")
     )
     + ", message = CASE WHEN excluded.state = state AND excluded.run = run THEN coalesce(excluded.message, message)"
     " ELSE excluded.message END"
 )
 
 
-class TaskRow(msgspec.Struct, array_like=True, gc=False):
-    """A task's row as LOAD gives it, in the order of COLUMNS."""
-
-    uuid: str
-    name: str
-    state: str | None
-    run: int
-    attempt: int
-    queue: str
-    created_at: int
-    ttl: int
-    error: str | None
-    error_type: str | None
-    traceback: str | None
-    progress: str | None
-    started_at: int | None
-    finished_at: int | None
-    eta: int | None
-    worker: str
-    mark: str = ""
-    epoch: int = 0
-
-    def task_state(self, results: bytes | None = None, message: bytes | None = None) -> TaskState:
-        return TaskState(
-            task_uuid=self.uuid,
-            task_name=self.name,
-            state=_STATES[self.state or ""],
-            error=self.error or "",
-            results=decode_results(results) if results is not None else (),
-            created_at=moment_of(self.created_at),
-            ttl=self.ttl,
-            run=self.run,
-            attempt=self.attempt,
-            queue=self.queue,
-            error_type=self.error_type or "",
-            traceback=self.traceback or "",
-            progress=_progress(self.progress),
-            started_at=_moment(self.started_at),
-            finished_at=_moment(self.finished_at),
-            eta=_moment(self.eta),
-            worker=self.worker,
-            message=message or b"",
-        )
-
-
 _STATES: dict[str, State] = {state.value: state for state in State}
 encode_bodies = msgspec.msgpack.Encoder().encode
 decode_bodies = msgspec.msgpack.Decoder(tuple[bytes, ...]).decode
-decode_kept = msgspec.json.Decoder(list[TaskRow]).decode
+decode_loaded = msgspec.json.Decoder(list[list[Any]]).decode
 _NOTHING = TaskState(task_uuid="")
+_values: Callable[[TaskState], tuple[Any, ...]] = attrgetter(*_NAMES)
 
 
 def record_of(uuid: str, row: Row, changed_at: int, expires_at: int) -> tuple[object, ...]:
     """In the order of SAVE."""
     state = row.state or _NOTHING
-    finished = row.state is None or state.is_finished
+    cells = [*_values(state)]
+    cells[0] = uuid
+    cells[STATE] = None if row.state is None else state.state._value_
+    cells[_CREATED_AT] = micros(state.created_at)
+    for place in _MOMENTS:
+        if cells[place] is not None:
+            cells[place] = micros(cells[place])
+    for place in _TEXTS:
+        cells[place] = cells[place] or None
+    if state.progress is not None:
+        cells[_PROGRESS] = f"{state.progress[0]!r} {state.progress[1]!r}"
     return (
-        uuid,
-        state.task_name,
-        None if row.state is None else state.state._value_,
-        state.run,
-        state.attempt,
-        state.queue,
-        micros(state.created_at),
-        state.ttl,
-        state.error or None,
-        state.error_type or None,
-        state.traceback or None,
-        None if state.progress is None else f"{state.progress[0]!r} {state.progress[1]!r}",
-        None if state.started_at is None else micros(state.started_at),
-        None if state.finished_at is None else micros(state.finished_at),
-        None if state.eta is None else micros(state.eta),
-        state.worker,
+        *cells,
         row.mark,
         row.epoch,
         changed_at,
-        expires_at if finished else None,
+        expires_at if row.state is None or state.is_finished else None,
         encode_results(state.results) if state.results else None,
         state.message or None,
     )
 
 
-def state_of(row: tuple[Any, ...]) -> TaskState:
-    """From ALL."""
-    return TaskRow(*row[:-2]).task_state(row[-2], row[-1])
-
-
-def _progress(text: str | None) -> tuple[float, float] | None:
-    if text is None:
-        return None
-    done, total = text.split()
-    return float(done), float(total)
-
-
-def _moment(number: int | None) -> dt.datetime | None:
-    return None if number is None else moment_of(number)
+def state_of(
+    cells: list[Any], results: bytes | None = None, message: bytes | None = None
+) -> TaskState:
+    """The state in the values of COLUMNS; they are changed. What comes behind them is ignored."""
+    cells[STATE] = _STATES[cells[STATE] or ""]
+    cells[_CREATED_AT] = moment_of(cells[_CREATED_AT])
+    for place in _MOMENTS:
+        if cells[place] is not None:
+            cells[place] = moment_of(cells[place])
+    for place in _TEXTS:
+        cells[place] = cells[place] or ""
+    if cells[_PROGRESS] is not None:
+        done, total = cells[_PROGRESS].split()
+        cells[_PROGRESS] = float(done), float(total)
+    fields = dict(zip(_NAMES, cells, strict=False))
+    if results is not None:
+        fields["results"] = decode_results(results)
+    return TaskState(message=message or b"", **fields)
 
 
 def plain(value: object) -> object:
