@@ -1,4 +1,4 @@
-"""The user's Server: from `module` or `module:object` to the object, and every way in which that goes wrong, in words."""
+"""Import of the user's Server by `module` or `module:object`, and an error text for each failure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from importlib import metadata
 from types import ModuleType, TracebackType
 
-from machinery_py.cli.tables import at_home
+from machinery_py.cli.output import at_home
 from machinery_py.config.urls import redact
 from machinery_py.errors import AppNotFound, MachineryError
 from machinery_py.server import Server
@@ -20,7 +20,7 @@ HINT = "run from the folder that holds it or pass --app-dir"
 
 
 class AppBroken(AppNotFound):
-    """The user's module is there, and raised when it was imported. `trace` shows where, without our own frames."""
+    """The user's module raised when it was imported. `trace`: its traceback without our frames."""
 
     def __init__(self, text: str, trace: str) -> None:
         self.trace = trace
@@ -28,15 +28,16 @@ class AppBroken(AppNotFound):
 
 
 def load(app: str, app_dir: str = "", *, command: str = "worker") -> Server:
-    """The Server that `app` names.
+    """Return the Server that `app` names.
 
     Args:
         app_dir: the folder to import from, put first on sys.path; empty is the working directory.
-        command: for the line that a text tells to type.
+        command: the one that was typed, for the advice in an error.
 
     Raises:
-        AppNotFound: there is no such module or Server, or several; AppBroken: the module raised.
-        MachineryError: making the Server did (a wrong setting), in the module or here.
+        AppNotFound: there is no such module or Server, or several.
+        AppBroken: the module raised.
+        MachineryError: making the Server failed (a wrong setting).
     """
     name, _, path = app.partition(":")
     if "://" in app or "@" in app:
@@ -81,13 +82,13 @@ def _import(name: str, folder: str) -> ModuleType:
 
 
 def _is_missing(error: ModuleNotFoundError, name: str) -> bool:
-    """Whether the module itself is not there, and not one that it wants to import."""
+    """Whether the module itself is missing, and not one that it imports."""
     parents = [name] + [name[:at] for at, letter in enumerate(name) if letter == "."]
     return error.name in parents and _first_user_frame(error.__traceback__) is None
 
 
 def _there_is(name: str, folder: str) -> str:
-    """The nearest module that there is."""
+    """Return the part of an error that offers the module with the nearest name."""
     *packages, last = name.split(".")
     close: list[str] = []
     if os.path.isdir(inner := os.path.join(folder, *packages)):
@@ -118,7 +119,7 @@ def _says(error: BaseException) -> str:
 
 
 def _first_user_frame(trace: TracebackType | None) -> TracebackType | None:
-    """The traceback from the user's own code on; None if the error never got there."""
+    """Return the traceback from the user's code on; None if the error never got there."""
     while trace is not None:
         name = trace.tb_frame.f_code.co_filename
         if (
@@ -170,7 +171,7 @@ def _only(module: ModuleType, name: str, command: str) -> Server:
 
 
 def _servers(module: ModuleType) -> list[tuple[str, Server]]:
-    """The Servers of a module, each under its first name."""
+    """Return the Servers of a module, each under its first name."""
     found: dict[int, tuple[str, Server]] = {}
     for key, value in vars(module).items():
         if isinstance(value, Server):
@@ -184,7 +185,7 @@ def _listed(names: list[str]) -> str:
 
 
 def installed_version(package: str) -> str:
-    """The version of an installed package, or ""."""
+    """Return the version of an installed package, or ""."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

@@ -1,6 +1,7 @@
 """The commands: what they take, their options, their examples, and the function behind each.
 
-A command's words are not told apart by argparse: with MACHINERY_APP set, the first of them need not be the app (`split_words`).
+Argparse does not tell a command's words apart: with MACHINERY_APP set, the first of them need not be
+the app (`split_words`).
 """
 
 from __future__ import annotations
@@ -32,9 +33,11 @@ class Command:
     """One command.
 
     Attributes:
-        target: `file:function` under machinery_py.cli; called with the parsed arguments, returns the exit code.
-        words: what follows the app, for the usage line.
-        least, most: how many words; None is any number.
+        target: `file:function` under machinery_py.cli, which returns the exit code.
+        words: what follows the app, as shown in the usage line: `NAME`, `NAME …` or `[NAME …]`.
+        options: besides `--app-dir` and, except for `worker`, `--json`.
+        opens_app: whether the function is called with the app's Server and the parsed arguments, or
+            with the arguments alone.
     """
 
     name: str
@@ -42,21 +45,34 @@ class Command:
     target: str
     examples: Sequence[str]
     words: str = ""
-    least: int = 0
-    most: int | None = 0
     options: Options = ()
+    opens_app: bool = True
+
+    @property
+    def least(self) -> int:
+        """How many words the command needs."""
+        return sum(word[0].isalpha() for word in self.words.split())
+
+    @property
+    def most(self) -> int | None:
+        """How many words the command takes; None is any number."""
+        return None if "…" in self.words else self.least
+
+    @property
+    def all_options(self) -> Options:
+        return self.options + (() if self.name == "worker" else JSON) + APP
 
 
 def split_words(
     words: Sequence[str], app: str, *, least: int = 0, most: int | None = 0
 ) -> tuple[str, list[str]]:
-    """(the app, the other words). `app`: what MACHINERY_APP says, or "".
+    """Return the app and the other words. `app`: the value of MACHINERY_APP, or "".
 
-    With MACHINERY_APP set the first word is the app only if there is one word more than the command takes, or, where it takes
-    any number, if it is the same app.
+    With MACHINERY_APP set, the first word is the app only if there is one word more than the command
+    takes, or, where it takes any number, if it is the same app.
 
     Raises:
-        ValueError: there are too few or too many.
+        ValueError: there are too few or too many words.
     """
     rest = list(words)
     if app:
@@ -79,8 +95,9 @@ COMMANDS: Mapping[str, Command] = {
     for command in (
         Command(
             name="worker",
-            target="work:worker",
-            options=WORKER + APP,
+            target="worker:worker",
+            options=WORKER,
+            opens_app=False,
             help="run tasks",
             examples=(
                 "machinery worker tasks                      a module with one Server in it",
@@ -95,11 +112,9 @@ COMMANDS: Mapping[str, Command] = {
         ),
         Command(
             name="send",
-            target="act:send",
+            target="tasks:send",
             words="TASK [ARGUMENT …]",
-            least=1,
-            most=None,
-            options=WAIT + SEND + JSON + APP,
+            options=WAIT + SEND,
             help="send a task; arguments are JSON, or else strings",
             examples=(
                 "machinery send tasks add 20 22 --wait",
@@ -108,11 +123,9 @@ COMMANDS: Mapping[str, Command] = {
         ),
         Command(
             name="result",
-            target="act:result",
+            target="tasks:result",
             words="UUID",
-            least=1,
-            most=1,
-            options=WAIT + JSON + APP,
+            options=WAIT,
             help="the result of a task that was sent",
             examples=(
                 "machinery result tasks task_0f6c",
@@ -121,15 +134,14 @@ COMMANDS: Mapping[str, Command] = {
         ),
         Command(
             name="queues",
-            target="look:queues",
-            options=JSON + APP,
+            target="queues:queues",
             help="queues, and how full they are",
             examples=("machinery queues tasks", "machinery queues tasks --json"),
         ),
         Command(
             name="tasks",
-            target="look:tasks",
-            options=STATE + FILTER + LIMIT + JSON + APP,
+            target="tasks:tasks",
+            options=STATE + FILTER + LIMIT,
             help="tasks, the newest first",
             examples=(
                 "machinery tasks tasks",
@@ -138,27 +150,22 @@ COMMANDS: Mapping[str, Command] = {
         ),
         Command(
             name="show",
-            target="look:show",
+            target="tasks:show",
             words="UUID",
-            least=1,
-            most=1,
-            options=JSON + APP,
             help="all that is known of a task; the start of a UUID is enough",
             examples=("machinery show tasks task_0f6c",),
         ),
         Command(
             name="workers",
-            target="look:workers",
-            options=JSON + APP,
+            target="queues:workers",
             help="the workers that live",
             examples=("machinery workers tasks",),
         ),
         Command(
             name="retry",
-            target="act:retry",
+            target="tasks:retry",
             words="[UUID …]",
-            most=None,
-            options=FAILURE + FILTER + YES + JSON + APP,
+            options=FAILURE + FILTER + YES,
             help="send failed tasks again",
             examples=(
                 "machinery retry tasks task_0f6c",
@@ -167,76 +174,60 @@ COMMANDS: Mapping[str, Command] = {
         ),
         Command(
             name="revoke",
-            target="act:revoke",
+            target="tasks:revoke",
             words="UUID …",
-            least=1,
-            most=None,
-            options=YES + JSON + APP,
+            options=YES,
             help="never start these tasks; ask those that run to stop",
             examples=("machinery revoke tasks task_0f6c",),
         ),
         Command(
             name="purge",
-            target="act:purge",
+            target="queues:purge",
             words="QUEUE",
-            least=1,
-            most=1,
-            options=YES + JSON + APP,
+            options=YES,
             help="delete what waits in a queue, delayed tasks too",
             examples=("machinery purge tasks mail",),
         ),
         Command(
             name="declare",
-            target="act:declare",
+            target="queues:declare",
             words="[QUEUE …]",
-            most=None,
-            options=JSON + APP,
             help="make what queues need on the server, when an application is deployed",
             examples=("machinery declare tasks", "machinery declare tasks machinery_tasks mail"),
         ),
         Command(
             name="pause",
-            target="act:pause",
+            target="queues:pause",
             words="QUEUE …",
-            least=1,
-            most=None,
-            options=JSON + APP,
             help="take nothing from these queues until they are resumed; what runs goes on",
             examples=("machinery pause tasks mail", "machinery pause tasks mail reports"),
         ),
         Command(
             name="resume",
-            target="act:resume",
+            target="queues:resume",
             words="QUEUE …",
-            least=1,
-            most=None,
-            options=JSON + APP,
             help="take from these queues again",
             examples=("machinery resume tasks mail",),
         ),
         Command(
             name="dead list",
-            target="act:dead_list",
-            options=DEAD + LIMIT + JSON + APP,
+            target="dead_letters:list_dead",
+            options=DEAD + LIMIT,
             help="messages that nobody could deal with",
             examples=("machinery dead list tasks",),
         ),
         Command(
             name="dead show",
-            target="act:dead_show",
+            target="dead_letters:show_dead",
             words="ID",
-            least=1,
-            most=1,
-            options=JSON + APP,
             help="one dead letter, with its message",
             examples=("machinery dead show tasks 17",),
         ),
         Command(
             name="dead replay",
-            target="act:dead_replay",
+            target="dead_letters:replay_dead",
             words="[ID …]",
-            most=None,
-            options=ALL + DEAD + YES + JSON + APP,
+            options=ALL + DEAD + YES,
             help="put dead letters back into their queues",
             examples=(
                 "machinery dead replay tasks 17",
@@ -245,57 +236,47 @@ COMMANDS: Mapping[str, Command] = {
         ),
         Command(
             name="dead delete",
-            target="act:dead_delete",
+            target="dead_letters:delete_dead",
             words="[ID …]",
-            most=None,
-            options=ALL + DEAD + YES + JSON + APP,
+            options=ALL + DEAD + YES,
             help="delete dead letters",
             examples=("machinery dead delete tasks 17", "machinery dead delete tasks --all --yes"),
         ),
         Command(
             name="periodic",
-            target="schedules:periodic",
-            options=JSON + APP,
+            target="periodic:periodic",
             help="schedules, with their last and next runs",
             examples=("machinery periodic tasks", "machinery periodic pause tasks digest"),
         ),
         Command(
             name="periodic pause",
-            target="schedules:pause",
+            target="periodic:pause",
             words="NAME …",
-            least=1,
-            most=None,
-            options=YES + JSON + APP,
+            options=YES,
             help="send nothing until it is resumed, also after a restart",
             examples=("machinery periodic pause tasks digest",),
         ),
         Command(
             name="periodic resume",
-            target="schedules:resume",
+            target="periodic:resume",
             words="NAME …",
-            least=1,
-            most=None,
-            options=YES + JSON + APP,
+            options=YES,
             help="send again, from now on",
             examples=("machinery periodic resume tasks digest",),
         ),
         Command(
             name="periodic run",
-            target="schedules:run",
+            target="periodic:run",
             words="NAME …",
-            least=1,
-            most=None,
-            options=YES + JSON + APP,
+            options=YES,
             help="send it once, now; its times stay",
             examples=("machinery periodic run tasks digest",),
         ),
         Command(
             name="periodic change",
-            target="schedules:change",
+            target="periodic:change",
             words="NAME",
-            least=1,
-            most=1,
-            options=CHANGE + JSON + APP,
+            options=CHANGE,
             help="change a schedule, until the code that declares it changes",
             examples=(
                 "machinery periodic change tasks digest --spec '30 6 * * *' --tz Europe/Berlin",
@@ -303,32 +284,30 @@ COMMANDS: Mapping[str, Command] = {
         ),
         Command(
             name="periodic remove",
-            target="schedules:remove",
+            target="periodic:remove",
             words="NAME …",
-            least=1,
-            most=None,
-            options=YES + JSON + APP,
+            options=YES,
             help="forget a schedule that no code declares any more",
             examples=("machinery periodic remove tasks digest",),
         ),
         Command(
             name="config",
-            target="look:config",
-            options=JSON + APP,
+            target="doctor:config",
             help="every setting, and where it comes from",
             examples=("machinery config tasks",),
         ),
         Command(
             name="doctor",
             target="doctor:doctor",
-            options=JSON + APP,
+            opens_app=False,
             help="reachable? writable? clocks? versions?",
             examples=("machinery doctor tasks",),
         ),
         Command(
             name="health",
             target="health:health",
-            options=HEALTH + JSON + APP,
+            options=HEALTH,
+            opens_app=False,
             help="whether a worker lives here, for probes; imports nothing of yours",
             examples=("machinery health tasks", "machinery health tasks --ready --max-age 30s"),
         ),

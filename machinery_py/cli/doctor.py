@@ -1,4 +1,4 @@
-"""`machinery doctor`: is everything as it should be? One line for each thing that was looked at; never a traceback."""
+"""`machinery doctor`: a line for each thing that was checked, never a traceback. Also `machinery config`."""
 
 from __future__ import annotations
 
@@ -10,20 +10,31 @@ import shutil
 import sqlite3
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from machinery_py.cli import apps, logs
-from machinery_py.cli.banner import shown_url
-from machinery_py.cli.tables import clean, length, many, size, to_json
+from machinery_py.cli.output import (
+    NONE,
+    clean,
+    length,
+    listing,
+    many,
+    shown_url,
+    size,
+    to_json,
+    value_text,
+)
+from machinery_py.config.config import OPTIONS, ROLES
 from machinery_py.config.urls import StoreUrl, scheme_of
 from machinery_py.errors import MachineryError
 from machinery_py.tasks.signature import new_uuid
 from machinery_py.version import __version__
 
 if TYPE_CHECKING:
+    from machinery_py.connections.durability import Concern
     from machinery_py.server import Server
 
 SKEW = 5.0  # seconds that a worker's clock may be ahead
@@ -34,24 +45,21 @@ PACKAGES = ("msgspec", "redis", "pymongo", "pika", "croniter")
 
 
 class Grade(StrEnum):
-    """How a thing is. Only WRONG makes the exit code 1."""
+    """The grade of a finding. Only WRONG makes the exit code 1."""
 
     OK = "ok"
     NOTE = "note"
     WRONG = "WRONG"
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One line of the report."""
+OK, NOTE, WRONG = Grade.OK, Grade.NOTE, Grade.WRONG
 
-    check: str
-    mark: Grade
-    text: str
+#: The name of the check, its grade and a text.
+Finding = tuple[str, Grade, str]
 
 
 def doctor(args: argparse.Namespace) -> int:
-    """`machinery doctor`: 0 all is well, 1 something is wrong, 2 there is no such app."""
+    """Run `machinery doctor`: 0 all is well, 1 something is wrong, 2 there is no such app."""
     logs.configure_short()
     stores = logging.getLogger("machinery_py.connections")
     level = stores.level
@@ -68,252 +76,229 @@ def _report(args: argparse.Namespace) -> int:
     try:
         server = apps.load(args.app, args.app_dir, command="doctor")
     except MachineryError as error:
-        findings.append(Finding("app", Grade.WRONG, str(error)))
+        findings.append(("app", WRONG, str(error)))
         wrong = 2  # as from any other command
     else:
         names = server.get_registered_task_names()
+        text = f"{args.app}: {many(len(names), 'task')}"
         findings.append(
-            Finding(
-                "app",
-                Grade.OK if names else Grade.NOTE,
-                f"{args.app}: {many(len(names), 'task')}"
-                + ("" if names else "; is their module imported?"),
-            )
+            ("app", OK, text) if names else ("app", NOTE, f"{text}; is their module imported?")
         )
-        for check in (_settings, _file, _broker, _backend, _clock, _queues, _dead):
+        for check in (_settings, _file, _broker, _backend, _clock, _workers, _queues, _dead):
             findings += _guarded(check, server)
     if args.json:
-        print(to_json([asdict(one) for one in findings]))
+        print(
+            to_json([{"check": name, "mark": mark, "text": text} for name, mark, text in findings])
+        )
     else:
-        for one in findings:
-            print(f"{one.mark:<6} {one.check:<9} {clean(one.text)}")
-    return wrong if any(one.mark is Grade.WRONG for one in findings) else 0
+        for name, mark, text in findings:
+            print(f"{mark:<6} {name:<9} {clean(text)}")
+    return wrong if any(mark is WRONG for _, mark, _ in findings) else 0
 
 
-def _guarded(check: Callable[[Server], Iterator[Finding]], server: Server) -> list[Finding]:
+Check = Callable[["Server"], Iterable[tuple[Grade, str]]]
+
+
+def _guarded(check: Check, server: Server) -> Iterator[Finding]:
     name = check.__name__.strip("_")
     try:
-        return list(check(server))
+        yield from [(name, mark, text) for mark, text in check(server)]
     except MachineryError as error:
-        return [Finding(name, Grade.WRONG, str(error))]
+        yield name, WRONG, str(error)
     except Exception as error:  # whatever is wrong here is what is to be shown
-        return [Finding(name, Grade.WRONG, f"cannot be checked: {type(error).__name__}: {error}")]
+        yield name, WRONG, f"cannot be checked: {type(error).__name__}: {error}"
+
+
+def _unless(wrong: bool) -> Grade:
+    return WRONG if wrong else OK
 
 
 def _versions() -> Iterator[Finding]:
-    yield Finding(
+    python, machine = platform.python_version(), platform.machine()
+    yield (
         "versions",
-        Grade.OK,
-        f"machinery_py {__version__}, Python {platform.python_version()}, "
-        f"SQLite {sqlite3.sqlite_version}, {sys.platform} {platform.machine()}",
+        OK,
+        f"machinery_py {__version__}, Python {python}, SQLite {sqlite3.sqlite_version}, "
+        f"{sys.platform} {machine}",
     )
     found = [f"{name} {apps.installed_version(name) or 'missing'}" for name in PACKAGES]
-    yield Finding("packages", Grade.OK, ", ".join(found))
+    yield "packages", OK, ", ".join(found)
 
 
-def _settings(server: Server) -> Iterator[Finding]:
+def _settings(server: Server) -> Iterator[tuple[Grade, str]]:
     config = server.config
-    for name, url in (
-        ("broker", config.broker),
-        ("results", config.backend_url),
-        ("lock", config.lock_url),
-    ):
+    stores = ("broker", config.broker), ("results", config.backend_url), ("lock", config.lock_url)
+    for key, (name, url) in zip(ROLES, stores, strict=True):
         shown = shown_url(url, config.multiple_broker_separator) or "none"
-        yield Finding(
-            "settings",
-            Grade.OK,
-            f"{name} {shown} (from {config.sources.get(_KEYS[name], 'default')})",
-        )
+        yield OK, f"{name} {shown} (from {config.sources.get(key, 'default')})"
     if os.environ.get("MACHINERY_URL") and config.sources.get("broker") == "argument":
-        yield Finding(
-            "settings",
-            Grade.NOTE,
-            "MACHINERY_URL is set, but the Server is given its broker in the code",
-        )
+        yield NOTE, "MACHINERY_URL is set, but the Server is given its broker in the code"
 
 
-_KEYS = {"broker": "broker", "results": "result_backend", "lock": "lock"}
+def _file(server: Server) -> Iterator[tuple[Grade, str]]:
+    """Check the files of the SQLite stores from outside."""
+    for url in sorted({server.config.broker, server.config.backend_url}):
+        if scheme_of(url) == "sqlite":
+            parsed = StoreUrl.parse(url)
+            yield from _sqlite_file(os.path.abspath(parsed.path), parsed.synchronous)
 
 
-def _file(server: Server) -> Iterator[Finding]:
-    """The file of the SQLite stores, looked at from outside."""
-    for url in sorted(
-        {
-            url
-            for url in (server.config.broker, server.config.backend_url)
-            if scheme_of(url) == "sqlite"
-        }
-    ):
-        parsed = StoreUrl.parse(url)
-        yield from _sqlite_file(os.path.abspath(parsed.path), parsed.synchronous)
-
-
-def _sqlite_file(path: str, synchronous: str) -> Iterator[Finding]:
+def _sqlite_file(path: str, synchronous: str) -> Iterator[tuple[Grade, str]]:
     from machinery_py.connections.sqlite.open import network_kind
     from machinery_py.connections.sqlite.schema import VERSION
 
     folder = os.path.dirname(path)
-    kind = network_kind(path)
-    if kind:
-        yield Finding(
-            "file",
-            Grade.WRONG,
-            f"{path} is on a network file system ({kind}), where locks do not hold",
-        )
+    if kind := network_kind(path):
+        yield WRONG, f"{path} is on a network file system ({kind}), where locks do not hold"
+    is_writable = os.access(folder, os.W_OK)
     if not os.path.exists(path):
-        writable = os.access(folder, os.W_OK)
-        yield Finding(
-            "file",
-            Grade.OK if writable else Grade.WRONG,
-            f"{path} is not there yet" + ("" if writable else f", and {folder} cannot be written"),
-        )
+        trouble = "" if is_writable else f", and {folder} cannot be written"
+        yield _unless(not is_writable), f"{path} is not there yet{trouble}"
         return
-    rights = os.access(path, os.W_OK) and os.access(folder, os.W_OK)
-    connection = sqlite3.connect(
-        f"file:{path.replace('?', '%3f').replace('#', '%23')}?mode=ro", uri=True, timeout=SLOW
-    )
-    try:
-        schema, journal = (
-            connection.execute(f"PRAGMA {name}").fetchone()[0]
-            for name in ("user_version", "journal_mode")
-        )
-    except sqlite3.Error as error:
-        yield Finding("file", Grade.WRONG, f"{path}: {error}")
-        return
-    finally:
-        connection.close()
-    yield Finding(
-        "file",
-        Grade.OK if rights else Grade.WRONG,
-        f"{path}: {size(os.path.getsize(path))}, schema {schema} "
-        f"(known {VERSION}), journal {journal}, synchronous {synchronous}"
-        + ("" if rights else ", cannot be written"),
+    is_writable = is_writable and os.access(path, os.W_OK)
+    quoted = path.replace("?", "%3f").replace("#", "%23")
+    with closing(sqlite3.connect(f"file:{quoted}?mode=ro", uri=True, timeout=SLOW)) as connection:
+        try:
+            schema, journal = (
+                connection.execute(f"PRAGMA {name}").fetchone()[0]
+                for name in ("user_version", "journal_mode")
+            )
+        except sqlite3.Error as error:
+            yield WRONG, f"{path}: {error}"
+            return
+    yield (
+        _unless(not is_writable),
+        f"{path}: {size(os.path.getsize(path))}, schema {schema} (known {VERSION}), "
+        f"journal {journal}, synchronous {synchronous}"
+        + ("" if is_writable else ", cannot be written"),
     )
     free = shutil.disk_usage(folder).free
-    yield Finding(
-        "file", Grade.OK if free >= LOW_SPACE else Grade.WRONG, f"{size(free)} free on its disk"
-    )
+    yield _unless(free < LOW_SPACE), f"{size(free)} free on its disk"
 
 
-def _broker(server: Server) -> Iterator[Finding]:
-    seconds = _timed(server.broker.stats)
-    yield _speed("broker", "answers", seconds)
+def _broker(server: Server) -> Iterator[tuple[Grade, str]]:
+    yield _answers(server.broker.stats)
     # A batch of nothing: all that is written is its token, which is forgotten after a while.
     server.broker.put([], token=new_uuid(""))
-    yield Finding("broker", Grade.OK, "can be written")
-    for concern in server.broker.concerns():
-        yield Finding("broker", Grade.WRONG if concern.is_certain else Grade.NOTE, concern.text)
+    yield OK, "can be written"
+    yield from _concerns(server.broker.concerns())
     if server.broker.features.embedded:
-        yield Finding(
-            "broker", Grade.NOTE, "embedded: for one machine (set MACHINERY_URL for a server)"
-        )
+        yield NOTE, "embedded: for one machine (set MACHINERY_URL for a server)"
 
 
-def _backend(server: Server) -> Iterator[Finding]:
+def _backend(server: Server) -> Iterator[tuple[Grade, str]]:
     features = server.backend.features
     if not features.keeps:
-        yield Finding("backend", Grade.NOTE, "keeps no results")
+        yield NOTE, "keeps no results"
         return
-    yield _speed("backend", "answers", _timed(lambda: server.backend.get_states([new_uuid()])))
+    yield _answers(lambda: server.backend.get_states([new_uuid()]))
     if server.config.backend_url != server.config.broker:
-        for concern in server.backend.concerns():
-            yield Finding(
-                "backend", Grade.WRONG if concern.is_certain else Grade.NOTE, concern.text
-            )
-    server.backend.purge_state(
-        new_uuid()
-    )  # of a task that was never sent: a write that changes nothing
-    yield Finding("backend", Grade.OK, "can be written")
+        yield from _concerns(server.backend.concerns())
+    # Of a task that was never sent: a write that changes nothing.
+    server.backend.purge_state(new_uuid())
+    yield OK, "can be written"
     if features.forgets:
-        yield Finding(
-            "backend",
-            Grade.NOTE,
+        yield (
+            NOTE,
             "forgets results, schedules and keys of unique tasks when it restarts or is full; "
             "so can a chord be lost",
         )
     elif not features.durable and not features.embedded:
-        yield Finding(
-            "backend",
-            Grade.NOTE,
+        yield (
+            NOTE,
             "forgets states when it restarts; the key of a unique task without a state is free",
         )
     if not features.keeps_unfinished:
         kept = length(server.config.results_expire_in)
-        yield Finding(
-            "backend",
-            Grade.NOTE,
+        yield (
+            NOTE,
             f"keeps a state for {kept} (results_expire_in), also of a task that waits or runs",
         )
 
 
-def _timed(ask: Callable[[], object]) -> float:
+def _concerns(concerns: Iterable[Concern]) -> Iterator[tuple[Grade, str]]:
+    for concern in concerns:
+        yield WRONG if concern.is_certain else NOTE, concern.text
+
+
+def _answers(ask: Callable[[], object]) -> tuple[Grade, str]:
     ask()  # the first one opens the connection
     start = time.perf_counter()
     ask()
-    return time.perf_counter() - start
+    seconds = time.perf_counter() - start
+    return _unless(seconds >= SLOW), f"answers in {length(seconds)}"
 
 
-def _speed(check: str, text: str, seconds: float) -> Finding:
-    return Finding(
-        check, Grade.OK if seconds < SLOW else Grade.WRONG, f"{text} in {length(seconds)}"
-    )
-
-
-def _clock(server: Server) -> Iterator[Finding]:
+def _clock(server: Server) -> Iterator[tuple[Grade, str]]:
     now = server.now()
-    year = now.year
-    yield Finding(
-        "clock",
-        Grade.OK if year >= EARLIEST else Grade.WRONG,
-        f"{now.isoformat(sep=' ', timespec='seconds')}, here {time.strftime('%H:%M %Z')}",
-    )
+    shown = now.isoformat(sep=" ", timespec="seconds")
+    yield _unless(now.year < EARLIEST), f"{shown}, here {time.strftime('%H:%M %Z')}"
     for worker in server.broker.workers():
         ahead = (worker.beat_at - now).total_seconds()
         if ahead > SKEW:
-            yield Finding(
-                "clock",
-                Grade.WRONG,
-                f"the clock of {worker.host} is {length(ahead)} ahead of this one",
-            )
+            yield WRONG, f"the clock of {worker.host} is {length(ahead)} ahead of this one"
 
 
-def _queues(server: Server) -> Iterator[Finding]:
-    workers = server.inspect.workers()
-    served = {queue for worker in workers for queue in worker.queues}
-    text = (
-        f"{many(len(workers), 'worker')}: {', '.join(worker.name for worker in workers)}"
-        if workers
-        else "no worker lives"
-    )
-    yield Finding("workers", Grade.OK if workers else Grade.NOTE, text)
+def _workers(server: Server) -> Iterator[tuple[Grade, str]]:
+    if workers := server.inspect.workers():
+        yield OK, f"{many(len(workers), 'worker')}: {', '.join(one.name for one in workers)}"
+    else:
+        yield NOTE, "no worker lives"
+
+
+def _queues(server: Server) -> Iterator[tuple[Grade, str]]:
+    served = {queue for worker in server.inspect.workers() for queue in worker.queues}
     now = server.now()
     for stats in server.broker.stats():
+        queue = stats.queue
         if not stats.waiting:
             if stats.paused:
-                yield Finding("queues", Grade.NOTE, f"{stats.queue!r} is paused, and empty")
+                yield NOTE, f"{queue!r} is paused, and empty"
             continue
-        text = f"{stats.queue!r}: {many(stats.waiting, 'task')} waiting"
+        text = f"{queue!r}: {many(stats.waiting, 'task')} waiting"
         if stats.oldest_at is not None:
             text += f", the oldest for {length((now - stats.oldest_at).total_seconds())}"
         if stats.paused:
-            yield Finding(
-                "queues", Grade.NOTE, f"{text}; it is paused (machinery resume APP {stats.queue})"
-            )
-        elif stats.queue in served:
-            yield Finding("queues", Grade.OK, text)
+            yield NOTE, f"{text}; it is paused (machinery resume APP {queue})"
+        elif queue in served:
+            yield OK, text
         else:
-            yield Finding(
-                "queues",
-                Grade.WRONG,
-                f"{text}; no worker on this queue (start one: machinery worker APP "
-                f"-Q {stats.queue})",
-            )
+            advice = f"start one: machinery worker APP -Q {queue}"
+            yield WRONG, f"{text}; no worker on this queue ({advice})"
 
 
-def _dead(server: Server) -> Iterator[Finding]:
-    dead = sum(stats.dead for stats in server.broker.stats())
-    yield Finding(
-        "dead",
-        Grade.NOTE if dead else Grade.OK,
-        f"{many(dead, 'dead letter')}" + (" (see: machinery dead list)" if dead else ""),
-    )
+def _dead(server: Server) -> Iterator[tuple[Grade, str]]:
+    if dead := sum(stats.dead for stats in server.broker.stats()):
+        yield NOTE, f"{many(dead, 'dead letter')} (see: machinery dead list)"
+    else:
+        yield OK, "0 dead letters"
+
+
+# machinery config
+
+
+def config(server: Server, args: argparse.Namespace) -> int:
+    """Run `machinery config`."""
+    values, sources = server.config.redacted(), server.config.sources
+    columns: dict[str, Callable[[str], str]] = {
+        "SETTING": str,
+        "VALUE": lambda key: f"{_setting(values[key])} {OPTIONS[key].unit}".rstrip(),
+        "FROM": lambda key: sources[key],
+    }
+
+    def record(key: str) -> dict[str, Any]:
+        value = values[key]
+        return {
+            "key": key,
+            "value": dict(value) if isinstance(value, Mapping) else value,
+            "unit": OPTIONS[key].unit,
+            "source": sources[key],
+        }
+
+    return listing(args, list(values), columns, record=record)
+
+
+def _setting(value: object) -> str:
+    if value in ("", {}):
+        return NONE
+    return value if isinstance(value, str) else value_text(value)

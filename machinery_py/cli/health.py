@@ -26,7 +26,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from machinery_py.cli.tables import length, to_json
+from machinery_py.cli.output import length, to_json
 from machinery_py.connections import descriptors
 from machinery_py.errors import ConfigError
 from machinery_py.texts import get_logger

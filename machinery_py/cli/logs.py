@@ -13,7 +13,7 @@ import os
 import sys
 from typing import Any, TextIO
 
-from machinery_py.cli.tables import clean, clean_lines
+from machinery_py.cli.output import clean, clean_lines
 from machinery_py.tasks.context import task_or_none
 from machinery_py.texts import cut
 

@@ -1,4 +1,4 @@
-"""`machinery`: from the words on the line to a command and its exit code.
+"""`machinery`: from the words on the command line to a command and its exit code.
 
 0    done, or as asked
 1    the answer is no: a task failed, nothing lives, something is wrong; a worker: it was cut short by a second signal
@@ -107,7 +107,7 @@ def _run(words: list[str]) -> int:
         parser.error(str(error))
     args.argv = rest
     try:
-        return _function(command.target)(args)
+        return _call(command, args)
     except (BrokerUnavailable, BackendUnavailable) as error:
         text = str(error)
         hint = "" if text.endswith(")") else f" (is it running? machinery doctor {args.app})"
@@ -122,12 +122,21 @@ def _command(words: Sequence[str]) -> tuple[Command | None, list[str]]:
     return None, []
 
 
-def _function(target: str) -> Callable[[argparse.Namespace], int]:
+def _call(command: Command, args: argparse.Namespace) -> int:
     # By name, so that no command pays for the imports of another.
-    module, _, name = target.partition(":")
+    module, _, name = command.target.partition(":")
+    if not command.opens_app:
+        return _function(module, name)(args)
+    from machinery_py.cli import apps, logs
+
+    logs.configure_short()
+    server = apps.load(args.app, args.app_dir, command=command.name)
+    return _function(module, name)(server, args)
+
+
+def _function(module: str, name: str) -> Callable[..., int]:
     return cast(
-        "Callable[[argparse.Namespace], int]",
-        getattr(importlib.import_module(f"machinery_py.cli.{module}"), name),
+        "Callable[..., int]", getattr(importlib.import_module(f"machinery_py.cli.{module}"), name)
     )
 
 
@@ -182,7 +191,7 @@ def command_parser(command: Command) -> argparse.ArgumentParser:
         metavar="APP",
         help="MODULE or MODULE:OBJECT of your Server; MACHINERY_APP stands in for it",
     )
-    for flags, settings in command.options:
+    for flags, settings in command.all_options:
         parser.add_argument(*flags, **settings)
     return parser
 

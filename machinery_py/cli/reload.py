@@ -16,8 +16,8 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 
+from machinery_py.cli.output import at_home
 from machinery_py.cli.processes import RUN, STOP, STOP_NOW, Child, Orders, ParentPipe, how_it_ended
-from machinery_py.cli.tables import at_home
 from machinery_py.connections import descriptors
 from machinery_py.texts import get_logger
 

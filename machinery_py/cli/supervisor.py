@@ -21,9 +21,8 @@ import time
 from contextlib import ExitStack, suppress
 from types import FrameType
 
-from machinery_py.cli import health
-from machinery_py.cli.banner import READY, say
-from machinery_py.cli.leftovers import LOOK, ProcessGroup
+from machinery_py.cli import health, orphans
+from machinery_py.cli.output import READY, say
 from machinery_py.cli.processes import (
     RUN,
     STOP,
@@ -120,7 +119,7 @@ class Supervisor:
         self._grace: float = (
             DEFAULT_GRACE if args.shutdown_timeout is None else args.shutdown_timeout
         )
-        self._groups: list[ProcessGroup] = []  # of those that have ended
+        self._groups: list[orphans.ProcessGroup] = []  # of those that have ended
         self._level = RUN
         self._kill_at: float | None = None
         self._code = 0
@@ -175,7 +174,7 @@ class Supervisor:
             moments.append(self._kill_at)
         timeout = min(
             [
-                LOOK if self._groups else 1.0,
+                orphans.INTERVAL if self._groups else 1.0,
                 *(max(0.0, moment - time.monotonic()) for moment in moments),
             ]
         )
@@ -216,7 +215,7 @@ class Supervisor:
     def _look(self) -> None:
         self._obey()
         for group in self._groups:
-            group.look()
+            group.check()
         for slot in self._running():
             child = slot.child
             assert child is not None
@@ -225,7 +224,7 @@ class Supervisor:
             if code is not None:
                 child.close()
                 slot.child = None
-                self._groups.append(ProcessGroup(child.pid))
+                self._groups.append(orphans.ProcessGroup(child.pid))
                 health.forget(self._place, label=str(slot.number), pid=child.pid)
                 self._has_ended(slot, child.pid, code)
             elif slot.is_silent(child):

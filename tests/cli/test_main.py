@@ -142,7 +142,7 @@ def test_the_parser_is_loaded_without_what_only_commands_need() -> None:
             "subprocess",
             "http.server",
             "ctypes",
-            "machinery_py.cli.work",
+            "machinery_py.cli.worker",
             "machinery_py.cli.apps",
         }
     )

@@ -1,12 +1,13 @@
-"""Processes that tasks have left behind: they end with the worker that ran the tasks.
+"""Orphans: the processes that tasks started end with the worker that ran the tasks.
 
-    the worker ends in order        it ends all processes below it, but those from before any task ran (Linux)
-    it is killed, under `-p`        the supervisor ends its process group: each process of `-p` leads one
-    it is killed, without `-p`      forked children are killed by the kernel, as the lifeline is cut (Linux)
+    the worker ends in order      it ends all processes below it, but those from before any task (Linux)
+    it is killed, under `-p`      the supervisor ends its process group: each process of `-p` leads one
+    it is killed, without `-p`    the kernel kills forked children, as the lifeline is cut (Linux)
 
-Limits: a process that has left on purpose is not found: without `-p` one whose parent has ended (a double fork), with `-p` one in
-a session or group of its own (`setsid`) when the worker is killed. Nor is, without `-p`, what a killed worker had executed
-(subprocess, spawn, forkserver); a service manager ends those with the service.
+Limits: a process that has left on purpose is not found: without `-p` one whose parent has ended (a
+double fork), with `-p` one in a session or group of its own (`setsid`) when the worker is killed. Nor
+is, without `-p`, what a killed worker had executed (subprocess, spawn, forkserver); a service manager
+ends those with the service.
 """
 
 from __future__ import annotations
@@ -21,20 +22,21 @@ from machinery_py.connections import descriptors
 
 GRACE = 2.0  # seconds between SIGTERM and SIGKILL
 SET_SIGNAL = 10  # F_SETSIG, which Python does not name
-LOOK = 0.02  # seconds between two looks whether they have ended
+INTERVAL = 0.02  # seconds between two checks whether they have ended
 
 
 def end_below(spared: frozenset[int] = frozenset()) -> None:
     """End all processes below this one, and theirs: SIGTERM, and SIGKILL after GRACE.
 
-    `spared`: what `below` found before any task ran. A program that runs the command line in its own process may have children.
+    `spared`: the result of `below` before any task ran. A program that runs the command line in its
+    own process may have children.
     """
     if not _has_children():
         return
     left = _signal(below(spared), signal.SIGTERM)
     deadline = time.monotonic() + GRACE
     while left and time.monotonic() < deadline:
-        time.sleep(LOOK)
+        time.sleep(INTERVAL)
         left &= below(spared)
     _signal(below(spared), signal.SIGKILL)
 
@@ -74,7 +76,7 @@ def below(spared: frozenset[int] = frozenset()) -> frozenset[int]:
 
 
 def _parent(pid: str) -> int:
-    """The parent of a process; 0 if it runs no more."""
+    """Return the parent of a process; 0 if it runs no more."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             state, parent = file.read().rpartition(")")[2].split()[:2]
@@ -84,10 +86,10 @@ def _parent(pid: str) -> int:
 
 
 def hold_lifeline() -> None:
-    """Have forked children killed when this process dies, however that happens. Lasts as long as the process. Linux only.
+    """Have forked children killed when this process dies, however that happens. Linux only.
 
-    Each child has the kernel send it SIGKILL when a pipe is closed that nobody writes to but this process. PR_SET_PDEATHSIG would
-    do it with the thread that forks, and a task may fork in a thread that ends.
+    In each child the kernel sends SIGKILL when a pipe is closed that only this process writes to.
+    PR_SET_PDEATHSIG would send it when the thread that forks ends, and a task may fork in any thread.
     """
     if sys.platform != "linux":
         return
@@ -96,11 +98,12 @@ def hold_lifeline() -> None:
     read, write = os.pipe()
     descriptors.keep(write)
 
-    def hang_on() -> None:
-        with suppress(OSError):  # it was closed, or there is no /proc: nobody holds this child then
-            end = os.open(
-                f"/proc/self/fd/{read}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
-            )  # what is set is its own
+    def watch_parent() -> None:
+        with suppress(
+            OSError
+        ):  # it was closed, or there is no /proc: nothing kills this child then
+            # Opened anew: the owner and the flags of this end are the child's own.
+            end = os.open(f"/proc/self/fd/{read}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
             fcntl.fcntl(end, fcntl.F_SETOWN, os.getpid())
             fcntl.fcntl(end, SET_SIGNAL, signal.SIGKILL)
             fcntl.fcntl(end, fcntl.F_SETFL, os.O_NONBLOCK | os.O_ASYNC)
@@ -108,19 +111,19 @@ def hold_lifeline() -> None:
                 if os.read(end, 1) == b"":  # it died in between
                     os._exit(1)
 
-    os.register_at_fork(after_in_child=hang_on)
+    os.register_at_fork(after_in_child=watch_parent)
 
 
 class ProcessGroup:
-    """The process group of a worker that has ended; what is in it still was left behind. Belongs to one thread."""
+    """The process group of a worker that has ended, and the orphans in it. Belongs to one thread."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
         self._kill_at = time.monotonic() + GRACE
         self.is_over = not self._signal(signal.SIGTERM)
 
-    def look(self) -> None:
-        """Look whether it is empty; when its time is up, kill what is in it."""
+    def check(self) -> None:
+        """Check whether the group is empty; when its time is up, kill what is in it."""
         is_late = time.monotonic() >= self._kill_at
         self.is_over = not self._signal(signal.SIGKILL if is_late else 0) or is_late
 

@@ -1,0 +1,96 @@
+"""Commands on queues and their workers: queues, workers, purge, declare, pause, resume."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from machinery_py.cli.output import NONE, ago, answer, confirm, length, listing, many, note
+from machinery_py.errors import ArgumentError, MachineryError, nearest
+
+if TYPE_CHECKING:
+    from machinery_py.brokers.base import WorkerInfo
+    from machinery_py.inspection import QueueReport
+    from machinery_py.server import Server
+
+
+def queues(server: Server, args: argparse.Namespace) -> int:
+    """Run `machinery queues`."""
+    columns: dict[str, Callable[[QueueReport], str]] = {
+        "QUEUE": lambda one: f"{one.queue} (paused)" if one.paused else one.queue,
+        "WAITING": lambda one: f"{one.waiting:,}",
+        "RUNNING": lambda one: f"{one.running:,}",
+        "DELAYED": lambda one: f"{one.delayed:,}",
+        "FAILED": lambda one: f"{one.failed:,}",
+        "OLDEST": lambda one: length(one.oldest) if one.oldest else NONE,
+        "PER MIN": lambda one: f"{one.per_minute:,}",
+    }
+    return listing(args, server.inspect.queues(), columns, right=list(columns)[1:])
+
+
+def workers(server: Server, args: argparse.Namespace) -> int:
+    """Run `machinery workers`."""
+    found = server.inspect.workers()
+    now = server.now()
+    columns: dict[str, Callable[[WorkerInfo], str]] = {
+        "WORKER": lambda one: one.name,
+        "HOST": lambda one: one.host,
+        "PID": lambda one: str(one.pid),
+        "QUEUES": lambda one: ",".join(one.queues),
+        "HOLDS": lambda one: f"{one.holding:,}",
+        "UP": lambda one: ago(one.started_at, now),
+        "BEAT": lambda one: ago(one.beat_at, now),
+    }
+    return listing(args, found, columns, right=("PID", "HOLDS", "UP", "BEAT"))
+
+
+def purge(server: Server, args: argparse.Namespace) -> int:
+    """Run `machinery purge`."""
+    queue = args.rest[0]
+    found = {stats.queue: stats.waiting + stats.delayed for stats in server.broker.stats()}
+    if queue not in found:
+        raise MachineryError(f"no queue {queue!r} (there is: {', '.join(sorted(found)) or 'none'})")
+    if found[queue] > 1:
+        confirm(args, f"delete {many(found[queue], 'task')} that wait in {queue!r}?")
+    deleted = server.inspect.purge(queue)
+    text = f"deleted {many(deleted, 'task')} from {queue!r}"
+    return answer(args, {"queue": queue, "deleted": deleted}, text)
+
+
+def declare(server: Server, args: argparse.Namespace) -> int:
+    """Run `machinery declare`."""
+    made = list(server.broker.declare(args.rest or [server.config.default_queue]))
+    text = "\n".join(made) or "nothing to declare: this store makes its queues by itself"
+    return answer(args, {"declared": made}, text)
+
+
+def pause(server: Server, args: argparse.Namespace) -> int:
+    """Run `machinery pause`. A queue may be paused before it exists: before a deployment, say."""
+    if "" in args.rest:
+        raise ArgumentError("pause: the name of a queue is empty")
+    found = {stats.queue: stats for stats in server.broker.stats()}
+    names = list(dict.fromkeys(args.rest))
+    paused: list[str] = []
+    for name in names:
+        server.inspect.pause(name)
+        paused.append(repr(name))
+        if name in found:
+            paused[-1] += f" ({many(found[name].waiting, 'task')} waiting)"
+        else:
+            hint = nearest(name, found)
+            note(f"there was no queue {name!r} so far{hint}; it is paused for when there is")
+    return answer(args, {"paused": names}, f"paused {', '.join(paused)}")
+
+
+def resume(server: Server, args: argparse.Namespace) -> int:
+    """Run `machinery resume`."""
+    paused = server.broker.paused()
+    names = list(dict.fromkeys(args.rest))
+    for name in names:
+        # Also a queue that seems not to be paused: somebody may pause it at this moment.
+        server.inspect.resume(name)
+        if name not in paused:
+            known = ", ".join(map(repr, sorted(paused))) or "none"
+            note(f"queue {name!r} was not paused (paused are: {known})")
+    return answer(args, {"resumed": names}, f"resumed {', '.join(map(repr, names))}")

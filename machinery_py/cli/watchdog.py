@@ -1,0 +1,86 @@
+"""The watchdog of a worker process: ends the process when a task has closed descriptors of the worker.
+
+After `os.closerange` in a task all looks well: heartbeats go out, and threads wait on numbers that mean
+nothing any more, or mean another file by now, which they would write into. Such a process cannot be
+trusted with anything, so it ends at once. Its tasks run again, each with a strike, also one whose
+function has returned: it could be the one that closes descriptors every time. Below a supervisor the
+watchdog also sends a beat every BEAT: threads of this process still run.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from machinery_py.cli.processes import BEAT, ParentPipe
+from machinery_py.connections import descriptors
+from machinery_py.texts import get_logger
+
+logger = get_logger(__name__)
+
+INTERVAL = 0.5  # seconds between two checks
+PATIENCE = 1.0  # seconds; a store may have to be asked that has lost some of its connections
+BROKEN = 1  # exit code of a worker that could not go on
+STDERR = 2
+HIGH = 100  # the least number of the copy of stderr; whoever closes the low ones leaves it alone
+
+
+class Watchdog:
+    """A context with a thread that checks. `blame` is called before the end, for at most PATIENCE."""
+
+    def __init__(self, pipe: ParentPipe, blame: Callable[[], object]) -> None:
+        self._pipe = pipe
+        self._blame = blame
+        self._stop = threading.Event()
+        self._ending = threading.Lock()  # never given back
+        self._thread = threading.Thread(target=self._work, name="machinery-watchdog", daemon=True)
+        self._stderr = _copy_of_stderr()
+
+    def __enter__(self) -> Watchdog:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join(timeout=INTERVAL)
+
+    def _work(self) -> None:
+        beat_at = 0.0
+        while not self._stop.wait(INTERVAL):
+            self.check()
+            if time.monotonic() >= beat_at:
+                beat_at = time.monotonic() + BEAT
+                self._pipe.tell("beat")
+
+    def check(self) -> None:
+        """End the process if descriptors are broken. May be called from any thread."""
+        if descriptors.broken():
+            self._end()
+
+    def _end(self) -> None:
+        self._ending.acquire()
+        with suppress(OSError):
+            os.dup2(self._stderr, STDERR)  # whatever has that number now is used no more
+        try:
+            logger.critical(
+                "a task has closed descriptors of this worker: ending at once; what it ran will run again"
+            )
+            thread = threading.Thread(target=self._blame, daemon=True)
+            thread.start()
+            thread.join(timeout=PATIENCE)
+        finally:
+            os._exit(BROKEN)
+
+
+def _copy_of_stderr() -> int:
+    try:
+        import fcntl
+
+        copy = fcntl.fcntl(STDERR, fcntl.F_DUPFD_CLOEXEC, HIGH)
+    except (ImportError, OSError):
+        return -1
+    descriptors.keep(copy)
+    return copy
