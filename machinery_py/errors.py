@@ -1,4 +1,4 @@
-"""Everything that can go wrong, as one tree.
+"""All errors of this library, as one tree.
 
     MachineryError
     ├── ConfigError (ValueError)              a setting, URL or file cannot be used
@@ -28,8 +28,8 @@
     ├── NoRetry                               raised by a task: fail for good
     └── TimeLimitExceeded                     raised in a task that runs past its time limit
 
-The text of each says what failed, on which thing: what was found (what to do). No text holds a password, or is longer than
-texts.MAX_ERROR.
+Each text says what failed, on which thing: what was found (what to do). No text holds a password or is
+longer than texts.MAX_ERROR. Each error can be pickled, with its attributes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ import datetime as dt
 import difflib
 import math
 from collections.abc import Iterable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from machinery_py.texts import MAX_ERROR, cut
 
@@ -49,8 +49,8 @@ class MachineryError(Exception):
     """The base of every error of this library.
 
     Attributes:
-        permanent: a store said no to this message or result itself (its size, its queue, a right), and will say so again
-            however often it is tried. False: it may pass, or nobody knows.
+        permanent: a store refused this message or result itself (its size, its queue, a right) and
+            will refuse it however often it is tried. False: the trouble may pass, or nobody knows.
     """
 
     permanent = False
@@ -58,9 +58,20 @@ class MachineryError(Exception):
     def __init__(self, *args: object) -> None:
         super().__init__(*[cut(one, MAX_ERROR) if isinstance(one, str) else one for one in args])
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Most errors build their text of other arguments, and could not be made of the text again.
+        return _restored, (type(self), self.args, self.__dict__)
+
+
+def _restored(kind: type[E], args: tuple[object, ...], attributes: dict[str, object]) -> E:
+    error = kind.__new__(kind)
+    error.args = args
+    error.__dict__.update(attributes)
+    return error
+
 
 def for_good(error: E) -> E:
-    """The error, as one that no other try would better."""
+    """Mark the error as permanent, and return it."""
     error.permanent = True
     return error
 
@@ -74,7 +85,7 @@ class AppNotFound(ConfigError):
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The part of an error text that offers the most similar known name, or nothing."""
+    """Return the part of an error text that offers the most similar known name, or ""."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else ""
 
@@ -107,7 +118,7 @@ class ArgumentError(MachineryError, TypeError):
 
 
 class ScheduleError(MachineryError, ValueError):
-    """A schedule that cannot be read, or would never be due; refused where it is made."""
+    """A schedule cannot be read, or would never be due; raised where it is made."""
 
 
 class ScheduleNotFound(MachineryError, LookupError):
@@ -126,10 +137,8 @@ class LockNotAcquired(MachineryError, TimeoutError):
 
     def __init__(self, name: str, waited: float | None) -> None:
         self.name = name
-        super().__init__(
-            f"lock {name!r}: somebody else has it"
-            + (f", and had it for {waited:g} s" if waited else "")
-        )
+        still = f", and had it for {waited:g} s" if waited else ""
+        super().__init__(f"lock {name!r}: somebody else has it{still}")
 
 
 class LockLost(MachineryError):
@@ -138,23 +147,25 @@ class LockLost(MachineryError):
     def __init__(self, name: str) -> None:
         self.name = name
         super().__init__(
-            f"lock {name!r} is not held (any more); somebody else may have done the same work beside this"
+            f"lock {name!r} is not held (any more); "
+            "somebody else may have done the same work beside this"
         )
 
 
 class WorkflowError(MachineryError, ValueError):
-    """A chain, group or chord that could never work, refused where it is made."""
+    """A chain, group or chord could never work; raised where it is made."""
 
 
 class DecodeError(MachineryError, ValueError):
-    """Bytes that are no signature, task state or group record."""
+    """Bytes are no signature, task state or group record."""
 
 
 class PublishRefused(MachineryError):
     """The message was not stored. Sending it again is safe, and useless if the refusal is `permanent`.
 
     Attributes:
-        left: of several messages, the places of those that were refused, if the store knows that the others are stored.
+        left: of several messages, the positions of those that were refused, if the store knows that
+            the others are stored.
     """
 
     left: frozenset[int] | None = None
@@ -165,20 +176,17 @@ class BrokerUnavailable(PublishRefused, ConnectionError):
 
 
 class NameRefused(PublishRefused, ValueError):
-    """A task, queue, UUID, group or lock cannot be called so, or what is not ours lies under its name. It will not pass.
+    """A name cannot be used, or somebody else's data lies under it. Permanent.
 
     Attributes:
-        name: that was refused.
+        name: of a task, queue, group or lock, or a UUID.
     """
 
     permanent = True
 
     def __init__(self, text: str, name: str = "") -> None:
         self.name = name
-        super().__init__(text, name)
-
-    def __str__(self) -> str:
-        return str(self.args[0])
+        super().__init__(text)
 
 
 class DuplicateTask(MachineryError):
@@ -198,17 +206,15 @@ class DuplicateTask(MachineryError):
             f"{name} was not sent: {uuid} is the same call, and is {state} (see on_duplicate)"
         )
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return DuplicateTask, (self.name, self.uuid, self.state)
-
 
 class PublishUnknown(MachineryError):
     """The reply was lost: the message may or may not have been stored.
 
-    `send` has repeated it for `publish_timeout`, which cannot double it. Sending it once more makes a second task.
+    `send` has repeated it for `publish_timeout`, which cannot double it. Sending it once more makes a
+    second task.
 
     Attributes:
-        left: as of PublishRefused; some of the others are stored.
+        left: as in PublishRefused; some of the others are stored.
     """
 
     left: frozenset[int] | None = None
@@ -231,7 +237,7 @@ class StateNotFound(MachineryError, LookupError):
 
 
 class Unsupported(MachineryError, NotImplementedError):
-    """A store was asked for something that its `features` say it cannot do."""
+    """A store was asked for something that it cannot do; see its `features`."""
 
 
 class TaskFailed(MachineryError):
@@ -255,13 +261,6 @@ class TaskFailed(MachineryError):
         kind = f"{error_type}: " if error_type else ""
         super().__init__(f"task {name or '?'} {uuid} failed: {kind}{error}")
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return _task_failed, (self.uuid, self.name, self.error, self.error_type, self.traceback)
-
-
-def _task_failed(uuid: str, name: str, error: str, error_type: str, traceback: str) -> TaskFailed:
-    return TaskFailed(uuid, name, error, error_type=error_type, traceback=traceback)
-
 
 class ResultTimeout(MachineryError, TimeoutError):
     """There was no result in time. The task goes on; ask again later."""
@@ -273,8 +272,8 @@ class ResultExpired(MachineryError, LookupError):
     def __init__(self, uuid: str, *, kept_for: float) -> None:
         self.uuid = uuid
         super().__init__(
-            f"no state of {uuid}: it expired (results are kept {kept_for:g} s, see results_expire_in), "
-            "was purged, or was never sent"
+            f"no state of {uuid}: it expired (results are kept {kept_for:g} s, "
+            "see results_expire_in), was purged, or was never sent"
         )
 
 
@@ -290,9 +289,7 @@ class RetryTaskLater(MachineryError):
         self.message = message
         self.delay = delay.total_seconds() if isinstance(delay, dt.timedelta) else float(delay)
         if math.isnan(self.delay):
-            raise ValueError(
-                f"delay of RetryTaskLater: {delay!r} (expected seconds or a timedelta)"
-            )
+            raise ValueError(f"delay of RetryTaskLater: {delay} (expected seconds or a timedelta)")
         super().__init__(f"{message} (to be retried in {self.delay:g} s)")
 
 

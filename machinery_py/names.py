@@ -1,8 +1,9 @@
-"""Names: which a task, a queue, a task's or group's UUID and a lock may have.
+"""Names that tasks, queues, tasks' and groups' UUIDs and locks may have.
 
-In the stores names are keys: on Redis a queue's list and a task's document lie under their bare names, as Go has it, and in
-RabbitMQ a UUID is a queue. So what is reserved for the one must not be taken for the other. Every name is a text of 1 to 255
-bytes in UTF-8 without control characters; the rest says RESERVED. The names that Go Machinery makes are all legal.
+In the stores names are keys: on Redis a queue's list and a task's document lie under their bare names,
+as in Go, and in RabbitMQ a UUID is a queue. So a name that is reserved for the one must not be taken
+for the other. Every name is a text of 1 to 255 bytes in UTF-8 without control characters and without
+the beginnings in RESERVED. All names that Go Machinery makes are legal.
 """
 
 from __future__ import annotations
@@ -11,20 +12,20 @@ import functools
 import re
 
 from machinery_py.errors import NameRefused
+from machinery_py.texts import quoted
 
 LONGEST = 255  # bytes; AMQP has no more for a queue
 REASON = "bad-name"  # of a dead letter
-SHOWN = 60  # characters of a refused name in an error
 
 _UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 
-# As Go and this library make them: no queue may be called so, and nothing else need be asked of such a UUID.
+# UUIDs as Go and this library make them. No queue may have such a name; such a UUID is not checked.
 is_made = re.compile(r"(?:task|group|chord)_[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}").fullmatch
 
 # On Redis: Go's set of delayed messages, its locks, and all of ours. In RabbitMQ: the server's own, and what we declare.
 _KEYS = r"delayed_tasks\Z|TriggerChordMutex\Z|machinery_lock_|mpy:"
 _QUEUES = r"amq\.|machinery\.(?:control|dead|delay|finished|held|lock|paused|queues|results|revocations|sha256|workers)(?:\.|\Z)"
-#: What begins like this is no name of a queue, or of a task or group.
+#: Beginnings that no name of a queue, or no UUID of a task or group, may have.
 RESERVED = {
     "queue": re.compile(f"{_KEYS}|{_QUEUES}"),
     "UUID": re.compile(rf"{_KEYS}|machinery_tasks\Z"),
@@ -32,7 +33,7 @@ RESERVED = {
 
 
 def _problem(kind: str, name: str) -> str:
-    """Return what is wrong with such a name: what was found; "" if nothing."""
+    """Return what is wrong with a name of this kind; "" if nothing."""
     if not name:
         return "is empty"
     if (found := _UNSAFE.search(name)) is not None:
@@ -48,33 +49,28 @@ def _problem(kind: str, name: str) -> str:
 
 
 def queue_problem(name: str) -> str:
-    """Return what is wrong with the name of a queue, for people; "" if nothing."""
+    """Return what is wrong with the name of a queue; "" if nothing."""
     text = _problem("queue", name)
-    return f"queue {shown(name)} {text}" if text else ""
-
-
-def shown(name: str) -> str:
-    """The name for an error or a log, cut if it is long."""
-    return repr(name if len(name) <= SHOWN else f"{name[:SHOWN]}…")
+    return f"queue {quoted(name)} {text}" if text else ""
 
 
 def _check(kind: str, name: str) -> None:
     if text := _problem(kind, name):
-        raise NameRefused(f"{kind} {shown(name)} {text}", name)
+        raise NameRefused(f"{kind} {quoted(name)} {text}", name)
 
 
 def check_queue(name: str) -> None:
-    """Raises NameRefused: no queue may be called so."""
+    """Raise NameRefused if no queue may have this name."""
     _check("queue", name)
 
 
 def check_task(name: str) -> None:
-    """Raises NameRefused: no task may be called so."""
+    """Raise NameRefused if no task may have this name."""
     _check("task", name)
 
 
 def check_lock(name: str) -> None:
-    """Raises NameRefused: no lock may be called so."""
+    """Raise NameRefused if no lock may have this name."""
     _check("lock", name)
 
 
@@ -82,22 +78,25 @@ def check_uuid(uuid: str, *others: str) -> None:
     """Check the UUID of a task or group.
 
     Raises:
-        NameRefused: it cannot be one, or is one of the others: the queues and UUIDs that it goes with.
+        NameRefused: it cannot be one, or is one of the others: its queues, its group.
     """
     if is_made(uuid):
         return
     _check("UUID", uuid)
     if uuid in others:
         raise NameRefused(
-            f"UUID {shown(uuid)} is also the name of its queue or group (choose another)", uuid
+            f"UUID {quoted(uuid)} is also the name of its queue or group (choose another)", uuid
         )
 
 
 def check_message(*queues: str, name: str, uuid: str, group_uuid: str) -> None:
-    """Check the names in a signature that has to do with these queues, first that of its own; what is empty is none.
+    """Check the names in a signature; an empty one is none.
+
+    Args:
+        queues: those that the signature names, its own first.
 
     Raises:
-        NameRefused: with the first that cannot be used.
+        NameRefused: for the first that cannot be used.
     """
     _check_call(name, queues[0])
     if uuid and not is_made(uuid):

@@ -1,7 +1,8 @@
-"""In which order a worker goes through its queues: always the same, or by weights, drawn anew for each claim.
+"""The order of a worker's queues: strict, or by weights and drawn anew for each claim.
 
-By weights, the first queue of a claim is drawn with a chance that is its weight's share, the second from the rest in the same
-way, and so on. So each queue comes first now and then, and none starves behind one that is never empty.
+By weights, the first queue of a claim is drawn with a probability that is its weight's share, the second
+from the rest in the same way, and so on. So each queue comes first now and then, and none starves
+behind one that is never empty.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from random import Random
 from machinery_py.errors import ConfigError
 from machinery_py.names import queue_problem
 
-#: What a worker is given: names in strict order, or names with their weights.
+#: Names in strict order, or names with their weights.
 Queues = Sequence[str] | Mapping[str, float]
 
 PLAIN = 1.0  # the weight of a queue that has none, among others that have
@@ -29,14 +30,15 @@ class QueueOrder:
 
     @classmethod
     def of(cls, queues: Queues) -> QueueOrder:
-        """The order of checked queues.
+        """Return the order of these queues.
 
         Raises:
-            ConfigError: a text instead of a list, a name that no queue may have, or a weight that is none.
+            ConfigError: a text instead of a list, an illegal name, or a weight that is none.
         """
         if isinstance(queues, str):
             raise ConfigError(
-                f"queues: found the text {queues!r} (expected a list of names, or a mapping of names to weights)"
+                f"queues: found the text {queues!r} "
+                "(expected a list of names, or a mapping of names to weights)"
             )
         for name in queues:
             if problem := queue_problem(name):
@@ -51,27 +53,26 @@ class QueueOrder:
         return cls(tuple(queues), tuple(float(weight) for weight in queues.values()))
 
     def draw(self, random: Random) -> tuple[str, ...]:
-        """The order of one claim; empty where it is always that of `names`."""
+        """Return the order of one claim; empty if it is always that of `names`."""
         if not self.weights:
             return ()
-        # The first of several exponential clocks is each one's with the share of its rate; and so on for the rest.
-        rings = {
-            name: random.expovariate(weight)
-            for name, weight in zip(self.names, self.weights, strict=True)
-        }
-        return tuple(sorted(self.names, key=rings.__getitem__))
+        # Of several exponential times, each is the shortest with the share of its rate in their sum.
+        pairs = zip(self.names, self.weights, strict=True)
+        times = {name: random.expovariate(weight) for name, weight in pairs}
+        return tuple(sorted(self.names, key=times.__getitem__))
 
     def shown(self) -> list[str]:
-        """Each queue for people, with its weight."""
+        """Return each queue with its weight, for people."""
         if not self.weights:
             return list(self.names)
         return [f"{name}:{weight:g}" for name, weight in zip(self.names, self.weights, strict=True)]
 
 
 def parse_queues(text: str) -> tuple[str, ...] | dict[str, float]:
-    """`A,B` is strict order, `A:6,B:1` by weights; with one weight all have one, those without 1.
+    """Read `A,B` (strict order) or `A:6,B:1` (weights; 1 for a queue without one).
 
-    What stands behind the last colon is the weight. A name with a colon in it and no weight ends in a colon: `mail:high:`.
+    The weight stands behind the last colon. A name with a colon in it and no weight ends in a colon:
+    `mail:high:`.
 
     Raises:
         ConfigError: no queue, no weight behind a colon, or a queue with two weights.
@@ -93,7 +94,7 @@ def parse_queues(text: str) -> tuple[str, ...] | dict[str, float]:
 
 
 def problem_of(text: str) -> str:
-    """Return what is wrong with such a text in a setting; "" if nothing, or if it is empty."""
+    """Return what is wrong with such a text in a setting; "" if nothing or if it is empty."""
     try:
         names = parse_queues(text) if text else ()
     except ConfigError as error:
@@ -117,8 +118,8 @@ def _split(part: str) -> tuple[str, float | None]:
         weight = math.nan
     if not _fits(weight):
         raise ConfigError(
-            f"queue {part!r}: found the weight {number!r} (expected a number greater than 0, as {name}:6; a name "
-            f"that has a colon in it ends in one: {part}:)"
+            f"queue {part!r}: found the weight {number!r} (expected a number greater than 0, "
+            f"as {name}:6; a name that has a colon in it ends in one: {part}:)"
         )
     return name, weight
 

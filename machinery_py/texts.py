@@ -1,8 +1,10 @@
-"""How long a text may get that is kept, sent or logged: the one place that knows. What is longer is cut, and says so.
+"""Limits of texts that are kept, sent, logged or shown. A longer text is cut and says so.
 
-MAX_ERROR       an error: in a task's state, an OnError callback's argument, a dead letter, and in every exception of ours
+MAX_ERROR       an error: in a task's state, an OnError callback's argument, a dead letter, and in
+                every exception of this library
 MAX_TRACEBACK   a task's traceback
 MAX_LINE        a line of our log, and of a traceback
+MAX_QUOTED      a name or value that an error text repeats
 """
 
 from __future__ import annotations
@@ -13,10 +15,11 @@ import traceback as tb
 MAX_ERROR = 8_192  # bytes of UTF-8, as the others
 MAX_TRACEBACK = 65_536
 MAX_LINE = 1_500  # a handler's own format adds time, level and name, and keeps below 2 KB
+MAX_QUOTED = 80
 
 
 def cut(text: str, limit: int) -> str:
-    """The beginning of a text, with a note of how long it is; all of it if that has no more than `limit` bytes."""
+    """Return the text if it has at most `limit` bytes, else its beginning and a note of its length."""
     if len(text) <= limit // 4:
         return text
     encoded = text.encode("utf-8", "backslashreplace")
@@ -31,8 +34,13 @@ def printable(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
+def quoted(text: str) -> str:
+    """Return the repr of a name or value for an error or a log, cut if it is long."""
+    return repr(cut(text, MAX_QUOTED))
+
+
 def traceback_text(error: BaseException) -> str:
-    """Return the traceback of an error: long lines cut, of very many the middle left out, the error at the end."""
+    """Return the traceback of an error: long lines cut, of very many lines the middle left out."""
     try:
         text = "".join(tb.format_exception(error))
     except BaseException:  # user code in __str__ or a broken cause
@@ -44,20 +52,18 @@ def traceback_text(error: BaseException) -> str:
     if len(encoded) <= MAX_TRACEBACK:
         return text
     half = (MAX_TRACEBACK - 100) // 2
-    first, last = (
-        encoded[:half].decode("utf-8", "ignore"),
-        encoded[-half:].decode("utf-8", "ignore"),
-    )
-    return f"{first.rpartition(chr(10))[0]}\n  … (of {len(encoded):,} bytes)\n{last.partition(chr(10))[2]}"
+    first = encoded[:half].decode("utf-8", "ignore").rpartition("\n")[0]
+    last = encoded[-half:].decode("utf-8", "ignore").partition("\n")[2]
+    return f"{first}\n  … (of {len(encoded):,} bytes)\n{last}"
 
 
 class _Shortener(logging.Filter):
-    """Cuts what a record says; its arguments, and a traceback that is short enough, stay as they are."""
+    """Cuts the message of a record, and its traceback if that is too long."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         try:
             message = record.getMessage()
-        except Exception:  # a mistake in the call, or user code in __str__: the handler tells of it
+        except Exception:  # a mistake in the call, or user code in __str__: the handler reports it
             return True
         short = cut(message, MAX_LINE)
         if short is not message:
@@ -74,7 +80,7 @@ _SHORTENER = _Shortener()
 
 
 def get_logger(name: str) -> logging.Logger:
-    """The logger of a module of ours, which logs no line of more than MAX_LINE bytes, whoever handles it."""
+    """Return a logger that logs no line of more than MAX_LINE bytes, whatever handles its records."""
     logger = logging.getLogger(name)
     logger.addFilter(_SHORTENER)
     return logger

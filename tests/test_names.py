@@ -104,7 +104,9 @@ def test_a_uuid_is_not_the_name_of_its_queue_or_group() -> None:
 def test_a_refusal_names_the_thing_shortly_and_is_for_good() -> None:
     with pytest.raises(NameRefused) as caught:
         names.check_queue("x" * 3_000_000)
-    assert str(caught.value) == f"queue '{'x' * 60}…' has 3,000,000 bytes (at most 255)"
+    assert str(caught.value) == (
+        f"queue '{'x' * 54}… (3,000,000 characters)' has 3,000,000 bytes (at most 255)"
+    )
     assert isinstance(caught.value, MachineryError) and isinstance(caught.value, PublishRefused)
     assert isinstance(caught.value, ValueError) and caught.value.permanent
 

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, TypeVar, cast
 from machinery_py.config import urls
 from machinery_py.config.files import kind_of
 from machinery_py.errors import ConfigError
+from machinery_py.texts import quoted
 
 T = TypeVar("T")
 
@@ -85,8 +86,7 @@ class Option:
 def _shown(value: object) -> str:
     """Return the value for an error text: short, and without what may be a password."""
     if isinstance(value, str):
-        text = urls.redact_word(value)
-        return repr(text if len(text) <= 60 else f"{text[:60]}…")
+        return quoted(urls.redact_word(value))
     if isinstance(value, int | float):
         return "a huge number" if math.isfinite(value) and abs(value) > 1e30 else repr(value)
     return kind_of(value)

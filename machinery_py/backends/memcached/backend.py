@@ -82,9 +82,8 @@ from machinery_py.connections.memcached.client import (
     swap,
 )
 from machinery_py.errors import NameRefused
-from machinery_py.names import shown
 from machinery_py.tasks.states import GroupMeta, TaskState
-from machinery_py.texts import get_logger
+from machinery_py.texts import get_logger, quoted
 from machinery_py.wire.states import decode_group
 
 logger = get_logger(__name__)
@@ -404,7 +403,7 @@ class MemcacheBackend(Backend, OutboxBackend):
 
 def _not_ours(uuid: str, found: str) -> NameRefused:
     return NameRefused(
-        f"the item {shown(uuid)} in memcached is no state of this task, and was left as it is (choose another "
+        f"the item {quoted(uuid)} in memcached is no state of this task, and was left as it is (choose another "
         f"UUID): {found}",
         uuid,
     )

@@ -24,8 +24,8 @@ from machinery_py.backends.go_documents import (
 )
 from machinery_py.backends.transactional import Row
 from machinery_py.errors import DecodeError
-from machinery_py.names import shown
 from machinery_py.tasks.states import GroupMeta, TaskState
+from machinery_py.texts import quoted
 from machinery_py.wire.states import (
     decode_group,
     decode_state,
@@ -167,7 +167,7 @@ def decode_record(uuid: str, body: bytes, cas: int) -> TaskItem:
     except (DecodeError, msgspec.DecodeError) as error:
         return TaskItem(cas=cas, theirs=str(error))
     if uuid and not is_state_of(uuid, state):
-        return TaskItem(cas=cas, theirs=f"a state of {shown(state.task_uuid)}")
+        return TaskItem(cas=cas, theirs=f"a state of {quoted(state.task_uuid)}")
     if own is None:
         return TaskItem(state=state, cas=cas)
     return _record(msgspec.structs.replace(state, **extra_of(own)), own, cas)

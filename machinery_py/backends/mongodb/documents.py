@@ -25,9 +25,9 @@ from machinery_py.backends.base import Change
 from machinery_py.backends.transactional import Row
 from machinery_py.connections.mongodb.client import Document, printable
 from machinery_py.errors import DecodeError, NameRefused
-from machinery_py.names import shown
 from machinery_py.tasks.signature import Arg
 from machinery_py.tasks.states import ZERO_TIME, State, TaskState
+from machinery_py.texts import quoted
 from machinery_py.wire.states import printable_state
 
 _pack = msgspec.msgpack.Encoder().encode
@@ -69,8 +69,8 @@ def refuse_others(document: Document) -> None:
         return
     uuid, fields = str(document["_id"]), ", ".join(sorted(map(str, document)))
     raise NameRefused(
-        f"document {shown(uuid)} in MongoDB's collection 'tasks' is no state of a task, and was left as it is "
-        f"(choose another UUID): it has the fields {shown(fields)}",
+        f"document {quoted(uuid)} in MongoDB's collection 'tasks' is no state of a task, and was left as it is "
+        f"(choose another UUID): it has the fields {quoted(fields)}",
         uuid,
     )
 

@@ -33,8 +33,9 @@ from machinery_py.backends.go_documents import encode_document, is_state_of, wit
 from machinery_py.backends.transactional import Row
 from machinery_py.connections.rabbitmq.queue_records import OURS, Queue
 from machinery_py.errors import ConfigError, DecodeError, NameRefused
-from machinery_py.names import is_made, shown
+from machinery_py.names import is_made
 from machinery_py.tasks.states import TaskState, advance
+from machinery_py.texts import quoted
 from machinery_py.wire.states import decode_state, extra_fields, extra_of
 
 GROUP_LIFE = 7 * 86_400_000  # ms that a chord may go on without an arrival
@@ -174,7 +175,7 @@ def decode_record(uuid: str, bodies: Iterable[bytes]) -> StoredTask:
         except DecodeError as error:
             raise _theirs(uuid, str(error)) from error
         if state is not None and not is_state_of(uuid, state):
-            raise _theirs(uuid, f"a state of {shown(state.task_uuid)}")
+            raise _theirs(uuid, f"a state of {quoted(state.task_uuid)}")
         if ours is None:
             assert state is not None
             found.of_go = True
@@ -194,7 +195,7 @@ def decode_record(uuid: str, bodies: Iterable[bytes]) -> StoredTask:
 
 def _theirs(uuid: str, found: str) -> NameRefused:
     return NameRefused(
-        f"queue {shown(name_of(uuid))} in RabbitMQ holds what is no state of task {shown(uuid)}, and was left as "
+        f"queue {quoted(name_of(uuid))} in RabbitMQ holds what is no state of task {quoted(uuid)}, and was left as "
         f"it is (choose another UUID): {found}",
         uuid,
     )
