@@ -9,10 +9,16 @@ import ast
 import datetime as dt
 import inspect
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from typing import Any
 
+from machinery_py.connections.memcached import keys as memcached_keys
+from machinery_py.connections.mongodb import collections as mongodb_collections
+from machinery_py.connections.rabbitmq import queues as rabbitmq_queues
+from machinery_py.connections.redis import keys as redis_keys
+from machinery_py.connections.sqlite import schema as sqlite_schema
+from machinery_py.connections.stored_items import StoredItem
 from machinery_py.tasks.signature import Arg, Signature
 from machinery_py.tasks.states import _NEXT_RUN, LEGAL, GroupMeta, State, TaskState
 from machinery_py.wire.signatures import encode_signature
@@ -52,6 +58,24 @@ def import_rows() -> str:
             return "\n".join(f"{number:2}  {row}" for number, row in enumerate(rows, 1))
     raise AssertionError("tests/test_architecture.py has no ROWS")
 
+
+# What lies on a server
+
+
+def stored(items: Iterable[StoredItem], *, shared: bool | None = None) -> str:
+    """Return a table of the items; with `shared`, of those that Go Machinery has, or of the others."""
+    wanted = [one for one in items if shared in (None, one.shared)]
+    typed = len({one.kind for one in wanted}) > 1
+    heads = ["name", *(["type"] if typed else []), "holds", "kept", "written by"]
+    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+    for one in wanted:
+        cells = [f"`{one.name}`", *([one.kind] if typed else []), one.holds, one.lives, one.writer]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+_REDIS = (*redis_keys.ITEMS, *redis_keys.ONE_SERVER)
+_RABBITMQ = rabbitmq_queues.BROKER
 
 # Messages
 
@@ -100,6 +124,16 @@ DRAWN: Mapping[str, Callable[[], str]] = {
     "message chord member": lambda: _json(encode_signature(MEMBER)),
     "state": lambda: _json(encode_state(SUCCESS)),
     "group": lambda: _json(encode_group(GROUP)),
+    "redis keys of Go": lambda: stored(_REDIS, shared=True),
+    "redis keys": lambda: stored(_REDIS, shared=False),
+    "redis cluster keys": lambda: stored(redis_keys.CLUSTER),
+    "rabbitmq queues of Go": lambda: stored(_RABBITMQ, shared=True),
+    "rabbitmq queues": lambda: stored(_RABBITMQ, shared=False),
+    "rabbitmq result queues": lambda: stored(rabbitmq_queues.RESULT_BACKEND),
+    "mongodb collections of Go": lambda: stored(mongodb_collections.ITEMS, shared=True),
+    "mongodb collections": lambda: stored(mongodb_collections.ITEMS, shared=False),
+    "memcached keys": lambda: stored(memcached_keys.ITEMS),
+    "sqlite tables": lambda: stored(sqlite_schema.ITEMS),
 }
 
 

@@ -47,7 +47,6 @@ from machinery_py.backends.base import (
 )
 from machinery_py.backends.memcached.documents import (
     CHORD_LIFE,
-    OURS,
     Commit,
     TaskItem,
     Todo,
@@ -59,7 +58,7 @@ from machinery_py.backends.memcached.documents import (
     pack,
     state_in,
 )
-from machinery_py.backends.memcached.groups import FIRED, GO_TIME, MemcachedGroups
+from machinery_py.backends.memcached.groups import GO_TIME, MemcachedGroups
 from machinery_py.backends.memcached.index import Index, rounds
 from machinery_py.backends.memcached.listener import MemcacheListener
 from machinery_py.backends.memcached.records import MemcachedRecords
@@ -81,6 +80,7 @@ from machinery_py.connections.memcached.client import (
     seconds,
     swap,
 )
+from machinery_py.connections.memcached.keys import FIRED, OUTBOX, REVOKED
 from machinery_py.errors import NameRefused
 from machinery_py.tasks.states import GroupMeta, TaskState
 from machinery_py.texts import get_logger, quoted
@@ -90,7 +90,6 @@ logger = get_logger(__name__)
 
 EXPIRE_IN = 3600.0  # seconds that a finished task is kept
 SWEEP = 30.0  # seconds between two looks at the index
-OUTBOX, REVOKED = OURS + b"o:", OURS + b"v:"
 
 T = TypeVar("T")
 

@@ -23,6 +23,7 @@ from machinery_py.backends.go_documents import (
     without_field,
 )
 from machinery_py.backends.transactional import Row
+from machinery_py.connections.memcached.keys import OURS
 from machinery_py.errors import DecodeError
 from machinery_py.tasks.states import GroupMeta, TaskState
 from machinery_py.texts import quoted
@@ -38,7 +39,6 @@ CHORD_LIFE = (
     7 * 86400.0
 )  # seconds that a state is kept that is not finished, and a chord without an arrival
 LONGEST_KEY = 250  # bytes
-OURS = b"mpy:"  # what begins like this is no document of Go's
 
 _GROUP = b'{"GroupUUID":'
 _FORBIDDEN = re.compile(rb"[\x00-\x20\x7f]")

@@ -30,7 +30,6 @@ import msgspec
 from machinery_py.backends.base import ReadyGroup
 from machinery_py.backends.memcached.documents import (
     CHORD_LIFE,
-    OURS,
     Commit,
     decode_commit,
     decode_meta,
@@ -51,6 +50,7 @@ from machinery_py.connections.memcached.client import (
     swap,
     touch,
 )
+from machinery_py.connections.memcached.keys import CALLBACK, FIRED, GUESS, READY, SHARES
 from machinery_py.errors import DecodeError
 from machinery_py.tasks.states import Arrival, GroupMeta
 from machinery_py.texts import get_logger
@@ -61,9 +61,6 @@ SHARE = 256  # members of a share, more or less
 GO_TIME = 1.0  # seconds that a Go worker has from the end of its member to its flag
 HASH = 8  # bytes; of 100,000 members two share one in 1 of 4,000,000,000 chords
 
-CALLBACK, SHARES, GUESS, READY, FIRED = (
-    OURS + letter + b":" for letter in (b"c", b"b", b"n", b"r", b"f")
-)
 
 _callback = msgspec.msgpack.Decoder(tuple[bytes, int]).decode
 _LIFE = seconds(CHORD_LIFE)

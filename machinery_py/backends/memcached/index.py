@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterable, Iterator
 
 import msgspec
 
-from machinery_py.backends.memcached.documents import CHORD_LIFE, OURS
+from machinery_py.backends.memcached.documents import CHORD_LIFE
 from machinery_py.clock import micros
 from machinery_py.connections.forks import ForkLock
 from machinery_py.connections.memcached.client import (
@@ -31,10 +31,9 @@ from machinery_py.connections.memcached.client import (
     seconds,
     swap,
 )
+from machinery_py.connections.memcached.keys import ROOTS, SEGMENT
 from machinery_py.errors import BackendUnavailable
 
-ROOTS = OURS + b"roots"
-SEGMENT = OURS + b"x:"
 LONGEST = 2000  # entries of a segment; then another is begun
 REFRESH = 60.0  # seconds between two signs of life of a segment
 DEAD = 600.0  # seconds without one, until a segment without open entries is forgotten

@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import msgspec
 
 from machinery_py.backends.base import Amendment, Change, Records, claim_of, record_of
-from machinery_py.backends.memcached.documents import CHORD_LIFE, OURS, Commit, Todo, key_of, pack
+from machinery_py.backends.memcached.documents import CHORD_LIFE, Commit, Todo, key_of, pack
 from machinery_py.backends.memcached.index import Index, rounds
 from machinery_py.backends.memcached.transitions import todo_of
 from machinery_py.clock import micros
@@ -42,8 +42,8 @@ from machinery_py.connections.memcached.client import (
     seconds,
     swap,
 )
+from machinery_py.connections.memcached.keys import CLAIM, LIST, RECORD
 
-RECORD, CLAIM, LIST = OURS + b"s:", OURS + b"u:", OURS + b"schedules"
 MAKING = 30_000_000  # µs from listing a record to writing it; one that is not there by then is gone
 REMOVED_LIFE = (
     86400 * 1_000_000

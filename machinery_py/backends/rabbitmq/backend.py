@@ -40,13 +40,11 @@ from machinery_py.backends.base import (
     Verdict,
 )
 from machinery_py.backends.rabbitmq.documents import (
-    FINISHED,
     LOCKS,
     OUTBOX,
     OUTBOX_LOCK,
     READY,
     READY_LOCK,
-    REVOCATIONS,
     REVOKED,
     REVOKED_LOCK,
     GroupRecord,
@@ -75,6 +73,7 @@ from machinery_py.connections.rabbitmq.queue_records import (
     QueueTransactions,
     declare_lock,
 )
+from machinery_py.connections.rabbitmq.queues import FINISHED, REVOCATIONS
 from machinery_py.errors import BackendUnavailable, DecodeError
 from machinery_py.tasks.states import Arrival, GroupMeta, State, TaskState
 from machinery_py.wire.signatures import decode_signature

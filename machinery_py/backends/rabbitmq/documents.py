@@ -32,6 +32,7 @@ import msgspec
 from machinery_py.backends.go_documents import encode_document, is_state_of, without_field
 from machinery_py.backends.transactional import Row
 from machinery_py.connections.rabbitmq.queue_records import OURS, Queue
+from machinery_py.connections.rabbitmq.queues import RESULTS, TRIGGERED
 from machinery_py.errors import ConfigError, DecodeError, NameRefused
 from machinery_py.names import is_made
 from machinery_py.tasks.states import TaskState, advance
@@ -43,17 +44,14 @@ LONGEST_EXPIRY = 2**31 - 1  # ms; Go writes it as a signed number of 32 bits
 LONGEST_NAME = 200  # bytes of a UUID; AMQP has 255 for a queue with what we put before it
 STRIPES = 8  # locks that the tasks and groups share
 
-PREFIX = "machinery.results."
-TRIGGERED = "_chord_triggered"
-LOCKS = tuple(f"{PREFIX}lock.{number}" for number in range(STRIPES))
+LOCKS = tuple(f"{RESULTS}lock.{number}" for number in range(STRIPES))
 # Taken after the others: transactions take locks in the order of their names.
 OUTBOX_LOCK, READY_LOCK, REVOKED_LOCK = (
-    f"{PREFIX}lock.{name}" for name in ("outbox", "ready", "revoked")
+    f"{RESULTS}lock.{name}" for name in ("outbox", "ready", "revoked")
 )
 OUTBOX, READY, REVOKED = (
-    Queue(PREFIX + name, OURS) for name in ("outbox", "ready", "revoked.until")
+    Queue(RESULTS + name, OURS) for name in ("outbox", "ready", "revoked.until")
 )
-FINISHED, REVOCATIONS = "machinery.finished", "machinery.revocations"
 
 
 def name_of(uuid: str) -> str:
@@ -108,10 +106,10 @@ class Places:
         return self._go(f"{name_of(group)}{TRIGGERED}")
 
     def group(self, group: str) -> Queue:
-        return Queue(f"{PREFIX}group.{name_of(group)}", self._ours)
+        return Queue(f"{RESULTS}group.{name_of(group)}", self._ours)
 
     def members(self, group: str) -> Queue:
-        return Queue(f"{PREFIX}members.{name_of(group)}", self._ours)
+        return Queue(f"{RESULTS}members.{name_of(group)}", self._ours)
 
 
 # Tasks

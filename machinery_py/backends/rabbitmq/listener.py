@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from machinery_py.backends.base import Listener
-from machinery_py.backends.rabbitmq.documents import FINISHED, name_of
+from machinery_py.backends.rabbitmq.documents import name_of
 from machinery_py.backends.rabbitmq.revocations import own_queue
 from machinery_py.connections.rabbitmq.io_thread import (
     AmqpConnectionLost,
@@ -23,6 +23,7 @@ from machinery_py.connections.rabbitmq.io_thread import (
     settle,
 )
 from machinery_py.connections.rabbitmq.queue_records import QueueTransactions
+from machinery_py.connections.rabbitmq.queues import FINISHED
 from machinery_py.errors import MachineryError
 
 FIRST = 0.05  # seconds until the first look

@@ -17,13 +17,14 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from machinery_py.backends.rabbitmq.documents import PREFIX, name_of, pack
+from machinery_py.backends.rabbitmq.documents import name_of, pack
 from machinery_py.connections.rabbitmq.queue_records import OURS, Queue, QueueTransaction
+from machinery_py.connections.rabbitmq.queues import RESULTS
 
 CLAIM_LIFE = 49 * 86_400_000  # ms; RabbitMQ's clocks do not reach further than 2**32
 
-SCHEDULES_LOCK = f"{PREFIX}lock.schedules"
-SCHEDULES = Queue(f"{PREFIX}schedules", OURS)
+SCHEDULES_LOCK = f"{RESULTS}lock.schedules"
+SCHEDULES = Queue(f"{RESULTS}schedules", OURS)
 
 _CLAIM_ARGUMENTS = {**OURS, "x-expires": CLAIM_LIFE}
 
@@ -50,7 +51,7 @@ _claim = msgspec.msgpack.Decoder(_Claim).decode
 
 
 def place_of(claim: str) -> Queue:
-    return Queue(f"{PREFIX}claim.{name_of(claim)}", _CLAIM_ARGUMENTS)
+    return Queue(f"{RESULTS}claim.{name_of(claim)}", _CLAIM_ARGUMENTS)
 
 
 class RabbitMQRecords:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from machinery_py.backends.rabbitmq.documents import (
-    REVOCATIONS,
     REVOKED,
     REVOKED_LOCK,
     Revocation,
@@ -25,6 +24,7 @@ from machinery_py.connections.rabbitmq.queue_records import (
     QueueTransactionLost,
     QueueTransactions,
 )
+from machinery_py.connections.rabbitmq.queues import REVOCATIONS
 from machinery_py.connections.rabbitmq.reader import QueueReader
 
 CHUNK = 1000  # names in one message

@@ -50,7 +50,7 @@ from machinery_py.backends.redis.cluster_documents import (
     record_key,
 )
 from machinery_py.backends.redis.cluster_lists import PAGE, PREFIXES, Newest, shard_of
-from machinery_py.backends.redis.cluster_steps import READY, Steps
+from machinery_py.backends.redis.cluster_steps import Steps
 from machinery_py.backends.redis.documents import state_of
 from machinery_py.backends.redis.listener import RedisListener
 from machinery_py.backends.redis.scripts import CHORD_LIFE
@@ -58,6 +58,7 @@ from machinery_py.clock import micros, moment_of
 from machinery_py.connections.durability import Concern
 from machinery_py.connections.redis.cluster import RedisClusterDriver
 from machinery_py.connections.redis.errors import tell_spoilt
+from machinery_py.connections.redis.keys import READY, REVOKED
 from machinery_py.connections.redis.requests import Request, command_at, script_at
 from machinery_py.connections.redis.scripts import Script, pack, raw
 from machinery_py.connections.redis.slots import unquoted
@@ -65,7 +66,6 @@ from machinery_py.errors import DecodeError
 from machinery_py.tasks.states import GroupMeta, State, TaskState
 from machinery_py.wire.states import decode_group
 
-REVOKED = b"mpy:revoked"
 _REVOKED = b"{" + REVOKED + b"}:"  # names its slot
 
 

@@ -26,14 +26,12 @@ from machinery_py.backends.redis.cluster_lists import PREFIXES, Finished, by_sha
 from machinery_py.backends.redis.scripts import CHORD_LIFE
 from machinery_py.clock import micros
 from machinery_py.connections.redis.cluster import RedisClusterDriver
+from machinery_py.connections.redis.keys import GO_MUTEX, GROUPS, READY
 from machinery_py.connections.redis.requests import Request, command_at, script_at
 from machinery_py.connections.redis.scripts import pack, raw
 from machinery_py.errors import NameRefused, StoreUnusable
 from machinery_py.texts import get_logger
 
-READY = b"mpy:ready"
-GO_MUTEX = b"TriggerChordMutex"
-GROUPS = b"mpy:groups"
 TRIES = (
     3  # at a change; more than one when this process was stopped between its note and its record
 )

@@ -14,9 +14,9 @@ import msgspec
 import pika
 
 from machinery_py.brokers.base import WorkerInfo
-from machinery_py.brokers.rabbitmq.topology import CONTROL
 from machinery_py.connections.rabbitmq.io_thread import Channel, settle
 from machinery_py.connections.rabbitmq.publisher import Publisher
+from machinery_py.connections.rabbitmq.queues import CONTROL
 
 PATIENCE = 1.0  # seconds for the answers; a worker that does not give one is frozen, or cut off
 REPLIES = "amq.rabbitmq.reply-to"

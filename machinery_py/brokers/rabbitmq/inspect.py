@@ -30,12 +30,12 @@ from machinery_py.brokers.rabbitmq.messages import LATE, QUEUE, Taken, letter_of
 from machinery_py.brokers.rabbitmq.topology import LEVELS, Topology
 from machinery_py.connections.rabbitmq.client import LOCKED, NOT_FOUND, AmqpDriver
 from machinery_py.connections.rabbitmq.io_thread import Channel, ChannelLost, settle
+from machinery_py.connections.rabbitmq.queues import LOOKING
 from machinery_py.errors import BrokerUnavailable
 
 ALL = 1_000_000  # messages; as many as are there
 SAMPLE = 200  # messages
 SPLIT_LIFE = 10.0  # seconds
-LOCK = "machinery.lock.looking"
 
 
 class Looking:
@@ -258,7 +258,7 @@ class Looking:
     def _locked(self, channel: Channel) -> bool:
         owner = channel.link.channel(self._driver.timeout)
         try:
-            owner.rpc("queue_declare", queue=LOCK, exclusive=True, timeout=self._driver.timeout)
+            owner.rpc("queue_declare", queue=LOOKING, exclusive=True, timeout=self._driver.timeout)
         except ChannelLost as error:
             if error.code == LOCKED:
                 return False

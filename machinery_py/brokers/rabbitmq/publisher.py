@@ -17,13 +17,14 @@ from contextlib import contextmanager
 import msgspec
 
 from machinery_py.brokers.rabbitmq.messages import LATE
-from machinery_py.brokers.rabbitmq.topology import PAUSED, Topology, carry_out, digest
+from machinery_py.brokers.rabbitmq.topology import Topology, carry_out, digest
 from machinery_py.connections.forks import ForkLock
 from machinery_py.connections.rabbitmq.client import AmqpDriver, explained, largest_of, passes
 from machinery_py.connections.rabbitmq.confirms import End
 from machinery_py.connections.rabbitmq.frames import AddressedMessage
 from machinery_py.connections.rabbitmq.io_thread import AmqpConnectionLost, ChannelLost
 from machinery_py.connections.rabbitmq.publisher import Publisher
+from machinery_py.connections.rabbitmq.queues import PAUSED
 from machinery_py.errors import BrokerUnavailable, PublishRefused, PublishUnknown, for_good
 
 SMALLER = "send an id and load the data in the task, or raise max_message_size in rabbitmq.conf"

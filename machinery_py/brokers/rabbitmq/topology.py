@@ -24,6 +24,7 @@ from typing import Any
 
 from machinery_py.config.sections import AMQPConfig
 from machinery_py.connections.rabbitmq.io_thread import Channel, settle
+from machinery_py.connections.rabbitmq.queues import CONTROL, DUE, PAUSED, PAUSED_SINK
 from machinery_py.errors import PublishRefused, for_good
 
 LEVELS = 33  # the longest delay is 2³³ - 1 ticks: 13 years
@@ -31,10 +32,6 @@ TICK = 0.05  # seconds; a delayed message comes so late at most, and never early
 LONGEST_NAME = 255  # bytes
 OFTEN = 1_000_000_000  # deliveries of one message in a quorum queue of ours; -1, for no limit, is new in RabbitMQ 4
 
-CONTROL = "machinery.control"
-DUE = "machinery.delay.due"
-PAUSED = "machinery.paused"
-PAUSED_SINK = "machinery.paused.sink"
 
 #: One call of a method of pika's channel: its name and its arguments.
 Step = tuple[str, dict[str, Any]]

@@ -47,7 +47,7 @@ from machinery_py.brokers.redis.messages import (
 from machinery_py.clock import moment_of
 from machinery_py.connections.durability import Concern
 from machinery_py.connections.redis.client import RedisDriver
-from machinery_py.connections.redis.keys import queue_keys
+from machinery_py.connections.redis.keys import QUEUES, queue_keys
 from machinery_py.connections.redis.scripts import Script, pack, raw
 from machinery_py.connections.session_files import host_folder, remove
 from machinery_py.errors import BrokerUnavailable, NameRefused, PublishUnknown
@@ -112,9 +112,7 @@ class RedisBroker(Broker):
         return self.driver.run(script, pack(values), doing=doing, away=BrokerUnavailable)
 
     def _queues(self) -> list[tuple[str, str]]:
-        names = self.driver.ask(
-            b"SMEMBERS", b"mpy:queues", doing="listing queues", away=BrokerUnavailable
-        )
+        names = self.driver.ask(b"SMEMBERS", QUEUES, doing="listing queues", away=BrokerUnavailable)
         return [
             queue_keys(name) for name in sorted(name.decode(errors="replace") for name in names)
         ]
@@ -125,7 +123,7 @@ class RedisBroker(Broker):
         """Our queues, those of suspects, and some others: where no worker is, what is late is late for nobody."""
         self._cursor, names = self.driver.ask(
             b"SSCAN",
-            b"mpy:queues",
+            QUEUES,
             self._cursor,
             b"COUNT",
             b"%d" % OTHERS,

@@ -1,8 +1,172 @@
-"""The names of our keys. All of a queue's bear its name as hash tag, so that a cluster keeps them in one slot with its list."""
+"""Keys on Redis.
+
+All keys of a queue bear its name as hash tag: a cluster keeps them in one slot with its list.
+One Redis holds ITEMS and ONE_SERVER, a cluster ITEMS and CLUSTER. Channels: `mpy:m:{<uuid>}`, on which
+the end of a task is announced, and `mpy:wake:<token>`, which wakes one listener.
+"""
 
 from __future__ import annotations
 
 import functools
+
+from machinery_py.connections.stored_items import CLAIM_LIFE, REVOKED_LIFE, StoredItem
+
+QUEUES = b"mpy:queues"
+DELAYED = b"delayed_tasks"  # as the scripts have it
+TOKENS = b"mpy:p:"
+REVOKED = b"mpy:revoked"
+READY = b"mpy:ready"
+GROUPS = b"mpy:groups"
+FENCE = b"mpy:fence"
+GO_MUTEX = b"TriggerChordMutex"
+
+# Sessions have no expiry: maintenance removes one that has stopped beating, and requeues its messages.
+_SESSION = "until the consumer closes or is given up"
+_CHORD = "a week after the last arrival; `results_expire_in` after the callback is sent"
+
+# fmt: off
+ITEMS = (
+    StoredItem("<queue>", "list", "waiting messages; pushed on the right, taken from the left",
+               "until claimed", "broker", shared=True),
+    StoredItem("delayed_tasks", "zset", "messages with an ETA, scored by it in nanoseconds",
+               "until due", "broker", shared=True),
+    StoredItem("<task UUID>", "string", "state of the task, Go's JSON",
+               "`results_expire_in` once finished; before, a week after the last change and the "
+               "ETA", "backend", shared=True),
+    StoredItem("<group UUID>", "string", "members of the group, Go's JSON",
+               "a week; `results_expire_in` after its members have ended", "backend", shared=True),
+    StoredItem("TriggerChordMutex", "string",
+               "Go's lock around the callback of a chord; read here, never written", "8 s", "Go",
+               shared=True),
+    StoredItem("machinery_lock_<name>", "string",
+               "Go's lock of a periodic task: nanoseconds until which it is held", "until then",
+               "lock", shared=True),
+    StoredItem("mpy:queues", "set",
+               "names of all queues that ever held a message or had a consumer", "for ever",
+               "broker"),
+    StoredItem("mpy:{<queue>}:s", "zset",
+               "registered sessions, scored by their last beat in µs of the server's clock",
+               _SESSION, "consumer"),
+    StoredItem("mpy:{<queue>}:b:<session>", "string",
+               "identity of the session: worker, host, boot id, PID namespace, pid, its start "
+               "time, queues", _SESSION, "consumer"),
+    StoredItem("mpy:{<queue>}:i:<session>", "list",
+               "arrivals: a message that `BLMOVE` has moved to a waiting consumer",
+               "until the claim behind it", "consumer"),
+    StoredItem("mpy:{<queue>}:f:<session>", "hash",
+               "messages in flight: receipt → claim, counts and bytes",
+               "until settled or given back", "consumer"),
+    StoredItem("mpy:{<queue>}:r:<session>", "set",
+               "receipts of redelivered tasks that have begun; they get a strike where the run "
+               "table cannot be read", _SESSION, "consumer"),
+    StoredItem("mpy:{<queue>}:t", "zset",
+               "tombstones of sessions that are over, scored by when they are forgotten", "a day",
+               "consumer, maintenance"),
+    StoredItem("mpy:{<queue>}:n", "string", "the last receipt and the last number of a dead letter",
+               "for ever", "broker"),
+    StoredItem("mpy:{<queue>}:l", "zset", "priorities above 0 that have waiting messages",
+               "until empty", "broker"),
+    StoredItem("mpy:{<queue>}:p:<level>", "list", "waiting messages of one priority above 0",
+               "until claimed", "broker"),
+    StoredItem("mpy:{<queue>}:a", "hash",
+               "SHA-1 of a waiting message → what its bytes do not say: deliveries, strikes, "
+               "parks, task", "until claimed", "broker"),
+    StoredItem("mpy:{<queue>}:z", "zset",
+               "parked messages, and delayed bytes that are no signature, with their counts, "
+               "scored in µs", "until due", "broker"),
+    StoredItem("mpy:{<queue>}:o", "list",
+               "times at which places of the queue were filled, one per 0.25 s",
+               "until the queue is empty", "broker"),
+    StoredItem("mpy:{<queue>}:c", "string", "number of messages ever put", "for ever", "broker"),
+    StoredItem("mpy:{<queue>}:d", "hash",
+               "dead letters by number; the id of number 17 in queue `mail` is `17@mail`",
+               "until replayed or purged", "broker"),
+    StoredItem("mpy:{<queue>}:e", "zset", "order of the dead letters", "until replayed or purged",
+               "broker"),
+    StoredItem("mpy:{<queue>}:v", "set", "connections of idle consumers of the queue",
+               "until woken", "consumer"),
+    StoredItem("mpy:{<queue>}:w", "set", "those of them that block at another queue", "until woken",
+               "consumer"),
+    StoredItem("mpy:{<queue>}:u", "set",
+               "the queue is paused: an empty member, and connections of its idle consumers",
+               "until resumed", "broker"),
+    StoredItem("mpy:m:{<uuid>}", "string",
+               "companion of a state, in lines: run, epoch, mark, start, progress, queue, "
+               "worker, our other fields", "as the state", "backend"),
+    StoredItem("mpy:k:{<uuid>}", "string",
+               "state of a task whose UUID has one or two characters: its bare name may be a queue",
+               "as a state", "backend"),
+    StoredItem("mpy:g:{<group UUID>}", "hash",
+               "total, callback, failed member, whether the callback was sent", _CHORD, "backend"),
+    StoredItem("mpy:h:{<group UUID>}", "set", "members that have ended", _CHORD, "backend"),
+    StoredItem("mpy:ready", "zset", "chords that are complete and whose callback is not sent",
+               "until sent", "backend"),
+    StoredItem("mpy:groups", "zset",
+               "groups, scored by when a worker looks whether they have expired", "until expired",
+               "backend"),
+    StoredItem("mpy:revoked", "zset", "revoked tasks, scored by when that is forgotten",
+               REVOKED_LIFE, "backend"),
+    StoredItem("mpy:lock:{<name>}", "string", "token and fence of a lock that is held",
+               "`ttl` of the lock", "lock"),
+)
+
+ONE_SERVER = (
+    StoredItem("mpy:p:<token>", "string", "token of a submission that was carried out",
+               "ten minutes", "broker"),
+    StoredItem("mpy:open", "zset",
+               "tasks that are not finished, by their last change; for listings",
+               "two weeks after the last change", "backend"),
+    StoredItem("mpy:done", "zset", "tasks that are finished, by their last change; for listings",
+               "`results_expire_in`", "backend"),
+    StoredItem("mpy:rate:<second>", "hash",
+               "number of tasks that finished in this second, by state and queue", "an hour",
+               "backend"),
+    StoredItem("mpy:partial", "zset",
+               "chords with members in and not complete, scored by when a worker looks whether "
+               "Go has ended the others", "until complete or expired", "backend"),
+    StoredItem("mpy:o:{<key>}", "string",
+               "outbox: messages still to be published in another store's broker",
+               "until published", "backend"),
+    StoredItem("mpy:outbox", "zset", "keys of open outboxes, scored by when they were written",
+               "until published", "backend"),
+    StoredItem("mpy:u:<key>", "string",
+               "claim: UUID of the call that holds the key of a unique task", CLAIM_LIFE,
+               "backend"),
+    StoredItem("mpy:records", "hash", "schedules by name", "until removed", "backend"),
+    StoredItem("mpy:records:n", "string", "number of changes of schedules", "for ever", "backend"),
+    StoredItem("mpy:fence", "string", "the last fence of a lock", "for ever", "lock"),
+)
+
+CLUSTER = (
+    StoredItem("mpy:{<queue>}:delayed_tasks", "zset",
+               "messages with an ETA that were sent from Python", "until due", "broker"),
+    StoredItem("mpy:{<queue>}:mpy:p:<token>", "string",
+               "token of a submission, or name of a move from Go's `delayed_tasks`",
+               "ten minutes; half an hour", "broker"),
+    StoredItem("mpy:o:{<uuid>}", "string",
+               "record of a settlement: its effects in other slots, and its outbox",
+               "until carried out", "backend"),
+    StoredItem("mpy:{list<n>}:open", "zset", "an eighth of the tasks that are not finished",
+               "two weeks after the last change", "backend"),
+    StoredItem("mpy:{list<n>}:done", "zset", "an eighth of the tasks that are finished",
+               "`results_expire_in`", "backend"),
+    StoredItem("mpy:{list<n>}:rate:<second>", "hash", "an eighth of the rates", "an hour",
+               "backend"),
+    StoredItem("mpy:{list<n>}:outbox", "zset", "notes: keys of records, written before the records",
+               "a minute, or until carried out", "backend"),
+    StoredItem("mpy:u:{<key>}", "string", "claim of a unique task, and the key of its record",
+               "as on one Redis", "backend"),
+    StoredItem("mpy:{<key>}:o:%!<sending>", "string", "record of what is sent with a claim",
+               "until carried out", "backend"),
+    StoredItem("mpy:{mpy:records}:all", "hash", "schedules by name", "until removed", "backend"),
+    StoredItem("mpy:{mpy:records}:n", "string", "number of changes of schedules", "for ever",
+               "backend"),
+    StoredItem("mpy:{mpy:records}:o:%=<key>", "string", "record of what a tick sends",
+               "until carried out", "backend"),
+    StoredItem("mpy:fence:{<name>}", "string", "the last fence of this lock", "`ttl` and a day",
+               "lock"),
+)
+# fmt: on
 
 
 @functools.lru_cache(maxsize=4096)

@@ -12,13 +12,11 @@ from __future__ import annotations
 import binascii
 import functools
 
+from machinery_py.connections.redis.keys import DELAYED, FENCE, QUEUES, REVOKED, TOKENS
 from machinery_py.connections.redis.scripts import Folder, Script
 
 SLOTS = 16_384
-QUEUES = b"mpy:queues"
-DELAYED = b"delayed_tasks"  # as the scripts have it
-TOKENS = b"mpy:p:"
-_OURS = (QUEUES, DELAYED, b"mpy:revoked", b"mpy:fence")
+_OURS = (QUEUES, DELAYED, REVOKED, FENCE)
 
 _CALL = "local call = redis.call\n"
 _LOCAL_CALL = Folder("connections/redis/lua").text(

@@ -1,8 +1,6 @@
 """The tables of the SQLite stores, and the version that their file bears.
 
-A moment is an INTEGER: microseconds since 1970, UTC. What each table is for stands in the store that uses it:
-messages, dead, sessions, queues, paused and tokens in brokers/sqlite/broker.py; tasks, groups, group_members, outbox, revoked,
-records and claims in backends/sqlite/backend.py; locks in locks/sqlite.py.
+A moment is an INTEGER: microseconds since 1970, UTC.
 
 A change of a table raises VERSION, and adds to UPGRADES the statements that lead up to it.
 """
@@ -11,8 +9,42 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from machinery_py.connections.stored_items import CLAIM_LIFE, REVOKED_LIFE, StoredItem
+
 VERSION = 3
 APPLICATION_ID = 0x6D636879  # "mchy": tells our file from another program's
+
+# fmt: off
+ITEMS = (
+    StoredItem("messages", "table",
+               "a row per message: waiting (status 0), delayed (1) or held by a session (2); the "
+               "id is its place", "until settled", "broker"),
+    StoredItem("dead", "table", "dead letters", "until replayed or purged", "broker"),
+    StoredItem("sessions", "table",
+               "a row per consumer; it is alive while it holds the lock on its file",
+               "until it closes or is given up", "consumer"),
+    StoredItem("queues", "table", "names of all queues that ever held a message or had a consumer",
+               "for ever", "broker"),
+    StoredItem("paused", "table", "queues from which nothing is claimed", "until resumed",
+               "broker"),
+    StoredItem("tokens", "table", "submissions that were carried out", "ten minutes", "broker"),
+    StoredItem("tasks", "table", "a row per task: its state, mark and epoch",
+               "`results_expire_in` once finished; before, for ever", "backend"),
+    StoredItem("groups", "table", "a row per group; `ready` = 1 until the callback is sent",
+               "a week after the last arrival; `results_expire_in` after the callback is sent",
+               "backend"),
+    StoredItem("group_members", "table", "position and arrival of each member", "as its group",
+               "backend"),
+    StoredItem("outbox", "table", "messages still to be published in another store's broker",
+               "until published", "backend"),
+    StoredItem("revoked", "table", "revoked tasks", REVOKED_LIFE, "backend"),
+    StoredItem("records", "table", "schedules; a new id after each change", "until removed",
+               "backend"),
+    StoredItem("claims", "table", "keys of unique tasks", CLAIM_LIFE, "backend"),
+    StoredItem("locks", "table", "locks that are held; the id is the fence", "`ttl` of the lock",
+               "lock"),
+)
+# fmt: on
 
 # id: AUTOINCREMENT, so that no change of a record passes unseen.
 _PAUSED = "CREATE TABLE paused (queue TEXT PRIMARY KEY) WITHOUT ROWID"
