@@ -35,7 +35,7 @@ ITEMS = (
                _CHORD, "backend"),
     StoredItem("mpy:o:<key>", "item", "outbox that belongs to no task and no group",
                "until published", "backend"),
-    StoredItem("mpy:v:<task UUID>", "item", "the task is revoked", REVOKED_LIFE, "backend"),
+    StoredItem("mpy:v:<uuid>", "item", "the task is revoked", REVOKED_LIFE, "backend"),
     StoredItem("mpy:roots", "item", "names of the segments", "for ever", "backend"),
     StoredItem("mpy:x:<segment>", "item", "open outboxes and complete chords of one process",
                "a week after its last sign of life", "backend"),

@@ -138,6 +138,7 @@ ONE_SERVER = (
 )
 
 CLUSTER = (
+    StoredItem("mpy:{<queue>}:mpy:queues", "set", "the queue's own name", "for ever", "broker"),
     StoredItem("mpy:{<queue>}:delayed_tasks", "zset",
                "messages with an ETA that were sent from Python", "until due", "broker"),
     StoredItem("mpy:{<queue>}:mpy:p:<token>", "string",
