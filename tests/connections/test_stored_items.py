@@ -20,10 +20,10 @@ from machinery_py.connections.rabbitmq import queues as rabbitmq_queues
 from machinery_py.connections.redis import keys as redis_keys
 from machinery_py.connections.sqlite import schema as sqlite_schema
 from machinery_py.connections.stored_items import StoredItem
-from tests.connections.stored_workload import run
-from tests.stores.rabbitmq.case import amqp_url, vhosts
 from tests.backends.memcached.case import empty_memcached
+from tests.connections.stored_workload import run
 from tests.stores.mongodb.case import mongodb_server, mongodb_url
+from tests.stores.rabbitmq.case import amqp_url, vhosts
 from tests.stores.redis_cluster.case import empty_cluster, masters, url_of
 from tests.support.servers import MemcachedServer, RabbitMQServer, RedisCluster, RedisServer
 
