@@ -88,17 +88,17 @@ FULL = bool(os.environ.get("MACHINERY_TEST_FULL"))
 
 #: What is decided before a store is asked, or by the lock alone.
 ELSEWHERE = [
-    "test_the_same_call_is_known_however_it_is_written",
-    "test_the_key_may_be_the_callers_own",
-    "test_a_call_can_ask_for_itself",
-    "test_a_duplicate_can_be_an_error",
-    "test_steps_of_a_workflow_are_sent_in_any_case",
+    "test_equal_calls_are_recognised_however_written",
+    "test_caller_can_give_the_key",
+    "test_single_call_can_be_unique_by_option",
+    "test_duplicate_raises_when_rejected",
+    "test_unique_steps_of_a_workflow_are_always_sent",
     "test_fifty_calls_on_three_workers_run_one_at_a_time",
-    "test_calls_with_other_arguments_run_beside_each_other",
-    "test_one_that_may_not_wait_is_skipped_and_says_so",
-    "test_it_waits_for_so_long_and_then_fails",
-    "test_whatever_ends_a_run_frees_its_lock",
-    "test_a_coroutine_passes_the_same_guard",
+    "test_exclusive_calls_with_other_arguments_run_together",
+    "test_exclusive_call_that_may_not_wait_is_skipped",
+    "test_waiting_exclusive_call_fails_after_its_timeout",
+    "test_lock_is_free_however_a_run_ends",
+    "test_exclusive_coroutines_run_one_at_a_time",
 ]
 
 

@@ -24,20 +24,20 @@ from tests.support.servers import MemcachedServer, RedisServer
 __all__ = ["amqp_url", "empty_memcached", "rabbitmq_server", "vhosts"]
 
 OF_THE_PAIR = {
-    "test_a_task_gives_its_result",
-    "test_a_retry_keeps_the_uuid_and_counts",
-    "test_on_error_is_sent_once_after_the_last_attempt",
-    "test_a_chain_of_a_hundred",
-    "test_a_large_chord",
-    "test_a_chord_with_a_failed_member_fails",
-    "test_an_eta_is_waited_for",
-    "test_a_revoked_task_is_never_started",
-    "test_bytes_that_are_no_signature_go_to_the_dead_letters",
-    "test_an_unknown_task_waits_for_a_worker_that_knows_it",
-    "test_a_paused_queue_waits_and_what_runs_goes_on",
-    "test_two_workers_share_the_work_and_run_nothing_twice",
-    "test_what_is_not_finished_in_time_is_run_by_another",
-    "test_a_burst_ends_when_there_is_nothing_left",
+    "test_task_returns_its_result",
+    "test_retry_keeps_the_uuid_and_counts_attempts",
+    "test_on_error_callback_is_sent_once_after_last_attempt",
+    "test_chain_of_a_hundred_steps_runs",
+    "test_large_chord_runs",
+    "test_chord_with_a_failed_member_fails",
+    "test_task_with_an_eta_runs_at_it",
+    "test_revoked_task_is_never_started",
+    "test_bytes_that_are_no_signature_become_a_dead_letter",
+    "test_unregistered_task_waits_for_a_worker_that_knows_it",
+    "test_pausing_a_queue_lets_running_tasks_go_on",
+    "test_two_workers_run_no_task_twice",
+    "test_task_unfinished_at_shutdown_is_run_by_another_worker",
+    "test_burst_worker_ends_when_its_queues_are_empty",
 }
 
 
@@ -96,7 +96,7 @@ class TestRabbitMQAndMemoryBroker(OfThePair):
     __test__ = True
 
     # A thousand tasks are a thousand queues: `make matrix` has the time.
-    test_a_large_chord = None  # type: ignore[assignment]
+    test_large_chord_runs = None  # type: ignore[assignment]
 
     @pytest.fixture
     def server(self, amqp_url: str) -> Server:
@@ -108,7 +108,7 @@ class TestRabbitMQAndMemoryBroker(OfThePair):
 class TestRabbitMQAlone(OfThePair):
     __test__ = True
 
-    test_a_large_chord = None  # type: ignore[assignment]
+    test_large_chord_runs = None  # type: ignore[assignment]
 
     @pytest.fixture
     def server(self, amqp_url: str) -> Server:

@@ -85,7 +85,7 @@ class BackendConformance(ChangeConformance):
 
     @pytest.mark.parametrize("run", [-1, 0, 1])
     @pytest.mark.parametrize("current", [None, *State])
-    def test_every_legal_step_is_taken_and_no_other(
+    def test_only_legal_state_changes_are_stored(
         self, backend: Backend, current: State | None, run: int
     ) -> None:
         for following in State:
@@ -105,7 +105,7 @@ class BackendConformance(ChangeConformance):
             )
 
     @pytest.mark.parametrize("final", [State.SUCCESS, State.FAILURE])
-    def test_finished_is_final(self, backend: Backend, final: State) -> None:
+    def test_finished_state_is_final(self, backend: Backend, final: State) -> None:
         write(backend, state_of("t", final, error="first"))
         kept = backend.get_state("t")
         for following in State:
@@ -118,7 +118,7 @@ class BackendConformance(ChangeConformance):
                 assert backend.apply([change]) == [FENCED]
         assert backend.get_state("t") == kept
 
-    def test_name_and_creation_and_queue_stay(self, backend: Backend) -> None:
+    def test_state_change_keeps_name_creation_and_queue(self, backend: Backend) -> None:
         write(backend, state_of("t", task_name="add", created_at=MOMENT, queue="mail"))
         steps = (
             (State.RECEIVED, 0),
@@ -133,7 +133,7 @@ class BackendConformance(ChangeConformance):
             assert (kept.state, kept.task_name, kept.queue) == (step, "add", "mail")
             assert abs((kept.created_at - MOMENT).total_seconds()) <= MARGIN
 
-    def test_every_value_comes_back_as_it_went(self, backend: Backend) -> None:
+    def test_every_result_value_is_read_back_unchanged(self, backend: Backend) -> None:
         results = tuple(Arg(type=type_name, value=value) for type_name, value in VALUES)
         write(backend, state_of("t", State.SUCCESS, results=results))
 
@@ -143,14 +143,14 @@ class BackendConformance(ChangeConformance):
         assert [type(arg.value) for arg in kept] == [type(value) for _, value in VALUES]
         assert [repr(arg.value) for arg in kept] == [repr(value) for _, value in VALUES]
 
-    def test_bytes_come_back_as_bytes(self, backend: Backend) -> None:
+    def test_bytes_result_is_read_back_as_bytes(self, backend: Backend) -> None:
         value = bytes(range(256))
         write(backend, state_of("t", State.SUCCESS, results=(Arg(type="[]byte", value=value),)))
 
         (kept,) = backend.get_state("t").results
         assert (kept.type, from_result(kept.type, kept.value)) == ("[]byte", value)
 
-    def test_every_field_comes_back_as_it_went(self, backend: Backend) -> None:
+    def test_every_state_field_is_read_back_unchanged(self, backend: Backend) -> None:
         later = MOMENT + dt.timedelta(seconds=5)
         state = TaskState(
             task_uuid="t",
@@ -182,7 +182,7 @@ class BackendConformance(ChangeConformance):
                 assert found == value, name
         assert type(kept.state) is State
 
-    def test_what_was_not_set_comes_back_unset(self, backend: Backend) -> None:
+    def test_unset_state_field_is_read_back_unset(self, backend: Backend) -> None:
         state = TaskState(task_uuid="t")
         write(backend, state)
         kept = backend.get_state("t")
@@ -191,7 +191,7 @@ class BackendConformance(ChangeConformance):
         } == {name: getattr(state, name) for name in state.__struct_fields__ if name != "results"}
         assert list(kept.results) == []
 
-    def test_gos_names_write_gos_states(self, backend: Backend) -> None:
+    def test_methods_with_gos_names_write_gos_states(self, backend: Backend) -> None:
         signature: Signature[object] = Signature(name="add", uuid="t", routing_key="mail")
         backend.set_state_pending(signature)
         created_at = backend.get_state("t").created_at
@@ -219,9 +219,7 @@ class BackendConformance(ChangeConformance):
             "boom",
         )
 
-    def test_what_is_finished_expires_and_nothing_else(
-        self, backend: Backend, clock: ManualClock
-    ) -> None:
+    def test_only_finished_states_expire(self, backend: Backend, clock: ManualClock) -> None:
         write(backend, *(state_of(f"t{state}", state) for state in State))
         clock.advance(self.expire_in * 0.9)
         backend.tend()
@@ -235,7 +233,7 @@ class BackendConformance(ChangeConformance):
             unfinished if backend.features.keeps_unfinished else set()
         )
 
-    def test_what_has_expired_is_not_there_before_any_sweep(
+    def test_expired_state_is_gone_before_any_sweep(
         self, backend: Backend, clock: ManualClock
     ) -> None:
         write(backend, state_of("old", State.SUCCESS))
@@ -249,7 +247,7 @@ class BackendConformance(ChangeConformance):
         write(backend, state_of("old"))  # sent again
         assert backend.get_state("old").state is State.PENDING
 
-    def test_a_task_is_kept_from_when_it_finished(
+    def test_state_expiry_counts_from_the_finish(
         self, backend: Backend, clock: ManualClock
     ) -> None:
         write(backend, state_of("t"))
@@ -259,7 +257,7 @@ class BackendConformance(ChangeConformance):
         backend.tend()
         assert backend.get_state("t").state is State.SUCCESS
 
-    def test_a_revoked_task_is_remembered(self, backend: Backend) -> None:
+    def test_revoked_task_is_remembered(self, backend: Backend) -> None:
         write(backend, state_of("a"))
         backend.revoke(["a", "b"])
         backend.revoke(["b"])
@@ -268,9 +266,7 @@ class BackendConformance(ChangeConformance):
         assert backend.revoked([]) == set()
         assert backend.get_state("a").state is State.PENDING
 
-    def test_a_revocation_is_kept_as_long_as_was_asked(
-        self, backend: Backend, clock: ManualClock
-    ) -> None:
+    def test_revocation_is_kept_for_its_life(self, backend: Backend, clock: ManualClock) -> None:
         backend.revoke(["year", "days"], 366 * 86400.0)
         backend.revoke(["days"], 86400.0)
         clock.advance(days=300)
@@ -308,7 +304,7 @@ class BackendConformance(ChangeConformance):
         assert names(since=middle) == ["t0"]
         assert names(since=middle - dt.timedelta(seconds=2.5)) == ["t0", "t3", "t2"]
 
-    def test_a_rare_name_is_found_behind_many_others(
+    def test_rare_task_name_is_found_behind_many_others(
         self, backend: Backend, clock: ManualClock
     ) -> None:
         if not backend.features.listing:
@@ -339,7 +335,7 @@ class BackendConformance(ChangeConformance):
         assert sorted(often) == sorted(f"task_{number}" for number in range(many))
         assert len(backend.list_states(limit=2 * many)) == many + 2
 
-    def test_finding_takes_the_prefix_as_it_is(self, backend: Backend) -> None:
+    def test_find_takes_the_prefix_literally(self, backend: Backend) -> None:
         if not backend.features.listing:
             return  # refused, as the test above has seen
         known = ("task_1a", "task_1b", "taskX1", "TASK_1", "a%b", "a*b", "ab", "a[b")
@@ -354,7 +350,7 @@ class BackendConformance(ChangeConformance):
         )
         assert backend.find("nobody") == []
 
-    def test_what_finished_is_counted_for_each_queue(
+    def test_finished_tasks_are_counted_per_queue(
         self, backend: Backend, clock: ManualClock
     ) -> None:
         if not backend.features.listing:
@@ -379,14 +375,14 @@ class BackendConformance(ChangeConformance):
         }
         assert backend.finished_since(moment + dt.timedelta(seconds=1)) == {}
 
-    def test_a_purged_state_is_forgotten(self, backend: Backend) -> None:
+    def test_purged_state_is_gone(self, backend: Backend) -> None:
         write(backend, state_of("a", State.SUCCESS), state_of("b"))
         backend.purge_state("a")
         backend.purge_state("nobody")
         assert set(backend.get_states(["a", "b"])) == {"b"}
         write(backend, state_of("a", State.PENDING))
 
-    def test_many_are_read_and_written_at_once(self, backend: Backend) -> None:
+    def test_many_states_are_read_and_written_at_once(self, backend: Backend) -> None:
         uuids = [f"task_{number}" for number in range(self.MANY)]
         assert backend.get_states(uuids) == {}
         assert backend.apply([Change(key="batch", states=tuple(map(state_of, uuids)))]) == [SETTLED]
@@ -397,7 +393,7 @@ class BackendConformance(ChangeConformance):
         assert backend.revoked(uuids) == set(uuids)
         assert backend.get_states([]) == {}
 
-    def test_a_finished_task_wakes_who_watches_it(
+    def test_finished_task_wakes_its_listener(
         self, backend: Backend, open_backend: OpenBackend
     ) -> None:
         other = open_backend()
@@ -418,7 +414,7 @@ class BackendConformance(ChangeConformance):
         listener.close()
         other.close()
 
-    def test_others_do_not_wake_a_listener(self, backend: Backend) -> None:
+    def test_other_tasks_do_not_wake_a_listener(self, backend: Backend) -> None:
         listener = backend.listener()
         listener.watch(["a"])
         write(
@@ -431,7 +427,7 @@ class BackendConformance(ChangeConformance):
         assert time.monotonic() - started >= 0.04
         listener.close()
 
-    def test_wake_ends_a_listeners_wait(self, backend: Backend) -> None:
+    def test_wake_ends_the_wait_of_a_listener(self, backend: Backend) -> None:
         listener = backend.listener()
         listener.watch(["a"])
         started = time.monotonic()
@@ -441,7 +437,7 @@ class BackendConformance(ChangeConformance):
         assert time.monotonic() - started < HANG
         listener.close()
 
-    def test_another_handle_sees_the_same_states(self, open_backend: OpenBackend) -> None:
+    def test_second_handle_reads_the_same_states(self, open_backend: OpenBackend) -> None:
         one, two = open_backend(), open_backend()
         if one.features.keeps:
             write(one, state_of("a"))

@@ -75,7 +75,7 @@ class BrokerConformance(LeaseConformance, PauseConformance):
     """Everything that the docstrings in brokers/base.py say."""
 
     @pytest.mark.parametrize("body", AWKWARD.values(), ids=AWKWARD)
-    def test_bytes_come_back_as_they_went(
+    def test_bytes_are_read_back_unchanged(
         self, broker: Broker, consumer: Consumer, body: bytes
     ) -> None:
         put(broker, body)
@@ -88,7 +88,7 @@ class BrokerConformance(LeaseConformance, PauseConformance):
         consumer.dispose([Disposal(delivery=second, fate=Fate.DEAD)])
         assert [letter.body for letter in broker.dead_letters(limit=1)] == [body]
 
-    def test_a_first_delivery_says_what_it_is(
+    def test_first_delivery_has_fence_and_counts(
         self, broker: Broker, consumer: Consumer, clock: ManualClock
     ) -> None:
         broker.put([message(b"a", parks=3)], token="")
@@ -100,7 +100,7 @@ class BrokerConformance(LeaseConformance, PauseConformance):
         assert sent_at is None or abs((sent_at - clock.now()).total_seconds()) < 0.01
         hash(delivery.receipt)
 
-    def test_the_oldest_message_comes_first(self, broker: Broker, consumer: Consumer) -> None:
+    def test_oldest_message_is_delivered_first(self, broker: Broker, consumer: Consumer) -> None:
         expected = [b"%d" % number for number in range(60)]
         for body in expected[:30]:
             put(broker, body)
@@ -109,20 +109,22 @@ class BrokerConformance(LeaseConformance, PauseConformance):
         assert bodies(consumer.receive(7, 0)) == expected[:7]
         assert bodies(consumer.receive(100, 0)) == expected[7:]
 
-    def test_any_name_can_be_a_queue(self, broker: Broker) -> None:
+    def test_any_name_is_a_queue_name(self, broker: Broker) -> None:
         names = ["mail:high", "日本", "a b", "q'\"", "%_*?[x]", "{tag}", "x" * 200]
         for name in names:
             put(broker, name.encode(), queue=name)
         for name in names:
             assert bodies(broker.consume([name], worker="w").receive(5, 0)) == [name.encode()]
 
-    def test_queues_do_not_mix(self, broker: Broker, consumer: Consumer) -> None:
+    def test_consumer_gets_messages_of_its_queues_only(
+        self, broker: Broker, consumer: Consumer
+    ) -> None:
         put(broker, b"other", queue="r")
 
         assert consumer.receive(5, 0) == []
         assert bodies(broker.consume(["r"], worker="w").receive(5, 0)) == [b"other"]
 
-    def test_the_first_queue_comes_before_the_second(self, broker: Broker) -> None:
+    def test_first_queue_is_served_before_the_second(self, broker: Broker) -> None:
         put(broker, b"r1", b"r2", queue="r")
         put(broker, b"q1", b"q2", b"q3", queue="q")
         consumer = broker.consume(["q", "r"], worker="w")
@@ -132,7 +134,7 @@ class BrokerConformance(LeaseConformance, PauseConformance):
         put(broker, b"q4")
         assert bodies(consumer.receive(5, 0)) == [b"q4", b"r2"]
 
-    def test_the_higher_priority_comes_first_within_its_queue(
+    def test_higher_priority_is_delivered_first_within_a_queue(
         self, broker: Broker, consumer: Consumer
     ) -> None:
         messages = [message(b"%d" % level, priority=level) for level in (0, 255, 9, 9, 1, 0)]
@@ -149,7 +151,7 @@ class BrokerConformance(LeaseConformance, PauseConformance):
         broker.put([message(b"r", queue="r", priority=255), message(b"q")], token="")
         assert bodies(broker.consume(["q", "r"], worker="w").receive(1, 0)) == [b"q"]
 
-    def test_nothing_is_early_and_nothing_late(
+    def test_delayed_message_is_neither_early_nor_late(
         self, broker: Broker, consumer: Consumer, clock: ManualClock
     ) -> None:
         broker.put([message(b"late", eta=seconds(clock.now(), 30.0))], token="")
@@ -166,7 +168,7 @@ class BrokerConformance(LeaseConformance, PauseConformance):
 
         assert bodies(consumer.receive(5, 0)) == [b"late"]
 
-    def test_tend_asks_to_be_called_before_the_next_eta_has_passed(
+    def test_tend_asks_to_be_called_before_the_next_eta(
         self, broker: Broker, clock: ManualClock
     ) -> None:
         consumer = broker.consume(["q"], worker="w")
@@ -181,7 +183,7 @@ class BrokerConformance(LeaseConformance, PauseConformance):
         broker.tend()
         assert bodies(consumer.receive(5, 0)) == [b"late"]
 
-    def test_an_eta_that_has_passed_is_none(
+    def test_past_eta_is_no_delay(
         self, broker: Broker, consumer: Consumer, clock: ManualClock
     ) -> None:
         past = seconds(clock.now(), -3600.0).astimezone(dt.timezone(dt.timedelta(hours=9)))
@@ -191,7 +193,7 @@ class BrokerConformance(LeaseConformance, PauseConformance):
 
         assert bodies(consumer.receive(5, 0)) == [b"1", b"2", b"3"]
 
-    def test_an_eta_is_a_moment_in_any_zone(
+    def test_eta_may_be_in_any_zone(
         self, broker: Broker, consumer: Consumer, clock: ManualClock
     ) -> None:
         eta = seconds(clock.now(), 5.0).astimezone(dt.timezone(dt.timedelta(hours=-11)))
@@ -201,7 +203,7 @@ class BrokerConformance(LeaseConformance, PauseConformance):
         broker.tend()
         assert bodies(consumer.receive(5, 0)) == [b"late"]
 
-    def test_many_due_at_once_all_come(
+    def test_all_messages_due_at_one_moment_are_delivered(
         self, broker: Broker, consumer: Consumer, clock: ManualClock
     ) -> None:
         eta = seconds(clock.now(), 5.0)
@@ -214,12 +216,14 @@ class BrokerConformance(LeaseConformance, PauseConformance):
         assert found == [b"%d" % number for number in range(1000)]
 
     @pytest.mark.parametrize("timeout", [0.0, 0.05])
-    def test_an_empty_receive_returns_in_time(self, consumer: Consumer, timeout: float) -> None:
+    def test_receive_from_empty_queue_returns_at_its_timeout(
+        self, consumer: Consumer, timeout: float
+    ) -> None:
         started = time.monotonic()
         assert consumer.receive(5, timeout) == []
         assert time.monotonic() - started < 10.0
 
-    def test_wake_ends_the_wait(self, consumer: Consumer) -> None:
+    def test_wake_ends_a_waiting_receive(self, consumer: Consumer) -> None:
         def wake() -> None:
             while waiter.is_alive():
                 consumer.wake()
@@ -233,14 +237,14 @@ class BrokerConformance(LeaseConformance, PauseConformance):
         assert found == [[]]
         waker.join(HANG)
 
-    def test_a_wake_just_before_the_wait_is_not_lost(self, consumer: Consumer) -> None:
+    def test_wake_just_before_receive_is_not_lost(self, consumer: Consumer) -> None:
         consumer.wake()
         started = time.monotonic()
         assert consumer.receive(5, HANG * 2) == []
         assert time.monotonic() - started < HANG
 
     @pytest.mark.parametrize("arrive", ["put", "given back"])
-    def test_what_arrives_ends_the_wait(
+    def test_arriving_message_ends_a_waiting_receive(
         self, open_broker: OpenBroker, consumer: Consumer, arrive: str
     ) -> None:
         elsewhere = open_broker()
@@ -265,7 +269,9 @@ class BrokerConformance(LeaseConformance, PauseConformance):
         assert time.monotonic() - started < HANG
         elsewhere.close()
 
-    def test_done_is_final(self, broker: Broker, consumer: Consumer, clock: ManualClock) -> None:
+    def test_done_delivery_is_gone_for_good(
+        self, broker: Broker, consumer: Consumer, clock: ManualClock
+    ) -> None:
         put(broker, b"a")
         (delivery,) = consumer.receive(1, 0)
 
@@ -276,7 +282,7 @@ class BrokerConformance(LeaseConformance, PauseConformance):
         self.crash_consumer(broker, consumer, clock)
         assert broker.consume(["q"], worker="heir").receive(5, 0) == []
 
-    def test_a_batch_has_a_verdict_for_each(self, broker: Broker, consumer: Consumer) -> None:
+    def test_batch_returns_a_verdict_per_item(self, broker: Broker, consumer: Consumer) -> None:
         put(broker, b"a", b"b", b"c")
         a, b, c = consumer.receive(3, 0)
         consumer.dispose(done(b))
@@ -284,7 +290,7 @@ class BrokerConformance(LeaseConformance, PauseConformance):
         assert consumer.dispose(done(a, a, b, c)) == [True, False, False, True]
         assert consumer.dispose([]) == []
 
-    def test_back_goes_to_its_old_place(self, broker: Broker, consumer: Consumer) -> None:
+    def test_returned_message_keeps_its_place(self, broker: Broker, consumer: Consumer) -> None:
         put(broker, b"1", b"2", b"3")
         one, two = consumer.receive(2, 0)
         put(broker, b"4")
@@ -296,7 +302,7 @@ class BrokerConformance(LeaseConformance, PauseConformance):
         counts = [(delivery.fence, delivery.strikes, delivery.parks) for delivery in found]
         assert counts == [(2, 0, 0), (2, 0, 0), (1, 0, 0), (1, 0, 0)]
 
-    def test_later_waits_and_counts(
+    def test_parked_message_waits_and_counts_its_parks(
         self, broker: Broker, consumer: Consumer, clock: ManualClock
     ) -> None:
         put(broker, b"a")
@@ -315,7 +321,7 @@ class BrokerConformance(LeaseConformance, PauseConformance):
             consumer.beat()
             broker.tend()
 
-    def test_dead_is_kept_with_its_bytes_and_its_reason(
+    def test_dead_letter_keeps_bytes_and_reason(
         self, broker: Broker, consumer: Consumer, clock: ManualClock
     ) -> None:
         put(broker, b"\x00bytes")
@@ -335,7 +341,7 @@ class BrokerConformance(LeaseConformance, PauseConformance):
         assert consumer.receive(5, 0) == []
         assert consumer.dispose([disposal]) == [False]
 
-    def test_a_dead_letter_is_taken_once(
+    def test_dead_letter_is_taken_once(
         self, broker: Broker, consumer: Consumer, clock: ManualClock
     ) -> None:
         put(broker, b"1", b"2", b"3")
@@ -353,7 +359,7 @@ class BrokerConformance(LeaseConformance, PauseConformance):
         assert broker.take_dead([letters[0].id]) == []
         assert broker.dead_letters(limit=10) == letters[1:]
 
-    def test_what_was_never_put_can_be_a_dead_letter(
+    def test_message_that_was_never_put_can_be_buried(
         self, broker: Broker, consumer: Consumer, clock: ManualClock
     ) -> None:
         minute = seconds(clock.now(), 60.0)
@@ -368,7 +374,7 @@ class BrokerConformance(LeaseConformance, PauseConformance):
         assert broker.take_dead([letter.id]) == [letter]
         assert broker.dead_letters(limit=5) == []
 
-    def test_a_token_is_carried_out_once(
+    def test_put_with_a_used_token_does_nothing(
         self, broker: Broker, consumer: Consumer, clock: ManualClock
     ) -> None:
         assert broker.put([message(b"1"), message(b"2")], token="t") is True
@@ -383,13 +389,13 @@ class BrokerConformance(LeaseConformance, PauseConformance):
         consumer.beat()
         assert bodies(consumer.receive(10, 0)) == [b"1", b"2", b"3", b"4", b"4"]
 
-    def test_of_many_threads_one_carries_out_a_token(
+    def test_one_of_many_threads_puts_with_a_token(
         self, broker: Broker, consumer: Consumer
     ) -> None:
         assert sum(together(8, lambda _: broker.put([message(b"a")], token="t"))) == 1
         assert bodies(consumer.receive(20, 0)) == [b"a"]
 
-    def test_looking_takes_nothing(
+    def test_inspecting_a_queue_takes_nothing(
         self, broker: Broker, consumer: Consumer, clock: ManualClock
     ) -> None:
         waiting = [message(b"%d" % number) for number in range(3)]
@@ -433,7 +439,7 @@ class BrokerConformance(LeaseConformance, PauseConformance):
         assert (q.oldest_at is not None) == broker.features.tells_age
         assert not q.oldest_at or abs((q.oldest_at - started).total_seconds() - 1.0) <= 0.5
 
-    def test_purge_deletes_what_waits_and_nothing_else(
+    def test_purge_deletes_waiting_messages_only(
         self, broker: Broker, consumer: Consumer, clock: ManualClock
     ) -> None:
         put(broker, b"held", b"1", b"2")
@@ -451,7 +457,7 @@ class BrokerConformance(LeaseConformance, PauseConformance):
         assert bodies(consumer.receive(5, 0)) == [b"held"]
         assert sorted(bodies(broker.consume(["r"], worker="w").receive(5, 0))) == [b"r", b"r late"]
 
-    def test_another_handle_sees_the_same_messages(self, open_broker: OpenBroker) -> None:
+    def test_second_handle_sees_the_same_messages(self, open_broker: OpenBroker) -> None:
         one, two = open_broker(), open_broker()
         put(one, b"a")
         (delivery,) = two.consume(["q"], worker="w").receive(1, 0)

@@ -17,7 +17,7 @@ class ChainConformance(TaskConformance):
 
     LONG = 1000  # steps of a very long chain
 
-    def test_a_step_gets_the_result_before_it_at_the_end(self, app: App) -> None:
+    def test_step_gets_the_previous_result_as_last_argument(self, app: App) -> None:
         result = (app.add.signature(1, 1) | app.add.partial(5, 5) | app.multiply.partial(4)).send()
         assert result.get(timeout=HANG) == 48
 
@@ -25,12 +25,12 @@ class ChainConformance(TaskConformance):
         app.server.send_chain(noted).get(timeout=HANG)
         assert app.calls == [("first", "a", 1)]
 
-    def test_a_step_without_a_result_adds_nothing(self, app: App) -> None:
+    def test_step_without_a_result_adds_no_argument(self, app: App) -> None:
         steps = chain(app.note.signature("x"), app.note.partial("y"), app.count.partial())
         steps.send().get(timeout=HANG)
         assert app.calls == [("x",), ("y",)]
 
-    def test_results_can_be_kept_from_the_next_step(self, app: App) -> None:
+    def test_immutable_step_gets_no_previous_result(self, app: App) -> None:
         first, note = app.add.signature(1, 1), app.note
         none = chain(first, note.partial("a"), pass_results=False)
         # Immutable on the wire is Go's: MY result is not passed on.
@@ -40,7 +40,7 @@ class ChainConformance(TaskConformance):
             steps.send().get(timeout=HANG)
         assert app.calls == [("a",), ("b", 5), ("c", 2)]
 
-    def test_an_ignored_result_is_passed_on_and_not_kept(self, app: App) -> None:
+    def test_ignored_result_is_passed_on_and_not_stored(self, app: App) -> None:
         quiet = app.server.task("quiet", ignore_result=True)(lambda *numbers: sum(numbers))
         chained = (quiet.signature(1, 1) | quiet.partial(5) | app.add.partial(1)).send()
         quiet.signature(3).then(app.note.partial("callback")).send()
@@ -55,7 +55,7 @@ class ChainConformance(TaskConformance):
         app.wait_until_idle()
         assert app.calls == [("callback", 3)]
 
-    def test_trace_context_goes_on_to_each_step_and_the_callback_of_a_chord(self, app: App) -> None:
+    def test_trace_context_reaches_each_step_and_chord_callback(self, app: App) -> None:
         @app.server.task
         def trace(*_: Any) -> str:
             return str(current_task().headers.get("traceparent"))
@@ -67,25 +67,25 @@ class ChainConformance(TaskConformance):
         members = [trace.options(headers={"traceparent": one}).signature() for one in traces]
         assert (group(members) | trace.partial()).send().get(timeout=HANG) in traces
 
-    def test_a_chain_of_one(self, app: App) -> None:
+    def test_chain_of_one_step_runs(self, app: App) -> None:
         assert chain(app.add.signature(1, 1)).send().get(timeout=HANG) == 2
 
-    def test_every_step_of_a_chain_can_be_looked_at(self, app: App) -> None:
+    def test_every_step_of_a_chain_has_a_result(self, app: App) -> None:
         result = app.server.send_chain(chain(app.add.signature(1, 1), app.add.partial(5)))
         assert result.get(timeout=HANG) == 7
         assert type(result) is ChainResult
         assert [step.get(timeout=HANG) for step in result.steps] == [2, 7]
         assert result.uuid == result.steps[-1].uuid
 
-    def test_a_chain_of_a_hundred(self, app: App) -> None:
+    def test_chain_of_a_hundred_steps_runs(self, app: App) -> None:
         steps = [app.add.signature(0, 1), *(app.add.partial(1) for _ in range(99))]
         assert chain(*steps).send().get(timeout=HANG) == 100
 
-    def test_a_very_long_chain(self, app: App) -> None:
+    def test_very_long_chain_runs(self, app: App) -> None:
         steps = [app.add.signature(0, 1), *(app.add.partial(1) for _ in range(self.LONG - 1))]
         assert chain(*steps).send().get(timeout=HANG) == self.LONG
 
-    def test_a_chain_ends_where_it_breaks(self, app: App) -> None:
+    def test_chain_ends_at_its_failed_step(self, app: App) -> None:
         result = app.server.send_chain(
             chain(app.add.signature(1, 1), app.fail.partial("broken"), app.note.partial("never"))
         )
@@ -98,7 +98,7 @@ class ChainConformance(TaskConformance):
         assert result.is_finished()
         assert result.steps[0].get(timeout=HANG) == 2
 
-    def test_callbacks_of_a_step_stay(self, app: App) -> None:
+    def test_steps_of_a_chain_keep_their_callbacks(self, app: App) -> None:
         first = app.add.signature(1, 1).then(app.note.partial("mine"))
         chain(first, app.fail.partial("x").catch(app.note.partial("caught"))).send()
         app.wait_until_idle()

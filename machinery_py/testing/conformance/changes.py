@@ -15,7 +15,7 @@ from machinery_py.testing.waiting import together
 class ChangeConformance(GroupConformance):
     """Changes that are made, and changes that are refused."""
 
-    def test_a_repeat_is_told_from_somebody_elses_work(self, backend: Backend) -> None:
+    def test_repeated_change_is_told_from_another_deliverys(self, backend: Backend) -> None:
         def change(mark: str) -> Change:
             return Change(key="t", mark=mark, states=(state_of("t", State.SUCCESS, worker=mark),))
 
@@ -27,9 +27,7 @@ class ChangeConformance(GroupConformance):
         assert backend.get_state("t").worker == "one"
 
     @pytest.mark.parametrize("state", [State.RETRY, State.SUCCESS, State.FAILURE])
-    def test_a_repeat_writes_nothing_whatever_it_settled(
-        self, backend: Backend, state: State
-    ) -> None:
+    def test_repeated_change_writes_nothing(self, backend: Backend, state: State) -> None:
         change = Change(key="t", mark="one", states=(state_of("t", state),), outbox=(b"m",))
         assert backend.apply([change]) == [SETTLED]
         outbox_of(backend).clear_outbox([("t", (b"m",))])
@@ -40,7 +38,7 @@ class ChangeConformance(GroupConformance):
         backend.apply([Change(key="t", states=(state_of("t", State.STARTED),))])
         assert backend.apply([change]) == [ALREADY]
 
-    def test_of_many_threads_one_finishes_a_task(self, backend: Backend) -> None:
+    def test_one_of_many_threads_finishes_a_task(self, backend: Backend) -> None:
         write(backend, state_of("t"))
 
         def finish(index: int) -> str:
@@ -51,9 +49,7 @@ class ChangeConformance(GroupConformance):
         assert sorted(words) == ["fenced"] * 15 + ["settled"]
         assert backend.get_state("t").worker == str(words.index("settled"))
 
-    def test_a_batch_has_a_verdict_for_each_and_each_sees_the_one_before(
-        self, backend: Backend
-    ) -> None:
+    def test_each_change_of_a_batch_sees_those_before_it(self, backend: Backend) -> None:
         write(backend, state_of("old", State.SUCCESS))
         changes = [
             Change(key="t", mark="1", states=(state_of("t", State.SUCCESS),)),
@@ -66,7 +62,7 @@ class ChangeConformance(GroupConformance):
         assert backend.apply([]) == []
         assert backend.get_state("t").state is State.SUCCESS
 
-    def test_only_the_state_of_the_key_decides(self, backend: Backend) -> None:
+    def test_state_of_the_key_alone_decides_a_change(self, backend: Backend) -> None:
         write(backend, state_of("done", State.SUCCESS, worker="first"))
         change = Change(
             key="t",
@@ -81,12 +77,12 @@ class ChangeConformance(GroupConformance):
             "first",
         )
 
-    def test_two_states_of_one_task_in_a_change_are_taken_in_turn(self, backend: Backend) -> None:
+    def test_two_states_of_one_task_are_applied_in_order(self, backend: Backend) -> None:
         states = (state_of("t", State.SUCCESS), state_of("t", State.PENDING))
         assert backend.apply([Change(key="batch", states=states)]) == [SETTLED]
         assert backend.get_state("t").state is State.SUCCESS
 
-    def test_force_writes_over_what_is_finished(self, backend: Backend) -> None:
+    def test_forced_change_overwrites_a_finished_state(self, backend: Backend) -> None:
         write(backend, state_of("t", State.FAILURE, error="boom"))
 
         replay = state_of("t", State.PENDING, error="", run=1, task_name="new")
@@ -95,7 +91,7 @@ class ChangeConformance(GroupConformance):
         kept = backend.get_state("t")
         assert (kept.state, kept.run, kept.error, kept.task_name) == (State.PENDING, 1, "", "new")
 
-    def test_a_later_delivery_fences_an_earlier_one(self, backend: Backend) -> None:
+    def test_later_delivery_fences_an_earlier_one(self, backend: Backend) -> None:
         if not backend.features.conditional:
             with pytest.raises(Unsupported):
                 outbox_of(backend).begin([("t", 0)])
@@ -121,7 +117,7 @@ class ChangeConformance(GroupConformance):
         assert backend.apply([change(two.epoch, "2")]) == [ALREADY]
         assert backend.apply([change(one.epoch, "1")]) == [FENCED]
 
-    def test_a_run_that_is_over_is_not_begun_again(self, backend: Backend) -> None:
+    def test_finished_run_is_not_begun_again(self, backend: Backend) -> None:
         if not backend.features.conditional:
             return  # refused, as the test above has seen
         write(backend, state_of("retried", State.RETRY), state_of("next", State.STARTED, run=1))
@@ -147,9 +143,7 @@ class ChangeConformance(GroupConformance):
         assert backend.get_state("waiting").message == b"-"
         assert backend.get_states(["unknown"]) == {}
 
-    def test_an_outbox_is_kept_until_it_is_cleared(
-        self, backend: Backend, clock: ManualClock
-    ) -> None:
+    def test_outbox_is_kept_until_it_is_cleared(self, backend: Backend, clock: ManualClock) -> None:
         backend.apply(
             [Change(key="a", mark="m", states=(state_of("a", State.SUCCESS),), outbox=(b"1", b"2"))]
         )
@@ -168,7 +162,7 @@ class ChangeConformance(GroupConformance):
         outbox_of(backend).clear_outbox([("a", [b"1", b"2"]), ("nobody", [b"1"])])
         assert [key for key, _ in outbox_of(backend).unsent(9, older_than=0.0)] == ["b"]
 
-    def test_who_clears_late_leaves_the_outbox_of_the_next_run(
+    def test_late_clear_leaves_the_outbox_of_the_next_run(
         self, backend: Backend, open_backend: OpenBackend, clock: ManualClock
     ) -> None:
         """Run 0 publishes its retry and falls asleep; run 1 ends; then run 0 clears what it has published."""

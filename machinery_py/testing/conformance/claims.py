@@ -54,10 +54,10 @@ def claim(
 class ClaimConformance(StoreCase):
     """Everything that Store.amend, Backend.amend, Backend.claims and Backend.release say of claims."""
 
-    def test_the_store_says_that_it_keeps_claims(self, store: Store) -> None:
+    def test_store_declares_that_it_keeps_claims(self, store: Store) -> None:
         assert store.backend.features.claims
 
-    def test_a_claim_is_made_changed_and_removed(self, store: Store) -> None:
+    def test_claim_is_made_changed_and_removed(self, store: Store) -> None:
         assert store.backend.claims(["a", "b"]) == [None, None]
         assert claim(store, "a", None, b"1")
         assert claim(store, "b", None, b"x")
@@ -67,7 +67,7 @@ class ClaimConformance(StoreCase):
         assert claim(store, "a", b"2", None)
         assert store.backend.claims(["a", "b"]) == [None, b"x"]
 
-    def test_who_expects_something_else_writes_nothing(
+    def test_amend_with_another_expected_value_writes_nothing(
         self, store: Store, session: Session
     ) -> None:
         claim(store, "a", None, b"1")
@@ -81,9 +81,7 @@ class ClaimConformance(StoreCase):
         assert session.receive(9, 0) == []
         assert store.backend.get_states(["t", "old"]) == {}
 
-    def test_what_is_sent_with_it_comes_with_all_states(
-        self, store: Store, session: Session
-    ) -> None:
+    def test_messages_of_a_claim_come_with_all_states(self, store: Store, session: Session) -> None:
         assert claim(store, "a", None, b"1", "t", more=State.FAILURE)
 
         assert [uuid_of(delivery) for delivery in session.receive(9, 0)] == ["t"]
@@ -93,7 +91,7 @@ class ClaimConformance(StoreCase):
             "old": State.FAILURE,
         }
 
-    def test_claims_and_records_have_names_of_their_own(self, store: Store) -> None:
+    def test_claim_and_record_of_one_name_are_two(self, store: Store) -> None:
         assert store.amend(Amendment(name="a", expected=None, body=b"record"))
         version = store.backend.records().version
 
@@ -103,9 +101,7 @@ class ClaimConformance(StoreCase):
         assert (records.bodies, records.version) == ({"a": b"record"}, version)
         assert store.backend.claims(["a"]) == [b"claim"]
 
-    def test_a_claim_is_forgotten_when_its_life_is_over(
-        self, store: Store, clock: ManualClock
-    ) -> None:
+    def test_claim_is_gone_after_its_life(self, store: Store, clock: ManualClock) -> None:
         assert claim(store, "a", None, b"1", life=100.0)
         assert claim(store, "b", None, b"1", life=100.0)
         clock.advance(60.0)
@@ -118,7 +114,7 @@ class ClaimConformance(StoreCase):
         store.tend()
         assert store.backend.claims(["a", "b"]) == [b"3", b"2"]
 
-    def test_a_claim_is_released_only_as_it_is_known(self, store: Store) -> None:
+    def test_claim_is_released_only_if_unchanged(self, store: Store) -> None:
         claim(store, "a", None, b"1")
         claim(store, "b", None, b"1")
         claim(store, "c", None, b"1")
@@ -128,14 +124,14 @@ class ClaimConformance(StoreCase):
 
         assert store.backend.claims(["a", "b", "c"]) == [None, b"1", b"1"]
 
-    def test_bytes_come_back_as_they_went(self, store: Store) -> None:
+    def test_bytes_are_read_back_unchanged(self, store: Store) -> None:
         body = bytes(range(256)) + b"\r\n" * 3
         assert claim(store, "a" * 64, None, body)
         assert store.backend.claims(["a" * 64]) == [body]
         store.backend.release([("a" * 64, body)])
         assert store.backend.claims(["a" * 64]) == [None]
 
-    def test_another_process_sees_it(self, store: Store, open_store: OpenStore) -> None:
+    def test_second_process_reads_the_claim(self, store: Store, open_store: OpenStore) -> None:
         claim(store, "a", None, b"1")
         other = open_store()
 
@@ -144,7 +140,9 @@ class ClaimConformance(StoreCase):
         assert claim(other, "a", b"1", b"2", "t")
         assert store.backend.claims(["a"]) == [b"2"]
 
-    def test_of_many_who_race_one_gets_it(self, store: Store, open_store: OpenStore) -> None:
+    def test_one_of_many_racing_senders_gets_the_claim(
+        self, store: Store, open_store: OpenStore
+    ) -> None:
         stores = [store, *(open_store() for _ in range(3))]
         for turn in range(5):
             won = together(

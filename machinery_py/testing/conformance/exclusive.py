@@ -53,7 +53,7 @@ class ExclusiveConformance(AppCase):
         for app in apps[1:]:
             app.server.close()
 
-    def test_calls_with_other_arguments_run_beside_each_other(self, app: App) -> None:
+    def test_exclusive_calls_with_other_arguments_run_together(self, app: App) -> None:
         hold = waiting(app, exclusive="wait")
         results = [hold.send(name) for name in "abc"]
         wait_until(lambda: len(app.calls) == 3)
@@ -61,7 +61,7 @@ class ExclusiveConformance(AppCase):
             app.gate(name).set()
         assert [result.get(timeout=HANG) for result in results] == ["a", "b", "c"]
 
-    def test_one_that_waits_gives_its_slot_back(self, idle: App) -> None:
+    def test_waiting_exclusive_call_holds_no_slot(self, idle: App) -> None:
         with idle.server.lock("feed"), idle.running(concurrency=1):
             hold = waiting(idle, exclusive="wait", exclusive_key="feed")
             waits = hold.send("a")
@@ -76,7 +76,7 @@ class ExclusiveConformance(AppCase):
         with idle.running(concurrency=1):
             assert waits.get(timeout=HANG) == "a"
 
-    def test_one_that_may_not_wait_is_skipped_and_says_so(self, app: App) -> None:
+    def test_exclusive_call_that_may_not_wait_is_skipped(self, app: App) -> None:
         hold = waiting(app, exclusive="skip", exclusive_key=lambda name, *rest: f"feed-{rest[0]}")
         first = hold.send("a", 7)
         wait_until(lambda: app.calls)
@@ -94,7 +94,7 @@ class ExclusiveConformance(AppCase):
             pass  # it is given back a moment after the result can be seen
         assert hold.send("b", 7).get(timeout=HANG) == "b"
 
-    def test_another_application_in_the_same_stores_keeps_nobody_away(self, app: App) -> None:
+    def test_other_application_on_the_same_stores_has_own_locks(self, app: App) -> None:
         other = App(Server(app.server.config.replace(default_queue="other_application")), app)
         both = [waiting(one, exclusive="skip", unique=True) for one in (app, other)]
         with other.running():
@@ -106,7 +106,7 @@ class ExclusiveConformance(AppCase):
             assert [result.get(timeout=HANG) for result in results] == ["a", "a"]
         other.server.close()
 
-    def test_it_waits_for_so_long_and_then_fails(self, idle: App) -> None:
+    def test_waiting_exclusive_call_fails_after_its_timeout(self, idle: App) -> None:
         hold = waiting(idle, exclusive="wait", exclusive_key="feed", exclusive_timeout=0.2)
         with idle.server.lock("feed"), idle.running():
             with pytest.raises(TaskFailed, match="lock 'feed': somebody else has it") as caught:
@@ -114,7 +114,7 @@ class ExclusiveConformance(AppCase):
             assert caught.value.error_type == "LockNotAcquired"
 
     @pytest.mark.parametrize("end", ["success", "failure", "retry", "revoke", "time limit"])
-    def test_whatever_ends_a_run_frees_its_lock(self, app: App, end: str) -> None:
+    def test_lock_is_free_however_a_run_ends(self, app: App, end: str) -> None:
         overlap = Overlap()
 
         def feed(number: int) -> int:
@@ -148,7 +148,7 @@ class ExclusiveConformance(AppCase):
         with app.server.lock("feed", timeout=HANG):
             pass
 
-    def test_a_coroutine_passes_the_same_guard(self, app: App) -> None:
+    def test_exclusive_coroutines_run_one_at_a_time(self, app: App) -> None:
         overlap = Overlap()
 
         async def feed(number: int) -> int:
@@ -163,7 +163,7 @@ class ExclusiveConformance(AppCase):
         assert {result.get(timeout=HANG) for result in results} == {1}
         assert overlap.most == 1
 
-    def test_waiting_does_not_count_as_being_unknown(self, idle: App) -> None:
+    def test_waiting_for_a_lock_does_not_count_as_unregistered(self, idle: App) -> None:
         hold = waiting(idle, exclusive="wait", exclusive_key="feed")
         with idle.server.lock("feed"):
             hold.send("a")

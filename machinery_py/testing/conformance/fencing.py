@@ -158,7 +158,7 @@ class StoreCase:
 class FencingConformance(StoreCase):
     """Lost deliveries."""
 
-    def test_who_lost_the_delivery_changes_nothing(
+    def test_worker_that_lost_the_delivery_changes_nothing(
         self, store: Store, session: Session, clock: ManualClock
     ) -> None:
         submit(store, "a")
@@ -186,7 +186,7 @@ class FencingConformance(StoreCase):
         assert drain(store, "c") == ["c"]
         assert [group.failed_member for group in store.ready_groups()] == [""]
 
-    def test_of_a_dead_session_and_its_heir_one_settles(
+    def test_one_of_dead_session_and_successor_settles(
         self, store: Store, session: Session, clock: ManualClock
     ) -> None:
         submit(store, "a")
@@ -202,7 +202,7 @@ class FencingConformance(StoreCase):
         heir.close()
         assert drain(store, "q") == []
 
-    def test_each_delivery_has_a_greater_number(
+    def test_each_delivery_has_a_greater_fence(
         self, store: Store, session: Session, clock: ManualClock
     ) -> None:
         submit(store, "a")
@@ -215,7 +215,7 @@ class FencingConformance(StoreCase):
         assert numbers == sorted(set(numbers))
         assert session.settle([settlement(delivery)]) == [SETTLED]
 
-    def test_who_lost_the_delivery_cannot_send_a_retry(
+    def test_worker_that_lost_the_delivery_sends_no_retry(
         self, store: Store, session: Session, clock: ManualClock
     ) -> None:
         submit(store, "a")
@@ -234,7 +234,7 @@ class FencingConformance(StoreCase):
         assert drain(store, "q") == []
         assert heir.settle([settlement(new)]) == [SETTLED]
 
-    def test_a_session_that_was_given_up_goes_on(
+    def test_session_that_was_given_up_goes_on_as_a_new_one(
         self, store: Store, session: Session, clock: ManualClock
     ) -> None:
         submit(store, "a")

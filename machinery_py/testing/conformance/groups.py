@@ -95,7 +95,7 @@ class BackendCase:
 class GroupConformance(BackendCase):
     """Groups and chords."""
 
-    def test_a_group_keeps_its_order(self, backend: Backend) -> None:
+    def test_group_keeps_the_order_of_its_members(self, backend: Backend) -> None:
         members = [f"task_{(number * 7919) % 1000:03}" for number in range(300)]
         backend.init_group("group_1", members)
         write(backend, *(state_of(member) for member in sorted(members)))
@@ -107,7 +107,7 @@ class GroupConformance(BackendCase):
         assert [state.task_uuid for state in backend.group_task_states("group_1")] == members
         assert backend.get_group("group_2") is None
 
-    def test_a_group_is_created_once(self, backend: Backend) -> None:
+    def test_group_is_created_once(self, backend: Backend) -> None:
         backend.init_group("group_1", ["a", "b"])
         backend.init_group("group_1", ["c"])
 
@@ -115,7 +115,7 @@ class GroupConformance(BackendCase):
         assert group is not None
         assert list(group.task_uuids) == ["a", "b"]
 
-    def test_a_group_keeps_when_it_was_created(self, backend: Backend) -> None:
+    def test_group_keeps_its_creation_time(self, backend: Backend) -> None:
         backend.apply(
             [
                 Change(
@@ -128,7 +128,7 @@ class GroupConformance(BackendCase):
         assert group is not None
         assert abs((group.created_at - MOMENT).total_seconds()) < 0.001
 
-    def test_a_group_is_created_though_a_member_was_faster(self, backend: Backend) -> None:
+    def test_group_is_created_after_a_member_has_ended(self, backend: Backend) -> None:
         arrive(backend, arrival("g", "a", 2))
         backend.init_group("g", ["a", "b"])
         arrive(backend, arrival("g", "b", 2))
@@ -138,7 +138,7 @@ class GroupConformance(BackendCase):
         assert list(group.task_uuids) == ["a", "b"]
         assert set(ready(backend)) == {"g"}
 
-    def test_a_group_is_completed_when_every_member_is_finished(self, backend: Backend) -> None:
+    def test_group_is_completed_when_every_member_has_finished(self, backend: Backend) -> None:
         backend.init_group("g", ["a", "b"])
         assert backend.group_completed("g") is False
         write(backend, state_of("a", State.SUCCESS), state_of("b", State.RETRY))
@@ -146,7 +146,7 @@ class GroupConformance(BackendCase):
         write(backend, state_of("b", State.FAILURE, run=1))
         assert backend.group_completed("g") is True
 
-    def test_what_is_not_there_is_not_found(self, backend: Backend) -> None:
+    def test_unknown_task_and_group_are_not_found(self, backend: Backend) -> None:
         with pytest.raises(StateNotFound):
             backend.get_state("nobody")
         with pytest.raises(StateNotFound):
@@ -157,7 +157,7 @@ class GroupConformance(BackendCase):
         with pytest.raises(StateNotFound, match="a"):
             backend.group_task_states("g")
 
-    def test_a_group_is_ready_when_all_members_are_in(self, backend: Backend) -> None:
+    def test_group_is_ready_when_all_members_have_ended(self, backend: Backend) -> None:
         backend.init_group("g", ["a", "b", "c"])
         arrive(backend, arrival("g", "a", 3), arrival("g", "b", 3))
         assert ready(backend) == {}
@@ -168,7 +168,7 @@ class GroupConformance(BackendCase):
         assert backend.ready_groups(10)[0].failed_member == ""
         assert backend.ready_groups(10)[0].callback in (b"callback", b"\x00call")
 
-    def test_a_member_that_arrives_twice_counts_once(self, backend: Backend) -> None:
+    def test_member_that_arrives_twice_counts_once(self, backend: Backend) -> None:
         twice = arrival("g", "a", 2)
         backend.apply([Change(key="", arrivals=(twice, twice)), Change(key="", arrivals=(twice,))])
         backend.apply([Change(key="", arrivals=(twice,))])
@@ -177,7 +177,7 @@ class GroupConformance(BackendCase):
         arrive(backend, arrival("g", "b", 2))
         assert set(ready(backend)) == {"g"}
 
-    def test_a_failed_member_makes_its_group_ready_at_once(self, backend: Backend) -> None:
+    def test_failed_member_makes_its_group_ready_at_once(self, backend: Backend) -> None:
         arrive(backend, arrival("g", "a", 3), arrival("g", "b", 3, ok=False))
 
         assert ready(backend)["g"].failed_member == "b"
@@ -185,20 +185,20 @@ class GroupConformance(BackendCase):
         arrive(backend, arrival("g", "c", 3, ok=False))
         assert ready(backend)["g"].failed_member == "b"
 
-    def test_a_group_without_a_callback_is_never_ready(self, backend: Backend) -> None:
+    def test_group_without_a_callback_is_never_ready(self, backend: Backend) -> None:
         arrive(backend, arrival("g", "a", 1, callback=b""))
         assert ready(backend) == {}
 
-    def test_groups_do_not_mix(self, backend: Backend) -> None:
+    def test_arrival_counts_for_its_group_only(self, backend: Backend) -> None:
         arrive(backend, arrival("g", "a", 2), arrival("h", "b", 2), arrival("i", "c", 1))
         assert set(ready(backend)) == {"i"}
 
-    def test_no_more_ready_groups_come_than_were_asked_for(self, backend: Backend) -> None:
+    def test_ready_groups_returns_at_most_the_limit(self, backend: Backend) -> None:
         arrive(backend, *(arrival(f"g{number}", f"m{number}", 1) for number in range(5)))
         assert len(backend.ready_groups(3)) == 3
         assert len(backend.ready_groups(10)) == 5
 
-    def test_a_group_is_settled_once(self, backend: Backend) -> None:
+    def test_group_is_settled_once(self, backend: Backend) -> None:
         backend.init_group("g", ["a"])
         arrive(backend, arrival("g", "a", 1))
         first = Change(key="g", fires="g", states=(state_of("callback"),))
@@ -216,7 +216,7 @@ class GroupConformance(BackendCase):
         assert set(backend.get_states(["callback", "other"])) == {"callback"}
         assert backend.get_state("callback").state is State.PENDING
 
-    def test_a_settled_group_is_never_ready_again(self, backend: Backend) -> None:
+    def test_settled_group_is_never_ready_again(self, backend: Backend) -> None:
         arrive(backend, arrival("g", "a", 3, ok=False))
         assert backend.trigger_chord("g") is True
 
@@ -225,7 +225,7 @@ class GroupConformance(BackendCase):
         assert ready(backend) == {}
         assert backend.trigger_chord("g") is False
 
-    def test_of_32_threads_one_triggers_the_chord(
+    def test_one_of_32_threads_triggers_the_chord(
         self, backend: Backend, open_backend: OpenBackend
     ) -> None:
         handles = [open_backend() for _ in range(4)]
@@ -236,13 +236,13 @@ class GroupConformance(BackendCase):
         for handle in handles:
             handle.close()
 
-    def test_of_many_threads_none_loses_an_arrival(self, backend: Backend) -> None:
+    def test_no_arrival_of_many_threads_is_lost(self, backend: Backend) -> None:
         together(16, lambda index: arrive(backend, arrival("g", f"m{index}", 17)))
         assert ready(backend) == {}
         arrive(backend, arrival("g", "m16", 17))
         assert set(ready(backend)) == {"g"}
 
-    def test_a_fenced_change_makes_nothing_arrive(self, backend: Backend) -> None:
+    def test_fenced_change_makes_no_arrival(self, backend: Backend) -> None:
         write(backend, state_of("a", State.SUCCESS))
         late = Change(
             key="a",
@@ -261,7 +261,7 @@ class GroupConformance(BackendCase):
         assert outbox_of(backend).settled_by(["a"]) == [""]
         assert outbox_of(backend).unsent(9, older_than=0.0) == []
 
-    def test_a_repeated_change_makes_nothing_arrive(self, backend: Backend) -> None:
+    def test_repeated_change_makes_no_arrival(self, backend: Backend) -> None:
         change = Change(
             key="a",
             mark="d1",
@@ -278,7 +278,7 @@ class GroupConformance(BackendCase):
         assert ready(backend) == {}
         assert outbox_of(backend).unsent(9, older_than=0.0) == []
 
-    def test_a_purged_group_is_forgotten(self, backend: Backend) -> None:
+    def test_purged_group_is_gone(self, backend: Backend) -> None:
         backend.init_group("g", ["a"])
         arrive(backend, arrival("g", "a", 1), arrival("h", "b", 1))
 
@@ -289,7 +289,7 @@ class GroupConformance(BackendCase):
         assert set(ready(backend)) == {"h"}
         assert backend.get_state("a").state is State.SUCCESS
 
-    def test_a_group_lives_as_long_as_its_members(
+    def test_group_is_kept_as_long_as_its_members(
         self, backend: Backend, clock: ManualClock
     ) -> None:
         backend.init_group("g", ["a", "b"])
@@ -306,7 +306,7 @@ class GroupConformance(BackendCase):
         self.expire(backend, clock)
         assert backend.get_group("g") is None
 
-    def test_results_are_kept_until_their_chord_has_them(
+    def test_member_results_are_kept_until_their_chord_is_settled(
         self, backend: Backend, clock: ManualClock
     ) -> None:
         backend.init_group("g", ["a", "b"])
@@ -324,7 +324,7 @@ class GroupConformance(BackendCase):
         assert backend.group_task_states("g")[0].results == (Arg(type="int64", value=1),)
         assert backend.trigger_chord("g") is True
 
-    def test_a_group_that_waits_for_its_callback_does_not_expire(
+    def test_group_that_waits_for_its_callback_does_not_expire(
         self, backend: Backend, clock: ManualClock
     ) -> None:
         arrive(backend, arrival("g", "a", 1))

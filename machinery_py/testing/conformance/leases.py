@@ -103,7 +103,7 @@ class BrokerCase:
 class LeaseConformance(BrokerCase):
     """Held messages: whose they are, and how they come back."""
 
-    def test_what_a_dead_consumer_ran_comes_back_with_a_strike(
+    def test_message_run_by_a_dead_consumer_returns_with_a_strike(
         self, broker: Broker, consumer: Consumer, clock: ManualClock
     ) -> None:
         put(broker, b"a")
@@ -122,7 +122,7 @@ class LeaseConformance(BrokerCase):
         assert second.redelivered
         assert second.receipt != first.receipt
 
-    def test_what_a_dead_consumer_held_comes_back_to_its_old_place(
+    def test_message_held_by_a_dead_consumer_keeps_its_place(
         self, broker: Broker, consumer: Consumer, clock: ManualClock
     ) -> None:
         put(broker, b"1", b"2", b"3", b"4")
@@ -150,7 +150,7 @@ class LeaseConformance(BrokerCase):
 
         assert seen == [(0, 1), (1, 2), (2, 3), (3, 4)]
 
-    def test_what_a_dead_consumer_did_not_run_gets_no_strike(
+    def test_message_not_run_by_a_dead_consumer_gets_no_strike(
         self, broker: Broker, consumer: Consumer, clock: ManualClock
     ) -> None:
         put(broker, b"held", b"ran before", b"runs")
@@ -169,7 +169,7 @@ class LeaseConformance(BrokerCase):
         ]
         assert [delivery.fence for delivery in found] == [2, 2, 2]
 
-    def test_what_is_only_held_gets_no_strike_however_often_its_consumer_dies(
+    def test_message_only_held_gets_no_strike_however_many_die(
         self, broker: Broker, clock: ManualClock
     ) -> None:
         put(broker, b"runs", b"held")
@@ -183,7 +183,7 @@ class LeaseConformance(BrokerCase):
             consumer.run_begins(found[b"runs"])
             self.crash_consumer(broker, consumer, clock)
 
-    def test_a_strike_is_for_the_queue_whose_message_ran(
+    def test_strike_is_for_the_queue_whose_message_ran(
         self, broker: Broker, clock: ManualClock
     ) -> None:
         consumer = broker.consume(["q", "r"], worker="w")
@@ -197,7 +197,7 @@ class LeaseConformance(BrokerCase):
         found = [*heir.receive(1, 0), *heir.receive(1, 0)]
         assert {(one.body, one.strikes) for one in found} == {(b"held", 0), (b"runs", 1)}
 
-    def test_what_was_claimed_with_a_strike_and_not_run_keeps_it_and_gets_no_other(
+    def test_claimed_suspect_that_did_not_run_keeps_its_strikes(
         self, broker: Broker, consumer: Consumer, clock: ManualClock
     ) -> None:
         put(broker, b"a")
@@ -213,7 +213,7 @@ class LeaseConformance(BrokerCase):
 
         assert [one.strikes for one in broker.consume(["q"], worker="heir").receive(1, 0)] == [1]
 
-    def test_a_dead_letter_keeps_the_strikes(
+    def test_dead_letter_keeps_its_strikes(
         self, broker: Broker, consumer: Consumer, clock: ManualClock
     ) -> None:
         put(broker, b"a")
@@ -226,7 +226,7 @@ class LeaseConformance(BrokerCase):
         assert [letter.strikes for letter in broker.dead_letters(limit=9)] == [1]
 
     @pytest.mark.parametrize("fate", Fate)
-    def test_a_dead_consumer_disposes_of_nothing(
+    def test_consumer_that_was_given_up_disposes_of_nothing(
         self, broker: Broker, consumer: Consumer, clock: ManualClock, fate: Fate
     ) -> None:
         put(broker, b"a")
@@ -243,7 +243,7 @@ class LeaseConformance(BrokerCase):
         assert heir.receive(1, 0) == []
         assert broker.dead_letters(limit=9) == []
 
-    def test_a_consumer_that_was_given_up_goes_on_as_a_new_one(
+    def test_consumer_that_was_given_up_goes_on_as_a_new_one(
         self, broker: Broker, consumer: Consumer, clock: ManualClock
     ) -> None:
         put(broker, b"a")
@@ -258,7 +258,7 @@ class LeaseConformance(BrokerCase):
         assert (new.body, new.strikes) == (b"a", 1)
         assert consumer.dispose(done(old, new)) == [False, True]
 
-    def test_a_consumer_that_beats_keeps_what_it_holds(
+    def test_consumer_that_beats_keeps_its_deliveries(
         self, broker: Broker, consumer: Consumer, clock: ManualClock
     ) -> None:
         put(broker, b"a")
@@ -271,7 +271,7 @@ class LeaseConformance(BrokerCase):
         assert consumer.holds([delivery]) == [True]
         assert consumer.dispose(done(delivery)) == [True]
 
-    def test_the_death_of_one_consumer_leaves_the_others_alone(
+    def test_death_of_one_consumer_leaves_the_others_alone(
         self, broker: Broker, consumer: Consumer, clock: ManualClock
     ) -> None:
         put(broker, b"a", b"b")
@@ -285,7 +285,9 @@ class LeaseConformance(BrokerCase):
         assert bodies(survivor.receive(10, 0)) == [b"a"]
         assert survivor.dispose(done(kept)) == [True]
 
-    def test_only_what_is_held_is_held(self, broker: Broker, consumer: Consumer) -> None:
+    def test_holds_is_true_for_held_deliveries_only(
+        self, broker: Broker, consumer: Consumer
+    ) -> None:
         put(broker, b"a", b"b")
         other = broker.consume(["q"], worker="other")
         (mine,) = consumer.receive(1, 0)
@@ -296,7 +298,7 @@ class LeaseConformance(BrokerCase):
         assert consumer.holds([mine, theirs]) == [False, False]
         assert consumer.holds([]) == []
 
-    def test_another_consumers_delivery_cannot_be_disposed_of(
+    def test_delivery_of_another_consumer_is_not_disposed_of(
         self, broker: Broker, consumer: Consumer
     ) -> None:
         put(broker, b"a")
@@ -306,7 +308,7 @@ class LeaseConformance(BrokerCase):
 
         assert consumer.dispose(done(delivery)) == [True]
 
-    def test_closing_gives_back_at_once_and_blames_nobody(
+    def test_closing_returns_deliveries_at_once_without_a_strike(
         self, broker: Broker, consumer: Consumer
     ) -> None:
         put(broker, b"1", b"2", b"3")
@@ -319,7 +321,7 @@ class LeaseConformance(BrokerCase):
         assert [delivery.strikes for delivery in found] == [0, 0, 0]
         assert [delivery.fence for delivery in found] == [one.fence + 1, two.fence + 1, 1]
 
-    def test_a_closed_consumer_has_nothing(self, broker: Broker, consumer: Consumer) -> None:
+    def test_closed_consumer_receives_nothing(self, broker: Broker, consumer: Consumer) -> None:
         put(broker, b"a")
         (delivery,) = consumer.receive(1, 0)
         consumer.close()
@@ -329,7 +331,7 @@ class LeaseConformance(BrokerCase):
         (again,) = broker.consume(["q"], worker="heir").receive(1, 0)
         assert again.body == b"a"
 
-    def test_a_closed_consumer_is_not_listed(self, broker: Broker, consumer: Consumer) -> None:
+    def test_closed_consumer_is_not_listed(self, broker: Broker, consumer: Consumer) -> None:
         other = broker.consume(["q"], worker="other")
         consumer.close()
 
@@ -376,7 +378,9 @@ class LeaseConformance(BrokerCase):
         taken = sorted(itertools.chain.from_iterable(together(4, drain)), key=int)
         assert taken == [b"%d" % number for number in range(400)]
 
-    def test_of_many_threads_one_disposes(self, broker: Broker, consumer: Consumer) -> None:
+    def test_one_of_many_threads_disposes_of_a_delivery(
+        self, broker: Broker, consumer: Consumer
+    ) -> None:
         put(broker, b"a")
         (delivery,) = consumer.receive(1, 0)
 
@@ -384,7 +388,9 @@ class LeaseConformance(BrokerCase):
 
         assert sorted(verdicts) == [[False]] * 15 + [[True]]
 
-    def test_a_batch_is_put_whole(self, broker: Broker, open_broker: OpenBroker) -> None:
+    def test_batch_is_put_whole_or_not_at_all(
+        self, broker: Broker, open_broker: OpenBroker
+    ) -> None:
         """Nobody ever sees a part of it: in one receive there are all of a batch or none. Or all of it comes, at least."""
         batches, size = 20, 25
 

@@ -43,7 +43,7 @@ class LockConformance:
     def lock(self, open_lock: OpenLock) -> Lock:
         return open_lock()
 
-    def test_a_name_is_held_by_one(self, open_lock: OpenLock, clock: ManualClock) -> None:
+    def test_lock_is_held_by_one(self, open_lock: OpenLock, clock: ManualClock) -> None:
         one, two = open_lock(), open_lock()
         held = taken(one)
 
@@ -52,12 +52,12 @@ class LockConformance:
         assert one.acquire("n", ttl=10.0) is None
         assert two.acquire("other", ttl=10.0) is not None
 
-    def test_of_200_threads_one_wins(self, lock: Lock) -> None:
+    def test_one_of_200_threads_gets_the_lock(self, lock: Lock) -> None:
         for name in ("a", "b"):
             won = together(200, lambda _, name=name: lock.acquire(name, ttl=10.0))  # type: ignore[misc]
             assert sum(held is not None for held in won) == 1
 
-    def test_a_released_name_is_free(self, lock: Lock) -> None:
+    def test_released_lock_is_free(self, lock: Lock) -> None:
         held = taken(lock)
 
         assert lock.release(held) is True
@@ -65,7 +65,7 @@ class LockConformance:
         assert lock.renew(held, ttl=10.0) is False
         assert taken(lock).token != held.token
 
-    def test_a_name_is_free_when_its_time_is_over(self, lock: Lock, clock: ManualClock) -> None:
+    def test_lock_is_free_after_its_ttl(self, lock: Lock, clock: ManualClock) -> None:
         held = taken(lock)
         clock.advance(9.9)
         assert lock.acquire("n", ttl=10.0) is None
@@ -75,7 +75,7 @@ class LockConformance:
         assert lock.release(held) is False
         taken(lock)
 
-    def test_renewing_holds_on_from_now(self, lock: Lock, clock: ManualClock) -> None:
+    def test_renewed_lock_is_held_for_a_ttl_from_now(self, lock: Lock, clock: ManualClock) -> None:
         held = taken(lock)
         for _ in range(5):
             clock.advance(6.0)
@@ -85,7 +85,7 @@ class LockConformance:
         clock.advance(1.0)
         taken(lock)
 
-    def test_the_slow_holder_can_do_nothing_to_the_next(
+    def test_late_holder_neither_renews_nor_releases_the_next(
         self, lock: Lock, clock: ManualClock
     ) -> None:
         slow = taken(lock)
@@ -98,7 +98,7 @@ class LockConformance:
         assert lock.acquire("n", ttl=10.0) is None
         assert lock.release(held) is True
 
-    def test_the_fence_grows(self, lock: Lock, clock: ManualClock) -> None:
+    def test_fence_grows_with_each_holder(self, lock: Lock, clock: ManualClock) -> None:
         fences: list[int] = []
         for number in range(6):
             held = taken(lock)
@@ -111,11 +111,11 @@ class LockConformance:
 
         assert fences == sorted(set(fences))
 
-    def test_any_name_will_do(self, lock: Lock) -> None:
+    def test_any_name_is_a_lock_name(self, lock: Lock) -> None:
         names = ["", "a b", "日本", "'; DROP TABLE locks", "x" * 5000, "%"]
         assert [taken(lock, name).name for name in names] == names
 
-    def test_closing_takes_nothing_away(self, open_lock: OpenLock) -> None:
+    def test_closing_the_store_keeps_held_locks(self, open_lock: OpenLock) -> None:
         lock = open_lock()
         taken(lock)
         lock.close()

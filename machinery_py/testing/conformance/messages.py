@@ -29,7 +29,7 @@ class MessageConformance(NameConformance):
 
     # Revoking
 
-    def test_a_revoked_task_is_never_started(self, idle: App) -> None:
+    def test_revoked_task_is_never_started(self, idle: App) -> None:
         revoked, kept = idle.note.send("revoked"), idle.note.send("kept")
         later = idle.note.options(delay=0.1).send("later")
         revoked.revoke()
@@ -42,7 +42,7 @@ class MessageConformance(NameConformance):
             kept.get(timeout=HANG)
         assert idle.calls == [("kept",)]
 
-    def test_a_task_that_is_revoked_while_it_waits_is_over_at_once(self, idle: App) -> None:
+    def test_waiting_task_ends_at_once_when_revoked(self, idle: App) -> None:
         waits = idle.server.send_task(
             idle.note.signature("waits").catch(idle.note.partial("caught"))
         )
@@ -62,7 +62,7 @@ class MessageConformance(NameConformance):
             idle.wait_until_idle()
         assert idle.calls == [("revoked", "caught")] * 2
 
-    def test_a_retry_that_is_revoked_while_it_waits_is_over_at_once(self, app: App) -> None:
+    def test_waiting_retry_ends_at_once_when_revoked(self, app: App) -> None:
         @app.server.task(retries=1, backoff=[3600.0])
         def shaky() -> None:
             app.calls.append(("shaky",))
@@ -76,7 +76,7 @@ class MessageConformance(NameConformance):
             result.get(timeout=HANG)
         wait_until(lambda: ("revoked", "caught") in app.calls)
 
-    def test_a_revoked_member_breaks_its_chord_at_once(self, idle: App) -> None:
+    def test_revoked_member_fails_its_chord_at_once(self, idle: App) -> None:
         members = group(idle.add.options(delay=3600.0).signature(1, 2), idle.add.signature(3, 4))
         result = idle.server.send_chord(
             chord(members, idle.total.partial().catch(idle.note.partial("caught")), collect=True)
@@ -90,7 +90,7 @@ class MessageConformance(NameConformance):
             result.group[1].get(timeout=HANG)
         assert [call[-1] for call in idle.calls] == ["caught"]
 
-    def test_a_revoked_callback_is_told_once(self, app: App) -> None:
+    def test_revoked_callback_is_reported_once(self, app: App) -> None:
         members = group(app.wait.signature("slow"), app.echo.signature(1))
         result = app.server.send_chord(
             chord(members, app.fail.partial("never").catch(app.note.partial("caught")))
@@ -104,7 +104,7 @@ class MessageConformance(NameConformance):
         assert app.calls.count(("revoked", "caught")) == 1
         assert ("fail", "never") not in app.calls
 
-    def test_of_revoking_and_beginning_one_happens(self, app: App) -> None:
+    def test_one_of_revoking_and_beginning_wins(self, app: App) -> None:
         results = [
             app.server.send_task(
                 app.echo.signature(i).then(app.note.partial(i)).catch(app.note.partial(i))
@@ -121,7 +121,7 @@ class MessageConformance(NameConformance):
             (i if i in good else "revoked", i) for i in range(40)
         ]
 
-    def test_a_revoked_coroutine_ends_as_revoked(self, app: App) -> None:
+    def test_revoked_coroutine_ends_as_revoked(self, app: App) -> None:
         @app.server.task(retries=3)
         async def sleep() -> None:
             app.calls.append(("in",))
@@ -134,7 +134,7 @@ class MessageConformance(NameConformance):
             result.get(timeout=HANG)
         assert (caught.value.error, caught.value.error_type) == ("revoked", "Revoked")
 
-    def test_a_running_task_is_asked_to_stop(self, app: App) -> None:
+    def test_running_task_is_asked_to_stop_when_revoked(self, app: App) -> None:
         @app.server.task
         def loop(ctx: Context) -> str:
             app.calls.append(("in",))
@@ -143,14 +143,14 @@ class MessageConformance(NameConformance):
             return "stopped"
 
         result = loop.send()
-        # While the store has it as waiting, revoking ends it there and then; see test_of_revoking_and_beginning_one_happens.
+        # While the store has it as waiting, revoking ends it there and then; see test_one_of_revoking_and_beginning_wins.
         wait_until(lambda: result.get_state().state is State.STARTED)
         result.revoke()
         assert result.get(timeout=HANG) == "stopped"
 
     # Messages that nobody can run
 
-    def test_bytes_that_are_no_signature_go_to_the_dead_letters(self, app: App) -> None:
+    def test_bytes_that_are_no_signature_become_a_dead_letter(self, app: App) -> None:
         queue = app.server.config.default_queue
         bodies = [b"", b"\xff\xfe", b"{nonsense", b"[]", b'{"Name": 5}', b'{"UUID": "x"}']
         app.server.broker.put(
@@ -163,7 +163,7 @@ class MessageConformance(NameConformance):
         assert sorted(letter.body for letter in letters) == sorted(bodies)
         assert app.add.send(1, 2).get(timeout=HANG) == 3
 
-    def test_an_unknown_task_waits_for_a_worker_that_knows_it(self, idle: App) -> None:
+    def test_unregistered_task_waits_for_a_worker_that_knows_it(self, idle: App) -> None:
         result = idle.server.send_task(Signature.of("rare", 20, 22))
         with idle.running():
             wait_until(lambda: idle.server.inspect.queues()[0].delayed == 1, what="parked")
@@ -176,12 +176,12 @@ class MessageConformance(NameConformance):
             assert other.result(result.uuid).get(timeout=HANG) == 42
         other.close()
 
-    def test_an_unknown_task_may_be_of_no_interest(self, app: App) -> None:
+    def test_unregistered_task_is_dropped_when_it_may_be_ignored(self, app: App) -> None:
         app.server.send_task(Signature.of("rare").replace(ignore_when_task_not_registered=True))
         app.wait_until_idle()
         assert app.server.inspect.dead() == []
 
-    def test_a_message_that_comes_twice_counts_once(self, app: App) -> None:
+    def test_message_that_comes_twice_completes_once_in_a_worker(self, app: App) -> None:
         signature = app.add.signature(1, 2).then(app.note.partial("then")).with_uuid()
         message = app.server.app.message(app.server.app.completed(signature))
         result = app.server.send_task(signature)
@@ -233,7 +233,7 @@ class MessageConformance(NameConformance):
                 ("after", "fail"),
             ]
 
-    def test_the_error_handler_hears_of_final_failures_only(self, idle: App) -> None:
+    def test_error_handler_is_called_for_final_failures_only(self, idle: App) -> None:
         errors: list[Exception] = []
         worker = idle.running()
         worker.set_error_handler(errors.append)
@@ -255,7 +255,7 @@ class MessageConformance(NameConformance):
             wait_until(lambda: len(errors) == 2)
         assert sorted(map(str, errors)) == ["away", "hopeless"]
 
-    def test_a_handler_that_fails_does_no_harm_but_the_first(self, idle: App) -> None:
+    def test_failing_handler_stops_nothing_but_the_pre_task_one(self, idle: App) -> None:
         def broken(*_: Any) -> None:
             raise RuntimeError("handler")
 

@@ -41,9 +41,7 @@ class PauseConformance(BrokerCase):
         assert broker.paused() == frozenset()
         pytest.skip(f"{broker.features.name} refuses to pause queues, in words")
 
-    def test_nothing_is_claimed_from_a_paused_queue(
-        self, pausing: Broker, consumer: Consumer
-    ) -> None:
+    def test_paused_queue_delivers_nothing(self, pausing: Broker, consumer: Consumer) -> None:
         put(pausing, b"1", b"2")
         pausing.pause("q")
         put(pausing, b"3")
@@ -59,9 +57,7 @@ class PauseConformance(BrokerCase):
         assert bodies(consumer.receive(10, 0)) == [b"1", b"2", b"3"]
         assert [line.paused for line in pausing.stats()] == [False]
 
-    def test_pausing_and_resuming_twice_is_as_once(
-        self, pausing: Broker, consumer: Consumer
-    ) -> None:
+    def test_pausing_twice_is_as_pausing_once(self, pausing: Broker, consumer: Consumer) -> None:
         put(pausing, b"1")
         pausing.pause("q")
         pausing.pause("q")
@@ -71,7 +67,7 @@ class PauseConformance(BrokerCase):
         pausing.resume("q")
         assert pausing.paused() == frozenset()
 
-    def test_the_other_queues_go_on(self, pausing: Broker) -> None:
+    def test_other_queues_deliver_while_one_is_paused(self, pausing: Broker) -> None:
         consumer = pausing.consume(["q", "r", "s"], worker="w")
         for queue in ("q", "r", "s"):
             put(pausing, queue.encode(), queue=queue)
@@ -83,7 +79,7 @@ class PauseConformance(BrokerCase):
         pausing.resume("q")
         assert bodies(consumer.receive(10, 0)) == [b"q"]
 
-    def test_a_queue_may_be_paused_before_there_is_one(self, pausing: Broker) -> None:
+    def test_queue_can_be_paused_before_it_exists(self, pausing: Broker) -> None:
         pausing.pause("r")
         assert [(line.queue, line.waiting, line.paused) for line in pausing.stats()] == [
             ("r", 0, True)
@@ -94,7 +90,7 @@ class PauseConformance(BrokerCase):
         pausing.resume("r")
         assert bodies(consumer.receive(5, 0)) == [b"a"]
 
-    def test_a_pause_survives_a_restart(self, pausing: Broker, open_broker: OpenBroker) -> None:
+    def test_pause_survives_a_restart(self, pausing: Broker, open_broker: OpenBroker) -> None:
         other = open_broker()
         other.pause("q")
         other.close()
@@ -110,7 +106,7 @@ class PauseConformance(BrokerCase):
         assert bodies(consumer.receive(5, 0)) == [b"a"]
         again.close()
 
-    def test_what_is_held_can_be_ended_in_every_way(
+    def test_delivery_of_a_paused_queue_can_end_in_every_way(
         self, pausing: Broker, consumer: Consumer, clock: ManualClock
     ) -> None:
         put(pausing, b"done", b"back", b"later", b"dead")
@@ -133,7 +129,7 @@ class PauseConformance(BrokerCase):
         pausing.resume("q")
         assert sorted(bodies(consumer.receive(10, 0))) == [b"back", b"later"]
 
-    def test_a_delayed_message_still_comes_to_its_queue(
+    def test_delayed_message_reaches_its_paused_queue(
         self, pausing: Broker, consumer: Consumer, clock: ManualClock
     ) -> None:
         pausing.pause("q")
@@ -148,7 +144,7 @@ class PauseConformance(BrokerCase):
         pausing.resume("q")
         assert bodies(consumer.receive(5, 0)) == [b"late"]
 
-    def test_what_a_dead_consumer_held_comes_back_and_stays(
+    def test_message_of_a_dead_consumer_stays_in_its_paused_queue(
         self, pausing: Broker, consumer: Consumer, clock: ManualClock
     ) -> None:
         survivor = pausing.consume(["q"], worker="survivor")
@@ -162,7 +158,7 @@ class PauseConformance(BrokerCase):
         pausing.resume("q")
         assert bodies(survivor.receive(10, 0)) == [b"1", b"2", b"3"]
 
-    def test_what_a_closed_consumer_held_comes_back_and_stays(
+    def test_message_of_a_closed_consumer_stays_in_paused_queue(
         self, pausing: Broker, consumer: Consumer
     ) -> None:
         other = pausing.consume(["q"], worker="other")
@@ -174,7 +170,9 @@ class PauseConformance(BrokerCase):
         pausing.resume("q")
         assert bodies(consumer.receive(10, 0)) == [b"1", b"2"]
 
-    def test_priorities_are_paused_too(self, pausing: Broker, consumer: Consumer) -> None:
+    def test_paused_queue_delivers_no_priority_either(
+        self, pausing: Broker, consumer: Consumer
+    ) -> None:
         if not pausing.features.priorities:
             return  # refused, as another test shows
         pausing.pause("q")
@@ -183,7 +181,7 @@ class PauseConformance(BrokerCase):
         pausing.resume("q")
         assert bodies(consumer.receive(10, 0)) == [b"255", b"9", b"0"]
 
-    def test_purging_leaves_it_paused(self, pausing: Broker, consumer: Consumer) -> None:
+    def test_purged_queue_stays_paused(self, pausing: Broker, consumer: Consumer) -> None:
         put(pausing, b"1", b"2")
         pausing.pause("q")
         assert pausing.purge("q") == 2
@@ -192,7 +190,7 @@ class PauseConformance(BrokerCase):
         assert pausing.paused() == {"q"}
 
     @pytest.mark.parametrize("queues", [["q"], ["q", "r"], ["r", "q"]], ids="-".join)
-    def test_a_pause_holds_for_a_receive_that_waits(
+    def test_pause_holds_for_a_receive_that_waits(
         self, pausing: Broker, open_broker: OpenBroker, queues: list[str]
     ) -> None:
         """And resuming ends its wait."""
@@ -226,7 +224,7 @@ class PauseConformance(BrokerCase):
             elsewhere.close()
 
     @pytest.mark.parametrize("arrives", ["put", "resumed"])
-    def test_who_waits_at_a_paused_queue_wakes_for_another(
+    def test_consumer_of_a_paused_queue_wakes_for_another_queue(
         self, pausing: Broker, open_broker: OpenBroker, arrives: str
     ) -> None:
         elsewhere = open_broker()
@@ -294,7 +292,7 @@ class PauseConformance(BrokerCase):
 
     # The order of one claim
 
-    def test_an_order_is_of_one_claim(self, broker: Broker) -> None:
+    def test_queue_order_is_of_one_claim(self, broker: Broker) -> None:
         consumer = broker.consume(["q", "r", "s"], worker="w")
         for queue in ("q", "r", "s"):
             put(broker, *[b"%s%d" % (queue.encode(), number) for number in range(4)], queue=queue)
@@ -319,7 +317,7 @@ class PauseConformance(BrokerCase):
             b"r3",
         ]
 
-    def test_priorities_rule_within_their_queue_whatever_the_order(self, broker: Broker) -> None:
+    def test_priority_counts_within_a_queue_in_any_queue_order(self, broker: Broker) -> None:
         if not broker.features.priorities:
             return  # refused, as another test shows
         consumer = broker.consume(["q", "r"], worker="w")
@@ -334,7 +332,7 @@ class PauseConformance(BrokerCase):
         )
         assert bodies(consumer.receive(3, 0, ("r", "q"))) == [b"r9", b"r0", b"q"]
 
-    def test_dead_letters_of_several_queues_are_told_apart(self, broker: Broker) -> None:
+    def test_dead_letters_are_listed_by_queue(self, broker: Broker) -> None:
         consumer = broker.consume(["q", "r"], worker="w")
         for queue in ("q", "r"):
             broker.put([message(b"%d" % number, queue=queue) for number in range(3)], token="")
@@ -358,7 +356,7 @@ class PauseConformance(BrokerCase):
         "order", [("q", "r", "s"), ("s", "r", "q"), ("r", "s", "q")], ids="-".join
     )
     @pytest.mark.parametrize("queue", ["q", "r", "s"])
-    def test_what_arrives_on_any_queue_ends_the_wait_in_any_order(
+    def test_message_on_any_queue_ends_the_wait_in_any_order(
         self, broker: Broker, open_broker: OpenBroker, order: tuple[str, ...], queue: str
     ) -> None:
         elsewhere = open_broker()

@@ -15,7 +15,7 @@ MANY = 20  # messages of a queue that is never empty; more than a worker takes a
 class QueueConformance(MessageConformance):
     """Workers on more than one queue, or on one that is paused."""
 
-    def test_a_paused_queue_waits_and_what_runs_goes_on(self, idle: App) -> None:
+    def test_pausing_a_queue_lets_running_tasks_go_on(self, idle: App) -> None:
         inspect, queue = idle.server.inspect, idle.server.config.default_queue
         if not idle.server.broker.features.pausing:
             with pytest.raises(Unsupported):
@@ -44,7 +44,7 @@ class QueueConformance(MessageConformance):
             assert (waits.get(timeout=HANG), later.get(timeout=HANG)) == (3, 7)
         assert not any(one.paused for one in inspect.queues())
 
-    def test_a_worker_of_later_finds_the_queue_paused_and_a_burst_ends(self, idle: App) -> None:
+    def test_later_worker_obeys_a_pause_and_a_burst_ends(self, idle: App) -> None:
         if not idle.server.broker.features.pausing:
             return  # refused, as the test before shows
         queue = idle.server.config.default_queue
@@ -61,7 +61,7 @@ class QueueConformance(MessageConformance):
         assert waits.get(timeout=HANG) == 3
         after.close()
 
-    def test_by_weights_no_queue_starves_behind_one_that_is_never_empty(self, idle: App) -> None:
+    def test_weighted_queue_does_not_starve_behind_a_full_one(self, idle: App) -> None:
         app = App(Server(idle.server.config.replace(prefetch=0)), idle)
         ran = {"high": 0, "low": 0}
         over = app.gate("over")

@@ -93,12 +93,12 @@ class ScheduleConformance(StoreCase):
     """Everything that Store.amend, Backend.amend and Backend.records say."""
 
     @where_kept
-    def test_at_first_there_is_none(self, store: Store, clock: ManualClock) -> None:
+    def test_new_store_has_no_records(self, store: Store, clock: ManualClock) -> None:
         records = store.backend.records()
         assert (records.bodies, records.now) == ({}, clock.now())
 
     @where_kept
-    def test_a_record_is_made_changed_and_removed(self, store: Store) -> None:
+    def test_record_is_made_changed_and_removed(self, store: Store) -> None:
         assert amend(store, "a", None, b"1")
         assert amend(store, "b", None, b"x")
         assert amend(store, "a", b"1", b"2")
@@ -110,7 +110,7 @@ class ScheduleConformance(StoreCase):
         assert bodies(store) == {"a": b"3", "b": b"x"}
 
     @where_kept
-    def test_who_expects_something_else_writes_nothing(
+    def test_amend_with_another_expected_value_writes_nothing(
         self, store: Store, session: Session
     ) -> None:
         amend(store, "a", None, b"1")
@@ -133,7 +133,7 @@ class ScheduleConformance(StoreCase):
             store.backend.get_state("t")
 
     @where_kept
-    def test_what_is_sent_with_it_comes_with_its_states_and_groups(
+    def test_messages_of_a_record_come_with_states_and_groups(
         self, store: Store, session: Session
     ) -> None:
         assert amend(
@@ -154,7 +154,7 @@ class ScheduleConformance(StoreCase):
         assert outbox_of(store.backend).unsent(9, older_than=0.0) == []
 
     @where_kept
-    def test_repeated_after_a_lost_reply_it_sends_once(self, store: Store) -> None:
+    def test_amend_repeated_after_a_lost_reply_sends_once(self, store: Store) -> None:
         amend(store, "a", None, b"1")
         for _ in range(3):
             amend(store, "a", b"1", b"2", "t")
@@ -163,7 +163,7 @@ class ScheduleConformance(StoreCase):
         assert drain(store, "q") == ["t"]
 
     @where_kept
-    def test_of_many_who_expect_the_same_one_sends(self, open_store: OpenStore) -> None:
+    def test_one_of_many_amends_of_one_value_sends(self, open_store: OpenStore) -> None:
         stores = [open_store() for _ in range(4)]
         amend(stores[0], "a", None, b"0")
 
@@ -182,7 +182,7 @@ class ScheduleConformance(StoreCase):
             store.close()
 
     @where_kept
-    def test_the_version_changes_with_every_change(self, store: Store) -> None:
+    def test_version_changes_with_every_amend(self, store: Store) -> None:
         versions = [store.backend.records().version]
         for expected, body in (
             (None, b"1"),
@@ -202,7 +202,7 @@ class ScheduleConformance(StoreCase):
         assert store.backend.records(versions[-1]).bodies is None
 
     @where_kept
-    def test_other_handles_see_it(self, open_store: OpenStore) -> None:
+    def test_second_handle_reads_the_records(self, open_store: OpenStore) -> None:
         one, two = open_store(), open_store()
         amend(one, "a", None, b"1")
         assert bodies(two) == {"a": b"1"}
@@ -213,7 +213,7 @@ class ScheduleConformance(StoreCase):
         two.close()
 
     @where_kept
-    def test_any_name_and_any_bytes(self, store: Store) -> None:
+    def test_record_takes_any_name_and_any_bytes(self, store: Store) -> None:
         kept = {"": b"\x00\xff", "日本": b"{}", "a b:{c}'; --": b"x" * 100_000, "n" * 500: b"\n"}
         for name, body in kept.items():
             assert amend(store, name, None, body)
@@ -223,9 +223,7 @@ class ScheduleConformance(StoreCase):
         assert bodies(store) == {}
 
     @where_kept
-    def test_records_are_not_forgotten_when_results_are(
-        self, store: Store, clock: ManualClock
-    ) -> None:
+    def test_records_outlive_results(self, store: Store, clock: ManualClock) -> None:
         amend(store, "a", None, b"1", "t")
         drain(store, "q")
         clock.advance(days=40)

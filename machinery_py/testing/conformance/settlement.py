@@ -48,9 +48,7 @@ class SettlementConformance(FencingConformance):
         assert list(group.task_uuids) == ["a", "b"]
         assert [uuid_of(delivery) for delivery in session.receive(9, 0)] == ["a", "b"]
 
-    def test_a_repeated_submission_is_carried_out_once(
-        self, store: Store, session: Session
-    ) -> None:
+    def test_repeated_submission_is_carried_out_once(self, store: Store, session: Session) -> None:
         submit(store, "a", token="t")
         (delivery,) = session.receive(9, 0)
         session.settle([], [Mark(delivery=delivery, state=state_of("a", State.STARTED))])
@@ -61,7 +59,7 @@ class SettlementConformance(FencingConformance):
         assert store.backend.get_state("a").state is State.STARTED
         assert [uuid_of(delivery) for delivery in session.receive(9, 0)] == ["b"]
 
-    def test_a_submission_can_wait_for_its_eta(
+    def test_submission_with_an_eta_waits_for_it(
         self, store: Store, session: Session, clock: ManualClock
     ) -> None:
         eta = clock.now() + dt.timedelta(seconds=5)
@@ -73,7 +71,7 @@ class SettlementConformance(FencingConformance):
         store.tend()
         assert [uuid_of(delivery) for delivery in session.receive(9, 0)] == ["a"]
 
-    def test_a_replay_starts_a_finished_task_anew(self, store: Store, session: Session) -> None:
+    def test_replay_starts_a_finished_task_anew(self, store: Store, session: Session) -> None:
         submit(store, "a")
         (delivery,) = session.receive(1, 0)
         old = settlement(delivery, State.FAILURE, callbacks=["c"])
@@ -93,7 +91,9 @@ class SettlementConformance(FencingConformance):
         assert session.settle([settlement(again, run=1)]) == [SETTLED]
         assert store.backend.get_state("a").state is State.SUCCESS
 
-    def test_a_settlement_makes_everything_true(self, store: Store, session: Session) -> None:
+    def test_settlement_commits_states_messages_and_arrivals(
+        self, store: Store, session: Session
+    ) -> None:
         submit(store, "a")
         (delivery,) = session.receive(1, 0)
         end = settlement(
@@ -113,7 +113,9 @@ class SettlementConformance(FencingConformance):
         session.close()
         assert drain(store, "q") == []
 
-    def test_a_repeated_settlement_is_already_true(self, store: Store, session: Session) -> None:
+    def test_repeated_settlement_is_reported_as_already_done(
+        self, store: Store, session: Session
+    ) -> None:
         submit(store, "a")
         (delivery,) = session.receive(1, 0)
         end = settlement(delivery, callbacks=["c1"], arrivals=[arrival(delivery, 1)])
@@ -130,7 +132,7 @@ class SettlementConformance(FencingConformance):
         assert store.backend.get_state("a").state is State.SUCCESS
 
     @pytest.mark.parametrize("fate", [Fate.BACK, Fate.LATER, Fate.DEAD])
-    def test_a_repeated_return_doubles_nothing(
+    def test_repeated_return_doubles_no_message(
         self, store: Store, session: Session, fate: Fate
     ) -> None:
         submit(store, "a")
@@ -145,7 +147,7 @@ class SettlementConformance(FencingConformance):
         assert len(again) + len(store.broker.dead_letters(limit=9)) == 1
         assert session.settle([settlement(one) for one in again]) == [SETTLED] * len(again)
 
-    def test_the_second_message_of_a_finished_task_is_consumed(
+    def test_second_message_of_a_finished_task_is_consumed(
         self, store: Store, session: Session
     ) -> None:
         submit(store, "a", token="1")
@@ -166,7 +168,7 @@ class SettlementConformance(FencingConformance):
         assert store.backend.get_state("a").state is State.SUCCESS
         assert (drain(store, "q"), drain(store, "c"), store.ready_groups()) == ([], ["c"], [])
 
-    def test_a_retry_is_followed_by_the_next_run(
+    def test_retry_is_followed_by_the_next_run(
         self, store: Store, session: Session, clock: ManualClock
     ) -> None:
         submit(store, "a")
@@ -196,7 +198,9 @@ class SettlementConformance(FencingConformance):
         assert session.settle([settlement(second, run=1)]) == [SETTLED]
         assert session.receive(9, 0) == []
 
-    def test_marks_show_how_far_a_task_is(self, store: Store, session: Session) -> None:
+    def test_marks_store_received_started_and_progress(
+        self, store: Store, session: Session
+    ) -> None:
         submit(store, "a", "b")
         a, b = session.receive(2, 0)
         assert session.settle([], [Mark(delivery=a, state=state_of("a", State.RECEIVED))]) == []
@@ -213,7 +217,7 @@ class SettlementConformance(FencingConformance):
         assert (kept.state, kept.progress) == (State.STARTED, (1.0, 2.0))
         assert store.backend.get_state("b").state is State.SUCCESS
 
-    def test_a_batch_has_a_verdict_for_each(
+    def test_batch_returns_a_verdict_per_item(
         self, store: Store, session: Session, clock: ManualClock
     ) -> None:
         submit(store, "lost")
@@ -233,7 +237,7 @@ class SettlementConformance(FencingConformance):
         assert session.settle([]) == []
         heir.close()
 
-    def test_later_and_back_give_the_message_back(
+    def test_later_and_back_return_the_message(
         self, store: Store, session: Session, clock: ManualClock
     ) -> None:
         submit(store, "a", "b", "c")
@@ -252,7 +256,9 @@ class SettlementConformance(FencingConformance):
         store.tend()
         assert [(uuid_of(one), one.parks) for one in session.receive(9, 0)] == [("a", 1)]
 
-    def test_a_dead_letter_and_its_failure_are_one(self, store: Store, session: Session) -> None:
+    def test_dead_letter_and_failure_are_committed_together(
+        self, store: Store, session: Session
+    ) -> None:
         submit(store, "a")
         store.broker.put([Message(uuid="", name="", queue="q", body=b"\xffno signature")], token="")
         a = session.receive(1, 0)
@@ -275,7 +281,7 @@ class SettlementConformance(FencingConformance):
         assert store.backend.get_state("a").state is State.FAILURE
         assert (drain(store, "q"), drain(store, "c")) == ([], ["e"])
 
-    def test_a_chord_is_fired_once_with_its_callback(self, store: Store, session: Session) -> None:
+    def test_chord_sends_its_callback_once(self, store: Store, session: Session) -> None:
         submit(store, "a", token="1", groups=[GroupMeta(group_uuid="g", task_uuids=("a", "b"))])
         submit(store, "a", token="2")
         submit(store, "b")
@@ -302,7 +308,7 @@ class SettlementConformance(FencingConformance):
         }
         assert store.ready_groups() == []
 
-    def test_a_failed_member_breaks_its_chord_at_once(self, store: Store, session: Session) -> None:
+    def test_failed_member_fails_its_chord_at_once(self, store: Store, session: Session) -> None:
         submit(store, "a", "b", "c")
         a, b, c = session.receive(3, 0)
         session.settle([settlement(b, State.FAILURE, arrivals=[arrival(b, 3, ok=False)])])
@@ -320,7 +326,7 @@ class SettlementConformance(FencingConformance):
         assert store.backend.get_state("callback").error == "b failed"
         assert drain(store, "c") == []
 
-    def test_a_task_that_nobody_holds_is_ended_once(
+    def test_task_without_a_delivery_is_ended_once(
         self, store: Store, open_store: OpenStore
     ) -> None:
         submit(store, "a", "b")
@@ -387,7 +393,7 @@ class SettlementConformance(FencingConformance):
             State.SUCCESS
         }
 
-    def test_of_many_threads_one_settles(self, store: Store, session: Session) -> None:
+    def test_one_of_many_threads_settles(self, store: Store, session: Session) -> None:
         submit(store, "a")
         (delivery,) = session.receive(1, 0)
         end = settlement(delivery, callbacks=["c"], arrivals=[arrival(delivery, 1)])
@@ -397,9 +403,7 @@ class SettlementConformance(FencingConformance):
         assert (verdicts.count(SETTLED), verdicts.count(ALREADY)) == (1, 7)
         assert drain(store, "c") == ["c"]
 
-    def test_closing_a_session_gives_back_what_it_held(
-        self, store: Store, session: Session
-    ) -> None:
+    def test_closing_a_session_returns_its_deliveries(self, store: Store, session: Session) -> None:
         submit(store, "a", "b")
         (a,) = session.receive(1, 0)
         session.close()
@@ -415,10 +419,10 @@ class SettlementConformance(FencingConformance):
         session.wake()
         assert session.receive(1, HANG * 2) == []
 
-    def test_tend_says_when_it_wants_to_be_called_again(self, store: Store) -> None:
+    def test_tend_returns_the_time_of_its_next_call(self, store: Store) -> None:
         assert 0.0 <= store.tend() <= 3600.0
 
-    def test_a_store_closes_twice(self, open_store: OpenStore) -> None:
+    def test_store_can_be_closed_twice(self, open_store: OpenStore) -> None:
         store = open_store()
         submit(store, "a")
         store.close()

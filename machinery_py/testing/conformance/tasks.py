@@ -110,7 +110,7 @@ class TaskConformance:
 
     # Arguments and results
 
-    def test_what_a_task_sets_in_context_variables_ends_with_it(self, app: App) -> None:
+    def test_context_variables_set_by_a_task_end_with_it(self, app: App) -> None:
         @app.server.task
         def sync() -> int:
             _seen.set(_seen.get() + 1)
@@ -125,7 +125,7 @@ class TaskConformance:
         assert {result.get(timeout=HANG) for result in results} == {1}
         assert _seen.get() == 0
 
-    def test_a_task_gives_its_result(self, app: App) -> None:
+    def test_task_returns_its_result(self, app: App) -> None:
         result = app.add.send(1, 2)
 
         assert result.get(timeout=HANG) == 3
@@ -142,7 +142,7 @@ class TaskConformance:
     @pytest.mark.parametrize(
         "value", VALUES, ids=lambda value: repr(value)[:30].encode("ascii", "replace").decode()
     )
-    def test_a_value_arrives_and_comes_back_as_it_was(self, app: App, value: Any) -> None:
+    def test_value_is_passed_and_returned_unchanged(self, app: App, value: Any) -> None:
         app.note.send(value)
         found = app.echo.send(value).get(timeout=HANG)
 
@@ -150,7 +150,7 @@ class TaskConformance:
         assert type(found) is type(value)
         wait_until(lambda: (value,) in app.calls)
 
-    def test_annotations_say_what_a_value_becomes(self, app: App) -> None:
+    def test_annotation_decides_the_type_of_an_argument(self, app: App) -> None:
         @app.server.task
         def ship(parcel: Parcel, colour: Colour, sizes: tuple[int, ...]) -> Parcel:
             app.calls.append((parcel, colour, sizes))
@@ -161,7 +161,7 @@ class TaskConformance:
         assert found == Parcel("ULM", [1.0])
         assert app.calls == [(Parcel("Ulm", [1.0]), Colour.RED, (1, 2))]
 
-    def test_keywords_travel_to_keyword_only_parameters(self, app: App) -> None:
+    def test_keywords_reach_keyword_only_parameters(self, app: App) -> None:
         @app.server.task
         def welcome(email: str, *, lang: str = "en", tries: int) -> str:
             return f"{email} {lang} {tries}"
@@ -169,7 +169,7 @@ class TaskConformance:
         assert welcome.send("a@b.c", tries=2).get(timeout=HANG) == "a@b.c en 2"
         assert welcome.send(email="a@b.c", tries=3, lang="fr").get(timeout=HANG) == "a@b.c fr 3"
 
-    def test_a_tuple_is_several_results_and_none_is_none(self, app: App) -> None:
+    def test_tuple_is_several_results_and_none_is_no_result(self, app: App) -> None:
         several, nothing = app.pair.send("a", 1), app.note.send()
 
         assert several.get(timeout=HANG) == ("a", 1)
@@ -177,7 +177,7 @@ class TaskConformance:
         nothing.get(timeout=HANG)
         assert list(nothing.get_state().results) == []
 
-    def test_what_cannot_be_sent_is_refused_where_it_is_sent(self, app: App) -> None:
+    def test_argument_that_cannot_be_sent_is_refused_by_send(self, app: App) -> None:
         with pytest.raises(ArgumentError, match="echo argument 'value'"):
             app.echo.send(threading.Lock())
         with pytest.raises(ArgumentError, match="nan"):
@@ -185,18 +185,18 @@ class TaskConformance:
         with pytest.raises(ArgumentError, match=r"64 bits|uint64"):
             app.add.send(2**64, 1)
 
-    def test_a_result_that_cannot_be_stored_is_a_failure(self, app: App) -> None:
+    def test_result_that_cannot_be_stored_fails_its_task(self, app: App) -> None:
         app.server.register_task("lock", threading.Lock)
         with pytest.raises(TaskFailed, match="lock result: cannot send"):
             app.server.send_task(Signature.of("lock")).get(timeout=HANG)
 
-    def test_a_signature_made_by_hand_is_run(self, app: App) -> None:
+    def test_signature_made_by_hand_is_run(self, app: App) -> None:
         by_hand: Signature[int] = Signature(
             name="add", args=[Arg(type="int64", value=1), Arg(type="int64", value=2)]
         )
         assert app.server.send_task(by_hand).get(timeout=HANG) == 3
 
-    def test_results_need_not_be_kept(self, app: App) -> None:
+    def test_ignored_result_is_not_stored(self, app: App) -> None:
         quiet = app.server.task("quiet", ignore_result=True)(lambda: 5)
         result = quiet.send()
         assert result.get(timeout=HANG) is None
@@ -215,7 +215,7 @@ class TaskConformance:
 
     # Failures
 
-    def test_a_failure_says_what_and_where(self, app: App) -> None:
+    def test_failure_has_error_type_and_traceback(self, app: App) -> None:
         result = app.fail.send("no money")
         with pytest.raises(TaskFailed, match="no money") as caught:
             result.get(timeout=HANG)
@@ -250,7 +250,7 @@ class TaskConformance:
             with pytest.raises(TaskFailed, match=text):
                 app.server.result(by_hand.uuid).get(timeout=HANG)
 
-    def test_not_even_a_system_exit_ends_more_than_its_task(self, app: App) -> None:
+    def test_system_exit_in_a_task_fails_that_task_only(self, app: App) -> None:
         def leave() -> None:
             raise SystemExit(3)
 
@@ -261,7 +261,7 @@ class TaskConformance:
 
     # Callbacks
 
-    def test_on_success_gets_the_results_at_the_end(self, app: App) -> None:
+    def test_on_success_callback_gets_results_as_last_arguments(self, app: App) -> None:
         app.add.signature(1, 2).then(
             app.note.partial("first"), app.note.partial("second", "x")
         ).send()
@@ -269,13 +269,13 @@ class TaskConformance:
         app.wait_until_idle()
         assert sorted(app.calls) == [("both", "a", 1), ("first", 3), ("second", "x", 3)]
 
-    def test_on_success_of_an_immutable_task_gets_nothing(self, app: App) -> None:
+    def test_immutable_on_success_callback_gets_no_results(self, app: App) -> None:
         app.add.signature(1, 2).replace(immutable=True).then(app.note.partial("alone")).send()
         app.add.signature(1, 2).then(app.note.partial("given").replace(immutable=True)).send()
         app.wait_until_idle()
         assert sorted(app.calls) == [("alone",), ("given", 3)]
 
-    def test_on_error_gets_the_error_text_in_front(self, app: App) -> None:
+    def test_on_error_callback_gets_the_error_text_first(self, app: App) -> None:
         failing = app.fail.signature("no money").replace(immutable=True)
         failing.catch(app.note.partial("billing"), app.note.partial()).then(
             app.note.partial("success")
@@ -283,7 +283,7 @@ class TaskConformance:
         app.wait_until_idle()
         assert sorted(app.calls) == [("fail", "no money"), ("no money",), ("no money", "billing")]
 
-    def test_on_error_is_sent_once_after_the_last_attempt(self, app: App) -> None:
+    def test_on_error_callback_is_sent_once_after_last_attempt(self, app: App) -> None:
         failing = app.server.task("failing", retries=2, backoff=[0.0])(app._fail)
         failing.signature("x").catch(app.note.partial("caught")).send()
         app.wait_until_idle()
@@ -298,7 +298,7 @@ class TaskConformance:
 
     # Retries
 
-    def test_a_retry_keeps_the_uuid_and_counts(self, app: App) -> None:
+    def test_retry_keeps_the_uuid_and_counts_attempts(self, app: App) -> None:
         @app.server.task(retries=3, backoff=[0.0])
         def flaky() -> int:
             task = current_task()
@@ -314,7 +314,7 @@ class TaskConformance:
         assert (state.state, state.attempt, state.run, state.error) == (State.SUCCESS, 3, 2, "")
 
     @pytest.mark.parametrize("kind", ["sync", "async"])
-    def test_a_retry_gets_the_arguments_as_they_were_sent(self, app: App, kind: str) -> None:
+    def test_retry_gets_the_arguments_as_sent(self, app: App, kind: str) -> None:
         def spoil(ctx: Context, numbers: Any, mixed: Any, deep: dict[str, Any], dates: Any) -> None:
             app.calls.append((list(numbers), list(mixed), repr(deep), list(dates)))
             numbers.append(0)
@@ -338,7 +338,7 @@ class TaskConformance:
 
         assert app.calls == [([1, 2], [1, "x"], repr(sent[2]), sent[3])] * 3
 
-    def test_retries_end(self, app: App) -> None:
+    def test_retries_end_in_a_failure(self, app: App) -> None:
         failing = app.server.task("failing", backoff=lambda n: 0.0)(app._fail)
         result = failing.options(retries=2).send("x")
         with pytest.raises(TaskFailed, match="x"):
@@ -346,7 +346,7 @@ class TaskConformance:
         assert app.calls == [("fail", "x")] * 3
         assert result.get_state().attempt == 3
 
-    def test_a_task_that_postpones_itself_uses_no_retry(self, app: App) -> None:
+    def test_task_that_postpones_itself_uses_no_retry(self, app: App) -> None:
         @app.server.task(retries=1, backoff=[0.0])
         def busy(ctx: Context) -> int:
             app.calls.append((ctx.uuid, ctx.attempt, ctx.retries_left))
@@ -358,7 +358,7 @@ class TaskConformance:
         assert result.get(timeout=HANG) == 4
         assert app.calls == [(result.uuid, 1, 1)] * 5
 
-    def test_no_retry_fails_for_good(self, app: App) -> None:
+    def test_no_retry_error_fails_at_once(self, app: App) -> None:
         @app.server.task(retries=5, backoff=[0.0])
         def download(url: str) -> None:
             app.calls.append((url,))
@@ -368,7 +368,7 @@ class TaskConformance:
             download.send("ftp").get(timeout=HANG)
         assert app.calls == [("ftp",)]
 
-    def test_retry_on_says_which_errors_are_retried(self, app: App) -> None:
+    def test_retry_on_decides_which_errors_are_retried(self, app: App) -> None:
         @app.server.task(retries=1, backoff=[0.0], retry_on=(ConnectionError, TimeoutError))
         def pick(kind: str) -> None:
             app.calls.append((kind,))
@@ -381,7 +381,7 @@ class TaskConformance:
 
     # Context and hooks
 
-    def test_a_task_knows_what_it_is(self, app: App) -> None:
+    def test_current_task_describes_the_running_task(self, app: App) -> None:
         @app.server.task
         def look(ctx: Context, value: int) -> list[Any]:
             same = current_task() is ctx
@@ -408,12 +408,12 @@ class TaskConformance:
             5,
         ]
 
-    def test_outside_a_task_there_is_no_current_task(self, app: App) -> None:
+    def test_current_task_outside_a_task_is_none(self, app: App) -> None:
         assert app.add.send(1, 2).get(timeout=HANG) == 3
         with pytest.raises(MachineryError, match="outside a running task"):
             current_task()
 
-    def test_a_task_may_send_tasks(self, app: App) -> None:
+    def test_task_can_send_tasks(self, app: App) -> None:
         @app.server.task
         def parent(count: int) -> list[str]:
             return [app.note.send(i).uuid for i in range(count)]
@@ -423,7 +423,7 @@ class TaskConformance:
             app.server.result(one).get(timeout=HANG)
         assert sorted(app.calls) == [(0,), (1,), (2,)]
 
-    def test_generators_stand_around_each_task(self, app: App) -> None:
+    def test_around_task_generators_wrap_each_task(self, app: App) -> None:
         calls = app.calls
 
         @app.server.around_task
@@ -461,7 +461,7 @@ class TaskConformance:
             ("seen", "broken"),
         ]
 
-    def test_the_publish_handler_sees_all_and_may_change_it(self, app: App) -> None:
+    def test_publish_handler_sees_and_changes_every_signature(self, app: App) -> None:
         @app.server.set_pre_publish_handler
         def stamp(signature: Signature[Any]) -> Signature[Any]:
             return signature.with_headers(tenant="acme")

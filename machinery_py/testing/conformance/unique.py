@@ -39,7 +39,7 @@ SENDERS = 200
 class UniqueConformance(AppCase):
     """Of calls that are the same, one at a time is sent."""
 
-    def test_the_same_call_is_joined_until_it_is_over(self, idle: App) -> None:
+    def test_equal_call_joins_until_the_first_is_over(self, idle: App) -> None:
         hold = waiting(idle, unique=True)
         first, second, other = hold.send("a"), hold.send("a"), hold.send("b")
         assert (first.duplicate, second.duplicate, other.duplicate) == (False, True, False)
@@ -63,7 +63,7 @@ class UniqueConformance(AppCase):
             assert again.get(timeout=HANG) == "a"
         assert idle.calls.count(("hold", "a")) == 2
 
-    def test_two_hundred_racing_senders_let_one_in(self, idle: App) -> None:
+    def test_one_of_two_hundred_racing_senders_sends(self, idle: App) -> None:
         apps = [idle, *(idle.another() for _ in range(3))]
         tasks = [waiting(app, unique=True) for app in apps]
 
@@ -79,7 +79,7 @@ class UniqueConformance(AppCase):
         for app in apps[1:]:
             app.server.close()
 
-    def test_racing_senders_and_a_worker_never_have_two_at_once(self, app: App) -> None:
+    def test_racing_senders_and_a_worker_never_hold_two_calls(self, app: App) -> None:
         inside, most = [0], [0]
         lock = threading.Lock()
 
@@ -103,7 +103,7 @@ class UniqueConformance(AppCase):
         )
         assert most == [1]
 
-    def test_the_same_call_is_known_however_it_is_written(self, idle: App) -> None:
+    def test_equal_calls_are_recognised_however_written(self, idle: App) -> None:
         @idle.server.task(unique=True)
         def index(
             shop: int,
@@ -132,7 +132,7 @@ class UniqueConformance(AppCase):
             assert not other.duplicate
         assert index.send(7, tags={"b": 2, "a": 1}).duplicate
 
-    def test_the_key_may_be_the_callers_own(self, idle: App) -> None:
+    def test_caller_can_give_the_key(self, idle: App) -> None:
         @idle.server.task(unique=lambda shop, reason: f"shop-{shop}")
         def sync(shop: int, reason: str) -> None: ...
 
@@ -145,7 +145,7 @@ class UniqueConformance(AppCase):
         assert not other.send(1).duplicate  # a key is its task's own
         assert other.send(2).duplicate
 
-    def test_a_call_can_ask_for_itself(self, idle: App) -> None:
+    def test_single_call_can_be_unique_by_option(self, idle: App) -> None:
         hold = waiting(idle, unique=True)
         first = idle.add.options(unique="sum").send(1, 2)
         assert idle.add.options(unique="sum").send(3, 4).uuid == first.uuid
@@ -158,7 +158,7 @@ class UniqueConformance(AppCase):
         with pytest.raises(DuplicateTask):
             hold.options(on_duplicate="reject").send("a")
 
-    def test_a_duplicate_can_be_an_error(self, idle: App) -> None:
+    def test_duplicate_raises_when_rejected(self, idle: App) -> None:
         hold = waiting(idle, unique=True, on_duplicate="reject")
         first = hold.send("a")
 
@@ -176,7 +176,7 @@ class UniqueConformance(AppCase):
     @pytest.mark.parametrize(
         "end", ["success", "failure", "retries", "revoke", "expiry", "arguments", "purge"]
     )
-    def test_whatever_ends_a_task_frees_its_key(self, idle: App, end: str) -> None:
+    def test_key_is_free_however_a_task_ends(self, idle: App, end: str) -> None:
         ran: list[int] = []
 
         def work(number: int) -> None:
@@ -211,7 +211,7 @@ class UniqueConformance(AppCase):
         if end == "retries":
             assert ran == [1, 2, 1, 2]
 
-    def test_a_retry_keeps_the_key(self, app: App) -> None:
+    def test_retry_keeps_the_key(self, app: App) -> None:
         tries: list[str] = []
 
         def shaky(number: int) -> int:
@@ -228,13 +228,13 @@ class UniqueConformance(AppCase):
         assert first.get(timeout=HANG) == 1
         assert tries == [first.uuid] * 2
 
-    def test_a_key_is_held_for_its_window_at_most(self, idle: App) -> None:
+    def test_key_is_free_after_its_window(self, idle: App) -> None:
         hold = waiting(idle, unique=True, unique_for=0.05)
         first = hold.send("a")
         wait_until(lambda: not hold.send("a").duplicate)
         assert first.get_state().state is State.PENDING
 
-    def test_a_key_may_be_held_until_the_start(self, app: App) -> None:
+    def test_key_until_start_is_free_when_the_task_starts(self, app: App) -> None:
         hold = waiting(app, unique=True, unique_until="start")
         first = hold.send("a")
         wait_until(lambda: ("hold", "a") in app.calls)
@@ -245,7 +245,7 @@ class UniqueConformance(AppCase):
         app.gate("a").set()
         assert [first.get(timeout=HANG), second.get(timeout=HANG)] == ["a", "a"]
 
-    def test_a_later_call_can_take_the_place_of_one_that_waits(self, idle: App) -> None:
+    def test_later_call_replaces_a_waiting_one(self, idle: App) -> None:
         last = idle.server.task(unique="k", on_duplicate="replace")(_named("last", idle))
         first, second, third = last.send(1), last.send(2), last.send(3)
 
@@ -259,7 +259,7 @@ class UniqueConformance(AppCase):
             idle.wait_until_idle()
         assert idle.calls == [("last", 3)]
 
-    def test_what_runs_is_not_replaced(self, app: App) -> None:
+    def test_running_call_is_not_replaced(self, app: App) -> None:
         hold = waiting(app, unique="k", on_duplicate="replace")
         first = hold.send("a")
         wait_until(lambda: ("hold", "a") in app.calls)
@@ -272,7 +272,7 @@ class UniqueConformance(AppCase):
         app.gate("b").set()
         assert hold.send("b").get(timeout=HANG) == "b"
 
-    def test_of_replacing_and_starting_one_happens(self, app: App) -> None:
+    def test_one_of_replacing_and_starting_wins(self, app: App) -> None:
         last = app.server.task(unique="k", on_duplicate="replace")(_named("last", app))
         ended: dict[int, str] = {}
         for number in range(60):
@@ -298,7 +298,7 @@ class UniqueConformance(AppCase):
             if number not in good
         )
 
-    def test_steps_of_a_workflow_are_sent_in_any_case(self, idle: App) -> None:
+    def test_unique_steps_of_a_workflow_are_always_sent(self, idle: App) -> None:
         double = idle.server.task(unique=True)(_named("double", idle))
         double.send(1)
         together_ = group(double.signature(1), double.signature(1)).send()
@@ -309,7 +309,7 @@ class UniqueConformance(AppCase):
         with pytest.raises(WorkflowError, match="options"):
             group(idle.add.options(unique="k").signature(1, 2)).send()
 
-    def test_what_is_over_leaves_no_claim(self, app: App) -> None:
+    def test_finished_call_leaves_no_claim(self, app: App) -> None:
         double = app.server.task(unique=True)(_named("double", app))
         keys: list[str] = []
         app.server.set_pre_publish_handler(lambda signature: None)

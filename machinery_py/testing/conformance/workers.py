@@ -32,7 +32,7 @@ class WorkerConformance(QueueConformance):
 
     # States on the way
 
-    def test_a_task_is_pending_then_started_then_over(self, idle: App) -> None:
+    def test_task_is_pending_then_started_then_finished(self, idle: App) -> None:
         before = idle.server.now()
         result = idle.wait.send("gate")
         state = result.get_state()
@@ -59,7 +59,7 @@ class WorkerConformance(QueueConformance):
         assert over.finished_at is not None
         assert state.created_at <= over.started_at <= over.finished_at
 
-    def test_progress_can_be_seen_while_it_runs(self, app: App) -> None:
+    def test_progress_is_readable_while_the_task_runs(self, app: App) -> None:
         @app.server.task
         def crunch(ctx: Context, rows: int) -> int:
             for row in ctx.track(range(rows)):
@@ -75,7 +75,7 @@ class WorkerConformance(QueueConformance):
         assert result.get(timeout=HANG) == 5
         assert result.get_state().progress == (5, 5)
 
-    def test_retry_can_be_seen_while_it_waits(self, app: App) -> None:
+    def test_retry_state_is_readable_while_it_waits(self, app: App) -> None:
         patient = app.server.task("patient", retries=2, backoff=[3600.0])(app._fail)
         result = patient.send("away")
         wait_until(lambda: app.server.inspect.queues()[0].delayed == 1, what="a delayed retry")
@@ -95,7 +95,7 @@ class WorkerConformance(QueueConformance):
         with pytest.raises(ResultTimeout, match="last state RETRY"):
             result.get(timeout=0)
 
-    def test_a_postponed_task_can_be_seen_while_it_waits(self, app: App) -> None:
+    def test_postponed_task_is_readable_while_it_waits(self, app: App) -> None:
         @app.server.task
         def busy() -> None:
             raise RetryTaskLater("server is busy", dt.timedelta(hours=4))
@@ -104,7 +104,7 @@ class WorkerConformance(QueueConformance):
         wait_until(lambda: result.get_state().state is State.RETRY, what="RETRY")
         assert "server is busy" in result.get_state().error
 
-    def test_a_task_that_asks_for_all_the_time_there_is_waits(
+    def test_task_postponed_for_the_longest_time_waits(
         self, app: App, caplog: pytest.LogCaptureFixture
     ) -> None:
         @app.server.task
@@ -131,7 +131,7 @@ class WorkerConformance(QueueConformance):
         wait_until(lambda: app.server.inspect.queues()[0].delayed == 2, what="two delayed")
         assert "Traceback" not in caplog.text
 
-    def test_an_error_of_megabytes_is_cut_and_reaches_its_callback(
+    def test_error_text_of_megabytes_is_cut_for_its_callback(
         self, app: App, caplog: pytest.LogCaptureFixture
     ) -> None:
         @app.server.task
@@ -155,7 +155,7 @@ class WorkerConformance(QueueConformance):
         assert "ValueError: ééé" in failed.value.traceback
         assert all(len(line.encode()) < 2000 for line in caplog.text.split("\n"))
 
-    def test_the_first_retry_waits_a_second(self, app: App) -> None:
+    def test_first_retry_waits_a_second(self, app: App) -> None:
         @app.server.task(retries=1)
         def flaky() -> str:
             task = current_task()
@@ -170,7 +170,7 @@ class WorkerConformance(QueueConformance):
 
     # Time
 
-    def test_an_eta_is_waited_for(self, app: App) -> None:
+    def test_task_with_an_eta_runs_at_it(self, app: App) -> None:
         delayed = app.add.options(delay=0.4).send(1, 2)
         at = app.server.now() + dt.timedelta(seconds=0.3)
         exact = app.server.send_task(app.add.signature(2, 2).replace(eta=at))
@@ -183,13 +183,13 @@ class WorkerConformance(QueueConformance):
         assert started is not None
         assert started >= at
 
-    def test_an_eta_far_away_does_not_keep_others_waiting(self, app: App) -> None:
+    def test_distant_eta_delays_no_other_task(self, app: App) -> None:
         far = app.add.options(delay=dt.timedelta(days=400)).send(1, 2)
         near = app.add.options(delay=0.1).send(2, 2)
         assert near.get(timeout=HANG) == 4
         assert far.get_state().state is State.PENDING
 
-    def test_an_expired_task_is_not_started(self, idle: App) -> None:
+    def test_expired_task_is_not_started(self, idle: App) -> None:
         late = idle.note.options(expires=0.01).send("late")
         fine = idle.add.options(expires=dt.timedelta(hours=1)).send(1, 2)
         moment = idle.server.now() + dt.timedelta(seconds=0.02)
@@ -201,9 +201,7 @@ class WorkerConformance(QueueConformance):
             assert fine.get(timeout=HANG) == 3
         assert idle.calls == []
 
-    def test_a_run_past_its_time_limit_is_retried_whatever_is_retried_besides(
-        self, app: App
-    ) -> None:
+    def test_run_past_its_time_limit_is_always_retried(self, app: App) -> None:
         @app.server.task(time_limit=0.2, retries=1, backoff=[0.0], retry_on=(ConnectionError,))
         def slow() -> int:
             while current_task().attempt == 1:
@@ -212,7 +210,7 @@ class WorkerConformance(QueueConformance):
 
         assert slow.send().get(timeout=HANG) == 2
 
-    def test_a_run_ends_at_its_time_limit(self, app: App) -> None:
+    def test_run_ends_at_its_time_limit(self, app: App) -> None:
         @app.server.task(time_limit=0.2)
         def stuck() -> None:
             try:
@@ -232,7 +230,7 @@ class WorkerConformance(QueueConformance):
         wait_until(lambda: ("told",) in app.calls)
         assert app.add.send(1, 2).get(timeout=HANG) == 3
 
-    def test_nobody_waits_in_the_dark(self, idle: App) -> None:
+    def test_timeout_error_of_get_names_the_last_state(self, idle: App) -> None:
         result = idle.add.send(1, 2)
         text = r"no result of task_\S+ after 0\.1 s; last state PENDING, no worker on '"
         with pytest.raises(ResultTimeout, match=text):
@@ -242,7 +240,7 @@ class WorkerConformance(QueueConformance):
 
     # Workers
 
-    def test_results_are_found_by_uuid_from_another_server(self, app: App) -> None:
+    def test_result_is_found_by_uuid_from_another_server(self, app: App) -> None:
         uuid = app.add.send(1, 2).uuid
         other = app.another()
 
@@ -251,7 +249,7 @@ class WorkerConformance(QueueConformance):
             other.server.result("task_unheard-of").get(timeout=HANG)
         other.server.close()
 
-    def test_functions_and_coroutines_run_beside_each_other(self, app: App) -> None:
+    def test_functions_and_coroutines_run_in_one_worker(self, app: App) -> None:
         meeting = threading.Barrier(2)
 
         @app.server.task
@@ -265,7 +263,7 @@ class WorkerConformance(QueueConformance):
         results = [here.send(), there.send()]
         assert sorted(result.get(timeout=HANG) for result in results) == [0, 1]
 
-    def test_a_coroutine_can_fail_retry_and_use_its_context(self, app: App) -> None:
+    def test_coroutine_can_fail_retry_and_use_its_context(self, app: App) -> None:
         @app.server.task(retries=1, backoff=[0.0])
         async def flaky(ctx: Context) -> list[Any]:
             await asyncio.sleep(0)
@@ -281,7 +279,7 @@ class WorkerConformance(QueueConformance):
         with pytest.raises(TaskFailed, match="async"):
             broken.send().get(timeout=HANG)
 
-    def test_two_workers_share_the_work_and_run_nothing_twice(self, app: App) -> None:
+    def test_two_workers_run_no_task_twice(self, app: App) -> None:
         other = app.another()
         with other.running():
             results = [app.note.send(i) for i in range(200)]
@@ -301,7 +299,7 @@ class WorkerConformance(QueueConformance):
         assert sorted(place for place, _ in workers) == [0, 1]
         other.server.close()
 
-    def test_a_worker_serves_its_queues_only_and_in_order(self, idle: App) -> None:
+    def test_worker_serves_its_queues_only_and_in_order(self, idle: App) -> None:
         for number in range(3):
             idle.note.options(queue="low").send("low", number)
             idle.note.options(queue="high").send("high", number)
@@ -321,19 +319,19 @@ class WorkerConformance(QueueConformance):
         with idle.server.new_custom_queue_worker("w", 1, "other"):
             other.get(timeout=HANG)
 
-    def test_the_greater_priority_runs_first(self, idle: App) -> None:
+    def test_greater_priority_runs_first(self, idle: App) -> None:
         for priority in (0, 9, 5):
             idle.note.options(priority=priority).send(priority)
         with idle.running(concurrency=1):
             wait_until(lambda: len(idle.calls) == 3)
         assert idle.calls == [(9,), (5,), (0,)]
 
-    def test_a_burst_ends_when_there_is_nothing_left(self, idle: App) -> None:
+    def test_burst_worker_ends_when_its_queues_are_empty(self, idle: App) -> None:
         result = (idle.add.signature(1, 1) | idle.add.partial(1)).send()
         assert idle.running(burst=True).launch(signals=False) == 0
         assert result.get(timeout=0) == 3
 
-    def test_an_orderly_end_lets_running_tasks_finish(self, idle: App) -> None:
+    def test_stopping_worker_lets_running_tasks_finish(self, idle: App) -> None:
         worker = idle.running()
         worker.start()
         result = idle.wait.send("gate")
@@ -345,7 +343,7 @@ class WorkerConformance(QueueConformance):
         assert not stopping.is_alive()
         assert result.get(timeout=0) == "gate"
 
-    def test_what_is_not_finished_in_time_is_run_by_another(self, idle: App) -> None:
+    def test_task_unfinished_at_shutdown_is_run_by_another_worker(self, idle: App) -> None:
         worker = idle.running(shutdown_timeout=0.0)
         worker.start()
         result = idle.wait.send("gate")
@@ -357,7 +355,7 @@ class WorkerConformance(QueueConformance):
             idle.gate("gate").set()
             assert result.get(timeout=HANG) == "gate"
 
-    def test_a_worker_can_be_seen_while_it_lives(self, idle: App) -> None:
+    def test_running_worker_is_listed(self, idle: App) -> None:
         assert idle.server.inspect.workers() == []
         with idle.running(name="ada"):
             (found,) = idle.server.inspect.workers()

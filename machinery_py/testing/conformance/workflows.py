@@ -41,11 +41,11 @@ class LinkedConformance(ChainConformance):
 
     # Groups
 
-    def test_the_results_of_a_group_are_in_its_order(self, app: App) -> None:
+    def test_group_results_are_in_the_order_of_members(self, app: App) -> None:
         result = group(app.add.signature(i, i) for i in range(20)).send()
         assert result.get(timeout=HANG) == [2 * i for i in range(20)]
 
-    def test_a_group_result_is_made_of_results(self, app: App) -> None:
+    def test_group_result_holds_a_result_per_member(self, app: App) -> None:
         members = group(app.add.signature(1, 1), app.note.signature(), app.pair.signature("a", 1))
         result = app.server.send_group(members, send_concurrency=10)
         assert type(result) is GroupResult
@@ -55,11 +55,11 @@ class LinkedConformance(ChainConformance):
         states = app.server.backend.group_task_states(result.uuid)
         assert [state.task_uuid for state in states] == [one.uuid for one in result]
 
-    def test_a_group_of_one(self, app: App) -> None:
+    def test_group_of_one_member_runs(self, app: App) -> None:
         assert group(app.add.signature(1, 1)).send().get(timeout=HANG) == [2]
         assert (group(app.add.signature(1, 1)) | app.add.partial(1)).send().get(timeout=HANG) == 3
 
-    def test_a_failed_member_is_what_a_group_ends_in(self, app: App) -> None:
+    def test_group_with_a_failed_member_raises_its_error(self, app: App) -> None:
         result = app.server.send_group(group(app.add.signature(1, 1), app.fail.signature("member")))
         with pytest.raises(TaskFailed, match="member") as caught:
             result.get(timeout=HANG)
@@ -68,7 +68,7 @@ class LinkedConformance(ChainConformance):
 
     # Chords
 
-    def test_a_callback_gets_all_results_in_order_at_the_end(self, app: App) -> None:
+    def test_chord_callback_gets_all_results_in_order(self, app: App) -> None:
         sums = group(app.add.signature(1, 1), app.add.signature(5, 5))
         assert (sums | app.multiply.partial()).send().get(timeout=HANG) == 20
 
@@ -78,7 +78,7 @@ class LinkedConformance(ChainConformance):
         app.server.send_chord(chord(members, app.note.partial("cb")), 10).get(timeout=HANG)
         assert app.calls[-1] == ("cb", "a", 1, [1, 2])
 
-    def test_a_chord_result_knows_group_and_callback(self, app: App) -> None:
+    def test_chord_result_has_group_and_callback(self, app: App) -> None:
         members = group(app.add.signature(1, 1), app.add.signature(2, 2))
         result = app.server.send_chord(chord(members, app.add.partial()))
         assert type(result) is ChordResult
@@ -86,20 +86,20 @@ class LinkedConformance(ChainConformance):
         assert result.group.get(timeout=HANG) == [2, 4]
         assert result.callback.get(timeout=HANG) == 6
 
-    def test_a_large_chord(self, app: App) -> None:
+    def test_large_chord_runs(self, app: App) -> None:
         members = group(app.add.signature(i, 1) for i in range(1000))
         collected = chord(members, app.total.partial(), collect=True).send()
         assert collected.get(timeout=HANG) == sum(range(1, 1001))
         assert chord(members, app.count.partial("x")).send().get(timeout=HANG) == 1001
 
-    def test_a_callback_may_get_one_list(self, app: App) -> None:
+    def test_chord_callback_can_get_one_list(self, app: App) -> None:
         members = group(app.add.signature(1, 1), app.note.signature(), app.pair.signature("a", 1))
         chord(members, app.note.partial("cb"), collect=True).send().get(timeout=HANG)
         ((tag, found),) = [call for call in app.calls if call]
         assert tag == "cb"
         assert [found[0], found[1], list(found[2])] == [2, None, ["a", 1]]
 
-    def test_an_immutable_callback_gets_nothing(self, app: App) -> None:
+    def test_immutable_chord_callback_gets_no_results(self, app: App) -> None:
         members = [app.add.signature(1, 1), app.add.signature(2, 2)]
         callback = app.note.partial("cb").replace(immutable=True)
         chord(group(*members), callback).send().get(timeout=HANG)
@@ -108,7 +108,7 @@ class LinkedConformance(ChainConformance):
         chord(group(*immutable), app.note.partial("cb")).send().get(timeout=HANG)
         assert app.calls == [("cb",), ("cb", 2, 4)]
 
-    def test_the_callback_runs_once_though_members_retry(self, app: App) -> None:
+    def test_chord_callback_runs_once_when_members_retry(self, app: App) -> None:
         @app.server.task(retries=2, backoff=[0.0])
         def flaky(value: int) -> int:
             if current_task().attempt < 3:
@@ -120,14 +120,14 @@ class LinkedConformance(ChainConformance):
         app.wait_until_idle()
         assert app.calls == [("cb", 0, 1, 2, 3, 4)]
 
-    def test_a_callback_has_callbacks_of_its_own(self, app: App) -> None:
+    def test_chord_callback_has_callbacks(self, app: App) -> None:
         members = group(app.add.signature(1, 1), app.add.signature(2, 2))
         callback = app.add.partial().then(app.note.partial("then"))
         assert chord(members, callback).send().get(timeout=HANG) == 6
         app.wait_until_idle()
         assert app.calls == [("then", 6)]
 
-    def test_a_chord_with_a_failed_member_fails(self, app: App) -> None:
+    def test_chord_with_a_failed_member_fails(self, app: App) -> None:
         callback = app.note.partial("never").catch(app.note.partial("caught"))
         members = group(app.add.signature(1, 1), app.fail.signature("member"))
         result = app.server.send_chord(chord(members, callback))
@@ -141,7 +141,7 @@ class LinkedConformance(ChainConformance):
         assert result.group[1].uuid in error
         assert not [call for call in app.calls if "never" in call]
 
-    def test_a_chord_whose_members_all_fail_calls_on_error_once(self, app: App) -> None:
+    def test_chord_of_failed_members_calls_on_error_once(self, app: App) -> None:
         callback = app.note.partial("never").catch(app.note.partial("caught"))
         result = chord(group(app.fail.signature(str(i)) for i in range(10)), callback).send()
         with pytest.raises(TaskFailed):
@@ -150,7 +150,7 @@ class LinkedConformance(ChainConformance):
 
     # Nesting
 
-    def test_a_group_may_be_a_step(self, app: App) -> None:
+    def test_group_can_be_a_step_of_a_chain(self, app: App) -> None:
         two = group(app.add.partial(10), app.add.partial(20))
         result = app.server.send_chain(
             app.add.signature(1, 1) | two | app.add.partial() | app.add.partial(1)
@@ -158,11 +158,11 @@ class LinkedConformance(ChainConformance):
         assert result.get(timeout=HANG) == (2 + 10) + (2 + 20) + 1
         assert [step.get(timeout=HANG) for step in result.steps] == [2, [12, 22], 34, 35]
 
-    def test_a_chain_may_end_in_a_group(self, app: App) -> None:
+    def test_chain_can_end_in_a_group(self, app: App) -> None:
         two = group(app.add.partial(10), app.add.partial(20))
         assert (app.add.signature(1, 1) | two).send().get(timeout=HANG) == [12, 22]
 
-    def test_members_may_be_chains(self, app: App) -> None:
+    def test_members_of_a_group_can_be_chains(self, app: App) -> None:
         members = group(
             app.add.signature(1, 1) | app.add.partial(10),
             app.add.signature(2, 2) | app.add.partial(20) | app.add.partial(0),
@@ -170,13 +170,13 @@ class LinkedConformance(ChainConformance):
         assert members.send().get(timeout=HANG) == [12, 24]
         assert (members | app.multiply.partial()).send().get(timeout=HANG) == 12 * 24
 
-    def test_a_member_may_have_a_chord_inside(self, app: App) -> None:
+    def test_member_of_a_group_can_contain_a_chord(self, app: App) -> None:
         inner = group(app.add.signature(1, 1), app.add.signature(2, 2)) | app.add.partial()
         members = group(inner, app.add.signature(5, 5))
         assert members.send().get(timeout=HANG) == [6, 10]
         assert (members | app.multiply.partial()).send().get(timeout=HANG) == 60
 
-    def test_chords_may_follow_chords(self, app: App) -> None:
+    def test_chord_can_follow_a_chord(self, app: App) -> None:
         one = app.add.partial()
         result = (
             app.add.signature(1, 1)
@@ -187,7 +187,7 @@ class LinkedConformance(ChainConformance):
         ).send()
         assert result.get(timeout=HANG) == 3 * 7 + 6
 
-    def test_a_break_in_front_of_a_group_ends_the_chord_behind_it(self, app: App) -> None:
+    def test_failure_before_a_group_fails_the_chord_behind_it(self, app: App) -> None:
         callback = app.add.partial().catch(app.note.partial("caught"))
         result = app.server.send_chain(
             app.fail.signature("first")
@@ -203,7 +203,7 @@ class LinkedConformance(ChainConformance):
         app.wait_for_state(result.steps[2].uuid, State.FAILURE)
         assert not [call for call in app.calls if "never" in call]
 
-    def test_a_break_inside_a_member_ends_the_chord(self, app: App) -> None:
+    def test_failure_inside_a_member_fails_the_chord(self, app: App) -> None:
         callback = app.note.partial("never").catch(app.note.partial("caught"))
         members = group(
             app.add.signature(1, 1),
@@ -217,7 +217,7 @@ class LinkedConformance(ChainConformance):
         assert result.callback.get_state().state is State.FAILURE
         assert not [call for call in app.calls if "never" in call]
 
-    def test_a_chord_inside_a_chord_that_breaks_ends_both(self, app: App) -> None:
+    def test_failure_of_an_inner_chord_fails_the_outer_one(self, app: App) -> None:
         inner = group(app.add.signature(1, 1), app.fail.signature("deep")) | app.add.partial()
         callback = app.note.partial("never").catch(app.note.partial("caught"))
         result = app.server.send_chord(chord(group(inner, app.add.signature(5, 5)), callback))
@@ -229,7 +229,7 @@ class LinkedConformance(ChainConformance):
 
     # Everything else
 
-    def test_what_can_never_work_is_refused_where_it_is_made(self, app: App) -> None:
+    def test_impossible_workflow_is_refused_when_it_is_made(self, app: App) -> None:
         task = app.add.partial()
         for make in (
             chain,
@@ -244,14 +244,14 @@ class LinkedConformance(ChainConformance):
         with pytest.raises(WorkflowError, match=r"use server.send_chain"):
             (Signature.of("add", 1, 1) | Signature.of("add", 1)).send()
 
-    def test_a_workflow_made_by_hand_is_sent_through_the_server(self, app: App) -> None:
+    def test_workflow_made_by_hand_is_sent_by_the_server(self, app: App) -> None:
         add: Any = Signature.of
         two = group(add("add", 1, 1), add("add", 2, 2))
         assert app.server.send_chain(chain(add("add", 1, 1), add("add", 1))).get(timeout=HANG) == 3
         assert app.server.send_group(two).get(timeout=HANG) == [2, 4]
         assert app.server.send_chord(chord(two, add("add"))).get(timeout=HANG) == 6
 
-    def test_one_workflow_can_be_sent_twice(self, app: App) -> None:
+    def test_workflow_can_be_sent_twice(self, app: App) -> None:
         two = group(app.add.partial(1), app.add.partial(2))
         steps = app.add.signature(1, 1) | two | app.add.partial()
         first, second = steps.send(), steps.send()
@@ -272,7 +272,7 @@ class LinkedConformance(ChainConformance):
 class WorkflowConformance(LinkedConformance, WorkerConformance):
     """Everything: single tasks, workers, and what tasks can be linked to."""
 
-    def test_a_chord_with_a_failed_member_ends_at_once(self, app: App) -> None:
+    def test_chord_ends_at_once_when_a_member_fails(self, app: App) -> None:
         callback = app.note.partial("never").catch(app.note.partial("caught"))
         members = group(app.wait.signature("slow"), app.fail.signature("member"))
         result = app.server.send_chord(chord(members, callback))
@@ -289,14 +289,14 @@ class WorkflowConformance(LinkedConformance, WorkerConformance):
         assert len(app.wait_for("caught")) == 1
         assert not [call for call in app.calls if "never" in call]
 
-    def test_a_group_with_a_failed_member_ends_at_once(self, app: App) -> None:
+    def test_group_ends_at_once_when_a_member_fails(self, app: App) -> None:
         members = group(app.wait.signature("slow"), app.fail.signature("member"))
         result = app.server.send_group(members)
         with pytest.raises(TaskFailed, match="member"):
             result.get(timeout=HANG)
         assert not result[0].is_finished()
 
-    def test_a_chain_that_is_not_over_has_no_result_yet(self, app: App) -> None:
+    def test_unfinished_chain_has_no_result(self, app: App) -> None:
         result = app.server.send_chain(chain(app.wait.signature("gate"), app.note.partial("last")))
         wait_until(lambda: ("wait", "gate") in app.calls)
         assert result.touch() is None
@@ -306,7 +306,7 @@ class WorkflowConformance(LinkedConformance, WorkerConformance):
         assert result.is_finished()
 
     @pytest.mark.parametrize("shape", ["chain", "chord", "chord in a chain", "chains in a group"])
-    def test_the_last_task_can_be_asked_for_from_the_start(self, idle: App, shape: str) -> None:
+    def test_last_result_of_a_chain_exists_from_the_start(self, idle: App, shape: str) -> None:
         """`server.result(uuid)` in another process, which knows nothing of the steps in front of it."""
 
         def flow(first: Signature[Any]) -> Any:
@@ -341,7 +341,7 @@ class WorkflowConformance(LinkedConformance, WorkerConformance):
             assert ends[0].get(timeout=HANG) == good.get(timeout=HANG)
             assert ends[0].get(timeout=HANG) == ("open" if shape == "chain" else 2)
 
-    def test_a_step_that_is_sent_again_mends_its_chain(self, app: App) -> None:
+    def test_replayed_step_continues_its_chain(self, app: App) -> None:
         @app.server.task
         def shaky(number: int) -> int:
             app.calls.append(("shaky", number))
@@ -358,7 +358,7 @@ class WorkflowConformance(LinkedConformance, WorkerConformance):
         assert app.server.result(result.uuid).get(timeout=HANG) == 7
         assert app.server.backend.get_state(result.uuid).task_name == "echo"
 
-    def test_a_revoked_step_breaks_the_chain(self, app: App) -> None:
+    def test_revoked_step_ends_its_chain(self, app: App) -> None:
         result = app.server.send_chain(chain(app.wait.signature("gate"), app.note.partial("never")))
         result.revoke()
         app.gate("gate").set()
@@ -367,7 +367,7 @@ class WorkflowConformance(LinkedConformance, WorkerConformance):
         app.wait_until_idle()
         assert not [call for call in app.calls if "never" in call]
 
-    def test_two_workers_share_a_chord(self, app: App) -> None:
+    def test_two_workers_run_one_chord(self, app: App) -> None:
         other = app.another()
         with other.running():
             for _ in range(3):
@@ -376,7 +376,7 @@ class WorkflowConformance(LinkedConformance, WorkerConformance):
                 assert result.get(timeout=HANG) == sum(range(1, 101))
         other.server.close()
 
-    def test_many_chords_beside_each_other_each_call_back_once(self, app: App) -> None:
+    def test_each_of_many_chords_calls_back_once(self, app: App) -> None:
         results = [
             chord(group(app.echo.signature(i) for _ in range(3)), app.note.partial("cb", i)).send()
             for i in range(50)

@@ -47,7 +47,7 @@ class TestAMQPBroker(BrokerConformance):
     def open_broker(self, open_brokers: Brokers) -> OpenBroker:
         return open_brokers
 
-    def test_nothing_is_early_and_nothing_late(
+    def test_delayed_message_is_neither_early_nor_late(
         self, broker: Broker, consumer: Consumer, clock: ManualClock
     ) -> None:
         """By the server's own time: on a slow machine more of it passes than the clock here says."""
