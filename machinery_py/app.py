@@ -24,13 +24,13 @@ from machinery_py.errors import (
 )
 from machinery_py.events import EventBus, TaskSent
 from machinery_py.locks.named import LockKeeper
-from machinery_py.names import check_message, check_uuid
-from machinery_py.registry.outcomes import Arrived, Failed, FollowUp, failing, follow_up
+from machinery_py.names import check_call, check_message, check_uuid, is_made
+from machinery_py.registry.outcomes import ALONE, Arrived, Failed, FollowUp, failing, follow_up
 from machinery_py.registry.registry import Registry
 from machinery_py.stores.base import Refusal, Store, Submission
 from machinery_py.stores.open import Stores
 from machinery_py.tasks.backoff import full_jitter
-from machinery_py.tasks.context import check_time, on_behalf_of, task_or_none
+from machinery_py.tasks.context import RUNNING, check_time, on_behalf_of
 from machinery_py.tasks.signature import Lazy, Signature, counted, new_uuid
 from machinery_py.tasks.states import Arrival, GroupMeta, State, TaskState
 from machinery_py.texts import get_logger
@@ -170,7 +170,7 @@ class Application:
                 uuid=signature.uuid or new_uuid(),
                 routing_key=signature.routing_key or self.config.default_queue,
             )
-        if task_or_none() is not None:
+        if RUNNING.get() is not None:
             signature = self.inheriting(signature)
         if signature.headers:
             signature = counted(signature, self.clock.now())
@@ -181,7 +181,7 @@ class Application:
     def inheriting(self, signature: Signature[Any]) -> Signature[Any]:
         """With the headers that it takes over from the task that sends it: trace context, and those that the configuration
         names. Its own of the same name win; ours are never taken over."""
-        task = task_or_none()
+        task = RUNNING.get()
         if task is None or not task.signature.headers:
             return signature
         prefixes = tuple(filter(None, map(str.strip, self.config.inherited_headers.split(","))))
@@ -200,29 +200,19 @@ class Application:
         Raises:
             NameRefused: one cannot be used.
         """
-        default = self.config.default_queue
-        check_message(
-            signature.routing_key,
-            default,
-            name=signature.name,
-            uuid=signature.uuid,
-            group_uuid=signature.group_uuid,
-        )
-        waiting = (
-            [signature]
-            if signature.on_success or signature.on_error or signature.chord_callback is not None
-            else []
-        )
+        waiting = [signature]
         while waiting:
             one = waiting.pop()
-            if one is not signature:
+            if one.group_uuid or not is_made(one.uuid):
                 check_message(
                     one.routing_key,
-                    default,
+                    self.config.default_queue,
                     name=one.name,
                     uuid=one.uuid,
                     group_uuid=one.group_uuid,
                 )
+            else:
+                check_call(one.name, one.routing_key)
             for nested in (one.on_success, one.on_error):
                 if nested and type(nested) is not Lazy:
                     waiting += nested
@@ -294,11 +284,12 @@ class Application:
                     token=new_uuid(""), messages=out.messages, states=out.states, groups=out.groups
                 )
             )
-            self.tell_sent(out.signatures)
+            if TaskSent in self.events.wanted:
+                self.report_sent(out.signatures)
 
-    def tell_sent(self, signatures: Sequence[Signature[Any]]) -> None:
+    def report_sent(self, signatures: Sequence[Signature[Any]]) -> None:
         """Emit the events of signatures that have been published."""
-        if signatures and self.events.wants(TaskSent):
+        if TaskSent in self.events.wanted:
             for signature in signatures:
                 self.events.emit(TaskSent(signature=signature))
 
@@ -318,7 +309,8 @@ class Application:
         unknown: PublishUnknown | None = None
         failure: MachineryError
         while True:
-            check_time()
+            if RUNNING.get() is not None:
+                check_time()
             try:
                 return publish()
             except PublishUnknown as error:
@@ -362,7 +354,13 @@ class Application:
 
 
 def pending(signature: Signature[Any], now: dt.datetime) -> TaskState:
-    """The state that a signature has when it is published."""
+    """Return the state that a signature has when it is published."""
+    has_more = (
+        signature.headers
+        or signature.on_success
+        or signature.on_error
+        or signature.chord_callback is not None
+    )
     return TaskState(
         task_uuid=signature.uuid,
         task_name=signature.name,
@@ -372,7 +370,7 @@ def pending(signature: Signature[Any], now: dt.datetime) -> TaskState:
         attempt=signature.attempt,
         queue=signature.routing_key,
         eta=signature.eta,
-        message=failing(signature),
+        message=failing(signature) if has_more else ALONE,
     )
 
 

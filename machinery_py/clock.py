@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import datetime as dt
+import functools
 import time
 from typing import Protocol
 
 UTC = dt.timezone.utc
-_utc = dt.timezone.utc
-_now = dt.datetime.now
 _EPOCH = dt.datetime(1970, 1, 1, tzinfo=UTC)
 
 
@@ -38,11 +37,8 @@ class Clock(Protocol):
 class SystemClock:
     """The clock of this machine."""
 
-    def now(self) -> dt.datetime:
-        return _now(_utc)
-
-    def monotonic(self) -> float:
-        return time.monotonic()
+    now = staticmethod(functools.partial(dt.datetime.now, UTC))
+    monotonic = staticmethod(time.monotonic)
 
 
 SYSTEM_CLOCK = SystemClock()

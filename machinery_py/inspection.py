@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import sys
 from collections.abc import Sequence
 
 import msgspec
@@ -59,6 +60,32 @@ class TaskReport(msgspec.Struct, frozen=True, kw_only=True):
 
     state: TaskState
     signature: Signature[object] | None = None
+
+
+def worker_hint(app: Application, queue: str) -> tuple[str, str]:
+    """Return why nobody runs the tasks of a queue, and what to type; empty if somebody does."""
+    default = app.config.default_queue
+    queue = queue or default
+    broker = app.store.broker
+    try:
+        if queue in broker.paused():
+            return f"{queue!r} is paused", f"resume it: machinery resume {_module(app)} {queue}"
+        if any(queue in worker.queues for worker in broker.workers()):
+            return "", ""
+    except MachineryError:
+        return "", ""
+    other = "" if queue == default else f" -Q {queue}"
+    return f"no worker on {queue!r}", f"start one: machinery worker {_module(app)}{other}"
+
+
+def _module(app: Application) -> str:
+    """Return the application as the command line names it."""
+    unknown = "<your module>"
+    module = next((task.__module__ for task in app.registry), unknown)
+    if module == "__main__":
+        path = getattr(sys.modules["__main__"], "__file__", unknown)
+        module = path.rpartition("/")[2].removesuffix(".py")
+    return module
 
 
 class Inspector:

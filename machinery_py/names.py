@@ -98,7 +98,7 @@ def check_message(*queues: str, name: str, uuid: str, group_uuid: str) -> None:
     Raises:
         NameRefused: for the first that cannot be used.
     """
-    _check_call(name, queues[0])
+    check_call(name, queues[0])
     if uuid and not is_made(uuid):
         check_uuid(uuid, *queues)
     if group_uuid:
@@ -106,7 +106,8 @@ def check_message(*queues: str, name: str, uuid: str, group_uuid: str) -> None:
 
 
 @functools.lru_cache(maxsize=4096)
-def _check_call(name: str, queue: str) -> None:
+def check_call(name: str, queue: str) -> None:
+    """Check the names of a task and of its queue, if it has one; good ones are remembered."""
     check_task(name)
     if queue:
         check_queue(queue)

@@ -86,8 +86,8 @@ def _end_waiting(app: Application, state: TaskState) -> bool:
     firing, sent = end_unheld(app, signature, REVOKED, state)
     if not fire(app, firing):
         return False  # it has begun, or ended
-    app.tell_sent(sent)
-    if app.events.wants(TaskFailed):
+    app.report_sent(sent)
+    if TaskFailed in app.events.wanted:
         app.events.emit(
             TaskFailed(
                 signature=signature, worker="", error=REVOKED.error, error_type=REVOKED.error_type

@@ -1,4 +1,7 @@
-"""The Server: where tasks are registered and sent from. It opens nothing and starts no thread before it is needed."""
+"""Server: registers and sends tasks, finds results, makes workers.
+
+It opens nothing and starts no thread before that is needed.
+"""
 
 from __future__ import annotations
 
@@ -13,30 +16,35 @@ from machinery_py.backends.base import Backend, Listener
 from machinery_py.brokers.base import Broker
 from machinery_py.clock import SYSTEM_CLOCK, Clock
 from machinery_py.config.config import Config, resolve
-from machinery_py.errors import MachineryError
 from machinery_py.events import EventBus
-from machinery_py.inspection import Inspector
+from machinery_py.inspection import Inspector, worker_hint
 from machinery_py.locks.named import NamedLock
 from machinery_py.queues import Queues
+from machinery_py.registry.calls import needs_check
+from machinery_py.registry.options import TaskOptions, TaskSettings
 from machinery_py.registry.task import (
+    Anything,
     AsyncTask,
-    SamenessOptions,
+    PeriodicDecorator,
     Task,
-    TaskSettings,
-    check_settings,
+    TaskDecorator,
 )
-from machinery_py.results.async_results import AsyncResult, ChainResult, ChordResult, GroupResult
+from machinery_py.results.async_results import (
+    AsyncResult,
+    ChainResult,
+    ChordResult,
+    GroupResult,
+    result_of,
+)
 from machinery_py.results.waiter import AsyncWaiters
 from machinery_py.revocation import revoke
-from machinery_py.schedules.api import Schedules
-from machinery_py.schedules.declared import Anything, Declaring, TaskDecorator
+from machinery_py.schedules.api import PeriodicOptions, Schedules, definition_of
 from machinery_py.schedules.scheduler import Declared
-from machinery_py.tasks.backoff import Backoff
 from machinery_py.tasks.context import Context
-from machinery_py.tasks.signature import Chain, Signature, Step
-from machinery_py.tasks.workflow import Group, Plan, PlannedStep, link
+from machinery_py.tasks.signature import HEADER_UNIQUE, Chain, Signature, Step
+from machinery_py.tasks.workflow import Group, chain, chord, group, link
 from machinery_py.texts import get_logger
-from machinery_py.unique import is_unique, send_unique
+from machinery_py.unique import send_unique
 from machinery_py.worker.chords import settle_ready_groups
 from machinery_py.worker.inline import Inline
 from machinery_py.worker.worker import Worker
@@ -48,14 +56,19 @@ R = TypeVar("R")
 AroundTask = Callable[[Signature[object]], Iterator[None]]
 
 
-class Server(Declaring):
+class Server:
     """One application: its tasks, and the stores that they go through. May be used from any thread.
 
     Args:
-        config: a URL that is broker, result backend and lock at once, or a Config; without it MACHINERY_* variables and
-            the file that MACHINERY_CONFIG names are asked, and last the embedded default, `sqlite:///machinery.db`.
-        broker, result_backend, lock: URLs, each for itself.
-        clock: where the time is taken from; tests have their own.
+        config: a URL that is broker, result backend and lock at once, or a Config. By default the
+            variables MACHINERY_*, then the file that MACHINERY_CONFIG names, then the embedded
+            `sqlite:///machinery.db`.
+        broker, result_backend, lock: one URL each, in place of that of `config`.
+        clock: source of the time, for tests.
+
+    Attributes:
+        inspect: queues, workers and tasks, to look at and to act on.
+        schedules: schedules at run time: list, add, change, pause, remove.
 
     Raises:
         ConfigError: a setting or URL cannot be used. Nothing is connected yet.
@@ -83,7 +96,7 @@ class Server(Declaring):
         self.schedules = Schedules(self.app, self.declared)
         self._waiters: AsyncWaiters | None = None
         self._inline = Inline(self.app, self._all_queues, name="eager")
-        self._told_loop = self._is_warned = False
+        self._noted_loop = self._noted_memory = False
         self.app.attach(self._inline.drain)
 
     # What it consists of
@@ -144,79 +157,26 @@ class Server(Declaring):
         self,
         name: str | None = None,
         /,
-        *,
-        queue: str = "",
-        retries: int = 0,
-        backoff: Backoff = "fibonacci",
-        retry_on: type[BaseException] | Sequence[type[BaseException]] | None = None,
-        time_limit: float | None = None,
-        priority: int = 0,
-        ignore_result: bool = False,
-        **sameness: Unpack[SamenessOptions],
+        **options: Unpack[TaskOptions],
     ) -> TaskDecorator: ...
-    def task(
-        self,
-        function: Any = None,
-        /,
-        *,
-        queue: str = "",
-        retries: int = 0,
-        backoff: Backoff = "fibonacci",
-        retry_on: Any = None,
-        time_limit: float | None = None,
-        priority: int = 0,
-        ignore_result: bool = False,
-        **sameness: Unpack[SamenessOptions],
-    ) -> Any:
+    def task(self, function: Any = None, /, **options: Unpack[TaskOptions]) -> Any:
         """Register a function as a task; it can still be called as before.
 
         Its name is the function's, unless one is given: `@server.task("billing.charge")`.
 
         Args:
-            queue: where its calls go; by default the configured queue.
-            retries: tries after the first (Go's RetryCount).
-            backoff: "fibonacci" (Go's: 1, 2, 3, 5 s …), "exponential", seconds for each try, or a function of the try.
-            retry_on: only these exceptions are retried; by default all but NoRetry and wrong arguments.
-            time_limit: seconds one run may take.
-            priority: 0 to 255, the higher first.
-            ignore_result: keep no results, only the state; callbacks, the next step and a chord's callback get them all the same.
-            sameness: `unique`, `exclusive` and what belongs to them; see SamenessOptions.
+            options: see TaskOptions.
 
         Raises:
             TaskAlreadyRegistered: the name belongs to another function.
-            TypeError, ValueError: an option is unknown, or has a value that is none of its.
+            TypeError, ValueError: an option is unknown, or its value makes no sense.
         """
-        settings = TaskSettings(
-            queue=queue,
-            retries=retries,
-            backoff=backoff,
-            time_limit=time_limit,
-            priority=priority,
-            retry_on=_classes(retry_on),
-            ignore_result=ignore_result,
-        ).with_sameness(function if isinstance(function, str) else "task", sameness)
+        name = function if isinstance(function, str) else ""
+        settings = TaskSettings.of(name or "task", options)
+        register = self.app.registry.register
         if callable(function):
-            return self._register(None, function, settings)
-        return lambda decorated: self._register(function, decorated, settings)
-
-    def _register(
-        self, name: str | None, function: Callable[..., Any], settings: TaskSettings
-    ) -> Task[..., Any]:
-        if isinstance(function, Task):
-            function = function.function
-        if not callable(function):
-            raise TypeError(f"{function!r} cannot be a task: Task must be a func type")
-        name = name or getattr(function, "__name__", "")
-        if not name or name == "<lambda>":
-            raise TypeError(
-                f"{function!r} has no name of its own: server.register_task(name, function)"
-            )
-        check_settings(name, settings)
-        task: Task[..., Any] = Task(name, function, settings, self)
-        if task.call.is_async:
-            task = AsyncTask(name, function, settings, self)
-        self.app.registry.add(task)
-        return task
+            return register(name, function, settings, self)
+        return lambda decorated: register(name, decorated, settings, self)
 
     def register_task(self, name: str, function: Callable[P, R]) -> Task[P, R]:
         """Register a function that you cannot or will not decorate.
@@ -224,7 +184,7 @@ class Server(Declaring):
         Raises:
             TaskAlreadyRegistered: the name belongs to another function.
         """
-        return cast("Task[P, R]", self._register(name, function, TaskSettings()))
+        return cast("Task[P, R]", self.app.registry.register(name, function, TaskSettings(), self))
 
     def register_tasks(self, tasks: Mapping[str, Callable[..., Any]]) -> None:
         """Register several functions under their names."""
@@ -238,7 +198,7 @@ class Server(Declaring):
         return self.app.registry.find(name) is not None
 
     def get_registered_task(self, name: str) -> Task[..., Any]:
-        """The task.
+        """Return the task.
 
         Raises:
             TaskNotRegistered: there is none of that name.
@@ -248,10 +208,11 @@ class Server(Declaring):
     def set_pre_publish_handler(
         self, handler: Callable[[Signature[Any]], Signature[Any] | None]
     ) -> Callable[[Signature[Any]], Signature[Any] | None]:
-        """Look at each signature before it is published, also callbacks and retries; return another one to change it.
+        """Set what looks at each signature before it is published; it may return another one.
 
-        `current_task()` gives the task that sends it: the one that runs, or has ended. There is none outside of tasks, and at a
-        chord's callback. Go calls this SetPreTaskHandler, and leaves out group members; here they pass, too.
+        Callbacks, retries and group members pass it too (Go's SetPreTaskHandler leaves these out).
+        In it `current_task()` is the task that sends: the one that runs, or has just ended. There
+        is none outside of tasks, and for a chord's callback.
         """
         self.app.pre_publish = handler
         return handler
@@ -273,16 +234,21 @@ class Server(Declaring):
             PublishUnknown: it may have been stored.
         """
         self._note_loop()
-        self.app.registry.check((signature,))
+        if needs_check(signature):
+            self.app.registry.check((signature,))
         signature = signature.with_uuid()
-        task, uuid, duplicate = self.app.registry.find(signature.name), signature.uuid, False
-        if is_unique(task, signature):
+        task = self.app.registry.find(signature.name)
+        if HEADER_UNIQUE in signature.headers:
+            is_unique = bool(signature.headers[HEADER_UNIQUE])
+        else:
+            is_unique = task is not None and task.settings.unique is not False
+        uuid, duplicate = signature.uuid, False
+        if is_unique:
             uuid, duplicate = send_unique(self.app, task, signature)
         else:
-            self.app.submit([signature])
-        return AsyncResult(
-            self, uuid, name=signature.name, queue=self._queue(signature), duplicate=duplicate
-        )
+            self.app.submit((signature,))
+        queue = signature.routing_key or self.config.default_queue
+        return AsyncResult(self, uuid, name=signature.name, queue=queue, duplicate=duplicate)
 
     send_task_async = twin(send_task)
 
@@ -293,21 +259,25 @@ class Server(Declaring):
     send_chain_async = twin(send_chain)
 
     def send_group(self, group: Group[R], send_concurrency: int = 0) -> GroupResult[R]:
-        """Publish all members in one batch; `send_concurrency` is Go's and is not needed here. Raises as `send_task`."""
+        """Publish all members in one batch. Raises as `send_task`.
+
+        Args:
+            send_concurrency: Go's; not needed here.
+        """
         del send_concurrency
         return cast("GroupResult[R]", self._send_workflow(Chain((group,))).steps[0])
 
     send_group_async = twin(send_group)
 
     def send_chord(self, chord: Chain[R], send_concurrency: int = 0) -> ChordResult[R]:
-        """Publish a group whose callback is sent when all members have succeeded. Raises as `send_task`."""
+        """Publish a group, and its callback when all members have succeeded; else as `send_group`."""
         del send_concurrency
         return cast("ChordResult[R]", self._send_workflow(chord))
 
     send_chord_async = twin(send_chord)
 
     def send(self, step: Step[Any]) -> Any:
-        """Publish whatever it is: a signature, chain, group or chord."""
+        """Publish a signature, chain, group or chord."""
         if isinstance(step, Signature):
             return self.send_task(step)
         if isinstance(step, Group):
@@ -320,49 +290,32 @@ class Server(Declaring):
         self._note_loop()
         plan = link(chain, now=self.now())
         self.app.registry.check(plan.first)
-        if not self._is_warned and any(step.is_group for step in plan.steps[:-1]):
-            self._warn_of_forgetting()
+        if not self._noted_memory and any(step.is_group for step in plan.steps[:-1]):
+            self._note_memory()
         self.app.submit(plan.first, plan.groups, plan.awaited)
-        return self._results(plan)
+        return result_of(plan, self, plan.first[0].routing_key or self.config.default_queue)
 
-    def _warn_of_forgetting(self) -> None:
-        self._is_warned = True
+    def _note_memory(self) -> None:
+        self._noted_memory = True
         features = self.backend.features
         if features.keeps and not features.durable and not features.embedded:
             logger.warning(
-                "a chord was sent whose members are counted in %s, which forgets when it restarts or is full: then "
-                "its callback is never called (name another result backend for chords that matter)",
+                "a chord was sent whose members are counted in %s, which forgets when it restarts "
+                "or is full: then its callback is never called "
+                "(name another result backend for chords that matter)",
                 features.name,
             )
 
-    def _results(self, plan: Plan) -> ChainResult[Any]:
-        steps = [self._step_result(step, plan) for step in plan.steps]
-        is_chord = len(steps) == 2 and plan.steps[0].is_group and not plan.steps[1].is_group
-        return (ChordResult if is_chord else ChainResult)(self, steps)
-
-    def _step_result(self, step: PlannedStep, plan: Plan) -> AsyncResult[Any] | GroupResult[Any]:
-        queue = self._queue(plan.first[0])
-        if not step.is_group:
-            return AsyncResult(self, step.uuids[0], name=step.names[0], queue=queue)
-        uuid = next(
-            (one.group_uuid for one in plan.groups if tuple(one.task_uuids) == tuple(step.uuids)),
-            "",
-        )
-        return GroupResult(self, uuid, step.uuids, step.names, queue=queue, leading=step.leading)
-
-    def _queue(self, signature: Signature[Any]) -> str:
-        return signature.routing_key or self.config.default_queue
-
     def _note_loop(self) -> None:
-        # Missing also while another thread is just loading it.
+        # Not there while another thread is still loading asyncio.
         running_loop = getattr(sys.modules.get("asyncio"), "get_running_loop", None)
-        if self._told_loop or running_loop is None:
+        if self._noted_loop or running_loop is None:
             return
         try:
             running_loop()
         except RuntimeError:
             return
-        self._told_loop = True
+        self._noted_loop = True
         logger.debug(
             "send() was called in a running event loop; it blocks it for one write (use send_async)"
         )
@@ -370,7 +323,7 @@ class Server(Declaring):
     # Results
 
     def result(self, uuid: str) -> AsyncResult[Any]:
-        """The result of a task that was sent some time, by any process."""
+        """Return the result of a task that any process sent."""
         return AsyncResult(self, uuid)
 
     @property
@@ -386,60 +339,103 @@ class Server(Declaring):
         return self._waiters
 
     def _listener(self) -> Listener:
-        return self.backend.listener()
+        return self.backend.listener()  # of the stores at that time
 
     def convert(self, name: str, value: Any) -> Any:
-        """A received result as the task's annotation says, if the task is known here."""
+        """Convert a received result as the task's annotation says, if the task is known here."""
         task = self.app.registry.find(name)
         return task.call.result(value) if task is not None else value
 
     def worker_hint(self, queue: str) -> tuple[str, str]:
-        """Why nobody runs the tasks of that queue, and what to type against it; empty if somebody does."""
-        queue = queue or self.config.default_queue
-        try:
-            if queue in self.broker.paused():
-                return (
-                    f"{queue!r} is paused",
-                    f"resume it: machinery resume {self._module()} {queue}",
-                )
-            served = any(queue in worker.queues for worker in self.broker.workers())
-        except MachineryError:
-            return "", ""
-        other = "" if queue == self.config.default_queue else f" -Q {queue}"
-        return (
-            ("", "")
-            if served
-            else (f"no worker on {queue!r}", f"start one: machinery worker {self._module()}{other}")
-        )
-
-    def _module(self) -> str:
-        """The application as the command line names it."""
-        module = next((task.__module__ for task in self.app.registry), "<your module>")
-        if module == "__main__":
-            module = (
-                getattr(sys.modules["__main__"], "__file__", "<your module>")
-                .rpartition("/")[2]
-                .removesuffix(".py")
-            )
-        return module
+        """Return why nobody runs the tasks of a queue, and what to type; empty if somebody does."""
+        return worker_hint(self.app, queue)
 
     def revoke(self, uuids: Sequence[str]) -> None:
-        """Revoke tasks: those that wait are FAILURE, "revoked", from now on; those that run are asked to stop."""
+        """Revoke tasks: fail those that wait as "revoked", and ask those that run to stop."""
         if revoke(self.app, list(uuids)):
             settle_ready_groups(self.app)
 
     revoke_async = twin(revoke)
 
     def lock(self, name: str, *, timeout: float | None = None, blocking: bool = True) -> NamedLock:
-        """A lock across all processes with this lock store: `with server.lock("feed-7"):`, or `async with`.
+        """Return a lock across processes: `with server.lock("feed-7"):`, or `async with`.
 
-        It is held while its holder lives, and free `lease` seconds after its holder was killed.
+        It is free `lease` seconds after its holder was killed.
 
         Args:
-            timeout: seconds to wait for it at most; then LockNotAcquired.
+            timeout: seconds to wait at most; then LockNotAcquired.
             blocking: False: do not wait at all.
         """
         return NamedLock(self.app.locks, name, timeout=timeout, blocking=blocking)
+
+    # Schedules
+
+    def periodic(
+        self, spec: str, *, name: str = "", **options: Unpack[PeriodicOptions]
+    ) -> PeriodicDecorator:
+        """Declare a schedule of a task, as a decorator above `@server.task` or a function.
+
+        @server.periodic("0 6 * * MON-FRI", tz="Europe/Berlin")
+
+        Args:
+            spec: five cron fields, six with the seconds first, `@daily`, `@every 30s`; see
+                docs/how-to/periodic.md.
+            name: of the schedule; by default the task's.
+            options: see PeriodicOptions.
+
+        Raises:
+            ScheduleError: the spec cannot be read or can never be due, or the name is taken.
+            ArgumentError: the task cannot be called without arguments.
+        """
+
+        def decorate(function: Any) -> Any:
+            task = function if isinstance(function, Task) else self.task(function)
+            step = task.signature()
+            self.declared.add(name or task.name, definition_of(spec, step, options))
+            return task
+
+        return decorate
+
+    def register_periodic_task(
+        self, spec: str, name: str, signature: Signature[Any], **options: Unpack[PeriodicOptions]
+    ) -> None:
+        """Declare a schedule that sends one task; workers send it. (Go: RegisterPeriodicTask.)
+
+        Raises:
+            ScheduleError, ArgumentError: as `periodic`.
+        """
+        self.declared.add(name, definition_of(spec, signature, options))
+
+    def register_periodic_chain(
+        self, spec: str, name: str, *signatures: Step[Any], **options: Unpack[PeriodicOptions]
+    ) -> None:
+        """Declare a schedule that sends a chain; else as `register_periodic_task`."""
+        self.declared.add(name, definition_of(spec, chain(*signatures), options))
+
+    def register_periodic_group(
+        self,
+        spec: str,
+        name: str,
+        send_concurrency: int,
+        *signatures: Step[Any],
+        **options: Unpack[PeriodicOptions],
+    ) -> None:
+        """Declare a schedule that sends a group; else as `register_periodic_task`, `send_group`."""
+        del send_concurrency
+        self.declared.add(name, definition_of(spec, group(*signatures), options))
+
+    def register_periodic_chord(
+        self,
+        spec: str,
+        name: str,
+        send_concurrency: int,
+        callback: Signature[Any],
+        *signatures: Step[Any],
+        **options: Unpack[PeriodicOptions],
+    ) -> None:
+        """Declare a schedule that sends a chord; else as `register_periodic_task`, `send_chord`."""
+        del send_concurrency
+        self.declared.add(name, definition_of(spec, chord(group(*signatures), callback), options))
 
     # Workers
 
@@ -453,15 +449,16 @@ class Server(Declaring):
         shutdown_timeout: float | None = None,
         scheduler: bool = True,
     ) -> Worker:
-        """A worker in this process, not started yet: `worker.launch()`, or `with worker:`.
+        """Return a worker in this process, not started yet: `worker.launch()`, or `with worker:`.
 
         Args:
             name: of the worker; by default host and process.
             concurrency: tasks at a time; 0 is two for each processor.
-            queues: names in strict order, or a mapping of names to weights; by default the configured ones.
+            queues: names in strict order, or a mapping of names to weights; by default those of
+                the configuration.
             burst: end when there is nothing left to do.
             shutdown_timeout: seconds that running tasks get at the end.
-            scheduler: whether it sends what schedules say; a burst worker never does.
+            scheduler: whether it sends what is due by a schedule; a burst worker never does.
         """
         return Worker(
             self.app,
@@ -474,15 +471,9 @@ class Server(Declaring):
         )
 
     def new_custom_queue_worker(self, name: str, concurrency: int, queue: str) -> Worker:
-        """A worker on one other queue; Go's name."""
+        """Return a worker on one other queue; Go's name."""
         return self.new_worker(name, concurrency, queues=(queue,))
 
     def _all_queues(self) -> list[str]:
         names = {stats.queue for stats in self.broker.stats()} | {self.config.default_queue}
         return sorted(names)
-
-
-def _classes(retry_on: Any) -> tuple[type[BaseException], ...] | None:
-    if retry_on is None or isinstance(retry_on, tuple):
-        return retry_on
-    return tuple(retry_on) if isinstance(retry_on, list) else (retry_on,)

@@ -23,7 +23,8 @@ from machinery_py.errors import (
     PublishUnknown,
     Unsupported,
 )
-from machinery_py.registry.task import Task, TaskSettings
+from machinery_py.registry.options import TaskSettings
+from machinery_py.registry.task import Task
 from machinery_py.registry.unique_keys import (
     KeyClaim,
     decode_claim,
@@ -48,13 +49,6 @@ logger = get_logger(__name__)
 _BY_DEFAULT = TaskSettings(unique=True)
 
 
-def is_unique(task: Task[..., Any] | None, signature: Signature[Any]) -> bool:
-    """Whether a key is asked for before it is sent."""
-    if signature.headers and HEADER_UNIQUE in signature.headers:
-        return bool(signature.headers[HEADER_UNIQUE])
-    return task is not None and task.settings.unique is not False
-
-
 def send_unique(
     app: Application, task: Task[..., Any] | None, signature: Signature[Any]
 ) -> tuple[str, bool]:
@@ -73,7 +67,7 @@ def send_unique(
             f"{signature.name} was not sent: its key could not be looked at: {error}"
         ) from error
     if not duplicate:
-        app.tell_sent([sending.signature])
+        app.report_sent([sending.signature])
     return sending.holder, duplicate
 
 

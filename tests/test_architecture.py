@@ -22,7 +22,7 @@ MAX_FUNCTION = 60  # lines, without the docstring
 
 #: Packages and the modules beside them. Each imports only what stands before it, in its row or above.
 ROWS: tuple[str, ...] = (
-    "texts version errors clock names async_twins",
+    "texts version errors clock names async_twins threads",
     "values",
     "tasks events queues",
     "wire",

@@ -81,6 +81,11 @@ class Delivery(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         return self.fence > 1
 
 
+def mark_of(delivery: Delivery) -> str:
+    """Return what names a delivery in a backend, so that our own repeat is told from others' work."""
+    return f"{delivery.receipt}/{delivery.fence}"
+
+
 WAITING = "waiting"  # reason of a Fate.LATER that does not count as parked: the worker knows the task, and it must wait its turn
 
 

@@ -14,7 +14,7 @@ import sys
 from typing import Any, TextIO
 
 from machinery_py.cli.output import clean, clean_lines
-from machinery_py.tasks.context import task_or_none
+from machinery_py.tasks.context import RUNNING
 from machinery_py.texts import cut
 
 TASK_FIELDS = ("task_uuid", "task_name", "attempt")
@@ -42,7 +42,7 @@ class TaskRecord(logging.LogRecord):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        context = task_or_none()
+        context = RUNNING.get()
         if context is not None:
             self.__dict__ = _Fields(
                 self.__dict__,

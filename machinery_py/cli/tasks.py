@@ -29,7 +29,8 @@ from machinery_py.tasks.states import State, TaskState
 from machinery_py.tasks.workflow import result_value
 
 if TYPE_CHECKING:
-    from machinery_py.registry.task import SendOptions, Task
+    from machinery_py.registry.options import SendOptions
+    from machinery_py.registry.task import Task
     from machinery_py.results.async_results import AsyncResult
     from machinery_py.server import Server
     from machinery_py.tasks.signature import Signature

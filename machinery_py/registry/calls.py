@@ -12,8 +12,17 @@ import msgspec
 
 from machinery_py.errors import ArgumentError
 from machinery_py.tasks.context import Context
-from machinery_py.tasks.signature import Arg
-from machinery_py.values.values import checker, converter, describe, result_of, to_python, wire_type
+from machinery_py.tasks.signature import Arg, Signature
+from machinery_py.values.go_conversions import INT64_MAX, INT64_MIN
+from machinery_py.values.values import (
+    EXACT,
+    checker,
+    converter,
+    describe,
+    result_of,
+    to_python,
+    wire_type,
+)
 from machinery_py.wire.decode import ReceivedArg
 from machinery_py.wire.signatures import checked_value
 
@@ -52,6 +61,16 @@ class Checked(tuple[Arg, ...]):
     """Arguments that were held against the parameters of their task, and need not be again."""
 
     __slots__ = ()
+
+
+def needs_check(signature: Signature[Any]) -> bool:
+    """Return whether a call, or what follows it, was not held against the parameters yet."""
+    return (
+        type(signature.args) is not Checked
+        or bool(signature.on_success)
+        or bool(signature.on_error)
+        or signature.chord_callback is not None
+    )
 
 
 class Call:
@@ -243,7 +262,14 @@ class Call:
             self._split(args) if self._named and any(arg.name for arg in args) else (args, _NONE)
         )
         try:
-            values = [to_python(arg.type, arg.value) for arg in placed]
+            values = [
+                # As the first lines of `to_python`, without a call: most arguments are such.
+                arg.value
+                if EXACT.get(arg.type) is type(arg.value)
+                and (type(arg.value) is not int or INT64_MIN <= arg.value <= INT64_MAX)
+                else to_python(arg.type, arg.value)
+                for arg in placed
+            ]
             named = (
                 {name: to_python(arg.type, arg.value) for name, arg in by_name.items()}
                 if by_name

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from machinery_py.connections.forks import ForkLock
 from machinery_py.errors import TaskAlreadyRegistered, TaskNotRegistered
-from machinery_py.registry.calls import Checked
-from machinery_py.registry.task import Task
+from machinery_py.registry.calls import needs_check
+from machinery_py.registry.options import TaskSettings, check_settings
+from machinery_py.registry.task import AsyncTask, Task, TaskSender
 from machinery_py.tasks.signature import Arg, Signature
 
 _ERROR_TEXT = Arg(type="string", value="")  # what an error callback gets in front of its arguments
@@ -20,7 +22,40 @@ class Registry:
 
     def __init__(self) -> None:
         self._tasks: dict[str, Task[..., Any]] = {}
+        #: Return the task of that name, or None.
+        self.find: Callable[[str], Task[..., Any] | None] = self._tasks.get
         self._lock = ForkLock()
+
+    def register(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        settings: TaskSettings,
+        sender: TaskSender,
+    ) -> Task[..., Any]:
+        """Make a task of a function and add it.
+
+        Args:
+            name: of the task; by default the function's.
+
+        Raises:
+            TypeError: it is no function, or has no name.
+            TaskAlreadyRegistered: as `add`.
+        """
+        if isinstance(function, Task):
+            function = function.function
+        if not callable(function):
+            raise TypeError(f"{function!r} cannot be a task: Task must be a func type")
+        name = name or getattr(function, "__name__", "")
+        if not name or name == "<lambda>":
+            raise TypeError(
+                f"{function!r} has no name of its own: server.register_task(name, function)"
+            )
+        check_settings(name, settings)
+        kind = AsyncTask if inspect.iscoroutinefunction(function) else Task
+        task: Task[..., Any] = kind(name, function, settings, sender)
+        self.add(task)
+        return task
 
     def add(self, task: Task[..., Any]) -> None:
         """Take the task in.
@@ -37,9 +72,6 @@ class Registry:
                     task.name, where=_place(old.function), suggestion=f"{module}.{task.name}"
                 )
             self._tasks[task.name] = task
-
-    def find(self, name: str) -> Task[..., Any] | None:
-        return self._tasks.get(name)
 
     def get(self, name: str) -> Task[..., Any]:
         """The task.
@@ -60,12 +92,7 @@ class Registry:
                 annotation says.
         """
         todo: list[tuple[Signature[Any], Sequence[Arg], bool]] = [
-            (one, one.args, False)
-            for one in signatures
-            if type(one.args) is not Checked
-            or one.on_success
-            or one.on_error
-            or one.chord_callback is not None
+            (one, one.args, False) for one in signatures if needs_check(one)
         ]
         seen: set[int] = set()  # the members of a group share their callback
         while todo:

@@ -1,21 +1,35 @@
-"""A registered function: the options it was given, how it is called here, and how a call of it is sent."""
+"""A registered function: how it is called here, and how a call of it is sent."""
 
 from __future__ import annotations
 
 import datetime as dt
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any, Generic, Literal, ParamSpec, Protocol, TypedDict, TypeVar, Unpack, cast
-
-import msgspec
+from typing import (
+    Any,
+    Concatenate,
+    Generic,
+    ParamSpec,
+    Protocol,
+    TypeVar,
+    Unpack,
+    cast,
+    overload,
+)
 
 from machinery_py.config.config import Config
-from machinery_py.errors import nearest
 from machinery_py.names import check_queue, check_task, check_uuid
 from machinery_py.registry import unique_keys
 from machinery_py.registry.calls import Call
+from machinery_py.registry.options import (
+    OPTION_NAMES,
+    SendOptions,
+    TaskSettings,
+    check_numbers,
+    check_word,
+    check_zone,
+    no_option,
+)
 from machinery_py.results.async_results import AsyncResult
-from machinery_py.tasks.backoff import LONGEST as LONGEST_RUN
-from machinery_py.tasks.backoff import Backoff, check_backoff
 from machinery_py.tasks.context import Context
 from machinery_py.tasks.signature import (
     HEADER_DELAY,
@@ -33,165 +47,7 @@ INTERRUPTIBLE = True  # calls user code and takes no lock, see worker/executors.
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-
-class SendOptions(TypedDict, total=False):
-    """How one call is sent.
-
-    delay: seconds or a timedelta, from when it is sent: in a workflow, when its turn has come; in a schedule, at the tick. eta:
-    aware. queue: its name. priority: 0 to 255, the higher first. expires: not started later than that many seconds (or timedelta)
-    from when it is sent, or that moment. retries: tries after the first. headers: strings that travel with the task. uuid:
-    instead of a random one. unique, on_duplicate: as for the task, with a text as the key.
-    """
-
-    delay: float | dt.timedelta
-    eta: dt.datetime
-    queue: str
-    priority: int
-    expires: float | dt.timedelta | dt.datetime
-    retries: int
-    headers: Mapping[str, str]
-    uuid: str
-    unique: bool | str
-    on_duplicate: OnDuplicate
-
-
-OnDuplicate = Literal["join", "reject", "replace"]
-Key = str | Callable[..., str]
-
-
-class SamenessOptions(TypedDict, total=False):
-    """Options for calls that are the same (docs/how-to/unique.md).
-
-    unique: one at a time is sent: True for calls with the same arguments, or the key: a text, or a function of the arguments
-    that returns it. unique_for: seconds (or a timedelta) from sending for which the key is held at most. unique_until: the key
-    is held until the task is "finish"ed (the default) or "start"ed. on_duplicate: "join" (the default), "reject" or "replace".
-
-    exclusive: one at a time is run; another call waits ("wait") or ends at once ("skip"). exclusive_key: the name of the lock,
-    or a function of the arguments that returns it; by default calls with the same arguments are the same. exclusive_timeout:
-    seconds that a call waits at most.
-    """
-
-    unique: bool | Key
-    unique_for: float | dt.timedelta
-    unique_until: Literal["finish", "start"]
-    on_duplicate: OnDuplicate
-    exclusive: Literal["wait", "skip"]
-    exclusive_key: Key
-    exclusive_timeout: float
-
-
-OPTION_NAMES = frozenset(SendOptions.__annotations__)
-
-
-class TaskSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Options of a task, from where it was registered.
-
-    Attributes:
-        retries: tries after the first, for each call that does not say otherwise.
-        backoff: how long to wait between them.
-        retry_on: which exceptions are retried; None: all but NoRetry and wrong arguments.
-        time_limit: seconds one run may take.
-        ignore_result: no results are kept, only the state; they are passed on all the same.
-        unique, exclusive and what belongs to them: see SamenessOptions.
-    """
-
-    queue: str = ""
-    retries: int = 0
-    backoff: Backoff = "fibonacci"
-    retry_on: tuple[type[BaseException], ...] | None = None
-    time_limit: float | None = None
-    priority: int = 0
-    ignore_result: bool = False
-    unique: bool | Key = False
-    unique_for: float | None = None
-    unique_until: str = "finish"
-    on_duplicate: str = "join"
-    exclusive: str = ""
-    exclusive_key: Key = ""
-    exclusive_timeout: float | None = None
-
-    def with_sameness(self, name: str, options: SamenessOptions) -> TaskSettings:
-        """With these options.
-
-        Raises:
-            TypeError, ValueError: one is unknown, or has a value that is none of its.
-        """
-        for option in options:
-            if option not in SAMENESS_NAMES:
-                raise _no_option(name, option, TASK_OPTIONS)
-        given: dict[str, Any] = {**options}
-        for option in _WORDS.keys() & given.keys():
-            _check_word(name, option, given[option])
-        if (window := given.get("unique_for")) is not None:
-            length = window if isinstance(window, dt.timedelta) else dt.timedelta(seconds=window)
-            given["unique_for"] = length.total_seconds()
-        for option in ("unique_for", "exclusive_timeout"):
-            if given.get(option) is not None and given[option] <= 0:
-                raise ValueError(
-                    f"{name}: {option}={given[option]!r} (expected seconds, more than 0)"
-                )
-        return msgspec.structs.replace(self, **given)
-
-
-SAMENESS_NAMES = frozenset(SamenessOptions.__annotations__)
-_WORDS = {
-    "unique_until": ("finish", "start"),
-    "on_duplicate": ("join", "reject", "replace"),
-    "exclusive": ("wait", "skip"),
-}
-
-
-# Words of other task queues. What stands in brackets is no option here.
-_TRANSLATED = {
-    "max_retries": "retries",
-    "autoretry_for": "retry_on",
-    "throws": "retry_on",
-    "countdown": "delay",
-    "queue_name": "queue",
-    "routing_key": "queue",
-    "task_id": "uuid",
-    "job_id": "uuid",
-    "soft_time_limit": "time_limit",
-    "job_timeout": "time_limit",
-    **dict.fromkeys(
-        ("retry_backoff", "default_retry_delay", "retry_jitter", "min_backoff", "max_backoff"),
-        "backoff",
-    ),
-    "acks_late": "(every task is acknowledged when it has ended)",
-    "reject_on_worker_lost": "(every task comes back)",
-    "bind": "(a first parameter of type Context, or current_task())",
-    "name": '(@server.task("name"))',
-    "actor_name": '(@server.task("name"))',
-    "link": "(signature.then)",
-    "link_error": "(signature.catch)",
-    "on_success": "(signature.then)",
-    "on_failure": "(signature.catch)",
-    "result_ttl": "(the setting results_expire_in)",
-    "args": "(the arguments of send)",
-    "kwargs": "(the arguments of send)",
-}
-
-
-def _no_option(name: str, option: str, known: frozenset[str]) -> TypeError:
-    """The error for an option that is not there, with the one that was meant."""
-    meant = _TRANSLATED.get(option, "")
-    if meant.startswith("("):
-        hint = f"; here it is {meant[1:-1]}"
-    else:
-        others = TASK_OPTIONS if known is OPTION_NAMES else OPTION_NAMES
-        where = "@server.task(…)" if known is OPTION_NAMES else "task.options(…)"
-        wanted = meant or option
-        if wanted in known:
-            hint = f"; did you mean {wanted!r}?"
-        elif wanted in others:
-            hint = f"; {wanted!r} belongs to {where}"
-        else:
-            hint = nearest(option, known)
-    return TypeError(f"{name}: no option {option!r} (known: {', '.join(sorted(known))}{hint})")
-
-
-TASK_OPTIONS = frozenset(TaskSettings.__struct_fields__)
+T = TypeVar("T", bound="Task[..., Any]")
 
 
 class TaskSender(Protocol):
@@ -265,7 +121,7 @@ class Task(Generic[P, R]):
         """
         for name in options:
             if name not in OPTION_NAMES:
-                raise _no_option(self.name, name, OPTION_NAMES)
+                raise no_option(self.name, name, OPTION_NAMES)
         if queue := options.get("queue"):
             check_queue(queue)
         if uuid := options.get("uuid"):
@@ -300,15 +156,15 @@ class Task(Generic[P, R]):
         if (delay := options.get("delay")) is not None:
             headers[HEADER_DELAY] = self._length("delay", delay)
         eta = options.get("eta") if delay is None else None
-        _check_zone(self.name, "eta", eta)
+        check_zone(self.name, "eta", eta)
         expires = options.get("expires")
         if isinstance(expires, dt.datetime):
-            _check_zone(self.name, "expires", expires)
+            check_zone(self.name, "expires", expires)
             headers[HEADER_EXPIRES] = repr(expires.timestamp())
         elif expires is not None:
             headers[HEADER_EXPIRES_IN] = self._length("expires", expires)
         if "on_duplicate" in options:
-            _check_word(self.name, "on_duplicate", options["on_duplicate"])
+            check_word(self.name, "on_duplicate", options["on_duplicate"])
             headers[HEADER_ON_DUPLICATE] = options["on_duplicate"]
         if (unique := options.get("unique")) is not None:
             whose = unique_keys.owner(self._sender.config)
@@ -375,61 +231,46 @@ class Bound(Generic[P, R]):
         return self._task._signature(args, kwargs, self._options, partial=True)
 
 
-def _check_zone(name: str, option: str, moment: dt.datetime | None) -> None:
-    if moment is not None and moment.tzinfo is None:
-        raise ValueError(
-            f"{name}: {option} {moment!r} has no time zone (use datetime.now(timezone.utc) + …)"
-        )
+# Decorators, for type checkers
 
 
-def _check_word(name: str, option: str, word: object) -> None:
-    if word not in _WORDS[option]:
-        raise ValueError(
-            f"{name}: {option}={word!r} (expected {' or '.join(map(repr, _WORDS[option]))})"
-        )
+class Anything:
+    """Type of no value: a first parameter that takes it is untyped, Any or object, and no Context."""
 
 
-def check_numbers(
-    name: str, *, retries: int, priority: int, time_limit: float | None = None
-) -> None:
-    """Refuse what no worker could make sense of.
+class TaskDecorator(Protocol):
+    """Result of `server.task(…)` with options; it keeps the function's parameters and result."""
 
-    Raises:
-        ValueError: with the option, what was found and what is expected.
-    """
-    if not isinstance(retries, int) or retries < 0:
-        raise ValueError(f"{name}: retries={retries!r} (expected a whole number, 0 or more)")
-    if not isinstance(priority, int) or not 0 <= priority <= 255:
-        raise ValueError(
-            f"{name}: priority={priority!r} (expected a whole number, 0 to 255, the higher first)"
-        )
-    if time_limit is not None and not (
-        isinstance(time_limit, (int, float)) and 0 < time_limit <= LONGEST_RUN
-    ):
-        raise ValueError(
-            f"{name}: time_limit={time_limit!r} (expected seconds, more than 0, at most 100 years)"
-        )
+    @overload
+    def __call__(
+        self, function: Callable[Concatenate[Anything, P], Coroutine[Any, Any, R]], /
+    ) -> AsyncTask[..., R]: ...
+    @overload
+    def __call__(self, function: Callable[Concatenate[Anything, P], R], /) -> Task[..., R]: ...
+    @overload
+    def __call__(
+        self, function: Callable[Concatenate[Context, P], Coroutine[Any, Any, R]], /
+    ) -> AsyncTask[P, R]: ...
+    @overload
+    def __call__(self, function: Callable[Concatenate[Context, P], R], /) -> Task[P, R]: ...
+    @overload
+    def __call__(self, function: Callable[P, Coroutine[Any, Any, R]], /) -> AsyncTask[P, R]: ...
+    @overload
+    def __call__(self, function: Callable[P, R], /) -> Task[P, R]: ...
 
 
-def check_settings(name: str, settings: TaskSettings) -> None:
-    """Refuse what would fail in the worker only.
+class PeriodicDecorator(Protocol):
+    """Result of `server.periodic(…)`: takes a task, or a function that becomes one."""
 
-    Raises:
-        ValueError: with the option, what was found and what is expected.
-    """
-    check_numbers(
-        name,
-        retries=settings.retries,
-        priority=settings.priority,
-        time_limit=settings.time_limit,
-    )
-    try:
-        check_backoff(settings.backoff)
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None
-    for one in settings.retry_on or ():
-        if not (isinstance(one, type) and issubclass(one, BaseException)):
-            raise ValueError(
-                f"{name}: retry_on: found {one!r} "
-                "(expected exception classes, as (ConnectionError, TimeoutError))"
-            )
+    @overload
+    def __call__(self, task: T, /) -> T: ...
+    @overload
+    def __call__(
+        self, function: Callable[[Context], Coroutine[Any, Any, R]], /
+    ) -> AsyncTask[[], R]: ...
+    @overload
+    def __call__(self, function: Callable[[Context], R], /) -> Task[[], R]: ...
+    @overload
+    def __call__(self, function: Callable[P, Coroutine[Any, Any, R]], /) -> AsyncTask[P, R]: ...
+    @overload
+    def __call__(self, function: Callable[P, R], /) -> Task[P, R]: ...

@@ -16,7 +16,7 @@ from machinery_py.errors import ResultExpired, ResultTimeout, TaskFailed
 from machinery_py.results.waiter import LOOK_AGAIN, AsyncWaiter, AsyncWaiters
 from machinery_py.tasks.context import check_time
 from machinery_py.tasks.states import State, TaskState
-from machinery_py.tasks.workflow import result_value
+from machinery_py.tasks.workflow import Plan, result_value
 from machinery_py.texts import get_logger
 
 logger = get_logger(__name__)
@@ -414,6 +414,22 @@ class ChordResult(ChainResult[R]):
     @property
     def callback(self) -> AsyncResult[Any]:
         return cast("AsyncResult[Any]", self.steps[-1])
+
+
+def result_of(plan: Plan, source: ResultSource, queue: str) -> ChainResult[Any]:
+    """Return the result of a workflow that was sent to this queue."""
+    steps: list[AsyncResult[Any] | GroupResult[Any]] = []
+    groups = {tuple(one.task_uuids): one.group_uuid for one in plan.groups}
+    for step in plan.steps:
+        if step.is_group:
+            uuid = groups.get(tuple(step.uuids), "")
+            steps.append(
+                GroupResult(source, uuid, step.uuids, step.names, queue=queue, leading=step.leading)
+            )
+        else:
+            steps.append(AsyncResult(source, step.uuids[0], name=step.names[0], queue=queue))
+    is_chord = len(steps) == 2 and plan.steps[0].is_group and not plan.steps[1].is_group
+    return (ChordResult if is_chord else ChainResult)(source, steps)
 
 
 def raise_if_failed(state: TaskState) -> None:

@@ -206,7 +206,7 @@ class Schedules:
             after, out = sending(self._app, entry, now)
             # After a lost reply the answer is no, though it was carried out: then the record is ours.
             if self._amend(entry, body, after, out, now) or self._body(name) == encode_entry(after):
-                self._app.tell_sent(out.signatures)
+                self._app.report_sent(out.signatures)
                 return
         raise _too_busy(name)
 

@@ -373,7 +373,7 @@ class Scheduler:
                 error,
             )
             return self._amend(entry.name, known, entry)
-        self._app.tell_sent(out.signatures)
+        self._app.report_sent(out.signatures)
         return True
 
     def _amend(

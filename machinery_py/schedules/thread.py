@@ -1,42 +1,29 @@
-"""SchedulerThread: the thread that carries the scheduler in a worker. It sleeps until something is due, or it is time to look."""
+"""SchedulerThread: the thread that runs the scheduler in a worker. It sleeps until something is due."""
 
 from __future__ import annotations
-
-import threading
 
 from machinery_py.app import Application
 from machinery_py.errors import MachineryError, Unsupported
 from machinery_py.schedules.scheduler import Declared, Scheduler
 from machinery_py.texts import get_logger
+from machinery_py.threads import LoopThread
 
 logger = get_logger(__name__)
 
 PATIENCE = 1.0, 10.0  # seconds until the next try after a failure, the first and the longest
 
 
-class SchedulerThread:
-    """Started and closed by its worker."""
+class SchedulerThread(LoopThread):
+    """Thread of a scheduler. After `stop` no further tick is sent; one that is being sent goes on."""
 
     def __init__(self, app: Application, declared: Declared, *, name: str) -> None:
-        self._stop = threading.Event()
-        self._scheduler = Scheduler(app, declared, stopping=self._stop.is_set)
+        super().__init__(f"{name}-scheduler", self._work)
+        self._scheduler = Scheduler(app, declared, stopping=self.is_stopping)
         self._declared = declared
-        self._thread = threading.Thread(target=self._work, name=f"{name}-scheduler", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Send no further tick. Does not wait for one that is being sent."""
-        self._stop.set()
-
-    def close(self) -> None:
-        self.stop()
-        self._thread.join(timeout=10.0)
 
     def _work(self) -> None:
         pause, failures = 0.0, 0
-        while not self._stop.wait(pause):
+        while not self.pause(pause):
             try:
                 pause, failures = self._scheduler.step(), 0
                 continue

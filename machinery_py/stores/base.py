@@ -18,7 +18,15 @@ from typing import TypeVar
 import msgspec
 
 from machinery_py.backends.base import Amendment, Backend, Change, ReadyGroup, Verdict
-from machinery_py.brokers.base import Broker, Consumer, Delivery, Disposal, Fate, Message
+from machinery_py.brokers.base import (
+    Broker,
+    Consumer,
+    Delivery,
+    Disposal,
+    Fate,
+    Message,
+    mark_of,
+)
 from machinery_py.errors import (
     BackendUnavailable,
     MachineryError,
@@ -120,11 +128,6 @@ def change_by(settlement: Settlement, outbox: Sequence[bytes] = ()) -> Change:
     )
 
 
-def mark_of(delivery: Delivery) -> str:
-    """Return the name of one delivery in the backend, by which our own repeat is known."""
-    return f"{delivery.receipt}/{delivery.fence}"
-
-
 def disposal_of(settlement: Settlement) -> Disposal:
     """Return what becomes of the message of a settlement in the broker."""
     return Disposal(
@@ -176,7 +179,18 @@ AWAY = (BackendUnavailable, PublishRefused, PublishUnknown, StoreUnusable)
 
 
 class Session(ABC):
-    """A worker's hold on a store. `receive` belongs to one thread; the rest may be called from any."""
+    """Hold of a worker on a store. `receive` belongs to one thread; the rest may be called from any.
+
+    Attributes:
+        consumer: of the broker; it is woken, and told which deliveries run.
+        none_revoked: the last `receive` saw that no task at all is revoked.
+    """
+
+    none_revoked = False
+
+    def __init__(self, consumer: Consumer) -> None:
+        self.consumer = consumer
+        self._unreturned: list[Delivery] = []  # claimed, and neither handed out nor given back yet
 
     @abstractmethod
     def receive(self, limit: int, timeout: float, order: Sequence[str] = ()) -> list[Delivery]:
@@ -197,39 +211,6 @@ class Session(ABC):
             BrokerUnavailable, BackendUnavailable, StoreUnusable: some of it may have become true.
         """
 
-    @abstractmethod
-    def run_begins(self, delivery: Delivery) -> None:
-        """As Consumer.run_begins."""
-
-    @abstractmethod
-    def run_ends(self, delivery: Delivery) -> None:
-        """As Consumer.run_ends."""
-
-    def is_lost(self, delivery: Delivery) -> bool:
-        """As Consumer.is_lost."""
-        del delivery
-        return False
-
-    @abstractmethod
-    def beat(self) -> bool:
-        """As Consumer.beat."""
-
-    @abstractmethod
-    def wake(self) -> None:
-        """As Consumer.wake."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """As Consumer.close."""
-
-
-class ConsumerSession(Session):
-    """A session around a broker's consumer, which does all that concerns the deliveries alone."""
-
-    def __init__(self, consumer: Consumer) -> None:
-        self._consumer = consumer
-        self._unreturned: list[Delivery] = []  # claimed, and neither handed out nor given back yet
-
     def _give_back(self, deliveries: Sequence[Delivery] = ()) -> None:
         """Give back deliveries that were claimed and cannot be handed out, or nobody would settle them.
 
@@ -238,26 +219,16 @@ class ConsumerSession(Session):
         self._unreturned += deliveries
         if self._unreturned:
             back = [Disposal(delivery=one, fate=Fate.BACK) for one in self._unreturned]
-            self._consumer.dispose(back)
+            self.consumer.dispose(back)
             self._unreturned = []
 
-    def run_begins(self, delivery: Delivery) -> None:
-        self._consumer.run_begins(delivery)
-
-    def run_ends(self, delivery: Delivery) -> None:
-        self._consumer.run_ends(delivery)
-
-    def is_lost(self, delivery: Delivery) -> bool:
-        return self._consumer.is_lost(delivery)
-
     def beat(self) -> bool:
-        return self._consumer.beat()
-
-    def wake(self) -> None:
-        self._consumer.wake()
+        """Beat, as Consumer.beat."""
+        return self.consumer.beat()
 
     def close(self) -> None:
-        self._consumer.close()
+        """Close the consumer, as Consumer.close."""
+        self.consumer.close()
 
 
 class Store(ABC):

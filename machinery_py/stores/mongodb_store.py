@@ -26,7 +26,13 @@ from machinery_py.backends.base import ALREADY, FENCED, SETTLED, Amendment, Chan
 from machinery_py.backends.mongodb.backend import MongoBackend
 from machinery_py.backends.mongodb.records import Tick
 from machinery_py.backends.transactional import is_over
-from machinery_py.brokers.base import Delivery, Disposal, Fate, Message
+from machinery_py.brokers.base import (
+    Delivery,
+    Disposal,
+    Fate,
+    Message,
+    mark_of,
+)
 from machinery_py.brokers.mongodb.broker import MongoBroker
 from machinery_py.brokers.mongodb.consumer import MongoConsumer, update_at_end
 from machinery_py.brokers.mongodb.messages import Receipt, Status
@@ -42,7 +48,6 @@ from machinery_py.errors import (
 )
 from machinery_py.names import REASON
 from machinery_py.stores.base import (
-    ConsumerSession,
     Firing,
     Mark,
     Session,
@@ -52,7 +57,6 @@ from machinery_py.stores.base import (
     change_by,
     change_of,
     disposal_of,
-    mark_of,
 )
 from machinery_py.tasks.states import State, TaskState
 from machinery_py.texts import get_logger
@@ -276,7 +280,7 @@ class MongoStore(Store):
             self._finish_tick(tick, again=True)
 
 
-class MongoSession(ConsumerSession):
+class MongoSession(Session):
     """A consumer of the one store."""
 
     def __init__(self, store: MongoStore, consumer: MongoConsumer) -> None:
@@ -286,7 +290,7 @@ class MongoSession(ConsumerSession):
 
     def receive(self, limit: int, timeout: float, order: Sequence[str] = ()) -> list[Delivery]:
         self._give_back()
-        deliveries = self._consumer.receive(limit, timeout, order)
+        deliveries = self.consumer.receive(limit, timeout, order)
         if not deliveries:
             return deliveries
         try:
@@ -298,7 +302,7 @@ class MongoSession(ConsumerSession):
                 if (row := rows.get(one.receipt.uuid)) and row.state and _is_over(one, row.state)
             ]
             if over:
-                self._consumer.dispose([Disposal(delivery=delivery) for delivery in over])
+                self.consumer.dispose([Disposal(delivery=delivery) for delivery in over])
         except MachineryError:
             self._give_back(deliveries)
             raise
@@ -328,7 +332,7 @@ class MongoSession(ConsumerSession):
                 one.reason,
                 one.error,
             )
-        self._consumer.dispose(dead)
+        self.consumer.dispose(dead)
         return [delivery for delivery in deliveries if delivery.receipt.uuid not in refused]
 
     def settle(
@@ -365,7 +369,7 @@ class MongoSession(ConsumerSession):
             late = self._not_ours([one for _, one in lost]) if lost else []
             verdicts |= {index: verdict for (index, _), verdict in zip(lost, late, strict=True)}
         if light:
-            mine = self._consumer.dispose([disposal_of(one) for _, one in light])
+            mine = self.consumer.dispose([disposal_of(one) for _, one in light])
             verdicts |= {
                 index: SETTLED if ok else FENCED for (index, _), ok in zip(light, mine, strict=True)
             }
@@ -407,7 +411,7 @@ class MongoSession(ConsumerSession):
     def _mark(self, marks: Sequence[Mark], *, is_busy: bool) -> None:
         # Who holds this much in advance has short tasks: STARTED or the end follows soon.
         wanted = [mark for mark in marks if not is_busy or mark.state.state is not State.RECEIVED]
-        ours = self._consumer.holds([mark.delivery for mark in wanted])
+        ours = self.consumer.holds([mark.delivery for mark in wanted])
         self._store.states.apply(
             [
                 Change(key=mark.state.task_uuid, states=(mark.state,))

@@ -71,7 +71,6 @@ from machinery_py.errors import (
 from machinery_py.names import REASON, check_message
 from machinery_py.stores.base import (
     AWAY,
-    ConsumerSession,
     Firing,
     Mark,
     Session,
@@ -295,7 +294,7 @@ class _Parked:
     left: Sequence[Message]
 
 
-class TwoSession(ConsumerSession):
+class TwoSession(Session):
     """A consumer whose deliveries are begun in the backend before they are handed out."""
 
     def __init__(self, store: TwoStores, consumer: Consumer) -> None:
@@ -311,10 +310,10 @@ class TwoSession(ConsumerSession):
         self._give_back()
         self._resume()
         room = limit if len(self._parked) < MOST_PARKED else 1
-        deliveries = self._consumer.receive(room, timeout, order)
+        deliveries = self.consumer.receive(room, timeout, order)
         # Right behind the claim: it has made room, which others fill as well.
         if self._resume() and not deliveries:
-            deliveries = self._consumer.receive(limit, timeout, order)
+            deliveries = self.consumer.receive(limit, timeout, order)
         try:
             return self._begin_all(deliveries) if deliveries else deliveries
         except MachineryError:
@@ -353,7 +352,7 @@ class TwoSession(ConsumerSession):
                 # that worker lives, or its own message comes back.
                 over.append(Disposal(delivery=delivery))
         if over:
-            self._consumer.dispose(over)
+            self.consumer.dispose(over)
         if unsent:
             self._send_unsent(unsent)
         return fresh
@@ -372,7 +371,7 @@ class TwoSession(ConsumerSession):
             letter = Disposal(
                 delivery=delivery, fate=Fate.DEAD, reason=REASON, error=str(error), uuid=uuid
             )
-            self._consumer.dispose([letter])
+            self.consumer.dispose([letter])
             return [None]
 
     def _send_unsent(self, ended: Sequence[tuple[str, Disposal]]) -> None:
@@ -385,7 +384,7 @@ class TwoSession(ConsumerSession):
                 for (uuid, disposal), bodies in zip(ended, found, strict=True)
             ]
             left = self._store.publish([outbox for _, outbox in rows]).left
-            self._consumer.dispose([one for one, outbox in rows if outbox.key not in left])
+            self.consumer.dispose([one for one, outbox in rows if outbox.key not in left])
             # Last: a failure above gives all of these back, and a parked delivery must stay.
             for disposal, outbox in rows:
                 if outbox.key in left:
@@ -430,7 +429,7 @@ class TwoSession(ConsumerSession):
             if one.uuid in left and verdicts[id(one)] is not FENCED:
                 self._park(disposal_of(one), outboxes[one.uuid], left)
         over = [one for one in settlements if one.delivery.receipt not in self._parked]
-        ours = self._consumer.dispose([disposal_of(one) for one in over])
+        ours = self.consumer.dispose([disposal_of(one) for one in over])
         for one, is_ours in zip(over, ours, strict=True):
             verdicts.setdefault(id(one), SETTLED if is_ours else FENCED)
         return [verdicts[id(one)] for one in settlements]
@@ -470,7 +469,7 @@ class TwoSession(ConsumerSession):
         held = {
             receipt: one
             for receipt, one in self._parked.items()
-            if not self._consumer.is_lost(one.disposal.delivery)
+            if not self.consumer.is_lost(one.disposal.delivery)
         }
         waiting = list(held.values())
         if self._knows_outboxes and waiting:
@@ -484,7 +483,7 @@ class TwoSession(ConsumerSession):
             one.left = left.get(one.outbox.key, ())
         done = [one for one in waiting if not one.left]
         self._store.clear([one.outbox for one in done])
-        self._consumer.dispose([one.disposal for one in done])
+        self.consumer.dispose([one.disposal for one in done])
         parked = {receipt: one for receipt, one in held.items() if one.left}
         gone = [one.outbox.key for receipt, one in self._parked.items() if receipt not in parked]
         self._store.parked.difference_update(gone)

@@ -11,7 +11,12 @@ from collections.abc import Sequence
 from machinery_py.backends.base import Amendment, Verdict
 from machinery_py.backends.redis.backend import VERDICTS, RedisBackend
 from machinery_py.backends.redis.documents import Changes, packed_states
-from machinery_py.brokers.base import Delivery, Fate, Message
+from machinery_py.brokers.base import (
+    Delivery,
+    Fate,
+    Message,
+    mark_of,
+)
 from machinery_py.brokers.redis.broker import RedisBroker
 from machinery_py.brokers.redis.consumer import RedisConsumer, end_of
 from machinery_py.brokers.redis.messages import Queues, packed
@@ -19,7 +24,6 @@ from machinery_py.connections.redis.scripts import pack
 from machinery_py.errors import BrokerUnavailable, PublishUnknown
 from machinery_py.stores import redis_scripts
 from machinery_py.stores.base import (
-    ConsumerSession,
     Firing,
     Mark,
     Session,
@@ -27,7 +31,6 @@ from machinery_py.stores.base import (
     Store,
     Submission,
     disposal_of,
-    mark_of,
 )
 from machinery_py.tasks.states import State
 
@@ -49,7 +52,7 @@ class RedisStore(Store):
     def submit(self, submission: Submission) -> None:
         queues = Queues()
         rows = [packed(message, queues) for message in submission.messages]
-        change = Changes(self.states.now(), self.states.seconds)
+        change = Changes(self.driver.clock.now(), self.states.seconds)
         if submission.states or submission.groups:
             change.add(
                 key=f"submit {submission.token}",
@@ -85,7 +88,7 @@ class RedisStore(Store):
     def fire(self, firing: Firing) -> bool:
         queues = Queues()
         rows = [packed(message, queues) for message in firing.send]
-        change = Changes(self.states.now(), self.states.seconds)
+        change = Changes(self.driver.clock.now(), self.states.seconds)
         change.add(
             key=firing.task_uuid or firing.group_uuid,
             fires=firing.group_uuid,
@@ -131,25 +134,28 @@ class RedisStore(Store):
         return min(self.broker.tend(), self.backend.tend())
 
 
-class RedisSession(ConsumerSession):
+class RedisSession(Session):
     """A consumer of the one store."""
 
     def __init__(self, store: RedisStore, consumer: RedisConsumer) -> None:
         self._store = store
         super().__init__(consumer)
-        self._consumer: RedisConsumer = consumer
-        self.receive = consumer.receive  # type: ignore[method-assign]  # nothing to add on the hot path
+        self.consumer: RedisConsumer = consumer
         # With their packed states, by id.
         self._prepared: dict[int, tuple[Settlement, list[object]]] = {}
 
     def receive(self, limit: int, timeout: float, order: Sequence[str] = ()) -> list[Delivery]:
-        return self._consumer.receive(limit, timeout, order)
+        deliveries = self.consumer.receive(limit, timeout, order)
+        self.none_revoked = self.consumer.none_revoked
+        return deliveries
 
     def prepare(self, settlement: Settlement) -> None:
         backend = self._store.states
         if settlement.states:
             try:
-                packed = packed_states(settlement.states, backend.now(), backend.seconds)
+                packed = packed_states(
+                    settlement.states, self._store.driver.clock.now(), backend.seconds
+                )
             except Exception:  # `settle` raises it, where it is dealt with
                 return
             self._prepared[id(settlement)] = settlement, packed
@@ -158,10 +164,10 @@ class RedisSession(ConsumerSession):
         self, settlements: Sequence[Settlement], marks: Sequence[Mark] = ()
     ) -> list[Verdict]:
         backend, driver = self._store.states, self._store.driver
-        consumer, prepared = self._consumer, self._prepared
+        consumer, prepared = self.consumer, self._prepared
         place_of = consumer.place_of
-        queues = Queues(consumer.queues)
-        changes = Changes(backend.now(), backend.seconds)
+        queues = Queues(consumer.queues) if any(one.send for one in settlements) else None
+        changes = Changes(self._store.driver.clock.now(), backend.seconds)
         ends: list[object] = []
         for one in settlements:
             change = (
@@ -178,7 +184,7 @@ class RedisSession(ConsumerSession):
             )
             if one.send or one.fate is not Fate.DONE:
                 fate, due, head = end_of(disposal_of(one))
-                send = [packed(message, queues) for message in one.send]
+                send = [packed(message, queues) for message in one.send] if queues else []
                 ends += (*place_of(one.delivery), fate, change, (due, head, send))
             else:
                 ends += (*place_of(one.delivery), "done", change, False)
@@ -196,7 +202,7 @@ class RedisSession(ConsumerSession):
                 driver.now(),
                 backend.seconds,
                 consumer.session,
-                queues.keys,
+                queues.keys if queues is not None else consumer.keys,
                 ends,
                 seen,
                 changes.changes,

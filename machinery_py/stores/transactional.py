@@ -11,9 +11,14 @@ from collections.abc import Callable, Sequence
 
 from machinery_py.backends.base import ALREADY, FENCED, SETTLED, Amendment, Change, Verdict
 from machinery_py.backends.transactional import TransactionalBackend
-from machinery_py.brokers.base import Broker, Consumer, Delivery, Message
+from machinery_py.brokers.base import (
+    Broker,
+    Consumer,
+    Delivery,
+    Message,
+    mark_of,
+)
 from machinery_py.stores.base import (
-    ConsumerSession,
     Firing,
     Mark,
     Session,
@@ -23,7 +28,6 @@ from machinery_py.stores.base import (
     change_by,
     change_of,
     disposal_of,
-    mark_of,
 )
 
 Transaction = Callable[[], contextlib.AbstractContextManager[object]]
@@ -79,7 +83,7 @@ class OneStore(Store):
         return min(self.broker.tend(), self.backend.tend())
 
 
-class OneSession(ConsumerSession):
+class OneSession(Session):
     """A consumer of the one store."""
 
     def __init__(self, store: OneStore, consumer: Consumer, transaction: Transaction) -> None:
@@ -89,7 +93,7 @@ class OneSession(ConsumerSession):
         self.receive = consumer.receive  # type: ignore[method-assign]  # nothing to add on the hot path
 
     def receive(self, limit: int, timeout: float, order: Sequence[str] = ()) -> list[Delivery]:
-        return self._consumer.receive(limit, timeout, order)
+        return self.consumer.receive(limit, timeout, order)
 
     def settle(
         self, settlements: Sequence[Settlement], marks: Sequence[Mark] = ()
@@ -97,7 +101,7 @@ class OneSession(ConsumerSession):
         with self._transaction():
             if marks:
                 self._mark(marks)
-            ours = self._consumer.dispose([disposal_of(settlement) for settlement in settlements])
+            ours = self.consumer.dispose([disposal_of(settlement) for settlement in settlements])
             held = [settlement for settlement, mine in zip(settlements, ours, strict=True) if mine]
             applied = iter(
                 self._store.backend.apply([change_by(settlement) for settlement in held])
@@ -114,7 +118,7 @@ class OneSession(ConsumerSession):
             return verdicts
 
     def _mark(self, marks: Sequence[Mark]) -> None:
-        ours = self._consumer.holds([mark.delivery for mark in marks])
+        ours = self.consumer.holds([mark.delivery for mark in marks])
         self._store.backend.apply(
             [
                 Change(key=mark.state.task_uuid, states=(mark.state,))

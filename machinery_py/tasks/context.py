@@ -140,10 +140,13 @@ class Context:
             self.progress(done, max(done, total))
 
 
-_current: contextvars.ContextVar[Context] = contextvars.ContextVar("machinery_task")
+#: The task that runs here.
+RUNNING: contextvars.ContextVar[Context | None] = contextvars.ContextVar(
+    "machinery_task", default=None
+)
 
-enter = _current.set
-leave = _current.reset
+enter = RUNNING.set
+leave = RUNNING.reset
 
 
 @contextlib.contextmanager
@@ -165,14 +168,10 @@ def current_task() -> Context:
     Raises:
         MachineryError: none does.
     """
-    try:
-        return _current.get()
-    except LookupError:
-        raise MachineryError("current_task() was called outside a running task") from None
-
-
-def task_or_none() -> Context | None:
-    return _current.get(None)
+    task = RUNNING.get()
+    if task is None:
+        raise MachineryError("current_task() was called outside a running task")
+    return task
 
 
 def check_time() -> None:
@@ -181,6 +180,6 @@ def check_time() -> None:
     Raises:
         TimeLimitExceeded: a task runs here, and its time is up.
     """
-    task = _current.get(None)
+    task = RUNNING.get()
     if task is not None:
         task.check_time()

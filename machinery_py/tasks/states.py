@@ -30,6 +30,7 @@ class State(StrEnum):
 
 
 _P, _RC, _S, _RT, _OK, _F = State
+FINISHED = (_OK, _F)
 
 _ALSO = {
     "WAITING": _P,

@@ -165,6 +165,7 @@ class FlakySession(Session):
     """A session of a FlakyStore."""
 
     def __init__(self, session: Session, faults: Faults) -> None:
+        super().__init__(session.consumer)
         self.session = session
         self.faults = faults
 
@@ -176,20 +177,8 @@ class FlakySession(Session):
     ) -> list[Verdict]:
         return self.faults.broker("settle", lambda: self.session.settle(settlements, marks))
 
-    def run_begins(self, delivery: Delivery) -> None:
-        self.session.run_begins(delivery)
-
-    def run_ends(self, delivery: Delivery) -> None:
-        self.session.run_ends(delivery)
-
-    def is_lost(self, delivery: Delivery) -> bool:
-        return self.session.is_lost(delivery)
-
     def beat(self) -> bool:
         return self.faults.broker("beat", self.session.beat)
-
-    def wake(self) -> None:
-        self.session.wake()
 
     def close(self) -> None:
         self.session.close()

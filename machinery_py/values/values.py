@@ -52,7 +52,7 @@ __all__ = [
     "Number", "checker", "converter", "describe", "describe_as", "from_result", "result_of", "to_python", "wire_type",
 ]  # fmt: skip
 
-_EXACT: dict[str, type] = {"int64": int, "int": int, "string": str, "float64": float, "bool": bool}
+EXACT: dict[str, type] = {"int64": int, "int": int, "string": str, "float64": float, "bool": bool}
 
 
 def to_python(type_name: str, value: Any) -> Any:
@@ -62,7 +62,7 @@ def to_python(type_name: str, value: Any) -> Any:
         ArgumentError: with Go's text, which becomes part of the task's error.
     """
     kind = type(value)
-    if _EXACT.get(type_name) is kind and (kind is not int or INT64_MIN <= value <= INT64_MAX):
+    if EXACT.get(type_name) is kind and (kind is not int or INT64_MIN <= value <= INT64_MAX):
         return value
     read = _READ.get(type_name)
     if read is None:

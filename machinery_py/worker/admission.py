@@ -20,7 +20,7 @@ from machinery_py.registry.outcomes import Failed
 from machinery_py.registry.task import Task
 from machinery_py.registry.unique_keys import lock_name, owner
 from machinery_py.stores.base import Settlement
-from machinery_py.tasks.signature import HEADER_UNIQUE, HEADER_UNIQUE_START, Signature
+from machinery_py.tasks.signature import HEADER_UNIQUE_START, Signature
 from machinery_py.texts import get_logger
 from machinery_py.unique import start
 
@@ -28,15 +28,6 @@ logger = get_logger(__name__)
 
 WAITS = 0.05, 2.0  # seconds to the next try of an exclusive task, at first and at most
 STORE_PAUSE = 1.0  # seconds to the next try when the lock store does not answer
-
-
-def is_guarded(task: Task[..., Any] | None, signature: Signature[Any]) -> bool:
-    """Return whether the task needs a guard: most need none."""
-    return (task is not None and task.settings.exclusive != "") or bool(
-        signature.headers
-        and HEADER_UNIQUE_START in signature.headers
-        and signature.headers.get(HEADER_UNIQUE)
-    )
 
 
 class ExecutionGuard:

@@ -51,7 +51,7 @@ def _settle(app: Application, ready: ReadyGroup) -> bool:
         logger.exception("group %s cannot be settled now", ready.group_uuid)
         return False
     if settled:
-        app.tell_sent(sent)
+        app.report_sent(sent)
     return settled
 
 

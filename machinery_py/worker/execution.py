@@ -16,6 +16,7 @@ from typing import Any
 from machinery_py.app import NOTHING, Application, Outgoing, broken
 from machinery_py.brokers.base import Delivery, Fate
 from machinery_py.errors import MachineryError, NoRetry, RetryTaskLater, TimeLimitExceeded
+from machinery_py.registry.options import TaskSettings
 from machinery_py.registry.outcomes import (
     REVOKED,
     Failed,
@@ -25,11 +26,11 @@ from machinery_py.registry.outcomes import (
     failing,
     follow_up,
 )
-from machinery_py.registry.task import Task, TaskSettings
+from machinery_py.registry.task import Task
 from machinery_py.stores.base import Mark, Settlement, in_place_of
 from machinery_py.tasks.context import Context, on_behalf_of
 from machinery_py.tasks.signature import Signature
-from machinery_py.tasks.states import Arrival, State, TaskState
+from machinery_py.tasks.states import FINISHED, Arrival, State, TaskState
 from machinery_py.texts import get_logger
 from machinery_py.worker.admission import ExecutionGuard
 from machinery_py.worker.hooks import WorkerHooks, text_of, traceback_of, type_name_of
@@ -114,7 +115,7 @@ class Execution:
     def is_final(self) -> bool:
         """Return whether it has ended in SUCCESS or FAILURE."""
         states = self.settlement.states if self.settlement is not None else ()
-        return bool(states) and states[0].is_finished
+        return bool(states) and states[0].state in FINISHED
 
     @property
     def is_collected(self) -> bool:
@@ -322,7 +323,7 @@ class Execution:
             fate=fate,
             reason=reason,
             error=then.error,
-            states=(state, *broken(then, signature, now), *out.states),
+            states=(state, *(broken(then, signature, now) if then.breaks else ()), *out.states),
             send=out.messages,
             arrivals=arrivals,
         )

@@ -6,15 +6,20 @@ with the first coroutine.
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import queue
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from machinery_py.errors import TimeLimitExceeded
+from machinery_py.events import TaskStarted
 from machinery_py.stores.base import Session
 from machinery_py.texts import get_logger
+from machinery_py.threads import LoopThread
 from machinery_py.worker.execution import Execution
 from machinery_py.worker.runner import Report, run, run_async
 
@@ -23,6 +28,8 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
+SWEEP = 1000  # deadlines that are kept before those of ended tasks are removed
+RETRY = 0.02  # seconds to the next try when a thread must not be interrupted
 END_TIMEOUT = 2.0  # seconds for an idle thread to end
 
 TASKS = "machinery_py.testing."  # modules whose functions are tasks, as the user's are
@@ -33,17 +40,18 @@ class Executors:
 
     Args:
         on_done: called in the executor's thread when an execution has been settled by its task.
-        report: called when the state of an execution is worth a mark.
+        on_mark: called when the state of an execution is worth a mark: started, and progress.
     """
 
     def __init__(
-        self, concurrency: int, session: Session, *, name: str, on_done: Report, report: Report
+        self, concurrency: int, session: Session, *, name: str, on_done: Report, on_mark: Report
     ) -> None:
         self.concurrency = concurrency
-        self._session = session
+        self._consumer = session.consumer
         self._name = name
         self._on_done = on_done
-        self._report = report
+        self._on_mark = on_mark
+        self._limits = TimeLimits(self, name=name)
         self._queue: queue.SimpleQueue[Execution | None] = queue.SimpleQueue()
         # A queue of tokens is a semaphore that costs a tenth of threading's.
         self._slots: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -119,13 +127,13 @@ class Executors:
         """Run the execution, or start its coroutine. False: this thread was replaced."""
         self._slots.get()
         execution.thread_id = threading.get_ident()
-        if self._session.is_lost(execution.delivery) and execution.hand_back():
+        if self._consumer.is_lost(execution.delivery) and execution.hand_back():
             self._on_done(execution)  # its new owner runs it
         if not execution.begin():  # handed back while it waited
             self._slots.put(None)
             return True
         self._running[id(execution)] = execution
-        self._session.run_begins(execution.delivery)
+        self._consumer.run_begins(execution.delivery)
         if execution.is_async:
             self._start_coroutine(execution)
             return True
@@ -143,9 +151,19 @@ class Executors:
         except BaseException as error:  # user code around the task; the thread must live on
             execution.break_off(error)
 
+    def _report(self, execution: Execution) -> None:
+        """Note that it has started, or how far it is."""
+        if execution.progress is None:
+            if execution.time_limit is not None:
+                self._limits.watch(execution)
+            events = execution.app.events
+            if TaskStarted in events.wanted:
+                events.emit(TaskStarted(signature=execution.signature, worker=execution.worker))
+        self._on_mark(execution)
+
     def _finish(self, execution: Execution) -> bool:
         """Free the slot after the run. False: this thread was replaced while it was stuck."""
-        self._session.run_ends(execution.delivery)
+        self._consumer.run_ends(execution.delivery)
         if not self._leave(execution):
             logger.warning("task %s came back after its time was up", execution.signature.uuid)
             with self._lock:  # do not interrupt it now: another thread may get its number
@@ -217,7 +235,7 @@ class Executors:
                 execution.break_off(error)
             finally:
                 self._tasks.pop(id(execution), None)
-                self._session.run_ends(execution.delivery)
+                self._consumer.run_ends(execution.delivery)
                 self._slots.put(None)
                 if self._leave(execution):
                     self._report_done(execution)
@@ -246,6 +264,7 @@ class Executors:
         if self._closed:
             return
         self._closed = True
+        self._limits.close()
         for _ in self._threads:
             self._queue.put(None)
         if self._loop is not None and self._loop_thread is not None:
@@ -255,6 +274,69 @@ class Executors:
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(timeout=0.0 if stuck else END_TIMEOUT)
+
+
+class TimeLimits:
+    """Watch over runs with a time limit: a thread sleeps until the next one's time is up.
+
+    It starts with the first of them.
+    """
+
+    def __init__(self, executors: Executors, *, name: str) -> None:
+        self._sweep_at = SWEEP
+        self._executors = executors
+        self._deadlines: list[tuple[float, int, Execution]] = []
+        self._numbers = itertools.count()
+        self._changed = threading.Condition()
+        self._loop = LoopThread(f"{name}-limits", self._work, wake=self._wake)
+        self._has_started = False
+
+    def watch(self, execution: Execution) -> None:
+        """Count the time limit of an execution from now."""
+        limit = execution.time_limit
+        if limit is None:
+            return
+        with self._changed:
+            heapq.heappush(
+                self._deadlines, (time.monotonic() + limit, next(self._numbers), execution)
+            )
+            if len(self._deadlines) >= self._sweep_at:
+                self._sweep()
+            if not self._has_started:
+                self._has_started = True
+                self._loop.start()
+            self._changed.notify()
+
+    def _sweep(self) -> None:
+        """Remove ended tasks: behind one that runs for hours a million others may have ended."""
+        self._deadlines = [one for one in self._deadlines if not one[2].is_over]
+        heapq.heapify(self._deadlines)
+        self._sweep_at = max(SWEEP, 2 * len(self._deadlines))
+
+    def _work(self) -> None:
+        while True:
+            all_told = self._executors.interrupt()
+            with self._changed:
+                while self._deadlines and self._deadlines[0][2].is_over:
+                    heapq.heappop(self._deadlines)
+                if self._loop.is_stopping():
+                    return
+                pause = self._deadlines[0][0] - time.monotonic() if self._deadlines else None
+                if pause is None or pause > 0:
+                    self._changed.wait(pause if all_told else min(pause or RETRY, RETRY))
+                    continue
+                _, _, execution = heapq.heappop(self._deadlines)
+            limit = execution.time_limit
+            if limit is not None and execution.time_out(limit):
+                self._executors.abandon(execution)
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify()
+
+    def close(self) -> None:
+        """End the thread, without waiting for it: it may be interrupting a task."""
+        self._loop.stop()
 
 
 def _run_loop(loop: asyncio.AbstractEventLoop, is_closed: Callable[[], bool]) -> None:

@@ -18,6 +18,7 @@ class WorkerHooks:
     """Handlers called around each task. See Worker for the setters."""
 
     def __init__(self) -> None:
+        self.pre_consume: Callable[[], bool] | None = None
         self.pre_task: Callable[[Signature[Any]], object] | None = None
         self.post_task: Callable[[Signature[Any]], object] | None = None
         self.error: Callable[[Exception], object] | None = None

@@ -10,7 +10,7 @@ from typing import Any
 from machinery_py.brokers.base import Fate
 from machinery_py.errors import DecodeError, NameRefused
 from machinery_py.names import REASON as REASON_NAME
-from machinery_py.names import check_message
+from machinery_py.names import check_call, check_message, is_made
 from machinery_py.registry.outcomes import Failed
 from machinery_py.tasks.signature import HEADER_EXPIRES, Signature
 from machinery_py.tasks.states import State
@@ -60,14 +60,17 @@ def peek(execution: Execution) -> str:
     # A foreign sender may leave the UUID out: the state needs a key, and the retry the same one.
     signature = signature.with_uuid()
     try:
-        check_message(
-            signature.routing_key,
-            delivery.queue,
-            execution.app.config.default_queue,
-            name=signature.name,
-            uuid=signature.uuid,
-            group_uuid=signature.group_uuid,
-        )
+        if signature.group_uuid or not is_made(signature.uuid):
+            check_message(
+                signature.routing_key,
+                delivery.queue,
+                execution.app.config.default_queue,
+                name=signature.name,
+                uuid=signature.uuid,
+                group_uuid=signature.group_uuid,
+            )
+        else:
+            check_call(signature.name, signature.routing_key)
     except NameRefused as error:
         _reject(execution, REASON_NAME, str(error))
         return ""

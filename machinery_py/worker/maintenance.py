@@ -3,7 +3,6 @@ cancels or gives back what this worker holds."""
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 
@@ -12,6 +11,7 @@ from machinery_py.errors import MachineryError
 from machinery_py.revocation import revoked_among
 from machinery_py.stores.base import Session
 from machinery_py.texts import get_logger
+from machinery_py.threads import LoopThread
 from machinery_py.worker.chords import settle_ready_groups
 from machinery_py.worker.executors import Executors
 from machinery_py.worker.go_groups import GoGroupPoller
@@ -48,21 +48,13 @@ class Maintenance:
         self._groups = groups
         self._on_beat = on_beat
         self._beat_every = app.config.lease / 4
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._work, name=f"{name}-maintenance", daemon=True)
+        self.loop = LoopThread(f"{name}-maintenance", self._work)
         self._beat_at = 0.0
         self._tend_at = 0.0
         self._groups_at = time.monotonic() + GROUPS_EVERY
 
-    def start(self) -> None:
-        self._thread.start()
-
-    def close(self) -> None:
-        self._stop.set()
-        self._thread.join(timeout=10.0)
-
     def _work(self) -> None:
-        while not self._stop.is_set():
+        while not self.loop.is_stopping():
             try:
                 self._beat_if_due()
                 self._tend_if_due()
@@ -77,7 +69,7 @@ class Maintenance:
             pause = min(
                 self._beat_at - now, self._tend_at - now, LONGEST_SLEEP, self._groups.due_in()
             )
-            self._stop.wait(max(0.02, pause))
+            self.loop.pause(max(0.02, pause))
 
     def _beat_if_due(self) -> None:
         now = time.monotonic()
@@ -116,7 +108,7 @@ class Maintenance:
             if (
                 context is not None
                 and not context.cancelled
-                and self._session.is_lost(execution.delivery)
+                and self._session.consumer.is_lost(execution.delivery)
             ):
                 self._executors.cancel(execution)
         self._stop_revoked()

@@ -12,7 +12,7 @@ import math
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from machinery_py.app import Application
 from machinery_py.brokers.base import Delivery, Fate
@@ -22,6 +22,7 @@ from machinery_py.queues import QueueOrder
 from machinery_py.revocation import revoked_among
 from machinery_py.stores.base import Session
 from machinery_py.texts import get_logger
+from machinery_py.threads import LoopThread
 from machinery_py.worker.execution import Execution
 from machinery_py.worker.executors import Executors
 from machinery_py.worker.hooks import WorkerHooks
@@ -79,7 +80,14 @@ class UnknownTaskBackoff:
 
 
 class Receiver:
-    """Receiver of one worker. `outstanding` counts what is held and not settled yet."""
+    """Receiver of one worker.
+
+    Attributes:
+        loop: its thread.
+        connected: the last claim worked.
+        received_at: monotonic second of the last claim that worked.
+        idle_since: nothing to claim and nothing held since then; None: there is.
+    """
 
     def __init__(
         self,
@@ -92,8 +100,6 @@ class Receiver:
         order: QueueOrder,
         reconnect: Reconnect,
         name: str,
-        worker: str,
-        may_consume: Callable[[], bool],
         burst: bool = False,
     ) -> None:
         self._app = app
@@ -103,12 +109,10 @@ class Receiver:
         self._settler = settler
         self._order = order
         self._random = random.Random()
-        self._worker = worker
-        self._may_consume = may_consume
+        self._worker = name
         self._timeout = BURST_TIMEOUT if burst else RECEIVE_TIMEOUT
-        self._thread = threading.Thread(target=self._work, name=f"{name}-receiver", daemon=True)
+        self.loop = LoopThread(f"{name}-receiver", self._work, wake=self._wake)
         self._room = threading.Condition()
-        self._stop = threading.Event()
         self._mean = 0.0  # seconds of a run, averaged
         self._size = 0.0  # bytes of a body, averaged
         self._held: dict[int, Execution] = {}
@@ -117,27 +121,21 @@ class Receiver:
         self._backoff = UnknownTaskBackoff()
         self._reconnect = reconnect
         self.connected = False
-        self.received_at = time.monotonic()  # of the last round trip that worked
-        self.idle_since: float | None = None  # nothing to claim and nothing held since then
-        self.failure: BaseException | None = None
+        self.received_at = time.monotonic()
+        self.idle_since: float | None = None
 
-    def start(self) -> None:
-        self._thread.start()
+    def _wake(self) -> None:
+        self._session.consumer.wake()
+        with self._room:
+            self._room.notify_all()
 
     def stop(self) -> None:
         """Stop claiming, and return when the thread has ended."""
-        self._stop.set()
-        self._session.wake()
-        with self._room:
-            self._room.notify_all()
-        if self._thread.is_alive() and threading.current_thread() is not self._thread:
-            self._thread.join(timeout=RECEIVE_TIMEOUT + 10.0)
-
-    @property
-    def outstanding(self) -> int:
-        return len(self._held)
+        self.loop.stop()
+        self.loop.join(RECEIVE_TIMEOUT + 10.0)
 
     def held(self) -> list[Execution]:
+        """Return what is claimed and not settled yet."""
         return list(self._held.values())
 
     def settled(self, executions: Sequence[Execution]) -> None:
@@ -180,36 +178,41 @@ class Receiver:
         return free if free > spare // 2 else 0
 
     def _work(self) -> None:
+        while not self.loop.is_stopping():
+            if self._suspects:
+                self._run_suspects()
+            free = self._free() if self._settler.healthy and not self._suspects else 0
+            if free <= 0 or not self._may_consume():
+                self._wait_for_room()
+                continue
+            try:
+                self._back_off()
+                # The first claim does not wait: the worker is ready when it has returned.
+                timeout = self._patience() if self.connected else 0.0
+                order = self._order.draw(self._random) if self._order.weights else ()
+                self._accept_all(self._session.receive(free, timeout, order))
+                if not self._reconnect.is_there:
+                    self._reconnect.succeeded()
+                self.connected, self.received_at = True, time.monotonic()
+            except MachineryError as error:
+                self.connected = False
+                self.loop.pause(self._reconnect.failed(error))
+
+    def _may_consume(self) -> bool:
+        if self._hooks.pre_consume is None:
+            return True
         try:
-            while not self._stop.is_set():
-                if self._suspects:
-                    self._run_suspects()
-                free = self._free() if self._settler.healthy and not self._suspects else 0
-                if free <= 0 or not self._may_consume():
-                    self._wait_for_room()
-                    continue
-                try:
-                    self._back_off()
-                    # The first claim does not wait: the worker is ready when it has returned.
-                    timeout = self._patience() if self.connected else 0.0
-                    deliveries = self._session.receive(
-                        free, timeout, self._order.draw(self._random)
-                    )
-                    self._accept_all(deliveries)
-                    self._came_back()
-                except MachineryError as error:
-                    self.connected = False
-                    self._stop.wait(self._reconnect.failed(error))
-        except BaseException as error:  # the worker checks `failure`, and ends
-            self.failure = error
-            logger.exception("the receiver has died")
+            return self._hooks.pre_consume()
+        except Exception:  # user code
+            logger.exception("the pre-consume handler failed; nothing is taken")
+            return False
 
     def _back_off(self) -> None:
         """Leave an unknown task that is due now to other workers."""
         if self._backoff.starts_in(time.monotonic()) == 0.0:
-            self._stop.wait(self._backoff.start(time.monotonic()))
+            self.loop.pause(self._backoff.start(time.monotonic()))
             self._app.store.tend()
-            self._stop.wait(BACKOFF)
+            self.loop.pause(BACKOFF)
 
     def _patience(self) -> float:
         """Return the seconds that a claim may wait."""
@@ -217,14 +220,9 @@ class Receiver:
 
     def _wait_for_room(self) -> None:
         with self._room:
-            if not self._stop.is_set():
+            if not self.loop.is_stopping():
                 # Woken by a commit; the timeout is for the hook, and for a store that has returned.
                 self._room.wait(0.05 if not self._held else 0.25)
-
-    def _came_back(self) -> None:
-        self._reconnect.succeeded()
-        self.connected = True
-        self.received_at = time.monotonic()
 
     def _accept_all(self, deliveries: list[Delivery]) -> None:
         if not deliveries:
@@ -241,7 +239,7 @@ class Receiver:
         for execution in executions:
             self._held[id(execution)] = execution
         revoked = self._revoked(executions)
-        if self._app.events.wants(TaskStarted):
+        if TaskStarted in self._app.events.wanted:
             self._await_reports(executions)
         for execution in executions:
             if accept(execution, revoked):
@@ -262,7 +260,7 @@ class Receiver:
             ended = [one for one in self.held() if one.is_over]
             if not any(one.signature.uuid in retried for one in (*ended, *self._reporting)):
                 return
-            self._stop.wait(0.005)
+            self.loop.pause(0.005)
 
     def _note_return(self, execution: Execution) -> None:
         """Remember when a task is redelivered that this worker does not know."""
@@ -275,7 +273,9 @@ class Receiver:
     def _revoked(self, executions: list[Execution]) -> dict[str, bool]:
         uuids = [uuid for execution in executions if (uuid := peek(execution))]
         try:
-            return revoked_among(self._app, uuids) if uuids else {}
+            if not uuids or self._session.none_revoked:
+                return {}
+            return revoked_among(self._app, uuids)
         except MachineryError as error:
             # Claimed tasks must be run; maintenance reads the revocations again while they run.
             logger.warning("revocations cannot be read: %s", error)
@@ -284,7 +284,7 @@ class Receiver:
     def _run_suspects(self) -> None:
         """Run suspects one at a time, each when nothing runs beside it; the others wait."""
         since = time.perf_counter()
-        while self._suspects and not self._stop.is_set():
+        while self._suspects and not self.loop.is_stopping():
             # Maintenance may have handed some back.
             self._suspects = [one for one in self._suspects if not one.is_over]
             if not self._suspects:
@@ -321,14 +321,14 @@ class Receiver:
     def _watch(self, suspect: Execution) -> None:
         """Wait until it is over, or has run for so long that others may begin beside it."""
         begun, probation = time.perf_counter(), self._probation(suspect)
-        while id(suspect) in self._held and not self._stop.is_set():
+        while id(suspect) in self._held and not self.loop.is_stopping():
             passed = time.perf_counter() - begun
             if passed > probation:
                 return
             if passed > PATIENCE:
                 self._leave_to_others(0)
             with self._room:
-                if id(suspect) in self._held and not self._stop.is_set():
+                if id(suspect) in self._held and not self.loop.is_stopping():
                     self._room.wait(PATIENCE)
 
     def _leave_to_others(self, kept: int) -> None:

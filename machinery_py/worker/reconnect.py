@@ -41,6 +41,7 @@ class Reconnect:
     """State of one worker's connection to its store. May be used from any thread.
 
     Attributes:
+        is_there: the store has answered since the last failure.
         given_up: raised by the worker; set when `broker_connection_max_retries` was reached.
     """
 
@@ -49,7 +50,7 @@ class Reconnect:
         self._worker = worker
         self.handler: Handler | None = None
         self._lock = threading.Lock()
-        self._was_there = False
+        self.is_there = False
         self._since: float | None = None  # when the store went away
         self._attempts = 0
         self._rounds = 0
@@ -67,8 +68,8 @@ class Reconnect:
             if self._since is None:
                 self._since, self._silence = now, FIRST_SILENCE
                 self._log_at = now + self._silence if is_told else now
-            if self._was_there:
-                self._was_there = False
+            if self.is_there:
+                self.is_there = False
             else:
                 self._rounds += 1
                 self._attempts += len(self._app.config.broker_urls)
@@ -91,28 +92,26 @@ class Reconnect:
             )
         delay = self._ask(lost)
         self._log(lost, delay, now)
-        if self._app.events.wants(ConnectionLost):
+        if ConnectionLost in self._app.events.wanted:
             self._app.events.emit(lost)
         return delay
 
     def reset(self) -> None:
         """Count anew, for a worker that starts."""
         with self._lock:
-            self._since, self._attempts, self._rounds, self._was_there = None, 0, 0, False
+            self._since, self._attempts, self._rounds, self.is_there = None, 0, 0, False
             self.given_up = None
 
     def succeeded(self) -> None:
         """Note that the store has answered."""
-        if self._since is None and self._was_there:
-            return
         with self._lock:
             since, attempts = self._since, self._attempts
-            self._since, self._attempts, self._rounds, self._was_there = None, 0, 0, True
+            self._since, self._attempts, self._rounds, self.is_there = None, 0, 0, True
             self.given_up = None
         if since is not None:
             seconds = time.monotonic() - since
             logger.warning("tasks can be received again, after %.1f s", seconds)
-            if self._app.events.wants(ConnectionRestored):
+            if ConnectionRestored in self._app.events.wanted:
                 self._app.events.emit(
                     ConnectionRestored(worker=self._worker, attempts=attempts, seconds=seconds)
                 )

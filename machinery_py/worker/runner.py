@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextvars
+import functools
 import time
 from collections.abc import Callable
 from contextvars import Token
@@ -16,11 +17,12 @@ from machinery_py.registry.calls import REFLECT
 from machinery_py.registry.outcomes import Failed, Outcome, Succeeded
 from machinery_py.stores.base import Settlement
 from machinery_py.tasks.context import Context, enter, leave
+from machinery_py.tasks.signature import HEADER_UNIQUE, HEADER_UNIQUE_START
 from machinery_py.tasks.states import State
 from machinery_py.texts import get_logger
 from machinery_py.wire.signatures import decode_exact
 from machinery_py.wire.states import encode_results
-from machinery_py.worker.admission import ExecutionGuard, in_thread, is_guarded
+from machinery_py.worker.admission import ExecutionGuard, in_thread
 from machinery_py.worker.execution import Execution
 from machinery_py.worker.hooks import await_around, call_around, text_of
 
@@ -30,7 +32,8 @@ INTERRUPTIBLE = True  # calls user code and takes no lock, see worker/executors.
 
 Report = Callable[[Execution], None]  # called when the state is worth a mark: started, and progress
 
-_Call = tuple[Callable[..., Any], list[Any], dict[str, Any], Token[Context]]
+# What `_begin` returns: the call, ready to be made, and how the task's context is left.
+_Begun = tuple[Callable[[], Any], Token[Context | None]]
 
 
 def run(execution: Execution, report: Report | None = None) -> None:
@@ -40,21 +43,17 @@ def run(execution: Execution, report: Report | None = None) -> None:
 
 
 def _run(execution: Execution, report: Report | None) -> None:
-    if is_guarded(execution.task, execution.signature) and not _pass_guard(execution):
+    if _is_guarded(execution) and not _pass_guard(execution):
         return
-    call = _begin(execution, report)
-    if call is None:
+    begun = _begin(execution, report)
+    if begun is None:
         return
-    function, args, kwargs, token = call
+    call, token = begun
     outcome: Outcome
     try:
         if execution.hooks.pre_task is not None:
             execution.hooks.pre_task(execution.signature)
-        if around := execution.app.around:
-            value = call_around(around, execution.signature, lambda: function(*args, **kwargs))
-        else:
-            value = function(*args, **kwargs)
-        outcome = _succeeded(execution, value)
+        outcome = _succeeded(execution, call())
     except BaseException as error:  # user code; SystemExit must not end the worker either
         outcome = execution.failed(error)
     leave(token)
@@ -62,29 +61,32 @@ def _run(execution: Execution, report: Report | None) -> None:
 
 
 async def run_async(execution: Execution, report: Report | None = None) -> None:
-    """Await the coroutine function on the running loop, as `run` calls a function."""
-    if is_guarded(execution.task, execution.signature) and not await in_thread(
+    """Await the coroutine function on the running loop; all else is as in `run`."""
+    if _is_guarded(execution) and not await in_thread(
         lambda: _pass_guard(execution), lambda error: execution.finish(execution.failed(error))
     ):
         return
-    call = _begin(execution, report)
-    if call is None:
+    begun = _begin(execution, report)
+    if begun is None:
         return
-    function, args, kwargs, _ = call  # the coroutine's own context ends with it
+    call, token = begun
     outcome: Outcome
     try:
         if execution.hooks.pre_task is not None:
             execution.hooks.pre_task(execution.signature)
-        if around := execution.app.around:
-            value = await await_around(
-                around, execution.signature, lambda: function(*args, **kwargs)
-            )
-        else:
-            value = await function(*args, **kwargs)
-        outcome = _succeeded(execution, value)
+        outcome = _succeeded(execution, await call())
     except BaseException as error:  # user code; cancelled by the worker, it is over already
         outcome = execution.failed(error)
+    leave(token)
     _end(execution, outcome)
+
+
+def _is_guarded(execution: Execution) -> bool:
+    """Return whether it has to pass a guard first: most need not."""
+    task, headers = execution.task, execution.signature.headers
+    return (task is not None and task.settings.exclusive != "") or bool(
+        headers and HEADER_UNIQUE_START in headers and headers.get(HEADER_UNIQUE)
+    )
 
 
 def _pass_guard(execution: Execution) -> bool:
@@ -103,8 +105,8 @@ def _pass_guard(execution: Execution) -> bool:
     return False
 
 
-def _begin(execution: Execution, report: Report | None) -> _Call | None:
-    """Enter the task's context, and return what to call. None: wrong arguments, it is finished."""
+def _begin(execution: Execution, report: Report | None) -> _Begun | None:
+    """Enter the task's context, and return the call. None: wrong arguments, it is finished."""
     task, delivery = execution.task, execution.delivery
     assert task is not None
     try:
@@ -119,7 +121,7 @@ def _begin(execution: Execution, report: Report | None) -> _Call | None:
         delivery=delivery.fence,
         epoch=delivery.epoch,
         worker=execution.worker,
-        report=None if report is None else _reporter(execution, report),
+        report=None if report is None else functools.partial(_progress, execution, report),
     )
     if task.call.takes_context:
         args.insert(0, context)
@@ -127,9 +129,13 @@ def _begin(execution: Execution, report: Report | None) -> _Call | None:
     execution.started_at = execution.app.clock.now()
     if report is not None:
         report(execution)
+    call = functools.partial(task.function, *args, **kwargs)
+    if around := execution.app.around:
+        wrap = await_around if task.call.is_async else call_around
+        call = functools.partial(wrap, around, execution.signature, call)
     token = enter(context)
     execution.call_started = time.perf_counter()
-    return task.function, args, kwargs, token
+    return call, token
 
 
 def _misfit(text: str) -> Failed:
@@ -150,12 +156,9 @@ def _as_go_says(execution: Execution, error: ArgumentError) -> str:
     return str(error)
 
 
-def _reporter(execution: Execution, report: Report) -> Callable[[float, float], None]:
-    def tell(done: float, total: float) -> None:
-        execution.progress = (done, total)
-        report(execution)
-
-    return tell
+def _progress(execution: Execution, report: Report, done: float, total: float) -> None:
+    execution.progress = (done, total)
+    report(execution)
 
 
 def _succeeded(execution: Execution, value: Any) -> Outcome:

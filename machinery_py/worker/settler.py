@@ -8,7 +8,6 @@ then; alone they wait for MARK_DELAY, lest the end of a short task wait for thei
 from __future__ import annotations
 
 import queue
-import threading
 from collections.abc import Callable, Sequence
 
 from machinery_py.app import Application
@@ -20,8 +19,11 @@ from machinery_py.revocation import let_go
 from machinery_py.stores.base import AWAY, Mark, Session, Settlement
 from machinery_py.tasks.states import State
 from machinery_py.texts import get_logger
+from machinery_py.threads import LoopThread
 from machinery_py.unique import tidy
+from machinery_py.worker.chords import settle_ready_groups
 from machinery_py.worker.execution import Execution
+from machinery_py.worker.go_groups import GoGroupPoller
 from machinery_py.worker.reconnect import Reconnect
 
 logger = get_logger(__name__)
@@ -33,32 +35,43 @@ MARK_DELAY = 0.002  # seconds; longer than a short task takes
 class Settler:
     """Settler of one worker: takes executions from any thread, and commits them in its own.
 
-    Args:
-        on_settled: called in the settler's thread with the executions and verdicts of a commit.
-        after_batch: called after a commit that had group arrivals in it.
+    Attributes:
+        loop: its thread.
+        healthy: False while the store is away; nothing is claimed then.
+        processed: tasks that have ended here.
     """
 
     def __init__(
         self,
+        app: Application,
         session: Session,
+        groups: GoGroupPoller,
         *,
         reconnect: Reconnect,
         name: str,
-        on_settled: Callable[[Sequence[Execution], Sequence[Verdict]], None],
-        after_batch: Callable[[], object],
     ) -> None:
+        self._app = app
         self._session = session
+        self._groups = groups
         self._reconnect = reconnect
-        self._on_settled = on_settled
-        self._after_batch = after_batch
+        self._on_settled: Callable[[Sequence[Execution]], None] = lambda _: None
+        self._on_reported: Callable[[], None] = lambda: None
         self._queue: queue.SimpleQueue[Execution | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name=f"{name}-settler", daemon=True)
-        self._give_up = threading.Event()
-        self.healthy = True  # False while the store is away; nothing is claimed then
-        self.failure: BaseException | None = None
+        self.loop = LoopThread(f"{name}-settler", self._work)
+        self.healthy = True
+        self.processed = 0
 
-    def start(self) -> None:
-        self._thread.start()
+    def start(
+        self, on_settled: Callable[[Sequence[Execution]], None], on_reported: Callable[[], None]
+    ) -> None:
+        """Start the thread.
+
+        Args:
+            on_settled: called in it with the executions of each commit.
+            on_reported: called in it when their events have been emitted.
+        """
+        self._on_settled, self._on_reported = on_settled, on_reported
+        self.loop.start()
 
     def put(self, execution: Execution) -> None:
         """Commit its settlement, or a mark if it is not over."""
@@ -76,23 +89,18 @@ class Settler:
     def close(self, timeout: float) -> bool:
         """Commit what is there and end. False: the store was away, and some was given up."""
         self._queue.put(None)
-        self._thread.join(timeout)
-        if self._thread.is_alive():
-            self._give_up.set()
-            self._thread.join(1.0)
-            return False
-        return True
+        if self.loop.join(timeout):
+            return True
+        self.loop.stop()
+        self.loop.join(1.0)
+        return False
 
     def _work(self) -> None:
-        try:
-            late: list[Execution] = []  # executions whose mark has waited for one batch
-            ended = False
-            while not ended:
-                batch, ended = self._gather(wait=not late)
-                late = self._commit(batch, late)
-        except BaseException as error:  # the worker checks `failure`, and ends
-            self.failure = error
-            logger.exception("the settler has died")
+        late: list[Execution] = []  # executions whose mark has waited for one batch
+        ended = False
+        while not ended:
+            batch, ended = self._gather(wait=not late)
+            late = self._commit(batch, late)
 
     def _gather(self, *, wait: bool) -> tuple[list[Execution], bool]:
         """Return what is queued, and whether the end has come.
@@ -135,12 +143,27 @@ class Settler:
             # Before the end is reported: a worker that ends when idle must see the callback.
             self._settle_groups()
         if over:
-            self._on_settled(over, verdicts)
+            self._on_settled(over)
+            self._report(over, verdicts)
+            self._on_reported()
+            release(self._app, over, verdicts)
         return marked
+
+    def _report(self, over: Sequence[Execution], verdicts: Sequence[Verdict]) -> None:
+        """Count, log and emit what has become true, or has not."""
+        for execution, verdict in zip(over, verdicts, strict=True):
+            settlement = execution.settlement
+            if verdict is FENCED:
+                _log_fenced(execution)
+            else:
+                self.processed += execution.is_final
+                if settlement is not None and settlement.arrivals:
+                    self._groups.note(settlement.arrivals)
+            report_end(self._app, execution, verdict)
 
     def _settle_groups(self) -> None:
         try:
-            self._after_batch()
+            settle_ready_groups(self._app)
         except AWAY as error:
             logger.warning("a group could not be settled: %s; it will be tried again", error)
         except Exception:  # maintenance tries again; this loop must live on
@@ -175,7 +198,7 @@ class Settler:
                         "results cannot be stored: %s; no new tasks are taken until they can", error
                     )
                 self.healthy = False
-                if self._give_up.wait(self._reconnect.failed(error, is_told=True)):
+                if self.loop.pause(self._reconnect.failed(error, is_told=True)):
                     return [FENCED] * len(over)
             else:
                 if not self.healthy:
@@ -241,14 +264,12 @@ def _settlements(over: Sequence[Execution]) -> list[Settlement]:
 # What follows a commit: the log, locks and keys, events
 
 
-def log_fenced(execution: Execution, verdict: Verdict) -> None:
-    """Log that the run came to nothing, if its settlement was fenced."""
-    if verdict is FENCED:
-        logger.warning(
-            "a run of task %s came to nothing: its lease was lost, or it was finished before",
-            execution.signature.uuid,
-            extra={"task_uuid": execution.signature.uuid},
-        )
+def _log_fenced(execution: Execution) -> None:
+    logger.warning(
+        "a run of task %s came to nothing: its lease was lost, or it was finished before",
+        execution.signature.uuid,
+        extra={"task_uuid": execution.signature.uuid},
+    )
 
 
 def release(app: Application, executions: Sequence[Execution], verdicts: Sequence[Verdict]) -> None:
@@ -274,11 +295,12 @@ def report_end(app: Application, execution: Execution, verdict: Verdict) -> None
     if settlement is None:
         return
     if verdict is FENCED:
-        if app.events.wants(TaskFenced):
+        if TaskFenced in app.events.wanted:
             app.events.emit(TaskFenced(signature=signature, worker=execution.worker))
         return
-    app.tell_sent(execution.sends)
-    if settlement.fate is Fate.DEAD and app.events.wants(MessageDead):
+    if execution.sends:
+        app.report_sent(execution.sends)
+    if settlement.fate is Fate.DEAD and MessageDead in app.events.wanted:
         app.events.emit(
             MessageDead(
                 uuid=settlement.uuid,
@@ -291,11 +313,11 @@ def report_end(app: Application, execution: Execution, verdict: Verdict) -> None
     if not settlement.states:
         return
     state = settlement.states[0]
-    if state.state is State.SUCCESS and app.events.wants(TaskSucceeded):
+    if state.state is State.SUCCESS and TaskSucceeded in app.events.wanted:
         app.events.emit(
             TaskSucceeded(signature=signature, worker=execution.worker, runtime=execution.runtime)
         )
-    elif state.state is State.FAILURE and app.events.wants(TaskFailed):
+    elif state.state is State.FAILURE and TaskFailed in app.events.wanted:
         app.events.emit(
             TaskFailed(
                 signature=signature,
@@ -304,7 +326,7 @@ def report_end(app: Application, execution: Execution, verdict: Verdict) -> None
                 error_type=state.error_type,
             )
         )
-    elif state.state is State.RETRY and app.events.wants(TaskRetried):
+    elif state.state is State.RETRY and TaskRetried in app.events.wanted:
         delay = (state.eta - state.created_at).total_seconds() if state.eta else 0.0
         app.events.emit(
             TaskRetried(

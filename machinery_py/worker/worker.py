@@ -11,17 +11,16 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from machinery_py.app import Application
 from machinery_py.async_twins import twin
-from machinery_py.backends.base import ALREADY, SETTLED, Verdict
 from machinery_py.brokers.base import Fate
 from machinery_py.config.config import OPTIONS, Config
 from machinery_py.config.options import raise_all
 from machinery_py.errors import MachineryError
-from machinery_py.events import TaskStarted, WorkerHeartbeat, WorkerOffline, WorkerOnline
+from machinery_py.events import WorkerHeartbeat, WorkerOffline, WorkerOnline
 from machinery_py.queues import QueueOrder, Queues, parse_queues
 from machinery_py.schedules.scheduler import Declared
 from machinery_py.schedules.thread import SchedulerThread
@@ -33,15 +32,15 @@ from machinery_py.worker.execution import Execution
 from machinery_py.worker.executors import Executors
 from machinery_py.worker.go_groups import GoGroupPoller
 from machinery_py.worker.hooks import WorkerHooks
-from machinery_py.worker.limits import TimeLimits
 from machinery_py.worker.maintenance import Maintenance
 from machinery_py.worker.receiver import Receiver
 from machinery_py.worker.reconnect import Handler, Reconnect, open_patiently
-from machinery_py.worker.settler import Settler, log_fenced, release, report_end
+from machinery_py.worker.settler import Settler
 from machinery_py.worker.stopping import StopRequest
 
 logger = get_logger(__name__)
 
+LOOP_WAIT = 10.0  # seconds for a thread to end
 SETTLER_WAIT = 2.0  # seconds for a task that has ended to reach the settler
 
 GRACEFUL, ABRUPT = 0, 1  # what `launch` returns; the exit codes of the command line
@@ -88,16 +87,15 @@ class Worker:
         self.shutdown_timeout = (
             app.config.shutdown_timeout if shutdown_timeout is None else shutdown_timeout
         )
-        self.processed = 0  # tasks that ended here
         self.on_beat: Callable[[], object] | None = None
         self.on_failure: Callable[[], object] | None = None  # before it stops by a failure
         self._hooks = WorkerHooks()
-        self._pre_consume: Callable[[Worker], bool] | None = None
         self._stop_request = StopRequest(self.shutdown_timeout)
         self._stopped = threading.Lock()
         self._attendant: threading.Thread | None = None  # ends what `start` began
         self._has_ended = False
         self._session: Session | None = None
+        self._processed_before = 0
         self._reconnect = Reconnect(app, self.name)
         self._declared = declared
         self._scheduler: SchedulerThread | None = None
@@ -132,7 +130,7 @@ class Worker:
         self, handler: Callable[[Worker], bool]
     ) -> Callable[[Worker], bool]:
         """Set what is called before each claim: while it returns False, nothing is claimed."""
-        self._pre_consume = handler
+        self._hooks.pre_consume = lambda: handler(self)
         return handler
 
     def set_connection_error_handler(self, handler: Handler) -> Handler:
@@ -245,21 +243,18 @@ class Worker:
     def _begin(self, session: Session) -> None:
         app = self.app
         self._reconnect.succeeded()
+        self._groups = GoGroupPoller(app.store.backend)
+        self._processed_before = self.processed
         self._settler = Settler(
-            session,
-            reconnect=self._reconnect,
-            name=self.name,
-            on_settled=self._on_settled,
-            after_batch=lambda: settle_ready_groups(app),
+            app, session, self._groups, reconnect=self._reconnect, name=self.name
         )
         self._executors = Executors(
             self.concurrency,
             session,
             name=self.name,
             on_done=self._settler.put,
-            report=self._on_report,
+            on_mark=self._settler.mark,
         )
-        self._limits = TimeLimits(self._executors, name=self.name)
         self._receiver = Receiver(
             app,
             self._hooks,
@@ -269,11 +264,8 @@ class Worker:
             order=self.order,
             reconnect=self._reconnect,
             name=self.name,
-            worker=self.name,
-            may_consume=self._may_consume,
             burst=self.burst,
         )
-        self._groups = GoGroupPoller(app.store.backend)
         self._maintenance = Maintenance(
             app,
             session,
@@ -287,9 +279,9 @@ class Worker:
         self._session = session
         # Before the first claim: its failure does not change that this worker has started.
         app.events.emit(WorkerOnline(worker=self.name))
-        self._settler.start()
-        self._maintenance.start()
-        self._receiver.start()
+        self._settler.start(self._receiver.settled, self._receiver.reported)
+        self._maintenance.loop.start()
+        self._receiver.loop.start()
         if self._declared is not None:
             self._scheduler = SchedulerThread(app, self._declared, name=self.name)
             self._scheduler.start()
@@ -339,10 +331,10 @@ class Worker:
                 )
             if not self._settler.close(timeout=max(5.0, self.shutdown_timeout)):
                 logger.error("some results could not be stored; their tasks will run again")
-            self._limits.close()
-            self._maintenance.close()
+            self._maintenance.loop.stop()
+            self._maintenance.loop.join(LOOP_WAIT)
             if self._scheduler is not None:
-                self._scheduler.close()
+                self._scheduler.join(LOOP_WAIT)
             self._executors.close()
             self.app.locks.flush()
             try:
@@ -359,12 +351,18 @@ class Worker:
         if session is not None:
             for execution in self._receiver.held():
                 if execution.call_started:
-                    session.run_begins(execution.delivery)
+                    session.consumer.run_begins(execution.delivery)
 
     @property
     def ready(self) -> bool:
         """Whether tasks can be received and settled."""
         return self._session is not None and self._receiver.connected and self._settler.healthy
+
+    @property
+    def processed(self) -> int:
+        """Number of tasks that have ended here."""
+        settler = getattr(self, "_settler", None)
+        return self._processed_before + (settler.processed if settler is not None else 0)
 
     @property
     def active(self) -> int:
@@ -378,12 +376,12 @@ class Worker:
             self._stop_request.wait(0.1 if self.burst else 0.5)
             if self._reconnect.given_up is not None:
                 raise self._reconnect.given_up
-            failure = self._receiver.failure or self._settler.failure
+            failure = self._receiver.loop.failure or self._settler.loop.failure
             if failure is not None:
                 if self.on_failure is not None:
                     self.on_failure()
                 raise MachineryError(f"worker {self.name} cannot go on: {failure!r}") from failure
-            is_idle = self._receiver.idle_since is not None and not self._receiver.outstanding
+            is_idle = self._receiver.idle_since is not None and not self._receiver.held()
             if self.burst and is_idle:
                 return
 
@@ -402,43 +400,13 @@ class Worker:
             self._settler.put(execution)
         return given
 
-    def _may_consume(self) -> bool:
-        if self._pre_consume is None:
-            return True
-        try:
-            return self._pre_consume(self)
-        except Exception:  # user code
-            logger.exception("the pre-consume handler failed; nothing is taken")
-            return False
-
-    def _on_report(self, execution: Execution) -> None:
-        if execution.progress is None:
-            if execution.time_limit is not None:
-                self._limits.watch(execution)
-            if self.app.events.wants(TaskStarted):
-                self.app.events.emit(TaskStarted(signature=execution.signature, worker=self.name))
-        self._settler.mark(execution)
-
     def _on_beat(self) -> None:
         if self.on_beat is not None:
             self.on_beat()
-        if self.app.events.wants(WorkerHeartbeat):
+        if WorkerHeartbeat in self.app.events.wanted:
             self.app.events.emit(
                 WorkerHeartbeat(worker=self.name, active=self.active, processed=self.processed)
             )
-
-    def _on_settled(self, executions: Sequence[Execution], verdicts: Sequence[Verdict]) -> None:
-        self._receiver.settled(executions)
-        for execution, verdict in zip(executions, verdicts, strict=True):
-            if verdict is SETTLED or verdict is ALREADY:
-                self.processed += execution.is_final
-                if execution.settlement is not None and execution.settlement.arrivals:
-                    self._groups.note(execution.settlement.arrivals)
-            else:
-                log_fenced(execution, verdict)
-            report_end(self.app, execution, verdict)
-        self._receiver.reported()
-        release(self.app, executions, verdicts)
 
 
 def _configured(config: Config) -> Queues:

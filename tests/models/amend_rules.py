@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
 from machinery_py.backends.redis import records as backend_scripts
-from machinery_py.connections.redis.scripts import raw
+from machinery_py.connections.redis.client import raw
 from machinery_py.stores import redis_scripts as settlement_scripts
 from tests.models import amend as amending
 from tests.models.backend_rules import Expire, GroupUuid, StateRules, States

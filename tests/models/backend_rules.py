@@ -10,7 +10,7 @@ from hypothesis.stateful import rule
 from machinery_py.backends.redis import scripts as redis_scripts
 from machinery_py.backends.redis.documents import Changes
 from machinery_py.clock import moment_of
-from machinery_py.connections.redis.scripts import raw
+from machinery_py.connections.redis.client import raw
 from machinery_py.stores import redis_scripts as settlement_scripts
 from machinery_py.tasks.signature import Arg
 from machinery_py.tasks.states import ZERO_TIME, Arrival, GroupMeta, State, TaskState

@@ -9,8 +9,8 @@ import msgspec
 from hypothesis import note
 from redis.exceptions import ResponseError
 
-from machinery_py.connections.redis.client import RedisConnection, RedisDriver, command
-from machinery_py.connections.redis.scripts import Script, pack, raw
+from machinery_py.connections.redis.client import RedisConnection, RedisDriver, command, raw
+from machinery_py.connections.redis.scripts import Script, pack
 from tests.models.redis import Bag, Hash, Redis, WrongType, Zset
 
 NEAR = 30.0  # seconds between two expiries that are meant to be the same; the shortest difference of any two is 100

@@ -11,7 +11,7 @@ from hypothesis.stateful import initialize, rule
 
 from machinery_py.brokers.redis import inspect as redis_looking
 from machinery_py.brokers.redis import scripts as redis_scripts
-from machinery_py.connections.redis.scripts import raw
+from machinery_py.connections.redis.client import raw
 from tests.models import broker, looking
 from tests.models.beside import text
 from tests.models.machine import (

@@ -29,8 +29,8 @@ from machinery_py.backends.redis.cluster_documents import (
 from machinery_py.backends.redis.cluster_lists import PREFIXES
 from machinery_py.brokers.redis import cluster as broker_scripts
 from machinery_py.clock import moment_of
+from machinery_py.connections.redis.client import raw
 from machinery_py.connections.redis.keys import queue_keys
-from machinery_py.connections.redis.scripts import raw
 from machinery_py.connections.redis.slots import local_key, quoted
 from machinery_py.locks import redis as lock_scripts
 from machinery_py.locks import redis_cluster as cluster_lock_scripts

@@ -10,8 +10,9 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
+from machinery_py.connections.redis.client import raw
 from machinery_py.connections.redis.keys import queue_keys
-from machinery_py.connections.redis.scripts import Script, raw
+from machinery_py.connections.redis.scripts import Script
 from tests.models.beside import Beside, Reading
 from tests.models.messages import Queue, flight_of
 from tests.support.servers import RedisServer

@@ -23,8 +23,9 @@ from machinery_py.backends.redis.cluster_lists import PREFIXES
 from machinery_py.backends.redis.documents import Changes
 from machinery_py.brokers.redis import cluster as broker
 from machinery_py.brokers.redis import scripts
+from machinery_py.connections.redis.client import raw
 from machinery_py.connections.redis.keys import queue_keys
-from machinery_py.connections.redis.scripts import Script, pack, raw
+from machinery_py.connections.redis.scripts import Script, pack
 from machinery_py.connections.redis.slots import clustered, slot_of
 from machinery_py.locks import redis_cluster as locks
 from machinery_py.tasks.states import GroupMeta, State, TaskState

@@ -23,8 +23,9 @@ from machinery_py.backends.redis.documents import Changes
 from machinery_py.brokers.redis import cluster as cluster_broker
 from machinery_py.brokers.redis import inspect as looking
 from machinery_py.brokers.redis import scripts as broker
+from machinery_py.connections.redis.client import raw
 from machinery_py.connections.redis.keys import queue_keys
-from machinery_py.connections.redis.scripts import Script, pack, raw
+from machinery_py.connections.redis.scripts import Script, pack
 from machinery_py.locks import redis as locks
 from machinery_py.locks import redis_cluster as cluster_locks
 from machinery_py.stores import redis_scripts as settlement

@@ -179,7 +179,7 @@ class PairClock(ManualClock):
 def dies_at_once(store: Store, session: Session) -> bool:
     """Let the session die as its process would, where that is seen at once. False: it is seen by its missing beats."""
     assert isinstance(session, TwoSession)
-    consumer = session._consumer
+    consumer = session.consumer
     if isinstance(store.broker, AMQPBroker):
         rabbitmq_case.crash(store.broker, consumer)  # type: ignore[arg-type]  # it is this broker's
     elif isinstance(consumer, SQLiteConsumer):

@@ -350,7 +350,9 @@ class StoreMachine(RuleBasedStateMachine):
         if (chosen := self.choose(pick, self.alive())) is not None:
             worker, hands = chosen
             hand = hands[-1 - which % len(hands)]
-            (worker.session.run_begins if begins else worker.session.run_ends)(hand.delivery)
+            (worker.session.consumer.run_begins if begins else worker.session.consumer.run_ends)(
+                hand.delivery
+            )
             hand.running = begins
 
     @rule(pick=Pick, which=Recent, state=st.sampled_from([State.RECEIVED, State.STARTED]))
@@ -772,8 +774,8 @@ class SQLiteBench(Bench):
 
     def crash(self, session: Session, survivors: Sequence[Session]) -> None:
         assert isinstance(session, OneSession)
-        assert isinstance(session._consumer, SQLiteConsumer)
-        session._consumer.abandon()
+        assert isinstance(session.consumer, SQLiteConsumer)
+        session.consumer.abandon()
         self.store.tend()
 
     def close(self) -> None:

@@ -290,6 +290,7 @@ class KillingSession(Session):
     """The real session, in the same way."""
 
     def __init__(self, session: Session) -> None:
+        super().__init__(session.consumer)
         self._session = session
 
     def receive(self, limit: int, timeout: float, order: Sequence[str] = ()) -> list[Delivery]:
@@ -314,20 +315,8 @@ class KillingSession(Session):
             killer.reach("after-settle")
         return verdicts
 
-    def run_begins(self, delivery: Delivery) -> None:
-        self._session.run_begins(delivery)
-
-    def run_ends(self, delivery: Delivery) -> None:
-        self._session.run_ends(delivery)
-
-    def is_lost(self, delivery: Delivery) -> bool:
-        return self._session.is_lost(delivery)
-
     def beat(self) -> bool:
         return self._session.beat()
-
-    def wake(self) -> None:
-        self._session.wake()
 
     def close(self) -> None:
         self._session.close()

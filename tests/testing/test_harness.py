@@ -400,7 +400,7 @@ def test_the_stores_and_the_clock_are_put_back_whatever_happens(shop: Shop) -> N
     assert server.clock is SYSTEM_CLOCK
     assert server.app._stores is stores
     assert server._waiters is waiters
-    assert not server.events.wants(object)  # type: ignore[arg-type]
+    assert object not in server.events.wanted  # type: ignore[arg-type]
 
 
 def test_two_harnesses_one_after_the_other_see_nothing_of_each_other(shop: Shop) -> None:

@@ -10,10 +10,11 @@ import pytest
 
 from machinery_py import Server, current_task
 from machinery_py.backends.memory import MemoryBackend
-from machinery_py.brokers.base import Delivery
+from machinery_py.brokers.base import Consumer, Delivery
 from machinery_py.brokers.memory import MemoryBroker
 from machinery_py.connections.memory import MemoryHub
 from machinery_py.stores.transactional import OneSession, OneStore
+from machinery_py.testing.flaky import Faults, FlakyConsumer
 from machinery_py.testing.waiting import HANG, wait_until
 from machinery_py.worker.execution import Execution
 from machinery_py.worker.executors import Executors
@@ -21,13 +22,11 @@ from machinery_py.worker.hooks import WorkerHooks
 from machinery_py.worker.intake import accept, peek
 
 
-class Pausing(OneSession):
+class Pausing(FlakyConsumer):
     """Stops a thread that has taken a delivery from the executors' queue and does not run it yet."""
 
-    def __init__(self, store: OneStore, hub: MemoryHub) -> None:
-        super().__init__(
-            store, store.broker.consume(["machinery_tasks"], worker="w"), hub.transaction
-        )
+    def __init__(self, consumer: Consumer) -> None:
+        super().__init__(consumer, Faults())
         self.pauses = False
         self.paused = threading.Event()
         self.go_on = threading.Event()
@@ -49,9 +48,10 @@ class Pool:
         store = self.server.app.stores.store = OneStore(
             MemoryBroker(hub), MemoryBackend(hub), hub.transaction
         )
-        self.session = Pausing(store, hub)
+        self.consumer = Pausing(store.broker.consume(["machinery_tasks"], worker="w"))
+        self.session = OneSession(store, self.consumer, hub.transaction)
         self.executors = Executors(
-            concurrency, self.session, name="w", on_done=lambda _: None, report=lambda _: None
+            concurrency, self.session, name="w", on_done=lambda _: None, on_mark=lambda _: None
         )
         self.runs: list[str] = []
         self.may_end = threading.Event()
@@ -94,7 +94,7 @@ class Pool:
 
     def close(self) -> None:
         self.may_end.set()
-        self.session.go_on.set()
+        self.consumer.go_on.set()
         wait_until(lambda: not self.executors.busy(), HANG, "the end of all tasks")
         self.executors.close()
         self.session.close()
@@ -111,14 +111,14 @@ def pool() -> Iterator[Pool]:
 def test_task_gets_a_slot_while_the_idle_thread_takes_another(pool: Pool) -> None:
     """The interleaving that Python 3.13 made common: taken from the queue, and not running yet."""
     pool.run_to_its_end("short")
-    pool.session.pauses = True
+    pool.consumer.pauses = True
     pool.submit("long")
-    assert pool.session.paused.wait(HANG)
+    assert pool.consumer.paused.wait(HANG)
 
     pool.submit("short")
 
     wait_until(lambda: pool.runs == ["short", "short"], HANG, "the free slot to be used")
-    pool.session.go_on.set()
+    pool.consumer.go_on.set()
     wait_until(lambda: pool.runs[2:] == ["long"], HANG, "the task that was paused")
 
 

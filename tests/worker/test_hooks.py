@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,9 +27,8 @@ from machinery_py import (
 from machinery_py.brokers.base import Message
 from machinery_py.events import TaskStarted
 from machinery_py.testing.waiting import HANG, wait_until
-from machinery_py.worker import limits
-from machinery_py.worker.executors import Executors
-from machinery_py.worker.limits import TimeLimits
+from machinery_py.worker import executors
+from machinery_py.worker.executors import Executors, TimeLimits
 from machinery_py.worker.worker import Worker
 
 SLOTS = 2
@@ -309,13 +309,15 @@ def test_deadlines_of_what_has_ended_are_forgotten_behind_one_that_runs_on() -> 
     class Running(Ended):
         is_over = False
 
-    session: Any = None
-    watch = TimeLimits(Executors(1, session, name="test", on_done=leave, report=leave), name="test")
+    session: Any = SimpleNamespace(consumer=None)
+    watch = TimeLimits(
+        Executors(1, session, name="test", on_done=leave, on_mark=leave), name="test"
+    )
     try:
         watch.watch(Running())  # type: ignore[arg-type]  # what it looks at of an Execution
-        for _ in range(10 * limits.SWEEP):
+        for _ in range(10 * executors.SWEEP):
             watch.watch(Ended())  # type: ignore[arg-type]
-        assert len(watch._deadlines) <= limits.SWEEP
+        assert len(watch._deadlines) <= executors.SWEEP
     finally:
         watch.close()
 

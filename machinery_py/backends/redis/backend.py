@@ -38,9 +38,9 @@ from machinery_py.backends.redis.documents import Changes, decode_rows, state_of
 from machinery_py.backends.redis.listener import RedisListener
 from machinery_py.clock import micros, moment_of
 from machinery_py.connections.durability import Concern
-from machinery_py.connections.redis.client import RedisDriver
+from machinery_py.connections.redis.client import RedisDriver, raw
 from machinery_py.connections.redis.errors import tell_spoilt
-from machinery_py.connections.redis.scripts import Script, pack, raw
+from machinery_py.connections.redis.scripts import Script, pack
 from machinery_py.errors import BackendUnavailable
 from machinery_py.tasks.states import Arrival, GroupMeta, State, TaskState
 from machinery_py.wire.states import decode_group
@@ -338,7 +338,7 @@ class RedisBackend(Backend, OutboxBackend):
             )
 
     def revoked(self, uuids: Sequence[str]) -> set[str]:
-        if not uuids or self.driver.none_revoked():
+        if not uuids:
             return set()
         return {
             uuid.decode()

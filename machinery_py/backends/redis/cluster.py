@@ -56,11 +56,12 @@ from machinery_py.backends.redis.listener import RedisListener
 from machinery_py.backends.redis.scripts import CHORD_LIFE
 from machinery_py.clock import micros, moment_of
 from machinery_py.connections.durability import Concern
+from machinery_py.connections.redis.client import raw
 from machinery_py.connections.redis.cluster import RedisClusterDriver
 from machinery_py.connections.redis.errors import tell_spoilt
 from machinery_py.connections.redis.keys import READY, REVOKED
 from machinery_py.connections.redis.requests import Request, command_at, script_at
-from machinery_py.connections.redis.scripts import Script, pack, raw
+from machinery_py.connections.redis.scripts import Script, pack
 from machinery_py.connections.redis.slots import unquoted
 from machinery_py.errors import DecodeError
 from machinery_py.tasks.states import GroupMeta, State, TaskState

@@ -17,7 +17,8 @@ import msgspec
 from machinery_py.backends.base import Amendment, Change, claim_of
 from machinery_py.backends.redis import cluster_scripts as scripts
 from machinery_py.backends.redis.documents import Changes, packed_state
-from machinery_py.connections.redis.scripts import Script, pack, raw
+from machinery_py.connections.redis.client import raw
+from machinery_py.connections.redis.scripts import Script, pack
 from machinery_py.connections.redis.slots import quoted, unquoted
 from machinery_py.tasks.states import TaskState
 from machinery_py.wire.states import encode_group

@@ -25,10 +25,11 @@ from machinery_py.backends.redis.cluster_documents import (
 from machinery_py.backends.redis.cluster_lists import PREFIXES, Finished, by_shard, list_requests
 from machinery_py.backends.redis.scripts import CHORD_LIFE
 from machinery_py.clock import micros
+from machinery_py.connections.redis.client import raw
 from machinery_py.connections.redis.cluster import RedisClusterDriver
 from machinery_py.connections.redis.keys import GO_MUTEX, GROUPS, READY
 from machinery_py.connections.redis.requests import Request, command_at, script_at
-from machinery_py.connections.redis.scripts import pack, raw
+from machinery_py.connections.redis.scripts import pack
 from machinery_py.errors import NameRefused, StoreUnusable
 from machinery_py.texts import get_logger
 

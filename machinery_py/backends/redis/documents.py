@@ -12,9 +12,10 @@ import msgspec
 
 from machinery_py.backends.redis.scripts import CHORD_LIFE
 from machinery_py.clock import micros, moment_of
-from machinery_py.connections.redis.scripts import pack, raw
+from machinery_py.connections.redis.client import raw
+from machinery_py.connections.redis.scripts import pack
 from machinery_py.errors import ArgumentError
-from machinery_py.tasks.states import Arrival, GroupMeta, TaskState
+from machinery_py.tasks.states import FINISHED, Arrival, GroupMeta, TaskState
 from machinery_py.wire.states import (
     EXTRA,
     EXTRA_MOMENTS,
@@ -68,7 +69,7 @@ def packed_state(state: TaskState, now: dt.datetime, expire: int) -> tuple[objec
         bool(state.started_at and state.queue and state.worker),
         state.progress is not None,
         line(state.queue),
-        str(expire if word.is_finished else _kept(state, now)),
+        str(expire if word in FINISHED else _kept(state, now)),
     )
 
 

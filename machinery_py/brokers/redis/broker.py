@@ -46,9 +46,9 @@ from machinery_py.brokers.redis.messages import (
 )
 from machinery_py.clock import moment_of
 from machinery_py.connections.durability import Concern
-from machinery_py.connections.redis.client import RedisDriver
+from machinery_py.connections.redis.client import RedisDriver, raw
 from machinery_py.connections.redis.keys import QUEUES, queue_keys
-from machinery_py.connections.redis.scripts import Script, pack, raw
+from machinery_py.connections.redis.scripts import Script, pack
 from machinery_py.connections.session_files import host_folder, remove
 from machinery_py.errors import BrokerUnavailable, NameRefused, PublishUnknown
 from machinery_py.names import REASON, check_queue

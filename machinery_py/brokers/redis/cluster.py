@@ -34,11 +34,12 @@ from machinery_py.brokers.redis.messages import EMPTY, Packed, Queues, known, me
 from machinery_py.brokers.redis.scripts import CONSTANTS
 from machinery_py.clock import moment_of
 from machinery_py.connections.durability import Concern
+from machinery_py.connections.redis.client import raw
 from machinery_py.connections.redis.cluster import RedisClusterDriver, SlotDriver
 from machinery_py.connections.redis.keys import QUEUES, queue_keys
 from machinery_py.connections.redis.pool import with_delayed_key
 from machinery_py.connections.redis.requests import command_at, script_at
-from machinery_py.connections.redis.scripts import Folder, Script, pack, raw
+from machinery_py.connections.redis.scripts import Folder, Script, pack
 from machinery_py.connections.redis.slots import slot_of
 from machinery_py.errors import BrokerUnavailable, NameRefused, PublishRefused, PublishUnknown
 from machinery_py.names import queue_problem

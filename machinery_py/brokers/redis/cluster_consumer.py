@@ -61,7 +61,7 @@ class _Part(RedisConsumer):
 
     def beat_request(self) -> Request:
         """Answered with 0 if this session was given up."""
-        argument = pack((self.driver.now(), self.session, self._keys))
+        argument = pack((self.driver.now(), self.session, self.keys))
         return script_at(self.driver.prefix, clustered(scripts.BEAT), argument)
 
     def restart(self) -> None:

@@ -23,10 +23,10 @@ from machinery_py.brokers.liveness import own_record
 from machinery_py.brokers.redis import scripts as redis_scripts
 from machinery_py.brokers.redis.messages import EMPTY, head_of, printable
 from machinery_py.clock import micros
-from machinery_py.connections.redis.client import RedisConnection, RedisDriver, command
+from machinery_py.connections.redis.client import RedisConnection, RedisDriver, command, raw
 from machinery_py.connections.redis.errors import Kind, kind_of, tell_spoilt
 from machinery_py.connections.redis.keys import queue_keys
-from machinery_py.connections.redis.scripts import pack, raw
+from machinery_py.connections.redis.scripts import pack
 from machinery_py.connections.session_files import SessionFile, host_file, host_folder, ran
 from machinery_py.errors import BrokerUnavailable, MachineryError
 
@@ -54,7 +54,8 @@ class RedisConsumer(Consumer):
     ) -> None:
         self._driver = driver
         self._queues = tuple(dict.fromkeys(queues))
-        self._keys = [queue_keys(queue) for queue in self._queues]
+        self.keys = [queue_keys(queue) for queue in self._queues]
+        self.none_revoked = False
         self._blocking_queue: tuple[str, str] | None = (
             None  # the queue that it sleeps at, as the last claim said
         )
@@ -78,7 +79,7 @@ class RedisConsumer(Consumer):
         file = self._new_file()
         session = file.key
         record = own_record(self._worker, self._listed(), self._driver.clock)
-        argument = pack((self._driver.now(), session, raw(record), self._keys))
+        argument = pack((self._driver.now(), session, raw(record), self.keys))
         self._driver.run(
             redis_scripts.REGISTER, argument, doing="registering a worker", away=BrokerUnavailable
         )
@@ -134,7 +135,7 @@ class RedisConsumer(Consumer):
         claim = next(self._claims)
         now = time.monotonic()
         session = self.session
-        keys = self._keys if queues is self._queues else [queue_keys(queue) for queue in queues]
+        keys = self.keys if queues is self._queues else [queue_keys(queue) for queue in queues]
         link: RedisConnection | None = None
         try:
             link = self._open_link()
@@ -161,7 +162,8 @@ class RedisConsumer(Consumer):
             self._failed(error, link, claim)
             raise AssertionError("unreachable") from error
         alive, due_in, revoked, to_wake, blob, blocking_queue, problems = reply
-        tell_spoilt(problems, doing="claiming messages")
+        if problems:
+            tell_spoilt(problems, doing="claiming messages")
         self._blocking_queue = keys[blocking_queue - 1] if blocking_queue else None
         # Forgotten only when it has been asked for with success; claims may fail for longer than that.
         self._lost = [one for one in self._lost if now - one[1] < LOST_LIFE]
@@ -169,7 +171,7 @@ class RedisConsumer(Consumer):
             self._driver.unblock(to_wake)
         if not alive:
             return [], self._block  # the next beat starts again as a new one
-        self._driver.saw_revoked(revoked)
+        self.none_revoked = not revoked
         deliveries = self._deliveries(session, queues, blob)
         self._noted = (will_sleep or bool(sleep)) and not deliveries
         return deliveries, self._block if due_in < 0 else due_in / 1e6
@@ -179,7 +181,7 @@ class RedisConsumer(Consumer):
         if not sleep:
             link.send(packet)
             return self._driver.read_script(link, redis_scripts.CLAIM, argument)
-        name, prefix = self._blocking_queue or self._keys[0]
+        name, prefix = self._blocking_queue or self.keys[0]
         arrivals = f"{prefix}i:{self.session}".encode()
         source = name.encode() if self._blocking_queue else arrivals
         self._asleep = link.number
@@ -206,7 +208,8 @@ class RedisConsumer(Consumer):
         return self._driver.read_script(link, redis_scripts.CLAIM, argument)
 
     def _open_link(self) -> RedisConnection:
-        self._driver.servers.look()
+        if self._driver.servers.has_sentinels:
+            self._driver.servers.look()
         if self._link is not None and self._driver.is_stale(self._link):
             self._link.close()
             self._link = None
@@ -261,7 +264,7 @@ class RedisConsumer(Consumer):
         if not disposals:
             return []
         rows = [(*self.place_of(one.delivery), *end_of(one)) for one in disposals]
-        argument = pack((self._driver.now(), self.session, self._keys, rows))
+        argument = pack((self._driver.now(), self.session, self.keys, rows))
         letters, to_wake = self._driver.run(
             redis_scripts.DISPOSE,
             argument,
@@ -276,9 +279,7 @@ class RedisConsumer(Consumer):
         if not deliveries:
             return []
         places = [self.place_of(delivery) for delivery in deliveries]
-        argument = pack(
-            (self.session, [(self._keys[index][1], number) for index, number in places])
-        )
+        argument = pack((self.session, [(self.keys[index][1], number) for index, number in places]))
         return [
             bool(one)
             for one in self._driver.run(
@@ -290,10 +291,10 @@ class RedisConsumer(Consumer):
         index, number = self.place_of(delivery)
         if number:
             self._file.begins(self._marks[delivery.queue] | int(number))
-        if not delivery.redelivered:
+        if delivery.fence == 1:
             return
         # It may be what the last worker died of, and nobody could see it. Noted in Redis too it counts wherever this one dies.
-        argument = pack((self.session, self._keys[index][1], number))
+        argument = pack((self.session, self.keys[index][1], number))
         try:
             self._driver.run(
                 redis_scripts.BEGIN,
@@ -316,7 +317,7 @@ class RedisConsumer(Consumer):
             return True
         with self._starting:
             self._file.touch()
-            argument = pack((self._driver.now(), self.session, self._keys))
+            argument = pack((self._driver.now(), self.session, self.keys))
             if self._driver.run(
                 redis_scripts.BEAT, argument, doing="beating", away=BrokerUnavailable
             ):
@@ -350,7 +351,7 @@ class RedisConsumer(Consumer):
     def _give_up(self, tombstone: int) -> None:
         """Leave the registries; what is still held goes back."""
         argument = pack(
-            (self._driver.now(), self.session, self._keys, "", [()] * len(self._keys), tombstone)
+            (self._driver.now(), self.session, self.keys, "", [()] * len(self.keys), tombstone)
         )
         _, to_wake = self._driver.run(
             redis_scripts.CONDEMN, argument, doing="giving messages back", away=BrokerUnavailable

@@ -13,8 +13,9 @@ import msgspec
 
 from machinery_py.brokers.base import DeadLetter, Message
 from machinery_py.clock import micros, moment_of
+from machinery_py.connections.redis.client import raw
 from machinery_py.connections.redis.keys import queue_keys
-from machinery_py.connections.redis.scripts import pack, raw
+from machinery_py.connections.redis.scripts import pack
 from machinery_py.errors import DecodeError
 from machinery_py.wire.depth import is_deep
 from machinery_py.wire.signatures import encode

@@ -12,10 +12,11 @@ from __future__ import annotations
 import datetime as dt
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, cast
+
+import msgspec
 
 from machinery_py.clock import SYSTEM_CLOCK, Clock, micros
 from machinery_py.config.urls import without_secrets
@@ -115,6 +116,11 @@ def command(*parts: bytes) -> bytes:
     return b"".join(pieces)
 
 
+def raw(data: bytes) -> msgspec.Raw:
+    """Bytes for `pack`: Redis' unpacker knows msgpack's `str` with any bytes in it, and no `bin`."""
+    return msgspec.Raw(b"\xdb" + len(data).to_bytes(4, "big") + data)
+
+
 class RedisDriver:
     """Opens connections when they are needed, and keeps them. May be used from any thread."""
 
@@ -140,24 +146,12 @@ class RedisDriver:
         self._pid = os.getpid()
         self._strict = strict
         self._checked = -1  # the server that was looked at
-        self._local = threading.local()
         self._telling = ForkLock()
         self._texts = clock is SYSTEM_CLOCK
 
     def now(self) -> str:
         """Return the time as scripts take it: "" is the server's own clock."""
         return "" if self._texts else str(micros(self.clock.now()))
-
-    # What a claim of this thread has just seen: no task is revoked.
-
-    def saw_revoked(self, count: int) -> None:
-        self._local.none_revoked = count == 0
-
-    def none_revoked(self) -> bool:
-        """True once after a claim of this thread that saw no revoked task at all."""
-        none = getattr(self._local, "none_revoked", False)
-        self._local.none_revoked = False
-        return bool(none)
 
     def open(self, *, timeout: float | None = None) -> RedisConnection:
         """A new connection. Any exception of redis-py."""
@@ -274,7 +268,8 @@ class RedisDriver:
     def _take(self) -> RedisConnection:
         if os.getpid() != self._pid:
             self._idle, self._ears, self._room, self._pid = [], [], Room(self.limits), os.getpid()
-        self.servers.look()
+        if self.servers.has_sentinels:
+            self.servers.look()
         while True:
             link = self._spare() or self._enter()
             if link is None:
@@ -289,7 +284,8 @@ class RedisDriver:
         link.used_at = time.monotonic()
         if len(self._idle) < self.limits.max_idle and os.getpid() == self._pid:
             self._idle.append(link)
-            self._room.came_back()
+            if self.limits.max_active:
+                self._room.came_back()
         else:
             link.close()
 

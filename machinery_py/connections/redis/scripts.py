@@ -24,11 +24,6 @@ import msgspec
 pack = msgspec.msgpack.Encoder().encode
 
 
-def raw(data: bytes) -> msgspec.Raw:
-    """Bytes for `pack`: Redis' unpacker knows msgpack's `str` with any bytes in it, and no `bin`."""
-    return msgspec.Raw(b"\xdb" + len(data).to_bytes(4, "big") + data)
-
-
 @dataclass(frozen=True, slots=True)
 class Script:
     """A script and the name under which Redis keeps it."""

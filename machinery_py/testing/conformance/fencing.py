@@ -238,7 +238,7 @@ class FencingConformance(StoreCase):
         self, store: Store, session: Session, clock: ManualClock
     ) -> None:
         submit(store, "a")
-        session.run_begins(session.receive(1, 0)[0])
+        session.consumer.run_begins(session.receive(1, 0)[0])
         self.crash_session(store, session, clock)
 
         assert (session.beat(), session.beat()) == (False, True)

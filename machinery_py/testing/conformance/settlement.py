@@ -416,7 +416,7 @@ class SettlementConformance(FencingConformance):
         assert heir.settle([settlement(one) for one in found]) == [SETTLED, SETTLED]
 
     def test_wake_ends_the_wait_of_a_session(self, session: Session) -> None:
-        session.wake()
+        session.consumer.wake()
         assert session.receive(1, HANG * 2) == []
 
     def test_tend_returns_the_time_of_its_next_call(self, store: Store) -> None:

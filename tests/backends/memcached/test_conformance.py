@@ -94,8 +94,8 @@ class TestSQLiteBrokerAndMemcacheBackend(SettlementConformance):
         self, store: Store, session: Session, clock: ManualClock, survivors: Sequence[Session] = ()
     ) -> None:
         assert isinstance(session, TwoSession)
-        assert isinstance(session._consumer, SQLiteConsumer)
-        session._consumer.abandon()
+        assert isinstance(session.consumer, SQLiteConsumer)
+        session.consumer.abandon()
         store.tend()
 
 

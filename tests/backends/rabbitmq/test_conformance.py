@@ -87,4 +87,4 @@ class TestAMQPBrokerAndAMQPBackend(SettlementConformance):
     ) -> None:
         assert isinstance(store.broker, AMQPBroker)
         assert isinstance(session, TwoSession)
-        crash(store.broker, session._consumer)  # type: ignore[arg-type]  # it is this broker's
+        crash(store.broker, session.consumer)  # type: ignore[arg-type]  # it is this broker's

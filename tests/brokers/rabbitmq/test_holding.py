@@ -54,8 +54,8 @@ def server(amqp_url: str) -> Iterator[Server]:
 
 def consumer_of(session: object) -> AMQPConsumer:
     assert isinstance(session, TwoSession)
-    assert isinstance(session._consumer, AMQPConsumer)
-    return session._consumer
+    assert isinstance(session.consumer, AMQPConsumer)
+    return session.consumer
 
 
 def break_connection(consumer: AMQPConsumer) -> None:
@@ -78,7 +78,7 @@ def test_what_has_not_begun_when_the_connection_breaks_is_not_begun(server: Serv
         work.send(number)
     session = server.app.store.open_session(["machinery_tasks"], worker="w")
     told: list[Execution] = []
-    executors = Executors(1, session, name="w", on_done=told.append, report=lambda _: None)
+    executors = Executors(1, session, name="w", on_done=told.append, on_mark=lambda _: None)
     deliveries = session.receive(3, HANG)
     while len(deliveries) < 3:
         deliveries += session.receive(3 - len(deliveries), HANG)
@@ -95,7 +95,7 @@ def test_what_has_not_begun_when_the_connection_breaks_is_not_begun(server: Serv
     wait_until(lambda: len(told) == 3, HANG, "all to be over")
     executors.close()
     assert runs == [0]
-    assert all(session.is_lost(one.delivery) for one in told)
+    assert all(session.consumer.is_lost(one.delivery) for one in told)
     assert {one.is_over for one in told} == {True}
     session.close()
 

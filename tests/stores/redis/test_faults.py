@@ -404,7 +404,7 @@ def test_a_batch_larger_than_one_reading_is_settled_at_once(driver: RedisDriver)
     assert {(state.state, state.created_at) for state in states.values()} == {
         (State.SUCCESS, created)
     }
-    assert ask(driver, "HLEN", f"mpy:{{mail}}:f:{session._consumer.session}") == 0  # type: ignore[attr-defined]
+    assert ask(driver, "HLEN", f"mpy:{{mail}}:f:{session.consumer.session}") == 0  # type: ignore[attr-defined]
     session.close()
 
 

@@ -18,9 +18,9 @@ from machinery_py.brokers.memory import MemoryBroker
 from machinery_py.brokers.redis.cluster import FOR_EVER, ClusterBroker, name_of_move
 from machinery_py.brokers.redis.messages import EMPTY
 from machinery_py.connections.memory import MemoryHub
+from machinery_py.connections.redis.client import raw
 from machinery_py.connections.redis.cluster import RedisClusterDriver
 from machinery_py.connections.redis.requests import Request, command_at
-from machinery_py.connections.redis.scripts import raw
 from machinery_py.errors import (
     BackendUnavailable,
     BrokerUnavailable,
@@ -241,7 +241,7 @@ def test_who_sleeps_at_one_queue_is_woken_by_another(open_store: OpenStore) -> N
         )
         sleeper.join(HANG)
         assert [one.queue for one in found] == [queue]
-    session.wake()
+    session.consumer.wake()
     session.close()
     assert broker.workers() == []
 

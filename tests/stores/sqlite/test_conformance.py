@@ -82,6 +82,6 @@ class TestSQLiteStore(SettlementConformance):
         self, store: Store, session: Session, clock: ManualClock, survivors: Sequence[Session] = ()
     ) -> None:
         assert isinstance(session, OneSession)
-        assert isinstance(session._consumer, SQLiteConsumer)
-        session._consumer.abandon()
+        assert isinstance(session.consumer, SQLiteConsumer)
+        session.consumer.abandon()
         store.tend()

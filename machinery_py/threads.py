@@ -1,0 +1,58 @@
+"""Threads that loop: one frame for their start, their end and their failure."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from machinery_py.texts import get_logger
+
+logger = get_logger(__name__)
+
+
+class LoopThread:
+    """A daemon thread that runs `body` once, until it returns; started and joined by its owner.
+
+    Args:
+        body: calls `pause` or `is_stopping`, and returns soon after `stop`.
+        wake: ends what the body waits for besides `pause`; called by `stop`.
+
+    Attributes:
+        is_stopping: returns whether `stop` was called.
+        pause: waits so many seconds, or until `stop`; returns whether the body is to return.
+        failure: what the body raised; it is logged, and the owner acts on it.
+    """
+
+    def __init__(
+        self, name: str, body: Callable[[], object], *, wake: Callable[[], object] | None = None
+    ) -> None:
+        self._name = name
+        self._body = body
+        self._wake = wake
+        stopping = threading.Event()
+        self._stop, self.is_stopping, self.pause = stopping.set, stopping.is_set, stopping.wait
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self.failure: BaseException | None = None
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ask the body to return; does not wait for it. May be called twice, from any thread."""
+        self._stop()
+        if self._wake is not None:
+            self._wake()
+
+    def join(self, timeout: float) -> bool:
+        """Wait for its end. False: it goes on. From inside the thread, or before `start`: True."""
+        if self._thread.ident is None or self._thread is threading.current_thread():
+            return True
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            self._body()
+        except BaseException as error:
+            self.failure = error
+            logger.exception("thread %s has died", self._name)
