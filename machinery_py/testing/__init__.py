@@ -1,10 +1,10 @@
-"""Tools for tests of tasks and of stores: a Server under test, a clock that is told the time, faults on command.
+"""Tools for tests of tasks and of stores: a Server under test, a manual clock, injected faults.
 
-harness       Harness: what was sent, and running it when the test says so
+harness       Harness: lists what was sent, and runs it when the test says so
 plugin        the pytest fixtures `machinery` and `machinery_worker`
 clocks        ManualClock
 waiting       wait_until, together: tests without sleep
-flaky         stores that fail on command
+flaky         stores with injected faults
 conformance   what every broker, backend and store must pass
 """
 
@@ -21,7 +21,7 @@ __all__ = ["Harness", "ManualClock", "wait_until"]
 
 
 def __getattr__(name: str) -> object:
-    # Every pytest run imports this package for its plug-in: what only some tests need is loaded when they ask for it.
+    # Every pytest run imports this package for its plug-in. Other modules are loaded at first use.
     if name == "Harness":
         from machinery_py.testing.harness import Harness
 

@@ -1,4 +1,4 @@
-"""A clock that a test tells the time."""
+"""A clock whose time the test sets."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ START = dt.datetime(2024, 1, 1, 12, 0, 0, tzinfo=dt.timezone.utc)
 
 
 class ManualClock:
-    """Stands still until it is advanced. May be used from any thread."""
+    """Clock that stands still until it is advanced. May be used from any thread."""
 
     def __init__(self, start: dt.datetime = START) -> None:
         if start.tzinfo is None:

@@ -1,7 +1,7 @@
-"""Stores that fail on command, or at random from a seed.
+"""Stores with injected faults, ordered by the test or random from a seed.
 
-A call can fail in two ways, and a caller cannot tell them apart: it was refused before it was carried out, or it was
-carried out and its reply was lost. Wrap a store, and everything that is built on it can be shown to live with both:
+A call can fail in two ways that its caller cannot tell apart: it was refused before it was carried
+out, or it was carried out and its reply was lost. Wrap a store to test that its users survive both:
 
     flaky = FlakyStore(store)
     flaky.next_call("settle", lose_reply=True)  # carried out, then BrokerUnavailable
@@ -51,7 +51,7 @@ T = TypeVar("T")
 
 
 class Faults:
-    """Calls that are to fail, and how. May be shared by several wrappers and used from any thread.
+    """Injected faults. May be shared by several wrappers and used from any thread.
 
     Attributes:
         failed: every fault so far, as (call, whether it was carried out).
@@ -74,7 +74,7 @@ class Faults:
             self._planned.setdefault(call, []).append(lose_reply)
 
     def heal(self) -> None:
-        """No more faults, neither those ordered nor random ones."""
+        """End all faults, ordered and random ones."""
         with self._lock:
             self._planned.clear()
             self._probability = 0.0
@@ -82,7 +82,7 @@ class Faults:
     def around(
         self, call: str, function: Callable[[], T], *, refused: Exception, unknown: Exception
     ) -> T:
-        """Carry out the call, or fail."""
+        """Carry out the call, or raise its fault."""
         lose_reply = self._draw(call)
         if lose_reply is None:
             return function()
@@ -121,7 +121,7 @@ class Faults:
 
 
 class FlakyStore(Store):
-    """A store with faults around submit, fire and tend, and around the calls of its sessions."""
+    """Store with faults in submit, fire and tend, and in the calls of its sessions."""
 
     def __init__(self, store: Store, faults: Faults | None = None) -> None:
         self.store = store
@@ -130,7 +130,7 @@ class FlakyStore(Store):
         self.backend = store.backend
 
     def next_call(self, call: str, *, lose_reply: bool = False) -> None:
-        """As Faults.next_call."""
+        """Order a fault, as Faults.next_call does."""
         self.faults.next_call(call, lose_reply=lose_reply)
 
     def submit(self, submission: Submission) -> None:
@@ -162,7 +162,7 @@ class FlakyStore(Store):
 
 
 class FlakySession(Session):
-    """A session of a FlakyStore."""
+    """Session of a FlakyStore."""
 
     def __init__(self, session: Session, faults: Faults) -> None:
         super().__init__(session.consumer)
@@ -185,12 +185,12 @@ class FlakySession(Session):
 
 
 class FlakyBroker(Broker):
-    """A broker with faults around put and tend, and around the calls of its consumers: one half of a two-store test."""
+    """Broker with faults in put and tend, and in the calls of its consumers, for tests of two stores."""
 
     def __init__(self, broker: Broker, faults: Faults | None = None) -> None:
         self.inner = broker
         self.faults = faults or Faults()
-        self.features = broker.features  # type: ignore[misc]  # a wrapper can do what its broker can
+        self.features = broker.features  # type: ignore[misc]  # a wrapper has the features of its broker
 
     def put(self, messages: Sequence[Message], *, token: str) -> bool:
         return self.faults.publish("put", lambda: self.inner.put(messages, token=token))
@@ -238,7 +238,7 @@ class FlakyBroker(Broker):
 
 
 class FlakyConsumer(Consumer):
-    """A consumer of a FlakyBroker."""
+    """Consumer of a FlakyBroker."""
 
     def __init__(self, consumer: Consumer, faults: Faults) -> None:
         self.inner = consumer
@@ -273,13 +273,13 @@ class FlakyConsumer(Consumer):
 
 
 class FlakyBackend(Backend, OutboxBackend):
-    """A backend with faults around everything that a worker asks of it: the other half of a two-store test."""
+    """Backend with faults in every call that a worker makes, for tests of two stores."""
 
     def __init__(self, backend: Backend, faults: Faults | None = None) -> None:
         self.inner = backend
         self._outbox = outbox_of(backend)
         self.faults = faults or Faults()
-        self.features = backend.features  # type: ignore[misc]  # a wrapper can do what its backend can
+        self.features = backend.features  # type: ignore[misc]  # a wrapper has the features of its backend
 
     def apply(self, changes: Sequence[Change]) -> list[Verdict]:
         return self.faults.backend("apply", lambda: self.inner.apply(changes))

@@ -1,4 +1,4 @@
-"""A Server under test: its stores are memory ones for a while, its time is told, and tasks run when the test says so.
+"""A Server under test: memory stores, a manual clock, and tasks that run when the test says so.
 
 with Harness(server) as machinery:          the pytest fixture `machinery` does this
     signup("ada@example.com")
@@ -36,7 +36,7 @@ from machinery_py.worker.execution import Execution
 from machinery_py.worker.inline import Inline
 from machinery_py.worker.worker import Worker
 
-LEAD = dt.timedelta(seconds=1)  # how far the harness's clock is ahead of the machine's at its start
+LEAD = dt.timedelta(seconds=1)  # lead of the harness's clock over the machine's at its start
 WORKER_THREADS = 4
 WORKER_PATIENCE = 5.0  # seconds that running tasks get at the end of a test
 SHOWN = 20  # calls that an error text lists
@@ -45,10 +45,10 @@ _numbers = itertools.count(1)
 
 
 class _Clock(ManualClock):
-    """Stands still on the wall. Lengths are real as well: a `get(timeout=5)` that nobody answers ends after 5 s."""
+    """Clock whose date stands still. Its monotonic time also runs: a `get(timeout=5)` without a result ends after 5 s."""
 
     def __init__(self) -> None:
-        # Code under test may make an ETA from datetime.now(): with a lead it is due after `advance` by its length.
+        # Code under test may compute an ETA from datetime.now(): with the lead, it is due after `advance` by its length.
         super().__init__(dt.datetime.now(UTC) + LEAD)
         self._made = time.monotonic()
 
@@ -57,14 +57,14 @@ class _Clock(ManualClock):
 
 
 class Harness:
-    """A Server under test. Nothing runs by itself, no time passes by itself. Belongs to one thread.
+    """Server under test. No task runs and no time passes by itself. Belongs to one thread.
 
-    Use it with `with`: inside, the server works on memory stores and on `clock`; behind it, on its own again, whatever
-    happened. What is sent goes through the wire format, so what cannot be sent fails here as well.
+    Use it in a `with` block: inside, the server uses memory stores and `clock`; after it, its own again, also
+    after an exception. Calls go through the wire format, so a value that cannot be sent fails here, too.
 
     Attributes:
-        server: the one under test.
-        clock: what `delay`, `eta`, `expires`, retries and the expiry of results go by; near the real time at the start.
+        server: the server under test.
+        clock: the clock of `delay`, `eta`, `expires`, retries and the expiry of results; near the real time at the start.
     """
 
     def __init__(self, server: Server) -> None:
@@ -88,12 +88,12 @@ class Harness:
     # Running
 
     def drain(self, *, raise_failures: bool = True) -> int:
-        """Run what is due now, and what comes of it, in this thread; how many runs that were.
+        """Run due tasks, and what follows from them, in this thread; return the number of runs.
 
-        Retries and delayed tasks that are due later stay where they are: see `advance`.
+        Retries and delayed tasks that are due later are not run: see `advance`.
 
         Raises:
-            TaskFailed: of the first task that failed for good, from its original exception. All that was due has run.
+            TaskFailed: of the first task that failed for good, from its original exception. All due tasks have run.
         """
         done: list[Execution] = []
         while ran := self._inline.drain():
@@ -110,9 +110,9 @@ class Harness:
         return sum(execution.started_at is not None for execution in done)
 
     def advance(self, **length: float) -> None:
-        """Let time pass, in the words of `timedelta`: `advance(hours=1, minutes=30)`. Runs nothing.
+        """Move the clock, with the arguments of `timedelta`: `advance(hours=1, minutes=30)`. Runs no task.
 
-        What schedules say is sent on the way, each tick at its time.
+        Sends the ticks of schedules, each at its time.
 
         Raises:
             ValueError: the length is negative.
@@ -129,23 +129,23 @@ class Harness:
         self._scheduler.refresh()
         return self._scheduler.next_due
 
-    # Looking
+    # Inspection
 
     @property
     def sent(self) -> list[Signature[Any]]:
         """Signatures sent since the start, oldest first: by the test, by tasks, and as callbacks; no retries.
 
-        As a worker would get it; the value of each Arg is the Python value.
+        Signatures are as a worker would get them; the value of each Arg is the Python value.
         """
         return [one.replace(args=tuple(map(_decoded, one.args))) for one in self._sent]
 
     @property
     def results(self) -> dict[str, Any]:
-        """UUID → what the task returned, of those that `drain` ran and that succeeded, in the order they ended in."""
+        """UUID → result of each task that `drain` ran and that succeeded, in the order in which they ended."""
         return dict(self._results)
 
     def state(self, task: str | AsyncResult[Any]) -> TaskState:
-        """How far a task is, by its UUID or result.
+        """Return the state of a task, by its UUID or result.
 
         Raises:
             StateNotFound: it expired, or was never sent.
@@ -153,15 +153,15 @@ class Harness:
         return self.server.backend.get_state(task if isinstance(task, str) else task.uuid)
 
     def clear(self) -> None:
-        """Forget what was sent and returned so far. What waits goes on waiting."""
+        """Forget the calls and results so far. Waiting tasks stay."""
         self._sent.clear()
         self._results.clear()
 
     def assert_sent(self, name: str | Task[..., Any], *args: Any, **kwargs: Any) -> Signature[Any]:
         """Check that a task was sent, and return the first such call.
 
-        Without arguments any call of the task will do. With arguments they must be those of the call, defaults
-        included, however each of the two spells them.
+        Without arguments any call of the task matches. With arguments they must equal those of the call,
+        defaults included, by position or by name.
 
         Raises:
             AssertionError: it was not; the text lists what was sent.
@@ -178,7 +178,7 @@ class Harness:
         raise AssertionError(f"{_shown(name, args, kwargs)} was not sent{hint}\n{self._listing()}")
 
     def assert_not_sent(self, name: str | Task[..., Any], *args: Any, **kwargs: Any) -> None:
-        """Check that no such call was sent; what counts as one, see `assert_sent`.
+        """Check that no matching call was sent; see `assert_sent`.
 
         Raises:
             AssertionError: one was; the text lists what was sent.
@@ -190,7 +190,7 @@ class Harness:
                 f"{_shown(name, args, kwargs)} was sent, {len(found)} times\n{self._listing()}"
             )
 
-    # Inside
+    # Private
 
     def _on_sent(self, event: TaskSent) -> None:
         self._sent.append(_through_wire(event.signature))
@@ -204,7 +204,9 @@ class Harness:
         task = self.server.app.registry.find(name)
         try:
             known = task.call.arguments(args, kwargs) if task is not None else None
-        except ArgumentError:  # a call that would fail can be sent by hand, and asserted
+        except (
+            ArgumentError
+        ):  # a call that would fail can be sent as a signature made by hand, and asserted
             known = None
         arguments = Signature.of(name, *args, **kwargs).args if known is None else known
         wanted = _one_form(task, _through_wire(Signature(name=name, args=arguments)))
@@ -220,15 +222,15 @@ class Harness:
 
 @contextlib.contextmanager
 def swapped(server: Server, clock: Clock = SYSTEM_CLOCK) -> Iterator[Server]:
-    """Let the server work on memory stores of its own and on this clock, and put back what it had, whatever happens.
+    """Let the server use new memory stores and this clock; restore its own at the end, also after an exception.
 
-    `server.close()` inside does not lead back to the real stores either.
+    `server.close()` inside does not restore the real stores.
     """
     app = server.app
     url = f"memory://testing-{next(_numbers)}"
     waiters = _exchange_waiters(server, None)  # its listener is the real backend's
     before = app.swap(_memory_config(app.config, url), clock)
-    stores = app.stores  # held, so that a store opened again under this name is this one
+    stores = app.stores  # kept open, so that opening this name again returns this store
     try:
         yield server
     finally:
@@ -257,9 +259,9 @@ def _memory_config(config: Config, url: str) -> Config:
 
 @contextlib.contextmanager
 def running_worker(server: Server) -> Iterator[Worker]:
-    """A started worker on memory stores, in threads and real time; the pytest fixture `machinery_worker`.
+    """Start a worker on memory stores, in threads and real time; the pytest fixture `machinery_worker`.
 
-    It serves the configured queue and those that tasks were registered with.
+    It serves the configured queues and those of registered tasks.
     """
     with swapped(server):
         tasks = map(server.app.registry.get, server.get_registered_task_names())
@@ -274,7 +276,7 @@ def running_worker(server: Server) -> Iterator[Worker]:
 
 
 def _state_of(execution: Execution) -> TaskState | None:
-    """The state that the execution ended in."""
+    """Return the final state of the execution."""
     states = execution.settlement.states if execution.settlement is not None else ()
     return states[0] if states else None
 
@@ -311,7 +313,7 @@ def _decoded(arg: Arg) -> Arg:
 def _one_form(
     task: Task[..., Any] | None, signature: Signature[Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments in the form in which equal calls are equal: as the function gets them, in place, with defaults."""
+    """Return the arguments as the function gets them, in their places, with defaults: equal for equal calls."""
     if task is None:
         return _call_of(signature)
     try:
@@ -323,14 +325,14 @@ def _one_form(
         ArgumentError,
         TypeError,
         ValueError,
-    ):  # arguments that do not fit, or a function in C that does not tell
+    ):  # arguments that do not fit, or a function in C without a signature
         return _call_of(signature)
     bound.apply_defaults()
     return bound.args, bound.kwargs
 
 
 def _call_of(signature: Signature[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a signature, decoded, as they would be written in a call."""
+    """Return the decoded arguments of a signature as text of a call."""
     args = [_decoded(arg) for arg in signature.args]
     return tuple(arg.value for arg in args if not arg.name), {
         arg.name: arg.value for arg in args if arg.name

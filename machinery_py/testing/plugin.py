@@ -4,8 +4,8 @@
     [tool:pytest]
     machinery_app = shop.tasks:server
 
-The Server that they work on is the fixture `machinery_server`: the one that `machinery_app` names, unless a conftest.py
-overrides it.
+They use the Server of the fixture `machinery_server`: the one that `machinery_app` names, unless a
+conftest.py overrides it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture
 def machinery_server(pytestconfig: pytest.Config) -> Server:
-    """Your Server, as the ini option machinery_app names it."""
+    """Return the Server that the ini option machinery_app names."""
     target = str(pytestconfig.getini(OPTION)).strip()
     if not target:
         raise pytest.UsageError(
@@ -44,7 +44,7 @@ def machinery_server(pytestconfig: pytest.Config) -> Server:
 
 @pytest.fixture
 def machinery(request: pytest.FixtureRequest, machinery_server: Server) -> Iterator[Harness]:
-    """Your Server on memory stores, with a clock that is told the time; tasks run when the test calls `drain`."""
+    """Your Server on memory stores, with a manual clock; tasks run when the test calls `drain`."""
     from machinery_py.testing.harness import Harness
 
     _only_one(request)
@@ -71,7 +71,7 @@ def _only_one(request: pytest.FixtureRequest) -> None:
 
 
 def find_server(target: str, folder: Path) -> Server:
-    """The Server that `module:object` or `module` names, found as the command line does, but from this folder.
+    """Return the Server that `module:object` or `module` names, found as by the command line, but from this folder.
 
     Raises:
         pytest.UsageError: it is not there, or its module cannot be imported.

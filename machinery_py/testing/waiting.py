@@ -1,4 +1,4 @@
-"""Waiting for what another thread does, without guessing how long it takes."""
+"""Waits for other threads without a guess of how long they take."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-POLL = 0.005  # seconds between two looks
-HANG = 60.0  # seconds after which a test is taken to hang
+POLL = 0.005  # seconds between two polls
+HANG = 60.0  # seconds after which a test is considered hung
 
 
 def wait_until(
@@ -20,7 +20,7 @@ def wait_until(
     """Return as soon as the predicate is true.
 
     Raises:
-        AssertionError: it was not, within `timeout` seconds; the text says `what` was waited for.
+        AssertionError: the predicate was false for `timeout` seconds; the text names `what` was waited for.
     """
     deadline = time.monotonic() + timeout
     never = threading.Event()
@@ -31,9 +31,9 @@ def wait_until(
 
 
 def together(count: int, function: Callable[[int], T], timeout: float = HANG) -> list[T]:
-    """Call `function(0)` … `function(count - 1)` at the same moment, each in its own thread; their results in order.
+    """Call `function(0)` … `function(count - 1)` at one moment, each in its own thread; return their results in order.
 
-    The first exception of any of them is raised here.
+    The first exception of a call is raised here.
     """
     barrier = threading.Barrier(count)
 

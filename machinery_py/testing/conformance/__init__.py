@@ -1,4 +1,4 @@
-"""Suites that every store must pass. Subclass one, say how your store is opened and how its consumers die; run pytest.
+"""Suites that every store must pass. Subclass one, override its fixtures, run pytest.
 
     class TestMyBroker(BrokerConformance):
         @pytest.fixture
@@ -9,20 +9,22 @@
     backends     BackendConformance
     settlement   SettlementConformance
     locks        LockConformance
-    schedules    ScheduleConformance: the records of schedules, and what is sent with them
+    schedules    ScheduleConformance: the records of schedules, and the messages sent with them
     claims       ClaimConformance: the keys of unique tasks
-    unique       UniqueConformance, and exclusive: ExclusiveConformance: such tasks of a Server on these stores
+    unique       UniqueConformance: unique tasks of a Server on these stores
+    exclusive    ExclusiveConformance: exclusive tasks of a Server on these stores
     workflows    WorkflowConformance: a Server on these stores with real workers; LinkedConformance for `eager`
 
-No test asks which class it got. What a store cannot do it declares in its `features`; then the suite checks that it is
-refused with Unsupported. A store whose time is its server's gives a `clock` whose `advance` moves that time (or waits).
+No test depends on the class of a store. A store declares in its `features` what it cannot do; then
+the suite checks that the call raises Unsupported. A store that uses its server's time overrides
+`clock` with one whose `advance` moves that time, or waits.
 """
 
 from __future__ import annotations
 
 import pytest
 
-# Before the suites are imported, so that their assertions say what was found.
+# Before the suites are imported, so that pytest rewrites their assertions.
 _SUITES = (
     "leases",
     "pausing",

@@ -1,4 +1,4 @@
-"""The application that the suites of this folder run: a Server with some tasks, and what a test watches it by."""
+"""Application that the suites run: a Server with some tasks, and helpers to observe it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ THREADS = 4
 
 
 class App:
-    """A Server with some tasks. `calls` has what they were called with; `gate(name)` holds those that wait for it.
+    """Server with some tasks. `calls` has the arguments of their calls; `gate(name)` holds tasks that wait for it.
 
     Args:
         first: another App, whose calls and gates are shared.
@@ -58,12 +58,12 @@ class App:
         return self.gates.setdefault(name, threading.Event())
 
     def running(self, **options: Any) -> Worker:
-        """A worker, for `with`."""
+        """Return a worker, for `with`."""
         options = {"concurrency": THREADS, "shutdown_timeout": HANG, **options}
         return self.server.new_worker(**options)
 
     def another(self) -> App:
-        """The same application in another Server on the same stores, as another process would have it."""
+        """Return the same application with another Server on the same stores, like a second process."""
         return App(Server(self.server.config), self)
 
     def wait_until_idle(self) -> None:
@@ -80,7 +80,7 @@ class App:
         )
 
     def wait_for(self, tag: str) -> list[tuple[Any, ...]]:
-        """The calls of `note` whose last argument is the tag, when there is one and nothing is left to run."""
+        """Return the calls of `note` whose last argument is the tag, when there is one and no task is left to run."""
         wait_until(
             lambda: any(call[-1:] == (tag,) for call in self.calls), what=f"a call with {tag!r}"
         )
@@ -88,7 +88,7 @@ class App:
         return [call for call in self.calls if call[-1:] == (tag,)]
 
     def wait_for_state(self, uuid: str, state: State) -> None:
-        """Return when the task, which may not be known yet, is in this state."""
+        """Wait until the task is in this state; it may be unknown at first."""
 
         def reached() -> bool:
             found = self.server.backend.get_states([uuid]).get(uuid)
@@ -103,7 +103,7 @@ class App:
 
 
 class AppCase:
-    """The application of a suite."""
+    """Fixtures with the application of a suite."""
 
     @pytest.fixture
     def server(self) -> Iterator[Server]:
@@ -111,14 +111,14 @@ class AppCase:
 
     @pytest.fixture
     def idle(self, server: Server) -> Iterator[App]:
-        """The application; nothing runs it yet."""
+        """Return the application without a worker."""
         app = App(server)
         yield app
         app.close()
 
     @pytest.fixture
     def app(self, idle: App) -> Iterator[App]:
-        """The application, with a worker in threads."""
+        """Return the application, with a worker in threads."""
         with idle.running():
             yield idle
             for gate in idle.gates.values():
@@ -126,7 +126,7 @@ class AppCase:
 
 
 def waiting(app: App, **options: Any) -> Any:
-    """The task `hold` with these options, which notes its call and waits for its gate."""
+    """Register the task `hold` with these options; it records its call and waits for its gate."""
 
     def hold(name: str, *rest: Any) -> str:
         app.calls.append(("hold", name, *rest))

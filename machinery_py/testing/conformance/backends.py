@@ -1,11 +1,11 @@
-"""Promises of every backend: legal steps, values, expiry, listings and listeners.
+"""Promises of every backend: legal state changes, values, expiry, listings and listeners.
 
     class TestMyBackend(BackendConformance):
         @pytest.fixture
         def open_backend(self, clock: ManualClock) -> OpenBackend:
             return lambda: MyBackend("my://localhost", clock=clock, expire_in=self.expire_in)
 
-The rest of it is in changes.py and groups.py.
+Other parts are in changes.py and groups.py.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ MARGIN = 0.001  # seconds; some stores round to milliseconds
 
 
 def legal(current: State | None, run: int, state: State) -> bool:
-    """Whether `state` may follow `current`, `run` runs later: the rule of tasks/states.py, said once more."""
+    """Say whether `state` may follow `current`, `run` runs later: a second statement of the rule in tasks/states.py."""
     if current is None:
         return True
     if run < 0 or current.is_finished:
@@ -79,7 +79,7 @@ def legal(current: State | None, run: int, state: State) -> bool:
 
 
 class BackendConformance(ChangeConformance):
-    """Everything that the docstrings in backends/base.py say."""
+    """Tests of every promise in backends/base.py."""
 
     MANY = 10_000  # states that are read and written at once
 
@@ -316,7 +316,7 @@ class BackendConformance(ChangeConformance):
             *(state_of(uuid, State.SUCCESS, task_name=name) for name, uuid in names.items()),
         )
         clock.advance(1.0)
-        # All of one moment: what is read page by page must neither skip one of these nor read it twice.
+        # All changed at one moment: paging must neither skip one of them nor return it twice.
         write(
             backend,
             *(

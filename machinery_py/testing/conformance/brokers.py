@@ -1,4 +1,4 @@
-"""Promises of every broker: bytes, order, queues, priorities, time, fates, tokens and looking.
+"""Promises of every broker: bytes, order, queues, priorities, time, fates, tokens and inspection.
 
     class TestMyBroker(BrokerConformance):
         @pytest.fixture
@@ -6,9 +6,9 @@
             return lambda: MyBroker("my://localhost", clock=clock)
 
         def crash_consumer(self, broker, consumer, clock, survivors=()) -> None:
-            ...  # only if its consumers die of something else than missed beats
+            ...  # only if its consumers are not found dead by missed beats
 
-What concerns dying consumers is in leases.py, paused queues and other orders in pausing.py.
+Tests of dying consumers are in leases.py, of paused queues and other queue orders in pausing.py.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def seconds(start: dt.datetime, after: float) -> dt.datetime:
 
 
 def only_letter(broker: Broker, clock: ManualClock, *, reason: str) -> DeadLetter:
-    """The one dead letter there is, of task_9, which died just now."""
+    """Return the only dead letter, which is of task_9 and new."""
     (letter,) = broker.dead_letters(limit=5)
     assert (letter.uuid, letter.name, letter.queue) == ("task_9", "add", "q")
     assert (letter.body, letter.reason, letter.error) == (b"\x00bytes", reason, "ü\n")
@@ -72,7 +72,7 @@ def only_letter(broker: Broker, clock: ManualClock, *, reason: str) -> DeadLette
 
 
 class BrokerConformance(LeaseConformance, PauseConformance):
-    """Everything that the docstrings in brokers/base.py say."""
+    """Tests of every promise in brokers/base.py."""
 
     @pytest.mark.parametrize("body", AWKWARD.values(), ids=AWKWARD)
     def test_bytes_are_read_back_unchanged(

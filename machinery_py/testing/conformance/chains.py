@@ -1,4 +1,4 @@
-"""Promises of every pair of stores about chains. Part of LinkedConformance, and kept by `eager` as well."""
+"""Promises of every pair of stores about chains, also of `eager`. Part of LinkedConformance."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from machinery_py.testing.waiting import HANG
 
 
 class ChainConformance(TaskConformance):
-    """Chains: the values that a step gets from the one before it, and the end of a broken one."""
+    """Chains: values passed between steps, and the end of a failed chain."""
 
     LONG = 1000  # steps of a very long chain
 
@@ -33,7 +33,7 @@ class ChainConformance(TaskConformance):
     def test_immutable_step_gets_no_previous_result(self, app: App) -> None:
         first, note = app.add.signature(1, 1), app.note
         none = chain(first, note.partial("a"), pass_results=False)
-        # Immutable on the wire is Go's: MY result is not passed on.
+        # Go's Immutable on a step means: the result of this step is not passed on.
         second = first.replace(immutable=True) | app.add.partial(2, 3) | note.partial("b")
         last = first | note.partial("c").replace(immutable=True)
         for steps in (none, second, last):

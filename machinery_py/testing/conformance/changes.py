@@ -13,7 +13,7 @@ from machinery_py.testing.waiting import together
 
 
 class ChangeConformance(GroupConformance):
-    """Changes that are made, and changes that are refused."""
+    """Accepted and refused changes."""
 
     def test_repeated_change_is_told_from_another_deliverys(self, backend: Backend) -> None:
         def change(mark: str) -> Change:
@@ -165,7 +165,7 @@ class ChangeConformance(GroupConformance):
     def test_late_clear_leaves_the_outbox_of_the_next_run(
         self, backend: Backend, open_backend: OpenBackend, clock: ManualClock
     ) -> None:
-        """Run 0 publishes its retry and falls asleep; run 1 ends; then run 0 clears what it has published."""
+        """Run 0 publishes its retry and is suspended; run 1 ends; then run 0 clears its outbox."""
         other = open_backend()
         first, second = (b"the retry", b"\x00"), (b"the callback",)
         backend.apply(

@@ -1,4 +1,4 @@
-"""Promises of every store about claims, the keys of unique tasks: each held by one, taken together with what is sent.
+"""Promises of every store about claims, the keys of unique tasks: one holder, taken in one step with the messages.
 
 class TestMyStore(ClaimConformance):
     @pytest.fixture
@@ -34,7 +34,7 @@ def claim(
     life: float = 100.0,
     more: State | None = None,
 ) -> bool:
-    """Change a claim, and send these tasks with it. `more`: a state of the task "old"."""
+    """Change a claim, and send these tasks in the same step. `more`: a state of the task "old"."""
     states = [state_of(uuid) for uuid in uuids] + (
         [state_of("old", more)] if more is not None else []
     )
@@ -52,7 +52,7 @@ def claim(
 
 
 class ClaimConformance(StoreCase):
-    """Everything that Store.amend, Backend.amend, Backend.claims and Backend.release say of claims."""
+    """Tests of the promises of Store.amend, Backend.amend, Backend.claims and Backend.release about claims."""
 
     def test_store_declares_that_it_keeps_claims(self, store: Store) -> None:
         assert store.backend.features.claims

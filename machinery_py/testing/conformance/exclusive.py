@@ -1,4 +1,4 @@
-"""Promises of every pair of stores about exclusive tasks, through real workers. Its fixture is that of UniqueConformance."""
+"""Promises of every pair of stores about exclusive tasks, with real workers. Same fixture as UniqueConformance."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["App", "ExclusiveConformance"]
 
 
 class Overlap:
-    """How many run at a time."""
+    """Counter of runs at one time."""
 
     def __init__(self) -> None:
         self.most = self.inside = self.runs = 0
@@ -33,7 +33,7 @@ class Overlap:
 
 
 class ExclusiveConformance(AppCase):
-    """Of calls that are the same, one at a time is run."""
+    """Of equal calls, one at a time runs."""
 
     def test_fifty_calls_on_three_workers_run_one_at_a_time(self, idle: App) -> None:
         overlap = Overlap()
@@ -91,7 +91,7 @@ class ExclusiveConformance(AppCase):
         app.gate("b").set()
         assert first.get(timeout=HANG) == "a"
         with app.server.lock("feed-7", timeout=HANG):
-            pass  # it is given back a moment after the result can be seen
+            pass  # it is released a moment after the result is visible
         assert hold.send("b", 7).get(timeout=HANG) == "b"
 
     def test_other_application_on_the_same_stores_has_own_locks(self, app: App) -> None:
@@ -143,7 +143,7 @@ class ExclusiveConformance(AppCase):
         wait_until(first.is_finished)
         if (
             end != "time limit"
-        ):  # a function whose time is up may take a moment to notice: nobody waits for it
+        ):  # a function past its time limit may take a moment to notice; the worker does not wait for it
             assert overlap.most == 1
         with app.server.lock("feed", timeout=HANG):
             pass

@@ -1,4 +1,4 @@
-"""Promises of every store about sessions that die with deliveries in their hands. Part of SettlementConformance."""
+"""Promises of every store about sessions that die while they hold deliveries. Part of SettlementConformance."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from machinery_py.stores.base import Mark, Session, Settlement, Store, Submissio
 from machinery_py.tasks.states import Arrival, GroupMeta, State, TaskState
 from machinery_py.testing.clocks import ManualClock
 
-#: Opens a store. Called again, it gives a second handle on the same store, as another process would have.
+#: Opens a store. Each call returns a new handle on the same store, like a second process.
 OpenStore = Callable[[], Store]
 
 
 def body_of(uuid: str, *, run: int = 0, queue: str = "q") -> bytes:
-    """A signature as Go writes it."""
+    """Return the bytes of a signature as Go writes it."""
     return json.dumps(
         {
             "UUID": uuid,
@@ -81,7 +81,7 @@ def settlement(
     run: int = 0,
     **more: Any,
 ) -> Settlement:
-    """The end of a delivery, with its callbacks on the queue c."""
+    """Return the settlement of a delivery, with its callbacks on the queue c."""
     uuid = uuid_of(delivery)
     return Settlement(
         delivery=delivery,
@@ -100,7 +100,7 @@ def arrival(delivery: Delivery, total: int, *, ok: bool = True) -> Arrival:
 
 
 def drain(store: Store, queue: str) -> list[str]:
-    """The tasks that wait on a queue, in order; they are given back."""
+    """Return the tasks that wait on a queue, in order; they are put back."""
     session = store.open_session([queue], worker="drain")
     found = [uuid_of(delivery) for delivery in session.receive(10_000, 0)]
     session.close()
@@ -108,14 +108,14 @@ def drain(store: Store, queue: str) -> list[str]:
 
 
 class StoreCase:
-    """The fixtures of a store's suite, to be overridden."""
+    """Fixtures of a store's suite, to be overridden."""
 
     #: Seconds without a beat after which the store gives a session up.
     lease: float = 10.0
 
     @pytest.fixture
     def clock(self) -> ManualClock:
-        """The time that the store goes by."""
+        """Return the clock of the store."""
         return ManualClock()
 
     @pytest.fixture
@@ -130,7 +130,7 @@ class StoreCase:
 
     @pytest.fixture
     def session(self, store: Store) -> Iterator[Session]:
-        """A session on the queue q."""
+        """Open a session on the queue q."""
         session = store.open_session(["q"], worker="w")
         yield session
         session.close()
@@ -138,7 +138,7 @@ class StoreCase:
     def crash_session(
         self, store: Store, session: Session, clock: ManualClock, survivors: Sequence[Session] = ()
     ) -> None:
-        """As BrokerCase.crash_consumer."""
+        """Let a session die, as BrokerCase.crash_consumer does."""
         for _ in range(2):
             clock.advance(self.lease * 1.1)
             for survivor in survivors:
@@ -148,7 +148,7 @@ class StoreCase:
     def take_over(
         self, store: Store, session: Session, clock: ManualClock
     ) -> tuple[Session, Delivery]:
-        """The session dies; its heir, and the delivery that it got."""
+        """Let the session die; return its successor, and the delivery that it got."""
         self.crash_session(store, session, clock)
         heir = store.open_session(["q"], worker="heir")
         (delivery,) = heir.receive(1, 0)
@@ -156,7 +156,7 @@ class StoreCase:
 
 
 class FencingConformance(StoreCase):
-    """Lost deliveries."""
+    """Sessions that lost their deliveries."""
 
     def test_worker_that_lost_the_delivery_changes_nothing(
         self, store: Store, session: Session, clock: ManualClock

@@ -23,7 +23,7 @@ from machinery_py.tasks.states import Arrival, GroupMeta, State, TaskState
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.waiting import together
 
-#: Opens a backend on the test's store. Called again, it gives a second handle on that, as another process would have.
+#: Opens a backend on the test's store. Each call returns a new handle on it, like a second process.
 OpenBackend = Callable[[], Backend]
 
 MOMENT = dt.datetime(2024, 5, 6, 7, 8, 9, 123456, tzinfo=dt.timezone.utc)
@@ -61,14 +61,14 @@ def ready(backend: Backend) -> dict[str, ReadyGroup]:
 
 
 class BackendCase:
-    """The fixtures of a backend suite, to be overridden."""
+    """Fixtures of a backend suite, to be overridden."""
 
-    #: Seconds after which what is finished is forgotten; `open_backend` opens its backends with it.
+    #: Seconds that finished states are kept; `open_backend` passes it on.
     expire_in: float = 3600.0
 
     @pytest.fixture
     def clock(self) -> ManualClock:
-        """The time that the store goes by."""
+        """Return the clock of the store."""
         return ManualClock()
 
     @pytest.fixture
@@ -86,7 +86,7 @@ class BackendCase:
         backend.close()
 
     def expire(self, backend: Backend, clock: ManualClock) -> None:
-        """Let everything expire that may."""
+        """Let every state expire that may."""
         clock.advance(self.expire_in + 1.0)
         clock.advance(max(1.0, backend.tend()))
         backend.tend()

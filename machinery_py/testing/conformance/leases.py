@@ -1,4 +1,4 @@
-"""Promises of every broker about deliveries whose consumer dies, lives on, or closes. Part of BrokerConformance."""
+"""Promises of every broker about deliveries whose consumer dies, stays alive, or closes. Part of BrokerConformance."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from machinery_py.brokers.base import Broker, Consumer, Delivery, Disposal, Fate
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.waiting import together
 
-#: Opens a broker on the test's store. Called again, it gives a second handle on that, as another process would have.
+#: Opens a broker on the test's store. Each call returns a new handle on it, like a second process.
 OpenBroker = Callable[[], Broker]
 
 _numbers = itertools.count(1)
@@ -54,14 +54,14 @@ def bodies(deliveries: Sequence[Delivery]) -> list[bytes]:
 
 
 class BrokerCase:
-    """The fixtures of a broker suite, to be overridden."""
+    """Fixtures of a broker suite, to be overridden."""
 
     #: Seconds without a beat after which the store gives a consumer up.
     lease: float = 10.0
 
     @pytest.fixture
     def clock(self) -> ManualClock:
-        """The time that the store goes by."""
+        """Return the clock of the store."""
         return ManualClock()
 
     @pytest.fixture
@@ -76,7 +76,7 @@ class BrokerCase:
 
     @pytest.fixture
     def consumer(self, broker: Broker) -> Iterator[Consumer]:
-        """A consumer of the queue q."""
+        """Open a consumer of the queue q."""
         consumer = broker.consume(["q"], worker="w")
         yield consumer
         consumer.close()
@@ -88,10 +88,10 @@ class BrokerCase:
         clock: ManualClock,
         survivors: Sequence[Consumer] = (),
     ) -> None:
-        """Let the process of `consumer` die or freeze; returns when what it held is back.
+        """Let the process of `consumer` die or freeze; return when its deliveries are back in their queues.
 
-        The object can still be called afterwards: it then plays the frozen process that wakes up too late. The
-        survivors live on. This one is for stores with leases: only the survivors beat until it has looked twice.
+        The object can still be called afterwards: then it is the frozen process that continues too late. The
+        survivors stay alive. This version is for stores with leases: only the survivors beat, until a survivor has looked twice.
         """
         for _ in range(2):
             clock.advance(self.lease * 1.1)
@@ -101,7 +101,7 @@ class BrokerCase:
 
 
 class LeaseConformance(BrokerCase):
-    """Held messages: whose they are, and how they come back."""
+    """Held messages: their consumer, and how they come back."""
 
     def test_message_run_by_a_dead_consumer_returns_with_a_strike(
         self, broker: Broker, consumer: Consumer, clock: ManualClock
@@ -391,7 +391,7 @@ class LeaseConformance(BrokerCase):
     def test_batch_is_put_whole_or_not_at_all(
         self, broker: Broker, open_broker: OpenBroker
     ) -> None:
-        """Nobody ever sees a part of it: in one receive there are all of a batch or none. Or all of it comes, at least."""
+        """One receive returns all of a batch or none of it; on a store without that feature, all of it in the end."""
         batches, size = 20, 25
 
         def work(index: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Promises of every lock: one holder at a time, for as long as it says.
+"""Promises of every lock store: one holder at a time, until its ttl.
 
 class TestMyLock(LockConformance):
     @pytest.fixture
@@ -17,7 +17,7 @@ from machinery_py.locks.base import Lock, LockHolding
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.waiting import together
 
-#: Called again, it gives a second handle on the same store.
+#: Each call returns a new handle on the same store.
 OpenLock = Callable[[], Lock]
 
 
@@ -28,11 +28,11 @@ def taken(lock: Lock, name: str = "n", ttl: float = 10.0) -> LockHolding:
 
 
 class LockConformance:
-    """Everything that the docstrings of Lock say."""
+    """Tests of every promise of Lock."""
 
     @pytest.fixture
     def clock(self) -> ManualClock:
-        """The time that the store goes by."""
+        """Return the clock of the store."""
         return ManualClock()
 
     @pytest.fixture

@@ -1,4 +1,4 @@
-"""Promises of every pair of stores about messages that cannot, must not or need not be run, and of handlers."""
+"""Promises of every pair of stores about revoked, unregistered, repeated and broken messages, and about handlers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from machinery_py.testing.waiting import HANG, wait_until
 
 
 class MessageConformance(NameConformance):
-    """Revoked, unknown, repeated and broken messages."""
+    """Revoked, unregistered, repeated and broken messages."""
 
     # Revoking
 
@@ -143,12 +143,12 @@ class MessageConformance(NameConformance):
             return "stopped"
 
         result = loop.send()
-        # While the store has it as waiting, revoking ends it there and then; see test_one_of_revoking_and_beginning_wins.
+        # While the store has it as waiting, revoking ends it at once; see test_one_of_revoking_and_beginning_wins.
         wait_until(lambda: result.get_state().state is State.STARTED)
         result.revoke()
         assert result.get(timeout=HANG) == "stopped"
 
-    # Messages that nobody can run
+    # Messages that no worker can run
 
     def test_bytes_that_are_no_signature_become_a_dead_letter(self, app: App) -> None:
         queue = app.server.config.default_queue

@@ -1,6 +1,6 @@
-"""Promises of every pair of stores about names: one that cannot be is refused where it is given, and buries a message.
+"""Promises of every pair of stores about names: an illegal name is refused at the call, and makes a message a dead letter.
 
-In the stores names are keys. Whatever a message calls its task, queue, group or callback, others go on.
+Names are keys in the stores. No name in a message may stop other messages.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ ODD = (
 
 
 class NameConformance(TaskConformance):
-    """Names that cannot be, and odd ones that can."""
+    """Illegal names, and odd but legal ones."""
 
     def test_illegal_name_is_refused_at_the_call(self, idle: App) -> None:
         for queue in QUEUES:

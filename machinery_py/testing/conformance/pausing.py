@@ -1,4 +1,4 @@
-"""Promises of every broker about paused queues, and of several queues in one call. Part of BrokerConformance."""
+"""Promises of every broker about paused queues, and about several queues in one call. Part of BrokerConformance."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from machinery_py.testing.conformance.leases import (
 )
 from machinery_py.testing.waiting import HANG, together, wait_until
 
-SHORT = 0.05  # seconds of a wait in which nothing comes
+SHORT = 0.05  # seconds of a wait in which no message comes
 
 
 class PauseConformance(BrokerCase):
-    """Queues that are paused, and orders other than the first."""
+    """Paused queues, and orders of queues."""
 
     @pytest.fixture
     def pausing(self, broker: Broker) -> Broker:
-        """A broker that can; of one that cannot, this is all that there is to see."""
+        """Return a broker that can pause. For one that cannot, check that it refuses, and skip the rest."""
         if broker.features.pausing:
             return broker
         for act in (broker.pause, broker.resume):
@@ -193,7 +193,7 @@ class PauseConformance(BrokerCase):
     def test_pause_holds_for_a_receive_that_waits(
         self, pausing: Broker, open_broker: OpenBroker, queues: list[str]
     ) -> None:
-        """And resuming ends its wait."""
+        """Resuming ends its wait, too."""
         elsewhere = open_broker()
         consumer = pausing.consume(queues, worker="w")
         found: list[Delivery] = []
@@ -253,7 +253,7 @@ class PauseConformance(BrokerCase):
     def test_no_claim_is_made_after_pause_has_returned(
         self, pausing: Broker, open_broker: OpenBroker
     ) -> None:
-        """Several consumers drain while others pause and send: what is held then does not grow."""
+        """While consumers drain and others pause and send: after `pause` the number of held messages does not grow."""
         handles = [open_broker() for _ in range(3)]
         ended = threading.Event()
         put(pausing, *[b"%d" % number for number in range(300)])

@@ -1,4 +1,4 @@
-"""Promises of every pair of stores about several queues: strict order, weights, and queues that are paused."""
+"""Promises of every pair of stores about several queues: strict order, weights, paused queues."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MANY = 20  # messages of a queue that is never empty; more than a worker takes a
 
 
 class QueueConformance(MessageConformance):
-    """Workers on more than one queue, or on one that is paused."""
+    """Workers on several queues, or on a paused one."""
 
     def test_pausing_a_queue_lets_running_tasks_go_on(self, idle: App) -> None:
         inspect, queue = idle.server.inspect, idle.server.config.default_queue
@@ -51,7 +51,7 @@ class QueueConformance(MessageConformance):
         idle.server.inspect.pause(queue)
         waits, goes = idle.add.send(1, 2), idle.echo.options(queue="other").send("through")
 
-        after = idle.another()  # another process would see the same
+        after = idle.another()  # a second process would see the same
         assert after.running(burst=True, queues=[queue, "other"]).launch(signals=False) == 0
 
         assert goes.get(timeout=HANG) == "through"

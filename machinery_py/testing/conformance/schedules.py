@@ -1,4 +1,4 @@
-"""Promises of every store about the records that schedules are kept in: changed by one, together with what is sent.
+"""Promises of every store about the records of schedules: one writer succeeds, in one step with the messages.
 
 class TestMyStore(ScheduleConformance):
     @pytest.fixture
@@ -62,7 +62,7 @@ def bodies(store: Store) -> dict[str, bytes]:
 
 
 def where_kept(test: Callable[..., None]) -> Callable[..., None]:
-    """A store that keeps no records must refuse them in words instead, and do nothing."""
+    """Run the test on a store with records; check that another store refuses them and does nothing."""
 
     @functools.wraps(test)
     def tried(self: StoreCase, **fixtures: Any) -> None:
@@ -90,7 +90,7 @@ def where_kept(test: Callable[..., None]) -> Callable[..., None]:
 
 
 class ScheduleConformance(StoreCase):
-    """Everything that Store.amend, Backend.amend and Backend.records say."""
+    """Tests of the promises of Store.amend, Backend.amend and Backend.records."""
 
     @where_kept
     def test_new_store_has_no_records(self, store: Store, clock: ManualClock) -> None:

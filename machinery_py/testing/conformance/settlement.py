@@ -5,7 +5,7 @@
         def open_store(self, clock: ManualClock) -> OpenStore:
             return lambda: OneStore(MyBroker(driver), MyBackend(driver), driver.transaction)
 
-The half about dying sessions is in fencing.py.
+Tests of dying sessions are in fencing.py.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = ["OpenStore", "SettlementConformance"]
 
 
 class SettlementConformance(FencingConformance):
-    """Everything that the docstrings in stores/base.py say."""
+    """Tests of every promise in stores/base.py."""
 
     def test_state_and_message_are_submitted_together(self, store: Store, session: Session) -> None:
         submit(store, "a", "b", groups=[GroupMeta(group_uuid="g", task_uuids=("a", "b"))])
@@ -157,7 +157,7 @@ class SettlementConformance(FencingConformance):
         ) == [SETTLED]
         submit(store, "a", token="2")
 
-        second = session.receive(9, 0)  # a store may finish it by itself
+        second = session.receive(9, 0)  # a store may finish it without a worker
         late = [
             settlement(one, State.FAILURE, callbacks=["no"], arrivals=[arrival(one, 2)])
             for one in second
@@ -267,7 +267,7 @@ class SettlementConformance(FencingConformance):
         )
         assert session.settle([end]) == [SETTLED]
         assert session.settle([end]) == [ALREADY]
-        bad = session.receive(1, 0)  # a store may bury it by itself
+        bad = session.receive(1, 0)  # a store may bury it without a worker
         session.settle(
             [Settlement(delivery=one, fate=Fate.DEAD, reason="undecodable") for one in bad]
         )
@@ -354,7 +354,7 @@ class SettlementConformance(FencingConformance):
             ("g", "a")
         ]
 
-        # The worker that had just begun it comes too late.
+        # The worker that has just begun it is too late.
         assert session.settle([settlement(a, callbacks=["never"])]) == [FENCED]
         assert drain(store, "c") == [f"c{ended.index(True)}"]
         session.close()

@@ -1,6 +1,6 @@
-"""Promises of every pair of stores about single tasks. Everything here is true of `eager`, too.
+"""Promises of every pair of stores about single tasks, also of `eager`.
 
-What needs a worker in threads is in workers.py and messages.py, chains and the like are in workflows.py.
+Tests that need a worker in threads are in workers.py and messages.py, tests of workflows in workflows.py.
 """
 
 from __future__ import annotations
@@ -84,9 +84,9 @@ _seen: contextvars.ContextVar[int] = contextvars.ContextVar("seen", default=0)
 
 
 class TaskConformance:
-    """One task at a time. Subclasses give the Server; one that needs no worker overrides `app`.
+    """Single tasks. Subclasses provide the Server; one that needs no worker overrides `app`.
 
-    The Server's URLs must lead a second Server in this process to the same stores.
+    A second Server in this process with the same URLs must open the same stores.
     """
 
     @pytest.fixture
@@ -95,14 +95,14 @@ class TaskConformance:
 
     @pytest.fixture
     def idle(self, server: Server) -> Iterator[App]:
-        """The application; nothing runs it yet."""
+        """Return the application without a worker."""
         app = App(server)
         yield app
         app.close()
 
     @pytest.fixture
     def app(self, idle: App) -> Iterator[App]:
-        """The application, with a worker in threads."""
+        """Return the application, with a worker in threads."""
         with idle.running():
             yield idle
             for gate in idle.gates.values():
@@ -240,7 +240,7 @@ class TaskConformance:
             strict.partial(1).send()
         with pytest.raises(ArgumentError, match="strict argument 'a': '1' is no int"):
             app.server.send_task(Signature.of("strict", "1", 2))
-        # A program that does not know the task sends it all the same; the worker refuses it, and does not try again.
+        # A sender that does not know the task cannot check it; the worker refuses it, without a retry.
         for args, text in (
             ((1,), "strict: missing argument 'b'"),
             (("1", 2), "strict argument 'a': '1' is no int"),

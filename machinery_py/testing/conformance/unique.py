@@ -1,11 +1,11 @@
-"""Promises of every pair of stores about unique tasks, through real workers.
+"""Promises of every pair of stores about unique tasks, with real workers.
 
     class TestMyStore(UniqueConformance):
         @pytest.fixture
         def server(self) -> Server:
             return Server("my://localhost")
 
-Its URLs must lead a second Server in this process to the same stores.
+A second Server in this process with the same URLs must open the same stores.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SENDERS = 200
 
 
 class UniqueConformance(AppCase):
-    """Of calls that are the same, one at a time is sent."""
+    """Of equal calls, one at a time is sent."""
 
     def test_equal_call_joins_until_the_first_is_over(self, idle: App) -> None:
         hold = waiting(idle, unique=True)
@@ -142,7 +142,7 @@ class UniqueConformance(AppCase):
         assert not sync.send(7, "a").duplicate
         assert sync.send(7, "b").duplicate
         assert not sync.send(8, "a").duplicate
-        assert not other.send(1).duplicate  # a key is its task's own
+        assert not other.send(1).duplicate  # a key belongs to its task
         assert other.send(2).duplicate
 
     def test_single_call_can_be_unique_by_option(self, idle: App) -> None:
@@ -189,7 +189,7 @@ class UniqueConformance(AppCase):
         )(work)
         if (
             end == "arguments"
-        ):  # a program whose function takes anything sends what the worker refuses
+        ):  # the sender's function takes any arguments, so only the worker refuses them
             first = idle.another().server.task("work", unique="one")(lambda number: None).send("x")
         else:
             first = task.options(expires=-1.0 if end == "expiry" else HANG).send(1)
@@ -239,7 +239,7 @@ class UniqueConformance(AppCase):
         first = hold.send("a")
         wait_until(lambda: ("hold", "a") in app.calls)
 
-        # The first call runs, and may have read what the second is sent for: one waits behind it, and no more.
+        # The first call runs and may have read old data, so one more call may wait, and no third.
         second = hold.send("a")
         assert not second.duplicate
         app.gate("a").set()

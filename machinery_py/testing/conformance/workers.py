@@ -1,4 +1,4 @@
-"""Promises of every pair of stores about workers in threads: time, states on the way, two at once."""
+"""Promises of every pair of stores about workers in threads: time, intermediate states, two workers."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ LONG_AGO = dt.timedelta(days=1)
 
 
 class WorkerConformance(QueueConformance):
-    """Single tasks, and what can only be seen from beside the worker that runs them."""
+    """Single tasks, observed while a worker in threads runs them."""
 
-    # States on the way
+    # Intermediate states
 
     def test_task_is_pending_then_started_then_finished(self, idle: App) -> None:
         before = idle.server.now()

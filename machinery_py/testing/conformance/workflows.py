@@ -1,12 +1,12 @@
-"""Promises of every pair of stores about a running application: tasks, chains, groups and chords, through real workers.
+"""Promises of every pair of stores about a running application: tasks, chains, groups, chords, with real workers.
 
     class TestMyStore(WorkflowConformance):
         @pytest.fixture
         def server(self) -> Server:
             return Server("my://localhost")
 
-Its URLs must lead a second Server in this process to the same stores. LinkedConformance is the part that `eager` keeps.
-What concerns single tasks is in tasks.py, chains in chains.py.
+A second Server in this process with the same URLs must open the same stores. LinkedConformance is the part
+for `eager`. Tests of single tasks are in tasks.py, of chains in chains.py.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = ["App", "LinkedConformance", "WorkflowConformance"]
 
 
 class LinkedConformance(ChainConformance):
-    """Chain, group, chord and what they can be made of."""
+    """Chains, groups, chords, and their nesting."""
 
     # Groups
 
@@ -103,7 +103,7 @@ class LinkedConformance(ChainConformance):
         members = [app.add.signature(1, 1), app.add.signature(2, 2)]
         callback = app.note.partial("cb").replace(immutable=True)
         chord(group(*members), callback).send().get(timeout=HANG)
-        # On a member it says nothing about the chord: Go takes the members' results whatever they say.
+        # Immutable on a member does not affect the chord: Go takes the members' results in any case.
         immutable = [member.replace(immutable=True) for member in members]
         chord(group(*immutable), app.note.partial("cb")).send().get(timeout=HANG)
         assert app.calls == [("cb",), ("cb", 2, 4)]
@@ -270,7 +270,7 @@ class LinkedConformance(ChainConformance):
 
 
 class WorkflowConformance(LinkedConformance, WorkerConformance):
-    """Everything: single tasks, workers, and what tasks can be linked to."""
+    """All suites: single tasks, workers, workflows."""
 
     def test_chord_ends_at_once_when_a_member_fails(self, app: App) -> None:
         callback = app.note.partial("never").catch(app.note.partial("caught"))
@@ -307,7 +307,7 @@ class WorkflowConformance(LinkedConformance, WorkerConformance):
 
     @pytest.mark.parametrize("shape", ["chain", "chord", "chord in a chain", "chains in a group"])
     def test_last_result_of_a_chain_exists_from_the_start(self, idle: App, shape: str) -> None:
-        """`server.result(uuid)` in another process, which knows nothing of the steps in front of it."""
+        """Use `server.result(uuid)` as in another process, without the steps before it."""
 
         def flow(first: Signature[Any]) -> Any:
             match shape:
