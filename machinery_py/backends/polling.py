@@ -1,23 +1,44 @@
-"""The listener of a store that tells nobody when a task has finished: it is asked about the tasks that are watched."""
+"""Listener of a store that tells nobody when a task has finished: it asks again and again about the watched tasks."""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 
 from machinery_py.backends.base import Listener
+from machinery_py.errors import MachineryError
 
 #: Return those of these tasks that have finished.
 Finished = Callable[[Sequence[str]], Iterable[str]]
 
 
 class PollingListener(Listener):
-    """A set of watched tasks. A subclass says in `wait` how often it looks."""
+    """A set of watched tasks, which are looked at ever more rarely while a thread waits.
 
-    READ = 1000  # UUIDs in one question
+    Args:
+        finished: asks the store; called with at most `at_once` tasks.
+        soonest, latest: seconds between two looks. In between, a pause is `share` of the time that has been waited.
+        rest: a pause is at least so many times as long as the look before it.
+        notifier: an event that ends a pause when it is set, as `wake` does.
+    """
 
-    def __init__(self, finished: Finished) -> None:
+    def __init__(
+        self,
+        finished: Finished,
+        *,
+        at_once: int = 1000,
+        soonest: float = 0.005,
+        latest: float = 0.5,
+        share: float = 0.1,
+        rest: float = 0.0,
+        notifier: threading.Event | None = None,
+    ) -> None:
         self._finished = finished
+        self._at_once = at_once
+        self._soonest, self._latest, self._share, self._rest = soonest, latest, share, rest
+        self._notifier = notifier or threading.Event()
+        self._woken = False
         self._lock = threading.Lock()
         self._watched: set[str] = set()
 
@@ -34,8 +55,34 @@ class PollingListener(Listener):
         with self._lock:
             watched = list(self._watched)
         finished: set[str] = set()
-        for start in range(0, len(watched), self.READ):
-            finished.update(self._finished(watched[start : start + self.READ]))
+        for start in range(0, len(watched), self._at_once):
+            finished.update(self._finished(watched[start : start + self._at_once]))
         with self._lock:
             self._watched.difference_update(finished)
         return bool(finished)
+
+    def wait(self, timeout: float) -> None:
+        began = time.monotonic()
+        while not self._woken:
+            started = time.monotonic()
+            try:
+                if self.look():
+                    break
+            except MachineryError:
+                pass  # the waiter reads the states itself, and is told then
+            now = time.monotonic()
+            left = began + timeout - now
+            if left <= 0:
+                break
+            pause = max(self._soonest, min(self._latest, (now - began) * self._share))
+            self._notifier.wait(min(left, max(pause, (now - started) * self._rest)))
+            self._notifier.clear()
+        self._woken = False
+
+    def wake(self) -> None:
+        self._woken = True
+        self._notifier.set()
+
+    def close(self) -> None:
+        """Let a waiting `wait` return."""
+        self.wake()

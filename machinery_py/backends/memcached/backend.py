@@ -4,7 +4,7 @@
     <group UUID>       Go's document of the group; the rest of it in groups.py
     mpy:o:<key>        an outbox that belongs to no task and no group
     mpy:v:<task UUID>  the task is revoked
-    mpy:roots, mpy:x:  which outboxes and groups are open (index.py)
+    mpy:roots, mpy:x:  the list of open outboxes and groups (index.py)
 
 A change of a task is one `cas` of its item, which holds the outbox and a note of what else is to become true: states of other
 tasks, groups, arrivals. That is done next; each of it can stand to be done twice.
@@ -15,8 +15,8 @@ tasks, groups, arrivals. That is done next; each of it can stand to be done twic
                                     change comes again (ALREADY), or `unsent` finds the outbox
     all of it                       the redelivery: doing it once more changes nothing
 
-A firing is one `add` of mpy:f:<group>, with the same note and outbox in it; there is no redelivery for it, so it is found
-again by the index alone.
+A firing is one `add` of mpy:f:<group>, with the same note and outbox in it. There is no redelivery for it, so only the index
+finds it again.
 
 Limits: memcached forgets when it restarts and when its memory is full. A state that is lost reads as "expired"; a task whose
 state was lost runs and is stored as a new one, and if it was finished but not acknowledged, it runs again. A chord that loses
@@ -28,6 +28,7 @@ from __future__ import annotations
 import datetime as dt
 import functools
 import secrets
+import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TypeVar
 
@@ -59,20 +60,14 @@ from machinery_py.backends.memcached.documents import (
     state_in,
 )
 from machinery_py.backends.memcached.groups import GO_TIME, MemcachedGroups
-from machinery_py.backends.memcached.index import Index, rounds
-from machinery_py.backends.memcached.listener import MemcacheListener
+from machinery_py.backends.memcached.index import Index
 from machinery_py.backends.memcached.records import MemcachedRecords
-from machinery_py.backends.memcached.transitions import (
-    Advance,
-    Begin,
-    Settling,
-    clear,
-    own_state,
-    todo_of,
-)
+from machinery_py.backends.memcached.transitions import begin, clear, settle, todo_of, write
+from machinery_py.backends.polling import PollingListener
 from machinery_py.clock import micros
 from machinery_py.connections.memcached.client import (
     STORED,
+    Item,
     LineCommand,
     MemcacheDriver,
     delete,
@@ -112,7 +107,7 @@ class MemcacheBackend(Backend, OutboxBackend):
         self.expire_in = expire_in
         self._index = Index(driver)
         self._groups = MemcachedGroups(driver, self._index, expire_in=expire_in)
-        self._amending = MemcachedRecords(driver, self._index, self._carry_out)
+        self._records = MemcachedRecords(driver, self._index, self._carry_out)
         self._tend_at = 0.0
 
     def now(self) -> dt.datetime:
@@ -125,22 +120,16 @@ class MemcacheBackend(Backend, OutboxBackend):
         self._index.note(
             outboxes=[change.key for change in changes if change.outbox or change.fires]
         )
-        verdicts: dict[int, Verdict] = {}
-        todo: list[Todo] = []
-        tasks, now = (
-            [
-                index
-                for index, change in enumerate(changes)
-                if not change.fires and own_state(change)
-            ],
-            micros(self.now()),
-        )
+        now = micros(self.now())
+        tasks = [index for index, change in enumerate(changes) if _is_of_task(change)]
         settled = self._edit(
-            [(changes[index].key, Settling(changes[index], now)) for index in tasks]
+            [
+                (changes[index].key, functools.partial(settle, changes[index], now))
+                for index in tasks
+            ]
         )
-        for index, (verdict, more) in zip(tasks, settled, strict=True):
-            verdicts[index] = verdict
-            todo += more
+        verdicts = {index: verdict for index, (verdict, _) in zip(tasks, settled, strict=True)}
+        todo = [one for _, more in settled for one in more]
         for index, change in enumerate(changes):
             if index not in verdicts:
                 verdicts[index] = self._commit(change, todo)
@@ -156,107 +145,97 @@ class MemcacheBackend(Backend, OutboxBackend):
         return [verdicts[index] for index in range(len(changes))]
 
     def _commit(self, change: Change, todo: list[Todo]) -> Verdict:
-        """A change that belongs to no task: of a group that is fired, or without a condition."""
+        """Make a change that belongs to no task: of a group that is fired, or without a condition."""
         own = todo_of(change, change.states)
         commit = Commit(b"", micros(self.now()), tuple(change.outbox), (own,) if own else ())
         if change.fires:
             if not self._groups.fire(change.fires, commit):
                 return FENCED
         elif change.outbox:
-            self.driver.send(
-                [put(key_of(change.key, OUTBOX), pack(commit), seconds(CHORD_LIFE))],
-                doing="keeping messages",
-            )
+            command = put(key_of(change.key, OUTBOX), pack(commit), seconds(CHORD_LIFE))
+            self.driver.send([command], doing="keeping messages")
         todo.append(own)
         return SETTLED
 
-    def _carry_out(self, todo: Iterable[Todo]) -> None:
-        """Make true what the items say beside themselves."""
-        todo = list(todo)
+    def _carry_out(self, todo: Sequence[Todo]) -> None:
+        """Make true what the items say beside themselves. May be repeated."""
         groups = [decode_group(document) for one in todo for document in one.groups]
         if groups:
             self._groups.create(groups)
-        states = [
-            (state, one.force)
-            for one in todo
-            for document in one.states
-            if (state := state_in(document)) is not None
-        ]
-        self._advance([(state.task_uuid, Advance(state, force)) for state, force in states])
+        self._write(
+            [
+                (state, one.force)
+                for one in todo
+                for document in one.states
+                if (state := state_in(document)) is not None
+            ]
+        )
         arrivals = [arrival for one in todo for arrival in one.arrivals]
         if arrivals:
             self._groups.arrive(arrivals)
 
-    def _advance(self, jobs: Sequence[tuple[str, Advance]]) -> None:
+    def _write(self, states: Sequence[tuple[TaskState, bool]]) -> None:
         """Write states; one that cannot be written is left out, and its message is sent all the same."""
         try:
-            self._edit(jobs)
+            self._edit(
+                [(one.task_uuid, functools.partial(write, one, force)) for one, force in states]
+            )
         except NameRefused as error:
-            if len(jobs) == 1:
+            if len(states) == 1:
                 logger.error("what follows a task is left out: %s", error)
                 return
-            for job in jobs:
-                self._advance([job])
+            for state in states:
+                self._write([state])
 
     def _load(self, uuids: Iterable[str]) -> dict[str, TaskItem]:
         keys = {uuid: key_of(uuid) for uuid in uuids}
         found = self.driver.fetch(keys.values(), doing="reading states")
         return {
-            uuid: decode_record(uuid, found[key].value, found[key].cas)
+            uuid: decode_record(uuid, found[key].value)
             for uuid, key in keys.items()
             if key in found
         }
 
     def _edit(self, jobs: Sequence[tuple[str, Callable[[TaskItem], T]]]) -> list[T]:
-        """Let each job change the record of its task, by one `cas` for all jobs of a task.
+        """Let each job change the item of its task, by one `cas` for all jobs of a task, and return what it says.
 
-        A job may be called several times, and says what came of it; the last call counts.
+        A job may be called several times; the last call counts.
         """
+        nonce, now = secrets.token_bytes(8), self.now()
         results: dict[int, T] = {}
-        tried: dict[str, tuple[bytes, dict[int, T]]] = {}
-        waiting = list(range(len(jobs)))
-        if not jobs:
-            return []
-        for _ in rounds("the state of a task"):
-            records = self._load({jobs[index][0] for index in waiting})
-            for uuid, (written, outcomes) in tried.items():
-                if uuid in records and records[uuid].nonce == written:
-                    results |= outcomes  # it was written, and the reply was lost
-            by_task: dict[str, dict[int, T]] = {}
-            for index in waiting:
-                if index not in results:
-                    uuid, job = jobs[index]
-                    record = records.setdefault(uuid, TaskItem())
-                    by_task.setdefault(uuid, {})[index] = job(record)
-            writes = [uuid for uuid in by_task if records[uuid].changed]
-            for uuid in by_task.keys() - set(writes):
-                results |= by_task[uuid]
-            nonce, now = secrets.token_bytes(8), self.now()
-            replies = self.driver.send(
-                [self._written(uuid, records[uuid], nonce, now) for uuid in writes],
-                doing="writing states",
-            )
-            for uuid, reply in zip(writes, replies, strict=True):
-                if reply == STORED:
-                    results |= by_task[uuid]
-            tried = {uuid: (nonce, by_task[uuid]) for uuid in writes}
-            waiting = [index for index in waiting if index not in results]
-            if not waiting:
-                break
-        return [results[index] for index in range(len(jobs))]
+        places: dict[bytes, list[int]] = {}
+        for index, (uuid, _) in enumerate(jobs):
+            places.setdefault(key_of(uuid), []).append(index)
 
-    def _written(self, uuid: str, record: TaskItem, nonce: bytes, now: dt.datetime) -> LineCommand:
-        if record.theirs:
-            raise _not_ours(uuid, record.theirs)
-        record.nonce = nonce
-        expiry = seconds(kept_for(record, now, self.expire_in))
-        return swap(key_of(uuid), encode_record(uuid, record), expiry, record.cas)
+        def change(key: bytes, found: Item | None) -> LineCommand | None:
+            uuid = jobs[places[key][0]][0]
+            item = decode_record(uuid, found.value) if found is not None else TaskItem()
+            if item.nonce == nonce:
+                return None  # it was written, and the reply was lost
+            for index in places[key]:
+                results[index] = jobs[index][1](item)
+            if not item.changed:
+                return None
+            if item.theirs:
+                raise _not_ours(uuid, item.theirs)
+            item.nonce = nonce
+            expiry = seconds(kept_for(item, now, self.expire_in))
+            return swap(key, encode_record(uuid, item), expiry, found)
+
+        self.driver.edit(
+            places,
+            change,
+            what="the state of a task",
+            reading="reading states",
+            writing="writing states",
+        )
+        return [results[index] for index in range(len(jobs))]
 
     # Deliveries of another store's broker
 
     def begin(self, keys: Sequence[tuple[str, int]]) -> list[Begun]:
         now = micros(self.now())
-        found = self._edit([(uuid, Begin(run, now)) for uuid, run in keys])
+        found = self._edit([(uuid, functools.partial(begin, run, now)) for uuid, run in keys])
         self._carry_out([one for _, todo in found for one in todo])
         return [begun for begun, _ in found]
 
@@ -283,7 +262,7 @@ class MemcacheBackend(Backend, OutboxBackend):
             record = records.get(key)
             if record is not None and record.outbox:
                 found[key].append(Commit(record.nonce, record.kept_at, record.outbox, record.todo))
-        for key, owed in self._amending.commits(keys).items():
+        for key, owed in self._records.commits(keys).items():
             found[key] += owed
         return found
 
@@ -299,28 +278,24 @@ class MemcacheBackend(Backend, OutboxBackend):
             if bodies_of[keys[name]].issuperset(commit.outbox):
                 commit.outbox, commit.todo = (), ()
                 life = seconds(CHORD_LIFE if name.startswith(FIRED) else 1.0)
-                cleared[name] = swap(name, pack(commit), life, item.cas)
+                cleared[name] = swap(name, pack(commit), life, item)
         replies = self.driver.send(list(cleared.values()), doing="clearing outboxes")
         stored = {name for name, reply in zip(cleared, replies, strict=True) if reply == STORED}
         kept = {keys[name] for name in items if name not in stored}
         tasks = [key for key in bodies_of if key_of(key, FIRED) not in items]
         gone = self._edit([(key, functools.partial(clear, bodies_of[key])) for key in tasks])
         kept |= {key for key, is_gone in zip(tasks, gone, strict=True) if not is_gone}
-        self._amending.clear(bodies_of.items())
+        self._records.clear(bodies_of.items())
         self._index.drop(outboxes=[key for key in bodies_of if key not in kept])
 
     def unsent(self, limit: int, *, older_than: float) -> list[tuple[str, Sequence[bytes]]]:
         before = micros(self.now()) - int(older_than * 1e6)
-        keys = sorted(
-            {key for segment in self._index.segments().values() for key in segment.outboxes}
-        )
+        segments = self._index.segments().values()
+        keys = sorted({key for segment in segments for key in segment.outboxes})
         found: list[tuple[str, Sequence[bytes]]] = []
         for key, commits in self._commits(keys).items():
-            if (
-                not commits
-                or len(found) >= limit
-                or any(commit.kept_at > before for commit in commits)
-            ):
+            is_young = any(commit.kept_at > before for commit in commits)
+            if not commits or is_young or len(found) >= limit:
                 continue
             self._carry_out([one for commit in commits for one in commit.todo])
             bodies = [body for commit in commits for body in commit.outbox]
@@ -331,16 +306,16 @@ class MemcacheBackend(Backend, OutboxBackend):
         return found
 
     def records(self, known: str = "") -> Records:
-        return self._amending.records(known, self.now())
+        return self._records.records(known, self.now())
 
     def amend(self, amendment: Amendment) -> bool:
-        return self._amending.amend(amendment)
+        return self._records.amend(amendment)
 
     def claims(self, names: Sequence[str]) -> list[bytes | None]:
-        return self._amending.claims(names) if names else []
+        return self._records.claims(names) if names else []
 
     def release(self, claims: Sequence[tuple[str, bytes]]) -> None:
-        self._amending.release(claims)
+        self._records.release(claims)
 
     def settled_by(self, uuids: Sequence[str]) -> list[str]:
         records = self._load(set(uuids))
@@ -349,11 +324,8 @@ class MemcacheBackend(Backend, OutboxBackend):
     # Reading
 
     def get_states(self, uuids: Sequence[str]) -> dict[str, TaskState]:
-        return {
-            uuid: record.state
-            for uuid, record in self._load(uuids).items()
-            if record.state is not None
-        }
+        items = self._load(uuids)
+        return {uuid: item.state for uuid, item in items.items() if item.state is not None}
 
     def get_group(self, group_uuid: str) -> GroupMeta | None:
         return self._groups.get(group_uuid, lambda uuids: bool(self.get_states(uuids)))
@@ -362,9 +334,8 @@ class MemcacheBackend(Backend, OutboxBackend):
         return self._groups.ready(limit)
 
     def revoke(self, uuids: Sequence[str], life: float = REVOKED_LIFE) -> None:
-        self.driver.send(
-            [put(key_of(uuid, REVOKED), b"1", seconds(life)) for uuid in uuids], doing="revoking"
-        )
+        commands = [put(key_of(uuid, REVOKED), b"1", seconds(life)) for uuid in uuids]
+        self.driver.send(commands, doing="revoking")
 
     def revoked(self, uuids: Sequence[str]) -> set[str]:
         keys = {key_of(uuid, REVOKED): uuid for uuid in uuids}
@@ -379,8 +350,11 @@ class MemcacheBackend(Backend, OutboxBackend):
     def purge_group_meta(self, group_uuid: str) -> None:
         self._groups.purge(group_uuid)
 
-    def listener(self) -> MemcacheListener:
-        return MemcacheListener(self._finished)
+    def listener(self) -> PollingListener:
+        # A listener with many tasks pauses so much longer than its look took. The client asks in batches of its own.
+        return PollingListener(
+            self._finished, at_once=sys.maxsize, soonest=0.001, latest=0.1, share=0.25, rest=4.0
+        )
 
     def _finished(self, uuids: Sequence[str]) -> list[str]:
         return [uuid for uuid, state in self.get_states(uuids).items() if state.is_finished]
@@ -393,11 +367,13 @@ class MemcacheBackend(Backend, OutboxBackend):
         keys = {key for segment in segments for key in segment.outboxes}
         groups = {group.group_uuid for group in self._groups.ready(2**31)}
         self._index.tend(groups | {key for key, commits in self._commits(keys).items() if commits})
-        self._amending.tend()
+        self._records.tend()
         return SWEEP
 
-    def close(self) -> None:
-        pass  # the driver belongs to whoever made it
+
+def _is_of_task(change: Change) -> bool:
+    """Return whether the change is settled by the item of a task."""
+    return not change.fires and any(state.task_uuid == change.key for state in change.states)
 
 
 def _not_ours(uuid: str, found: str) -> NameRefused:

@@ -35,9 +35,7 @@ from machinery_py.wire.states import (
     extra_of,
 )
 
-CHORD_LIFE = (
-    7 * 86400.0
-)  # seconds that a state is kept that is not finished, and a chord without an arrival
+CHORD_LIFE = 7 * 86400.0  # seconds that an unfinished state is kept, and a chord without an arrival
 LONGEST_KEY = 250  # bytes
 
 _GROUP = b'{"GroupUUID":'
@@ -45,7 +43,7 @@ _FORBIDDEN = re.compile(rb"[\x00-\x20\x7f]")
 
 
 def key_of(name: str, prefix: bytes = b"") -> bytes:
-    """The key of something with this name: without prefix, Go's. What memcached refuses as a key is hashed; Go cannot have it."""
+    """Return the key of a name, without prefix Go's. A name that memcached refuses is hashed; Go cannot use it."""
     raw = name.encode("utf-8", "surrogatepass")
     key = prefix + raw
     if (
@@ -94,13 +92,11 @@ class TaskItem(Row, kw_only=True):
     """A task's item. `changed` asks for it to be written.
 
     Attributes:
-        cas: the number of the item that was read; None if there was none.
         nonce, kept_at, outbox, todo: as of a Commit.
         awaited: a chord will want its results.
         theirs: what was read instead, if it is no state of this task; it is not written over.
     """
 
-    cas: int | None = None
     theirs: str = ""
     nonce: bytes = b""
     kept_at: int = 0
@@ -129,7 +125,7 @@ _ours = msgspec.msgpack.Decoder(_Ours).decode
 
 
 def encode_record(uuid: str, record: TaskItem) -> bytes:
-    """The item of a task.
+    """Return the item of a task.
 
     Raises:
         ArgumentError: a result cannot be sent.
@@ -152,33 +148,30 @@ def encode_record(uuid: str, record: TaskItem) -> bytes:
     return encode_document(uuid, record.state, field)
 
 
-def decode_record(uuid: str, body: bytes, cas: int) -> TaskItem:
+def decode_record(uuid: str, body: bytes) -> TaskItem:
     """Read an item. Bytes that are no state of this task are `theirs`."""
     document, field = _split(body)
     if document.startswith(_GROUP):
-        return TaskItem(
-            cas=cas, theirs="a group"
-        )  # asked for because a group has an outbox as well
+        return TaskItem(theirs="a group")  # asked for because a group has an outbox as well
     try:
         own = _ours(field) if field else None
         if own is not None and not own.stated:
-            return _record(None, own, cas)
+            return _record(None, own)
         state = decode_state(document)
     except (DecodeError, msgspec.DecodeError) as error:
-        return TaskItem(cas=cas, theirs=str(error))
+        return TaskItem(theirs=str(error))
     if uuid and not is_state_of(uuid, state):
-        return TaskItem(cas=cas, theirs=f"a state of {quoted(state.task_uuid)}")
+        return TaskItem(theirs=f"a state of {quoted(state.task_uuid)}")
     if own is None:
-        return TaskItem(state=state, cas=cas)
-    return _record(msgspec.structs.replace(state, **extra_of(own)), own, cas)
+        return TaskItem(state=state)
+    return _record(msgspec.structs.replace(state, **extra_of(own)), own)
 
 
-def _record(state: TaskState | None, own: _Ours, cas: int) -> TaskItem:
+def _record(state: TaskState | None, own: _Ours) -> TaskItem:
     return TaskItem(
         state=state,
         mark=own.mark,
         epoch=own.epoch,
-        cas=cas,
         nonce=own.nonce,
         kept_at=own.kept_at,
         outbox=own.outbox,
@@ -188,7 +181,7 @@ def _record(state: TaskState | None, own: _Ours, cas: int) -> TaskItem:
 
 
 def kept_for(record: TaskItem, now: dt.datetime, expire_in: float) -> float:
-    """Seconds that the item of a task is kept."""
+    """Return the seconds that the item of a task is kept."""
     state = record.state
     if state is not None and state.is_finished:
         return max(expire_in, CHORD_LIFE) if record.awaited else expire_in
@@ -198,27 +191,27 @@ def kept_for(record: TaskItem, now: dt.datetime, expire_in: float) -> float:
 
 
 def document_of(state: TaskState) -> bytes:
-    """A state for a Todo."""
+    """Encode a state for a Todo."""
     return encode_record(state.task_uuid, TaskItem(state=state))
 
 
 def state_in(document: bytes) -> TaskState | None:
-    """From a Todo."""
-    return decode_record("", document, 0).state
+    """Decode a state of a Todo."""
+    return decode_record("", document).state
 
 
 def encode_meta(group: GroupMeta, kept_at: int) -> bytes:
-    """The document of a group, with when it was made."""
+    """Encode a group, with the moment (µs) at which it was made."""
     return with_field(encode_group(group), _quoted(pack(kept_at)))
 
 
 def is_meta(body: bytes) -> bool:
-    """Whether it is the document of a group, and nobody else's."""
+    """Return whether it is the document of a group, and nobody else's."""
     return body.startswith(_GROUP)
 
 
 def decode_meta(body: bytes) -> tuple[GroupMeta, int]:
-    """The group, and when it was made; 0 if a Go program made it.
+    """Decode a group, and the moment (µs) at which it was made; 0 if a Go program made it.
 
     Raises:
         DecodeError: it is no group.

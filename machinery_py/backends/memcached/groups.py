@@ -1,4 +1,4 @@
-"""MemcachedGroups in memcached: who has arrived, who is complete, and who fires.
+"""Groups in memcached: which members have arrived, which groups are complete, and who fires one.
 
     <group UUID>          Go's document; our last field says when it was made
     mpy:c:<group>         callback and total, written before the first arrival; never changed
@@ -38,14 +38,17 @@ from machinery_py.backends.memcached.documents import (
     key_of,
     pack,
 )
-from machinery_py.backends.memcached.index import Index, rounds
+from machinery_py.backends.memcached.index import Index
 from machinery_py.clock import micros
 from machinery_py.connections.memcached.client import (
     STORED,
+    Item,
+    LineCommand,
     MemcacheDriver,
     add,
     delete,
     incr,
+    rounds,
     seconds,
     swap,
     touch,
@@ -72,7 +75,7 @@ class _Share(NamedTuple):
 
 
 class MemcachedGroups:
-    """All that concerns groups. May be used from any thread."""
+    """Groups on the driver's servers. May be used from any thread."""
 
     def __init__(self, driver: MemcacheDriver, index: Index, *, expire_in: float) -> None:
         self._driver = driver
@@ -80,6 +83,7 @@ class MemcachedGroups:
         self._expire_in = expire_in
 
     def now(self) -> int:
+        """Return µs since 1970."""
         return micros(self._driver.clock.now())
 
     # Documents
@@ -91,7 +95,7 @@ class MemcachedGroups:
         self._driver.send(commands, doing="creating a group")
 
     def get(self, group_uuid: str, is_kept: Callable[[Sequence[str]], bool]) -> GroupMeta | None:
-        """The group. One that is old and of whose members `is_kept` knows none has expired."""
+        """Return the group. One that is old and of whose members `is_kept` knows none has expired."""
         key, fired = key_of(group_uuid), key_of(group_uuid, FIRED)
         found = self._driver.fetch([key, fired], doing="reading a group")
         if key not in found:
@@ -103,25 +107,21 @@ class MemcachedGroups:
         return msgspec.structs.replace(group, chord_triggered=True) if fired in found else group
 
     def purge(self, group_uuid: str) -> None:
-        document = self._driver.fetch([key_of(group_uuid)], doing="reading a group").get(
-            key_of(group_uuid)
-        )
+        key = key_of(group_uuid)
+        document = self._driver.fetch([key], doing="reading a group").get(key)
         keys = self._keys(group_uuid)
         if document is not None and is_meta(document.value):
-            keys.append(key_of(group_uuid))
+            keys.append(key)
         self._driver.send([delete(key) for key in keys], doing="purging a group")
         self._index.drop(groups=[group_uuid])
 
     def _keys(self, group_uuid: str, *, but: bytes = b"") -> list[bytes]:
-        """All that is kept of a group beside its document."""
-        found = self._driver.fetch([key_of(group_uuid, CALLBACK)], doing="reading a group")
-        total = _callback(found[key_of(group_uuid, CALLBACK)].value)[1] if found else 0
-        keys = [
-            key_of(group_uuid, prefix)
-            for prefix in (CALLBACK, GUESS, READY, FIRED)
-            if prefix != but
-        ]
-        return keys + [_share_key(group_uuid, number) for number in range(_shares(total))]
+        """Return the keys of all that is kept of a group beside its document."""
+        callback = key_of(group_uuid, CALLBACK)
+        found = self._driver.fetch([callback], doing="reading a group")
+        total = _callback(found[callback].value)[1] if found else 0
+        prefixes = (prefix for prefix in (CALLBACK, GUESS, READY, FIRED) if prefix != but)
+        return [key_of(group_uuid, prefix) for prefix in prefixes] + _share_keys(group_uuid, total)
 
     # Arrivals
 
@@ -152,67 +152,48 @@ class MemcachedGroups:
         for one, hashes in members.items():
             joined[one.group] = joined.get(one.group, 0) + len(hashes)
         look = self._guess(joined, totals) | again
-        ready = {group: failed[group] for group in failed}
-        for group in look - ready.keys():
+        for group in look - failed.keys():
             if self._count(group, totals[group]) >= totals[group]:
-                ready[group] = ""
-        self._make_ready(ready)
-        self._let_go(arrivals)
+                failed[group] = ""  # complete
+        self._make_ready(failed)
+        self._expire_late(arrivals)
 
     def _join(self, members: dict[_Share, set[bytes]]) -> set[str]:
-        """Put them into their shares. The groups where some were before."""
+        """Put members into their shares; return the groups where some were before."""
         again: set[str] = set()
-        waiting = dict(members)
-        for _ in rounds("the members of a group"):
-            items = self._driver.fetch(
-                [share.key for share in waiting], doing="reading who has arrived"
-            )
-            writes = []
-            for share, hashes in list(waiting.items()):
-                item = items.get(share.key)
-                value = item.value if item else b""
-                missing = hashes - {value[at : at + HASH] for at in range(0, len(value), HASH)}
-                if len(missing) < len(hashes):
-                    again.add(share.group)
-                if missing:
-                    joined = value + b"".join(sorted(missing))
-                    writes.append(
-                        (share, swap(share.key, joined, _LIFE, item.cas if item else None))
-                    )
-                else:
-                    del waiting[share]
-            replies = self._driver.send(
-                [command for _, command in writes], doing="counting an arrival"
-            )
-            for (share, _), reply in zip(writes, replies, strict=True):
-                if reply == STORED:
-                    del waiting[share]
-            if not waiting:
-                break
+        shares = {share.key: share for share in members}
+
+        def join(key: bytes, item: Item | None) -> LineCommand | None:
+            hashes, value = members[shares[key]], item.value if item else b""
+            missing = hashes - {value[at : at + HASH] for at in range(0, len(value), HASH)}
+            if len(missing) < len(hashes):
+                again.add(shares[key].group)
+            joined = value + b"".join(sorted(missing))
+            return swap(key, joined, _LIFE, item) if missing else None
+
+        self._driver.edit(
+            shares,
+            join,
+            what="the members of a group",
+            reading="reading who has arrived",
+            writing="counting an arrival",
+        )
         return again
 
     def _guess(self, joined: dict[str, int], totals: dict[str, int]) -> set[str]:
-        """Raise the guesses; the groups that may be complete now."""
+        """Raise the guesses; return the groups that may be complete now."""
         look: set[str] = set()
         waiting = list(joined)
         for _ in rounds("how many members of a group have arrived"):
+            commands = [incr(key_of(group, GUESS), joined[group]) for group in waiting]
             # Not to be repeated: a reply that is lost makes the whole change come again, which raises the guess again.
-            replies = self._driver.send(
-                [incr(key_of(group, GUESS), joined[group]) for group in waiting],
-                doing="counting an arrival",
-                again=False,
-            )
-            look.update(
-                group
+            replies = self._driver.send(commands, doing="counting an arrival", again=False)
+            counts = {
+                group: int(reply) if reply.isdigit() else self._begin_guess(group, totals[group])
                 for group, reply in zip(waiting, replies, strict=True)
-                if reply.isdigit() and int(reply) >= totals[group]
-            )
-            none = [
-                group for group, reply in zip(waiting, replies, strict=True) if not reply.isdigit()
-            ]
-            begun = {group: self._begin_guess(group, totals[group]) for group in none}
-            look.update(group for group, count in begun.items() if count >= totals[group])
-            waiting = [group for group, count in begun.items() if not count]
+            }
+            look.update(group for group, count in counts.items() if count >= totals[group])
+            waiting = [group for group, count in counts.items() if not count]
             if not waiting:
                 break
         return look
@@ -221,19 +202,17 @@ class MemcachedGroups:
         """Write what the shares say. 0: somebody else has just done so."""
         count = self._count(group, total)
         command = add(key_of(group, GUESS), b"%d" % count, _LIFE)
-        return (
-            count
-            if self._driver.send([command], doing="counting an arrival", again=False) == [STORED]
-            else 0
-        )
+        [reply] = self._driver.send([command], doing="counting an arrival", again=False)
+        return count if reply == STORED else 0
 
     def _count(self, group: str, total: int) -> int:
-        """How many have arrived."""
-        keys = [_share_key(group, number) for number in range(_shares(total))]
+        """Return how many members have arrived."""
+        keys = _share_keys(group, total)
         items = self._driver.fetch(keys, doing="counting the members of a group")
         return sum(len(item.value) // HASH for item in items.values())
 
     def _make_ready(self, ready: dict[str, str]) -> None:
+        """Write for each group its failed member, or "" if it is complete."""
         if ready:
             self._index.note(groups=list(ready))
             commands = [
@@ -242,29 +221,24 @@ class MemcachedGroups:
             ]
             self._driver.send(commands, doing="making a group ready")
 
-    def _let_go(self, arrivals: Sequence[tuple[str, str, int, bool]]) -> None:
+    def _expire_late(self, arrivals: Sequence[tuple[str, str, int, bool]]) -> None:
         """Shorten the life of members that arrived after their chord was fired."""
-        fired = self._driver.fetch(
-            {key_of(group, FIRED) for group, _, _, _ in arrivals}, doing="reading a group"
-        )
-        late = [member for group, member, _, _ in arrivals if key_of(group, FIRED) in fired]
-        self._shorten(late)
+        keys = [key_of(group, FIRED) for group, _, _, _ in arrivals]
+        fired = self._driver.fetch(keys, doing="reading a group")
+        self._expire([one[1] for key, one in zip(keys, arrivals, strict=True) if key in fired])
 
-    def _shorten(self, members: Sequence[str]) -> None:
+    def _expire(self, members: Sequence[str]) -> None:
+        """Keep the members' results no longer than other results."""
         expiry = seconds(self._expire_in)
-        self._driver.send(
-            [touch(key_of(member), expiry) for member in members], doing="letting results expire"
-        )
+        commands = [touch(key_of(member), expiry) for member in members]
+        self._driver.send(commands, doing="letting results expire")
 
     # Firing
 
     def ready(self, limit: int) -> list[ReadyGroup]:
-        """MemcachedGroups that are ready and not fired."""
-        names = sorted(
-            {group for segment in self._index.segments().values() for group in segment.groups}
-        )
-        if not names:
-            return []
+        """Return groups that are ready and not fired."""
+        segments = self._index.segments().values()
+        names = sorted({group for segment in segments for group in segment.groups})
         found = self._driver.fetch(
             [key_of(name, prefix) for name in names for prefix in (READY, FIRED, CALLBACK)],
             doing="reading ready groups",
@@ -273,12 +247,13 @@ class MemcachedGroups:
         for name in names:
             member = found.get(key_of(name, READY))
             callback = found.get(key_of(name, CALLBACK))
-            if key_of(name, FIRED) in found or (member is not None and callback is None):
-                if callback is None and key_of(name, FIRED) not in found:
-                    logger.error(
-                        "the callback of %s is not in memcached any more, and will never be called",
-                        name,
-                    )
+            if key_of(name, FIRED) in found:
+                self._index.drop(groups=[name])
+            elif member is not None and callback is None:
+                logger.error(
+                    "the callback of %s is not in memcached any more, and will never be called",
+                    name,
+                )
                 self._index.drop(groups=[name])
             elif member is not None and callback is not None:
                 ready.append(
@@ -292,20 +267,16 @@ class MemcachedGroups:
 
     def fire(self, group_uuid: str, commit: Commit) -> bool:
         """Write the commit, if nobody has fired the group before."""
-        key, document, ready = (
-            key_of(group_uuid, FIRED),
-            key_of(group_uuid),
-            key_of(group_uuid, READY),
-        )
+        key, document = key_of(group_uuid, FIRED), key_of(group_uuid)
+        ready = key_of(group_uuid, READY)
         known = (document, ready, key_of(group_uuid, CALLBACK))
         found = self._driver.fetch([key, *known], doing="firing a group")
         if key in found or not found.keys() & set(known):
             return False
         has_failed = ready in found and found[ready].value
         if not has_failed and document in found and _go_fired(found[document].value):
-            self._driver.send(
-                [add(key, pack(Commit(b"go", self.now())), _LIFE)], doing="firing a group"
-            )
+            by_go = add(key, pack(Commit(b"go", self.now())), _LIFE)
+            self._driver.send([by_go], doing="firing a group")
             self.after_fire(group_uuid)
             return False
         commit.nonce = secrets.token_bytes(8)
@@ -316,33 +287,38 @@ class MemcachedGroups:
         return True
 
     def after_fire(self, group_uuid: str) -> None:
-        """Tell Go, and keep the members' results no longer than others. Only that it was fired is remembered."""
+        """Set Go's flag, and keep the members' results no longer than others. Only that it was fired is remembered."""
         self._index.drop(groups=[group_uuid])
         expiry = seconds(self._expire_in)
-        self._driver.send(
-            [touch(one, expiry) for one in self._keys(group_uuid, but=FIRED)],
-            doing="letting a group expire",
-        )
-        key = key_of(group_uuid)
-        for _ in rounds(f"group {group_uuid}"):
-            item = self._driver.fetch([key], doing="reading a group").get(key)
+        commands = [touch(one, expiry) for one in self._keys(group_uuid, but=FIRED)]
+        self._driver.send(commands, doing="letting a group expire")
+        members: list[str] = []
+
+        def set_flag(key: bytes, item: Item | None) -> LineCommand | None:
+            members.clear()
             if item is None:
-                return
+                return None
             try:
                 group, made_at = decode_meta(item.value)
             except DecodeError as error:
                 logger.warning(
                     "the item of group %s in memcached is no group: %s", group_uuid, error
                 )
-                return
+                return None
             if group.group_uuid != group_uuid:
-                return  # somebody else's
+                return None  # somebody else's
+            members.extend(group.task_uuids)
             body = encode_meta(msgspec.structs.replace(group, chord_triggered=True), made_at)
-            if group.chord_triggered or self._driver.send(
-                [swap(key, body, _LIFE, item.cas)], doing="writing a group"
-            ) == [STORED]:
-                self._shorten(group.task_uuids)
-                return
+            return None if group.chord_triggered else swap(key, body, _LIFE, item)
+
+        self._driver.edit(
+            [key_of(group_uuid)],
+            set_flag,
+            what=f"group {group_uuid}",
+            reading="reading a group",
+            writing="writing a group",
+        )
+        self._expire(members)
 
 
 def _go_fired(document: bytes) -> bool:
@@ -366,3 +342,7 @@ def _number(member: str, total: int) -> int:
 
 def _share_key(group: str, number: int) -> bytes:
     return key_of(group, SHARES + b"%d:" % number)
+
+
+def _share_keys(group: str, total: int) -> list[bytes]:
+    return [_share_key(group, number) for number in range(_shares(total))]

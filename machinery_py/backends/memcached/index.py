@@ -13,10 +13,9 @@ chord whose last worker died just then is found by the index alone.
 from __future__ import annotations
 
 import os
-import random
 import secrets
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 
 import msgspec
 
@@ -24,7 +23,8 @@ from machinery_py.backends.memcached.documents import CHORD_LIFE
 from machinery_py.clock import micros
 from machinery_py.connections.forks import ForkLock
 from machinery_py.connections.memcached.client import (
-    STORED,
+    Item,
+    LineCommand,
     MemcacheDriver,
     delete,
     put,
@@ -32,12 +32,10 @@ from machinery_py.connections.memcached.client import (
     swap,
 )
 from machinery_py.connections.memcached.keys import ROOTS, SEGMENT
-from machinery_py.errors import BackendUnavailable
 
 LONGEST = 2000  # entries of a segment; then another is begun
 REFRESH = 60.0  # seconds between two signs of life of a segment
 DEAD = 600.0  # seconds without one, until a segment without open entries is forgotten
-ROUNDS = 60  # tries to change an item that others change as well
 
 
 class Segment(msgspec.Struct, array_like=True, gc=False):
@@ -51,19 +49,6 @@ class Segment(msgspec.Struct, array_like=True, gc=False):
 _pack = msgspec.msgpack.Encoder().encode
 _segment = msgspec.msgpack.Decoder(Segment).decode
 _roots = msgspec.msgpack.Decoder(list[bytes]).decode
-
-
-def rounds(what: str) -> Iterator[int]:
-    """Tries to change an item by `cas`; a pause before each but the first three.
-
-    Raises:
-        BackendUnavailable: too many others change it at the same time.
-    """
-    for number in range(ROUNDS):
-        if number > 2:
-            time.sleep(random.uniform(0.0, min(0.05, 0.001 * number)))
-        yield number
-    raise BackendUnavailable(f"memcached: {what}: others have changed it {ROUNDS} times meanwhile")
 
 
 class Index:
@@ -90,7 +75,7 @@ class Index:
             if new <= self._written and self._registered:
                 return
             if len(self._outboxes) + len(self._groups) > LONGEST:
-                # What the old segment lists is looked after by whoever reads it.
+                # Whoever reads the old segment looks after what it lists.
                 self._name, self._registered = secrets.token_hex(8).encode(), False
                 self._outboxes, self._groups = dict.fromkeys(outboxes), dict.fromkeys(groups)
             self._write()
@@ -105,55 +90,49 @@ class Index:
 
     def _own(self) -> None:
         if not self._name or self._pid != os.getpid():
-            self._name, self._registered, self._pid = (
-                secrets.token_hex(8).encode(),
-                False,
-                os.getpid(),
-            )
+            self._name, self._registered = secrets.token_hex(8).encode(), False
             self._outboxes, self._groups, self._written = {}, {}, set()
+            self._pid = os.getpid()
 
     def _entries(self) -> set[tuple[str, str]]:
         return {*(("o", one) for one in self._outboxes), *(("g", one) for one in self._groups)}
 
+    def _segment(self) -> Segment:
+        now = micros(self._driver.clock.now())
+        return Segment(now, tuple(self._outboxes), tuple(self._groups))
+
     def _write(self) -> None:
-        segment = Segment(
-            micros(self._driver.clock.now()), tuple(self._outboxes), tuple(self._groups)
-        )
-        self._driver.send(
-            [put(SEGMENT + self._name, _pack(segment), seconds(CHORD_LIFE))],
-            doing="listing what is open",
-        )
+        command = put(SEGMENT + self._name, _pack(self._segment()), seconds(CHORD_LIFE))
+        self._driver.send([command], doing="listing what is open")
         self._written, self._written_at = self._entries(), time.monotonic()
         if not self._registered:
             self._change_roots(added={self._name})
             self._registered = True
 
     def _change_roots(self, added: Collection[bytes] = (), removed: Collection[bytes] = ()) -> None:
-        for _ in rounds("the list of segments"):
-            item = self._driver.fetch([ROOTS], doing="reading the list of segments").get(ROOTS)
+        def change(key: bytes, item: Item | None) -> LineCommand | None:
             names = _roots(item.value) if item else []
             wanted = [
                 *(one for one in names if one not in removed),
                 *(one for one in added if one not in names),
             ]
-            if wanted == names:
-                return
-            command = swap(ROOTS, _pack(wanted), b"0", item.cas if item else None)
-            if self._driver.send([command], doing="changing the list of segments") == [STORED]:
-                return
+            return swap(key, _pack(wanted), b"0", item) if wanted != names else None
+
+        self._driver.edit(
+            [ROOTS],
+            change,
+            what="the list of segments",
+            reading="reading the list of segments",
+            writing="changing the list of segments",
+        )
 
     def segments(self) -> dict[bytes, Segment]:
-        """All that there are, this process's own as it is in memory."""
+        """Return all that there are, this process's own as it is in memory."""
         item = self._driver.fetch([ROOTS], doing="reading the list of segments").get(ROOTS)
         names = _roots(item.value) if item else []
-        found = (
-            self._driver.fetch([SEGMENT + name for name in names], doing="reading what is open")
-            if names
-            else {}
-        )
-        segments = {
-            name: _segment(found[SEGMENT + name].value) for name in names if SEGMENT + name in found
-        }
+        keys = {SEGMENT + name: name for name in names}
+        found = self._driver.fetch(keys, doing="reading what is open")
+        segments = {name: _segment(found[key].value) for key, name in keys.items() if key in found}
         with self._lock:
             self._own()
             if self._outboxes or self._groups:
@@ -161,22 +140,15 @@ class Index:
                 if self._registered and (self._name not in segments):
                     self._registered = False
                     self._write()
-                segments[self._name] = Segment(
-                    micros(self._driver.clock.now()), tuple(self._outboxes), tuple(self._groups)
-                )
+                segments[self._name] = self._segment()
         return segments
 
     def tend(self, open_entries: Collection[str]) -> None:
         """Shorten our segment, and forget those of the dead in which nothing is open any more."""
         with self._lock:
-            if (
-                self._pid == os.getpid()
-                and self._name
-                and (
-                    self._written != self._entries()
-                    or (self._written and time.monotonic() - self._written_at > REFRESH)
-                )
-            ):
+            is_old = self._written and time.monotonic() - self._written_at > REFRESH
+            is_ours = self._name and self._pid == os.getpid()
+            if is_ours and (is_old or self._written != self._entries()):
                 self._write()
         before = micros(self._driver.clock.now()) - int(DEAD * 1e6)
         over = [

@@ -1,28 +1,29 @@
 """Records of schedules and claims of unique tasks in memcached.
 
-    mpy:s:<name>     a record: what it holds (nothing: it was removed), and what is still owed of its changes
+    mpy:s:<name>     a record: what it holds (nothing: it was removed), and the open outboxes of its changes
     mpy:u:<name>     a claim: the same, and until when it holds
     mpy:schedules    the names of all records, with the moment at which each was listed
 
-A change is one `cas` of its item. States and messages that go with it stand in the same item, as owed, until the messages have
-been published; a later change keeps what is owed by those before. A record is listed before it is written, and once more after
-it, so the list names too much and never too little.
+A change is one `cas` of its item. States and messages that go with it stand in the same item, as an outbox, until the messages
+have been published; a later change keeps the open outboxes of those before. A record is listed before it is written, and once
+more after it, so the list names too much and never too little.
 
     crash after                     who goes on
     the index, or the list          nobody: nothing is true
-    the item                        whoever looks for what is unsent: the states are written, the messages published
+    the item                        any worker that looks for unsent outboxes: it writes the states, publishes the messages
     the states                      the same; each may be written twice
 
-Who reads a claim looks at its task next, and takes a task without a state for one that is over. So the states that are owed
-are written before a claim is shown.
+Who reads a claim looks at its task next, and takes a task without a state for one that is over. So the states of an open
+outbox are written before its claim is shown.
 
 Limits: what memcached forgets is gone. A claim: another sender gets the key. A record: nothing is sent by that schedule until
-code declares it again, which `Records.era` asks for. Messages that are owed: they are sent by nobody, if their sender has died.
+code declares it again, which `Records.era` asks for. An outbox: nobody sends its messages, if their sender has died.
 """
 
 from __future__ import annotations
 
 import datetime as dt
+import functools
 import hashlib
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,11 +32,10 @@ import msgspec
 
 from machinery_py.backends.base import Amendment, Change, Records, claim_of, record_of
 from machinery_py.backends.memcached.documents import CHORD_LIFE, Commit, Todo, key_of, pack
-from machinery_py.backends.memcached.index import Index, rounds
+from machinery_py.backends.memcached.index import Index
 from machinery_py.backends.memcached.transitions import todo_of
 from machinery_py.clock import micros
 from machinery_py.connections.memcached.client import (
-    STORED,
     Item,
     LineCommand,
     MemcacheDriver,
@@ -43,15 +43,14 @@ from machinery_py.connections.memcached.client import (
     swap,
 )
 from machinery_py.connections.memcached.keys import CLAIM, LIST, RECORD
+from machinery_py.texts import printable
 
 MAKING = 30_000_000  # µs from listing a record to writing it; one that is not there by then is gone
-REMOVED_LIFE = (
-    86400 * 1_000_000
-)  # µs that a removed record is remembered: a version never comes again
+REMOVED_LIFE = 86400 * 1_000_000  # µs that a removed record is remembered: no version comes twice
 _FOREVER = b"0"
 
 
-class Owed(msgspec.Struct, array_like=True, frozen=True, gc=False):
+class RecordOutbox(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Messages of a change, until they are published. `key`: of its outbox."""
 
     key: str
@@ -63,13 +62,14 @@ class Owed(msgspec.Struct, array_like=True, frozen=True, gc=False):
 class StoredRecord(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """A record or a claim."""
 
-    nonce: bytes  # of the writing; whoever finds his own knows that a lost reply meant yes
+    nonce: bytes  # of the writing: a writer that finds its own knows that the lost reply meant yes
     body: bytes | None
     at: int  # µs, of the last change
     until: int = 0  # µs; 0: a record
-    owed: tuple[Owed, ...] = ()
+    outboxes: tuple[RecordOutbox, ...] = ()
 
     def holds(self, now: int) -> bytes | None:
+        """Return the body, unless it is a claim whose time is over."""
         return None if 0 < self.until <= now else self.body
 
 
@@ -80,11 +80,11 @@ class _Names(msgspec.Struct, array_like=True, frozen=True, gc=False):
     listed_at: dict[str, int]
 
 
-_kept = msgspec.msgpack.Decoder(StoredRecord).decode
+_record = msgspec.msgpack.Decoder(StoredRecord).decode
 _names = msgspec.msgpack.Decoder(_Names).decode
 
-#: What becomes of an item that is there or not; None: it stays.
-Job = Callable[[StoredRecord | None], StoredRecord | None]
+#: Return the record that is to be written in place of what there is; None: it stays.
+RecordChange = Callable[[StoredRecord | None], StoredRecord | None]
 
 
 class MemcachedRecords:
@@ -95,7 +95,7 @@ class MemcachedRecords:
     """
 
     def __init__(
-        self, driver: MemcacheDriver, index: Index, carry_out: Callable[[Iterable[Todo]], None]
+        self, driver: MemcacheDriver, index: Index, carry_out: Callable[[Sequence[Todo]], None]
     ) -> None:
         self._driver = driver
         self._index = index
@@ -104,51 +104,50 @@ class MemcachedRecords:
     def _now(self) -> int:
         return micros(self._driver.clock.now())
 
-    # What the contract of backends says of these
-
     def amend(self, amendment: Amendment) -> bool:
-        name, is_claim = _printable(amendment.name), amendment.life > 0
+        name, is_claim = printable(amendment.name), amendment.life > 0
         key = key_of(name, CLAIM if is_claim else RECORD)
-        if amendment.expected is not None and not self._driver.fetch(
-            [key], doing="reading a record"
-        ):
+        if amendment.expected is not None and not self._fetch([key], "reading a record"):
             return False
-        owed = self._owed(amendment)
-        if owed:
-            self._index.note(outboxes=[owed.key])
+        outbox = self._outbox(amendment)
+        if outbox:
+            self._index.note(outboxes=[outbox.key])
         if not is_claim:
             self._enlist([name])
-        if not self._edit({key: _Swap(amendment, owed, self._now())})[key]:
+        if not self._edit({key: functools.partial(_amended, amendment, outbox, self._now())})[key]:
             return False  # the index keeps its note: an earlier try may have been carried out
         if not is_claim and amendment.expected is None:
             self._enlist([name])
-        if owed:
-            self._carry_out([owed.todo])
-            if not owed.outbox:
-                self.clear([(owed.key, ())])
-                self._index.drop(outboxes=[owed.key])
+        if outbox:
+            self._carry_out([outbox.todo])
+            if not outbox.outbox:
+                self.clear([(outbox.key, ())])
+                self._index.drop(outboxes=[outbox.key])
         return True
 
-    def _owed(self, amendment: Amendment) -> Owed | None:
+    def _outbox(self, amendment: Amendment) -> RecordOutbox | None:
         change = Change(key="", states=amendment.states, groups=amendment.groups)
         todo = todo_of(change, change.states)
         if not (todo or amendment.outbox):
             return None
-        return Owed(_printable(amendment.outbox_key), self._now(), tuple(amendment.outbox), todo)
+        key = printable(amendment.outbox_key)
+        return RecordOutbox(key, self._now(), tuple(amendment.outbox), todo)
 
     def claims(self, names: Sequence[str]) -> list[bytes | None]:
-        keys = [key_of(_printable(name), CLAIM) for name in names]
-        found = {
-            key: _kept(item.value)
-            for key, item in self._driver.fetch(keys, doing="reading claims").items()
-        }
-        self._carry_out([owed.todo for kept in found.values() for owed in kept.owed])
+        keys = [key_of(printable(name), CLAIM) for name in names]
+        found = self._fetch(keys, "reading claims")
+        self._carry_out([outbox.todo for record in found.values() for outbox in record.outboxes])
         now = self._now()
         return [found[key].holds(now) if key in found else None for key in keys]
 
     def release(self, claims: Sequence[tuple[str, bytes]]) -> None:
         now = self._now()
-        self._edit({key_of(_printable(name), CLAIM): _Release(body, now) for name, body in claims})
+        self._edit(
+            {
+                key_of(printable(name), CLAIM): functools.partial(_released, body, now)
+                for name, body in claims
+            }
+        )
 
     def records(self, known: str, now: dt.datetime) -> Records:
         names, items = self._all()
@@ -157,12 +156,11 @@ class MemcachedRecords:
             name for name, at in names.listed_at.items() if name not in items and at < before
         )
         era = f"{names.era}.{_digest(missing)}" if names.era else ""
-        version = _digest(
-            [era, *(f"{name} {kept.nonce.hex()}" for name, kept in sorted(items.items()))]
-        )
+        nonces = (f"{name} {record.nonce.hex()}" for name, record in sorted(items.items()))
+        version = _digest([era, *nonces])
         if version == known:
             return Records(now=now, version=version, era=era)
-        bodies = {name: kept.body for name, kept in items.items() if kept.body is not None}
+        bodies = {name: one.body for name, one in items.items() if one.body is not None}
         return Records(now=now, version=version, bodies=bodies, era=era)
 
     # Outboxes
@@ -170,101 +168,90 @@ class MemcachedRecords:
     def commits(self, keys: Iterable[str]) -> dict[str, list[Commit]]:
         """Return the commits that are open under these keys."""
         wanted = {key: item for key in keys if (item := _item_of(key)) is not None}
-        items = self._driver.fetch(wanted.values(), doing="reading outboxes") if wanted else {}
-        kept = {item: _kept(found.value) for item, found in items.items()}
+        records = self._fetch(wanted.values(), "reading outboxes")
         return {
             key: [
-                Commit(b"", owed.kept_at, owed.outbox, (owed.todo,) if owed.todo else ())
-                for owed in kept[item].owed
-                if owed.key == _printable(key)
+                Commit(b"", one.kept_at, one.outbox, (one.todo,) if one.todo else ())
+                for one in records[item].outboxes
+                if one.key == printable(key)
             ]
             for key, item in wanted.items()
-            if item in kept
+            if item in records
         }
 
     def clear(self, sent: Iterable[tuple[str, Iterable[bytes]]]) -> None:
-        """Clear these keys, if no more than these messages was owed under them."""
-        jobs: dict[bytes, _Clear] = {}
+        """Clear the outboxes under these keys, unless they hold more than these messages."""
+        bodies_of: dict[bytes, dict[str, set[bytes]]] = {}
         for key, bodies in sent:
             if (item := _item_of(key)) is not None:
-                jobs.setdefault(item, _Clear()).sent.setdefault(_printable(key), set()).update(
-                    bodies
-                )
-        if jobs:
-            self._edit(jobs)
+                known = bodies_of.setdefault(item, {}).setdefault(printable(key), set())
+                known.update(bodies)
+        self._edit(
+            {item: functools.partial(_cleared, bodies) for item, bodies in bodies_of.items()}
+        )
 
     # Items
 
-    def _edit(self, jobs: Mapping[bytes, Job]) -> dict[bytes, bool]:
-        """Let each job change its item; whether it did. A job may be called several times."""
+    def _fetch(self, keys: Iterable[bytes], doing: str) -> dict[bytes, StoredRecord]:
+        found = self._driver.fetch(keys, doing=doing)
+        return {key: _record(item.value) for key, item in found.items()}
+
+    def _edit(self, changes: Mapping[bytes, RecordChange]) -> dict[bytes, bool]:
+        """Change each item; return whether it was. A change may be called several times."""
         nonce = secrets.token_bytes(8)
         done: dict[bytes, bool] = {}
-        if not jobs:
-            return done
-        waiting = list(jobs)
-        for _ in rounds("a record"):
-            items = self._driver.fetch(waiting, doing="reading records")
-            writes: dict[bytes, LineCommand] = {}
-            for key in waiting:
-                item = items.get(key)
-                before = _kept(item.value) if item is not None else None
-                if before is not None and before.nonce == nonce:
-                    done[key] = True  # it was written, and the reply was lost
-                    continue
-                after = jobs[key](before)
-                if after is None:
-                    done[key] = False
-                else:
-                    writes[key] = self._written(
-                        key, msgspec.structs.replace(after, nonce=nonce), item
-                    )
-            replies = self._driver.send(list(writes.values()), doing="writing records")
-            done |= {
-                key: True for key, reply in zip(writes, replies, strict=True) if reply == STORED
-            }
-            waiting = [key for key in jobs if key not in done]
-            if not waiting:
-                break
+
+        def change(key: bytes, item: Item | None) -> LineCommand | None:
+            before = _record(item.value) if item is not None else None
+            if before is not None and before.nonce == nonce:
+                return None  # it was written, and the reply was lost
+            after = changes[key](before)
+            done[key] = after is not None
+            if after is None:
+                return None
+            life = self._life(key, after)
+            return swap(key, pack(msgspec.structs.replace(after, nonce=nonce)), life, item)
+
+        self._driver.edit(
+            changes, change, what="a record", reading="reading records", writing="writing records"
+        )
         return done
 
-    def _written(self, key: bytes, kept: StoredRecord, item: Item | None) -> LineCommand:
-        life = _FOREVER
-        if key.startswith(CLAIM):
-            left = (kept.until - self._now()) / 1e6 if kept.body is not None else 0.0
-            life = seconds(max(left, CHORD_LIFE) if kept.owed else left)
-        return swap(key, pack(kept), life, item.cas if item is not None else None)
+    def _life(self, key: bytes, record: StoredRecord) -> bytes:
+        if not key.startswith(CLAIM):
+            return _FOREVER
+        left = (record.until - self._now()) / 1e6 if record.body is not None else 0.0
+        return seconds(max(left, CHORD_LIFE) if record.outboxes else left)
 
     # The list
 
     def _all(self) -> tuple[_Names, dict[str, StoredRecord]]:
-        """The list, and the records that there are."""
+        """Return the list, and the records that there are."""
         item = self._driver.fetch([LIST], doing="reading schedules").get(LIST)
         names = _names(item.value) if item is not None else _Names("", {})
-        return names, self._of(names.listed_at)
+        keys = {name: key_of(name, RECORD) for name in names.listed_at}
+        items = self._fetch(keys.values(), "reading schedules")
+        return names, {name: items[key] for name, key in keys.items() if key in items}
 
     def _enlist(self, names: Sequence[str]) -> None:
         now = self._now()
+        self._relist(lambda listed_at: {**dict.fromkeys(names, now), **listed_at})
 
-        def add(listed_at: dict[str, int]) -> dict[str, int]:
-            return {**dict.fromkeys(names, now), **listed_at}
-
-        self._relist(add)
-
-    def _relist(self, change: Callable[[dict[str, int]], dict[str, int]]) -> None:
-        for _ in rounds("the list of schedules"):
-            item = self._driver.fetch([LIST], doing="reading schedules").get(LIST)
+    def _relist(self, relist: Callable[[dict[str, int]], dict[str, int]]) -> None:
+        def change(key: bytes, item: Item | None) -> LineCommand | None:
             before = _names(item.value) if item is not None else _Names(secrets.token_hex(8), {})
-            listed_at = change(before.listed_at)
+            listed_at = relist(before.listed_at)
             if listed_at == before.listed_at:
-                return
-            command = swap(
-                LIST,
-                pack(_Names(before.era, listed_at)),
-                _FOREVER,
-                item.cas if item is not None else None,
-            )
-            if self._driver.send([command], doing="listing schedules") == [STORED]:
-                return
+                return None
+            return swap(key, pack(_Names(before.era, listed_at)), _FOREVER, item)
+
+        self._driver.edit(
+            [LIST],
+            change,
+            what="the list of schedules",
+            reading="reading schedules",
+            writing="listing schedules",
+        )
 
     def tend(self) -> None:
         """Forget the names of records that were removed, or are gone, for long."""
@@ -273,11 +260,7 @@ class MemcachedRecords:
         over = {
             name
             for name, at in names.listed_at.items()
-            if at < before
-            and (
-                (kept := items.get(name)) is None
-                or (kept.body is None and not kept.owed and kept.at < before)
-            )
+            if at < before and _is_over(items.get(name), before)
         }
         if not over:
             return
@@ -289,83 +272,61 @@ class MemcachedRecords:
         removed: list[LineCommand] = []
         keys = {key_of(name, RECORD): name for name in over}
         for key, item in self._driver.fetch(keys, doing="reading schedules").items():
-            kept = _kept(item.value)
-            if kept.body is None and not kept.owed:
-                removed.append(swap(key, item.value, seconds(1.0), item.cas))
+            record = _record(item.value)
+            if record.body is None and not record.outboxes:
+                removed.append(swap(key, item.value, seconds(1.0), item))
             else:
                 again.append(keys[key])
         self._driver.send(removed, doing="forgetting schedules")
         if again:
             self._enlist(again)
 
-    def _of(self, names: Iterable[str]) -> dict[str, StoredRecord]:
-        keys = {name: key_of(name, RECORD) for name in names}
-        items = self._driver.fetch(keys.values(), doing="reading schedules") if keys else {}
-        return {name: _kept(items[key].value) for name, key in keys.items() if key in items}
+
+def _amended(
+    amendment: Amendment, outbox: RecordOutbox | None, now: int, record: StoredRecord | None
+) -> StoredRecord | None:
+    """Change a record that holds what was expected."""
+    if (record.holds(now) if record is not None else None) != amendment.expected:
+        return None
+    until = now + int(amendment.life * 1e6) if amendment.life else 0
+    outboxes = (*(record.outboxes if record is not None else ()), *((outbox,) if outbox else ()))
+    return StoredRecord(b"", amendment.body, now, until, outboxes)
 
 
-class _Swap:
-    """Changes an item that holds what was expected."""
-
-    def __init__(self, amendment: Amendment, owed: Owed | None, now: int) -> None:
-        self._amendment = amendment
-        self._owed = (owed,) if owed is not None else ()
-        self._now = now
-
-    def __call__(self, kept: StoredRecord | None) -> StoredRecord | None:
-        wanted = self._amendment
-        if (kept.holds(self._now) if kept is not None else None) != wanted.expected:
-            return None
-        until = self._now + int(wanted.life * 1e6) if wanted.life else 0
-        return StoredRecord(
-            b"",
-            wanted.body,
-            self._now,
-            until,
-            (*(kept.owed if kept is not None else ()), *self._owed),
-        )
+def _released(body: bytes, now: int, record: StoredRecord | None) -> StoredRecord | None:
+    """Empty a claim that holds just this."""
+    if record is None or record.body != body:
+        return None
+    return msgspec.structs.replace(record, body=None, at=now)
 
 
-class _Release:
-    """Empties a claim that holds just this."""
+def _cleared(sent: Mapping[str, set[bytes]], record: StoredRecord | None) -> StoredRecord | None:
+    """Take out the outboxes under some keys of which all was sent."""
+    if record is None:
+        return None
+    left = tuple(
+        one
+        for one in record.outboxes
+        if one.key not in sent or not sent[one.key].issuperset(one.outbox)
+    )
+    return (
+        msgspec.structs.replace(record, outboxes=left) if len(left) < len(record.outboxes) else None
+    )
 
-    def __init__(self, body: bytes, now: int) -> None:
-        self._body = body
-        self._now = now
 
-    def __call__(self, kept: StoredRecord | None) -> StoredRecord | None:
-        if kept is None or kept.body != self._body:
-            return None
-        return msgspec.structs.replace(kept, body=None, at=self._now)
-
-
-class _Clear:
-    """Takes out what is owed under some keys, if all of it was sent."""
-
-    def __init__(self) -> None:
-        self.sent: dict[str, set[bytes]] = {}
-
-    def __call__(self, kept: StoredRecord | None) -> StoredRecord | None:
-        if kept is None:
-            return None
-        owed = tuple(
-            one
-            for one in kept.owed
-            if one.key not in self.sent or not self.sent[one.key].issuperset(one.outbox)
-        )
-        return msgspec.structs.replace(kept, owed=owed) if len(owed) < len(kept.owed) else None
+def _is_over(record: StoredRecord | None, before: int) -> bool:
+    """Return whether the record is gone, or was removed before that moment and left no outbox open."""
+    if record is None:
+        return True
+    return record.body is None and not record.outboxes and record.at < before
 
 
 def _item_of(key: str) -> bytes | None:
-    """The item in which there may be something owed under this key."""
+    """Return the key of the item in which there may be an outbox under this key."""
     if (claim := claim_of(key)) is not None:
-        return key_of(_printable(claim), CLAIM)
-    return key_of(_printable(record), RECORD) if (record := record_of(key)) is not None else None
+        return key_of(printable(claim), CLAIM)
+    return key_of(printable(record), RECORD) if (record := record_of(key)) is not None else None
 
 
 def _digest(parts: Iterable[str]) -> str:
     return hashlib.blake2b("\n".join(parts).encode(), digest_size=12).hexdigest()
-
-
-def _printable(text: str) -> str:
-    return text.encode("utf-8", "backslashreplace").decode()

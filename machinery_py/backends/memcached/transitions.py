@@ -1,4 +1,4 @@
-"""Transitions of a task's record in memcached, and what follows from them. Pure; backend.py writes them."""
+"""Transitions of a task's item in memcached, and what follows from them. Pure; backend.py writes them."""
 
 from __future__ import annotations
 
@@ -13,82 +13,58 @@ from machinery_py.tasks.states import TaskState, advance
 from machinery_py.wire.states import encode_group
 
 
-class Settling:
-    """A change of the task that it belongs to. Gives the verdict, and what else is to become true."""
-
-    def __init__(self, change: Change, now: int) -> None:
-        self._change = change
-        self._now = now
-
-    def __call__(self, record: TaskItem) -> tuple[Verdict, Sequence[Todo]]:
-        change = self._change
-        if record.epoch == 0:
-            # A Go program or an eviction has thrown our epoch away: nobody can be told to be late.
-            change = msgspec.structs.replace(change, epoch=0)
-        verdict, states = decide(change, {change.key: record})
-        if verdict is ALREADY:
-            return verdict, record.todo
-        if verdict is FENCED:
-            return verdict, ()
-        record.state = next(state for state in states if state.task_uuid == change.key)
-        record.mark = change.mark or record.mark
-        todo = todo_of(change, [state for state in change.states if state.task_uuid != change.key])
-        # What an earlier batch noted was done before this delivery came; what this very batch noted was not.
-        if todo:
-            record.todo = (*record.todo, todo) if record.changed else (todo,)
-        if change.outbox:
-            record.outbox = (
-                (*record.outbox, *change.outbox) if record.changed else tuple(change.outbox)
-            )
-            record.kept_at = self._now
-        record.changed = True
-        record.awaited = record.awaited or bool(todo.arrivals)
-        return verdict, (todo,) if todo else ()
+def settle(change: Change, now: int, item: TaskItem) -> tuple[Verdict, Sequence[Todo]]:
+    """Change the task that the change belongs to; return the verdict, and what else is to become true."""
+    if item.epoch == 0:
+        # A Go program or an eviction has thrown our epoch away: nobody can be told to be late.
+        change = msgspec.structs.replace(change, epoch=0)
+    verdict, states = decide(change, {change.key: item})
+    if verdict is ALREADY:
+        return verdict, item.todo
+    if verdict is FENCED:
+        return verdict, ()
+    item.state = next(state for state in states if state.task_uuid == change.key)
+    item.mark = change.mark or item.mark
+    todo = todo_of(change, [state for state in change.states if state.task_uuid != change.key])
+    # What an earlier batch noted was done before this delivery came; what this very batch noted was not.
+    if todo:
+        item.todo = (*item.todo, todo) if item.changed else (todo,)
+    if change.outbox:
+        item.outbox = (*item.outbox, *change.outbox) if item.changed else tuple(change.outbox)
+        item.kept_at = now
+    item.changed = True
+    item.awaited = item.awaited or bool(todo.arrivals)
+    return verdict, (todo,) if todo else ()
 
 
-class Begin:
-    """A delivery of this run begins. Gives how it stands, and what the run before has left to do."""
-
-    def __init__(self, run: int, now: int) -> None:
-        self._run = run
-        self._now = now
-
-    def __call__(self, record: TaskItem) -> tuple[Begun, Sequence[Todo]]:
-        if is_over(record.state, self._run):
-            return Begun(epoch=record.epoch, finished=True, outbox=record.outbox), record.todo
-        # By the clock, so that an epoch from before an eviction is not given out again.
-        record.epoch = max(record.epoch + 1, self._now)
-        record.changed = True
-        return Begun(epoch=record.epoch), ()
+def begin(run: int, now: int, item: TaskItem) -> tuple[Begun, Sequence[Todo]]:
+    """Begin a delivery of this run; return how it stands, and what the run before has left to do."""
+    if is_over(item.state, run):
+        return Begun(epoch=item.epoch, finished=True, outbox=item.outbox), item.todo
+    # By the clock, so that an epoch from before an eviction is not given out again.
+    item.epoch = max(item.epoch + 1, now)
+    item.changed = True
+    return Begun(epoch=item.epoch), ()
 
 
-class Advance:
-    """A state of a task that another one's change brings along."""
-
-    def __init__(self, state: TaskState, force: bool) -> None:
-        self._state = state
-        self._force = force
-
-    def __call__(self, record: TaskItem) -> None:
-        after = self._state if self._force else advance(record.state, self._state)
-        if after is not None:
-            record.state, record.changed = after, True
+def write(state: TaskState, force: bool, item: TaskItem) -> None:
+    """Write a state that another task's change brings along."""
+    after = state if force else advance(item.state, state)
+    if after is not None:
+        item.state, item.changed = after, True
 
 
-def clear(sent: set[bytes], record: TaskItem) -> bool:
+def clear(sent: set[bytes], item: TaskItem) -> bool:
     """Remove published messages of a task; return whether there are no others."""
-    if not sent.issuperset(record.outbox):
+    if not sent.issuperset(item.outbox):
         return False
-    if record.outbox:
-        record.outbox, record.todo, record.changed = (), (), True
+    if item.outbox:
+        item.outbox, item.todo, item.changed = (), (), True
     return True
 
 
-def own_state(change: Change) -> bool:
-    return any(state.task_uuid == change.key for state in change.states)
-
-
 def todo_of(change: Change, states: Iterable[TaskState]) -> Todo:
+    """Return the follow-ups of a change, with these states of other tasks."""
     return Todo(
         states=[document_of(state) for state in states],
         groups=[encode_group(group) for group in change.groups],

@@ -13,6 +13,7 @@ from machinery_py.backends.polling import PollingListener
 from machinery_py.connections.sqlite.database import SQLiteDriver
 from machinery_py.connections.sqlite.rows import as_json
 
+READ = 500  # UUIDs in one question
 REST = 4.0  # a listener that watches many sleeps this much longer than its last look took
 
 # In: UUIDs (JSON). Out: those that are finished.
@@ -24,26 +25,24 @@ SELECT uuid FROM tasks WHERE uuid IN (SELECT value FROM json_each(?)) AND state 
 class SQLiteListener(PollingListener):
     """A notifier, and the tasks that are waited for."""
 
-    READ = 500
-
     def __init__(self, driver: SQLiteDriver) -> None:
-        super().__init__(self._ask)
+        super().__init__(self._ask, at_once=READ)
         self._driver = driver
-        self._notifier = driver.notifier("r")
+        self._wakeup = driver.notifier("r")
 
     def wait(self, timeout: float) -> None:
         deadline = time.monotonic() + timeout
-        with self._notifier:
+        with self._wakeup:
             while True:
                 started = time.monotonic()
                 if self.look():
                     return
                 now = time.monotonic()
                 # A listener with thousands of tasks would look without end while others finish tasks.
-                rested = now + REST * (now - started) if len(self._watched) > self.READ else now
+                rested = now + REST * (now - started) if len(self._watched) > READ else now
                 while True:
                     now = time.monotonic()
-                    if now >= deadline or self._notifier.wait(deadline - now):
+                    if now >= deadline or self._wakeup.wait(deadline - now):
                         return
                     if time.monotonic() >= rested:
                         break
@@ -54,7 +53,7 @@ class SQLiteListener(PollingListener):
         return [uuid for (uuid,) in rows]
 
     def wake(self) -> None:
-        self._notifier.wake()
+        self._wakeup.wake()
 
     def close(self) -> None:
-        self._notifier.close()
+        self._wakeup.close()

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import math
 import os
+import random
 import socket
 import time
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, NoReturn
 
 from machinery_py.clock import SYSTEM_CLOCK, Clock
@@ -29,6 +30,7 @@ IDLE = 64  # connections to a server that are kept
 KEYS = 200  # in one `gets`
 COMMANDS = 256  # on their way at once; their replies are short and fit into the buffers
 BYTES = 512 * 1024  # likewise
+ROUNDS = 60  # tries to change an item that others change as well
 MONTH = 30 * 86400  # seconds; what is longer memcached takes for a Unix time
 
 STORED = b"STORED"
@@ -120,11 +122,12 @@ def put(key: bytes, value: bytes, expiry: bytes) -> LineCommand:
     return LineCommand(key, b"set %b 0 %b %d\r\n%b\r\n" % (key, expiry, len(value), value))
 
 
-def swap(key: bytes, value: bytes, expiry: bytes, cas: int | None) -> LineCommand:
-    """`cas`, or `add` if the key was not there."""
-    if cas is None:
+def swap(key: bytes, value: bytes, expiry: bytes, item: Item | None) -> LineCommand:
+    """Write over the item that was read (`cas`), or `add` if there was none."""
+    if item is None:
         return add(key, value, expiry)
-    return LineCommand(key, b"cas %b 0 %b %d %d\r\n%b\r\n" % (key, expiry, len(value), cas, value))
+    line = b"cas %b 0 %b %d %d\r\n%b\r\n" % (key, expiry, len(value), item.cas, value)
+    return LineCommand(key, line)
 
 
 def touch(key: bytes, expiry: bytes) -> LineCommand:
@@ -137,6 +140,23 @@ def delete(key: bytes) -> LineCommand:
 
 def incr(key: bytes, by: int) -> LineCommand:
     return LineCommand(key, b"incr %b %d\r\n" % (key, by))
+
+
+#: Return the command that writes over an item, or None to leave it as it is.
+ItemChange = Callable[[bytes, Item | None], LineCommand | None]
+
+
+def rounds(what: str) -> Iterator[int]:
+    """Count the tries to change an item; pause before each but the first three.
+
+    Raises:
+        BackendUnavailable: too many others change it at the same time.
+    """
+    for number in range(ROUNDS):
+        if number > 2:
+            time.sleep(random.uniform(0.0, min(0.05, 0.001 * number)))
+        yield number
+    raise BackendUnavailable(f"memcached: {what}: others have changed it {ROUNDS} times meanwhile")
 
 
 class MemcacheDriver:
@@ -156,7 +176,7 @@ class MemcacheDriver:
         return zlib.crc32(key) % len(self.servers)
 
     def fetch(self, keys: Iterable[bytes], *, doing: str) -> dict[bytes, Item]:
-        """The items that there are."""
+        """Return the items that there are."""
         found: dict[bytes, Item] = {}
         shares: dict[int, list[bytes]] = {}
         for key in dict.fromkeys(keys):
@@ -180,7 +200,10 @@ class MemcacheDriver:
     def send(
         self, commands: Sequence[LineCommand], *, doing: str, again: bool = True
     ) -> list[bytes]:
-        """The reply to each command. `again`: they may come twice.
+        """Send commands, and return the reply to each.
+
+        Args:
+            again: they may come twice.
 
         Raises:
             BackendUnavailable: some of them may have been carried out.
@@ -199,6 +222,30 @@ class MemcacheDriver:
             if b"ERROR" in reply:
                 self._refused(command, reply, doing)
         return replies
+
+    def edit(
+        self, keys: Iterable[bytes], change: ItemChange, *, what: str, reading: str, writing: str
+    ) -> None:
+        """Change items by compare-and-swap, each until nobody else has changed it in between.
+
+        Args:
+            change: called with the key and what there is now; again after others were faster.
+            what: the items, as the error names them.
+
+        Raises:
+            BackendUnavailable: as `send`; or too many others change them at the same time.
+        """
+        waiting = list(dict.fromkeys(keys))
+        if not waiting:
+            return
+        for _ in rounds(what):
+            items = self.fetch(waiting, doing=reading)
+            changes = ((key, change(key, items.get(key))) for key in waiting)
+            commands = {key: command for key, command in changes if command is not None}
+            replies = self.send(list(commands.values()), doing=writing)
+            waiting = [key for key, reply in zip(commands, replies, strict=True) if reply != STORED]
+            if not waiting:
+                return
 
     def _refused(self, command: LineCommand, reply: bytes, doing: str) -> NoReturn:
         text = reply.decode(errors="replace")

@@ -373,7 +373,7 @@ def test_what_was_removed_stays_away_and_is_forgotten_after_a_day(bench: Bench) 
 
     assert bodies(bench.heir) == {"b": b"1"}
     assert backend.records().era == era
-    assert backend._amending._all()[0].listed_at.keys() == {"b"}
+    assert backend._records._all()[0].listed_at.keys() == {"b"}
     assert amend(bench.heir, "a", None, b"2")
     assert bodies(bench.heir) == {"a": b"2", "b": b"1"}
 
