@@ -5,7 +5,7 @@ from __future__ import annotations
 from machinery_py.backends.mongodb.backend import MongoBackend
 from machinery_py.brokers.mongodb.broker import MongoBroker
 from machinery_py.connections.mongodb.client import MongoDriver
-from machinery_py.locks.mongo import MongoLock
+from machinery_py.locks.mongodb import MongoLock
 from machinery_py.stores import network as _network  # noqa: F401 – for what it loads
 from machinery_py.stores.family import Family, FamilyOptions
 from machinery_py.stores.mongodb_store import MongoStore

@@ -1,15 +1,15 @@
-"""Settlement where broker and backend are one MongoDB, without transactions: one document is the word, the rest follows.
+"""Settlement where broker and backend are one MongoDB, without transactions: the message document is the commit record.
 
-    1  message     held by this delivery → ending, with all that follows as its deed      lease, acknowledgement, fence
-    2  state       of the task, with the mark of the delivery, if `advance` lets it         of two messages of a task one wins
+    1  message     held by this delivery → ending, with all follow-ups as its intent     lease, acknowledgement, fence
+    2  state       of the task, with the mark of the delivery, if `advance` lets it      of two messages of a task one wins
     3  others      states, groups, arrivals, messages: each may be written twice
     4  message     deleted (or dead, or back)
 
-A crash after 1 leaves a message that is ending; `tend` of any worker goes on from 2 when it is `MongoDriver.deed_age` old.
+A crash after 1 leaves a message that is ending; `tend` of any worker goes on from 2 when it is `MongoDriver.intent_age` old.
 A message that 3 writes once more after it was run and deleted is seen at its claim: its task has ended, and it is dropped.
 
-Submitting is the same with the token's document as the word, and firing with the group's. The crash points are listed in
-docs/explanation/mongodb-protocol.md.
+Submitting is the same with the token's document as the commit record, and firing with the group's. The crash points are listed
+in docs/explanation/mongodb-protocol.md.
 """
 
 from __future__ import annotations
@@ -24,19 +24,13 @@ from pymongo import UpdateOne
 
 from machinery_py.backends.base import ALREADY, FENCED, SETTLED, Amendment, Change, Verdict
 from machinery_py.backends.mongodb.backend import MongoBackend
-from machinery_py.backends.mongodb.records import Tick
+from machinery_py.backends.mongodb.records import RecordIntent
 from machinery_py.backends.transactional import is_over
-from machinery_py.brokers.base import (
-    Delivery,
-    Disposal,
-    Fate,
-    Message,
-    mark_of,
-)
+from machinery_py.brokers.base import Delivery, Disposal, Fate, Message, mark_of
 from machinery_py.brokers.mongodb.broker import MongoBroker
 from machinery_py.brokers.mongodb.consumer import MongoConsumer, update_at_end
-from machinery_py.brokers.mongodb.messages import Receipt, Status
-from machinery_py.connections.mongodb.client import Document
+from machinery_py.brokers.mongodb.messages import Status, held, receipt_of
+from machinery_py.connections.mongodb.client import Document, DriverUser, step
 from machinery_py.connections.mongodb.client import Store as Database
 from machinery_py.errors import (
     BackendUnavailable,
@@ -65,8 +59,8 @@ from machinery_py.wire.signatures import decode_signature
 logger = get_logger(__name__)
 
 BUSY = 32  # settlements and marks in a batch from which RECEIVED is not written
-SUBMISSION = "submission"  # a deed of a token, with states and groups
-BATCH = 500  # messages that are ended in one step
+SUBMISSION = "submission"  # kind of a token whose intent has states and groups
+OLD_INTENTS = 500  # intents of dead workers that are carried out in one step
 
 _pack = msgspec.msgpack.Encoder().encode
 _submission = msgspec.msgpack.Decoder(Submission).decode
@@ -74,8 +68,8 @@ _message = msgspec.msgpack.Decoder(Message).decode
 _messages = msgspec.msgpack.Decoder(list[Message]).decode
 
 
-class _Deed(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """All that follows from the end of a delivery, and where its message goes then."""
+class _Intent(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """Follow-ups of the end of a delivery, and the fate of its message."""
 
     change: Change
     send: Sequence[Message] = ()
@@ -87,7 +81,7 @@ class _Deed(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     name: str = ""
 
 
-_deed = msgspec.msgpack.Decoder(_Deed).decode
+_intent = msgspec.msgpack.Decoder(_Intent).decode
 
 
 class _Ending(msgspec.Struct, frozen=True):
@@ -95,34 +89,33 @@ class _Ending(msgspec.Struct, frozen=True):
 
     id: str
     lease: str
-    deed: _Deed
-
-    @property
-    def name(self) -> tuple[str, str]:
-        return self.id, self.lease
+    intent: _Intent
 
     @property
     def token(self) -> str:
-        """Names what this end sends; not longer for the thousandth step of a chain."""
-        return hashlib.blake2b(f"{self.id}/{self.lease}".encode(), digest_size=16).hexdigest()
+        """Name of what this end sends; not longer for the thousandth step of a chain."""
+        return _token(f"{self.id}/{self.lease}")
 
 
-class MongoStore(Store):
+class MongoStore(DriverUser, Store):
     """A broker and a backend in one database."""
+
+    unavailable = BrokerUnavailable
 
     def __init__(self, broker: MongoBroker, backend: MongoBackend) -> None:
         if broker.driver is not backend.driver:
             raise ValueError("a MongoStore needs a broker and a backend of one driver")
+        super().__init__(broker.driver)
         self.broker = broker
         self.backend = backend
         self.messages = broker
         self.states = backend
-        self.driver = broker.driver
         self._looked = self.driver.clock.monotonic()
 
     def submit(self, submission: Submission) -> None:
         # First, since what has begun is carried out in any case.
-        for error in self.states.refusals(state.task_uuid for state in submission.states).values():
+        uuids = (state.task_uuid for state in submission.states)
+        for error in self.states.tasks.refusals(uuids).values():
             raise error
         if submission.token:
             self.messages.once(
@@ -135,14 +128,14 @@ class MongoStore(Store):
             self._carry_out(submission, again=False)
 
     def _carry_out(self, submission: Submission, *, again: bool) -> None:
-        """States and groups before the messages, which are there to be taken at once."""
+        """Write states and groups, then the messages, which may be claimed at once."""
         change = Change(
             key=f"submit {submission.token}",
             states=submission.states,
             groups=submission.groups,
             force=submission.replay,
         )
-        self.states.follow([change], again=again)
+        self.states.changes.follow([change], again=again)
         self.messages.store([(submission.token, submission.messages)], again=bool(submission.token))
 
     def open_session(self, queues: Sequence[str], *, worker: str) -> Session:
@@ -152,18 +145,18 @@ class MongoStore(Store):
         if firing.task_uuid:
             return self._end_unheld(firing)
         change = change_of(firing)
-        if not self.states.fire(change, _pack(firing.send)):
+        if not self.states.changes.fire(change, _pack(firing.send)):
             return False
         self._after_firing(change, firing.send, again=False)
         return True
 
     def _after_firing(self, change: Change, send: Sequence[Message], *, again: bool) -> None:
-        self.states.follow([change], again=again)
+        self.states.changes.follow([change], again=again)
         self.messages.store([(_token(f"fire {change.fires}"), send)])
-        self.states.clear_deeds([change])
+        self.states.changes.clear_intents([change])
 
     def _end_unheld(self, firing: Firing) -> bool:
-        """The task's document is the word, with an outbox; as outbox.py."""
+        """End a task that no worker holds: its document is the commit record, with an outbox; as outbox.py."""
         change = change_of(firing, [_pack(message) for message in firing.send])
         if self.states.apply([change]) != [SETTLED]:
             return False
@@ -173,97 +166,102 @@ class MongoStore(Store):
     def _publish(self, outboxes: Sequence[tuple[str, Sequence[bytes]]]) -> None:
         filled = [(key, bodies) for key, bodies in outboxes if bodies]
         if filled:
-            self.messages.store(
-                [
-                    (_token(f"task {key}"), [_message(body) for body in bodies])
-                    for key, bodies in filled
-                ]
-            )
+            batches = [(_token(f"task {key}"), list(map(_message, box))) for key, box in filled]
+            self.messages.store(batches)
             self.states.clear_outbox(filled)
 
     def amend(self, amendment: Amendment, send: Sequence[Message] = ()) -> bool:
-        return self.states.schedules.amend(
-            amendment, _pack(send) if send else b"", self._finish_tick
-        )
+        packed = _pack(send) if send else b""
+        return self.states.schedules.amend(amendment, packed, self._finish_amendment)
 
-    def _finish_tick(self, tick: Tick, again: bool) -> None:
-        self.states.follow_tick(tick, again=again)
-        if tick.send:
-            self.messages.store([(_token(tick.token), _messages(tick.send))])
-        self.states.schedules.clear(tick)
+    def _finish_amendment(self, intent: RecordIntent, again: bool) -> None:
+        self.states.schedules.follow(intent, again=again)
+        if intent.send:
+            self.messages.store([(_token(intent.token), _messages(intent.send))])
+        self.states.schedules.clear(intent)
 
     # Ending deliveries
 
-    def end(self, endings: Sequence[_Ending], *, again: bool) -> list[Verdict]:
-        """Steps 2 to 4, for messages that are ending. May be repeated, with `again`."""
-        verdicts = self.states.commit([one.deed.change for one in endings], with_deeds=False)
-        new = [one for one, verdict in zip(endings, verdicts, strict=True) if verdict is SETTLED]
-        old = [one for one, verdict in zip(endings, verdicts, strict=True) if verdict is ALREADY]
-        self.states.follow([one.deed.change for one in new], again=again)
-        self.states.follow([one.deed.change for one in old], again=True)
-        self.messages.store([(one.token, one.deed.send) for one in (*new, *old)])
-        self._put_away(endings)
-        return verdicts
+    @step("settling")
+    def begin_to_end(
+        self, store: Database, endings: Sequence[_Ending], deliveries: Sequence[Delivery]
+    ) -> tuple[list[bool], bool]:
+        """Do step 1.
 
-    def _put_away(self, endings: Sequence[_Ending]) -> None:
+        Returns:
+            For each whether it is ending now, by this try or an earlier one; and whether some may be of an earlier one.
+        """
         now = self.driver.now()
-        done = [one.id for one in endings if one.deed.fate is Fate.DONE]
-        others = [one for one in endings if one.deed.fate is not Fate.DONE]
+        ending = {"status": int(Status.ENDING)}
         writes = [
             UpdateOne(
-                {"_id": one.id, "lease": one.lease, "status": int(Status.ENDING)},
-                _last_update(one.deed, now),
+                held(delivery), {"$set": {**ending, "deed": _pack(one.intent), "deed_at": now}}
             )
-            for one in others
+            for one, delivery in zip(endings, deliveries, strict=True)
         ]
+        messages = store.machinery_messages
+        if messages.bulk_write(writes, ordered=False).matched_count == len(writes):
+            return [True] * len(endings), False
+        query: Document = {"_id": {"$in": [one.id for one in endings]}, **ending}
+        found = {(one["_id"], one["lease"]) for one in messages.find(query, {"lease": 1})}
+        return [(one.id, one.lease) in found for one in endings], True
 
-        def write(store: Database) -> None:
-            if len(done) == 1:
-                store.machinery_messages.delete_one({"_id": done[0], "status": int(Status.ENDING)})
-            elif done:
-                store.machinery_messages.delete_many(
-                    {"_id": {"$in": done}, "status": int(Status.ENDING)}
-                )
-            if writes:
-                store.machinery_messages.bulk_write(writes, ordered=False)
-
-        self.driver.run(write, doing="settling", away=BrokerUnavailable)
-        if others:
+    def end(self, endings: Sequence[_Ending], *, again: bool) -> list[Verdict]:
+        """Do steps 2 to 4, for messages that are ending. May be repeated, with `again`."""
+        changes = self.states.changes
+        verdicts = changes.commit([one.intent.change for one in endings], with_intents=False)
+        new = [one for one, verdict in zip(endings, verdicts, strict=True) if verdict is SETTLED]
+        old = [one for one, verdict in zip(endings, verdicts, strict=True) if verdict is ALREADY]
+        changes.follow([one.intent.change for one in new], again=again)
+        changes.follow([one.intent.change for one in old], again=True)
+        self.messages.store([(one.token, one.intent.send) for one in (*new, *old)])
+        self._put_away(endings)
+        if any(one.intent.fate is not Fate.DONE for one in endings):
             self.driver.notify("messages")
+        return verdicts
+
+    @step("settling")
+    def _put_away(self, store: Database, endings: Sequence[_Ending]) -> None:
+        messages, now = store.machinery_messages, self.driver.now()
+        ending = {"status": int(Status.ENDING)}
+        done = [one.id for one in endings if one.intent.fate is Fate.DONE]
+        writes = [
+            UpdateOne(
+                {"_id": one.id, "lease": one.lease, **ending},
+                update_at_end(one.intent, now, deed=b"", deed_at=0),
+            )
+            for one in endings
+            if one.intent.fate is not Fate.DONE
+        ]
+        if len(done) == 1:
+            messages.delete_one({"_id": done[0], **ending})
+        elif done:
+            messages.delete_many({"_id": {"$in": done}, **ending})
+        if writes:
+            messages.bulk_write(writes, ordered=False)
 
     # House-keeping
 
     def tend(self) -> float:
         self.messages.look_at_sessions()
         now = self.driver.clock.monotonic()
-        pause = self.driver.deed_age
-        if now - self._looked >= self.driver.deed_age:
+        pause = self.driver.intent_age
+        if now - self._looked >= self.driver.intent_age:
             self._looked = now
-            self.finish_deeds()
+            self.finish_intents()
             pause = self.states.tend_tasks()
         return min(pause, self.messages.tend_messages())
 
-    def finish_deeds(self) -> None:
-        """Do what others have begun and not finished."""
-        for token, kind, deed in self.messages.old_deeds():
+    def finish_intents(self) -> None:
+        """Carry out what others have begun and not finished."""
+        for token, kind, intent in self.messages.old_intents():
             if kind == SUBMISSION:
-                self._carry_out(_submission(deed), again=True)
-                self.messages.forget_deed(token)
+                self._carry_out(_submission(intent), again=True)
+                self.messages.forget_intent(token)
             else:
-                self.messages.finish_put(token, deed)
-        before = self.driver.now() - int(self.driver.deed_age * 1e6)
-        query: Document = {"status": int(Status.ENDING), "deed_at": {"$gt": 0, "$lt": before}}
-        old = self.driver.run(
-            lambda store: list(
-                store.machinery_messages.find(query, {"lease": 1, "deed": 1}).limit(BATCH)
-            ),
-            doing="looking for what is unfinished",
-            away=BrokerUnavailable,
-        )
-        for (
-            one
-        ) in old:  # each by itself: one that can never be stored must not keep the others from it
-            ending = _Ending(one["_id"], one["lease"], _deed(bytes(one["deed"])))
+                self.messages.finish_put(token, intent)
+        for ending in self._old_endings():
+            # Each by itself: one that can never be stored must not keep the others from it.
             try:
                 self.end([ending], again=True)
             except (BrokerUnavailable, PublishUnknown, BackendUnavailable, StoreUnusable):
@@ -271,13 +269,20 @@ class MongoStore(Store):
             except MachineryError:
                 logger.exception(
                     "the end of task %s cannot be finished; its message stays as it is",
-                    ending.deed.uuid,
+                    ending.intent.uuid,
                 )
-        for change, send in self.states.old_firings():
+        for change, send in self.states.changes.old_firings():
             self._after_firing(change, _messages(send) if send else (), again=True)
-        self._publish(self.states.unsent(BATCH, older_than=self.driver.deed_age))
-        for tick in self.states.schedules.old_ticks():
-            self._finish_tick(tick, again=True)
+        self._publish(self.states.unsent(OLD_INTENTS, older_than=self.driver.intent_age))
+        for record in self.states.schedules.old_intents():
+            self._finish_amendment(record, again=True)
+
+    @step("looking for what is unfinished")
+    def _old_endings(self, store: Database) -> list[_Ending]:
+        old = {"$gt": 0, "$lt": self.driver.intents_before()}
+        query: Document = {"status": int(Status.ENDING), "deed_at": old}
+        found = store.machinery_messages.find(query, {"lease": 1, "deed": 1}).limit(OLD_INTENTS)
+        return [_Ending(one["_id"], one["lease"], _intent(bytes(one["deed"]))) for one in found]
 
 
 class MongoSession(Session):
@@ -294,44 +299,42 @@ class MongoSession(Session):
         if not deliveries:
             return deliveries
         try:
-            deliveries = self._bury(deliveries)
-            rows = self._store.states.load_ended(delivery.receipt.uuid for delivery in deliveries)
-            over = [
-                one
-                for one in deliveries
-                if (row := rows.get(one.receipt.uuid)) and row.state and _is_over(one, row.state)
-            ]
-            if over:
-                self.consumer.dispose([Disposal(delivery=delivery) for delivery in over])
+            return self._without_ended(self._without_refused(deliveries))
         except MachineryError:
             self._give_back(deliveries)
             raise
-        gone = {delivery.receipt for delivery in over}
-        return [delivery for delivery in deliveries if delivery.receipt not in gone]
 
-    def _bury(self, deliveries: list[Delivery]) -> list[Delivery]:
-        """Return the deliveries that can be run; the others, with a foreign document under their UUID, go to the dead letters."""
-        refused = self._store.states.refusals(delivery.receipt.uuid for delivery in deliveries)
-        dead = [
-            Disposal(
-                delivery=delivery,
-                fate=Fate.DEAD,
-                reason=REASON,
-                error=str(refused[uuid]),
-                uuid=uuid,
-            )
-            for delivery in deliveries
-            if (uuid := delivery.receipt.uuid) in refused
-        ]
-        if not dead:
+    def _without_ended(self, deliveries: list[Delivery]) -> list[Delivery]:
+        """Return the deliveries whose run has not ended; the others, second messages of their task, are dropped."""
+        rows = self._store.states.tasks.load_ended(one.receipt.uuid for one in deliveries)
+        over = {
+            one.receipt: Disposal(delivery=one)
+            for one in deliveries
+            if (row := rows.get(one.receipt.uuid)) and row.state and _is_over(one, row.state)
+        }
+        if not over:
             return deliveries
-        for one in dead:
-            logger.error(
-                "message on %r goes to the dead letters: %s: %s",
-                one.delivery.queue,
-                one.reason,
-                one.error,
-            )
+        self.consumer.dispose(list(over.values()))
+        return [delivery for delivery in deliveries if delivery.receipt not in over]
+
+    def _without_refused(self, deliveries: list[Delivery]) -> list[Delivery]:
+        """Return the deliveries that can be run; the others, with a foreign document under their UUID, go to the dead letters."""
+        refused = self._store.states.tasks.refusals(one.receipt.uuid for one in deliveries)
+        if not refused:
+            return deliveries
+        dead: list[Disposal] = []
+        for delivery in deliveries:
+            uuid = delivery.receipt.uuid
+            if uuid in refused:
+                error = str(refused[uuid])
+                logger.error(
+                    "message on %r goes to the dead letters: %s: %s", delivery.queue, REASON, error
+                )
+                dead.append(
+                    Disposal(
+                        delivery=delivery, fate=Fate.DEAD, reason=REASON, error=error, uuid=uuid
+                    )
+                )
         self.consumer.dispose(dead)
         return [delivery for delivery in deliveries if delivery.receipt.uuid not in refused]
 
@@ -345,61 +348,26 @@ class MongoSession(Session):
 
     def _settle(self, settlements: Sequence[Settlement]) -> list[Verdict]:
         verdicts: dict[int, Verdict] = {}
-        heavy = [
-            (index, one)
-            for index, one in enumerate(settlements)
-            if one.states or one.send or one.groups or one.arrivals
-        ]
-        light = [
-            (index, one)
-            for index, one in enumerate(settlements)
-            if not (one.states or one.send or one.groups or one.arrivals)
-        ]
-        if heavy:
-            endings = [_ending(one) for _, one in heavy]
-            ours, again = self._begin_to_end(endings)
-            ended = [
-                (index, ending)
-                for (index, _), ending in zip(heavy, endings, strict=True)
-                if ending.name in ours
-            ]
-            found = self._store.end([ending for _, ending in ended], again=again) if ended else []
-            verdicts |= {index: verdict for (index, _), verdict in zip(ended, found, strict=True)}
-            lost = [(index, one) for index, one in heavy if index not in verdicts]
-            late = self._not_ours([one for _, one in lost]) if lost else []
-            verdicts |= {index: verdict for (index, _), verdict in zip(lost, late, strict=True)}
-        if light:
-            mine = self.consumer.dispose([disposal_of(one) for _, one in light])
-            verdicts |= {
-                index: SETTLED if ok else FENCED for (index, _), ok in zip(light, mine, strict=True)
-            }
+        # Without follow-ups, the end of the delivery is one write.
+        plain = [index for index, one in enumerate(settlements) if not _has_follow_ups(one)]
+        others = [index for index, one in enumerate(settlements) if _has_follow_ups(one)]
+        if others:
+            endings = [_ending(settlements[index]) for index in others]
+            deliveries = [settlements[index].delivery for index in others]
+            ours, again = self._store.begin_to_end(endings, deliveries)
+            ended = [index for index, mine in zip(others, ours, strict=True) if mine]
+            if ended:
+                mine = [one for one, is_ours in zip(endings, ours, strict=True) if is_ours]
+                verdicts.update(zip(ended, self._store.end(mine, again=again), strict=True))
+            lost = [index for index in others if index not in verdicts]
+            if lost:
+                late = self._not_ours([settlements[index] for index in lost])
+                verdicts.update(zip(lost, late, strict=True))
+        if plain:
+            held = self.consumer.dispose([disposal_of(settlements[index]) for index in plain])
+            done = [SETTLED if mine else FENCED for mine in held]
+            verdicts.update(zip(plain, done, strict=True))
         return [verdicts[index] for index in range(len(settlements))]
-
-    def _begin_to_end(self, endings: Sequence[_Ending]) -> tuple[set[tuple[str, str]], bool]:
-        """Step 1. Which of them are ending now, by this try or an earlier one; whether some may be of an earlier one."""
-        now = self._store.driver.now()
-        writes = [
-            UpdateOne(
-                {"_id": one.id, "lease": one.lease, "status": int(Status.HELD)},
-                {"$set": {"status": int(Status.ENDING), "deed": _pack(one.deed), "deed_at": now}},
-            )
-            for one in endings
-        ]
-        names = {one.name for one in endings}
-
-        def write(store: Database) -> tuple[set[tuple[str, str]], bool]:
-            if store.machinery_messages.bulk_write(writes, ordered=False).matched_count == len(
-                writes
-            ):
-                return names, False
-            query: Document = {
-                "_id": {"$in": [one.id for one in endings]},
-                "status": int(Status.ENDING),
-            }
-            found = store.machinery_messages.find(query, {"lease": 1})
-            return names & {(one["_id"], one["lease"]) for one in found}, True
-
-        return self._store.driver.run(write, doing="settling", away=BrokerUnavailable)
 
     def _not_ours(self, settlements: Sequence[Settlement]) -> list[Verdict]:
         marks = self._store.states.settled_by([one.uuid for one in settlements])
@@ -421,45 +389,32 @@ class MongoSession(Session):
         )
 
 
+def _has_follow_ups(settlement: Settlement) -> bool:
+    return bool(settlement.states or settlement.send or settlement.groups or settlement.arrivals)
+
+
 def _ending(settlement: Settlement) -> _Ending:
-    receipt = settlement.delivery.receipt
-    id, lease = (receipt.id, receipt.lease) if isinstance(receipt, Receipt) else ("", "none")
-    return _Ending(
-        id,
-        lease,
-        _Deed(
-            change=change_by(settlement),
-            send=settlement.send,
-            fate=settlement.fate,
-            eta=settlement.eta,
-            reason=settlement.reason,
-            error=settlement.error,
-            uuid=settlement.uuid,
-            name=settlement.name,
-        ),
+    receipt = receipt_of(settlement.delivery)
+    intent = _Intent(
+        change=change_by(settlement),
+        send=settlement.send,
+        fate=settlement.fate,
+        eta=settlement.eta,
+        reason=settlement.reason,
+        error=settlement.error,
+        uuid=settlement.uuid,
+        name=settlement.name,
     )
-
-
-def _last_update(deed: _Deed, now: int) -> Document:
-    disposal = Disposal(
-        delivery=Delivery(body=b"", queue="", receipt=None),
-        fate=deed.fate,
-        eta=deed.eta,
-        reason=deed.reason,
-        error=deed.error,
-        uuid=deed.uuid,
-        name=deed.name,
-    )
-    return update_at_end(disposal, now, deed=b"", deed_at=0)
+    return _Ending(receipt.id, receipt.lease, intent)
 
 
 def _token(text: str) -> str:
-    """Names what is sent with a firing, or with a tick."""
+    """Return the name of messages that are sent with a commit record, from the name of that."""
     return hashlib.blake2b(text.encode("utf-8", "backslashreplace"), digest_size=16).hexdigest()
 
 
 def _is_over(delivery: Delivery, state: TaskState) -> bool:
-    """Whether the message's run has ended: it is a second message of its task."""
+    """Return whether the message's run has ended: it is a second message of its task."""
     if not (state.is_finished or state.run or state.state is State.RETRY):
         return False
     try:

@@ -146,7 +146,7 @@ def stage(
     mongodb_url: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> Stage:
-    monkeypatch.setattr(MongoDriver, "deed_age", 0.3)
+    monkeypatch.setattr(MongoDriver, "intent_age", 0.3)
     monkeypatch.setattr(two_stores, "OUTBOX_AGE", 0.5)
     urls = {
         "mongodb": lambda: mongodb_url,

@@ -1,430 +1,343 @@
 """States and groups in MongoDB, in Go Machinery's documents; the protocol stands in docs/explanation/mongodb-protocol.md.
 
 A change is made true by one write: to the document of its key, if that is still as it was read. What else the change asks for
-(other states, groups, arrivals) is written into the same document as its *deed*, done afterwards, and then taken out; a deed
-that stays is finished by `tend`. Every step of a deed may be done twice.
+(other states, groups, arrivals) is written into the same document as its *intent*, carried out afterwards, and then taken out;
+an intent that stays is finished by `tend`. Each step of an intent may be done twice.
+
+    documents.py    what is in the document of a task
+    tasks.py        reading and writing these
+    changes.py      changes, their follow-ups and intents
+    groups.py       groups and chords
+    records.py      records of schedules, claims of unique tasks
 
 Limits: what Go programs wrote is not listed before we have changed it. Nothing expires while nobody tends (no worker runs).
 """
 
 from __future__ import annotations
 
-import secrets
+import datetime as dt
 from collections.abc import Sequence
-from typing import cast
 
-import msgspec
+from pymongo import DeleteOne, UpdateOne
 
 from machinery_py.backends.base import (
     ALREADY,
-    FENCED,
+    REVOKED_LIFE,
     SETTLED,
     Amendment,
+    Backend,
     BackendFeatures,
     Begun,
     Change,
     OutboxBackend,
+    ReadyGroup,
     Records,
     Verdict,
 )
 from machinery_py.backends.mongodb import groups as mongo_groups
+from machinery_py.backends.mongodb.changes import MongoChanges, has_intent
 from machinery_py.backends.mongodb.documents import (
     TaskDocument,
-    packed_changes,
-    packed_deed,
+    has_expired,
     packed_outbox,
-    unpacked_changes,
+    state_of,
+    unpacked_outbox,
 )
-from machinery_py.backends.mongodb.inspect import MongoLooking
-from machinery_py.backends.mongodb.records import MongoSchedules, Tick
-from machinery_py.backends.mongodb.tasks import BATCH, ROUNDS, MongoTasks, seen_of
-from machinery_py.backends.transactional import Row, decide, is_over
+from machinery_py.backends.mongodb.records import MongoRecords
+from machinery_py.backends.mongodb.tasks import ROUNDS, MongoTasks, seen_of
+from machinery_py.backends.polling import PollingListener
+from machinery_py.backends.transactional import is_over
+from machinery_py.clock import micros
 from machinery_py.connections.durability import Concern
-from machinery_py.connections.mongodb.client import Document, MongoDriver, Store
-from machinery_py.tasks.states import Arrival, GroupMeta, TaskState
+from machinery_py.connections.mongodb.client import (
+    BATCH,
+    Document,
+    DriverUser,
+    MongoDriver,
+    Store,
+    find_by_id,
+    step,
+)
+from machinery_py.tasks.states import Arrival, GroupMeta, State, TaskState
 
 EXPIRE_IN = 3600.0  # seconds that a finished task is kept
 SWEEP = 60.0  # seconds between two looks for what has expired
+SWEEP_GROUPS = 100  # expired groups that one look deletes
+
+_FINISHED = [State.SUCCESS.value, State.FAILURE.value]
 
 
-class MongoBackend(MongoLooking, OutboxBackend):
-    """Collections of the driver's database. The driver belongs to whoever made it."""
+class MongoBackend(DriverUser, Backend, OutboxBackend):
+    """Collections of the driver's database. The driver belongs to whoever made it.
+
+    Attributes:
+        tasks, changes, schedules: the parts that a store with a broker in this database uses, too.
+    """
 
     features = BackendFeatures(
         name="mongodb", foreign=True, claims=True, foreign_time=mongo_groups.GO_TIME
     )
 
     def __init__(self, driver: MongoDriver, *, expire_in: float = EXPIRE_IN) -> None:
-        super().__init__(driver, MongoTasks(driver, expire_in=expire_in))
+        super().__init__(driver)
         self.expire_in = expire_in
-        self.load_ended = self._tasks.load_ended
-        self.refusals = self._tasks.refusals
-        self.schedules = MongoSchedules(driver, self._tasks)
+        self.tasks = MongoTasks(driver, expire_in=expire_in)
+        self.changes = MongoChanges(driver, self.tasks)
+        self.schedules = MongoRecords(driver, self.tasks, self.changes)
         self._next_sweep = 0.0
+
+    def now(self) -> dt.datetime:
+        return self.driver.moment()
 
     # Changes
 
     def apply(self, changes: Sequence[Change]) -> list[Verdict]:
-        verdicts = self.commit(changes, with_deeds=True)
-        owed = [
-            change for change, verdict in zip(changes, verdicts, strict=True) if verdict is SETTLED
-        ]
-        # A member that somebody else has ended has no deed: what is in is counted anew.
-        self.follow(
-            [change for change in owed if _is_kept(change) or not change.arrivals], again=False
-        )
-        self.follow(
-            [change for change in owed if change.arrivals and not _is_kept(change)], again=True
-        )
-        self.clear_deeds([change for change in owed if _is_kept(change)])
-        repeated = [
-            change.key
-            for change, verdict in zip(changes, verdicts, strict=True)
-            if verdict is ALREADY
-        ]
+        verdicts = self.changes.commit(changes, with_intents=True)
+        judged = list(zip(changes, verdicts, strict=True))
+        settled = [change for change, verdict in judged if verdict is SETTLED]
+        # A member that somebody else has ended has no intent: what is in is counted anew.
+        recounted = [change for change in settled if change.arrivals and not has_intent(change)]
+        new = [change for change in settled if not change.arrivals or has_intent(change)]
+        self.changes.follow(new, again=False)
+        self.changes.follow(recounted, again=True)
+        self.changes.clear_intents([change for change in settled if has_intent(change)])
+        repeated = [change.key for change, verdict in judged if verdict is ALREADY]
         if repeated:
-            self._finish_deeds(repeated)
+            self.changes.finish_intents(repeated)
         return verdicts
-
-    def commit(self, changes: Sequence[Change], *, with_deeds: bool) -> list[Verdict]:
-        """Write the state of each change's key, or the mark of its group; nothing of what follows.
-
-        A change that has neither is SETTLED: all of it follows. Safe to repeat for changes with a mark.
-        """
-        verdicts: list[Verdict] = [SETTLED] * len(changes)
-        waiting = [index for index, change in enumerate(changes) if _own(change) or change.epoch]
-        for index, change in enumerate(changes):
-            if change.fires and not self.fire(change):
-                verdicts[index] = FENCED
-        for _ in range(ROUNDS):
-            if not waiting:
-                break
-            waiting = self._commit(
-                changes,
-                [index for index in waiting if verdicts[index] is not FENCED],
-                verdicts,
-                with_deeds,
-            )
-        else:
-            raise self._tasks.too_many_rivals()
-        finished = any(state.is_finished for change in changes for state in change.states)
-        if finished:
-            self.driver.notify("results")
-        return verdicts
-
-    def _commit(
-        self,
-        changes: Sequence[Change],
-        waiting: Sequence[int],
-        verdicts: list[Verdict],
-        with_deeds: bool,
-    ) -> list[int]:
-        """One round; returns those that have to be tried again, because somebody else has written their document."""
-        rows = self._tasks.load(changes[index].key for index in waiting)
-        before = seen_of(rows)
-        if with_deeds and (unfinished := [uuid for uuid, row in rows.items() if row.deed]):
-            self._finish_deeds(
-                unfinished
-            )  # a new deed takes the place of one that somebody has left behind
-        more: dict[str, Document] = {}
-        held = {
-            one.task_uuid for index in waiting for one in changes[index].arrivals if one.callback
-        }
-        touched: dict[str, list[int]] = {}
-        for index in waiting:
-            change = changes[index]
-            narrow = msgspec.structs.replace(change, states=_own(change))
-            verdicts[index], new = decide(narrow, cast("dict[str, Row]", rows))
-            if verdicts[index] is not SETTLED:
-                continue
-            for state in new:
-                row = rows.setdefault(change.key, TaskDocument())
-                row.state, row.changed = state, True
-                if change.mark:
-                    row.mark = change.mark
-                touched.setdefault(change.key, []).append(index)
-            deed = packed_deed(change) if with_deeds else b""
-            if deed or change.outbox:
-                now = self.driver.now()
-                more[change.key] = {"deed": deed, "deed_at": now if deed else 0} if deed else {}
-                if change.outbox:
-                    more[change.key] |= {"outbox": packed_outbox(change.outbox), "outbox_at": now}
-        changed = {uuid: row for uuid, row in rows.items() if row.changed}
-        lost = self._tasks.save(changed, before, more, held)
-        return [index for uuid in lost for index in touched.get(uuid, ())]
-
-    def follow(self, changes: Sequence[Change], *, again: bool) -> None:
-        """Do what follows from changes that are committed; their outboxes are not looked at.
-
-        Args:
-            again: it may have been done before, in part or wholly.
-        """
-        plain: list[TaskState] = []
-        for change in changes:
-            others = [state for state in change.states if state.task_uuid != change.key]
-            if change.force and others:
-                self._tasks.advance(others, force=True, again=again)
-            else:
-                plain += others
-        self._tasks.advance(plain)
-        groups = [group for change in changes for group in change.groups]
-        if groups:
-            self._add_groups(groups)
-        arrivals = [one for change in changes for one in change.arrivals]
-        if arrivals:
-            self._arrive(arrivals, again=again)
-        for change in changes:
-            if change.fires:
-                self._after_firing(change.fires)
-
-    def _add_groups(self, groups: Sequence[GroupMeta]) -> None:
-        until, moment = self._tasks.until(), self.driver.moment()
-        self._tasks.run(
-            lambda store: mongo_groups.add_groups(store, groups, until=until, moment=moment),
-            "writing groups",
-        )
-
-    def _arrive(self, arrivals: Sequence[Arrival], *, again: bool) -> None:
-        now, until = self.driver.now(), self._tasks.until() + mongo_groups.CHORD_LIFE
-        late = self._tasks.run(
-            lambda store: mongo_groups.arrive(store, arrivals, now=now, until=until, recount=again),
-            "counting members",
-            again=False,
-        )
-        if late:
-            expires_at = self._tasks.until()
-            self._tasks.run(
-                lambda store: mongo_groups.expire_members(store, late, expires_at=expires_at),
-                "counting members",
-            )
-
-    # Firing
-
-    def fire(self, change: Change, send: bytes = b"") -> bool:
-        """Settle the change's group, for one caller; what follows is left to `follow`, and `send` to the one store."""
-        by, now, until = secrets.token_hex(8), self.driver.now(), self._tasks.until()
-        fields = {
-            "fired": now,
-            "fired_by": by,
-            "ready": 0,
-            "look_at": 0,
-            "expires_at": until,
-            "deed_at": now,
-            "deed": packed_changes([msgspec.structs.replace(change, outbox=())]),
-            "send": send,
-            "outbox": packed_outbox(change.outbox),
-            "outbox_at": now if change.outbox else 0,
-        }
-        return self._tasks.run(
-            lambda store: mongo_groups.fire(store, change.fires, by=by, fields=fields, until=until),
-            "settling a group",
-        )
-
-    def _after_firing(self, group_uuid: str) -> None:
-        expires_at = self._tasks.until()
-        self._tasks.run(
-            lambda store: mongo_groups.after_firing(store, group_uuid, expires_at=expires_at),
-            "settling a group",
-        )
-
-    # Deeds
-
-    def clear_deeds(self, changes: Sequence[Change]) -> None:
-        """Note that the follow-ups of these changes are done."""
-        keys = [change.key for change in changes if _own(change)]
-        marks = [change.mark for change in changes if _own(change)]
-        # A later change may have left its own deed there.
-        ours: Document = {"_id": {"$in": keys}, **({"mark": {"$in": marks}} if all(marks) else {})}
-        groups = [change.fires for change in changes if change.fires]
-        none: Document = {"$set": {"deed": b"", "deed_at": 0}}
-        neither: Document = {"$set": {"deed": b"", "deed_at": 0, "send": b""}}
-
-        def clear(store: Store) -> None:
-            if keys:
-                store.tasks.update_many(ours, none)
-            if groups:
-                store.machinery_chords.update_many({"_id": {"$in": groups}}, neither)
-
-        if keys or groups:
-            self._tasks.run(clear, "clearing what was done")
-
-    def _finish_deeds(self, keys: Sequence[str]) -> None:
-        """Do what is left of these tasks' changes: their owner died, or lost a reply."""
-        none: Document = {"$set": {"deed": b"", "deed_at": 0}}
-        for uuid, row in self._tasks.load(keys).items():
-            deed = unpacked_changes(row.deed)
-            if deed:
-                self.follow(deed, again=True)
-                # Not one that was written meanwhile.
-                this: Document = {"_id": uuid, "deed_at": row.deed_at}
-                self._tasks.run(
-                    lambda store, this=this: store.tasks.update_one(this, none),  # type: ignore[misc]
-                    "clearing what was done",
-                )
-
-    def _finish_old_deeds(self) -> int:
-        before = self.driver.now() - int(self.driver.deed_age * 1e6)
-        old = {"deed_at": {"$gt": 0, "$lt": before}}
-        tasks = self._tasks.run(
-            lambda store: [one["_id"] for one in store.tasks.find(old, {"_id": 1}).limit(BATCH)],
-            "looking for what is unfinished",
-        )
-        self._finish_deeds(tasks)
-        return len(tasks)
-
-    def old_firings(self) -> list[tuple[Change, bytes]]:
-        """Groups that were settled, and what follows was not done."""
-        old = {"deed_at": {"$gt": 0, "$lt": self.driver.now() - int(self.driver.deed_age * 1e6)}}
-        found = self._tasks.run(
-            lambda store: list(
-                store.machinery_chords.find(old, {"deed": 1, "send": 1}).limit(BATCH)
-            ),
-            "looking for what is unfinished",
-        )
-        return [
-            (change, bytes(one["send"]))
-            for one in found
-            for change in unpacked_changes(bytes(one["deed"]))
-        ]
 
     # Two stores
 
     def begin(self, keys: Sequence[tuple[str, int]]) -> list[Begun]:
         begun: dict[int, Begun] = {}
         for _ in range(ROUNDS):
-            left = [index for index in range(len(keys)) if index not in begun]
+            left = {index: uuid for index, (uuid, _) in enumerate(keys) if index not in begun}
             if not left:
-                break
-            rows = self._tasks.load(keys[index][0] for index in left)
+                return [begun[index] for index in range(len(keys))]
+            rows = self.tasks.load(left.values())
             before = seen_of(rows)
-            boxes = dict(
-                zip(
-                    (keys[i][0] for i in left),
-                    self.outboxes([keys[i][0] for i in left]),
-                    strict=True,
-                )
-            )
-            found = {
-                index: _begin(
-                    rows.setdefault(keys[index][0], TaskDocument()),
-                    keys[index][1],
-                    boxes[keys[index][0]],
-                )
-                for index in left
-            }
-            lost = self._tasks.save(
-                {uuid: row for uuid, row in rows.items() if row.changed}, before, {}, set()
-            )
-            begun |= {index: one for index, one in found.items() if keys[index][0] not in lost}
-        else:
-            raise self._tasks.too_many_rivals()
-        return [begun[index] for index in range(len(keys))]
+            boxes = self.outboxes(list(left.values()))
+            found: dict[int, Begun] = {}
+            for (index, uuid), outbox in zip(left.items(), boxes, strict=True):
+                row = rows.setdefault(uuid, TaskDocument())
+                if is_over(row.state, keys[index][1]):
+                    found[index] = Begun(epoch=row.epoch, finished=True, outbox=outbox)
+                else:
+                    row.epoch, row.changed = row.epoch + 1, True
+                    found[index] = Begun(epoch=row.epoch)
+            lost = self.tasks.save(rows, before)
+            begun |= {index: one for index, one in found.items() if left[index] not in lost}
+        raise self.tasks.too_many_rivals()
 
     def outboxes(self, keys: Sequence[str]) -> list[Sequence[bytes]]:
-        return self._tasks.outboxes(keys)
+        boxes = self._outboxes(keys) if keys else {}
+        return [unpacked_outbox(boxes.get(key, b"")) for key in keys]
 
-    def clear_outbox(self, sent: Sequence[tuple[str, Sequence[bytes]]]) -> None:
-        self._tasks.clear_outbox(sent)
+    @step("reading outboxes")
+    def _outboxes(self, store: Store, keys: Sequence[str]) -> dict[str, bytes]:
+        query = {"_id": {"$in": list(keys)}, "outbox_at": {"$gt": 0}}
+        return {
+            one["_id"]: bytes(one["outbox"])
+            for place in (store.tasks, store.machinery_chords, store.machinery_outboxes)
+            for one in place.find(query, {"outbox": 1})
+        }
 
-    def unsent(self, limit: int, *, older_than: float) -> list[tuple[str, Sequence[bytes]]]:
-        return self._tasks.unsent(limit, older_than=older_than)
+    @step("clearing outboxes")
+    def clear_outbox(self, store: Store, sent: Sequence[tuple[str, Sequence[bytes]]]) -> None:
+        # Only what was sent: the next run of the task may have put its own there meanwhile, at another moment.
+        boxes = {key: packed_outbox(bodies) for key, bodies in sent}
+        query = {"_id": {"$in": list(boxes)}, "outbox_at": {"$gt": 0}}
+        for place in (store.tasks, store.machinery_chords, store.machinery_outboxes):
+            these = [
+                {"_id": one["_id"], "outbox_at": one["outbox_at"]}
+                for one in place.find(query, {"outbox": 1, "outbox_at": 1})
+                if bytes(one["outbox"]) == boxes[one["_id"]]
+            ]
+            if these and place is store.machinery_outboxes:
+                place.bulk_write([DeleteOne(one) for one in these], ordered=False)
+            elif these:
+                empty = {"$set": {"outbox": b"", "outbox_at": 0}}
+                place.bulk_write([UpdateOne(one, empty) for one in these], ordered=False)
+
+    @step("looking for outboxes")
+    def unsent(
+        self, store: Store, limit: int, *, older_than: float
+    ) -> list[tuple[str, Sequence[bytes]]]:
+        query = {"outbox_at": {"$gt": 0, "$lte": self.driver.now() - int(older_than * 1e6)}}
+        return [
+            (one["_id"], unpacked_outbox(bytes(one["outbox"])))
+            for place in (store.tasks, store.machinery_chords, store.machinery_outboxes)
+            for one in place.find(query, {"outbox": 1}).limit(limit)
+        ][:limit]
+
+    def settled_by(self, uuids: Sequence[str]) -> list[str]:
+        marks = self._marks(uuids) if uuids else {}
+        return [marks.get(uuid, "") for uuid in uuids]
+
+    @step("reading marks")
+    def _marks(self, store: Store, uuids: Sequence[str]) -> dict[str, str]:
+        found = find_by_id(store.tasks, uuids, {"mark": 1})
+        return {one["_id"]: one.get("mark") or "" for one in found}
 
     # Schedules and claims
 
     def records(self, known: str = "") -> Records:
-        version = self.schedules.version()
-        return Records(
-            now=self.now(),
-            version=version,
-            bodies=None if version == known else self.schedules.bodies(),
-        )
+        return self.schedules.records(known)
 
     def amend(self, amendment: Amendment) -> bool:
-        return self.schedules.amend(amendment, b"", self.finish_tick)
+        return self.schedules.amend(amendment)
 
     def claims(self, names: Sequence[str]) -> list[bytes | None]:
-        return (
-            self.schedules.claims(names, lambda tick: self._show_tick(tick, again=True))
-            if names
-            else []
-        )
+        return self.schedules.claims(names) if names else []
 
     def release(self, claims: Sequence[tuple[str, bytes]]) -> None:
-        self.schedules.release(claims)
+        if claims:
+            self.schedules.release(claims)
 
-    def finish_tick(self, tick: Tick, again: bool) -> None:
-        """Finish an amendment that sends nothing here. May be repeated, with `again`."""
-        self.follow_tick(tick, again=again)
-        if not tick.send:  # else it is for a store that can send
-            self.schedules.clear(tick)
+    # States
 
-    def follow_tick(self, tick: Tick, *, again: bool) -> None:
-        self._show_tick(tick, again=again)
-        self.schedules.keep_outbox(tick)
+    def get_states(self, uuids: Sequence[str]) -> dict[str, TaskState]:
+        return self._states(uuids) if uuids else {}
 
-    def _show_tick(self, tick: Tick, *, again: bool) -> None:
-        self.follow([msgspec.structs.replace(tick.change, key="", outbox=())], again=again)
+    @step("reading states")
+    def _states(self, store: Store, uuids: Sequence[str]) -> dict[str, TaskState]:
+        states = self._kept(list(find_by_id(store.tasks, uuids)))
+        return {state.task_uuid: state for state in states}
+
+    def _kept(self, documents: Sequence[Document]) -> list[TaskState]:
+        """Return the states that have not expired."""
+        now = self.driver.now()
+        return [
+            state
+            for one in documents
+            if not has_expired(one, now) and (state := state_of(one)) is not None
+        ]
+
+    @step("listing states")
+    def list_states(
+        self,
+        store: Store,
+        *,
+        state: State | None = None,
+        name: str = "",
+        since: dt.datetime | None = None,
+        limit: int = 100,
+    ) -> list[TaskState]:
+        query: Document = {"changed_at": {"$gte": 1 if since is None else micros(since)}}
+        if state is not None:
+            query["state"] = state.value
+        if name:
+            query["task_name"] = name
+        return self._kept(list(store.tasks.find(query).sort("changed_at", -1).limit(limit)))
+
+    @step("looking for a task")
+    def find(self, store: Store, prefix: str, limit: int = 2) -> list[str]:
+        query = {"_id": {"$gte": prefix, "$lt": prefix + "\U0010ffff"}}
+        found = store.tasks.find(query, {"expires_at": 1}).sort("_id", 1).limit(limit)
+        now = self.driver.now()
+        return [one["_id"] for one in found if not has_expired(one, now)]
+
+    @step("counting what has finished")
+    def finished_since(self, store: Store, moment: dt.datetime) -> dict[str, tuple[int, int]]:
+        def count(state: State) -> dict[str, int]:
+            match = {"changed_at": {"$gte": micros(moment)}, "state": state.value}
+            group = {"_id": "$queue", "count": {"$sum": 1}}
+            found = store.tasks.aggregate([{"$match": match}, {"$group": group}])
+            return {one["_id"]: one["count"] for one in found}
+
+        good, bad = count(State.SUCCESS), count(State.FAILURE)
+        queues = good.keys() | bad.keys()
+        return {queue: (good.get(queue, 0), bad.get(queue, 0)) for queue in queues}
+
+    @step("revoking tasks")
+    def revoke(self, store: Store, uuids: Sequence[str], life: float = REVOKED_LIFE) -> None:
+        until = self.driver.now() + int(life * 1e6)
+        writes = [
+            UpdateOne({"_id": uuid}, {"$set": {"expires_at": until}}, upsert=True)
+            for uuid in dict.fromkeys(uuids)
+        ]
+        for start in range(0, len(writes), BATCH):
+            store.machinery_revoked.bulk_write(writes[start : start + BATCH], ordered=False)
+
+    def revoked(self, uuids: Sequence[str]) -> set[str]:
+        return self._revoked(uuids) if uuids else set()
+
+    @step("looking for revoked tasks")
+    def _revoked(self, store: Store, uuids: Sequence[str]) -> set[str]:
+        return {one["_id"] for one in find_by_id(store.machinery_revoked, uuids, {"_id": 1})}
+
+    def purge_state(self, task_uuid: str) -> None:
+        self.tasks.load([task_uuid])  # what is no state is refused
+        self._purge_state(task_uuid)
+
+    @step("forgetting a task")
+    def _purge_state(self, store: Store, task_uuid: str) -> None:
+        store.tasks.delete_one({"_id": task_uuid})
+
+    def listener(self) -> PollingListener:
+        return PollingListener(self._finished, notifier=self.driver.notifier("results"))
+
+    @step("looking for results")
+    def _finished(self, store: Store, uuids: Sequence[str]) -> list[str]:
+        query = {"_id": {"$in": uuids}, "state": {"$in": _FINISHED}}
+        return [one["_id"] for one in store.tasks.find(query, {"_id": 1})]
+
+    # Groups
+
+    @step("reading a group")
+    def get_group(self, store: Store, group_uuid: str) -> GroupMeta | None:
+        return mongo_groups.get_group(store, group_uuid)
+
+    @step("looking for complete groups")
+    def ready_groups(self, store: Store, limit: int) -> list[ReadyGroup]:
+        return mongo_groups.ready_groups(store, limit)
+
+    @step("looking for incomplete groups")
+    def partial_groups(self, store: Store, limit: int) -> list[Arrival]:
+        return mongo_groups.partial_groups(store, limit, now=self.driver.now())
+
+    @step("forgetting incomplete groups")
+    def drop_partial(self, store: Store, group_uuids: Sequence[str]) -> None:
+        mongo_groups.drop_partial(store, group_uuids)
+
+    @step("forgetting a group")
+    def purge_group_meta(self, store: Store, group_uuid: str) -> None:
+        mongo_groups.purge_group(store, group_uuid)
 
     # House-keeping
 
     def tend(self) -> float:
-        for change, send in self.old_firings():
+        for change, send in self.changes.old_firings():
             if not send:  # else it is for a store that can send
-                self.follow([change], again=True)
-                self.clear_deeds([change])
-        for tick in self.schedules.old_ticks():
-            self.finish_tick(tick, again=True)
+                self.changes.follow([change], again=True)
+                self.changes.clear_intents([change])
+        for intent in self.schedules.old_intents():
+            self.schedules.finish(intent, True)
         return self.tend_tasks()
 
     def tend_tasks(self) -> float:
-        """As `tend`, less the firings and schedules."""
-        full = self._finish_old_deeds() >= BATCH
+        """Do as `tend`, except for firings and schedules."""
+        is_full = self.changes.finish_old_intents()
         monotonic = self.driver.clock.monotonic()
         if monotonic >= self._next_sweep:
-            self._next_sweep = monotonic + SWEEP
-            full = self._sweep() or full
-        return 0.05 if full else self.driver.deed_age
+            self.schedules.sweep()
+            has_more = self._sweep()
+            self._next_sweep = 0.0 if has_more else monotonic + SWEEP
+            is_full = is_full or has_more
+        return 0.05 if is_full else self.driver.intent_age
 
-    def _sweep(self) -> bool:
-        """Forget what has expired; whether there may be more."""
+    @step("looking for what is over")
+    def _sweep(self, store: Store) -> bool:
+        """Forget what has expired; return whether there may be more."""
         now = self.driver.now()
-
-        def sweep(store: Store) -> bool:
-            over = {"expires_at": {"$gt": 0, "$lte": now}}
-            old = [one["_id"] for one in store.tasks.find(over, {"_id": 1}).limit(BATCH)]
-            if old:
-                store.tasks.delete_many({"_id": {"$in": old}, **over})
-            store.machinery_revoked.delete_many(over)
-            looked = mongo_groups.sweep_groups(
-                store, now=now, again_at=now + int(SWEEP * 1e6), limit=100
-            )
-            return len(old) >= BATCH or looked >= 100
-
-        self.schedules.sweep()
-        is_full = self._tasks.run(sweep, "looking for what is over")
-        if is_full:
-            self._next_sweep = 0.0
-        return is_full
+        over = {"expires_at": {"$gt": 0, "$lte": now}}
+        old = [one["_id"] for one in store.tasks.find(over, {"_id": 1}).limit(BATCH)]
+        if old:
+            store.tasks.delete_many({"_id": {"$in": old}, **over})
+        store.machinery_revoked.delete_many(over)
+        again_at = now + int(SWEEP * 1e6)
+        groups = mongo_groups.sweep_groups(store, now=now, again_at=again_at, limit=SWEEP_GROUPS)
+        return len(old) >= BATCH or groups >= SWEEP_GROUPS
 
     def concerns(self) -> list[Concern]:
         return self.driver.concerns()
-
-    def close(self) -> None:
-        pass  # the driver belongs to whoever made it
-
-
-def _own(change: Change) -> list[TaskState]:
-    return [state for state in change.states if state.task_uuid == change.key]
-
-
-def _is_kept(change: Change) -> bool:
-    """Whether a deed was written with the change."""
-    return bool(change.fires) or bool(_own(change) and packed_deed(change))
-
-
-def _begin(row: Row, run: int, outbox: Sequence[bytes]) -> Begun:
-    state = row.state
-    if is_over(state, run):
-        return Begun(epoch=row.epoch, finished=True, outbox=outbox)
-    row.epoch, row.changed = row.epoch + 1, True
-    return Begun(epoch=row.epoch)

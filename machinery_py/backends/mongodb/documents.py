@@ -1,12 +1,13 @@
-"""A task state as MongoDB keeps it: Go's fields, which Go reads and writes, and ours beside them.
+"""Document of a task: Go's fields, which Go reads and writes, and ours beside them.
 
     _id, state, task_name, created_at, results, error    Go's
     run, mark, epoch, queue, changed_at, expires_at      ours, to be asked for
     version                                              counts our writes; a write names the one it has seen
     ours                                                 the state as it was handed to us, in msgpack
-    deed, deed_at, outbox, outbox_at                     what the change that wrote the state still has to do
+    deed, deed_at                                        the intent: what the change that wrote the state still has to do
+    outbox, outbox_at                                    messages of that change, for another broker
 
-Of a document whose state is another than the one in `ours`, a Go program was the last writer, and only its fields count.
+When the state is another than the one in `ours`, a Go program was the last writer, and only its fields count.
 
 Limits: Go reads 64-bit integers, floats, booleans, strings and lists of these; other results are for Python alone.
 """
@@ -23,11 +24,11 @@ from msgspec.structs import force_setattr
 
 from machinery_py.backends.base import Change
 from machinery_py.backends.transactional import Row
-from machinery_py.connections.mongodb.client import Document, printable
+from machinery_py.connections.mongodb.client import Document
 from machinery_py.errors import DecodeError, NameRefused
 from machinery_py.tasks.signature import Arg
 from machinery_py.tasks.states import ZERO_TIME, State, TaskState
-from machinery_py.texts import quoted
+from machinery_py.texts import printable, quoted
 from machinery_py.wire.states import printable_state
 
 _pack = msgspec.msgpack.Encoder().encode
@@ -42,13 +43,13 @@ class TaskDocument(Row, kw_only=True):
     """A row and what its document was when it was read."""
 
     version: int = 0  # 0: there is none
-    word: str | None = None  # the document's state, if only a Go program has written it
-    deed: bytes = b""
-    deed_at: int = 0
+    word: str | None = None  # the document's state
+    intent: bytes = b""
+    intent_at: int = 0
 
 
-def is_over(document: Document, now: int) -> bool:
-    """Whether it has expired, and only no sweep has come yet."""
+def has_expired(document: Document, now: int) -> bool:
+    """Return whether the next sweep will delete the document. `now`: µs."""
     return 0 < (document.get("expires_at") or 0) <= now
 
 
@@ -59,7 +60,11 @@ _GOS = frozenset(
 
 
 def refuse_others(document: Document) -> None:
-    """Raises NameRefused: it is nobody's state of a task."""
+    """Refuse a document that is no state of a task.
+
+    Raises:
+        NameRefused: with its fields.
+    """
     word = document.get("state")
     if (
         isinstance(word, str)
@@ -76,23 +81,22 @@ def refuse_others(document: Document) -> None:
 
 
 def kept_of(document: Document, now: int) -> TaskDocument:
-    """For writing over it. `now`: µs; what has expired is written over as if it had no state. Raises as refuse_others."""
+    """Read a document to write over it; an expired one as if it had no state. Raises as `refuse_others`."""
     refuse_others(document)
-    version = int(document.get("version") or 0)
-    over = is_over(document, now)
+    over = has_expired(document, now)
     return TaskDocument(
         state=None if over else state_of(document),
         mark="" if over else str(document.get("mark") or ""),
         epoch=int(document.get("epoch") or 0),
-        version=version,
+        version=int(document.get("version") or 0),
         word=str(document.get("state") or ""),
-        deed=bytes(document.get("deed") or b""),
-        deed_at=int(document.get("deed_at") or 0),
+        intent=bytes(document.get("deed") or b""),
+        intent_at=int(document.get("deed_at") or 0),
     )
 
 
 def state_of(document: Document) -> TaskState | None:
-    """None: only a delivery has begun, nobody has written a state."""
+    """Return the state; None while only a delivery has begun."""
     word = document.get("state")
     if not word:
         return None
@@ -127,7 +131,7 @@ def _result(one: Any) -> Arg:
 
 
 def fields_of(row: Row, *, version: int, now: int, expires_at: int) -> Document:
-    """All that a write sets, but for `_id` and `created_at`."""
+    """Return all that a write sets, but for `_id` and `created_at`."""
     state = row.state
     if state is None:
         return {"version": version, "epoch": row.epoch, "mark": row.mark}
@@ -155,7 +159,7 @@ def fields_of(row: Row, *, version: int, now: int, expires_at: int) -> Document:
 def new_document(
     uuid: str, row: Row, *, now: int, expires_at: int, moment: dt.datetime
 ) -> Document:
-    """For a task that has no document yet: every field that anybody asks for."""
+    """Return the document of a task that has none yet, with every field that a query names."""
     created_at = (
         moment if row.state is None or row.state.created_at == ZERO_TIME else row.state.created_at
     )
@@ -179,7 +183,7 @@ def new_document(
 
 
 def go_value(value: Any) -> Any:
-    """A result as Go reads it: every integer in 64 bits. What BSON has no room for goes as a text; ours is beside it."""
+    """Return a result as Go reads it, with integers of 64 bits. What BSON cannot hold becomes a text; `ours` has it as it was."""
     if isinstance(value, bool) or value is None:
         return value
     if isinstance(value, int):
@@ -196,7 +200,7 @@ def _key(key: Any) -> str:
     return printable(str(key)).replace("\0", "\\0")
 
 
-def packed_deed(change: Change) -> bytes:
+def packed_intent(change: Change) -> bytes:
     """Encode the steps that are left once the state of the change's key is written."""
     others = [state for state in change.states if state.task_uuid != change.key]
     if not others and not change.groups and not change.arrivals:
@@ -208,8 +212,8 @@ def packed_changes(changes: Sequence[Change]) -> bytes:
     return _pack(changes)
 
 
-def unpacked_changes(deed: bytes) -> list[Change]:
-    return _changes(deed) if deed else []
+def unpacked_changes(intent: bytes) -> list[Change]:
+    return _changes(intent) if intent else []
 
 
 def packed_outbox(bodies: Sequence[bytes]) -> bytes:

@@ -1,12 +1,12 @@
-"""Groups in MongoDB: their documents, the counting of members, and the one who settles a chord.
+"""Groups in MongoDB: their documents, the counting of members, and who settles a chord.
 
     group_metas             Go's: _id, task_uuids, chord_triggered, lock, created_at; by_python: it was we who set the flag
-    machinery_chords        total, arrived, doubts, callback, failed, ready, fired, fired_by, expires_at; deed and outbox;
+    machinery_chords        total, arrived, doubts, callback, failed, ready, fired, fired_by, expires_at; deed (intent), outbox;
                             look_at, looks: when a worker looks whether Go has ended the members that are missing, and how often
     machinery_arrivals      a document for each member that is in; its _id makes it count once
 
 `arrived` is raised only by who has just inserted the arrival, and never a second time. So it is never too high, and reaching
-the total is enough. It is too low, for good, after a crash between the two. Who finishes that deed finds the arrival there,
+the total is enough. It is too low, for good, after a crash between the two. Who finishes that intent finds the arrival there,
 cannot know whether it was counted, and raises `doubts`: `arrived` may be too low by as much, so the last arrivals are counted.
 
 Who settles a group first sets Go's flag; of Python workers the chord's own document then lets one through. Go sets its flag too,
@@ -23,13 +23,13 @@ from collections.abc import Iterable, Sequence
 from pymongo import ReturnDocument
 
 from machinery_py.backends.base import ReadyGroup
-from machinery_py.connections.mongodb.client import Document, Store, insert_new, printable
+from machinery_py.connections.mongodb.client import BATCH, Document, Store, find_by_id, insert_new
 from machinery_py.tasks.states import Arrival, GroupMeta
+from machinery_py.texts import printable
 
 CHORD_LIFE = 7 * 86400 * 1_000_000  # µs without an arrival until a chord is taken for broken
-CHUNK = 1000  # UUIDs in one step
-LEFT = 30_000_000  # µs from a chord's first arrival until somebody looks whether members of others have completed it
-PATIENCE = 8  # looks at an incomplete group; from then on their pauses do not grow
+LOOK = 30_000_000  # µs from a chord's first arrival until a worker looks whether Go has ended the other members
+GROWING_LOOKS = 8  # looks at an incomplete group; from then on their pauses do not grow
 GO_TIME = 1.0  # seconds that a Go worker has from the end of its member to its flag
 
 
@@ -97,7 +97,7 @@ def get_group(store: Store, uuid: str) -> GroupMeta | None:
 def arrive(
     store: Store, arrivals: Iterable[Arrival], *, now: int, until: int, recount: bool
 ) -> list[str]:
-    """Count each member once. Returns the members whose chord is settled already.
+    """Count each member once; return the members whose chord is settled already.
 
     Args:
         recount: it may have been done before, and a crash may lie between an arrival and its counting.
@@ -131,21 +131,18 @@ def _count(
     until: int,
     recount: bool,
 ) -> bool:
-    """Raise the count and make the group ready; whether it was settled before."""
+    """Raise the count and make the group ready; return whether it was settled before."""
     last = members[-1]
-    failed = next(
-        (
-            one.task_uuid
-            for one, is_new in zip(members, new, strict=True)
-            if not one.ok and (is_new or recount)
-        ),
-        "",
-    )
+    failed = [
+        one.task_uuid
+        for one, is_new in zip(members, new, strict=True)
+        if not one.ok and (is_new or recount)
+    ]
     if failed:
         store.machinery_chords.update_one(
-            {"_id": group, "failed": "", "fired": 0}, {"$set": {"failed": failed}}
+            {"_id": group, "failed": "", "fired": 0}, {"$set": {"failed": failed[0]}}
         )
-    # The pool repeats this one only where the server knows the repeat (see `MongoDriver.run`, again=False, by the caller).
+    # Not to be repeated, unless the server knows the repeat: the caller's step has again=False.
     more = {"arrived": sum(new), "doubts": list(new).count(False) if recount else 0}
     chord = store.machinery_chords.find_one_and_update(
         {"_id": group},
@@ -160,7 +157,7 @@ def _count(
     is_full = last.total > 0 and arrived >= last.total
     if last.callback:
         is_ready = is_full or chord["failed"] != ""
-        look_at = 0 if is_ready else chord.get("look_at") or now + LEFT
+        look_at = 0 if is_ready else chord.get("look_at") or now + LOOK
         fields = {
             "ready": int(is_ready),
             "expires_at": 0 if is_ready else until,
@@ -171,37 +168,32 @@ def _count(
 
 
 def ready_groups(store: Store, limit: int) -> list[ReadyGroup]:
-    found = (
-        store.machinery_chords.find({"ready": 1}, {"callback": 1, "failed": 1})
-        .sort("_id", 1)
-        .limit(limit)
-    )
+    found = store.machinery_chords.find({"ready": 1}, {"callback": 1, "failed": 1})
     return [
         ReadyGroup(
             group_uuid=one["_id"], callback=bytes(one["callback"]), failed_member=one["failed"]
         )
-        for one in found
+        for one in found.sort("_id", 1).limit(limit)
     ]
 
 
 def partial_groups(store: Store, limit: int, *, now: int) -> list[Arrival]:
-    """Incomplete groups whose time to be looked at has come. The next is later each time."""
-    found: list[Arrival] = []
+    """Return incomplete groups whose time to be looked at has come, each to one caller. The next is later each time."""
+    chords, found = store.machinery_chords, []
     due: Document = {"look_at": {"$gt": 0, "$lte": now}}
-    for one in list(
-        store.machinery_chords.find(
-            due, {"total": 1, "callback": 1, "look_at": 1, "looks": 1}
-        ).limit(limit)
-    ):
+    fields = {"total": 1, "callback": 1, "look_at": 1, "looks": 1}
+    for one in list(chords.find(due, fields).limit(limit)):
         looks = one.get("looks", 0) + 1
-        later = {"$set": {"look_at": now + LEFT * min(looks, PATIENCE), "looks": looks}}
-        if store.machinery_chords.update_one(
-            {"_id": one["_id"], "look_at": one["look_at"]}, later
-        ).matched_count:
-            known = bytes(one["callback"])
+        later = {"$set": {"look_at": now + LOOK * min(looks, GROWING_LOOKS), "looks": looks}}
+        seen = {"_id": one["_id"], "look_at": one["look_at"]}
+        if chords.update_one(seen, later).matched_count:
             found.append(
                 Arrival(
-                    group_uuid=one["_id"], task_uuid="", total=one["total"], ok=True, callback=known
+                    group_uuid=one["_id"],
+                    task_uuid="",
+                    total=one["total"],
+                    ok=True,
+                    callback=bytes(one["callback"]),
                 )
             )
     return found
@@ -212,7 +204,7 @@ def drop_partial(store: Store, uuids: Sequence[str]) -> None:
 
 
 def fire(store: Store, uuid: str, *, by: str, fields: Document, until: int) -> bool:
-    """Settle the group; True for one caller, and for its repeat with the same `by`. `fields` are set with it."""
+    """Settle the group, and set `fields` with it; True for one caller, and for its repeat with the same `by`."""
     group = store.group_metas.find_one_and_update(
         {"_id": uuid, "chord_triggered": False},
         {"$set": {"chord_triggered": True, "by_python": True}},
@@ -220,27 +212,14 @@ def fire(store: Store, uuid: str, *, by: str, fields: Document, until: int) -> b
     ) or store.group_metas.find_one({"_id": uuid}, {"by_python": 1, "chord_triggered": 1})
     for _ in range(2):
         chord = store.machinery_chords.find_one({"_id": uuid}, {"fired_by": 1, "failed": 1})
+        unfired: Document = {"_id": uuid, "fired": 0}
+        by_go = group and group.get("chord_triggered") and not group.get("by_python")
         # Go sets its flag for a group with a failed member, too, and then tells nobody.
-        if (
-            group
-            and group.get("chord_triggered")
-            and not group.get("by_python")
-            and not (chord and chord["failed"])
-        ):
-            gone: Document = {
-                "$set": {
-                    "fired": 1,
-                    "fired_by": "go",
-                    "ready": 0,
-                    "look_at": 0,
-                    "expires_at": until,
-                }
-            }
-            store.machinery_chords.update_one({"_id": uuid, "fired": 0}, gone)
+        if by_go and not (chord and chord["failed"]):
+            gone = {"fired": 1, "fired_by": "go", "ready": 0, "look_at": 0, "expires_at": until}
+            store.machinery_chords.update_one(unfired, {"$set": gone})
             return False
-        if store.machinery_chords.update_one(
-            {"_id": uuid, "fired": 0}, {"$set": fields}
-        ).matched_count:
+        if store.machinery_chords.update_one(unfired, {"$set": fields}).matched_count:
             return True
         if chord is not None or group is None:
             return chord is not None and chord["fired_by"] == by
@@ -251,21 +230,20 @@ def fire(store: Store, uuid: str, *, by: str, fields: Document, until: int) -> b
 def after_firing(store: Store, uuid: str, *, expires_at: int) -> None:
     """Go's flag; from now on the members' results expire as others do. May be repeated."""
     store.group_metas.update_one({"_id": uuid}, {"$set": {"chord_triggered": True}})
-    members = [
-        one["member"] for one in store.machinery_arrivals.find({"group": uuid}, {"member": 1})
-    ]
-    expire_members(store, members, expires_at=expires_at)
+    expire_members(store, _arrived(store, uuid), expires_at=expires_at)
+
+
+def _arrived(store: Store, uuid: str) -> list[str]:
+    found = store.machinery_arrivals.find({"group": uuid}, {"member": 1})
+    return [one["member"] for one in found]
 
 
 def expire_members(store: Store, members: Sequence[str], *, expires_at: int) -> None:
-    for start in range(0, len(members), CHUNK):
-        store.tasks.update_many(
-            {
-                "_id": {"$in": list(members[start : start + CHUNK])},
-                "expires_at": {"$gt": expires_at},
-            },
-            {"$set": {"expires_at": expires_at}},
-        )
+    """Keep the members' results no longer than other results."""
+    later = {"expires_at": {"$gt": expires_at}}
+    for start in range(0, len(members), BATCH):
+        these = {"_id": {"$in": list(members[start : start + BATCH])}, **later}
+        store.tasks.update_many(these, {"$set": {"expires_at": expires_at}})
 
 
 def purge_group(store: Store, uuid: str) -> None:
@@ -275,23 +253,14 @@ def purge_group(store: Store, uuid: str) -> None:
 
 
 def sweep_groups(store: Store, *, now: int, again_at: int, limit: int) -> int:
-    """Forget groups whose time is over and none of whose members has a state any more; how many were looked at."""
-    found = list(
-        store.machinery_chords.find({"expires_at": {"$gt": 0, "$lte": now}}, {"_id": 1}).limit(
-            limit
-        )
-    )
+    """Forget groups whose time is over and none of whose members has a state; return how many were looked at."""
+    over = {"expires_at": {"$gt": 0, "$lte": now}}
+    found = list(store.machinery_chords.find(over, {"_id": 1}).limit(limit))
     for one in found:
         uuid = one["_id"]
         group = store.group_metas.find_one({"_id": uuid}, {"task_uuids": 1})
         members = list(group.get("task_uuids") or ()) if group else []
-        members += [
-            each["member"] for each in store.machinery_arrivals.find({"group": uuid}, {"member": 1})
-        ]
-        if any(
-            store.tasks.find_one({"_id": {"$in": members[start : start + CHUNK]}}, {"_id": 1})
-            for start in range(0, len(members), CHUNK)
-        ):
+        if any(find_by_id(store.tasks, members + _arrived(store, uuid), {"_id": 1})):
             store.machinery_chords.update_one({"_id": uuid}, {"$set": {"expires_at": again_at}})
         else:
             purge_group(store, uuid)

@@ -1,16 +1,16 @@
-"""The small records of schedules and the claims of unique tasks in MongoDB, and what becomes true with their changes.
+"""Records of schedules and claims of unique tasks in MongoDB, and the follow-ups of their changes.
 
     machinery_records     name → body, kept (0: it was removed, and is remembered for a day), stamp; deed, send, deed_at
     machinery_claims      the same, turn and expires_at
     machinery_outboxes    key → messages that are still to be published on another broker
 
-An amendment is made true by one write: to the record, if it holds what was expected and nothing is left of the amendment
-before. States, groups and messages are its deed, done afterwards and then taken out; each may be done twice. A deed that stays is
-finished by whoever changes the record next, or by `tend`.
+An amendment is made true by one write: to the record, if it holds what was expected and no intent of an earlier amendment.
+States, groups and messages are its intent (`deed`, `send`), carried out afterwards and then taken out; each may be done twice.
+An intent that stays is finished by whoever changes the record next, or by `tend`.
 
-Who reads a claim looks at its task next, and takes a task without a state for one that is over. So the states of a deed that is
-open are written before its claim is shown. A worker that only marks a claim changes its turn and leaves stamp and deed as they
-are: its task has come, so its message was stored, and whoever stored it is about to clear the deed.
+Who reads a claim looks at its task next, and takes a task without a state for one that is over. So the states of an open
+intent are written before its claim is shown. A worker that only marks a claim changes its turn and leaves stamp and intent as
+they are: its task has come, so its message was stored, and whoever stored it is about to clear the intent.
 
 The version of all records is how many documents there are and the sum of their stamps, which are random.
 """
@@ -19,33 +19,33 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import msgspec
 from pymongo import DeleteOne, UpdateOne
 from pymongo.collection import Collection
 
-from machinery_py.backends.base import Amendment, Change
+from machinery_py.backends.base import Amendment, Change, Records
+from machinery_py.backends.mongodb.changes import MongoChanges
 from machinery_py.backends.mongodb.documents import packed_changes, packed_outbox, unpacked_changes
-from machinery_py.backends.mongodb.tasks import BATCH, ROUNDS, MongoTasks
+from machinery_py.backends.mongodb.tasks import ROUNDS, MongoTasks
 from machinery_py.connections.mongodb.client import (
+    BATCH,
     Document,
+    DriverUser,
     MongoDriver,
     Store,
     insert_new,
-    printable,
+    step,
 )
-from machinery_py.errors import BackendUnavailable
+from machinery_py.texts import printable
 
-REMOVED_LIFE = (
-    86400 * 1_000_000
-)  # µs that a removed record is remembered: a version never comes again
+REMOVED_LIFE = 86400 * 1_000_000  # µs that a removed record is remembered: no version comes twice
 _FIELDS = {"stamp": 1, "deed": 1, "send": 1}
 _OPEN = {"body": 1, "kept": 1, "expires_at": 1, "deed_at": 1, **_FIELDS}
 
 
-class Tick(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """An amendment that was made, and what follows from it. `send`: as it was handed to `amend`."""
+class RecordIntent(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """Follow-ups of an amendment that was made. `send`: as it was handed to `amend`."""
 
     name: str
     stamp: int
@@ -55,81 +55,76 @@ class Tick(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     @property
     def token(self) -> str:
-        """Names what it sends."""
+        """Name of what it sends."""
         return f"{'claim' if self.is_claim else 'amend'} {self.name} {self.stamp:x}"
 
 
-#: Does what follows from an amendment, and clears its deed. `again`: in part it may have been done.
-Finish = Callable[[Tick, bool], None]
+#: Carries an intent out and clears it. `again`: in part it may have been done.
+Finish = Callable[[RecordIntent, bool], None]
 
 
-class MongoSchedules:
-    """Records and claims in the driver's database."""
+class MongoRecords(DriverUser):
+    """Records and claims in the driver's database. May be used from any thread."""
 
-    def __init__(self, driver: MongoDriver, tasks: MongoTasks) -> None:
-        self.driver = driver
-        self._run = tasks.run
+    def __init__(self, driver: MongoDriver, tasks: MongoTasks, changes: MongoChanges) -> None:
+        super().__init__(driver)
+        self._tasks = tasks
+        self._changes = changes
 
-    def version(self) -> str:
+    def records(self, known: str) -> Records:
+        version = self._version()
+        bodies = None if version == known else self._bodies()
+        return Records(now=self.driver.moment(), version=version, bodies=bodies)
+
+    @step("reading schedules")
+    def _version(self, store: Store) -> str:
         whole = [{"$group": {"_id": None, "count": {"$sum": 1}, "stamps": {"$sum": "$stamp"}}}]
-        found = self._run(
-            lambda store: list(store.machinery_records.aggregate(whole)), "reading schedules"
-        )
+        found = list(store.machinery_records.aggregate(whole))
         return f"{found[0]['count']}.{found[0]['stamps']}" if found else "0.0"
 
-    def bodies(self) -> dict[str, bytes]:
-        return self._run(
-            lambda store: {
-                one["_id"]: bytes(one["body"])
-                for one in store.machinery_records.find({"kept": 1}, {"body": 1})
-            },
-            "reading schedules",
-        )
+    @step("reading schedules")
+    def _bodies(self, store: Store) -> dict[str, bytes]:
+        found = store.machinery_records.find({"kept": 1}, {"body": 1})
+        return {one["_id"]: bytes(one["body"]) for one in found}
 
-    def claims(self, names: Sequence[str], show: Callable[[Tick], object]) -> list[bytes | None]:
-        """Return the content of each claim. `show` is called before for one whose states may not be written yet."""
+    def claims(self, names: Sequence[str]) -> list[bytes | None]:
         wanted = [printable(name) for name in names]
-        now = self.driver.now()
-        found = self._run(
-            lambda store: {
-                one["_id"]: one
-                for one in store.machinery_claims.find({"_id": {"$in": wanted}}, _OPEN)
-            },
-            "reading claims",
-        )
+        found = self._claims(wanted)
         for one in found.values():
             if one["deed_at"]:
-                show(_tick_of(one, is_claim=True))
+                self._show(_intent_of(one, is_claim=True), again=True)
+        now = self.driver.now()
         return [_body(found.get(name), now) for name in wanted]
 
-    def release(self, claims: Sequence[tuple[str, bytes]]) -> None:
-        """Forget those that hold just this. One whose deed is open is emptied, and goes when it is done."""
+    @step("reading claims")
+    def _claims(self, store: Store, names: Sequence[str]) -> dict[str, Document]:
+        found = store.machinery_claims.find({"_id": {"$in": names}}, _OPEN)
+        return {one["_id"]: one for one in found}
+
+    @step("releasing claims")
+    def release(self, store: Store, claims: Sequence[tuple[str, bytes]]) -> None:
+        """Forget those that hold just this. One whose intent is open is emptied, and goes when that is done."""
         known = {printable(name): body for name, body in claims}
-        now = self.driver.now()
+        these = {"_id": {"$in": list(known)}, "kept": 1}
+        held: list[Document] = [
+            {"_id": one["_id"], "turn": one["turn"], "kept": 1}
+            for one in store.machinery_claims.find(these, {"body": 1, "turn": 1})
+            if bytes(one["body"]) == known[one["_id"]]
+        ]
+        gone = {"kept": 0, "body": b"", "turn": secrets.randbits(40)}
+        empty: Document = {"$set": {**gone, "expires_at": self.driver.now()}}
+        if held:
+            store.machinery_claims.bulk_write([DeleteOne({**one, "deed_at": 0}) for one in held])
+            store.machinery_claims.bulk_write([UpdateOne(one, empty) for one in held])
 
-        def release(store: Store) -> None:
-            found = store.machinery_claims.find(
-                {"_id": {"$in": list(known)}, "kept": 1}, {"body": 1, "turn": 1}
-            )
-            held: list[Document] = [
-                {"_id": one["_id"], "turn": one["turn"], "kept": 1}
-                for one in found
-                if bytes(one["body"]) == known[one["_id"]]
-            ]
-            empty: Document = {
-                "$set": {"kept": 0, "body": b"", "turn": secrets.randbits(40), "expires_at": now}
-            }
-            if held:
-                store.machinery_claims.bulk_write(
-                    [DeleteOne({**one, "deed_at": 0}) for one in held]
-                )
-                store.machinery_claims.bulk_write([UpdateOne(one, empty) for one in held])
+    def amend(self, amendment: Amendment, send: bytes = b"", finish: Finish | None = None) -> bool:
+        """Change the record, for one caller.
 
-        if known:
-            self._run(release, "releasing claims")
-
-    def amend(self, amendment: Amendment, send: bytes, finish: Finish) -> bool:
-        """Change the record, for one caller. `finish` is called for this amendment, and for one that was left before it."""
+        Args:
+            send: messages, which `finish` sends.
+            finish: called for this amendment, and for one that was left before it (default: `finish`).
+        """
+        finish = finish or self.finish
         name, stamp, is_claim = printable(amendment.name), secrets.randbits(40), amendment.life > 0
         change = Change(
             key=amendment.outbox_key,
@@ -137,27 +132,27 @@ class MongoSchedules:
             groups=amendment.groups,
             outbox=amendment.outbox,
         )
-        deed = bool(change.states or change.groups or change.outbox or send)
         now = self.driver.now()
         held: Document = {"kept": int(amendment.body is not None), "body": amendment.body or b""}
         if is_claim:
-            held |= {
-                "turn": stamp,
-                "expires_at": now + int(amendment.life * 1e6)
-                if amendment.body is not None
-                else now,
-            }
+            life = int(amendment.life * 1e6) if amendment.body is not None else 0
+            held |= {"turn": stamp, "expires_at": now + life}
+        intent = None
+        if change.states or change.groups or change.outbox or send:
+            intent = RecordIntent(
+                name=name, stamp=stamp, change=change, send=send, is_claim=is_claim
+            )
         fields: Document = {
             **held,
             "stamp": stamp,
             "at": now,
-            "deed": packed_changes([change]) if deed else b"",
+            "deed": packed_changes([change]) if intent else b"",
             "send": send,
-            "deed_at": now if deed else 0,
+            "deed_at": now if intent else 0,
         }
 
-        def write(store: Store) -> bool | Tick:
-            """Whether it is ours; or what has to be finished before."""
+        def write(store: Store) -> bool | RecordIntent:
+            """Return whether it is ours; or what has to be finished before."""
             records = _place(store, is_claim)
             found = records.find_one({"_id": name})
             if found is not None and stamp in (found["stamp"], found.get("turn")):
@@ -166,74 +161,72 @@ class MongoSchedules:
                 return False
             if found is None:
                 return insert_new(records, [{"_id": name, **fields}])[0]
-            # Whoever changes it gives it another stamp, but for who only marks a claim.
+            # Each change gives it another stamp, except one that only marks a claim.
             word = "turn" if is_claim else "stamp"
             seen: Document = {"_id": name, word: found[word]}
-            if is_claim and not deed:
+            if is_claim and not intent:
                 return records.update_one(seen, {"$set": held}).matched_count > 0
             if found["deed_at"]:
-                return _tick_of(found, is_claim=is_claim)
+                return _intent_of(found, is_claim=is_claim)
             return records.update_one({**seen, "deed_at": 0}, {"$set": fields}).matched_count > 0
 
         for _ in range(ROUNDS):
-            left = self._run(write, "changing a claim" if is_claim else "changing a schedule")
+            doing = "changing a claim" if is_claim else "changing a schedule"
+            left = self.driver.run(write, doing=doing)
             if isinstance(left, bool):
-                if left and deed:
-                    finish(
-                        Tick(name=name, stamp=stamp, change=change, send=send, is_claim=is_claim),
-                        False,
-                    )
+                if left and intent:
+                    finish(intent, False)
                 return left
             finish(left, True)
-        raise BackendUnavailable(
-            f"MongoDB at {self.driver.place}: changing a schedule: others were faster {ROUNDS} times"
-        )
+        raise self._tasks.too_many_rivals("changing a schedule")
 
-    def keep_outbox(self, tick: Tick) -> None:
-        """The messages of a tick, for another broker. May be repeated."""
-        if tick.change.outbox:
-            box: Document = {
-                "_id": tick.change.key,
-                "outbox": packed_outbox(tick.change.outbox),
-                "outbox_at": self.driver.now(),
-            }
-            self._run(
-                lambda store: insert_new(store.machinery_outboxes, [box]), "keeping an outbox"
-            )
+    # Follow-ups
 
-    def clear(self, tick: Tick) -> None:
+    def finish(self, intent: RecordIntent, again: bool) -> None:
+        """Carry out an intent that sends nothing here. May be repeated, with `again`."""
+        self.follow(intent, again=again)
+        if not intent.send:  # else it is for a store that can send
+            self.clear(intent)
+
+    def follow(self, intent: RecordIntent, *, again: bool) -> None:
+        """Write states, groups and outbox of an intent."""
+        self._show(intent, again=again)
+        if intent.change.outbox:
+            self._keep_outbox(intent.change)
+
+    def _show(self, intent: RecordIntent, *, again: bool) -> None:
+        change = msgspec.structs.replace(intent.change, key="", outbox=())
+        self._changes.follow([change], again=again)
+
+    @step("keeping an outbox")
+    def _keep_outbox(self, store: Store, change: Change) -> None:
+        box = {"outbox": packed_outbox(change.outbox), "outbox_at": self.driver.now()}
+        insert_new(store.machinery_outboxes, [{"_id": change.key, **box}])
+
+    @step("clearing what was done")
+    def clear(self, store: Store, intent: RecordIntent) -> None:
         """Note that the follow-ups of this amendment are done."""
         done: Document = {"$set": {"deed": b"", "send": b"", "deed_at": 0}}
-        self._run(
-            lambda store: _place(store, tick.is_claim).update_one(
-                {"_id": tick.name, "stamp": tick.stamp}, done
-            ),
-            "clearing what was done",
-        )
+        this = {"_id": intent.name, "stamp": intent.stamp}
+        _place(store, intent.is_claim).update_one(this, done)
 
-    def old_ticks(self) -> list[Tick]:
-        """Amendments that were made, and what follows was not done."""
-        old = {"deed_at": {"$gt": 0, "$lt": self.driver.now() - int(self.driver.deed_age * 1e6)}}
-        return self._run(
-            lambda store: [
-                _tick_of(one, is_claim=is_claim)
-                for is_claim in (False, True)
-                for one in _place(store, is_claim).find(old, _FIELDS).limit(BATCH)
-            ],
-            "looking for what is unfinished",
-        )
+    @step("looking for what is unfinished")
+    def old_intents(self, store: Store) -> list[RecordIntent]:
+        """Return the intents whose owners have died."""
+        old = {"deed_at": {"$gt": 0, "$lt": self.driver.intents_before()}}
+        return [
+            _intent_of(one, is_claim=is_claim)
+            for is_claim in (False, True)
+            for one in _place(store, is_claim).find(old, _FIELDS).limit(BATCH)
+        ]
 
-    def sweep(self) -> None:
+    @step("looking for what is over")
+    def sweep(self, store: Store) -> None:
         """Forget what was removed long ago, and the claims whose time is over."""
         now = self.driver.now()
-        removed: Document = {"kept": 0, "deed_at": 0, "at": {"$lt": now - REMOVED_LIFE}}
-        over: Document = {"expires_at": {"$lte": now}, "deed_at": 0}
-
-        def sweep(store: Store) -> None:
-            store.machinery_records.delete_many(removed)
-            store.machinery_claims.delete_many(over)
-
-        self._run(sweep, "looking for what is over")
+        removed = {"kept": 0, "deed_at": 0, "at": {"$lt": now - REMOVED_LIFE}}
+        store.machinery_records.delete_many(removed)
+        store.machinery_claims.delete_many({"expires_at": {"$lte": now}, "deed_at": 0})
 
 
 def _place(store: Store, is_claim: bool) -> Collection[Document]:
@@ -247,9 +240,9 @@ def _body(document: Document | None, now: int) -> bytes | None:
     return bytes(document["body"])
 
 
-def _tick_of(document: dict[str, Any], *, is_claim: bool) -> Tick:
+def _intent_of(document: Document, *, is_claim: bool) -> RecordIntent:
     (change,) = unpacked_changes(bytes(document["deed"]))
-    return Tick(
+    return RecordIntent(
         name=document["_id"],
         stamp=document["stamp"],
         change=change,

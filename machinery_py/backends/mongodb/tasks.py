@@ -1,4 +1,4 @@
-"""The documents of tasks: read, written over what was read, marks and outboxes. What is in them: documents.py.
+"""The collection `tasks`: reading its documents, and writing over what was read. What is in one: documents.py.
 
 A write names the version (and, for Go's sake, the state) that it has seen, so of many who change one document at once each
 knows whether it was the one. A write whose reply was lost knows its own by the stamp that it left.
@@ -7,21 +7,27 @@ knows whether it was the one. A write whose reply was lost knows its own by the 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from collections.abc import Iterable, Sequence
 
-from pymongo import DeleteOne, UpdateOne
+from pymongo import UpdateOne
 
 from machinery_py.backends.mongodb.documents import (
     TaskDocument,
     fields_of,
     kept_of,
     new_document,
-    packed_outbox,
-    unpacked_outbox,
 )
 from machinery_py.backends.mongodb.groups import CHORD_LIFE
-from machinery_py.connections.mongodb.client import Document, MongoDriver, Store, insert_new
+from machinery_py.connections.mongodb.client import (
+    BATCH,
+    Document,
+    DriverUser,
+    MongoDriver,
+    Store,
+    find_by_id,
+    insert_new,
+    step,
+)
 from machinery_py.errors import BackendUnavailable, NameRefused
 from machinery_py.names import is_made
 from machinery_py.tasks.states import State, TaskState, advance
@@ -29,11 +35,9 @@ from machinery_py.texts import get_logger
 
 logger = get_logger(__name__)
 
-BATCH = 1000  # documents in one step
 ROUNDS = 200  # tries of a write that others are faster at
 
-T = TypeVar("T")
-_SLIM = {"results": 0, "outbox": 0}
+_WITHOUT_RESULTS = {"results": 0, "outbox": 0}
 
 #: Only tasks in one of these states, or in a later run, may have ended a run.
 _ENDED = frozenset({State.SUCCESS.value, State.FAILURE.value, State.RETRY.value})
@@ -42,42 +46,39 @@ _ENDED = frozenset({State.SUCCESS.value, State.FAILURE.value, State.RETRY.value}
 Before = dict[str, tuple[int, str | None]]
 
 
-class MongoTasks:
-    """The collection `tasks` of the driver's database."""
+class MongoTasks(DriverUser):
+    """The collection `tasks` of the driver's database.
+
+    Args:
+        expire_in: seconds that a finished task is kept.
+    """
 
     def __init__(self, driver: MongoDriver, *, expire_in: float) -> None:
-        self.driver = driver
+        super().__init__(driver)
         self._expire_in = expire_in
 
-    def run(self, work: Callable[[Store], T], doing: str, *, again: bool = True) -> T:
-        return self.driver.run(work, doing=doing, away=BackendUnavailable, again=again)
-
     def until(self) -> int:
-        """Until when is kept what is finished now."""
+        """Return the moment (µs) until which is kept what is finished now."""
         return self.driver.now() + int(self._expire_in * 1e6)
 
-    def too_many_rivals(self) -> BackendUnavailable:
+    def too_many_rivals(self, doing: str = "writing states") -> BackendUnavailable:
         return BackendUnavailable(
-            f"MongoDB at {self.driver.place}: writing states: others were faster {ROUNDS} times"
+            f"MongoDB at {self.driver.place}: {doing}: others were faster {ROUNDS} times"
         )
 
     def load(self, uuids: Iterable[str]) -> dict[str, TaskDocument]:
-        """The documents that there are, for writing over them."""
-        wanted, now = list(dict.fromkeys(uuids)), self.driver.now()
+        """Read the documents that there are, to write over them. Raises NameRefused for one that is no state."""
+        wanted = list(dict.fromkeys(uuids))
+        return self._load(wanted) if wanted else {}
 
-        def read(store: Store) -> dict[str, TaskDocument]:
-            return {
-                one["_id"]: kept_of(one, now)
-                for start in range(0, len(wanted), BATCH)
-                for one in store.tasks.find(
-                    {"_id": {"$in": wanted[start : start + BATCH]}}, _SLIM
-                ).batch_size(BATCH + 1)
-            }
-
-        return self.run(read, "reading states") if wanted else {}
+    @step("reading states")
+    def _load(self, store: Store, wanted: Sequence[str]) -> dict[str, TaskDocument]:
+        now = self.driver.now()
+        found = find_by_id(store.tasks, wanted, _WITHOUT_RESULTS)
+        return {one["_id"]: kept_of(one, now) for one in found}
 
     def refusals(self, uuids: Iterable[str]) -> dict[str, NameRefused]:
-        """Why states of these UUIDs are not written: something else lies there. Nobody is asked for UUIDs that we or Go made."""
+        """Return for each UUID that has something else than a state the error. UUIDs that we or Go made are not looked up."""
         refused: dict[str, NameRefused] = {}
         chosen = [uuid for uuid in dict.fromkeys(uuids) if not is_made(uuid)]
         try:
@@ -91,80 +92,74 @@ class MongoTasks:
         return refused
 
     def load_ended(self, uuids: Iterable[str]) -> dict[str, TaskDocument]:
-        """As `load`, of those of which a run may have ended. Asked for by `_id` alone, so that no server looks at other tasks."""
+        """As `load`, of those tasks of which a run may have ended."""
         wanted = list(dict.fromkeys(uuids))
+        return self.load(self._ended(wanted)) if wanted else {}
 
-        def read(store: Store) -> list[str]:
-            return [
-                one["_id"]
-                for start in range(0, len(wanted), BATCH)
-                for one in store.tasks.find(
-                    {"_id": {"$in": wanted[start : start + BATCH]}}, {"state": 1, "run": 1}
-                ).batch_size(BATCH + 1)
-                if one.get("state") in _ENDED or one.get("run")
-            ]
-
-        return self.load(self.run(read, "reading states")) if wanted else {}
+    @step("reading states")
+    def _ended(self, store: Store, wanted: Sequence[str]) -> list[str]:
+        # By `_id` alone, so that no server looks at other tasks.
+        found = find_by_id(store.tasks, wanted, {"state": 1, "run": 1})
+        return [one["_id"] for one in found if one.get("state") in _ENDED or one.get("run")]
 
     def save(
         self,
         rows: dict[str, TaskDocument],
         before: Before,
-        more: dict[str, Document],
-        held: set[str],
+        more: dict[str, Document] | None = None,
+        held: Iterable[str] = (),
     ) -> set[str]:
-        """Write the rows over what was read; returns those that are something else by now.
+        """Write the rows that have changed over what was read; return those whose document is something else by now.
 
         Args:
             more: fields that are set besides.
             held: members of chords, whose results are kept until their chord was settled.
         """
-        if not rows:
+        changed = {uuid: row for uuid, row in rows.items() if row.changed}
+        if not changed:
             return set()
-        driver = self.driver
-        place, until = driver.next_place(len(rows)), self.until()
-        long = until + CHORD_LIFE
-        moment = driver.moment()
+        more, held = more or {}, set(held)
+        place, until = self.driver.next_place(len(changed)), self.until()
+        moment = self.driver.moment()
         stamp = secrets.token_hex(8)
         fresh: list[Document] = []
         writes: list[UpdateOne] = []
-        for number, (uuid, row) in enumerate(rows.items()):
-            expires_at = long if uuid in held else until
+        for now, (uuid, row) in enumerate(changed.items(), place):
+            expires_at = until + CHORD_LIFE if uuid in held else until
             extra = {**more.get(uuid, {}), "stamp": stamp}
             if uuid not in before:
-                document = new_document(
-                    uuid, row, now=place + number, expires_at=expires_at, moment=moment
-                )
+                document = new_document(uuid, row, now=now, expires_at=expires_at, moment=moment)
                 fresh.append({**document, **extra})
                 continue
             version, word = before[uuid]
             seen = {"version": version} if version else {"version": {"$exists": False}}
-            fields = fields_of(row, version=version + 1, now=place + number, expires_at=expires_at)
+            fields = fields_of(row, version=version + 1, now=now, expires_at=expires_at)
             writes.append(
                 UpdateOne({"_id": uuid, "state": word, **seen}, {"$set": {**fields, **extra}})
             )
-
-        def write(store: Store) -> bool:
-            is_whole = all(insert_new(store.tasks, fresh))
-            for start in range(0, len(writes), BATCH):
-                some = writes[start : start + BATCH]
-                is_whole &= store.tasks.bulk_write(some, ordered=False).matched_count == len(some)
-            return is_whole
-
-        if self.run(write, "writing states"):
+        if self._write(fresh, writes):
             return set()
-
         # Some were not as we had read them, or this was the repeat after a lost reply: our stamp tells which are ours.
-        def ours(store: Store) -> set[str]:
-            query = {"_id": {"$in": list(rows)}, "stamp": stamp}
-            return {one["_id"] for one in store.tasks.find(query, {"_id": 1})}
+        return changed.keys() - self._stamped(list(changed), stamp)
 
-        return rows.keys() - self.run(ours, "reading states")
+    @step("writing states")
+    def _write(self, store: Store, fresh: list[Document], writes: list[UpdateOne]) -> bool:
+        """Return whether all was as it had been read."""
+        is_whole = all(insert_new(store.tasks, fresh))
+        for start in range(0, len(writes), BATCH):
+            some = writes[start : start + BATCH]
+            is_whole &= store.tasks.bulk_write(some, ordered=False).matched_count == len(some)
+        return is_whole
+
+    @step("reading states")
+    def _stamped(self, store: Store, uuids: list[str], stamp: str) -> set[str]:
+        query = {"_id": {"$in": uuids}, "stamp": stamp}
+        return {one["_id"] for one in store.tasks.find(query, {"_id": 1})}
 
     def advance(
         self, states: Sequence[TaskState], *, force: bool = False, again: bool = False
     ) -> None:
-        """Each through `advance`, as far as it goes; with `force` as it is, but `again` only over an earlier run.
+        """Write each state through `advance`; with `force` as it is, but `again` only over an earlier run.
 
         One whose document is somebody else's is left out: its message is sent all the same.
         """
@@ -185,72 +180,9 @@ class MongoTasks:
                 if after is not None:
                     row.state, row.changed = after, True
                     rows[state.task_uuid] = row
-            lost = self.save(
-                {uuid: row for uuid, row in rows.items() if row.changed}, before, {}, set()
-            )
+            lost = self.save(rows, before)
             left = [state for state in left if state.task_uuid in lost]
         raise self.too_many_rivals()
-
-    # What the contract of backends says of these
-
-    def outboxes(self, keys: Sequence[str]) -> list[Sequence[bytes]]:
-        query = {"_id": {"$in": list(keys)}, "outbox_at": {"$gt": 0}}
-
-        def read(store: Store) -> dict[str, bytes]:
-            places = (store.tasks, store.machinery_chords, store.machinery_outboxes)
-            return {
-                one["_id"]: bytes(one["outbox"])
-                for place in places
-                for one in place.find(query, {"outbox": 1})
-            }
-
-        boxes = self.run(read, "reading outboxes") if keys else {}
-        return [unpacked_outbox(boxes.get(key, b"")) for key in keys]
-
-    def clear_outbox(self, sent: Sequence[tuple[str, Sequence[bytes]]]) -> None:
-        """Only what was sent: the next run of the task may have put its own there meanwhile, at another moment."""
-        boxes = {key: packed_outbox(bodies) for key, bodies in sent}
-
-        def clear(store: Store) -> None:
-            query = {"_id": {"$in": list(boxes)}, "outbox_at": {"$gt": 0}}
-            for place in (store.tasks, store.machinery_chords, store.machinery_outboxes):
-                these = [
-                    {"_id": one["_id"], "outbox_at": one["outbox_at"]}
-                    for one in place.find(query, {"outbox": 1, "outbox_at": 1})
-                    if bytes(one["outbox"]) == boxes[one["_id"]]
-                ]
-                if these and place is store.machinery_outboxes:
-                    place.bulk_write([DeleteOne(one) for one in these], ordered=False)
-                elif these:
-                    empty = {"$set": {"outbox": b"", "outbox_at": 0}}
-                    place.bulk_write([UpdateOne(one, empty) for one in these], ordered=False)
-
-        self.run(clear, "clearing outboxes")
-
-    def unsent(self, limit: int, *, older_than: float) -> list[tuple[str, Sequence[bytes]]]:
-        query = {"outbox_at": {"$gt": 0, "$lte": self.driver.now() - int(older_than * 1e6)}}
-
-        def read(store: Store) -> list[tuple[str, bytes]]:
-            return [
-                (one["_id"], bytes(one["outbox"]))
-                for collection in (store.tasks, store.machinery_chords, store.machinery_outboxes)
-                for one in collection.find(query, {"outbox": 1}).limit(limit)
-            ][:limit]
-
-        return [(key, unpacked_outbox(box)) for key, box in self.run(read, "looking for outboxes")]
-
-    def marks(self, uuids: Sequence[str]) -> list[str]:
-        def read(store: Store) -> dict[str, str]:
-            return {
-                one["_id"]: one.get("mark") or ""
-                for start in range(0, len(uuids), BATCH)
-                for one in store.tasks.find(
-                    {"_id": {"$in": list(uuids[start : start + BATCH])}}, {"mark": 1}
-                )
-            }
-
-        marks = self.run(read, "reading marks") if uuids else {}
-        return [marks.get(uuid, "") for uuid in uuids]
 
 
 def seen_of(rows: dict[str, TaskDocument]) -> Before:

@@ -1,13 +1,12 @@
-"""Messages in MongoDB, a document each; what is in it stands in messages.py, the protocol in
-docs/explanation/mongodb-protocol.md.
+"""Messages in MongoDB, a document each: messages.py; the protocol stands in docs/explanation/mongodb-protocol.md.
 
     machinery_messages    one for each message, until it is done
     machinery_queues      every queue that ever held something or had a consumer; `paused`
     machinery_sessions    a consumer that lives: who it is, and how often it has beaten
     machinery_tokens      a submission that was carried out, for ten minutes; its messages until they are all stored
 
-A consumer that has not beaten for a lease, by the clock of who looks, is given up at the second look; one whose process on
-this host has ended, at the first.
+A consumer whose heartbeat stays the same for a lease, by the clock of whoever looks, is given up; one whose process on this
+host has ended, at once (brokers/liveness.py).
 
 Limits: delayed messages go by the clock of the server as each process has measured it. On a server without transactions a
 batch becomes visible message by message.
@@ -17,7 +16,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TypeVar
 
 import msgspec
 
@@ -46,42 +44,42 @@ from machinery_py.connections.durability import Concern
 from machinery_py.connections.forks import ForkLock
 from machinery_py.connections.mongodb.client import (
     Document,
+    DriverUser,
     MongoDriver,
     Store,
     insert_new,
-    printable,
+    step,
 )
 from machinery_py.connections.session_files import host_folder, ran, remove
 from machinery_py.errors import BrokerUnavailable, MachineryError, PublishRefused, PublishUnknown
+from machinery_py.texts import printable
 
-LEASE = 10.0  # seconds without a beat until a consumer is given up
+LEASE = 10.0  # seconds without a heartbeat until a consumer is given up
 TOKEN_LIFE = 600 * 1_000_000  # µs; longer than anybody repeats a submission
 SWEEP = 60.0  # seconds between two looks for old tokens
+INTENTS = 100  # submissions of dead senders that are carried out in one step
 
-MESSAGES = "messages"  # a deed of a token, of messages alone
+MESSAGES = "messages"  # kind of a token whose intent is messages alone
 
-T = TypeVar("T")
 _pack = msgspec.msgpack.Encoder().encode
-_messages = msgspec.msgpack.Decoder(list[Message]).decode
+_decode = msgspec.msgpack.Decoder(list[Message]).decode
 
 
-class MongoBroker(Broker):
+class MongoBroker(DriverUser, Broker):
     """Collections of the driver's database. The driver belongs to whoever made it."""
 
     features = BrokerFeatures(name="mongodb")
+    unavailable = BrokerUnavailable
 
     def __init__(self, driver: MongoDriver, *, lease: float = LEASE) -> None:
-        self.driver = driver
+        super().__init__(driver)
         self.lease = lease
         self._judge: HeartbeatJudge[str] = HeartbeatJudge(patience=lease, lease=lease)
         self._named: set[str] = set()
-        self._busy: set[str] = set()  # tokens of calls that are at it
+        self._busy: set[str] = set()  # tokens of calls that are being carried out
         self._putting = ForkLock()
         self._consumers: weakref.WeakSet[MongoConsumer] = weakref.WeakSet()
         self._next_sweep = self._next_holders = 0.0
-
-    def _run(self, work: Callable[[Store], T], doing: str) -> T:
-        return self.driver.run(work, doing=doing, away=BrokerUnavailable)
 
     # Publishing
 
@@ -91,39 +89,31 @@ class MongoBroker(Broker):
             return True
         return self.once(token, MESSAGES, _pack(messages), lambda: self.store([(token, messages)]))
 
-    def once(self, token: str, kind: str, deed: bytes, carry_out: Callable[[], object]) -> bool:
-        """Carry out a submission that bears this token, if that was not done before; whether it was not.
+    def once(self, token: str, kind: str, intent: bytes, carry_out: Callable[[], object]) -> bool:
+        """Carry out a submission that bears this token; False if that was done before.
 
-        The token and the deed are one document: from then on it will be carried out, by us or by a later `tend`.
+        Token and intent are one document: once it is there, we or a later `tend` carry it out.
         """
         now = self.driver.now()
-        document: Document = {"_id": token, "at": now, "kind": kind, "deed": deed, "deed_at": now}
+        document: Document = {"_id": token, "at": now, "kind": kind, "deed": intent, "deed_at": now}
 
         def begin(store: Store) -> bool:
             if insert_new(store.machinery_tokens, [document])[0]:
                 return True
             # Carried out before; or begun, by a call that lost a reply: this one does what is left.
-            return (
-                store.machinery_tokens.find_one({"_id": token, "deed_at": {"$gt": 0}}, {"_id": 1})
-                is not None
-            )
+            unfinished = {"_id": token, "deed_at": {"$gt": 0}}
+            return store.machinery_tokens.find_one(unfinished, {"_id": 1}) is not None
 
         with self._putting:
             if token in self._busy:
                 return False
             self._busy.add(token)
         try:
-            if not self.driver.run(
-                begin,
-                doing="publishing",
-                away=BrokerUnavailable,
-                lost=PublishUnknown,
-                refused=PublishRefused,
-            ):
+            if not self._publish(begin):
                 return False
             try:
                 carry_out()
-                self.forget_deed(token)
+                self.forget_intent(token)
             except MachineryError as error:
                 raise PublishUnknown(
                     f"{error} (it was accepted, and is carried out by the next worker that looks)"
@@ -132,11 +122,21 @@ class MongoBroker(Broker):
             self._busy.discard(token)
         return True
 
-    def forget_deed(self, token: str) -> None:
+    def _publish(self, work: Callable[[Store], bool], *, again: bool = True) -> bool:
+        """Run the step by which something is accepted."""
+        return self.driver.run(
+            work,
+            doing="publishing",
+            away=BrokerUnavailable,
+            again=again,
+            lost=PublishUnknown,
+            refused=PublishRefused,
+        )
+
+    def forget_intent(self, token: str) -> None:
+        done: Document = {"$set": {"deed": b"", "deed_at": 0}}
         self.driver.run(
-            lambda store: store.machinery_tokens.update_one(
-                {"_id": token}, {"$set": {"deed": b"", "deed_at": 0}}
-            ),
+            lambda store: store.machinery_tokens.update_one({"_id": token}, done),
             doing="publishing",
             away=PublishUnknown,
         )
@@ -158,22 +158,16 @@ class MongoBroker(Broker):
             return
         queues = {document["queue"] for document in documents} - self._named
 
-        def write(store: Store) -> None:
+        def write(store: Store) -> bool:
             if queues:
                 insert_new(store.machinery_queues, [{"_id": queue} for queue in sorted(queues)])
             insert_new(store.machinery_messages, documents)
+            return True
 
         if again:  # a part of what is accepted
             self.driver.run(write, doing="publishing", away=PublishUnknown)
         else:
-            self.driver.run(
-                write,
-                doing="publishing",
-                away=BrokerUnavailable,
-                again=False,
-                lost=PublishUnknown,
-                refused=PublishRefused,
-            )
+            self._publish(write, again=False)
         self._named |= queues
         self.driver.notify("messages")
 
@@ -186,76 +180,71 @@ class MongoBroker(Broker):
 
     def tend(self) -> float:
         self.look_at_sessions()
-        for token, kind, deed in self.old_deeds():
+        for token, kind, intent in self.old_intents():
             if kind == MESSAGES:  # else it is for a store that can write states
-                self.finish_put(token, deed)
+                self.finish_put(token, intent)
         return self.tend_messages()
 
-    def finish_put(self, token: str, deed: bytes) -> None:
-        """Carry out what was put by somebody who died over it."""
-        self.store([(token, _messages(deed))])
-        self.forget_deed(token)
+    def finish_put(self, token: str, intent: bytes) -> None:
+        """Carry out a `put` whose caller has died."""
+        self.store([(token, _decode(intent))])
+        self.forget_intent(token)
 
     def tend_messages(self) -> float:
-        """Bring what is due to its queues, forget old tokens; as `tend`."""
+        """Bring due messages to their queues, and forget old tokens. Returns seconds as `tend`."""
         monotonic = self.driver.clock.monotonic()
         if monotonic >= self._next_sweep:
             self._next_sweep = monotonic + SWEEP
-            before = self.driver.now() - TOKEN_LIFE
-            old: Document = {"at": {"$lt": before}, "deed_at": 0}
-            self._run(
-                lambda store: store.machinery_tokens.delete_many(old), "looking for old tokens"
-            )
+            self._forget_tokens()
         due = self._promote()
         interval = self.lease / 4
         return interval if due is None else min(interval, max(0.0, (due - self.driver.now()) / 1e6))
 
-    def old_deeds(self) -> list[tuple[str, str, bytes]]:
-        """Token, kind and deed of submissions that were begun and not carried out."""
-        query = {"deed_at": {"$gt": 0, "$lt": self.driver.now() - int(self.driver.deed_age * 1e6)}}
-        return self._run(
-            lambda store: [
-                (one["_id"], one["kind"], bytes(one["deed"]))
-                for one in store.machinery_tokens.find(query).limit(100)
-            ],
-            "looking for what is unfinished",
-        )
+    @step("looking for old tokens")
+    def _forget_tokens(self, store: Store) -> None:
+        before = self.driver.now() - TOKEN_LIFE
+        store.machinery_tokens.delete_many({"at": {"$lt": before}, "deed_at": 0})
+
+    @step("looking for what is unfinished")
+    def old_intents(self, store: Store) -> list[tuple[str, str, bytes]]:
+        """Return token, kind and intent of submissions that were begun and not carried out."""
+        old = {"deed_at": {"$gt": 0, "$lt": self.driver.intents_before()}}
+        return [
+            (one["_id"], one["kind"], bytes(one["deed"]))
+            for one in store.machinery_tokens.find(old).limit(INTENTS)
+        ]
 
     def _promote(self) -> int | None:
-        """Delayed messages that are due go to their queues; returns the moment at which the next one is."""
-        now = self.driver.now()
-        late: Document = {"status": int(Status.DELAYED)}
-
-        def promote(store: Store) -> tuple[int | None, int]:
-            messages = store.machinery_messages
-            first = messages.find_one(late, {"due_at": 1}, sort=[("due_at", 1)])
-            if first is None or first["due_at"] > now:
-                return (None if first is None else first["due_at"]), 0
-            moved = messages.update_many(
-                {**late, "due_at": {"$lte": now}}, {"$set": {"status": int(Status.WAITING)}}
-            )
-            first = messages.find_one(late, {"due_at": 1}, sort=[("due_at", 1)])
-            return (None if first is None else first["due_at"]), moved.modified_count
-
-        due, moved = self._run(promote, "moving due messages")
+        """Bring due messages to their queues; return the moment at which the next one is due."""
+        due, moved = self._move_due()
         if moved:
             self.driver.notify("messages")
         return due
 
+    @step("moving due messages")
+    def _move_due(self, store: Store) -> tuple[int | None, int]:
+        now, messages = self.driver.now(), store.machinery_messages
+        late: Document = {"status": int(Status.DELAYED)}
+
+        def next_due() -> int | None:
+            first = messages.find_one(late, {"due_at": 1}, sort=[("due_at", 1)])
+            return None if first is None else int(first["due_at"])
+
+        due = next_due()
+        if due is None or due > now:
+            return due, 0
+        moved = messages.update_many(
+            {**late, "due_at": {"$lte": now}}, {"$set": {"status": int(Status.WAITING)}}
+        )
+        return next_due(), moved.modified_count
+
     def look_at_sessions(self) -> None:
-        """Give up who has not beaten, or whose process has ended, and give back what it held."""
+        """Give back what dead consumers held."""
         now = self.driver.clock.monotonic()
         asks_holders = now >= self._next_holders
         if asks_holders:
             self._next_holders = now + self.lease
-
-        def look(store: Store) -> tuple[list[str], dict[str, Document]]:
-            # In this order: who holds something was registered before it claimed it.
-            holds = {"status": {"$in": [int(Status.HELD), int(Status.TAKEN)]}}
-            holders = store.machinery_messages.distinct("session", holds) if asks_holders else []
-            return list(holders), {one["_id"]: one for one in store.machinery_sessions.find()}
-
-        holders, sessions = self._run(look, "looking after workers")
+        holders, sessions = self._sessions(asks_holders)
         beats = {session: int(one["beats"]) for session, one in sessions.items()}
         ended = [
             session
@@ -264,26 +253,33 @@ class MongoBroker(Broker):
         ]
         silent = self._judge.dead(beats, now)
         for session in dict.fromkeys((*ended, *silent)):
-            self._condemn(session, beats[session])
+            # Only if it has not beaten since it was seen.
+            if self._forget_session(session, beats[session]):
+                self._give_back(session)
         for session in holders:
             if session and session not in sessions:
-                # It claimed after it was given up, or who gave it up died over it.
+                # It claimed after it was given up, or who gave it up died before giving all back.
                 self._give_back(session)
 
-    def _condemn(self, session: str, beats: int) -> None:
-        """Give a session up, if it has not beaten since it was seen."""
+    @step("looking after workers")
+    def _sessions(self, store: Store, asks_holders: bool) -> tuple[list[str], dict[str, Document]]:
+        """Return the sessions that hold messages, if those are asked for, and the documents of all that are registered."""
+        # In this order: who holds something was registered before it claimed it.
+        holds = {"status": {"$in": [int(Status.HELD), int(Status.TAKEN)]}}
+        holders = store.machinery_messages.distinct("session", holds) if asks_holders else []
+        return list(holders), {one["_id"]: one for one in store.machinery_sessions.find()}
+
+    @step("giving a worker up")
+    def _forget_session(self, store: Store, session: str, beats: int) -> bool:
         seen: Document = {"_id": session, "beats": beats}
-        gone = self._run(
-            lambda store: store.machinery_sessions.delete_one(seen).deleted_count,
-            "giving a worker up",
-        )
-        if gone:
-            self._give_back(session)
+        return store.machinery_sessions.delete_one(seen).deleted_count > 0
 
     def _give_back(self, session: str) -> None:
         began = ran(host_folder(KIND), session)
-        self._run(
-            lambda store: release(store, session, began), "giving a dead worker's messages back"
+        self.driver.run(
+            lambda store: release(store, session, began),
+            doing="giving a dead worker's messages back",
+            away=BrokerUnavailable,
         )
         remove(host_folder(KIND), session)
         self.driver.notify("messages")
@@ -292,131 +288,92 @@ class MongoBroker(Broker):
 
     def pending(self, queue: str, limit: int) -> list[Message]:
         self._promote()
-        query = {"status": QUEUED, "queue": queue}
-        return self._run(
-            lambda store: [
-                message_of(one)
-                for one in store.machinery_messages.find(query).sort(ORDER).limit(limit)
-            ],
-            "listing a queue",
-        )
+        return self._find({"status": QUEUED, "queue": queue}, ORDER, limit)
 
     def delayed(self, limit: int) -> list[Message]:
-        query = {"status": int(Status.DELAYED)}
-        order = [("due_at", 1), ("order", 1)]
-        return self._run(
-            lambda store: [
-                message_of(one)
-                for one in store.machinery_messages.find(query).sort(order).limit(limit)
-            ],
-            "listing delayed messages",
-        )
+        return self._find({"status": int(Status.DELAYED)}, [("due_at", 1), ("order", 1)], limit)
+
+    @step("listing messages")
+    def _find(
+        self, store: Store, query: Document, order: Sequence[tuple[str, int]], limit: int
+    ) -> list[Message]:
+        found = store.machinery_messages.find(query).sort(list(order)).limit(limit)
+        return [message_of(one) for one in found]
 
     def stats(self) -> list[QueueStats]:
         self._promote()
+        return self._count_messages()
 
-        def count(store: Store, *statuses: Status) -> dict[str, tuple[int, int]]:
-            found = store.machinery_messages.aggregate(
-                [
-                    {"$match": {"status": {"$in": [int(status) for status in statuses]}}},
-                    {
-                        "$group": {
-                            "_id": "$queue",
-                            "count": {"$sum": 1},
-                            "oldest": {"$min": "$sent_at"},
-                        }
-                    },
-                ]
-            )
+    @step("counting messages")
+    def _count_messages(self, store: Store) -> list[QueueStats]:
+        def count(*statuses: Status) -> dict[str, tuple[int, int]]:
+            """Return for each queue how many messages are there, and since when (µs) the oldest."""
+            group = {"_id": "$queue", "count": {"$sum": 1}, "oldest": {"$min": "$sent_at"}}
+            match = {"status": {"$in": [int(status) for status in statuses]}}
+            found = store.machinery_messages.aggregate([{"$match": match}, {"$group": group}])
             return {one["_id"]: (one["count"], one["oldest"]) for one in found}
 
-        def look(store: Store) -> list[QueueStats]:
-            waiting, running = (
-                count(store, Status.WAITING, Status.TAKEN),
-                count(store, Status.HELD, Status.ENDING),
+        waiting = count(Status.WAITING, Status.TAKEN)
+        running = count(Status.HELD, Status.ENDING)
+        delayed, dead = count(Status.DELAYED), count(Status.DEAD)
+        none = (0, 0)
+        return [
+            QueueStats(
+                queue=queue,
+                waiting=waiting.get(queue, none)[0],
+                running=running.get(queue, none)[0],
+                delayed=delayed.get(queue, none)[0],
+                dead=dead.get(queue, none)[0],
+                oldest_at=moment_of(waiting[queue][1]) if queue in waiting else None,
+                paused=paused,
             )
-            delayed, dead = count(store, Status.DELAYED), count(store, Status.DEAD)
-            none = (0, 0)
-            return [
-                QueueStats(
-                    queue=queue,
-                    waiting=waiting.get(queue, none)[0],
-                    running=running.get(queue, none)[0],
-                    delayed=delayed.get(queue, none)[0],
-                    dead=dead.get(queue, none)[0],
-                    oldest_at=moment_of(waiting[queue][1]) if queue in waiting else None,
-                    paused=paused,
-                )
-                for queue, paused in sorted(
-                    (one["_id"], bool(one.get("paused"))) for one in store.machinery_queues.find()
-                )
-            ]
-
-        return self._run(look, "counting messages")
-
-    def workers(self) -> list[WorkerInfo]:
-        def look(store: Store) -> tuple[list[Document], dict[str, int]]:
-            held = store.machinery_messages.aggregate(
-                [
-                    {"$match": {"status": int(Status.HELD)}},
-                    {"$group": {"_id": "$session", "count": {"$sum": 1}}},
-                ]
+            for queue, paused in sorted(
+                (one["_id"], bool(one.get("paused"))) for one in store.machinery_queues.find()
             )
-            return list(store.machinery_sessions.find()), {one["_id"]: one["count"] for one in held}
+        ]
 
-        sessions, holding = self._run(look, "listing workers")
+    @step("listing workers")
+    def workers(self, store: Store) -> list[WorkerInfo]:
+        held: Document = {"$match": {"status": int(Status.HELD)}}
+        counted = store.machinery_messages.aggregate(
+            [held, {"$group": {"_id": "$session", "count": {"$sum": 1}}}]
+        )
+        holding = {one["_id"]: one["count"] for one in counted}
         return [
             info.worker(one["_id"], beat_at=one["beat_at"], holding=holding.get(one["_id"], 0))
-            for one in sessions
+            for one in store.machinery_sessions.find()
             if (info := read_record(one["info"])) is not None and not has_ended(info)
         ]
 
-    def purge(self, queue: str) -> int:
-        query = {
-            "queue": queue,
-            "status": {"$in": [int(Status.WAITING), int(Status.TAKEN), int(Status.DELAYED)]},
-        }
-        return self._run(
-            lambda store: store.machinery_messages.delete_many(query).deleted_count,
-            "purging a queue",
-        )
+    @step("purging a queue")
+    def purge(self, store: Store, queue: str) -> int:
+        gone = [int(Status.WAITING), int(Status.TAKEN), int(Status.DELAYED)]
+        query = {"queue": queue, "status": {"$in": gone}}
+        return store.machinery_messages.delete_many(query).deleted_count
 
-    def pause(self, queue: str) -> None:
-        def pause(store: Store) -> None:
-            store.machinery_queues.update_one({"_id": queue}, {"$set": {"paused": 1}}, upsert=True)
-            untake(
-                store, {"queue": queue}
-            )  # what is claimed after this sees the mark; see consumer.py
-
-        self._run(pause, "pausing a queue")
+    @step("pausing a queue")
+    def pause(self, store: Store, queue: str) -> None:
+        store.machinery_queues.update_one({"_id": queue}, {"$set": {"paused": 1}}, upsert=True)
+        # What is claimed after this sees the mark; see consumer.py.
+        untake(store, {"queue": queue})
 
     def resume(self, queue: str) -> None:
-        self._run(
-            lambda store: store.machinery_queues.update_one(
-                {"_id": queue}, {"$set": {"paused": 0}}
-            ),
-            "resuming a queue",
-        )
+        self._resume(queue)
         self.driver.notify("messages")
 
-    def paused(self) -> frozenset[str]:
-        return self._run(
-            lambda store: frozenset(
-                one["_id"] for one in store.machinery_queues.find({"paused": 1})
-            ),
-            "looking for paused queues",
-        )
+    @step("resuming a queue")
+    def _resume(self, store: Store, queue: str) -> None:
+        store.machinery_queues.update_one({"_id": queue}, {"$set": {"paused": 0}})
 
-    def dead_letters(self, *, limit: int, queue: str = "") -> list[DeadLetter]:
+    @step("looking for paused queues")
+    def paused(self, store: Store) -> frozenset[str]:
+        return frozenset(one["_id"] for one in store.machinery_queues.find({"paused": 1}))
+
+    @step("listing dead letters")
+    def dead_letters(self, store: Store, *, limit: int, queue: str = "") -> list[DeadLetter]:
         query: Document = {"status": int(Status.DEAD), **({"queue": queue} if queue else {})}
-        order = [("died_at", -1), ("order", -1)]
-        return self._run(
-            lambda store: [
-                letter_of(one)
-                for one in store.machinery_messages.find(query).sort(order).limit(limit)
-            ],
-            "listing dead letters",
-        )
+        found = store.machinery_messages.find(query).sort([("died_at", -1), ("order", -1)])
+        return [letter_of(one) for one in found.limit(limit)]
 
     def bury(self, message: Message, *, queue: str, reason: str, error: str) -> None:
         now = self.driver.now()
@@ -437,19 +394,13 @@ class MongoBroker(Broker):
             write, doing="burying a message", away=BrokerUnavailable, refused=PublishRefused
         )
 
-    def take_dead(self, ids: Sequence[str]) -> list[DeadLetter]:
-        def take(store: Store) -> list[DeadLetter]:
-            taken = (
-                store.machinery_messages.find_one_and_delete(
-                    {"_id": id, "status": int(Status.DEAD)}
-                )
-                for id in dict.fromkeys(ids)
-            )
-            return [letter_of(one) for one in taken if one is not None]
-
-        return self.driver.run(
-            take, doing="taking dead letters", away=BrokerUnavailable, again=False
+    @step("taking dead letters", again=False)
+    def take_dead(self, store: Store, ids: Sequence[str]) -> list[DeadLetter]:
+        taken = (
+            store.machinery_messages.find_one_and_delete({"_id": id, "status": int(Status.DEAD)})
+            for id in dict.fromkeys(ids)
         )
+        return [letter_of(one) for one in taken if one is not None]
 
     def concerns(self) -> list[Concern]:
         return self.driver.concerns()

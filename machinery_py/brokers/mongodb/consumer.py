@@ -1,11 +1,11 @@
-"""A consumer of MongoDB queues: it claims, disposes, beats and sleeps. The protocol: docs/explanation/mongodb-protocol.md.
+"""Consumer of MongoDB queues: claims, disposals, heartbeats and waiting. The protocol: docs/explanation/mongodb-protocol.md.
 
 A claim reads the ids of what waits, writes its lease into those that still wait (they are TAKEN), makes sure that the queue is
 not paused, and holds what is still taken. `pause` first marks the queue and then undoes what is taken: so a claim that is
 behind the second step sees the mark, and one that is ahead of it holds before, or finds nothing taken any more.
 
-Asleep, a consumer looks again ever more rarely; what this process publishes wakes it at once. At a queue that it knows to be
-paused it looks for the mark alone.
+While it waits, a consumer looks again ever more rarely; what this process publishes wakes it at once. At a queue that it knows
+to be paused it looks for the mark alone.
 
 Limits: what another process publishes is noticed at the next look: at a tenth of the time since the last message, 10 ms to
 half a second.
@@ -13,11 +13,13 @@ half a second.
 
 from __future__ import annotations
 
+import datetime as dt
 import itertools
 import os
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from typing import Protocol
 
 from pymongo import DeleteOne, ReturnDocument
 
@@ -25,25 +27,27 @@ from machinery_py.brokers.base import WAITING, Consumer, Delivery, Disposal, Fat
 from machinery_py.brokers.liveness import own_record
 from machinery_py.brokers.mongodb.messages import (
     FREE,
-    Receipt,
     Status,
     delivery_of,
     held,
-    mark_of,
     paused_of,
+    receipt_of,
     release,
+    run_id_of,
     untake,
 )
 from machinery_py.clock import micros
 from machinery_py.connections.mongodb.client import (
     Document,
+    DriverUser,
     MongoDriver,
     Store,
     insert_new,
-    printable,
+    step,
 )
 from machinery_py.connections.session_files import host_file
 from machinery_py.errors import BrokerUnavailable, MachineryError
+from machinery_py.texts import printable
 
 SOONEST, LATEST = 0.01, 0.5  # seconds between two looks
 LOST_LIFE = 30.0  # seconds that a claim without a reply is asked for
@@ -52,13 +56,14 @@ KIND = "mongodb"  # of the files that say what consumers run
 ORDER = [("priority", -1), ("order", 1)]
 
 
-class MongoConsumer(Consumer):
+class MongoConsumer(DriverUser, Consumer):
     """A session: a document, and the leases that bear its name."""
 
+    unavailable = BrokerUnavailable
     session = ""
 
     def __init__(self, driver: MongoDriver, queues: tuple[str, ...], *, worker: str) -> None:
-        self._driver = driver
+        super().__init__(driver)
         self._queues = tuple(dict.fromkeys(queues))
         self._worker = printable(worker)
         self._notifier = driver.notifier("messages")
@@ -75,32 +80,32 @@ class MongoConsumer(Consumer):
 
     def _start_session(self) -> None:
         file = host_file(KIND)
-        session = file.key
         document: Document = {
-            "_id": session,
-            "info": own_record(self._worker, self._queues, self._driver.clock),
+            "_id": file.key,
+            "info": own_record(self._worker, self._queues, self.driver.clock),
             "beats": 0,
-            "beat_at": self._driver.now(),
+            "beat_at": self.driver.now(),
         }
+        self._register(document)
+        self.session, self._file = file.key, file
 
-        def register(store: Store) -> None:
-            insert_new(store.machinery_queues, [{"_id": queue} for queue in self._queues])
-            insert_new(store.machinery_sessions, [document])
-
-        self._driver.run(register, doing="registering a worker", away=BrokerUnavailable)
-        self.session, self._file = session, file
+    @step("registering a worker")
+    def _register(self, store: Store, document: Document) -> None:
+        insert_new(store.machinery_queues, [{"_id": queue} for queue in self._queues])
+        insert_new(store.machinery_sessions, [document])
 
     # Claiming
 
     def receive(self, limit: int, timeout: float, order: Sequence[str] = ()) -> list[Delivery]:
         deadline = time.monotonic() + timeout
-        # Who comes back with nothing in hand looks no sooner than if it had gone on sleeping.
+        # A call that follows one without deliveries looks no sooner than that one would have.
         look_at = self._next_look() if timeout > 0 else 0.0
         deliveries: list[Delivery] = []
         while True:
             now = time.monotonic()
             if now < look_at and not self._woken and not self._closed:
                 notified = self._notifier.wait(min(look_at, deadline) - now)
+                self._notifier.clear()
                 if not notified and not self._woken and time.monotonic() < look_at:
                     break
             if self._closed:
@@ -122,23 +127,8 @@ class MongoConsumer(Consumer):
         lease = f"{self.session}.{next(self._claims)}"
         now = time.monotonic()
         lost = [name for name, at in self._lost if now - at < LOST_LIFE]
-
-        def claim(store: Store) -> list[Document]:
-            found = self._regain(store, lost, lease) if lost else []
-            if self._shut:
-                self._shut = paused_of(store, self._queues)
-            open_queues = [queue for queue in queues if queue not in self._shut]
-            if len(open_queues) > 1 and not found and not self._anything(store, open_queues):
-                return []
-            for queue in open_queues:
-                if len(found) < limit:
-                    found += self._claim_from(store, queue, limit - len(found), lease)
-            return found
-
         try:
-            found = self._driver.run(
-                claim, doing="claiming messages", away=BrokerUnavailable, again=False
-            )
+            found = self._claim_all(limit, queues, lease, lost)
         except MachineryError:
             self._lost = [*((name, at) for name, at in self._lost if name in lost), (lease, now)]
             raise
@@ -146,19 +136,30 @@ class MongoConsumer(Consumer):
         self._lost = [one for one in self._lost if one[0] in lost]
         return [delivery_of(document) for document in found]
 
-    def _anything(self, store: Store, queues: Sequence[str]) -> bool:
-        waits = {"status": int(Status.WAITING), "queue": {"$in": list(queues)}}
-        return store.machinery_messages.find_one(waits, {"_id": 1}) is not None
+    @step("claiming messages", again=False)
+    def _claim_all(
+        self, store: Store, limit: int, queues: Sequence[str], lease: str, lost: Sequence[str]
+    ) -> list[Document]:
+        found = self._regain(store, lost, lease) if lost else []
+        if self._shut:
+            self._shut = paused_of(store, self._queues)
+        open_queues = [queue for queue in queues if queue not in self._shut]
+        if len(open_queues) > 1 and not found:
+            waits = {"status": int(Status.WAITING), "queue": {"$in": open_queues}}
+            if store.machinery_messages.find_one(waits, {"_id": 1}) is None:
+                return []
+        for queue in open_queues:
+            if len(found) < limit:
+                found += self._claim_from(store, queue, limit - len(found), lease)
+        return found
 
     def _regain(self, store: Store, lost: Sequence[str], lease: str) -> list[Document]:
         """Take back and return the messages of claims that had no reply: they are ours, and nobody knows of them."""
-        untake(store, {"lease": {"$in": list(lost)}})
-        store.machinery_messages.update_many(
-            {"lease": {"$in": list(lost)}, "status": int(Status.HELD)}, {"$set": {"lease": lease}}
-        )
-        return list(
-            store.machinery_messages.find({"lease": lease, "status": int(Status.HELD)}).sort(ORDER)
-        )
+        theirs: Document = {"lease": {"$in": list(lost)}}
+        held: Document = {"status": int(Status.HELD)}
+        untake(store, theirs)
+        store.machinery_messages.update_many({**theirs, **held}, {"$set": {"lease": lease}})
+        return list(store.machinery_messages.find({"lease": lease, **held}).sort(ORDER))
 
     def _claim_from(self, store: Store, queue: str, limit: int, lease: str) -> list[Document]:
         messages = store.machinery_messages
@@ -181,7 +182,7 @@ class MongoConsumer(Consumer):
         )
 
     def _take(self, store: Store, queue: str, limit: int, lease: str) -> bool:
-        """The first step of a claim; whether it has taken anything."""
+        """Do the first step of a claim; return whether it has taken anything."""
         waits: Document = {"status": int(Status.WAITING), "queue": queue}
         mine: Document = {
             "$set": {
@@ -195,18 +196,12 @@ class MongoConsumer(Consumer):
         if limit == 1:
             return messages.find_one_and_update(waits, mine, {"_id": 1}, sort=ORDER) is not None
         for _ in range(TRIES):
-            ids = [
-                one["_id"]
-                for one in messages.find(waits, {"_id": 1})
-                .sort(ORDER)
-                .limit(limit)
-                .batch_size(limit)
-            ]
+            found = messages.find(waits, {"_id": 1}).sort(ORDER).limit(limit).batch_size(limit)
+            ids = [one["_id"] for one in found]
             if not ids:
                 return False
-            if messages.update_many(
-                {"_id": {"$in": ids}, "status": int(Status.WAITING)}, mine
-            ).matched_count:
+            these = {"_id": {"$in": ids}, "status": int(Status.WAITING)}
+            if messages.update_many(these, mine).matched_count:
                 return True
         return False
 
@@ -217,176 +212,146 @@ class MongoConsumer(Consumer):
             return []
         with self._ending:
             ours = self._ours([one.delivery for one in disposals])
-            first: set[str] = set()
-            done: list[Disposal] = []
             verdicts: list[bool] = []
             for one in disposals:
-                id = _id(one.delivery)
-                mine = id in ours and id not in first and ours[id] == one.delivery.receipt.lease
-                verdicts.append(mine)
-                if mine:
-                    first.add(id)
-                    if one.fate is Fate.DONE:
-                        done.append(one)
-            gone = self._delete([one.delivery for one in done])
+                name = _name(one.delivery)
+                verdicts.append(name in ours)
+                ours.discard(name)  # a delivery ends once
+            mine = [one for one, is_ours in zip(disposals, verdicts, strict=True) if is_ours]
+            done = [one.delivery for one in mine if one.fate is Fate.DONE]
+            gone = self._delete(done) if done else set()
             for index, one in enumerate(disposals):
                 if verdicts[index]:
                     verdicts[index] = (
-                        _id(one.delivery) in gone if one.fate is Fate.DONE else self._end(one)
+                        _name(one.delivery)[0] in gone if one.fate is Fate.DONE else self._end(one)
                     )
         if any(one.fate is not Fate.DONE for one in disposals):
-            self._driver.notify("messages")
+            self.driver.notify("messages")
         return verdicts
 
-    def _delete(self, deliveries: Sequence[Delivery]) -> set[str]:
-        """Delete what is still ours, and return it. Only who holds a message deletes it, so what is gone was ours."""
+    @step("ending deliveries")
+    def _delete(self, store: Store, deliveries: Sequence[Delivery]) -> set[str]:
+        """Delete what is still ours, and return its ids. Only who holds a message deletes it, so what is gone was ours."""
+        messages = store.machinery_messages
         writes = [DeleteOne(held(delivery)) for delivery in deliveries]
-        ids = {_id(delivery) for delivery in deliveries}
+        ids = {_name(delivery)[0] for delivery in deliveries}
+        if messages.bulk_write(writes, ordered=False).deleted_count == len(writes):
+            return ids
+        return ids - {one["_id"] for one in messages.find({"_id": {"$in": list(ids)}}, {"_id": 1})}
 
-        def delete(store: Store) -> set[str]:
-            if store.machinery_messages.bulk_write(writes, ordered=False).deleted_count == len(
-                writes
-            ):
-                return ids
-            left = store.machinery_messages.find({"_id": {"$in": list(ids)}}, {"_id": 1})
-            return ids - {one["_id"] for one in left}
-
+    @step("ending deliveries", again=False)
+    def _end(self, store: Store, disposal: Disposal) -> bool:
+        update = update_at_end(disposal, self.driver.now())
         return (
-            self._driver.run(delete, doing="ending deliveries", away=BrokerUnavailable)
-            if writes
-            else set()
+            store.machinery_messages.update_one(held(disposal.delivery), update).matched_count > 0
         )
 
-    def _end(self, disposal: Disposal) -> bool:
-        fields = update_at_end(disposal, self._driver.now())
-        return self._driver.run(
-            lambda store: (
-                store.machinery_messages.update_one(held(disposal.delivery), fields).matched_count
-                > 0
-            ),
-            doing="ending deliveries",
-            away=BrokerUnavailable,
-            again=False,
-        )
+    def _ours(self, deliveries: Sequence[Delivery]) -> set[tuple[str, str]]:
+        """Return (id, lease) of those that this session holds."""
+        return self._held([_name(delivery)[0] for delivery in deliveries]) if deliveries else set()
 
-    def _ours(self, deliveries: Iterable[Delivery]) -> dict[str, str]:
-        """id → lease of those that this session holds."""
-        ids = [_id(delivery) for delivery in deliveries]
+    @step("looking at deliveries")
+    def _held(self, store: Store, ids: Sequence[str]) -> set[tuple[str, str]]:
         query = {"_id": {"$in": ids}, "session": self.session, "status": int(Status.HELD)}
-        return (
-            self._driver.run(
-                lambda store: {
-                    one["_id"]: one["lease"]
-                    for one in store.machinery_messages.find(query, {"lease": 1})
-                },
-                doing="looking at deliveries",
-                away=BrokerUnavailable,
-            )
-            if ids
-            else {}
-        )
+        found = store.machinery_messages.find(query, {"lease": 1})
+        return {(one["_id"], one["lease"]) for one in found}
 
     def holds(self, deliveries: Sequence[Delivery]) -> list[bool]:
         ours = self._ours(deliveries)
-        return [ours.get(_id(delivery)) == delivery.receipt.lease for delivery in deliveries]
+        return [_name(delivery) in ours for delivery in deliveries]
 
     def run_begins(self, delivery: Delivery) -> None:
-        self._file.begins(mark_of(_id(delivery)))
+        self._file.begins(run_id_of(_name(delivery)[0]))
         if not delivery.redelivered:
             return
         # As in Redis: what the last worker may have died of counts from now on wherever this one dies.
         try:
-            self._driver.run(
-                lambda store: store.machinery_messages.update_one(
-                    held(delivery), {"$set": {"begun": 1}}
-                ),
-                doing="beginning a task that came back",
-                away=BrokerUnavailable,
-            )
+            self._note_begun(delivery)
         except MachineryError:
             return  # if it kills this worker now, the next death counts
 
-    def run_ends(self, delivery: Delivery) -> None:
-        self._file.ends(mark_of(_id(delivery)))
+    @step("beginning a task that came back")
+    def _note_begun(self, store: Store, delivery: Delivery) -> None:
+        store.machinery_messages.update_one(held(delivery), {"$set": {"begun": 1}})
 
-    # Living
+    def run_ends(self, delivery: Delivery) -> None:
+        self._file.ends(run_id_of(_name(delivery)[0]))
+
+    # Heartbeats
 
     def beat(self) -> bool:
         if self._closed:
             return True
         with self._starting:
             self._file.touch()
-            beat: Document = {"$inc": {"beats": 1}, "$set": {"beat_at": self._driver.now()}}
-            alive = self._driver.run(
-                lambda store: (
-                    store.machinery_sessions.update_one({"_id": self.session}, beat).matched_count
-                    > 0
-                ),
-                doing="beating",
-                away=BrokerUnavailable,
-            )
-            if alive:
+            if self._beat():
                 return True
             before = self.session
             self._file.end()
             self._start_session()
             # It may have claimed something after it was given up; the others would find that at their next look.
-            self._driver.run(
-                lambda store: release(store, before, ()),
-                doing="giving messages back",
-                away=BrokerUnavailable,
-            )
+            self._release(before)
             return False
+
+    @step("beating")
+    def _beat(self, store: Store) -> bool:
+        beat: Document = {"$inc": {"beats": 1}, "$set": {"beat_at": self.driver.now()}}
+        return store.machinery_sessions.update_one({"_id": self.session}, beat).matched_count > 0
+
+    @step("giving messages back")
+    def _release(self, store: Store, session: str, *, ends: bool = False) -> None:
+        """Give back what the session holds; `ends`: after its document is deleted."""
+        if ends:
+            store.machinery_sessions.delete_one({"_id": session})
+        release(store, session, ())
 
     def wake(self) -> None:
         self._woken = True
-        self._notifier.notify()
+        self._notifier.set()
 
     def close(self) -> None:
         if self._closed or self._pid != os.getpid():
             return
         self._closed = True
-        self._notifier.notify()
-
-        def leave(store: Store) -> None:
-            store.machinery_sessions.delete_one({"_id": self.session})
-            release(store, self.session, ())
-
-        self._driver.run(leave, doing="giving messages back", away=BrokerUnavailable)
+        self._notifier.set()
+        self._release(self.session, ends=True)
         self._file.end()
-        self._driver.notify("messages")
+        self.driver.notify("messages")
 
 
-def update_at_end(disposal: Disposal, now: int, **more: object) -> Document:
-    """The update of a message that is not done: where it goes from here. `more`: fields that are set besides."""
-    parked = disposal.fate is Fate.LATER and disposal.reason != WAITING
-    return {
-        "$set": {**_fields_at_end(disposal, now), **more},
-        **({"$inc": {"parks": 1}} if parked else {}),
-    }
+class End(Protocol):
+    """Fate of a message at the end of a delivery, as of a `Disposal`."""
+
+    @property
+    def fate(self) -> Fate: ...
+    @property
+    def eta(self) -> dt.datetime | None: ...
+    @property
+    def reason(self) -> str: ...
+    @property
+    def error(self) -> str: ...
+    @property
+    def uuid(self) -> str: ...
+    @property
+    def name(self) -> str: ...
 
 
-def _fields_at_end(disposal: Disposal, now: int) -> Document:
-    match disposal.fate:
-        case Fate.BACK | Fate.DONE:
-            return {**FREE, "status": int(Status.WAITING)}
-        case Fate.LATER:
-            due_at = 0 if disposal.eta is None else micros(disposal.eta)
-            return {
-                **FREE,
-                "status": int(Status.DELAYED if due_at > now else Status.WAITING),
-                "due_at": due_at,
-            }
-        case Fate.DEAD:
-            facts = {
-                "uuid": disposal.uuid,
-                "name": disposal.name,
-                "reason": disposal.reason,
-                "error": disposal.error,
-            }
-            said = {key: printable(value) for key, value in facts.items() if value}
-            return {**FREE, "status": int(Status.DEAD), "died_at": now, **said}
+def update_at_end(end: End, now: int, **more: object) -> Document:
+    """Return the update of a message at its end, if it is not done. `more`: fields that are set as well."""
+    fields: Document = {**FREE, "status": int(Status.WAITING)}
+    if end.fate is Fate.LATER:
+        due_at = 0 if end.eta is None else micros(end.eta)
+        status = Status.DELAYED if due_at > now else Status.WAITING
+        fields |= {"status": int(status), "due_at": due_at}
+    elif end.fate is Fate.DEAD:
+        facts = {"uuid": end.uuid, "name": end.name, "reason": end.reason, "error": end.error}
+        fields |= {"status": int(Status.DEAD), "died_at": now}
+        fields |= {key: printable(value) for key, value in facts.items() if value}
+    is_parked = end.fate is Fate.LATER and end.reason != WAITING
+    return {"$set": {**fields, **more}, **({"$inc": {"parks": 1}} if is_parked else {})}
 
 
-def _id(delivery: Delivery) -> str:
-    return delivery.receipt.id if isinstance(delivery.receipt, Receipt) else ""
+def _name(delivery: Delivery) -> tuple[str, str]:
+    """Return id and lease of a delivery's message."""
+    receipt = receipt_of(delivery)
+    return receipt.id, receipt.lease

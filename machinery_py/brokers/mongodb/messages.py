@@ -1,7 +1,8 @@
 """A message as MongoDB keeps it, and the session that holds it.
 
 machinery_messages    _id, uuid, name, queue, body, priority, order (its place), status, due_at, parks, strikes, fence,
-                      lease (of which claim), session, begun, sent_at; deed, deed_at; reason, error, died_at
+                      lease (of which claim), session, begun, sent_at; deed, deed_at (its intent, once it is settled);
+                      reason, error, died_at
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from typing import NamedTuple
 
 from machinery_py.brokers.base import DeadLetter, Delivery, Message
 from machinery_py.clock import micros, moment_of
-from machinery_py.connections.mongodb.client import Document, Store, printable
+from machinery_py.connections.mongodb.client import Document, Store
+from machinery_py.texts import printable
 
 
 class Status(IntEnum):
@@ -23,17 +25,17 @@ class Status(IntEnum):
     WAITING = 0
     DELAYED = 1
     HELD = 2
-    ENDING = 3  # settled: what follows from it is in its deed, and being done
+    ENDING = 3  # settled: what follows from it is its intent, and being carried out
     DEAD = 4
     TAKEN = 5  # by a claim that does not know yet whether the queue is paused; counts as waiting
 
 
-#: Whose claim nothing came of yet is still in its queue.
+#: Still in its queue, as listings see it.
 QUEUED: Document = {"$in": [int(Status.WAITING), int(Status.TAKEN)]}
 
 
 class Receipt(NamedTuple):
-    """Names one handing-over. `uuid`: of the task."""
+    """Name of one handing-over. `uuid`: of the task."""
 
     id: str
     lease: str
@@ -43,7 +45,7 @@ class Receipt(NamedTuple):
         return f"{self.id}/{self.lease}"
 
 
-#: What a message that nobody holds has in these fields.
+#: Fields of a message that nobody holds.
 FREE: Document = {"lease": "", "session": "", "begun": 0}
 
 
@@ -69,9 +71,7 @@ def documents_of(
                 "parks": message.parks,
                 "strikes": 0,
                 "fence": 0,
-                "lease": "",
-                "session": "",
-                "begun": 0,
+                **FREE,
                 "sent_at": now,
                 "deed": b"",
                 "deed_at": 0,
@@ -125,54 +125,48 @@ def letter_of(document: Document) -> DeadLetter:
 
 def held(delivery: Delivery) -> Document:
     """Return the query that finds a message's document while this delivery of it lasts."""
+    receipt = receipt_of(delivery)
+    return {"_id": receipt.id, "lease": receipt.lease, "status": int(Status.HELD)}
+
+
+def receipt_of(delivery: Delivery) -> Receipt:
+    """Return the delivery's receipt; one of another store gives a receipt that finds nothing."""
     receipt = delivery.receipt
-    id, lease = (receipt.id, receipt.lease) if isinstance(receipt, Receipt) else ("", "none")
-    return {"_id": id, "lease": lease, "status": int(Status.HELD)}
+    return receipt if isinstance(receipt, Receipt) else Receipt("", "none", "")
 
 
-def mark_of(id: str) -> int:
+def run_id_of(id: str) -> int:
     """Return the number that notes a message in its consumer's file."""
     return int.from_bytes(hashlib.blake2b(id.encode(), digest_size=8).digest(), "little")
 
 
 def release(store: Store, session: str, began: Collection[int] | None) -> None:
-    """Give back what a session holds, to its old places. May be repeated.
+    """Give back what a session holds, each to its old place. May be repeated.
 
     Args:
-        began: the marks of what gets a strike. None: what is noted here as begun.
+        began: numbers (`run_id_of`) of what gets a strike. None: what the database says has begun.
     """
     untake(store, {"session": session})
     messages = store.machinery_messages
     back: Document = {"$set": {**FREE, "status": int(Status.WAITING)}}
     mine: Document = {"session": session, "status": int(Status.HELD)}
-    which: Document = {"begun": 1}
-    if began:
-        which = {
-            "_id": {
-                "$in": [
-                    one["_id"]
-                    for one in messages.find(mine, {"_id": 1})
-                    if mark_of(one["_id"]) in began
-                ]
-            }
-        }
-    if began is None or began:
-        messages.update_many({**mine, **which}, {**back, "$inc": {"strikes": 1}})
+    if began is None:
+        messages.update_many({**mine, "begun": 1}, {**back, "$inc": {"strikes": 1}})
+    elif began:
+        ids = [one["_id"] for one in messages.find(mine, {"_id": 1})]
+        blamed = {"_id": {"$in": [id for id in ids if run_id_of(id) in began]}}
+        messages.update_many({**mine, **blamed}, {**back, "$inc": {"strikes": 1}})
     messages.update_many(mine, back)
 
 
 def untake(store: Store, which: Document) -> None:
-    """Undo claims that nothing came of, so that they cannot be gone on with. May be repeated."""
+    """Undo the first step of claims, so that their second step finds nothing. May be repeated."""
     store.machinery_messages.update_many(
         {**which, "status": int(Status.TAKEN)}, {"$set": {**FREE, "status": int(Status.WAITING)}}
     )
 
 
 def paused_of(store: Store, queues: Sequence[str]) -> set[str]:
-    """Return the paused ones of these queues."""
-    return {
-        one["_id"]
-        for one in store.machinery_queues.find(
-            {"_id": {"$in": list(queues)}, "paused": 1}, {"_id": 1}
-        )
-    }
+    """Return those of these queues that are paused."""
+    paused = {"_id": {"$in": list(queues)}, "paused": 1}
+    return {one["_id"] for one in store.machinery_queues.find(paused, {"_id": 1})}

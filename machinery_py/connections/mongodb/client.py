@@ -1,25 +1,26 @@
 """Connections to one MongoDB, shared by broker, backend and lock of a URL.
 
-pymongo keeps the connections. What may be repeated is said by the caller of `run`: on a replica set the server itself tells a
+pymongo keeps the connections. The caller of `run` says what may be repeated: on a replica set the server itself tells a
 repeated write (retryWrites) from a new one, on a single server nobody does. After a fork the child opens its own.
 
     <database>.machinery_queues      every queue that ever held something or had a consumer
     <database>.machinery_messages    brokers/mongodb/broker.py; machinery_tokens and machinery_sessions too
     <database>.tasks, .group_metas   Go's documents, backends/mongodb/backend.py; machinery_chords, _arrivals, _revoked,
                                      _records, _claims and _outboxes too
-    <database>.machinery_locks       locks/mongo.py
+    <database>.machinery_locks       locks/mongodb.py
 """
 
 from __future__ import annotations
 
 import datetime as dt
+import functools
 import logging
 import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
 
 from pymongo import MongoClient
 from pymongo.collection import Collection
@@ -47,11 +48,12 @@ TIMEOUT = 5.0  # seconds for a server to be found, and for a reply
 DATABASE = "machinery"  # Go's
 OLDEST = (4, 0)  # version of the server
 CLOCK_LIFE = 60.0  # seconds that the difference between the server's clock and ours is believed
+BATCH = 1000  # documents in one step
 T = TypeVar("T")
+P = ParamSpec("P")
+User = TypeVar("User", bound="DriverUser")
 Document = dict[str, Any]
 Store = Database[Document]
-
-_EPOCH = dt.datetime(1970, 1, 1, tzinfo=dt.timezone.utc)
 
 #: Made once, at the first use of a driver. Each is (collection, [(field, direction), …]).
 _INDEXES: Sequence[tuple[str, Sequence[tuple[str, int]]]] = (
@@ -79,35 +81,19 @@ _INDEXES: Sequence[tuple[str, Sequence[tuple[str, int]]]] = (
     ("machinery_outboxes", [("outbox_at", 1)]),
 )
 
-#: (URL, database, what for) → those of this process that sleep until something comes.
-_notifiers: dict[tuple[str, str, str], weakref.WeakSet[LocalNotifier]] = {}
+#: (URL, database, what for) → events of threads of this process that sleep until something comes.
+_notifiers: dict[tuple[str, str, str], weakref.WeakSet[threading.Event]] = {}
 _notifiers_lock = ForkLock()
-
-
-class LocalNotifier:
-    """Ends the sleep of one thread. A `notify` before it sleeps is not lost."""
-
-    def __init__(self) -> None:
-        self._event = threading.Event()
-
-    def notify(self) -> None:
-        self._event.set()
-
-    def wait(self, seconds: float) -> bool:
-        """Whether it rang."""
-        rang = self._event.wait(seconds)
-        self._event.clear()
-        return rang
 
 
 class MongoDriver:
     """Opens a client when it is needed. May be used from any thread.
 
     Attributes:
-        deed_age: seconds; by then the one who is at a deed is dead, or in trouble (overtaking it does no harm).
+        intent_age: seconds; whoever has not carried out an intent by then is dead, or in trouble. Overtaking it does no harm.
     """
 
-    deed_age: ClassVar[float] = 5.0
+    intent_age: ClassVar[float] = 5.0
 
     def __init__(
         self,
@@ -128,34 +114,31 @@ class MongoDriver:
         self._client: MongoClient[Document] | None = None
         self._store: Store | None = None
         self._pid = os.getpid()
-        self._last = self._last_order = 0
-        self._counting = ForkLock()
+        self._places, self._orders = _GrowingNumbers(), _GrowingNumbers()
         self._ahead = 0  # µs that the server's clock is ahead of ours
         self._measured = -CLOCK_LIFE
 
     # Time
 
     def now(self) -> int:
-        """µs since 1970, by the server's clock as far as it is known (by `clock`, if that is not the system's)."""
+        """Return µs since 1970 by the server's clock as far as it is known (by `clock`, if that is not the system's)."""
         return micros(self.clock.now()) + self._ahead
 
     def moment(self) -> dt.datetime:
         return moment_of(self.now())
 
+    def intents_before(self) -> int:
+        """Return the moment (µs) before which an intent was written that others may carry out."""
+        return self.now() - int(self.intent_age * 1e6)
+
     def next_place(self, count: int = 1) -> int:
-        """The first of `count` numbers that grow with time; no two calls of this driver get the same."""
-        with self._counting:
-            first = max(self.now(), self._last + 1)
-            self._last = first + count - 1
-            return first
+        """Return the first of `count` numbers that grow with time; no two calls of this driver get the same."""
+        return self._places.take(count, self.now())
 
     def next_order(self, count: int = 1) -> int:
         """As `next_place`, for the places in a queue: by the true time also where a test has a clock of its own, since
         those of several drivers must not be the same."""
-        with self._counting:
-            first = max(micros(SYSTEM_CLOCK.now()) + self._ahead, self._last_order + 1)
-            self._last_order = first + count - 1
-            return first
+        return self._orders.take(count, micros(SYSTEM_CLOCK.now()) + self._ahead)
 
     def _measure(self, store: Store) -> None:
         """Learn how far the server's clock is ahead. Half of the round trip is its error."""
@@ -197,7 +180,7 @@ class MongoDriver:
                 return work(self._open())
             except MachineryError:
                 raise
-            except Exception as error:  # pymongo's, sorted by mongo_errors
+            except Exception as error:  # pymongo's, sorted by errors.py
                 if not is_ours_to_sort(error):
                     raise
                 unknown = is_unknown(error) or unknown
@@ -284,18 +267,18 @@ class MongoDriver:
         """
         return self.run(lambda store: concerns(_told_by(store)), doing="looking at its settings")
 
-    def notifier(self, what: str) -> LocalNotifier:
-        """Return a notifier that `notify` of any driver of this process with the same URL wakes."""
-        notifier = LocalNotifier()
+    def notifier(self, what: str) -> threading.Event:
+        """Return an event that `notify` of any driver of this process with the same URL sets."""
+        event = threading.Event()
         with _notifiers_lock:
-            _notifiers.setdefault((self.url, self._name, what), weakref.WeakSet()).add(notifier)
-        return notifier
+            _notifiers.setdefault((self.url, self._name, what), weakref.WeakSet()).add(event)
+        return event
 
     def notify(self, what: str) -> None:
         with _notifiers_lock:
-            notifiers = list(_notifiers.get((self.url, self._name, what), ()))
-        for notifier in notifiers:
-            notifier.notify()
+            events = list(_notifiers.get((self.url, self._name, what), ()))
+        for event in events:
+            event.set()
 
     def close(self) -> None:
         """Close the connections. May be called twice; the next use opens anew."""
@@ -303,6 +286,55 @@ class MongoDriver:
             client, self._client, self._store = self._client, None, None
         if client is not None and os.getpid() == self._pid:
             client.close()
+
+
+class _GrowingNumbers:
+    """Numbers of which none is given out twice, from the time as far as that grows. May be used from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = ForkLock()
+        self._last = 0
+
+    def take(self, count: int, now: int) -> int:
+        with self._lock:
+            first = max(now, self._last + 1)
+            self._last = first + count - 1
+            return first
+
+
+class DriverUser:
+    """Base of a class whose methods are steps on the database. `unavailable`: raised when nothing was written."""
+
+    unavailable: ClassVar[type[MachineryError]] = BackendUnavailable
+
+    def __init__(self, driver: MongoDriver) -> None:
+        self.driver = driver
+
+
+def step(
+    doing: str, *, again: bool = True
+) -> Callable[[Callable[Concatenate[User, Store, P], T]], Callable[Concatenate[User, P], T]]:
+    """Make a method one step on the database: `MongoDriver.run` calls it, and passes the argument `store`.
+
+    Args:
+        doing, again: as in `MongoDriver.run`.
+    """
+
+    def decorate(
+        work: Callable[Concatenate[User, Store, P], T],
+    ) -> Callable[Concatenate[User, P], T]:
+        @functools.wraps(work)
+        def run(self: User, /, *args: P.args, **kwargs: P.kwargs) -> T:
+            return self.driver.run(
+                lambda store: work(self, store, *args, **kwargs),
+                doing=doing,
+                away=self.unavailable,
+                again=again,
+            )
+
+        return run
+
+    return decorate
 
 
 def _told_by(store: Store) -> Told:
@@ -323,6 +355,19 @@ def _told_by(store: Store) -> Told:
     )
 
 
+def find_by_id(
+    collection: Collection[Document], ids: Sequence[str], fields: Document | None = None
+) -> Iterator[Document]:
+    """Find documents by their `_id`, each BATCH of them in one round trip.
+
+    Args:
+        fields: those that are read, or (0) are not; None: all.
+    """
+    for start in range(0, len(ids), BATCH):
+        these = {"_id": {"$in": list(ids[start : start + BATCH])}}
+        yield from collection.find(these, fields).batch_size(BATCH + 1)
+
+
 def insert_new(collection: Collection[Document], documents: Sequence[Document]) -> list[bool]:
     """Insert those that are not there; for each, whether it was new. Safe to repeat, but for the answer."""
     if not documents:
@@ -334,9 +379,9 @@ def insert_new(collection: Collection[Document], documents: Sequence[Document]) 
             return [False]
         return [True]
     new = [True] * len(documents)
-    for start in range(0, len(documents), 1000):
+    for start in range(0, len(documents), BATCH):
         try:
-            collection.insert_many(documents[start : start + 1000], ordered=False)
+            collection.insert_many(documents[start : start + BATCH], ordered=False)
         except BulkWriteError as error:
             problems = error.details.get("writeErrors", [])
             if any(problem.get("code") != DUPLICATE for problem in problems) or error.details.get(
@@ -346,8 +391,3 @@ def insert_new(collection: Collection[Document], documents: Sequence[Document]) 
             for problem in problems:
                 new[start + problem["index"]] = False
     return new
-
-
-def printable(text: str) -> str:
-    """The text with what has no UTF-8 written out: half a surrogate pair."""
-    return text.encode("utf-8", "backslashreplace").decode()

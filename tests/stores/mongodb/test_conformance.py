@@ -9,7 +9,7 @@ from machinery_py.backends.mongodb.backend import MongoBackend
 from machinery_py.brokers.memory import MemoryBroker
 from machinery_py.brokers.mongodb.broker import MongoBroker
 from machinery_py.connections.memory import MemoryHub
-from machinery_py.locks.mongo import MongoLock
+from machinery_py.locks.mongodb import MongoLock
 from machinery_py.stores.base import Store
 from machinery_py.stores.mongodb_store import MongoStore
 from machinery_py.stores.outbox import TwoStores

@@ -42,7 +42,7 @@ from machinery_py.errors import (
     PublishUnknown,
     StoreUnusable,
 )
-from machinery_py.locks.mongo import MongoLock
+from machinery_py.locks.mongodb import MongoLock
 from machinery_py.stores.base import Firing, Mark, Store, Submission
 from machinery_py.stores.mongodb_store import MongoStore
 from machinery_py.stores.outbox import TwoStores
@@ -115,7 +115,7 @@ def test_a_submission_is_carried_out_once_whatever_happens_to_a_reply(
         proxy.heal()
         submit(store, "a", "b", token="t")
     proxy.heal()
-    store.finish_deeds()
+    store.finish_intents()
 
     session = store.open_session(["q"], worker="w")
     assert [one.receipt.uuid for one in session.receive(9, 0)] == ["warm", "a", "b"]
@@ -159,7 +159,7 @@ def test_a_settlement_is_carried_out_once_whatever_happens_to_a_reply(
     proxy.heal()
 
     assert session.settle([end]) == [ALREADY]
-    store.finish_deeds()
+    store.finish_intents()
     assert store.backend.get_state("a").state is State.SUCCESS
     other = store.open_session(["c", "q"], worker="w")
     assert [one.receipt.uuid for one in other.receive(9, 0)] == ["c1", "c2"]
@@ -170,7 +170,7 @@ def test_a_settlement_is_carried_out_once_whatever_happens_to_a_reply(
 def test_a_unique_task_is_sent_once_whatever_happens_to_a_reply(
     mongodb_url: str, proxy: Proxy, monkeypatch: pytest.MonkeyPatch, how: str, word: bytes
 ) -> None:
-    monkeypatch.setattr(MongoDriver, "deed_age", 0.3)
+    monkeypatch.setattr(MongoDriver, "intent_age", 0.3)
     server, ran = Server(proxy.through(mongodb_url)), list[int]()
     task = server.task("work", unique=True)(ran.append)
     task.send(1)
@@ -199,9 +199,9 @@ def test_a_claim_shows_its_task_although_its_sender_stands_still(
         else MongoStore(MongoBroker(store.driver), backend)
     )
     monkeypatch.setattr(
-        backend,
-        "follow_tick",
-        lambda tick, again: (_ for _ in ()).throw(BackendUnavailable("stopped")),
+        backend.schedules,
+        "follow",
+        lambda intent, again: (_ for _ in ()).throw(BackendUnavailable("stopped")),
     )
     with pytest.raises(BackendUnavailable, match="stopped"):
         claim(slow, "a", None, b"1", "t")
@@ -215,7 +215,7 @@ def test_a_claim_shows_its_task_although_its_sender_stands_still(
     store.backend.release([("a", b"started")])
     assert store.backend.claims(["a"]) == [None]
 
-    monkeypatch.setattr(MongoDriver, "deed_age", 0.0)
+    monkeypatch.setattr(MongoDriver, "intent_age", 0.0)
     store.tend()
     sent = (
         [key for key, _ in store.backend.unsent(9, older_than=0.0)] if beside else drain(store, "q")
@@ -268,7 +268,7 @@ def test_what_died_between_two_writes_is_finished_by_another(
     with pytest.raises(BrokerUnavailable):
         session.settle([end])
     monkeypatch.undo()
-    monkeypatch.setattr(MongoDriver, "deed_age", 0.0)
+    monkeypatch.setattr(MongoDriver, "intent_age", 0.0)
 
     heir = MongoStore(MongoBroker(store.driver), MongoBackend(store.driver))
     heir.tend()
@@ -286,7 +286,7 @@ def test_what_follows_from_a_change_is_finished_once_by_another(
     backend, heir = MongoBackend(driver), MongoBackend(driver)
     retry = Change(key="t", mark="1", states=(state_of("t", State.RETRY), state_of("c")))
     monkeypatch.setattr(
-        backend,
+        backend.changes,
         "follow",
         lambda changes, again: (_ for _ in ()).throw(BackendUnavailable("killed")),
     )
@@ -295,7 +295,7 @@ def test_what_follows_from_a_change_is_finished_once_by_another(
     assert backend.get_states(["c"]) == {}
 
     if by == "tend":
-        monkeypatch.setattr(MongoDriver, "deed_age", 0.0)
+        monkeypatch.setattr(MongoDriver, "intent_age", 0.0)
         heir.tend()
     elif by == "repeat":
         assert heir.apply([retry]) == [ALREADY]
@@ -310,7 +310,7 @@ def test_what_follows_from_a_change_is_finished_once_by_another(
         is None
     )
     backend.purge_state("c")
-    monkeypatch.setattr(MongoDriver, "deed_age", 0.0)
+    monkeypatch.setattr(MongoDriver, "intent_age", 0.0)
     heir.tend()
     assert backend.get_states(["c"]) == {}
 
@@ -342,7 +342,7 @@ def test_a_member_that_was_not_counted_does_not_keep_its_chord_waiting(
     for uuid in "bc"[:late]:
         heir.apply([ended(uuid)])
         assert heir.ready_groups(9) == []
-    monkeypatch.setattr(MongoDriver, "deed_age", 0.0)
+    monkeypatch.setattr(MongoDriver, "intent_age", 0.0)
     heir.tend()
     for uuid in "bc"[late:]:
         assert heir.ready_groups(9) == []
