@@ -1,10 +1,14 @@
 """Locks in Redis.
 
-    mpy:lock:{<name>}    "<token> <fence>" while a name is held; expires with it
-    mpy:fence            the last fence
-    machinery_lock_…     Go's, on request: nanoseconds of the moment until which it is held
+    mpy:lock:{<name>}     "<token> <fence>" while a name is held; expires with it
+    mpy:fence             the last fence
+    mpy:fence:{<name>}    in a cluster the last fence of this name, for a day longer than the lock
+    machinery_lock_…      Go's, on request: nanoseconds of the moment until which it is held
 
-Limits: a server that loses its last writes (no AOF, a failover) forgets who holds what; the fence tells a resource.
+In a cluster each name is in a slot of its own.
+
+Limits: a server that loses its last writes (no AOF, a failover) forgets which names are held; a resource sees that
+by the fence.
 """
 
 from __future__ import annotations
@@ -12,17 +16,28 @@ from __future__ import annotations
 import datetime as dt
 import secrets
 
+import msgspec
+
 from machinery_py.connections.redis.client import RedisDriver
-from machinery_py.connections.redis.scripts import Folder, pack
+from machinery_py.connections.redis.cluster import RedisClusterDriver, SlotDriver
+from machinery_py.connections.redis.keys import encoded
+from machinery_py.connections.redis.scripts import Folder
+from machinery_py.connections.redis.slots import quoted
 from machinery_py.locks.base import GoLock, Lock, LockHolding
 
+FENCE_LIFE = 86_400_000  # ms beyond the lock; in a cluster a clock that is set back by more gives a smaller fence
+
 _lua = Folder("locks/lua")
-_ACQUIRE = _lua.script("acquire")
-_CHANGE = _lua.script("change")
+ACQUIRE = _lua.script("acquire", "taking a lock")
+RENEW = _lua.script("change", "renewing a lock")
+RELEASE = _lua.script("change", "releasing a lock")
+ACQUIRE_IN_CLUSTER = Folder("locks/lua/cluster").script(
+    "acquire", "taking a lock", FENCE_LIFE=FENCE_LIFE
+)
 
 
 class RedisLock(Lock):
-    """Keys on the driver's server. The driver belongs to whoever made it."""
+    """Keys on the driver's server. The driver belongs to its creator."""
 
     def __init__(self, driver: RedisDriver) -> None:
         self._driver = driver
@@ -30,27 +45,22 @@ class RedisLock(Lock):
     def acquire(self, name: str, *, ttl: float) -> LockHolding | None:
         token = secrets.token_hex(16)
         expires_at = self._driver.clock.now() + dt.timedelta(seconds=ttl)
-        fence = self._driver.run(_ACQUIRE, pack((name, token, _millis(ttl))), doing="taking a lock")
+        fence = self._driver.run(ACQUIRE, name, token, _millis(ttl))
         if fence is None:
             return None
         return LockHolding(name=name, token=token, fence=fence, expires_at=expires_at)
 
     def renew(self, held: LockHolding, *, ttl: float) -> bool:
-        return self._change(held, _millis(ttl), "renewing a lock")
+        return bool(self._driver.run(RENEW, held.name, held.token, _millis(ttl)))
 
     def release(self, held: LockHolding) -> bool:
-        return self._change(held, 0, "releasing a lock")
-
-    def _change(self, held: LockHolding, ms: int, doing: str) -> bool:
-        return bool(
-            self._driver.run(_CHANGE, pack((held.name, held.token, ms)), doing=doing, again=ms > 0)
-        )
+        return bool(self._driver.run(RELEASE, held.name, held.token, 0, again=False))
 
     def go(self) -> RedisGoLock:
         return RedisGoLock(self._driver)
 
     def close(self) -> None:
-        pass  # the driver belongs to whoever made it
+        pass  # the driver belongs to its creator
 
 
 class RedisGoLock(GoLock):
@@ -68,10 +78,10 @@ class RedisGoLock(GoLock):
         left = until - now
         if left < 0:
             return False
-        name, value = key.encode("utf-8", "backslashreplace"), b"%d" % (until - 1)
+        name, value = encoded(key), b"%d" % (until - 1)
         whole = left and left % 10**9 == 0
         life = (b"EX", b"%d" % (left // 10**9)) if whole else (b"PX", b"%d" % max(1, left // 10**6))
-        # After a lost reply the repeat finds the key taken: the tick is then left to whoever has it, as in Go.
+        # After a lost reply the repeat finds the key taken: the tick is then left to its holder, as in Go.
         if self._ask(b"SET", name, value, *life, b"NX") is not None:
             return True
         if not self._is_over(name, self._ask(b"GET", name), now):
@@ -99,6 +109,52 @@ class RedisGoLock(GoLock):
                 f"lock {name.decode(errors='replace')!r}: found {held[:50]!r} (expected a moment in nanoseconds)"
             )
         return 0 < int(held) < now
+
+
+class ClusterLock(Lock):
+    """Keys in a cluster, which belongs to its creator."""
+
+    def __init__(self, cluster: RedisClusterDriver) -> None:
+        self._cluster = cluster
+
+    def _at(self, name: str) -> SlotDriver:
+        return SlotDriver(self._cluster, f"mpy:{{{quoted(name)}}}:".encode())
+
+    def acquire(self, name: str, *, ttl: float) -> LockHolding | None:
+        token = secrets.token_hex(16)
+        expires_at = self._cluster.clock.now() + dt.timedelta(seconds=ttl)
+        fence = self._at(name).run(
+            ACQUIRE_IN_CLUSTER, self._cluster.now(), quoted(name), token, _millis(ttl)
+        )
+        if fence is None:
+            return None
+        return LockHolding(name=name, token=token, fence=fence, expires_at=expires_at)
+
+    def renew(self, held: LockHolding, *, ttl: float) -> bool:
+        return RedisLock(self._at(held.name)).renew(
+            msgspec.structs.replace(held, name=quoted(held.name)), ttl=ttl
+        )
+
+    def release(self, held: LockHolding) -> bool:
+        return RedisLock(self._at(held.name)).release(
+            msgspec.structs.replace(held, name=quoted(held.name))
+        )
+
+    def go(self) -> ClusterGoLock:
+        return ClusterGoLock(self._cluster)
+
+    def close(self) -> None:
+        pass  # the cluster belongs to its creator
+
+
+class ClusterGoLock(GoLock):
+    """Go's keys, each in its slot."""
+
+    def __init__(self, cluster: RedisClusterDriver) -> None:
+        self._cluster = cluster
+
+    def lock(self, key: str, until: int) -> bool:
+        return RedisGoLock(SlotDriver(self._cluster, encoded(key))).lock(key, until)
 
 
 def _millis(seconds: float) -> int:

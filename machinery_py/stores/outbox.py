@@ -17,21 +17,18 @@ The order of the steps is what makes it safe; each may be the last one before a 
 A second message of a task is no redelivery: it is acknowledged, and the outbox is left to the first.
 An outbox whose delivery never comes back (its broker lost it) is sent by `tend` when it is old.
 
-In step 2 the broker may refuse a message. One that it refuses for good (too large, a queue that it
-does not give) fails in its place:
+In step 2 the broker may refuse a message. One refused for good (too large) fails in its place:
 
     2a  broker:  the message is a dead letter
     2b  backend: its task is FAILURE, with the error callbacks in an outbox of its own; members of
                  chords behind it are failed
     2c           steps 2 and 3 for that outbox; then the others go on
 
-    crash after 2a or 2b: the outbox of step 1 is still there; the next try does 2a again, and 2b
-                          is ALREADY
+    crash after 2a or 2b: the outbox of step 1 is left; the next try does 2a again, 2b is ALREADY
 
 A message that a full queue refuses is parked in the session: steps 3 and 4 of that settlement wait,
 and its delivery stays unacknowledged. Claiming goes on, since a claim makes room in its queue, and
-parked messages are tried right behind each claim. So a chain that fills its own queue comes to its
-end without another worker.
+parked messages are tried right behind each claim: a chain that fills its own queue comes to its end.
 
 Limits: with a backend without conditional changes (see its features) callbacks go out at least once.
 """
@@ -209,7 +206,7 @@ class TwoStores(Store):
         """Step 2, for messages with the key of their outbox and their home."""
         published = Published()
         try:
-            self.broker.put([message for _, _, message in messages], token="")
+            self.put([message for _, _, message in messages])
         except (PublishRefused, PublishUnknown) as error:
             if not error.permanent and error.left is None:
                 raise
@@ -221,10 +218,14 @@ class TwoStores(Store):
                     published.left.setdefault(key, []).extend(left)
         return published
 
+    def put(self, messages: Sequence[Message]) -> None:
+        """Put messages of outboxes. A repeat may put them twice, unless a store overrides this."""
+        self.broker.put(messages, token="")
+
     def _post_alone(self, message: Message, home: str, published: Published) -> Sequence[Message]:
         """Publish one message; return what finds no room: the message, or what follows from its failure."""
         try:
-            self.broker.put([message], token="")
+            self.put([message])
         except (PublishRefused, PublishUnknown) as error:
             if error.permanent:
                 published.refused = error

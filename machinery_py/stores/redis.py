@@ -7,19 +7,22 @@ import math
 import redis as _redis  # noqa: F401 – the drivers load it when they connect, and a fork may come in between there
 
 from machinery_py.backends.redis.backend import RedisBackend
+from machinery_py.backends.redis.cluster import ClusterBackend
 from machinery_py.brokers.redis.broker import RedisBroker
-from machinery_py.brokers.redis.cluster import is_usable
+from machinery_py.brokers.redis.cluster import ClusterBroker, is_usable
+from machinery_py.config.sections import RedisConfig
 from machinery_py.config.server_urls import BadUrl, parse_redis_url
 from machinery_py.config.urls import redact, split_urls
 from machinery_py.connections.failover import STRATEGIES
 from machinery_py.connections.redis.client import RedisDriver
+from machinery_py.connections.redis.cluster import RedisClusterDriver
 from machinery_py.connections.redis.discovery import Servers
+from machinery_py.connections.redis.pool import Limits
 from machinery_py.errors import ConfigError, nearest
-from machinery_py.locks.redis import RedisLock
+from machinery_py.locks.redis import ClusterLock, RedisLock
 from machinery_py.stores import network as _network  # noqa: F401 – for what it loads
 from machinery_py.stores.family import Family, FamilyOptions
-from machinery_py.stores.redis_cluster import RedisClusterFamily, limits_of
-from machinery_py.stores.redis_store import RedisStore
+from machinery_py.stores.redis_store import ClusterStore, RedisStore
 
 
 def open_redis(url: str, options: FamilyOptions) -> Family:
@@ -63,7 +66,7 @@ class RedisFamily(Family):
             timeout=options.timeout,
             servers=_servers(url, options),
             strict=options.strict_durability,
-            limits=limits_of(options.redis),
+            limits=_limits_of(options.redis),
         )
 
     def broker(self) -> RedisBroker:
@@ -80,6 +83,52 @@ class RedisFamily(Family):
 
     def close(self) -> None:
         self._driver.close()
+
+
+class RedisClusterFamily(Family):
+    """Stores in one cluster, connected at the first use."""
+
+    def __init__(self, url: str, options: FamilyOptions) -> None:
+        super().__init__(url, options)
+        redis = options.redis
+        self._cluster = RedisClusterDriver(
+            url,
+            clock=options.clock,
+            timeout=options.timeout,
+            connect_timeout=redis.connect_timeout or math.inf,
+            client_name=redis.client_name or "machinery",
+            strict=options.strict_durability,
+            limits=_limits_of(redis),
+        )
+
+    def broker(self) -> ClusterBroker:
+        return ClusterBroker(self._cluster, lease=self.options.lease)
+
+    def backend(self) -> ClusterBackend:
+        return ClusterBackend(self._cluster, expire_in=self.options.expire_in)
+
+    def lock(self) -> ClusterLock:
+        return ClusterLock(self._cluster)
+
+    def together(self) -> ClusterStore:
+        return ClusterStore(self.broker(), self.backend(), self.options.clock)
+
+    def close(self) -> None:
+        self._cluster.close()
+
+
+def _limits_of(redis: RedisConfig) -> Limits:
+    """Go's 0 is no limit."""
+    return Limits(
+        max_idle=redis.max_idle,
+        max_active=redis.max_active,
+        wait=redis.wait,
+        idle_timeout=redis.max_idle_timeout or math.inf,
+        read=redis.read_timeout or math.inf,
+        write=redis.write_timeout or math.inf,
+        block=redis.normal_tasks_poll_period / 1000,
+        delayed_key=redis.delayed_tasks_key,
+    )
 
 
 def _servers(text: str, options: FamilyOptions) -> Servers:

@@ -1,28 +1,35 @@
-"""Settlement where broker and backend are one Redis: one script, and one round trip, for each batch.
+"""Settlement where broker and backend are one Redis, or one cluster.
 
-A delivery is removed from this session's hold before anything is written for it. If it was not there, the lease is lost: that
-is lease, acknowledgement and fence at once. The steps and their crash points: docs/explanation/redis-protocol.md.
+On one Redis each batch is one script, and one round trip. A delivery is removed from this session's hold before
+anything is written for it. If it was not there, the lease is lost: that is lease, acknowledgement and fence at
+once. The steps and their crash points: docs/explanation/redis-protocol.md.
+
+In a cluster the message is in the slot of its queue, the state in the slot of its task; the steps are those of
+outbox.py (docs/explanation/redis-cluster.md).
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
+
+import msgspec
 
 from machinery_py.backends.base import Amendment, Verdict
 from machinery_py.backends.redis.backend import VERDICTS, RedisBackend
+from machinery_py.backends.redis.cluster import ClusterBackend
 from machinery_py.backends.redis.documents import Changes, packed_states
-from machinery_py.brokers.base import (
-    Delivery,
-    Fate,
-    Message,
-    mark_of,
-)
+from machinery_py.backends.redis.scripts import CONSTANTS as STATES
+from machinery_py.brokers.base import Delivery, Fate, Message, mark_of
 from machinery_py.brokers.redis.broker import RedisBroker
+from machinery_py.brokers.redis.cluster import ClusterBroker
 from machinery_py.brokers.redis.consumer import RedisConsumer, end_of
 from machinery_py.brokers.redis.messages import Queues, packed
-from machinery_py.connections.redis.scripts import pack
+from machinery_py.brokers.redis.scripts import CONSTANTS as MESSAGES
+from machinery_py.brokers.redis.scripts import TOKEN_LIFE
+from machinery_py.clock import Clock
+from machinery_py.connections.redis.scripts import Folder
 from machinery_py.errors import BrokerUnavailable, PublishUnknown
-from machinery_py.stores import redis_scripts
 from machinery_py.stores.base import (
     Firing,
     Mark,
@@ -32,9 +39,20 @@ from machinery_py.stores.base import (
     Submission,
     disposal_of,
 )
+from machinery_py.stores.outbox import TwoStores
 from machinery_py.tasks.states import State
 
 BUSY = 32  # settlements and marks in a batch from which RECEIVED is not written
+
+# Queues and messages are as brokers/redis/lua/putting.lua says, changes and states as backends/redis/lua/changes.lua.
+_lua = Folder("stores/lua", MESSAGES | STATES, away=BrokerUnavailable)
+
+SUBMIT = _lua.script("submit", "publishing", TOKEN_LIFE=TOKEN_LIFE)
+SETTLE = _lua.script("settle", "settling")
+FIRE = _lua.script("fire", "settling a group or a task")
+AMEND = _lua.script("amend", "changing a schedule")
+
+_pack = msgspec.json.Encoder().encode
 
 
 class RedisStore(Store):
@@ -60,22 +78,15 @@ class RedisStore(Store):
                 groups=submission.groups,
                 force=submission.replay,
             )
-        argument = pack(
-            (
-                self.driver.now(),
-                self.states.seconds,
-                submission.token,
-                queues.keys,
-                rows,
-                change.changes,
-                change.states,
-            )
-        )
         to_wake = self.driver.run(
-            redis_scripts.SUBMIT,
-            argument,
-            doing="publishing",
-            away=BrokerUnavailable,
+            SUBMIT,
+            self.driver.now(),
+            self.states.seconds,
+            submission.token,
+            queues.keys,
+            rows,
+            change.changes,
+            change.states,
             again=bool(submission.token),
             lost=PublishUnknown,
         )
@@ -96,21 +107,14 @@ class RedisStore(Store):
             groups=firing.groups,
             arrivals=firing.arrivals,
         )
-        argument = pack(
-            (
-                self.driver.now(),
-                self.states.seconds,
-                queues.keys,
-                rows,
-                change.changes,
-                change.states,
-            )
-        )
         to_wake = self.driver.run(
-            redis_scripts.FIRE,
-            argument,
-            doing="settling a group or a task",
-            away=BrokerUnavailable,
+            FIRE,
+            self.driver.now(),
+            self.states.seconds,
+            queues.keys,
+            rows,
+            change.changes,
+            change.states,
             again=False,
         )
         if to_wake is None:
@@ -121,10 +125,8 @@ class RedisStore(Store):
     def amend(self, amendment: Amendment, send: Sequence[Message] = ()) -> bool:
         queues = Queues()
         rows = [packed(message, queues) for message in send]
-        argument = pack((*self.states.packed_amendment(amendment), queues.keys, rows))
-        to_wake = self.driver.run(
-            redis_scripts.AMEND, argument, doing="changing a schedule", away=BrokerUnavailable
-        )
+        values = self.states.packed_amendment(amendment)
+        to_wake = self.driver.run(AMEND, *values, queues.keys, rows)
         if to_wake is None:
             return False
         self.driver.unblock(to_wake)
@@ -153,9 +155,8 @@ class RedisSession(Session):
         backend = self._store.states
         if settlement.states:
             try:
-                packed = packed_states(
-                    settlement.states, self._store.driver.clock.now(), backend.seconds
-                )
+                now = self._store.driver.clock.now()
+                packed = packed_states(settlement.states, now, backend.seconds)
             except Exception:  # `settle` raises it, where it is dealt with
                 return
             self._prepared[id(settlement)] = settlement, packed
@@ -167,7 +168,7 @@ class RedisSession(Session):
         consumer, prepared = self.consumer, self._prepared
         place_of = consumer.place_of
         queues = Queues(consumer.queues) if any(one.send for one in settlements) else None
-        changes = Changes(self._store.driver.clock.now(), backend.seconds)
+        changes = Changes(driver.clock.now(), backend.seconds)
         ends: list[object] = []
         for one in settlements:
             change = (
@@ -188,7 +189,7 @@ class RedisSession(Session):
                 ends += (*place_of(one.delivery), fate, change, (due, head, send))
             else:
                 ends += (*place_of(one.delivery), "done", change, False)
-        # Who holds this much in advance has short tasks: STARTED or the end follows within the receiver's prefetch window.
+        # A worker that holds this much in advance has short tasks: STARTED or the end follows within its prefetch window.
         busy = len(settlements) + len(marks) >= BUSY
         seen: list[object] = []
         for mark in marks:
@@ -197,21 +198,31 @@ class RedisSession(Session):
                 seen += (*place_of(mark.delivery), change)
         if not ends and not seen:
             return []
-        argument = pack(
-            (
-                driver.now(),
-                backend.seconds,
-                consumer.session,
-                queues.keys if queues is not None else consumer.keys,
-                ends,
-                seen,
-                changes.changes,
-                changes.states,
-            )
-        )
         letters, to_wake = driver.run(
-            redis_scripts.SETTLE, argument, doing="settling", away=BrokerUnavailable
+            SETTLE,
+            driver.now(),
+            backend.seconds,
+            consumer.session,
+            queues.keys if queues is not None else consumer.keys,
+            ends,
+            seen,
+            changes.changes,
+            changes.states,
         )
         if to_wake:
             driver.unblock(to_wake)
         return [VERDICTS[letter] for letter in letters]
+
+
+class ClusterStore(TwoStores):
+    """A broker and a backend in one cluster."""
+
+    def __init__(self, broker: ClusterBroker, backend: ClusterBackend, clock: Clock) -> None:
+        super().__init__(broker, backend, clock)
+        self._messages = broker
+
+    def put(self, messages: Sequence[Message]) -> None:
+        """Put each message under a name of its own, in the queue's slot: publishing an outbox again puts nothing twice."""
+        self._messages.put_once(
+            [(f"out {hashlib.sha1(_pack(message)).hexdigest()}", message) for message in messages]
+        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from machinery_py.locks.redis_cluster import ClusterLock
+from machinery_py.locks.redis import ClusterLock
 from machinery_py.testing.conformance.locks import LockConformance, OpenLock
 from machinery_py.testing.waiting import together
 from tests.stores.redis_cluster.case import (

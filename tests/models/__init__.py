@@ -9,7 +9,7 @@
     settlement.py  of stores/redis_scripts.py
     amend.py       of backends/redis/records.py, and AMEND of stores/redis_scripts.py
     locks.py       of locks/redis.py
-    cluster.py     of backends/redis/cluster_scripts.py, brokers/redis/cluster.py, locks/redis_cluster.py
+    cluster.py     of backends/redis/cluster_scripts.py, brokers/redis/scripts.py, locks/redis.py
     beside.py      runs script and model with the same arguments, and compares all that can be seen
     slots.py       the same in a cluster, where a step stays in one slot
 

@@ -11,7 +11,7 @@ from machinery_py.backends.redis import scripts as redis_scripts
 from machinery_py.backends.redis.documents import Changes
 from machinery_py.clock import moment_of
 from machinery_py.connections.redis.client import raw
-from machinery_py.stores import redis_scripts as settlement_scripts
+from machinery_py.stores import redis_store as settlement_scripts
 from machinery_py.tasks.signature import Arg
 from machinery_py.tasks.states import ZERO_TIME, Arrival, GroupMeta, State, TaskState
 from machinery_py.wire.states import encode_state
@@ -273,7 +273,7 @@ class BackendMachine(StateRules):
 
     @rule(tasks=st.lists(Task, max_size=2), groups=st.lists(GroupUuid, max_size=1))
     def forget(self, tasks: list[str], groups: list[str]) -> None:
-        self.run(redis_scripts.FORGET, backend.forget, tasks, groups)
+        self.run(redis_scripts.FORGET_TASK, backend.forget, tasks, groups)
 
     @rule(
         passed=st.sampled_from(

@@ -9,7 +9,6 @@ import msgspec
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 
-from machinery_py.brokers.redis import inspect as redis_looking
 from machinery_py.brokers.redis import scripts as redis_scripts
 from machinery_py.connections.redis.client import raw
 from tests.models import broker, looking
@@ -181,11 +180,11 @@ class Arrivals(ScriptMachine):
 
     @rule(queue=Queue1)
     def pause(self, queue: str) -> None:
-        self.run(redis_looking.PAUSE, looking.pause, self.queue(queue))
+        self.run(redis_scripts.PAUSE, looking.pause, self.queue(queue))
 
     @rule(queue=Queue1)
     def resume(self, queue: str) -> None:
-        self.run(redis_looking.RESUME, looking.resume, self.queue(queue))
+        self.run(redis_scripts.RESUME, looking.resume, self.queue(queue))
 
 
 class BrokerMachine(Arrivals):
@@ -241,7 +240,7 @@ class BrokerMachine(Arrivals):
         self.run(redis_scripts.MOVE, broker.move, now, [self.queue(queue)], rows)
         for body in (*bodies[:1], "gone"):
             self.run(
-                redis_scripts.BURY,
+                redis_scripts.BURY_DELAYED,
                 broker.bury_due,
                 now,
                 self.queue(queue),
@@ -251,21 +250,21 @@ class BrokerMachine(Arrivals):
 
     @rule(queue=Queue1, limit=st.integers(1, 5))
     def list_what_waits(self, queue: str, limit: int) -> None:
-        self.run(redis_looking.PENDING, looking.pending, self.queue(queue), limit, reading=packed)
-        self.run(redis_looking.LATE, looking.late, self.keys, limit, reading=packed)
-        self.run(redis_looking.DEAD, looking.dead, self.keys, limit)
+        self.run(redis_scripts.PENDING, looking.pending, self.queue(queue), limit, reading=packed)
+        self.run(redis_scripts.LATE, looking.late, self.keys, limit, reading=packed)
+        self.run(redis_scripts.DEAD, looking.dead, self.keys, limit)
 
     @rule(passed=Passed)
     def count(self, passed: int) -> None:
-        self.run(redis_looking.STATS, looking.stats, self.passed(passed), self.keys)
+        self.run(redis_scripts.STATS, looking.stats, self.passed(passed), self.keys)
         for start in (0, 2):
-            self.run(redis_looking.LATE_NAMES, looking.late_names, start, 2)
-        self.run(redis_looking.WORKERS, looking.workers, self.keys)
+            self.run(redis_scripts.LATE_NAMES, looking.late_names, start, 2)
+        self.run(redis_scripts.WORKERS, looking.workers, self.keys)
 
     @rule(queue=Queue1, bodies=st.lists(st.sampled_from(BODIES), max_size=2))
     def purge(self, queue: str, bodies: list[bytes]) -> None:
         self.run(
-            redis_looking.PURGE, looking.purge, self.queue(queue), [raw(body) for body in bodies]
+            redis_scripts.PURGE, looking.purge, self.queue(queue), [raw(body) for body in bodies]
         )
 
     @rule(
@@ -276,7 +275,7 @@ class BrokerMachine(Arrivals):
     )
     def bury(self, passed: int, queue: str, body: bytes, label: bytes) -> None:
         self.run(
-            redis_looking.BURY,
+            redis_scripts.BURY,
             looking.bury,
             self.passed(passed),
             self.queue(queue),
@@ -291,7 +290,7 @@ class BrokerMachine(Arrivals):
             (queue, id) for queue in self.keys for id in sorted(self.model.fields(queue[1] + "d"))
         ]
         self.run(
-            redis_looking.TAKE_DEAD,
+            redis_scripts.TAKE_DEAD,
             looking.take_dead,
             [*letters[: pick % 3], (self.keys[0], "999")],
         )

@@ -1,6 +1,6 @@
 """What the scripts of a Redis Cluster do.
 
-Those of backends/redis/cluster_scripts.py, brokers/redis/cluster.py and locks/redis_cluster.py, each in one slot. A script of a
+Those of backends/redis/cluster_scripts.py, brokers/redis/scripts.py and locks/redis.py, each in one slot. A script of a
 shard takes what the names of its keys begin with, as `prefix`.
 """
 

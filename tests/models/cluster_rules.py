@@ -27,13 +27,13 @@ from machinery_py.backends.redis.cluster_documents import (
     record_key,
 )
 from machinery_py.backends.redis.cluster_lists import PREFIXES
-from machinery_py.brokers.redis import cluster as broker_scripts
+from machinery_py.brokers.redis import scripts as broker_scripts
+from machinery_py.brokers.redis.cluster import name_of_move
 from machinery_py.clock import moment_of
 from machinery_py.connections.redis.client import raw
 from machinery_py.connections.redis.keys import queue_keys
 from machinery_py.connections.redis.slots import local_key, quoted
 from machinery_py.locks import redis as lock_scripts
-from machinery_py.locks import redis_cluster as cluster_lock_scripts
 from machinery_py.tasks.states import Arrival, GroupMeta, TaskState
 from machinery_py.wire.states import encode_group, encode_state
 from tests.models import backend, cluster, locks
@@ -48,7 +48,7 @@ from tests.models.redis import Zset
 from tests.models.slots import ClusterMachine
 
 BRACED = "a{b}%"  # takes the place of "jobs", which no queue is called here
-SHARDS = [prefix.encode() for prefix in PREFIXES[:2]]
+SHARDS = list(PREFIXES[:2])
 MODELS = {
     "state": cluster.change,
     "replay": cluster.change,
@@ -80,7 +80,7 @@ def group_meta(uuid: str) -> GroupMeta:
 
 
 def scored(reply: Any) -> Any:
-    """The reply of _DUE, with numbers for scores."""
+    """The reply of GO_DUE, with numbers for scores."""
     if reply == "WRONGTYPE":
         return reply
     now, rows, left = reply
@@ -539,7 +539,7 @@ class ClusterQueueMachine(ClusterMachine, BrokerMachine):
         """What is due in Go's set comes to its queue; a crash is followed by another mover."""
         found = self.run_at(
             self.theirs,
-            broker_scripts._DUE,
+            broker_scripts.GO_DUE,
             cluster.due,
             self.passed(passed),
             limit,
@@ -551,13 +551,10 @@ class ClusterQueueMachine(ClusterMachine, BrokerMachine):
             (body.encode("latin-1"), self.beside.ask("ZSCORE", DELAYED, body).encode())
             for body, _ in found[1]
         ]
-        moves = [
-            (broker_scripts.name_of_move(*row), (0, level, 0, raw(b""), 0, raw(row[0])))
-            for row in rows
-        ]
+        moves = [(name_of_move(*row), (0, level, 0, raw(b""), 0, raw(row[0]))) for row in rows]
         for _ in range(1 + (crash == 0)):
             reply = self.run(
-                broker_scripts._TAKE_IN,
+                broker_scripts.TAKE_IN,
                 cluster.take_in,
                 str(self.now + late),
                 *self.keys,
@@ -590,7 +587,7 @@ class ClusterQueueMachine(ClusterMachine, BrokerMachine):
     def gone(self, rows: list[tuple[bytes, bytes]]) -> None:
         self.run_at(
             self.theirs,
-            broker_scripts._GONE,
+            broker_scripts.GO_GONE,
             cluster.gone,
             [(raw(body), raw(score)) for body, score in rows],
         )
@@ -602,7 +599,7 @@ class ClusterLockMachine(ClusterMachine):
         now = self.passed(passed)
         self.run_local(
             self.at(name),
-            cluster_lock_scripts._ACQUIRE,
+            lock_scripts.ACQUIRE_IN_CLUSTER,
             cluster.acquire,
             now,
             quoted(name),
@@ -612,7 +609,7 @@ class ClusterLockMachine(ClusterMachine):
 
     @rule(name=Name, token=Token, ms=st.one_of(st.just(0), Millis))
     def renew_or_release(self, name: str, token: str, ms: int) -> None:
-        self.run_local(self.at(name), lock_scripts._CHANGE, locks.change, quoted(name), token, ms)
+        self.run_local(self.at(name), lock_scripts.RENEW, locks.change, quoted(name), token, ms)
 
     @rule(name=Name)
     def expire(self, name: str) -> None:

@@ -17,11 +17,11 @@ Millis = st.sampled_from([100_000, 900_000])
 class LockMachine(ScriptMachine):
     @rule(name=Name, token=Token, ms=Millis)
     def acquire(self, name: str, token: str, ms: int) -> None:
-        self.run(scripts._ACQUIRE, locks.acquire, name, token, ms)
+        self.run(scripts.ACQUIRE, locks.acquire, name, token, ms)
 
     @rule(name=Name, token=Token, ms=st.one_of(st.just(0), Millis))
     def renew_or_release(self, name: str, token: str, ms: int) -> None:
-        self.run(scripts._CHANGE, locks.change, name, token, ms)
+        self.run(scripts.RENEW, locks.change, name, token, ms)
 
     @rule(name=Name)
     def expire(self, name: str) -> None:

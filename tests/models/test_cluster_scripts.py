@@ -21,19 +21,18 @@ from machinery_py.backends.redis.cluster_documents import (
 )
 from machinery_py.backends.redis.cluster_lists import PREFIXES
 from machinery_py.backends.redis.documents import Changes
-from machinery_py.brokers.redis import cluster as broker
 from machinery_py.brokers.redis import scripts
 from machinery_py.connections.redis.client import raw
 from machinery_py.connections.redis.keys import queue_keys
 from machinery_py.connections.redis.scripts import Script, pack
 from machinery_py.connections.redis.slots import clustered, slot_of
-from machinery_py.locks import redis_cluster as locks
+from machinery_py.locks import redis as locks
 from machinery_py.tasks.states import GroupMeta, State, TaskState
 from machinery_py.testing.waiting import HANG, wait_until
 from machinery_py.wire.states import encode_group
 from tests.models.machine import START
 from tests.models.slots import ClusterBeside
-from tests.models.test_scripts import CLUSTER, DAY, LATE, NOW, half_done, message, scripts_of
+from tests.models.test_scripts import CLUSTER, DAY, LATE, NOW, half_done, message
 from tests.support.private import free_port
 from tests.support.private_redis import BUS
 from tests.support.servers import RedisServer
@@ -41,7 +40,7 @@ from tests.support.servers import RedisServer
 TASK, GROUP, SHARD, QUEUE = (
     prefix_of("task_1"),
     prefix_of("group_1"),
-    PREFIXES[0].encode(),
+    PREFIXES[0],
     queue_keys("jobs")[1].encode(),
 )
 GOS_SET = queue_keys("delayed_tasks")[1].encode()
@@ -98,16 +97,16 @@ CALLS: dict[str, tuple[bytes, tuple[Any, ...]]] = {
     "cluster LIST": (SHARD, (NOW, ["task_1"], ["SUCCESSjobs"], ["task_2"], True)),
     "cluster RATES": (SHARD, (NOW, START // 1_000_000)),
     "cluster EXPIRE": (SHARD, (str(START + 4_000_000_000), 3600, 3600)),
-    "cluster broker _DUE": (GOS_SET, (NOW, 10)),
-    "cluster broker _GONE": (GOS_SET, ([(raw(b"late"), str(LATE * 1000))],)),
-    "cluster broker _TAKE_IN": (QUEUE, (NOW, queue_keys("jobs"), MOVES, int(NOW))),
-    "cluster locks _ACQUIRE": (b"mpy:{other}:", (NOW, "other", "bb", 100_000)),
+    "broker GO_DUE": (GOS_SET, (NOW, 10)),
+    "broker GO_GONE": (GOS_SET, ([(raw(b"late"), str(LATE * 1000))],)),
+    "broker TAKE_IN": (QUEUE, (NOW, queue_keys("jobs"), MOVES, int(NOW))),
+    "locks ACQUIRE_IN_CLUSTER": (b"mpy:{other}:", (NOW, "other", "bb", 100_000)),
 }
 LOCAL = {
-    "cluster broker _TAKE_IN",
-    "cluster locks _ACQUIRE",
+    "broker TAKE_IN",
+    "locks ACQUIRE_IN_CLUSTER",
 }  # these are run by the driver of a slot
-SCRIPTS = scripts_of(CLUSTER)
+SCRIPTS = CLUSTER
 NEEDS_ROOM = {
     "cluster FLAG",
     "cluster CHANGE",
@@ -117,8 +116,8 @@ NEEDS_ROOM = {
     "cluster AMEND",
     "cluster AMEND_CLAIM",
     "cluster NOTE",
-    "cluster broker _TAKE_IN",
-    "cluster locks _ACQUIRE",
+    "broker TAKE_IN",
+    "locks ACQUIRE_IN_CLUSTER",
 }
 GOS = ("jobs", "delayed_tasks", "task_1", "group_1", "group_2", "group_3")
 
@@ -183,8 +182,8 @@ def fill(beside: ClusterBeside) -> None:
         (SHARD, cluster.NOTE, (start, ["task_1"])),
         (SHARD, cluster.LIST, (start, ["task_2"], ["SUCCESSjobs"], ["task_1"], False)),
         (QUEUE, clustered(scripts.PUT), (start, "", [queue_keys("jobs")], [message("1")])),
-        (QUEUE, clustered(broker._TAKE_IN), (start, queue_keys("jobs"), MOVES[2:], START)),
-        (b"mpy:{lock}:", clustered(locks._ACQUIRE), (start, "lock", "aa", 100_000)),
+        (QUEUE, clustered(scripts.TAKE_IN), (start, queue_keys("jobs"), MOVES[2:], START)),
+        (b"mpy:{lock}:", clustered(locks.ACQUIRE_IN_CLUSTER), (start, "lock", "aa", 100_000)),
     ]
     for prefix, script, values in steps:
         assert evaluate(beside, prefix, script, values) == ""

@@ -17,18 +17,14 @@ from redis.exceptions import ResponseError
 
 import machinery_py
 from machinery_py.backends.redis import cluster_scripts as cluster
-from machinery_py.backends.redis import records as amending
 from machinery_py.backends.redis import scripts as backend
 from machinery_py.backends.redis.documents import Changes
-from machinery_py.brokers.redis import cluster as cluster_broker
-from machinery_py.brokers.redis import inspect as looking
 from machinery_py.brokers.redis import scripts as broker
 from machinery_py.connections.redis.client import raw
 from machinery_py.connections.redis.keys import queue_keys
 from machinery_py.connections.redis.scripts import Script, pack
 from machinery_py.locks import redis as locks
-from machinery_py.locks import redis_cluster as cluster_locks
-from machinery_py.stores import redis_scripts as settlement
+from machinery_py.stores import redis_store as settlement
 from machinery_py.tasks.states import Arrival, GroupMeta, State, TaskState
 from tests.models.beside import Beside
 from tests.models.machine import START
@@ -38,16 +34,10 @@ from tests.support.servers import RedisServer
 PACKAGE = Path(machinery_py.__file__).parent
 MODULES: dict[str, ModuleType] = {
     "broker": broker,
-    "looking": looking,
     "backend": backend,
     "settlement": settlement,
     "locks": locks,
-    "amending": amending,
-}
-CLUSTER: dict[str, ModuleType] = {
     "cluster": cluster,
-    "cluster broker": cluster_broker,
-    "cluster locks": cluster_locks,
 }
 
 
@@ -60,19 +50,22 @@ def scripts_of(modules: dict[str, ModuleType]) -> dict[str, tuple[ModuleType, st
     }
 
 
-SCRIPTS = scripts_of(MODULES)
-ALL = SCRIPTS | scripts_of(CLUSTER)
+ALL = scripts_of(MODULES)
+CLUSTER = {
+    name: found for name, found in ALL.items() if "/cluster/" in vars(found[0])[found[1]].path
+}
+SCRIPTS = {name: found for name, found in ALL.items() if name not in CLUSTER}
 
 
 @functools.cache
-def modelled() -> frozenset[Script]:
-    """The scripts that a rule runs beside a model."""
+def modelled() -> frozenset[str]:
+    """The texts of the scripts that a rule runs beside a model."""
     found: list[object] = []
     for path in Path(__file__).parent.glob("*_rules.py"):
         rules = importlib.import_module(f"tests.models.{path.stem}")
         for alias, script in re.findall(r"(\w+)\.(_?[A-Z_]+),\s+\w+\.\w+", path.read_text()):
             found.append(getattr(getattr(rules, alias), script))
-    return frozenset(one for one in found if isinstance(one, Script))
+    return frozenset(one.text for one in found if isinstance(one, Script))
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -112,7 +105,7 @@ def test_each_lua_file_is_a_script_or_included() -> None:
 def test_a_script_has_a_model(name: str) -> None:
     module, script = ALL[name]
 
-    assert vars(module)[script] in modelled()
+    assert vars(module)[script].text in modelled()
 
 
 # One call of each script, on a Redis in which it finds everything that it works on.
@@ -185,18 +178,18 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "broker LOOK": (NOW, QUEUES, 1_000_000),
     "broker DUE": (NOW, 10),
     "broker MOVE": (NOW, QUEUES, [message("late", place=1)]),
-    "broker BURY": (NOW, QUEUES[0], raw(b"late"), raw(b"head")),
-    "looking PENDING": (QUEUES[0], 10),
-    "looking LATE": (QUEUES, 10),
-    "looking STATS": (NOW, QUEUES),
-    "looking LATE_NAMES": (0, 2),
-    "looking WORKERS": (QUEUES,),
-    "looking PURGE": (QUEUES[0], [raw(b"late")]),
-    "looking PAUSE": (QUEUES[0],),
-    "looking RESUME": (QUEUES[0],),
-    "looking DEAD": (QUEUES, 10),
-    "looking BURY": (NOW, QUEUES[0], raw(b"head"), raw(b"label"), raw(b"body")),
-    "looking TAKE_DEAD": ([(QUEUES[0], "4"), (QUEUES[1], "1")],),
+    "broker BURY_DELAYED": (NOW, QUEUES[0], raw(b"late"), raw(b"head")),
+    "broker PENDING": (QUEUES[0], 10),
+    "broker LATE": (QUEUES, 10),
+    "broker STATS": (NOW, QUEUES),
+    "broker LATE_NAMES": (0, 2),
+    "broker WORKERS": (QUEUES,),
+    "broker PURGE": (QUEUES[0], [raw(b"late")]),
+    "broker PAUSE": (QUEUES[0],),
+    "broker RESUME": (QUEUES[0],),
+    "broker DEAD": (QUEUES, 10),
+    "broker BURY": (NOW, QUEUES[0], raw(b"head"), raw(b"label"), raw(b"body")),
+    "broker TAKE_DEAD": ([(QUEUES[0], "4"), (QUEUES[1], "1")],),
     "backend APPLY": (NOW, 3600, *changes(arrivals=[ARRIVAL], outbox=b"out")),
     "backend BEGIN": ([("task_2", 0), ("task_1", 0)],),
     "backend STATES": (["task_1", "task_2"],),
@@ -210,14 +203,15 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "backend RATES": (NOW, START // 1_000_000),
     "backend REVOKE": (NOW, 3 * 86400, ["task_1"]),
     "backend REVOKED": (["task_1"],),
-    "backend FORGET": (["task_2", "task_1"], ["group_1"]),
+    "backend FORGET_TASK": (["task_2", "task_1"], []),
+    "backend FORGET_GROUP": ([], ["group_1"]),
     "backend TEND": (str(START + 4_000_000_000), 3600),
     "settlement SUBMIT": (NOW, 3600, "token", QUEUES, FULL, *changes()),
     "settlement SETTLE": (NOW, 3600, "s1", QUEUES, ENDS, [], *changes(arrivals=[ARRIVAL])),
     "settlement FIRE": (NOW, 3600, QUEUES, FULL, *changes(fires="group_1")),
-    "amending AMEND": (NOW, 3600, "nightly", raw(b"old"), raw(b"new"), 0, *changes(outbox=b"out")),
-    "amending RECORDS": (NOW, "0"),
-    "amending RELEASE": ([("claimed", raw(b"mine"))],),
+    "backend AMEND": (NOW, 3600, "nightly", raw(b"old"), raw(b"new"), 0, *changes(outbox=b"out")),
+    "backend RECORDS": (NOW, "0"),
+    "backend RELEASE": ([("claimed", raw(b"mine"))],),
     "settlement AMEND": (
         NOW,
         3600,
@@ -229,8 +223,9 @@ CALLS: dict[str, tuple[Any, ...]] = {
         QUEUES,
         FULL,
     ),
-    "locks _ACQUIRE": ("other", "bb", 100_000),
-    "locks _CHANGE": ("lock", "aa", 0),
+    "locks ACQUIRE": ("other", "bb", 100_000),
+    "locks RENEW": ("lock", "aa", 100_000),
+    "locks RELEASE": ("lock", "aa", 0),
 }
 
 GOS = ("jobs", "mail", "delayed_tasks", "task_1", "task_2", "group_1", "group_2")
@@ -289,9 +284,9 @@ def fill(beside: Beside) -> None:
             (start, "s1", [queue_keys("none"), *QUEUES], 0, 1, [], "11", True, False, False),
         ),
         (backend.APPLY, (start, 3600, made.changes, made.states)),
-        (amending.AMEND, (start, 3600, "nightly", raw(b""), raw(b"old"), 0, [], [])),
-        (amending.AMEND, (start, 3600, "claimed", raw(b""), raw(b"mine"), 600, [], [])),
-        (locks._ACQUIRE, ("lock", "aa", 100_000)),
+        (backend.AMEND, (start, 3600, "nightly", raw(b""), raw(b"old"), 0, [], [])),
+        (backend.AMEND, (start, 3600, "claimed", raw(b""), raw(b"mine"), 600, [], [])),
+        (locks.ACQUIRE, ("lock", "aa", 100_000)),
     ]
     for script, values in steps:
         assert call(beside, script, values) == ""
@@ -404,10 +399,10 @@ NEEDS_ROOM = {
     "backend PARTIAL",
     "backend REVOKE",
     "settlement SUBMIT",
-    "locks _ACQUIRE",
-    "amending AMEND",
+    "locks ACQUIRE",
+    "backend AMEND",
     "settlement AMEND",
-    "looking BURY",
+    "broker BURY",
 }
 
 

@@ -1,7 +1,8 @@
 """States and groups in Redis: Go Machinery's documents, and ours beside them (docs/explanation/redis-protocol.md).
 
-Each change is one script. A finished state expires after `expire_in`, but the results of a chord's members only when the
-chord was settled; a state that is not finished a week after its last change (Go: everything after `expire_in`).
+Each change is one script. A finished state expires after `expire_in`, but the results of a chord's members only
+when the chord was settled; a state that is not finished, a week after its last change (Go: everything after
+`expire_in`).
 
 Limits: what only Go programs wrote is not listed. `find` reads the names of all tasks.
 """
@@ -13,7 +14,6 @@ import itertools
 import math
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import msgspec
 
@@ -32,16 +32,28 @@ from machinery_py.backends.base import (
     Records,
     Verdict,
 )
-from machinery_py.backends.redis import records as redis_amend
-from machinery_py.backends.redis import scripts as redis_scripts
-from machinery_py.backends.redis.documents import Changes, decode_rows, state_of
+from machinery_py.backends.redis import scripts
+from machinery_py.backends.redis.documents import (
+    Changes,
+    add_counts,
+    decode_rows,
+    pattern_of,
+    records_of,
+    state_of,
+)
 from machinery_py.backends.redis.listener import RedisListener
-from machinery_py.clock import micros, moment_of
+from machinery_py.clock import micros
 from machinery_py.connections.durability import Concern
 from machinery_py.connections.redis.client import RedisDriver, raw
-from machinery_py.connections.redis.errors import tell_spoilt
-from machinery_py.connections.redis.scripts import Script, pack
-from machinery_py.errors import BackendUnavailable
+from machinery_py.connections.redis.errors import log_spoilt
+from machinery_py.connections.redis.keys import (
+    CLAIM,
+    PARTIAL,
+    companion_key,
+    document_key,
+    encoded,
+    outbox_key,
+)
 from machinery_py.tasks.states import Arrival, GroupMeta, State, TaskState
 from machinery_py.wire.states import decode_group
 
@@ -60,7 +72,7 @@ _outbox = msgspec.msgpack.Decoder(tuple[bytes, ...]).decode
 
 
 class RedisBackend(Backend, OutboxBackend):
-    """Documents on the driver's server. The driver belongs to whoever made it."""
+    """Documents on the driver's server. The driver belongs to its creator."""
 
     features = BackendFeatures(name="redis", foreign=True, claims=True)
 
@@ -71,11 +83,6 @@ class RedisBackend(Backend, OutboxBackend):
 
     def now(self) -> dt.datetime:
         return self.driver.clock.now()
-
-    def _run(self, script: Script, *values: object, doing: str, again: bool = True) -> Any:
-        return self.driver.run(
-            script, pack(values), doing=doing, away=BackendUnavailable, again=again
-        )
 
     def apply(self, changes: Sequence[Change]) -> list[Verdict]:
         now = self.now()
@@ -96,20 +103,15 @@ class RedisBackend(Backend, OutboxBackend):
                     outbox=_pack_outbox(tuple(one.outbox)) if one.outbox else b"",
                 )
                 again = again and bool(one.mark) and not one.fires
-            letters = self._run(
-                redis_scripts.APPLY,
-                self.driver.now(),
-                self.seconds,
-                rows.changes,
-                rows.states,
-                doing="writing states",
-                again=again,
+            now_text = self.driver.now()
+            letters = self.driver.run(
+                scripts.APPLY, now_text, self.seconds, rows.changes, rows.states, again=again
             )
             verdicts += [VERDICTS[letter] for letter in letters]
         return verdicts
 
     def begin(self, keys: Sequence[tuple[str, int]]) -> list[Begun]:
-        begun = self._run(redis_scripts.BEGIN, keys, doing="beginning deliveries") if keys else []
+        begun = self.driver.run(scripts.BEGIN, keys) if keys else []
         return [
             Begun(epoch=epoch, finished=bool(over), outbox=_outbox(box) if box else ())
             for epoch, over, box in begun
@@ -118,42 +120,25 @@ class RedisBackend(Backend, OutboxBackend):
     def outboxes(self, keys: Sequence[str]) -> list[Sequence[bytes]]:
         if not keys:
             return []
-        boxes = self.driver.ask(
-            b"MGET", *(f"mpy:o:{{{key}}}".encode() for key in keys), doing="reading outboxes"
-        )
+        boxes = self.driver.ask(b"MGET", *map(outbox_key, keys), doing="reading outboxes")
         return [_outbox(box) if box else () for box in boxes]
 
     def clear_outbox(self, sent: Sequence[tuple[str, Sequence[bytes]]]) -> None:
         rows = [(key, raw(_pack_outbox(tuple(bodies)))) for key, bodies in sent]
-        self._run(redis_scripts.CLEAR, rows, doing="clearing outboxes")
+        self.driver.run(scripts.CLEAR, rows)
 
     def unsent(self, limit: int, *, older_than: float) -> list[tuple[str, Sequence[bytes]]]:
-        found = self._run(
-            redis_scripts.UNSENT,
-            self.driver.now(),
-            limit,
-            int(older_than * 1e6),
-            doing="looking for outboxes",
-        )
+        found = self.driver.run(scripts.UNSENT, self.driver.now(), limit, int(older_than * 1e6))
         return [(key.decode(), _outbox(box) if box else ()) for key, box in found]
 
     def records(self, known: str = "") -> Records:
-        found = self._run(redis_amend.RECORDS, self.driver.now(), known, doing="reading schedules")
-        bodies = (
-            dict(zip(map(bytes.decode, found[2][::2]), found[2][1::2], strict=True))
-            if len(found) > 2
-            else None
-        )
-        return Records(now=moment_of(int(found[0])), version=found[1].decode(), bodies=bodies)
+        return records_of(*self.driver.run(scripts.RECORDS, self.driver.now(), known))
 
     def amend(self, amendment: Amendment) -> bool:
-        done = self._run(
-            redis_amend.AMEND, *self.packed_amendment(amendment), doing="changing a schedule"
-        )
-        return bool(done)
+        return bool(self.driver.run(scripts.AMEND, *self.packed_amendment(amendment)))
 
     def packed_amendment(self, amendment: Amendment) -> tuple[object, ...]:
-        """As records.py says."""
+        """Return the values that the scripts AMEND take first."""
         change = Changes(self.now(), self.seconds)
         if amendment.states or amendment.groups or amendment.outbox:
             outbox = _pack_outbox(tuple(amendment.outbox)) if amendment.outbox else b""
@@ -166,7 +151,7 @@ class RedisBackend(Backend, OutboxBackend):
         return (
             self.driver.now(),
             self.seconds,
-            _printable(amendment.name),
+            encoded(amendment.name).decode(),
             raw(amendment.expected or b""),
             raw(amendment.body or b""),
             math.ceil(amendment.life),
@@ -175,20 +160,16 @@ class RedisBackend(Backend, OutboxBackend):
         )
 
     def claims(self, names: Sequence[str]) -> list[bytes | None]:
-        keys = [redis_amend.CLAIM + name.encode() for name in names]
+        keys = [CLAIM + name.encode() for name in names]
         return list(self.driver.ask(b"MGET", *keys, doing="reading claims")) if keys else []
 
     def release(self, claims: Sequence[tuple[str, bytes]]) -> None:
         if claims:
-            rows = [(name, raw(body)) for name, body in claims]
-            self._run(redis_amend.RELEASE, rows, doing="releasing claims")
+            self.driver.run(scripts.RELEASE, [(name, raw(body)) for name, body in claims])
 
     def settled_by(self, uuids: Sequence[str]) -> list[str]:
-        return (
-            [mark.decode() for mark in self._run(redis_scripts.MARKS, uuids, doing="reading marks")]
-            if uuids
-            else []
-        )
+        marks = self.driver.run(scripts.MARKS, uuids) if uuids else []
+        return [mark.decode() for mark in marks]
 
     def get_states(self, uuids: Sequence[str]) -> dict[str, TaskState]:
         found: dict[str, TaskState] = {}
@@ -200,22 +181,20 @@ class RedisBackend(Backend, OutboxBackend):
         return found
 
     def _documents(self, uuids: Sequence[str]) -> Sequence[tuple[bytes | None, bytes | None]]:
-        """The document and its companion for each."""
+        """Return the document and its companion for each."""
         if len(uuids) > FEW:
-            return decode_rows(self._run(redis_scripts.STATES, uuids, doing="reading states"))
-        keys = [
-            key for uuid in uuids for key in (_document(uuid), b"mpy:m:{" + _bytes(uuid) + b"}")
-        ]
+            return decode_rows(self.driver.run(scripts.STATES, uuids))
+        keys = [key for uuid in uuids for key in (document_key(uuid), companion_key(uuid))]
         found = self.driver.ask(b"MGET", *keys, doing="reading states")
         return list(zip(found[::2], found[1::2], strict=True))
 
     def get_group(self, group_uuid: str) -> GroupMeta | None:
-        document = self.driver.ask(b"GET", _document(group_uuid), doing="reading a group")
+        document = self.driver.ask(b"GET", document_key(group_uuid), doing="reading a group")
         return decode_group(document) if document else None
 
     def ready_groups(self, limit: int) -> list[ReadyGroup]:
-        found, spoilt = self._run(redis_scripts.READY, limit, doing="looking for complete groups")
-        tell_spoilt(spoilt, doing="looking for complete groups")
+        found, spoilt = self.driver.run(scripts.READY, limit)
+        log_spoilt(spoilt, doing=scripts.READY.doing)
         return [
             ReadyGroup(group_uuid=uuid.decode(), callback=callback, failed_member=failed.decode())
             for uuid, callback, failed in found
@@ -224,18 +203,12 @@ class RedisBackend(Backend, OutboxBackend):
     def partial_groups(self, limit: int) -> list[Arrival]:
         return [
             Arrival(group_uuid=uuid.decode(), task_uuid="", total=total, ok=True, callback=callback)
-            for uuid, total, callback in self._run(
-                redis_scripts.PARTIAL,
-                self.driver.now(),
-                limit,
-                doing="looking for incomplete groups",
-            )
+            for uuid, total, callback in self.driver.run(scripts.PARTIAL, self.driver.now(), limit)
         ]
 
     def drop_partial(self, group_uuids: Sequence[str]) -> None:
-        self.driver.ask(
-            b"ZREM", b"mpy:partial", *map(_bytes, group_uuids), doing="forgetting incomplete groups"
-        )
+        names = map(encoded, group_uuids)
+        self.driver.ask(b"ZREM", PARTIAL, *names, doing="forgetting incomplete groups")
 
     def list_states(
         self,
@@ -245,17 +218,14 @@ class RedisBackend(Backend, OutboxBackend):
         since: dt.datetime | None = None,
         limit: int = 100,
     ) -> list[TaskState]:
-        # What ends in between is met twice, in its later state; in the other order it would be missed.
-        sets = (
-            ["mpy:open", "mpy:done"]
-            if state is None
-            else ["mpy:done" if state.is_finished else "mpy:open"]
-        )
+        # A task that ends in between is met twice, in its later state; in the other order it would be missed.
+        sets = ["mpy:open", "mpy:done"]
+        if state is not None:
+            sets = ["mpy:done"] if state.is_finished else ["mpy:open"]
+        low = 0 if since is None else micros(since)
         found: dict[str, tuple[int, TaskState]] = {}
         for key in sets:
-            for at, one in itertools.islice(
-                self._newest(key, state, name, 0 if since is None else micros(since), limit), limit
-            ):
+            for at, one in itertools.islice(self._newest(key, state, name, low, limit), limit):
                 found[one.task_uuid] = at, one
         newest = sorted(found.values(), key=lambda row: row[0], reverse=True)
         return [one for _, one in newest[:limit]]
@@ -264,23 +234,12 @@ class RedisBackend(Backend, OutboxBackend):
         self, key: str, state: State | None, name: str, since: int, limit: int
     ) -> Iterator[tuple[int, TaskState]]:
         """Yield the fitting tasks of one set with the time of their change, latest first. The server filters, READ at a time."""
-        word, quoted = (
-            state.value if state else "",
-            f'"{name}"' if _PLAIN_NAME.fullmatch(name) else "",
-        )
+        word = state.value if state else ""
+        quoted = f'"{name}"' if _PLAIN_NAME.fullmatch(name) else ""
         high, skip = "+inf", 0
         while True:
-            looked, last, skip, times, packed = self._run(
-                redis_scripts.FIND,
-                key,
-                high,
-                skip,
-                since,
-                READ,
-                limit,
-                word,
-                quoted,
-                doing="listing states",
+            looked, last, skip, times, packed = self.driver.run(
+                scripts.FIND, key, high, skip, since, READ, limit, word, quoted
             )
             high = last.decode()
             for at, (document, companion) in zip(times, decode_rows(packed), strict=True):
@@ -291,25 +250,13 @@ class RedisBackend(Backend, OutboxBackend):
                 return
 
     def find(self, prefix: str, limit: int = 2) -> list[str]:
-        pattern = (
-            b"".join(
-                b"\\" + bytes((c,)) if c in b"*?[]\\^-" else bytes((c,)) for c in _bytes(prefix)
-            )
-            + b"*"
-        )
+        match = (b"MATCH", pattern_of(encoded(prefix)), b"COUNT", b"5000")
         found: set[str] = set()
         for key in (b"mpy:open", b"mpy:done"):
             cursor = b"0"
             while True:
                 cursor, rows = self.driver.ask(
-                    b"ZSCAN",
-                    key,
-                    cursor,
-                    b"MATCH",
-                    pattern,
-                    b"COUNT",
-                    b"5000",
-                    doing="looking for a task",
+                    b"ZSCAN", key, cursor, *match, doing="looking for a task"
                 )
                 found.update(self.get_states([uuid.decode() for uuid in rows[::2]]))
                 if cursor == b"0" or len(found) >= limit:
@@ -319,62 +266,33 @@ class RedisBackend(Backend, OutboxBackend):
     def finished_since(self, moment: dt.datetime) -> dict[str, tuple[int, int]]:
         second = micros(moment) // 1_000_000
         counts: dict[str, tuple[int, int]] = {}
-        for name, count in self._run(
-            redis_scripts.RATES, self.driver.now(), second, doing="counting what has finished"
-        ):
-            queue = name[7:].decode()  # behind SUCCESS or FAILURE
-            good, bad = counts.get(queue, (0, 0))
-            counts[queue] = (good + count, bad) if name.startswith(b"S") else (good, bad + count)
+        add_counts(counts, self.driver.run(scripts.RATES, self.driver.now(), second))
         return counts
 
     def revoke(self, uuids: Sequence[str], life: float = REVOKED_LIFE) -> None:
         if uuids:
-            self._run(
-                redis_scripts.REVOKE,
-                self.driver.now(),
-                math.ceil(life),
-                uuids,
-                doing="revoking tasks",
-            )
+            self.driver.run(scripts.REVOKE, self.driver.now(), math.ceil(life), uuids)
 
     def revoked(self, uuids: Sequence[str]) -> set[str]:
         if not uuids:
             return set()
-        return {
-            uuid.decode()
-            for uuid in self._run(redis_scripts.REVOKED, uuids, doing="looking for revoked tasks")
-        }
+        return {uuid.decode() for uuid in self.driver.run(scripts.REVOKED, uuids)}
 
     def purge_state(self, task_uuid: str) -> None:
-        self._run(redis_scripts.FORGET, [task_uuid], (), doing="forgetting a task")
+        self.driver.run(scripts.FORGET_TASK, [task_uuid], ())
 
     def purge_group_meta(self, group_uuid: str) -> None:
-        self._run(redis_scripts.FORGET, (), [group_uuid], doing="forgetting a group")
+        self.driver.run(scripts.FORGET_GROUP, (), [group_uuid])
 
     def listener(self) -> RedisListener:
         return RedisListener(self.driver)
 
     def tend(self) -> float:
-        looked = self._run(
-            redis_scripts.TEND, self.driver.now(), self.seconds, doing="looking for what is over"
-        )
-        return 0.05 if looked >= redis_scripts.LOOKS else SWEEP
+        looked = self.driver.run(scripts.TEND, self.driver.now(), self.seconds)
+        return 0.05 if looked >= scripts.LOOKS else SWEEP
 
     def concerns(self) -> list[Concern]:
         return self.driver.concerns()
 
     def close(self) -> None:
-        pass  # the driver belongs to whoever made it
-
-
-def _bytes(text: str) -> bytes:
-    return text.encode("utf-8", "backslashreplace")
-
-
-def _printable(text: str) -> str:
-    return _bytes(text).decode()
-
-
-def _document(uuid: str) -> bytes:
-    """The key of a document: Go's, but for names so short that they are rather a queue's."""
-    return _bytes(uuid if len(_bytes(uuid)) > 2 else f"mpy:k:{{{uuid}}}")
+        pass  # the driver belongs to its creator

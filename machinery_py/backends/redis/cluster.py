@@ -1,9 +1,9 @@
 """States and groups in a Redis Cluster: Go Machinery's documents, each in the slot of its name.
 
-The order in which a change becomes true, and what a crash between two steps leaves: docs/explanation/redis-cluster.md.
+A change is made in steps; docs/explanation/redis-cluster.md says what a crash between two of them leaves.
 
-    1  a note that there will be a record (only if something follows in other slots)
-    2  in the slot of the key: the verdict, its states, and the record of what follows
+    1  a note that there will be a record (only if there are effects in other slots)
+    2  in the slot of the key: the verdict, its states, and the record of the effects
     3  the effects: states of others, groups, arrivals
     4  the listings; the record goes, unless it has messages to be published
 
@@ -16,7 +16,6 @@ import datetime as dt
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from machinery_py.backends.base import (
     REVOKED_LIFE,
@@ -31,14 +30,11 @@ from machinery_py.backends.base import (
     Verdict,
 )
 from machinery_py.backends.redis import cluster_scripts as scripts
-from machinery_py.backends.redis import scripts as redis_scripts
 from machinery_py.backends.redis.backend import EXPIRE_IN, SWEEP, VERDICTS
 from machinery_py.backends.redis.cluster_documents import (
     SCHEDULES,
     claim_key,
     claim_prefix,
-    companion_key,
-    document_key,
     framed,
     key_of,
     name_of,
@@ -51,27 +47,28 @@ from machinery_py.backends.redis.cluster_documents import (
 )
 from machinery_py.backends.redis.cluster_lists import PAGE, PREFIXES, Newest, shard_of
 from machinery_py.backends.redis.cluster_steps import Steps
-from machinery_py.backends.redis.documents import state_of
+from machinery_py.backends.redis.documents import add_counts, pattern_of, records_of, state_of
 from machinery_py.backends.redis.listener import RedisListener
-from machinery_py.backends.redis.scripts import CHORD_LIFE
-from machinery_py.clock import micros, moment_of
+from machinery_py.backends.redis.scripts import BEGIN, CHORD_LIFE, LOOKS, MARKS, REVOKE
+from machinery_py.backends.redis.scripts import REVOKED as LOOK_FOR_REVOKED
+from machinery_py.clock import micros
 from machinery_py.connections.durability import Concern
 from machinery_py.connections.redis.client import raw
 from machinery_py.connections.redis.cluster import RedisClusterDriver
-from machinery_py.connections.redis.errors import tell_spoilt
-from machinery_py.connections.redis.keys import READY, REVOKED
-from machinery_py.connections.redis.requests import Request, command_at, script_at
-from machinery_py.connections.redis.scripts import Script, pack
+from machinery_py.connections.redis.errors import log_spoilt
+from machinery_py.connections.redis.keys import READY, REVOKED, companion_key, document_key, encoded
+from machinery_py.connections.redis.requests import command_at, script_at
+from machinery_py.connections.redis.scripts import pack
 from machinery_py.connections.redis.slots import unquoted
 from machinery_py.errors import DecodeError
 from machinery_py.tasks.states import GroupMeta, State, TaskState
 from machinery_py.wire.states import decode_group
 
-_REVOKED = b"{" + REVOKED + b"}:"  # names its slot
+_REVOKED = b"{" + REVOKED + b"}:"  # the prefix of its slot
 
 
 class ClusterBackend(Backend, OutboxBackend):
-    """Documents in a cluster, which belongs to whoever made it."""
+    """Documents in a cluster, which belongs to its creator."""
 
     features = BackendFeatures(name="redis", foreign=True, claims=True)
 
@@ -84,15 +81,6 @@ class ClusterBackend(Backend, OutboxBackend):
 
     def now(self) -> dt.datetime:
         return self.cluster.clock.now()
-
-    def _ask(self, requests: Sequence[Request], doing: str) -> list[Any]:
-        return self.cluster.ask(requests, doing=doing)
-
-    def _each(self, script: Script, names: Iterable[str], doing: str, *more: object) -> list[Any]:
-        """A script in the slot of each name, with this name and more for arguments."""
-        return self._ask(
-            [script_at(prefix_of(name), script, pack((name, *more))) for name in names], doing
-        )
 
     def apply(self, changes: Sequence[Change]) -> list[Verdict]:
         now, text = self.now(), self.cluster.now()
@@ -116,12 +104,8 @@ class ClusterBackend(Backend, OutboxBackend):
 
     def begin(self, keys: Sequence[tuple[str, int]]) -> list[Begun]:
         names = [(name_of(uuid), run) for uuid, run in keys]
-        replies = self._ask(
-            [
-                script_at(prefix_of(name), redis_scripts.BEGIN, pack(([(name, run)],)))
-                for name, run in names
-            ],
-            "beginning deliveries",
+        replies = self.cluster.run(
+            BEGIN, [(prefix_of(name), ([(name, run)],)) for name, run in names]
         )
         begun = [reply[0] for reply in replies]
         outboxes = self._finish(
@@ -133,7 +117,7 @@ class ClusterBackend(Backend, OutboxBackend):
         ]
 
     def _finish(self, records: Sequence[tuple[str, bytes | None]]) -> list[tuple[bytes, ...]]:
-        """Carry out what these records say that follows, and return their outboxes; a record without messages goes."""
+        """Carry out the effects in these records, and return their outboxes; a record without messages goes."""
         read = [
             (name, *read_record(record)) if record else (name, (), ()) for name, record in records
         ]
@@ -148,8 +132,8 @@ class ClusterBackend(Backend, OutboxBackend):
         return [outbox for _, outbox, _ in read]
 
     def _records(self, names: Sequence[str]) -> list[bytes | None]:
-        return self._ask(
-            [command_at(b"GET", record_key(name)) for name in names], "reading outboxes"
+        return self.cluster.ask(
+            [command_at(b"GET", record_key(name)) for name in names], doing="reading outboxes"
         )
 
     def outboxes(self, keys: Sequence[str]) -> list[Sequence[bytes]]:
@@ -177,8 +161,7 @@ class ClusterBackend(Backend, OutboxBackend):
             if record is not None
         ]
         outboxes = self._finish(names)
-        unsent: list[tuple[str, Sequence[bytes]]] = []
-        unsent += [
+        unsent: list[tuple[str, Sequence[bytes]]] = [
             (key_of(name), outbox)
             for (name, _), outbox in zip(names, outboxes, strict=True)
             if outbox
@@ -186,28 +169,17 @@ class ClusterBackend(Backend, OutboxBackend):
         return unsent[:limit]
 
     def records(self, known: str = "") -> Records:
-        (found,) = self._ask(
-            [script_at(SCHEDULES, scripts.SCHEDULES, pack((self.cluster.now(), known)))],
-            "reading schedules",
-        )
-        bodies = (
-            dict(zip(map(bytes.decode, found[2][::2]), found[2][1::2], strict=True))
-            if len(found) > 2
-            else None
-        )
-        return Records(now=moment_of(int(found[0])), version=found[1].decode(), bodies=bodies)
+        calls = [(SCHEDULES, (self.cluster.now(), known))]
+        return records_of(*self.cluster.run(scripts.SCHEDULES, calls)[0])
 
     def amend(self, amendment: Amendment) -> bool:
         part = parts_of_tick(amendment, self.now(), self.cluster.now(), self.seconds)
         expected, body = amendment.expected or b"", amendment.body or b""
         if amendment.life:
-            done = self._steps.amend_claim(
-                amendment.name, expected, body, math.ceil(amendment.life), part
-            )
+            life = math.ceil(amendment.life)
+            done = self._steps.amend_claim(amendment.name, expected, body, life, part)
         else:
-            done = self._steps.amend(
-                amendment.name.encode("utf-8", "backslashreplace"), expected, body, part
-            )
+            done = self._steps.amend(encoded(amendment.name), expected, body, part)
         if not done:
             return False
         self._steps.carry_out(part.effects)
@@ -216,51 +188,33 @@ class ClusterBackend(Backend, OutboxBackend):
         return True
 
     def claims(self, names: Sequence[str]) -> list[bytes | None]:
-        found = (
-            self._ask(
-                [
-                    script_at(claim_prefix(name), scripts.CLAIM, pack((raw(claim_key(name)),)))
-                    for name in names
-                ],
-                "reading claims",
-            )
-            if names
-            else []
+        found = self.cluster.run(
+            scripts.CLAIM, [(claim_prefix(name), (raw(claim_key(name)),)) for name in names]
         )
-        # Who reads a claim looks at its task next, and takes one without a state for one that is over.
+        # The reader of a claim looks at its task next, and takes one without a state for one that is over.
         self._steps.carry_out(
             [effect for _, record in found if record for effect in read_record(record)[1]]
         )
         return [body for body, _ in found]
 
     def release(self, claims: Sequence[tuple[str, bytes]]) -> None:
-        self._ask(
-            [
-                script_at(
-                    claim_prefix(name), scripts.RELEASE, pack((raw(claim_key(name)), raw(body)))
-                )
-                for name, body in claims
-            ],
-            "releasing claims",
+        self.cluster.run(
+            scripts.RELEASE,
+            [(claim_prefix(name), (raw(claim_key(name)), raw(body))) for name, body in claims],
         )
 
     def settled_by(self, uuids: Sequence[str]) -> list[str]:
-        replies = self._ask(
-            [
-                script_at(prefix_of(name), redis_scripts.MARKS, pack(([name],)))
-                for name in map(name_of, uuids)
-            ],
-            "reading marks",
-        )
+        names = map(name_of, uuids)
+        replies = self.cluster.run(MARKS, [(prefix_of(name), ([name],)) for name in names])
         return [reply[0].decode() for reply in replies]
 
     # Reading
 
     def get_states(self, uuids: Sequence[str]) -> dict[str, TaskState]:
         names = list(map(name_of, uuids))
-        replies = self._ask(
+        replies = self.cluster.ask(
             [command_at(b"MGET", document_key(name), companion_key(name)) for name in names],
-            "reading states",
+            doing="reading states",
         )
         return {
             uuid: state_of(*reply)
@@ -269,25 +223,21 @@ class ClusterBackend(Backend, OutboxBackend):
         }
 
     def get_group(self, group_uuid: str) -> GroupMeta | None:
-        (document,) = self._ask(
-            [command_at(b"GET", document_key(name_of(group_uuid)))], "reading a group"
-        )
+        key = document_key(name_of(group_uuid))
+        document = self.cluster.command(b"GET", key, doing="reading a group")
         return decode_group(document) if document else None
 
     def ready_groups(self, limit: int) -> list[ReadyGroup]:
-        (rows,) = self._ask(
-            [command_at(b"ZRANGE", READY, b"0", b"%d" % (limit - 1))], "looking for complete groups"
-        )
-        if not rows:
-            return []
+        doing = scripts.LOOK_AT.doing
+        rows = self.cluster.command(b"ZRANGE", READY, b"0", b"%d" % (limit - 1), doing=doing)
         names = [row.decode() for row in rows]
         found: list[ReadyGroup] = []
         over: list[str] = []
         for name, (callback, failed, fired, _, problems) in zip(
-            names, self._each(scripts.LOOK_AT, names, "looking for complete groups"), strict=True
+            names, self._steps.at_names(scripts.LOOK_AT, names), strict=True
         ):
             if problems:
-                tell_spoilt(problems, doing="looking for complete groups")
+                log_spoilt(problems, doing=doing)
             elif fired or callback is None:
                 over.append(name)
             else:
@@ -296,9 +246,7 @@ class ClusterBackend(Backend, OutboxBackend):
                     ReadyGroup(group_uuid=unquoted(name), callback=callback, failed_member=member)
                 )
         if over:
-            self._ask(
-                [command_at(b"ZREM", READY, *map(str.encode, over))], "looking for complete groups"
-            )
+            self.cluster.command(b"ZREM", READY, *map(str.encode, over), doing=doing)
         return found
 
     def list_states(
@@ -309,7 +257,7 @@ class ClusterBackend(Backend, OutboxBackend):
         since: dt.datetime | None = None,
         limit: int = 100,
     ) -> list[TaskState]:
-        # What has finished may still be in the set of what has not: the crash of a worker leaves it there.
+        # A finished task may still be in the set `open`: the crash of a worker leaves it there.
         sets = ("open",) if state is not None and not state.is_finished else ("open", "done")
         newest = iter(Newest(self.cluster, sets, 0 if since is None else micros(since)))
         found: list[TaskState] = []
@@ -323,20 +271,14 @@ class ClusterBackend(Backend, OutboxBackend):
         return found[:limit]
 
     def find(self, prefix: str, limit: int = 2) -> list[str]:
-        wanted = name_of(prefix) if prefix else ""
-        pattern = (
-            b"".join(
-                b"\\" + bytes((c,)) if c in b"*?[]\\^-" else bytes((c,)) for c in wanted.encode()
-            )
-            + b"*"
-        )
+        pattern = pattern_of(name_of(prefix).encode() if prefix else b"")
+        match = (b"MATCH", pattern, b"COUNT", b"5000")
         found: set[str] = set()
-        for key in (f"{shard}{kind}".encode() for shard in PREFIXES for kind in ("open", "done")):
+        for key in (shard + kind for shard in PREFIXES for kind in (b"open", b"done")):
             cursor = b"0"
             while len(found) < limit:
-                ((cursor, rows),) = self._ask(
-                    [command_at(b"ZSCAN", key, cursor, b"MATCH", pattern, b"COUNT", b"5000")],
-                    "looking for a task",
+                cursor, rows = self.cluster.command(
+                    b"ZSCAN", key, cursor, *match, doing="looking for a task"
                 )
                 found.update(self.get_states([unquoted(row.decode()) for row in rows[::2]]))
                 if cursor == b"0":
@@ -344,46 +286,36 @@ class ClusterBackend(Backend, OutboxBackend):
         return sorted(found)[:limit]
 
     def finished_since(self, moment: dt.datetime) -> dict[str, tuple[int, int]]:
-        argument = pack((self.cluster.now(), micros(moment) // 1_000_000))
+        second = micros(moment) // 1_000_000
         counts: dict[str, tuple[int, int]] = {}
-        for rows in self._ask(
-            [script_at(shard.encode(), scripts.RATES, argument) for shard in PREFIXES],
-            "counting what has finished",
-        ):
-            for name, count in rows:
-                queue = name[7:].decode()  # behind SUCCESS or FAILURE
-                good, bad = counts.get(queue, (0, 0))
-                counts[queue] = (
-                    (good + count, bad) if name.startswith(b"S") else (good, bad + count)
-                )
+        for rows in self._steps.in_shards(scripts.RATES, self.cluster.now(), second):
+            add_counts(counts, rows)
         return counts
 
     # Revoking, forgetting
 
     def revoke(self, uuids: Sequence[str], life: float = REVOKED_LIFE) -> None:
         if uuids:
-            argument = pack((self.cluster.now(), math.ceil(life), list(map(name_of, uuids))))
-            self._ask([script_at(_REVOKED, redis_scripts.REVOKE, argument)], "revoking tasks")
+            values = (self.cluster.now(), math.ceil(life), list(map(name_of, uuids)))
+            self.cluster.run(REVOKE, [(_REVOKED, values)])
 
     def revoked(self, uuids: Sequence[str]) -> set[str]:
         if not uuids:
             return set()
-        argument = pack((list(map(name_of, uuids)),))
-        (found,) = self._ask(
-            [script_at(_REVOKED, redis_scripts.REVOKED, argument)], "looking for revoked tasks"
-        )
+        values = (list(map(name_of, uuids)),)
+        (found,) = self.cluster.run(LOOK_FOR_REVOKED, [(_REVOKED, values)])
         return {unquoted(name.decode()) for name in found}
 
     def purge_state(self, task_uuid: str) -> None:
         name = name_of(task_uuid)
-        shard = shard_of(name).encode()
-        self._ask(
+        shard = shard_of(name)
+        self.cluster.ask(
             [
                 script_at(prefix_of(name), scripts.FORGET_TASK, pack((name,))),
                 command_at(b"ZREM", shard + b"open", name.encode()),
                 command_at(b"ZREM", shard + b"done", name.encode()),
             ],
-            "forgetting a task",
+            doing="forgetting a task",
         )
 
     def purge_group_meta(self, group_uuid: str) -> None:
@@ -396,20 +328,13 @@ class ClusterBackend(Backend, OutboxBackend):
         left = self._tend_at - self.cluster.clock.monotonic()
         if left > 0:
             return left  # the listings are in many slots: not with each look of the broker
-        now = micros(self.now())
-        argument = pack((self.cluster.now(), self.seconds, 2 * CHORD_LIFE))
-        self._ask(
-            [script_at(shard.encode(), scripts.EXPIRE, argument) for shard in PREFIXES],
-            "looking for what is over",
-        )
-        self._ask(
-            [command_at(b"ZREMRANGEBYSCORE", REVOKED, b"-inf", b"%d" % now)],
-            "looking for what is over",
-        )
+        now, doing = micros(self.now()), scripts.EXPIRE.doing
+        self._steps.in_shards(scripts.EXPIRE, self.cluster.now(), self.seconds, 2 * CHORD_LIFE)
+        self.cluster.command(b"ZREMRANGEBYSCORE", REVOKED, b"-inf", b"%d" % now, doing=doing)
         due = self._steps.due_groups(now)
-        # MGET says of something else that it is missing.
-        documents = self._ask(
-            [command_at(b"MGET", document_key(name)) for name in due], "looking for what is over"
+        # MGET says of a key of another type that it is missing.
+        documents = self.cluster.ask(
+            [command_at(b"MGET", document_key(name)) for name in due], doing=doing
         )
         alive = [
             name
@@ -418,7 +343,7 @@ class ClusterBackend(Backend, OutboxBackend):
         ]
         self._steps.keep_groups(alive, now + self.seconds * 1_000_000)
         self._steps.forget_groups([name for name in due if name not in alive])
-        pause = 0.05 if len(due) >= redis_scripts.LOOKS else SWEEP
+        pause = 0.05 if len(due) >= LOOKS else SWEEP
         self._tend_at = self.cluster.clock.monotonic() + pause
         return pause
 
@@ -430,20 +355,18 @@ class ClusterBackend(Backend, OutboxBackend):
             group = None
         if group is None:
             return False
-        (score,) = self._ask(
-            [command_at(b"ZSCORE", READY, name.encode())], "looking for what is over"
-        )
+        score = self.cluster.command(b"ZSCORE", READY, name.encode(), doing=scripts.EXPIRE.doing)
         return score is not None or bool(self.get_states(group.task_uuids))
 
     def concerns(self) -> list[Concern]:
         return self.cluster.concerns()
 
     def close(self) -> None:
-        pass  # the cluster belongs to whoever made it
+        pass  # the cluster belongs to its creator
 
 
 class ClusterListener(RedisListener):
-    """A listener at one node: what a script publishes is told by all."""
+    """A listener at one node: each node passes on what a script publishes at another."""
 
     def watch(self, uuids: Iterable[str]) -> None:
         super().watch(map(name_of, uuids))

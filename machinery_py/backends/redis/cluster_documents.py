@@ -1,10 +1,10 @@
-"""A change of states and groups in a Redis Cluster, taken apart: what its own slot decides, and what follows in others.
+"""A change of states and groups in a Redis Cluster, taken apart: the decision in its own slot, and the effects in others.
 
-What follows is an effect: a script, at the slot of a name. Effects may be carried out again by anybody. They are remembered,
-with the outbox, in the record of the change, `mpy:o:{key}`: four bytes of length, the outbox, and the effects.
+An effect is a script, at the slot of a name. Any process may carry it out again. Effects are remembered, with the
+outbox, in the record of the change, `mpy:o:{key}`: four bytes of length, the outbox, and the effects.
 
-The record of what a schedule sends is in the slot of all schedules, that of what is sent with a claim in the slot of the claim.
-Its name begins with what no quoted name begins with, and tells the slot.
+The record of what a schedule sends is in the slot of all schedules, that of what is sent with a claim in the slot
+of the claim. Its name begins with a mark that no quoted name begins with, and that tells the slot.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from machinery_py.backends.base import Amendment, Change, claim_of
 from machinery_py.backends.redis import cluster_scripts as scripts
 from machinery_py.backends.redis.documents import Changes, packed_state
 from machinery_py.connections.redis.client import raw
+from machinery_py.connections.redis.keys import CLAIM, encoded, outbox_key
 from machinery_py.connections.redis.scripts import Script, pack
 from machinery_py.connections.redis.slots import quoted, unquoted
 from machinery_py.tasks.states import TaskState
@@ -47,37 +48,35 @@ SCRIPTS: dict[str, Script] = {
 }
 
 
-SCHEDULES = (
-    b"mpy:{mpy:records}:"  # names the slot of the schedules, and of the records of what they send
-)
+SCHEDULES = b"mpy:{mpy:records}:"  # the slot of the schedules, and of the records of what they send
 TICK = "tick "  # what the keys of those begin with
 _TICK, _CLAIM = "%=", "%!"  # what these are told from UUIDs by
 
 
 def name_of(uuid: str) -> str:
-    """A UUID as our keys have it."""
-    return quoted(uuid.encode("utf-8", "backslashreplace").decode())
+    """Return a UUID as our keys have it."""
+    return quoted(encoded(uuid).decode())
 
 
 def tick_name(key: str) -> str:
-    """The key of what a schedule sends, as our keys have it."""
+    """Return the key of what a schedule sends, as our keys have it."""
     return _TICK + name_of(key)
 
 
 def claim_name(key: str) -> str:
-    """The key of what is sent with a claim, as our keys have it."""
+    """Return the key of what is sent with a claim, as our keys have it."""
     return _CLAIM + name_of(key)
 
 
 def names_of(key: str) -> tuple[str, ...]:
-    """Under which names there may be a record with this key."""
+    """Return the names under which there may be a record with this key."""
     if key.startswith(TICK):
         return name_of(key), tick_name(key)
     return (name_of(key), claim_name(key)) if claim_of(key) is not None else (name_of(key),)
 
 
 def key_of(name: str) -> str:
-    """The UUID or key that has this name."""
+    """Return the UUID or key that has this name."""
     return unquoted(name.removeprefix(_TICK).removeprefix(_CLAIM))
 
 
@@ -87,23 +86,13 @@ def claim_prefix(claim: str) -> bytes:
 
 
 def claim_key(claim: str) -> bytes:
-    return b"mpy:u:{%b}" % name_of(claim).encode()
-
-
-def document_key(name: str) -> bytes:
-    """Go's, but for names so short that they are rather a queue's."""
-    key = name.encode()
-    return key if len(key) > 2 else b"mpy:k:{%b}" % key
-
-
-def companion_key(name: str) -> bytes:
-    return b"mpy:m:{%b}" % name.encode()
+    return b"%b{%b}" % (CLAIM, name_of(claim).encode())
 
 
 def record_key(name: str) -> bytes:
     if name.startswith((_TICK, _CLAIM)):
         return b"%bo:%b" % (prefix_of(name), name.encode())
-    return b"mpy:o:{%b}" % name.encode()
+    return outbox_key(name)
 
 
 def prefix_of(name: str) -> bytes:
@@ -116,15 +105,15 @@ def prefix_of(name: str) -> bytes:
 
 
 class Parts(msgspec.Struct, gc=False):
-    """A change: what its own slot decides (if there is anything), its outbox, and its effects elsewhere."""
+    """A change: the decision in its own slot (if there is one), its outbox, and its effects elsewhere."""
 
     name: str
     own: Changes | None
-    held: bool  # whether results are kept for a callback
-    force: bool
-    fires: bool
-    outbox: bytes  # with its length before it; empty without messages
     effects: tuple[Effect, ...]
+    held: bool = False  # whether results are kept for a callback
+    force: bool = False
+    fires: bool = False
+    outbox: bytes = b""  # with its length before it; empty without messages
 
     @property
     def record(self) -> bytes:
@@ -140,7 +129,7 @@ def framed(outbox: Sequence[bytes]) -> bytes:
 
 
 def read_record(record: bytes) -> tuple[tuple[bytes, ...], tuple[Effect, ...]]:
-    """Outbox and effects."""
+    """Return outbox and effects."""
     size = 4 + int.from_bytes(record[:4], "big")
     return _outbox(record[4:size]), _effects(record[size:])
 
@@ -158,32 +147,15 @@ def parts_of(change: Change, now: dt.datetime, now_text: str, expire: int) -> Pa
         foreign = Changes(now, expire)
         foreign.add(key="", force=change.force, packed=row)
         kind = "replay" if change.force else "state"
-        effects.append(
-            Effect(
-                kind,
-                str(row[0]),
-                pack((now_text, expire, foreign.changes, foreign.states, "", False, 0)),
-            )
-        )
+        argument = pack((now_text, expire, foreign.changes, foreign.states, "", False, 0))
+        effects.append(Effect(kind, str(row[0]), argument))
     for group in change.groups:
-        effects.append(
-            Effect(
-                "group",
-                name_of(group.group_uuid),
-                pack((name_of(group.group_uuid), raw(encode_group(group)))),
-            )
-        )
+        group_name = name_of(group.group_uuid)
+        effects.append(Effect("group", group_name, pack((group_name, raw(encode_group(group))))))
     for one in change.arrivals:
-        row = (
-            name_of(one.group_uuid),
-            name_of(one.task_uuid),
-            one.total,
-            one.ok,
-            raw(one.callback),
-        )
-        effects.append(
-            Effect("arrival", name_of(one.group_uuid), pack((row,)), name_of(one.task_uuid))
-        )
+        group_name, member = name_of(one.group_uuid), name_of(one.task_uuid)
+        row = (group_name, member, one.total, one.ok, raw(one.callback))
+        effects.append(Effect("arrival", group_name, pack((row,)), member))
     if change.fires:
         effects.append(Effect("fired", name, pack((name,))))
     decides = own or change.fires or change.epoch or change.outbox
@@ -199,21 +171,21 @@ def parts_of(change: Change, now: dt.datetime, now_text: str, expire: int) -> Pa
     return Parts(
         name,
         decision if decides else None,
-        any(one.callback for one in change.arrivals),
-        change.force,
-        bool(change.fires),
-        framed(change.outbox) if change.outbox else b"",
         tuple(effects),
+        held=any(one.callback for one in change.arrivals),
+        force=change.force,
+        fires=bool(change.fires),
+        outbox=framed(change.outbox) if change.outbox else b"",
     )
 
 
 def parts_of_tick(amendment: Amendment, now: dt.datetime, now_text: str, expire: int) -> Parts:
-    """Return the follow-ups of a change of a schedule or a claim. None is in that one's slot."""
+    """Take a change of a schedule or a claim apart. All its states and groups are in other slots."""
     change = Change(key="", states=amendment.states, groups=amendment.groups)
     effects = parts_of(change, now, now_text, expire).effects
     outbox = framed(amendment.outbox) if amendment.outbox else b""
     name = (claim_name if amendment.life else tick_name)(amendment.outbox_key)
-    return Parts(name, Changes(now, expire), False, False, False, outbox, effects)
+    return Parts(name, Changes(now, expire), effects, outbox=outbox)
 
 
 def _row(state: TaskState, now: dt.datetime, expire: int) -> tuple[object, ...]:

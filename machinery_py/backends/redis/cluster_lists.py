@@ -1,11 +1,11 @@
 """The listings of a Redis Cluster's backend, in shards, so that no node has all of them.
 
-    mpy:{list<n>}:open, :done      UUIDs by their last change; what is in `done` is finished, what is in `open` mostly not
+    mpy:{list<n>}:open, :done      UUIDs by their last change; those in `done` are finished, those in `open` mostly not
     mpy:{list<n>}:rate:<second>    how many tasks finished, for each state and queue
     mpy:{list<n>}:outbox           keys whose record is about to be written, or was, by when
 
-They are written after the states (a crash in between leaves a finished task in `open`), but for the notes of records, which are
-written before them.
+They are written after the states (a crash in between leaves a finished task in `open`), but for the notes of
+records, which are written before them.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 
 from machinery_py.backends.redis import cluster_scripts as scripts
-from machinery_py.backends.redis import scripts as redis_scripts
+from machinery_py.backends.redis.scripts import NEWEST
 from machinery_py.connections.redis.cluster import RedisClusterDriver
 from machinery_py.connections.redis.requests import Request, script_at
 from machinery_py.connections.redis.scripts import pack
 
 SHARDS = 8  # each is looked at every few seconds by each worker
-PREFIXES = tuple(f"mpy:{{list{number}}}:" for number in range(SHARDS))
+PREFIXES = tuple(b"mpy:{list%d}:" % number for number in range(SHARDS))
 PAGE = 500  # names that are read from a shard at once
 
 Finished = tuple[str, str]
 """Name, and state and queue in one word."""
 
 
-def shard_of(name: str) -> str:
+def shard_of(name: str) -> bytes:
     return PREFIXES[zlib.crc32(name.encode()) % SHARDS]
 
 
-def by_shard(names: Iterable[str]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
+def by_shard(names: Iterable[str]) -> dict[bytes, list[str]]:
+    found: dict[bytes, list[str]] = {}
     for name in names:
         found.setdefault(shard_of(name), []).append(name)
     return found
@@ -49,7 +49,7 @@ def list_requests(
     for prefix in finished.keys() | others.keys():
         names = finished.get(prefix, [])
         values = (now, names, [ends[name] for name in names], others.get(prefix, []), replayed)
-        requests.append(script_at(prefix.encode(), scripts.LIST, pack(values)))
+        requests.append(script_at(prefix, scripts.LIST, pack(values)))
     return requests
 
 
@@ -58,7 +58,7 @@ class Newest:
 
     def __init__(self, cluster: RedisClusterDriver, sets: Sequence[str], since: int) -> None:
         self._cluster = cluster
-        self._keys = [(prefix, prefix + name) for prefix in PREFIXES for name in sets]
+        self._keys = [(prefix, prefix + name.encode()) for prefix in PREFIXES for name in sets]
         self._since = since
 
     def __iter__(self) -> Iterator[str]:
@@ -69,7 +69,9 @@ class Newest:
                 seen.add(name)
                 yield name
 
-    def _rows(self, key: tuple[str, str], rows: list[tuple[int, str]]) -> Iterator[tuple[int, str]]:
+    def _rows(
+        self, key: tuple[bytes, bytes], rows: list[tuple[int, str]]
+    ) -> Iterator[tuple[int, str]]:
         skipped = 0
         while rows:
             yield from rows
@@ -78,14 +80,11 @@ class Newest:
             skipped += PAGE
             (rows,) = self._read([key], skipped)
 
-    def _read(self, keys: Sequence[tuple[str, str]], skipped: int) -> list[list[tuple[int, str]]]:
-        replies = self._cluster.ask(
-            [
-                script_at(
-                    prefix.encode(), redis_scripts.NEWEST, pack(([key], self._since, skipped, PAGE))
-                )
-                for prefix, key in keys
-            ],
-            doing="listing states",
+    def _read(
+        self, keys: Sequence[tuple[bytes, bytes]], skipped: int
+    ) -> list[list[tuple[int, str]]]:
+        replies = self._cluster.run(
+            NEWEST,
+            [(prefix, ([key.decode()], self._since, skipped, PAGE)) for prefix, key in keys],
         )
         return [sorted((-int(score), name.decode()) for name, score in rows) for rows in replies]

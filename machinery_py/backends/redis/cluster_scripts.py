@@ -1,7 +1,7 @@
-"""The scripts of the backend in a Redis Cluster, each within one slot. The steps are in docs/explanation/redis-cluster.md.
+"""The scripts of the backend in a Redis Cluster, each within one slot. Their order stands in docs/explanation/redis-cluster.md.
 
-Each takes one msgpack array; its file in `lua/cluster/` says what is in it (In) and what it returns (Out). Changes, and how a
-state is decided and written, are as changes.lua says; UUIDs stand as `slots.quoted` writes them.
+Each takes one msgpack array; its file in `lua/cluster/` says what is in it (In) and what it returns (Out). Changes
+are as changes.lua says; UUIDs stand as `slots.quoted` writes them.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ _FLAG = '"ChordTriggered": true'
 
 _lua = Folder("backends/redis/lua/cluster", CONSTANTS | {"NOTED": NOTED_FOR, "FLAG": _FLAG})
 
-FLAG = _lua.script("flag")
-CHANGE = _lua.script("change")
+FLAG = _lua.script("flag", "settling groups")
+CHANGE = _lua.script("change", "writing states")
 GROUP = _lua.script("group")
 ARRIVE = _lua.script("arrive")
-LOOK_AT = _lua.script("look_at")
-FORGET_GROUP = _lua.script("forget_group")
+LOOK_AT = _lua.script("look_at", "looking for complete groups")
+FORGET_GROUP = _lua.script("forget_group", "forgetting groups")
 FORGET_TASK = _lua.script("forget_task")
-LOOSEN = _lua.script("loosen")
-SENT = _lua.script("sent")
-AMEND = _lua.script("amend")
-CLAIM = _lua.script("claim")
-AMEND_CLAIM = _lua.script("amend_claim")
-RELEASE = _lua.script("release")
-SCHEDULES = _lua.script("schedules")
+LOOSEN = _lua.script("loosen", "letting results expire")
+SENT = _lua.script("sent", "clearing outboxes")
+AMEND = _lua.script("amend", "changing a schedule")
+CLAIM = _lua.script("claim", "reading claims")
+AMEND_CLAIM = _lua.script("amend_claim", "changing a claim")
+RELEASE = _lua.script("release", "releasing claims")
+SCHEDULES = _lua.script("schedules", "reading schedules")
 
 # The listings: they are in shards, whose prefix is that of the guard.
 
-NOTE = _lua.script("note")
-DROP = _lua.script("drop")
-RECORDS = _lua.script("records")
+NOTE = _lua.script("note", "noting what follows")
+DROP = _lua.script("drop", "clearing outboxes")
+RECORDS = _lua.script("records", "looking for outboxes")
 LIST = _lua.script("list")
-RATES = _lua.script("rates")
-EXPIRE = _lua.script("expire")
+RATES = _lua.script("rates", "counting what has finished")
+EXPIRE = _lua.script("expire", "looking for what is over")

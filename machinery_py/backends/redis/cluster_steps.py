@@ -1,4 +1,4 @@
-"""The steps of a change in a Redis Cluster, each of which may be the last one before a crash (docs/explanation/redis-cluster.md).
+"""The steps of a change in a Redis Cluster (docs/explanation/redis-cluster.md). A crash may come after any of them.
 
 mpy:ready     groups whose callback is to be settled; some may have been
 mpy:groups    groups that are looked at for expiry; written before their documents
@@ -7,10 +7,9 @@ mpy:groups    groups that are looked at for expiry; written before their documen
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from machinery_py.backends.redis import cluster_scripts as scripts
-from machinery_py.backends.redis import scripts as redis_scripts
 from machinery_py.backends.redis.cluster_documents import (
     SCHEDULES,
     SCRIPTS,
@@ -18,73 +17,68 @@ from machinery_py.backends.redis.cluster_documents import (
     Parts,
     claim_key,
     claim_prefix,
-    document_key,
     prefix_of,
     record_key,
 )
 from machinery_py.backends.redis.cluster_lists import PREFIXES, Finished, by_shard, list_requests
-from machinery_py.backends.redis.scripts import CHORD_LIFE
+from machinery_py.backends.redis.scripts import CHORD_LIFE, LOOKS
 from machinery_py.clock import micros
 from machinery_py.connections.redis.client import raw
 from machinery_py.connections.redis.cluster import RedisClusterDriver
-from machinery_py.connections.redis.keys import GO_MUTEX, GROUPS, READY
+from machinery_py.connections.redis.keys import GO_MUTEX, GROUPS, READY, document_key
 from machinery_py.connections.redis.requests import Request, command_at, script_at
-from machinery_py.connections.redis.scripts import pack
+from machinery_py.connections.redis.scripts import Script
 from machinery_py.errors import NameRefused, StoreUnusable
 from machinery_py.texts import get_logger
 
 TRIES = (
     3  # at a change; more than one when this process was stopped between its note and its record
 )
-NOTES = (
-    10_000  # of our own that are remembered; the others are looked at and dropped by whoever tends
-)
+NOTES = 10_000  # of our own that are remembered; `tend` looks at the others and drops them
 STALE = 2 * scripts.NOTED_FOR  # µs after which a note without a record will never get one
 
 logger = get_logger(__name__)
 
 
 class Steps:
-    """Carries them out. May be used from any thread."""
+    """Carries the steps out. May be used from any thread."""
 
     def __init__(self, cluster: RedisClusterDriver, seconds: int) -> None:
         """`seconds`: that finished states are kept."""
         self._cluster = cluster
         self._seconds = seconds
-        self._stamps: dict[str, int] = {}  # what was noted by us, until its record goes
+        self._stamps: dict[str, int] = {}  # notes of ours, until their record goes
 
-    def _ask(self, requests: Sequence[Request], doing: str, *, again: bool = True) -> list[Any]:
-        return self._cluster.ask(requests, doing=doing, again=again) if requests else []
+    def at_names(self, script: Script, names: Iterable[str], *values: object) -> list[Any]:
+        """Run a script in the slot of each name, with the name and these values."""
+        return self._cluster.run(script, [(prefix_of(name), (name, *values)) for name in names])
+
+    def in_shards(self, script: Script, *values: object) -> list[Any]:
+        """Run a script in the slot of each shard of the listings."""
+        return self._cluster.run(script, [(prefix, values) for prefix in PREFIXES])
 
     # 0
 
     def refused_by_go(self, names: Sequence[str]) -> set[str]:
-        """Flag these groups, which are to be fired; those that Go is at, or was.
+        """Flag these groups, which are to be fired; return those that Go fires, or has fired.
 
-        Go takes its mutex, reads the document, and writes it with its flag, if there was none. A group whose flag is ours when
-        nobody has the mutex will not be settled by Go any more: whoever takes the mutex later reads our flag.
+        Go takes its mutex, reads the document, and writes it with its flag, if there was none. A group whose flag is
+        ours while the mutex is free will not be settled by Go any more: whoever takes the mutex later reads our flag.
         """
         if not names:
             return set()
-        standings = self._ask(
-            [script_at(prefix_of(name), scripts.FLAG, pack((name,))) for name in names],
-            "settling groups",
-        )
-        theirs = {name for name, standing in zip(names, standings, strict=True) if standing}
-        if not theirs:
+        doing = scripts.FLAG.doing
+        standings = self.at_names(scripts.FLAG, names)
+        gos = sorted({name for name, standing in zip(names, standings, strict=True) if standing})
+        if not gos:
             return set()
-        (held,) = self._ask([command_at(b"EXISTS", GO_MUTEX)], "settling groups")
-        if held:
-            return theirs
+        if self._cluster.command(b"EXISTS", GO_MUTEX, doing=doing):
+            return set(gos)
         # Looked at once more: before the mutex was given back, Go may have written over our flag.
-        again = sorted(theirs)
-        standings = self._ask(
-            [script_at(prefix_of(name), scripts.FLAG, pack((name,))) for name in again],
-            "settling groups",
-        )
-        settled = {name for name, standing in zip(again, standings, strict=True) if standing == 2}
+        standings = self.at_names(scripts.FLAG, gos)
+        settled = {name for name, standing in zip(gos, standings, strict=True) if standing == 2}
         if settled:
-            self._ask([command_at(b"ZREM", READY, *map(str.encode, settled))], "settling groups")
+            self._cluster.command(b"ZREM", READY, *map(str.encode, settled), doing=doing)
         return settled
 
     # 1 and 2
@@ -92,7 +86,7 @@ class Steps:
     def decide(
         self, parts: Sequence[Parts], *, again: bool, refused: Collection[str] = ()
     ) -> list[str]:
-        """Notes and verdicts; what is written is listed. `refused`: groups that are not fired."""
+        """Return the verdicts, after notes and listings were written. `refused`: groups that are not fired."""
         letters = ["f" if part.fires and part.name in refused else "s" for part in parts]
         left = [
             index
@@ -105,29 +99,14 @@ class Steps:
             records = {index: parts[index].record for index in left}
             stamps = self._note(parts[index].name for index in left if records[index])
             now = self._cluster.now()
-            replies = self._ask(
-                [
-                    script_at(
-                        prefix_of(part.name),
-                        scripts.CHANGE,
-                        pack(
-                            (
-                                now,
-                                self._seconds,
-                                own.changes,
-                                own.states,
-                                raw(records[index]) if records[index] else "",
-                                part.held,
-                                stamps.get(part.name, 0),
-                            )
-                        ),
-                    )
-                    for index in left
-                    if (own := (part := parts[index]).own) is not None
-                ],
-                "writing states",
-                again=again,
-            )
+            calls: list[tuple[bytes, Sequence[object]]] = []
+            for index in left:
+                part, record = parts[index], records[index]
+                own, stamp = part.own, stamps.get(part.name, 0)
+                assert own is not None
+                values = (own.changes, own.states, raw(record) if record else "", part.held, stamp)
+                calls.append((prefix_of(part.name), (now, self._seconds, *values)))
+            replies = self._cluster.run(scripts.CHANGE, calls, again=again)
             for index, reply in zip(left, replies, strict=True):
                 letters[index] = reply[0].decode()
             self._list(
@@ -135,74 +114,46 @@ class Steps:
             )
             left = [index for index in left if letters[index] == "l"]
         if left:
-            self._refuse_clocks()
+            raise self._clocks_differ()
         return letters
 
-    def _refuse_clocks(self) -> NoReturn:
-        raise StoreUnusable(
+    def _clocks_differ(self) -> StoreUnusable:
+        return StoreUnusable(
             f"Redis {self._cluster.nodes.place}: writing states: the clocks of its nodes differ by more than "
             f"{scripts.NOTED_FOR // 1_000_000} s (set them by NTP)"
         )
 
     def amend(self, name: bytes, expected: bytes, body: bytes, part: Parts) -> bool:
-        """Steps 1 and 2 for the change of a schedule.
-
-        The note stays when it is refused: another one who sends the same tick may have used it for his record, and so may an
-        earlier try of ours whose reply was lost. It is dropped when it is old.
-        """
-        record = part.record
-        for _ in range(TRIES):
-            stamp = self._note([part.name])[part.name] if record else 0
-            argument = pack(
-                (
-                    self._cluster.now(),
-                    raw(name),
-                    raw(expected),
-                    raw(body),
-                    raw(record_key(part.name)),
-                    raw(record),
-                    stamp,
-                )
-            )
-            (letter,) = self._ask(
-                [script_at(SCHEDULES, scripts.AMEND, argument)], "changing a schedule", again=False
-            )
-            if letter != b"l":
-                return bool(letter == b"s")
-        self._refuse_clocks()
+        """Take steps 1 and 2 for the change of a schedule."""
+        key = raw(record_key(part.name))
+        values = (raw(name), raw(expected), raw(body), key, raw(part.record))
+        return self._amend(scripts.AMEND, SCHEDULES, values, part)
 
     def amend_claim(self, claim: str, expected: bytes, body: bytes, life: int, part: Parts) -> bool:
-        """The same for a claim."""
-        record = part.record
+        """Take steps 1 and 2 for the change of a claim."""
+        key = raw(record_key(part.name) if part.record else b"")
+        values = (raw(claim_key(claim)), raw(expected), raw(body), life, key, raw(part.record))
+        return self._amend(scripts.AMEND_CLAIM, claim_prefix(claim), values, part)
+
+    def _amend(self, script: Script, prefix: bytes, values: Sequence[object], part: Parts) -> bool:
+        """Note the record and run the script.
+
+        The note stays when the change is refused: another process that sends the same tick may have used it for its
+        record, and so may an earlier try of ours whose reply was lost. It is dropped when it is old.
+        """
         for _ in range(TRIES):
-            stamp = self._note([part.name])[part.name] if record else 0
-            argument = pack(
-                (
-                    self._cluster.now(),
-                    raw(claim_key(claim)),
-                    raw(expected),
-                    raw(body),
-                    life,
-                    raw(record_key(part.name) if record else b""),
-                    raw(record),
-                    stamp,
-                )
-            )
-            request = script_at(claim_prefix(claim), scripts.AMEND_CLAIM, argument)
-            (letter,) = self._ask([request], "changing a claim", again=False)
+            stamp = self._note([part.name])[part.name] if part.record else 0
+            call = (prefix, (self._cluster.now(), *values, stamp))
+            (letter,) = self._cluster.run(script, [call], again=False)
             if letter != b"l":
                 return bool(letter == b"s")
-        self._refuse_clocks()
+        raise self._clocks_differ()
 
     def _note(self, names: Iterable[str]) -> dict[str, int]:
         shards = by_shard(dict.fromkeys(names))
         now = self._cluster.now()
-        stamps = self._ask(
-            [
-                script_at(prefix.encode(), scripts.NOTE, pack((now, wanted)))
-                for prefix, wanted in shards.items()
-            ],
-            "noting what follows",
+        stamps = self._cluster.run(
+            scripts.NOTE, [(prefix, (now, wanted)) for prefix, wanted in shards.items()]
         )
         found = {
             name: int(stamp)
@@ -229,34 +180,27 @@ class Steps:
                     ]
                     open += [uuid.decode() for uuid in others]
             requests += list_requests(self._cluster.now(), done, open, replayed=replay)
-        self._ask(requests, "listing states")
+        self._cluster.ask(requests, doing="listing states")
 
     # 3
 
     def carry_out(self, effects: Sequence[Effect]) -> None:
-        """Carry out the follow-ups of changes; may be repeated."""
+        """Carry out the effects of changes; may be repeated."""
         if not effects:
             return
-        groups = [effect.name for effect in effects if effect.kind == "group"]
-        if groups:
-            self.keep_groups(
-                groups,
-                micros(self._cluster.clock.now()) + self._seconds * 1_000_000,
-                documents=False,
-            )
+        if groups := [effect.name for effect in effects if effect.kind == "group"]:
+            until = micros(self._cluster.clock.now()) + self._seconds * 1_000_000
+            self._look_at_again(groups, until)
+        requests = [
+            script_at(prefix_of(effect.name), SCRIPTS[effect.kind], effect.argument)
+            for effect in effects
+        ]
         try:
-            replies = self._ask(
-                [
-                    script_at(prefix_of(effect.name), SCRIPTS[effect.kind], effect.argument)
-                    for effect in effects
-                ],
-                "writing what follows",
-            )
+            replies = self._cluster.ask(requests, doing="writing what follows")
         except NameRefused as error:
             if len(effects) == 1:
-                logger.error(
-                    "what follows a task is left out: %s", error
-                )  # its message is sent all the same
+                # Its message is sent all the same.
+                logger.error("what follows a task is left out: %s", error)
             for effect in effects if len(effects) > 1 else ():
                 self.carry_out([effect])
             return
@@ -275,7 +219,7 @@ class Steps:
         ready = [effect.name.encode() for effect, standing in arrivals if standing == 1]
         if ready:
             rows = [word for name in dict.fromkeys(ready) for word in (b"0", name)]
-            self._ask([command_at(b"ZADD", READY, *rows)], "completing groups")
+            self._cluster.command(b"ZADD", READY, *rows, doing="completing groups")
         # Results are held for a callback; this one has been sent.
         self._loosen(effect.member for effect, standing in arrivals if standing == 2)
 
@@ -287,30 +231,19 @@ class Steps:
                 if fired
                 for member in members
             )
-            self._ask(
-                [command_at(b"ZREM", READY, *(name.encode() for name, _ in groups))],
-                "settling groups",
-            )
+            names = [name.encode() for name, _ in groups]
+            self._cluster.command(b"ZREM", READY, *names, doing="settling groups")
 
     def _loosen(self, names: Iterable[str]) -> None:
-        self._ask(
-            [
-                script_at(prefix_of(name), scripts.LOOSEN, pack((name, self._seconds)))
-                for name in dict.fromkeys(names)
-            ],
-            "letting results expire",
-        )
+        self.at_names(scripts.LOOSEN, dict.fromkeys(names), self._seconds)
 
     # 4
 
     def forget(self, sent: Sequence[tuple[str, bytes]], *, dropped: Sequence[str] = ()) -> None:
-        """The records of these, with this outbox, have been carried out; and those of `dropped` were never written."""
-        self._ask(
-            [
-                script_at(prefix_of(name), scripts.SENT, pack((raw(record_key(name)), raw(outbox))))
-                for name, outbox in sent
-            ],
-            "clearing outboxes",
+        """Forget the records of these, with this outbox, which were carried out, and the notes of `dropped`, which were not."""
+        self._cluster.run(
+            scripts.SENT,
+            [(prefix_of(name), (raw(record_key(name)), raw(outbox))) for name, outbox in sent],
         )
         names = dict.fromkeys([*(name for name, _ in sent), *dropped])
         self.drop([(name, stamp) for name in names if (stamp := self._stamps.pop(name, 0))])
@@ -318,26 +251,19 @@ class Steps:
     def drop(self, notes: Sequence[tuple[str, int]]) -> None:
         """Forget these notes, unless they were made anew."""
         stamps = dict(notes)
-        self._ask(
+        self._cluster.run(
+            scripts.DROP,
             [
-                script_at(
-                    prefix.encode(),
-                    scripts.DROP,
-                    pack(([(name, str(stamps[name])) for name in names],)),
-                )
+                (prefix, ([(name, str(stamps[name])) for name in names],))
                 for prefix, names in by_shard(stamps).items()
             ],
-            "clearing outboxes",
         )
 
     def noted(self, limit: int, older_than: float) -> list[tuple[str, int, bool]]:
-        """(name, stamp, whether it is so old that a record would be there) of notes older than this, the oldest first."""
-        argument = pack((self._cluster.now(), limit, int(older_than * 1e6)))
+        """Return (name, stamp, whether it is so old that a record would be there) of older notes, the oldest first."""
+        now_text, age = self._cluster.now(), int(older_than * 1e6)
         found: list[tuple[str, int, bool]] = []
-        for now, rows in self._ask(
-            [script_at(prefix.encode(), scripts.RECORDS, argument) for prefix in PREFIXES],
-            "looking for outboxes",
-        ):
+        for now, rows in self.in_shards(scripts.RECORDS, now_text, limit, age):
             for name, score in zip(rows[::2], rows[1::2], strict=True):
                 found.append((name.decode(), int(score), int(now) - int(score) > STALE))
         return sorted(found, key=lambda one: one[1])
@@ -345,45 +271,32 @@ class Steps:
     # Groups
 
     def due_groups(self, now: int) -> list[str]:
-        """Some whose expiry is to be looked at."""
-        (rows,) = self._ask(
-            [
-                command_at(
-                    b"ZRANGEBYSCORE",
-                    GROUPS,
-                    b"-inf",
-                    b"%d" % now,
-                    b"LIMIT",
-                    b"0",
-                    b"%d" % redis_scripts.LOOKS,
-                )
-            ],
-            "looking for what is over",
+        """Return some whose expiry is to be looked at."""
+        range_ = (b"-inf", b"%d" % now, b"LIMIT", b"0", b"%d" % LOOKS)
+        rows = self._cluster.command(
+            b"ZRANGEBYSCORE", GROUPS, *range_, doing="looking for what is over"
         )
         return [row.decode() for row in rows]
 
-    def keep_groups(self, names: Sequence[str], until: int, *, documents: bool = True) -> None:
-        """Look at these again at that moment."""
+    def _look_at_again(self, names: Iterable[str], until: int) -> None:
+        rows = [word for name in names for word in (b"%d" % until, name.encode())]
+        self._cluster.command(b"ZADD", GROUPS, *rows, doing="keeping groups")
+
+    def keep_groups(self, names: Sequence[str], until: int) -> None:
+        """Look at these again at that moment, and keep their documents."""
         if names:
-            rows = [word for name in names for word in (b"%d" % until, name.encode())]
-            self._ask([command_at(b"ZADD", GROUPS, *rows)], "keeping groups")
-            if documents:
-                self._ask(
-                    [
-                        command_at(b"EXPIRE", document_key(name), b"%d" % CHORD_LIFE)
-                        for name in names
-                    ],
-                    "keeping groups",
-                )
+            self._look_at_again(names, until)
+            life = b"%d" % CHORD_LIFE
+            self._cluster.ask(
+                [command_at(b"EXPIRE", document_key(name), life) for name in names],
+                doing="keeping groups",
+            )
 
     def forget_groups(self, names: Sequence[str]) -> None:
         if names:
-            self._ask(
-                [script_at(prefix_of(name), scripts.FORGET_GROUP, pack((name,))) for name in names],
-                "forgetting groups",
-            )
+            self.at_names(scripts.FORGET_GROUP, names)
             gone = [name.encode() for name in names]
-            self._ask(
+            self._cluster.ask(
                 [command_at(b"ZREM", READY, *gone), command_at(b"ZREM", GROUPS, *gone)],
-                "forgetting groups",
+                doing="forgetting groups",
             )

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import datetime as dt
 import math
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import Any
 
 import msgspec
 
+from machinery_py.backends.base import Records
 from machinery_py.backends.redis.scripts import CHORD_LIFE
 from machinery_py.clock import micros, moment_of
 from machinery_py.connections.redis.client import raw
@@ -27,8 +29,8 @@ from machinery_py.wire.states import (
 
 Row = tuple[bytes | None, bytes | None]
 
-# A companion has a line for each of these, which the scripts read; the other fields of ours follow, packed behind the
-# state that they belong to: if the document has another one now, a Go program has written it since.
+# A companion has a line for each of these, which the scripts read. The other fields of ours follow, packed behind
+# the state that they belong to: if the document has another one now, a Go program has written it since.
 _LINES = ("run", "started_at", "progress", "queue", "worker")
 _PACKED = tuple(field for field in EXTRA if field.name not in _LINES)
 _NAMES = tuple(field.name for field in _PACKED)
@@ -46,7 +48,7 @@ _MOST = 2**31  # seconds; a longer expiry is refused by Redis
 
 
 def packed_state(state: TaskState, now: dt.datetime, expire: int) -> tuple[object, ...]:
-    """As lua.py says."""
+    """Pack a state as changes.lua says."""
     try:
         document, lines = encode_state(state), _lines(state)
     except (ArgumentError, UnicodeEncodeError):
@@ -82,12 +84,12 @@ def _lines(state: TaskState) -> bytes:
 
 
 def line(text: str) -> str:
-    """For a companion, which is made of lines."""
+    """Return a text for a companion, which is made of lines."""
     return text.replace("\n", "\\n") if "\n" in text else text
 
 
 def _kept(state: TaskState, now: dt.datetime) -> int:
-    """Seconds that a state is kept that is not finished."""
+    """Return the seconds that a state is kept that is not finished."""
     if state.eta is None or state.eta <= now:
         return CHORD_LIFE
     return min(_MOST, CHORD_LIFE + math.ceil((state.eta - now).total_seconds()))
@@ -112,12 +114,12 @@ def _our_fields(state: TaskState) -> bytes:
 
 
 def packed_states(states: Sequence[TaskState], now: dt.datetime, expire: int) -> list[object]:
-    """One after the other, as lua.py says."""
+    """Pack states one after the other, as changes.lua says."""
     return [value for state in states for value in packed_state(state, now, expire)]
 
 
 class Changes:
-    """The changes of one script call, and their states: C and S of lua.py."""
+    """The changes of one script call, and their states: C and S of changes.lua."""
 
     __slots__ = ("_expire", "_now", "changes", "states")
 
@@ -141,7 +143,7 @@ class Changes:
         outbox: bytes = b"",
         packed: Sequence[object] | None = None,
     ) -> int:
-        """Add what a `Change` says; returns its place. `packed`: its states, if that was done before."""
+        """Add a `Change`; return its place. `packed`: its states, if they were packed before."""
         place, first = len(self.changes) + 1, len(self.states) + 1
         self.states += packed_states(states, self._now, self._expire) if packed is None else packed
         self.changes += (
@@ -165,7 +167,7 @@ class Changes:
 
 
 def state_of(document: bytes, companion: bytes | None) -> TaskState:
-    """The state in a document and its companion."""
+    """Read the state in a document and its companion."""
     state = decode_state(document)
     if companion is None:
         return state  # a Go program wrote it
@@ -192,3 +194,27 @@ def _progress(text: bytes | None) -> tuple[float, float] | None:
         return None
     done, total = text.split()
     return float(done), float(total)
+
+
+# Replies of scripts, as one Redis and a cluster return them
+
+
+def records_of(now: bytes, version: bytes, rows: Sequence[bytes] | None = None) -> Records:
+    """Read names and bodies in turn; None if the caller knows this version."""
+    bodies = None
+    if rows is not None:
+        bodies = dict(zip(map(bytes.decode, rows[::2]), rows[1::2], strict=True))
+    return Records(now=moment_of(int(now)), version=version.decode(), bodies=bodies)
+
+
+def add_counts(counts: dict[str, tuple[int, int]], rows: Iterable[tuple[bytes, int]]) -> None:
+    """Add rows of RATES to the (succeeded, failed) of each queue."""
+    for name, count in rows:
+        queue = name[7:].decode()  # behind SUCCESS or FAILURE
+        good, bad = counts.get(queue, (0, 0))
+        counts[queue] = (good + count, bad) if name.startswith(b"S") else (good, bad + count)
+
+
+def pattern_of(prefix: bytes) -> bytes:
+    """Return the pattern of names that begin like this."""
+    return re.sub(rb"[*?\[\]\\^-]", rb"\\\g<0>", prefix) + b"*"

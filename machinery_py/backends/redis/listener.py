@@ -1,6 +1,6 @@
 """Waiting for tasks of a Redis to finish: a channel for each task, and no polling.
 
-Limits: what a Go program finishes is not told; whoever waits looks again now and then by himself.
+Limits: nothing is published about a task that a Go program finishes; the waiter looks again now and then.
 """
 
 from __future__ import annotations
@@ -12,28 +12,29 @@ from collections.abc import Iterable, Sequence
 
 from machinery_py.backends.base import Listener
 from machinery_py.connections.redis.client import RedisConnection, RedisDriver, command
+from machinery_py.connections.redis.keys import companion_key
 from machinery_py.errors import BackendUnavailable, MachineryError
 
 STEP = 500  # channels in one command
-REPLY = 5.0  # seconds for Redis to say that it listens
+REPLY = 5.0  # seconds for Redis to confirm a subscription
 
 
 class RedisListener(Listener):
-    """A subscribed connection. Whoever holds `_reading` reads from it: `wait`, or `watch` until it is confirmed."""
+    """A subscribed connection. The holder of `_reading` reads from it: `wait`, or `watch` until it is confirmed."""
 
     def __init__(self, driver: RedisDriver) -> None:
         self._driver = driver
         self._reading = threading.RLock()
         self._changing = threading.Lock()
-        self._bell = b"mpy:wake:" + secrets.token_hex(8).encode()
+        self._wakeup = b"mpy:wake:" + secrets.token_hex(8).encode()
         self._watched: set[bytes] = set()
         self._confirmed = 0
         self._asked = 0
-        self._rung = False
+        self._woken = False
         self._link: RedisConnection | None = None
 
     def watch(self, uuids: Iterable[str]) -> None:
-        channels = list(map(_channel, uuids))
+        channels = list(map(companion_key, uuids))
         with self._changing:
             new = [channel for channel in channels if channel not in self._watched]
             self._watched.update(new)
@@ -45,11 +46,11 @@ class RedisListener(Listener):
         self._await(wanted)
 
     def _subscribe(self, channels: Sequence[bytes]) -> int:
-        """Ask for these; returns which confirmation is the last of them. Called with `_changing` held."""
+        """Subscribe to these; return which confirmation is the last of them. Called with `_changing` held."""
         if self._link is None:
-            self._link = self._driver.take_ear()
+            self._link = self._driver.take_subscriber()
             self._asked = self._confirmed = 0
-            channels = [self._bell, *self._watched]
+            channels = [self._wakeup, *self._watched]
         for start in range(0, len(channels), STEP):
             step = channels[start : start + STEP]
             self._link.send(command(b"SUBSCRIBE", *step))
@@ -57,10 +58,10 @@ class RedisListener(Listener):
         return self._asked
 
     def _await(self, wanted: int) -> None:
-        """Return when Redis listens: what ends after that is told."""
+        """Return when the subscriptions are confirmed: a task that ends after that wakes us."""
         deadline = time.monotonic() + REPLY
         while self._confirmed < wanted and time.monotonic() < deadline and self._link is not None:
-            # If the owner sleeps in `wait`, it reads the confirmation.
+            # If the owner blocks in `wait`, it reads the confirmation.
             if self._reading.acquire(timeout=0.001):
                 try:
                     if self._confirmed < wanted:
@@ -69,13 +70,13 @@ class RedisListener(Listener):
                     self._reading.release()
 
     def _read(self, timeout: float) -> None:
-        """Take what has come, or wait for it. Called with `_reading` held."""
+        """Read what has come, or wait for it. Called with `_reading` held."""
         link = self._link
         if link is None:
             return
         if self._driver.is_stale(link):
             self._lose()
-            self._rung = True
+            self._woken = True
             return
         try:
             while link.has_news(timeout):
@@ -83,14 +84,14 @@ class RedisListener(Listener):
                 kind, channel, *_ = link.read()
                 if kind == b"subscribe":
                     self._confirmed += 1
-                elif kind == b"message" and (channel == self._bell or channel in self._watched):
+                elif kind == b"message" and (channel == self._wakeup or channel in self._watched):
                     self._watched.discard(channel)
-                    self._rung = True
+                    self._woken = True
         except (
             Exception
-        ):  # the connection is gone: the waiter looks again, and the next wait subscribes anew
+        ):  # the connection is gone: the waiter looks again, and then subscribes anew
             self._lose()
-            self._rung = True
+            self._woken = True
 
     def _lose(self) -> None:
         link, self._link = self._link, None
@@ -99,7 +100,7 @@ class RedisListener(Listener):
 
     def unwatch(self, uuids: Iterable[str]) -> None:
         with self._changing:
-            channels = list(map(_channel, uuids))
+            channels = list(map(companion_key, uuids))
             self._watched.difference_update(channels)
             self._drop(channels)
 
@@ -115,7 +116,7 @@ class RedisListener(Listener):
     def wait(self, timeout: float) -> None:
         deadline = time.monotonic() + timeout
         with self._reading:
-            while not self._rung:
+            while not self._woken:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     return
@@ -123,7 +124,7 @@ class RedisListener(Listener):
                     self._reconnect(left)
                     return
                 self._read(left)
-            self._rung = False
+            self._woken = False
 
     def _reconnect(self, left: float) -> None:
         try:
@@ -134,10 +135,10 @@ class RedisListener(Listener):
             threading.Event().wait(min(left, 0.1))
 
     def wake(self) -> None:
-        self._rung = True
+        self._woken = True
         if self._link is not None:
             try:
-                self._driver.ask(b"PUBLISH", self._bell, b"", doing="waking a waiter")
+                self._driver.ask(b"PUBLISH", self._wakeup, b"", doing="waking a waiter")
             except MachineryError:
                 pass  # then it wakes by itself
 
@@ -151,9 +152,4 @@ class RedisListener(Listener):
         except Exception:  # then the next one opens its own
             link.close()
             return
-        self._driver.give_ear(link)
-
-
-def _channel(uuid: str) -> bytes:
-    """A task's channel has the name of its companion."""
-    return b"mpy:m:{" + uuid.encode("utf-8", "backslashreplace") + b"}"
+        self._driver.give_subscriber(link)

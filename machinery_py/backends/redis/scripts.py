@@ -1,8 +1,8 @@
-"""The scripts of the Redis backend. The keys are described in docs/explanation/redis-protocol.md.
+"""The scripts of the Redis backend. Their keys stand in docs/explanation/redis-protocol.md.
 
-Each takes one msgpack array; its file in `lua/` says what is in it (In) and what it returns (Out). `now` is "" for the server's
-clock, else microseconds. Changes are as changes.lua says. Which state may follow which is asked of `states.advance`, pair by
-pair, when this module is loaded.
+Each takes one msgpack array; its file in `lua/` says what is in it (In) and what it returns (Out). `now` is ""
+for the server's clock, else microseconds. Changes are as changes.lua says. `states.advance` says which state may
+follow which, pair by pair, when this module is loaded.
 """
 
 from __future__ import annotations
@@ -21,52 +21,25 @@ RATES_LIFE = 3700  # seconds that finished tasks are counted by their second
 
 
 def steps(runs_later: int) -> str:
-    """The pairs of states that `advance` lets follow each other so many runs later, with a space around each."""
-    pairs = [
-        f"{before}>{after}"
-        for before, after in product(State, State)
-        if advance(
-            TaskState(task_uuid="", state=before),
-            TaskState(task_uuid="", state=after, run=runs_later),
-        )
-        is not None
-    ]
+    """Return the pairs of states that `advance` lets follow each other so many runs later, with a space around each."""
+
+    def follows(before: State, after: State) -> bool:
+        then = TaskState(task_uuid="", state=after, run=runs_later)
+        return advance(TaskState(task_uuid="", state=before), then) is not None
+
+    pairs = [f"{one}>{other}" for one, other in product(State, State) if follows(one, other)]
     return f"' {' '.join(pairs)} '"
 
 
 # Where the values of a change and of a state stand, from their place on.
-_CHANGE = (
-    "KEY",
-    "MARK",
-    "EPOCH",
-    "FORCE",
-    "FIRES",
-    "FIRST",
-    "LAST",
-    "GROUPS",
-    "ARRIVALS",
-    "OUTBOX",
-)
-_STATE = (
-    "UUID",
-    "WORD",
-    "RUN",
-    "HEAD",
-    "CREATED",
-    "TAIL",
-    "NAMED",
-    "LINES",
-    "WHOLE",
-    "STICKY",
-    "QUEUE",
-    "KEPT",
-)
+_CHANGE = "KEY MARK EPOCH FORCE FIRES FIRST LAST GROUPS ARRIVALS OUTBOX"
+_STATE = "UUID WORD RUN HEAD CREATED TAIL NAMED LINES WHOLE STICKY QUEUE KEPT"
 
-#: What changes.lua names.
+#: Constants of changes.lua.
 CONSTANTS: dict[str, object] = {
-    **{name: place for names in (_CHANGE, _STATE) for place, name in enumerate(names)},
-    "CHANGE": len(_CHANGE),
-    "STATE": len(_STATE),
+    **{name: place for names in (_CHANGE, _STATE) for place, name in enumerate(names.split())},
+    "CHANGE": len(_CHANGE.split()),
+    "STATE": len(_STATE.split()),
     "SAME": steps(0),
     "LATER": steps(1),
     "LONG": CHORD_LIFE,
@@ -77,18 +50,31 @@ CONSTANTS: dict[str, object] = {
 
 _lua = Folder("backends/redis/lua", CONSTANTS)
 
-APPLY = _lua.script("apply")
-BEGIN = _lua.script("begin")
-STATES = _lua.script("states")
-MARKS = _lua.script("marks")
-READY = _lua.script("ready")
-PARTIAL = _lua.script("partial", PATIENCE=PATIENCE)
-UNSENT = _lua.script("unsent")
-CLEAR = _lua.script("clear")
-NEWEST = _lua.script("newest")
-FIND = _lua.script("find")
-RATES = _lua.script("rates")
-REVOKE = _lua.script("revoke")
-REVOKED = _lua.script("revoked")
-FORGET = _lua.script("forget")
-TEND = _lua.script("tend", LOOKS=LOOKS)
+APPLY = _lua.script("apply", "writing states")
+BEGIN = _lua.script("begin", "beginning deliveries")
+STATES = _lua.script("states", "reading states")
+MARKS = _lua.script("marks", "reading marks")
+READY = _lua.script("ready", "looking for complete groups")
+PARTIAL = _lua.script("partial", "looking for incomplete groups", PATIENCE=PATIENCE)
+UNSENT = _lua.script("unsent", "looking for outboxes")
+CLEAR = _lua.script("clear", "clearing outboxes")
+NEWEST = _lua.script("newest", "listing states")
+FIND = _lua.script("find", "listing states")
+RATES = _lua.script("rates", "counting what has finished")
+REVOKE = _lua.script("revoke", "revoking tasks")
+REVOKED = _lua.script("revoked", "looking for revoked tasks")
+FORGET_TASK = _lua.script("forget", "forgetting a task")
+FORGET_GROUP = _lua.script("forget", "forgetting a group")
+TEND = _lua.script("tend", "looking for what is over", LOOKS=LOOKS)
+
+# The records that the app keeps: its schedules, and the keys of unique tasks.
+#
+#     mpy:records      hash     name → record
+#     mpy:records:n    string   how often a record has changed
+#     mpy:u:<name>     string   a claim: the key of a unique task; expires
+
+_records = Folder("backends/redis/lua/records", CONSTANTS)
+
+RECORDS = _records.script("records", "reading schedules")
+AMEND = _records.script("amend", "changing a schedule")
+RELEASE = _records.script("release", "releasing claims")

@@ -1,13 +1,13 @@
 """Messages in a Redis Cluster: each queue is a broker of its own in the slot of its name, with the scripts of one Redis.
 
     <queue>, mpy:{q}:…      as on one Redis (docs/explanation/redis-protocol.md)
-    mpy:{q}:delayed_tasks   what is delayed, so that it comes to its list in one step
-    mpy:{q}:mpy:p:<token>   what was put there
+    mpy:{q}:delayed_tasks   delayed messages, so that they come to their list in one step
+    mpy:{q}:mpy:p:<token>   tokens of submissions
     mpy:queues              the names of all queues, in a slot of its own; written before the first use of a queue
-    delayed_tasks           Go's (`redis.delayed_tasks_key`), in a slot of its own: emptied into the queues, see `_move_theirs`
+    delayed_tasks           Go's (`redis.delayed_tasks_key`), in a slot of its own: emptied into the queues, see `_move_due`
 
-Limits: messages for several queues are put queue by queue: after an error some may be there, and others not (PublishUnknown).
-Delayed messages are brought to their queues by Python workers only.
+Limits: messages for several queues are put queue by queue: after an error some may be there, and others not
+(PublishUnknown). Delayed messages are brought to their queues by Python workers only.
 """
 
 from __future__ import annotations
@@ -28,33 +28,32 @@ from machinery_py.brokers.base import (
     WorkerInfo,
     close_all,
 )
+from machinery_py.brokers.redis import scripts
 from machinery_py.brokers.redis.broker import FIRST_QUEUE, LEASE, MOVE, OTHERS, RedisBroker
 from machinery_py.brokers.redis.cluster_consumer import ClusterConsumer
-from machinery_py.brokers.redis.messages import EMPTY, Packed, Queues, known, message_of, packed
-from machinery_py.brokers.redis.scripts import CONSTANTS
+from machinery_py.brokers.redis.messages import (
+    Packed,
+    Queues,
+    bodies_for,
+    known,
+    message_of_go,
+    named,
+    packed,
+    packed_go,
+)
 from machinery_py.clock import moment_of
 from machinery_py.connections.durability import Concern
 from machinery_py.connections.redis.client import raw
 from machinery_py.connections.redis.cluster import RedisClusterDriver, SlotDriver
 from machinery_py.connections.redis.keys import QUEUES, queue_keys
-from machinery_py.connections.redis.pool import with_delayed_key
-from machinery_py.connections.redis.requests import command_at, script_at
-from machinery_py.connections.redis.scripts import Folder, Script, pack
+from machinery_py.connections.redis.scripts import Script, with_delayed_key
 from machinery_py.connections.redis.slots import slot_of
 from machinery_py.errors import BrokerUnavailable, NameRefused, PublishRefused, PublishUnknown
 from machinery_py.names import queue_problem
 from machinery_py.texts import get_logger
 
-MOVE_WITHIN = (
-    300_000_000  # µs between the look at Go's set and the move; the servers' clocks differ by less
-)
-MOVE_LIFE = 1800  # seconds that a name is remembered under which a message was put once
+MOVE_WITHIN = 300_000_000  # µs between the look at Go's set and the move; clocks differ by less
 FOR_EVER = 2**53  # µs
-
-_lua = Folder("brokers/redis/lua/cluster", CONSTANTS)
-_DUE = _lua.script("due")
-_GONE = _lua.script("gone")
-_TAKE_IN = _lua.script("take_in", MOVE_LIFE=MOVE_LIFE)
 
 _Move = tuple[str, Packed]
 
@@ -75,14 +74,8 @@ class QueueBroker(RedisBroker):
 
     def take_in(self, moves: Sequence[_Move], latest: int) -> bool:
         """Put each message whose name was not used before. False: it is too late for it, and nothing was done."""
-        to_wake = self._run(
-            _TAKE_IN,
-            self.driver.now(),
-            queue_keys(self.queue),
-            moves,
-            latest,
-            doing="moving due messages",
-        )
+        keys = queue_keys(self.queue)
+        to_wake = self.driver.run(scripts.TAKE_IN, self.driver.now(), keys, moves, latest)
         if to_wake == 0:
             return False
         self.driver.unblock(to_wake)
@@ -90,22 +83,22 @@ class QueueBroker(RedisBroker):
 
     @property
     def has_suspects(self) -> bool:
-        """Whether it wants to be tended again soon, to judge them."""
+        """Whether late sessions must be looked at again soon."""
         return bool(self._judge)
 
     def _queues(self) -> list[tuple[str, str]]:
         return [queue_keys(self.queue)]
 
-    def _looked_after(self) -> list[tuple[str, str]]:
+    def _queues_to_tend(self) -> list[tuple[str, str]]:
         return self._queues()
 
     def _condemn(self, session: bytes, queues: Sequence[str], beat: str) -> None:
-        # What the session holds of its other queues, their own brokers give back; they read its file, too.
+        # The brokers of its other queues give back what it holds there; they read its file, too.
         self._give_up(session.decode(), [self.queue], beat)
 
 
 class ClusterBroker(Broker):
-    """Queues in a cluster, which belongs to whoever made it."""
+    """Queues in a cluster, which belongs to its creator."""
 
     features = BrokerFeatures(name="redis")
 
@@ -144,19 +137,15 @@ class ClusterBroker(Broker):
         """Before anything else is written: a queue that nobody knows would not be looked after."""
         new = [queue for queue in dict.fromkeys(queues) if not self._of(queue).is_known]
         if new:
-            self.cluster.ask(
-                [command_at(b"SADD", QUEUES, *map(str.encode, new))],
-                doing="naming queues",
-                away=BrokerUnavailable,
-            )
+            self._ask(b"SADD", QUEUES, *map(str.encode, new), doing="naming queues")
             for queue in new:
                 self._of(queue).is_known = True
 
+    def _ask(self, *parts: bytes, doing: str) -> Any:
+        return self.cluster.command(*parts, doing=doing, away=BrokerUnavailable)
+
     def _all(self) -> list[QueueBroker]:
-        (names,) = self.cluster.ask(
-            [command_at(b"SMEMBERS", QUEUES)], doing="listing queues", away=BrokerUnavailable
-        )
-        return [self._of(name) for name in sorted(name.decode(errors="replace") for name in names)]
+        return list(map(self._of, named(self._ask(b"SMEMBERS", QUEUES, doing="listing queues"))))
 
     def put(self, messages: Sequence[Message], *, token: str) -> bool:
         parts: dict[str, list[Message]] = {}
@@ -202,28 +191,25 @@ class ClusterBroker(Broker):
 
     # House-keeping
 
-    def _looked_after(self) -> list[QueueBroker]:
-        """As RedisBroker's. Each costs a round trip."""
-        ((self._cursor, names),) = self.cluster.ask(
-            [command_at(b"SSCAN", QUEUES, self._cursor, b"COUNT", b"%d" % OTHERS)],
-            doing="listing queues",
-            away=BrokerUnavailable,
+    def _brokers_to_tend(self) -> list[QueueBroker]:
+        """As RedisBroker chooses its queues. Each costs a round trip."""
+        self._cursor, names = self._ask(
+            b"SSCAN", QUEUES, self._cursor, b"COUNT", b"%d" % OTHERS, doing="listing queues"
         )
-        others = sorted(name.decode(errors="replace") for name in names)
         doubtful = [queue for queue, broker in list(self._brokers.items()) if broker.has_suspects]
-        return [self._of(queue) for queue in dict.fromkeys([*self._own, *doubtful, *others])]
+        return list(map(self._of, dict.fromkeys([*self._own, *doubtful, *named(names)])))
 
     def tend(self) -> float:
-        brokers = self._looked_after()
-        pause = self._move_theirs()
+        brokers = self._brokers_to_tend()
+        pause = self._move_due()
         for _ in brokers:
             # Once round. After a failure, which takes its time, the next call begins behind that queue.
             self._turn += 1
             pause = min(pause, brokers[self._turn % len(brokers)].tend())
         return pause
 
-    def _move_theirs(self) -> float:
-        """Bring what is due in Go's set to its queues; the seconds until there is more to do.
+    def _move_due(self) -> float:
+        """Bring what is due in Go's set to its queues; return the seconds until there is more to do.
 
             1  the queue   the message, if this move (its bytes and score) was not made yet
             2  Go's set    the message is removed
@@ -233,30 +219,23 @@ class ClusterBroker(Broker):
         """
         interval = self.lease / 4
         while True:
-            now, due, due_in = self._go(
-                _DUE, self.cluster.now(), MOVE, doing="looking for due messages"
-            )
+            now, due, due_in = self._run_at_go(scripts.GO_DUE, self.cluster.now(), MOVE)
             if not due:
                 return interval if due_in < 0 else min(interval, max(due_in / 1e6, 0.01))
             parts: dict[str, list[tuple[_Move, tuple[bytes, bytes]]]] = {}
             for body, score in due:
                 said = known(body)
-                priority = said.Priority if said and 0 <= said.Priority <= 255 else 0
-                move = (name_of_move(body, score), (0, priority, 0, EMPTY, 0, raw(body)))
-                parts.setdefault(self._place(said.RoutingKey if said else ""), []).append(
-                    (move, (body, score))
-                )
+                move = (name_of_move(body, score), packed_go(body, said, 0))
+                queue = self._queue_for(said.RoutingKey if said else "")
+                parts.setdefault(queue, []).append((move, (body, score)))
             self._register(list(parts))
             for queue, moves in parts.items():
                 if self._take_in(queue, [move for move, _ in moves], int(now) + MOVE_WITHIN):
-                    self._go(
-                        _GONE,
-                        [(raw(body), raw(score)) for _, (body, score) in moves],
-                        doing="moving due messages",
-                    )
+                    gone = [(raw(body), raw(score)) for _, (body, score) in moves]
+                    self._run_at_go(scripts.GO_GONE, gone)
 
     def _take_in(self, queue: str, moves: Sequence[_Move], latest: int) -> bool:
-        """As QueueBroker.take_in; what a spoilt queue cannot take comes to that of messages that name none."""
+        """As QueueBroker.take_in; messages that a spoilt queue cannot take come to FIRST_QUEUE."""
         try:
             return self._of(queue).take_in(moves, latest)
         except NameRefused as error:
@@ -265,94 +244,64 @@ class ClusterBroker(Broker):
             logger.error("delayed messages of %r go to %r: %s", queue, FIRST_QUEUE, error)
             return self._of(FIRST_QUEUE).take_in(moves, latest)
 
-    def _go(self, script: Script, *values: object, doing: str) -> Any:
+    def _run_at_go(self, script: Script, *values: object) -> Any:
+        """Run a script in the slot of Go's set."""
         script = with_delayed_key(script, self.cluster.limits.delayed_key)
-        return self.cluster.ask(
-            [script_at(self._go_slot, script, pack(values))], doing=doing, away=BrokerUnavailable
-        )[0]
+        return self.cluster.run(script, [(self._go_slot, values)])[0]
 
-    def _place(self, routing_key: str) -> str:
-        """The queue of a message of Go's; one that says none, or one that cannot be, comes where somebody will bury it."""
-        return (
-            routing_key
-            if not queue_problem(routing_key) and is_usable(routing_key)
-            else FIRST_QUEUE
+    def _queue_for(self, routing_key: str) -> str:
+        """Return the queue of a message of Go's: FIRST_QUEUE, where it is buried, if it names none that can be."""
+        is_possible = not queue_problem(routing_key) and is_usable(routing_key)
+        return routing_key if is_possible else FIRST_QUEUE
+
+    def _gos_messages(self) -> list[Message]:
+        rows = self._ask(
+            b"ZRANGE", self._go_key, b"0", b"-1", b"WITHSCORES", doing="listing delayed messages"
         )
+        return [
+            message_of_go(body, int(float(score) / 1000 + 0.5))
+            for body, score in zip(rows[::2], rows[1::2], strict=True)
+        ]
 
-    def _theirs(self) -> list[tuple[int, Message]]:
-        """Return the messages in Go's set, with the moment at which each is due, in µs."""
-        (rows,) = self.cluster.ask(
-            [command_at(b"ZRANGE", self._go_key, b"0", b"-1", b"WITHSCORES")],
-            doing="listing delayed messages",
-            away=BrokerUnavailable,
-        )
-        found: list[tuple[int, Message]] = []
-        for body, score in zip(rows[::2], rows[1::2], strict=True):
-            said, due = known(body), int(float(score) / 1000 + 0.5)
-            queue, priority = (said.RoutingKey, said.Priority) if said else ("", 0)
-            found.append((due, message_of(body, queue=queue, priority=priority, due=due)))
-        return found
-
-    # Looking
+    # Inspection
 
     def pending(self, queue: str, limit: int) -> list[Message]:
-        self._move_theirs()
+        self._move_due()
         return self._of(queue).pending(queue, limit)
 
     def delayed(self, limit: int) -> list[Message]:
-        found = [(moment_of(due), message) for due, message in self._theirs()]
-        found += [
-            (message.eta or moment_of(0), message)
-            for broker in self._all()
-            for message in broker.delayed(limit)
-        ]
-        found.sort(key=lambda one: one[0])
-        return [message for _, message in found[:limit]]
+        found = self._gos_messages()
+        for broker in self._all():
+            found += broker.delayed(limit)
+        found.sort(key=lambda message: message.eta or moment_of(0))
+        return found[:limit]
 
     def stats(self) -> list[QueueStats]:
-        self._move_theirs()
-        late = [message.queue for _, message in self._theirs()]
-        found: list[QueueStats] = []
-        for broker in self._all():
-            for one in broker.stats():
-                found.append(
-                    msgspec.structs.replace(one, delayed=one.delayed + late.count(one.queue))
-                )
-        return found
+        self._move_due()
+        late = [message.queue for message in self._gos_messages()]
+        return [
+            msgspec.structs.replace(one, delayed=one.delayed + late.count(one.queue))
+            for broker in self._all()
+            for one in broker.stats()
+        ]
 
     def workers(self) -> list[WorkerInfo]:
         found: dict[str, WorkerInfo] = {}
         for one in (info for broker in self._all() for info in broker.workers()):
-            before = found.get(one.session)
-            holding = one.holding + (before.holding if before else 0)
-            found[one.session] = WorkerInfo(
-                session=one.session,
-                name=one.name,
-                host=one.host,
-                pid=one.pid,
-                queues=one.queues,
-                started_at=one.started_at,
-                beat_at=max(one.beat_at, before.beat_at) if before else one.beat_at,
-                holding=holding,
+            before = found.get(one.session, one)
+            found[one.session] = msgspec.structs.replace(
+                one,
+                beat_at=max(one.beat_at, before.beat_at),
+                holding=one.holding + (before.holding if before is not one else 0),
             )
         return list(found.values())
 
     def purge(self, queue: str) -> int:
-        (rows,) = self.cluster.ask(
-            [command_at(b"ZRANGE", self._go_key, b"0", b"-1")],
-            doing="purging a queue",
-            away=BrokerUnavailable,
-        )
-        theirs = [
-            body for body in rows if (said := known(body)) is not None and said.RoutingKey == queue
-        ]
+        doing = "purging a queue"
+        members = self._ask(b"ZRANGE", self._go_key, b"0", b"-1", doing=doing)
         gone = 0
-        if theirs:
-            (gone,) = self.cluster.ask(
-                [command_at(b"ZREM", self._go_key, *theirs)],
-                doing="purging a queue",
-                away=BrokerUnavailable,
-            )
+        if gos := bodies_for(queue, members):
+            gone = self._ask(b"ZREM", self._go_key, *gos, doing=doing)
         return int(gone) + self._of(queue).purge(queue)
 
     def pause(self, queue: str) -> None:
@@ -363,9 +312,10 @@ class ClusterBroker(Broker):
         self._of(queue).resume(queue)
 
     def dead_letters(self, *, limit: int, queue: str = "") -> list[DeadLetter]:
+        brokers = [self._of(queue)] if queue else self._all()
         letters = [
             letter
-            for broker in ([self._of(queue)] if queue else self._all())
+            for broker in brokers
             for letter in broker.dead_letters(limit=limit, queue=broker.queue)
         ]
         letters.sort(key=lambda letter: letter.died_at, reverse=True)
@@ -401,5 +351,5 @@ def is_usable(queue: str) -> bool:
 
 
 def name_of_move(body: bytes, score: bytes) -> str:
-    """The same for each mover of this member."""
+    """Return the name of the move of this member, the same for each mover."""
     return f"move {hashlib.sha1(body).hexdigest()} {score.decode()}"

@@ -1,7 +1,8 @@
-"""A consumer of Redis queues: it claims, disposes, beats and sleeps. Its keys stand in docs/explanation/redis-protocol.md.
+"""A consumer of Redis queues. Its keys stand in docs/explanation/redis-protocol.md.
 
-It has a connection of its own for claims. Asleep, that is blocked in BLMOVE at the first queue that is not paused, with the claim
-behind it in the same packet; `wake` unblocks it. Where all are paused, it is blocked at its own arrivals, where nothing comes.
+It has a connection of its own for claims. When nothing is to be had, that blocks in BLMOVE at the first queue that
+is not paused, with the next claim behind it in the same packet; `wake` unblocks it. Where all queues are paused, it
+blocks at its own list of arrivals, where nothing comes.
 
 Limits: a Go program's message on the second queue of a blocked client is noticed within BLOCK.
 """
@@ -20,11 +21,11 @@ import msgspec
 
 from machinery_py.brokers.base import WAITING, Consumer, Delivery, Disposal, Fate
 from machinery_py.brokers.liveness import own_record
-from machinery_py.brokers.redis import scripts as redis_scripts
+from machinery_py.brokers.redis import scripts
 from machinery_py.brokers.redis.messages import EMPTY, head_of, printable
 from machinery_py.clock import micros
 from machinery_py.connections.redis.client import RedisConnection, RedisDriver, command, raw
-from machinery_py.connections.redis.errors import Kind, kind_of, tell_spoilt
+from machinery_py.connections.redis.errors import Kind, kind_of, log_spoilt
 from machinery_py.connections.redis.keys import queue_keys
 from machinery_py.connections.redis.scripts import pack
 from machinery_py.connections.session_files import SessionFile, host_file, host_folder, ran
@@ -55,10 +56,9 @@ class RedisConsumer(Consumer):
         self._driver = driver
         self._queues = tuple(dict.fromkeys(queues))
         self.keys = [queue_keys(queue) for queue in self._queues]
-        self.none_revoked = False
-        self._blocking_queue: tuple[str, str] | None = (
-            None  # the queue that it sleeps at, as the last claim said
-        )
+        self.none_revoked = False  # whether the last claim saw no revoked task at all
+        # The queue to block at, as the last claim said.
+        self._blocking_queue: tuple[str, str] | None = None
         self._places = {queue: index for index, queue in enumerate(self._queues)}
         self._marks = {queue: mark_of(queue) for queue in self._queues}
         self._worker = printable(worker)
@@ -68,7 +68,7 @@ class RedisConsumer(Consumer):
         self._lost: list[tuple[int, float]] = []
         self._link: RedisConnection | None = None
         self._woken = False
-        self._asleep = b""  # the number of the connection that sleeps
+        self._asleep = b""  # the number of the connection while it blocks
         self._noted = False  # whether Redis may have it among the blocked clients
         self._closed = False
         self._pid = os.getpid()
@@ -78,23 +78,20 @@ class RedisConsumer(Consumer):
     def _start_session(self) -> None:
         file = self._new_file()
         session = file.key
-        record = own_record(self._worker, self._listed(), self._driver.clock)
-        argument = pack((self._driver.now(), session, raw(record), self.keys))
-        self._driver.run(
-            redis_scripts.REGISTER, argument, doing="registering a worker", away=BrokerUnavailable
-        )
+        record = raw(own_record(self._worker, self._shown_queues(), self._driver.clock))
+        self._driver.run(scripts.REGISTER, self._driver.now(), session, record, self.keys)
         self.session, self._file = session, file
 
     def _new_file(self) -> SessionFile:
-        """Under whose key it lives."""
+        """Make the file of the next session, whose key is the session's name."""
         return host_file(KIND)
 
     def _blocked_client(self, link: RedisConnection) -> tuple[str, bool]:
-        """The connection that others are to wake, and whether it sleeps where no claim of this one sees it."""
+        """Return the connection that others are to wake, and whether it blocks at no queue of this consumer."""
         return link.number.decode(), False
 
-    def _listed(self) -> tuple[str, ...]:
-        """The queues that it is shown with."""
+    def _shown_queues(self) -> tuple[str, ...]:
+        """Return the queues that listings of workers show."""
         return self._queues
 
     # Claiming
@@ -120,18 +117,22 @@ class RedisConsumer(Consumer):
             deliveries, due_in = self._claim(
                 limit, queues, sleep=min(left, due_in, self._block), will_sleep=left > self._block
             )
+        self._move_behind(deliveries, due_in)
+        self._woken = False
+        return deliveries
+
+    def _move_behind(self, deliveries: Sequence[Delivery], due_in: float) -> None:
+        """Move due messages after a claim that found something."""
         if deliveries and due_in <= 0.0:
             try:
                 self._move_due(0.0)
             except MachineryError:
-                pass  # these are ours now, and nobody else will ever hand them out; the next mover does its part
-        self._woken = False
-        return deliveries
+                pass  # these deliveries are ours now, and must be handed out; the next mover does its part
 
     def _claim(
         self, limit: int, queues: Sequence[str], *, sleep: float, will_sleep: bool
     ) -> tuple[list[Delivery], float]:
-        """Claim, after a sleep if it is to be one; the deliveries, and the seconds until something is due."""
+        """Claim, after blocking for `sleep` seconds; the deliveries, and the seconds until something is due."""
         claim = next(self._claims)
         now = time.monotonic()
         session = self.session
@@ -163,24 +164,24 @@ class RedisConsumer(Consumer):
             raise AssertionError("unreachable") from error
         alive, due_in, revoked, to_wake, blob, blocking_queue, problems = reply
         if problems:
-            tell_spoilt(problems, doing="claiming messages")
+            log_spoilt(problems, doing=scripts.CLAIM.doing)
         self._blocking_queue = keys[blocking_queue - 1] if blocking_queue else None
         # Forgotten only when it has been asked for with success; claims may fail for longer than that.
         self._lost = [one for one in self._lost if now - one[1] < LOST_LIFE]
         if to_wake:
             self._driver.unblock(to_wake)
         if not alive:
-            return [], self._block  # the next beat starts again as a new one
+            return [], self._block  # the next beat starts a new session
         self.none_revoked = not revoked
         deliveries = self._deliveries(session, queues, blob)
         self._noted = (will_sleep or bool(sleep)) and not deliveries
         return deliveries, self._block if due_in < 0 else due_in / 1e6
 
     def _ask(self, link: RedisConnection, argument: bytes, sleep: float) -> Any:
-        packet = self._driver.packed_script(redis_scripts.CLAIM, argument)
+        packet = self._driver.packed_script(scripts.CLAIM, argument)
         if not sleep:
             link.send(packet)
-            return self._driver.read_script(link, redis_scripts.CLAIM, argument)
+            return self._driver.read_script(link, scripts.CLAIM, argument)
         name, prefix = self._blocking_queue or self.keys[0]
         arrivals = f"{prefix}i:{self.session}".encode()
         source = name.encode() if self._blocking_queue else arrivals
@@ -189,23 +190,18 @@ class RedisConsumer(Consumer):
             if self._woken:
                 link.send(packet)
             else:
-                link.send(
-                    command(
-                        b"BLMOVE", source, arrivals, b"LEFT", b"RIGHT", b"%.3f" % max(sleep, 0.001)
-                    )
-                    + packet
-                )
+                seconds = b"%.3f" % max(sleep, 0.001)
+                move = command(b"BLMOVE", source, arrivals, b"LEFT", b"RIGHT", seconds)
+                link.send(move + packet)
                 try:
                     link.read()
                 except Exception as error:
-                    if kind_of(str(error)) not in (
-                        Kind.FULL,
-                        Kind.TYPE,
-                    ):  # the claim behind it says what is wrong
+                    # Of a full Redis or a key of another type the claim behind it says more.
+                    if kind_of(str(error)) not in (Kind.FULL, Kind.TYPE):
                         raise
         finally:
             self._asleep = b""
-        return self._driver.read_script(link, redis_scripts.CLAIM, argument)
+        return self._driver.read_script(link, scripts.CLAIM, argument)
 
     def _open_link(self) -> RedisConnection:
         if self._driver.servers.has_sentinels:
@@ -214,9 +210,8 @@ class RedisConsumer(Consumer):
             self._link.close()
             self._link = None
         if self._link is None:
-            link = self._driver.open(
-                timeout=self._block + min(LINK_TIMEOUT, self._driver.limits.read)
-            )
+            timeout = self._block + min(LINK_TIMEOUT, self._driver.limits.read)
+            link = self._driver.open(timeout=timeout)
             link.number = b"%d" % link.ask(b"CLIENT", b"ID")
             self._link = link
         return self._link
@@ -229,63 +224,51 @@ class RedisConsumer(Consumer):
         self._driver.fail(error, doing="claiming messages", away=BrokerUnavailable)
 
     def _deliveries(self, session: str, queues: Sequence[str], blob: bytes) -> list[Delivery]:
-        return (
-            [
-                Delivery(
-                    body=body,
-                    queue=queues[index],
-                    receipt=f"{session}.{number}",
-                    fence=fence,
-                    strikes=strikes,
-                    parks=parks,
-                    priority=priority,
-                )
-                for index, first, fence, strikes, parks, priority, bodies in _claimed(blob)
-                for number, body in enumerate(bodies, first)
-            ]
-            if len(blob) > 5
-            else []
-        )
+        if len(blob) <= 5:  # an empty array
+            return []
+        return [
+            Delivery(
+                body=body,
+                queue=queues[index],
+                receipt=f"{session}.{number}",
+                fence=fence,
+                strikes=strikes,
+                parks=parks,
+                priority=priority,
+            )
+            for index, first, fence, strikes, parks, priority, bodies in _claimed(blob)
+            for number, body in enumerate(bodies, first)
+        ]
 
     # Ending deliveries
 
     def place_of(self, delivery: Delivery) -> tuple[int, str]:
-        """(index of the queue, receipt) as the scripts take it; a receipt of another session is none of ours."""
+        """Return (index of the queue, receipt) as the scripts take it; (0, "") for a receipt of another session."""
         session, _, number = str(delivery.receipt).partition(".")
         index = self._places.get(delivery.queue)
         return (index, number) if session == self.session and index is not None else (0, "")
 
     @property
     def queues(self) -> Sequence[str]:
-        """In the order of `place_of`."""
+        """The queues in the order of `place_of`."""
         return self._queues
 
     def dispose(self, disposals: Sequence[Disposal]) -> list[bool]:
         if not disposals:
             return []
         rows = [(*self.place_of(one.delivery), *end_of(one)) for one in disposals]
-        argument = pack((self._driver.now(), self.session, self.keys, rows))
         letters, to_wake = self._driver.run(
-            redis_scripts.DISPOSE,
-            argument,
-            doing="ending deliveries",
-            away=BrokerUnavailable,
-            again=False,
+            scripts.DISPOSE, self._driver.now(), self.session, self.keys, rows, again=False
         )
         self._driver.unblock(to_wake)
-        return [letter == 115 for letter in letters]
+        return [letter == ord("s") for letter in letters]
 
     def holds(self, deliveries: Sequence[Delivery]) -> list[bool]:
         if not deliveries:
             return []
-        places = [self.place_of(delivery) for delivery in deliveries]
-        argument = pack((self.session, [(self.keys[index][1], number) for index, number in places]))
-        return [
-            bool(one)
-            for one in self._driver.run(
-                redis_scripts.HOLDS, argument, doing="looking at deliveries", away=BrokerUnavailable
-            )
-        ]
+        places = map(self.place_of, deliveries)
+        rows = [(self.keys[index][1], number) for index, number in places]
+        return [bool(one) for one in self._driver.run(scripts.HOLDS, self.session, rows)]
 
     def run_begins(self, delivery: Delivery) -> None:
         index, number = self.place_of(delivery)
@@ -293,15 +276,9 @@ class RedisConsumer(Consumer):
             self._file.begins(self._marks[delivery.queue] | int(number))
         if delivery.fence == 1:
             return
-        # It may be what the last worker died of, and nobody could see it. Noted in Redis too it counts wherever this one dies.
-        argument = pack((self.session, self.keys[index][1], number))
+        # The last worker may have died of it, unseen. Noted in Redis too, the run counts wherever this worker dies.
         try:
-            self._driver.run(
-                redis_scripts.BEGIN,
-                argument,
-                doing="beginning a task that came back",
-                away=BrokerUnavailable,
-            )
+            self._driver.run(scripts.BEGIN, self.session, self.keys[index][1], number)
         except MachineryError:
             return  # if it kills this worker now, the next death counts
 
@@ -317,12 +294,9 @@ class RedisConsumer(Consumer):
             return True
         with self._starting:
             self._file.touch()
-            argument = pack((self._driver.now(), self.session, self.keys))
-            if self._driver.run(
-                redis_scripts.BEAT, argument, doing="beating", away=BrokerUnavailable
-            ):
+            if self._driver.run(scripts.BEAT, self._driver.now(), self.session, self.keys):
                 return True
-            self._give_up(redis_scripts.TOMBSTONE)
+            self._give_up(scripts.TOMBSTONE)
             self._start_session()
             return False
 
@@ -343,18 +317,22 @@ class RedisConsumer(Consumer):
             return
         self._closed = True
         self.wake()
-        self._give_up(redis_scripts.CLOSED)
+        self._give_up(scripts.CLOSED)
         link, self._link = self._link, None
         if link is not None and not self._asleep:
             link.close()
 
     def _give_up(self, tombstone: int) -> None:
         """Leave the registries; what is still held goes back."""
-        argument = pack(
-            (self._driver.now(), self.session, self.keys, "", [()] * len(self.keys), tombstone)
-        )
+        no_strikes = [()] * len(self.keys)
         _, to_wake = self._driver.run(
-            redis_scripts.CONDEMN, argument, doing="giving messages back", away=BrokerUnavailable
+            scripts.CONDEMN,
+            self._driver.now(),
+            self.session,
+            self.keys,
+            "",
+            no_strikes,
+            tombstone,
         )
         self._driver.unblock(to_wake)
         self._file.end()
@@ -366,7 +344,7 @@ def mark_of(queue: str) -> int:
 
 
 def began_by(session: str, queues: Collection[str]) -> list[list[str]] | None:
-    """For each queue the receipts of what a session ran when it died. None: that cannot be known here."""
+    """Return for each queue the receipts of what a session ran when it died. None: that cannot be known here."""
     ids = ran(host_folder(KIND), session)
     if ids is None:
         return None
@@ -377,7 +355,7 @@ def began_by(session: str, queues: Collection[str]) -> list[list[str]] | None:
 
 
 def end_of(disposal: Disposal) -> tuple[str, int, msgspec.Raw]:
-    """(fate, due, head of a dead letter) as the scripts take it."""
+    """Return (fate, due, head of a dead letter) as the scripts take it."""
     fate = disposal.fate._value_
     if fate == "done" or fate == "back":
         return fate, 0, EMPTY

@@ -1,20 +1,21 @@
-"""Messages as the scripts of the Redis broker take them, and what they can be told from their bytes.
+"""Messages as the scripts of the Redis broker take them, and as they are read from their bytes.
 
-A signature says its UUID, name, queue and ETA in its bytes, and Go's keys hold nothing else. Of other bytes the broker keeps a
-label: uuid and name. Only clean signatures go into Go's delayed set: of other bytes a Go worker makes an empty task.
+A signature says its UUID, name, queue and ETA in its bytes, and Go's keys hold nothing else. Of other bytes the
+broker keeps a label: uuid and name. Only clean signatures go into Go's delayed set: of other bytes a Go worker
+makes an empty task.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
 from machinery_py.brokers.base import DeadLetter, Message
 from machinery_py.clock import micros, moment_of
 from machinery_py.connections.redis.client import raw
-from machinery_py.connections.redis.keys import queue_keys
+from machinery_py.connections.redis.keys import encoded, queue_keys
 from machinery_py.connections.redis.scripts import pack
 from machinery_py.errors import DecodeError
 from machinery_py.wire.depth import is_deep
@@ -62,7 +63,7 @@ class Queues:
 
 
 def packed(message: Message, queues: Queues) -> Packed:
-    """(queue, priority, due in µs or 0, label, parks, body)."""
+    """Pack a message: (queue, priority, due in µs or 0, label, parks, body)."""
     due = 0 if message.eta is None else max(0, micros(message.eta))
     label = label_of(message)
     return (
@@ -76,7 +77,7 @@ def packed(message: Message, queues: Queues) -> Packed:
 
 
 def label_of(message: Message) -> bytes:
-    """Empty if the bytes say the same."""
+    """Return uuid and name, or nothing if the bytes say the same."""
     try:
         start = b'{"UUID":"' + message.uuid.encode() + _name_and_queue(message.name, message.queue)
         if message.body.startswith(start):
@@ -87,8 +88,8 @@ def label_of(message: Message) -> bytes:
 
 
 def printable(text: str) -> str:
-    """The text with what has no UTF-8 written out: half a surrogate pair."""
-    return text.encode("utf-8", "backslashreplace").decode()
+    """Return the text with what has no UTF-8 written out: half a surrogate pair."""
+    return encoded(text).decode()
 
 
 def known(body: bytes) -> _KnownFields | None:
@@ -110,22 +111,21 @@ def message_of(
     parks: int = 0,
     due: int | None = None,
 ) -> Message:
-    """The message as it was put. `due`: when it is, if it is delayed."""
+    """Return the message as it was put. `due`: the moment in µs, if it is delayed."""
     eta = None if due is None else moment_of(due)
     if label:
         uuid, name = _label(label)
-        return Message(
-            uuid=uuid, name=name, queue=queue, body=body, eta=eta, priority=priority, parks=parks
-        )
-    said = known(body) or _KnownFields()
-    if eta is None and said.ETA is not None:
-        try:
-            eta = parse_time(said.ETA)
-        except DecodeError:
-            eta = None
+    else:
+        said = known(body) or _KnownFields()
+        uuid, name = said.UUID, said.Name
+        if eta is None and said.ETA is not None:
+            try:
+                eta = parse_time(said.ETA)
+            except DecodeError:
+                eta = None
     return Message(
-        uuid=said.UUID,
-        name=said.Name,
+        uuid=uuid,
+        name=name,
         queue=queue,
         body=body,
         eta=eta,
@@ -134,14 +134,43 @@ def message_of(
     )
 
 
+# Messages in Go's delayed set
+
+
+def packed_go(body: bytes, said: _KnownFields | None, place: int) -> Packed:
+    """Pack one that is due now, for the queue at this place."""
+    priority = said.Priority if said and 0 <= said.Priority <= 255 else 0
+    return place, priority, 0, EMPTY, 0, raw(body)
+
+
+def message_of_go(body: bytes, due: int) -> Message:
+    """Read one that is due at this moment, in µs."""
+    said = known(body)
+    queue, priority = (said.RoutingKey, said.Priority) if said else ("", 0)
+    return message_of(body, queue=queue, priority=priority, due=due)
+
+
+def bodies_for(queue: str, members: Iterable[bytes]) -> list[bytes]:
+    """Return the members that are for this queue."""
+    return [one for one in members if (said := known(one)) and said.RoutingKey == queue]
+
+
+# Names and entries, as the scripts return them
+
+
+def named(members: Iterable[bytes]) -> list[str]:
+    """Decode the names of queues, and sort them."""
+    return sorted(name.decode(errors="replace") for name in members)
+
+
 def noted(note: bytes) -> tuple[int, bytes]:
-    """(parks, label) of a waiting message."""
+    """Read the note of a waiting message: (parks, label)."""
     counts, _, label = note.partition(b"\n")
     return int(counts.split()[2]), label
 
 
 def unwrapped(member: bytes) -> tuple[int, int, bytes, bytes]:
-    """(priority, parks, label, body) of a parked message."""
+    """Read a parked message: (priority, parks, label, body)."""
     head, _, rest = member.partition(b"\n")
     _, level, _, _, parks, size = map(int, head.split())
     return level, parks, rest[:size], rest[size:]
@@ -159,7 +188,7 @@ _head = msgspec.msgpack.Decoder(tuple[str, str, str, str]).decode
 
 
 def letter_of(number: str, queue: str, letter: bytes) -> DeadLetter:
-    """A dead letter, known by its number in its queue."""
+    """Read a dead letter, which has this number in its queue."""
     counts, _, rest = letter.partition(b"\n")
     strikes, died_at, head_size, label_size = map(int, counts.split())
     uuid, name, reason, error = _head(rest[:head_size])

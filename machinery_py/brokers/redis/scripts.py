@@ -1,34 +1,56 @@
-"""The scripts of the Redis broker. The keys are described in docs/explanation/redis-protocol.md.
+"""The scripts of the Redis broker. Their keys stand in docs/explanation/redis-protocol.md.
 
-Each takes one msgpack array; its file in `lua/` says what is in it (In) and what it returns (Out). `now` is "" for the server's
-clock, else microseconds. Queues and messages are as putting.lua says.
+Each takes one msgpack array; its file in `lua/` says what is in it (In) and what it returns (Out). `now` is ""
+for the server's clock, else microseconds. Queues and messages are as putting.lua says.
 """
 
 from __future__ import annotations
 
-from machinery_py.connections.redis.pool import DELAYED
+from machinery_py.connections.redis.keys import DELAYED
 from machinery_py.connections.redis.scripts import Folder
+from machinery_py.errors import BrokerUnavailable
 
 TOKEN_LIFE = 600  # seconds; longer than anybody repeats a submission
 TOMBSTONE = 86_400_000_000  # µs that a condemned session is looked at
 CLOSED = 60_000_000  # µs that a closed one is
 MARK_EVERY = 250_000  # µs between two notes of when a place of a queue was filled
 MARKS = 4096  # of these notes
+MOVE_LIFE = 1800  # seconds that a cluster remembers the name under which a message was put once
 
-#: What putting.lua and messages.lua name.
+#: Constants of putting.lua and messages.lua.
 CONSTANTS: dict[str, object] = {"DELAYED": DELAYED, "EVERY": MARK_EVERY, "MARKS": MARKS}
 
-_lua = Folder("brokers/redis/lua", CONSTANTS)
+_lua = Folder("brokers/redis/lua", CONSTANTS, away=BrokerUnavailable)
 
-PUT = _lua.script("put", TOKEN_LIFE=TOKEN_LIFE)
-REGISTER = _lua.script("register")
-BEAT = _lua.script("beat")
-CLAIM = _lua.script("claim")
-DISPOSE = _lua.script("dispose")
-BEGIN = _lua.script("begin")
-HOLDS = _lua.script("holds")
-CONDEMN = _lua.script("condemn")
-LOOK = _lua.script("look")
-DUE = _lua.script("due")
-MOVE = _lua.script("move")
-BURY = _lua.script("bury")
+PUT = _lua.script("put", "publishing", TOKEN_LIFE=TOKEN_LIFE)
+REGISTER = _lua.script("register", "registering a worker")
+BEAT = _lua.script("beat", "beating")
+CLAIM = _lua.script("claim", "claiming messages")
+DISPOSE = _lua.script("dispose", "ending deliveries")
+BEGIN = _lua.script("begin", "beginning a task that came back")
+HOLDS = _lua.script("holds", "looking at deliveries")
+CONDEMN = _lua.script("condemn", "giving messages back")
+LOOK = _lua.script("look", "looking after queues")
+DUE = _lua.script("due", "looking for due messages")
+MOVE = _lua.script("move", "moving due messages")
+BURY_DELAYED = _lua.script("bury_delayed", "burying a delayed message")
+
+_inspect = Folder("brokers/redis/lua/inspect", CONSTANTS, away=BrokerUnavailable)
+
+PENDING = _inspect.script("pending", "listing a queue")
+LATE = _inspect.script("late", "listing delayed messages")
+STATS = _inspect.script("stats", "counting messages")
+LATE_NAMES = _inspect.script("late_names", "counting delayed messages")
+WORKERS = _inspect.script("workers", "listing workers")
+PURGE = _inspect.script("purge", "purging a queue")
+PAUSE = _inspect.script("pause", "pausing a queue")
+RESUME = _inspect.script("resume", "resuming a queue")
+DEAD = _inspect.script("dead", "listing dead letters")
+BURY = _inspect.script("bury", "burying a message")
+TAKE_DEAD = _inspect.script("take_dead", "taking dead letters")
+
+_cluster = Folder("brokers/redis/lua/cluster", CONSTANTS, away=BrokerUnavailable)
+
+GO_DUE = _cluster.script("due", "looking for due messages")
+GO_GONE = _cluster.script("gone", "moving due messages")
+TAKE_IN = _cluster.script("take_in", "moving due messages", MOVE_LIFE=MOVE_LIFE)

@@ -1,20 +1,19 @@
 """Connections to one Redis, shared by broker, backend and lock of a URL.
 
-redis-py opens, authenticates and reads; what is repeated is decided here, because its own retries would publish twice. A
+redis-py opens, authenticates and reads. We decide what is repeated, since its own retries would publish twice:
+a call is repeated once, at once, when its connection was lost and its script may be carried out twice. A
 connection on which anything went wrong is closed. After a fork the child opens its own.
 
-Which server that is, `redis_servers` decides. A call is repeated once, at once, when its connection was lost and its script
-can stand that.
+`discovery.Servers` decides which server a connection leads to.
 """
 
 from __future__ import annotations
 
-import datetime as dt
 import logging
 import os
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import msgspec
 
@@ -31,9 +30,10 @@ from machinery_py.connections.redis.durability import (
     read_info,
     version_of,
 )
-from machinery_py.connections.redis.errors import Kind, as_ours, kind_of
-from machinery_py.connections.redis.pool import DELAYED, NO_LIMITS, Limits, Room, with_delayed_key
-from machinery_py.connections.redis.scripts import Script
+from machinery_py.connections.redis.errors import TRANSIENT, Kind, as_ours, kind_of
+from machinery_py.connections.redis.keys import DELAYED
+from machinery_py.connections.redis.pool import NO_LIMITS, Limits, Quota
+from machinery_py.connections.redis.scripts import Script, pack, with_delayed_key
 from machinery_py.errors import BackendUnavailable, MachineryError, PublishUnknown, StoreUnusable
 from machinery_py.texts import get_logger
 
@@ -42,9 +42,7 @@ logger = get_logger(__name__)
 TIMEOUT = 5.0  # seconds for a reply, and for a connection
 OLDEST = (6, 2)  # LPOP with a count, BLMOVE, ZMSCORE
 SKEW = 5.0  # seconds between this clock and the server's that are worth a warning
-FRESH = 0.01  # seconds; one that was used since then is taken unseen
-
-_EPOCH = dt.datetime(1970, 1, 1, tzinfo=dt.timezone.utc)
+FRESH = 0.01  # seconds; a connection that was used since then is not looked at before its next use
 
 
 class RedisConnection:
@@ -77,9 +75,8 @@ class RedisConnection:
         socket = self._connection._sock
         before = socket.gettimeout()
         socket.settimeout(self._write_timeout)
-        self._connection.send_packed_command(
-            [packet], check_health=False
-        )  # it is closed if that fails
+        # If this fails, the connection is closed.
+        self._connection.send_packed_command([packet], check_health=False)
         socket.settimeout(before)
 
     def read(self) -> Any:
@@ -101,13 +98,13 @@ class RedisConnection:
 
     def close(self) -> None:
         self._connection.disconnect()
-        left, self._on_close = self._on_close, None
-        if left is not None:
-            left()
+        on_close, self._on_close = self._on_close, None
+        if on_close is not None:
+            on_close()
 
 
 def command(*parts: bytes) -> bytes:
-    """A command as it goes over the wire."""
+    """Encode a command as it goes over the wire."""
     pieces = [b"*%d\r\n" % len(parts)]
     for part in parts:
         pieces.append(b"$%d\r\n" % len(part))
@@ -134,33 +131,35 @@ class RedisDriver:
         strict: bool = False,
         limits: Limits = NO_LIMITS,
     ) -> None:
-        """To the servers, or to the one of the URL; `strict`: refuse one that may lose what it stores."""
+        """Connect to the servers, or to the one of the URL; `strict`: refuse one that may lose what it stores."""
         self.servers = servers or Servers([url], timeout=timeout)
         self.clock = clock
         self.limits = limits
         self._timeout = min(timeout, limits.read)
         self._write_timeout = limits.write if limits.write < self._timeout else 0.0
-        self._room = Room(limits)
+        self._quota = Quota(limits)
         self._idle: list[RedisConnection] = []
-        self._ears: list[RedisConnection] = []
+        self._subscribers: list[RedisConnection] = []
         self._pid = os.getpid()
         self._strict = strict
-        self._checked = -1  # the server that was looked at
-        self._telling = ForkLock()
-        self._texts = clock is SYSTEM_CLOCK
+        self._checked = -1  # the server whose settings were checked
+        self._reporting = ForkLock()
+        self._uses_server_time = clock is SYSTEM_CLOCK
 
     def now(self) -> str:
         """Return the time as scripts take it: "" is the server's own clock."""
-        return "" if self._texts else str(micros(self.clock.now()))
+        return "" if self._uses_server_time else str(micros(self.clock.now()))
+
+    # Connections
 
     def open(self, *, timeout: float | None = None) -> RedisConnection:
-        """A new connection. Any exception of redis-py."""
+        """Open a new connection. Any exception of redis-py."""
         while (spare := self._enter()) is not None:
-            spare.close()  # one less
+            spare.close()
         return self._open(timeout or self._timeout)
 
     def _enter(self) -> RedisConnection | None:
-        return self._room.enter(self._timeout, self._spare)
+        return self._quota.enter(self._timeout, self._spare)
 
     def _spare(self) -> RedisConnection | None:
         try:
@@ -169,8 +168,8 @@ class RedisDriver:
             return None
 
     def _open(self, timeout: float) -> RedisConnection:
-        """There is room for it."""
-        leave = self._room.leave
+        """Open a connection that the quota has counted already."""
+        leave = self._quota.leave
         try:
             connection, number = self.servers.connect(timeout)
         except BaseException:
@@ -191,42 +190,77 @@ class RedisDriver:
         """Whether it leads to a server that is not used any more."""
         return link.server != self.servers.number
 
+    def _take(self) -> RedisConnection:
+        if os.getpid() != self._pid:
+            self._idle, self._subscribers = [], []
+            self._quota, self._pid = Quota(self.limits), os.getpid()
+        if self.servers.has_sentinels:
+            self.servers.look()
+        while True:
+            link = self._spare() or self._enter()
+            if link is None:
+                return self._open(self._timeout)
+            idle = time.monotonic() - link.used_at
+            if self.is_stale(link) or idle > self.limits.idle_timeout:
+                link.close()
+            elif idle < FRESH or not link.is_broken():
+                return link
+
+    def _give(self, link: RedisConnection) -> None:
+        link.used_at = time.monotonic()
+        if len(self._idle) < self.limits.max_idle and os.getpid() == self._pid:
+            self._idle.append(link)
+            if self.limits.max_active:
+                self._quota.came_back()
+        else:
+            link.close()
+
+    def take_subscriber(self) -> RedisConnection:
+        """Take a connection that may be subscribed to something."""
+        while os.getpid() == self._pid and self._subscribers:
+            link = self._subscribers.pop()
+            if not self.is_stale(link):
+                return link
+            link.close()
+        return self.open()
+
+    def give_subscriber(self, link: RedisConnection) -> None:
+        is_kept = len(self._subscribers) < self.limits.max_idle and not self.limits.max_active
+        if is_kept and os.getpid() == self._pid:
+            self._subscribers.append(link)
+        else:
+            link.close()
+
+    # Settings of the server
+
     def _check(self, link: RedisConnection) -> None:
-        """Once for each server: refuse what cannot be worked with, and tell what may be lost."""
+        """Once for each server: refuse what cannot be worked with, and log what may be lost."""
         found = self._look_at(link)
+        place = self.servers.place
         if self._strict and found:
             reasons = "; ".join(one.text for one in found)
-            raise StoreUnusable(
-                f"Redis at {self.servers.place}: refused by strict_durability: {reasons}"
-            )
+            raise StoreUnusable(f"Redis at {place}: refused by strict_durability: {reasons}")
         if not self._is_news(link):
             return
         for one in found:
-            logger.log(
-                logging.WARNING if one.is_certain else logging.INFO,
-                "Redis at %s: %s",
-                self.servers.place,
-                one.text,
-            )
-        time_there = _ask_if_allowed(link, b"TIME") if self._texts else None
-        there = (
-            self.clock.now().timestamp()
-            if time_there is None
-            else int(time_there[0]) + int(time_there[1]) / 1e6
-        )
-        ahead = self.clock.now().timestamp() - there
+            level = logging.WARNING if one.is_certain else logging.INFO
+            logger.log(level, "Redis at %s: %s", place, one.text)
+        time_there = _ask_if_allowed(link, b"TIME") if self._uses_server_time else None
+        if time_there is None:
+            return
+        ahead = self.clock.now().timestamp() - (int(time_there[0]) + int(time_there[1]) / 1e6)
         if abs(ahead) > SKEW:
             logger.warning(
                 "Redis at %s: this host's clock is %.0f s %s: its retries and delayed tasks come at the wrong time "
                 "(set the clock; is NTP running?)",
-                self.servers.place,
+                place,
                 abs(ahead),
                 "ahead" if ahead > 0 else "behind",
             )
 
     def _is_news(self, link: RedisConnection) -> bool:
-        """Whether nobody has told of this server: once by each process, however many of its threads are here at the same time."""
-        with self._telling:
+        """Whether no thread of this process has reported on this server yet."""
+        with self._reporting:
             is_news, self._checked = self._checked != link.server, link.server
             return is_news
 
@@ -254,101 +288,46 @@ class RedisDriver:
         Raises:
             BackendUnavailable, StoreUnusable: it cannot be asked.
         """
-        return cast(
-            "list[Concern]",
-            self._attempt(
-                self._look_at,
-                doing="looking at its settings",
-                away=BackendUnavailable,
-                again=True,
-                lost=BackendUnavailable,
-            ),
+        found: list[Concern] = self._attempt(
+            self._look_at, doing="looking at its settings", away=BackendUnavailable
         )
+        return found
 
-    def _take(self) -> RedisConnection:
-        if os.getpid() != self._pid:
-            self._idle, self._ears, self._room, self._pid = [], [], Room(self.limits), os.getpid()
-        if self.servers.has_sentinels:
-            self.servers.look()
-        while True:
-            link = self._spare() or self._enter()
-            if link is None:
-                return self._open(self._timeout)
-            idle = time.monotonic() - link.used_at
-            if self.is_stale(link) or idle > self.limits.idle_timeout:
-                link.close()
-            elif idle < FRESH or not link.is_broken():
-                return link
-
-    def _give(self, link: RedisConnection) -> None:
-        link.used_at = time.monotonic()
-        if len(self._idle) < self.limits.max_idle and os.getpid() == self._pid:
-            self._idle.append(link)
-            if self.limits.max_active:
-                self._room.came_back()
-        else:
-            link.close()
-
-    def take_ear(self) -> RedisConnection:
-        """A connection that may be subscribed to something."""
-        while os.getpid() == self._pid and self._ears:
-            link = self._ears.pop()
-            if not self.is_stale(link):
-                return link
-            link.close()
-        return self.open()
-
-    def give_ear(self, link: RedisConnection) -> None:
-        if (
-            len(self._ears) < self.limits.max_idle
-            and not self.limits.max_active
-            and os.getpid() == self._pid
-        ):
-            self._ears.append(link)
-        else:
-            link.close()
+    # Calls
 
     def run(
         self,
         script: Script,
-        argument: bytes,
-        *keys: bytes,
-        doing: str,
-        away: type[MachineryError] = BackendUnavailable,
+        *values: object,
         again: bool = True,
         lost: type[MachineryError] | None = None,
     ) -> Any:
-        """Run a script.
+        """Run a script with these values.
 
         Args:
             again: it may be carried out twice, so it is repeated once if the connection is lost.
-            away: raised when nothing was written.
-            lost: raised when it may have been carried out (as `away`, if not given).
+            lost: raised when it may have been carried out (`script.away`, if not given). When nothing was
+                written, that is raised.
         """
-        script = self.adapted(script)
-        packet = evalsha(script, argument, *keys)
+        script, argument = self.adapted(script), pack(values)
+        packet = evalsha(script, argument)
 
         def ask(link: RedisConnection) -> Any:
             link.send(packet)
-            return read_script(link, script, argument, *keys)
+            return read_script(link, script, argument)
 
-        return self._attempt(ask, doing=doing, away=away, again=again, lost=lost or away)
+        return self._attempt(ask, doing=script.doing, away=script.away, again=again, lost=lost)
 
     def adapted(self, script: Script) -> Script:
-        """The script for the keys of these limits."""
-        return (
-            script
-            if self.limits.delayed_key == DELAYED
-            else with_delayed_key(script, self.limits.delayed_key)
-        )
+        """Return the script for the keys of these limits."""
+        key = self.limits.delayed_key
+        return script if key == DELAYED else with_delayed_key(script, key)
 
     def ask(
         self, *parts: bytes, doing: str, away: type[MachineryError] = BackendUnavailable
     ) -> Any:
         """Send a command that may be carried out twice."""
-        return self._attempt(
-            lambda link: link.ask(*parts), doing=doing, away=away, again=True, lost=away
-        )
+        return self._attempt(lambda link: link.ask(*parts), doing=doing, away=away)
 
     def _attempt(
         self,
@@ -356,8 +335,8 @@ class RedisDriver:
         *,
         doing: str,
         away: type[MachineryError],
-        again: bool,
-        lost: type[MachineryError],
+        again: bool = True,
+        lost: type[MachineryError] | None = None,
     ) -> Any:
         unknown = False
         begin = time.monotonic()
@@ -371,10 +350,10 @@ class RedisDriver:
             except Exception as error:  # redis-py's, sorted by `fail`
                 # Once it may have been carried out, a refusal of the repeat does not say that it was not.
                 unknown = self.after(error, link) or unknown
-                # One that was silent for its whole time is not asked again: whoever called has no time left either.
+                # A server that was silent for the whole timeout is not asked again: the caller has no time left either.
                 if unknown and not last and time.monotonic() - begin < self._timeout / 2:
                     continue
-                self.fail(error, doing=doing, away=lost if unknown else away)
+                self.fail(error, doing=doing, away=(lost or away) if unknown else away)
             self._give(link)
             return reply
         raise AssertionError("unreachable")
@@ -383,11 +362,9 @@ class RedisDriver:
         """Put the connection away; whether the command may have been carried out."""
         import redis
 
-        if (
-            isinstance(error, redis.ResponseError)
-            and link is not None
-            and kind_of(str(error)) not in (Kind.AWAY, Kind.FATAL)
-        ):
+        is_reply = isinstance(error, redis.ResponseError)
+        kind = kind_of(str(error))
+        if is_reply and link is not None and kind not in (*TRANSIENT, Kind.FATAL):
             if "Protocol error" in str(error):  # behind which the server closes the connection
                 link.close()
             else:
@@ -399,8 +376,7 @@ class RedisDriver:
             stale, self._idle = self._idle, []
             for one in stale:
                 one.close()
-        refused = isinstance(error, redis.ResponseError) or kind_of(str(error)) is not Kind.OTHER
-        return link is not None and not refused
+        return link is not None and not is_reply and kind is Kind.OTHER
 
     def fail(self, error: Exception, *, doing: str, away: type[MachineryError]) -> NoReturn:
         """Raise our error for one of redis-py's."""
@@ -412,10 +388,8 @@ class RedisDriver:
         text = without_secrets(said, *self.servers.urls)
         cause = error if text == said else None  # a server that does not know AUTH repeats it
         kind = kind_of(said)
-        if (
-            not isinstance(error, redis.ResponseError | redis.AuthenticationError)
-            and kind is Kind.OTHER
-        ):
+        is_reply = isinstance(error, redis.ResponseError | redis.AuthenticationError)
+        if kind is Kind.OTHER and not is_reply:
             kind, text = Kind.AWAY, plain(text)
             if away is PublishUnknown:
                 text = f"no reply: {text}"
@@ -423,14 +397,14 @@ class RedisDriver:
         raise as_ours(kind, text, place=self.servers.place, doing=doing, away=away) from cause
 
     def packed_script(self, script: Script, argument: bytes) -> bytes:
-        """A script as it is sent, and read by `read_script`."""
+        """Encode a call of a script, whose reply `read_script` reads."""
         return evalsha(self.adapted(script), argument)
 
     def read_script(self, link: RedisConnection, script: Script, argument: bytes) -> Any:
         return read_script(link, self.adapted(script), argument)
 
     def unblock(self, numbers: Sequence[bytes]) -> None:
-        """End the sleep of these connections. Failing does no harm: nobody sleeps longer than a second."""
+        """Wake these blocked connections. Failing does no harm: none blocks longer than a second."""
         for number in numbers:
             try:
                 self.ask(b"CLIENT", b"UNBLOCK", number, doing="waking a worker")
@@ -439,14 +413,14 @@ class RedisDriver:
 
     def close(self) -> None:
         """Close what is idle. May be called twice; the next use opens anew."""
-        links, self._idle = self._idle + self._ears, []
-        self._ears = []
+        links, self._idle = self._idle + self._subscribers, []
+        self._subscribers = []
         for link in links:
             link.close()
 
 
 def _ask_if_allowed(link: RedisConnection, *parts: bytes) -> Any:
-    """The reply, or None where the server forbids the question, or does not know it."""
+    """Return the reply, or None where the server forbids the question, or does not know it."""
     from redis.exceptions import NoPermissionError, ResponseError
 
     try:
@@ -462,7 +436,7 @@ def evalsha(script: Script, argument: bytes, *keys: bytes) -> bytes:
 
 
 def read_script(link: RedisConnection, script: Script, argument: bytes, *keys: bytes) -> Any:
-    """The reply of a script that was sent by its name; sent again in full if Redis does not know it."""
+    """Read the reply of a script that was sent by its name; send it in full if Redis does not know it."""
     try:
         return link.read()
     except Exception as error:

@@ -1,21 +1,21 @@
-"""Connections to a Redis Cluster, and what is asked of it, slot by slot.
+"""Connections to a Redis Cluster, and requests to it, slot by slot.
 
-What a node refuses because of its slot is asked again until the timeout. What may have been carried out is asked again only if it
-can stand that. redis-py's own cluster client repeats both, and is not used.
+A request that a node refuses because of its slot is repeated until the timeout. One that may have been carried
+out is repeated only if the caller allows it. redis-py's own cluster client repeats both, and is not used.
 
     RedisClusterDriver    many requests at once, in any slots: one round trip to each node
-    NodeDriver      a RedisDriver for one node
-    SlotDriver      a RedisDriver for one slot, in which a queue finds all its keys
+    NodeDriver            a RedisDriver for one node
+    SlotDriver            a RedisDriver for one slot, in which a queue finds all its keys
 
-The connections of all of them are counted together. Each master is looked at (does it keep what it is told?) once, at the first
-connection; with `strict`, all of them before anything is asked.
+The connections of all of them are counted together. The durability of each master is checked once, at the first
+connection; with `strict`, that of all masters before the first request.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -34,17 +34,18 @@ from machinery_py.connections.redis.client import (
 )
 from machinery_py.connections.redis.cluster_nodes import Address, Nodes, NodeServers
 from machinery_py.connections.redis.errors import Kind, as_ours, kind_of
-from machinery_py.connections.redis.pool import DELAYED, NO_LIMITS, Limits, Room
+from machinery_py.connections.redis.keys import DELAYED
+from machinery_py.connections.redis.pool import NO_LIMITS, Limits, Quota
 from machinery_py.connections.redis.requests import (
+    Attempt,
     Request,
-    Try,
+    command_at,
     connection_errors,
-    learn,
-    passing,
+    described,
+    is_refused_for_now,
     script_at,
-    told,
 )
-from machinery_py.connections.redis.scripts import Script
+from machinery_py.connections.redis.scripts import Script, pack
 from machinery_py.connections.redis.slots import clustered, guard, local_key, slot_of
 from machinery_py.errors import BackendUnavailable, MachineryError
 from machinery_py.texts import get_logger
@@ -82,16 +83,16 @@ class RedisClusterDriver:
         self._drivers: dict[Address, NodeDriver] = {}
         self._slots: dict[bytes, SlotDriver] = {}
         self._changing = ForkLock()
-        self._room, self._pid = Room(limits), os.getpid()
-        self._checked: set[str] = set()  # masters that were looked at
-        self._looked = not strict  # at all of them
+        self._quota, self._pid = Quota(limits), os.getpid()
+        self._checked: set[str] = set()  # masters whose settings were checked
+        self._are_all_checked = not strict
 
     def now(self) -> str:
-        """As RedisDriver.now."""
+        """Return the time as scripts take it: "" is the server's own clock."""
         return "" if self.clock is SYSTEM_CLOCK else str(micros(self.clock.now()))
 
     def at(self, prefix: bytes) -> SlotDriver:
-        """The driver of this prefix's slot; the same each time."""
+        """Return the driver of this prefix's slot; the same each time."""
         with self._changing:
             driver = self._slots.get(prefix)
             if driver is None:
@@ -107,12 +108,12 @@ class RedisClusterDriver:
 
     # What the drivers have in common
 
-    def room(self) -> Room:
-        """Where this process counts its connections."""
+    def quota(self) -> Quota:
+        """Return what counts the connections of this process."""
         with self._changing:
             if os.getpid() != self._pid:
-                self._room, self._pid = Room(self.limits), os.getpid()
-            return self._room
+                self._quota, self._pid = Quota(self.limits), os.getpid()
+            return self._quota
 
     def drop_idle(self) -> None:
         """Close a connection to any node that is not used, so that one to another may be opened."""
@@ -136,29 +137,25 @@ class RedisClusterDriver:
         Raises:
             BackendUnavailable, StoreUnusable: one of them cannot be asked.
         """
-        found: list[Concern] = []
-        for address in self._masters():
-            found += [
-                replace(one, text="{}:{}: ".format(*address) + one.text)
-                for one in self._driver(address).concerns()
-            ]
-        return found
-
-    def _masters(self) -> tuple[Address, ...]:
         try:
-            return self.nodes.masters()
+            masters = self.nodes.masters()
         except MachineryError:
             raise
         except Exception as error:  # redis-py's
             self.fail(error, doing="looking at its settings", away=BackendUnavailable)
+        return [
+            replace(one, text="{}:{}: ".format(*address) + one.text)
+            for address in masters
+            for one in self._driver(address).concerns()
+        ]
 
-    def _look_at_all(self) -> None:
-        """Refuse the cluster if one of its masters may lose what it stores. One that is away is looked at when it is back."""
+    def _check_all(self) -> None:
+        """Refuse the cluster if one of its masters may lose what it stores. One that is away is checked when it is back."""
         try:
             addresses = self.nodes.masters()
         except MachineryError:
             raise
-        except Exception:  # redis-py's: who asks will find the same
+        except Exception:  # redis-py's: the next request finds the same
             return
         for address in addresses:
             driver = self._driver(address)
@@ -168,9 +165,22 @@ class RedisClusterDriver:
                 raise
             except Exception as error:  # redis-py's
                 logger.debug("{}:{} cannot be looked at: %s".format(*address), error)
-        self._looked = True
+        self._are_all_checked = True
 
-    # Asking
+    # Requests
+
+    def run(
+        self, script: Script, calls: Iterable[tuple[bytes, Sequence[object]]], *, again: bool = True
+    ) -> list[Any]:
+        """Run a script in several slots, each named by a prefix, with the values for it; return the replies."""
+        requests = [script_at(prefix, script, pack(values)) for prefix, values in calls]
+        return self.ask(requests, doing=script.doing, away=script.away, again=again)
+
+    def command(
+        self, *parts: bytes, doing: str, away: type[MachineryError] = BackendUnavailable
+    ) -> Any:
+        """Send a command that may be carried out twice, whose second word is a key."""
+        return self.ask([command_at(*parts)], doing=doing, away=away)[0]
 
     def ask(
         self,
@@ -182,28 +192,33 @@ class RedisClusterDriver:
         lost: type[MachineryError] | None = None,
         patience: float | None = None,
     ) -> list[Any]:
-        """The replies to all of them; all that go to one node are one round trip.
+        """Return the replies to all of them; all that go to one node are one round trip.
+
+        When one is refused for good, others may have been carried out.
 
         Args:
-            again, away, lost: as RedisDriver.run. When one is refused for good, others may have been carried out.
-            patience: seconds until what will pass is waited for no more; the timeout, if not given.
+            away: raised when nothing was written.
+            again, lost: as RedisDriver.run.
+            patience: seconds until a refusal that will pass is raised; the timeout, if not given.
         """
+        if not requests:
+            return []
         lost = lost or away
-        if not self._looked:
-            self._look_at_all()
+        if not self._are_all_checked:
+            self._check_all()
         left = list(requests)
         deadline = time.monotonic() + (self.timeout if patience is None else patience)
         unknown = False  # whether something was carried out, perhaps, whose reply was lost
         while left:
-            try_ = Try(self.nodes, self._driver, again=again)
+            attempt = Attempt(self.nodes, self._driver, again=again)
             for start in range(0, len(left), STEP):
-                try_.ask(left[start : start + STEP])
-            left, unknown = try_.left, unknown or try_.unknown
-            if try_.refused is not None:
-                self.fail(try_.refused, doing=doing, away=lost if unknown else away)
-            if try_.trouble is not None:
+                attempt.ask(left[start : start + STEP])
+            left, unknown = attempt.left, unknown or attempt.unknown
+            if attempt.refused is not None:
+                self.fail(attempt.refused, doing=doing, away=lost if unknown else away)
+            if attempt.trouble is not None:
                 if time.monotonic() > deadline:
-                    self.fail(try_.trouble, doing=doing, away=lost if unknown else away)
+                    self.fail(attempt.trouble, doing=doing, away=lost if unknown else away)
                 self._look_again()
         return [request.reply for request in requests]
 
@@ -222,12 +237,10 @@ class RedisClusterDriver:
 
         if not isinstance(error, redis.RedisError | OSError):
             raise error
-        said = told(error)
+        said = described(error)
         text, kind = without_secrets(said, self.nodes.url), kind_of(said)
-        known = isinstance(error, redis.ResponseError | redis.AuthenticationError) and not passing(
-            error
-        )
-        if kind is Kind.OTHER and not known:
+        is_reply = isinstance(error, redis.ResponseError | redis.AuthenticationError)
+        if kind is Kind.OTHER and (not is_reply or is_refused_for_now(error)):
             kind, text = Kind.AWAY, plain(text)
         raise as_ours(kind, text, place=self.nodes.place, doing=doing, away=away) from error
 
@@ -240,11 +253,11 @@ class RedisClusterDriver:
 
 
 class _PartDriver(RedisDriver):
-    """A driver that shares what the drivers of a cluster have in common."""
+    """A driver that shares the quota and the checks of a cluster."""
 
     def __init__(self, cluster: RedisClusterDriver, servers: NodeServers) -> None:
         self.cluster = cluster
-        # What is delayed is the slot's own, whatever Go's key is called.
+        # Each slot has a set of delayed messages of its own, whatever Go's key is called.
         super().__init__(
             clock=cluster.clock,
             timeout=cluster.timeout,
@@ -254,8 +267,8 @@ class _PartDriver(RedisDriver):
         )
 
     def _enter(self) -> RedisConnection | None:
-        self._room = self.cluster.room()
-        return self._room.enter(self._timeout, self._spare_or_drop)
+        self._quota = self.cluster.quota()
+        return self._quota.enter(self._timeout, self._spare_or_drop)
 
     def _spare_or_drop(self) -> RedisConnection | None:
         link = self._spare()
@@ -288,7 +301,7 @@ class NodeDriver(_PartDriver):
 
 
 class SlotDriver(_PartDriver):
-    """One slot of a cluster, as if it were a Redis of its own: scripts see its keys only, and those of no queue are its own."""
+    """One slot of a cluster, used like a Redis of its own: keys that belong to no queue are this slot's."""
 
     def __init__(self, cluster: RedisClusterDriver, prefix: bytes) -> None:
         self.prefix = prefix
@@ -300,24 +313,25 @@ class SlotDriver(_PartDriver):
     def run(
         self,
         script: Script,
-        argument: bytes,
-        *keys: bytes,
-        doing: str,
-        away: type[MachineryError] = BackendUnavailable,
+        *values: object,
         again: bool = True,
         lost: type[MachineryError] | None = None,
     ) -> Any:
-        request = script_at(self.prefix, self.adapted(script), argument)
-        return self.cluster.ask([request], doing=doing, away=away, again=again, lost=lost)[0]
+        request = self.request(script, *values)
+        return self.cluster.ask(
+            [request], doing=script.doing, away=script.away, again=again, lost=lost
+        )[0]
+
+    def request(self, script: Script, *values: object) -> Request:
+        """Make the request that runs a script in this slot."""
+        return script_at(self.prefix, self.adapted(script), pack(values))
 
     def ask(
         self, *parts: bytes, doing: str, away: type[MachineryError] = BackendUnavailable
     ) -> Any:
-        """As the base class; a key that belongs to no queue is that of this slot."""
-        words = (
-            (parts[0], local_key(self.prefix, parts[1]), *parts[2:]) if len(parts) > 1 else parts
-        )
-        return self.cluster.ask([Request(self._slot, command(*words))], doing=doing, away=away)[0]
+        if len(parts) > 1:
+            parts = parts[0], local_key(self.prefix, parts[1]), *parts[2:]
+        return self.cluster.ask([Request(self._slot, command(*parts))], doing=doing, away=away)[0]
 
     def open(self, *, timeout: float | None = None) -> RedisConnection:
         try:
@@ -338,12 +352,12 @@ class SlotDriver(_PartDriver):
         return read_script(link, self.adapted(script), argument, guard(self.prefix))
 
     def fail(self, error: Exception, *, doing: str, away: type[MachineryError]) -> NoReturn:
-        if passing(error) or isinstance(error, connection_errors()):
+        if is_refused_for_now(error) or isinstance(error, connection_errors()):
             self._relearn(error)
         self.cluster.fail(error, doing=doing, away=away)
 
     def _relearn(self, error: Exception) -> None:
-        learn(self.cluster.nodes, error)
+        self.cluster.nodes.learn(error)
         try:
             self.cluster.nodes.look()
         except Exception:  # then no node answers, and `error` is reason enough

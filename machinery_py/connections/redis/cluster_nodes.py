@@ -1,6 +1,7 @@
-"""The node of each slot of a Redis Cluster: learned from any node, and from one that says it has the slot no more.
+"""The node of each slot of a Redis Cluster, as far as it is known.
 
-The map may be old. A node that does not have a slot (any more) refuses what is asked of it in that slot, and tells who has it.
+Any node tells the whole map. It may be old: a node that does not have a slot any more refuses requests in that
+slot, and says which node has it.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ class Nodes:
         self.url = url
         self.timeout = timeout
         self.client_name = client_name
-        self._door = NodeServers(url, self._first, timeout=timeout, client_name=client_name)
+        self._any_node = NodeServers(url, self._first, timeout=timeout, client_name=client_name)
         self.seeds = parse_redis_url(url).hosts
         self._slots: list[Address | None] = [None] * SLOTS
         self._known: tuple[Address, ...] = ()
@@ -120,9 +121,12 @@ class Nodes:
             raise redis.ConnectionError(f"CLUSTERDOWN no node of the {self.place} has slot {slot}")
         return address
 
-    def moved(self, slot: int, address: Address) -> None:
-        """A node has told who has this slot."""
-        self._slots[slot] = address
+    def learn(self, error: Exception) -> None:
+        """If the error says who has a slot, remember it."""
+        from redis.exceptions import MovedError
+
+        if isinstance(error, MovedError) and error.host:
+            self._slots[error.slot_id] = error.host, error.port
 
     def look(self) -> None:
         """Ask the nodes, one after the other, until one tells; not more often than every LOOK_PAUSE.
@@ -173,7 +177,7 @@ class Nodes:
         return (self._known or self.seeds)[0]
 
     def _ask(self, address: Address, patience: float) -> list[Any]:
-        connection = self._door.open_any(address, patience)
+        connection = self._any_node.open_any(address, patience)
         try:
             found: list[Any] = ask(connection, "CLUSTER", "SLOTS")
             return found

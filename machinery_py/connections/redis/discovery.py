@@ -36,14 +36,6 @@ LOOK_EVERY = (
 )
 LOOK_PAUSE = 5.0  # seconds, when none of them answered
 SHORTEST = 0.2  # seconds for one of several servers, however many there are
-ELSEWHERE = (
-    "READONLY",
-    "You can't write against a read only",
-    "LOADING",
-    "Redis is loading",
-    "MASTERDOWN",
-    "Link with MASTER",
-)
 
 
 class Servers:
@@ -125,7 +117,7 @@ class Servers:
 
     def refused(self, text: str) -> None:
         """A server answered with an error: if it can do nothing for us, the next connection begins with another one."""
-        if len(self.urls) > 1 and any(word in text for word in ELSEWHERE):
+        if len(self.urls) > 1 and kind_of(text) is Kind.ROLE:
             before = self._current
             self._current = self._after(before)
             logger.warning(

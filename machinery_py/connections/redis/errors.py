@@ -1,7 +1,7 @@
 """Errors of Redis and its client library, as ours.
 
-A reply that refuses a command says that nothing was written. A reply that did not come says nothing: the caller knows
-whether the command may be repeated.
+A reply that refuses a command says that nothing was written. After a reply that did not come, that is unknown:
+the caller knows whether the command may be repeated.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ from machinery_py.texts import get_logger
 
 logger = get_logger(__name__)
 
-TOLD_AGAIN = 60.0  # seconds until a spoilt key is told again
-_told: dict[bytes, float] = {}  # when
+LOG_EVERY = 60.0  # seconds between two log lines about the same key
+_logged: dict[bytes, float] = {}  # when
 
 
 class Kind(Enum):
     """Kinds of error replies, by what to do about them."""
 
     AWAY = "away"  # it will pass: a new connection, later
+    ROLE = "role"  # the same, and another server may do it now
+    SLOT = "slot"  # the same: the slots of a cluster are on their way
     FULL = "full"  # no memory
     DISK = "disk"  # Redis cannot write to its disk
     FATAL = "fatal"  # somebody must change a setting
@@ -39,10 +41,11 @@ _WORDS: tuple[tuple[Kind, tuple[str, ...]], ...] = (
     (Kind.FULL, ("OOM ", "command not allowed when used memory")),
     (Kind.TYPE, ("WRONGTYPE", "against a key holding the wrong kind of value")),
     (Kind.DISK, ("MISCONF", "unable to persist on disk")),
-    (Kind.AWAY, (
+    (Kind.ROLE, (
         "READONLY", "You can't write against a read only", "LOADING", "Redis is loading", "MASTERDOWN", "Link with MASTER",
-        "CLUSTERDOWN", "TRYAGAIN", "BUSY ", "Redis is busy", "UNBLOCKED", "NOREPLICAS", "max number of clients",
     )),
+    (Kind.SLOT, ("CLUSTERDOWN", "UNBLOCKED")),
+    (Kind.AWAY, ("TRYAGAIN", "BUSY ", "Redis is busy", "NOREPLICAS", "max number of clients")),
     (Kind.NEVER, ("one of the keys", "permissions to access a key", "invalid bulk length", "exceeds proto-max-bulk-len")),
     (Kind.FATAL, (
         "NOAUTH", "Authentication required", "WRONGPASS", "invalid username-password", "invalid password", "NOPERM",
@@ -51,6 +54,8 @@ _WORDS: tuple[tuple[Kind, tuple[str, ...]], ...] = (
     )),
 )  # fmt: skip
 
+
+TRANSIENT = (Kind.AWAY, Kind.ROLE, Kind.SLOT)
 
 # As key_type and the other checks of the scripts say it.
 _SPOILT = re.compile(
@@ -75,48 +80,43 @@ def kind_of(text: str) -> Kind:
 def as_ours(
     kind: Kind, text: str, *, place: str, doing: str, away: type[MachineryError]
 ) -> MachineryError:
-    """The error for a refused command: nothing was written."""
+    """Return our error for a refused command: nothing was written."""
+    where = f"Redis at {place}: {doing}"
     match kind:
         case Kind.FULL:
-            return PublishRefused(
-                f"Redis at {place}: {doing}: broker full: its memory is used up (see maxmemory)"
-            )
+            return PublishRefused(f"{where}: broker full: its memory is used up (see maxmemory)")
         case Kind.DISK:
-            return away(f"Redis at {place}: {doing}: it cannot write to its disk: {text}")
+            return away(f"{where}: it cannot write to its disk: {text}")
         case Kind.FATAL:
-            hint = next(
-                (hint for word, hint in _HINTS if word in text),
-                "user, password, rights and version",
-            )
-            return StoreUnusable(f"Redis at {place}: {doing}: {text} (check {hint})")
+            hints = (hint for word, hint in _HINTS if word in text)
+            hint = next(hints, "user, password, rights and version")
+            return StoreUnusable(f"{where}: {text} (check {hint})")
         case Kind.NEVER:
             error = PublishRefused if issubclass(away, PublishRefused) else StoreUnusable
-            hint = (
-                "it is larger than proto-max-bulk-len"
-                if "bulk" in text
-                else "check the keys in the user's ACL"
-            )
-            return for_good(error(f"Redis at {place}: {doing}: {text} ({hint})"))
+            hint = "check the keys in the user's ACL"
+            if "bulk" in text:
+                hint = "it is larger than proto-max-bulk-len"
+            return for_good(error(f"{where}: {text} ({hint})"))
         case Kind.TYPE:
-            return spoilt(text, f"Redis at {place}: {doing}")
-        case Kind.AWAY:
-            return away(f"Redis at {place}: {doing}: {text}")
+            return spoilt(text, where)
+        case Kind.AWAY | Kind.ROLE | Kind.SLOT:
+            return away(f"{where}: {text}")
         case _:
-            return MachineryError(f"Redis at {place}: {doing}: {text}")
+            return MachineryError(f"{where}: {text}")
 
 
 def spoilt(text: str, where: str) -> StoreUnusable | NameRefused:
-    """The error for a key under which something else lies: nothing was written.
+    """Return our error for a key that holds something else: nothing was written.
 
-    What all tasks need must be put right, and until then nothing is lost; what one name stands for is that name's fault.
+    A key that all tasks need must be put right, and until then nothing is lost: StoreUnusable. A key of one task,
+    group or queue is the fault of that name: NameRefused.
     """
     found = _SPOILT.search(text)
     if found is None:
         return NameRefused(f"{where}: a key holds something else: {text}")
     key, what = found["key"], found["found"]
-    if _SHARED.match(key) or (
-        what.endswith("not a zset") and not key.startswith("mpy:")
-    ):  # Go's set of delayed messages
+    is_gos_delayed_set = what.endswith("not a zset") and not key.startswith("mpy:")
+    if _SHARED.match(key) or is_gos_delayed_set:
         return StoreUnusable(
             f"{where}: key {key!r} {what}: another program has written to it (rename or delete the key)"
         )
@@ -126,12 +126,12 @@ def spoilt(text: str, where: str) -> StoreUnusable | NameRefused:
     )
 
 
-def tell_spoilt(problems: Iterable[bytes], *, doing: str) -> None:
+def log_spoilt(problems: Iterable[bytes], *, doing: str) -> None:
     """Log which keys hold something else, each once a minute: a script has left them alone, and done the rest."""
     for text in problems:
         now = time.monotonic()
-        if now - _told.get(text, -math.inf) > TOLD_AGAIN:
-            if len(_told) > 1000:
-                _told.clear()
-            _told[text] = now
+        if now - _logged.get(text, -math.inf) > LOG_EVERY:
+            if len(_logged) > 1000:
+                _logged.clear()
+            _logged[text] = now
             logger.error("%s", spoilt(text.decode(errors="replace"), f"Redis: {doing}"))

@@ -11,14 +11,16 @@ import functools
 
 from machinery_py.connections.stored_items import CLAIM_LIFE, REVOKED_LIFE, StoredItem
 
+DELAYED = "delayed_tasks"  # as the scripts name it
 QUEUES = b"mpy:queues"
-DELAYED = b"delayed_tasks"  # as the scripts have it
-TOKENS = b"mpy:p:"
-REVOKED = b"mpy:revoked"
+PARTIAL = b"mpy:partial"
 READY = b"mpy:ready"
 GROUPS = b"mpy:groups"
+REVOKED = b"mpy:revoked"
 FENCE = b"mpy:fence"
 GO_MUTEX = b"TriggerChordMutex"
+TOKENS = b"mpy:p:"  # before the token of a submission
+CLAIM = b"mpy:u:"  # before the name of a claim
 
 # Sessions have no expiry: maintenance removes one that has stopped beating, and requeues its messages.
 _SESSION = "until the consumer closes or is given up"
@@ -172,9 +174,29 @@ CLUSTER = (
 
 @functools.lru_cache(maxsize=4096)
 def queue_keys(queue: str) -> tuple[str, str]:
-    """The queue's list (Go's key) and what the names of our keys for it begin with."""
+    """Return the queue's list (Go's key) and the prefix of our keys for it."""
     start = queue.find("{")
     end = queue.find("}", start + 1)
     if start >= 0 and end > start + 1:
         return queue, f"mpy:{queue[start : end + 1]}:{queue}:"  # it has a tag of its own
     return queue, f"mpy:{{{queue}}}:"
+
+
+def document_key(uuid: str) -> bytes:
+    """Return the key of a task's or group's document: Go's, but for names so short that they are rather a queue's."""
+    key = encoded(uuid)
+    return key if len(key) > 2 else b"mpy:k:{%b}" % key
+
+
+def companion_key(uuid: str) -> bytes:
+    """Return the key of the fields of a state that Go does not know; a channel of this name announces its end."""
+    return b"mpy:m:{%b}" % encoded(uuid)
+
+
+def outbox_key(key: str) -> bytes:
+    return b"mpy:o:{%b}" % encoded(key)
+
+
+def encoded(text: str) -> bytes:
+    """Encode a name; what has no UTF-8, half a surrogate pair, is written out."""
+    return text.encode("utf-8", "backslashreplace")

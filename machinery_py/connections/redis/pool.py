@@ -1,11 +1,11 @@
-"""How many connections one driver may have, how long they may take, and what its keys are called: the section `redis`.
+"""Limits of a driver's connections, from the section `redis` of the configuration.
 
-A driver counts all that it opens: those for commands, one for each consumer and one for each thread that waits for results.
+A driver counts all connections that it opens: those for commands, one for each consumer and one for each thread
+that waits for results.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 import threading
 import time
@@ -13,11 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from machinery_py.connections.redis.scripts import Script
+from machinery_py.connections.redis.keys import DELAYED
 
 L = TypeVar("L")
-
-DELAYED = "delayed_tasks"  # Go's key, as the scripts have it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +26,8 @@ class Limits:
         max_idle: unused connections that are kept, each for `idle_timeout` at most.
         max_active: connections at most; 0 is any number. At that many, `wait`, or fail.
         read, write: for a reply, and until a command is sent.
-        block: a consumer looks at its queues that often.
+        block: a consumer looks at its queues at least that often.
+        delayed_key: Go's set of delayed messages.
     """
 
     max_idle: int = 64
@@ -44,8 +43,8 @@ class Limits:
 NO_LIMITS = Limits()
 
 
-class Room:
-    """Counts the connections of one process, and lets no more in than there may be."""
+class Quota:
+    """Counts the connections of one process, and makes who wants one too many wait, or fail."""
 
     def __init__(self, limits: Limits) -> None:
         self._most = limits.max_active
@@ -54,9 +53,10 @@ class Room:
         self._changed = threading.Condition()
 
     def enter(self, timeout: float, spare: Callable[[], L | None]) -> L | None:
-        """Return when one more may be opened; or one that came back meanwhile, to be used in its place.
+        """Return None when one more may be opened, or a connection that came back meanwhile, to be used in its place.
 
-        `spare` finds that one, or closes one that leads elsewhere.
+        Args:
+            spare: finds such a connection, or closes one that leads elsewhere.
 
         Raises:
             redis.ConnectionError: there are too many.
@@ -80,34 +80,22 @@ class Room:
     def _refuse(self) -> None:
         import redis
 
-        hint = (
-            f"none came back in time, raise it above {self._most}"
-            if self._wait
-            else "raise it, or set redis.wait"
-        )
+        hint = "raise it, or set redis.wait"
+        if self._wait:
+            hint = f"none came back in time, raise it above {self._most}"
         raise redis.ConnectionError(
             f"redis.max_active: {self._most} connections are in use ({hint})"
         )
 
     def leave(self) -> None:
-        """One was closed."""
+        """Count one less: it was closed."""
         if self._most:
             with self._changed:
                 self._count = max(0, self._count - 1)
                 self._changed.notify()
 
     def came_back(self) -> None:
-        """One is not used any more, and is kept."""
+        """Tell those who wait that a connection is free, and is kept."""
         if self._most:
             with self._changed:
                 self._changed.notify()
-
-
-@functools.cache
-def with_delayed_key(script: Script, key: str) -> Script:
-    """The script, with another key for the delayed tasks."""
-    quoted = "".join(
-        chr(byte) if chr(byte).isalnum() and byte < 128 else f"\\{byte:03d}"
-        for byte in key.encode()
-    )
-    return Script(script.text.replace(f"'{DELAYED}'", f"'{quoted}'"), script.path)

@@ -1,7 +1,8 @@
-"""Requests in slots of a Redis Cluster, one try at them, and what a refusal says.
+"""Requests in slots of a Redis Cluster, one attempt at them, and what a refusal says.
 
-A request that a node refuses, because the slot has moved (MOVED), is moving (ASK, TRYAGAIN) or is served by nobody just now
-(CLUSTERDOWN), was not carried out: it may be asked again, whatever it is. One whose connection broke may have been.
+A node refuses a request when its slot has moved (MOVED), is moving (ASK, TRYAGAIN) or is served by no node just
+now (CLUSTERDOWN). Such a request was not carried out: any of them may be repeated. A request whose connection
+broke may have been carried out.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from machinery_py.errors import MachineryError
 
 @dataclass(slots=True)
 class Request:
-    """Something to be asked in a slot. `full` is sent when the node does not know the `script` of `packet`."""
+    """A request in a slot. `full` is sent when the node does not know the `script` of `packet`."""
 
     slot: int
     packet: bytes
@@ -32,27 +33,28 @@ class Request:
 
 
 def script_at(prefix: bytes, script: Script, argument: bytes) -> Request:
-    """A script that works on the keys of the prefix's slot."""
+    """Make the request that runs a script on the keys of the prefix's slot."""
     full = command(b"EVAL", script.body, b"1", guard(prefix), argument)
     return Request(slot_of(prefix), evalsha(script, argument, guard(prefix)), script.sha, full)
 
 
 def command_at(*parts: bytes) -> Request:
-    """A command whose second word is a key."""
+    """Make the request for a command whose second word is a key."""
     return Request(slot_of(parts[1]), command(*parts))
 
 
-class Try:
-    """One try at some requests. What is `left` may be asked again."""
+class Attempt:
+    """One attempt at some requests. Those in `left` may be repeated."""
 
     def __init__(
         self, nodes: Nodes, driver_of: Callable[[Address], RedisDriver], *, again: bool
     ) -> None:
+        """`again`: a request that may have been carried out may be repeated."""
         self._nodes = nodes
         self._driver_of = driver_of
         self._again = again
         self.left: list[Request] = []
-        self._brought: set[tuple[RedisDriver, bytes]] = set()
+        self._sent_in_full: set[tuple[RedisDriver, bytes]] = set()
         self.trouble: Exception | None = None  # will pass
         self.refused: Exception | None = None  # for good, or lost and not to be repeated
         self.unknown = False  # some may have been carried out whose reply did not come
@@ -102,11 +104,11 @@ class Try:
         if request.full and kind_of(str(error)) is Kind.SCRIPT:
             self.left.append(request)
             # The first one brings the script, and the others find it: they are asked in the same order again.
-            if (driver, request.script) not in self._brought:
-                self._brought.add((driver, request.script))
+            if (driver, request.script) not in self._sent_in_full:
+                self._sent_in_full.add((driver, request.script))
                 request.packet, request.full = request.full, b""
-        elif passing(error):
-            learn(self._nodes, error)
+        elif is_refused_for_now(error):
+            self._nodes.learn(error)
             self._later([request], error)
         else:
             self.refused = error
@@ -124,55 +126,33 @@ class Try:
     ) -> None:
         unknown = driver.after(error, link)
         self.unknown = self.unknown or unknown
-        if (
-            fatal(error)
-            or not isinstance(error, connection_errors())
-            or (unknown and not self._again)
-        ):
+        is_of_connection = isinstance(error, connection_errors()) and not fatal(error)
+        if not is_of_connection or (unknown and not self._again):
             self.refused = error
         else:
             self._later(part, error)
 
 
-def passing(error: Exception) -> bool:
+def is_refused_for_now(error: Exception) -> bool:
     """Whether a node refused something because of its slot or its role: it was not carried out, and will be later."""
     import redis
-    from redis import exceptions
+    from redis.exceptions import AskError, ClusterDownError, TryAgainError
 
-    if isinstance(
-        error, exceptions.AskError | exceptions.ClusterDownError | exceptions.TryAgainError
-    ):  # and MOVED, MASTERDOWN
+    if isinstance(error, AskError | ClusterDownError | TryAgainError):  # and MOVED, MASTERDOWN
         return True
-    return isinstance(error, redis.ResponseError | redis.ConnectionError) and any(
-        word in str(error)
-        for word in (
-            "CLUSTERDOWN",
-            "MOVED ",
-            "READONLY",
-            "You can't write against a read only",
-            "LOADING",
-            "Redis is loading",
-            "UNBLOCKED",
-        )
+    return isinstance(error, redis.ResponseError | redis.ConnectionError) and (
+        kind_of(str(error)) in (Kind.ROLE, Kind.SLOT) or "MOVED " in str(error)
     )
 
 
-def told(error: Exception) -> str:
-    """The text of an error, for people."""
+def described(error: Exception) -> str:
+    """Return the text of an error, for people."""
     from redis.exceptions import AskError, MovedError
 
     if isinstance(error, AskError):
         word = "has moved" if isinstance(error, MovedError) else "is on its way"
         return f"slot {error.slot_id} {word} to {error.host}:{error.port}"
     return str(error) or type(error).__name__
-
-
-def learn(nodes: Nodes, error: Exception) -> None:
-    """If the error tells who has a slot, remember it."""
-    from redis.exceptions import MovedError
-
-    if isinstance(error, MovedError) and error.host:
-        nodes.moved(error.slot_id, (error.host, error.port))
 
 
 @functools.cache

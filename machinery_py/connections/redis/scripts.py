@@ -21,15 +21,20 @@ from types import MappingProxyType
 
 import msgspec
 
+from machinery_py.connections.redis.keys import DELAYED
+from machinery_py.errors import BackendUnavailable, MachineryError
+
 pack = msgspec.msgpack.Encoder().encode
 
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """A script and the name under which Redis keeps it."""
+    """A script, the name under which Redis keeps it, and what the errors of its calls say."""
 
     text: str
     path: str = field(default="", compare=False)  # of its file, in the package
+    doing: str = ""  # for error texts: "publishing"
+    away: type[MachineryError] = BackendUnavailable
     body: bytes = field(init=False, repr=False)
     sha: bytes = field(init=False, repr=False)
 
@@ -37,6 +42,20 @@ class Script:
         body = self.text.encode()
         object.__setattr__(self, "body", body)
         object.__setattr__(self, "sha", hashlib.sha1(body).hexdigest().encode())
+
+    def with_text(self, text: str) -> Script:
+        """Return the same script with another text."""
+        return Script(text, self.path, self.doing, self.away)
+
+
+@functools.cache
+def with_delayed_key(script: Script, key: str) -> Script:
+    """Return the script with another key for Go's delayed messages."""
+    quoted = "".join(
+        chr(byte) if chr(byte).isalnum() and byte < 128 else f"\\{byte:03d}"
+        for byte in key.encode()
+    )
+    return script.with_text(script.text.replace(f"'{DELAYED}'", f"'{quoted}'"))
 
 
 _CONSTANT = re.compile(r"\$([A-Z_]+)")
@@ -47,20 +66,26 @@ class Folder:
     """The scripts of one folder, and the constants that each of them may name."""
 
     def __init__(
-        self, path: str, constants: Mapping[str, object] = _NONE, *, package: str = "machinery_py"
+        self,
+        path: str,
+        constants: Mapping[str, object] = _NONE,
+        *,
+        away: type[MachineryError] = BackendUnavailable,
+        package: str = "machinery_py",
     ) -> None:
         self._path = path
         self._constants = constants
+        self._away = away
         self._package = package
 
-    def script(self, name: str, **constants: object) -> Script:
+    def script(self, name: str, doing: str = "", **constants: object) -> Script:
         """Read `<name>.lua`. These constants are its own, and it must name each of them.
 
         Raises:
             ValueError: a constant or a file is missing, or a constant is not named. It says where.
         """
-        path = f"{self._path}/{name}.lua"
-        return Script(self.text(name, **constants), path)
+        text = self.text(name, **constants)
+        return Script(text, f"{self._path}/{name}.lua", doing, self._away)
 
     def text(self, name: str, **constants: object) -> str:
         """As `script`, but the text alone."""

@@ -1,10 +1,11 @@
 """Slots of a Redis Cluster, and scripts that stay in one.
 
-A script names a guard in its slot, a key that never exists. While a slot is moved to another node, Redis then refuses every
-script in it before it begins (ASK at the old node, MOVED at the new one, which we never ask with ASKING): a script that found
-half of its keys gone would be stopped in the middle of its writes.
+A script names a guard in its slot, a key that never exists. While a slot is moved to another node, Redis then
+refuses every script in it before it begins (ASK at the old node, MOVED at the new one, which we never ask with
+ASKING). Without the guard a script that found half of its keys gone would be stopped in the middle of its writes.
 
-In a cluster the keys that belong to no queue are each queue's own: `local_key` puts the prefix of the slot before them.
+In a cluster the keys that belong to no queue are each queue's own: `local_key` puts the prefix of the slot before
+them.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ from machinery_py.connections.redis.keys import DELAYED, FENCE, QUEUES, REVOKED,
 from machinery_py.connections.redis.scripts import Folder, Script
 
 SLOTS = 16_384
-_OURS = (QUEUES, DELAYED, REVOKED, FENCE)
+_OF_NO_QUEUE = (QUEUES, DELAYED.encode(), REVOKED, FENCE)
 
 _CALL = "local call = redis.call\n"
 _LOCAL_CALL = Folder("connections/redis/lua").text(
-    "local_call", OURS=", ".join(f"[{key.decode()!r}] = 1" for key in _OURS)
+    "local_call", OURS=", ".join(f"[{key.decode()!r}] = 1" for key in _OF_NO_QUEUE)
 )
 
 
 def slot_of(key: bytes) -> int:
-    """The slot of a key: of what stands between its first `{` and the next `}`, if that is anything, else of all of it."""
+    """Return the slot of a key: of what stands between its first `{` and the next `}`, if anything, else of all of it."""
     start = key.find(b"{")
     if start >= 0:
         end = key.find(b"}", start + 1)
@@ -35,25 +36,25 @@ def slot_of(key: bytes) -> int:
 
 
 def guard(prefix: bytes) -> bytes:
-    """The key that a script names which works in the slot of this prefix. No key of ours is called so."""
+    """Return the key that a script names which works in the slot of this prefix. No key of ours is called so."""
     return prefix + b"0"
 
 
 @functools.cache
 def clustered(script: Script) -> Script:
-    """The same script, in which the keys that belong to no queue are those of its slot."""
+    """Return the same script, in which the keys that belong to no queue are those of its slot."""
     if script.text.count(_CALL) != 1:
         raise ValueError("a script for a cluster begins with prelude.lua, once")
-    return Script(script.text.replace(_CALL, _LOCAL_CALL), script.path)
+    return script.with_text(script.text.replace(_CALL, _LOCAL_CALL))
 
 
 def local_key(prefix: bytes, key: bytes) -> bytes:
-    """As the scripts of `clustered` call it."""
-    return prefix + key if key in _OURS or key.startswith(TOKENS) else key
+    """Return the name that the scripts of `clustered` give to a key."""
+    return prefix + key if key in _OF_NO_QUEUE or key.startswith(TOKENS) else key
 
 
 def quoted(name: str) -> str:
-    """A UUID or another name as it stands between the braces of our keys: without braces, and not empty."""
+    """Return a name as it stands between the braces of our keys: without braces, and not empty."""
     if "%" in name or "{" in name or "}" in name:
         return name.replace("%", "%25").replace("{", "%7B").replace("}", "%7D")
     return name or "%"

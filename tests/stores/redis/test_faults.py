@@ -18,7 +18,7 @@ from machinery_py.backends.base import ALREADY, FENCED, SETTLED, Change
 from machinery_py.backends.redis.backend import RedisBackend
 from machinery_py.brokers.base import Disposal, Fate, Message
 from machinery_py.brokers.redis import broker as redis
-from machinery_py.brokers.redis import inspect as redis_looking
+from machinery_py.brokers.redis import scripts as broker_scripts
 from machinery_py.brokers.redis.broker import RedisBroker
 from machinery_py.connections.redis.client import RedisDriver
 from machinery_py.errors import (
@@ -366,7 +366,7 @@ def test_a_lost_reply_neither_loses_nor_doubles_a_dead_letter_that_is_replayed(
         assert (
             app.broker.take_dead(["nothing"]) == []
         )  # Redis knows the script now, so that what is dropped was carried out
-        proxy.drop_next_reply(matching=redis_looking.TAKE_DEAD.sha, times=times)
+        proxy.drop_next_reply(matching=broker_scripts.TAKE_DEAD.sha, times=times)
 
         assert app.inspect.replay_dead([letter.id]) == [sent.uuid]
 
