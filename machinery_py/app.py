@@ -17,6 +17,7 @@ from machinery_py.errors import (
     ArgumentError,
     BackendUnavailable,
     BrokerUnavailable,
+    DecodeError,
     MachineryError,
     NameRefused,
     PublishRefused,
@@ -242,13 +243,7 @@ class Application:
         now, text = self.clock.now(), f"it cannot be sent: {error}"
         signature = decode_signature(message.body)
         outcome = Failed(error=text, error_type=type(error).__name__, retryable=False)
-        then = follow_up(signature, outcome, now=now)
-        with on_behalf_of(signature, queue=message.queue):
-            try:
-                out = self.outgoing(then.send)
-            except Exception:  # the pre-publish hook is user code
-                logger.exception("the error callbacks of %s cannot be sent", signature.uuid)
-                out = NOTHING
+        then, out = self.failed_unheld(signature, outcome, queue=message.queue)
         state = msgspec.structs.replace(
             pending(signature, now),
             state=State.FAILURE,
@@ -265,6 +260,23 @@ class Application:
             arrivals=self.arrivals(then.arrived),
             queue=self.config.default_queue,
         )
+
+    def failed_unheld(
+        self, signature: Signature[Any], outcome: Failed, *, queue: str
+    ) -> tuple[FollowUp, Outgoing]:
+        """Return what follows when a task fails that no worker holds, and what is sent then."""
+        now = self.clock.now()
+        try:
+            then = follow_up(signature, outcome, now=now)
+        except DecodeError as error:
+            logger.error("what follows task %s cannot be decoded: %s", signature.uuid, error)
+            then = follow_up(signature.replace(on_success=(), on_error=()), outcome, now=now)
+        with on_behalf_of(signature, queue=queue):
+            try:
+                return then, self.outgoing(then.send)
+            except Exception:  # the pre-publish hook is user code
+                logger.exception("the error callbacks of task %s cannot be sent", signature.uuid)
+                return then, NOTHING
 
     def submit(
         self,

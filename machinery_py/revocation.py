@@ -19,11 +19,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from machinery_py.app import NOTHING, Application, broken
+from machinery_py.app import Application, broken
 from machinery_py.backends.base import REVOKED_LIFE
 from machinery_py.errors import DecodeError, MachineryError
 from machinery_py.events import TaskFailed
-from machinery_py.registry.outcomes import REVOKED, Failed, failing_of, follow_up
+from machinery_py.registry.outcomes import REVOKED, Failed, failing_of
 from machinery_py.stores.base import Firing, in_place_of
 from machinery_py.tasks.context import on_behalf_of
 from machinery_py.tasks.signature import Signature
@@ -32,9 +32,8 @@ from machinery_py.texts import get_logger
 
 logger = get_logger(__name__)
 
-WAITING_LIFE = (
-    366 * 86400.0
-)  # seconds after its ETA; a worker that gets the message makes it REVOKED_LIFE from then
+# Seconds after its ETA; a worker that gets the message makes it REVOKED_LIFE from then.
+WAITING_LIFE = 366 * 86400.0
 
 
 def revoke(app: Application, uuids: Sequence[str]) -> bool:
@@ -111,17 +110,8 @@ def end_unheld(
         group_uuid: of the group whose callback it is; that group is settled with it.
     """
     now = app.now()
-    try:
-        then = follow_up(signature, outcome, now=now)
-    except DecodeError as error:
-        logger.error("what follows task %s cannot be decoded: %s", signature.uuid, error)
-        then = follow_up(signature.replace(on_success=(), on_error=()), outcome, now=now)
+    then, out = app.failed_unheld(signature, outcome, queue=state.queue)
     with on_behalf_of(signature, queue=state.queue):
-        try:
-            out = app.outgoing(then.send)
-        except Exception:  # the pre-publish hook is user code
-            logger.exception("the error callbacks of task %s cannot be sent", signature.uuid)
-            out = NOTHING
         arrivals = app.arrivals(then.arrived)
     failure = TaskState(
         task_uuid=signature.uuid,

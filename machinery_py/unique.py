@@ -102,9 +102,8 @@ class _Sending:
         self.holder = signature.uuid
         self._token = new_uuid("")
         self._message = app.message(self.signature)
-        self._asked_at: dt.datetime | None = (
-            None  # when the first step was taken whose answer is not known, or was no
-        )
+        # When the first step was taken whose answer is not known, or was no.
+        self._asked_at: dt.datetime | None = None
 
     def attempt(self) -> bool:
         """Take the key and publish; whether another call has it. May be repeated after any error."""

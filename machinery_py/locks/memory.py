@@ -20,9 +20,8 @@ class MemoryLock(Lock):
     def __init__(self, hub: MemoryHub) -> None:
         self._hub = hub
         self._fences = itertools.count(1)
-        self._held: dict[
-            str, tuple[str, float]
-        ] = {}  # name → token, and the monotonic second at which it ends
+        # Name → token, and the monotonic second at which it ends.
+        self._held: dict[str, tuple[str, float]] = {}
         self._ends: list[tuple[float, str]] = []
         self._go = MemoryGoLock(hub)
 

@@ -21,6 +21,7 @@ from machinery_py.locks.base import Lock, LockHolding
 from machinery_py.names import check_lock
 from machinery_py.tasks.context import check_time
 from machinery_py.texts import get_logger
+from machinery_py.threads import LoopThread
 
 logger = get_logger(__name__)
 
@@ -54,14 +55,14 @@ class LockKeeper:
         self._leases: dict[str, tuple[Lock, Lease]] = {}  # by token
         self._over: list[Lease] = []  # to be given back
         self._changed = threading.Condition()
-        self._thread: threading.Thread | None = None
+        self._loop: LoopThread | None = None  # while there are leases
         _keepers.add(self)
 
     def after_fork(self) -> None:
         """In a forked child: what the parent holds is not ours, and its thread is not here."""
         for _, lease in self._leases.values():
             lease.lost = True
-        self._leases, self._over, self._thread = {}, [], None
+        self._leases, self._over, self._loop = {}, [], None
         self._changed = threading.Condition()
 
     def take(self, name: str, *, on_lost: Callable[[], object] | None = None) -> Lease | None:
@@ -73,11 +74,9 @@ class LockKeeper:
         lease = Lease(held, asked_at + length, on_lost)
         with self._changed:
             self._leases[held.token] = lock, lease
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._work, name="machinery-lock-keeper", daemon=True
-                )
-                self._thread.start()
+            if self._loop is None:
+                self._loop = LoopThread("machinery-lock-keeper", self._work)
+                self._loop.start()
             self._changed.notify_all()
         return lease
 
@@ -120,17 +119,17 @@ class LockKeeper:
             for _, lease in self._leases.values():
                 lease.lost = True
             self._leases.clear()
-            thread = self._thread
+            loop = self._loop
             self._changed.notify_all()
-        if thread is not None and thread is not threading.current_thread():
-            thread.join(timeout=10.0)
+        if loop is not None:
+            loop.join(10.0)
 
     def _work(self) -> None:
         due_at = time.monotonic() + self._lease() / RENEWALS
         while True:
             with self._changed:
                 if not self._leases:
-                    self._thread = None
+                    self._loop = None
                     return
                 while self._leases and not self._over and (left := due_at - time.monotonic()) > 0:
                     self._changed.wait(left)
@@ -247,13 +246,9 @@ class NamedLock:
     def _deadline(self, timeout: float | None, *, blocking: bool) -> float:
         if timeout is None:
             timeout = self._timeout
-        return (
-            time.monotonic()
-            if not blocking
-            else float("inf")
-            if timeout is None
-            else time.monotonic() + timeout
-        )
+        if not blocking:
+            timeout = 0.0
+        return time.monotonic() + (float("inf") if timeout is None else timeout)
 
     def _try(self) -> bool:
         lease = self._keeper.take(self.name)

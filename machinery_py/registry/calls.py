@@ -29,11 +29,7 @@ from machinery_py.wire.signatures import checked_value
 REFLECT = "Reflect task args error: "  # Go's words: other programs see this text in the state
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _NONE: Mapping[str, Arg] = {}
-_PLAIN = {
-    int: "int64",
-    str: "string",
-    bool: "bool",
-}  # sent as they are; ints are checked for 64 bits when encoded
+_PLAIN = {int: "int64", str: "string", bool: "bool"}  # sent as they are
 
 
 class _Parameter(msgspec.Struct, frozen=True):
@@ -110,13 +106,11 @@ class Call:
         self._returns: Any = Any
         self._result_converter: Callable[[Any], Any] | None = None
 
-    def _learn(self) -> dict[str, Any]:
+    def _learn(self) -> None:
         """Resolve the annotations, once."""
         try:
             hints = typing.get_type_hints(self.function, include_extras=True)
-        except (
-            Exception
-        ):  # a name that is only there for type checkers: then nothing is known about any
+        except Exception:  # a name that only type checkers know: then nothing is known of any
             hints = {}
         for p in self._given:
             parameter = _Parameter.of(p, hints.get(p.name, Any))
@@ -131,18 +125,19 @@ class Call:
         self._returns = hints.get("return", Any)
         self._result_converter = converter(self._returns)
         self._hints = hints
-        return hints
 
     # From a Python call to what travels
 
     def arguments(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], *, partial: bool = False
     ) -> tuple[Arg, ...]:
-        """The arguments as they travel, each under its type name.
+        """Return the arguments as they travel, each under its type name.
+
+        Args:
+            partial: others may come before or after them, so they need not fit the parameters.
 
         Raises:
-            ArgumentError: they do not fit the parameters (unless `partial`: what comes in front of them or behind is not known),
-                or one cannot be sent.
+            ArgumentError: they do not fit the parameters, or one cannot be sent.
         """
         if self._hints is None:
             self._learn()
@@ -151,7 +146,7 @@ class Call:
         ):
             args, kwargs = self._bind(args, kwargs, partial=partial)
         elif self._required_keywords and not partial:
-            self._check(args, kwargs, room=False)
+            self._bound(args, kwargs, partial=False)
         fit = not partial
         described = [
             self._describe(self._parameter(index), value, fit=fit)
@@ -165,23 +160,11 @@ class Call:
         self, args: Sequence[Any], kwargs: Mapping[str, Any], *, partial: bool
     ) -> tuple[Sequence[Any], Mapping[str, Any]]:
         """Sort keywords into their places, so that only keyword-only parameters travel by name."""
-        shape = self._signature.replace(parameters=self._given)
-        try:
-            bound = (shape.bind_partial if partial else shape.bind)(*args, **kwargs)
-        except TypeError as error:
-            raise ArgumentError(f"{self.name}: {_bind_text(error)}") from None
-        skipped = [
-            p.name for p in self._given if p.kind in _POSITIONAL and p.name not in bound.arguments
-        ]
-        given_after = [
-            p.name
-            for p in self._given
-            if p.kind in _POSITIONAL
-            and p.name in bound.arguments
-            and skipped
-            and list(self._signature.parameters).index(p.name)
-            > list(self._signature.parameters).index(skipped[0])
-        ]
+        bound = self._bound(args, kwargs, partial=partial)
+        places = [p.name for p in self._given if p.kind in _POSITIONAL]
+        skipped = [name for name in places if name not in bound.arguments]
+        behind = places[places.index(skipped[0]) :] if skipped else []
+        given_after = [name for name in behind if name in bound.arguments]
         if given_after:
             # Positions cannot have holes on the wire: what is left out in between gets its default.
             bound.apply_defaults()
@@ -192,12 +175,17 @@ class Call:
                 )
         return bound.args, bound.kwargs
 
-    def _check(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, room: bool) -> None:
+    def _bound(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], *, partial: bool
+    ) -> inspect.BoundArguments:
         shape = self._signature.replace(parameters=self._given)
         try:
-            (shape.bind_partial if room else shape.bind)(*args, **kwargs)
+            return (shape.bind_partial if partial else shape.bind)(*args, **kwargs)
         except TypeError as error:
-            raise ArgumentError(f"{self.name}: {_bind_text(error)}") from None
+            text = str(error)
+            for kind in ("required argument", "required keyword-only argument"):
+                text = text.replace(f"missing a {kind}:", "missing argument")
+            raise ArgumentError(f"{self.name}: {text}") from None
 
     def _parameter(self, index: int) -> _Parameter:
         return self._parameters[index] if index < len(self._parameters) else self._rest
@@ -210,13 +198,9 @@ class Call:
     ) -> Arg:
         plain = _PLAIN.get(type(value))
         if plain is not None and (parameter.hint is type(value) or parameter.hint is Any):
-            return Arg(
-                type=plain
-                if plain != "int64" or -(2**63) <= value < 2**63
-                else _wide(self.name, parameter, value),
-                value=value,
-                name=name,
-            )
+            if plain == "int64" and not INT64_MIN <= value <= INT64_MAX:
+                plain = _wide(self.name, parameter, value)
+            return Arg(type=plain, value=value, name=name)
         try:
             type_name, wire = describe(value, parameter.hint)
         except ArgumentError as error:
@@ -226,8 +210,11 @@ class Call:
         return Arg(type=type_name, value=wire, name=name)
 
     def sorted_out(self, args: Sequence[Arg]) -> tuple[list[Arg], dict[str, Arg]]:
-        """The arguments as they travel, by position and by name, and the defaults of those left out: the same for each way
-        to write the same call. A default that cannot be sent is left out, and with it those in the places behind."""
+        """Return the arguments by position and by name, with the defaults of those left out.
+
+        So they are the same for each way to write the same call. A default that cannot be sent is
+        left out, and so are those behind it.
+        """
         if self._hints is None:
             self._learn()
         placed, named = self._split(args)
@@ -248,13 +235,13 @@ class Call:
     def values(
         self, args: Sequence[Arg], *, room: bool = False
     ) -> tuple[list[Any], dict[str, Any]]:
-        """The arguments for the function.
+        """Return the arguments for the function.
 
         Args:
             room: more of them follow at the end.
 
         Raises:
-            ArgumentError: one has the wrong form for its type or its parameter, or there are too few or too many.
+            ArgumentError: one does not fit its type or its parameter, or there are too few or many.
         """
         if self._hints is None:
             self._learn()
@@ -290,15 +277,11 @@ class Call:
             or (count > self._positional_count and not self._takes_any)
             or (self._required_keywords and not room)
         ):
-            self._check(values, named, room=room)
+            self._bound(values, named, partial=room)
         return values, named
 
     def check(self, args: Sequence[Arg], *, room: bool = False) -> None:
-        """Refuse what the worker would refuse, before it is sent. `room`: more arguments follow at the end.
-
-        Raises:
-            ArgumentError: as `values`.
-        """
+        """Raise ArgumentError for what the worker would refuse. Args and errors as `values`."""
         if type(args) is Checked:
             return
         try:
@@ -310,7 +293,10 @@ class Call:
             ) from None
 
     def _split(self, args: Sequence[Arg]) -> tuple[list[Arg], dict[str, Arg]]:
-        """By position and by name. Go ignores names, and senders fill in any: they count for keyword parameters alone."""
+        """Return them by position and by name.
+
+        Go ignores names, and senders fill in any: they count for keyword parameters alone.
+        """
         places = {parameter.name for parameter in self._parameters}
         named = {
             arg.name: arg
@@ -333,9 +319,9 @@ class Call:
     # Results
 
     def results(self, value: Any) -> tuple[Arg, ...]:
-        """Return a function's value as it is stored: nothing for None, one Arg for each item of a tuple.
+        """Return a function's value as stored: nothing for None, one Arg for each item of a tuple.
 
-        The annotation decides where the value does not, as with arguments: a Go task that gets it asks for one type.
+        The annotation decides where the value does not: a Go task that gets it asks for one type.
 
         Raises:
             ArgumentError: it cannot be stored.
@@ -369,12 +355,10 @@ class Call:
 
 
 def _as_received(arg: Arg) -> Arg:
-    """With its value as JSON has it."""
-    return (
-        arg
-        if isinstance(arg, ReceivedArg)
-        else Arg(type=arg.type, value=checked_value(arg), name=arg.name)
-    )
+    """Return it with its value as JSON has it."""
+    if isinstance(arg, ReceivedArg):
+        return arg
+    return Arg(type=arg.type, value=checked_value(arg), name=arg.name)
 
 
 def _wide(name: str, parameter: _Parameter, value: int) -> str:
@@ -383,13 +367,6 @@ def _wide(name: str, parameter: _Parameter, value: int) -> str:
     raise ArgumentError(
         f"{name} argument {parameter.name!r}: cannot send {value}: it does not fit into 64 bits "
         "(send it as a string)"
-    )
-
-
-def _bind_text(error: TypeError) -> str:
-    text = str(error)
-    return text.replace("missing a required argument:", "missing argument").replace(
-        "missing a required keyword-only argument:", "missing argument"
     )
 
 

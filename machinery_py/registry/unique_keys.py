@@ -15,9 +15,8 @@ from machinery_py.registry.calls import Call
 from machinery_py.tasks.signature import Arg
 from machinery_py.tasks.states import State, TaskState
 
-LONGEST = (
-    7 * 86400.0
-)  # seconds that a key without a window is held; as long as the state of a task that is not finished
+# Seconds that a key without a window is held: as long as the state of a task that is not finished.
+LONGEST = 7 * 86400.0
 MARGIN = 60.0  # seconds that a claim is kept longer than it says: its moments are judged by the clocks of those who read it
 
 _encode = msgspec.json.Encoder(order="sorted").encode

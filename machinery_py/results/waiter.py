@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 
 from machinery_py.backends.base import Listener
 from machinery_py.texts import get_logger
+from machinery_py.threads import LoopThread
 
 logger = get_logger(__name__)
 
@@ -30,8 +31,7 @@ class AsyncWaiters:
         self._watched: collections.Counter[str] = collections.Counter()
         self._over: list[str] = []  # UUIDs with no waiter left; the thread tells the listener
         self._listener: Listener | None = None
-        self._thread: threading.Thread | None = None
-        self._closed = threading.Event()
+        self._loop = LoopThread("machinery-results", self._run, wake=self._wake)
         self._pid = os.getpid()
 
     @property
@@ -69,24 +69,23 @@ class AsyncWaiters:
                 new = set(uuids) - waiter.watched
                 waiter.watched |= new
                 self._watched.update(new)
-            if self._closed.is_set():
+            if self._loop.is_stopping():
                 return  # the waiter looks by itself
             if self._listener is None:
                 self._listener = self._open()
-                self._thread = threading.Thread(
-                    target=self._run, args=(self._listener,), name="machinery-results", daemon=True
-                )
-                self._thread.start()
+                self._loop.start()
             self._listener.watch(new)
 
-    def _run(self, listener: Listener) -> None:
-        while not self._closed.is_set():
+    def _run(self) -> None:
+        listener = self._listener
+        assert listener is not None
+        while not self._loop.is_stopping():
             try:
                 listener.wait(LOOK_AGAIN)
                 self._tidy(listener)
             except Exception as error:  # the store is away: each waiter looks, and gets the error
                 logger.debug("nobody is woken now: %s", error)
-                self._closed.wait(LOOK_AGAIN)
+                self._loop.pause(LOOK_AGAIN)
             with self._lock:
                 waiting = list(self._waiting)
             for waiter in waiting:
@@ -100,17 +99,19 @@ class AsyncWaiters:
                 over, self._over = [uuid for uuid in self._over if uuid not in self._watched], []
             listener.unwatch(over)
 
+    def _wake(self) -> None:
+        if self._listener is not None and self.is_ours:
+            self._listener.wake()
+
     def close(self) -> None:
         """End the thread. May be called twice."""
-        self._closed.set()
+        self._loop.stop()
         if not self.is_ours:
             return
         with self._asking:
-            listener, thread = self._listener, self._thread
-            self._listener = self._thread = None
-        if listener is not None and thread is not None:
-            listener.wake()
-            thread.join(timeout=5.0)
+            listener, self._listener = self._listener, None
+        if listener is not None:
+            self._loop.join(5.0)
             listener.close()
 
 

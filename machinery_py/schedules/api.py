@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 from collections.abc import Callable, Sequence
-from typing import Any, TypedDict, Unpack
+from typing import Any, TypedDict, Unpack, get_args
 
 import msgspec
 
@@ -95,21 +95,17 @@ def _with_options(definition: Definition, options: PeriodicOptions) -> Definitio
             f"{nearest(unknown[0], PeriodicOptions.__annotations__)})"
         )
     changes = dict(options)
-    if "catch_up" in changes and isinstance(changes["catch_up"], bool):
-        changes["catch_up"] = "latest" if changes["catch_up"] else "skip"
+    if isinstance(caught := changes.get("catch_up"), bool):
+        changes["catch_up"] = "latest" if caught else "skip"
     changed = msgspec.structs.replace(definition, **changes)
-    if changed.catch_up not in WINDOWS:
-        raise ScheduleError(
-            f"schedule {changed.spec!r}: catch_up={changed.catch_up!r} (expected 'skip', 'latest' or 'all')"
-        )
-    if changed.overlap not in ("allow", "skip", "queue"):
-        raise ScheduleError(
-            f"schedule {changed.spec!r}: overlap={changed.overlap!r} (expected 'allow', 'skip' or 'queue')"
-        )
-    if not 0 <= changed.window < float("inf"):
-        raise ScheduleError(
-            f"schedule {changed.spec!r}: window={changed.window!r} (expected seconds)"
-        )
+    for option, fits, expected in (
+        ("catch_up", changed.catch_up in WINDOWS, "'skip', 'latest' or 'all'"),
+        ("overlap", changed.overlap in get_args(Overlap), "'allow', 'skip' or 'queue'"),
+        ("window", 0 <= changed.window < float("inf"), "seconds"),
+    ):
+        if not fits:
+            found = f"{option}={getattr(changed, option)!r}"
+            raise ScheduleError(f"schedule {changed.spec!r}: {found} (expected {expected})")
     return changed
 
 
@@ -200,15 +196,19 @@ class Schedules:
             ScheduleNotFound: there is none of that name.
             ArgumentError: what it sends cannot be sent.
         """
-        for _ in range(TRIES):
-            body, entry = self._find(name)
+
+        def send(body: bytes, entry: Entry) -> bool:
             now = self._app.store.backend.records().now
             after, out = sending(self._app, entry, now)
-            # After a lost reply the answer is no, though it was carried out: then the record is ours.
-            if self._amend(entry, body, after, out, now) or self._body(name) == encode_entry(after):
-                self._app.report_sent(out.signatures)
-                return
-        raise _too_busy(name)
+            # A lost reply is repeated, and refused: then the record is ours.
+            if not (
+                self._amend(entry, body, after, out, now) or self._body(name) == encode_entry(after)
+            ):
+                return False
+            self._app.report_sent(out.signatures)
+            return True
+
+        self._try(name, send)
 
     run_now_async = twin(run_now)
 
@@ -218,11 +218,10 @@ class Schedules:
         Raises:
             ScheduleNotFound: there is none of that name.
         """
-        for _ in range(TRIES):
-            body, _entry = self._find(name)
-            if amend(self._app, name, body, None) or self._body(name) is None:
-                return
-        raise _too_busy(name)
+        self._try(
+            name,
+            lambda body, _: amend(self._app, name, body, None) or self._body(name) is None,
+        )
 
     remove_async = twin(remove)
 
@@ -267,13 +266,9 @@ class Schedules:
         bodies = self._bodies()
         definition = self._declared.all().get(name)
         if name not in bodies and definition is not None:
-            # Declared, and no worker has started yet: it is stored now, so that it can be paused before one does.
-            entry = new_entry(
-                name,
-                definition,
-                self._app.store.backend.records().now,
-                declared=definition.digest,
-            )
+            # No worker has started yet: store it, so that it can be paused before one does.
+            now = self._app.store.backend.records().now
+            entry = new_entry(name, definition, now, declared=definition.digest)
             amend(self._app, name, None, encode_entry(entry))
             bodies = self._bodies()
         if name not in bodies:
@@ -281,12 +276,20 @@ class Schedules:
         return bodies[name], decode_entry(bodies[name])
 
     def _change(self, name: str, function: Callable[[Entry, dt.datetime], Entry]) -> None:
-        for _ in range(TRIES):
-            body, entry = self._find(name)
+        def change(body: bytes, entry: Entry) -> bool:
             after = function(entry, self._app.store.backend.records().now)
-            if after == entry or self._amend(entry, body, after):
+            return after == entry or self._amend(entry, body, after)
+
+        self._try(name, change)
+
+    def _try(self, name: str, attempt: Callable[[bytes, Entry], bool]) -> None:
+        """Try it with the record as it stands, until no other change comes in between."""
+        for _ in range(TRIES):
+            if attempt(*self._find(name)):
                 return
-        raise _too_busy(name)
+        raise MachineryError(
+            f"schedule {name!r}: {TRIES} tries to change it met another change each (try again)"
+        )
 
     def _amend(
         self,
@@ -301,7 +304,7 @@ class Schedules:
     def _report(self, entry: Entry) -> ScheduleReport:
         definition = entry.definition
         schedule = definition.schedule(entry.name)
-        start = max(entry.last, self._app.clock.now())
+        start = entry.last if schedule.every else max(entry.last, self._app.clock.now())
         return ScheduleReport(
             name=entry.name,
             spec=definition.spec,
@@ -314,17 +317,9 @@ class Schedules:
             window=definition.window or WINDOWS[definition.catch_up],
             overlap=definition.overlap,
             last_run=entry.ran,
-            next_runs=()
-            if entry.paused
-            else schedule.upcoming(entry.last if schedule.every else start, NEXT),
+            next_runs=() if entry.paused else schedule.upcoming(start, NEXT),
             waiting=len(entry.waiting),
             sent=entry.sent,
             missed=entry.missed,
             held=entry.held,
         )
-
-
-def _too_busy(name: str) -> MachineryError:
-    return MachineryError(
-        f"schedule {name!r}: {TRIES} tries to change it met another change each (try again)"
-    )

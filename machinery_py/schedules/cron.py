@@ -91,9 +91,8 @@ def parse_cron(text: str, *, name: str) -> Cron:
     if found[3] != "*" and found[5] != "*" and "all" in (found[3], found[5]):
         found[3] = found[5] = "all"  # either may match, and one always does
     if found[5] != "*" and not _has_day(found[3], found[4]):
-        found[3] = (
-            "*"  # as `31 2 MON`: the other field alone decides (croniter 6 finds nothing at all)
-        )
+        # As `31 2 MON`: the other field alone decides (croniter 6 finds nothing at all).
+        found[3] = "*"
     follows = any(mark in word for word in words[:3] for mark in "*?/")
     return Cron(tuple("*" if one == "all" else one for one in found), has_seconds, follows)
 
@@ -164,12 +163,14 @@ def _range(part: str, field: Field) -> tuple[int, int, int, bool]:
         if len(bounds) == 1:
             high = field.high
     if low < field.low or high > field.high:
-        raise BadField(
-            f"{field.name} {part!r}: out of range (expected {field.low} to {field.high})"
-        )
+        raise _out_of_range(field, part)
     if low > high:
         raise BadField(f"{field.name} {part!r}: begins behind its end (write two ranges)")
     return low, high, step, star and step == 1
+
+
+def _out_of_range(field: Field, part: str) -> BadField:
+    return BadField(f"{field.name} {part!r}: out of range (expected {field.low} to {field.high})")
 
 
 def _number(text: str, part: str, field: Field) -> int:
@@ -188,9 +189,7 @@ def _hashed(match: re.Match[str], part: str, field: Field, name: str) -> set[int
     first = int(low) if low else field.low
     last = int(high) if high else field.hashed_high if field.hashed_high > 0 else field.high
     if not field.low <= first <= last <= field.high:
-        raise BadField(
-            f"{field.name} {part!r}: out of range (expected {field.low} to {field.high})"
-        )
+        raise _out_of_range(field, part)
     every = int(step) if step else 0
     if step and not 0 < every <= last - first + 1:
         raise BadField(

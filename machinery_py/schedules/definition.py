@@ -21,18 +21,11 @@ from machinery_py.wire.signatures import decode_signature, encode_signature
 CatchUp = Literal["skip", "latest", "all"]
 Overlap = Literal["allow", "skip", "queue"]
 
-ON_TIME = (
-    10.0,
-    60.0,
-)  # seconds that a tick is on time, at least and at most; between them until the next tick
-WINDOWS: dict[CatchUp, float] = {
-    "skip": 0.0,
-    "latest": 86400.0,
-    "all": 3600.0,
-}  # seconds back that missed ticks are looked for
-LONGEST_RUN = (
-    86400.0  # seconds after which a run that has not ended does not hold the next one up any more
-)
+# Seconds that a tick is on time, at least and at most; between them until the next tick.
+ON_TIME = 10.0, 60.0
+# Seconds back that missed ticks are looked for.
+WINDOWS: dict[CatchUp, float] = {"skip": 0.0, "latest": 86400.0, "all": 3600.0}
+LONGEST_RUN = 86400.0  # seconds after which a run that has not ended holds the next one up no more
 MOST_WAITING = 100  # ticks that wait for the one before them; more are left out
 COUNTED = 1000  # missed ticks that are counted at once
 

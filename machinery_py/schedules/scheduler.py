@@ -164,10 +164,8 @@ class Scheduler:
 
     def _read(self) -> None:
         records = self._app.store.backend.records(self._version)
-        self._read_at, self._stale = (
-            self._app.clock.monotonic(),
-            False,
-        )  # behind the answer: rather late than early
+        self._read_at = self._app.clock.monotonic()  # after the answer: rather late than early
+        self._stale = False
         self._read_now = records.now
         self._compare_clocks(records.now)
         if records.bodies is not None:

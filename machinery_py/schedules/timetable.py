@@ -186,10 +186,8 @@ class _Times:
 
     def behind(self, wall: dt.datetime) -> dt.datetime | None:
         """The first time behind this one."""
-        from croniter import (
-            CroniterBadDateError,
-            croniter,
-        )  # 30 ms that only those with schedules pay
+        # 30 ms that only those with schedules pay.
+        from croniter import CroniterBadDateError, croniter
 
         if self._search is None:
             self._search = croniter(

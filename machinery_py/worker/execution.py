@@ -11,6 +11,7 @@ import datetime as dt
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from machinery_py.app import NOTHING, Application, Outgoing, broken
@@ -42,62 +43,35 @@ _PLAIN = TaskSettings()
 _NAMELESS: Signature[Any] = Signature(name="")
 
 
+@dataclass(slots=True, eq=False)
 class Execution:
     """Delivery that this worker holds.
 
     `settlement` is set once, by the first that ends it: the task, its time limit, or the shutdown.
     """
 
-    __slots__ = (
-        "_done",
-        "_lock",
-        "app",
-        "call_started",
-        "committed",
-        "context",
-        "delivery",
-        "error",
-        "guard",
-        "hooks",
-        "phase",
-        "progress",
-        "queued",
-        "revoked",
-        "runtime",
-        "sends",
-        "settlement",
-        "signature",
-        "started_at",
-        "task",
-        "thread_id",
-        "worker",
-    )
-
-    def __init__(
-        self, app: Application, hooks: WorkerHooks, delivery: Delivery, worker: str
-    ) -> None:
-        self.app = app
-        self.hooks = hooks
-        self.delivery = delivery
-        self.worker = worker
-        self.signature: Signature[Any] = _NAMELESS
-        self.task: Task[..., Any] | None = None
-        self.context: Context | None = None
-        self.guard: ExecutionGuard | None = None
-        self.phase: State | None = None  # RECEIVED, STARTED: what a mark would say
-        self.queued = False  # a mark for it is on its way to the settler
-        self.progress: tuple[float, float] | None = None
-        self.settlement: Settlement | None = None
-        self.sends: Sequence[Signature[Any]] = ()  # what the settlement publishes
-        self.committed = False  # the settler has it
-        self.revoked = False  # as far as is known here
-        self.error: Exception | None = None
-        self.started_at: dt.datetime | None = None
-        self.call_started = 0.0
-        self.runtime = 0.0
-        self.thread_id = 0
-        self._lock = threading.Lock()
-        self._done = False
+    app: Application
+    hooks: WorkerHooks
+    delivery: Delivery
+    worker: str
+    signature: Signature[Any] = _NAMELESS
+    task: Task[..., Any] | None = None
+    context: Context | None = None
+    guard: ExecutionGuard | None = None
+    phase: State | None = None  # RECEIVED, STARTED: what a mark would say
+    queued: bool = False  # a mark for it is on its way to the settler
+    progress: tuple[float, float] | None = None
+    settlement: Settlement | None = None
+    sends: Sequence[Signature[Any]] = ()  # what the settlement publishes
+    committed: bool = False  # the settler has it
+    revoked: bool = False  # as far as is known here
+    error: Exception | None = None
+    started_at: dt.datetime | None = None
+    call_started: float = 0.0  # performance counter; 0: not begun
+    runtime: float = 0.0  # seconds
+    thread_id: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _done: bool = False
 
     @property
     def is_async(self) -> bool:

@@ -16,6 +16,7 @@ import collections
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from machinery_py.backends.base import Backend, Change
 from machinery_py.tasks.states import Arrival, State
@@ -27,16 +28,14 @@ MOST = 10_000  # groups that are remembered
 ADOPTED = 100  # groups of other workers that are polled together
 
 
+@dataclass(slots=True, eq=False)
 class _PolledGroup:
-    __slots__ = ("adopted", "arrival", "at", "full_at", "members", "place")
-
-    def __init__(self, arrival: Arrival, at: float, *, adopted: bool = False) -> None:
-        self.arrival = arrival  # of any member: what is known of the group
-        self.adopted = adopted  # no member of it was run here: one poll is enough
-        self.at = at  # the next poll
-        self.members: Sequence[str] = ()
-        self.place = 0  # the members before it are over
-        self.full_at = 0.0  # all were seen to be over; 0: not yet
+    arrival: Arrival  # of any member: what is known of the group
+    at: float  # the next poll
+    adopted: bool = False  # no member of it was run here: one poll is enough
+    members: Sequence[str] = ()
+    place: int = 0  # the members before it are over
+    full_at: float = 0.0  # all were seen to be over; 0: not yet
 
 
 class GoGroupPoller:

@@ -8,13 +8,20 @@ then; alone they wait for MARK_DELAY, lest the end of a short task wait for thei
 from __future__ import annotations
 
 import queue
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from machinery_py.app import Application
 from machinery_py.backends.base import FENCED, Verdict
 from machinery_py.brokers.base import Fate, Message
 from machinery_py.errors import MachineryError
-from machinery_py.events import MessageDead, TaskFailed, TaskFenced, TaskRetried, TaskSucceeded
+from machinery_py.events import (
+    Event,
+    MessageDead,
+    TaskFailed,
+    TaskFenced,
+    TaskRetried,
+    TaskSucceeded,
+)
 from machinery_py.revocation import let_go
 from machinery_py.stores.base import AWAY, Mark, Session, Settlement
 from machinery_py.tasks.states import State
@@ -291,48 +298,37 @@ def release(app: Application, executions: Sequence[Execution], verdicts: Sequenc
 
 def report_end(app: Application, execution: Execution, verdict: Verdict) -> None:
     """Emit the events of a settled execution."""
-    settlement, signature = execution.settlement, execution.signature
+    if app.events.wanted:
+        if execution.sends and verdict is not FENCED:
+            app.report_sent(execution.sends)
+        for event in _events(execution, verdict):
+            app.events.emit(event)
+
+
+def _events(execution: Execution, verdict: Verdict) -> Iterator[Event]:
+    settlement, signature, worker = execution.settlement, execution.signature, execution.worker
     if settlement is None:
         return
     if verdict is FENCED:
-        if TaskFenced in app.events.wanted:
-            app.events.emit(TaskFenced(signature=signature, worker=execution.worker))
+        yield TaskFenced(signature=signature, worker=worker)
         return
-    if execution.sends:
-        app.report_sent(execution.sends)
-    if settlement.fate is Fate.DEAD and MessageDead in app.events.wanted:
-        app.events.emit(
-            MessageDead(
-                uuid=settlement.uuid,
-                name=settlement.name,
-                queue=settlement.delivery.queue,
-                reason=settlement.reason,
-                error=settlement.error,
+    if settlement.fate is Fate.DEAD:
+        yield MessageDead(
+            uuid=settlement.uuid,
+            name=settlement.name,
+            queue=settlement.delivery.queue,
+            reason=settlement.reason,
+            error=settlement.error,
+        )
+    for state in settlement.states[:1]:
+        if state.state is State.SUCCESS:
+            yield TaskSucceeded(signature=signature, worker=worker, runtime=execution.runtime)
+        elif state.state is State.FAILURE:
+            yield TaskFailed(
+                signature=signature, worker=worker, error=state.error, error_type=state.error_type
             )
-        )
-    if not settlement.states:
-        return
-    state = settlement.states[0]
-    if state.state is State.SUCCESS and TaskSucceeded in app.events.wanted:
-        app.events.emit(
-            TaskSucceeded(signature=signature, worker=execution.worker, runtime=execution.runtime)
-        )
-    elif state.state is State.FAILURE and TaskFailed in app.events.wanted:
-        app.events.emit(
-            TaskFailed(
-                signature=signature,
-                worker=execution.worker,
-                error=state.error,
-                error_type=state.error_type,
+        elif state.state is State.RETRY:
+            delay = (state.eta - state.created_at).total_seconds() if state.eta else 0.0
+            yield TaskRetried(
+                signature=signature, worker=worker, error=state.error, delay=max(0.0, delay)
             )
-        )
-    elif state.state is State.RETRY and TaskRetried in app.events.wanted:
-        delay = (state.eta - state.created_at).total_seconds() if state.eta else 0.0
-        app.events.emit(
-            TaskRetried(
-                signature=signature,
-                worker=execution.worker,
-                error=state.error,
-                delay=max(0.0, delay),
-            )
-        )
