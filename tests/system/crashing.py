@@ -263,16 +263,16 @@ def kill_in_turns() -> None:
     """Let the killer in before and after the transaction of a transaction that settles or fires."""
     from machinery_py.connections.rabbitmq.queue_records import QueueTransaction
 
-    end = QueueTransaction.end
+    commit = QueueTransaction.commit
 
-    def killing_end(transaction: QueueTransaction, then: Callable[[], object]) -> None:
+    def killing_commit(transaction: QueueTransaction, then: Callable[[], object]) -> None:
         if getattr(killer.inside, "step", ""):
             killer.reach("tx-before-end")
-        end(transaction, then)
+        commit(transaction, then)
         if getattr(killer.inside, "step", ""):
             killer.reach("tx-after-end")
 
-    QueueTransaction.end = killing_end  # type: ignore[method-assign]
+    QueueTransaction.commit = killing_commit  # type: ignore[method-assign]
 
 
 def killing_step(step: Callable[..., Any], point: str) -> Callable[..., Any]:

@@ -1,22 +1,25 @@
-"""States and groups in RabbitMQ, in Go Machinery's queues.
+"""States and groups in RabbitMQ, in Go Machinery's queues (documents.py, groups.py).
 
-The queues are in documents.py, groups in groups.py. AMQP has no records and no conditions. They are made of queues,
-locks and transactions (connections/rabbitmq/queue_records.py): who changes a task or a group holds its lock, reads its
-queue, and writes in one AMQP transaction all that becomes true: the new message of each task in place of those that were
-read, the members that are in, the group that is ready or settled, the outbox.
+AMQP has no records and no conditions. They are made of queues, locks and transactions
+(connections/rabbitmq/queue_records.py). A change of a task or a group holds its lock, reads its
+queue, and writes in one AMQP transaction all that becomes true: the new message of each task in
+place of those that were read, members that have arrived, the group that is ready or settled, the
+outbox.
 
-    crash of this process    what is true             who goes on
-    before the transaction   nothing                  the redelivery runs the task
-    after it                 all of it                the redelivery: `begin` says finished, and hands out the outbox;
-                                                      `unsent` finds an outbox that nobody comes for
+    crash of this process    what is true    who goes on
+    before the commit        nothing         the redelivery runs the task
+    after it                 all of it       the redelivery: `begin` says finished, and hands out the
+                                             outbox; `unsent` finds one without a redelivery
 
-Reading changes nothing: what was read is put back. (In Go a read takes the state away. A state that a Go program has read is
-gone for us as well, and its task counts as one that was never stored.)
+Reading changes nothing: what was read is put back. (In Go a read takes the state away. A state
+that a Go program has read is gone for us as well, and its task counts as one that was never
+stored.)
 
-Limits: a state expires `results_expire_in` after it was written, whether the task is finished or not, as in Go; that must be
-longer than tasks wait and run. The results of a chord's members are kept for it. States are lost when RabbitMQ restarts, as in
-Go: a task that was finished and not acknowledged then runs again, and a key is free whose task has no state; outboxes, chords
-and schedules (records.py) are kept. States cannot be listed.
+Limits: a state expires `results_expire_in` after it was written, whether the task is finished or
+not, as in Go; that must be longer than tasks wait and run. The results of a chord's members are
+kept for it. States are lost when RabbitMQ restarts, as in Go: a task that was finished and not
+acknowledged then runs again, and a key is free whose task has no state; outboxes, chords and
+schedules (records.py) are kept. States cannot be listed.
 """
 
 from __future__ import annotations
@@ -49,7 +52,7 @@ from machinery_py.backends.rabbitmq.documents import (
     REVOKED_LOCK,
     GroupRecord,
     OutboxEntry,
-    Places,
+    ResultQueues,
     StoredTask,
     decode_outbox,
     decode_record,
@@ -79,27 +82,27 @@ from machinery_py.tasks.states import Arrival, GroupMeta, State, TaskState
 from machinery_py.wire.signatures import decode_signature
 
 EXPIRE_IN = 3600.0  # seconds that a state is kept
-GO_TIME = 3.0  # seconds that a Go worker has from the end of its member to the callback; it opens some connections on the way
-IDLE = 60.0  # seconds; there is little to tend
+GO_TIME = (
+    3.0  # seconds from the end of a Go worker's last member to its callback; it opens connections
+)
 TRIES = 3
 
 T = TypeVar("T")
 
 
-class _Work:
-    """The transaction that one thread is in."""
+class _OpenTransaction:
+    """The transaction that one thread is in, and what it has read and written."""
 
-    def __init__(self, transaction: QueueTransaction, places: Places, now: int) -> None:
+    def __init__(self, transaction: QueueTransaction, queues: ResultQueues, now: int) -> None:
         self.transaction = transaction
-        self.groups = RabbitMQGroups(places, transaction)
-        self.amending = RabbitMQRecords(transaction, now)
-        self.rows: dict[str, StoredTask] = {}  # as they were read
+        self.groups = RabbitMQGroups(queues, transaction)
+        self.records = RabbitMQRecords(transaction, now)
         self.bodies: dict[str, bytes] = {}  # as they are written
         self.arrivals: list[Arrival] = []
 
 
 class AMQPBackend(TransactionalBackend):
-    """Queues on the driver's server. The driver belongs to whoever made it."""
+    """ResultQueues on the driver's server. The driver belongs to whoever made it."""
 
     features = BackendFeatures(
         name="amqp",
@@ -115,7 +118,7 @@ class AMQPBackend(TransactionalBackend):
         """Raises ConfigError: RabbitMQ cannot keep anything so long."""
         self.driver = driver
         self.expire_in = expire_in
-        self._places = Places(expire_in)
+        self._queues = ResultQueues(expire_in)
         self._transactions = QueueTransactions(driver, self._declare)
         self._revocations = Revocations(self._transactions)
         self._mine = threading.local()
@@ -124,59 +127,52 @@ class AMQPBackend(TransactionalBackend):
         return self.driver.clock.now()
 
     def _declare(self, channel: Channel) -> None:
-        """Declare the queues for all tasks. Waits for each answer: a mistake must not pass unnoticed."""
+        """Declare the queues for all tasks, and wait for each answer, which may be a refusal."""
         wait = self.driver.timeout
         for lock in (*LOCKS, OUTBOX_LOCK, READY_LOCK, REVOKED_LOCK, SCHEDULES_LOCK):
             declare_lock(channel, lock, wait)
-        for place in (OUTBOX, READY, REVOKED, SCHEDULES):
-            channel.rpc(
-                "queue_declare",
-                queue=place.queue,
-                durable=True,
-                arguments=dict(place.arguments),
-                timeout=wait,
-            )
-        for exchange, kind in ((FINISHED, "direct"), (REVOCATIONS, "fanout")):
-            channel.rpc(
-                "exchange_declare",
-                exchange=exchange,
-                exchange_type=kind,
-                durable=True,
-                timeout=wait,
-            )
+        for queue in (OUTBOX, READY, REVOKED, SCHEDULES):
+            channel.rpc("queue_declare", timeout=wait, **queue.declaration())
+        for name, kind in ((FINISHED, "direct"), (REVOCATIONS, "fanout")):
+            exchange = {"exchange": name, "exchange_type": kind, "durable": True}
+            channel.rpc("exchange_declare", timeout=wait, **exchange)
         channel.rpc("queue_bind", queue=REVOKED.queue, exchange=REVOCATIONS, timeout=wait)
 
-    # QueueTransactions
+    # Transactions
 
-    def _carry(
+    def _run(
         self,
         uuids: Iterable[str],
         doing: str,
-        step: Callable[[_Work], T],
+        step: Callable[[_OpenTransaction], T],
         *,
         locks: Iterable[str] = (),
-        again: bool = False,
+        once: bool = False,
     ) -> T:
         """Do a step with the locks of these tasks, groups and claims, and with `locks`.
 
-        Joins the transaction that this thread is in already, which must have taken those locks. `again`: the step
-        reads, or writes what may be written twice, and is repeated when it was lost.
+        Joins the transaction that this thread is in already, which must have taken those locks.
+
+        Args:
+            once: a step that was lost with its connection is not repeated, since it may be done.
         """
-        if (joined := getattr(self._mine, "work", None)) is not None:
+        if (joined := getattr(self._mine, "current", None)) is not None:
             return step(joined)
         held = {*locks, *map(lock_of, uuids)}
         for left in reversed(range(TRIES)):
             try:
                 with self._transactions.transaction(held, doing) as transaction:
-                    work = self._mine.work = _Work(transaction, self._places, micros(self.now()))
+                    current = self._mine.current = _OpenTransaction(
+                        transaction, self._queues, micros(self.now())
+                    )
                     try:
-                        result = step(work)
-                        work.groups.write()
+                        result = step(current)
+                        current.groups.write()
                     finally:
-                        self._mine.work = None
+                        self._mine.current = None
                 return result
             except QueueTransactionLost:
-                if not left or not again:
+                if once or not left:
                     raise
             except QueueMoved as error:
                 if not left:
@@ -184,12 +180,12 @@ class AMQPBackend(TransactionalBackend):
         raise AssertionError  # the last try returns or raises
 
     @property
-    def _work(self) -> _Work:
-        work: _Work = self._mine.work
-        return work
+    def _current(self) -> _OpenTransaction:
+        current: _OpenTransaction = self._mine.current
+        return current
 
     def _transaction(self) -> contextlib.AbstractContextManager[object]:
-        return contextlib.nullcontext()  # `_carry` is around it
+        return contextlib.nullcontext()  # `_run` is around it
 
     # Changes
 
@@ -201,53 +197,51 @@ class AMQPBackend(TransactionalBackend):
         uuids.update(group.group_uuid for change in changes for group in change.groups)
         uuids.update(change.fires for change in changes if change.fires)
 
-        def step(_: _Work) -> list[Verdict]:
+        def step(_: _OpenTransaction) -> list[Verdict]:
             verdicts = TransactionalBackend.apply(self, changes)
             self._let_arrive()
             return verdicts
 
-        return self._carry(uuids, "storing states", step)
+        return self._run(uuids, "storing states", step, once=True)
 
-    def _load(self, uuids: Iterable[str]) -> dict[str, Row]:
-        work = self._work
-        places = {uuid: self._places.task(uuid) for uuid in uuids}
-        work.transaction.read(places.values())
-        for uuid, place in places.items():
-            if held := work.transaction.held(place):
-                work.rows[uuid] = decode_record(uuid, [one.body for one in held])
+    def _tasks(self, uuids: Iterable[str]) -> dict[str, StoredTask]:
+        transaction = self._current.transaction
+        queues = {uuid: self._queues.task(uuid) for uuid in uuids}
+        transaction.read(queues.values())
         return {
-            uuid: Row(state=row.state, mark=row.mark, epoch=row.epoch)
-            for uuid in places
-            if (row := work.rows.get(uuid)) is not None
+            uuid: decode_record(uuid, [one.body for one in held])
+            for uuid, queue in queues.items()
+            if (held := transaction.held(queue))
         }
 
+    def _load(self, uuids: Iterable[str]) -> dict[str, Row]:
+        return dict(self._tasks(uuids))
+
     def _save(self, rows: Sequence[tuple[str, Row]]) -> None:
-        work = self._work
+        current = self._current
         for uuid, row in rows:
-            before = work.rows.get(uuid)
-            body = work.bodies[uuid] = encode_record(uuid, row, before.seq + 1 if before else 1)
-            place = self._places.task(uuid)
-            work.transaction.drop(work.transaction.held(place))
-            work.transaction.put(place, body)
+            seq = row.seq if isinstance(row, StoredTask) else 0
+            body = current.bodies[uuid] = encode_record(uuid, row, seq + 1)
+            current.transaction.replace(self._queues.task(uuid), body)
 
     def _add_groups(self, groups: Sequence[GroupMeta]) -> None:
-        self._work.groups.create(groups, micros(self.now()))
+        self._current.groups.create(groups, micros(self.now()))
 
     def _arrive(self, arrivals: Sequence[Arrival]) -> None:
-        self._work.arrivals += arrivals  # let in together, and when their states are written
+        self._current.arrivals += arrivals  # let in together, and when their states are written
 
     def _let_arrive(self) -> None:
-        work = self._work
-        arrivals, work.arrivals = work.arrivals, []
-        work.groups.arrive(arrivals, work.bodies)
+        current = self._current
+        arrivals, current.arrivals = current.arrivals, []
+        current.groups.arrive(arrivals, current.bodies)
 
     def _fire(self, group_uuid: str) -> bool:
         self._let_arrive()
-        return self._work.groups.fire(group_uuid)
+        return self._current.groups.fire(group_uuid)
 
     def _finished(self, uuids: Sequence[str]) -> None:
         for uuid in uuids:
-            self._work.transaction.tell(FINISHED, name_of(uuid), b"")
+            self._current.transaction.publish(FINISHED, name_of(uuid), b"")
 
     def _begin(self, row: Row, uuid: str, run: int) -> Begun:
         if is_over(row.state, run):
@@ -259,29 +253,27 @@ class AMQPBackend(TransactionalBackend):
     def begin(self, keys: Sequence[tuple[str, int]]) -> list[Begun]:
         if not keys:
             return []
-        return self._carry(
+        return self._run(
             [uuid for uuid, _ in keys],
             "beginning deliveries",
             lambda _: TransactionalBackend.begin(self, keys),
+            once=True,
         )
 
     def settled_by(self, uuids: Sequence[str]) -> list[str]:
-        return self._carry(
-            uuids,
-            "reading states",
-            lambda _: TransactionalBackend.settled_by(self, uuids),
-            again=True,
+        return self._run(
+            uuids, "reading states", lambda _: TransactionalBackend.settled_by(self, uuids)
         )
 
     # Outboxes
 
     def _keep_outbox(self, key: str, bodies: Sequence[bytes]) -> None:
         entry = OutboxEntry(key=key, kept_at=micros(self.now()), bodies=tuple(bodies))
-        self._work.transaction.put(OUTBOX, pack(entry))
+        self._current.transaction.put(OUTBOX, pack(entry))
 
     def _entries(self) -> list[OutboxEntry]:
-        transaction = self._work.transaction
-        transaction.take([OUTBOX_LOCK])
+        transaction = self._current.transaction
+        transaction.lock([OUTBOX_LOCK])
         transaction.read([OUTBOX])
         return [decode_outbox(one.body) for one in transaction.held(OUTBOX)]
 
@@ -289,28 +281,26 @@ class AMQPBackend(TransactionalBackend):
         return [body for entry in self._entries() if entry.key == key for body in entry.bodies]
 
     def outboxes(self, keys: Sequence[str]) -> list[Sequence[bytes]]:
-        return self._carry(
-            (), "reading outboxes", lambda _: [self._outbox(key) for key in keys], again=True
-        )
+        return self._run((), "reading outboxes", lambda _: [self._outbox(key) for key in keys])
 
     def clear_outbox(self, sent: Sequence[tuple[str, Sequence[bytes]]]) -> None:
         bodies: dict[str, set[bytes]] = {}
         for key, some in sent:
             bodies.setdefault(key, set()).update(some)
 
-        def step(work: _Work) -> None:
+        def step(current: _OpenTransaction) -> None:
             entries = self._entries()
-            work.transaction.drop(
+            current.transaction.drop(
                 one
-                for one, entry in zip(work.transaction.held(OUTBOX), entries, strict=True)
+                for one, entry in zip(current.transaction.held(OUTBOX), entries, strict=True)
                 if entry.key in bodies and bodies[entry.key].issuperset(entry.bodies)
             )
 
-        self._carry((), "clearing outboxes", step, again=True)
+        self._run((), "clearing outboxes", step)
 
     def unsent(self, limit: int, *, older_than: float) -> list[tuple[str, Sequence[bytes]]]:
         before = micros(self.now()) - int(older_than * 1e6)
-        entries = self._carry((), "reading outboxes", lambda _: self._entries(), again=True)
+        entries = self._run((), "reading outboxes", lambda _: self._entries())
         return [(entry.key, entry.bodies) for entry in entries if entry.kept_at <= before][:limit]
 
     # Records and claims
@@ -319,47 +309,42 @@ class AMQPBackend(TransactionalBackend):
         uuids = {state.task_uuid for state in amendment.states} | {
             group.group_uuid for group in amendment.groups
         }
-        return self._carry(
+        return self._run(
             uuids | {amendment.name} if amendment.life else uuids,
             "changing a record",
             lambda _: TransactionalBackend.amend(self, amendment),
             locks=() if amendment.life else [SCHEDULES_LOCK],
+            once=True,
         )
 
     def _swap_record(self, name: str, expected: bytes | None, body: bytes | None) -> bool:
-        return self._work.amending.swap_record(name, expected, body)
+        return self._current.records.swap_record(name, expected, body)
 
     def _swap_claim(
         self, name: str, expected: bytes | None, body: bytes | None, life: float
     ) -> bool:
-        return self._work.amending.swap_claim(name, expected, body, life)
+        return self._current.records.swap_claim(name, expected, body, life)
 
     def release(self, claims: Sequence[tuple[str, bytes]]) -> None:
         names = [name for name, _ in claims]
 
-        def step(work: _Work) -> None:
-            work.amending.claims(names)  # all at once, not one after the other
+        def step(current: _OpenTransaction) -> None:
+            current.records.claims(names)  # all at once, not one after the other
             TransactionalBackend.release(self, claims)
 
         if claims:
-            self._carry(names, "releasing claims", step, again=True)
+            self._run(names, "releasing claims", step)
 
     def claims(self, names: Sequence[str]) -> list[bytes | None]:
         return (
-            self._carry(
-                names, "reading claims", lambda work: work.amending.claims(names), again=True
-            )
+            self._run(names, "reading claims", lambda current: current.records.claims(names))
             if names
             else []
         )
 
     def records(self, known: str = "") -> Records:
-        table = self._carry(
-            (),
-            "reading schedules",
-            lambda work: work.amending.table(),
-            locks=[SCHEDULES_LOCK],
-            again=True,
+        table = self._run(
+            (), "reading schedules", lambda current: current.records.table(), locks=[SCHEDULES_LOCK]
         )
         return Records(
             now=self.now(),
@@ -372,21 +357,19 @@ class AMQPBackend(TransactionalBackend):
     def get_states(self, uuids: Sequence[str]) -> dict[str, TaskState]:
         if not uuids:
             return {}
-        rows = self._carry(
-            uuids, "reading states", lambda _: self._load(dict.fromkeys(uuids)), again=True
-        )
+        rows = self._run(uuids, "reading states", lambda _: self._load(dict.fromkeys(uuids)))
         return {uuid: row.state for uuid, row in rows.items() if row.state is not None}
 
     def get_group(self, group_uuid: str) -> GroupMeta | None:
-        def step(work: _Work) -> tuple[GroupRecord, GroupMeta] | None:
-            record = work.groups.load(group_uuid)
+        def step(current: _OpenTransaction) -> tuple[GroupRecord, GroupMeta] | None:
+            record = current.groups.load(group_uuid)
             if record is None or not (record.document or record.callback):
                 return None
             return record, meta_of(
-                group_uuid, record, {} if record.document else work.groups.members(group_uuid)
+                group_uuid, record, {} if record.document else current.groups.members(group_uuid)
             )
 
-        found = self._carry([group_uuid], "reading a group", step, again=True)
+        found = self._run([group_uuid], "reading a group", step)
         if found is None:
             return None
         record, meta = found
@@ -408,26 +391,22 @@ class AMQPBackend(TransactionalBackend):
         if not uuid:
             return False
 
-        def step(work: _Work) -> bool:
-            self._load([uuid])
-            record = work.rows.get(uuid)
+        def step(_: _OpenTransaction) -> bool:
+            record = self._tasks([uuid]).get(uuid)
             if record is None or record.state is None:
                 return False
             # A chord that was sent from here has its callback PENDING from the start.
             return record.of_go or record.state.state is not State.PENDING
 
-        return self._carry([uuid], "reading a callback's state", step, again=True)
+        return self._run([uuid], "reading a callback's state", step)
 
     def member_states(self, group_uuid: str, uuids: Sequence[str]) -> dict[str, TaskState]:
-        """A member of a chord is found though its own state has expired, or a Go program has read it."""
+        """As get_states; of a chord also where the state has expired, or a Go program has read it."""
         states = self.get_states(uuids)
         if states.keys() >= set(uuids):
             return states
-        kept = self._carry(
-            [group_uuid],
-            "reading a group",
-            lambda work: work.groups.members(group_uuid),
-            again=True,
+        kept = self._run(
+            [group_uuid], "reading a group", lambda current: current.groups.members(group_uuid)
         )
         return {
             **{uuid: state for uuid in uuids if (state := kept.get(uuid)) is not None},
@@ -435,46 +414,37 @@ class AMQPBackend(TransactionalBackend):
         }
 
     def ready_groups(self, limit: int) -> list[ReadyGroup]:
-        return self._carry(
-            (), "reading ready groups", lambda work: work.groups.ready(limit), again=True
-        )
+        return self._run((), "reading ready groups", lambda current: current.groups.ready(limit))
 
     # Revocations, purges
 
     def revoke(self, uuids: Sequence[str], life: float = REVOKED_LIFE) -> None:
         until = micros(self.now()) + int(life * 1e6)
-        self._carry(
+        self._run(
             (),
             "revoking",
-            lambda work: self._revocations.add(work.transaction, uuids, until),
+            lambda current: self._revocations.add(current.transaction, uuids, until),
             locks=[REVOKED_LOCK],
-            again=True,
         )
 
     def revoked(self, uuids: Sequence[str]) -> set[str]:
         return self._revocations.among(uuids) if uuids else set()
 
     def purge_state(self, task_uuid: str) -> None:
-        self._carry(
+        self._run(
             [task_uuid],
             "purging a state",
-            lambda work: work.transaction.delete(self._places.task(task_uuid)),
-            again=True,
+            lambda current: current.transaction.delete(self._queues.task(task_uuid)),
         )
 
     def purge_group_meta(self, group_uuid: str) -> None:
-        self._carry(
-            [group_uuid], "purging a group", lambda work: work.groups.purge(group_uuid), again=True
-        )
+        self._run([group_uuid], "purging a group", lambda current: current.groups.purge(group_uuid))
 
     def listener(self) -> AMQPListener:
         return AMQPListener(self._transactions, self._which_finished)
 
     def _which_finished(self, uuids: Sequence[str]) -> list[str]:
         return [uuid for uuid, state in self.get_states(uuids).items() if state.is_finished]
-
-    def tend(self) -> float:
-        return IDLE  # the server lets expire what is old
 
     def close(self) -> None:
         self._transactions.close()

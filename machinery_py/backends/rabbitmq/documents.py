@@ -1,22 +1,10 @@
-"""Names of the RabbitMQ backend's queues, and their messages.
+"""Queues and messages of the RabbitMQ backend (the list: connections/rabbitmq/queues.py).
 
-    <task UUID>                               Go's queue of the task; here it holds one message, its last state
-    <group UUID>                              Go's queue of a chord: one message for each member that has ended
-    <group UUID>_chord_triggered              Go asks whether it is there: then the chord was settled
-    machinery.results.group.<group>           the group: members in order, callback, whether it is ready and settled
-    machinery.results.members.<group>         one message for each member that is in, with its last state
-    machinery.results.outbox                  the outboxes that are open
-    machinery.results.ready                   the groups that are ready and not settled
-    machinery.results.revoked.until           which tasks are revoked
-    machinery.results.lock.<n>                see connections/rabbitmq/queue_records.py
-    machinery.finished                        exchange: the UUIDs of tasks that finish, for who waits for them
-    machinery.revocations                     exchange: to `revoked`, and to each process that has asked for it
+Go's queues have Go's arguments. They are transient, and all in them expires `results_expire_in`
+after it was written, whether the task is finished or not. Ours are durable, and those of a group
+go a week after their last use.
 
-Go's queues have Go's arguments. They are transient, and all in them expires `results_expire_in` after it was written, whether
-the task is finished or not. Ours are durable, and those of a group go a week after their last use.
-
-A state is Go's document, with all that is ours as its last field, which Go's decoder passes over. A message without it was
-written by a Go program.
+A state is Go's document with a field of ours (go_documents.py):
 
     {"TaskUUID":…, "State":…, … "TTL":0,"machinery_py":{"seq":3,"epoch":…, …}}
 """
@@ -36,7 +24,7 @@ from machinery_py.connections.rabbitmq.queues import RESULTS, TRIGGERED
 from machinery_py.errors import ConfigError, DecodeError, NameRefused
 from machinery_py.names import is_made
 from machinery_py.tasks.states import TaskState, advance
-from machinery_py.texts import quoted
+from machinery_py.texts import printable, quoted
 from machinery_py.wire.states import decode_state, extra_fields, extra_of
 
 GROUP_LIFE = 7 * 86_400_000  # ms that a chord may go on without an arrival
@@ -55,24 +43,20 @@ OUTBOX, READY, REVOKED = (
 
 
 def name_of(uuid: str) -> str:
-    """The queue of something with this UUID: Go's name for it, unless RabbitMQ refuses that as a name."""
+    """Return the name of a UUID's queue: Go's, or a digest where RabbitMQ refuses that."""
     raw = uuid.encode("utf-8", "surrogatepass")
-    try:
-        uuid.encode()
-        usable = (
-            bool(raw) and len(raw) <= LONGEST_NAME and not uuid.startswith(("amq.", "machinery."))
-        )
-    except UnicodeEncodeError:
-        usable = False
-    return uuid if usable else f"machinery.sha256.{hashlib.sha256(raw).hexdigest()}"
+    is_usable = printable(uuid) == uuid and not uuid.startswith(("amq.", "machinery."))
+    if is_usable and 0 < len(raw) <= LONGEST_NAME:
+        return uuid
+    return f"machinery.sha256.{hashlib.sha256(raw).hexdigest()}"
 
 
 def lock_of(uuid: str) -> str:
-    """The lock that the task or group shares with others."""
+    """Return the lock that the task or group shares with others."""
     return LOCKS[zlib.crc32(uuid.encode("utf-8", "surrogatepass")) % STRIPES]
 
 
-class Places:
+class ResultQueues:
     """The queues of tasks and groups."""
 
     def __init__(self, expire_in: float) -> None:
@@ -97,10 +81,8 @@ class Places:
         return Queue(queue, self._shared, durable=False, auto_delete=True, is_ours=is_ours)
 
     def task(self, uuid: str) -> Queue:
+        """Go's queue of a task, or of a group's members."""
         return self._go(name_of(uuid))
-
-    def shared_members(self, group: str) -> Queue:
-        return self._go(name_of(group))
 
     def triggered(self, group: str) -> Queue:
         return self._go(f"{name_of(group)}{TRIGGERED}")
@@ -116,15 +98,20 @@ class Places:
 
 
 class StoredTask(Row, kw_only=True):
-    """A task. `seq` grows with each message; of several the greatest counts. `of_go`: a Go program has written some of it."""
+    """A task.
+
+    Attributes:
+        seq: grows with each message; of several the greatest counts.
+        of_go: a Go program has written some of it.
+    """
 
     seq: int = 0
     of_go: bool = False
 
 
 @extra_fields()
-class _Ours(msgspec.Struct, omit_defaults=True, gc=False):
-    """The field."""
+class _OwnField(msgspec.Struct, omit_defaults=True, gc=False):
+    """Our field of a state's document."""
 
     seq: int
     epoch: int = 0
@@ -133,47 +120,40 @@ class _Ours(msgspec.Struct, omit_defaults=True, gc=False):
 
 
 _write = msgspec.json.Encoder().encode
-_read = msgspec.json.Decoder(_Ours).decode
+_read = msgspec.json.Decoder(_OwnField).decode
 
 
 def encode_record(uuid: str, row: Row, seq: int) -> bytes:
-    """The message of a task.
+    """Return the message of a task.
 
     Raises:
         ArgumentError: a result cannot be sent.
     """
+    is_stated = row.state is not None
 
     def field(state: TaskState) -> bytes:
-        return _write(
-            _Ours(
-                seq=seq,
-                epoch=row.epoch,
-                mark=row.mark,
-                stated=row.state is not None,
-                **extra_of(state),
-            )
-        )
+        return _write(_OwnField(seq, row.epoch, row.mark, is_stated, **extra_of(state)))
 
     return encode_document(uuid, row.state, field)
 
 
 def decode_record(uuid: str, bodies: Iterable[bytes]) -> StoredTask:
-    """The task after all that its queue holds, oldest first.
+    """Return the task after all messages of its queue, oldest first.
 
     Raises:
-        NameRefused: it holds something else than states of this task: nothing of it is to be dropped.
+        NameRefused: it holds something else than states of this task, which must stay.
     """
     found = StoredTask()
-    for body in filter(None, bodies):  # an empty one is a look of ours whether the queue is there
+    for body in filter(None, bodies):  # an empty one is a probe of ours whether the queue is there
         document, ours = _split(body)
         if ours is not None and ours.seq < found.seq:
             continue
         try:
             state = decode_state(document) if ours is None or ours.stated else None
         except DecodeError as error:
-            raise _theirs(uuid, str(error)) from error
+            raise _foreign(uuid, str(error)) from error
         if state is not None and not is_state_of(uuid, state):
-            raise _theirs(uuid, f"a state of {quoted(state.task_uuid)}")
+            raise _foreign(uuid, f"a state of {quoted(state.task_uuid)}")
         if ours is None:
             assert state is not None
             found.of_go = True
@@ -191,15 +171,15 @@ def decode_record(uuid: str, bodies: Iterable[bytes]) -> StoredTask:
     return found
 
 
-def _theirs(uuid: str, found: str) -> NameRefused:
+def _foreign(uuid: str, found: str) -> NameRefused:
     return NameRefused(
-        f"queue {quoted(name_of(uuid))} in RabbitMQ holds what is no state of task {quoted(uuid)}, and was left as "
-        f"it is (choose another UUID): {found}",
+        f"queue {quoted(name_of(uuid))} in RabbitMQ holds what is no state of task {quoted(uuid)}, "
+        f"and was left as it is (choose another UUID): {found}",
         uuid,
     )
 
 
-def _split(body: bytes) -> tuple[bytes, _Ours | None]:
+def _split(body: bytes) -> tuple[bytes, _OwnField | None]:
     """Return Go's document and our field; a result of a Go program may look like the field."""
     document, field = without_field(body)
     try:

@@ -2,11 +2,13 @@
 
 All of it happens inside a transaction that holds the group's lock.
 
-A member that ends is one message in `machinery.results.members.<group>`, and for Go one in `<group>`. The server counts ours;
-only when there are as many as the group has members are they read, and each UUID counted once.
+A member that ends is one message in `machinery.results.members.<group>`, and for Go one in
+`<group>`. The server counts ours; only when there are as many as the group has members are they
+read, and each UUID counted once.
 
-Members that Go workers have ended are in `<group>` alone. Go's worker that ends the last one sends the callback, and asks
-nobody; so the workers here look after such a group, and leave it to Go for a while (`BackendFeatures.foreign_time`).
+Members that Go workers have ended are in `<group>` alone. Go's worker that ends the last one sends
+the callback without asking; so the workers here look after such a group, and leave it to Go for a
+while (`BackendFeatures.foreign_time`).
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ from machinery_py.backends.rabbitmq.documents import (
     READY_LOCK,
     GroupRecord,
     Member,
-    Places,
     ReadyEntry,
+    ResultQueues,
     decode_group_record,
     decode_member,
     decode_ready,
@@ -39,9 +41,9 @@ from machinery_py.wire.states import decode_group, decode_state, encode_group
 class RabbitMQGroups:
     """Changes of groups in a transaction; `write` puts them into it."""
 
-    def __init__(self, places: Places, transaction: QueueTransaction) -> None:
-        self._places = places
-        self._turn = transaction
+    def __init__(self, queues: ResultQueues, transaction: QueueTransaction) -> None:
+        self._queues = queues
+        self._transaction = transaction
         self._records: dict[str, GroupRecord | None] = {}
         self._changed: dict[str, GroupRecord] = {}
 
@@ -49,9 +51,9 @@ class RabbitMQGroups:
 
     def load(self, group: str) -> GroupRecord | None:
         if group not in self._records:
-            place = self._places.group(group)
-            self._turn.read([place])
-            found = [decode_group_record(one.body) for one in self._turn.held(place)]
+            queue = self._queues.group(group)
+            self._transaction.read([queue])
+            found = [decode_group_record(one.body) for one in self._transaction.held(queue)]
             self._records[group] = max(found, key=lambda record: record.seq) if found else None
         return self._records[group]
 
@@ -59,16 +61,15 @@ class RabbitMQGroups:
         self._records[group] = self._changed[group] = record
 
     def write(self) -> None:
-        """To be called once, when all is said."""
+        """Put the changed records into the transaction: once, at its end."""
         for group, record in self._changed.items():
-            place = self._places.group(group)
+            queue = self._queues.group(group)
             record.seq += 1
-            self._turn.drop(self._turn.held(place))
-            self._turn.put(place, pack(record))
+            self._transaction.replace(queue, pack(record))
 
     def create(self, groups: Sequence[GroupMeta], now: int) -> None:
         """Create the groups that are not there yet."""
-        self._turn.read([self._places.group(one.group_uuid) for one in groups])
+        self._transaction.read([self._queues.group(one.group_uuid) for one in groups])
         for group in groups:
             record = self.load(group.group_uuid) or GroupRecord()
             if not record.document:
@@ -76,38 +77,42 @@ class RabbitMQGroups:
                 self._save(group.group_uuid, record)
 
     def purge(self, group: str) -> None:
-        self._turn.take([READY_LOCK])
-        for place in (self._places.group(group), self._places.members(group)):
-            self._turn.delete(place)
+        self._transaction.lock([READY_LOCK])
+        for queue in (self._queues.group(group), self._queues.members(group)):
+            self._transaction.delete(queue)
         self._unlist(group)
 
     # Arrivals
 
     def arrive(self, arrivals: Sequence[Arrival], bodies: Mapping[str, bytes]) -> None:
-        """Let these be in, and make their groups ready if they are complete or broken. `bodies`: of their tasks' queues."""
+        """Add members, and make their groups ready if they are complete or broken.
+
+        Args:
+            bodies: the new messages of their tasks.
+        """
         groups: dict[str, dict[str, Arrival]] = {}
         for one in arrivals:
             if one.callback:
                 groups.setdefault(one.group_uuid, {}).setdefault(one.task_uuid, one)
-        self._turn.read([self._places.group(group) for group in groups])
+        self._transaction.read([self._queues.group(group) for group in groups])
         for group, members in groups.items():
             self._arrive(group, members, bodies)
 
     def _arrive(
         self, group: str, members: Mapping[str, Arrival], bodies: Mapping[str, bytes]
     ) -> None:
-        transaction, record = self._turn, self.load(group) or GroupRecord()
+        transaction, record = self._transaction, self.load(group) or GroupRecord()
         if record.fired:
             return
         first = next(iter(members.values()))
-        place = self._places.members(group)
-        count = transaction.count(place) + len(members)
-        known = self._known(place) if count >= first.total else frozenset[str]()
+        queue = self._queues.members(group)
+        count = transaction.count(queue) + len(members)
+        known = self._known(queue) if count >= first.total else frozenset[str]()
         for uuid in members.keys() - known:
             body = bodies.get(uuid, b"")
-            transaction.put(place, pack(Member(uuid=uuid, body=body)))
+            transaction.put(queue, pack(Member(uuid=uuid, body=body)))
             if body:
-                transaction.put(self._places.shared_members(group), document_of(body))
+                transaction.put(self._queues.task(group), document_of(body))
         changed = not record.callback
         record.callback, record.total = first.callback, first.total
         failed = next((uuid for uuid, one in members.items() if not one.ok), "")
@@ -120,30 +125,30 @@ class RabbitMQGroups:
         if changed:
             self._save(group, record)
 
-    def _known(self, place: Queue) -> frozenset[str]:
-        """The members that are in. Those that came in several times stay once."""
-        self._turn.read([place])
+    def _known(self, queue: Queue) -> frozenset[str]:
+        """Return the members that have arrived; drop those that arrived again."""
+        self._transaction.read([queue])
         seen: set[str] = set()
-        for one in self._turn.held(place):
+        for one in self._transaction.held(queue):
             member = decode_member(one.body).uuid
             if member in seen:
-                self._turn.drop([one])
+                self._transaction.drop([one])
             seen.add(member)
         return frozenset(seen)
 
     def members(self, group: str) -> dict[str, TaskState | None]:
-        """The members of a chord that are in, ours and Go's, in the order of their coming, with their states if known."""
-        ours, shared = self._places.members(group), self._places.shared_members(group)
-        self._turn.count(shared)  # not to be probed: a Go worker may be reading it
-        self._turn.read([ours, shared])
+        """Return the members of a chord that have arrived, ours and Go's, with the known states."""
+        ours, shared = self._queues.members(group), self._queues.task(group)
+        self._transaction.count(shared)  # not to be probed: a Go worker may be reading it
+        self._transaction.read([ours, shared])
         found: dict[str, TaskState | None] = {}
-        for one in self._turn.held(shared):
+        for one in self._transaction.held(shared):
             try:
                 state = decode_state(one.body)
             except DecodeError:
-                continue  # whoever put it there: it is no member
+                continue  # no member
             found[state.task_uuid] = state
-        for one in self._turn.held(ours):
+        for one in self._transaction.held(ours):
             member = decode_member(one.body)
             row = decode_record(member.uuid, [member.body] if member.body else [])
             found[member.uuid] = row.state or found.get(member.uuid)
@@ -156,24 +161,24 @@ class RabbitMQGroups:
         record = self.load(group)
         if record is None or record.fired:
             return False
-        self._turn.take([READY_LOCK])
+        self._transaction.lock([READY_LOCK])
         record.fired = True
         self._save(group, record)
         self._unlist(group)
-        self._turn.make(self._places.triggered(group))  # what Go's workers ask for
-        self._turn.delete(self._places.members(group))
+        self._transaction.declare(self._queues.triggered(group))  # what Go's workers ask for
+        self._transaction.delete(self._queues.members(group))
         return True
 
     def _unlist(self, group: str) -> None:
-        self._turn.read([READY])
-        self._turn.drop(
-            one for one in self._turn.held(READY) if decode_ready(one.body).group == group
+        self._transaction.read([READY])
+        self._transaction.drop(
+            one for one in self._transaction.held(READY) if decode_ready(one.body).group == group
         )
 
     def ready(self, limit: int) -> list[ReadyGroup]:
-        self._turn.take([READY_LOCK])
-        self._turn.read([READY])
-        entries = [decode_ready(one.body) for one in self._turn.held(READY)[:limit]]
+        self._transaction.lock([READY_LOCK])
+        self._transaction.read([READY])
+        entries = [decode_ready(one.body) for one in self._transaction.held(READY)[:limit]]
         return [
             ReadyGroup(group_uuid=one.group, callback=one.callback, failed_member=one.failed_member)
             for one in entries
@@ -181,8 +186,10 @@ class RabbitMQGroups:
 
 
 def meta_of(group: str, record: GroupRecord, members: Mapping[str, TaskState | None]) -> GroupMeta:
-    """Return the group as Go's backends would keep it. Go sends chords without it: then it has the members that are in, once they
-    are all, or one of them has failed.
+    """Return the group as Go's backends would keep it.
+
+    Go sends chords without a group document: then it has the members that have arrived, once they
+    are complete, or one of them has failed.
     """
     if record.document:
         meta = decode_group(record.document)

@@ -1,7 +1,7 @@
-"""Waiting for tasks to finish: the worker that ends one tells an exchange, which passes it on to who has asked for its UUID.
+"""Waiting for tasks to finish: the worker that ends a task publishes its UUID to an exchange.
 
-A Go worker tells nobody, and what is told while the connection is away is missed: so a waiter looks for himself as well, soon
-at first and later once a second, at a few of the tasks that he waits for.
+A Go worker publishes nothing there, and messages are missed while the connection is away: so a
+waiter also looks at a few of its tasks, soon at first and later once a second.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from machinery_py.connections.rabbitmq.io_thread import (
     AmqpConnectionLost,
     Channel,
     ChannelLost,
-    settle,
+    resolve,
 )
 from machinery_py.connections.rabbitmq.queue_records import QueueTransactions
 from machinery_py.connections.rabbitmq.queues import FINISHED
@@ -31,7 +31,7 @@ GROWTH = 1.5  # each pause is so much longer than the one before
 PAUSE = 1.0  # seconds; the longest
 FEW = 20  # tasks that one look asks for
 
-#: Which of these tasks have finished.
+#: Return those of these tasks that have finished.
 Look = Callable[[Sequence[str]], Iterable[str]]
 
 
@@ -44,10 +44,10 @@ class AMQPListener(Listener):
         self._lock = threading.Lock()
         self._binding = threading.Lock()
         self._watched: dict[str, str] = {}  # queue's name → UUID
-        self._rung = threading.Event()
+        self._woken = threading.Event()
         self._channel: Channel | None = None
         self._queue = ""
-        self._turn_of = itertools.count()
+        self._looks = itertools.count()
 
     def watch(self, uuids: Iterable[str]) -> None:
         new = {name_of(uuid): uuid for uuid in uuids}
@@ -56,30 +56,35 @@ class AMQPListener(Listener):
         self._bind(new)
 
     def _bind(self, names: Collection[str]) -> None:
-        """Ask for these; who cannot looks for himself."""
+        """Bind the queue by these names; if that fails, the looks of `wait` must do."""
+        timeout = self._transactions.driver.timeout
         try:
             with self._binding, self._transactions.translated("waiting for results"):
-                if self._channel is None or not self._channel.is_open:
-                    self._subscribe()
+                channel = self._channel
+                if channel is None or not channel.is_open:
+                    channel = self._channel = self._subscribed(timeout)
                     with self._lock:
                         names = list(self._watched)
-                assert self._channel is not None
-                self._channel.ask(
-                    lambda future: self._ask_for(names, future), self._transactions.driver.timeout
-                )
+                raw = channel.raw
+
+                def bind(future: Future[Any]) -> None:
+                    for name in names:
+                        raw.queue_bind(self._queue, FINISHED, name)  # no callback: not waited for
+                    raw.queue_declare(
+                        self._queue, passive=True, callback=lambda _: resolve(future, None)
+                    )
+
+                channel.ask(bind, timeout)
         except (MachineryError, AmqpConnectionLost, ChannelLost):
             pass
 
-    def _subscribe(self) -> None:
-        timeout = self._transactions.driver.timeout
+    def _subscribed(self, timeout: float) -> Channel:
         channel = self._transactions.link().channel(timeout)
         self._queue = own_queue(channel, timeout)
 
         def told(_: object, method: Any, __: object, ___: bytes) -> None:
-            with self._lock:
-                watched = self._watched.pop(method.routing_key, None)
-            if watched is not None:
-                self._rung.set()
+            if self._forget([method.routing_key]):
+                self._woken.set()
 
         channel.rpc(
             "basic_consume",
@@ -88,63 +93,54 @@ class AMQPListener(Listener):
             auto_ack=True,
             timeout=timeout,
         )
-        self._channel = channel
+        return channel
 
-    def _ask_for(self, names: Iterable[str], future: Future[Any]) -> None:
-        assert self._channel is not None
-        raw = self._channel.raw
-        for name in names:
-            raw.queue_bind(self._queue, FINISHED, name)  # without a callback nothing is waited for
-        raw.queue_declare(self._queue, passive=True, callback=lambda _: settle(future, None))
+    def _forget(self, names: Iterable[str]) -> bool:
+        """Watch these no more; return whether one of them was watched."""
+        with self._lock:
+            found = [self._watched.pop(name, None) for name in names]
+        return any(found)
 
     def unwatch(self, uuids: Iterable[str]) -> None:
         names = [name_of(uuid) for uuid in uuids]
-        with self._lock:
-            for name in names:
-                self._watched.pop(name, None)
+        self._forget(names)
         channel, queue = self._channel, self._queue
         if channel is not None and channel.is_open:
 
-            def let_go() -> None:
+            def unbind() -> None:
                 for name in names:
                     channel.raw.queue_unbind(queue, FINISHED, name, callback=lambda _: None)
 
-            channel.link.tell(let_go)
+            channel.link.tell(unbind)
 
     def wait(self, timeout: float) -> None:
         deadline = time.monotonic() + timeout
         pause = FIRST
-        while not self._rung.wait(max(0.0, min(pause, deadline - time.monotonic()))):
+        while not self._woken.wait(max(0.0, min(pause, deadline - time.monotonic()))):
             if time.monotonic() >= deadline or self._some_finished():
                 break
             pause = min(PAUSE, pause * GROWTH)
-        self._rung.clear()
+        self._woken.clear()
 
     def _some_finished(self) -> bool:
         with self._lock:
-            names = list(self._watched)
-        if not names:
+            watched = list(self._watched.items())
+        if not watched:
             return False
         if self._channel is None or not self._channel.is_open:
             self._bind(())
-        start = next(self._turn_of) * FEW % len(names)
-        few = names[start : start + FEW]
-        with self._lock:
-            uuids = [self._watched[name] for name in few if name in self._watched]
+        start = next(self._looks) * FEW % len(watched)
         try:
-            finished = {name_of(uuid) for uuid in self._look(uuids)}
+            finished = self._look([uuid for _, uuid in watched[start : start + FEW]])
         except MachineryError:
-            return False  # whoever waits reads the states himself, and is told then
-        with self._lock:
-            for name in finished:
-                self._watched.pop(name, None)
-        return bool(finished)
+            return False  # the waiter reads the states itself, and gets the error then
+        return self._forget([name_of(uuid) for uuid in finished])
 
     def wake(self) -> None:
-        self._rung.set()
+        self._woken.set()
 
     def close(self) -> None:
-        self._rung.set()
+        self._woken.set()
         channel, self._channel = self._channel, None
         if channel is not None and channel.is_open:
             channel.close()

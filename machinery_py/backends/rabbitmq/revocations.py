@@ -1,7 +1,8 @@
 """Revocations: a queue that keeps them, and a copy of it in each process that asks.
 
-A revocation goes to an exchange, and from there to the queue and to one queue of each process, which it empties whenever it
-is asked: so to know that there is nothing new costs one round trip, however many there are. Whoever revokes removes what is over.
+A revocation goes to an exchange, and from there to the queue and to one queue of each process,
+which the process empties whenever it is asked: so to know that there is nothing new costs one
+round trip. Each new revocation removes expired ones.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Revocations:
         self._queue = ""
 
     def add(self, transaction: QueueTransaction, uuids: Sequence[str], until: int) -> None:
-        """Keep the revocations until then (µs). May be repeated. The transaction holds REVOKED_LOCK."""
+        """Keep revocations until `until` (µs). May be repeated; the transaction holds REVOKED_LOCK."""
         transaction.read([REVOKED])
         transaction.drop(
             one
@@ -50,7 +51,9 @@ class Revocations:
         )
         names = [name_of(uuid) for uuid in uuids]
         for start in range(0, len(names), CHUNK):
-            transaction.tell(REVOCATIONS, "", pack(Revocation(until, names[start : start + CHUNK])))
+            transaction.publish(
+                REVOCATIONS, "", pack(Revocation(until, names[start : start + CHUNK]))
+            )
 
     def _now(self) -> int:
         return micros(self._transactions.driver.clock.now())
@@ -76,7 +79,7 @@ class Revocations:
             )
 
     def _subscribe(self) -> None:
-        """First the news, then what there is: so nothing is missed."""
+        """Subscribe first, then read what there is: so nothing is missed."""
         timeout = self._transactions.driver.timeout
         channel = self._transactions.link().channel(timeout)
         self._queue = own_queue(channel, timeout)
@@ -96,7 +99,7 @@ class Revocations:
 
 
 def own_queue(channel: Channel, timeout: float) -> str:
-    """A queue that goes with the connection; its name."""
+    """Declare a queue that goes with the connection; return its name."""
     frame = channel.rpc(
         "queue_declare", queue="", exclusive=True, auto_delete=True, timeout=timeout
     )

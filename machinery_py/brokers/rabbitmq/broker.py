@@ -1,20 +1,21 @@
-"""Messages in RabbitMQ, in Go Machinery's exchanges and queues; what they are stands in docs/explanation/amqp-protocol.md.
+"""Messages in RabbitMQ, in Go Machinery's exchanges and queues (docs/explanation/amqp-protocol.md).
 
-A consumer's deliveries come back when its connection ends: at once if its process dies, after two heartbeats (10 s) if its
-host does. A live worker is never robbed of a long task.
+A consumer's deliveries come back when its connection ends: at once if its process dies, after two
+heartbeats (10 s) if its host does. A live worker is never robbed of a long task.
 
-Limits: a batch is not put whole: others see it grow. A token is known to the process that used it; to others, and for what a
-lost reply concealed, two messages with one UUID are possible. Priorities need `x-max-priority` in amqp.queue_declare_args, as
-with Go; without it they are carried along and change nothing. Go's own delay queues are not listed.
+Limits: a batch is not put whole: others see it grow. A token is known to the process that used
+it; to others, and after a lost reply, two messages with one UUID are possible. Priorities need
+`x-max-priority` in amqp.queue_declare_args, as with Go; without it they are carried along and
+change nothing. Go's own delay queues are not listed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
 import weakref
+from collections import Counter
 from collections.abc import Sequence
-
-import msgspec
 
 from machinery_py.brokers.base import (
     Broker,
@@ -26,23 +27,22 @@ from machinery_py.brokers.base import (
     close_all,
 )
 from machinery_py.brokers.rabbitmq.consumer import AMQPConsumer
-from machinery_py.brokers.rabbitmq.inspect import Looking
+from machinery_py.brokers.rabbitmq.control import Report, ask, order_pause
+from machinery_py.brokers.rabbitmq.inspect import DelayedSplit, Inspection, inspecting
 from machinery_py.brokers.rabbitmq.messages import (
-    ETA,
     QUEUE,
-    dead_headers,
-    due_in,
+    Publication,
     headers_of,
-    parcel_of,
+    message_of,
 )
-from machinery_py.brokers.rabbitmq.pauses import spread
-from machinery_py.brokers.rabbitmq.publisher import Addressed, Attempts, Sending
+from machinery_py.brokers.rabbitmq.publisher import Attempts, MessagePublisher
 from machinery_py.brokers.rabbitmq.topology import Topology, digest
-from machinery_py.clock import micros
 from machinery_py.connections.durability import Concern
-from machinery_py.connections.rabbitmq.client import AmqpDriver
+from machinery_py.connections.rabbitmq.client import NOT_FOUND, AmqpDriver
+from machinery_py.connections.rabbitmq.io_thread import ChannelLost
 
-SETTLED = 1.5  # seconds; RabbitMQ 3.10 notes twice a second which quorum queues it has, and loses what it had not noted for good
+# Seconds; RabbitMQ 3.10 notes its quorum queues twice a second, and loses for good a newer one.
+SETTLED = 1.5
 TEND_EVERY = 1.0  # seconds; RabbitMQ looks after delayed messages and dead consumers by itself
 
 
@@ -64,9 +64,9 @@ class AMQPBroker(Broker):
         self.driver = driver
         self.topology = topology
         self._consumer_timeout = consumer_timeout
-        self._sending = Sending(driver, topology)
+        self._publisher = MessagePublisher(driver, topology)
         self._attempts = Attempts()
-        self._looking = Looking(driver, topology)
+        self._split = DelayedSplit()
         self._consumers: weakref.WeakSet[AMQPConsumer] = weakref.WeakSet()
 
     def put(self, messages: Sequence[Message], *, token: str) -> bool:
@@ -74,37 +74,23 @@ class AMQPBroker(Broker):
         with attempt.lock:
             if not attempt.left:
                 return not messages
-            self._sending.send([self._addressed(message) for message in messages], attempt)
+            self._publisher.send([self._publication(message) for message in messages], attempt)
             return True
 
-    def _addressed(self, message: Message) -> Addressed:
-        now = self.driver.clock.now()
-        queue = self.topology.queue_of(message.queue)
-        headers = headers_of(message, micros(now))
-        exchange, key = self.topology.config.exchange, queue
-        delay = due_in(message.eta, now)
-        if message.eta is not None and delay:
-            headers |= {QUEUE: queue, ETA: micros(message.eta)}
-            exchange, key = self.topology.delay_route(queue, delay)
-        return Addressed(
-            parcel_of(
-                exchange,
-                key,
-                body=message.body,
-                uuid=message.uuid,
-                name=message.name,
-                priority=message.priority,
-                headers=headers,
-            ),
-            queue,
-            delayed=bool(delay),
+    def _publication(self, message: Message) -> Publication:
+        return self._publisher.to_queue(
+            message,
+            self.topology.queue_of(message.queue),
+            headers_of(message, self.driver.clock.now()),
+            eta=message.eta,
+            exchange=self.topology.config.exchange,
         )
 
     def consume(self, queues: Sequence[str], *, worker: str) -> AMQPConsumer:
-        self._sending.note(self.topology.queue_of(queue) for queue in queues)
+        self._publisher.register(self.topology.queue_of(queue) for queue in queues)
         consumer = AMQPConsumer(
             self.driver,
-            self._sending,
+            self._publisher,
             self.topology,
             queues,
             worker=worker,
@@ -115,7 +101,7 @@ class AMQPBroker(Broker):
 
     def declare(self, queues: Sequence[str]) -> Sequence[str]:
         names = list(dict.fromkeys(map(self.topology.queue_of, queues)))
-        self._sending.declare(names)
+        self._publisher.declare(names)
         if self.topology.is_quorum:
             time.sleep(SETTLED)
         return self.topology.described(names)
@@ -123,59 +109,109 @@ class AMQPBroker(Broker):
     def tend(self) -> float:
         return TEND_EVERY
 
+    # Inspection
+
+    def _inspecting(self, doing: str) -> contextlib.AbstractContextManager[Inspection]:
+        return inspecting(self.driver, self.topology, doing)
+
     def pending(self, queue: str, limit: int) -> list[Message]:
-        return self._looking.pending(self.topology.queue_of(queue), limit)
+        queue = self.topology.queue_of(queue)
+        with self._inspecting(f"listing {queue!r}") as inspection:
+            return [message_of(one) for one in inspection.taken(queue, limit)]
 
     def delayed(self, limit: int) -> list[Message]:
-        return self._looking.delayed(limit)
+        with self._inspecting("listing delayed messages") as inspection:
+            found = [message_of(one, queue=one.text(QUEUE)) for one in inspection.delayed()]
+        found.sort(key=lambda message: message.eta or self.driver.clock.now())
+        return found[:limit]
 
     def stats(self) -> list[QueueStats]:
-        lines = self._looking.stats()
-        paused = self._sending.paused([line.queue for line in lines])
-        return [msgspec.structs.replace(line, paused=line.queue in paused) for line in lines]
+        with self._inspecting("counting messages") as inspection:
+            queues, delayed_queues = inspection.queues()
+            waiting = {queue: inspection.count(queue) or 0 for queue in queues}
+            delayed = inspection.count_delayed(delayed_queues, self._split)
+            letters = {queue: self.topology.dead_queue(queue) for queue in queues}
+            dead = {queue: inspection.count(name) or 0 for queue, name in letters.items()}
+        # Last: a message on its way to a worker is rather counted twice than not at all.
+        running: Counter[str] = Counter()
+        for report in self._reports():
+            running.update(report.holding)
+        paused = self._publisher.paused(queues)
+        return [
+            QueueStats(
+                queue=queue,
+                waiting=waiting[queue],
+                running=running[queue],
+                delayed=delayed[queue],
+                dead=dead[queue],
+                paused=queue in paused,
+            )
+            for queue in queues
+        ]
 
     def workers(self) -> list[WorkerInfo]:
-        return [report.info for report in self._looking.reports()]
+        return [report.info for report in self._reports()]
+
+    def _reports(self) -> Sequence[Report]:
+        with self.driver.visit("listing workers") as channel:
+            try:
+                return ask(channel, self.topology.workers, self.driver.timeout)
+            except ChannelLost as error:
+                if error.code == NOT_FOUND:
+                    return []  # nothing was ever declared
+                raise
 
     def purge(self, queue: str) -> int:
-        return self._looking.purge(self.topology.queue_of(queue))
+        queue = self.topology.queue_of(queue)
+        with self._inspecting(f"purging {queue!r}") as inspection:
+            return inspection.purge(queue)
+
+    def _queues(self) -> list[str]:
+        with self._inspecting("listing queues") as inspection:
+            return inspection.queues()[0]
+
+    def dead_letters(self, *, limit: int, queue: str = "") -> list[DeadLetter]:
+        queues = [self.topology.queue_of(queue)] if queue else self._queues()
+        with self._inspecting("listing dead letters") as inspection:
+            letters = {letter.id: letter for _, letter in inspection.letters(queues)}
+        return sorted(letters.values(), key=_age, reverse=True)[:limit]
+
+    def take_dead(self, ids: Sequence[str]) -> list[DeadLetter]:
+        queues, wanted = self._queues(), set(ids)
+        with self._inspecting("taking dead letters") as inspection:
+            found = [pair for pair in inspection.letters(queues) if pair[1].id in wanted]
+            inspection.delete([one for one, _ in found])
+        letters = {letter.id: letter for _, letter in found}
+        return [letters[id] for id in dict.fromkeys(ids) if id in letters]
+
+    # Pausing
 
     def pause(self, queue: str) -> None:
         name = self.topology.queue_of(queue)
-        self._sending.note([name])  # so that it is listed, though there may be no such queue yet
-        spread(self.driver, self.topology, name, shut=True)
+        self._publisher.register(
+            [name]
+        )  # so that it is listed, though there may be no such queue yet
+        order_pause(self.driver, self.topology, name, shut=True)
 
     def resume(self, queue: str) -> None:
-        spread(self.driver, self.topology, self.topology.queue_of(queue), shut=False)
+        order_pause(self.driver, self.topology, self.topology.queue_of(queue), shut=False)
 
     def paused(self) -> frozenset[str]:
-        return self._sending.paused(self._looking.queues())
+        return self._publisher.paused(self._queues())
 
-    def dead_letters(self, *, limit: int, queue: str = "") -> list[DeadLetter]:
-        return self._looking.dead_letters(
-            [self.topology.queue_of(queue)] if queue else self._looking.queues(), limit
-        )
+    # Others
 
     def bury(self, message: Message, *, queue: str, reason: str, error: str) -> None:
         name = self.topology.queue_of(queue)
-        # Its id: a burial that is repeated is one letter.
-        letter = f"{message.uuid}:{digest(message.body.hex())}"
-        headers = headers_of(message, self.driver.now()) | dead_headers(
-            name, reason, error, letter, self.driver.now()
+        letter = self._publisher.to_dead_letters(
+            message,
+            name,
+            headers_of(message, self.driver.clock.now()),
+            reason=reason,
+            error=error,
+            letter=f"{message.uuid}:{digest(message.body.hex())}",  # a repeat is one letter
         )
-        parcel = parcel_of(
-            "",
-            self.topology.dead_queue(name),
-            body=message.body,
-            uuid=message.uuid,
-            name=message.name,
-            priority=message.priority,
-            headers=headers,
-        )
-        self._sending.send([Addressed(parcel, name, dead=True)])
-
-    def take_dead(self, ids: Sequence[str]) -> list[DeadLetter]:
-        return self._looking.take_dead(self._looking.queues(), ids)
+        self._publisher.send([letter])
 
     def concerns(self) -> list[Concern]:
         if not self.topology.limits_length or (self.topology.is_quorum and self.topology.rejects):
@@ -191,3 +227,8 @@ class AMQPBroker(Broker):
     def close(self) -> None:
         """Close the consumers that are still open."""
         close_all(self._consumers)
+
+
+def _age(letter: DeadLetter) -> tuple[object, int]:
+    number = letter.id.rpartition(":")[2]
+    return letter.died_at, int(number) if number.isdigit() else 0

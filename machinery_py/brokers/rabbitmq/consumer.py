@@ -1,48 +1,52 @@
-"""A consumer of RabbitMQ queues: it claims, disposes and holds. The protocol stands in docs/explanation/amqp-protocol.md.
+"""Consumer of RabbitMQ queues: fetches, disposes and holds (docs/explanation/amqp-protocol.md).
 
-It has a connection of its own. When that, or the channel on it, is gone, all that was held belongs to others from that moment:
-the server has put it back. What was delivered in an older life is never acknowledged in a newer one.
+It has a connection of its own. When that, or the channel on it, is gone, all that was held belongs
+to others from that moment: the server has put it back. A delivery is acknowledged on the channel
+that it came on, or not at all.
 
-RabbitMQ counts no deaths; it says that a message was delivered before, and no more. So whoever gets one that came back looks
-whether a consumer of this host ran it that lives no more (connections/session_files.py): that is a strike.
+RabbitMQ counts no deaths; it says only that a message was delivered before. So the consumer that
+gets a redelivered message looks whether a dead consumer of this host ran it
+(connections/session_files.py): that is a strike.
 
-Limits: what died on another host is not seen, and is no strike; what came back is counted exactly when it runs again, see
-amqp_holding.
+Limits: a death on another host is not seen, and is no strike; what came back is counted exactly
+when it runs again, see holding.py.
 """
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import itertools
 import os
 import secrets
 import socket
 import threading
-import time
-from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future
-from typing import Any
+from collections.abc import Collection, Sequence
 
 import msgspec
 
-from machinery_py.brokers.base import Consumer, Delivery, Disposal, Fate, WorkerInfo
+from machinery_py.brokers.base import WAITING, Consumer, Delivery, Disposal, Fate, WorkerInfo
 from machinery_py.brokers.rabbitmq.control import Report, listen
-from machinery_py.brokers.rabbitmq.gets import Getter
-from machinery_py.brokers.rabbitmq.holding import HeldDelivery, Holding
-from machinery_py.brokers.rabbitmq.messages import FENCE, STRIKES, Taken
-from machinery_py.brokers.rabbitmq.pauses import Gates
-from machinery_py.brokers.rabbitmq.publisher import Sending
-from machinery_py.brokers.rabbitmq.receiving import ConsumerConnection, Taking
-from machinery_py.brokers.rabbitmq.returns import Returns
-from machinery_py.brokers.rabbitmq.topology import Topology, carry_out
+from machinery_py.brokers.rabbitmq.fetch import Getter
+from machinery_py.brokers.rabbitmq.holding import ConsumerConnection, HeldDelivery, HoldingQueues
+from machinery_py.brokers.rabbitmq.messages import (
+    COPY,
+    ETA,
+    FENCE,
+    PARKS,
+    SENT,
+    STRIKES,
+    Publication,
+    ReceivedMessage,
+)
+from machinery_py.brokers.rabbitmq.publisher import MessagePublisher
+from machinery_py.brokers.rabbitmq.receiving import MessageReceiver
+from machinery_py.brokers.rabbitmq.topology import Topology, declare
 from machinery_py.connections.rabbitmq.client import AmqpDriver, translated
 from machinery_py.connections.rabbitmq.io_thread import (
     AmqpConnection,
     AmqpConnectionLost,
     Channel,
     ChannelLost,
-    settle,
 )
 from machinery_py.connections.session_files import host_file, host_folder, ran_by_the_dead
 from machinery_py.errors import BrokerUnavailable, MachineryError
@@ -62,7 +66,7 @@ class AMQPConsumer(Consumer):
     def __init__(
         self,
         driver: AmqpDriver,
-        sending: Sending,
+        publisher: MessagePublisher,
         topology: Topology,
         queues: Sequence[str],
         *,
@@ -70,17 +74,14 @@ class AMQPConsumer(Consumer):
         consumer_timeout: float,
     ) -> None:
         self._driver = driver
-        self._sending = sending
+        self._publisher = publisher
         self._topology = topology
-        self._returns = Returns(driver, topology)
         self._queues = tuple(dict.fromkeys(topology.queue_of(queue) for queue in queues))
-        self._lock = threading.Lock()  # guards what is held, and which life it is of
+        self._lock = threading.Lock()  # guards what is held, and on which connection
         self._opening = threading.Lock()
         self._held: dict[str, HeldDelivery] = {}
-        self._life: ConsumerConnection | None = None
-        self._birth: object = None
-        self._gates = Gates()
-        self._taking = Taking(self._gates, driver.timeout)
+        self._connection: ConsumerConnection | None = None
+        self._receiver = MessageReceiver(driver.timeout)
         self._vhost = driver.vhost.encode()
         self._file = host_file(KIND)
         self._given_up = self._closed = False
@@ -100,201 +101,156 @@ class AMQPConsumer(Consumer):
     # Connection
 
     def _open(self) -> ConsumerConnection:
-        """The life that is on, or a new one.
+        """Return the connection that is open, or a new one.
 
         Raises:
             BrokerUnavailable, StoreUnusable: there is none.
         """
         with self._opening:
-            life = self._life
-            if life is not None and life.is_open:
-                return life
-            if life is not None:
-                self._lose(self._birth)
-                life.link.close()
-            birth = object()
-            lost = functools.partial(self._lose, birth)
-            link = self._driver.connect("consume", on_lost=lost)
+            current = self._connection
+            if current is not None:
+                if current.is_open:
+                    return current
+                self._lose(current)
+                current.link.close()
+            new = ConsumerConnection()
+            new.link = self._driver.connect("consume", on_lost=lambda: self._lose(new))
             try:
                 with translated(self._driver.place, f"consuming {', '.join(self._queues)}"):
-                    life = self._begin(link, lost)
+                    self._begin(new)
             except MachineryError:
-                link.close()
+                new.link.close()
                 raise
             with self._lock:
-                self._birth, self._life = birth, life
-            return life
+                self._connection = new
+            return new
 
-    def _begin(self, link: AmqpConnection, lost: Callable[[], object]) -> ConsumerConnection:
-        timeout = self._driver.timeout
+    def _begin(self, new: ConsumerConnection) -> None:
+        link, topology, timeout = new.link, self._topology, self._driver.timeout
         setup = link.channel(timeout)
-        steps = [*self._topology.exchange(), *self._topology.common()]
-        for queue in self._queues:
-            steps += self._topology.queue(queue)
-        carry_out(setup, iter(steps), timeout)
-        listen(
-            setup,
-            self._report,
-            self._heard,
-            self._driver.open_publisher,
-            self._topology.workers,
-            timeout,
-        )
-        self._look_for_marks(link)
-        main = link.channel(timeout)
-        main.watch(functools.partial(self._on_channel_lost, lost))
-        main.ask(functools.partial(self._watch_queues, main), timeout)
-        holding = Holding(
-            link,
-            self._sending,
-            self._driver,
-            self._topology,
-            f"{self.info.session}.{secrets.token_hex(2)}",
-        )
-        if not self._topology.is_quorum:
-            return ConsumerConnection(link, main, holding, None)
-        gets = link.channel(timeout)
-        gets.watch(functools.partial(self._on_gets_lost, main))
-        return ConsumerConnection(link, main, holding, Getter(gets))
+        steps = [step for queue in self._queues for step in topology.queue(queue)]
+        declare(setup, [*topology.steps("common", ""), *steps], timeout)
+        hear, publisher = self._receiver.hear, self._driver.open_publisher
+        listen(setup, self._report, hear, publisher, topology.workers, timeout)
+        self._ask_paused(link)
+        new.main = link.channel(timeout)
 
-    def _heard(self, body: bytes, answer: Callable[[], object]) -> None:
-        self._gates.hear(body, self._taking.claim, answer)
+        def on_lost(error: Exception) -> None:
+            if isinstance(error, ChannelLost):
+                logger.error(
+                    "RabbitMQ at %s closed the channel of a consumer: %s;"
+                    " what it held will run again",
+                    self._driver.place,
+                    error,
+                )
+            self._lose(new)
 
-    def _look_for_marks(self, link: AmqpConnection) -> None:
-        """Ask which queues are paused; what nobody can say while the server takes no messages stays as it was."""
-        publisher, turn = self._driver.publisher, self._gates.turn
+        def on_gets_lost(error: Exception) -> None:
+            on_lost(error)
+            new.close_main()
+
+        def on_queue_gone(_: object) -> None:
+            """A queue was deleted, or moved to another node. A new connection declares it again."""
+            logger.warning(
+                "RabbitMQ at %s ended the subscription to a queue of %s; declaring it again",
+                self._driver.place,
+                ", ".join(self._queues),
+            )
+            new.close_main()
+
+        new.main.watch(on_lost)
+        link.tell(lambda: new.main.raw.add_on_cancel_callback(on_queue_gone))
+        name = f"{self.info.session}.{secrets.token_hex(2)}"
+        new.holding = HoldingQueues(link, self._publisher, self._driver, topology, name)
+        if topology.is_quorum:
+            gets = link.channel(timeout)
+            gets.watch(on_gets_lost)
+            new.getter = Getter(gets)
+
+    def _ask_paused(self, link: AmqpConnection) -> None:
+        """Ask which queues are paused; while the server takes no messages, nobody can say."""
+        publisher, version = self._driver.publisher, self._receiver.version
         if not publisher.link.wait_unblocked(0.0):
             return
         try:
-            marked = self._sending.paused(self._queues)
+            marked = self._publisher.paused(self._queues)
         except BrokerUnavailable:
             if not publisher.link.wait_unblocked(0.0):
                 return
             raise
+        link.tell(lambda: self._receiver.learn(marked, version))
 
-        def learn(future: Future[Any]) -> None:
-            self._gates.learn(marked, turn, self._taking.claim)
-            settle(future, None)
-
-        link.ask(learn, self._driver.timeout)
-
-    def _watch_queues(self, main: Channel, future: Future[Any]) -> None:
-        main.raw.add_on_cancel_callback(functools.partial(self._on_queue_gone, main))
-        settle(future, None)
-
-    def _on_channel_lost(self, lost: Callable[[], object], error: Exception) -> None:
-        if isinstance(error, ChannelLost):
-            logger.error(
-                "RabbitMQ at %s closed the channel of a consumer: %s; what it held will run again",
-                self._driver.place,
-                error,
-            )
-        lost()
-
-    def _on_gets_lost(self, main: Channel, error: Exception) -> None:
-        """One life, one end."""
-        if isinstance(error, ChannelLost):
-            logger.warning(
-                "RabbitMQ at %s closed the channel of a consumer: %s", self._driver.place, error
-            )
-        if main.raw.is_open:
-            main.raw.close()
-
-    def _on_queue_gone(self, main: Channel, _: object) -> None:
-        """The server ended a subscription: a queue was deleted, or moved to another node. A new life declares it again."""
-        logger.warning(
-            "RabbitMQ at %s ended the subscription to a queue of %s; declaring it again",
-            self._driver.place,
-            ", ".join(self._queues),
-        )
-        if main.raw.is_open:
-            main.raw.close()
-
-    def _lose(self, birth: object) -> None:
+    def _lose(self, connection: ConsumerConnection) -> None:
         """Forget deliveries that are not ours any more."""
         with self._lock:
-            if birth is not None and birth is self._birth:
-                self._birth = None
-                self._given_up = True
+            if connection is self._connection and not connection.lost:
+                connection.lost = self._given_up = True
                 self._held.clear()
-                # What it ran is somebody else's now, who shall see that in the file of one who lives no more.
+                # What it ran is another consumer's now, which must find a dead one's file.
                 self._file.abandon()
                 self._file = host_file(KIND)
 
     def _report(self) -> Report:
         holding: dict[str, int] = {}
-        for held in list(self._held.values()):
-            holding[held.delivery.queue] = holding.get(held.delivery.queue, 0) + 1
-        claim = self._taking.claim
-        for one in claim.found if claim is not None else ():
-            holding[one.queue] = holding.get(one.queue, 0) + 1
-        return Report(msgspec.structs.replace(self.info, holding=sum(holding.values())), holding)
+        fetch = self._receiver.fetch
+        queues = [held.delivery.queue for held in list(self._held.values())]
+        queues += [one.queue for one in (fetch.found if fetch is not None else ())]
+        for queue in queues:
+            holding[queue] = holding.get(queue, 0) + 1
+        return Report(msgspec.structs.replace(self.info, holding=len(queues)), holding)
 
     # Claiming
 
     def receive(self, limit: int, timeout: float, order: Sequence[str] = ()) -> list[Delivery]:
         if self._closed:
             return []
-        life = self._open()
+        connection = self._open()
         queues = tuple(dict.fromkeys(map(self._topology.queue_of, order))) or self._queues
-        found: list[Taken] = []
-        left, until = timeout, time.monotonic() + timeout
         with translated(self._driver.place, f"receiving from {', '.join(queues)}"):
-            while True:
-                turn = self._gates.turn
-                found = self._taking.take(life, queues, limit, left)
-                left = until - time.monotonic()
-                if found or left <= 0 or self._taking.woken or turn == self._gates.turn:
-                    break  # else a queue was paused or resumed, and that ended the wait
-        self._taking.woken = False
-        return self._hold(life, found, limit)
+            found = self._receiver.receive(connection, queues, limit, timeout)
+        return self._hold(connection, found, limit)
 
-    def _hold(self, life: ConsumerConnection, found: Sequence[Taken], limit: int) -> list[Delivery]:
+    def _hold(
+        self, connection: ConsumerConnection, found: Sequence[ReceivedMessage], limit: int
+    ) -> list[Delivery]:
         now = self._driver.clock.monotonic()
         deliveries: list[Delivery] = []
-        blamed = (
-            ran_by_the_dead(host_folder(KIND)) if any(one.redelivered for one in found) else set()
-        )
+        is_suspect = any(one.redelivered for one in found)
+        blamed = ran_by_the_dead(host_folder(KIND)) if is_suspect else set[int]()
         with self._lock:
-            if self._life is not life or self._birth is None:
+            if self._connection is not connection or connection.lost:
                 return []  # they are back already
             for one in found[:limit]:
                 delivery = self._delivery(one, blamed)
-                channel = (
-                    life.getter.channel if life.getter is not None and one.gotten else life.main
-                )
+                channel = connection.main
+                if one.gotten and connection.getter is not None:
+                    channel = connection.getter.channel
                 self._held[delivery.receipt] = HeldDelivery(
-                    delivery, one, channel, one.tag, now, self._birth, subscription=one.subscription
+                    delivery, one, channel, one.tag, now, connection, subscription=one.subscription
                 )
                 deliveries.append(delivery)
-        surplus = [
-            (one.tag, False) for one in found[limit:]
-        ]  # two queues got their message in one moment
-        if surplus:
-            self._settle(life.main, surplus)
+        if len(found) > limit:  # two queues got their message in one moment
+            self._settle(connection.main, [(one.tag, False) for one in found[limit:]])
         return deliveries
 
     def _mark_of(self, body: bytes) -> int:
         """Return the number that notes a message in its consumer's file."""
-        return int.from_bytes(
-            hashlib.blake2b(self._vhost + body[:MARKED], digest_size=8).digest(), "little"
-        )
+        digest = hashlib.blake2b(self._vhost + body[:MARKED], digest_size=8).digest()
+        return int.from_bytes(digest, "little")
 
-    def _delivery(self, one: Taken, blamed: Collection[int]) -> Delivery:
-        fence, strikes = one.number(FENCE) + 1, one.number(STRIKES)
-        if one.redelivered:
-            fence = fence + 1
-            if not strikes and self._mark_of(one.body) in blamed:
-                strikes = 1  # a further one would be in its header
+    def _delivery(self, one: ReceivedMessage, blamed: Collection[int]) -> Delivery:
+        strikes = one.number(STRIKES)
+        if one.redelivered and not strikes and self._mark_of(one.body) in blamed:
+            strikes = 1  # a further one would be in its header
         return Delivery(
             body=one.body,
             queue=one.queue,
             receipt=f"{self.info.session}:{next(_receipts)}",
-            fence=fence,
+            fence=one.number(FENCE) + 1 + one.redelivered,
             strikes=strikes,
-            parks=self._returns.parks(one),
+            parks=one.number(PARKS),
             priority=one.priority,
-            sent_at=one.sent_at,
+            sent_at=one.moment(SENT),
         )
 
     # Disposing
@@ -302,72 +258,68 @@ class AMQPConsumer(Consumer):
     def dispose(self, disposals: Sequence[Disposal]) -> list[bool]:
         with self._lock:
             ours = [self._held.pop(disposal.delivery.receipt, None) for disposal in disposals]
-        pairs = [
-            (held, disposal)
-            for held, disposal in zip(ours, disposals, strict=True)
-            if held is not None
-        ]
+        pairs = [(held, one) for held, one in zip(ours, disposals, strict=True) if held is not None]
         returned = [
-            self._returns.addressed(held.delivery, held.one, disposal)
+            self._returned(held, disposal)
             for held, disposal in pairs
-            if _is_published(held, disposal)
+            if disposal.fate in (Fate.DEAD, Fate.LATER)
+            or (disposal.fate is Fate.BACK and held.moved)
         ]
         if returned:
             try:
-                self._sending.send(returned)
+                self._publisher.send(returned)
             except MachineryError:
                 with self._lock:
-                    self._held |= {
-                        held.delivery.receipt: held
-                        for held, _ in pairs
-                        if held.birth is self._birth
-                    }
+                    for held, _ in pairs:
+                        if held.connection is self._connection and not held.connection.lost:
+                            self._held[held.delivery.receipt] = held
                 raise
         self._unsubscribe([held for held, _ in pairs])
-        # Last, on purpose: a crash above this line brings the message back, a crash below it must not.
+        # Last, on purpose: a crash above brings the message back, a crash below must not.
         lost: set[str] = set()
         for channel in {id(held.channel): held.channel for held, _ in pairs}.values():
-            here = [(held, disposal) for held, disposal in pairs if held.channel is channel]
-            tags = [
-                (held.tag, disposal.fate is not Fate.BACK or held.moved) for held, disposal in here
-            ]
+            here = [(held, one) for held, one in pairs if held.channel is channel]
+            tags = [(held.tag, one.fate is not Fate.BACK or held.moved) for held, one in here]
             if not self._settle(channel, tags):
                 lost |= {held.delivery.receipt for held, _ in here}
         return [held is not None and held.delivery.receipt not in lost for held in ours]
 
+    def _returned(self, held: HeldDelivery, disposal: Disposal) -> Publication:
+        """Return the message for its queue, the delay levels or the dead letters."""
+        delivery, message = held.delivery, held.message
+        headers = message.own_headers() | {FENCE: delivery.fence, STRIKES: delivery.strikes}
+        headers.pop(COPY, None)
+        headers.pop(ETA, None)
+        if disposal.fate is Fate.DEAD:
+            uuid, name = disposal.uuid or message.uuid, disposal.name or message.name
+            return self._publisher.to_dead_letters(
+                msgspec.structs.replace(message, uuid=uuid, name=name),
+                delivery.queue,
+                headers,
+                reason=disposal.reason,
+                error=disposal.error,
+                letter=delivery.receipt,  # so a repeat after a lost reply is one letter
+            )
+        eta = None
+        if disposal.fate is Fate.LATER:
+            headers[PARKS] = delivery.parks + (disposal.reason != WAITING)
+            eta = disposal.eta
+        return self._publisher.to_queue(message, delivery.queue, headers, eta=eta)
+
     def _unsubscribe(self, held: Sequence[HeldDelivery]) -> None:
-        """End what brought these: when they are settled it would bring others."""
-        over = [one for one in held if one.subscription]
-        if not over:
-            return
-        left = len(over)
-
-        def ended(future: Future[Any]) -> None:
-            nonlocal left
-            left -= 1
-            if not left:
-                settle(future, None)
-
-        def work(future: Future[Any]) -> None:
-            for one in over:
-                one.subscription, tag = "", one.subscription
-                one.channel.cancel(tag, lambda: ended(future))
-
-        try:
-            over[0].channel.ask(work, self._driver.timeout)
-        except (AmqpConnectionLost, ChannelLost):
-            pass  # the same will be said of settling them
+        """End the subscriptions that brought these: when settled they would bring others."""
+        for one in held:
+            if one.subscription:
+                tag, one.subscription = one.subscription, ""
+                try:
+                    one.channel.unsubscribe(tag, self._driver.timeout)
+                except (AmqpConnectionLost, ChannelLost):
+                    pass  # settling it fails in the same way
 
     def _settle(self, channel: Channel, tags: Sequence[tuple[int, bool]]) -> bool:
-        """Acknowledge (True) or give back (False), and wait until the server has seen it. False: the channel is gone."""
-
-        def work(future: Future[Any]) -> None:
-            channel.dispose(tags)
-            # An acknowledgement has no answer; the server reads a channel in order, and this has one.
-            channel.raw.basic_qos(prefetch_count=0, callback=lambda _: settle(future, None))
-
+        """Acknowledge (True) or give back (False); return False if the channel is gone."""
         try:
-            channel.ask(work, self._driver.timeout)
+            channel.settle(tags, self._driver.timeout)
         except (AmqpConnectionLost, ChannelLost) as error:
             logger.warning(
                 "RabbitMQ at %s may not have heard that %d messages are settled: %s",
@@ -392,7 +344,7 @@ class AMQPConsumer(Consumer):
             return
         self._file.begins(self._mark_of(delivery.body))
         held.begun = True
-        if delivery.strikes or held.one.redelivered:
+        if delivery.strikes or held.message.redelivered:
             try:
                 self._move([held])
             except MachineryError as error:
@@ -402,21 +354,20 @@ class AMQPConsumer(Consumer):
         self._file.ends(self._mark_of(delivery.body))
 
     def _move(self, held: Sequence[HeldDelivery]) -> None:
-        """Hold these in the holding queue from now on."""
-        life = self._life
-        if life is None or not held:
+        """Hold these in the holding queues from now on."""
+        connection = self._connection
+        if connection is None or not held:
             return
-        channel, tags = life.holding.copy(held)
+        channel, tags = connection.holding.copy(held)
         self._unsubscribe(held)
         now = self._driver.clock.monotonic()
         over: dict[int, tuple[Channel, list[tuple[int, bool]]]] = {}
         with self._lock:
             for one, tag in zip(held, tags, strict=True):
-                if one.delivery.receipt in self._held and one.birth is self._birth:
+                old, old_tag = channel, tag  # if it was settled in between, the copy goes
+                if one.delivery.receipt in self._held:
                     old, old_tag = one.channel, one.tag
                     one.channel, one.tag, one.since, one.moved = channel, tag, now, True
-                else:
-                    old, old_tag = channel, tag  # it was settled in between: the copy is not needed
                 over.setdefault(id(old), (old, []))[1].append((old_tag, True))
         for old, gone in over.values():
             self._settle(old, gone)
@@ -425,26 +376,21 @@ class AMQPConsumer(Consumer):
         if self._closed:
             return True
         self._file.touch()
-        life = self._open()
-        with translated(self._driver.place, "asking which queues are paused"):
-            self._look_for_marks(
-                life.link
-            )  # and keeps the connection open that answers to questions go through
+        # This also keeps the connection open through which questions are answered.
+        self._ask_paused(self._open().link)
         self.info = msgspec.structs.replace(self.info, beat_at=self._driver.clock.now())
         if self._given_up:
             self._given_up = False
             return False
-        now = self._driver.clock.monotonic()
-        self._move(
-            [held for held in list(self._held.values()) if now - held.since > self._hold_for]
-        )
+        before = self._driver.clock.monotonic() - self._hold_for
+        self._move([held for held in list(self._held.values()) if held.since < before])
         return True
 
     def wake(self) -> None:
-        self._taking.woken = True
-        claim, life = self._taking.claim, self._life
-        if claim is not None and life is not None:
-            life.link.tell(claim.end)
+        self._receiver.woken = True
+        fetch, connection = self._receiver.fetch, self._connection
+        if fetch is not None and connection is not None:
+            connection.link.tell(fetch.end)
 
     def close(self) -> None:
         if self._closed or self.info.pid != os.getpid():
@@ -458,16 +404,10 @@ class AMQPConsumer(Consumer):
         except MachineryError as error:
             logger.warning("%d tasks go back with a strike: %s", len(moved), error)
         with self._lock:
-            self._birth = None
             self._held.clear()
-            life, self._life = self._life, None
-        if life is not None:
-            if life.main.is_open:
-                life.main.close()
-            life.link.close()
+            connection, self._connection = self._connection, None
+        if connection is not None:
+            if connection.is_open:
+                connection.main.close()
+            connection.link.close()
         self._file.end()
-
-
-def _is_published(held: HeldDelivery, disposal: Disposal) -> bool:
-    """Whether the message is sent somewhere, and not just acknowledged or given back."""
-    return disposal.fate in (Fate.DEAD, Fate.LATER) or (disposal.fate is Fate.BACK and held.moved)

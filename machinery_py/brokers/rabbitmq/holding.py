@@ -1,20 +1,25 @@
-"""Where a consumer keeps what it must hold in another way than unacknowledged on the queue it came from.
+"""Holding of deliveries: on the channel that they came on, or in a holding queue of ours.
 
-A delivery is moved into our holding queue for two reasons:
+A delivery is moved into a holding queue for two reasons:
 
-- RabbitMQ ends a channel on which a delivery is unacknowledged for longer than its `consumer_timeout`, 30 minutes unless it
-  is configured. What runs longer is moved before that, and again as often as it takes.
-- A suspect (it came back before) is about to run: the copy says one strike more. What has not begun gets none.
+- RabbitMQ ends a channel on which a delivery is unacknowledged for longer than its
+  `consumer_timeout`, 30 minutes unless it is configured. A longer run is moved before that, and
+  again as often as it takes.
+- A suspect (it came back before) is about to run: the copy says one strike more. A delivery whose
+  task has not begun gets none.
 
-The holding queue has one subscriber, us; what is in it is unacknowledged on our channel, so its time to live does not run.
-When we die the server puts it back, its time is over at once, and dead-lettering brings it to the queue it came from.
+The holding queue has one subscriber, us; its messages are unacknowledged on our channel, so their
+time to live does not run. When we die the server puts them back, their time is over at once, and
+dead-lettering brings them to the queue that they came from.
 
-    1  copy published to the holding queue, confirmed       crash: the copy and the original come back, with one UUID
-    2  copy delivered to us                                 crash: the same
-    3  original acknowledged                                crash: the copy comes back, with its strike
+    step                                                crash after it
+    1  copy published to the holding queue, confirmed   copy and original come back, with one UUID
+    2  copy delivered to us                             the same
+    3  original acknowledged                            the copy comes back, with its strike
 
-Limits: with classic queues the dead-lettering of step 3 is not safe against a crash of the RabbitMQ node in that very moment.
-With quorum queues the holding queue is one as well, and hands a copy on only when its queue has it.
+Limits: with classic queues the dead-lettering of step 3 is not safe against a crash of the RabbitMQ
+node in that very moment. With quorum queues the holding queue is one as well, and hands a copy on
+only when its queue has it.
 """
 
 from __future__ import annotations
@@ -28,50 +33,70 @@ from typing import Any
 import msgspec
 
 from machinery_py.brokers.base import Delivery
+from machinery_py.brokers.rabbitmq.fetch import Getter
 from machinery_py.brokers.rabbitmq.messages import (
     COPY,
     FENCE,
     STRIKES,
-    Taken,
-    own_headers,
-    parcel_of,
+    Publication,
+    ReceivedMessage,
+    addressed,
 )
-from machinery_py.brokers.rabbitmq.publisher import Addressed, Sending
+from machinery_py.brokers.rabbitmq.publisher import MessagePublisher
 from machinery_py.brokers.rabbitmq.topology import Topology
 from machinery_py.connections.rabbitmq.client import AmqpDriver, translated
-from machinery_py.connections.rabbitmq.io_thread import AmqpConnection, Channel, settle
+from machinery_py.connections.rabbitmq.io_thread import AmqpConnection, Channel, resolve
 
-STAY = 1_000  # ms; what nobody holds leaves a holding queue after this
+STAY = 1_000  # ms; a message that nobody holds leaves a holding queue after this
 GONE = 600_000  # ms; a holding queue without a subscriber is removed after this
 
 
+class ConsumerConnection:
+    """A connection and its channels. What was delivered on it ends with it."""
+
+    link: AmqpConnection
+    main: Channel
+    holding: HoldingQueues
+    getter: Getter | None = None  # with quorum queues
+    lost = False  # its deliveries are given up
+
+    @property
+    def is_open(self) -> bool:
+        return self.main.is_open
+
+    def close_main(self) -> None:
+        """End all that is held, in the I/O thread."""
+        if self.main.raw.is_open:
+            self.main.raw.close()
+
+
 class HeldDelivery(msgspec.Struct, gc=False, eq=False):
-    """A delivery and where it is unacknowledged. `birth` is of the life that it was delivered on."""
+    """A delivery, the connection that it came on, and where it is unacknowledged."""
 
     delivery: Delivery
-    one: Taken
+    message: ReceivedMessage
     channel: Channel
     tag: int
     since: float
-    birth: object
+    connection: ConsumerConnection
     moved: bool = False
     begun: bool = False
     subscription: str = ""  # to be ended before it is settled
 
 
-class Holding:
-    """The holding queues of one life, one for each queue of origin; made when they are needed."""
+class HoldingQueues:
+    """The holding queues of one connection, one for each queue of origin; made when needed."""
 
     def __init__(
         self,
         link: AmqpConnection,
-        sending: Sending,
+        publisher: MessagePublisher,
         driver: AmqpDriver,
         topology: Topology,
         name: str,
     ) -> None:
         self._link = link
-        self._sending = sending
+        self._publisher = publisher
         self._driver = driver
         self._topology = topology
         self._name = name
@@ -82,50 +107,38 @@ class Holding:
         self._arrivals: dict[int, Future[int]] = {}
 
     def copy(self, held: Sequence[HeldDelivery]) -> tuple[Channel, list[int]]:
-        """Steps 1 and 2: the channel, and the delivery tag of each copy.
+        """Do steps 1 and 2; return the channel, and the delivery tag of each copy.
 
         Raises:
-            MachineryError: some copies may be there. They come back like the message of a consumer that died.
+            MachineryError: some copies may be there. They come back like those of a dead consumer.
         """
-        timeout = self._driver.timeout
+        numbers = [next(self._copies) for _ in held]
         with translated(self._driver.place, "holding a delivery"):
             with self._lock:
                 channel = self._ready({one.delivery.queue for one in held})
-            numbers = [next(self._copies) for _ in held]
             arrivals = {number: Future[int]() for number in numbers}
             self._arrivals |= arrivals
             try:
-                self._sending.send(
-                    [
-                        self._addressed(one, number)
-                        for one, number in zip(held, numbers, strict=True)
-                    ]
+                self._publisher.send(
+                    [self._copy_of(one, number) for one, number in zip(held, numbers, strict=True)]
                 )
-                return channel, [
-                    channel.ask(_await(arrivals[number]), timeout) for number in numbers
+                tags = [
+                    channel.ask(_passing(arrivals[number]), self._driver.timeout)
+                    for number in numbers
                 ]
             finally:
                 for number in numbers:
                     self._arrivals.pop(number, None)
+        return channel, tags
 
-    def _addressed(self, held: HeldDelivery, number: int) -> Addressed:
+    def _copy_of(self, held: HeldDelivery, number: int) -> Publication:
         delivery = held.delivery
-        headers = own_headers(held.one) | {
+        headers = held.message.own_headers() | {
             COPY: number,
             FENCE: delivery.fence,
             STRIKES: delivery.strikes + held.begun,
         }
-        return Addressed(
-            parcel_of(
-                "",
-                self._names[delivery.queue],
-                body=delivery.body,
-                uuid=held.one.uuid,
-                name=held.one.name,
-                priority=delivery.priority,
-                headers=headers,
-            )
-        )
+        return Publication(addressed("", self._names[delivery.queue], held.message, headers))
 
     def _ready(self, queues: set[str]) -> Channel:
         timeout = self._driver.timeout
@@ -138,25 +151,19 @@ class Holding:
             channel.rpc(
                 "queue_declare", queue=name, durable=True, arguments=arguments, timeout=timeout
             )
-            channel.ask(self._subscriber(channel, name), timeout)
+            channel.rpc("basic_qos", prefetch_count=0, timeout=timeout)
+            channel.rpc(
+                "basic_consume", queue=name, on_message_callback=self._arrived, timeout=timeout
+            )
             self._names[queue] = name
         return channel
 
-    def _subscriber(self, channel: Channel, name: str) -> Callable[[Future[Any]], None]:
-        def arrived(_: object, method: Any, properties: Any, body: bytes) -> None:
-            waiting = self._arrivals.get((properties.headers or {}).get(COPY, 0))
-            if waiting is not None:
-                settle(waiting, method.delivery_tag)
-
-        def subscribe(future: Future[Any]) -> None:
-            channel.raw.basic_qos(prefetch_count=0, callback=lambda _: None)
-            channel.raw.basic_consume(name, arrived, callback=lambda _: settle(future, None))
-
-        return subscribe
+    def _arrived(self, _: object, method: Any, properties: Any, __: bytes) -> None:
+        waiting = self._arrivals.get((properties.headers or {}).get(COPY, 0))
+        if waiting is not None:
+            resolve(waiting, method.delivery_tag)
 
 
-def _await(arrival: Future[int]) -> Callable[[Future[Any]], None]:
-    def work(future: Future[Any]) -> None:
-        arrival.add_done_callback(lambda done: settle(future, done.result()))
-
-    return work
+def _passing(arrival: Future[int]) -> Callable[[Future[Any]], None]:
+    """Fill the future that is asked for with the result of `arrival`."""
+    return lambda future: arrival.add_done_callback(lambda done: resolve(future, done.result()))

@@ -1,37 +1,30 @@
-"""Exchanges, queues and bindings on RabbitMQ: Go Machinery's where Go has them, ours where Go loses messages.
+"""Declarations on RabbitMQ: Go Machinery's where Go has them, ours where Go loses messages.
 
-    <exchange>                   Go's, of the configured type
-    <queue>                      durable, with `queue_declare_args`; bound by its name, the default queue also by `binding_key`
-    machinery.delay.<n>          exchange and queue of level n: what lies here waits TICK · 2ⁿ; then on to level n-1
-    machinery.delay.due          exchange: from the levels to the queues, by a digest of the queue's name
-    machinery.dead.<queue>       dead letters
-    machinery.queues             one message for each queue that was ever used, with its name
-    machinery.workers            the consumers that live subscribe to it; it is always empty
-    machinery.control            exchange: questions to all consumers
-    machinery.paused             exchange: what is sent to it with a paused queue's key finds a queue, else it comes back
+The exchanges and queues are listed in connections/rabbitmq/queues.py.
 
-A delayed message carries its delay in ticks as a binary number in its routing key: level n holds it if bit n is set, and
-passes it on if not. There are as many queues as bits, whatever the delays; nothing waits behind another message, since all
-in a level wait equally long; and no queue expires.
+A delayed message carries its delay in ticks as a binary number in its routing key: level n holds
+it for TICK · 2ⁿ if bit n is set, and passes it on to level n-1 if not. There are as many queues
+as bits, whatever the delays; nothing waits behind another message, since all in a level wait
+equally long; and no queue expires.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 from machinery_py.config.sections import AMQPConfig
-from machinery_py.connections.rabbitmq.io_thread import Channel, settle
+from machinery_py.connections.rabbitmq.io_thread import Channel, resolve
 from machinery_py.connections.rabbitmq.queues import CONTROL, DUE, PAUSED, PAUSED_SINK
 from machinery_py.errors import PublishRefused, for_good
+from machinery_py.texts import quoted
 
 LEVELS = 33  # the longest delay is 2³³ - 1 ticks: 13 years
 TICK = 0.05  # seconds; a delayed message comes so late at most, and never early
 LONGEST_NAME = 255  # bytes
-OFTEN = 1_000_000_000  # deliveries of one message in a quorum queue of ours; -1, for no limit, is new in RabbitMQ 4
-
+OFTEN = 1_000_000_000  # deliveries of a message in a quorum queue; -1, no limit, needs RabbitMQ 4
 
 #: One call of a method of pika's channel: its name and its arguments.
 Step = tuple[str, dict[str, Any]]
@@ -48,7 +41,8 @@ class Topology:
             {"x-max-length", "x-max-length-bytes"} & config.queue_declare_args.keys()
         )
         self.rejects = config.queue_declare_args.get("x-overflow") == "reject-publish"
-        # Quorum queues as well, or all of a cluster would stand still when the node is gone that has these.
+        # Quorum queues as well, or all of a cluster would stand still when the node is gone that
+        # has these.
         self.registry = self._named("queues")
         self.workers = self._named("workers")
 
@@ -59,7 +53,7 @@ class Topology:
     # Names
 
     def queue_of(self, name: str) -> str:
-        """The queue that a route leads to: Go writes the binding key where the default queue is meant."""
+        """Return the queue of a route: Go writes the binding key for the default queue."""
         return (
             self.default_queue
             if name in ("", self.config.binding_key) and self.routes_by_name
@@ -68,7 +62,7 @@ class Topology:
 
     @property
     def routes_by_name(self) -> bool:
-        """Whether a message reaches the queue that it is addressed to, because each is bound by its name."""
+        """Whether a message reaches the queue whose name is its routing key."""
         return self.config.exchange_type == "direct"
 
     def dead_queue(self, queue: str) -> str:
@@ -83,7 +77,7 @@ class Topology:
         return f"machinery.{what}.quorum" if self.is_quorum else f"machinery.{what}"
 
     def delay_route(self, queue: str, delay: float) -> tuple[str, str]:
-        """(exchange, routing key) for a message that is to come to the queue after so many seconds."""
+        """Return (exchange, routing key) for a message that comes to the queue after `delay` seconds."""
         ticks = max(1, min(-int(-delay // TICK), (1 << LEVELS) - 1))
         bits = format(ticks, f"0{LEVELS}b")
         return self.level_name(ticks.bit_length() - 1), f"{'.'.join(bits)}.{digest(queue)}"
@@ -108,93 +102,80 @@ class Topology:
 
     # Declarations
 
-    def exchange(self) -> Iterator[Step]:
-        yield (
-            "exchange_declare",
-            {
-                "exchange": self.config.exchange,
-                "exchange_type": self.config.exchange_type,
-                "durable": True,
-            },
-        )
+    def steps(self, kind: str, queue: str) -> list[Step]:
+        """Return the declarations of one kind: common, levels; or queue, due, dead of a queue."""
+        match kind:
+            case "common":
+                return [self.exchange(), *self.common()]
+            case "queue":
+                return self.queue(queue)
+            case "due":  # the way of delayed messages to a queue
+                key = f"#.{digest(queue)}"
+                return [("queue_bind", {"queue": queue, "exchange": DUE, "routing_key": key})]
+            case "dead":
+                return [_queue(self.dead_queue(queue), self._ours())]
+            case _:
+                return self.levels()
 
-    def queue(self, queue: str) -> Iterator[Step]:
+    def exchange(self) -> Step:
+        return _exchange(self.config.exchange, self.config.exchange_type)
+
+    def queue(self, queue: str) -> list[Step]:
         """Return the declarations that a worker or a sender needs for a queue."""
+        problem = ""
         if len(queue.encode(errors="replace")) > LONGEST_NAME:
-            raise for_good(
-                PublishRefused(
-                    f"queue {queue[:40]!r}…: its name is longer than {LONGEST_NAME} bytes"
-                )
-            )
-        if "\r" in queue or "\n" in queue:
-            # RabbitMQ leaves them out of the names of queues, and not out of routing keys: nothing would ever come there.
-            raise for_good(
-                PublishRefused(
-                    f"queue {queue[:40]!r}: a line break is in its name (give it another)"
-                )
-            )
-        exchange, arguments = self.config.exchange, dict(self.config.queue_binding_args)
-        yield (
-            "queue_declare",
-            {"queue": queue, "durable": True, "arguments": dict(self.config.queue_declare_args)},
-        )
+            problem = f"its name is longer than {LONGEST_NAME} bytes"
+        elif "\r" in queue or "\n" in queue:
+            # RabbitMQ drops them from names of queues, and not from routing keys: no message
+            # would arrive.
+            problem = "a line break is in its name (give it another)"
+        if problem:
+            raise for_good(PublishRefused(f"queue {quoted(queue)}: {problem}"))
         keys = [queue, self.config.binding_key] if queue == self.default_queue else [queue]
-        for key in dict.fromkeys(keys):
-            yield (
-                "queue_bind",
-                {"queue": queue, "exchange": exchange, "routing_key": key, "arguments": arguments},
-            )
+        address = {"queue": queue, "exchange": self.config.exchange}
+        arguments = dict(self.config.queue_binding_args)
+        return [
+            _queue(queue, dict(self.config.queue_declare_args)),
+            *(
+                ("queue_bind", {**address, "routing_key": key, "arguments": arguments})
+                for key in dict.fromkeys(keys)
+            ),
+        ]
 
-    def due(self, queue: str) -> Iterator[Step]:
-        """The way of delayed messages to a queue."""
-        yield "queue_bind", {"queue": queue, "exchange": DUE, "routing_key": f"#.{digest(queue)}"}
-
-    def dead(self, queue: str) -> Iterator[Step]:
-        yield (
-            "queue_declare",
-            {"queue": self.dead_queue(queue), "durable": True, "arguments": self._ours()},
-        )
-
-    def common(self) -> Iterator[Step]:
-        """Return the declarations that all queues share."""
-        yield "queue_declare", {"queue": self.registry, "durable": True, "arguments": self._ours()}
-        yield "queue_declare", {"queue": self.workers, "durable": True, "arguments": self._ours()}
-        yield "exchange_declare", {"exchange": CONTROL, "exchange_type": "fanout", "durable": True}
+    def common(self) -> list[Step]:
+        """Return the declarations of ours that all queues share."""
         sink = self._named("paused")
-        yield "exchange_declare", {"exchange": PAUSED, "exchange_type": "direct", "durable": True}
-        yield (
-            "exchange_declare",
-            {"exchange": PAUSED_SINK, "exchange_type": "fanout", "durable": True},
-        )
-        yield (
-            "queue_declare",
-            {"queue": sink, "durable": True, "arguments": {"x-max-length": 1, **self._ours()}},
-        )
-        yield "queue_bind", {"queue": sink, "exchange": PAUSED_SINK}
+        return [
+            _queue(self.registry, self._ours()),
+            _queue(self.workers, self._ours()),
+            _exchange(CONTROL, "fanout"),
+            _exchange(PAUSED, "direct"),
+            _exchange(PAUSED_SINK, "fanout"),
+            _queue(sink, {"x-max-length": 1, **self._ours()}),
+            ("queue_bind", {"queue": sink, "exchange": PAUSED_SINK}),
+        ]
 
-    def pause(self, queue: str, *, shut: bool) -> Iterator[Step]:
-        """The mark of a paused queue, set or taken away: a binding, which every node of a cluster knows."""
+    def pause(self, queue: str, *, shut: bool) -> Step:
+        """Set or take away the mark of a paused queue: a binding, known to all nodes of a cluster."""
         method = "exchange_bind" if shut else "exchange_unbind"
-        yield method, {"destination": PAUSED_SINK, "source": PAUSED, "routing_key": digest(queue)}
+        return method, {"destination": PAUSED_SINK, "source": PAUSED, "routing_key": digest(queue)}
 
-    def levels(self) -> Iterator[Step]:
+    def levels(self) -> list[Step]:
         """The levels, from below, and the sign that all are there."""
-        yield "exchange_declare", {"exchange": DUE, "exchange_type": "topic", "durable": True}
+        steps = [_exchange(DUE, "topic")]
         for level in range(LEVELS):
             name, below = self.level_name(level), self.level_name(level - 1) if level else DUE
             skipped = "*." * (LEVELS - 1 - level)
-            arguments = self._handing_on(self.ttl(level), below)
-            yield "exchange_declare", {"exchange": name, "exchange_type": "topic", "durable": True}
-            yield "queue_declare", {"queue": name, "durable": True, "arguments": arguments}
-            yield (
-                "exchange_bind",
-                {"destination": below, "source": name, "routing_key": f"{skipped}0.#"},
-            )
-            yield "queue_bind", {"queue": name, "exchange": name, "routing_key": f"{skipped}1.#"}
-        yield (
-            "exchange_declare",
-            {"exchange": self.levels_ready, "exchange_type": "fanout", "durable": True},
-        )
+            steps += [
+                _exchange(name, "topic"),
+                _queue(name, self._handing_on(self.ttl(level), below)),
+                (
+                    "exchange_bind",
+                    {"destination": below, "source": name, "routing_key": f"{skipped}0.#"},
+                ),
+                ("queue_bind", {"queue": name, "exchange": name, "routing_key": f"{skipped}1.#"}),
+            ]
+        return [*steps, _exchange(self.levels_ready, "fanout")]
 
     @property
     def levels_ready(self) -> str:
@@ -202,7 +183,10 @@ class Topology:
         return self.level_name(LEVELS)
 
     def held(self, queue: str, *, stay: int, gone: int) -> dict[str, Any]:
-        """The arguments of a queue that gives to `queue` what nobody holds for `stay` ms, and goes after `gone` ms of disuse."""
+        """Return the arguments of a queue that hands on to `queue` what is not held for `stay` ms.
+
+        It is removed after `gone` ms of disuse.
+        """
         return self._handing_on(stay, "") | {"x-expires": gone, "x-dead-letter-routing-key": queue}
 
     def _handing_on(self, after: int, exchange: str) -> dict[str, Any]:
@@ -226,25 +210,30 @@ def digest(queue: str) -> str:
     return hashlib.blake2s(queue.encode(errors="surrogatepass"), digest_size=10).hexdigest()
 
 
-def carry_out(channel: Channel, steps: Iterator[Step], timeout: float) -> None:
-    """Declare it all, one step after the other, in one go.
+def _exchange(name: str, kind: str) -> Step:
+    return "exchange_declare", {"exchange": name, "exchange_type": kind, "durable": True}
+
+
+def _queue(name: str, arguments: Mapping[str, Any]) -> Step:
+    return "queue_declare", {"queue": name, "durable": True, "arguments": arguments}
+
+
+def declare(channel: Channel, steps: Sequence[Step], timeout: float) -> None:
+    """Carry out the steps in one go, in their order.
 
     Raises:
-        LinkLost, ChannelLost: some of it may be declared; declaring again is safe.
+        AmqpConnectionLost, ChannelLost: some of it may be declared; declaring again is safe.
     """
-    remaining = list(steps)
 
     def begin(future: Future[Any]) -> None:
-        for index, (method, arguments) in enumerate(remaining):
-            last = index == len(remaining) - 1
-            done: Callable[[object], object] = (
-                (lambda _: settle(future, None)) if last else _nothing
-            )
-            getattr(channel.raw, method)(callback=done, **arguments)
+        for method, arguments in steps[:-1]:
+            getattr(channel.raw, method)(callback=_ignore, **arguments)
+        method, arguments = steps[-1]
+        getattr(channel.raw, method)(callback=lambda _: resolve(future, None), **arguments)
 
-    if remaining:
+    if steps:
         channel.ask(begin, timeout)
 
 
-def _nothing(_: object) -> None:
+def _ignore(_: object) -> None:
     pass

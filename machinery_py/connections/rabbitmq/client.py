@@ -1,25 +1,25 @@
-"""The connections to RabbitMQ: one to publish on, one for each consumer, and short ones to look around.
+"""The connections to RabbitMQ: one to publish on, one for each consumer, and short ones to inspect.
 
-They are apart because RabbitMQ stops reading from a connection that publishes when it is short of memory or disk: consumers
-go on, and settle what they have. A connection is opened when it is needed, to the server that was used last; with several
-URLs the others are tried in the order of the strategy, one round, before it is given up.
+They are apart because RabbitMQ stops reading from a connection that publishes when it is short of
+memory or disk: consumers go on, and settle what they have. A connection is opened when it is
+needed, to the server that was used last; with several URLs the others are tried in the order of
+the strategy, one round.
 """
 
 from __future__ import annotations
 
-import datetime as dt
 import functools
 import logging
 import os
 import re
 import ssl
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pika
 from pika.exceptions import AMQPError, ProbableAccessDeniedError, ProbableAuthenticationError
 
-from machinery_py.clock import Clock, SystemClock, micros
+from machinery_py.clock import Clock, SystemClock
 from machinery_py.config.server_urls import AmqpUrl, parse_amqp_url
 from machinery_py.config.urls import redact
 from machinery_py.connections.failover import Strategy, following, round_robin
@@ -36,9 +36,8 @@ from machinery_py.texts import get_logger
 
 logger = get_logger(__name__)
 if logging.getLogger("pika").level == logging.NOTSET:
-    logging.getLogger("pika").setLevel(logging.CRITICAL)  # what it has to say is said by us, once
+    logging.getLogger("pika").setLevel(logging.CRITICAL)  # our own log says it, once
 
-UTC = dt.UTC
 KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 15_000}
 SHORTEST = 0.5  # seconds for one of several servers, however many there are
 NOT_FOUND, LOCKED = 404, 405
@@ -46,7 +45,7 @@ _LARGER = re.compile(r"is larger than .*?(\d+)")
 
 
 class AmqpDriver:
-    """The servers behind one or several URLs. May be used from any thread; opens nothing before it is needed."""
+    """The servers behind one or several URLs, connected when needed. May be used from any thread."""
 
     def __init__(
         self,
@@ -81,12 +80,6 @@ class AmqpDriver:
         """The server in use: for texts."""
         return self._parsed[self._current].place
 
-    def now(self) -> int:
-        """Microseconds since 1970, by our clock."""
-        return micros(self.clock.now())
-
-    # Connections
-
     def connect(self, purpose: str, on_lost: Callable[[], object] | None = None) -> AmqpConnection:
         """A new connection.
 
@@ -97,71 +90,43 @@ class AmqpDriver:
         current, failures = self._current, list[str]()
         patience = max(SHORTEST, self.timeout / len(self.urls))
         while True:
-            link = AmqpConnection(
-                self._parameters(current, purpose, patience), name=purpose, on_lost=on_lost
-            )
+            parameters = self._parameters(current, purpose, patience)
+            link = AmqpConnection(parameters, name=purpose, on_lost=on_lost)
             try:
                 link.open(patience)
             except AmqpConnectionLost as error:
-                self._check(current, error.__cause__)
-                failures.append(f"{redact(current)}: {error}")
-                following = self._after(current)
+                shown = redact(current)
+                if problem := _lasting_problem(error.__cause__):
+                    raise StoreUnusable(f"{shown}: {problem}") from error
+                failures.append(f"{shown}: {error}")
                 if len(failures) == len(self.urls):
                     raise BrokerUnavailable(
                         f"no connection to RabbitMQ: {'; '.join(failures)}"
                     ) from error
+                current = following(self._strategy, self.urls, current, self._parsed)
                 logger.warning(
-                    "broker %s does not answer: %s; trying %s",
-                    redact(current),
-                    error,
-                    redact(following),
+                    "broker %s does not answer: %s; trying %s", shown, error, redact(current)
                 )
-                current = following
-                continue
-            self._current = current
-            return link
-
-    def _after(self, failed: str) -> str:
-        return following(self._strategy, self.urls, failed, self._parsed)
-
-    def _check(self, url: str, error: BaseException | None) -> None:
-        """Raise what another try would not better."""
-        seen: set[int] = set()
-        while error is not None and id(error) not in seen:
-            seen.add(id(error))
-            # pika guesses from how far it came; only a server that says so has refused us, others were going down or coming up.
-            said = "ConnectionClosedByBroker" in str(error) and "is down" not in str(error)
-            if said and isinstance(error, ProbableAuthenticationError):
-                raise StoreUnusable(
-                    f"{redact(url)}: the server refuses user or password (check both in the URL; guest may come "
-                    "from the server's own host only)"
-                ) from error
-            if said and isinstance(error, ProbableAccessDeniedError):
-                raise StoreUnusable(
-                    f"{redact(url)}: the user may not use the vhost, or it does not exist "
-                    "(rabbitmqctl add_vhost, rabbitmqctl set_permissions)"
-                ) from error
-            if isinstance(error, ssl.SSLCertVerificationError):
-                raise StoreUnusable(
-                    f"{redact(url)}: the server's certificate cannot be trusted: {error.verify_message} (set ?ca_file=…)"
-                ) from error
-            inner = [one for one in error.args if isinstance(one, BaseException)]
-            error = inner[0] if inner else error.__cause__
+            else:
+                self._current = current
+                return link
 
     def _parameters(self, url: str, purpose: str, timeout: float) -> pika.ConnectionParameters:
-        said = self._parsed[url]
+        parsed = self._parsed[url]
         try:
-            options = pika.SSLOptions(_context(said), said.host) if said.tls else None
+            options = pika.SSLOptions(_context(parsed), parsed.host) if parsed.tls else None
         except (OSError, ssl.SSLError) as error:
             raise StoreUnusable(
                 f"{redact(url)}: a certificate file cannot be used: {error}"
             ) from error
         return pika.ConnectionParameters(
-            host=said.host,
-            port=said.port,
-            virtual_host=said.vhost,
-            credentials=pika.PlainCredentials(said.username, said.password, erase_on_connect=True),
-            heartbeat=said.heartbeat,
+            host=parsed.host,
+            port=parsed.port,
+            virtual_host=parsed.vhost,
+            credentials=pika.PlainCredentials(
+                parsed.username, parsed.password, erase_on_connect=True
+            ),
+            heartbeat=parsed.heartbeat,
             blocked_connection_timeout=None,
             socket_timeout=timeout,
             stack_timeout=timeout,
@@ -194,8 +159,8 @@ class AmqpDriver:
     def renew_publisher(self, refused: Publisher) -> None:
         """Publish on another connection from now on.
 
-        A channel that first publishes to a quorum queue while that has no leader asks the one that is gone, and is told no
-        for ever (RabbitMQ 3.10).
+        A channel that first publishes to a quorum queue while that has no leader asks the old
+        leader, and is refused for ever (RabbitMQ 3.10).
         """
         with self._lock:
             if self._publisher is refused:
@@ -203,16 +168,16 @@ class AmqpDriver:
         refused.retire()
 
     def open_publisher(self) -> Publisher | None:
-        """The connection to publish on if it is there; none is made. For the threads of links, which must not wait."""
+        """Return the open connection to publish on, if any. For I/O threads, which must not wait."""
         publisher = self._publisher
         return publisher if publisher is not None and publisher.is_open else None
 
     @contextmanager
     def visit(self, doing: str) -> Iterator[Channel]:
-        """A channel on a connection of its own, which ends with the `with`: what it has taken and not settled goes back.
+        """A channel on a connection of its own for a `with`, after which unsettled messages go back.
 
         Raises:
-            BrokerUnavailable, StoreUnusable: also in place of what the link raises inside the `with`.
+            BrokerUnavailable, StoreUnusable: also in place of pika's errors inside the `with`.
         """
         link = self.connect("look")
         try:
@@ -231,9 +196,34 @@ class AmqpDriver:
             publisher.close()
 
 
+def _lasting_problem(error: BaseException | None) -> str:
+    """Return why no other try can succeed; "" if one may."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        # pika guesses from how far it came; only a server that says so has refused us. Others were
+        # going down or coming up.
+        is_told = "ConnectionClosedByBroker" in str(error) and "is down" not in str(error)
+        if is_told and isinstance(error, ProbableAuthenticationError):
+            return (
+                "the server refuses user or password (check both in the URL; guest may come "
+                "from the server's own host only)"
+            )
+        if is_told and isinstance(error, ProbableAccessDeniedError):
+            return (
+                "the user may not use the vhost, or it does not exist "
+                "(rabbitmqctl add_vhost, rabbitmqctl set_permissions)"
+            )
+        if isinstance(error, ssl.SSLCertVerificationError):
+            return f"the server's certificate cannot be trusted: {error.verify_message} (set ?ca_file=…)"
+        inner = [one for one in error.args if isinstance(one, BaseException)]
+        error = inner[0] if inner else error.__cause__
+    return ""
+
+
 @contextmanager
 def translated(place: str, doing: str) -> Iterator[None]:
-    """Turn the errors of links and of pika into ours."""
+    """Turn the errors of connections and of pika into ours."""
     try:
         yield
     except MachineryError:
@@ -246,14 +236,14 @@ def translated(place: str, doing: str) -> Iterator[None]:
 
 
 def passes(error: ChannelLost) -> bool:
-    """Whether the server's refusal ends by itself: a classic queue whose node is down, a lock of somebody who is gone."""
+    """Whether the refusal ends by itself: a classic queue whose node is down, another's lock."""
     return error.code == LOCKED or (
         error.code == NOT_FOUND and "down or inaccessible" in error.text
     )
 
 
 def largest_of(error: object) -> int | None:
-    """RabbitMQ's max_message_size, if that is what it refused a message for."""
+    """Return RabbitMQ's max_message_size, if it refused a message for that."""
     found = _LARGER.search(error.text) if isinstance(error, ChannelLost) else None
     return int(found[1]) if found else None
 
@@ -263,13 +253,13 @@ def explained(error: ChannelLost) -> str:
     text = error.text
     if error.code == 406 and "inequivalent arg" in text:
         return (
-            f"{text} (it was declared with other arguments: make amqp.queue_declare_args the same everywhere,"
-            " or delete it and declare it anew)"
+            f"{text} (it was declared with other arguments: make amqp.queue_declare_args the same"
+            " everywhere, or delete it and declare it anew)"
         )
     if error.code == 403:
         return (
-            f"{text} (give the user the right to it, see rabbitmqctl set_permissions, or use another name; those that begin"
-            " with 'amq.' are RabbitMQ's own)"
+            f"{text} (give the user the right to it, see rabbitmqctl set_permissions, or use another"
+            " name; those that begin with 'amq.' are RabbitMQ's own)"
         )
     return text
 
@@ -283,7 +273,3 @@ def _context(url: AmqpUrl) -> ssl.SSLContext:
     if url.cert_file:
         context.load_cert_chain(url.cert_file, url.key_file or None)
     return context
-
-
-def quoted(urls: Sequence[str]) -> str:
-    return ", ".join(map(redact, urls))

@@ -1,7 +1,8 @@
-"""pika's connection, with short cuts for what there is much of: many frames are written at once, and deliveries are read by us.
+"""pika's connection, which writes many frames at once and reads deliveries with our own code.
 
-pika has no public way for either, so this overrides what is its own. All but the deliveries to subscribers goes through pika as
-before; a release of pika that does not call these methods would read deliveries by itself, as right and slower.
+pika has no public way for either, so this overrides private methods. All but the deliveries to
+subscribers goes through pika as before; a release of pika that does not call these methods would
+read deliveries by itself, correctly and slower.
 """
 
 # What is pika's own is not in its stubs.
@@ -31,7 +32,7 @@ READ = 65_536  # bytes of one system call; pika reads 4,096
 PROTOCOL = b"AMQP"  # no frame, but the answer of a server that speaks another version
 
 
-class _Arrival:
+class _PartialDelivery:
     """A delivery whose frames are not all there yet."""
 
     __slots__ = ("body", "channel", "left", "method", "properties", "take")
@@ -57,11 +58,12 @@ class _Arrival:
 class Connection(SelectConnection):  # type: ignore[misc]  # pika has no types for mypy
     """A SelectConnection for much traffic. Belongs to the thread that runs its loop, as that does.
 
-    A delivery is handed to its subscriber with a `Handed` and `Properties` instead of pika's objects.
+    A delivery is handed to its subscriber with a `DeliveryFields` and `Properties` instead of
+    pika's objects.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        self._arrivals: dict[int, _Arrival] = {}  # by channel
+        self._arrivals: dict[int, _PartialDelivery] = {}  # by channel
         self._frame_buffer = b""  # what pika calls so: a frame that is not all there
         super().__init__(*arguments, **options)
 
@@ -122,7 +124,7 @@ class Connection(SelectConnection):  # type: ignore[misc]  # pika has no types f
         take = channel._consumers.get(name)
         if take is None:
             return False
-        self._arrivals[number] = _Arrival(channel, take, method)
+        self._arrivals[number] = _PartialDelivery(channel, take, method)
         return True
 
 

@@ -1,10 +1,11 @@
-"""AMQP frames of messages and acknowledgements, written and read by the batch. Pure: bytes in, bytes out.
+"""AMQP frames of messages and acknowledgements, written and read by the batch.
 
-pika makes several objects for each frame and writes each frame by itself: three system calls for a message. Here all frames of
-a batch become one buffer. What is rare (a header value of an unusual type, a property we never set) is left to pika's own code.
+pika makes several objects for each frame and writes each frame by itself: three system calls for
+a message. Here all frames of a batch become one buffer. What is rare (a header value of an
+unusual type, a property we never set) is left to pika's own code.
 
     frame       type, channel, size (7 bytes), payload, 0xCE
-    a message   a method frame, a header frame (size of the body, properties), body frames; those of one message stand together
+    a message   a method frame, a header frame (size of the body, properties), body frames
 """
 
 from __future__ import annotations
@@ -22,23 +23,13 @@ OVERHEAD = 8  # bytes of a frame around its payload
 END = 0xCE
 LONGEST = 255  # bytes of a short string
 
-DELIVER = (
-    b"\x00\x3c\x00\x3c"  # class 60, method 60: what is at the beginning of a method frame's payload
-)
+DELIVER = b"\x00\x3c\x00\x3c"  # class 60, method 60: the beginning of a method frame's payload
 
 # Property flags in the order in which the properties stand.
 _TYPE, _MESSAGE_ID, _REPLY_TO, _CORRELATION_ID = 1 << 5, 1 << 7, 1 << 9, 1 << 10
 _PRIORITY, _DELIVERY_MODE, _HEADERS, _CONTENT_TYPE = 1 << 11, 1 << 12, 1 << 13, 1 << 15
-_KNOWN = (
-    _TYPE
-    | _MESSAGE_ID
-    | _REPLY_TO
-    | _CORRELATION_ID
-    | _PRIORITY
-    | _DELIVERY_MODE
-    | _HEADERS
-    | _CONTENT_TYPE
-)
+_KNOWN = _TYPE | _MESSAGE_ID | _REPLY_TO | _CORRELATION_ID
+_KNOWN |= _PRIORITY | _DELIVERY_MODE | _HEADERS | _CONTENT_TYPE
 
 _HALF = 1 << 31
 _LONG, _INTEGER, _STRING = b"lIS"
@@ -70,7 +61,7 @@ class AddressedMessage(msgspec.Struct, frozen=True, gc=False):
     priority: int = 0
 
 
-class Handed(msgspec.Struct, gc=False):
+class DeliveryFields(msgspec.Struct, gc=False):
     """Fields of a delivery; the names are pika's."""
 
     delivery_tag: int
@@ -90,7 +81,7 @@ class Properties(msgspec.Struct, gc=False):
 
 
 class Writer:
-    """Writes the frames of parcels for one channel.
+    """Writes the frames of messages for one channel.
 
     Args:
         most: bytes of a body that go into one frame.
@@ -101,27 +92,27 @@ class Writer:
         self._most = most
         self._addresses: dict[tuple[str, str], bytes] = {}
 
-    def parcel(self, parcel: AddressedMessage, correlation_id: str) -> list[bytes]:
-        """The frames of a persistent, mandatory message, in pieces.
+    def message(self, message: AddressedMessage, correlation_id: str) -> list[bytes]:
+        """Return the frames of a persistent, mandatory message, in pieces.
 
         Raises:
             ValueError, pika.exceptions.AMQPError: AMQP cannot say that.
         """
-        channel, body = self._channel, parcel.body
+        channel, body = self._channel, message.body
         flags = _CONTENT_TYPE | _HEADERS | _DELIVERY_MODE | _PRIORITY | _CORRELATION_ID
         pieces = [b"", b"\x10application/json"]
-        pieces += _table_of(parcel.headers)
-        pieces.append(bytes((2, parcel.priority)))
+        pieces += _table_of(message.headers)
+        pieces.append(bytes((2, message.priority)))
         pieces.append(short(correlation_id))
-        if parcel.uuid:
+        if message.uuid:
             flags |= _MESSAGE_ID
-            pieces.append(short(parcel.uuid))
-        if parcel.name:
+            pieces.append(short(message.uuid))
+        if message.name:
             flags |= _TYPE
-            pieces.append(short(parcel.name))
+            pieces.append(short(message.name))
         pieces[0] = _content(60, 0, len(body), flags)
         pieces.insert(0, _frame(HEADER, channel, sum(map(len, pieces))))
-        pieces.insert(0, self._address(parcel.exchange, parcel.key))
+        pieces.insert(0, self._address(message.exchange, message.key))
         pieces.append(b"\xce")
         for start in range(0, len(body), self._most):
             part = body[start : start + self._most] if len(body) > self._most else body
@@ -153,7 +144,7 @@ def short(text: str) -> bytes:
 
 
 def acks(channel: int, tags: Iterable[int], *, up_to: int = 0) -> bytes:
-    """Frames that acknowledge each of the tags, and all that are not above `up_to`, if that is a tag."""
+    """Return frames that acknowledge each of the tags, and all up to `up_to` if that is a tag."""
     frames = [_settled(METHOD, channel, 13, 60, 80, up_to, 1, END)] if up_to else []
     frames += [_settled(METHOD, channel, 13, 60, 80, tag, 0, END) for tag in tags]
     return b"".join(frames)
@@ -177,18 +168,18 @@ def _table_of(headers: Mapping[str, Any]) -> list[bytes]:
     return pieces
 
 
-def read_delivery(buffer: bytes, at: int) -> tuple[bytes, Handed]:
+def read_delivery(buffer: bytes, at: int) -> tuple[bytes, DeliveryFields]:
     """The consumer's tag and the delivery of a DELIVER frame whose payload begins at `at`."""
     begin = at + 5
     end = begin + buffer[at + 4]
     tag, redelivered = _read_tag(buffer, end)
     key = end + 10 + buffer[end + 9]  # behind the name of the exchange
     routing_key = buffer[key + 1 : key + 1 + buffer[key]].decode("utf-8", "surrogateescape")
-    return buffer[begin:end], Handed(tag, bool(redelivered & 1), routing_key)
+    return buffer[begin:end], DeliveryFields(tag, bool(redelivered & 1), routing_key)
 
 
 def read_header(buffer: bytes, at: int, end: int) -> tuple[int, Any]:
-    """The size of the body, and the properties: ours, or pika's where we never set such.
+    """Return the size of the body, and the properties: ours, or pika's where we never set such.
 
     Raises:
         Exception: pika's, for what is no AMQP.

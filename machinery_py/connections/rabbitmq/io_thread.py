@@ -1,20 +1,21 @@
-"""One AMQP connection and the thread that owns it. That thread runs pika's loop and nothing of a user's.
+"""One AMQP connection and its I/O thread, which runs pika's loop and no code of a user.
 
     link = AmqpConnection(parameters, name="publish")
     link.open(5.0)
     channel = link.channel(5.0)
     channel.rpc("queue_declare", queue="q", durable=True, timeout=5.0)
 
-Other threads hand in work and wait for a future. When the server closes a connection or a channel, every future that waits
-on it fails at that moment; nothing is found out by a later call alone. No call waits longer than its timeout: an answer that
-does not come in time ends the connection, since nobody could tell what became of the requests on it.
+Other threads hand in work and wait for a future. When the server closes a connection or a channel,
+every future that waits on it fails at that moment, and not at the next call. No call waits longer
+than its timeout: an answer that does not come in time ends the connection, since it is unknown what
+became of the requests on it.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -29,7 +30,7 @@ from machinery_py.texts import get_logger
 
 logger = get_logger(__name__)
 
-OVER = 1.0  # seconds an orderly goodbye may take
+OVER = 1.0  # seconds that closing in order may take
 
 
 class AmqpConnectionLost(Exception):
@@ -37,7 +38,11 @@ class AmqpConnectionLost(Exception):
 
 
 class ChannelLost(Exception):
-    """The server closed the channel. `code` is AMQP's: 404 not found, 405 locked, 406 other arguments, 403 not allowed."""
+    """The server closed the channel.
+
+    Attributes:
+        code: AMQP's: 403 not allowed, 404 not found, 405 locked, 406 other arguments.
+    """
 
     def __init__(self, code: int, text: str) -> None:
         self.code = code
@@ -55,7 +60,7 @@ class AmqpConnection:
         name: str,
         on_lost: Callable[[], object] | None = None,
     ) -> None:
-        """`on_lost` is called once, in the link's thread, when the connection has ended."""
+        """`on_lost` is called once, in the I/O thread, when the connection has ended."""
         self._parameters = parameters
         self._name = name
         self._on_lost = on_lost
@@ -73,12 +78,6 @@ class AmqpConnection:
     @property
     def is_open(self) -> bool:
         return self.lost is None and self._connection is not None and self._pid == os.getpid()
-
-    @property
-    def most(self) -> int:
-        """Bytes of a body that go into one frame, on an open link."""
-        assert self._connection is not None
-        return self._connection.most
 
     def open(self, timeout: float) -> None:
         """Connect.
@@ -110,17 +109,14 @@ class AmqpConnection:
             self._connection.add_on_connection_blocked_callback(self._on_blocked)
             self._connection.add_on_connection_unblocked_callback(self._on_unblocked)
             self._connection.ioloop.start()
-        except (
-            Exception
-        ) as error:  # whatever ends the loop ends the connection, and is told to all that wait
+        except Exception as error:  # ends the connection, and fails all that wait
             ended = error
         self._end(ended or AmqpConnectionLost("closed"))
         if self._connection is not None:
             self._connection.ioloop.close()  # its poller and its pair of sockets
 
     def _on_open(self, _: object) -> None:
-        if not self._opened.done():
-            self._opened.set_result(None)
+        resolve(self._opened, None)
 
     def _on_end(self, connection: Any, error: Any) -> None:
         self._end(error if isinstance(error, Exception) else AmqpConnectionLost(str(error)))
@@ -147,13 +143,12 @@ class AmqpConnection:
         lost = AmqpConnectionLost(_text(error))
         lost.__cause__ = error
         for future in [self._opened, *waiting]:
-            if not future.done():
-                future.set_exception(lost)
+            _fail(future, lost)
         if self._on_lost is not None:
             self._on_lost()
 
     def tell(self, work: Callable[[], object]) -> None:
-        """Let the link's thread do something, and do not wait for it. Nothing is done on a link that is lost."""
+        """Let the I/O thread do something, without waiting; nothing if the connection is lost."""
         connection = self._connection
         if connection is not None and self.is_open:
             connection.ioloop.add_callback_threadsafe(lambda: self._try(work))
@@ -161,11 +156,11 @@ class AmqpConnection:
     def _try(self, work: Callable[[], object]) -> None:
         try:
             work()
-        except Exception:  # a channel that has closed in between: nobody waits for this
+        except Exception:  # a channel that has closed meanwhile; nothing waits for this
             logger.debug("something was not done on a connection to RabbitMQ", exc_info=True)
 
     def ask(self, work: Callable[[Future[Any]], object], timeout: float) -> Any:
-        """Let the link's thread do something, and wait for the future that it fills.
+        """Let the I/O thread do something, and wait for the future that it fills.
 
         Raises:
             AmqpConnectionLost: the connection ended before, or no answer came; it is ended then.
@@ -191,23 +186,23 @@ class AmqpConnection:
         assert connection is not None
 
         def begin(future: Future[Any]) -> None:
-            connection.channel(on_open_callback=lambda raw: settle(future, Channel(self, raw)))
+            connection.channel(on_open_callback=lambda raw: resolve(future, Channel(self, raw)))
 
         channel: Channel = self.ask(begin, timeout)
         return channel
 
     def close(self) -> None:
-        """Say goodbye, and end the thread. May be called twice, and from the link's own thread not at all."""
+        """Close in order, and end the thread. May be called twice, but not in the I/O thread."""
         if self._pid != os.getpid():
             return  # the parent's
         connection = self._connection
         if self.is_open and connection is not None:
             self.tell(connection.close)
-            self._join(OVER)
+            self._join()
         self.abort()
 
     def abort(self) -> None:
-        """Drop the connection without a word."""
+        """Drop the connection without closing it in order."""
         connection = self._connection
         self._end(AmqpConnectionLost("dropped"))
         if connection is None or self._pid != os.getpid():
@@ -224,15 +219,15 @@ class AmqpConnection:
         if self._thread is not None and self._thread.is_alive():
             connection.ioloop.add_callback_threadsafe(lambda: self._try(drop))
             if threading.current_thread() is not self._thread:
-                self._join(OVER)
+                self._join()
 
-    def _join(self, timeout: float) -> None:
+    def _join(self) -> None:
         if self._thread is not None:
-            self._thread.join(timeout)
+            self._thread.join(OVER)
 
 
 class Channel:
-    """A channel of a link. All methods may be called from any thread, but those that say otherwise."""
+    """A channel. Methods may be called from any thread unless they say otherwise."""
 
     def __init__(self, link: AmqpConnection, raw: Any) -> None:
         self.link = link
@@ -240,9 +235,8 @@ class Channel:
         self.lost: Exception | None = None
         self._waiting: set[Future[Any]] = set()
         self._on_lost: Callable[[Exception], object] | None = None
-        self._unsettled: dict[
-            int, None
-        ] = {}  # tags of deliveries, the oldest first; touched in the link's thread alone
+        # Tags of deliveries, the oldest first; touched in the I/O thread alone.
+        self._unsettled: dict[int, None] = {}
         raw.add_on_close_callback(self._on_close)
 
     @property
@@ -250,7 +244,7 @@ class Channel:
         return self.lost is None and self.link.is_open
 
     def watch(self, on_lost: Callable[[Exception], object]) -> None:
-        """Call this in the link's thread when the channel has closed."""
+        """Call this in the I/O thread when the channel has closed."""
         self._on_lost = on_lost
 
     def _on_close(self, _: object, reason: Exception) -> None:
@@ -259,8 +253,7 @@ class Channel:
         else:
             self.lost = AmqpConnectionLost(_text(reason))
         for future in list(self._waiting):
-            if not future.done():
-                future.set_exception(self.lost)
+            _fail(future, self.lost)
         if self._on_lost is not None:
             self._on_lost(self.lost)
 
@@ -281,19 +274,19 @@ class Channel:
         return self.link.ask(begin, timeout)
 
     def rpc(self, method: str, *, timeout: float, **arguments: Any) -> Any:
-        """Call one of pika's methods that has a `callback`, and return the frame that it is called with."""
+        """Call one of pika's methods that has a `callback`, and return the frame that comes back."""
         return self.ask(
             lambda future: getattr(self.raw, method)(
-                callback=lambda frame: settle(future, frame), **arguments
+                callback=lambda frame: resolve(future, frame), **arguments
             ),
             timeout,
         )
 
     def cancel(self, tag: str, then: Callable[[], object]) -> None:
-        """End a subscription, in the link's thread; what is on its way still reaches its callback, and then `then` is called.
+        """End a subscription, in the I/O thread; `then` is called when nothing more can come.
 
-        pika's own basic_cancel rejects what arrives between the request and the reply. That would mark messages as
-        delivered before which nobody has seen. Where it has no such inside any more, its own it is.
+        pika's own basic_cancel rejects what arrives between the request and the reply: messages
+        that nobody has seen would count as delivered. A pika without `_rpc` is used as it is.
         """
         if not hasattr(self.raw, "_rpc"):
             self.raw.basic_cancel(tag, lambda _: then())
@@ -309,8 +302,12 @@ class Channel:
             [(spec.Basic.CancelOk, {"consumer_tag": tag})],
         )
 
+    def unsubscribe(self, tag: str, timeout: float) -> None:
+        """End a subscription, and wait until nothing more can come."""
+        self.ask(lambda future: self.cancel(tag, lambda: resolve(future, None)), timeout)
+
     def write(self, pieces: Iterable[bytes]) -> None:
-        """Send frames of this channel that are encoded already; in the link's thread.
+        """Send frames of this channel that are encoded already; in the I/O thread.
 
         Raises:
             Exception: nothing was sent, since the channel is closing or closed.
@@ -321,13 +318,13 @@ class Channel:
             self.raw.connection.write(piece)
 
     def note(self, tag: int) -> None:
-        """A message was delivered that `dispose` will get; in the link's thread. On a channel, all are noted or none."""
+        """Note a delivery that `dispose` will get; in the I/O thread. All of a channel, or none."""
         self._unsettled[tag] = None
 
     def dispose(self, tags: Iterable[tuple[int, bool]]) -> None:
-        """Acknowledge (True) or give back (False); in the link's thread.
+        """Acknowledge (True) or give back (False); in the I/O thread.
 
-        What is not older than anything unsettled is acknowledged with one frame.
+        All that is older than anything unsettled is acknowledged with one frame.
         """
         kept, done, back = list[int](), list[int](), list[int]()
         for tag, is_done in tags:
@@ -343,14 +340,30 @@ class Channel:
         if frames:
             self.write([frames])
 
+    def settle(self, tags: Sequence[tuple[int, bool]], timeout: float) -> None:
+        """Dispose of deliveries, and wait until the server has seen it.
+
+        Raises:
+            AmqpConnectionLost, ChannelLost: it may not have.
+        """
+
+        def work(future: Future[Any]) -> None:
+            self.dispose(tags)
+            # An acknowledgement has no answer; the server reads a channel in order, and this has
+            # one.
+            self.raw.basic_qos(prefetch_count=0, callback=lambda _: resolve(future, None))
+
+        if tags:
+            self.ask(work, timeout)
+
     def close(self) -> None:
-        """Close the channel: unsettled deliveries go back. Waits for that, but not for ever."""
+        """Close the channel: unsettled deliveries go back. Waits at most OVER * 5 seconds."""
 
         def closing(future: Future[Any]) -> None:
             if self.lost is not None:
-                settle(future, None)
+                resolve(future, None)
                 return
-            self.raw.add_on_close_callback(lambda *_: settle(future, None))
+            self.raw.add_on_close_callback(lambda *_: resolve(future, None))
             self.raw.close()
 
         try:
@@ -359,24 +372,27 @@ class Channel:
             pass  # then it is closed
 
 
-def settle(future: Future[Any], value: Any) -> None:
+def resolve(future: Future[Any], value: Any) -> None:
     """Fill a future that may have been given up."""
     if not future.done():
         future.set_result(value)
 
 
+def _fail(future: Future[Any], error: Exception) -> None:
+    if not future.done():
+        future.set_exception(error)
+
+
 def _begin(work: Callable[[Future[Any]], object], future: Future[Any]) -> None:
-    if future.done():
-        return
-    try:
-        work(future)
-    except Exception as error:  # belongs to the thread that asked
-        if not future.done():
-            future.set_exception(error)
+    if not future.done():
+        try:
+            work(future)
+        except Exception as error:  # belongs to the thread that asked
+            _fail(future, error)
 
 
 def _text(error: BaseException | None) -> str:
-    """pika's errors often say nothing but their class, or wrap what happened."""
+    """Return a text for one of pika's errors, which may wrap another or have no text of its own."""
     if error is None:
         return "closed"
     inner = error.args[0] if error.args and isinstance(error.args[0], BaseException) else None

@@ -1,66 +1,178 @@
-"""Publishing with confirms: all the messages of a call are on their way together, and each is confirmed by itself.
+"""Publishing with confirms: all messages of a call are on their way together.
 
-A message is `mandatory`: one that no queue takes comes back before its confirm. Which one it was is told by its correlation id,
-the number of the batch and its place in it; the server says nothing else of it.
+A message ends in one of these ways:
 
-The thread that publishes encodes; the link's thread writes what is encoded, a piece at a time, and hears the confirms. So the
-server is at the first messages of a large batch while the last ones are encoded.
+    confirmed    a queue has it, on disk if it is durable
+    returned     no queue took it; it is nowhere
+    refused      the server said no (a full queue that rejects); it is nowhere
+    unknown      the connection ended, or nothing was said in time
+
+The server confirms messages by the number that each has on its channel. A message is `mandatory`:
+one that no queue takes comes back before its confirm, and is known by its correlation id, the
+number of the batch and its place in it; the server says nothing else of it.
+
+The thread that publishes encodes; the I/O thread writes what is encoded, a piece at a time, and
+hears the confirms. So the server is at the first messages of a large batch while the last are
+encoded.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+import threading
+import time
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
+from enum import Enum
 from typing import Any
 
 import pika
 
-from machinery_py.connections.rabbitmq.confirms import Batch, Confirms, End
 from machinery_py.connections.rabbitmq.frames import AddressedMessage, Writer
 from machinery_py.connections.rabbitmq.io_thread import (
     AmqpConnection,
     AmqpConnectionLost,
     Channel,
-    settle,
+    resolve,
 )
 
-CHUNK = 250  # messages written in one turn of the link's loop, which has heartbeats to send, too
+CHUNK = 250  # messages written in one turn of the I/O loop, which has heartbeats to send, too
 PIECE = 65_536  # bytes, about, of one system call
 
 
+class End(Enum):
+    """Result of publishing a message."""
+
+    UNKNOWN = "unknown"
+    CONFIRMED = "confirmed"
+    RETURNED = "returned"
+    REFUSED = "refused"
+
+
+class Batch:
+    """Messages on their way. `ends` has one entry for each; `failure` says why some are unknown."""
+
+    def __init__(self, messages: Sequence[AddressedMessage]) -> None:
+        self.messages = messages
+        self.ends = [End.UNKNOWN] * len(messages)
+        self.failure: Exception | None = None
+        self._left = len(messages)
+        self._heard_at = time.monotonic()
+        self._over = threading.Condition()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all ends are known."""
+        return not self._left
+
+    def note(self, first: int, last: int, end: End) -> None:
+        """Note the end of the messages from `first` to `last` that have none yet."""
+        ends = self.ends
+        with self._over:
+            for index in range(first, last + 1):
+                if ends[index] is End.UNKNOWN:
+                    ends[index] = end
+                    self._left -= 1
+            self._heard_at = time.monotonic()
+            if not self._left:
+                self._over.notify_all()
+
+    def fail(self, error: Exception) -> None:
+        with self._over:
+            self.failure = error
+            self._over.notify_all()
+
+    def wait(self, timeout: float) -> bool:
+        """Whether all ends are known; gives up when nothing was heard for `timeout` seconds."""
+        with self._over:
+            self._heard_at = time.monotonic()
+            # A part of the confirms wakes nobody: what was heard is read when the time is over.
+            while (
+                self._left
+                and self.failure is None
+                and (left := self._heard_at + timeout - time.monotonic()) > 0
+            ):
+                self._over.wait(left)
+            return not self._left
+
+
+class _Run:
+    """Messages of a batch that were written together, and so have consecutive numbers."""
+
+    __slots__ = ("batch", "first", "index", "last", "low")
+
+    def __init__(self, batch: Batch, index: int, first: int, last: int) -> None:
+        self.batch = batch
+        self.index = index  # of the message whose number is `first`
+        self.first = self.low = first  # all below `low` have an end
+        self.last = last
+
+
+class Confirms:
+    """The messages on one channel that are not confirmed. Belongs to the I/O thread."""
+
+    def __init__(self) -> None:
+        self._runs: deque[_Run] = deque()
+        self._next = 1
+
+    def wrote(self, batch: Batch, index: int, count: int) -> None:
+        """Number `count` messages of the batch, from that index on: they were written."""
+        self._runs.append(_Run(batch, index, self._next, self._next + count - 1))
+        self._next += count
+
+    def hear(self, number: int, end: End, *, multiple: bool) -> None:
+        """Note the end of a message, or with `multiple` of all up to it that have none yet."""
+        runs = self._runs
+        for run in runs:
+            if run.first > number:
+                break
+            first, last = run.low if multiple else number, min(number, run.last)
+            if first <= last:
+                run.batch.note(run.index + first - run.first, run.index + last - run.first, end)
+                if first == run.low:
+                    run.low = last + 1
+        while runs and (runs[0].low > runs[0].last or runs[0].batch.is_over):
+            runs.popleft()
+
+    def clear(self) -> None:
+        self._runs.clear()
+
+
 class Publisher:
-    """A channel in confirm mode on a link of its own. May be used from any thread."""
+    """A channel in confirm mode on a connection of its own. May be used from any thread."""
 
     def __init__(self, link: AmqpConnection, timeout: float) -> None:
         self.link = link
         self._timeout = timeout
-        self._confirms = Confirms()  # touched in the link's thread alone
-        self._batches: dict[int, Batch] = {}  # that somebody waits for
+        self._confirms = Confirms()
+        self._batches: dict[int, Batch] = {}  # that a thread waits for
         self._numbers = itertools.count(1)
         self._retired = False
         self.channel: Channel = link.channel(timeout)
         self.channel.watch(self._on_lost)
-        self._writer = Writer(self.channel.raw.channel_number, link.most)
+        raw = self.channel.raw
+        self._writer = Writer(raw.channel_number, raw.connection.most)
         self.channel.ask(self._set_up, timeout)
 
     def _set_up(self, future: Future[Any]) -> None:
-        self.channel.raw.add_on_return_callback(self._on_return)
-        self.channel.raw.confirm_delivery(self._on_confirm, callback=lambda _: settle(future, None))
+        raw = self.channel.raw
+        raw.add_on_return_callback(self._on_return)
+        raw.confirm_delivery(self._on_confirm, callback=lambda _: resolve(future, None))
 
     @property
     def is_open(self) -> bool:
         return self.channel.is_open
 
-    def publish(self, parcels: Sequence[AddressedMessage]) -> Batch:
-        """Put the parcels on their way, and return when it is known what became of each, or nobody can say."""
-        batch, number = Batch(parcels), next(self._numbers)
+    def publish(self, messages: Sequence[AddressedMessage]) -> Batch:
+        """Publish, and return when all ends are known, or no more will be."""
+        batch, number = Batch(messages), next(self._numbers)
         self._batches[number] = batch
         try:
             self._send(batch, number)
             if not batch.wait(self._timeout) and batch.failure is None and not self.link.blocked:
-                self.link.abort()  # it may lead nowhere; the next one is tried on another
+                self.link.abort()  # it may lead nowhere; the next call uses another
         finally:
             del self._batches[number]
             self._close_if_done()
@@ -76,9 +188,8 @@ class Publisher:
             self.link.close()
 
     def _send(self, batch: Batch, number: int) -> None:
-        parcels = batch.parcels
-        for start in range(0, len(parcels), CHUNK):
-            chunk = parcels[start : start + CHUNK]
+        for start in range(0, len(batch.messages), CHUNK):
+            chunk = batch.messages[start : start + CHUNK]
             try:
                 pieces = self._encoded(chunk, number, start)
             except Exception as error:  # pika's and others, for what cannot be written
@@ -89,13 +200,13 @@ class Publisher:
             batch.fail(self.channel.lost or AmqpConnectionLost("closed"))
 
     def _encoded(self, chunk: Sequence[AddressedMessage], number: int, start: int) -> list[bytes]:
-        """The frames of the parcels, in pieces that are not too large to be written at once."""
+        """Return the frames of the messages, in pieces that one system call can write."""
         pieces: list[bytes] = []
         frames: list[bytes] = []
         size = 0
-        for index, parcel in enumerate(chunk, start):
-            frames += self._writer.parcel(parcel, f"{number}.{index}")
-            size += len(parcel.body)
+        for index, message in enumerate(chunk, start):
+            frames += self._writer.message(message, f"{number}.{index}")
+            size += len(message.body)
             if size >= PIECE:
                 pieces.append(b"".join(frames))
                 frames, size = [], 0
@@ -104,7 +215,7 @@ class Publisher:
         return pieces
 
     def _write(self, batch: Batch, start: int, count: int, pieces: Sequence[bytes]) -> None:
-        """In the link's thread."""
+        """In the I/O thread."""
         if self.channel.lost is not None:
             batch.fail(self.channel.lost)
             return
@@ -116,15 +227,13 @@ class Publisher:
         self._confirms.wrote(batch, start, count)
 
     def tell(self, queue: str, body: bytes, correlation_id: str) -> None:
-        """Send an answer that nobody minds losing. Not in confirm mode's order: it has a channel of its own."""
+        """Send an answer that may be lost; on a channel of its own, without confirms."""
 
-        def send() -> None:
-            connection = self.channel.raw.connection
-            connection.channel(
-                on_open_callback=lambda raw: _answer(raw, queue, body, correlation_id)
-            )
+        def answer(raw: Any) -> None:
+            raw.basic_publish("", queue, body, pika.BasicProperties(correlation_id=correlation_id))
+            raw.close()
 
-        self.link.tell(send)
+        self.link.tell(lambda: self.channel.raw.connection.channel(on_open_callback=answer))
 
     def _on_confirm(self, frame: Any) -> None:
         method = frame.method
@@ -144,8 +253,3 @@ class Publisher:
 
     def close(self) -> None:
         self.link.close()
-
-
-def _answer(raw: Any, queue: str, body: bytes, correlation_id: str) -> None:
-    raw.basic_publish("", queue, body, pika.BasicProperties(correlation_id=correlation_id))
-    raw.close()

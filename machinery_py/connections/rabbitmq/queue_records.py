@@ -2,26 +2,30 @@
 
     transactions = QueueTransactions(driver, declare)
     with transactions.transaction(["lock.3"], "storing a state") as transaction:
-        transaction.read([place])
-        transaction.put(place, b"new")
-        transaction.drop(transaction.held(place))
+        transaction.read([queue])
+        transaction.put(queue, b"new")
+        transaction.drop(transaction.held(queue))
 
 What makes that safe:
 
-- **A lock** is a queue with a single active consumer and a token in it. The consumer that is handed the token has the lock;
-  the others are handed it in turn when it is given back, or when the holder's connection ends. A spare token does no harm:
-  it goes to the one consumer that is active. Locks are taken in the order of their names.
-- **A read** takes all messages of a queue and holds them. The end of the transaction, or of the connection, puts back what
-  was not dropped, in its place.
-- **The end** of a transaction is one AMQP transaction: all that was put and all that was dropped, or nothing. It is on the
-  channel that holds the locks, so a process that lost its connection, and with it the lock, can write nothing.
+- **A lock** is a queue with a single active consumer and a token in it. The consumer that is
+  handed the token has the lock; the others are handed it in turn when it is given back, or when
+  the holder's connection ends. A spare token does no harm: it goes to the one consumer that is
+  active. Locks are taken in the order of their names.
+- **A read** takes all messages of a queue and holds them. The end of the transaction, or of the
+  connection, puts back what was not dropped, in its place.
+- **The commit** is one AMQP transaction: all that was put and all that was dropped, or nothing.
+  It is on the channel that holds the locks, so a process that lost its connection, and with it
+  the lock, can write nothing.
 
-A queue that is not there is not made by a read: a message that lives for no time at all is sent to it first, and comes back
-if there is none. Where others may have a queue of that name, it is declared instead: the server refuses that if it was made with
-other arguments, and ends the transaction before anything is read of it or written to it.
+A read makes no queue: a message that lives for no time at all is sent to it first, and comes back
+if there is none. Where others may have a queue of that name, it is declared instead: the server
+refuses that if it was made with other arguments, and ends the transaction before anything is read
+of it or written to it.
 
-Limits: a transaction that spans queues is not one step for a server that dies in the middle of it. In a cluster a lock is gone
-while the node is down that its queue lives on. What is committed in the very moment in which a lock's queue crashes stays.
+Limits: a transaction that spans queues is not one step for a server that dies in the middle of
+it. In a cluster a lock is gone while the node is down that its queue lives on. What is committed
+in the very moment in which a lock's queue crashes stays.
 """
 
 from __future__ import annotations
@@ -40,13 +44,13 @@ import pika
 from pika.exceptions import AMQPError
 
 from machinery_py.connections.forks import ForkLock
-from machinery_py.connections.rabbitmq.client import AmqpDriver, largest_of
+from machinery_py.connections.rabbitmq.client import NOT_FOUND, AmqpDriver, largest_of
 from machinery_py.connections.rabbitmq.io_thread import (
     AmqpConnection,
     AmqpConnectionLost,
     Channel,
     ChannelLost,
-    settle,
+    resolve,
 )
 from machinery_py.connections.rabbitmq.reader import EACH, QueueReader, UnsettledMessage
 from machinery_py.errors import (
@@ -59,13 +63,13 @@ from machinery_py.errors import (
 from machinery_py.names import is_made
 
 PATIENCE = 15.0  # seconds to wait for a lock
-NOT_FOUND, OTHER_ARGUMENTS = 404, 406
-REFUSALS = (403, 405, OTHER_ARGUMENTS)  # no right to it; somebody has it alone; made in another way
+OTHER_ARGUMENTS = 406
+REFUSALS = (403, 405, OTHER_ARGUMENTS)  # no right to it; another's alone; made in another way
 _QUEUE = re.compile(r"queue '(.*)' in vhost")
 
 #: Of a queue that is a lock: its consumers come one after the other, and spare tokens do not pile up.
 LOCK_ARGUMENTS = {"x-queue-type": "classic", "x-single-active-consumer": True, "x-max-length": 1}
-#: Of our queues that stay. The server's default may be another type, which knows no messages that live for no time.
+#: Of our queues that stay. The server's default may be another type, without messages of no lifetime.
 OURS = {"x-queue-type": "classic"}
 
 _tags = itertools.count(1)
@@ -81,6 +85,14 @@ class Queue(NamedTuple):
     durable: bool = True
     auto_delete: bool = False
     is_ours: bool = True
+
+    def declaration(self) -> dict[str, Any]:
+        return {
+            "queue": self.queue,
+            "durable": self.durable,
+            "auto_delete": self.auto_delete,
+            "arguments": dict(self.arguments),
+        }
 
 
 class QueueMoved(Exception):
@@ -99,165 +111,171 @@ class LockTaken(Exception):
         super().__init__(lock)
 
 
-class TxChannel:
-    """A channel that transactions take place on, one after the other."""
+class QueueTransaction:
+    """Reads and writes of one thread under its locks. `QueueTransactions.transaction` ends it.
+
+    Its channel serves many transactions, one after the other: `reset` begins the next one.
+    """
 
     def __init__(self, link: AmqpConnection, timeout: float) -> None:
-        self.channel = link.channel(timeout)
-        self.reader = QueueReader(self.channel)
-        self.returned: set[str] = set()
-        self.on_cancel: Callable[[str], object] = (
-            _nothing  # by the server, of a subscription with this tag
-        )
-        raw = self.channel.raw
-        raw.add_on_cancel_callback(lambda frame: self.on_cancel(frame.method.consumer_tag))
-        raw.add_on_return_callback(lambda _, method, __, ___: self.returned.add(method.routing_key))
-        self.channel.rpc("basic_qos", prefetch_count=1, timeout=timeout)  # one token for each lock
-        self.channel.rpc("tx_select", timeout=timeout)
-
-
-class QueueTransaction:
-    """Reads and writes of one thread under its locks. Ended by `QueueTransactions.transaction`."""
-
-    def __init__(self, tx: TxChannel, timeout: float) -> None:
-        self._tx_channel = tx
-        self._channel = tx.channel
+        self._channel = link.channel(timeout)
+        self._reader = QueueReader(self._channel)
         self._timeout = timeout
+        self._returned: set[str] = set()  # queues that are not there
+        raw = self._channel.raw
+        raw.add_on_cancel_callback(lambda frame: self._on_cancelled(frame.method.consumer_tag))
+        raw.add_on_return_callback(
+            lambda _, method, __, ___: self._returned.add(method.routing_key)
+        )
+        self._channel.rpc("basic_qos", prefetch_count=1, timeout=timeout)  # one token for each lock
+        self._channel.rpc("tx_select", timeout=timeout)
+        self.reset()
+
+    def reset(self) -> None:
         self._locks: dict[str, tuple[str, int]] = {}  # → the tags of the consumer and of the token
-        self._tags: set[str] = (
-            set()
-        )  # of the consumers that hold; touched in the link's thread alone
+        self._consumers: set[str] = set()  # that hold tokens; touched in the I/O thread alone
+        self._waiting_tag = ""  # of the consumer that waits for a token
+        self._wait_again: Callable[[], object] = _ignore
         self._held: dict[str, list[UnsettledMessage]] = {}
         self._known: set[str] = set()  # these queues are there
         self._absent: set[str] = set()
         self._dropped: set[int] = set()
-        self._made: dict[str, Queue] = {}
+        self._new_queues: dict[str, Queue] = {}
         self._messages: list[tuple[str, str, bytes, bool]] = []
-        self._over: list[str] = []
-        self._asking = ""  # with this tag
-        self._ask_again: Callable[[], object] = _nothing
-        tx.on_cancel = self._cancelled
+        self._deleted: list[str] = []
 
-    def take(self, locks: Iterable[str]) -> None:
-        """Hold these locks until the end. All of them come after those that are held already, by name.
+    @property
+    def is_open(self) -> bool:
+        return self._channel.is_open
+
+    def close(self) -> None:
+        """Put back all that it holds."""
+        self._channel.close()
+
+    # Locks
+
+    def lock(self, locks: Iterable[str]) -> None:
+        """Hold these locks until the end. By name, all of them come after those that are held.
 
         Raises:
             LockTaken: somebody else has one of them for too long.
         """
         for lock in sorted(set(locks) - self._locks.keys()):
-            token = self._channel.ask(
-                functools.partial(self._ask_for, lock), PATIENCE + self._timeout
-            )
+            wait = functools.partial(self._wait_for_token, lock)
+            token = self._channel.ask(wait, PATIENCE + self._timeout)
             if token is None:
                 raise LockTaken(lock)
             self._locks[lock] = token
 
-    def _ask_for(self, lock: str, future: Future[Any]) -> None:
+    def _wait_for_token(self, lock: str, future: Future[Any]) -> None:
         raw = self._channel.raw
-        timer = raw.connection.ioloop.call_later(PATIENCE, lambda: settle(future, None))
+        timer = raw.connection.ioloop.call_later(PATIENCE, lambda: resolve(future, None))
 
-        def ask() -> None:
-            tag = self._asking = f"machinery.transaction.{next(_tags)}"
+        def wait() -> None:
+            tag = self._waiting_tag = f"machinery.transaction.{next(_tags)}"
 
             def handed(_: object, method: Any, __: object, ___: object) -> None:
                 raw.connection.ioloop.remove_timeout(timer)
-                self._asking = ""
-                self._tags.add(tag)
-                settle(future, (tag, method.delivery_tag))
+                self._waiting_tag = ""
+                self._consumers.add(tag)
+                resolve(future, (tag, method.delivery_tag))
 
-            raw.basic_consume(lock, handed, consumer_tag=tag, callback=_nothing)
+            raw.basic_consume(lock, handed, consumer_tag=tag, callback=_ignore)
 
-        self._ask_again = ask
-        ask()
+        self._wait_again = wait
+        wait()
 
-    def _cancelled(self, tag: str) -> None:
-        """The server has ended a subscription by itself, since the queue's process has ended: who waits, asks again.
+    def _on_cancelled(self, tag: str) -> None:
+        """The server has ended a subscription by itself, since the queue's process has ended.
 
-        Who had the lock has it no more; its channel is closed, so that it writes nothing.
+        A consumer that held the token has the lock no more; its channel is closed, so that it
+        writes nothing. One that waits subscribes again.
         """
-        if tag in self._tags and self._channel.raw.is_open:
+        if tag in self._consumers and self._channel.raw.is_open:
             self._channel.raw.close()
-        elif tag == self._asking:
-            self._ask_again()
+        elif tag == self._waiting_tag:
+            self._wait_again()
 
     # Reading
 
-    def read(self, places: Iterable[Queue]) -> None:
+    def read(self, queues: Iterable[Queue]) -> None:
         """Take what lies in these queues, if they are there."""
-        wanted = {place.queue: place for place in places}
-        queues = wanted.keys() - self._held.keys() - self._absent
-        unknown = queues - self._known
+        wanted = {one.queue: one for one in queues}
+        names = wanted.keys() - self._held.keys() - self._absent
+        unknown = names - self._known
         if unknown:
-            self._tx_channel.returned.clear()
-            looked_for = [wanted[queue] for queue in unknown]
-            self._channel.ask(
-                lambda future: self._probe(looked_for, future), self._timeout + EACH * len(unknown)
-            )
-            self._absent |= self._tx_channel.returned & unknown
-        self._held |= self._tx_channel.reader.all(sorted(queues - self._absent), self._timeout)
+            self._returned.clear()
+            probe = functools.partial(self._probe, [wanted[name] for name in unknown])
+            self._channel.ask(probe, self._timeout + EACH * len(unknown))
+            self._absent |= self._returned & unknown
+        self._held |= self._reader.all(sorted(names - self._absent), self._timeout)
 
-    def _probe(self, places: Iterable[Queue], future: Future[Any]) -> None:
+    def _probe(self, queues: Iterable[Queue], future: Future[Any]) -> None:
         raw = self._channel.raw
-        for place in places:
-            if place.is_ours:
-                raw.basic_publish("", place.queue, b"", _PROBE, mandatory=True)
+        for one in queues:
+            if one.is_ours:
+                raw.basic_publish("", one.queue, b"", _PROBE, mandatory=True)
             else:
-                raw.queue_declare(**_declaration(place))  # without a callback nothing is waited for
-        raw.tx_commit(lambda _: settle(future, None))
+                raw.queue_declare(**one.declaration())  # no callback: not waited for
+        raw.tx_commit(lambda _: resolve(future, None))
 
-    def held(self, place: Queue) -> Sequence[UnsettledMessage]:
+    def held(self, queue: Queue) -> Sequence[UnsettledMessage]:
         """Return the messages that were read of a queue."""
-        return self._held.get(place.queue, ())
+        return self._held.get(queue.queue, ())
 
-    def count(self, place: Queue) -> int:
-        """How many messages are in a queue that was not read. It is made if it is not there."""
-        frame = self._channel.rpc("queue_declare", timeout=self._timeout, **_declaration(place))
-        self._known.add(place.queue)
+    def count(self, queue: Queue) -> int:
+        """Return how many messages are in a queue that was not read. It is declared."""
+        frame = self._channel.rpc("queue_declare", timeout=self._timeout, **queue.declaration())
+        self._known.add(queue.queue)
         return int(frame.method.message_count)
 
     # Writing: true when the transaction ends
 
-    def put(self, place: Queue, body: bytes) -> None:
-        """Append a message. The queue is made if it is not there."""
-        self.make(place)
-        self._messages.append(("", place.queue, body, True))
+    def put(self, queue: Queue, body: bytes) -> None:
+        """Append a message. The queue is declared if it is not there."""
+        self.declare(queue)
+        self._messages.append(("", queue.queue, body, True))
 
-    def make(self, place: Queue) -> None:
-        """Let the queue be there."""
-        if place.queue not in self._held and place.queue not in self._known:
-            self._made[place.queue] = place
+    def replace(self, queue: Queue, body: bytes) -> None:
+        """Put a message in place of those that were read."""
+        self.drop(self.held(queue))
+        self.put(queue, body)
 
-    def tell(self, exchange: str, key: str, body: bytes) -> None:
-        """Send a message to whoever listens."""
+    def declare(self, queue: Queue) -> None:
+        if queue.queue not in self._held and queue.queue not in self._known:
+            self._new_queues[queue.queue] = queue
+
+    def publish(self, exchange: str, key: str, body: bytes) -> None:
+        """Send a message to all that listen, if any."""
         self._messages.append((exchange, key, body, False))
 
     def drop(self, held: Iterable[UnsettledMessage]) -> None:
         """Drop messages: they do not go back."""
         self._dropped.update(one.tag for one in held)
 
-    def delete(self, place: Queue) -> None:
-        """The queue is not needed any more, once all the rest is true."""
-        if not place.is_ours:
-            self.count(place)
-        self._over.append(place.queue)
+    def delete(self, queue: Queue) -> None:
+        """Delete a queue, once all the rest is true."""
+        if not queue.is_ours:
+            self.count(queue)
+        self._deleted.append(queue.queue)
 
-    def end(self, then: Callable[[], object]) -> None:
-        """Write all of it, and give the locks back; `then` is called in the link's thread when the channel is free."""
-        self._tx_channel.returned.clear()
-        wait = self._timeout + EACH * (len(self._messages) + len(self._made) + len(self._held))
-        self._channel.ask(lambda future: self._write(future, then), wait)
-        gone = self._tx_channel.returned & {queue for _, queue, _, must in self._messages if must}
+    def commit(self, then: Callable[[], object]) -> None:
+        """Write all of it, give the locks back, and then call `then` in the I/O thread."""
+        commit = functools.partial(self._commit, then)
+        size = len(self._messages) + len(self._new_queues) + len(self._held)
+        gone = self._channel.ask(commit, self._timeout + EACH * size)
         if gone:
             raise BackendUnavailable(
                 f"RabbitMQ: queue {min(gone)!r} was deleted while it was written to"
             )
 
-    def _write(self, future: Future[Any], then: Callable[[], object]) -> None:
-        raw = self._channel.raw
-        for place in self._made.values():
-            raw.queue_declare(**_declaration(place))  # without a callback nothing is waited for
-        for exchange, key, body, must in self._messages:
-            raw.basic_publish(exchange, key, body, _PROPERTIES, mandatory=must)
+    def _commit(self, then: Callable[[], object], future: Future[Any]) -> None:
+        raw, messages = self._channel.raw, self._messages
+        self._returned.clear()
+        for one in self._new_queues.values():
+            raw.queue_declare(**one.declaration())  # no callback: not waited for
+        for exchange, key, body, mandatory in messages:
+            raw.basic_publish(exchange, key, body, _PROPERTIES, mandatory=mandatory)
         tags = [one.tag for held in self._held.values() for one in held]
         for tag in tags:
             if tag in self._dropped:
@@ -265,26 +283,27 @@ class QueueTransaction:
             else:
                 raw.basic_nack(tag, requeue=True)
 
-        def written(_: object = None) -> None:
-            for queue in self._over:
+        def committed(_: object = None) -> None:
+            for queue in self._deleted:
                 raw.queue_delete(queue)
-            self._release(then)
-            settle(future, None)
+            gone = self._returned & {queue for _, queue, _, mandatory in messages if mandatory}
+            self._unlock(then)  # after `then` another thread may use this transaction
+            resolve(future, gone)
 
-        if self._messages or tags:
-            raw.tx_commit(written)
+        if messages or tags:
+            raw.tx_commit(committed)
         else:
-            written()
+            committed()
 
-    def _release(self, then: Callable[[], object]) -> None:
+    def _unlock(self, then: Callable[[], object]) -> None:
         """Unsubscribe first: else the tokens would come to us again."""
         raw = self._channel.raw
-        self._tags.clear()
+        self._consumers.clear()
         if not self._locks:
             then()
             return
         for tag, _ in self._locks.values():
-            raw.basic_cancel(tag, callback=_nothing)
+            raw.basic_cancel(tag, callback=_ignore)
         for _, token in self._locks.values():
             raw.basic_nack(token, requeue=True)
         raw.tx_commit(lambda _: then())
@@ -299,7 +318,7 @@ class QueueTransactions:
         self._declare = declare
         self._lock = ForkLock()
         self._link: AmqpConnection | None = None
-        self._free: deque[TxChannel] = deque()
+        self._free: deque[QueueTransaction] = deque()
         self._pid = os.getpid()
 
     @contextmanager
@@ -311,43 +330,43 @@ class QueueTransactions:
             BackendUnavailable, StoreUnusable, QueueMoved: it was not.
         """
         with self.translated(doing):
-            tx = self._tx_channel(doing)
-            transaction = QueueTransaction(tx, self.driver.timeout)
+            transaction = self._new(doing)
+            wanted = list(locks)
             try:
-                self._take(transaction, locks)
+                self._lock_all(transaction, wanted)
                 yield transaction
-                transaction.end(lambda: self._free.append(tx))
+                transaction.commit(lambda: self._free.append(transaction))
             except LockTaken as error:
-                tx.channel.close()
-                with self.visit() as channel:
+                transaction.close()
+                with self._visit() as channel:
                     # It may have no token: somebody has purged it.
                     declare_lock(channel, error.lock, self.driver.timeout, is_stuck=True)
                 raise BackendUnavailable(
-                    f"RabbitMQ at {self.driver.place}: {doing}: others have held {error.lock!r} for {PATIENCE:g} s"
+                    f"RabbitMQ at {self.driver.place}: {doing}: others have held {error.lock!r}"
+                    f" for {PATIENCE:g} s"
                 ) from error
             except BaseException:
-                tx.channel.close()  # all that it has in its hands goes back
+                transaction.close()
                 raise
 
-    def _take(self, transaction: QueueTransaction, locks: Iterable[str]) -> None:
-        wanted = list(locks)
+    def _lock_all(self, transaction: QueueTransaction, locks: Sequence[str]) -> None:
         try:
-            transaction.take(wanted)
+            transaction.lock(locks)
         except ChannelLost as error:
             if error.code == NOT_FOUND:  # somebody has deleted one
-                with self.visit() as channel:
-                    for lock in wanted:
+                with self._visit() as channel:
+                    for lock in locks:
                         declare_lock(channel, lock, self.driver.timeout)
             raise
 
     @contextmanager
-    def visit(self) -> Iterator[Channel]:
+    def _visit(self) -> Iterator[Channel]:
         """A channel for something else than a transaction. Raises as `link`."""
         channel = self.link().channel(self.driver.timeout)
         yield channel
         channel.close()
 
-    def _tx_channel(self, doing: str) -> TxChannel:
+    def _new(self, doing: str) -> QueueTransaction:
         link = self.link()
         if not link.wait_unblocked(self.driver.timeout):
             raise BackendUnavailable(
@@ -355,11 +374,12 @@ class QueueTransactions:
             )
         while True:
             try:
-                tx = self._free.pop()
+                free = self._free.pop()
             except IndexError:
-                return TxChannel(link, self.driver.timeout)
-            if tx.channel.is_open:
-                return tx
+                return QueueTransaction(link, self.driver.timeout)
+            if free.is_open:
+                free.reset()
+                return free
 
     def link(self) -> AmqpConnection:
         """The connection, with all that transactions need declared on its server.
@@ -386,7 +406,7 @@ class QueueTransactions:
 
     @contextmanager
     def translated(self, doing: str) -> Iterator[None]:
-        """QueueTransaction the errors of links and of pika into ours."""
+        """Turn the errors of connections and of pika into ours."""
         where = f"RabbitMQ at {self.driver.place}: {doing}"
         try:
             yield
@@ -407,7 +427,8 @@ class QueueTransactions:
                     )
                 ) from error
             hint = (
-                " (results_expire_in must be the same in every program that stores results here, in Go and in Python)"
+                " (results_expire_in must be the same in every program that stores results here,"
+                " in Go and in Python)"
                 if error.code == OTHER_ARGUMENTS
                 else ""
             )
@@ -425,7 +446,7 @@ class QueueTransactions:
 
 
 def queue_of_others(error: ChannelLost) -> str:
-    """The queue that the server does not let us have, since somebody else has made it, or may not be had; "" if it is our own."""
+    """Return the queue that the server refuses us, if it is another's or forbidden; else ""."""
     found = _QUEUE.search(error.text) if error.code in REFUSALS else None
     if found is None or found[1].startswith("machinery.") or is_made(found[1]):
         return ""
@@ -435,31 +456,16 @@ def queue_of_others(error: ChannelLost) -> str:
 
 
 def declare_lock(channel: Channel, lock: str, timeout: float, *, is_stuck: bool = False) -> None:
-    """Let there be a lock of this name, with a token in it if nobody has or wants one; also then if it `is_stuck`.
+    """Make a lock of this name, with a token in it if nobody has or wants one, or it `is_stuck`.
 
-    A token that comes while consumers change can end the queue's process (RabbitMQ 3.10, a match of `BQ:is_empty`), so none
-    is put beside consumers without need.
+    A token that comes while consumers change can end the queue's process (RabbitMQ 3.10, a match of
+    `BQ:is_empty`), so none is put beside consumers without need.
     """
-    found = channel.rpc(
-        "queue_declare", queue=lock, durable=True, arguments=dict(LOCK_ARGUMENTS), timeout=timeout
-    ).method
+    declaration = Queue(lock, LOCK_ARGUMENTS).declaration()
+    found = channel.rpc("queue_declare", timeout=timeout, **declaration).method
     if not found.message_count and (is_stuck or not found.consumer_count):
-        channel.link.tell(lambda: put_token(channel, lock))
+        channel.link.tell(lambda: channel.raw.basic_publish("", lock, b"", _PROPERTIES))
 
 
-def put_token(channel: Channel, lock: str) -> None:
-    """Lay a token into a lock. In the link's thread."""
-    channel.raw.basic_publish("", lock, b"", _PROPERTIES)
-
-
-def _declaration(place: Queue) -> dict[str, Any]:
-    return {
-        "queue": place.queue,
-        "durable": place.durable,
-        "auto_delete": place.auto_delete,
-        "arguments": dict(place.arguments),
-    }
-
-
-def _nothing(*_: object) -> None:
+def _ignore(*_: object) -> None:
     pass

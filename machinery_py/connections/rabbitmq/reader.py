@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from pika import spec
 
-from machinery_py.connections.rabbitmq.io_thread import Channel, settle
+from machinery_py.connections.rabbitmq.io_thread import Channel, resolve
 
 EACH = 0.02  # seconds more for each queue of a long list
 AHEAD = 200  # requests that are on their way together
@@ -23,9 +23,10 @@ class UnsettledMessage(NamedTuple):
 
 
 class QueueReader:
-    """Takes all messages of queues on a channel. All requests are on their way together: the server answers them in order.
+    """Takes all messages of queues on a channel. Requests are pipelined: the server answers in order.
 
-    pika would have each wait for the answer to the one before. Which of its members that touches is told by the tests at once.
+    pika would have each request wait for the answer to the one before. A test names its members
+    that this touches.
     """
 
     def __init__(self, channel: Channel) -> None:
@@ -49,7 +50,7 @@ class QueueReader:
                 if asked:
                     raw._on_getok_callback = got
                 else:
-                    settle(future, None)
+                    resolve(future, None)
 
             def got(_: object, method: Any, __: object, body: bytes) -> None:
                 queue = asked.popleft()

@@ -19,7 +19,7 @@ from machinery_py.backends.rabbitmq.backend import AMQPBackend
 from machinery_py.backends.rabbitmq.documents import (
     LOCKS,
     OUTBOX_LOCK,
-    Places,
+    ResultQueues,
     decode_record,
     encode_record,
     lock_of,
@@ -352,7 +352,7 @@ def test_another_expiry_is_refused_and_told(
 
 
 def test_what_go_cannot_write_is_no_expiry(amqp_url: str) -> None:
-    Places(2_147_483.0)
+    ResultQueues(2_147_483.0)
     with pytest.raises(
         ConfigError,
         match=r"results_expire_in: found 2200000 s \(results in RabbitMQ: at most 2147483\)",
@@ -433,7 +433,7 @@ def test_who_loses_the_connection_in_a_turn_has_written_nothing(
 ) -> None:
     other = open_backend(amqp_url)
     write(backend, state_of("t"))
-    place = backend._places.task("t")
+    place = backend._queues.task("t")
 
     with (
         pytest.raises(QueueTransactionLost),
@@ -459,7 +459,7 @@ def test_who_is_cut_off_is_fenced(
     proxy = open_proxy(rabbitmq_server.port)
     far = open_backend(proxy.through(amqp_url), timeout=1.0)
     write(backend, state_of("t"))
-    place = far._places.task("t")
+    place = far._queues.task("t")
 
     with (
         pytest.raises(QueueTransactionLost),
@@ -497,7 +497,7 @@ def test_who_has_a_lock_that_is_deleted_writes_nothing_and_who_waits_for_it_gets
 ) -> None:
     # As when the process of the queue ends in the server.
     write(backend, state_of("t"))
-    place, lock, seen = backend._places.task("t"), lock_of("t"), list[State]()
+    place, lock, seen = backend._queues.task("t"), lock_of("t"), list[State]()
     waiter = open_backend(amqp_url)
     thread = threading.Thread(target=lambda: seen.append(waiter.get_state("t").state))
 

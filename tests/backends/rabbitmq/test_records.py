@@ -13,7 +13,7 @@ from pika.exceptions import ChannelClosedByBroker
 from machinery_py import Config, Server
 from machinery_py.backends.base import Amendment
 from machinery_py.backends.rabbitmq.backend import AMQPBackend
-from machinery_py.backends.rabbitmq.records import place_of
+from machinery_py.backends.rabbitmq.records import claim_queue
 from machinery_py.connections.rabbitmq.queue_records import QueueTransactionLost
 from machinery_py.tasks.states import State
 from machinery_py.testing.conformance.groups import state_of
@@ -107,7 +107,7 @@ def test_who_loses_the_connection_before_the_end_has_changed_nothing(
 def test_a_claim_that_is_gone_leaves_no_queue(
     backend: AMQPBackend, channel: BlockingChannel
 ) -> None:
-    queue = place_of("a").queue
+    queue = claim_queue("a").queue
     assert backend.amend(claim(None, b"1", send=True))
     assert channel.queue_declare(queue, passive=True).method.message_count == 1
     backend.release([("a", b"1")])

@@ -118,8 +118,8 @@ def test_a_suspect_that_was_running_comes_back_once_with_one_more_strike(
     consumer.run_begins(delivery)
     assert not consumer.is_lost(delivery)
 
-    assert consumer._life is not None
-    consumer._life.link.abort()
+    assert consumer._connection is not None
+    consumer._connection.link.abort()
 
     found = all_of(broker, 1)
     assert [(one.body, one.strikes) for one in found] == [(b"1", 2)]

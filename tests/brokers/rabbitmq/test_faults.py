@@ -99,7 +99,7 @@ def test_f61_an_unknown_delivery_tag_ends_the_life_and_nothing_else(
     put(broker, b"a")
     consumer = broker.consume(["q"], worker="w")
     (old,) = consumer.receive(1, 5.0)
-    life = consumer._life
+    life = consumer._connection
     assert life is not None
 
     life.link.tell(lambda: life.main.raw.basic_ack(999))
@@ -150,8 +150,8 @@ def test_f62_a_task_may_run_longer_than_the_servers_timeout(
     assert consumer.holds([delivery]) == [True]
     assert waiting(broker, queue) == 0
     if end == "crash":
-        assert consumer._life is not None
-        consumer._life.link.abort()
+        assert consumer._connection is not None
+        consumer._connection.link.abort()
     else:
         fate = Fate[end.upper()]
         assert consumer.dispose([Disposal(delivery=delivery, fate=fate)]) == [True]
@@ -454,8 +454,8 @@ def test_connections_leave_nothing_behind(amqp_url: str, open_broker: Open) -> N
         broker.workers()
         consumer.close()
         other = broker.consume(["q"], worker="w")
-        assert other._life is not None
-        other._life.link.abort()
+        assert other._connection is not None
+        other._connection.link.abort()
         other.close()
         gc.collect()
         return len(os.listdir("/proc/self/fd")), threading.active_count()

@@ -59,8 +59,8 @@ def consumer_of(session: object) -> AMQPConsumer:
 
 
 def break_connection(consumer: AMQPConsumer) -> None:
-    assert consumer._life is not None
-    consumer._life.link.abort()
+    assert consumer._connection is not None
+    consumer._connection.link.abort()
 
 
 # Lost deliveries
@@ -252,7 +252,7 @@ def test_counting_takes_nothing_where_one_queue_has_delayed_messages(broker: AMQ
 
     assert counted(broker) == {"q": (2, 0), "r": (1, 2)}
 
-    assert broker._looking._split is None  # it has read nothing
+    assert broker._split.until == 0.0  # it has read nothing
     (first, second) = broker.consume(["q"], worker="w").receive(2, HANG)
     assert (first.strikes, second.strikes) == (0, 0)
 
@@ -263,9 +263,9 @@ def test_whose_the_delayed_messages_of_several_queues_are_is_read_when_it_may_ha
     broker.put([late("q"), late("q"), late("r", hours=5)], token="")
 
     assert counted(broker) == {"q": (0, 2), "r": (0, 1)}
-    first = broker._looking._split
+    first = broker._split.by_queue
     assert counted(broker) == {"q": (0, 2), "r": (0, 1)}
-    assert broker._looking._split is first
+    assert broker._split.by_queue is first
     broker.put([late("r", hours=5)], token="")
     assert counted(broker) == {"q": (0, 2), "r": (0, 2)}
 

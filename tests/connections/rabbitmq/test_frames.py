@@ -16,17 +16,17 @@ from pika import frame, spec
 
 from machinery_py.brokers.rabbitmq.fetch import Fetch
 from machinery_py.connections.rabbitmq.client import AmqpDriver
-from machinery_py.connections.rabbitmq.confirms import Batch, Confirms, End
 from machinery_py.connections.rabbitmq.frames import (
     AddressedMessage,
-    Handed,
+    DeliveryFields,
     Properties,
     Writer,
     acks,
     nacks,
 )
 from machinery_py.connections.rabbitmq.io_thread import AmqpConnection, Channel
-from machinery_py.connections.rabbitmq.io_thread import settle as fill
+from machinery_py.connections.rabbitmq.io_thread import resolve as fill
+from machinery_py.connections.rabbitmq.publisher import Batch, Confirms, End
 from machinery_py.testing.waiting import HANG
 from tests.stores.rabbitmq.case import amqp_url, vhosts
 from tests.support.fixtures import open_proxy, rabbitmq_server
@@ -75,7 +75,7 @@ def by_pika(data: bytes) -> list[Any]:
 
 @given(parcels)
 def test_pika_reads_the_parcel_that_was_written(parcel: AddressedMessage) -> None:
-    method, header, *body = by_pika(b"".join(Writer(3, MOST).parcel(parcel, "7.1")))
+    method, header, *body = by_pika(b"".join(Writer(3, MOST).message(parcel, "7.1")))
 
     assert {one.channel_number for one in (method, header, *body)} == {3}
     said, properties = method.method, header.properties
@@ -110,7 +110,7 @@ def test_a_parcel_is_written_as_pika_writes_it(parcel: AddressedMessage) -> None
         frame.Method(9, method).marshal() + frame.Header(9, len(parcel.body), properties).marshal()
     )
 
-    assert b"".join(Writer(9, 2**20).parcel(parcel, "1.0")).startswith(expected)
+    assert b"".join(Writer(9, 2**20).message(parcel, "1.0")).startswith(expected)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_a_parcel_is_written_as_pika_writes_it(parcel: AddressedMessage) -> None
 )
 def test_what_amqp_cannot_say_is_refused(parcel: AddressedMessage) -> None:
     with pytest.raises(Exception):  # noqa: B017 - whatever it is, nothing is written
-        Writer(1, MOST).parcel(parcel, "1")
+        Writer(1, MOST).message(parcel, "1")
 
 
 def test_acknowledgements_are_those_that_pika_reads() -> None:
@@ -355,6 +355,6 @@ def test_the_short_cut_is_taken_by_deliveries_to_subscribers(
 
     method, properties, body = channel.ask(subscribe, HANG)
 
-    assert (type(method), type(properties)) == (Handed, Properties)
+    assert (type(method), type(properties)) == (DeliveryFields, Properties)
     assert (properties.message_id, body) == ("uuid", b"body")
     assert (method.redelivered, method.routing_key) == (False, "q")

@@ -120,7 +120,7 @@ def crash(broker: AMQPBroker, consumer: AMQPConsumer) -> None:
     for one in list(consumer._held.values()):
         held[one.delivery.queue] = held.get(one.delivery.queue, 0) + 1
     before = {queue: waiting(broker, queue) for queue in held}
-    life = consumer._life
+    life = consumer._connection
     assert life is not None
     life.link.abort()
     for queue, count in held.items():
