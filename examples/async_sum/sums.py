@@ -18,7 +18,7 @@ PERIOD = float(
 
 @server.task
 def add(*numbers: int) -> int:
-    """The sum; takes any number, so that it can stand in a chain or behind a group."""
+    """Return the sum of any number of arguments, so that it can be a step of a chain or a chord's callback."""
     return sum(numbers)
 
 
@@ -44,20 +44,20 @@ def concat(words: list[str]) -> str:
 
 @server.task
 def split(text: str) -> tuple[str, str]:
-    """Two results, as a Go function that returns `(string, string, error)`."""
+    """Return two results, like a Go function that returns `(string, string, error)`."""
     middle = len(text) // 2
     return text[:middle], text[middle:]
 
 
 @server.task
 def panic_task() -> None:
-    """Fails for good. A worker outlives whatever a task does."""
+    """Fail for good; the worker goes on."""
     raise RuntimeError("oops")
 
 
 @server.task(retries=3, backoff=[0.2, 0.5, 1.0])
 def flaky() -> int:
-    """Fails twice, then tells which try succeeded."""
+    """Fail twice, then return the number of the try."""
     attempt = current_task().attempt
     if attempt < 3:
         raise ConnectionError(f"try {attempt} failed")
@@ -66,7 +66,7 @@ def flaky() -> int:
 
 @server.task
 def later(ctx: Context) -> str:
-    """Asks to be run again, once; that does not count as a try."""
+    """Postpone itself once; that does not count as a try."""
     if ctx.signature.run == 0:
         raise RetryTaskLater("not yet", 0.2)
     return f"came back, and this is still try {ctx.attempt}"
@@ -74,7 +74,7 @@ def later(ctx: Context) -> str:
 
 @server.task
 def long_running_task(ctx: Context) -> None:
-    """Ten periods of work. Tells how far it is, and stops early when it is revoked or its worker must end."""
+    """Work for ten periods. Report progress, and stop early when revoked or when the worker must end."""
     pause = threading.Event()
     for _ in ctx.track(range(10)):
         if ctx.cancelled:

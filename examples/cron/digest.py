@@ -1,4 +1,4 @@
-"""Mails that nobody asks for one by one: a digest each working day, invoices at the end of the month, a look every five minutes.
+"""Periodic mails: a digest each working day, invoices at the end of the month, a check every five minutes.
 
     digest      8:00 in Berlin, Monday to Friday; if no worker was there, the latest one is made up for
     invoices    18:00 on the last day of the month
@@ -39,8 +39,10 @@ def post(to: str, subject: str, text: str) -> None:
 @server.periodic(os.environ.get("DIGEST_SPEC", "0 8 * * MON-FRI"), tz=ZONE, catch_up=True)
 @server.task
 def digest() -> int:
-    """Send the digest to every reader; returns how many they are."""
-    due_at = current_task().headers["machinery_tick"]  # the time it was due, however late it runs
+    """Send the digest to every reader; return their number."""
+    due_at = current_task().headers[
+        "machinery_tick"
+    ]  # the time at which it was due, also if it runs later
     for reader in READERS:
         post.send(reader, f"News of {due_at[:10]}", f"Nothing has happened by {due_at}.")
     return len(READERS)
@@ -54,5 +56,5 @@ def invoices() -> None:
 
 @server.periodic("@every 5m", overlap="skip")
 def watch() -> int:
-    """How many mails lie there."""
+    """Return the number of mails in the outbox."""
     return len(list(OUTBOX.glob("*.eml"))) if OUTBOX.exists() else 0

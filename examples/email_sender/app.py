@@ -22,7 +22,7 @@ from tasks import send_mail, server
 
 from machinery_py import MachineryError, PublishUnknown, StateNotFound
 
-GIVE_UP = dt.timedelta(days=5)  # a mail that could not be delivered by then is not sent any more
+GIVE_UP = dt.timedelta(days=5)  # a mail that was not delivered by then is dropped
 MAX_BODY = 10_000  # bytes
 MAX_NAME = 200  # characters
 ADDRESS = re.compile(
@@ -33,7 +33,7 @@ WELCOME = "Hello {name},\n\nwelcome to the shop. Nothing else to do.\n"
 
 
 class BadRequest(Exception):
-    """The text says what is wrong with the request."""
+    """Error of a request; the text says what is wrong."""
 
 
 class Signups(BaseHTTPRequestHandler):
@@ -114,7 +114,7 @@ class Signups(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        pass  # a line for each request helps nobody here
+        pass  # no log line per request
 
 
 class Service(ThreadingHTTPServer):

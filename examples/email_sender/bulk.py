@@ -1,4 +1,4 @@
-"""Sends a mail to everybody in a CSV file (columns: email, name), and shows how far it is."""
+"""Send a mail to every address in a CSV file (columns: email, name), with a progress bar."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from tasks import bulk, server
 
 from machinery_py import ChordResult, State
 
-LOOK = 0.1  # seconds between two looks at the states
+LOOK = 0.1  # seconds between two polls of the states
 RECIPIENTS = Path(__file__).with_name("recipients.csv")
 TEXT = "Hello {name},\n\nthis week: background tasks that start with nothing.\n"
 
 
 def read_recipients(path: Path = RECIPIENTS) -> list[tuple[str, str]]:
-    """(address, name) of each line."""
+    """Return (address, name) of each line."""
     with path.open(encoding="utf-8", newline="") as file:
         return [(row["email"], row["name"]) for row in csv.DictReader(file)]
 
 
 def follow(result: ChordResult[str], each_look: Callable[[int], object] = lambda done: None) -> str:
-    """Show a progress bar until all mails are through; returns the report.
+    """Show a progress bar until all mails are done; return the report.
 
     Args:
         each_look: called with the number of mails that are through.

@@ -66,11 +66,11 @@ ANSWERS = {
 
 
 class Trouble(Exception):
-    """The demo did not go as it must; the text says how."""
+    """The demo failed; the text says how."""
 
 
 class Demo:
-    """What the steps share. `started` is when it began, by the monotonic clock."""
+    """State that the steps share. `started` is the start on the monotonic clock."""
 
     def __init__(self, folder: Path, mailbox: Mailbox) -> None:
         self.folder = folder
@@ -105,7 +105,7 @@ class Demo:
             connection.close()
 
     def sign_up(self, email: str, name: str) -> int:
-        """Post a sign-up; the HTTP status."""
+        """Post a sign-up; return the HTTP status."""
         began = time.perf_counter()
         status, answer = self.request("POST", "/signup", {"email": email, "name": name})
         if status == http.HTTPStatus.ACCEPTED:
@@ -150,7 +150,7 @@ def sign_ups(demo: Demo) -> None:
 
 
 def send_bulk(demo: Demo) -> list[str]:
-    """Send the bulk, with an outage in the middle; the UUIDs of its tasks."""
+    """Send the bulk, with an outage in the middle; return the UUIDs of its tasks."""
     recipients = read_recipients()
     result = bulk("This week", recipients, TEXT)
     demo.say(
@@ -177,7 +177,7 @@ def send_bulk(demo: Demo) -> list[str]:
 
 
 def check_mails(demo: Demo) -> None:
-    """Every mail that was to arrive is there exactly once, and nothing else is."""
+    """Check that each expected mail arrived exactly once, and no other."""
     expected = Counter({email: 1 for email, _ in [*SIGNUPS, BUSY, *read_recipients()]})
     expected[DROPPED[0]] = 2  # what the mail server saw; its reader sees one
     del expected[BULK_GONE]
@@ -196,12 +196,12 @@ def check_mails(demo: Demo) -> None:
 
 
 def digests(demo: Demo) -> None:
-    """By the clock, then once by hand, as `machinery periodic run` does it; each is to come once to each reader."""
+    """Send the digest by its schedule, then once by hand; check that each reader gets each digest once."""
     demo.wait_until(
         lambda: any(one.name == "digest" and one.sent >= DIGESTS for one in server.schedules.list())
     )
     server.schedules.run_now("digest")
-    server.schedules.pause("digest")  # what is sent now is run, and no more is sent
+    server.schedules.pause("digest")  # sent ones are run, and no more are sent
     demo.wait_until(lambda: not any(one.waiting or one.running for one in server.inspect.queues()))
     mails = [
         message_from_bytes(path.read_bytes()) for path in (demo.folder / "outbox").glob("*.eml")
@@ -286,7 +286,7 @@ def run(demo: Demo) -> None:
     clock = {"DIGEST_SPEC": DIGEST_SPEC, "OUTBOX": str(demo.folder / "outbox")}
     digest_command = [*machinery, "worker", "digest", "--app-dir", str(CRON), "-c", "2"]
     service_command = [sys.executable, str(HERE / "app.py"), "--port", "0"]
-    # Stopped in the other order: first nothing new comes, then nothing is left to do, then the mail server goes.
+    # Stopped in reverse order: the senders, then the workers, then the mail server.
     with (
         process(demo, "worker", worker_command, environ),
         process(demo, "digest worker", digest_command, environ | clock),
@@ -313,7 +313,7 @@ def main() -> int:
     before = Path.cwd()
     with tempfile.TemporaryDirectory(prefix="machinery-demo-") as name:
         folder = Path(name)
-        os.chdir(folder)  # the embedded store is a file where the program stands
+        os.chdir(folder)  # the embedded store is a file in the working directory
         try:
             with Mailbox(folder, answers=ANSWERS) as mailbox:
                 demo = Demo(folder, mailbox)

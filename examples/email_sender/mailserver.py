@@ -1,4 +1,4 @@
-"""A real SMTP server that keeps what it gets, and misbehaves on command.
+"""SMTP server that stores its mails, and fails on command.
 
 Each accepted mail is a line of JSON in `mailbox.jsonl`, written before the 250 is sent. Nothing is sorted out: a mail
 that comes twice is there twice, with the same Message-ID. For each address a list of answers can be given, which are
