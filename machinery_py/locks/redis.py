@@ -1,9 +1,6 @@
 """Locks in Redis.
 
-    mpy:lock:{<name>}     "<token> <fence>" while a name is held; expires with it
-    mpy:fence             the last fence
-    mpy:fence:{<name>}    in a cluster the last fence of this name, for a day longer than the lock
-    machinery_lock_…      Go's, on request: nanoseconds of the moment until which it is held
+Keys: connections/redis/keys.py.
 
 In a cluster each name is in a slot of its own.
 

@@ -1,6 +1,6 @@
 """Locks in a SQLite file.
 
-    locks    a row while a name is held: token, expires_at; its id is the fence
+Table: connections/sqlite/schema.py.
 
 Limits: one machine. Time is the clock's on the wall: who sets it ahead ends what is held.
 """

@@ -1,10 +1,6 @@
 """States and groups in memcached, under Go Machinery's keys.
 
-    <task UUID>        Go's document with all that is ours as its last field: epoch, mark, outbox (documents.py)
-    <group UUID>       Go's document of the group; the rest of it in groups.py
-    mpy:o:<key>        an outbox that belongs to no task and no group
-    mpy:v:<task UUID>  the task is revoked
-    mpy:roots, mpy:x:  the list of open outboxes and groups (index.py)
+Keys: connections/memcached/keys.py.
 
 A change of a task is one `cas` of its item, which holds the outbox and a note of what else is to become true: states of other
 tasks, groups, arrivals. That is done next; each of it can stand to be done twice.

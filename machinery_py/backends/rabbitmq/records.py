@@ -1,7 +1,6 @@
 """Records of schedules and claims of unique tasks, in transactions that hold their lock.
 
-    machinery.results.schedules        one message: all records, and a version that every change changes
-    machinery.results.claim.<claim>    one message: what the claim holds, and until when
+Names: connections/rabbitmq/queues.py.
 
 A change becomes true with the states and the outbox that go with it.
 

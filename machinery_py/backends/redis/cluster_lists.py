@@ -1,8 +1,6 @@
 """The listings of a Redis Cluster's backend, in shards, so that no node has all of them.
 
-    mpy:{list<n>}:open, :done      UUIDs by their last change; those in `done` are finished, those in `open` mostly not
-    mpy:{list<n>}:rate:<second>    how many tasks finished, for each state and queue
-    mpy:{list<n>}:outbox           keys whose record is about to be written, or was, by when
+Keys: connections/redis/keys.py.
 
 They are written after the states (a crash in between leaves a finished task in `open`), but for the notes of
 records, which are written before them.

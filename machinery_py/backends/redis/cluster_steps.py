@@ -1,7 +1,6 @@
 """The steps of a change in a Redis Cluster (docs/explanation/redis-cluster.md). A crash may come after any of them.
 
-mpy:ready     groups whose callback is to be settled; some may have been
-mpy:groups    groups that are looked at for expiry; written before their documents
+Keys: connections/redis/keys.py.
 """
 
 from __future__ import annotations

@@ -1,12 +1,6 @@
 """States and groups in a SQLite file.
 
-    tasks            a row each: TaskState, mark, epoch; changed_at, never twice the same; expires_at once finished
-    groups           a row each; ready = 1 while the callback is to be settled
-    group_members    position, arrived, ok; a member is counted when its row changes
-    outbox           messages still to be published by somebody else's broker
-    revoked          tasks not to be started, until when
-    records          schedules: a row each, with a new id after each change
-    claims           keys of unique tasks
+Tables: connections/sqlite/schema.py.
 
 A finished member of a chord does not expire before the chord was settled, unless no member arrives for a week.
 

@@ -1,9 +1,6 @@
 """Messages in MongoDB, a document each: messages.py; the protocol stands in docs/explanation/mongodb-protocol.md.
 
-    machinery_messages    one for each message, until it is done
-    machinery_queues      every queue that ever held something or had a consumer; `paused`
-    machinery_sessions    a consumer that lives: who it is, and how often it has beaten
-    machinery_tokens      a submission that was carried out, for ten minutes; its messages until they are all stored
+Collections: connections/mongodb/collections.py.
 
 A consumer whose heartbeat stays the same for a lease, by the clock of whoever looks, is given up; one whose process on this
 host has ended, at once (brokers/liveness.py).

@@ -1,10 +1,6 @@
 """Messages in a Redis Cluster: each queue is a broker of its own in the slot of its name, with the scripts of one Redis.
 
-    <queue>, mpy:{q}:…      as on one Redis (docs/explanation/redis-protocol.md)
-    mpy:{q}:delayed_tasks   delayed messages, so that they come to their list in one step
-    mpy:{q}:mpy:p:<token>   tokens of submissions
-    mpy:queues              the names of all queues, in a slot of its own; written before the first use of a queue
-    delayed_tasks           Go's (`redis.delayed_tasks_key`), in a slot of its own: emptied into the queues, see `_move_due`
+Keys: connections/redis/keys.py.
 
 Limits: messages for several queues are put queue by queue: after an error some may be there, and others not
 (PublishUnknown). Delayed messages are brought to their queues by Python workers only.

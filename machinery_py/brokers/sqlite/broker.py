@@ -1,11 +1,6 @@
 """Messages in a SQLite file.
 
-    messages    a row each: waiting (status 0), delayed (1) or held (2) by a session; its id is its place in its queue
-    dead        dead letters
-    sessions    a row for each consumer; it lives while it holds the lock on its file (connections/session_files.py)
-    queues      every queue that ever held something or had a consumer
-    paused      those that nothing is claimed from
-    tokens      submissions of the last ten minutes
+Tables: connections/sqlite/schema.py.
 
 A consumer whose process has ended is found at the next `tend` of any other: the lock has gone with it. A consumer that
 lives is left alone however late it is, unless its process is stopped (SIGSTOP) and its beat older than the lease.

@@ -3,11 +3,7 @@
 pymongo keeps the connections. The caller of `run` says what may be repeated: on a replica set the server itself tells a
 repeated write (retryWrites) from a new one, on a single server nobody does. After a fork the child opens its own.
 
-    <database>.machinery_queues      every queue that ever held something or had a consumer
-    <database>.machinery_messages    brokers/mongodb/broker.py; machinery_tokens and machinery_sessions too
-    <database>.tasks, .group_metas   Go's documents, backends/mongodb/backend.py; machinery_chords, _arrivals, _revoked,
-                                     _records, _claims and _outboxes too
-    <database>.machinery_locks       locks/mongodb.py
+Collections: connections/mongodb/collections.py.
 """
 
 from __future__ import annotations
