@@ -8,27 +8,26 @@ from __future__ import annotations
 import datetime as dt
 import heapq
 import itertools
-import os
-import socket
 import threading
-import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
 from machinery_py.brokers.base import (
-    WAITING,
     Broker,
     BrokerFeatures,
     Consumer,
     DeadLetter,
     Delivery,
     Disposal,
+    Entry,
     Fate,
     Message,
     QueueStats,
     WorkerInfo,
+    new_letter,
+    new_worker,
 )
 from machinery_py.connections.memory import MemoryHub
 from machinery_py.connections.recent_tokens import RecentTokens
@@ -36,15 +35,10 @@ from machinery_py.connections.recent_tokens import RecentTokens
 LEASE = 10.0  # seconds without a beat until a consumer is given up
 
 
-@dataclass(slots=True, eq=False)
-class _Entry:
+class _Entry(Entry, eq=False):
     """A message where it is. `order` is its place in its queue, for life."""
 
-    message: Message
-    order: tuple[int, int]
-    sent_at: dt.datetime
-    fence: int = 0
-    strikes: int = 0
+    order: tuple[int, int] = (0, 0)
 
     def __lt__(self, other: _Entry) -> bool:
         return self.order < other.order
@@ -87,7 +81,7 @@ class MemoryBroker(Broker):
                 return False
             now = self.hub.clock.now()
             for message in messages:
-                entry = _Entry(message, (-message.priority, next(self._sequence)), now)
+                entry = _Entry(message, now, order=(-message.priority, next(self._sequence)))
                 self._place(entry, message.eta, now)
             self.hub.notify()
             return True
@@ -150,21 +144,9 @@ class MemoryBroker(Broker):
             queue = self._queues.get(name) if name not in self._paused else None
             while queue and len(deliveries) < limit:
                 entry = heapq.heappop(queue)
-                entry.fence += 1
                 receipt = next(self._sequence)
                 hold.entries[receipt] = entry
-                deliveries.append(
-                    Delivery(
-                        body=entry.message.body,
-                        queue=name,
-                        receipt=receipt,
-                        fence=entry.fence,
-                        strikes=entry.strikes,
-                        parks=entry.message.parks,
-                        priority=entry.message.priority,
-                        sent_at=entry.sent_at,
-                    )
-                )
+                deliveries.append(entry.deliver(receipt))
         return deliveries
 
     def dispose(self, hold: _Hold, disposal: Disposal) -> bool:
@@ -178,33 +160,16 @@ class MemoryBroker(Broker):
             case Fate.BACK:
                 heapq.heappush(self._queues[entry.message.queue], entry)
             case Fate.LATER:
-                # The listings show the message as it waits now, not as it was sent.
-                message = entry.message
-                parks = message.parks + (disposal.reason != WAITING)
-                entry.message = msgspec.structs.replace(message, eta=disposal.eta, parks=parks)
+                entry.put_off(disposal)
                 self._place(entry, disposal.eta, self.hub.clock.now())
             case Fate.DEAD:
-                self._bury(entry, disposal)
+                letter = entry.letter(disposal, self.hub.clock.now())
+                self._dead[letter.id] = letter
         return True
 
-    def _bury(self, entry: _Entry, disposal: Disposal) -> None:
-        message = entry.message
-        letter = DeadLetter(
-            id=uuid.uuid4().hex,
-            uuid=disposal.uuid or message.uuid,
-            name=disposal.name or message.name,
-            queue=message.queue,
-            body=message.body,
-            reason=disposal.reason,
-            error=disposal.error,
-            strikes=entry.strikes,
-            died_at=self.hub.clock.now(),
-        )
-        self._dead[letter.id] = letter
-
-    def register(self, session: str, info: WorkerInfo) -> _Hold:
+    def register(self, info: WorkerInfo) -> _Hold:
         hold = _Hold(info, self.hub.clock.monotonic(), info.beat_at)
-        self._holds[session] = hold
+        self._holds[info.session] = hold
         for queue in info.queues:
             self._queues.setdefault(queue, [])
         return hold
@@ -283,16 +248,8 @@ class MemoryBroker(Broker):
             return letters[:limit]
 
     def bury(self, message: Message, *, queue: str, reason: str, error: str) -> None:
-        letter = DeadLetter(
-            id=uuid.uuid4().hex,
-            uuid=message.uuid,
-            name=message.name,
-            queue=queue,
-            body=message.body,
-            reason=reason,
-            error=error,
-            died_at=self.hub.clock.now(),
-        )
+        now = self.hub.clock.now()
+        letter = new_letter(message, now, reason=reason, error=error, queue=queue)
         with self.hub.lock:
             self._queues.setdefault(queue, [])
             self._dead[letter.id] = letter
@@ -320,19 +277,10 @@ class MemoryConsumer(Consumer):
         self._start_session()
 
     def _start_session(self) -> None:
-        now = self._hub.clock.now()
-        self.session = uuid.uuid4().hex[:24]
-        info = WorkerInfo(
-            session=self.session,
-            name=self._worker,
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            queues=self._queues,
-            started_at=now,
-            beat_at=now,
-        )
+        info = new_worker(self._worker, self._queues, self._hub.clock.now())
+        self.session = info.session
         with self._hub.lock:
-            self._hold = self._broker.register(self.session, info)
+            self._hold = self._broker.register(info)
 
     def receive(self, limit: int, timeout: float, order: Sequence[str] = ()) -> list[Delivery]:
         deliveries = self._claim(limit, order)

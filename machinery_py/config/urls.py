@@ -17,7 +17,7 @@ Pure: nothing is opened and no name is looked up.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 from urllib.parse import unquote
@@ -45,7 +45,7 @@ _EVERYTHING: frozenset[Role] = frozenset({"broker", "result backend", "lock"})
 _MESSAGES: frozenset[Role] = frozenset({"broker", "result backend"})
 _RESULTS: frozenset[Role] = frozenset({"result backend"})
 
-SCHEMES: Mapping[str, frozenset[Role]] = {
+SCHEMES: dict[str, frozenset[Role]] = {
     "amqp": _MESSAGES,
     "amqps": _MESSAGES,
     "eager": _EVERYTHING,
@@ -158,6 +158,12 @@ def serves(url: str, role: Role) -> bool:
     return role in SCHEMES.get(scheme_of(url), frozenset())
 
 
+def add_scheme(scheme: str, roles: Iterable[Role]) -> None:
+    """Accept URLs of this scheme in these roles; only the store that they open reads the rest of them."""
+    SCHEMES[scheme] = frozenset(roles)
+    _READERS[scheme] = scheme_of
+
+
 def split_urls(text: str, separator: str) -> tuple[str, ...]:
     """The URLs of a text that may hold several; an empty separator means that it holds one.
 
@@ -204,7 +210,7 @@ def check_url(url: str, role: Role, *, master_name: str = "") -> None:
         raise _refused(url, role, str(error)) from None
 
 
-_READERS: Mapping[str, Callable[[str], object]] = {
+_READERS: dict[str, Callable[[str], object]] = {
     "amqp": parse_amqp_url,
     "amqps": parse_amqp_url,
     "memcache": parse_memcache_url,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterable
 from typing import cast
 
 from machinery_py.clock import Clock
 from machinery_py.config.config import Config
-from machinery_py.config.urls import redact, scheme_of, split_urls
+from machinery_py.config.urls import Role, add_scheme, redact, scheme_of, split_urls
 from machinery_py.connections.forks import not_forking
 from machinery_py.errors import ConfigError
 from machinery_py.locks.base import Lock
@@ -30,6 +31,19 @@ FAMILIES: dict[str, str] = {
     "mongodb": "machinery_py.stores.mongodb:MongoDBFamily",
     "mongodb+srv": "machinery_py.stores.mongodb:MongoDBFamily",
 }
+
+
+def add_family(
+    scheme: str, target: str, roles: Iterable[Role] = ("broker", "result backend")
+) -> None:
+    """Let URLs of this scheme open a store of your own. Call it before the Config with such a URL is made.
+
+    Args:
+        target: `module:name` of the `Family`, imported when a URL needs it.
+    """
+    add_scheme(scheme, roles)
+    FAMILIES[scheme] = target
+
 
 _SEVERAL = {FAMILIES["redis"], FAMILIES["amqp"]}  # these know what to do with several URLs
 

@@ -34,10 +34,11 @@ from hypothesis.stateful import (
 )
 
 from machinery_py.backends.base import ALREADY, FENCED, SETTLED, Change, Verdict
-from machinery_py.backends.memory import MemoryBackend, _GroupMembers
+from machinery_py.backends.mappings import GroupRow
+from machinery_py.backends.memory import MemoryBackend
 from machinery_py.backends.sqlite.backend import SQLiteBackend
 from machinery_py.backends.transactional import Row
-from machinery_py.brokers.base import Delivery, Disposal, Fate, Message
+from machinery_py.brokers.base import Delivery, Disposal, Fate, Message, WorkerInfo
 from machinery_py.brokers.memory import MemoryBroker, MemoryConsumer, _Entry, _Hold
 from machinery_py.brokers.sqlite.broker import SQLiteBroker
 from machinery_py.brokers.sqlite.consumer import SQLiteConsumer
@@ -917,9 +918,9 @@ class _CountingBackend(MemoryBackend):
 
     def _arrive(self, arrivals: Sequence[Arrival]) -> None:
         for number, arrival in enumerate(arrivals):
-            group = self._groups.setdefault(
+            group = self._tables.groups.setdefault(
                 arrival.group_uuid,
-                _GroupMembers(GroupMeta(group_uuid=arrival.group_uuid), self.now()),
+                GroupRow(GroupMeta(group_uuid=arrival.group_uuid), self.now()),
             )
             unique = f"{arrival.task_uuid} {len(group.members) + number}"
             super()._arrive(
@@ -987,9 +988,9 @@ class _RobbingBroker(MemoryBroker):
     def hold(self, session: str) -> _Hold | None:
         return self._robbed.get(session) or super().hold(session)
 
-    def register(self, session: str, info: object) -> _Hold:
+    def register(self, info: WorkerInfo) -> _Hold:
         self._robbed = {**getattr(self, "_robbed", {})}
-        self._robbed[session] = hold = super().register(session, info)  # type: ignore[arg-type]  # handed on
+        self._robbed[info.session] = hold = super().register(info)
         return hold
 
 

@@ -15,7 +15,7 @@ from machinery_py.testing.waiting import HANG
 class ChainConformance(TaskConformance):
     """Chains: values passed between steps, and the end of a failed chain."""
 
-    LONG = 1000  # steps of a very long chain
+    LONG = 1000  # steps of a very long chain, members of a large chord
 
     def test_step_gets_the_previous_result_as_last_argument(self, app: App) -> None:
         result = (app.add.signature(1, 1) | app.add.partial(5, 5) | app.multiply.partial(4)).send()

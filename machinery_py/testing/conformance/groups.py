@@ -318,10 +318,10 @@ class GroupConformance(BackendCase):
         self.expire(backend, clock)
 
         if backend.features.keeps_unfinished:
-            assert backend.get_states(["a"])["a"].results == (Arg(type="int64", value=1),)
+            assert list(backend.get_states(["a"])["a"].results) == [Arg(type="int64", value=1)]
         arrive(backend, arrival("g", "b", 2))
         assert set(ready(backend)) == {"g"}
-        assert backend.group_task_states("g")[0].results == (Arg(type="int64", value=1),)
+        assert list(backend.group_task_states("g")[0].results) == [Arg(type="int64", value=1)]
         assert backend.trigger_chord("g") is True
 
     def test_group_that_waits_for_its_callback_does_not_expire(

@@ -87,10 +87,11 @@ class LinkedConformance(ChainConformance):
         assert result.callback.get(timeout=HANG) == 6
 
     def test_large_chord_runs(self, app: App) -> None:
-        members = group(app.add.signature(i, 1) for i in range(1000))
+        members = group(app.add.signature(i, 1) for i in range(self.LONG))
         collected = chord(members, app.total.partial(), collect=True).send()
-        assert collected.get(timeout=HANG) == sum(range(1, 1001))
-        assert chord(members, app.count.partial("x")).send().get(timeout=HANG) == 1001
+        assert collected.get(timeout=HANG) == sum(range(1, self.LONG + 1))
+        counted = chord(members, app.count.partial("x")).send()
+        assert counted.get(timeout=HANG) == self.LONG + 1
 
     def test_chord_callback_can_get_one_list(self, app: App) -> None:
         members = group(app.add.signature(1, 1), app.note.signature(), app.pair.signature("a", 1))
