@@ -7,7 +7,7 @@ the app (`split_words`).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 from machinery_py.cli.options import (
     ALL,
@@ -28,21 +28,19 @@ from machinery_py.cli.options import (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Command:
     """One command.
 
     Attributes:
-        target: `file:function` under machinery_py.cli, which returns the exit code.
         words: what follows the app, as shown in the usage line: `NAME`, `NAME …` or `[NAME …]`.
         options: besides `--app-dir` and, except for `worker`, `--json`.
-        opens_app: whether the function is called with the app's Server and the parsed arguments, or
-            with the arguments alone.
+        opens_app: whether its function gets the app's Server and the parsed arguments, or only these.
     """
 
     name: str
     help: str
-    target: str
+    _: KW_ONLY
     examples: Sequence[str]
     words: str = ""
     options: Options = ()
@@ -90,15 +88,14 @@ def split_words(
     return app, rest
 
 
-COMMANDS: Mapping[str, Command] = {
-    command.name: command
-    for command in (
+#: Module under machinery_py.cli → its commands. A command's function has its name.
+_MODULES: Mapping[str, Sequence[Command]] = {
+    "worker": (
         Command(
-            name="worker",
-            target="worker:worker",
+            "worker",
+            "run tasks",
             options=WORKER,
             opens_app=False,
-            help="run tasks",
             examples=(
                 "machinery worker tasks                      a module with one Server in it",
                 "machinery worker shop.tasks:server          which one, if there are several",
@@ -110,211 +107,197 @@ COMMANDS: Mapping[str, Command] = {
                 "machinery worker tasks --burst              until the queues are empty",
             ),
         ),
+    ),
+    "tasks": (
         Command(
-            name="send",
-            target="tasks:send",
+            "send",
+            "send a task; arguments are JSON, or else strings",
             words="TASK [ARGUMENT …]",
             options=WAIT + SEND,
-            help="send a task; arguments are JSON, or else strings",
             examples=(
                 "machinery send tasks add 20 22 --wait",
                 "machinery send tasks send_welcome ada@example.com --kw lang='\"fr\"' --delay 10m",
             ),
         ),
         Command(
-            name="result",
-            target="tasks:result",
+            "result",
+            "print the result of a task that was sent",
             words="UUID",
             options=WAIT,
-            help="the result of a task that was sent",
             examples=(
                 "machinery result tasks task_0f6c",
                 "machinery result tasks task_0f6c --wait --timeout 10s",
             ),
         ),
         Command(
-            name="queues",
-            target="queues:queues",
-            help="queues, and how full they are",
-            examples=("machinery queues tasks", "machinery queues tasks --json"),
-        ),
-        Command(
-            name="tasks",
-            target="tasks:tasks",
+            "tasks",
+            "list tasks, the newest first",
             options=STATE + FILTER + LIMIT,
-            help="tasks, the newest first",
             examples=(
                 "machinery tasks tasks",
                 "machinery tasks tasks --state failure --name charge --since 1h",
             ),
         ),
         Command(
-            name="show",
-            target="tasks:show",
+            "show",
+            "show all that is known of a task; the start of a UUID is enough",
             words="UUID",
-            help="all that is known of a task; the start of a UUID is enough",
             examples=("machinery show tasks task_0f6c",),
         ),
         Command(
-            name="workers",
-            target="queues:workers",
-            help="the workers that live",
-            examples=("machinery workers tasks",),
-        ),
-        Command(
-            name="retry",
-            target="tasks:retry",
+            "retry",
+            "send failed tasks again",
             words="[UUID …]",
             options=FAILURE + FILTER + YES,
-            help="send failed tasks again",
             examples=(
                 "machinery retry tasks task_0f6c",
                 "machinery retry tasks --state failure --name charge --since 1h",
             ),
         ),
         Command(
-            name="revoke",
-            target="tasks:revoke",
+            "revoke",
+            "never start these tasks; ask those that run to stop",
             words="UUID …",
             options=YES,
-            help="never start these tasks; ask those that run to stop",
             examples=("machinery revoke tasks task_0f6c",),
         ),
+    ),
+    "queues": (
         Command(
-            name="purge",
-            target="queues:purge",
+            "queues",
+            "list queues, and how full they are",
+            examples=("machinery queues tasks", "machinery queues tasks --json"),
+        ),
+        Command("workers", "list the live workers", examples=("machinery workers tasks",)),
+        Command(
+            "purge",
+            "delete what waits in a queue, delayed tasks too",
             words="QUEUE",
             options=YES,
-            help="delete what waits in a queue, delayed tasks too",
             examples=("machinery purge tasks mail",),
         ),
         Command(
-            name="declare",
-            target="queues:declare",
+            "declare",
+            "create what queues need on the server, when an application is deployed",
             words="[QUEUE …]",
-            help="make what queues need on the server, when an application is deployed",
             examples=("machinery declare tasks", "machinery declare tasks machinery_tasks mail"),
         ),
         Command(
-            name="pause",
-            target="queues:pause",
+            "pause",
+            "take nothing from these queues until they are resumed; running tasks go on",
             words="QUEUE …",
-            help="take nothing from these queues until they are resumed; what runs goes on",
             examples=("machinery pause tasks mail", "machinery pause tasks mail reports"),
         ),
         Command(
-            name="resume",
-            target="queues:resume",
+            "resume",
+            "take from these queues again",
             words="QUEUE …",
-            help="take from these queues again",
             examples=("machinery resume tasks mail",),
         ),
+    ),
+    "dead_letters": (
         Command(
-            name="dead list",
-            target="dead_letters:list_dead",
+            "dead list",
+            "list messages that no worker could run",
             options=DEAD + LIMIT,
-            help="messages that nobody could deal with",
             examples=("machinery dead list tasks",),
         ),
         Command(
-            name="dead show",
-            target="dead_letters:show_dead",
+            "dead show",
+            "show one dead letter with its message",
             words="ID",
-            help="one dead letter, with its message",
             examples=("machinery dead show tasks 17",),
         ),
         Command(
-            name="dead replay",
-            target="dead_letters:replay_dead",
+            "dead replay",
+            "put dead letters back into their queues",
             words="[ID …]",
             options=ALL + DEAD + YES,
-            help="put dead letters back into their queues",
             examples=(
                 "machinery dead replay tasks 17",
                 "machinery dead replay tasks --all --queue mail",
             ),
         ),
         Command(
-            name="dead delete",
-            target="dead_letters:delete_dead",
+            "dead delete",
+            "delete dead letters",
             words="[ID …]",
             options=ALL + DEAD + YES,
-            help="delete dead letters",
             examples=("machinery dead delete tasks 17", "machinery dead delete tasks --all --yes"),
         ),
+    ),
+    "periodic": (
         Command(
-            name="periodic",
-            target="periodic:periodic",
-            help="schedules, with their last and next runs",
+            "periodic",
+            "list schedules with their last and next runs",
             examples=("machinery periodic tasks", "machinery periodic pause tasks digest"),
         ),
         Command(
-            name="periodic pause",
-            target="periodic:pause",
+            "periodic pause",
+            "stop sending until it is resumed, also after a restart",
             words="NAME …",
             options=YES,
-            help="send nothing until it is resumed, also after a restart",
             examples=("machinery periodic pause tasks digest",),
         ),
         Command(
-            name="periodic resume",
-            target="periodic:resume",
+            "periodic resume",
+            "send again, from now on",
             words="NAME …",
             options=YES,
-            help="send again, from now on",
             examples=("machinery periodic resume tasks digest",),
         ),
         Command(
-            name="periodic run",
-            target="periodic:run",
+            "periodic run",
+            "send it once, now; its times stay",
             words="NAME …",
             options=YES,
-            help="send it once, now; its times stay",
             examples=("machinery periodic run tasks digest",),
         ),
         Command(
-            name="periodic change",
-            target="periodic:change",
+            "periodic change",
+            "change a schedule, until the code that declares it changes",
             words="NAME",
             options=CHANGE,
-            help="change a schedule, until the code that declares it changes",
             examples=(
                 "machinery periodic change tasks digest --spec '30 6 * * *' --tz Europe/Berlin",
             ),
         ),
         Command(
-            name="periodic remove",
-            target="periodic:remove",
+            "periodic remove",
+            "forget a schedule that no code declares any more",
             words="NAME …",
             options=YES,
-            help="forget a schedule that no code declares any more",
             examples=("machinery periodic remove tasks digest",),
         ),
+    ),
+    "doctor": (
         Command(
-            name="config",
-            target="doctor:config",
-            help="every setting, and where it comes from",
+            "config",
+            "list every setting and its origin",
             examples=("machinery config tasks",),
         ),
         Command(
-            name="doctor",
-            target="doctor:doctor",
+            "doctor",
+            "check stores, settings, clocks, versions and queues",
             opens_app=False,
-            help="reachable? writable? clocks? versions?",
             examples=("machinery doctor tasks",),
         ),
+    ),
+    "health": (
         Command(
-            name="health",
-            target="health:health",
+            "health",
+            "tell whether a worker runs here, for probes; does not import the app",
             options=HEALTH,
             opens_app=False,
-            help="whether a worker lives here, for probes; imports nothing of yours",
             examples=("machinery health tasks", "machinery health tasks --ready --max-age 30s"),
         ),
-    )
+    ),
 }
 
+COMMANDS = {command.name: command for commands in _MODULES.values() for command in commands}
+MODULE_OF = {one.name: module for module, commands in _MODULES.items() for one in commands}
+
 GROUPS: Mapping[str, str] = {
-    "dead": "dead letters: messages that nobody could deal with",
-    "periodic": "schedules, with their last and next runs; pause, resume, run, change, remove",
+    "dead": "dead letters: messages that no worker could run",
+    "periodic": "schedules with their last and next runs; pause, resume, run, change, remove",
 }

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from machinery_py.server import Server
 
 
-def list_dead(server: Server, args: argparse.Namespace) -> int:
+def dead_list(server: Server, args: argparse.Namespace) -> int:
     """Run `machinery dead list`."""
     letters = server.inspect.dead(limit=args.limit, queue=args.queue)
     now = server.now()
@@ -41,7 +41,7 @@ def list_dead(server: Server, args: argparse.Namespace) -> int:
     return listing(args, letters, columns, right=("ID", "AGE", "STRIKES"), record=_record)
 
 
-def show_dead(server: Server, args: argparse.Namespace) -> int:
+def dead_show(server: Server, args: argparse.Namespace) -> int:
     """Run `machinery dead show`."""
     one = server.inspect.dead_letter(args.rest[0])
     rows = [
@@ -59,7 +59,7 @@ def show_dead(server: Server, args: argparse.Namespace) -> int:
     return answer(args, {**_record(one), "body": one.body}, "\n".join([fields(rows), *body]))
 
 
-def replay_dead(server: Server, args: argparse.Namespace) -> int:
+def dead_replay(server: Server, args: argparse.Namespace) -> int:
     """Run `machinery dead replay`."""
     ids = _chosen(server, args, "replay")
     sent = server.inspect.replay_dead(ids) if ids else []
@@ -69,7 +69,7 @@ def replay_dead(server: Server, args: argparse.Namespace) -> int:
     return answer(args, {"replayed": sent}, text)
 
 
-def delete_dead(server: Server, args: argparse.Namespace) -> int:
+def dead_delete(server: Server, args: argparse.Namespace) -> int:
     """Run `machinery dead delete`."""
     ids = _chosen(server, args, "delete")
     deleted = server.inspect.delete_dead(ids) if ids else 0

@@ -1,11 +1,13 @@
-"""Whether workers live: heartbeat files, the probe that reads them, and HTTP for those who cannot run a command.
+"""Health of workers: heartbeat files, the probe that reads them, and an HTTP server for other probes.
 
-    $TMPDIR/machinery-<uid>/<app>/<pid>.json    written anew every BEAT by each worker, and gone when it ends
+    $TMPDIR/machinery-<uid>/<app>/<pid>.json    each worker writes it anew every BEAT and removes it at its end
 
-The folders are this user's alone; <app> is a hash of the app's name and the working directory. A file that the user has named may
-be in a folder of everybody: it is made anew and put in its place each time, with mode 0600, and neither side follows a link.
+The folders are this user's alone; <app> is a hash of the app's name and the working directory. A file
+that the user has named may be in a folder of everybody: it is made anew and moved into its place each
+time, with mode 0600, and neither side follows a link.
 
-Alive is a question to the worker alone: a broker that is away must not get workers restarted. Ready asks about the broker, too.
+Alive asks the worker alone: a broker that is away must not get workers restarted. Ready asks about the
+broker, too.
 """
 
 from __future__ import annotations
@@ -18,7 +20,6 @@ import json
 import os
 import secrets
 import stat
-import sys
 import tempfile
 import threading
 import time
@@ -26,7 +27,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from machinery_py.cli.output import length, to_json
+from machinery_py.cli.output import answer, length, note
 from machinery_py.connections import descriptors
 from machinery_py.errors import ConfigError
 from machinery_py.texts import get_logger
@@ -43,34 +44,34 @@ _UNFOLLOWED = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLO
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatPlace:
-    """Where the heartbeats of an app are: in a folder, or where the user wants them."""
+    """The folder of an app's heartbeats, or the file that the user has named."""
 
     folder: str
     file: str = ""
 
     def path(self, label: str, pid: int) -> str:
-        """The file of a process. `label`: its number below a supervisor, or ""."""
+        """Return the file of a process. `label`: its number below a supervisor, or ""."""
         if not self.file:
             return os.path.join(self.folder, f"{pid}.json")
         return f"{self.file}.{label}" if label else self.file
 
     def files(self) -> list[str]:
+        """Return the files that there are."""
         if self.file:
-            numbered = [
-                name
-                for name in glob.glob(f"{glob.escape(self.file)}.*")
-                if name.rpartition(".")[2].isdigit()
-            ]
-            return sorted([*([self.file] if os.path.exists(self.file) else []), *numbered])
-        return (
-            sorted(glob.glob(os.path.join(glob.escape(self.folder), "*.json")))
-            if is_private(self.folder)
-            else []
-        )
+            found = [self.file] if os.path.exists(self.file) else []
+            found += glob.glob(f"{glob.escape(self.file)}.*")
+            return sorted(one for one in found if one == self.file or _number(one).isdigit())
+        if not is_private(self.folder):
+            return []
+        return sorted(glob.glob(os.path.join(glob.escape(self.folder), "*.json")))
+
+
+def _number(path: str) -> str:
+    return path.rpartition(".")[2]
 
 
 def place_of(args: argparse.Namespace) -> HeartbeatPlace:
-    """The place for these arguments of `machinery worker` or `machinery health`; both must find the same."""
+    """Return the place for these arguments; `machinery worker` and `machinery health` must agree."""
     names = "\0".join([args.app, os.path.realpath(args.app_dir or "."), os.path.realpath(".")])
     key = hashlib.sha256(names.encode("utf-8", "surrogateescape")).hexdigest()[:16]
     return HeartbeatPlace(
@@ -98,7 +99,7 @@ def is_private(folder: str) -> bool:
 
 
 class Pulse:
-    """Writes the heartbeat of one worker, in a thread of its own: a broker that hangs does not stop it.
+    """A thread that writes the heartbeat of one worker; a broker that hangs does not stop it.
 
     Args:
         is_ready: whether the broker answers.
@@ -113,7 +114,7 @@ class Pulse:
         self._is_ready = is_ready
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._work, name="machinery-heartbeat", daemon=True)
-        self._complained = False
+        self._has_failed = False
 
     def __enter__(self) -> Pulse:
         self._beat()
@@ -137,23 +138,16 @@ class Pulse:
             pause = min(BEAT, pause * 2)
 
     def _beat(self) -> None:
-        content = json.dumps(
-            {
-                "worker": self._worker,
-                "pid": os.getpid(),
-                "started": started_at(os.getpid()),
-                "ready": self._is_ready(),
-            }
-        )
+        pid = os.getpid()
+        beat = {"worker": self._worker, "pid": pid, "started": started_at(pid)}
         try:
-            self._write(content)
-            self._complained = False
+            self._write(json.dumps({**beat, "ready": self._is_ready()}))
+            self._has_failed = False
         except OSError as error:
-            if not self._complained:
-                logger.warning(
-                    "heartbeat file %r cannot be written: %s", self._path, error.strerror or error
-                )
-            self._complained = True
+            if not self._has_failed:
+                why = error.strerror or error
+                logger.warning("heartbeat file %r cannot be written: %s", self._path, why)
+            self._has_failed = True
 
     def _write(self, content: str) -> None:
         if not self._place.file:
@@ -162,7 +156,8 @@ class Pulse:
                     os.mkdir(folder, 0o700)
                 if not is_private(folder):
                     raise PermissionError(1, f"folder {folder!r} is not this user's alone")
-        # Written beside it and moved: a probe never reads half of it. Under a name that nobody can have laid a link under.
+        # Written beside it and moved, so that a probe never reads half of it; under a name that nobody
+        # can foresee and put a link at.
         draft = f"{self._path}.{secrets.token_hex(8)}.draft"
         descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:
@@ -182,7 +177,7 @@ def forget(place: HeartbeatPlace, *, label: str, pid: int) -> None:
 
 
 def clear(place: HeartbeatPlace) -> None:
-    """Remove what workers have left under a name that was given: there may have been more of them, and all must be fresh."""
+    """Remove the heartbeats of earlier workers from files that the user has named."""
     for path in place.files() if place.file else ():
         if _read(path, same_machine=False) is not None:
             with contextlib.suppress(OSError):
@@ -190,7 +185,7 @@ def clear(place: HeartbeatPlace) -> None:
 
 
 def started_at(pid: int) -> str:
-    """When a process started, in the system's own unit; "" if there is none or the system does not tell."""
+    """Return the start of a process in the system's unit; "" if there is none or it is unknown."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             return file.read().rpartition(")")[2].split()[19]
@@ -203,7 +198,7 @@ def started_at(pid: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """The last heartbeat of a worker. `age`: seconds ago."""
+    """The last heartbeat of a worker. `age`: seconds since then."""
 
     worker: str
     pid: int
@@ -212,31 +207,27 @@ class Beat:
 
 
 @dataclass(frozen=True, slots=True)
-class Vitals:
-    """Health from the heartbeats. All workers must be well: one that hangs is to be seen."""
+class Beats:
+    """The heartbeats of an app. All workers must be well, so that one that hangs is seen."""
 
-    beats: tuple[Beat, ...]
+    found: tuple[Beat, ...]
     max_age: float
 
     @property
     def is_live(self) -> bool:
-        return bool(self.beats) and all(beat.age <= self.max_age for beat in self.beats)
+        return bool(self.found) and all(beat.age <= self.max_age for beat in self.found)
 
     @property
     def is_ready(self) -> bool:
-        return self.is_live and all(beat.ready for beat in self.beats)
+        return self.is_live and all(beat.ready for beat in self.found)
 
 
-def look(
+def read_beats(
     place: HeartbeatPlace, *, max_age: float = MAX_AGE, pids: Collection[int] | None = None
-) -> Vitals:
-    """Read the heartbeats, of these processes only if `pids` is given. What a killed worker left behind counts for nothing."""
-    found = [
-        beat
-        for path in place.files()
-        if (beat := _read(path, same_machine=not place.file)) is not None
-    ]
-    return Vitals(tuple(beat for beat in found if pids is None or beat.pid in pids), max_age)
+) -> Beats:
+    """Read the heartbeats, without those of killed workers; with `pids` only of these processes."""
+    found = [_read(path, same_machine=not place.file) for path in place.files()]
+    return Beats(tuple(one for one in found if one and (pids is None or one.pid in pids)), max_age)
 
 
 def _read(path: str, *, same_machine: bool) -> Beat | None:
@@ -266,23 +257,23 @@ def _is_trusted(owner: int) -> bool:
 
 
 def health(args: argparse.Namespace) -> int:
-    """`machinery health`: 0 alive (and ready, if asked), 1 not."""
-    vitals = look(place_of(args), max_age=args.max_age)
-    well = vitals.is_ready if args.ready else vitals.is_live
-    if args.json:
-        beats = [asdict(beat) for beat in vitals.beats]
-        print(to_json({"alive": vitals.is_live, "ready": vitals.is_ready, "workers": beats}))
-        return 0 if well else 1
-    for beat in vitals.beats:
-        print(
-            f"worker {beat.worker} (pid {beat.pid}): last beat {length(beat.age)} ago, {'' if beat.ready else 'not '}ready"
+    """Run `machinery health`: 0 alive (and ready, if asked), 1 not."""
+    beats = read_beats(place_of(args), max_age=args.max_age)
+    workers = [asdict(beat) for beat in beats.found]
+    lines = [
+        f"worker {beat.worker} (pid {beat.pid}): last beat {length(beat.age)} ago, "
+        f"{'' if beat.ready else 'not '}ready"
+        for beat in beats.found
+    ]
+    if lines or args.json:
+        record = {"alive": beats.is_live, "ready": beats.is_ready, "workers": workers}
+        answer(args, record, "\n".join(lines))
+    else:
+        note(
+            f"no worker of {args.app!r} has a heartbeat here (it is looked for by app, --app-dir, "
+            "working directory, user and TMPDIR)"
         )
-    if not vitals.beats:
-        sys.stderr.write(
-            f"machinery: no worker of {args.app!r} has a heartbeat here (it is looked for by app, --app-dir, "
-            "working directory, user and TMPDIR)\n"
-        )
-    return 0 if well else 1
+    return 0 if (beats.is_ready if args.ready else beats.is_live) else 1
 
 
 # HTTP
@@ -292,7 +283,7 @@ def health(args: argparse.Namespace) -> int:
 def serve(
     host: str, port: int, is_live: Callable[[], bool], is_ready: Callable[[], bool]
 ) -> Iterator[int]:
-    """Answer GET /live and /ready with 200 or 503, in the background; gives the port.
+    """Answer GET /live and /ready with 200 or 503 in the background; yields the port.
 
     Raises:
         ConfigError: the address cannot be used.
@@ -329,12 +320,10 @@ def serve(
             """A client that went away is no news."""
 
         def server_bind(self) -> None:
-            # Without HTTPServer's own look-up of the host's name, which may ask a name server and wait for it.
+            # HTTPServer looks up the host's name, which may ask a name server and wait for it.
             TCPServer.server_bind(self)
-            self.server_name, self.server_port = (
-                str(self.server_address[0]),
-                int(self.server_address[1]),
-            )
+            name, port = self.server_address[:2]
+            self.server_name, self.server_port = str(name), int(port)
 
     try:
         server = Quiet((host, port), Handler)

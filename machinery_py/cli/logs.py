@@ -1,7 +1,8 @@
-"""Logging of the command line. The library itself configures none.
+"""Logging of the command line. The library itself configures no logging.
 
-Each record is one line on stderr; only a traceback takes more, and in the text format each line of it begins with "  | ", so that
-none can be taken for a record. What is logged while a task runs knows the task: `task_uuid`, `task_name`, `attempt`.
+Each record is one line on stderr; only a traceback takes more, and in the text format each line of it
+begins with "  | ", so that none can be taken for a record. A record that is made while a task runs has
+its `task_uuid`, `task_name` and `attempt`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", 
 
 
 class _Fields(dict[str, Any]):
-    """The attributes of a record. `extra=` may name the task as well, and then wins; logging would refuse it otherwise."""
+    """The attributes of a record; `extra=` may overwrite the task's, which logging would refuse."""
 
     def __contains__(self, key: object) -> bool:
         return key not in TASK_FIELDS and super().__contains__(key)
@@ -53,7 +54,7 @@ class TaskRecord(logging.LogRecord):
 
 
 class TextFormatter(logging.Formatter):
-    """For people. `colours`: of the level, for a terminal."""
+    """Lines for people. `colours`: colour the level, for a terminal."""
 
     def __init__(self, *, colours: bool) -> None:
         super().__init__()
@@ -68,28 +69,22 @@ class TextFormatter(logging.Formatter):
         found = vars(record)
         if found.get("task_uuid"):
             name, attempt = found.get("task_name", ""), found.get("attempt", "")
-            task = " ".join(
-                str(part)
-                for part in (found["task_uuid"], name, f"#{attempt}" if attempt else "")
-                if part
-            )
-            line += f"  [{clean(task)}]"
+            parts = (found["task_uuid"], name, f"#{attempt}" if attempt else "")
+            line += f"  [{clean(' '.join(str(part) for part in parts if part))}]"
         rows = [line, *(f"  | {row}" for row in clean_lines(_trace(self, record)))]
-        # What is no text is written out by clean(), and so gets longer than it was.
-        return "\n".join(
-            [cut(row, _LONGEST) for row in rows] if record.name.startswith("machinery_py") else rows
-        )
+        if record.name.startswith("machinery_py"):
+            rows = [cut(row, _LONGEST) for row in rows]  # clean() makes escaped texts longer
+        return "\n".join(rows)
 
 
 class JSONFormatter(logging.Formatter):
-    """For programs: one JSON object a line, with what was given as `extra`."""
+    """Lines for programs: one JSON object each, with the fields of `extra`."""
 
     def format(self, record: logging.LogRecord) -> str:
         extra = {name: value for name, value in vars(record).items() if name not in _STANDARD}
+        time = dt.datetime.fromtimestamp(record.created, dt.timezone.utc)
         line: dict[str, Any] = {
-            "time": dt.datetime.fromtimestamp(record.created, dt.timezone.utc).isoformat(
-                timespec="milliseconds"
-            ),
+            "time": time.isoformat(timespec="milliseconds"),
             "level": record.levelname,
             "logger": record.name,
             "message": record.getMessage(),
@@ -103,38 +98,32 @@ class JSONFormatter(logging.Formatter):
 
 
 class _ShortFormatter(logging.Formatter):
-    """For commands that end at once: their warnings are a line like their errors."""
+    """Lines of commands that end at once: warnings look like errors."""
 
     def format(self, record: logging.LogRecord) -> str:
         return f"machinery: {clean(record.getMessage())}"
 
 
 def _trace(formatter: logging.Formatter, record: logging.LogRecord) -> str:
-    parts = (
-        [record.exc_text or formatter.formatException(record.exc_info)]
-        if record.exc_info and record.exc_info[0]
-        else []
-    )
-    if record.stack_info:
-        parts.append(record.stack_info)
-    return "\n".join(parts)
+    trace = ""
+    if record.exc_info and record.exc_info[0]:
+        trace = record.exc_text or formatter.formatException(record.exc_info)
+    return "\n".join(filter(None, (trace, record.stack_info)))
 
 
-def has_colours(stream: TextIO) -> bool:
+def _has_colours(stream: TextIO) -> bool:
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def configure(level: str, log_format: str) -> None:
-    """Log to stderr from this level on, in "text" or "json". Called once, before the user's module is imported."""
+    """Log to stderr from this level on, in "text" or "json"; before the user's module is imported."""
     logging.setLogRecordFactory(TaskRecord)
-    formatter = (
-        JSONFormatter() if log_format == "json" else TextFormatter(colours=has_colours(sys.stderr))
-    )
-    _to_stderr(formatter, level.upper())
+    text = TextFormatter(colours=_has_colours(sys.stderr))
+    _to_stderr(JSONFormatter() if log_format == "json" else text, level.upper())
 
 
 def configure_short() -> None:
-    """Warnings and errors only, for commands that end at once."""
+    """Log warnings and errors only, for commands that end at once."""
     _to_stderr(_ShortFormatter(), "WARNING")
 
 
@@ -143,7 +132,7 @@ def _to_stderr(formatter: logging.Formatter, level: str) -> None:
     for old in [one for one in root.handlers if getattr(one, "of_machinery", False)]:
         root.removeHandler(old)
     handler = logging.StreamHandler(sys.stderr)
-    handler.of_machinery = True  # type: ignore[attr-defined]  # known again when main() is called twice, as in tests
+    handler.of_machinery = True  # type: ignore[attr-defined]  # found if main() is called twice
     handler.setFormatter(formatter)
     root.addHandler(handler)
     root.setLevel(level)

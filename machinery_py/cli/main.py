@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn, cast
 
-from machinery_py.cli.commands import COMMANDS, GROUPS, Command, split_words
+from machinery_py.cli.commands import COMMANDS, GROUPS, MODULE_OF, Command, split_words
 from machinery_py.config.urls import redact_words
 from machinery_py.errors import (
     BackendUnavailable,
@@ -124,20 +124,14 @@ def _command(words: Sequence[str]) -> tuple[Command | None, list[str]]:
 
 def _call(command: Command, args: argparse.Namespace) -> int:
     # By name, so that no command pays for the imports of another.
-    module, _, name = command.target.partition(":")
+    module = importlib.import_module(f"machinery_py.cli.{MODULE_OF[command.name]}")
+    function = cast("Callable[..., int]", getattr(module, command.name.replace(" ", "_")))
     if not command.opens_app:
-        return _function(module, name)(args)
+        return function(args)
     from machinery_py.cli import apps, logs
 
     logs.configure_short()
-    server = apps.load(args.app, args.app_dir, command=command.name)
-    return _function(module, name)(server, args)
-
-
-def _function(module: str, name: str) -> Callable[..., int]:
-    return cast(
-        "Callable[..., int]", getattr(importlib.import_module(f"machinery_py.cli.{module}"), name)
-    )
+    return function(apps.load(args.app, args.app_dir, command=command.name), args)
 
 
 def main_parser() -> argparse.ArgumentParser:

@@ -55,22 +55,22 @@ def _times(moments: Sequence[dt.datetime]) -> str:
     return ", ".join(words) or NONE
 
 
-def pause(server: Server, args: argparse.Namespace) -> int:
+def periodic_pause(server: Server, args: argparse.Namespace) -> int:
     """Run `machinery periodic pause`."""
     return _each(server, args, server.schedules.pause, "pause", "paused")
 
 
-def resume(server: Server, args: argparse.Namespace) -> int:
+def periodic_resume(server: Server, args: argparse.Namespace) -> int:
     """Run `machinery periodic resume`."""
     return _each(server, args, server.schedules.resume, "resume", "resumed")
 
 
-def run(server: Server, args: argparse.Namespace) -> int:
+def periodic_run(server: Server, args: argparse.Namespace) -> int:
     """Run `machinery periodic run`."""
     return _each(server, args, server.schedules.run_now, "run", "sent")
 
 
-def remove(server: Server, args: argparse.Namespace) -> int:
+def periodic_remove(server: Server, args: argparse.Namespace) -> int:
     """Run `machinery periodic remove`."""
     return _each(server, args, server.schedules.remove, "remove", "removed")
 
@@ -95,7 +95,7 @@ def _each(
     return answer(args, records, f"{done}: {', '.join(names)}")
 
 
-def change(server: Server, args: argparse.Namespace) -> int:
+def periodic_change(server: Server, args: argparse.Namespace) -> int:
     """Run `machinery periodic change`."""
     (name,) = args.rest
     options: Any = {

@@ -1,11 +1,14 @@
-"""A process of ours and the pipe through which it is told to stop.
+"""Child processes, and the pipes that tell them to stop.
 
-    parent → child    "q": end when the running tasks are done; "a": end now; end of file: the parent is gone, so "q"
-    child → parent    a line for each piece of news: "ready 30.0" (its shutdown timeout), before its first claim; "over": it ends
-                      by itself, and the exit code is its own. Without that word a task has ended it; "beat": every BEAT between
+    parent → child    "q": end when the running tasks are done; "a": end now; end of file: the parent is
+                      gone, so "q"
+    child → parent    lines: "ready 30.0" (its shutdown timeout), before its first claim; "beat", every
+                      BEAT; "over": it ends by itself, and the exit code is its own. Without "over" a
+                      task has ended it
 
-Signals count in the outermost process alone: the first is "q", the second "a". In a child any number of them is one "q", because
-Ctrl+C goes to all processes of a terminal, and service managers signal all of a service, beside what the parent passes on.
+Signals count in the outermost process alone: the first is "q", the second "a". In a child any number of
+them is one "q", because Ctrl+C goes to all processes of a terminal, and service managers signal all of a
+service, beside what the parent passes on.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from types import FrameType
 
 from machinery_py.connections import descriptors, forks
@@ -33,8 +37,29 @@ _ORDERS = {STOP: b"q", STOP_NOW: b"a"}
 _LEVELS = {ord("q"): STOP, ord("a"): STOP_NOW}
 
 
+class LineReader:
+    """Reads lines from a pipe without waiting for them."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        self.is_at_end = False  # every writer has closed it
+        self._unread = b""
+        os.set_blocking(descriptor, False)
+
+    def read(self) -> list[bytes]:
+        """Return the lines since the last call."""
+        try:
+            while chunk := os.read(self.descriptor, 65536):
+                self._unread += chunk
+            self.is_at_end = True
+        except OSError:
+            pass  # nothing more for now
+        *lines, self._unread = self._unread.split(b"\n")
+        return lines
+
+
 class Child:
-    """A child process of this one, on its pipes. Belongs to one thread."""
+    """A child process of this one, and the pipes to it. Belongs to one thread."""
 
     def __init__(
         self,
@@ -54,17 +79,10 @@ class Child:
             at = words.index("--child")
             words = [*words[:at], *words[at + 2 :]]
         orders_in, self._orders = os.pipe()
-        self.news, news_out = os.pipe()
-        os.set_blocking(self.news, False)
-        command = [
-            sys.executable,
-            "-m",
-            "machinery_py",
-            "worker",
-            "--child",
-            f"{label}:{orders_in}:{news_out}",
-            *words,
-        ]
+        news_in, news_out = os.pipe()
+        self.news = LineReader(news_in)
+        link = f"{label}:{orders_in}:{news_out}"
+        command = [sys.executable, "-m", "machinery_py", "worker", "--child", link, *words]
         try:
             self.process = subprocess.Popen(
                 command,
@@ -76,48 +94,33 @@ class Child:
             os.close(orders_in)
             os.close(news_out)
         self.pid = self.process.pid
-        self.is_cut = (
-            False  # nothing more will be heard: it has ended, or a task has closed its end
-        )
-        self._unread = b""
         self._told = RUN
 
     def order(self, level: int) -> None:
-        """Tell it to stop. The same or less once more is nothing."""
+        """Tell it to stop; a level that is not higher than the last changes nothing."""
         if level > self._told:
             self._told = level
-            try:
+            with suppress(OSError):  # it has ended
                 os.write(self._orders, _ORDERS[level])
-            except OSError:
-                pass  # it has ended
 
     def read_news(self) -> list[str]:
         """Return its lines since the last call."""
-        try:
-            while chunk := os.read(self.news, 65536):
-                self._unread += chunk
-            self.is_cut = True
-        except OSError:
-            pass  # nothing more for now
-        *lines, self._unread = self._unread.split(b"\n")
-        return [line.decode("utf-8", "surrogateescape") for line in lines]
+        return [line.decode("utf-8", "surrogateescape") for line in self.news.read()]
 
     def ended(self) -> int | None:
         """Return its exit code, negative for a signal; None while it runs."""
         return self.process.poll()
 
     def used(self) -> float | None:
-        """Seconds of processor that it has used; None if that is unknown, or it is stopped (SIGSTOP, a debugger)."""
+        """Return the seconds of processor that it has used; None if unknown or if it is stopped."""
         try:
             with open(f"/proc/{self.pid}/stat", encoding="utf-8", errors="replace") as file:
                 parts = file.read().rpartition(")")[2].split()
         except OSError:
             return None
-        return (
-            None
-            if parts[0] in "Tt"
-            else (int(parts[11]) + int(parts[12])) / os.sysconf("SC_CLK_TCK")
-        )
+        if parts[0] in "Tt":  # SIGSTOP, or a debugger
+            return None
+        return (int(parts[11]) + int(parts[12])) / os.sysconf("SC_CLK_TCK")
 
     def kill(self) -> None:
         self.process.kill()
@@ -126,7 +129,7 @@ class Child:
     def close(self) -> None:
         """Give the pipes back, when it has ended."""
         os.close(self._orders)
-        os.close(self.news)
+        os.close(self.news.descriptor)
 
 
 def readable(descriptors: Sequence[int], timeout: float | None = None) -> set[int]:
@@ -142,7 +145,7 @@ def readable(descriptors: Sequence[int], timeout: float | None = None) -> set[in
 
 
 def how_it_ended(code: int) -> str:
-    """`exit code 3`, `killed by SIGKILL`."""
+    """Return `exit code 3` or `killed by SIGKILL`."""
     if code >= 0:
         return f"exit code {code}"
     try:
@@ -152,7 +155,7 @@ def how_it_ended(code: int) -> str:
 
 
 class ParentPipe:
-    """The child's end of the pipes, as its option `--child LABEL:FD:FD` says; for a process without a parent it is empty."""
+    """The child's ends of the pipes, from its option `--child LABEL:FD:FD`; "" is no parent."""
 
     def __init__(self, option: str) -> None:
         self.label, orders, news = option.split(":") if option else ("", "-1", "-1")
@@ -172,33 +175,32 @@ class ParentPipe:
         return self.label.isdigit()
 
     def tell(self, line: str) -> None:
-        """Give the parent a piece of news."""
+        """Send the parent a line."""
         if self._news >= 0:
-            try:
+            with suppress(OSError):  # it is gone: the order to stop comes by the other pipe
                 os.write(self._news, f"{line}\n".encode("utf-8", "surrogateescape"))
-            except OSError:
-                pass  # it is gone: the order to stop comes by the other pipe
 
 
 class StopAsked(KeyboardInterrupt):
-    """Raised where a signal meets the import of the app.
+    """A signal arrived during the import of the app.
 
-    Of a class of its own: after a bare KeyboardInterrupt in an exec() of text (a dataclass is made by one) CPython ends with
-    SIGINT, even if that was caught.
+    A class of its own: after a bare KeyboardInterrupt in an exec() of text (a dataclass is made by one)
+    CPython ends with SIGINT, even if the exception was caught.
     """
 
 
 class Orders:
-    """When this process is to stop: signals and the parent's pipe, as a level that only rises.
+    """The order to stop, by signals and the parent's pipe, as a level that only rises.
 
-    A signal handler only writes a byte; a thread does the rest, since a handler must take no lock that its thread may hold.
-    Made in the main thread. Until `follow`, the order to stop is a KeyboardInterrupt in the main thread.
+    A signal handler only writes a byte; a thread does the rest, since a handler must take no lock that
+    its thread may hold. Made in the main thread. Until `follow`, the order to stop is a
+    KeyboardInterrupt in the main thread.
     """
 
-    def __init__(self, link: ParentPipe, *, grace: str = "") -> None:
+    def __init__(self, pipe: ParentPipe) -> None:
         self.level = RUN
-        self._link = link
-        self._grace = grace
+        self._pipe = pipe
+        self._grace = ""
         self._changed: Callable[[int], object] | None = None
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
@@ -207,12 +209,15 @@ class Orders:
         self._lock = threading.Lock()
         for number in SIGNALS:
             forks.handle(number, self._on_signal)
-        if link.is_child:
-            die_with_parent()
+        if pipe.is_child:
+            _die_with_parent()
         threading.Thread(target=self._listen, name="machinery-orders", daemon=True).start()
 
     def follow(self, changed: Callable[[int], object], *, grace: str = "") -> None:
-        """Call this with each new level from now on, in a thread of its own. `grace`: for the log, how long tasks may run on."""
+        """Call this with each new level from now on, in another thread.
+
+        `grace`: how long tasks may run on, for the log.
+        """
         with self._lock:
             self._grace = grace
             self._changed = changed
@@ -224,13 +229,11 @@ class Orders:
         if self._changed is None:
             self.level = max(self.level, STOP)
             raise StopAsked
-        try:
+        with suppress(OSError):  # thousands are waiting already
             os.write(self._write, bytes([number]))
-        except OSError:
-            pass  # thousands are waiting already
 
     def _listen(self) -> None:
-        sources = [self._read] + ([self._link.orders] if self._link.is_child else [])
+        sources = [self._read] + ([self._pipe.orders] if self._pipe.is_child else [])
         while True:
             for source in readable(sources):
                 found = os.read(source, 1 if source == self._read else 64)
@@ -245,7 +248,7 @@ class Orders:
 
     def _on_number(self, number: int) -> None:
         name = signal.Signals(number).name
-        if self._link.is_child:
+        if self._pipe.is_child:
             self._rise(STOP)
         elif self.level < STOP:
             logger.info("%s: stopping when the running tasks are done%s", name, self._grace)
@@ -267,8 +270,8 @@ class Orders:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def die_with_parent() -> None:
-    """On Linux: get SIGTERM when the parent dies, should its end of the pipe have been inherited by somebody else."""
+def _die_with_parent() -> None:
+    """Get SIGTERM when the parent dies (Linux): another process may have inherited its end of the pipe."""
     if sys.platform != "linux":
         return
     parent = os.getppid()
