@@ -1,9 +1,10 @@
-"""Twins for coroutines: the same call, in a thread, so that the loop goes on meanwhile.
+"""Async twins: the same call in a thread, so that the event loop goes on meanwhile.
 
     get_state_async = twin(get_state)
 
-has the parameters, the result and the errors of `get_state`. A thread cannot be stopped: who cancels a twin, or lets its time
-run out (`asyncio.timeout`), waits no longer, but the call goes on, and what it was to change may be changed.
+has the parameters, the result and the errors of `get_state`. A thread cannot be stopped: after a
+cancellation or a timeout (`asyncio.timeout`) nobody waits for the call, but it goes on and may still change
+what it was to change.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ R = TypeVar("R")
 def twin(
     method: Callable[Concatenate[S, P], R],
 ) -> Callable[Concatenate[S, P], Coroutine[Any, Any, R]]:
-    """The method for coroutines, to be a class's attribute with the method's name and `_async` behind it."""
+    """Return the method for coroutines; its attribute has the method's name and `_async`."""
     name = method.__name__
 
     @functools.wraps(method)
     async def called(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
         import asyncio  # loaded by now: we are in a coroutine
 
-        # By its name: a subclass may have another.
+        # By its name: a subclass may have overridden the method.
         return await asyncio.to_thread(getattr(self, name), *args, **kwargs)
 
     called.__name__ = f"{name}_async"

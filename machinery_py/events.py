@@ -1,6 +1,7 @@
-"""Events of this process as records, and the bus that brings them. The log is for people, events are for programs.
+"""Events of this process as records, and their bus. The log is for people, events are for programs.
 
-Handlers run in the thread that the event happens in, and must be quick. One that raises is logged and goes on being called.
+Handlers run in the thread in which the event happens, and must be quick. An exception of a handler is
+logged, and the handler stays subscribed.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TaskEvent(Event, frozen=True, kw_only=True):
-    """Something happened to a task."""
+    """The base of all events of a task."""
 
     signature: Signature[Any]
 
@@ -31,7 +32,7 @@ class TaskSent(TaskEvent, frozen=True, kw_only=True):
 
 
 class TaskStarted(TaskEvent, frozen=True, kw_only=True):
-    """A worker calls the function now."""
+    """A worker is about to call the function."""
 
     worker: str
 
@@ -44,7 +45,7 @@ class TaskSucceeded(TaskEvent, frozen=True, kw_only=True):
 
 
 class TaskRetried(TaskEvent, frozen=True, kw_only=True):
-    """A try failed or asked to be repeated, and another one was published. `delay`: seconds until it is due."""
+    """A try failed or asked for another, which was published. `delay`: seconds until it is due."""
 
     worker: str
     error: str
@@ -60,13 +61,13 @@ class TaskFailed(TaskEvent, frozen=True, kw_only=True):
 
 
 class TaskFenced(TaskEvent, frozen=True, kw_only=True):
-    """A run ended, but its lease was lost or the task finished before: nothing was written."""
+    """A run ended, but its lease was lost or the task had finished: nothing was written."""
 
     worker: str
 
 
 class MessageDead(Event, frozen=True, kw_only=True):
-    """A message went to the dead letters."""
+    """A message became a dead letter."""
 
     uuid: str
     name: str
@@ -76,7 +77,12 @@ class MessageDead(Event, frozen=True, kw_only=True):
 
 
 class WorkerEvent(Event, frozen=True, kw_only=True):
-    """Something about a worker. `active`: tasks that run; `processed`: tasks that ended in it so far."""
+    """The base of all events of a worker.
+
+    Attributes:
+        active: tasks that run.
+        processed: tasks that have ended in it so far.
+    """
 
     worker: str
     active: int = 0
@@ -88,14 +94,16 @@ class WorkerOnline(WorkerEvent, frozen=True, kw_only=True):
 
 
 class WorkerHeartbeat(WorkerEvent, frozen=True, kw_only=True):
-    """A worker has told its store that it lives."""
+    """A worker has renewed its registration in its store."""
 
 
 class ConnectionLost(WorkerEvent, frozen=True, kw_only=True):
     """A worker cannot reach its broker, and waits. Sent for each attempt.
 
-    `attempt`: 0 when the connection was lost, then counted; `limit`: after so many it gives up, 0 = never; `delay`: seconds until
-    the next one.
+    Attributes:
+        attempt: 0 when the connection was lost, then counted.
+        limit: attempts until the worker gives up; 0 is never.
+        delay: seconds until the next attempt.
     """
 
     error: str
@@ -105,7 +113,7 @@ class ConnectionLost(WorkerEvent, frozen=True, kw_only=True):
 
 
 class ConnectionRestored(WorkerEvent, frozen=True, kw_only=True):
-    """The broker answers again. `seconds`: how long it was away."""
+    """The broker answers again, after an outage of so many seconds."""
 
     attempts: int
     seconds: float
@@ -120,10 +128,10 @@ Handler = Callable[[E], object]
 
 
 class EventBus:
-    """Brings events to whoever asked for their class (or a base of it). May be called from any thread.
+    """Calls the handlers of an event's class and of its bases. Any thread may call it.
 
     Attributes:
-        wanted: classes that have a handler. Look here before an event is made: `if X in bus.wanted`.
+        wanted: classes that have a handler. No event need be made of another: `if X in bus.wanted`.
     """
 
     def __init__(self) -> None:
@@ -131,7 +139,7 @@ class EventBus:
         self.wanted: frozenset[type[Event]] = frozenset()
 
     def subscribe(self, kind: type[E], handler: Handler[E]) -> Callable[[], None]:
-        """Call the handler for each event of this class. Returns a function that ends it."""
+        """Call the handler for each event of this class; the returned function ends that."""
         handlers = self._handlers.setdefault(kind, [])
         self._handlers[kind] = [*handlers, handler]
         self._note_wanted()
@@ -151,6 +159,7 @@ class EventBus:
         self.wanted = frozenset(wanted)
 
     def emit(self, event: Event) -> None:
+        """Call the handlers; an exception of theirs is logged."""
         for base in type(event).__mro__:
             for handler in self._handlers.get(base, ()):
                 try:

@@ -1,4 +1,4 @@
-"""Looking at a running application, and acting on what is seen: `server.inspect`. The CLI can do nothing more."""
+"""`server.inspect`: reports on queues, workers, tasks and dead letters, and actions on them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 
 from machinery_py.app import STEP_FAILED, Application, pending
 from machinery_py.async_twins import twin
-from machinery_py.brokers.base import DeadLetter, Message, QueueStats, WorkerInfo
+from machinery_py.brokers.base import DeadLetter, Message, WorkerInfo
 from machinery_py.errors import (
     BackendUnavailable,
     BrokerUnavailable,
@@ -31,18 +31,25 @@ from machinery_py.tasks.signature import (
     new_uuid,
 )
 from machinery_py.tasks.states import State, TaskState, state_named
-from machinery_py.texts import get_logger
+from machinery_py.texts import get_logger, quoted
 from machinery_py.wire.signatures import decode_signature, encode_signature
 
 logger = get_logger(__name__)
 
 AWAY = (BrokerUnavailable, BackendUnavailable)
 RATE_WINDOW = 60.0  # seconds that "per minute" is counted over
+MOST = 100_000  # states or dead letters that one call looks through
 
 
 class QueueReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One queue. `failed`: dead letters and tasks that failed and are still remembered. `oldest`: seconds its oldest
-    waiting message has waited. `per_minute`: tasks that ended in the last minute. `paused`: workers take nothing from it."""
+    """The state of one queue.
+
+    Attributes:
+        failed: tasks that failed and whose states are still kept.
+        oldest: seconds that its oldest waiting message has waited.
+        per_minute: tasks that ended in the last minute.
+        paused: whether workers take nothing from it.
+    """
 
     queue: str
     waiting: int
@@ -56,7 +63,7 @@ class QueueReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TaskReport(msgspec.Struct, frozen=True, kw_only=True):
-    """All that is known of a task. `signature`: of a failed one, or one that waits in a queue; None for others."""
+    """The state of a task, and its signature if it failed or waits in a queue, else None."""
 
     state: TaskState
     signature: Signature[object] | None = None
@@ -89,46 +96,43 @@ def _module(app: Application) -> str:
 
 
 class Inspector:
-    """The methods of `server.inspect`. May be used from any thread; reads change nothing."""
+    """The methods of `server.inspect`; any thread may call them, and each has an `_async` twin."""
 
     def __init__(self, app: Application) -> None:
         self._app = app
 
     def queues(self) -> list[QueueReport]:
-        """One line for each queue that has ever been used. A backend that cannot list its states counts none that ended."""
+        """Return a report for each queue that has ever been used.
+
+        `failed` and `per_minute` are 0 with a backend that cannot list its states.
+        """
         store, now = self._app.store, self._app.clock.now()
-        rates: dict[str, tuple[int, int]] = {}
-        failures = rates
-        if store.backend.features.listing:
-            rates = store.backend.finished_since(now - dt.timedelta(seconds=RATE_WINDOW))
-            kept = dt.timedelta(seconds=self._app.config.results_expire_in)
-            failures = store.backend.finished_since(now - kept)
-        return [self._queue(stats, rates, failures, now) for stats in store.broker.stats()]
+
+        def ended(seconds: float) -> dict[str, tuple[int, int]]:
+            if not store.backend.features.listing:
+                return {}
+            return store.backend.finished_since(now - dt.timedelta(seconds=seconds))
+
+        rates, failures = ended(RATE_WINDOW), ended(self._app.config.results_expire_in)
+        return [
+            QueueReport(
+                queue=stats.queue,
+                waiting=stats.waiting,
+                running=stats.running,
+                delayed=stats.delayed,
+                dead=stats.dead,
+                failed=failures.get(stats.queue, (0, 0))[1],
+                oldest=max(0.0, (now - (stats.oldest_at or now)).total_seconds()),
+                per_minute=sum(rates.get(stats.queue, (0, 0))),
+                paused=stats.paused,
+            )
+            for stats in store.broker.stats()
+        ]
 
     queues_async = twin(queues)
 
-    @staticmethod
-    def _queue(
-        stats: QueueStats,
-        rates: dict[str, tuple[int, int]],
-        failures: dict[str, tuple[int, int]],
-        now: dt.datetime,
-    ) -> QueueReport:
-        oldest = (now - stats.oldest_at).total_seconds() if stats.oldest_at else 0.0
-        return QueueReport(
-            queue=stats.queue,
-            waiting=stats.waiting,
-            running=stats.running,
-            delayed=stats.delayed,
-            dead=stats.dead,
-            failed=failures.get(stats.queue, (0, 0))[1],
-            oldest=max(0.0, oldest),
-            per_minute=sum(rates.get(stats.queue, (0, 0))),
-            paused=stats.paused,
-        )
-
     def workers(self) -> list[WorkerInfo]:
-        """The workers that live."""
+        """Return the live workers."""
         return self._app.store.broker.workers()
 
     workers_async = twin(workers)
@@ -142,12 +146,12 @@ class Inspector:
         queue: str = "",
         limit: int = 50,
     ) -> list[TaskState]:
-        """The states of tasks, the last changed first.
+        """Return the states of tasks, the last changed first.
 
         Args:
             state: one of the six, in any case; "failed", "done" and the like are understood.
             since: changed at or after this moment, or at most that many seconds ago.
-            queue: with it and no other filter, the waiting tasks of the queue, the next to run first.
+            queue: without another filter: the waiting tasks of the queue, the next to run first.
         """
         if queue and state is None and not name and since is None:
             messages = self._app.store.broker.pending(queue, limit)
@@ -157,18 +161,18 @@ class Inspector:
             since = self._app.clock.now() - dt.timedelta(seconds=since)
         wanted = state_named(state) if isinstance(state, str) else state
         found = self._app.store.backend.list_states(
-            state=wanted, name=name, since=since, limit=limit if not queue else 100_000
+            state=wanted, name=name, since=since, limit=limit if not queue else MOST
         )
         return [one for one in found if queue in ("", one.queue)][:limit]
 
     tasks_async = twin(tasks)
 
     def find(self, prefix: str) -> str:
-        """The one UUID that begins like this; a backend that cannot list its states needs the whole of it.
+        """Return the UUID with this prefix; a backend that cannot list its states needs all of it.
 
         Raises:
-            StateNotFound: none does.
-            MachineryError: several do.
+            StateNotFound: there is none.
+            MachineryError: there are several.
         """
         backend = self._app.store.backend
         if backend.features.keeps and not backend.features.listing:
@@ -185,10 +189,10 @@ class Inspector:
     find_async = twin(find)
 
     def task(self, uuid: str) -> TaskReport:
-        """All that is known of a task; the start of its UUID is enough.
+        """Return all that is known of a task; the start of its UUID is enough.
 
         Raises:
-            StateNotFound: nothing is.
+            StateNotFound: nothing is known.
         """
         state = self._app.store.backend.get_state(self.find(uuid))
         return TaskReport(state=state, signature=self._signature(state))
@@ -219,10 +223,16 @@ class Inspector:
         since: dt.datetime | float | None = None,
         limit: int = 10_000,
     ) -> list[str]:
-        """Send failed tasks again, at once and with all their retries, under the same UUIDs; which.
+        """Send failed tasks again, at once, with all their retries and under the same UUIDs.
 
         Args:
-            uuids: these; or else all that the filter finds.
+            uuids: of the tasks; without them all that the filter finds.
+
+        Returns:
+            The UUIDs of the tasks that were sent.
+
+        Raises:
+            PublishRefused: all of some thousand were refused for good, or the broker is away.
         """
         if uuids:
             found = list(self._app.store.backend.get_states(list(uuids)).values())
@@ -238,11 +248,7 @@ class Inspector:
     retry_async = twin(retry)
 
     def _replay(self, bodies: Sequence[bytes]) -> list[str]:
-        """Send these again; which, without those that the store refuses for good.
-
-        Raises:
-            PublishRefused: all of some thousand were refused.
-        """
+        """Send these messages again; return the UUIDs, without those that were refused for good."""
         pairs = [(decode_signature(body), body) for body in bodies]
         sent: list[str] = []
         for start in range(0, len(pairs), 1000):
@@ -284,11 +290,9 @@ class Inspector:
             except (PublishRefused, PublishUnknown) as error:
                 if not error.permanent:
                     raise
+                uuid = pair[0].uuid
                 logger.error(
-                    "task %s cannot be sent again: %s",
-                    pair[0].uuid,
-                    error,
-                    extra={"task_uuid": pair[0].uuid},
+                    "task %s cannot be sent again: %s", uuid, error, extra={"task_uuid": uuid}
                 )
                 refused = error
         if not sent:
@@ -296,7 +300,7 @@ class Inspector:
         return sent
 
     def _mended(self, signatures: Sequence[Signature[object]]) -> list[TaskState]:
-        """The states of the tasks that failed only because these steps in front of them had failed."""
+        """Return new states of the tasks that failed only because a step before them had failed."""
         lasts = {
             str(one.headers[HEADER_LAST]) for one in signatures if one.headers.get(HEADER_LAST)
         }
@@ -313,7 +317,7 @@ class Inspector:
         ]
 
     def purge(self, queue: str) -> int:
-        """Delete all waiting and delayed messages of a queue; how many."""
+        """Delete all waiting and delayed messages of a queue, and return how many."""
         check_queue(queue)
         return self._app.store.broker.purge(queue)
 
@@ -322,7 +326,7 @@ class Inspector:
     def pause(self, queue: str) -> None:
         """Let no worker take tasks from this queue until `resume`, also after a restart of everything.
 
-        What workers have taken already is run. Tasks can still be sent to it. It need not exist yet.
+        Workers run the tasks that they have taken. Tasks can still be sent. The queue need not exist.
 
         Raises:
             Unsupported: the broker cannot.
@@ -333,7 +337,7 @@ class Inspector:
     pause_async = twin(pause)
 
     def resume(self, queue: str) -> None:
-        """Let workers take from this queue again. It does no harm if it was not paused."""
+        """Let workers take from this queue again; nothing happens if it was not paused."""
         self._app.store.broker.resume(queue)
 
     resume_async = twin(resume)
@@ -341,45 +345,52 @@ class Inspector:
     # Dead letters
 
     def dead(self, *, limit: int = 50, queue: str = "") -> list[DeadLetter]:
-        """The newest dead letters."""
+        """Return the newest dead letters."""
         return self._app.store.broker.dead_letters(limit=limit, queue=queue)
 
     dead_async = twin(dead)
 
     def dead_letter(self, id: str) -> DeadLetter:
-        """One dead letter, by its id; or the newest one by the start of its id or of its task's UUID.
+        """Return a dead letter by its id, or the newest by the start of its id or its task's UUID.
 
         Raises:
             StateNotFound: there is none.
         """
-        letters = self.dead(limit=100_000)
-        for letter in letters:
-            if letter.id == id:
-                return letter
-        for letter in letters:
-            if letter.id.startswith(id) or (letter.uuid and letter.uuid.startswith(id)):
-                return letter
-        raise StateNotFound(id, f"no dead letter {id!r}")
+        letters = self.dead(limit=MOST)
+        same = [one for one in letters if one.id == id]
+        similar = [one for one in letters if one.id.startswith(id) or one.uuid.startswith(id)]
+        if not similar:
+            raise StateNotFound(id, f"no dead letter {quoted(id)}")
+        return (same or similar)[0]
 
     dead_letter_async = twin(dead_letter)
 
     def replay_dead(self, ids: Sequence[str]) -> list[str]:
-        """Put dead letters back into their queues, byte for byte, without strikes; which tasks.
+        """Put dead letters back into their queues, byte for byte and without strikes.
 
-        Those that are no signature stay: nobody could run them. So do those that the broker refuses for good.
+        Letters that are no signature stay, since nobody could run them, and so do those that the broker
+        refuses for good.
+
+        Returns:
+            The UUIDs of the tasks that were sent.
         """
         letters = [self.dead_letter(id) for id in ids]
         usable = [letter for letter in letters if _is_signature(letter.body)]
-        # Published first, removed then: a crash in between leaves a letter too many, never one too few.
+        # Published first, removed then: after a crash in between there is a letter too many, never one
+        # too few.
         sent = self._replay([letter.body for letter in usable])
         gone = frozenset(sent)
         taken = [letter.id for letter in usable if decode_signature(letter.body).uuid in gone]
         try:
-            self._take(taken)
+            try:
+                self._app.store.broker.take_dead(taken)
+            except AWAY:  # the reply may be lost: once more
+                self._app.store.broker.take_dead(taken)
         except AWAY as error:
-            # Raising would say that nothing was done, and whoever repeats it would run the tasks twice.
+            # An exception would say that nothing was done; its caller would run the tasks twice.
             logger.warning(
-                "%d dead letters were put back into their queues, and may still be in the list (delete them): %s: %s",
+                "%d dead letters were put back into their queues, and may still be in the list "
+                "(delete them): %s: %s",
                 len(taken),
                 ", ".join(taken[:5]),
                 error,
@@ -388,29 +399,18 @@ class Inspector:
 
     replay_dead_async = twin(replay_dead)
 
-    def _take(self, ids: Sequence[str]) -> None:
-        """Remove dead letters that nobody needs any more, once more if the reply is lost."""
-        try:
-            self._app.store.broker.take_dead(ids)
-        except AWAY:
-            self._app.store.broker.take_dead(ids)
-
     def delete_dead(self, ids: Sequence[str]) -> int:
-        """Delete dead letters; how many."""
+        """Delete dead letters, and return how many."""
         return len(self._app.store.broker.take_dead([self.dead_letter(id).id for id in ids]))
 
     delete_dead_async = twin(delete_dead)
 
 
 def _anew(signature: Signature[object]) -> Signature[object]:
-    """As it was before its first try: each counted try took one from RetryCount."""
-    headers = {
-        key: value
-        for key, value in signature.headers.items()
-        if key not in (HEADER_RUN, HEADER_ATTEMPT)
-    }
+    """Return the signature as before its first try; each counted try took one from RetryCount."""
+    ours = (HEADER_RUN, HEADER_ATTEMPT)
     return signature.replace(
-        headers=headers,
+        headers={key: value for key, value in signature.headers.items() if key not in ours},
         retry_count=signature.retry_count + signature.attempt - 1,
         retry_timeout=0,
         eta=None,

@@ -1,14 +1,15 @@
 """Descriptors that are this process's alone: the pipes and sockets of the library.
 
-A forked child has a copy of each. It would keep connections open that the parent has closed, hold its ports, and write into
-its pipes. So in a child the null device takes the place of each: the number stays taken until its owner closes it, and whoever
-uses it finds an end of file. What is executed (subprocess, spawn) inherits none, as all are closed there.
+A forked child has a copy of each. It would keep connections open that the parent has closed, hold its
+ports, and write into its pipes. So in a child the null device takes the place of each: the number stays
+taken until its owner closes it, and a reader finds an end of file. An executed program (subprocess,
+spawn) inherits none, as all are closed there.
 
-In the process itself a task may close them (`os.closerange`), and then what gets their numbers next is read and written instead.
-`broken` finds out.
+In the process itself a task may close them (`os.closerange`); the library would then read and write
+whatever gets their numbers next. `broken` finds out.
 
-Limits: not known here are the files of SQLite, which are closed before a fork, the sockets of pymongo, which closes its own in a
-child, and selectors.
+Limits: not known here are the files of SQLite, which are closed before a fork, the sockets of pymongo,
+which closes its own in a child, and selectors.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Protocol
 
 
 class HasNumber(Protocol):
-    """A socket. It says -1 when it is closed."""
+    """A socket; -1 when it is closed."""
 
     def fileno(self) -> int: ...
 
@@ -31,7 +32,7 @@ _sockets: weakref.WeakKeyDictionary[HasNumber, Identity] = weakref.WeakKeyDictio
 
 
 def keep(thing: int | HasNumber) -> None:
-    """This descriptor, or that of this socket, is ours alone. A number that is kept is dropped before it is closed."""
+    """Add this descriptor, or that of this socket. A number must be dropped before it is closed."""
     if isinstance(thing, int):
         _numbers[thing] = _identity(thing)
     else:
@@ -52,9 +53,8 @@ def broken() -> list[int]:
     ]
     for one, identity in list(_sockets.items()):
         number = one.fileno()
-        if (
-            number >= 0 and _is_changed(number, identity) and one.fileno() == number
-        ):  # else it is being closed just now
+        # The second fileno() finds out whether it is being closed at this moment.
+        if number >= 0 and _is_changed(number, identity) and one.fileno() == number:
             found.append(number)
     return found
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Concern:
-    """One reason why what was accepted could be lost.
+    """One reason why accepted messages or results could be lost.
 
     Attributes:
-        text: what is, what it means, and what to change.
-        is_certain: False: the server does not tell.
+        text: the setting, what it means, and what to change.
+        is_certain: False if the server does not tell the setting.
     """
 
     text: str

@@ -18,21 +18,21 @@ Strategy = Callable[[Sequence[str], str], str]
 
 
 def round_robin(urls: Sequence[str], failed: str) -> str:
-    """The one after that which failed; the first after the last."""
+    """Return the URL after the one that failed; the first after the last."""
     return urls[(urls.index(failed) + 1) % len(urls)]
 
 
 def shuffle(urls: Sequence[str], failed: str) -> str:
-    """Any other one."""
+    """Return any other URL."""
     return random.choice([url for url in urls if url != failed] or urls)
 
 
-#: What the option `broker_failover_strategy` may be; add your own.
+#: The values of the option `broker_failover_strategy`; add your own.
 STRATEGIES: MutableMapping[str, Strategy] = {"round-robin": round_robin, "shuffle": shuffle}
 
 
 def following(strategy: Strategy, urls: Sequence[str], failed: str, known: Container[str]) -> str:
-    """The URL to be tried after that which failed.
+    """Return the URL to try after the one that failed.
 
     Raises:
         StoreUnusable: the strategy raised, or chose something else.
@@ -47,6 +47,7 @@ def following(strategy: Strategy, urls: Sequence[str], failed: str, known: Conta
         ) from error
     if chosen not in known:
         raise StoreUnusable(
-            f"broker_failover_strategy chose {redact(str(chosen))!r} (expected one of the broker URLs)"
+            f"broker_failover_strategy chose {redact(str(chosen))!r} "
+            "(expected one of the broker URLs)"
         )
     return chosen

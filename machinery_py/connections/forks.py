@@ -1,14 +1,15 @@
 """Fork safety: a child has no lock that is held for ever, nothing half done, and no signal handler of ours.
 
-A fork copies locks as they are, and of the threads only the one that forks. So a lock that another thread held just then
-is never given back in the child. What a child goes on with is guarded by `ForkLock`, which is free there. Where that is
-not enough, the fork waits: for imports (`not_forking`), and for what `at_fork` was told.
+A fork copies locks as they are, and of the threads only the one that forks. So a lock that another thread
+held at that moment is never released in the child. A `ForkLock` guards what a child goes on with; it is
+free there. Where that is not enough, the fork waits: for imports (`not_forking`) and for the hooks of
+`at_fork`.
 
-A signal handler that tells the worker to stop would do so from a child as well, and keep the child from being ended. So a child
-has the default handlers in the place of those that were set by `handle`.
+A signal handler that tells the worker to stop would do so from a child as well, and keep the child from
+being ended. So a child has the default handlers in the place of those that `handle` has set.
 
-Limits: what a ForkLock guards may be half changed in the child. It must be of use as it is, or be known by its process id
-and made anew.
+Limits: what a ForkLock guards may be half changed in the child. It must be usable as it is, or be
+recognised by its process id and made anew.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 from typing import Any, NamedTuple
 
-FORK_PATIENCE = 30.0  # seconds that a fork waits for what other threads are at just now
+FORK_PATIENCE = 30.0  # seconds that a fork waits for other threads
 
 
 class ForkLock:
-    """`with lock:`. If it is `reentrant`, the thread that is inside may enter again."""
+    """A lock that is free in a forked child. If `reentrant`, its holder may enter again."""
 
     __slots__ = ("__weakref__", "_held", "_is_reentrant")
 
@@ -36,7 +37,7 @@ class ForkLock:
         _locks.add(self)
 
     def renew(self) -> None:
-        """Be free, in a child."""
+        """Replace the lock by a free one, in a child."""
         self._held = threading.RLock() if self._is_reentrant else threading.Lock()
 
     def __enter__(self) -> None:
@@ -53,7 +54,7 @@ class ForkLock:
 
 @contextmanager
 def not_forking() -> Iterator[None]:
-    """No other thread forks meanwhile: for imports. Python has a lock for each module, and a child finds it taken for ever."""
+    """Keep other threads from forking, during imports: a child finds a module's lock taken for ever."""
     with _Gate.lock:
         yield
 
@@ -61,12 +62,12 @@ def not_forking() -> Iterator[None]:
 def at_fork(
     before: Callable[[], object], after: Callable[[], object], in_child: Callable[[], object]
 ) -> None:
-    """Call these at each fork, `before` and `after` in the parent. One that is added during a fork begins with the next."""
+    """Call these at each fork, `before` and `after` in the parent; from the next fork on."""
     _hooks.append(ForkHooks(before, after, in_child))
 
 
 def handle(number: int, handler: Callable[[int, FrameType | None], object]) -> Any:
-    """Handle a signal in this process alone; the handler before. Called in the main thread."""
+    """Handle a signal in this process alone; return the previous handler. For the main thread."""
     _handlers[number] = handler
     return signal.signal(number, handler)
 
@@ -78,13 +79,13 @@ class ForkHooks(NamedTuple):
 
 
 class _Gate:
-    """Held by who forks, or by who must not be copied just now."""
+    """The lock of a thread that forks, or that must not be copied at this moment."""
 
     lock = threading.RLock()
 
 
 class _Fork(threading.local):
-    """The fork that this thread is at."""
+    """The fork that this thread is making."""
 
     hooks: tuple[ForkHooks, ...] = ()
     mask: set[Any] | None = None  # signals that were blocked before
@@ -102,7 +103,7 @@ def _before_fork() -> None:
     for hooks in reversed(_fork.hooks):
         hooks.before()
     if _handlers:
-        # A signal to the child waits until its handler is the default one: ours would swallow it.
+        # A signal to the child waits until its handler is the default one; ours would swallow it.
         _fork.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _handlers)
 
 
@@ -118,7 +119,7 @@ def _after_fork() -> None:
         for hooks in _fork.hooks:
             hooks.after()
     finally:
-        with suppress(RuntimeError):  # it was not had in time
+        with suppress(RuntimeError):  # it was not acquired in time
             _Gate.lock.release()
 
 
@@ -128,9 +129,8 @@ def _after_fork_in_child() -> None:
         lock.renew()
     for number, handler in _handlers.items():
         if signal.getsignal(number) == handler:
-            signal.signal(
-                number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
-            )
+            is_int = number == signal.SIGINT
+            signal.signal(number, signal.default_int_handler if is_int else signal.SIG_DFL)
     _handlers.clear()
     _unblock()
     for hooks in _fork.hooks:

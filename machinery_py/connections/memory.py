@@ -1,4 +1,4 @@
-"""Shared by the memory broker, backend and lock: one lock, and the events that wake waiting threads."""
+"""The hub that memory broker, backend and lock share: one lock, and events that wake waiting threads."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from machinery_py.clock import SYSTEM_CLOCK, Clock
 
 
 class MemoryHub:
-    """One store in this process. `lock` is held for each step; it may be entered again by the thread that holds it."""
+    """One store in this process. `lock` is held for each step; its holder may enter it again."""
 
     def __init__(self, clock: Clock = SYSTEM_CLOCK) -> None:
         self.clock = clock
@@ -27,6 +27,6 @@ class MemoryHub:
             self._notifiers.discard(notifier)
 
     def notify(self) -> None:
-        """Wake all who wait for messages. Called with the lock held."""
+        """Wake all threads that wait for messages. Called with the lock held."""
         for notifier in self._notifiers:
             notifier.set()
