@@ -7,7 +7,7 @@ import importlib
 import os
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib import metadata
 from types import ModuleType, TracebackType
 
@@ -63,22 +63,22 @@ def _import(name: str, folder: str) -> ModuleType:
     where = f"cannot import {name!r} from {at_home(folder)}"
     try:
         return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if _is_missing(error, name):
+    except MachineryError:
+        raise  # a setting, or a name that is taken: its text is enough
+    except (Exception, SystemExit) as error:  # user code
+        if isinstance(error, ModuleNotFoundError) and _is_missing(error, name):
             raise AppNotFound(
                 f"{where}: no such module ({_there_is(name, folder)}{HINT})"
             ) from None
-        raise AppBroken(f"{where}: {_says(error)}", _trace(error)) from error
-    except MachineryError:
-        raise  # a setting, or a name that is taken: its text is enough
-    except SystemExit as error:
-        raise AppBroken(
-            f"{where}: it calls sys.exit({error.code!r}) when it is imported "
-            '(put that below: if __name__ == "__main__":)',
-            _trace(error),
-        ) from error
-    except Exception as error:  # user code
-        raise AppBroken(f"{where}: {_says(error)}", _trace(error)) from error
+        text = ": ".join(filter(None, (type(error).__name__, str(error))))
+        if isinstance(error, SystemExit):
+            text = (
+                f"it calls sys.exit({error.code!r}) when it is imported "
+                '(put that below: if __name__ == "__main__":)'
+            )
+        shown = _first_user_frame(error.__traceback__)
+        trace = "".join(traceback.format_exception(type(error), error, shown))
+        raise AppBroken(f"{where}: {text}", trace) from error
 
 
 def _is_missing(error: ModuleNotFoundError, name: str) -> bool:
@@ -90,15 +90,13 @@ def _is_missing(error: ModuleNotFoundError, name: str) -> bool:
 def _there_is(name: str, folder: str) -> str:
     """Return the part of an error that offers the module with the nearest name."""
     *packages, last = name.split(".")
-    close: list[str] = []
-    if os.path.isdir(inner := os.path.join(folder, *packages)):
-        close = difflib.get_close_matches(
-            last, [found for found in _modules(inner) if found != last], n=1, cutoff=0.5
-        )
-    if close:
-        return f"there is {'.'.join([*packages, close[0]])!r}; "
-    close = difflib.get_close_matches(name.split(".")[0], list(_modules(folder)), n=1, cutoff=0.5)
-    return f"there is {close[0]!r}; " if close and close[0] != name else ""
+    for parents, part in ((packages, last), ([], name.split(".")[0])):
+        inner = os.path.join(folder, *parents)
+        if os.path.isdir(inner):
+            there = [found for found in _modules(inner) if [*parents, found] != name.split(".")]
+            if close := difflib.get_close_matches(part, there, n=1, cutoff=0.5):
+                return f"there is {'.'.join([*parents, close[0]])!r}; "
+    return ""
 
 
 def _modules(folder: str) -> Iterator[str]:
@@ -113,46 +111,29 @@ def _modules(folder: str) -> Iterator[str]:
                 yield stem
 
 
-def _says(error: BaseException) -> str:
-    text = str(error)
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
 def _first_user_frame(trace: TracebackType | None) -> TracebackType | None:
     """Return the traceback from the user's code on; None if the error never got there."""
     while trace is not None:
         name = trace.tb_frame.f_code.co_filename
-        if (
-            name != __file__
-            and not name.startswith("<frozen importlib")
-            and name != importlib.__file__
-        ):
+        if name not in (__file__, importlib.__file__) and not name.startswith("<frozen importlib"):
             return trace
         trace = trace.tb_next
     return None
-
-
-def _trace(error: BaseException) -> str:
-    shown = _first_user_frame(error.__traceback__)
-    return "".join(traceback.format_exception(type(error), error, shown))
 
 
 def _named(module: ModuleType, name: str, path: str) -> Server:
     found: object = module
     for part in path.split("."):
         if not hasattr(found, part):
-            names = [key for key, _ in _servers(module)]
+            names = list(_servers(module))
             there = f"there is {_listed(names)}" if names else "there is no Server in it"
             raise AppNotFound(f"module {name!r}: no {path!r} in it ({there})")
         found = getattr(found, part)
     if not isinstance(found, Server):
-        raise AppNotFound(f"module {name!r}: {path!r} is {_kind(found)} (expected a Server)")
+        kind = type(found).__name__
+        article = "an" if kind[:1].lower() in "aeiou" else "a"
+        raise AppNotFound(f"module {name!r}: {path!r} is {article} {kind} (expected a Server)")
     return found
-
-
-def _kind(value: object) -> str:
-    kind = type(value).__name__
-    return f"an {kind}" if kind[:1].lower() in "aeiou" else f"a {kind}"
 
 
 def _only(module: ModuleType, name: str, command: str) -> Server:
@@ -162,26 +143,25 @@ def _only(module: ModuleType, name: str, command: str) -> Server:
             f"module {name!r}: no Server found (name it: machinery {command} {name}:my_server)"
         )
     if len(found) > 1:
-        names = [key for key, _ in found]
         raise AppNotFound(
-            f"module {name!r}: {len(found)} Servers, {_listed(names)} "
-            f"(pick one: machinery {command} {name}:{names[0]})"
+            f"module {name!r}: {len(found)} Servers, {_listed(found)} "
+            f"(pick one: machinery {command} {name}:{next(iter(found))})"
         )
-    return found[0][1]
+    return next(iter(found.values()))
 
 
-def _servers(module: ModuleType) -> list[tuple[str, Server]]:
+def _servers(module: ModuleType) -> dict[str, Server]:
     """Return the Servers of a module, each under its first name."""
-    found: dict[int, tuple[str, Server]] = {}
+    found: dict[str, Server] = {}
     for key, value in vars(module).items():
-        if isinstance(value, Server):
-            found.setdefault(id(value), (key, value))
-    return list(found.values())
+        if isinstance(value, Server) and value not in found.values():
+            found[key] = value
+    return found
 
 
-def _listed(names: list[str]) -> str:
-    shown = [repr(name) for name in names]
-    return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} and {shown[-1]}"
+def _listed(names: Iterable[str]) -> str:
+    *others, last = map(repr, names)
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 def installed_version(package: str) -> str:

@@ -28,8 +28,8 @@ from machinery_py.errors import (
 )
 from machinery_py.version import __version__
 
-DONE, NO, WRONG, UNUSABLE = 0, 1, 2, 3
-INTERRUPTED = 130  # what shells say of a program that Ctrl+C has ended
+DONE, WRONG, UNUSABLE = 0, 2, 3
+INTERRUPTED = 130  # as shells tell of a program that Ctrl+C has ended
 
 STORE_TROUBLE = (PublishRefused, PublishUnknown, BackendUnavailable, StoreUnusable)
 
@@ -43,7 +43,7 @@ _MAIN_EXAMPLES = (
 
 
 class _Parser(argparse.ArgumentParser):
-    """Errors are one line, like all of ours."""
+    """A parser whose errors are one line, like all of ours."""
 
     def error(self, message: str) -> NoReturn:
         sys.stderr.write(f"machinery: {redact_words(message)} (see: {self.prog} --help)\n")
@@ -52,18 +52,19 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command, and return its exit code."""
-    _soften(sys.stdout)
-    _soften(sys.stderr)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # for terminals that lack a character
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         return _run(words)
     except MachineryError as error:
         trace = getattr(error, "trace", "")
-        return complain(
+        return _complain(
             f"{trace}machinery: {error}", UNUSABLE if isinstance(error, STORE_TROUBLE) else WRONG
         )
     except BrokenPipeError:
-        # Whoever read our output has gone. What is still in the buffer must not raise once more at the end.
+        # The reader of our output has gone. The rest of the buffer must not raise again at the end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return DONE
     except KeyboardInterrupt:
@@ -72,17 +73,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return end.code if isinstance(end.code, int) else DONE
 
 
-def complain(text: str, code: int) -> int:
-    """Write the text to stderr, and hand the code through."""
+def _complain(text: str, code: int) -> int:
+    """Write the text to stderr, and return the code."""
     sys.stdout.flush()
     sys.stderr.write(text.rstrip("\n") + "\n")
     return code
-
-
-def _soften(stream: object) -> None:
-    """Let no character that the terminal lacks end the program."""
-    if isinstance(stream, io.TextIOWrapper):
-        stream.reconfigure(errors="backslashreplace")
 
 
 def _run(words: list[str]) -> int:
@@ -96,13 +91,9 @@ def _run(words: list[str]) -> int:
         parser.error("no command named")
     parser = command_parser(command)
     args = parser.parse_intermixed_args(rest)
+    app = os.environ.get("MACHINERY_APP", "").strip()
     try:
-        args.app, args.rest = split_words(
-            args.words,
-            os.environ.get("MACHINERY_APP", "").strip(),
-            least=command.least,
-            most=command.most,
-        )
+        args.app, args.rest = split_words(args.words, app, least=command.least, most=command.most)
     except ValueError as error:
         parser.error(str(error))
     args.argv = rest
@@ -111,7 +102,7 @@ def _run(words: list[str]) -> int:
     except (BrokerUnavailable, BackendUnavailable) as error:
         text = str(error)
         hint = "" if text.endswith(")") else f" (is it running? machinery doctor {args.app})"
-        return complain(f"machinery: {text}{hint}", UNUSABLE)
+        return _complain(f"machinery: {text}{hint}", UNUSABLE)
 
 
 def _command(words: Sequence[str]) -> tuple[Command | None, list[str]]:
@@ -135,10 +126,10 @@ def _call(command: Command, args: argparse.Namespace) -> int:
 
 
 def main_parser() -> argparse.ArgumentParser:
-    """The parser of `machinery` itself: help, version, and an error for what is no command."""
+    """Return the parser of `machinery` itself: help, version, and an error for an unknown command."""
     parser = _Parser(
         prog="machinery",
-        description="Background tasks: run them, send them, look at them.",
+        description="Run background tasks, send them and inspect them.",
         epilog=_examples(_MAIN_EXAMPLES),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -147,10 +138,9 @@ def main_parser() -> argparse.ArgumentParser:
     groups: dict[str, argparse._SubParsersAction[_Parser]] = {}
     for command in COMMANDS.values():
         group, _, name = command.name.rpartition(" ")
-        if not group and name in GROUPS:
-            continue  # listed as its group
         if not group:
-            kinds.add_parser(name, help=command.help, add_help=False)
+            if name not in GROUPS:  # else it is listed as its group
+                kinds.add_parser(name, help=command.help, add_help=False)
             continue
         if group not in groups:
             members = [one for one in COMMANDS.values() if one.name.startswith(f"{group} ")]
@@ -167,10 +157,8 @@ def main_parser() -> argparse.ArgumentParser:
 
 
 def command_parser(command: Command) -> argparse.ArgumentParser:
-    """The parser of one command."""
-    usage = " ".join(
-        part for part in (f"machinery {command.name} APP", command.words, "[option …]") if part
-    )
+    """Return the parser of one command."""
+    usage = " ".join(filter(None, ("machinery", command.name, "APP", command.words, "[option …]")))
     parser = _Parser(
         prog=f"machinery {command.name}",
         usage=usage,

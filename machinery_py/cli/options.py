@@ -1,4 +1,4 @@
-"""Options, in groups that commands share, and the parsers of their values."""
+"""Options in groups that commands share, and the parsers of their values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from machinery_py.errors import ConfigError
 from machinery_py.queues import parse_queues
 
-LONGEST = 36_500 * 86_400.0  # seconds; the clocks of most stores end some time
+LONGEST = 36_500 * 86_400.0  # seconds; longer times overflow the clocks of some stores
 MOST = 1_000_000_000  # of anything
 
 _UNITS = {"ms": 0.001, "": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
@@ -19,7 +19,7 @@ _LENGTH = re.compile(r"(\d+(?:\.\d+)?)(ms|s|min|m|h|d|w|)")
 
 
 def seconds(text: str) -> float:
-    """A length of time: `90`, `1.5s`, `10m`, `1h`, `2d`."""
+    """Read a length of time: `90`, `1.5s`, `10m`, `1h`, `2d`."""
     found = _LENGTH.fullmatch(text.strip().lower())
     if found is None:
         raise argparse.ArgumentTypeError(
@@ -64,7 +64,7 @@ Options = tuple[Option, ...]
 
 
 def _option(flags: str, help: str, **settings: Any) -> Option:
-    """An option with a value; its default is None."""
+    """Describe an option with a value; its default is None."""
     return tuple(flags.split()), {"help": help, **settings}
 
 
@@ -86,7 +86,7 @@ APP: Options = (
 JSON: Options = (_switch("--json", "print JSON instead of a table"),)
 YES: Options = (_switch("--yes -y", "do not ask"),)
 LIMIT: Options = (
-    _option("--limit", "at most so many; default: 50", type=_whole(1), default=50, metavar="N"),
+    _option("--limit", "at most this many; default: 50", type=_whole(1), default=50, metavar="N"),
 )
 FILTER: Options = (
     _text("--name", "only tasks of this name"),
@@ -107,7 +107,7 @@ FAILURE: Options = (
 )
 WAIT: Options = (
     _switch("--wait", "wait for the result and print it"),
-    _time("--timeout", "wait no longer than that: 90 (seconds), 10m; default: as long as it takes"),
+    _time("--timeout", "longest wait: 90 (seconds), 10m; default: no limit"),
 )
 SEND: Options = (
     _option(
@@ -118,14 +118,14 @@ SEND: Options = (
         metavar="NAME=JSON",
     ),
     _text("--queue", "instead of the task's own queue"),
-    _time("--delay", "run it that much later"),
+    _time("--delay", "run it after this time"),
 )
 DEAD: Options = (_text("--queue", "only letters from this queue"),)
 ALL: Options = (_switch("--all", "all dead letters, or with --queue all of that queue"),)
 WORKER: Options = (
     _option(
         "-c --concurrency",
-        "tasks at a time in each process; default: as configured, else two for each processor",
+        "tasks at a time in each process; default: the setting, else two for each processor",
         type=_whole(0),
         metavar="N",
     ),
@@ -134,18 +134,18 @@ WORKER: Options = (
     ),
     _option(
         "-Q --queues",
-        "queues: strictly in this order, or A:6,B:1 by weights; default: as configured",
+        "queues: strictly in this order, or A:6,B:1 by weights; default: the setting",
         type=_queues,
         default=(),
         metavar="A,B",
     ),
     _text("-n --name", "name of the worker; default: host and process", "NAME"),
-    _switch("--burst", "end when the queues are empty; paused ones are not waited for"),
+    _switch("--burst", "end when the queues are empty; paused queues do not count"),
     _switch("--reload", "start again when a .py file changes (for development)"),
-    _switch("--no-scheduler", "send nothing that schedules say; other workers do"),
+    _switch("--no-scheduler", "send no tasks of schedules; other workers do"),
     _time(
         "--shutdown-timeout",
-        "how long running tasks may go on at the end; default: as configured, 30 s",
+        "how long running tasks may go on at the end; default: the setting, 30 s",
     ),
     _option(
         "--log-level",
@@ -155,9 +155,11 @@ WORKER: Options = (
     ),
     _option("--log-format", "default: text", default="text", choices=("text", "json")),
     _switch("--no-banner", "print nothing but logs"),
-    _text("--heartbeat-file", "where `machinery health` finds that this worker lives", "FILE"),
+    _text(
+        "--heartbeat-file", "file for this worker's heartbeat, read by `machinery health`", "FILE"
+    ),
     _option(
-        "--health-port", "answer HTTP at /live and /ready", type=_whole(0, 65_535), metavar="PORT"
+        "--health-port", "serve /live and /ready over HTTP", type=_whole(0, 65_535), metavar="PORT"
     ),
     _option(
         "--health-host",
@@ -165,7 +167,7 @@ WORKER: Options = (
         default="127.0.0.1",
         metavar="HOST",
     ),
-    # Between our own processes: see processes.py.
+    # From the parent process to its child: see processes.py.
     _text("--child", argparse.SUPPRESS),
     _option("--reloaded", argparse.SUPPRESS, type=int),
 )
@@ -174,18 +176,18 @@ CHANGE: Options = (
     _option("--tz", "zone of its times, for instance Europe/Berlin", metavar="ZONE"),
     _option(
         "--catch-up",
-        "what becomes of ticks that nobody was there for",
+        "policy for ticks that no worker was there for",
         choices=("skip", "latest", "all"),
     ),
-    _time("--window", "how far back latest and all look"),
+    _time("--window", "how far back `latest` and `all` go"),
     _option(
         "--overlap",
-        "a tick while the run before it is not over",
+        "policy for a tick while the last run goes on",
         choices=("allow", "skip", "queue"),
     ),
 )
 HEALTH: Options = (
-    _time("--max-age", "a heartbeat older than that is none; default: 15 s", 15.0),
-    _switch("--ready", "also ask whether the broker answered at the last beat"),
+    _time("--max-age", "oldest heartbeat that counts; default: 15 s", 15.0),
+    _switch("--ready", "also require that the broker answered at the last beat"),
     _text("--heartbeat-file", "the file that was given to the worker", "FILE"),
 )

@@ -1,6 +1,6 @@
-"""Where settings are written down: YAML and TOML files as plain mappings, and values that arrive as text.
+"""Readers of settings: YAML and TOML files as plain mappings, and values that arrive as text.
 
-Nothing here knows which settings there are; `config/config.py` does. The parsers are imported by the call that needs them.
+This module knows no setting; `config.py` does. Each parser is imported by the call that needs it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _FALSE = frozenset({"0", "f", "false", "n", "no", "off"})
 
 
 def read_file(path: FilePath) -> Mapping[Any, object]:
-    """The settings of a .yml, .yaml or .toml file, as nested mappings.
+    """Return the settings of a .yml, .yaml or .toml file, as nested mappings.
 
     Raises:
         ConfigError: the ending is another one, or the file cannot be read.
@@ -28,20 +28,18 @@ def read_file(path: FilePath) -> Mapping[Any, object]:
         return read_yaml(path)
     if ending == ".toml":
         return read_toml(path)
-    raise ConfigError(
-        f"config file {os.fspath(path)!r}: unknown ending {ending!r} (known: .toml, .yaml, .yml)"
-    )
+    raise _refused(path, f"unknown ending {ending!r} (known: .toml, .yaml, .yml)")
 
 
 def read_yaml(path: FilePath) -> Mapping[Any, object]:
-    """The settings of a YAML file, however long it is (Go reads 1,000 bytes); an empty file has none.
+    """Return the settings of a YAML file of any length (Go reads 1,000 bytes).
 
     Raises:
         ConfigError: PyYAML is missing, or the file cannot be read or is no mapping.
     """
     text = _text_of(path)
     try:
-        import yaml  # an extra: half of the programs that import this module never read YAML
+        import yaml  # an extra
     except ImportError as error:
         raise ConfigError(
             "Config.from_yaml needs PyYAML: pip install 'machinery_py[yaml]'"
@@ -53,22 +51,18 @@ def read_yaml(path: FilePath) -> Mapping[Any, object]:
         where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         # Not `from error`, and only up to the first quote: PyYAML quotes the file, where passwords are.
         problem = (error.problem or "").partition("'")[0].strip()
-        raise ConfigError(
-            f"config file {os.fspath(path)!r}: not valid YAML{where} ({problem})"
-        ) from None
+        raise _refused(path, f"not valid YAML{where} ({problem})") from None
     except (yaml.YAMLError, ValueError, RecursionError):  # ValueError: a date that does not exist
-        raise ConfigError(f"config file {os.fspath(path)!r}: not valid YAML") from None
+        raise _refused(path, "not valid YAML") from None
     if content is None:
         return {}
     if not isinstance(content, Mapping):
-        raise ConfigError(
-            f"config file {os.fspath(path)!r}: found {kind_of(content)} (expected 'key: value' lines)"
-        )
+        raise _refused(path, f"found {kind_of(content)} (expected 'key: value' lines)")
     return content
 
 
 def read_toml(path: FilePath) -> Mapping[Any, object]:
-    """The settings of a TOML file, with the keys of Go's YAML; an empty file has none.
+    """Return the settings of a TOML file, with the keys of Go's YAML.
 
     Raises:
         ConfigError: the file cannot be read or is not valid TOML.
@@ -79,7 +73,7 @@ def read_toml(path: FilePath) -> Mapping[Any, object]:
     try:
         return tomllib.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"config file {os.fspath(path)!r}: not valid TOML ({error})") from error
+        raise _refused(path, f"not valid TOML ({error})") from error
 
 
 def _text_of(path: FilePath) -> str:
@@ -87,19 +81,21 @@ def _text_of(path: FilePath) -> str:
         with open(path, encoding="utf-8-sig") as file:
             return file.read()
     except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"config file {os.fspath(path)!r}: not UTF-8 at byte {error.start}"
-        ) from error
+        raise _refused(path, f"not UTF-8 at byte {error.start}") from error
     except OSError as error:
-        reason = (error.strerror or type(error).__name__).lower()
-        raise ConfigError(f"config file {os.fspath(path)!r}: {reason}") from error
+        raise _refused(path, (error.strerror or type(error).__name__).lower()) from error
+
+
+def _refused(path: FilePath, text: str) -> ConfigError:
+    return ConfigError(f"config file {os.fspath(path)!r}: {text}")
 
 
 def from_text(kind: str, text: str) -> object:
-    """The value that a text from the environment means, or the text itself if it means none of this kind.
+    """Return the value of this kind that a text means, or the text itself if it means none.
 
-    A flag is any of 1, t, true, y, yes, on and their opposites, in any case. A mapping is `key:value,key:value`
-    as in Go; its whole numbers and true or false are taken as such (Go makes all of them texts, or null).
+    A flag is any of 1, t, true, y, yes, on and their opposites, in any case. A mapping is
+    `key:value,key:value` as in Go; its whole numbers and true or false are taken as such (Go makes all
+    of them texts, or null).
     """
     if kind == "bool":
         word = text.lower()

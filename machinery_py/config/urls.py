@@ -1,4 +1,4 @@
-"""Store URLs: which scheme can do what, what a URL says, and how it looks without its secrets.
+"""Store URLs: the roles of each scheme, the check of a URL, and redaction of secrets.
 
     eager, eager://                    tasks run inside `send`
     memory://, memory://name           one store inside this process; equal names share it
@@ -146,7 +146,7 @@ def _sqlite_path(location: str) -> str:
 
 
 def scheme_of(url: str) -> str:
-    """The scheme in lower case, or "" if the text is no URL; the bare words `eager` and `null` are URLs."""
+    """Return the scheme in lower case, or "" if the text is no URL; bare `eager` and `null` are."""
     scheme, mark, _ = url.partition("://")
     if mark and _is_scheme(scheme):
         return scheme.lower()
@@ -154,7 +154,7 @@ def scheme_of(url: str) -> str:
 
 
 def serves(url: str, role: Role) -> bool:
-    """Whether a URL of this scheme can be the broker, result backend or lock (in any release)."""
+    """Whether a URL of this scheme can be the broker, result backend or lock."""
     return role in SCHEMES.get(scheme_of(url), frozenset())
 
 
@@ -165,7 +165,7 @@ def add_scheme(scheme: str, roles: Iterable[Role]) -> None:
 
 
 def split_urls(text: str, separator: str) -> tuple[str, ...]:
-    """The URLs of a text that may hold several; an empty separator means that it holds one.
+    """Return the URLs of a text that may hold several; an empty separator means that it holds one.
 
     A text whose parts are not all URLs is one URL: the separator is in its password.
     """
@@ -187,21 +187,18 @@ def check_url(url: str, role: Role, *, master_name: str = "") -> None:
         )
     scheme = scheme_of(url)
     known = ", ".join(sorted(name for name, roles in SCHEMES.items() if role in roles))
-    if not scheme:
-        raise _refused(
-            url, role, f"no scheme (expected scheme://…, known: {known}{nearest(url, SCHEMES)})"
-        )
-    if scheme in _NOT_PORTED:
-        raise _refused(url, role, f"{_NOT_PORTED[scheme]} is not supported (known: {known})")
-    if scheme not in SCHEMES:
-        raise _refused(
-            url, role, f"unknown scheme {scheme!r} (known: {known}{nearest(scheme, SCHEMES)})"
-        )
-    if role not in SCHEMES[scheme]:
-        raise _refused(
-            url, role, f"{scheme!r} works as {_listed(SCHEMES[scheme])} only (as {role}: {known})"
-        )
     try:
+        if not scheme:
+            hint = nearest(url, SCHEMES)
+            raise BadUrl(f"no scheme (expected scheme://…, known: {known}{hint})")
+        if scheme in _NOT_PORTED:
+            raise BadUrl(f"{_NOT_PORTED[scheme]} is not supported (known: {known})")
+        if scheme not in SCHEMES:
+            hint = nearest(scheme, SCHEMES)
+            raise BadUrl(f"unknown scheme {scheme!r} (known: {known}{hint})")
+        if role not in SCHEMES[scheme]:
+            roles = _listed(SCHEMES[scheme])
+            raise BadUrl(f"{scheme!r} works as {roles} only (as {role}: {known})")
         if scheme in _REDIS:
             parse_redis_url(url, master_name=master_name)
         else:
@@ -237,7 +234,7 @@ def _is_scheme(text: str) -> bool:
 _SHORTEST_SECRET = 3  # letters; a shorter one would be found everywhere
 
 _USER_FIRST = frozenset({"amqp", "amqps", "mongodb", "mongodb+srv"})
-"""Where the word before the colon is always a user name. With Redis a lone password may have a colon in it."""
+"""Schemes whose word before the colon is a user; with Redis a lone password may have a colon in it."""
 
 _OPTIONS = {**AMQP_OPTIONS, **REDIS_OPTIONS, **SQLITE_OPTIONS}
 _HARMLESS = frozenset({
@@ -251,11 +248,11 @@ _HARMLESS = frozenset({
 
 
 def redact(url: str) -> str:
-    """The URL with everything masked that is, or might be, a secret; for logs, errors and screens.
+    """Return the URL with everything masked that is, or might be, a secret.
 
-    Credentials are what stands before the *last* '@', since passwords are often not encoded. Of a query,
-    options known as harmless are shown up to the first that is not. Where the reading is doubtful, as with all
-    that is malformed, more is masked than needed. Masking twice changes nothing.
+    Credentials stand before the *last* '@', since passwords are often not encoded. Of a query, options
+    known as harmless are shown up to the first that is not. If a URL is malformed, more is masked than
+    needed. Masking twice changes nothing.
     """
     scheme, mark, rest = url.partition("://")
     if not mark:
@@ -267,13 +264,9 @@ def redact(url: str) -> str:
         if ":" in (before := rest.rpartition("@")[0]) and "?" in before:
             return shown + MASK  # as below
         path, question, query = rest.partition("?")  # '@' or '#' may be in a file's name
-        credentials, at, file = path.rpartition("@")
-        return (
-            shown
-            + (f"/{MASK}@{file}" if ":" in credentials else path)
-            + question
-            + _redact_query(query)
-        )
+        credentials, _, file = path.rpartition("@")
+        path = f"/{MASK}@{file}" if ":" in credentials else path
+        return shown + path + question + _redact_query(query)
     credentials, at, address = rest.rpartition("@")
     if "?" in credentials:
         return shown + MASK  # of a password or of the query, and its '@' likewise
@@ -286,20 +279,19 @@ def redact(url: str) -> str:
 
 def without_secrets(text: str, *urls: str) -> str:
     """Return the text of a server or a client library with the secrets of these URLs masked."""
-    for secret in sorted(
-        {secret for url in urls for secret in _secrets(url)}, key=len, reverse=True
-    ):
+    secrets = {secret for url in urls for secret in _secrets(url)}
+    for secret in sorted(secrets, key=len, reverse=True):
         text = text.replace(secret, MASK)
     return text
 
 
 def redact_word(text: str) -> str:
-    """A word of a user that should be no URL, redacted if it looks like one or like a part of one."""
+    """Return a word that should be no URL, redacted if it looks like one or like a part of one."""
     return redact(text) if "://" in text or "@" in text else text
 
 
 def redact_words(text: str) -> str:
-    """A message that ends in words of a user, behind its first ": ", without them if one of them looks like a URL."""
+    """Mask the user's words, behind the first ": " of a message, if one of them looks like a URL."""
     return f"{text.partition(': ')[0]}: {MASK}" if "://" in text or "@" in text else text
 
 
@@ -340,14 +332,10 @@ def _is_path(scheme: str, hosts: str, path: str) -> bool:
 
 
 def _is_host(text: str) -> bool:
-    """Whether this is `name`, `name:port` or `[IPv6]:port`; else it may be credentials whose '@' was forgotten."""
+    """Whether this is `name`, `name:port` or `[IPv6]:port`, and no credentials without their '@'."""
     if text.startswith("["):
         name, bracket, port = text[1:].partition("]")
-        return (
-            bool(bracket)
-            and is_plain(name, besides=":.%")
-            and (not port or _is_port(port.removeprefix(":")))
-        )
+        return bool(bracket) and is_plain(name, besides=":.%") and _is_port(port.removeprefix(":"))
     name, _, port = text.partition(":")
     return is_plain(name) and _is_port(port)
 
