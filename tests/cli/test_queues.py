@@ -1,8 +1,13 @@
-"""`machinery pause`, `resume`, `queues`, and `worker -Q`: from outside, as a user types them."""
+"""Commands on queues and workers, and `worker -Q`, as a user types them."""
 
 from __future__ import annotations
 
+import os
+import pty
+import re
 import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -12,6 +17,25 @@ from tests.cli.app import HANG, App, app_in_a_folder
 app = app_in_a_folder
 
 BURST = ("worker", "tasks", "--burst", "-c", "1")
+
+
+def answering(app: App, words: list[str], answer: str) -> tuple[int, str]:
+    """Run a command on a terminal, and answer its question; exit code and output."""
+    own, its = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "machinery_py", *words],
+        cwd=app.folder,
+        env=app.env,
+        stdin=its,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    os.write(own, f"{answer}\n".encode())
+    out, _ = process.communicate(timeout=HANG)
+    os.close(own)
+    os.close(its)
+    return process.returncode, out
 
 
 def test_a_paused_queue_is_shown_and_stays_paused_until_it_is_resumed(app: App) -> None:
@@ -153,3 +177,75 @@ server.task("add")(lambda a, b: a + b)
     ]
     doctor = app.run("doctor", "forgetful", code=1).stdout
     assert "'machinery_tasks': 1 task waiting; no worker on this queue" in doctor
+
+
+def test_queues_are_a_table_with_right_aligned_numbers(app: App) -> None:
+    for _ in range(2):
+        app.send("add", "1", "2")
+    app.send("add", "1", "2", "--delay", "1h")
+
+    head, line = app.run("queues", "tasks").stdout.splitlines()
+    assert head == "QUEUE            WAITING  RUNNING  DELAYED  FAILED  OLDEST  PER MIN"
+    assert re.fullmatch(
+        r"machinery_tasks        2        0        1       0 +[\d.]+ \w+        0", line
+    )
+    (one,) = app.json("queues", "tasks")
+    assert {
+        "queue": "machinery_tasks",
+        "waiting": 2,
+        "running": 0,
+        "delayed": 1,
+        "dead": 0,
+        "failed": 0,
+    }.items() <= one.items()
+    assert one.keys() == {
+        "queue",
+        "waiting",
+        "running",
+        "delayed",
+        "dead",
+        "failed",
+        "oldest",
+        "per_minute",
+        "paused",
+    }
+
+
+def test_workers_are_listed(app: App) -> None:
+    worker = app.worker("-n", "ada", "-Q", "high,low")
+
+    (one,) = app.json("workers", "tasks")
+    assert (one["name"], one["pid"], one["queues"]) == ("ada", worker.pid, ["high", "low"])
+    assert re.search(
+        r"^ada +\S+ +\d+ +high,low +0 ", app.run("workers", "tasks").stdout, re.MULTILINE
+    )
+
+
+def test_a_purge_asks_first(app: App) -> None:
+    for _ in range(3):
+        app.send("add", "1", "2", "--queue", "mail")
+
+    assert app.run("purge", "tasks", "mail", code=2).stderr == (
+        "machinery: delete 3 tasks that wait in 'mail'? (nobody to ask here: say --yes)\n"
+    )
+    code, out = answering(app, ["purge", "tasks", "mail"], "n")
+    assert (code, "nothing was done" in out, app.json("queues", "tasks")[0]["waiting"]) == (
+        2,
+        True,
+        3,
+    )
+    code, out = answering(app, ["purge", "tasks", "mail"], "y")
+    assert (
+        code,
+        "deleted 3 tasks from 'mail'" in out,
+        app.json("queues", "tasks")[0]["waiting"],
+    ) == (0, True, 0)
+
+
+def test_one_task_is_purged_without_a_question(app: App) -> None:
+    app.send("add", "1", "2")
+
+    assert app.json("purge", "tasks", "machinery_tasks") == {
+        "queue": "machinery_tasks",
+        "deleted": 1,
+    }

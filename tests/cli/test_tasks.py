@@ -1,0 +1,177 @@
+"""Commands on tasks, on a SQLite file."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.cli.app import App, app_in_a_folder
+
+app = app_in_a_folder
+
+BURST = ("worker", "tasks", "--burst")
+
+
+def test_every_listing_is_json_if_asked_and_empty_at_first(app: App) -> None:
+    for words in (["queues"], ["tasks"], ["workers"], ["dead", "list"]):
+        assert app.json(*words, "tasks") == []
+
+
+def test_tasks_are_listed_and_filtered(app: App) -> None:
+    done, failed = app.send("add", "1", "2"), app.send("boom", "ca\x1b[31mlm")
+    app.run(*BURST)
+    waiting = app.send("greet", "ada", "--queue", "mail")
+
+    assert {one["uuid"]: (one["name"], one["state"]) for one in app.json("tasks", "tasks")} == {
+        done: ("add", "SUCCESS"),
+        failed: ("boom", "FAILURE"),
+        waiting: ("greet", "PENDING"),
+    }
+    for words, expected in [
+        (["--state", "failure"], failed),
+        (["--state", "Failed"], failed),
+        (["--state", "done"], done),
+        (["--name", "add", "--since", "1h"], done),
+        (["--queue", "mail"], waiting),
+    ]:
+        assert [one["uuid"] for one in app.json("tasks", "tasks", *words)] == [expected]
+    text = app.run("tasks", "tasks").stdout
+    assert "ValueError: ca\\x1b[31mlm" in text
+    assert "\x1b" not in text
+
+
+def test_a_task_is_shown_by_the_start_of_its_uuid(app: App) -> None:
+    failed = app.send("boom", '"so sad"')
+    app.run(*BURST)
+
+    text = app.run("show", "tasks", failed[:14]).stdout
+    for line in (
+        f"task +{failed}",
+        "name +boom",
+        "state +FAILURE",
+        "attempt +1",
+        "error +ValueError: so sad",
+        'argument +"so sad"',
+        "ended +.* ago\\)",
+        "traceback",
+        "  +raise ValueError\\(text\\)",
+    ):
+        assert re.search(f"^{line}$", text, re.MULTILINE), line
+    shown = app.json("show", "tasks", failed)
+    assert (shown["uuid"], shown["error"], shown["message"]["args"][0]["value"]) == (
+        failed,
+        "so sad",
+        "so sad",
+    )
+
+
+def test_a_task_that_waits_is_shown_with_its_arguments(app: App) -> None:
+    uuid = app.send("add", "1", "2")
+
+    assert [arg["value"] for arg in app.json("show", "tasks", uuid)["message"]["args"]] == [1, 2]
+
+
+def test_what_is_not_there_is_told(app: App) -> None:
+    assert "no state of task_none" in app.run("show", "tasks", "task_none", code=2).stderr
+    assert "no state of task_none" in app.run("result", "tasks", "task_none", code=2).stderr
+    assert "no queue 'gone' (there is: none)" in app.run("purge", "tasks", "gone", code=2).stderr
+
+
+# Sending
+
+
+def test_a_sent_task_is_waited_for_and_its_result_printed(app: App) -> None:
+    app.worker()
+
+    done = app.run("send", "tasks", "add", "20", "22", "--wait").stdout
+    assert re.fullmatch(r"task_\w{8}…  SUCCESS  42  \([\d.]+ m?s\)\n", done)
+    failed = app.run("send", "tasks", "boom", "--wait", code=1).stdout
+    assert re.fullmatch(r"task_\w{8}…  FAILURE  ValueError: no  \([\d.]+ m?s\)\n", failed)
+
+
+def test_arguments_are_json_or_strings_as_the_task_wants_them(app: App) -> None:
+    app.worker()
+
+    for words, expected in [
+        (["greet", "ada@example.com"], "en:ada@example.com"),
+        (["greet", "42"], "en:42"),
+        (["greet", '"42"'], "en:42"),
+        (["greet", "ada", "--kw", "lang=fr"], "fr:ada"),
+        (["add", "--kw", "b=2", "1"], 3),
+        (["add", "-5", "3"], -2),
+        (["greet", "--", "--wait"], "en:--wait"),
+    ]:
+        assert app.json("send", "tasks", "--wait", *words)["result"] == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["add", "1"], "add: missing argument 'b'"),
+        (["add", "1", "two"], "add argument 'b': 'two' is no int"),
+        (["add", "1", "2", "3"], "add: too many positional arguments"),
+        (["add", "1", "2", "--kw", "c=3"], "add: got an unexpected keyword argument 'c'"),
+        (["add", "1", "--kw", "=3"], "--kw '=3': no name (expected NAME=JSON)"),
+        (
+            ["add", "1", "99999999999999999999"],
+            "cannot send 99999999999999999999: it does not fit into 64 bits",
+        ),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused_here(app: App, words: list[str], text: str) -> None:
+    assert text in app.run("send", "tasks", *words, code=2).stderr
+    assert app.json("queues", "tasks") == []
+
+
+def test_a_result_is_waited_for_no_longer_than_asked(app: App) -> None:
+    uuid = app.send("add", "1", "2")
+
+    assert app.run("result", "tasks", uuid).stdout == f"{uuid[:13]}…  PENDING\n"
+    late = app.run("result", "tasks", uuid, "--wait", "--timeout", "100ms", code=2).stderr
+    assert (
+        f"machinery: no result of {uuid} after 0.1 s; last state PENDING, no worker on 'machinery_tasks'"
+        in late
+    )
+
+
+def test_a_result_is_found_later(app: App) -> None:
+    uuid = app.send("add", "1", "2")
+    app.run(*BURST)
+
+    assert re.fullmatch(
+        rf"{uuid[:13]}…  SUCCESS  3  \([\d.]+ \w+\)\n",
+        app.run("result", "tasks", uuid[:12], "--wait").stdout,
+    )
+
+
+# Acting
+
+
+def test_failed_tasks_are_sent_again(app: App) -> None:
+    first, second = app.send("boom"), app.send("boom")
+    app.run(*BURST)
+
+    assert app.run("retry", "tasks", first[:12]).stdout == "sent 1 task again\n"
+    assert app.state(first) == "PENDING"
+    app.run(*BURST)
+    refused = app.run("retry", "tasks", "--name", "boom", code=2)
+    assert (
+        refused.stderr == "machinery: send 2 failed tasks again? (nobody to ask here: say --yes)\n"
+    )
+    assert sorted(app.json("retry", "tasks", "--state", "failure", "--yes")["retried"]) == sorted(
+        [first, second]
+    )
+    assert app.run("retry", "tasks", first).stdout == (
+        "sent 0 tasks again; 1 other cannot be (not failed, or the message is not kept)\n"
+    )
+
+
+def test_a_revoked_task_is_never_started(app: App) -> None:
+    uuid = app.send("note", "never")
+
+    assert app.run("revoke", "tasks", uuid[:12]).stdout == "revoked 1 task\n"
+    app.run(*BURST)
+
+    assert app.notes == []
+    assert app.state(uuid) == "FAILURE"
