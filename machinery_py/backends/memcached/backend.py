@@ -218,13 +218,7 @@ class MemcacheBackend(Backend, OutboxBackend):
             expiry = seconds(kept_for(item, now, self.expire_in))
             return swap(key, encode_record(uuid, item), expiry, found)
 
-        self.driver.edit(
-            places,
-            change,
-            what="the state of a task",
-            reading="reading states",
-            writing="writing states",
-        )
+        self.driver.edit(places, change, doing="writing states")
         return [results[index] for index in range(len(jobs))]
 
     # Deliveries of another store's broker

@@ -13,6 +13,7 @@ import datetime as dt
 import hashlib
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
@@ -124,6 +125,14 @@ decode_commit = msgspec.msgpack.Decoder(Commit).decode
 _ours = msgspec.msgpack.Decoder(_Ours).decode
 
 
+#: Fields of a task's item that our field keeps beside those of the state.
+_SHARED = ("nonce", "epoch", "mark", "kept_at", "outbox", "todo", "awaited")
+
+
+def _shared(record: TaskItem | _Ours) -> dict[str, Any]:
+    return {name: getattr(record, name) for name in _SHARED}
+
+
 def encode_record(uuid: str, record: TaskItem) -> bytes:
     """Return the item of a task.
 
@@ -132,18 +141,8 @@ def encode_record(uuid: str, record: TaskItem) -> bytes:
     """
 
     def field(state: TaskState) -> bytes:
-        ours = _Ours(
-            nonce=record.nonce,
-            epoch=record.epoch,
-            mark=record.mark,
-            stated=record.state is not None,
-            kept_at=record.kept_at,
-            outbox=tuple(record.outbox),
-            todo=tuple(record.todo),
-            awaited=record.awaited,
-            **extra_of(state),
-        )
-        return _quoted(pack(ours))
+        stated = record.state is not None
+        return _quoted(pack(_Ours(stated=stated, **_shared(record), **extra_of(state))))
 
     return encode_document(uuid, record.state, field)
 
@@ -156,7 +155,7 @@ def decode_record(uuid: str, body: bytes) -> TaskItem:
     try:
         own = _ours(field) if field else None
         if own is not None and not own.stated:
-            return _record(None, own)
+            return TaskItem(**_shared(own))
         state = decode_state(document)
     except (DecodeError, msgspec.DecodeError) as error:
         return TaskItem(theirs=str(error))
@@ -164,20 +163,7 @@ def decode_record(uuid: str, body: bytes) -> TaskItem:
         return TaskItem(theirs=f"a state of {quoted(state.task_uuid)}")
     if own is None:
         return TaskItem(state=state)
-    return _record(msgspec.structs.replace(state, **extra_of(own)), own)
-
-
-def _record(state: TaskState | None, own: _Ours) -> TaskItem:
-    return TaskItem(
-        state=state,
-        mark=own.mark,
-        epoch=own.epoch,
-        nonce=own.nonce,
-        kept_at=own.kept_at,
-        outbox=own.outbox,
-        todo=own.todo,
-        awaited=own.awaited,
-    )
+    return TaskItem(state=msgspec.structs.replace(state, **extra_of(own)), **_shared(own))
 
 
 def kept_for(record: TaskItem, now: dt.datetime, expire_in: float) -> float:

@@ -171,20 +171,14 @@ class MemcachedGroups:
             joined = value + b"".join(sorted(missing))
             return swap(key, joined, _LIFE, item) if missing else None
 
-        self._driver.edit(
-            shares,
-            join,
-            what="the members of a group",
-            reading="reading who has arrived",
-            writing="counting an arrival",
-        )
+        self._driver.edit(shares, join, doing="counting an arrival")
         return again
 
     def _guess(self, joined: dict[str, int], totals: dict[str, int]) -> set[str]:
         """Raise the guesses; return the groups that may be complete now."""
         look: set[str] = set()
         waiting = list(joined)
-        for _ in rounds("how many members of a group have arrived"):
+        for _ in rounds("counting an arrival"):
             commands = [incr(key_of(group, GUESS), joined[group]) for group in waiting]
             # Not to be repeated: a reply that is lost makes the whole change come again, which raises the guess again.
             replies = self._driver.send(commands, doing="counting an arrival", again=False)
@@ -311,13 +305,7 @@ class MemcachedGroups:
             body = encode_meta(msgspec.structs.replace(group, chord_triggered=True), made_at)
             return None if group.chord_triggered else swap(key, body, _LIFE, item)
 
-        self._driver.edit(
-            [key_of(group_uuid)],
-            set_flag,
-            what=f"group {group_uuid}",
-            reading="reading a group",
-            writing="writing a group",
-        )
+        self._driver.edit([key_of(group_uuid)], set_flag, doing="writing a group")
         self._expire(members)
 
 

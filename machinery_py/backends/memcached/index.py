@@ -118,13 +118,7 @@ class Index:
             ]
             return swap(key, _pack(wanted), b"0", item) if wanted != names else None
 
-        self._driver.edit(
-            [ROOTS],
-            change,
-            what="the list of segments",
-            reading="reading the list of segments",
-            writing="changing the list of segments",
-        )
+        self._driver.edit([ROOTS], change, doing="changing the list of segments")
 
     def segments(self) -> dict[bytes, Segment]:
         """Return all that there are, this process's own as it is in memory."""

@@ -212,9 +212,7 @@ class MemcachedRecords:
             life = self._life(key, after)
             return swap(key, pack(msgspec.structs.replace(after, nonce=nonce)), life, item)
 
-        self._driver.edit(
-            changes, change, what="a record", reading="reading records", writing="writing records"
-        )
+        self._driver.edit(changes, change, doing="writing records")
         return done
 
     def _life(self, key: bytes, record: StoredRecord) -> bytes:
@@ -245,13 +243,7 @@ class MemcachedRecords:
                 return None
             return swap(key, pack(_Names(before.era, listed_at)), _FOREVER, item)
 
-        self._driver.edit(
-            [LIST],
-            change,
-            what="the list of schedules",
-            reading="reading schedules",
-            writing="listing schedules",
-        )
+        self._driver.edit([LIST], change, doing="listing schedules")
 
     def tend(self) -> None:
         """Forget the names of records that were removed, or are gone, for long."""

@@ -146,7 +146,7 @@ def incr(key: bytes, by: int) -> LineCommand:
 ItemChange = Callable[[bytes, Item | None], LineCommand | None]
 
 
-def rounds(what: str) -> Iterator[int]:
+def rounds(doing: str) -> Iterator[int]:
     """Count the tries to change an item; pause before each but the first three.
 
     Raises:
@@ -156,7 +156,7 @@ def rounds(what: str) -> Iterator[int]:
         if number > 2:
             time.sleep(random.uniform(0.0, min(0.05, 0.001 * number)))
         yield number
-    raise BackendUnavailable(f"memcached: {what}: others have changed it {ROUNDS} times meanwhile")
+    raise BackendUnavailable(f"memcached: {doing}: others were faster {ROUNDS} times")
 
 
 class MemcacheDriver:
@@ -223,14 +223,11 @@ class MemcacheDriver:
                 self._refused(command, reply, doing)
         return replies
 
-    def edit(
-        self, keys: Iterable[bytes], change: ItemChange, *, what: str, reading: str, writing: str
-    ) -> None:
+    def edit(self, keys: Iterable[bytes], change: ItemChange, *, doing: str) -> None:
         """Change items by compare-and-swap, each until nobody else has changed it in between.
 
         Args:
             change: called with the key and what there is now; again after others were faster.
-            what: the items, as the error names them.
 
         Raises:
             BackendUnavailable: as `send`; or too many others change them at the same time.
@@ -238,11 +235,11 @@ class MemcacheDriver:
         waiting = list(dict.fromkeys(keys))
         if not waiting:
             return
-        for _ in rounds(what):
-            items = self.fetch(waiting, doing=reading)
+        for _ in rounds(doing):
+            items = self.fetch(waiting, doing=doing)
             changes = ((key, change(key, items.get(key))) for key in waiting)
             commands = {key: command for key, command in changes if command is not None}
-            replies = self.send(list(commands.values()), doing=writing)
+            replies = self.send(list(commands.values()), doing=doing)
             waiting = [key for key, reply in zip(commands, replies, strict=True) if reply != STORED]
             if not waiting:
                 return

@@ -11,7 +11,7 @@ from machinery_py.brokers.mongodb.broker import MongoBroker
 from machinery_py.connections.memory import MemoryHub
 from machinery_py.locks.mongodb import MongoLock
 from machinery_py.stores.base import Store
-from machinery_py.stores.mongodb_store import MongoStore
+from machinery_py.stores.mongodb import MongoStore
 from machinery_py.stores.outbox import TwoStores
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.conformance.backends import BackendConformance, OpenBackend

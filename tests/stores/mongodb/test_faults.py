@@ -44,7 +44,7 @@ from machinery_py.errors import (
 )
 from machinery_py.locks.mongodb import MongoLock
 from machinery_py.stores.base import Firing, Mark, Store, Submission
-from machinery_py.stores.mongodb_store import MongoStore
+from machinery_py.stores.mongodb import MongoStore
 from machinery_py.stores.outbox import TwoStores
 from machinery_py.tasks.signature import Arg, Signature
 from machinery_py.tasks.states import Arrival, State, TaskState
