@@ -1,4 +1,4 @@
-"""Listener of a store that tells nobody when a task has finished: it asks again and again about the watched tasks."""
+"""Listener of a store that tells nobody when a task has finished: it asks again and again."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class PollingListener(Listener):
 
     Args:
         finished: asks the store; called with at most `at_once` tasks.
-        soonest, latest: seconds between two looks. In between, a pause is `share` of the time that has been waited.
+        soonest, latest: seconds between two looks; in between, `share` of the time waited so far.
         rest: a pause is at least so many times as long as the look before it.
         notifier: an event that ends a pause when it is set, as `wake` does.
     """

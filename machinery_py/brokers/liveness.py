@@ -1,7 +1,7 @@
-"""Dead consumers of a server: how they identify themselves, and how other workers decide that they are dead.
+"""Dead consumers of a server: how they identify themselves, and how other workers find them.
 
-    its process has ended    seen on its own host and in its own PID namespace: dead at the first look
-    its heartbeat stopped    seen from anywhere: dead when it stays the same over several looks (`HeartbeatJudge`)
+    its process has ended    seen on its own host, in its own PID namespace: dead at the first look
+    its heartbeat stopped    seen from anywhere: dead if it stays the same (`HeartbeatJudge`)
 
 Which tasks a dead consumer was running stands in its file: connections/session_files.py.
 """
@@ -19,7 +19,7 @@ import msgspec
 from machinery_py.brokers.base import WorkerInfo
 from machinery_py.clock import Clock, micros, moment_of
 
-#: Leases. If we have not looked for this long, we may have been suspended ourselves: declare nobody dead.
+#: Leases. After a longer pause we may have been suspended ourselves: declare nobody dead.
 STALE_LOOK = 1.5
 
 SessionKey = TypeVar("SessionKey", bound=Hashable)
@@ -93,7 +93,7 @@ def has_ended(info: SessionInfo) -> bool:
 
 
 def is_suspended(pid: int, pid_place: str) -> bool:
-    """Return whether that process is stopped (SIGSTOP, a debugger); False where that cannot be seen."""
+    """Return whether that process is stopped (SIGSTOP, a debugger); False if unknown."""
     return pid_place == place() and _stat(pid)[:1] in (["T"], ["t"])
 
 
@@ -117,7 +117,7 @@ class HeartbeatJudge(Generic[SessionKey]):
 
     Args:
         patience: seconds for which the same heartbeat must have been seen.
-        lease: seconds; a look that comes later than STALE_LOOK leases after the last one starts anew.
+        lease: seconds; a look later than STALE_LOOK leases after the last one starts anew.
     """
 
     def __init__(self, *, patience: float, lease: float) -> None:

@@ -1,4 +1,4 @@
-"""Tokens of recent submissions, for stores that live in this process and cannot lose a reply on the way."""
+"""Tokens of recent submissions, for stores inside this process, which lose no reply."""
 
 from __future__ import annotations
 

@@ -1,17 +1,19 @@
-"""Files of the live consumers of this host: each proves that its owner lives, and says which tasks it runs.
+"""Files of the live consumers of this host: proof that the owner lives, and which tasks it runs.
 
     <folder>/<key>    locked by its owner (exclusive POSIX record lock) while that lives
-                      SLOTS numbers of 8 bytes: the deliveries whose task is being called; 0 where a slot is free
+                      SLOTS numbers of 8 bytes: the deliveries whose task runs; 0 in a free slot
 
-The folder lies beside a SQLite file; consumers of a server have one folder per user and host. The lock goes with the process,
-however that ends. A record lock belongs to a process: forked children do not have it. But closing *any* descriptor of the file
-in the owning process drops it, so a process never opens the files of its own sessions: it remembers those.
+The folder lies beside a SQLite file; consumers of a server have one folder per user and host. The
+operating system drops the lock when the process ends in any way. A record lock belongs to a
+process: forked children do not have it. Closing *any* descriptor of the file in the owning process
+drops it too, so a process never opens the files of its own sessions.
 
-The file is mapped, so that a note costs no system call, and a process that is killed leaves it as it was. Whoever gives the
-consumer up reads it, and blames these deliveries alone. What is beyond SLOTS is not noted, and not blamed.
+The file is mapped: a note costs no system call, and survives a kill. Whoever gives the consumer up
+reads the file, and blames these deliveries alone. Deliveries beyond SLOTS are not noted, nor
+blamed.
 
-Limits: without record locks (Windows), or when somebody deleted the file, nobody can be asked: then heartbeats prove life, and
-it is not known what a dead consumer ran.
+Limits: without record locks (Windows), or when somebody deleted the file, heartbeats prove life,
+and it is not known what a dead consumer ran.
 """
 
 from __future__ import annotations
@@ -31,12 +33,12 @@ SLOTS = 4096
 _SIZE = SLOTS * 8
 #: Seconds after which a file that belongs to no session is removed, if nobody holds it.
 FORGOTTEN = 60.0
-#: The same where nobody here can ask which sessions there are: for so long somebody may want to know what ran.
+#: The same in a host's folder: within this time a worker may give the session up, and ask what ran.
 FORGOTTEN_ON_HOST = 3600.0
 
 _number = struct.Struct("<Q")
 
-#: key → descriptor, of all drivers of this process; -1 where there are no locks. One step of a dict is atomic.
+#: key → descriptor, of all drivers of this process; -1 where there are no locks.
 _own: dict[str, int] = {}
 _tables: dict[str, RunTable] = {}
 
@@ -64,7 +66,7 @@ class RunTable:
     """The owner's side of the slots. May be used from any thread."""
 
     def __init__(self, descriptor: int) -> None:
-        # Written, not only made longer: on a full disk this fails, and not the first note, which would kill the process.
+        # Written, not only made longer: on a full disk the first note would kill the process.
         os.write(descriptor, bytes(_SIZE))
         self._map = mmap.mmap(descriptor, _SIZE)
         self._free = list(range(SLOTS - 1, -1, -1))
@@ -171,14 +173,14 @@ def _new_file(folder: str, key: str) -> int:
 
 
 def host_file(kind: str) -> SessionFile:
-    """Return the file of a new consumer of a server of this kind, which must `touch` it more often than each hour."""
+    """Return the file of a new consumer of such a server, which has to `touch` it every few minutes."""
     folder = host_folder(kind)
     sweep(folder, (), forgotten=FORGOTTEN_ON_HOST)
     return SessionFile(folder)
 
 
 def host_folder(kind: str) -> str:
-    """Return this user's folder on this host for consumers of such a server; "" if others could write there."""
+    """Return this user's folder for consumers of such a server; "" if others could write there."""
     if not HAS_LOCKS:
         return ""
     try:
@@ -187,7 +189,7 @@ def host_folder(kind: str) -> str:
         found = os.lstat(folder)
     except OSError:
         return ""
-    # Who else could write there could blame our tasks, and who made a link of it chose where we write.
+    # Another user who can write there could blame our tasks; a link could redirect our writes.
     is_ours = (
         stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
     )
@@ -257,7 +259,7 @@ def look(folder: str, key: str) -> SessionState:
 
 
 def sweep(folder: str, known: Collection[str], *, forgotten: float = FORGOTTEN) -> None:
-    """Remove the files of processes that died before their session was registered, or after it was given up.
+    """Remove files of dead processes whose session was never registered, or is given up.
 
     Args:
         known: the keys of registered sessions, whose files stay.

@@ -1,9 +1,10 @@
 """Locks in MongoDB.
 
-    machinery_locks    a document for each name ever held: token, fence, expires_at (0: released). It stays, for its fence.
+    machinery_locks    a document for each name ever held: token, fence, expires_at (0: released)
 
-Limits: time is the server's as the driver has measured it, a few milliseconds off. A primary that steps down and loses writes
-forgets who holds what, unless the URL says w=majority or nothing; the fence tells a resource.
+Limits: time is the server's as the driver has measured it, a few milliseconds off. A primary that
+steps down and loses writes forgets who holds what, unless the URL says w=majority or nothing; the
+fence tells a resource.
 """
 
 from __future__ import annotations

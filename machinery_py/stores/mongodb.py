@@ -1,17 +1,21 @@
 """`mongodb://`, `mongodb+srv://`: one server, a replica set or a sharded cluster.
 
-Where broker and backend are one MongoDB, a settlement needs no transactions: the message document is the commit record.
+Broker and backend of one MongoDB settle without transactions: the message document is the commit
+record.
 
-    1  message     held by this delivery → ending, with all follow-ups as its intent     lease, acknowledgement, fence
-    2  state       of the task, with the mark of the delivery, if `advance` lets it      of two messages of a task one wins
+    1  message     held by this delivery → ending, with all follow-ups as its intent:
+                   lease, acknowledgement and fence at once
+    2  state       of the task, with the mark of the delivery, if `advance` lets it: of two messages
+                   of a task one wins
     3  others      states, groups, arrivals, messages: each may be written twice
     4  message     deleted (or dead, or back)
 
-A crash after 1 leaves a message that is ending; `tend` of any worker goes on from 2 when it is `MongoDriver.intent_age` old.
-A message that 3 writes once more after it was run and deleted is seen at its claim: its task has ended, and it is dropped.
+A crash after 1 leaves a message that is ending; `tend` of any worker goes on from 2 when it is
+`MongoDriver.intent_age` old. A message that 3 writes once more after it was run and deleted is
+found out at its claim: its task has ended, and it is dropped.
 
-Submitting is the same with the token's document as the commit record, and firing with the group's. The crash points are listed
-in docs/explanation/mongodb-protocol.md.
+Submitting is the same with the token's document as the commit record, and firing with the group's.
+docs/explanation/mongodb-protocol.md lists the crash points.
 """
 
 from __future__ import annotations
@@ -190,7 +194,7 @@ class MongoStore(DriverUser, Store):
         self.states.changes.clear_intents([change])
 
     def _end_unheld(self, firing: Firing) -> bool:
-        """End a task that no worker holds: its document is the commit record, with an outbox; as outbox.py."""
+        """End a task that no worker holds, as outbox.py: its document is the commit record."""
         change = change_of(firing, [_pack(message) for message in firing.send])
         if self.states.apply([change]) != [SETTLED]:
             return False
@@ -223,7 +227,8 @@ class MongoStore(DriverUser, Store):
         """Do step 1.
 
         Returns:
-            For each whether it is ending now, by this try or an earlier one; and whether some may be of an earlier one.
+            For each whether it is ending now, by this try or an earlier one; and whether some may
+            be of an earlier one.
         """
         now = self.driver.now()
         ending = {"status": int(Status.ENDING)}
@@ -339,7 +344,7 @@ class MongoSession(Session):
             raise
 
     def _without_ended(self, deliveries: list[Delivery]) -> list[Delivery]:
-        """Return the deliveries whose run has not ended; the others, second messages of their task, are dropped."""
+        """Return the deliveries whose run has not ended; second messages of a task are dropped."""
         rows = self._store.states.tasks.load_ended(one.receipt.uuid for one in deliveries)
         over = {
             one.receipt: Disposal(delivery=one)
@@ -352,7 +357,7 @@ class MongoSession(Session):
         return [delivery for delivery in deliveries if delivery.receipt not in over]
 
     def _without_refused(self, deliveries: list[Delivery]) -> list[Delivery]:
-        """Return the deliveries that can be run; the others, with a foreign document under their UUID, go to the dead letters."""
+        """Return the deliveries that can be run; a foreign document makes a dead letter."""
         refused = self._store.states.tasks.refusals(one.receipt.uuid for one in deliveries)
         if not refused:
             return deliveries

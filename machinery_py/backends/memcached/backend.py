@@ -1,22 +1,23 @@
-"""States and groups in memcached, under Go Machinery's keys.
+"""States and groups in memcached, under Go Machinery's keys; all keys:
+connections/memcached/keys.py.
 
-Keys: connections/memcached/keys.py.
-
-A change of a task is one `cas` of its item, which holds the outbox and a note of what else is to become true: states of other
-tasks, groups, arrivals. That is done next; each of it can stand to be done twice.
+A change of a task is one `cas` of its item, which holds the outbox and a note of the follow-ups:
+states of other tasks, groups, arrivals. These come next; each may be done twice.
 
     crash after                     who goes on
     the index, before the item      nobody: nothing is true
-    the item                        the redelivery: `begin` finds the note, does it, and hands out the outbox; the same when the
-                                    change comes again (ALREADY), or `unsent` finds the outbox
+    the item                        the redelivery: `begin` finds the note, carries it out, and returns
+                                    the outbox; the same when the change comes again (ALREADY), or
+                                    `unsent` finds the outbox
     all of it                       the redelivery: doing it once more changes nothing
 
-A firing is one `add` of mpy:f:<group>, with the same note and outbox in it. There is no redelivery for it, so only the index
-finds it again.
+A firing is one `add` of mpy:f:<group>, with the same note and outbox in it. There is no redelivery
+for it, so only the index (index.py) finds it again.
 
-Limits: memcached forgets when it restarts and when its memory is full. A state that is lost reads as "expired"; a task whose
-state was lost runs and is stored as a new one, and if it was finished but not acknowledged, it runs again. A chord that loses
-an item may never call its callback. States cannot be listed.
+Limits: memcached forgets when it restarts and when its memory is full. A lost state reads as
+"expired"; a task whose state was lost runs and is stored as a new one, and if it was finished but
+not acknowledged, it runs again. A chord that loses an item may never call its callback. States
+cannot be listed.
 """
 
 from __future__ import annotations
@@ -141,7 +142,7 @@ class MemcacheBackend(Backend, OutboxBackend):
         return [verdicts[index] for index in range(len(changes))]
 
     def _commit(self, change: Change, todo: list[Todo]) -> Verdict:
-        """Make a change that belongs to no task: of a group that is fired, or without a condition."""
+        """Make a change that belongs to no task: a firing, or one without a condition."""
         own = todo_of(change, change.states)
         commit = Commit(b"", micros(self.now()), tuple(change.outbox), (own,) if own else ())
         if change.fires:
@@ -171,7 +172,7 @@ class MemcacheBackend(Backend, OutboxBackend):
             self._groups.arrive(arrivals)
 
     def _write(self, states: Sequence[tuple[TaskState, bool]]) -> None:
-        """Write states; one that cannot be written is left out, and its message is sent all the same."""
+        """Write states; one that cannot be written is left out, though its message is sent."""
         try:
             self._edit(
                 [(one.task_uuid, functools.partial(write, one, force)) for one, force in states]
@@ -193,9 +194,9 @@ class MemcacheBackend(Backend, OutboxBackend):
         }
 
     def _edit(self, jobs: Sequence[tuple[str, Callable[[TaskItem], T]]]) -> list[T]:
-        """Let each job change the item of its task, by one `cas` for all jobs of a task, and return what it says.
+        """Let each job change the item of its task, and return what it says.
 
-        A job may be called several times; the last call counts.
+        All jobs of a task are one `cas`. A job may be called several times; the last call counts.
         """
         nonce, now = secrets.token_bytes(8), self.now()
         results: dict[int, T] = {}
@@ -341,7 +342,7 @@ class MemcacheBackend(Backend, OutboxBackend):
         self._groups.purge(group_uuid)
 
     def listener(self) -> PollingListener:
-        # A listener with many tasks pauses so much longer than its look took. The client asks in batches of its own.
+        # The client asks in batches of its own. Looks at many tasks are long, and so are pauses.
         return PollingListener(
             self._finished, at_once=sys.maxsize, soonest=0.001, latest=0.1, share=0.25, rest=4.0
         )

@@ -1,7 +1,8 @@
-"""A task as memcached keeps it: Go's document under the task's UUID, with all that is ours as its last field.
+"""Item of a task in memcached: Go's document under the task's UUID, with our data as its last
+field.
 
-Go's decoder passes over the field, and its writers leave it away. So a task is one item, and one `cas` changes all of it;
-an item without the field was written by a Go program.
+Go's decoder passes over the field, and Go's writers leave it out. So a task is one item, and one
+`cas` changes all of it; a Go program wrote an item without the field.
 
     {"TaskUUID":…, "State":…, … "TTL":0, "machinery_py":"<base64 of msgpack>"}
 """
@@ -44,7 +45,7 @@ _FORBIDDEN = re.compile(rb"[\x00-\x20\x7f]")
 
 
 def key_of(name: str, prefix: bytes = b"") -> bytes:
-    """Return the key of a name, without prefix Go's. A name that memcached refuses is hashed; Go cannot use it."""
+    """Return the key of a name, without prefix Go's; a name that memcached refuses is hashed."""
     raw = name.encode("utf-8", "surrogatepass")
     key = prefix + raw
     if (
@@ -58,7 +59,7 @@ def key_of(name: str, prefix: bytes = b"") -> bytes:
 
 
 class Todo(msgspec.Struct, array_like=True, gc=False):
-    """Step that follows once the item of a change is written. Doing it twice does no harm.
+    """Follow-ups, once the item of a change is written. They may be done twice.
 
     Attributes:
         states: of other tasks, as documents. `force`: they replace what is there.
@@ -76,10 +77,10 @@ class Todo(msgspec.Struct, array_like=True, gc=False):
 
 
 class Commit(msgspec.Struct, array_like=True, gc=False):
-    """The item of a change that has no task: a group that is fired, or messages that are kept for somebody.
+    """Item of a change that has no task: of a firing, or an outbox alone.
 
     Attributes:
-        nonce: names the writing; whoever finds his own knows that a lost reply meant yes.
+        nonce: of the writing: a writer that finds its own knows that the lost reply meant yes.
         kept_at: µs, when the outbox was filled.
     """
 
@@ -90,7 +91,7 @@ class Commit(msgspec.Struct, array_like=True, gc=False):
 
 
 class TaskItem(Row, kw_only=True):
-    """A task's item. `changed` asks for it to be written.
+    """Item of a task. `changed` asks for it to be written.
 
     Attributes:
         nonce, kept_at, outbox, todo: as of a Commit.
@@ -108,7 +109,7 @@ class TaskItem(Row, kw_only=True):
 
 @extra_fields(before="kept_at")
 class _Ours(msgspec.Struct, array_like=True, gc=False):
-    """The field."""
+    """Our field in the item of a task."""
 
     nonce: bytes
     epoch: int
@@ -211,7 +212,7 @@ def _quoted(ours: bytes) -> bytes:
 
 
 def _split(body: bytes) -> tuple[bytes, bytes]:
-    """Return Go's document and what our field holds, or b""; a result of a Go program may look like the field."""
+    """Return Go's document and what our field holds, or b"". A Go result may look like it."""
     document, field = without_field(body)
     if field[:1] != b'"' or field[-1:] != b'"':
         return body, b""

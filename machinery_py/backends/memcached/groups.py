@@ -5,17 +5,20 @@
     mpy:b:<i>:<group>     a share of the arrived members, 8 bytes of hash each; changed by `cas`
     mpy:n:<group>         a guess at how many have arrived, never too low; raised by `incr`
     mpy:r:<group>         the group is ready; the failed member, or nothing. Written once, by `add`
-    mpy:f:<group>         the group is fired, with the messages to publish. Written once, by `add`: it decides who fires
+    mpy:f:<group>         the group is fired, with its outbox. Written once, by `add`, which decides
 
-A member belongs to one share, so an arrival costs the same in a chord of any size. When the guess reaches the total, or a
-member arrives a second time (its worker had died, or a reply was lost), the shares are counted. So the guess decides only
-when to look, and may be too high. It is never too low when an arrival has ended: who joins a share raises it afterwards, also
-who joined before; and where there is none, the first or one that was evicted, one of those who find none counts the shares and
-writes that number by `add`, which all who joined before are in, while everybody else raises it.
+A member belongs to one share, so an arrival costs the same in a chord of any size. The shares are
+counted when the guess reaches the total, or a member arrives a second time (its worker had died, or
+a reply was lost). So the guess decides only when to look, and may be too high. It is never too low
+when an arrival has ended: a process raises it after it has joined its share. Where there is no
+guess (the first arrival, or it was evicted), one process counts the shares and writes that number
+by `add`; all others raise it.
 
-Go counts by reading all states, and writes its flag into the document with neither `cas` nor a look at who was faster. So a group
-with members that Go has ended is left to Go for GO_TIME (`BackendFeatures.foreign_time`); if no flag has come by then (our member
-was the last one, or the Go worker died) it is ours. Go sets the flag of a group with a failed member, too, and then tells nobody.
+Go counts by reading all states, and writes its flag without `cas` and without looking who was
+faster. So a group with members that Go has ended is left to Go for GO_TIME
+(`BackendFeatures.foreign_time`). If no flag has come by then (our member was the last one, or the
+Go worker died) it is ours. Go sets the flag of a group with a failed member, too, and then tells
+nobody.
 """
 
 from __future__ import annotations
@@ -95,7 +98,7 @@ class MemcachedGroups:
         self._driver.send(commands, doing="creating a group")
 
     def get(self, group_uuid: str, is_kept: Callable[[Sequence[str]], bool]) -> GroupMeta | None:
-        """Return the group. One that is old and of whose members `is_kept` knows none has expired."""
+        """Return the group. An old one has expired if `is_kept` knows none of its members."""
         key, fired = key_of(group_uuid), key_of(group_uuid, FIRED)
         found = self._driver.fetch([key, fired], doing="reading a group")
         if key not in found:
@@ -180,7 +183,7 @@ class MemcachedGroups:
         waiting = list(joined)
         for _ in rounds("counting an arrival"):
             commands = [incr(key_of(group, GUESS), joined[group]) for group in waiting]
-            # Not to be repeated: a reply that is lost makes the whole change come again, which raises the guess again.
+            # Not repeated: after a lost reply the whole change comes again, and raises it again.
             replies = self._driver.send(commands, doing="counting an arrival", again=False)
             counts = {
                 group: int(reply) if reply.isdigit() else self._begin_guess(group, totals[group])
@@ -281,7 +284,7 @@ class MemcachedGroups:
         return True
 
     def after_fire(self, group_uuid: str) -> None:
-        """Set Go's flag, and keep the members' results no longer than others. Only that it was fired is remembered."""
+        """Set Go's flag, and let the group and its members' results expire, except the firing."""
         self._index.drop(groups=[group_uuid])
         expiry = seconds(self._expire_in)
         commands = [touch(one, expiry) for one in self._keys(group_uuid, but=FIRED)]

@@ -1,13 +1,14 @@
-"""Index of open outboxes and of groups that wait for their callback, in a store that cannot list its keys.
+"""Index of open outboxes and of groups that wait for their callback, in a store that lists no keys.
 
-    mpy:roots         the segments that there are; changed by `cas`, when a process begins or ends to have one
-    mpy:x:<segment>   the outboxes and ready groups that one process has opened; only that process writes it
+    mpy:roots         the segments that there are; changed by `cas` when a process gets or loses one
+    mpy:x:<segment>   outboxes and ready groups that one process has opened; only that one writes it
 
-A segment is written before what it lists becomes true, and shortened later, so it lists too much and never too little:
-who reads it looks at each entry. A process that dies leaves its segment behind, until all that is in it is done.
+A segment is written before its entries become true, and shortened later, so it lists too much and
+never too little: a reader looks at each entry. The segment of a dead process stays until all its
+entries are done.
 
-Limits: an evicted segment hides what it lists. A redelivered task finishes its own outbox without it; the callback of a
-chord whose last worker died just then is found by the index alone.
+Limits: an evicted segment hides what it lists. A redelivered task finishes its own outbox without
+it; the callback of a chord whose last worker died just then is found by the index alone.
 """
 
 from __future__ import annotations

@@ -1,23 +1,22 @@
 """Records of schedules and claims of unique tasks in memcached.
 
-    mpy:s:<name>     a record: what it holds (nothing: it was removed), and the open outboxes of its changes
-    mpy:u:<name>     a claim: the same, and until when it holds
-    mpy:schedules    the names of all records, with the moment at which each was listed
-
-A change is one `cas` of its item. States and messages that go with it stand in the same item, as an outbox, until the messages
-have been published; a later change keeps the open outboxes of those before. A record is listed before it is written, and once
-more after it, so the list names too much and never too little.
+A change is one `cas` of its item. States and messages that go with it stand in the same item, as an
+outbox, until the messages have been published; a later change keeps the open outboxes of those
+before. A record is listed before it is written, and once more after it, so the list names too much
+and never too little.
 
     crash after                     who goes on
     the index, or the list          nobody: nothing is true
-    the item                        any worker that looks for unsent outboxes: it writes the states, publishes the messages
+    the item                        a worker that looks for unsent outboxes: it writes the states and
+                                    publishes the messages
     the states                      the same; each may be written twice
 
-Who reads a claim looks at its task next, and takes a task without a state for one that is over. So the states of an open
-outbox are written before its claim is shown.
+The reader of a claim looks at its task next, and takes a task without a state for one that is over.
+So the states of an open outbox are written before its claim is shown.
 
-Limits: what memcached forgets is gone. A claim: another sender gets the key. A record: nothing is sent by that schedule until
-code declares it again, which `Records.era` asks for. An outbox: nobody sends its messages, if their sender has died.
+Limits: what memcached forgets is gone. A claim: another sender gets the key. A record: that
+schedule sends nothing until code declares it again, which `Records.era` asks for. An outbox: nobody
+sends its messages, if their sender has died.
 """
 
 from __future__ import annotations
@@ -307,7 +306,7 @@ def _cleared(sent: Mapping[str, set[bytes]], record: StoredRecord | None) -> Sto
 
 
 def _is_over(record: StoredRecord | None, before: int) -> bool:
-    """Return whether the record is gone, or was removed before that moment and left no outbox open."""
+    """Return whether the record is gone, or was removed before that moment with no outbox open."""
     if record is None:
         return True
     return record.body is None and not record.outboxes and record.at < before

@@ -1,4 +1,4 @@
-"""Transitions of a task's item in memcached, and what follows from them. Pure; backend.py writes them."""
+"""Transitions of a task's item in memcached, and their follow-ups. Pure; backend.py writes them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from machinery_py.wire.states import encode_group
 
 
 def settle(change: Change, now: int, item: TaskItem) -> tuple[Verdict, Sequence[Todo]]:
-    """Change the task that the change belongs to; return the verdict, and what else is to become true."""
+    """Change the task that the change belongs to; return the verdict and the follow-ups."""
     if item.epoch == 0:
         # A Go program or an eviction has thrown our epoch away: nobody can be told to be late.
         change = msgspec.structs.replace(change, epoch=0)
@@ -26,7 +26,7 @@ def settle(change: Change, now: int, item: TaskItem) -> tuple[Verdict, Sequence[
     item.state = next(state for state in states if state.task_uuid == change.key)
     item.mark = change.mark or item.mark
     todo = todo_of(change, [state for state in change.states if state.task_uuid != change.key])
-    # What an earlier batch noted was done before this delivery came; what this very batch noted was not.
+    # Follow-ups of an earlier batch were done before this delivery came; those of this batch not.
     if todo:
         item.todo = (*item.todo, todo) if item.changed else (todo,)
     if change.outbox:
@@ -38,7 +38,7 @@ def settle(change: Change, now: int, item: TaskItem) -> tuple[Verdict, Sequence[
 
 
 def begin(run: int, now: int, item: TaskItem) -> tuple[Begun, Sequence[Todo]]:
-    """Begin a delivery of this run; return how it stands, and what the run before has left to do."""
+    """Begin a delivery of this run; return how it stands, and open follow-ups of the run before."""
     if is_over(item.state, run):
         return Begun(epoch=item.epoch, finished=True, outbox=item.outbox), item.todo
     # By the clock, so that an epoch from before an eviction is not given out again.

@@ -1,8 +1,9 @@
-"""States and groups in MongoDB, in Go Machinery's documents; the protocol stands in docs/explanation/mongodb-protocol.md.
+"""States and groups in MongoDB, in Go Machinery's documents.
 
-A change is made true by one write: to the document of its key, if that is still as it was read. What else the change asks for
-(other states, groups, arrivals) is written into the same document as its *intent*, carried out afterwards, and then taken out;
-an intent that stays is finished by `tend`. Each step of an intent may be done twice.
+One write makes a change true: to the document of its key, if that is still as it was read. The
+follow-ups (other states, groups, arrivals) are written into the same document as its *intent*,
+carried out afterwards, and then taken out; `tend` finishes an intent that stays. Each step of an
+intent may be done twice. The protocol stands in docs/explanation/mongodb-protocol.md.
 
     documents.py    what is in the document of a task
     tasks.py        reading and writing these
@@ -10,7 +11,8 @@ an intent that stays is finished by `tend`. Each step of an intent may be done t
     groups.py       groups and chords
     records.py      records of schedules, claims of unique tasks
 
-Limits: what Go programs wrote is not listed before we have changed it. Nothing expires while nobody tends (no worker runs).
+Limits: what Go programs wrote is listed only after we have changed it. Nothing expires while no
+worker runs.
 """
 
 from __future__ import annotations
@@ -144,7 +146,7 @@ class MongoBackend(DriverUser, Backend, OutboxBackend):
 
     @step("clearing outboxes")
     def clear_outbox(self, store: Store, sent: Sequence[tuple[str, Sequence[bytes]]]) -> None:
-        # Only what was sent: the next run of the task may have put its own there meanwhile, at another moment.
+        # Only what was sent: the next run of the task may have written its own outbox meanwhile.
         boxes = {key: packed_outbox(bodies) for key, bodies in sent}
         query = {"_id": {"$in": list(boxes)}, "outbox_at": {"$gt": 0}}
         for place in (store.tasks, store.machinery_chords, store.machinery_outboxes):

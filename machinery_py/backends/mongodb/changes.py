@@ -1,7 +1,9 @@
-"""Changes of tasks and groups in MongoDB: one write makes a change true, its follow-ups are carried out afterwards.
+"""Changes of tasks and groups in MongoDB: one write makes a change true, its follow-ups come
+afterwards.
 
-A follow-up (a state of another task, a group, an arrival) stands in the written document as its intent until it is done.
-It may be done twice. An intent that stays is finished by whoever changes the task next, or by `tend`.
+The written document keeps the follow-ups (states of other tasks, groups, arrivals) as its intent
+until they are done. They may be done twice. An intent that stays is finished by the next change of
+the task, or by `tend`.
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ class MongoChanges(DriverUser):
     def commit(self, changes: Sequence[Change], *, with_intents: bool) -> list[Verdict]:
         """Write the state of each change's key, or the mark of its group; none of the follow-ups.
 
-        A change that has neither is SETTLED: all of it is a follow-up. Safe to repeat for changes with a mark.
+        A change that has neither is SETTLED: all of it is a follow-up. Changes with a mark may be
+        repeated.
         """
         verdicts: list[Verdict] = [SETTLED] * len(changes)
         for index, change in enumerate(changes):
@@ -74,7 +77,7 @@ class MongoChanges(DriverUser):
         verdicts: list[Verdict],
         with_intents: bool,
     ) -> list[int]:
-        """Do one round; return the changes to try again, because somebody else has written their document."""
+        """Do one round; return the changes to try again, because somebody else was faster."""
         rows = self._tasks.load(changes[index].key for index in waiting)
         before = seen_of(rows)
         if with_intents and (unfinished := [uuid for uuid, row in rows.items() if row.intent]):
@@ -219,7 +222,7 @@ class MongoChanges(DriverUser):
 
     @step("looking for what is unfinished")
     def old_firings(self, store: Store) -> list[tuple[Change, bytes]]:
-        """Return the changes of settled groups whose follow-ups are not done, and the messages to send."""
+        """Return settled groups' changes with open follow-ups, and the messages to send."""
         old = {"deed_at": {"$gt": 0, "$lt": self.driver.intents_before()}}
         return [
             (change, bytes(one["send"]))

@@ -1,15 +1,15 @@
 """Document of a task: Go's fields, which Go reads and writes, and ours beside them.
 
     _id, state, task_name, created_at, results, error    Go's
-    run, mark, epoch, queue, changed_at, expires_at      ours, to be asked for
-    version                                              counts our writes; a write names the one it has seen
-    ours                                                 the state as it was handed to us, in msgpack
-    deed, deed_at                                        the intent: what the change that wrote the state still has to do
-    outbox, outbox_at                                    messages of that change, for another broker
+    run, mark, epoch, queue, changed_at, expires_at      ours, for queries
+    version                                              counts our writes; a write names the last
+    ours                                                 the whole state, in msgpack
+    deed, deed_at                                        the intent: follow-ups still to be done
+    outbox, outbox_at                                    messages of the change for another broker
 
-When the state is another than the one in `ours`, a Go program was the last writer, and only its fields count.
+If `state` is another than in `ours`, a Go program was the last writer, and only its fields count.
 
-Limits: Go reads 64-bit integers, floats, booleans, strings and lists of these; other results are for Python alone.
+Limits: Go reads 64-bit integers, floats, booleans, strings and lists of these.
 """
 
 from __future__ import annotations
@@ -81,7 +81,11 @@ def refuse_others(document: Document) -> None:
 
 
 def kept_of(document: Document, now: int) -> TaskDocument:
-    """Read a document to write over it; an expired one as if it had no state. Raises as `refuse_others`."""
+    """Read a document to write over it; an expired one as if it had no state.
+
+    Raises:
+        NameRefused: it is no state of a task.
+    """
     refuse_others(document)
     over = has_expired(document, now)
     return TaskDocument(
@@ -183,7 +187,7 @@ def new_document(
 
 
 def go_value(value: Any) -> Any:
-    """Return a result as Go reads it, with integers of 64 bits. What BSON cannot hold becomes a text; `ours` has it as it was."""
+    """Return a result as Go reads it, with integers of 64 bits; what BSON cannot hold, as text."""
     if isinstance(value, bool) or value is None:
         return value
     if isinstance(value, int):

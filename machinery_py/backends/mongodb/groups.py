@@ -1,18 +1,20 @@
 """Groups in MongoDB: their documents, the counting of members, and who settles a chord.
 
-    group_metas             Go's: _id, task_uuids, chord_triggered, lock, created_at; by_python: it was we who set the flag
-    machinery_chords        total, arrived, doubts, callback, failed, ready, fired, fired_by, expires_at; deed (intent), outbox;
-                            look_at, looks: when a worker looks whether Go has ended the members that are missing, and how often
-    machinery_arrivals      a document for each member that is in; its _id makes it count once
+    group_metas         Go's; by_python: we set the flag chord_triggered
+    machinery_chords    count, callback, state of a chord; deed (intent) and outbox of its firing;
+                        look_at, looks: when to look whether Go has ended the missing members
+    machinery_arrivals  a document for each member that has ended; its _id makes it count once
 
-`arrived` is raised only by who has just inserted the arrival, and never a second time. So it is never too high, and reaching
-the total is enough. It is too low, for good, after a crash between the two. Who finishes that intent finds the arrival there,
-cannot know whether it was counted, and raises `doubts`: `arrived` may be too low by as much, so the last arrivals are counted.
+Only the process that inserted an arrival raises `arrived`, once. So it is never too high, and
+reaching the total is enough. After a crash between the two it stays too low. Whoever finishes that
+intent finds the arrival, cannot know whether it was counted, and raises `doubts`: `arrived` may be
+too low by as much, so the last arrivals are counted.
 
-Who settles a group first sets Go's flag; of Python workers the chord's own document then lets one through. Go sets its flag too,
-but does not care whether it was set: a Go worker that sees all members ended sends the callback in any case. So a group with
-members that Go has ended is left to Go for GO_TIME (`BackendFeatures.foreign_time`); only if no flag has come by then (our
-member was the last one, or the Go worker died) it is ours.
+A firing first sets Go's flag; of Python workers the chord's own document then lets one through. Go
+sets the flag without looking whether it was set: a Go worker that sees all members ended always
+sends the callback. So a group with members that Go has ended is left to Go for GO_TIME
+(`BackendFeatures.foreign_time`). If no flag has come by then (our member was the last one, or the
+Go worker died) it is ours.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from machinery_py.tasks.states import Arrival, GroupMeta
 from machinery_py.texts import printable
 
 CHORD_LIFE = 7 * 86400 * 1_000_000  # µs without an arrival until a chord is taken for broken
-LOOK = 30_000_000  # µs from a chord's first arrival until a worker looks whether Go has ended the other members
+LOOK = 30_000_000  # µs from a chord's first arrival until a look whether Go has ended the others
 GROWING_LOOKS = 8  # looks at an incomplete group; from then on their pauses do not grow
 GO_TIME = 1.0  # seconds that a Go worker has from the end of its member to its flag
 
@@ -100,7 +102,7 @@ def arrive(
     """Count each member once; return the members whose chord is settled already.
 
     Args:
-        recount: it may have been done before, and a crash may lie between an arrival and its counting.
+        recount: it may have been done before, and have died between an arrival and its count.
     """
     by_group: dict[str, list[Arrival]] = {}
     for one in arrivals:
@@ -178,7 +180,7 @@ def ready_groups(store: Store, limit: int) -> list[ReadyGroup]:
 
 
 def partial_groups(store: Store, limit: int, *, now: int) -> list[Arrival]:
-    """Return incomplete groups whose time to be looked at has come, each to one caller. The next is later each time."""
+    """Return incomplete groups that are due for a look, each to one caller; the pauses grow."""
     chords, found = store.machinery_chords, []
     due: Document = {"look_at": {"$gt": 0, "$lte": now}}
     fields = {"total": 1, "callback": 1, "look_at": 1, "looks": 1}
@@ -204,7 +206,7 @@ def drop_partial(store: Store, uuids: Sequence[str]) -> None:
 
 
 def fire(store: Store, uuid: str, *, by: str, fields: Document, until: int) -> bool:
-    """Settle the group, and set `fields` with it; True for one caller, and for its repeat with the same `by`."""
+    """Settle the group with `fields`; True for one caller, and its repeat with the same `by`."""
     group = store.group_metas.find_one_and_update(
         {"_id": uuid, "chord_triggered": False},
         {"$set": {"chord_triggered": True, "by_python": True}},
@@ -253,7 +255,7 @@ def purge_group(store: Store, uuid: str) -> None:
 
 
 def sweep_groups(store: Store, *, now: int, again_at: int, limit: int) -> int:
-    """Forget groups whose time is over and none of whose members has a state; return how many were looked at."""
+    """Forget expired groups without a member that has a state; return how many were looked at."""
     over = {"expires_at": {"$gt": 0, "$lte": now}}
     found = list(store.machinery_chords.find(over, {"_id": 1}).limit(limit))
     for one in found:

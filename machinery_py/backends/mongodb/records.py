@@ -1,18 +1,20 @@
 """Records of schedules and claims of unique tasks in MongoDB, and the follow-ups of their changes.
 
-    machinery_records     name → body, kept (0: it was removed, and is remembered for a day), stamp; deed, send, deed_at
+    machinery_records     name → body, kept (0: removed, remembered for a day), stamp; deed, send
     machinery_claims      the same, turn and expires_at
     machinery_outboxes    key → messages that are still to be published on another broker
 
-An amendment is made true by one write: to the record, if it holds what was expected and no intent of an earlier amendment.
-States, groups and messages are its intent (`deed`, `send`), carried out afterwards and then taken out; each may be done twice.
-An intent that stays is finished by whoever changes the record next, or by `tend`.
+One write makes an amendment true: to the record, if it holds what was expected and no earlier
+intent. States, groups and messages are its intent (`deed`, `send`), carried out afterwards and then
+taken out; each may be done twice. An intent that stays is finished by the next change of the
+record, or by `tend`.
 
-Who reads a claim looks at its task next, and takes a task without a state for one that is over. So the states of an open
-intent are written before its claim is shown. A worker that only marks a claim changes its turn and leaves stamp and intent as
-they are: its task has come, so its message was stored, and whoever stored it is about to clear the intent.
+The reader of a claim looks at its task next, and takes a task without a state for one that is over.
+So the states of an open intent are written before its claim is shown. A worker that only marks a
+claim changes its turn and leaves stamp and intent as they are: its task has come, so its message
+was stored, and its sender is about to clear the intent.
 
-The version of all records is how many documents there are and the sum of their stamps, which are random.
+The version of all records is their number and the sum of their stamps, which are random.
 """
 
 from __future__ import annotations
@@ -103,7 +105,7 @@ class MongoRecords(DriverUser):
 
     @step("releasing claims")
     def release(self, store: Store, claims: Sequence[tuple[str, bytes]]) -> None:
-        """Forget those that hold just this. One whose intent is open is emptied, and goes when that is done."""
+        """Forget claims that hold just this; one with an open intent is emptied, and goes later."""
         known = {printable(name): body for name, body in claims}
         these = {"_id": {"$in": list(known)}, "kept": 1}
         held: list[Document] = [
@@ -122,7 +124,7 @@ class MongoRecords(DriverUser):
 
         Args:
             send: messages, which `finish` sends.
-            finish: called for this amendment, and for one that was left before it (default: `finish`).
+            finish: carries out this intent, and one that was left before it (default: `finish`).
         """
         finish = finish or self.finish
         name, stamp, is_claim = printable(amendment.name), secrets.randbits(40), amendment.life > 0

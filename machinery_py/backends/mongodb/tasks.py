@@ -1,7 +1,7 @@
-"""The collection `tasks`: reading its documents, and writing over what was read. What is in one: documents.py.
+"""The collection `tasks`: reading its documents (documents.py), and writing over what was read.
 
-A write names the version (and, for Go's sake, the state) that it has seen, so of many who change one document at once each
-knows whether it was the one. A write whose reply was lost knows its own by the stamp that it left.
+A write names the version (and, because of Go, the state) that it has seen, so of many writers of
+one document each knows whether it was the one. After a lost reply a writer finds its own stamp.
 """
 
 from __future__ import annotations
@@ -67,7 +67,11 @@ class MongoTasks(DriverUser):
         )
 
     def load(self, uuids: Iterable[str]) -> dict[str, TaskDocument]:
-        """Read the documents that there are, to write over them. Raises NameRefused for one that is no state."""
+        """Read the documents that there are, to write over them.
+
+        Raises:
+            NameRefused: one of them is no state of a task.
+        """
         wanted = list(dict.fromkeys(uuids))
         return self._load(wanted) if wanted else {}
 
@@ -78,7 +82,10 @@ class MongoTasks(DriverUser):
         return {one["_id"]: kept_of(one, now) for one in found}
 
     def refusals(self, uuids: Iterable[str]) -> dict[str, NameRefused]:
-        """Return for each UUID that has something else than a state the error. UUIDs that we or Go made are not looked up."""
+        """Return the error for each UUID under which something else than a state is stored.
+
+        UUIDs that we or Go made are not looked up.
+        """
         refused: dict[str, NameRefused] = {}
         chosen = [uuid for uuid in dict.fromkeys(uuids) if not is_made(uuid)]
         try:
@@ -109,7 +116,7 @@ class MongoTasks(DriverUser):
         more: dict[str, Document] | None = None,
         held: Iterable[str] = (),
     ) -> set[str]:
-        """Write the rows that have changed over what was read; return those whose document is something else by now.
+        """Write changed rows over what was read; return those that somebody else has changed.
 
         Args:
             more: fields that are set besides.
@@ -139,7 +146,7 @@ class MongoTasks(DriverUser):
             )
         if self._write(fresh, writes):
             return set()
-        # Some were not as we had read them, or this was the repeat after a lost reply: our stamp tells which are ours.
+        # Somebody was faster, or this was the repeat after a lost reply: our stamp tells.
         return changed.keys() - self._stamped(list(changed), stamp)
 
     @step("writing states")
@@ -159,7 +166,7 @@ class MongoTasks(DriverUser):
     def advance(
         self, states: Sequence[TaskState], *, force: bool = False, again: bool = False
     ) -> None:
-        """Write each state through `advance`; with `force` as it is, but `again` only over an earlier run.
+        """Write states through `advance`; with `force` as they are, `again` only over earlier runs.
 
         One whose document is somebody else's is left out: its message is sent all the same.
         """

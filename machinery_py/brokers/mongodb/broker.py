@@ -1,12 +1,13 @@
-"""Messages in MongoDB, a document each: messages.py; the protocol stands in docs/explanation/mongodb-protocol.md.
+"""Messages in MongoDB, a document each (messages.py); docs/explanation/mongodb-protocol.md has the
+protocol.
 
 Collections: connections/mongodb/collections.py.
 
-A consumer whose heartbeat stays the same for a lease, by the clock of whoever looks, is given up; one whose process on this
-host has ended, at once (brokers/liveness.py).
+A consumer whose heartbeat stays the same for a lease, by the clock of whoever looks, is given up;
+one whose process on this host has ended, at once (brokers/liveness.py).
 
-Limits: delayed messages go by the clock of the server as each process has measured it. On a server without transactions a
-batch becomes visible message by message.
+Limits: delayed messages go by the server's clock as each process has measured it. Without
+transactions a batch becomes visible message by message.
 """
 
 from __future__ import annotations
@@ -260,7 +261,7 @@ class MongoBroker(DriverUser, Broker):
 
     @step("looking after workers")
     def _sessions(self, store: Store, asks_holders: bool) -> tuple[list[str], dict[str, Document]]:
-        """Return the sessions that hold messages, if those are asked for, and the documents of all that are registered."""
+        """Return the sessions that hold messages, if asked for, and all sessions' documents."""
         # In this order: who holds something was registered before it claimed it.
         holds = {"status": {"$in": [int(Status.HELD), int(Status.TAKEN)]}}
         holders = store.machinery_messages.distinct("session", holds) if asks_holders else []

@@ -1,14 +1,15 @@
-"""Consumer of MongoDB queues: claims, disposals, heartbeats and waiting. The protocol: docs/explanation/mongodb-protocol.md.
+"""Consumer of MongoDB queues: claims, disposals, heartbeats and waiting.
 
-A claim reads the ids of what waits, writes its lease into those that still wait (they are TAKEN), makes sure that the queue is
-not paused, and holds what is still taken. `pause` first marks the queue and then undoes what is taken: so a claim that is
-behind the second step sees the mark, and one that is ahead of it holds before, or finds nothing taken any more.
+A claim reads the ids of what waits, writes its lease into those that still wait (they are TAKEN),
+makes sure that the queue is not paused, and holds what is still taken. `pause` first marks the
+queue and then undoes what is taken. So a claim behind the second step sees the mark, and one ahead
+of it holds before, or finds nothing taken any more.
 
-While it waits, a consumer looks again ever more rarely; what this process publishes wakes it at once. At a queue that it knows
-to be paused it looks for the mark alone.
+While it waits, a consumer looks ever more rarely; what this process publishes wakes it at once. At
+a queue that it knows to be paused it looks for the mark alone.
 
-Limits: what another process publishes is noticed at the next look: at a tenth of the time since the last message, 10 ms to
-half a second.
+Limits: what another process publishes is noticed at the next look: after a tenth of the time since
+the last message, 10 ms to half a second.
 """
 
 from __future__ import annotations
@@ -154,7 +155,7 @@ class MongoConsumer(DriverUser, Consumer):
         return found
 
     def _regain(self, store: Store, lost: Sequence[str], lease: str) -> list[Document]:
-        """Take back and return the messages of claims that had no reply: they are ours, and nobody knows of them."""
+        """Return the messages of claims that had no reply, under a new lease: they are ours."""
         theirs: Document = {"lease": {"$in": list(lost)}}
         held: Document = {"status": int(Status.HELD)}
         untake(store, theirs)
@@ -231,7 +232,10 @@ class MongoConsumer(DriverUser, Consumer):
 
     @step("ending deliveries")
     def _delete(self, store: Store, deliveries: Sequence[Delivery]) -> set[str]:
-        """Delete what is still ours, and return its ids. Only who holds a message deletes it, so what is gone was ours."""
+        """Delete what is still ours, and return its ids.
+
+        Only the holder of a message deletes it, so what is gone was ours.
+        """
         messages = store.machinery_messages
         writes = [DeleteOne(held(delivery)) for delivery in deliveries]
         ids = {_name(delivery)[0] for delivery in deliveries}
@@ -264,7 +268,7 @@ class MongoConsumer(DriverUser, Consumer):
         self._file.begins(run_id_of(_name(delivery)[0]))
         if not delivery.redelivered:
             return
-        # As in Redis: what the last worker may have died of counts from now on wherever this one dies.
+        # The last worker may have died of it. From now on it counts wherever this one dies.
         try:
             self._note_begun(delivery)
         except MachineryError:
@@ -289,7 +293,7 @@ class MongoConsumer(DriverUser, Consumer):
             before = self.session
             self._file.end()
             self._start_session()
-            # It may have claimed something after it was given up; the others would find that at their next look.
+            # The old session may have claimed something after it was given up.
             self._release(before)
             return False
 
@@ -337,7 +341,7 @@ class End(Protocol):
 
 
 def update_at_end(end: End, now: int, **more: object) -> Document:
-    """Return the update of a message at its end, if it is not done. `more`: fields that are set as well."""
+    """Return the update of a message that is not done. `more`: fields that are set as well."""
     fields: Document = {**FREE, "status": int(Status.WAITING)}
     if end.fate is Fate.LATER:
         due_at = 0 if end.eta is None else micros(end.eta)

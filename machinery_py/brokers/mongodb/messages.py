@@ -1,8 +1,11 @@
 """A message as MongoDB keeps it, and the session that holds it.
 
-machinery_messages    _id, uuid, name, queue, body, priority, order (its place), status, due_at, parks, strikes, fence,
-                      lease (of which claim), session, begun, sent_at; deed, deed_at (its intent, once it is settled);
-                      reason, error, died_at
+_id, uuid, name, queue, body, priority, due_at, parks, sent_at    of the message
+order                                                             its place in the queue
+status, lease, session                                            where it is; which claim has it
+fence, strikes, begun                                             how often it came and failed
+deed, deed_at                                                     its intent, once it is settled
+reason, error, died_at                                            of a dead letter
 """
 
 from __future__ import annotations
@@ -52,7 +55,12 @@ FREE: Document = {"lease": "", "session": "", "begun": 0}
 def documents_of(
     messages: Sequence[Message], *, token: str, first: int, now: int
 ) -> list[Document]:
-    """`token` names the put, "" one that is never repeated; `first` is the place of the first message."""
+    """Return the documents of new messages.
+
+    Args:
+        token: names the put; "" one that is never repeated.
+        first: the place of the first message.
+    """
     name = token or secrets.token_hex(12)
     documents: list[Document] = []
     for number, message in enumerate(messages):

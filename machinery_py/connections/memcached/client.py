@@ -1,9 +1,10 @@
 """Connections to memcached servers, in its text protocol.
 
-A key lies on server CRC-32(key) mod number of servers, in the order of the URL, as with Go's client; there is no failover.
-Commands go out in batches, to all servers before the first reply is read. A connection on which anything went wrong is closed.
-A batch is sent once more if it met a connection that the server had closed while it was idle: every command here can stand
-to come twice, but `incr`. After a fork the child opens its own connections.
+A key lies on server CRC-32(key) mod number of servers, in the order of the URL, as with Go's
+client; there is no failover. Commands go out in batches, to all servers before the first reply is
+read. A connection is closed after any error. A batch is sent once more if the server had closed the
+connection while it was idle: every command here may come twice, except `incr`. After a fork the
+child opens its own.
 
 Limits: no authentication and no TLS. Values up to the server's item size (1 MiB, its option -I).
 """
@@ -77,7 +78,7 @@ class MemcachedConnection:
             found[key] = Item(value[:-2], int(cas))
 
     def is_broken(self) -> bool:
-        """Whether there is something to read though nothing was asked: the end of the connection."""
+        """Return whether the server has closed it: it can be read though nothing was asked."""
         try:
             self._socket.settimeout(0.0)
             self._socket.recv(1, socket.MSG_PEEK)
@@ -109,7 +110,7 @@ class LineCommand(NamedTuple):
 
 
 def seconds(length: float) -> bytes:
-    """An expiry as memcached takes it: from now, or as Unix time when it is longer than a month."""
+    """Return an expiry for memcached: seconds from now, or Unix time if longer than a month."""
     whole = max(1, math.ceil(length))
     return b"%d" % (whole if whole <= MONTH else min(2**31 - 1, math.ceil(time.time()) + whole))
 
@@ -172,7 +173,7 @@ class MemcacheDriver:
         self._pid = os.getpid()
 
     def server_of(self, key: bytes) -> int:
-        """The index of the server that has this key."""
+        """Return the index of the server that has this key."""
         return zlib.crc32(key) % len(self.servers)
 
     def fetch(self, keys: Iterable[bytes], *, doing: str) -> dict[bytes, Item]:
@@ -328,7 +329,7 @@ class MemcacheDriver:
             link.close()
 
     def _forget(self, server: int) -> None:
-        """Others that have been idle are dead as well: the server was restarted."""
+        """Close idle connections: the server was restarted, and they are dead as well."""
         stale, self._idle[server] = self._idle[server], []
         for link in stale:
             link.close()

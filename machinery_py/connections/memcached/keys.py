@@ -1,6 +1,7 @@
 """Keys on memcached.
 
-A name that memcached refuses as a key is replaced by `sha256:<digest>`, behind `mpy:` or its prefix.
+A name that memcached refuses as a key is replaced by `sha256:<digest>`, behind `mpy:` or its
+prefix.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Connections to one MongoDB, shared by broker, backend and lock of a URL.
 
-pymongo keeps the connections. The caller of `run` says what may be repeated: on a replica set the server itself tells a
-repeated write (retryWrites) from a new one, on a single server nobody does. After a fork the child opens its own.
-
-Collections: connections/mongodb/collections.py.
+pymongo keeps the connections. The caller of `run` says what may be repeated: a replica set tells a
+repeated write (retryWrites) from a new one, a single server does not. After a fork the child opens
+its own. What lies in the database: collections.py.
 """
 
 from __future__ import annotations
@@ -86,7 +85,8 @@ class MongoDriver:
     """Opens a client when it is needed. May be used from any thread.
 
     Attributes:
-        intent_age: seconds; whoever has not carried out an intent by then is dead, or in trouble. Overtaking it does no harm.
+        intent_age: seconds after which others carry out an intent: its owner has died, or is slow,
+            and doing it twice does no harm.
     """
 
     intent_age: ClassVar[float] = 5.0
@@ -117,7 +117,7 @@ class MongoDriver:
     # Time
 
     def now(self) -> int:
-        """Return µs since 1970 by the server's clock as far as it is known (by `clock`, if that is not the system's)."""
+        """Return µs since 1970, by the server's clock (by `clock`, if that is not the system's)."""
         return micros(self.clock.now()) + self._ahead
 
     def moment(self) -> dt.datetime:
@@ -128,12 +128,14 @@ class MongoDriver:
         return self.now() - int(self.intent_age * 1e6)
 
     def next_place(self, count: int = 1) -> int:
-        """Return the first of `count` numbers that grow with time; no two calls of this driver get the same."""
+        """Return the first of `count` numbers that grow with time, none of them given out twice."""
         return self._places.take(count, self.now())
 
     def next_order(self, count: int = 1) -> int:
-        """As `next_place`, for the places in a queue: by the true time also where a test has a clock of its own, since
-        those of several drivers must not be the same."""
+        """Return places in a queue, as `next_place`, but by the true time in tests as well.
+
+        The places of several drivers must not be the same.
+        """
         return self._orders.take(count, micros(SYSTEM_CLOCK.now()) + self._ahead)
 
     def _measure(self, store: Store) -> None:
@@ -165,7 +167,8 @@ class MongoDriver:
         """Do some work on the database.
 
         Args:
-            again: it may be carried out twice, so it is repeated once if the connection is lost or the primary steps down.
+            again: repeat it once if the connection is lost or the primary steps down; it may then
+                have been carried out twice.
             away: raised when nothing was written.
             lost: raised when it may have been carried out (as `away`, if not given).
             refused: raised when it can never be stored, in no matter how many tries.
@@ -193,7 +196,7 @@ class MongoDriver:
 
     def _open(self) -> Store:
         if os.getpid() != self._pid:
-            # The parent's sockets are its own; a client that a fork copied must not be used, nor closed.
+            # A client that a fork copied must be neither used nor closed: the parent has its sockets.
             self._client, self._store, self._pid = None, None, os.getpid()
         store = self._store
         if store is None:
@@ -285,7 +288,7 @@ class MongoDriver:
 
 
 class _GrowingNumbers:
-    """Numbers of which none is given out twice, from the time as far as that grows. May be used from any thread."""
+    """Numbers that follow the time, none of them given out twice. May be used from any thread."""
 
     def __init__(self) -> None:
         self._lock = ForkLock()
@@ -299,7 +302,11 @@ class _GrowingNumbers:
 
 
 class DriverUser:
-    """Base of a class whose methods are steps on the database. `unavailable`: raised when nothing was written."""
+    """Base of a class whose methods are steps on the database.
+
+    Attributes:
+        unavailable: raised when nothing was written.
+    """
 
     unavailable: ClassVar[type[MachineryError]] = BackendUnavailable
 
@@ -310,7 +317,7 @@ class DriverUser:
 def step(
     doing: str, *, again: bool = True
 ) -> Callable[[Callable[Concatenate[User, Store, P], T]], Callable[Concatenate[User, P], T]]:
-    """Make a method one step on the database: `MongoDriver.run` calls it, and passes the argument `store`.
+    """Make a method one step on the database: `MongoDriver.run` passes the argument `store`.
 
     Args:
         doing, again: as in `MongoDriver.run`.
@@ -365,7 +372,10 @@ def find_by_id(
 
 
 def insert_new(collection: Collection[Document], documents: Sequence[Document]) -> list[bool]:
-    """Insert those that are not there; for each, whether it was new. Safe to repeat, but for the answer."""
+    """Insert the documents that are not there, and return for each whether it was new.
+
+    Safe to repeat, except that the answer is then another one.
+    """
     if not documents:
         return []
     if len(documents) == 1:

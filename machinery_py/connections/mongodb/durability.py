@@ -1,7 +1,8 @@
-"""Whether a MongoDB keeps what it was told: its role, the write concern, storage and journal, from what it says of itself. Pure.
+"""Warnings about settings of a MongoDB that can lose what it has stored. Pure.
 
-`isMaster` and `buildInfo` are answered to everybody. `serverStatus` and `getCmdLineOpts` need the role clusterMonitor, which few
-users of a database have: what cannot be known is said to be unknown, and is not taken for good.
+Judged are its role, the write concern, storage and journal, from the server's own replies. Every
+user may ask `isMaster` and `buildInfo`. `serverStatus` and `getCmdLineOpts` need the role
+clusterMonitor: what cannot be known is reported as unknown.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Told(NamedTuple):
 
 
 def version_of(build: Facts) -> tuple[int, int] | None:
-    """Major and minor number, if it tells."""
+    """Return major and minor number, if it tells."""
     numbers = str(build.get("version", "")).split(".")
     if len(numbers) < 2 or not (numbers[0].isdecimal() and numbers[1].isdecimal()):
         return None

@@ -1,7 +1,7 @@
 """Errors of MongoDB and its client library, as ours.
 
-A refusal says that nothing was written. A reply that did not come says nothing: the caller knows whether the step may be
-repeated.
+After a refusal nothing was written. After a lost reply nobody knows: the caller says whether the
+step may be repeated.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _CURSOR_LOST = frozenset(
 
 
 def is_unknown(error: BaseException) -> bool:
-    """Whether the step may have been carried out although it failed."""
+    """Return whether the step may have been carried out although it failed."""
     if isinstance(error, ServerSelectionTimeoutError):
         return False
     if isinstance(error, NotPrimaryError):
@@ -53,7 +53,7 @@ def is_unknown(error: BaseException) -> bool:
 
 
 def may_be_repeated(error: BaseException) -> bool:
-    """Whether a repeat may meet a server that answers: the connection or a cursor was lost, or the primary is another one now."""
+    """Return whether a repeat may succeed: connection or cursor are lost, or the primary is new."""
     if isinstance(error, ServerSelectionTimeoutError):
         return False
     return isinstance(error, AutoReconnect) or (
@@ -63,7 +63,7 @@ def may_be_repeated(error: BaseException) -> bool:
 
 
 def is_ours_to_sort(error: BaseException) -> bool:
-    """Whether it is the client library's, and no error of this program."""
+    """Return whether it is the client library's, and no error of this program."""
     return isinstance(
         error,
         ConnectionFailure
@@ -84,7 +84,7 @@ def as_ours(
     away: type[MachineryError],
     refused: type[MachineryError],
 ) -> MachineryError:
-    """Our error for one of the client library's: `away` if it will pass, `refused` if this can never be stored."""
+    """Return our error: `away` if the trouble will pass, `refused` if this can never be stored."""
     place = redact(url)
     text = without_secrets(_text(error), url)
     if isinstance(error, DocumentTooLarge) or _code(error) in _TOO_BIG:
@@ -120,7 +120,7 @@ def _code(error: BaseException) -> int:
 
 
 def _text(error: Exception) -> str:
-    """One line, without the topology that the library adds, and without documents."""
+    """Return one line, without the topology that the library adds, and without documents."""
     if isinstance(error, BulkWriteError):
         problems = (
             error.details.get("writeErrors") or error.details.get("writeConcernErrors") or [{}]
