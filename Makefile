@@ -61,14 +61,14 @@ unit:
 chaos: $(STAMP)
 	MACHINERY_TEST_FULL=1 CHAOS_KILLS=$${CHAOS_KILLS:-200} $(BIN)/python -m pytest tests/system/test_kills.py tests/system/test_crash_points.py tests/chaos tests/brokers/rabbitmq/test_cluster.py tests/brokers/rabbitmq/test_faults.py -v
 	MACHINERY_TEST_FULL=1 CHAOS_POISON=$${CHAOS_POISON:-100} CHAOS_HELD_KILLS=$${CHAOS_HELD_KILLS:-40} $(BIN)/python -m pytest tests/system/test_poison.py -v --timeout 7200
-	MACHINERY_TEST_FULL=1 $(BIN)/python -m pytest tests/system/test_mongo_crashes.py tests/system/test_amqp_crashes.py tests/system/test_workflows_mongo.py tests/system/test_pairs.py tests/stores/test_store_pairs.py tests/system/test_unique.py tests/system/test_unique_kills.py -v
+	MACHINERY_TEST_FULL=1 $(BIN)/python -m pytest tests/system/test_pairs.py tests/stores/test_store_pairs.py tests/stores/redis/test_sentinel.py tests/system/test_unique.py tests/system/test_unique_kills.py -v
 	MACHINERY_TEST_FULL=1 $(BIN)/python -m pytest tests/interop -v
 	MODEL_EXAMPLES=$${MODEL_EXAMPLES:-1000} $(BIN)/python -m pytest tests/models tests/stores/test_model.py -v --timeout 3600
 	CHAOS_SCHEDULE_SECONDS=300 SCHEDULE_CHANGES=100000 $(BIN)/python -m pytest tests/system/test_schedulers.py tests/schedules/test_timetable.py -v --timeout 3600
 	$(BIN)/python -m tests.chaos.run --url sqlite --tasks 20000 --kill-every 1
 	$(BIN)/python -m tests.chaos.run --url redis --tasks 100000 --kill-every 2 --lease 10
 	$(BIN)/python -m tests.chaos.run --url amqp+redis --tasks 25000 --kill-every 1.5
-	MACHINERY_TEST_FULL=1 $(BIN)/python -m pytest tests/backends/rabbitmq/test_restart.py tests/system/test_crash_points_amqp_results.py tests/system/test_revoke_kills.py tests/interop/test_amqp_results.py -v
+	MACHINERY_TEST_FULL=1 $(BIN)/python -m pytest tests/backends/rabbitmq/test_restart.py tests/interop/test_amqp_results.py -v
 
 matrix: $(STAMP)
 	MACHINERY_TEST_PAIRS=1 $(BIN)/python -m pytest -p no:xdist --write-matrix tests/backends tests/brokers tests/locks tests/stores tests/system/test_workflows*.py tests/system/test_pairs.py

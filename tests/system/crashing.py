@@ -1,11 +1,13 @@
-"""A worker process that kills itself at a chosen point; run by test_crash_points.py.
+"""A process that kills itself at a chosen point; run by test_crash_points.py.
 
-    python crashing.py worker POINT     run a worker until it is killed, or until nothing is left to do
-    python crashing.py send SHAPE POINT publish one shape; the killer is armed with the sender's points
-    python crashing.py revoke UUID POINT revoke a task that waits
+    python -m tests.system.crashing worker POINT          run a worker until it is killed, or until nothing is left to do
+    python -m tests.system.crashing send SHAPE POINT      publish one shape
+    python -m tests.system.crashing unique NAME POINT     send a unique task
+    python -m tests.system.crashing revoke UUID POINT     revoke a task that waits
 
 The stores are wrapped at their contracts, so the library itself knows nothing of this. Every call of user code is noted in a
-ledger that no store can lose: one write to a file that is only appended to.
+ledger that no store can lose: one write to a file that is only appended to. The point `write-3-before` is the third command
+that writes to MongoDB, which is not sent; `write-3-after`: it was carried out, and its reply is not heard.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
+
+from pymongo import monitoring
 
 from machinery_py import Server, chord, group
 from machinery_py.backends.base import Verdict
@@ -334,19 +338,57 @@ class KillingStores:
         self._stores.close()
 
 
+WRITES = frozenset({"insert", "update", "delete", "findAndModify"})
+
+
+class WriteListener(monitoring.CommandListener):
+    """Reaches a point at the commands that write to MongoDB, which are counted from `arm` on."""
+
+    def __init__(self) -> None:
+        self._armed = False
+        self._number = 0
+        self._numbers: dict[int, int] = {}
+        self._counting = threading.Lock()
+
+    def arm(self) -> None:
+        self._armed = True
+
+    def started(self, event: monitoring.CommandStartedEvent) -> None:
+        if not self._armed or event.command_name not in WRITES:
+            return
+        with self._counting:
+            self._number += 1
+            number = self._numbers[event.request_id] = self._number
+        killer.reach(f"write-{number}-before")
+
+    def succeeded(self, event: monitoring.CommandSucceededEvent) -> None:
+        if number := self._numbers.get(event.request_id):
+            killer.reach(f"write-{number}-after")
+
+    def failed(self, event: monitoring.CommandFailedEvent) -> None:
+        pass
+
+
 def main(command: str, *words: str) -> int:
-    *shape, point = words
+    *what, point = words
     killer.point = point
-    server.app.swap(server.config, server.clock, KillingStores(server.app.stores))  # type: ignore[arg-type]
-    if command == "send":
-        result = server.send({**SHAPES, **REFUSED}[shape[0]]())
-        print(result.uuid, flush=True)
-        return 0
-    if command == "revoke":
-        server.revoke(shape)
-        return 0
-    worker = server.new_worker(concurrency=2, burst=True)
-    return worker.launch()
+    if point.startswith("write"):
+        listener = WriteListener()
+        monitoring.register(listener)
+        server.app.store.tend()  # the connection and the indexes are made
+        listener.arm()
+    else:
+        server.app.swap(server.config, server.clock, KillingStores(server.app.stores))  # type: ignore[arg-type]
+    match command:
+        case "send":
+            server.send(SHAPES[what[0]]())
+        case "unique":
+            server.send(alone.signature(what[0]))
+        case "revoke":
+            server.revoke(what)
+        case _:
+            return server.new_worker(concurrency=2, burst=True).launch()
+    return 0
 
 
 if __name__ == "__main__":

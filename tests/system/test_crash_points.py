@@ -1,273 +1,394 @@
-"""A real worker process is killed at every step between claim and acknowledgement; another one finishes its work.
+"""A real process is killed at every step of its work; another one finishes it. Over every pair of stores.
 
 What must hold in every cell: nothing is lost, nothing completes twice, every callback and every chord runs exactly once, and
 a task runs a second time only if the first run may have begun.
+
+`make test` tries every point with every shape of work on one SQLite file, and on the others what they do in steps of their
+own. `make chaos` (MACHINERY_TEST_FULL=1) tries the rest of each table as well.
 """
 
 from __future__ import annotations
 
-import collections
 import itertools
 import os
-import pathlib
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 
 import pytest
 
-from machinery_py import Server, State, Task
-from machinery_py.brokers.base import QueueStats
-from machinery_py.testing.waiting import wait_until
-from tests.backends.memcached.case import empty_memcached
-from tests.stores.redis_cluster.case import empty_cluster, url_of
+from machinery_py import Server, State
 from tests.system import crashing
 from tests.system.crashing import (
     CLUSTER_POINTS,
+    REFUSAL_POINTS,
+    REVOKE_POINTS,
+    REVOKED,
     SENDER_POINTS,
     SHAPES,
     TWO_STORE_POINTS,
+    TX_POINTS,
     WORKER_POINTS,
 )
+from tests.system.stage import (
+    EXPECTED,
+    HANG,
+    Stage,
+    check_history,
+    check_states,
+    finish,
+    python,
+    stage,
+    survivor,
+)
+from tests.system.test_refusals import declare_otherwise
 
-__all__ = ["empty_cluster", "empty_memcached"]
+__all__ = ["python", "stage", "survivor"]
 
-SCRIPT = pathlib.Path(__file__).with_name("crashing.py")
-HANG = 60.0  # seconds; a guard, nothing is measured with it
+FULL = bool(os.environ.get("MACHINERY_TEST_FULL"))
 
-#: How often each function must have completed, and what the ledger may hold more of because of the kill.
-EXPECTED: dict[str, dict[str, int]] = {
-    "task": {"plain": 1, "after": 1},
-    "retry": {"shaky": 2, "after": 1},
-    "failure": {"broken": 1, "on_error": 1},
-    "chain": {"plain": 1, "after": 2},
-    "group": {"plain": 5},
-    "chord": {"plain": 5, "after": 1},
-    "broken-chord": {"plain": 1, "broken": 1, "on_error": 1},
-    "delayed": {"plain": 1, "after": 1},
-    "refused": {"plain": 1, "on_error": 1},
-}
-#: How many tasks there are in the end. A callback that was published twice would have a UUID of its own.
-TASKS = {
-    "task": 2,
-    "retry": 2,
-    "failure": 2,
-    "chain": 3,
-    "group": 5,
-    "chord": 6,
-    "broken-chord": 4,
-    "delayed": 2,
-}
+#: Messages in RabbitMQ, and results in each store that processes share.
+BESIDE_AMQP = ("amqp+redis", "amqp+sqlite", "amqp+mongodb", "amqp+memcached")
+#: MongoDB as one of two stores.
+BESIDE_MONGODB = ("mongodb+redis", "amqp+mongodb", "redis+mongodb")
+
+Cell = tuple[str, str, str]  # stores, point, shape
 
 
-class Stage:
-    """The files of one cell, and the processes that use them."""
-
-    def __init__(self, folder: pathlib.Path, broker: str, backend: str) -> None:
-        self.ledger = folder / "ledger"
-        self.broker = broker
-        self.backend = backend
-
-    @property
-    def environment(self) -> dict[str, str]:
-        return {
-            **os.environ,
-            "CRASH_BROKER": self.broker,
-            "CRASH_BACKEND": self.backend,
-            "CRASH_LEDGER": str(self.ledger),
-            "PYTHONPATH": str(SCRIPT.parents[2]),
-        }
-
-    def run(self, *words: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, str(SCRIPT), *words],
-            env=self.environment,
-            capture_output=True,
-            text=True,
-            timeout=HANG,
-            check=False,
-        )
-
-    def calls(self) -> collections.Counter[str]:
-        text = self.ledger.read_text() if self.ledger.exists() else ""
-        return collections.Counter(line.split()[0] for line in text.splitlines())
-
-    def server(self) -> Server:
-        return Server(broker=self.broker, result_backend=self.backend)
-
-
-@pytest.fixture
-def stage(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> Stage:
-    if request.param == "redis":
-        url: str = request.getfixturevalue("empty_redis").url
-        return Stage(tmp_path, url, url)
-    if request.param == "cluster":
-        nodes = url_of(request.getfixturevalue("empty_cluster"))
-        return Stage(tmp_path, nodes, nodes)
-    first = f"sqlite:///{tmp_path}/first.db"
-    if request.param == "memcached":
-        return Stage(tmp_path, first, request.getfixturevalue("empty_memcached").url)
-    second = first if request.param == "one store" else f"sqlite:///{tmp_path}/second.db"
-    return Stage(tmp_path, first, second)
+def worker_cells() -> Iterator[Cell]:
+    """Yield what `make test` tries: each point once for each way in which stores carry it out."""
+    for point, shape in itertools.product(WORKER_POINTS, SHAPES):
+        if not point.endswith("tend") or shape in ("retry", "chord"):
+            yield "sqlite", point, shape
+    for point, shape in itertools.product(WORKER_POINTS, ("retry", "chord")):
+        yield "sqlite+sqlite", point, shape
+        yield "sqlite+memcached", point, shape
+        if not point.startswith("inside"):  # a step on Redis is a script, and has no inside
+            yield "redis", point, shape
+    for point in TWO_STORE_POINTS:
+        yield "sqlite+sqlite", point, "retry"
+        yield "sqlite+memcached", point, "chord"
+    yield from (
+        ("redis", "before-settle", "delayed"),
+        ("redis", "before-fire", "broken-chord"),
+        ("redis", "after-fire", "broken-chord"),
+        ("redis", "after-settle", "chain"),
+        ("sqlite+memcached", "inside-fire", "broken-chord"),
+        ("sqlite+memcached", "after-fire", "broken-chord"),
+        ("sqlite+memcached", "inside-settle", "chain"),
+        *(("cluster", point, "broken-chord") for point in CLUSTER_POINTS),
+        ("cluster", "after-verdict", "retry"),
+        ("cluster", "after-publish", "retry"),
+        ("cluster", "after-claim", "chord"),
+        ("cluster", "inside-settle", "chord"),
+        ("cluster", "inside-fire", "chord"),
+        ("amqp", "inside-settle", "chord"),
+        ("amqp", "inside-settle", "broken-chord"),
+        ("amqp", "after-settle", "retry"),
+        ("amqp", "inside-fire", "chord"),
+        ("amqp", "tx-before-end", "chord"),
+        ("amqp", "tx-after-end", "retry"),
+        ("mongodb", "after-claim", "chord"),
+        ("mongodb", "after-settle", "retry"),
+        ("mongodb", "before-fire", "chord"),
+        ("mongodb+redis", "after-put", "retry"),
+        ("mongodb+redis", "inside-fire", "chord"),
+        ("amqp+mongodb", "inside-settle", "retry"),
+        ("amqp+mongodb", "after-put", "chord"),
+        ("redis+mongodb", "after-clear", "retry"),
+        ("redis+mongodb", "inside-settle", "chord"),
+    )
+    for stores, point in zip(itertools.cycle(BESIDE_AMQP), (*WORKER_POINTS, *TWO_STORE_POINTS)):
+        yield stores, point, "chord"
 
 
-def nothing_left(server: Server) -> Callable[[], bool]:
-    def empty() -> bool:
-        stats: list[QueueStats] = server.broker.stats()
-        return not any(one.waiting or one.running or one.delayed for one in stats)
-
-    def check() -> bool:
-        # Twice: a callback may be on its way from the ready groups to its queue while we look at one and then the other.
-        return (
-            empty()
-            and not server.backend.ready_groups(1)
-            and not server.backend.unsent(1, older_than=0.0)
-            and empty()
-        )
-
-    return check
-
-
-@pytest.fixture
-def survivor(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    """A server in this process, with the same tasks, that nobody kills."""
-    monkeypatch.setenv("CRASH_LEDGER", str(stage.ledger))
-    server = stage.server()
-    for task in crashing.server.app.registry:
-        server.app.registry.add(Task(task.name, task.function, task.settings, server))
-    yield server
-    server.close()
-
-
-def cells() -> Iterator[tuple[str, str, str]]:
-    """Every shape at every point on one store; on two, and at the points between steps, the shapes with most steps."""
+def all_worker_cells() -> Iterator[Cell]:
+    yield from worker_cells()
+    shapes = ("retry", "chain", "broken-chord", "chord")
     for point in WORKER_POINTS:
-        for shape in SHAPES:
-            if not point.endswith("tend") or shape in ("retry", "chord"):
-                yield "one store", point, shape
-            if shape in ("retry", "chord"):
-                yield "two stores", point, shape
-            if shape in ("retry", "chain", "broken-chord", "chord"):
-                yield "memcached", point, shape
-            if shape in (
-                "retry",
-                "chain",
-                "broken-chord",
-                "chord",
-                "delayed",
-            ) and not point.startswith("inside"):
-                yield "redis", point, shape  # its steps are scripts: there is no inside
-    for point, stores in itertools.product(TWO_STORE_POINTS, ("two stores", "memcached")):
-        yield stores, point, "retry" if stores == "two stores" else "chord"
-    for point in CLUSTER_POINTS:
-        yield "cluster", point, "broken-chord"
-        if point in ("after-verdict", "after-publish"):
-            yield "cluster", point, "retry"
-    for point in ("after-claim", "inside-settle", "inside-fire"):
-        yield "cluster", point, "chord"
-
-
-@pytest.mark.parametrize(("stage", "point", "shape"), list(cells()), indirect=["stage"])
-def test_a_worker_that_is_killed_loses_and_doubles_nothing(
-    stage: Stage, survivor: Server, shape: str, point: str
-) -> None:
-    survive_worker(
-        stage, survivor, shape, point, certain=point in (*CLUSTER_POINTS, *TWO_STORE_POINTS)
+        yield from itertools.product(("sqlite+memcached",), [point], shapes)
+        if not point.startswith("inside"):
+            yield from itertools.product(("redis",), [point], (*shapes, "delayed"))
+    points = (*WORKER_POINTS, *TWO_STORE_POINTS)
+    for stores in (*BESIDE_AMQP, *BESIDE_MONGODB):
+        yield from itertools.product([stores], points, ("retry", "chord", "broken-chord"))
+    yield from itertools.product(("amqp",), (*WORKER_POINTS, *TX_POINTS), SHAPES)
+    yield from (
+        ("mongodb", "in-task", "delayed"),
+        ("mongodb", "before-settle", "chain"),
+        ("mongodb", "after-fire", "broken-chord"),
+        ("mongodb", "after-tend", "chord"),
     )
 
 
-def finish(_: Stage, survivor: Server) -> None:
-    with survivor.new_worker(concurrency=2):
-        wait_until(nothing_left(survivor), timeout=HANG, what="all messages are settled")
+def cells(few: Iterable[Cell], full: Iterable[Cell]) -> list[Cell]:
+    return list(dict.fromkeys(full if FULL else few))
+
+
+FEW = frozenset(worker_cells())
+
+
+@pytest.mark.parametrize(
+    ("stage", "point", "shape"), cells(worker_cells(), all_worker_cells()), indirect=["stage"]
+)
+def test_killed_worker_loses_and_doubles_nothing(
+    stage: Stage, survivor: Server, request: pytest.FixtureRequest, shape: str, point: str
+) -> None:
+    stores = request.node.callspec.params["stage"]
+    certain = point in (*CLUSTER_POINTS, *TWO_STORE_POINTS) or (
+        stores == "amqp" and (stores, point, shape) in FEW
+    )
+    survive_worker(stage, survivor, shape, point, certain=certain)
 
 
 def survive_worker(
-    stage: Stage,
-    survivor: Server,
-    shape: str,
-    point: str,
-    *,
-    certain: bool,
-    finish: Callable[[Stage, Server], None] = finish,
+    stage: Stage, survivor: Server, shape: str, point: str, *, certain: bool
 ) -> None:
     """A worker is killed at that point (for sure, if `certain`), and the survivor ends what it has left."""
-    sent = stage.run("send", shape, "")
-    assert sent.returncode == 0, sent.stderr
+    sent = survivor.send(SHAPES[shape]())
 
     first = stage.run("worker", point)
-    finish(stage, survivor)
+    finish(survivor)
 
     killed = stage.calls()["killed"]
     assert first.returncode == (-9 if killed else 0), first.stderr
     assert killed or not certain
     check_history(stage.calls(), shape, point)
-    check_states(survivor, sent.stdout.strip(), shape)
+    check_states(survivor, sent.uuid, shape)
 
 
-def survive_sender(stage: Stage, survivor: Server, shape: str, point: str) -> None:
-    """A sender is killed at that point: nothing was sent, or all of it."""
-    sent = stage.run("send", shape, point)
-    assert sent.returncode == -9
+#: Writes to MongoDB that a worker makes for each of these shapes, and more.
+CERTAIN_WRITES = {"mongodb": 10, "mongodb+redis": 4, "amqp+mongodb": 2, "redis+mongodb": 4}
 
-    finish(stage, survivor)
-
-    calls = stage.calls()
-    if point == "before-submit":
-        assert set(calls) == {"killed"}
-    else:
-        assert {name: calls[name] for name in EXPECTED[shape]} == EXPECTED[shape]
-
-
-def check_history(calls: collections.Counter[str], shape: str, point: str) -> None:
-    """A run that the kill cut off, or whose result it kept from being stored, is repeated; nothing else is."""
-    expected = EXPECTED[shape]
-    # Two slots, and what the second of them was doing at that moment. A chord is fired when all of its members have been settled,
-    # but for one that is broken: that is failed at once, while another member may be running.
-    is_quiet = point in ("before-fire", "inside-fire") and shape != "broken-chord"
-    slack = 4 if calls["killed"] and not is_quiet else 0
-    for function, count in expected.items():
-        assert count <= calls[function] <= count + slack, (function, calls)
-    assert set(calls) <= {*expected, "killed"}
+FEW_WRITES = (
+    *(("mongodb", f"write-{number}-before", "retry") for number in (3, 6, 8)),
+    ("mongodb", "write-3-after", "retry"),
+    *(("mongodb", f"write-{number}-before", "chord") for number in (1, 5, 9, 10)),
+    ("mongodb", "write-8-before", "broken-chord"),
+    ("mongodb+redis", "write-4-before", "retry"),
+    ("amqp+mongodb", "write-2-before", "retry"),
+    ("redis+mongodb", "write-4-before", "retry"),
+)
 
 
-def check_states(server: Server, uuid: str, shape: str) -> None:
-    if not server.backend.features.listing:
-        # The members of a group; else the last task of the shape, which of a chord is the callback.
-        states = (
-            server.backend.group_task_states(uuid)
-            if shape == "group"
-            else [server.backend.get_state(uuid)]
-        )
-        assert {one.state for one in states} == {
-            State.FAILURE if shape in ("broken-chord", "failure") else State.SUCCESS
-        }
-        return
-    states = server.inspect.tasks(limit=100)
-    assert all(state.is_finished for state in states), states
-    assert len(states) == TASKS[shape], states
-    if shape == "broken-chord":
-        [callback] = [state for state in states if state.task_name == "after"]
-        assert callback.state is State.FAILURE
-        assert "broken" in callback.error
-    elif shape == "failure":
-        assert server.result(uuid).get_state().state is State.FAILURE
-    else:
-        assert {state.state for state in states} == {State.SUCCESS}
-    assert not server.inspect.dead()
+def all_writes() -> Iterator[Cell]:
+    # After the nth write is before the next one, but for what the server does in between: one shape is enough.
+    for number, shape in itertools.product(range(1, 16), ("retry", "chord")):
+        yield "mongodb", f"write-{number}-before", shape
+    for number in range(4, 15, 2):
+        yield "mongodb", f"write-{number}-before", "broken-chord"
+    for number in range(1, 15, 2):
+        yield "mongodb", f"write-{number}-after", "retry"
+    for stores, number in itertools.product(BESIDE_MONGODB, range(1, 13)):
+        yield stores, f"write-{number}-before", "retry"
+        yield stores, f"write-{number}-before", "chord"
+    for stores, number in itertools.product(BESIDE_MONGODB, range(1, 9, 2)):
+        yield stores, f"write-{number}-after", "retry"
 
 
 @pytest.mark.parametrize(
-    ("stage", "shape"),
+    ("stage", "point", "shape"), cells(FEW_WRITES, all_writes()), indirect=["stage"]
+)
+def test_worker_killed_at_a_write_loses_and_doubles_nothing(
+    stage: Stage, survivor: Server, request: pytest.FixtureRequest, shape: str, point: str
+) -> None:
+    stores = request.node.callspec.params["stage"]
+    certain = int(point.split("-")[1]) <= CERTAIN_WRITES[stores]
+    survive_worker(stage, survivor, shape, point, certain=certain)
+
+
+FEW_SENDS = (
+    *itertools.product(
+        ("sqlite", "sqlite+sqlite", "redis"), SENDER_POINTS, ("task", "chain", "chord")
+    ),
+    *itertools.product(("sqlite+memcached", "cluster", "amqp"), SENDER_POINTS, ("chord",)),
+    *(
+        (stores, point, "chord")
+        for stores, point in zip(BESIDE_AMQP, itertools.cycle(SENDER_POINTS))
+    ),
+    *(("mongodb", f"write-{write}", "chord") for write in ("1-after", "3-before", "5-before")),
+    ("mongodb+redis", "write-1-after", "chord"),
+    ("amqp+mongodb", "write-2-before", "chord"),
+)
+
+
+def all_sends() -> Iterator[Cell]:
+    yield from FEW_SENDS
+    stores = ("sqlite+memcached", "amqp", *BESIDE_AMQP)
+    yield from itertools.product(stores, SENDER_POINTS, ("task", "chain", "chord"))
+    for when in ("before", "after"):
+        for number in range(1, 9):
+            yield "mongodb", f"write-{number}-{when}", "chord"
+        for pair, number in itertools.product(BESIDE_MONGODB, range(1, 5)):
+            yield pair, f"write-{number}-{when}", "chord"
+
+
+@pytest.mark.parametrize(
+    ("stage", "point", "shape"), cells(FEW_SENDS, all_sends()), indirect=["stage"]
+)
+def test_killed_sender_has_sent_all_or_nothing(
+    stage: Stage, survivor: Server, shape: str, point: str
+) -> None:
+    sender = stage.run("send", shape, point)
+    finish(survivor)
+
+    calls = stage.calls()
+    killed = bool(calls.pop("killed", 0))
+    assert sender.returncode == (-9 if killed else 0), sender.stderr
+    if point in SENDER_POINTS:
+        assert killed
+    if not calls:
+        assert killed and point != "after-submit"
+    else:
+        assert point != "before-submit"
+        assert calls == EXPECTED[shape]
+
+
+@pytest.mark.parametrize(
+    ("stage", "point"),
     [
-        *itertools.product(
-            ("one store", "two stores", "redis", "memcached"), ("task", "chain", "chord")
-        ),
-        ("cluster", "chord"),
+        ("mongodb", f"write-{number}-{when}")
+        for number in range(1, 6)
+        for when in ("before", "after")
+        if FULL or (number, when) in ((2, "before"), (3, "before"), (3, "after"))
     ],
     indirect=["stage"],
 )
-@pytest.mark.parametrize("point", SENDER_POINTS)
-def test_a_sender_that_is_killed_leaves_all_or_nothing(
-    stage: Stage, survivor: Server, shape: str, point: str
+def test_killed_sender_of_a_unique_task_has_sent_it_or_not(
+    stage: Stage, survivor: Server, point: str
 ) -> None:
-    survive_sender(stage, survivor, shape, point)
+    first = stage.run("unique", "a", point)
+    assert first.returncode in (0, -9), first.stderr
+
+    second = survivor.send(crashing.alone.signature("a"))
+    finish(survivor)
+
+    assert stage.calls()["alone"] == 1
+    assert second.get(timeout=HANG) == "a"
+    assert second.duplicate is (point != "write-1-before")
+    assert not survivor.send(crashing.alone.signature("a")).duplicate
+
+
+@pytest.mark.parametrize(
+    ("stage", "point"),
+    list(
+        zip(
+            itertools.cycle(("amqp+redis", "amqp+sqlite", "amqp+mongodb")),
+            (*REFUSAL_POINTS, "inside-settle", "after-clear"),
+        )
+    ),
+    indirect=["stage"],
+)
+def test_worker_killed_while_a_message_is_refused_loses_nothing(
+    stage: Stage, survivor: Server, point: str
+) -> None:
+    declare_otherwise(stage.broker, "refused")
+    uuid = survivor.send(crashing.REFUSED["refused"]()).uuid
+
+    first = stage.run("worker", point)
+    finish(survivor)
+
+    assert first.returncode == -9, first.stderr
+    check_history(stage.calls(), "refused", point)
+    state = survivor.result(uuid).get_state()
+    assert (state.state, "queue 'refused'" in state.error) == (State.FAILURE, True)
+    assert {(letter.uuid, letter.reason) for letter in survivor.inspect.dead()} == {
+        (uuid, "refused")
+    }
+
+
+# Revoking: its steps, and what finishes each of them, are in machinery_py/revocation.py. The task is a member of a chord and
+# the first of a chain, and has an error callback: all of that follows from its end, once.
+
+#: Where Redis or MongoDB alone keeps all, there is no inside of a step.
+_WITHOUT_INSIDE = tuple(point for point in REVOKE_POINTS if not point.startswith("inside"))
+REVOKE_CELLS: dict[str, tuple[str, ...]] = {
+    "sqlite": REVOKE_POINTS,
+    "redis": _WITHOUT_INSIDE,
+    "amqp+redis": (*REVOKE_POINTS, *TWO_STORE_POINTS),
+    "amqp+sqlite": (*REVOKE_POINTS, *TWO_STORE_POINTS),
+    "cluster": (*REVOKE_POINTS, *CLUSTER_POINTS),
+    "mongodb": _WITHOUT_INSIDE,
+    "amqp": (*REVOKE_POINTS, *TWO_STORE_POINTS, *TX_POINTS),
+}
+ALIKE = ("before-fire", "before-chord")  # the steps before them have a point behind them, too
+FEW_REVOKES = [
+    (stores, point)
+    for stores in ("sqlite", "redis", "amqp+redis")
+    for point in REVOKE_CELLS[stores]
+    if point not in ALIKE
+]
+ALL_REVOKES = [(stores, point) for stores, points in REVOKE_CELLS.items() for point in points]
+
+UNTOUCHED = ("before-remember",)
+REMEMBERED = ("after-remember", "before-fire")  # and not ended yet
+WITHIN = ("inside-fire", *CLUSTER_POINTS, *TX_POINTS)  # one or the other, as the stores have it
+
+
+def kill_revoker(point: str, stage: Stage, survivor: Server) -> State:
+    """Return the state of the task when the process that revoked it is dead."""
+    survivor.send(crashing.revoked())
+
+    done = stage.run("revoke", REVOKED, point)
+
+    assert done.returncode == -9, (point, done.stderr)
+    return survivor.backend.get_state(REVOKED).state
+
+
+def lines_of(stage: Stage) -> list[str]:
+    """Return what was called, but for the kill; a line for each call."""
+    lines = stage.ledger.read_text().splitlines()
+    return sorted(line for line in lines if not line.startswith("killed"))
+
+
+def check_revoked(stage: Stage, survivor: Server) -> None:
+    finish(survivor)
+
+    broken, revoked, ran = lines_of(stage)
+    assert (revoked, ran) == ("on_error revoked", "plain 2")
+    assert broken.startswith("on_error chord member ")
+    state = survivor.backend.get_state(REVOKED)
+    assert (state.state, state.error) == (State.FAILURE, "revoked")
+    check_succeeded(survivor, {"plain": 1, "after": 0, "on_error": 2})
+
+
+def check_succeeded(survivor: Server, succeeded: dict[str, int]) -> None:
+    if survivor.backend.features.listing:
+        states = survivor.inspect.tasks(limit=100)
+        assert all(state.is_finished for state in states), states
+        names = [state.task_name for state in states if state.state is State.SUCCESS]
+        assert {name: names.count(name) for name in succeeded} == succeeded, states
+    assert not survivor.inspect.dead()
+
+
+@pytest.mark.parametrize(
+    ("stage", "point"), ALL_REVOKES if FULL else FEW_REVOKES, indirect=["stage"]
+)
+def test_killed_revoker_has_revoked_all_or_nothing(
+    stage: Stage, survivor: Server, point: str
+) -> None:
+    state = kill_revoker(point, stage, survivor)
+
+    if point in UNTOUCHED:
+        assert state is State.PENDING
+        finish(survivor)
+        assert lines_of(stage) == ["after 1", "after 1 2", "plain 1", "plain 2"]
+        check_succeeded(survivor, {"plain": 2, "after": 2, "on_error": 0})
+        return
+    if point not in WITHIN:
+        assert state is (State.PENDING if point in REMEMBERED else State.FAILURE)
+    check_revoked(stage, survivor)
+
+
+@pytest.mark.parametrize(
+    ("stage", "point"),
+    ALL_REVOKES if FULL else [("sqlite", "after-remember"), ("amqp+redis", "inside-fire")],
+    indirect=["stage"],
+)
+def test_revocation_can_be_repeated_when_the_first_was_killed(
+    stage: Stage, survivor: Server, point: str
+) -> None:
+    kill_revoker(point, stage, survivor)
+
+    survivor.revoke([REVOKED])
+
+    assert survivor.backend.get_state(REVOKED).state is State.FAILURE
+    check_revoked(stage, survivor)
