@@ -48,6 +48,7 @@ SHARED = (
     "locks/test_*.py",
     "models/test_*.py",
     "stores/test_*.py",
+    "system/test_pairs.py",
     "system/test_unique.py",
     "system/test_workflows.py",
 )

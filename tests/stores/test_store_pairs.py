@@ -18,13 +18,8 @@ from machinery_py.testing.conformance.claims import ClaimConformance
 from machinery_py.testing.conformance.fencing import StoreCase
 from machinery_py.testing.conformance.schedules import ScheduleConformance
 from machinery_py.testing.conformance.settlement import OpenStore, SettlementConformance
-from tests.backends.memcached.case import empty_memcached
 from tests.matrix import stores
-from tests.stores.mongodb.case import mongodb_server, mongodb_url
 from tests.stores.pair_case import ALL_PAIRS, PairClock, Place, Side, dies_at_once, open_side, place
-from tests.stores.rabbitmq.case import amqp_url, vhosts
-
-__all__ = ["amqp_url", "empty_memcached", "mongodb_server", "mongodb_url", "vhosts"]
 
 SETTLED_ELSEWHERE = frozenset(
     {
@@ -35,8 +30,6 @@ SETTLED_ELSEWHERE = frozenset(
         ("memory", "sqlite"),
         ("mongodb", "memory"),
         ("memory", "mongodb"),
-        ("amqp", "memory"),
-        ("amqp", "sqlite"),
         ("memory", "memcache"),
         ("sqlite", "memcache"),
         ("memory", "amqp"),
@@ -56,7 +49,7 @@ SCHEDULED_ELSEWHERE = frozenset(
     }
 )
 CLAIMED_ELSEWHERE = SCHEDULED_ELSEWHERE | {("memory", "memcache")}
-SETTLED_ALWAYS = frozenset({("amqp", "mongodb"), ("redis", "mongodb"), ("mongodb", "redis")})
+SETTLED_ALWAYS = frozenset({("amqp", "sqlite"), ("redis", "mongodb"), ("mongodb", "redis")})
 SCHEDULED_ALWAYS = frozenset({("amqp", "redis"), ("redis", "mongodb"), ("memory", "memcache")})
 CLAIMED_ALWAYS = frozenset({("amqp", "redis")})
 

@@ -1,6 +1,6 @@
 """Unique and exclusive tasks over pairs of stores, with real workers in threads.
 
-On the slower ones `make chaos` runs all of it (MACHINERY_TEST_FULL=1); otherwise what depends on how a store keeps a key.
+On pairs and slower stores, `make chaos` (MACHINERY_TEST_FULL=1) runs all of it; otherwise what depends on how a key is kept.
 """
 
 from __future__ import annotations
@@ -14,23 +14,7 @@ import pytest
 from machinery_py import Config, Server
 from machinery_py.testing.conformance.exclusive import ExclusiveConformance
 from machinery_py.testing.conformance.unique import UniqueConformance
-from tests.backends.memcached.case import empty_memcached
-from tests.stores.mongodb.case import mongodb_server, mongodb_url
-from tests.stores.rabbitmq.case import amqp_url, vhosts
-from tests.stores.redis.case import redis_server, redis_url
-from tests.stores.redis_cluster.case import empty_cluster, url_of
 from tests.support.servers import MemcachedServer, RedisCluster
-
-__all__ = [
-    "amqp_url",
-    "empty_cluster",
-    "empty_memcached",
-    "mongodb_server",
-    "mongodb_url",
-    "redis_server",
-    "redis_url",
-    "vhosts",
-]
 
 _numbers = itertools.count(1)
 
@@ -42,46 +26,6 @@ class Unique(UniqueConformance, ExclusiveConformance):
 def memory() -> str:
     # A name, so that a second Server finds the same store.
     return f"memory://unique-{next(_numbers)}"
-
-
-class TestMemory(Unique):
-    @pytest.fixture
-    def server(self) -> Server:
-        return Server(Config(broker=memory()))
-
-
-class TestSQLite(Unique):
-    @pytest.fixture
-    def server(self, tmp_path: Path) -> Server:
-        return Server(Config(broker=f"sqlite:///{tmp_path}/store.db?synchronous=normal"))
-
-
-class TestRedis(Unique):
-    @pytest.fixture
-    def server(self, redis_url: str) -> Server:
-        return Server(Config(broker=redis_url))
-
-
-class TestMemoryBrokerAndSQLiteBackend(Unique):
-    @pytest.fixture
-    def server(self, tmp_path: Path) -> Server:
-        return Server(
-            Config(
-                broker=memory(), result_backend=f"sqlite:///{tmp_path}/store.db?synchronous=normal"
-            )
-        )
-
-
-class TestRedisBrokerAndMemoryBackend(Unique):
-    @pytest.fixture
-    def server(self, redis_url: str) -> Server:
-        return Server(Config(broker=redis_url, result_backend=memory()))
-
-
-class TestMemoryBrokerAndRedisBackend(Unique):
-    @pytest.fixture
-    def server(self, redis_url: str) -> Server:
-        return Server(Config(broker=memory(), result_backend=redis_url))
 
 
 FULL = bool(os.environ.get("MACHINERY_TEST_FULL"))
@@ -113,7 +57,47 @@ def short(suite: type) -> type:
     )
 
 
-class TestMongo(short(Unique)):  # type: ignore[misc]  # made at run time
+class TestMemory(Unique):
+    @pytest.fixture
+    def server(self) -> Server:
+        return Server(Config(broker=memory()))
+
+
+class TestSQLite(Unique):
+    @pytest.fixture
+    def server(self, tmp_path: Path) -> Server:
+        return Server(Config(broker=f"sqlite:///{tmp_path}/store.db?synchronous=normal"))
+
+
+class TestRedis(Unique):
+    @pytest.fixture
+    def server(self, redis_url: str) -> Server:
+        return Server(Config(broker=redis_url))
+
+
+class TestMemoryBrokerAndSQLiteBackend(short(Unique)):  # type: ignore[misc]  # made at run time
+    @pytest.fixture
+    def server(self, tmp_path: Path) -> Server:
+        return Server(
+            Config(
+                broker=memory(), result_backend=f"sqlite:///{tmp_path}/store.db?synchronous=normal"
+            )
+        )
+
+
+class TestRedisBrokerAndMemoryBackend(short(Unique)):  # type: ignore[misc]
+    @pytest.fixture
+    def server(self, redis_url: str) -> Server:
+        return Server(Config(broker=redis_url, result_backend=memory()))
+
+
+class TestMemoryBrokerAndRedisBackend(short(Unique)):  # type: ignore[misc]
+    @pytest.fixture
+    def server(self, redis_url: str) -> Server:
+        return Server(Config(broker=memory(), result_backend=redis_url))
+
+
+class TestMongo(short(Unique)):  # type: ignore[misc]
     @pytest.fixture
     def server(self, mongodb_url: str) -> Server:
         return Server(Config(broker=mongodb_url))
@@ -122,7 +106,7 @@ class TestMongo(short(Unique)):  # type: ignore[misc]  # made at run time
 class TestRedisCluster(short(Unique)):  # type: ignore[misc]
     @pytest.fixture
     def server(self, empty_cluster: RedisCluster) -> Server:
-        return Server(Config(broker=url_of(empty_cluster)))
+        return Server(Config(broker=empty_cluster.url))
 
 
 class TestMemoryBrokerAndMemcacheBackend(short(UniqueConformance)):  # type: ignore[misc]
@@ -152,4 +136,4 @@ if FULL:
     class TestMemoryBrokerAndClusterBackend(UniqueConformance):
         @pytest.fixture
         def server(self, empty_cluster: RedisCluster) -> Server:
-            return Server(Config(broker=memory(), result_backend=url_of(empty_cluster)))
+            return Server(Config(broker=memory(), result_backend=empty_cluster.url))

@@ -1,4 +1,7 @@
-"""The contracts over the master that sentinels name."""
+"""The contracts over the master that sentinels name.
+
+Behind the connection all is as on one Redis: `make chaos` and `make matrix` run the contracts of broker and backend as well.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.stores.pair_case import ALL_PAIRS
 from tests.stores.redis import test_conformance as standalone
 from tests.stores.redis.case import clock, open_driver
 from tests.support.servers import RedisSentinelTrio, require
@@ -32,10 +36,12 @@ def redis_url(trio: RedisSentinelTrio) -> str:
     )
 
 
-class TestSentinelBroker(standalone.TestRedisBroker): ...
+class TestSentinelBroker(standalone.TestRedisBroker):
+    __test__ = ALL_PAIRS
 
 
-class TestSentinelBackend(standalone.TestRedisBackend): ...
+class TestSentinelBackend(standalone.TestRedisBackend):
+    __test__ = ALL_PAIRS
 
 
 class TestSentinelStore(standalone.TestRedisStore): ...
