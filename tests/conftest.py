@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from machinery_py import Server
+from tests.support import private_mongo
 
 # A machine that is busy is no failure: nothing here is a measurement.
 settings.register_profile("machinery", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -43,6 +44,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="write docs/reference/matrix.md from the tests of this run",
     )
+
+
+def pytest_report_header() -> str:
+    return f"MongoDB: {os.environ.get('MACHINERY_TEST_MONGODB_URL') or private_mongo.best_kind()}"
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -19,10 +19,10 @@ from machinery_py.connections.sqlite.database import SQLiteDriver
 from machinery_py.errors import PublishRefused
 from machinery_py.testing.conformance.leases import bodies, done, message, put
 from machinery_py.testing.waiting import HANG, wait_until
-from tests.stores.redis.case import Drivers, clock, open_driver, redis_server, redis_url
+from tests.stores.redis.case import Drivers, clock, open_driver
 from tests.support.servers import RedisServer
 
-__all__ = ["clock", "open_driver", "redis_server", "redis_url"]
+__all__ = ["clock", "open_driver"]
 
 QUEUES = pytest.mark.parametrize("queues", [["q"], ["q", "r"], ["r", "q"]], ids="-".join)
 

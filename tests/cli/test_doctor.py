@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import re
 
-from tests.backends.memcached.case import empty_memcached
 from tests.cli.app import App, app_in_a_folder
-from tests.stores.rabbitmq.case import amqp_url, vhosts
 from tests.support.servers import MemcachedServer
-
-__all__ = ["amqp_url", "empty_memcached", "vhosts"]
 
 app = app_in_a_folder
 

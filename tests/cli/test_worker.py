@@ -15,10 +15,6 @@ import pytest
 
 from machinery_py.testing.waiting import wait_until
 from tests.cli.app import HANG, TASKS, App, app_in_a_folder
-from tests.stores.rabbitmq.case import amqp_url, vhosts
-from tests.support.fixtures import rabbitmq_server
-
-__all__ = ["amqp_url", "rabbitmq_server", "vhosts"]
 
 app = app_in_a_folder
 

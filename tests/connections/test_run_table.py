@@ -12,10 +12,6 @@ import pytest
 from machinery_py import Config, Server
 from machinery_py.brokers.base import Message
 from machinery_py.testing.waiting import HANG
-from tests.stores.mongodb.case import mongodb_server, mongodb_url
-from tests.stores.rabbitmq.case import amqp_url, vhosts
-
-__all__ = ["amqp_url", "mongodb_server", "mongodb_url", "vhosts"]
 
 ROOT = pathlib.Path(__file__).parents[2]
 

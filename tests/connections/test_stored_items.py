@@ -20,21 +20,8 @@ from machinery_py.connections.rabbitmq import queues as rabbitmq_queues
 from machinery_py.connections.redis import keys as redis_keys
 from machinery_py.connections.sqlite import schema as sqlite_schema
 from machinery_py.connections.stored_items import StoredItem
-from tests.backends.memcached.case import empty_memcached
 from tests.connections.stored_workload import run
-from tests.stores.mongodb.case import mongodb_server, mongodb_url
-from tests.stores.rabbitmq.case import amqp_url, vhosts
-from tests.stores.redis_cluster.case import empty_cluster, masters, url_of
 from tests.support.servers import MemcachedServer, RabbitMQServer, RedisCluster, RedisServer
-
-__all__ = [
-    "amqp_url",
-    "empty_cluster",
-    "empty_memcached",
-    "mongodb_server",
-    "mongodb_url",
-    "vhosts",
-]
 
 Seen = set[tuple[str, str]]  # name, kind
 
@@ -133,9 +120,9 @@ CLUSTER_ABSENT = {
 
 
 def test_every_key_in_a_redis_cluster_is_in_the_table(empty_cluster: RedisCluster) -> None:
-    with noted(masters(empty_cluster)) as seen:
-        run(url_of(empty_cluster))
-        run(memory(), url_of(empty_cluster))
+    with noted(empty_cluster.masters) as seen:
+        run(empty_cluster.url)
+        run(memory(), empty_cluster.url)
 
     compare((*redis_keys.ITEMS, *redis_keys.CLUSTER), seen, CLUSTER_ABSENT)
 

@@ -12,14 +12,11 @@ import pytest
 from pymongo import MongoClient
 
 from machinery_py import Server
-from tests.backends.memcached.case import empty_memcached
 from tests.interop.fleet import new_server
 from tests.interop.golang import VERSIONS, Peer
 from tests.interop.relay import Relay
 from tests.support import private_mongo
 from tests.support.servers import RabbitMQServer, require
-
-__all__ = ["empty_memcached"]
 
 FULL = bool(os.environ.get("MACHINERY_TEST_FULL"))
 

@@ -15,10 +15,7 @@ from machinery_py.testing.waiting import HANG, wait_until
 from tests.interop.conftest import Fleet
 from tests.interop.fleet import call, message
 from tests.interop.golang import VERSIONS, GoError, Peer
-from tests.stores.rabbitmq.case import amqp_url, vhosts
 from tests.support.servers import RedisServer
-
-__all__ = ["amqp_url", "vhosts"]
 
 QUEUES = ("of_go", "of_python")
 OTHER = {"of_go": "of_python", "of_python": "of_go"}

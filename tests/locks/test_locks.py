@@ -23,17 +23,10 @@ from machinery_py.locks.sqlite import SQLiteLock
 from machinery_py.schedules.timetable import Schedule
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.conformance.locks import LockConformance, OpenLock
-from tests.stores.redis.case import (
-    Drivers,
-    ServerClock,
-    clock,
-    open_driver,
-    redis_server,
-    redis_url,
-)
+from tests.stores.redis.case import Drivers, ServerClock, clock, open_driver
 from tests.stores.sqlite.processes import Other
 
-__all__ = ["clock", "open_driver", "redis_server", "redis_url"]
+__all__ = ["clock", "open_driver"]
 
 
 class TestMemoryLock(LockConformance):

@@ -7,16 +7,10 @@ import pytest
 from machinery_py.locks.redis import ClusterLock
 from machinery_py.testing.conformance.locks import LockConformance, OpenLock
 from machinery_py.testing.waiting import together
-from tests.stores.redis_cluster.case import (
-    ClusterClock,
-    Clusters,
-    clock,
-    empty_cluster,
-    open_cluster,
-)
+from tests.stores.redis_cluster.case import ClusterClock, Clusters, clock, open_cluster
 from tests.support.servers import RedisCluster as ClusterServers
 
-__all__ = ["clock", "empty_cluster", "open_cluster"]
+__all__ = ["clock", "open_cluster"]
 
 
 class TestClusterLock(LockConformance):

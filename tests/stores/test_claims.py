@@ -22,9 +22,9 @@ from tests.stores.record_stores import (
     InSQLiteBesideMemory,
     InTwoMemories,
 )
-from tests.stores.redis.case import clock, open_driver, redis_server, redis_url
+from tests.stores.redis.case import clock, open_driver
 
-__all__ = ["clock", "open_driver", "redis_server", "redis_url"]
+__all__ = ["clock", "open_driver"]
 
 
 class TestMemoryStore(InMemory, ClaimConformance):

@@ -5,9 +5,11 @@ A test that kills a server takes one of its own (`with RedisServer() as redis`),
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
 
@@ -24,6 +26,10 @@ from tests.support.servers import (
     RedisServer,
     require,
 )
+
+GIVEN_MONGODB = os.environ.get("MACHINERY_TEST_MONGODB_URL", "")
+
+_databases = itertools.count()
 
 
 @pytest.fixture(scope="session")
@@ -43,6 +49,18 @@ def empty_redis(redis_server: RedisServer) -> RedisServer:
     return redis_server
 
 
+@pytest.fixture
+def redis_url(redis_server: RedisServer) -> str:
+    """A database of the shared Redis, running, with nothing in it."""
+    redis_server.start()
+    redis_server.thaw()
+    number = next(_databases) % 16
+    redis_server.cli(
+        "EVAL", "redis.call('SELECT', ARGV[1]) return redis.call('FLUSHDB')", 0, number
+    )
+    return f"{redis_server.url.rpartition('/')[0]}/{number}"
+
+
 @pytest.fixture(scope="session")
 def redis_sentinels() -> Iterator[RedisSentinelTrio]:
     require(RedisSentinelTrio)
@@ -55,6 +73,16 @@ def redis_cluster() -> Iterator[RedisCluster]:
     require(RedisCluster)
     with RedisCluster() as cluster:
         yield cluster
+
+
+@pytest.fixture
+def empty_cluster(redis_cluster: RedisCluster) -> RedisCluster:
+    """The shared cluster, complete and without a key."""
+    redis_cluster.start()
+    for node in redis_cluster.masters:
+        wait_until(lambda: node.cli("FLUSHALL") == "OK")  # noqa: B023
+        node.cli("SCRIPT", "FLUSH")
+    return redis_cluster
 
 
 @pytest.fixture(scope="session")
@@ -88,21 +116,74 @@ def memcached_server() -> Iterator[MemcachedServer]:
         yield server
 
 
-GIVEN_MONGODB = os.environ.get("MACHINERY_TEST_MONGODB_URL", "")
+@pytest.fixture
+def empty_memcached(memcached_server: MemcachedServer) -> MemcachedServer:
+    """The shared memcached, running and without a key."""
+    memcached_server.start()
+    memcached_server.thaw()
+    memcached_server.flush()
+    return memcached_server
 
 
-@pytest.fixture(
-    scope="session", params=["given-mongodb" if GIVEN_MONGODB else private_mongo.best_kind()]
-)
-def mongodb_server(request: pytest.FixtureRequest) -> Iterator[str]:
-    """The URL of the MongoDB for the run, which test ids name: the one that is given, mongod, or a stand-in."""
+class Vhosts:
+    """Hands out vhosts that nobody has used; many are made at a time, since asking takes half a second."""
+
+    BATCH = 40
+
+    def __init__(self, server: RabbitMQServer) -> None:
+        self._server = server
+        self._made = 0
+        self._given = 0
+
+    def __call__(self) -> str:
+        """Return the URL of a new one."""
+        if self._given == self._made:
+            self._server.ctl(
+                "eval", _GRANTED.format(first=self._made, last=self._made + self.BATCH - 1)
+            )
+            self._made += self.BATCH
+        self._given += 1
+        return f"{self._server.url}t{self._given - 1}"
+
+
+_GRANTED = """[begin N = list_to_binary("t" ++ integer_to_list(I)), rabbit_vhost:add(N, <<"test">>),
+    rabbit_auth_backend_internal:set_permissions(<<"guest">>, N, <<".*">>, <<".*">>, <<".*">>, <<"test">>)
+    end || I <- lists:seq({first}, {last})]."""
+
+
+@pytest.fixture(scope="session")
+def vhosts(rabbitmq_server: RabbitMQServer) -> Vhosts:
+    return Vhosts(rabbitmq_server)
+
+
+@pytest.fixture
+def amqp_url(vhosts: Vhosts) -> str:
+    """A vhost of the shared RabbitMQ with nothing in it."""
+    return vhosts()
+
+
+@pytest.fixture(scope="session")
+def mongodb_server() -> Iterator[str]:
+    """The URL of the MongoDB for the run: the one that is given, mongod, or a stand-in."""
     if GIVEN_MONGODB:
         yield GIVEN_MONGODB
         return
-    kind = private_mongo.KINDS[request.param]
+    kind = private_mongo.KINDS[private_mongo.best_kind()]
     require(kind)
     with kind() as server:
         yield server.url
+
+
+@pytest.fixture
+def mongodb_url(mongodb_server: str) -> Iterator[str]:
+    """A database of the shared MongoDB with nothing in it; dropped after the test."""
+    from pymongo import MongoClient
+
+    name = f"machinery_test_{os.getpid()}_{next(_databases)}"
+    place, _, query = mongodb_server.partition("?")
+    yield f"{place.rstrip('/')}/{name}" + (f"?{query}" if query else "")
+    with MongoClient[Any](mongodb_server, serverSelectionTimeoutMS=5000) as client:
+        client.drop_database(name)
 
 
 @pytest.fixture

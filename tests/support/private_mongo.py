@@ -3,7 +3,7 @@
     MongoServer      mongod
     NxServer         nx-27017 of PyPI, on SQLite: keeps what it has confirmed over `kill`; no transactions that can be used
 
-The name of the kind is part of a test's id, so that nobody takes one for the other. Not used, and why: FerretDB 1.24 reads and
+pytest's first lines name the kind, so that nobody takes one for the other. Not used, and why: FerretDB 1.24 reads and
 writes in two steps, so that two workers claim one message (8 threads made 160 claims of 100 documents); mongo-java-server, which
 passes the suites, keeps nothing over a restart, and needs a Java and Maven. MACHINERY_TEST_MONGODB_URL runs all on any other.
 """
@@ -106,7 +106,7 @@ def refusal(code: int, text: str = "not primary") -> Callable[[bytes], bytes]:
     return answer
 
 
-#: The kinds by the name that a test's id bears, the best first.
+#: The kinds by name, the best first.
 KINDS: Mapping[str, type[MongoServer]] = {"mongod": MongoServer, "mongo-nx": NxServer}
 
 

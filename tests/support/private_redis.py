@@ -243,6 +243,20 @@ class RedisCluster(Private):
     def addresses(self) -> list[tuple[str, int]]:
         return [(HOST, node.port) for node in self.nodes]
 
+    @property
+    def url(self) -> str:
+        """The addresses of all nodes, which makes it the URL of a cluster."""
+        return "redis://" + ",".join(f"{host}:{port}" for host, port in self.addresses)
+
+    @property
+    def masters(self) -> list[RedisServer]:
+        """The running nodes that are masters now."""
+        return [
+            node
+            for node in self.nodes
+            if node.is_running and str(node.cli("ROLE")).startswith("['master'")
+        ]
+
     def start(self) -> Self:
         is_new = not any(node.log.exists() for node in self.nodes)
         for node in self.nodes:

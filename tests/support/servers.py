@@ -251,6 +251,16 @@ class MemcachedServer(PrivateServer):
     def url(self) -> str:
         return f"memcache://{HOST}:{self.port}"
 
+    def flush(self) -> None:
+        """Forget every key."""
+        with (
+            socket.create_connection((HOST, self.port), HANG) as connection,
+            connection.makefile("rb") as stream,
+        ):
+            connection.sendall(b"flush_all\r\n")
+            reply = stream.readline()
+        assert reply == b"OK\r\n", reply
+
     def command(self) -> Sequence[str | Path]:
         words = ["-l", HOST, "-p", str(self.port), "-U", "0", "-m", str(self.megabytes)]
         words += ["-I", "1m" if self.megabytes > 1 else "512k"]  # an item may have half the memory

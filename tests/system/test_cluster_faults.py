@@ -14,10 +14,7 @@ from machinery_py.config.config import RedisConfig
 from machinery_py.connections.redis.slots import slot_of
 from machinery_py.events import ConnectionLost
 from machinery_py.testing.waiting import wait_until
-from tests.stores.redis_cluster.case import empty_cluster, masters, url_of
 from tests.support.servers import RedisCluster, RedisServer, require
-
-__all__ = ["empty_cluster"]
 
 HANG = 60.0  # seconds; a guard, nothing is measured with it
 QUEUES = ("machinery_tasks", "mail", "video")
@@ -50,7 +47,7 @@ class Ran:
 
 @pytest.fixture
 def server(empty_cluster: RedisCluster) -> Iterator[Server]:
-    server = Server(Config(broker=url_of(empty_cluster), publish_timeout=20.0))
+    server = Server(Config(broker=empty_cluster.url, publish_timeout=20.0))
     yield server
     server.close()
 
@@ -66,7 +63,7 @@ def moving(cluster: RedisCluster, keys: list[str]) -> Iterator[Counter[str]]:
         try:
             while not over.is_set():
                 for key in keys:
-                    nodes = masters(cluster)
+                    nodes = cluster.masters
                     source = cluster.node_of(key)
                     cluster.move(key, next(node for node in nodes if node is not source), at_once=2)
                     moves[key] += 1
@@ -135,7 +132,7 @@ def mortal_cluster() -> Iterator[RedisCluster]:
 
 def caught_up(cluster: RedisCluster) -> bool:
     """Whether each replica has all that its master has taken."""
-    return all(node.cli("WAIT", 1, 1000) == 1 and _offset(node) for node in masters(cluster))
+    return all(node.cli("WAIT", 1, 1000) == 1 and _offset(node) for node in cluster.masters)
 
 
 def _offset(master: RedisServer) -> bool:
@@ -146,7 +143,7 @@ def _offset(master: RedisServer) -> bool:
 
 def test_what_a_replica_knows_survives_its_master(mortal_cluster: RedisCluster) -> None:
     cluster = mortal_cluster
-    server = Server(Config(broker=url_of(cluster), publish_timeout=20.0))
+    server = Server(Config(broker=cluster.url, publish_timeout=20.0))
     ran = Ran(server)
     result = server.send(chord(group(ran.wait.signature(n) for n in range(6)), ran.total.partial()))
     waiting = [ran.add.send(n, 1) for n in range(30)]
@@ -199,7 +196,7 @@ def test_each_key_is_where_go_finds_it_or_in_the_slot_of_its_tag(
     with server.new_worker(concurrency=2):
         assert result.get(timeout=HANG) == 6
 
-    keys = {key for node in masters(empty_cluster) for key in node.cli("KEYS", "*")}  # type: ignore[union-attr]
+    keys = {key for node in empty_cluster.masters for key in node.cli("KEYS", "*")}  # type: ignore[union-attr]
     assert {"mail", "mpy:queues", waiting.uuid, result.uuid} <= keys
     # A script that forgot to name a key's slot would have written one of these.
     assert not {
@@ -218,7 +215,7 @@ def test_a_worker_that_starts_before_its_cluster_waits_for_it(mortal_cluster: Re
     cluster = mortal_cluster
     for node in cluster.nodes:
         node.stop()
-    server = Server(Config(broker=url_of(cluster), publish_timeout=1.0))
+    server = Server(Config(broker=cluster.url, publish_timeout=1.0))
     add = server.register_task("add", lambda a, b: a + b)
     worker = server.new_worker(concurrency=1, queues=QUEUES)
     lost: list[str] = []
@@ -235,7 +232,7 @@ def test_a_worker_that_starts_before_its_cluster_waits_for_it(mortal_cluster: Re
         assert not worker.ready
         cluster.start()
         wait_until(lambda: worker.ready, HANG, "a worker that is ready")
-        patient = Server(Config(broker=url_of(cluster), publish_timeout=20.0))
+        patient = Server(Config(broker=cluster.url, publish_timeout=20.0))
         sent = [patient.send(add.options(queue=queue).signature(1, 2)) for queue in QUEUES]
         assert [one.get(timeout=HANG) for one in sent] == [3, 3, 3]
         patient.close()

@@ -18,25 +18,11 @@ from machinery_py.connections.forks import ForkLock
 from machinery_py.connections.rabbitmq.client import AmqpDriver
 from machinery_py.tasks.states import State
 from machinery_py.testing.waiting import HANG, together, wait_until
-from tests.backends.memcached.case import empty_memcached
 from tests.cli.app import HANG as LONG
 from tests.cli.app import TASKS, App, app_in_a_folder, children, is_alive
-from tests.stores.mongodb.case import mongodb_server, mongodb_url
-from tests.stores.rabbitmq.case import amqp_url, vhosts
-from tests.support.fixtures import open_proxy, rabbitmq_server
 from tests.support.forking import forked
 from tests.support.proxy import Proxy
 from tests.support.servers import RabbitMQServer
-
-__all__ = [
-    "amqp_url",
-    "empty_memcached",
-    "mongodb_server",
-    "mongodb_url",
-    "open_proxy",
-    "rabbitmq_server",
-    "vhosts",
-]
 
 FORKS = 8
 
@@ -146,7 +132,7 @@ def test_a_child_sends_that_was_forked_while_threads_send(
         return str(getattr(given, "url", given))
 
     broker, backend = pair.split("+")
-    send_and_fork(url_of(broker), url_of(backend))
+    send_and_fork(broker.url, backend.url)
 
 
 def test_a_child_sends_to_mongodb_that_was_forked_while_threads_send(mongodb_url: str) -> None:

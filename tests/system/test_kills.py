@@ -16,11 +16,8 @@ import pytest
 from machinery_py import Config, Server, State
 from machinery_py.errors import BrokerUnavailable
 from machinery_py.testing.waiting import wait_until
-from tests.stores.rabbitmq.case import amqp_url, vhosts
 from tests.support import private_mongo
 from tests.support.freezing import can_be_written, freeze, stands_still
-
-__all__ = ["amqp_url", "vhosts"]
 
 ROOT = pathlib.Path(__file__).parents[2]
 KILLS = int(os.environ.get("CHAOS_KILLS", "20"))  # `make chaos` asks for more

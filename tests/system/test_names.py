@@ -23,22 +23,8 @@ from machinery_py.errors import NameRefused
 from machinery_py.tasks.states import TaskState
 from machinery_py.testing.conformance.application import App
 from machinery_py.testing.waiting import HANG, wait_until
-from tests.backends.memcached.case import empty_memcached, tell
-from tests.stores.mongodb.case import mongodb_url
-from tests.stores.rabbitmq.case import amqp_url, vhosts
-from tests.stores.redis_cluster.case import empty_cluster, masters, url_of
-from tests.support.fixtures import mongodb_server, rabbitmq_server
+from tests.backends.memcached.case import tell
 from tests.support.servers import MemcachedServer, RedisCluster, RedisServer
-
-__all__ = [
-    "amqp_url",
-    "empty_cluster",
-    "empty_memcached",
-    "mongodb_server",
-    "mongodb_url",
-    "rabbitmq_server",
-    "vhosts",
-]
 
 _numbers = itertools.count()
 
@@ -107,13 +93,13 @@ def on_a_cluster(request: pytest.FixtureRequest) -> Iterator[Neighbour]:
     from machinery_py.connections.redis.slots import slot_of
 
     def at(*command: object) -> object:
-        for node in masters(cluster):
+        for node in cluster.masters:
             with contextlib.suppress(Exception):
                 return node.cli(*command)
         raise AssertionError(f"no node has slot {slot_of(THEIRS.encode())}")
 
     yield Neighbour(
-        Server(url_of(cluster)),
+        Server(cluster.url),
         lambda: at("SET", THEIRS, "their text"),
         lambda: (at("GET", THEIRS), at("TTL", THEIRS)),
     )

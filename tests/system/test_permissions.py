@@ -29,10 +29,7 @@ from machinery_py import (
 )
 from machinery_py.brokers.base import Message
 from machinery_py.testing.waiting import HANG, wait_until
-from tests.stores.mongodb.case import mongodb_url
 from tests.support.servers import RabbitMQServer, RedisCluster, RedisServer
-
-__all__ = ["mongodb_url"]
 
 HOW_TO = Path(__file__).parents[2] / "docs" / "how-to"
 

@@ -12,10 +12,7 @@ import pytest
 
 from machinery_py import Server, State
 from machinery_py.testing.waiting import wait_until
-from tests.stores.rabbitmq.case import amqp_url, vhosts
 from tests.system.test_kills import FULL, Fleet, _mongodb, done
-
-__all__ = ["amqp_url", "vhosts"]
 
 POISON = int(
     os.environ.get("CHAOS_POISON", "2")

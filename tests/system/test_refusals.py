@@ -26,11 +26,8 @@ from machinery_py.config.config import AMQPConfig
 from machinery_py.connections.rabbitmq.client import AmqpDriver
 from machinery_py.tasks.states import State
 from machinery_py.testing.waiting import HANG, wait_until
-from tests.stores.rabbitmq.case import Vhosts, amqp_url, vhosts
-from tests.support.fixtures import empty_redis, rabbitmq_server, redis_server
+from tests.support.fixtures import Vhosts
 from tests.support.servers import RabbitMQServer, RedisServer
-
-__all__ = ["amqp_url", "empty_redis", "rabbitmq_server", "redis_server", "vhosts"]
 
 SMALL, LARGE = 200_000, 300_000  # bytes that RabbitMQ takes, and does not
 

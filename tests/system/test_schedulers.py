@@ -17,13 +17,7 @@ import pytest
 
 from machinery_py.schedules.definition import decode_entry
 from machinery_py.testing.waiting import wait_until
-from tests.backends.memcached.case import empty_memcached
-from tests.stores.mongodb.case import own_mongodb
-from tests.stores.rabbitmq.case import amqp_url, vhosts
-from tests.stores.redis_cluster.case import empty_cluster, url_of
 from tests.system.scheduling import make_server
-
-__all__ = ["amqp_url", "empty_cluster", "empty_memcached", "vhosts"]
 
 ROOT = pathlib.Path(__file__).parents[2]
 SECONDS = float(os.environ.get("CHAOS_SCHEDULE_SECONDS", "3"))  # `make chaos` asks for five minutes
@@ -94,9 +88,9 @@ def _url(request: pytest.FixtureRequest, kind: str, file: pathlib.Path) -> str:
     if kind == "sqlite":
         return f"sqlite:///{file}?synchronous=normal"
     if kind == "cluster":
-        return url_of(request.getfixturevalue("empty_cluster"))
+        return request.getfixturevalue("empty_cluster").url
     if kind == "mongodb":
-        return own_mongodb(request)
+        return request.getfixturevalue("mongodb_url")
     if kind == "amqp":
         return str(request.getfixturevalue("amqp_url"))
     if kind == "memcached":

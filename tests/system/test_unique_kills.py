@@ -15,14 +15,8 @@ import pytest
 from machinery_py import Config, Server, State
 from machinery_py.testing.waiting import HANG as ONE
 from machinery_py.testing.waiting import wait_until
-from tests.backends.memcached.case import empty_memcached
-from tests.stores.mongodb.case import own_mongodb
-from tests.stores.rabbitmq.case import amqp_url, vhosts
-from tests.stores.redis_cluster.case import empty_cluster, url_of
 from tests.support.freezing import freeze
 from tests.system.sameness_app import LEASE
-
-__all__ = ["amqp_url", "empty_cluster", "empty_memcached", "vhosts"]
 
 FULL = bool(os.environ.get("MACHINERY_TEST_FULL"))
 ROOT = pathlib.Path(__file__).parents[2]
@@ -89,9 +83,9 @@ def _url(request: pytest.FixtureRequest, kind: str, file: pathlib.Path) -> str:
         case "sqlite":
             return f"sqlite:///{file}"
         case "cluster":
-            return url_of(request.getfixturevalue("empty_cluster"))
+            return request.getfixturevalue("empty_cluster").url
         case "mongodb":
-            return own_mongodb(request)
+            return request.getfixturevalue("mongodb_url")
         case "amqp":
             return str(request.getfixturevalue("amqp_url"))
     return str(request.getfixturevalue(f"empty_{kind}").url)

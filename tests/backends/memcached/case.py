@@ -31,10 +31,6 @@ def tell(server: MemcachedServer, *lines: bytes) -> list[bytes]:
         return [stream.readline().strip() for _ in lines]
 
 
-def flush(server: MemcachedServer) -> None:
-    assert tell(server, b"flush_all") == [b"OK"]
-
-
 def time_left(server: MemcachedServer, keys: Iterable[bytes]) -> dict[bytes, float]:
     """The seconds that each key will be kept, of those that are there."""
     keys = list(keys)
@@ -105,15 +101,6 @@ class Drivers:
     def close(self) -> None:
         for driver in self._open:
             driver.close()
-
-
-@pytest.fixture
-def empty_memcached(memcached_server: MemcachedServer) -> MemcachedServer:
-    """The shared memcached, running and without a key."""
-    memcached_server.start()
-    memcached_server.thaw()
-    flush(memcached_server)
-    return memcached_server
 
 
 @pytest.fixture

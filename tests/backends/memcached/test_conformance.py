@@ -20,17 +20,10 @@ from machinery_py.testing.conformance.backends import BackendConformance, OpenBa
 from machinery_py.testing.conformance.claims import ClaimConformance
 from machinery_py.testing.conformance.schedules import ScheduleConformance
 from machinery_py.testing.conformance.settlement import OpenStore, SettlementConformance
-from tests.backends.memcached.case import (
-    Drivers,
-    ServerClock,
-    clock,
-    empty_memcached,
-    flush,
-    open_driver,
-)
+from tests.backends.memcached.case import Drivers, ServerClock, clock, open_driver
 from tests.support.servers import MemcachedServer, require
 
-__all__ = ["clock", "empty_memcached", "open_driver"]
+__all__ = ["clock", "open_driver"]
 
 
 class TestMemcacheBackend(BackendConformance):
@@ -56,7 +49,7 @@ class TestThreeMemcachedServers(BackendConformance):
         self, empty_memcached: MemcachedServer, two_more: list[MemcachedServer]
     ) -> ServerClock:
         for server in two_more:
-            flush(server)
+            server.flush()
         return ServerClock(empty_memcached, *two_more)
 
     @pytest.fixture

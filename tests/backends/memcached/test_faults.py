@@ -26,11 +26,8 @@ from machinery_py.tasks.signature import Arg
 from machinery_py.tasks.states import Arrival, State, TaskState
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.waiting import HANG, together, wait_until
-from tests.backends.memcached.case import empty_memcached, flush
 from tests.support.proxy import Direction, Proxy
 from tests.support.servers import MemcachedServer, require
-
-__all__ = ["empty_memcached"]
 
 
 @pytest.fixture
@@ -336,7 +333,7 @@ def test_a_worker_that_lost_its_delivery_is_fenced_though_its_epoch_was_forgotte
 ) -> None:
     backend = MemcacheBackend(driver)
     (old,) = backend.begin([("task_1", 0)])
-    flush(empty_memcached)
+    empty_memcached.flush()
     (new,) = backend.begin([("task_1", 0)])
 
     assert settle(backend, "task_1", mark="old", epoch=old.epoch) is FENCED
@@ -348,7 +345,7 @@ def test_a_state_that_is_forgotten_while_its_task_runs_is_stored_anew(
 ) -> None:
     backend = MemcacheBackend(driver)
     (begun,) = backend.begin([("task_1", 0)])
-    flush(empty_memcached)
+    empty_memcached.flush()
 
     assert settle(backend, "task_1", epoch=begun.epoch) is SETTLED
 
@@ -619,7 +616,7 @@ def test_who_sends_chords_is_warned_once_that_they_may_be_forgotten(
 def test_who_waits_for_what_is_forgotten_is_told(empty_memcached: MemcachedServer) -> None:
     shop = Shop(empty_memcached.url)
     result = shop.note.send(1)
-    flush(empty_memcached)
+    empty_memcached.flush()
     with pytest.raises(ResultExpired):
         result.get(timeout=HANG)
     shop.server.close()

@@ -28,11 +28,9 @@ from machinery_py.testing.conformance.fencing import drain, message_of, state_of
 from machinery_py.testing.conformance.schedules import amend, bodies
 from machinery_py.testing.flaky import FlakyBackend, FlakyBroker
 from machinery_py.testing.waiting import HANG, together, wait_until
-from tests.backends.memcached.case import empty_memcached, flush, time_left
+from tests.backends.memcached.case import time_left
 from tests.support.proxy import Proxy
 from tests.support.servers import MemcachedServer
-
-__all__ = ["empty_memcached"]
 
 
 class Died(BaseException):
@@ -232,7 +230,7 @@ def test_a_claim_that_is_forgotten_lets_a_second_one_in(empty_memcached: Memcach
     first = task.send(1)
     assert task.send(1).uuid == first.uuid
 
-    flush(empty_memcached)
+    empty_memcached.flush()
     second = task.send(1)
 
     assert not second.duplicate
@@ -352,7 +350,7 @@ def test_what_code_declares_is_stored_again_when_it_was_forgotten(
     driver = MemcacheDriver(parse_memcache_url(empty_memcached.url))
 
     if forgotten == "all":
-        flush(empty_memcached)
+        empty_memcached.flush()
     else:
         driver.send([delete(LIST if forgotten == "the list" else RECORD + b"s")], doing="testing")
     assert app.go(120) == 3

@@ -22,10 +22,8 @@ from machinery_py.tasks.states import Arrival, GroupMeta, TaskState
 from machinery_py.testing.waiting import HANG, wait_until
 from machinery_py.wire.states import decode_group, decode_state, encode_group, encode_state
 from machinery_py.worker.go_groups import GoGroupPoller
-from tests.backends.memcached.case import empty_memcached, time_left
+from tests.backends.memcached.case import time_left
 from tests.support.servers import MemcachedServer
-
-__all__ = ["empty_memcached"]
 
 GOLDEN = Path(__file__).parents[2] / "wire" / "golden"
 

@@ -42,12 +42,8 @@ from machinery_py.tasks.states import State, TaskState
 from machinery_py.testing.conformance.groups import arrival, arrive, ready, state_of, write
 from machinery_py.testing.waiting import HANG, wait_until
 from machinery_py.wire.states import encode_state
-from tests.stores.rabbitmq.case import amqp_url, vhosts
-from tests.support.fixtures import open_proxy, rabbitmq_server
 from tests.support.proxy import REPLIES, REQUESTS, Proxy
 from tests.support.servers import RabbitMQServer
-
-__all__ = ["amqp_url", "open_proxy", "rabbitmq_server", "vhosts"]
 
 EXCHANGE = "machinery_exchange"
 GO_ARGUMENTS = {"x-message-ttl": 3_600_000, "x-expires": 3_600_000}

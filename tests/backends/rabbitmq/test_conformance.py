@@ -18,26 +18,9 @@ from machinery_py.testing.conformance.claims import ClaimConformance
 from machinery_py.testing.conformance.schedules import ScheduleConformance
 from machinery_py.testing.conformance.settlement import OpenStore, SettlementConformance
 from tests.backends.rabbitmq.case import Backends, LapsingClock, open_backends, results_url
-from tests.stores.rabbitmq.case import (
-    Brokers,
-    PacedClock,
-    amqp_config,
-    amqp_url,
-    crash,
-    open_brokers,
-    vhosts,
-)
-from tests.support.fixtures import rabbitmq_server
+from tests.stores.rabbitmq.case import Brokers, PacedClock, amqp_config, crash, open_brokers
 
-__all__ = [
-    "amqp_config",
-    "amqp_url",
-    "open_backends",
-    "open_brokers",
-    "rabbitmq_server",
-    "results_url",
-    "vhosts",
-]
+__all__ = ["amqp_config", "open_backends", "open_brokers", "results_url"]
 
 
 class TestAMQPBackend(BackendConformance):

@@ -19,12 +19,10 @@ from machinery_py.tasks.states import State
 from machinery_py.testing.conformance.groups import state_of
 from machinery_py.testing.waiting import HANG, wait_until
 from tests.backends.rabbitmq.test_backend import Open, backend, open_backend
-from tests.stores.rabbitmq.case import amqp_url, vhosts
-from tests.support.fixtures import open_proxy, rabbitmq_server
 from tests.support.proxy import Proxy
 from tests.support.servers import RabbitMQServer
 
-__all__ = ["amqp_url", "backend", "open_backend", "open_proxy", "rabbitmq_server", "vhosts"]
+__all__ = ["backend", "open_backend"]
 
 
 @pytest.fixture

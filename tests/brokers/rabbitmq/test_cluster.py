@@ -17,10 +17,7 @@ from machinery_py.errors import BrokerUnavailable, PublishRefused, PublishUnknow
 from machinery_py.events import TaskSucceeded
 from machinery_py.testing.conformance.leases import bodies, message, put
 from machinery_py.testing.waiting import HANG, wait_until
-from tests.support.fixtures import redis_server
 from tests.support.servers import RabbitMQCluster, RabbitMQServer, RedisServer, require
-
-__all__ = ["redis_server"]
 
 TASKS = 300  # and so many more after the fault
 LONG = 4 * HANG  # a guard: at a load of 25 an election takes its time

@@ -20,15 +20,12 @@ from tests.stores.rabbitmq.case import (
     Brokers,
     PacedClock,
     amqp_config,
-    amqp_url,
     clock,
     crash,
     open_brokers,
-    vhosts,
 )
-from tests.support.fixtures import rabbitmq_server
 
-__all__ = ["amqp_config", "amqp_url", "clock", "open_brokers", "rabbitmq_server", "vhosts"]
+__all__ = ["amqp_config", "clock", "open_brokers"]
 
 
 class TestAMQPBroker(BrokerConformance):

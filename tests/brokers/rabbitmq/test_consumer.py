@@ -16,10 +16,7 @@ from machinery_py.connections.rabbitmq.client import AmqpDriver
 from machinery_py.connections.rabbitmq.io_thread import Channel
 from machinery_py.testing.conformance.leases import bodies, done, put
 from machinery_py.testing.waiting import HANG, wait_until
-from tests.stores.rabbitmq.case import amqp_url, crash, vhosts
-from tests.support.fixtures import rabbitmq_server
-
-__all__ = ["amqp_url", "rabbitmq_server", "vhosts"]
+from tests.stores.rabbitmq.case import crash
 
 
 @pytest.fixture(params=["classic", "quorum"])

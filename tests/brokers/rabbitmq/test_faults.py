@@ -28,12 +28,9 @@ from machinery_py.errors import (
 )
 from machinery_py.testing.conformance.leases import bodies, done, message, put
 from machinery_py.testing.waiting import HANG, wait_until
-from tests.stores.rabbitmq.case import amqp_url, vhosts, waiting
-from tests.support.fixtures import open_proxy, rabbitmq_server
+from tests.stores.rabbitmq.case import waiting
 from tests.support.proxy import REPLIES, Proxy
 from tests.support.servers import RabbitMQServer, require
-
-__all__ = ["amqp_url", "open_proxy", "rabbitmq_server", "vhosts"]
 
 Open = Callable[..., AMQPBroker]
 

@@ -19,10 +19,6 @@ from machinery_py.brokers.rabbitmq.broker import AMQPBroker
 from machinery_py.config.config import AMQPConfig
 from machinery_py.testing.conformance.fencing import body_of
 from machinery_py.testing.waiting import HANG, wait_until
-from tests.stores.rabbitmq.case import amqp_url, vhosts
-from tests.support.fixtures import rabbitmq_server
-
-__all__ = ["amqp_url", "rabbitmq_server", "vhosts"]
 
 EXCHANGE, KEY, QUEUE = "machinery_exchange", "machinery_task", "machinery_tasks"
 

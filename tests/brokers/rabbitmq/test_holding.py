@@ -28,10 +28,7 @@ from machinery_py.worker.execution import Execution
 from machinery_py.worker.executors import Executors
 from machinery_py.worker.hooks import WorkerHooks
 from machinery_py.worker.intake import accept, peek
-from tests.stores.rabbitmq.case import amqp_url, vhosts, waiting
-from tests.support.fixtures import rabbitmq_server
-
-__all__ = ["amqp_url", "rabbitmq_server", "vhosts"]
+from tests.stores.rabbitmq.case import waiting
 
 LONG_LEASE = 2400.0  # seconds; a beat each quarter of it: nothing here is found out by a beat
 

@@ -15,11 +15,8 @@ from machinery_py.config.config import AMQPConfig
 from machinery_py.connections.rabbitmq.client import AmqpDriver
 from machinery_py.testing.conformance.leases import back, bodies, done, message, put
 from machinery_py.testing.waiting import HANG, together, wait_until
-from tests.stores.rabbitmq.case import amqp_url, crash, vhosts, waiting
-from tests.support.fixtures import rabbitmq_server
+from tests.stores.rabbitmq.case import crash, waiting
 from tests.support.servers import RabbitMQServer, require
-
-__all__ = ["amqp_url", "rabbitmq_server", "vhosts"]
 
 
 @pytest.fixture

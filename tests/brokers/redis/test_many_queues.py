@@ -12,24 +12,11 @@ from machinery_py.brokers.redis.broker import OTHERS, RedisBroker
 from machinery_py.brokers.redis.cluster import ClusterBroker
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.conformance.brokers import OpenBroker
-from tests.stores.redis.case import (
-    Drivers,
-    ServerClock,
-    clock,
-    open_driver,
-    redis_server,
-    redis_url,
-)
-from tests.stores.redis_cluster.case import (
-    ClusterClock,
-    Clusters,
-    empty_cluster,
-    masters,
-    open_cluster,
-)
+from tests.stores.redis.case import Drivers, ServerClock, clock, open_driver
+from tests.stores.redis_cluster.case import ClusterClock, Clusters, open_cluster
 from tests.support.servers import RedisCluster as ClusterServers
 
-__all__ = ["clock", "empty_cluster", "open_cluster", "open_driver", "redis_server", "redis_url"]
+__all__ = ["clock", "open_cluster", "open_driver"]
 
 QUEUES = 1_000
 MOST = (
@@ -129,4 +116,4 @@ class TestManyQueuesInACluster(ManyQueues):
         return lambda: ClusterBroker(open_cluster())
 
     def commands(self, broker: Broker) -> int:
-        return sum(calls(node.cli) for node in masters(self.servers))
+        return sum(calls(node.cli) for node in self.servers.masters)

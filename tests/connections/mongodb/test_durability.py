@@ -21,11 +21,8 @@ from machinery_py import Config, Server, Signature
 from machinery_py.connections.mongodb.client import MongoDriver
 from machinery_py.connections.mongodb.durability import Told, concerns, version_of
 from machinery_py.errors import StoreUnusable
-from tests.stores.mongodb.case import mongodb_server, mongodb_url
 from tests.support import private_mongo
 from tests.support.proxy import Proxy
-
-__all__ = ["mongodb_server", "mongodb_url"]
 
 ALONE = {"ismaster": True, "maxWireVersion": 21}
 PRIMARY = {**ALONE, "setName": "rs0", "hosts": ["a:1", "b:1", "c:1"], "primary": "a:1"}

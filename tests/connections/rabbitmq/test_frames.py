@@ -28,12 +28,8 @@ from machinery_py.connections.rabbitmq.io_thread import AmqpConnection, Channel
 from machinery_py.connections.rabbitmq.io_thread import resolve as fill
 from machinery_py.connections.rabbitmq.publisher import Batch, Confirms, End
 from machinery_py.testing.waiting import HANG
-from tests.stores.rabbitmq.case import amqp_url, vhosts
-from tests.support.fixtures import open_proxy, rabbitmq_server
 from tests.support.proxy import REPLIES, Proxy
 from tests.support.servers import RabbitMQServer
-
-__all__ = ["amqp_url", "open_proxy", "rabbitmq_server", "vhosts"]
 
 MOST = 4096 - 8
 

@@ -20,10 +20,7 @@ from machinery_py.errors import BackendUnavailable, ConfigError, MachineryError,
 from machinery_py.tasks.signature import Signature
 from machinery_py.testing.conformance.leases import put
 from machinery_py.testing.waiting import HANG, together, wait_until
-from tests.stores.redis_cluster.case import empty_cluster, masters, url_of
 from tests.support.servers import RedisCluster as ClusterServers
-
-__all__ = ["empty_cluster"]
 
 GOOD = {"appendonly": "yes", "maxmemory-policy": "noeviction"}
 AS_IT_WAS = {"appendonly": "no", "maxmemory-policy": "noeviction"}
@@ -33,7 +30,7 @@ QUEUES = ("machinery_tasks", "mail", "video", "a", "b")  # in slots of all maste
 @pytest.fixture
 def durable(empty_cluster: ClusterServers) -> Iterator[ClusterServers]:
     """The shared cluster, with masters that keep what they are given."""
-    nodes = masters(empty_cluster)
+    nodes = empty_cluster.masters
     for node in nodes:
         for name, value in GOOD.items():
             node.cli("CONFIG", "SET", name, value)
@@ -44,7 +41,7 @@ def durable(empty_cluster: ClusterServers) -> Iterator[ClusterServers]:
 
 
 def server_with(cluster: ClusterServers, **options: object) -> Server:
-    return Server(Config(broker=url_of(cluster), redis=RedisConfig(**options)))  # type: ignore[arg-type]
+    return Server(Config(broker=cluster.url, redis=RedisConfig(**options)))  # type: ignore[arg-type]
 
 
 def connections(cluster: ClusterServers, name: str) -> int:
@@ -62,7 +59,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_each_master_is_told_of_once_however_many_queues_and_threads_there_are(
     durable: ClusterServers, caplog: pytest.LogCaptureFixture
 ) -> None:
-    first, second, third = masters(durable)
+    first, second, third = durable.masters
     second.cli("CONFIG", "SET", "maxmemory-policy", "allkeys-lru")
     third.cli("CONFIG", "SET", "appendonly", "no")
     server = server_with(durable)
@@ -95,15 +92,15 @@ def test_each_master_is_told_of_once_however_many_queues_and_threads_there_are(
 def test_a_cluster_with_one_master_that_would_lose_tasks_is_refused(
     durable: ClusterServers, caplog: pytest.LogCaptureFixture
 ) -> None:
-    strict = Server(Config(broker=url_of(durable), strict_durability=True))
+    strict = Server(Config(broker=durable.url, strict_durability=True))
     strict.send_task(Signature(name="nobody_runs_this"))
     assert strict.broker.concerns() == strict.backend.concerns() == []
     assert warnings(caplog) == []
     strict.close()
 
-    for bad in masters(durable):  # whichever it is, and wherever a task would be stored
+    for bad in durable.masters:  # whichever it is, and wherever a task would be stored
         bad.cli("CONFIG", "SET", "appendonly", "no")
-        again = Server(Config(broker=url_of(durable), strict_durability=True))
+        again = Server(Config(broker=durable.url, strict_durability=True))
         for queue in QUEUES:
             with pytest.raises(
                 StoreUnusable, match=f"Redis at 127.0.0.1:{bad.port}: refused by strict_durability"
@@ -156,7 +153,7 @@ def test_a_key_whose_slot_cannot_be_named_is_refused(key: str) -> None:
 
 
 def test_connections_to_all_nodes_are_counted_together(empty_cluster: ClusterServers) -> None:
-    cluster = RedisClusterDriver(url_of(empty_cluster), limits=Limits(max_active=2))
+    cluster = RedisClusterDriver(empty_cluster.url, limits=Limits(max_active=2))
     drivers = [cluster.at(f"{{{queue}}}:".encode()) for queue in QUEUES]
 
     def ask(index: int) -> None:
@@ -215,7 +212,7 @@ def test_a_shorter_poll_period_is_kept(
     def sleeps() -> int:
         lines = [
             line
-            for node in masters(empty_cluster)
+            for node in empty_cluster.masters
             for line in str(node.cli("INFO", "commandstats")).splitlines()
         ]
         return sum(
@@ -237,7 +234,7 @@ def test_a_shorter_poll_period_is_kept(
 
 @pytest.fixture
 def broker(empty_cluster: ClusterServers) -> Iterator[ClusterBroker]:
-    cluster = RedisClusterDriver(url_of(empty_cluster))
+    cluster = RedisClusterDriver(empty_cluster.url)
     yield ClusterBroker(cluster)
     cluster.close()
 

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import os
 from collections.abc import Iterator
 
 import pytest
 
 from machinery_py.connections.mongodb.client import MongoDriver
 from machinery_py.testing.clocks import ManualClock
-from tests.support import private_mongo
-from tests.support.fixtures import mongodb_server
-from tests.support.servers import require
-
-__all__ = ["mongodb_server"]
 
 _databases = itertools.count()
 
@@ -36,29 +29,6 @@ class Drivers:
     def close(self) -> None:
         for driver in self._open:
             driver.close()
-
-
-@pytest.fixture
-def mongodb_url(mongodb_server: str) -> Iterator[str]:
-    """A database with nothing in it; dropped after the test."""
-    from pymongo import MongoClient
-    from pymongo.uri_parser import parse_uri
-
-    name = f"machinery_test_{os.getpid()}_{next(_databases)}"
-    place, _, query = mongodb_server.partition("?")
-    parse_uri(mongodb_server)
-    yield f"{place.rstrip('/')}/{name}" + (f"?{query}" if query else "")
-    with MongoClient(mongodb_server, serverSelectionTimeoutMS=5000) as client:
-        client.drop_database(name)
-
-
-def own_mongodb(request: pytest.FixtureRequest) -> str:
-    """The URL of a server for this fixture alone: `mongodb_url` has parameters, and cannot be asked for by its name."""
-    kind = private_mongo.KINDS[private_mongo.best_kind()]
-    require(kind)
-    stack = contextlib.ExitStack()
-    request.addfinalizer(stack.close)
-    return stack.enter_context(kind()).url + "machinery_test"
 
 
 @pytest.fixture

@@ -21,9 +21,9 @@ from machinery_py.testing.conformance.locks import LockConformance, OpenLock
 from machinery_py.testing.conformance.schedules import ScheduleConformance
 from machinery_py.testing.conformance.settlement import OpenStore, SettlementConformance
 from tests.stores.left_behind import LeftBehind
-from tests.stores.mongodb.case import Drivers, clock, mongodb_server, mongodb_url, open_driver
+from tests.stores.mongodb.case import Drivers, clock, open_driver
 
-__all__ = ["clock", "mongodb_server", "mongodb_url", "open_driver"]
+__all__ = ["clock", "open_driver"]
 
 
 class TestMongoBroker(BrokerConformance):

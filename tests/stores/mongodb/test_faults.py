@@ -59,11 +59,8 @@ from machinery_py.testing.conformance.fencing import (
     submit,
 )
 from machinery_py.testing.waiting import HANG
-from tests.stores.mongodb.case import mongodb_server, mongodb_url
 from tests.support import private_mongo
 from tests.support.proxy import Proxy
-
-__all__ = ["mongodb_server", "mongodb_url"]
 
 WRITES = (b"insert", b"update", b"delete", b"findAndModify")
 FAULTS = ("lost reply", "stepped down", "stepped down after it")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime as dt
-import functools
 import threading
 from collections.abc import Iterator
 
@@ -16,40 +15,8 @@ from machinery_py.config.config import AMQPConfig
 from machinery_py.connections.rabbitmq.client import AmqpDriver
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.waiting import HANG, wait_until
-from tests.support.servers import RabbitMQServer
 
 PACE = 4  # the servers' seconds in one real second, where messages are delayed
-
-_GRANTED = """[begin N = list_to_binary("t" ++ integer_to_list(I)), rabbit_vhost:add(N, <<"test">>),
-    rabbit_auth_backend_internal:set_permissions(<<"guest">>, N, <<".*">>, <<".*">>, <<".*">>, <<"test">>)
-    end || I <- lists:seq({first}, {last})]."""
-
-
-class Vhosts:
-    """Hands out vhosts that nobody has used; many are made at a time, since asking takes half a second."""
-
-    BATCH = 40
-
-    def __init__(self, server: RabbitMQServer) -> None:
-        self._server = server
-        self._made = 0
-        self._given = 0
-
-    def __call__(self) -> str:
-        """The URL of a new one."""
-        if self._given == self._made:
-            self._server.ctl(
-                "eval", _GRANTED.format(first=self._made, last=self._made + self.BATCH - 1)
-            )
-            self._made += self.BATCH
-        self._given += 1
-        return f"{self._server.url}t{self._given - 1}"
-
-
-@functools.cache
-def vhosts_of(server: RabbitMQServer) -> Vhosts:
-    """One for each server: pytest makes a session's fixture anew for each module that imports it, and they share a server."""
-    return Vhosts(server)
 
 
 class PacedClock(ManualClock):
@@ -147,17 +114,6 @@ def waiting(broker: AMQPBroker, queue: str) -> int:
     with broker.driver.visit("counting") as channel:
         frame = channel.rpc("queue_declare", queue=queue, passive=True, timeout=HANG)
         return int(frame.method.message_count)
-
-
-@pytest.fixture(scope="session")
-def vhosts(rabbitmq_server: RabbitMQServer) -> Vhosts:
-    return vhosts_of(rabbitmq_server)
-
-
-@pytest.fixture
-def amqp_url(vhosts: Vhosts) -> str:
-    """A vhost with nothing in it."""
-    return vhosts()
 
 
 @pytest.fixture

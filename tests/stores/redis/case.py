@@ -9,7 +9,6 @@ import pytest
 
 from machinery_py.connections.redis.client import RedisDriver
 from machinery_py.testing.clocks import ManualClock
-from tests.support.servers import RedisServer
 
 # Every key that has an expiry gets that much older. In: milliseconds.
 AGE = """
@@ -62,22 +61,6 @@ class Drivers:
     def close(self) -> None:
         for driver in self._open:
             driver.close()
-
-
-@pytest.fixture(scope="session")
-def redis_server() -> Iterator[RedisServer]:
-    with RedisServer() as server:
-        yield server
-
-
-@pytest.fixture
-def redis_url(redis_server: RedisServer) -> str:
-    """A database with nothing in it."""
-    url = f"{redis_server.url.rsplit('/', 1)[0] if redis_server.url.count('/') > 2 else redis_server.url}/{next(_databases)}"
-    driver = RedisDriver(url)
-    driver.ask(b"FLUSHDB", doing="emptying")
-    driver.close()
-    return url
 
 
 @pytest.fixture

@@ -16,16 +16,9 @@ from machinery_py.wire.states import encode_group
 from machinery_py.worker.go_groups import GoGroupPoller
 from tests.stores.left_behind import GROUP, SOON, LeftBehind, ended, look_until_idle
 from tests.stores.record_stores import InRedis, RedisTime
-from tests.stores.redis.case import (
-    Drivers,
-    ServerClock,
-    clock,
-    open_driver,
-    redis_server,
-    redis_url,
-)
+from tests.stores.redis.case import Drivers, ServerClock, clock, open_driver
 
-__all__ = ["clock", "open_driver", "redis_server", "redis_url"]
+__all__ = ["clock", "open_driver"]
 
 
 class TestRedisBroker(RedisTime, BrokerConformance):

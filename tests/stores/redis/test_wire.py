@@ -23,9 +23,6 @@ from machinery_py.testing.waiting import HANG, wait_until
 from machinery_py.wire.signatures import decode_signature
 from machinery_py.wire.states import decode_group, decode_state, encode_state
 from machinery_py.worker import maintenance
-from tests.stores.redis.case import redis_server, redis_url
-
-__all__ = ["redis_server", "redis_url"]
 
 GOLDEN = Path(__file__).parents[2] / "wire" / "golden"
 

@@ -8,22 +8,8 @@ import pytest
 
 from machinery_py.connections.redis.cluster import RedisClusterDriver
 from machinery_py.testing.clocks import ManualClock
-from machinery_py.testing.waiting import wait_until
 from tests.stores.redis.case import AGE
 from tests.support.servers import RedisCluster as ClusterServers
-from tests.support.servers import RedisServer
-
-
-def masters(cluster: ClusterServers) -> list[RedisServer]:
-    return [
-        node
-        for node in cluster.nodes
-        if node.is_running and str(node.cli("ROLE")).startswith("['master'")
-    ]
-
-
-def url_of(cluster: ClusterServers) -> str:
-    return "redis://" + ",".join(f"{host}:{port}" for host, port in cluster.addresses)
 
 
 class ClusterClock(ManualClock):
@@ -37,7 +23,7 @@ class ClusterClock(ManualClock):
         before = self.now()
         super().advance(seconds, **more)
         passed = (self.now() - before).total_seconds()
-        for node in masters(self._cluster):
+        for node in self._cluster.masters:
             node.cli("EVAL", AGE, 0, round(passed * 1000))
 
 
@@ -60,22 +46,12 @@ class Clusters:
 
 
 @pytest.fixture
-def empty_cluster(redis_cluster: ClusterServers) -> ClusterServers:
-    """The shared cluster, complete and without a key."""
-    redis_cluster.start()
-    for node in masters(redis_cluster):
-        wait_until(lambda node=node: node.cli("FLUSHALL") == "OK")
-        node.cli("SCRIPT", "FLUSH")
-    return redis_cluster
-
-
-@pytest.fixture
 def clock(empty_cluster: ClusterServers) -> ClusterClock:
     return ClusterClock(empty_cluster)
 
 
 @pytest.fixture
 def open_cluster(empty_cluster: ClusterServers, clock: ClusterClock) -> Iterator[Clusters]:
-    clusters = Clusters(url_of(empty_cluster), clock)
+    clusters = Clusters(empty_cluster.url, clock)
     yield clusters
     clusters.close()

@@ -16,16 +16,10 @@ from machinery_py.testing.conformance.brokers import BrokerConformance, OpenBrok
 from machinery_py.testing.conformance.claims import ClaimConformance
 from machinery_py.testing.conformance.schedules import ScheduleConformance
 from machinery_py.testing.conformance.settlement import OpenStore, SettlementConformance
-from tests.stores.redis_cluster.case import (
-    ClusterClock,
-    Clusters,
-    clock,
-    empty_cluster,
-    open_cluster,
-)
+from tests.stores.redis_cluster.case import ClusterClock, Clusters, clock, open_cluster
 from tests.support.servers import RedisCluster as ClusterServers
 
-__all__ = ["clock", "empty_cluster", "open_cluster"]
+__all__ = ["clock", "open_cluster"]
 
 
 class ClusterTime:

@@ -42,19 +42,11 @@ from machinery_py.testing.conformance.fencing import (
     submit,
 )
 from machinery_py.testing.waiting import HANG, together, wait_until
-from tests.stores.redis_cluster.case import (
-    ClusterClock,
-    Clusters,
-    clock,
-    empty_cluster,
-    masters,
-    open_cluster,
-    url_of,
-)
+from tests.stores.redis_cluster.case import ClusterClock, Clusters, clock, open_cluster
 from tests.support.servers import RedisCluster as ClusterServers
 from tests.support.servers import RedisServer, ReplyError
 
-__all__ = ["clock", "empty_cluster", "open_cluster"]
+__all__ = ["clock", "open_cluster"]
 
 OpenStore = Callable[[], ClusterStore]
 
@@ -98,12 +90,12 @@ def test_a_queue_may_bring_its_own_tag(open_store: OpenStore) -> None:
 def test_a_slot_that_is_on_its_way_stands_still(
     empty_cluster: ClusterServers, clock: ClusterClock
 ) -> None:
-    cluster = RedisClusterDriver(url_of(empty_cluster), clock=clock, timeout=0.3)
+    cluster = RedisClusterDriver(empty_cluster.url, clock=clock, timeout=0.3)
     broker, backend = ClusterBroker(cluster), ClusterBackend(cluster)
     store = ClusterStore(broker, backend, clock)
     submit(store, "a")
     source = empty_cluster.node_of("q")
-    target = next(node for node in masters(empty_cluster) if node is not source)
+    target = next(node for node in empty_cluster.masters if node is not source)
     slot = int(str(source.cli("CLUSTER", "KEYSLOT", "q")))
     target.cli("CLUSTER", "SETSLOT", slot, "IMPORTING", str(source.cli("CLUSTER", "MYID")))
     source.cli("CLUSTER", "SETSLOT", slot, "MIGRATING", str(target.cli("CLUSTER", "MYID")))
@@ -141,7 +133,7 @@ def test_a_cluster_that_is_away_is_told_as_one_redis_would(clock: ClusterClock) 
 def test_a_lost_reply_is_told_and_a_repeat_doubles_nothing(
     empty_cluster: ClusterServers, open_cluster: Clusters, clock: ClusterClock, token: str
 ) -> None:
-    cluster = RedisClusterDriver(url_of(empty_cluster), clock=clock, timeout=0.3)
+    cluster = RedisClusterDriver(empty_cluster.url, clock=clock, timeout=0.3)
     broker = ClusterBroker(cluster)
 
     def is_warm() -> bool:
@@ -411,7 +403,7 @@ def test_what_go_does_between_our_flag_and_our_look_at_its_mutex_is_seen(
     document = str(
         empty_cluster.node_of(GROUP).cli("GET", GROUP)
     )  # read with the mutex, before our flag
-    slow = Slow(url_of(empty_cluster), lambda: settle_as_go(empty_cluster, document))
+    slow = Slow(empty_cluster.url, lambda: settle_as_go(empty_cluster, document))
 
     backend = ClusterBackend(slow)
     assert backend.trigger_chord(GROUP) is False
@@ -475,7 +467,7 @@ class Mortal(RedisClusterDriver):
 def test_a_unique_send_that_is_cut_off_anywhere_is_made_or_not(
     empty_cluster: ClusterServers, open_cluster: Clusters, clock: ClusterClock, beside: bool
 ) -> None:
-    mortal = Mortal(url_of(empty_cluster), clock=clock)
+    mortal = Mortal(empty_cluster.url, clock=clock)
     memory = MemoryBroker(MemoryHub(clock))
 
     def open_one(cluster: RedisClusterDriver) -> Store:
