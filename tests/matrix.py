@@ -53,12 +53,12 @@ SUITES = (*ALONE.items(), *PAIRED.items())
 Counts = dict[tuple[str, str, str], list[int]]
 NEVER = "–"
 _OUTCOMES = ("passed", "failed", "skipped")
-_HEAD = """# What has been tried over which stores
+_HEAD = """# Tests of each store and pair of stores
 
-Written by test runs (`make matrix`). A cell says how many tests of the suite passed; *failed* and *left out* are named where
-there are any, "–": the suite was not run over these stores. The suites are those of `machinery_py.testing.conformance`, the
-same for every store; what a store cannot do it must refuse in words, and that is tested in its place. `null` keeps nothing, so
-there is nothing to be tried with it. Where no `mongod` is installed, MongoDB's tests run over a stand-in (here: {mongodb}).
+Written by test runs (`make matrix`). A cell has the number of passed tests of the suite; *failed* and *left out* are named where
+there are any; "–": the suite was not run over these stores. The suites are those of `machinery_py.testing.conformance`, the
+same for every store. If a store cannot do something, the suite checks that it refuses it. `null` keeps nothing, so
+it has no tests here. Where no `mongod` is installed, MongoDB's tests use a stand-in (here: {mongodb}).
 """
 
 
