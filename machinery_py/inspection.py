@@ -195,16 +195,10 @@ class Inspector:
             StateNotFound: nothing is known.
         """
         state = self._app.store.backend.get_state(self.find(uuid))
-        return TaskReport(state=state, signature=self._signature(state))
+        body = state.message if state.is_finished else self._waiting_body(state)
+        return TaskReport(state=state, signature=_decoded(body))
 
     task_async = twin(task)
-
-    def _signature(self, state: TaskState) -> Signature[object] | None:
-        body = state.message if state.is_finished else self._waiting_body(state)
-        try:
-            return decode_signature(body) if body else None
-        except DecodeError:
-            return None
 
     def _waiting_body(self, state: TaskState) -> bytes:
         broker = self._app.store.broker
@@ -238,18 +232,17 @@ class Inspector:
             found = list(self._app.store.backend.get_states(list(uuids)).values())
         else:
             found = self.tasks(state=state, name=name, since=since, limit=limit)
-        bodies = [
-            encode_signature(_anew(decode_signature(one.message)))
+        failed = [
+            _anew(decode_signature(one.message))
             for one in found
             if one.state is State.FAILURE and one.message
         ]
-        return self._replay(bodies)
+        return self._replay([(one, encode_signature(one)) for one in failed])
 
     retry_async = twin(retry)
 
-    def _replay(self, bodies: Sequence[bytes]) -> list[str]:
+    def _replay(self, pairs: Sequence[tuple[Signature[object], bytes]]) -> list[str]:
         """Send these messages again; return the UUIDs, without those that were refused for good."""
-        pairs = [(decode_signature(body), body) for body in bodies]
         sent: list[str] = []
         for start in range(0, len(pairs), 1000):
             sent += self._replay_batch(pairs[start : start + 1000])
@@ -375,12 +368,13 @@ class Inspector:
             The UUIDs of the tasks that were sent.
         """
         letters = [self.dead_letter(id) for id in ids]
-        usable = [letter for letter in letters if _is_signature(letter.body)]
+        found = [(letter, _decoded(letter.body)) for letter in letters]
+        usable = [(letter, one) for letter, one in found if one is not None and one.name]
         # Published first, removed then: after a crash in between there is a letter too many, never one
         # too few.
-        sent = self._replay([letter.body for letter in usable])
+        sent = self._replay([(one, letter.body) for letter, one in usable])
         gone = frozenset(sent)
-        taken = [letter.id for letter in usable if decode_signature(letter.body).uuid in gone]
+        taken = [letter.id for letter, one in usable if one.uuid in gone]
         try:
             try:
                 self._app.store.broker.take_dead(taken)
@@ -417,8 +411,9 @@ def _anew(signature: Signature[object]) -> Signature[object]:
     )
 
 
-def _is_signature(body: bytes) -> bool:
+def _decoded(body: bytes) -> Signature[object] | None:
+    """Return the signature; None if the bytes are none."""
     try:
-        return bool(decode_signature(body).name)
+        return decode_signature(body) if body else None
     except DecodeError:
-        return False
+        return None

@@ -80,11 +80,11 @@ def split_words(
     elif rest:
         app = rest.pop(0)
     if not app:
-        raise ValueError("which application? name the module of your Server, or set MACHINERY_APP")
+        raise ValueError("no app (name the module of your Server, or set MACHINERY_APP)")
     if len(rest) < least:
-        raise ValueError("too few words")
+        raise ValueError("too few arguments")
     if most is not None and len(rest) > most:
-        raise ValueError(f"too many words: {' '.join(rest[most:])}")
+        raise ValueError(f"too many arguments: {' '.join(rest[most:])}")
     return app, rest
 
 

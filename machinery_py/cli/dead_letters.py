@@ -17,7 +17,7 @@ from machinery_py.cli.output import (
     many,
     moment,
 )
-from machinery_py.errors import Unsupported
+from machinery_py.errors import ArgumentError
 
 if TYPE_CHECKING:
     from machinery_py.brokers.base import DeadLetter
@@ -79,10 +79,10 @@ def dead_delete(server: Server, args: argparse.Namespace) -> int:
 def _chosen(server: Server, args: argparse.Namespace, verb: str) -> list[str]:
     """Return the ids of the letters that are meant; ask when there are several."""
     if args.rest and args.all:
-        raise Unsupported(f"dead {verb}: ids and --all exclude each other")
+        raise ArgumentError(f"dead {verb}: ids and --all exclude each other")
     if not args.rest and not args.all:
-        raise Unsupported(
-            f"dead {verb}: which? name ids, or --all (see: machinery dead list {args.app})"
+        raise ArgumentError(
+            f"dead {verb}: no ids (name them, or say --all; see: machinery dead list {args.app})"
         )
     if args.all:
         ids = [one.id for one in server.inspect.dead(limit=ALL, queue=args.queue)]

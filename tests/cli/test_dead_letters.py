@@ -40,7 +40,7 @@ def test_dead_letters_are_listed_shown_and_deleted(app: App) -> None:
         "ids and --all"
         in app.run("dead", "delete", "tasks", letters[0]["id"], "--all", code=2).stderr
     )
-    assert "which? name ids, or --all" in app.run("dead", "delete", "tasks", code=2).stderr
+    assert "no ids (name them, or say --all" in app.run("dead", "delete", "tasks", code=2).stderr
     assert (
         "delete 2 dead letters? (nobody to ask here: say --yes)"
         in app.run("dead", "delete", "tasks", "--all", code=2).stderr

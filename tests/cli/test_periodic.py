@@ -128,7 +128,7 @@ def test_change_and_remove(clockwork: App) -> None:
             ("remove", "tasks", "weekdays"),
             "remove 1 schedule: weekdays? (nobody to ask here: say --yes)",
         ),
-        (("pause", "tasks"), "too few words"),
+        (("pause", "tasks"), "too few arguments"),
     ],
 )
 def test_what_is_wrong_changes_nothing(clockwork: App, words: tuple[str, ...], text: str) -> None:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import pickle
+import re
+from collections.abc import Mapping
 from dataclasses import FrozenInstanceError
 from pathlib import Path
 from typing import get_args
@@ -9,10 +11,18 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from machinery_py.config.server_urls import parse_amqp_url, parse_memcache_url, parse_redis_url
+from machinery_py.config.server_urls import (
+    AMQP_OPTIONS,
+    REDIS_OPTIONS,
+    UrlOption,
+    parse_amqp_url,
+    parse_memcache_url,
+    parse_redis_url,
+)
 from machinery_py.config.urls import (
     EMBEDDED,
     SCHEMES,
+    SQLITE_OPTIONS,
     Role,
     StoreUrl,
     check_url,
@@ -442,6 +452,26 @@ def test_the_reference_page_says_which_scheme_can_be_what() -> None:
                 found[scheme_of(url.strip("`"))] = set(cells[1].split(", "))
 
     assert found == {scheme: set(roles) for scheme, roles in SCHEMES.items()}
+
+
+@pytest.mark.parametrize(
+    ("scheme", "options"),
+    [("sqlite", SQLITE_OPTIONS), ("redis", REDIS_OPTIONS), ("amqp", AMQP_OPTIONS)],
+)
+def test_the_reference_page_has_every_option_of_a_url(
+    scheme: str, options: Mapping[str, UrlOption]
+) -> None:
+    page = Path(__file__).parents[2] / "docs" / "reference" / "config.md"
+    found = re.findall(
+        rf"^\| `{scheme}(s?):` \| `(\w+)` \|.*\| (.*) \| (.*) \|$",
+        page.read_text("utf-8"),
+        re.MULTILINE,
+    )
+
+    assert found == [
+        ("s" if one.needs in ("tls", "cert_file") else "", name, one.kind.expected, one.meaning)
+        for name, one in options.items()
+    ]
 
 
 @pytest.mark.parametrize(
