@@ -1,4 +1,4 @@
-"""How fast machinery_py is, measured: `python -m benchmarks --help`, from the root of the repository.
+"""Measurements of machinery_py's speed: `python -m benchmarks --help`, from the root of the repository.
 
     __main__    the command: picks what is measured, shows progress, prints the table
     figures     what can be measured, and its target

@@ -1,4 +1,4 @@
-"""`python -m benchmarks`: measures, shows how far it is, and prints a table."""
+"""`python -m benchmarks`: measure, show progress, and print a table."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Values = dict[tuple[str, str], float]  # by URL and figure
 
 
 class Steps:
-    """Says on stderr what is measured now, on one line if that is a terminal."""
+    """Progress on stderr: the current measurement, on one line of a terminal."""
 
     def __init__(self, total: int, out: TextIO) -> None:
         self._total = total
@@ -54,7 +54,7 @@ class Steps:
 
 
 def plan(urls: Sequence[str], only: Sequence[str]) -> Iterator[tuple[Measurement, str]]:
-    """What is to be measured on which URL; what needs no store once, with an empty one."""
+    """Return the measurements of each URL; those without a store once, with an empty URL."""
     for measurement in MEASUREMENTS:
         if only and measurement.name not in only:
             continue
@@ -83,7 +83,7 @@ def scheme_of(url: str) -> str:
 def run_all(
     urls: Sequence[str], only: Sequence[str], *, quick: bool, folder: Path, steps: Steps
 ) -> tuple[Values, list[str]]:
-    """Measure; the figures, and what went wrong."""
+    """Measure; return the figures and the errors."""
     values: Values = {}
     failures: list[str] = []
     with environment() as environ:

@@ -1,4 +1,4 @@
-"""This tree beside another revision: both measured in turns, so that what else the machine does hits both alike."""
+"""Comparison of this tree with another revision: measured in turns, so that other load affects both alike."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Pairs = dict[
 
 @contextlib.contextmanager
 def worktree(revision: str) -> Iterator[Path]:
-    """The revision's files in a temporary folder; git forgets it afterwards."""
+    """Check the revision out into a temporary folder; remove the worktree afterwards."""
     with tempfile.TemporaryDirectory(prefix="machinery-against-") as name:
         tree = Path(name) / "tree"
         _git("worktree", "add", "--detach", str(tree), revision)
@@ -49,7 +49,7 @@ def run(
     begin: Callable[[str], None],
     end: Callable[[], None],
 ) -> int:
-    """Measure in turns, and print how many times better this tree is; the exit code."""
+    """Measure in turns, print how many times better this tree is, and return the exit code."""
     pairs: Pairs = {}
     failures: list[str] = []
     with (

@@ -1,4 +1,4 @@
-"""The application whose worker `starting` starts."""
+"""Application for the measurement `starting`."""
 
 from __future__ import annotations
 

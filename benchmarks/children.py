@@ -1,4 +1,4 @@
-"""Runs a measurement in a fresh process, on a tree of the library that can be another one than this."""
+"""Measurements in fresh processes, on this or another tree of the library."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ HANG = 300.0  # seconds after which a measurement is taken to hang
 
 
 class MeasurementFailed(Exception):
-    """The child ended badly; the text is what it said."""
+    """A child failed; the text is its output."""
 
 
 @contextlib.contextmanager
 def environment(tree: Path = ROOT) -> Iterator[dict[str, str]]:
-    """An environment in which children import machinery_py from `tree`, and the benchmarks from here."""
+    """Return an environment in which children import machinery_py from `tree`, and the benchmarks from here."""
     with tempfile.TemporaryDirectory(prefix="machinery-bench-") as name:
         # The tree has benchmarks of its own, older ones perhaps: both sides must be measured by the same.
         (Path(name) / "benchmarks").symlink_to(HERE)
@@ -49,7 +49,7 @@ def environment(tree: Path = ROOT) -> Iterator[dict[str, str]]:
 def measure(
     name: str, url: str, count: int, environ: dict[str, str], *, folder: Path
 ) -> dict[str, float]:
-    """Run one measurement of measure.py; its figures by name.
+    """Run one measurement of measure.py; return its figures by name.
 
     Args:
         folder: where the stores that are files are made; each child gets its own, and it is removed.
@@ -75,8 +75,8 @@ def measure(
 
 @contextlib.contextmanager
 def own_store(url: str, folder: Path) -> Iterator[str]:
-    """The URL of a store that is empty: a SQLite URL gets a file in `folder`, a private one its servers; any other stays as it
-    is, with all that is in it."""
+    """Return the URL of an empty store: a SQLite URL gets a file in `folder`, a private one its servers. Any other URL stays
+    as it is, with all its data."""
     if url == PRIVATE_REDIS:
         with RedisServer(appendonly=True, config=REDIS_CONFIG) as server:
             yield server.url

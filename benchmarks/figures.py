@@ -1,4 +1,4 @@
-"""What is measured: each figure with its unit, whether more is better, and its target for each store."""
+"""Figures: unit, direction, and target for each store."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """One number of the table.
+    """Figure of the table.
 
     Attributes:
         targets: by scheme; "" is for the figures that have no store, and for all stores without one of their own.
@@ -25,7 +25,7 @@ class Figure:
         return self.targets.get(scheme, self.targets.get(""))
 
     def ratio(self, value: float, other: float) -> float:
-        """How many times better `value` is than `other`."""
+        """Return how many times better `value` is than `other`."""
         if not value or not other:
             return 0.0
         return value / other if self.more_is_better else other / value
@@ -33,7 +33,7 @@ class Figure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """What one child process measures: a function of measure.py, and the figures that it gives.
+    """Measurement of one child process: a function of measure.py, and its figures.
 
     Attributes:
         sizes: (tasks in a full run, tasks in a quick one).

@@ -105,7 +105,7 @@ def send_bulk(url: str, count: int) -> Figures:
 
 
 def publish(url: str, count: int) -> Figures:
-    """Messages alone, beside what pika does with the same ones. Both wait until all are confirmed."""
+    """Publish messages without states, and the same ones with pika. Both wait until all are confirmed."""
     from benchmarks.peers.raw_amqp.line import Line
     from machinery_py.brokers.base import Message
 
@@ -266,7 +266,7 @@ def _wait_for(server: Any, uuids: Sequence[str]) -> None:
 
 
 def idle(url: str, count: int) -> Figures:
-    """The worker process is this one; it is asked about itself."""
+    """Measure this process, which is the worker."""
     server = make_server(url)
     with server.new_worker("bench", THREADS):
         server.get_registered_task("noop").send(0).get(timeout=WAIT)
@@ -283,7 +283,7 @@ def idle(url: str, count: int) -> Figures:
 
 
 def starting(url: str, count: int) -> Figures:
-    """Start to "Ready" of `machinery worker`, as a user sees it."""
+    """Measure `machinery worker` from its start to "Ready"."""
     application = Path(__file__).with_name("application.py")
     command = [
         sys.executable,

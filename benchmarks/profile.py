@@ -1,4 +1,4 @@
-"""Where a task's time goes in a worker: `python -m benchmarks.profile [--url URL] [--tasks N]`.
+"""Profile of a worker's processor time per task: `python -m benchmarks.profile [--url URL] [--tasks N]`.
 
 A thread looks at the stacks of the worker's threads every INTERVAL, and charges each thread's CPU time since the last
 look (its own clock says how much) to where it is now. So a thread that waits costs nothing, and one that computes in
@@ -31,7 +31,7 @@ Place = tuple[str, str, int]  # file, function, line
 
 
 class Sampler:
-    """Charges CPU time to roles, functions and lines until it is stopped."""
+    """Profiler that counts CPU time by role, function and line until it is stopped."""
 
     def __init__(self) -> None:
         self.roles: Counter[str] = Counter()

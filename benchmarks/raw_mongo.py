@@ -1,4 +1,4 @@
-"""The operations of the MongoDB store, with no library above: what the server and pymongo allow.
+"""Operations of the MongoDB store without the library: the limit of server and pymongo.
 
     send     the token with the submission; the PENDING state; the message; the token's submission is emptied
     claim    the ids that wait are read and taken; the queue is asked for a pause; they are held, and read; their states are read
@@ -25,7 +25,7 @@ Document = dict[str, Any]
 
 
 def connect(url: str) -> Any:
-    """A database of its own beside the library's, with the indexes that the operations touch."""
+    """Separate database, with the indexes that the operations use."""
     from pymongo import MongoClient
 
     client: MongoClient[Document] = MongoClient(url, w="majority")
@@ -99,7 +99,7 @@ def task(key: str, moment: int) -> Document:
 
 
 class RawSender:
-    """Sends, in blocks; so that the library can take turns with it, and a busy machine hits both alike."""
+    """Sender of blocks, so that it can alternate with the library and other load affects both alike."""
 
     def __init__(self, url: str) -> None:
         self._database = connect(url)
@@ -111,7 +111,7 @@ class RawSender:
         self._database.client.close()
 
     def send(self, count: int) -> float:
-        """Send; the seconds it took."""
+        """Send a block; return the seconds it took."""
         tokens, tasks, messages = (
             self._database.tokens,
             self._database.tasks,
@@ -131,7 +131,7 @@ class RawSender:
 
 
 def drain_raw(url: str, count: int, *, claim: int, settle: int) -> float:
-    """Tasks a second, with a claim for each `claim` of them and a settlement for each `settle`."""
+    """Return the tasks per second, with a claim for each `claim` of them and a settlement for each `settle`."""
     database = connect(url)
     keys = [f"task_{number:036d}" for number in range(count)]
     for start in range(0, count, FILLED):

@@ -1,4 +1,4 @@
-"""The row operations and commits of the SQLite store, with no library above: what the disk and SQLite allow.
+"""Row operations and commits of the SQLite store without the library: the limit of disk and SQLite.
 
     send     one transaction: a message, its token, its PENDING state
     claim    one transaction (synchronous = NORMAL): the messages become held; they are read
@@ -76,7 +76,7 @@ def now() -> int:
 
 
 class RawSender:
-    """Sends, in blocks; so that the library can take turns with it, and a busy disk hits both alike."""
+    """Sender of blocks, so that it can alternate with the library and other load affects both alike."""
 
     def __init__(self, path: str) -> None:
         self._connection = connect(path)
@@ -88,7 +88,7 @@ class RawSender:
         self._connection.close()
 
     def send(self, count: int) -> float:
-        """Send; the seconds it took."""
+        """Send a block; return the seconds it took."""
         connection = self._connection
         began = time.perf_counter()
         for _ in range(count):
@@ -102,7 +102,7 @@ class RawSender:
 
 
 def drain_raw(path: str, count: int, *, batch: int) -> float:
-    """Tasks a second, with a claim and a settlement for each `batch` of them."""
+    """Return the tasks per second, with a claim and a settlement for each `batch` of them."""
     connection = connect(path)
     connection.execute("BEGIN IMMEDIATE")
     for number in range(count):

@@ -1,4 +1,4 @@
-"""The workers that are measured: in this process, or in others, which run `python -m benchmarks.measure helper_…`."""
+"""Measured workers: in this process, or in others, which run `python -m benchmarks.measure helper_…`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ POLL = 0.002  # seconds between two looks at a counter
 
 
 class Counting:
-    """Counts the claims that brought something and the settlements of the sessions of a server."""
+    """Counter of successful claims and of settlements of a server's sessions."""
 
     def __init__(self, server: Any) -> None:
         self.claims = 0
@@ -49,7 +49,7 @@ class Counting:
 
 
 def work_off(server: Any, count: int) -> Figures:
-    """Run a worker here until `count` tasks are done, by it or by others; when it began and ended (monotonic)."""
+    """Run a worker here until `count` tasks are done, by it or by others; return its start and end (monotonic)."""
     counting = Counting(server)
     before = cpu()
     began = time.monotonic()
@@ -83,7 +83,7 @@ def work_off(server: Any, count: int) -> Figures:
 
 @contextlib.contextmanager
 def helper(name: str, url: str, count: int = 0) -> Iterator[subprocess.Popen[str]]:
-    """Another process of this file. It says "ready", and begins when its standard input has a line."""
+    """Start another process of this file. It prints "ready", and begins when its standard input has a line."""
     command = [sys.executable, "-m", "benchmarks.measure", name, url, str(count)]
     child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
@@ -114,7 +114,7 @@ def go(child: subprocess.Popen[str]) -> None:
 
 
 def helper_drain(url: str, count: int) -> Figures:
-    """The process that works off what `drain` has sent."""
+    """Process that runs the tasks of `drain`."""
     server = make_server(url)
     server.broker.stats()  # opens the store
     print("ready", flush=True)
@@ -123,7 +123,7 @@ def helper_drain(url: str, count: int) -> Figures:
 
 
 def helper_serve(url: str, _count: int) -> Figures:
-    """A worker, until standard input ends."""
+    """Run a worker until standard input ends."""
     server = make_server(url)
     with server.new_worker("bench", THREADS):
         print("ready", flush=True)
@@ -133,7 +133,7 @@ def helper_serve(url: str, _count: int) -> Figures:
 
 @contextlib.contextmanager
 def idle_worker(server: Any, url: str) -> Iterator[None]:
-    """A worker that has nothing to do yet."""
+    """Start a worker that is idle."""
     with contextlib.ExitStack() as stack:
         if is_shared(url):
             stack.enter_context(helper("helper_serve", url))

@@ -1,4 +1,4 @@
-"""What the measurements have in common: the application, filling its queue, and checking that all was done right."""
+"""Shared parts of the measurements: the application, filling its queue, and checking the results."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ Figures = dict[str, float]
 
 
 class Wrong(Exception):
-    """What was measured did not do what it should; its speed means nothing."""
+    """A measured run was wrong, so its speed is not reported."""
 
 
 def make_server(url: str) -> Any:
-    """A Server with the tasks that are measured."""
+    """Return a Server with the measured tasks."""
     import machinery_py
 
     tree = os.environ.get("MACHINERY_BENCH_TREE", "")
