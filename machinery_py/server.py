@@ -22,13 +22,7 @@ from machinery_py.locks.named import NamedLock
 from machinery_py.queues import Queues
 from machinery_py.registry.calls import needs_check
 from machinery_py.registry.options import TaskOptions, TaskSettings
-from machinery_py.registry.task import (
-    Anything,
-    AsyncTask,
-    PeriodicDecorator,
-    Task,
-    TaskDecorator,
-)
+from machinery_py.registry.task import Anything, AsyncTask, PeriodicDecorator, Task, TaskDecorator
 from machinery_py.results.async_results import (
     AsyncResult,
     ChainResult,
@@ -153,12 +147,7 @@ class Server:
     @overload
     def task(self, function: Callable[P, R], /) -> Task[P, R]: ...
     @overload
-    def task(
-        self,
-        name: str | None = None,
-        /,
-        **options: Unpack[TaskOptions],
-    ) -> TaskDecorator: ...
+    def task(self, name: str | None = None, /, **options: Unpack[TaskOptions]) -> TaskDecorator: ...
     def task(self, function: Any = None, /, **options: Unpack[TaskOptions]) -> Any:
         """Register a function as a task; it can still be called as before.
 

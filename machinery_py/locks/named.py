@@ -103,14 +103,8 @@ class LockKeeper:
         for lease in over:
             try:
                 self.give_back(lease)
-            except MachineryError as error:
-                logger.warning(
-                    "lock %r could not be released, and ends by itself: %s", lease.held.name, error
-                )
-            except Exception:  # the thread must live on for the others
-                logger.exception(
-                    "lock %r could not be released, and ends by itself", lease.held.name
-                )
+            except Exception as error:  # the thread must live on for the others
+                _log_unreleased(lease.held.name, error)
 
     def close(self) -> None:
         """Stop renewing: what is still held ends with its lease. May be called twice; a new lock starts it again."""
@@ -145,10 +139,10 @@ class LockKeeper:
         ours = None
         try:
             ours = lock.renew(lease.held, ttl=length)
-        except MachineryError as error:
-            logger.warning("lock %r could not be renewed: %s", lease.held.name, error)
-        except Exception:  # the thread must live on for the others
-            logger.exception("lock %r could not be renewed", lease.held.name)
+        except Exception as error:  # the thread must live on for the others
+            trace = not isinstance(error, MachineryError)
+            text = "lock %r could not be renewed: %s"
+            logger.warning(text, lease.held.name, error, exc_info=trace)
         if ours:
             lease.ends = asked_at + length
             return
@@ -161,6 +155,12 @@ class LockKeeper:
         logger.error("lock %r is lost: its lease could not be renewed in time", lease.held.name)
         if lease.on_lost is not None:
             lease.on_lost()
+
+
+def _log_unreleased(name: str, error: Exception) -> None:
+    trace = not isinstance(error, MachineryError)
+    text = "lock %r could not be released, and ends by itself: %s"
+    logger.warning(text, name, error, exc_info=trace)
 
 
 class NamedLock:
@@ -305,9 +305,7 @@ class NamedLock:
             return release()
         except MachineryError as error:
             # What the block did was done under the lock; others wait for the lease to end.
-            logger.warning(
-                "lock %r could not be released, and ends by itself: %s", self.name, error
-            )
+            _log_unreleased(self.name, error)
             return True
 
     def _left(self, released: bool, error: BaseException | None) -> None:

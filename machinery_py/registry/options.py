@@ -231,10 +231,7 @@ def check_numbers(
 def check_settings(name: str, settings: TaskSettings) -> None:
     """Raise ValueError for a setting that would fail in the worker only."""
     check_numbers(
-        name,
-        retries=settings.retries,
-        priority=settings.priority,
-        time_limit=settings.time_limit,
+        name, retries=settings.retries, priority=settings.priority, time_limit=settings.time_limit
     )
     try:
         check_backoff(settings.backoff)

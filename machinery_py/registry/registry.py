@@ -27,11 +27,7 @@ class Registry:
         self._lock = ForkLock()
 
     def register(
-        self,
-        name: str,
-        function: Callable[..., Any],
-        settings: TaskSettings,
-        sender: TaskSender,
+        self, name: str, function: Callable[..., Any], settings: TaskSettings, sender: TaskSender
     ) -> Task[..., Any]:
         """Make a task of a function and add it.
 

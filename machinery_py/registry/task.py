@@ -4,17 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import (
-    Any,
-    Concatenate,
-    Generic,
-    ParamSpec,
-    Protocol,
-    TypeVar,
-    Unpack,
-    cast,
-    overload,
-)
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, Unpack, cast, overload
 
 from machinery_py.config.config import Config
 from machinery_py.names import check_queue, check_task, check_uuid

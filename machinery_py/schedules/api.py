@@ -219,8 +219,7 @@ class Schedules:
             ScheduleNotFound: there is none of that name.
         """
         self._try(
-            name,
-            lambda body, _: amend(self._app, name, body, None) or self._body(name) is None,
+            name, lambda body, _: amend(self._app, name, body, None) or self._body(name) is None
         )
 
     remove_async = twin(remove)

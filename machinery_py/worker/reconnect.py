@@ -24,6 +24,7 @@ from machinery_py.events import ConnectionLost, ConnectionRestored
 from machinery_py.stores.base import Session
 from machinery_py.tasks.backoff import reconnect_delay
 from machinery_py.texts import get_logger
+from machinery_py.worker.stopping import StopRequest
 
 logger = get_logger(__name__)
 
@@ -76,11 +77,11 @@ class Reconnect:
             config = self._app.config
             limit = config.broker_connection_max_retries if config.broker_connection_retry else 1
             if limit and self._attempts >= limit and self.given_up is None:
-                self.given_up = _giving_up(
-                    self._worker,
-                    self._attempts,
-                    error,
-                    by_switch=not config.broker_connection_retry,
+                option = "max_retries" if config.broker_connection_retry else "retry is off"
+                self.given_up = BrokerUnavailable(
+                    f"worker {self._worker} gives up after {self._attempts} "
+                    f"attempt{'s' if self._attempts != 1 else ''} "
+                    f"(broker_connection_{option}): {error}"
                 )
                 self.given_up.__cause__ = error
             lost = ConnectionLost(
@@ -142,16 +143,6 @@ class Reconnect:
         )
 
 
-def _giving_up(
-    worker: str, attempts: int, error: Exception, *, by_switch: bool
-) -> BrokerUnavailable:
-    why = "broker_connection_retry is off" if by_switch else "broker_connection_max_retries"
-    return BrokerUnavailable(
-        f"worker {worker} gives up after {attempts} attempt{'s' if attempts != 1 else ''} "
-        f"({why}): {error}"
-    )
-
-
 class Opening:
     """Attempt to open a session, in a thread of its own, so that a worker can end meanwhile."""
 
@@ -195,29 +186,19 @@ class Opening:
 
 
 def open_patiently(
-    open_session: Callable[[], Session],
-    reconnect: Reconnect,
-    *,
-    is_over: Callable[[], bool],
-    wait: Callable[[float], object],
-    wake: Callable[[], object],
-    name: str,
+    open_session: Callable[[], Session], reconnect: Reconnect, request: StopRequest, *, name: str
 ) -> Session | None:
     """Open a session, as soon as the store is there; None if the worker was asked to end before.
-
-    Args:
-        is_over: whether the worker was asked to end.
-        wait: wait for so many seconds, or until `wake` is called or the worker is asked to end.
 
     Raises:
         BrokerUnavailable: the store was away for too many attempts.
         MachineryError: waiting does not help: a wrong password, a wrong setting.
     """
     reconnect.reset()
-    while not is_over():
-        opening = Opening(open_session, wake, name=name)
-        while not opening.is_over and not is_over():
-            wait(0.5)
+    while not request.is_made:
+        opening = Opening(open_session, request.wake, name=name)
+        while not opening.is_over and not request.is_made:
+            request.wait(0.5)
         try:
             return opening.result()
         except StoreUnusable:
@@ -228,6 +209,6 @@ def open_patiently(
             deadline = time.monotonic() + reconnect.failed(error)
             if reconnect.given_up is not None:
                 raise reconnect.given_up from error
-            while (left := deadline - time.monotonic()) > 0 and not is_over():
-                wait(left)
+            while (left := deadline - time.monotonic()) > 0 and not request.is_made:
+                request.wait(left)
     return None

@@ -157,14 +157,7 @@ class Worker:
         handle = not self.app.config.no_unix_signals if signals is None else signals
         request = self._stop_request
         with request.by_signals(handle):
-            session = open_patiently(
-                self._open,
-                self._reconnect,
-                is_over=lambda: request.is_made,
-                wait=request.wait,
-                wake=request.wake,
-                name=self.name,
-            )
+            session = open_patiently(self._open, self._reconnect, request, name=self.name)
             if session is not None:
                 self._begin(session)
                 try:
