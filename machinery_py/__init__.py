@@ -90,5 +90,5 @@ __all__ = [
     "group",
 ]
 
-# The library configures no logging; without this, a program that does not either would see its warnings on stderr.
+# Without this, a program that configures no logging would see our warnings on stderr.
 logging.getLogger(__name__).addHandler(logging.NullHandler())

@@ -1,4 +1,4 @@
-"""Shared by sending and running: tasks, stores, clock, hooks, and the way from a signature to a message."""
+"""Application: what sending and running share, and the way from a signature to a message."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ FIRST_PAUSE = 0.05  # seconds until a submission is repeated
 
 
 class Application:
-    """One application: its tasks and its stores. May be used from any thread; opens nothing before it is needed."""
+    """Tasks, stores, clock and hooks of one Server. May be used from any thread."""
 
     def __init__(self, config: Config, clock: Clock) -> None:
         self.config = config
@@ -101,8 +101,9 @@ class Application:
     def swap(
         self, config: Config, clock: Clock, stores: Stores | None = None
     ) -> tuple[Config, Clock, Stores | None]:
-        """Work with another configuration, clock and stores from now on, for tests. Returns those before, which stay open;
-        to put them back: `swap(*before)`.
+        """Work with another configuration, clock and stores from now on, for tests.
+
+        Returns those before, which stay open: `swap(*before)` puts them back.
 
         Args:
             stores: opened from the configuration at the first use, if they are not given.
@@ -133,7 +134,7 @@ class Application:
         groups: Sequence[GroupMeta] = (),
         awaited: Sequence[Signature[Any]] = (),
     ) -> Outgoing:
-        """Make messages: fill in UUID and queue, let the pre-publish hook look, encode, check the size.
+        """Make messages: UUID, queue, pre-publish hook, encoding, size.
 
         Args:
             awaited: sent later, by a worker, but PENDING from now on.
@@ -165,7 +166,7 @@ class Application:
         return Outgoing(messages, states, groups, sent)
 
     def completed(self, signature: Signature[Any]) -> Signature[Any]:
-        """With UUID, queue, and what counts from now on; passed through the pre-publish hook, which may return another one."""
+        """Return it with UUID and queue, its delays counted from now, and changed by the hook."""
         if not signature.uuid or not signature.routing_key:
             signature = signature.replace(
                 uuid=signature.uuid or new_uuid(),
@@ -180,8 +181,11 @@ class Application:
         return signature
 
     def inheriting(self, signature: Signature[Any]) -> Signature[Any]:
-        """With the headers that it takes over from the task that sends it: trace context, and those that the configuration
-        names. Its own of the same name win; ours are never taken over."""
+        """Return it with headers inherited from the task that sends it.
+
+        These are the trace context and those that the configuration names; its own headers win, and
+        ours are never inherited.
+        """
         task = RUNNING.get()
         if task is None or not task.signature.headers:
             return signature
@@ -196,7 +200,7 @@ class Application:
         return signature.replace(headers={**found, **signature.headers}) if found else signature
 
     def _check_names(self, signature: Signature[Any]) -> None:
-        """Check the names in a signature and in what follows it. One off the wire is checked when it is sent.
+        """Check the names in a signature and in its callbacks, but not in those still encoded.
 
         Raises:
             NameRefused: one cannot be used.
@@ -226,8 +230,8 @@ class Application:
         limit = self.config.max_message_size
         if len(body) > limit:
             raise ArgumentError(
-                f"{signature.name}: the message has {len(body):,} bytes, more than max_message_size = {limit:,} "
-                "(send an id and load the data in the task)"
+                f"{signature.name}: the message has {len(body):,} bytes, "
+                f"more than max_message_size = {limit:,} (send an id and load the data in the task)"
             )
         return Message(
             uuid=signature.uuid,
@@ -239,7 +243,7 @@ class Application:
         )
 
     def refusal(self, message: Message, error: Exception) -> Refusal:
-        """Return what replaces a message that its store refuses for good: the failure of its task."""
+        """Return what replaces a message that is refused for good: the failure of its task."""
         now, text = self.clock.now(), f"it cannot be sent: {error}"
         signature = decode_signature(message.body)
         outcome = Failed(error=text, error_type=type(error).__name__, retryable=False)
@@ -315,7 +319,7 @@ class Application:
             raise
 
     def patiently(self, publish: Callable[[], T]) -> T:
-        """Repeat it while the store is away, for at most `publish_timeout`; its token keeps it from being doubled."""
+        """Repeat it while the store is away, up to `publish_timeout`; its token makes it safe."""
         deadline = time.monotonic() + self.config.publish_timeout
         pause = FIRST_PAUSE
         unknown: PublishUnknown | None = None

@@ -1,17 +1,18 @@
-"""Ends of tasks that no worker holds: a task that is revoked while it waits, a chord's callback whose group is broken.
+"""Ends of tasks that no worker holds: a revoked task, the callback of a broken chord.
 
 Revoking is three steps, each of which may be the last one before a crash:
 
     1  backend: the tasks are revoked, for as long as their messages may be on their way
-    2  store:   a task that waits becomes FAILURE, with all that follows from it, if it has not begun meanwhile
-    3  worker:  its message, when it comes: if the task is over it is dropped, else step 2 is done now
+    2  store:   a waiting task becomes FAILURE, with its follow-up, unless it has begun meanwhile
+    3  worker:  drops its message when it comes; if the task is not over, it does step 2 first
 
     crash after   what there is                        who goes on
     1             revoked, PENDING until it is due     the worker that gets the message
     2             FAILURE; the message is on its way   the same: it only drops it
 
-A final state expires sooner than a message may come. So with step 1 a second name says that step 2 was to be done: a task that
-has this name and no state is over. Of the worker that just begins a task and of whoever revokes it, one writes its final state.
+A final state may expire before the message comes. So step 1 revokes a second name as well, which
+says that step 2 was to be done: a task that has this name and no state is over. Of the worker that
+begins a task and the process that revokes it, one writes the final state.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ WAITING_LIFE = 366 * 86400.0
 
 
 def revoke(app: Application, uuids: Sequence[str]) -> bool:
-    """See the top. Returns whether chords may be over now.
+    """Revoke tasks: steps 1 and 2. Returns whether chords may be over now.
 
     Raises:
-        BackendUnavailable, PublishRefused, PublishUnknown: some of it may be done; to repeat it does no harm.
+        BackendUnavailable, PublishRefused, PublishUnknown: some of it may be done; repeat it.
     """
     backend, now = app.store.backend, app.now()
     states = backend.get_states(uuids) if backend.features.keeps else {}
@@ -63,7 +64,7 @@ def revoke(app: Application, uuids: Sequence[str]) -> bool:
 
 
 def _waits(state: TaskState) -> bool:
-    # Who wrote the state without the rest does not know what follows from it (Go, and what was sent by other means).
+    # Go, and others who write the state alone, do not say what follows from it.
     return state.state in (State.PENDING, State.RETRY) and state.message != b""
 
 
@@ -72,7 +73,7 @@ def _ended(uuid: str) -> str:
 
 
 def _end_waiting(app: Application, state: TaskState) -> bool:
-    """Fail a task that has not begun; whether a chord was told."""
+    """Fail a task that has not begun. True: groups have an arrival."""
     try:
         signature = failing_of(state.message, state.task_name, state.task_uuid)
     except DecodeError as error:
@@ -103,7 +104,7 @@ def end_unheld(
     *,
     group_uuid: str = "",
 ) -> tuple[Firing, Sequence[Signature[Any]]]:
-    """Return what becomes true when a task fails that no worker holds, and the signatures sent by it.
+    """Return the firing that fails a task that no worker holds, and the signatures it sends.
 
     Args:
         state: how it stands.
@@ -136,7 +137,7 @@ def end_unheld(
 
 
 def fire(app: Application, firing: Firing) -> bool:
-    """As Store.fire; of what the store refuses for good the tasks fail in its place."""
+    """Fire, as Store.fire; tasks that the store refuses for good fail instead."""
     try:
         return app.store.fire(firing)
     except MachineryError as error:
@@ -152,7 +153,7 @@ def fire(app: Application, firing: Firing) -> bool:
 
 
 def revoked_among(app: Application, uuids: Sequence[str]) -> dict[str, bool]:
-    """Return the revoked UUIDs, each with whether its task is over: then only its message is left."""
+    """Return the revoked UUIDs, each with whether its task is over, and only its message left."""
     backend = app.store.backend
     found = backend.revoked(uuids)
     if not found:
@@ -166,7 +167,7 @@ def revoked_among(app: Application, uuids: Sequence[str]) -> dict[str, bool]:
 
 
 def let_go(app: Application, uuids: Iterable[str]) -> None:
-    """The messages of these revoked tasks are gone: a second one may come soon, or never."""
+    """Keep these revocations for a short time: the messages of their tasks are gone."""
     names = [name for uuid in uuids for name in (uuid, _ended(uuid))]
     try:
         if names:

@@ -259,7 +259,7 @@ class Server:
     send_group_async = twin(send_group)
 
     def send_chord(self, chord: Chain[R], send_concurrency: int = 0) -> ChordResult[R]:
-        """Publish a group, and its callback when all members have succeeded; else as `send_group`."""
+        """Publish a group, and its callback when all have succeeded; else as `send_group`."""
         del send_concurrency
         return cast("ChordResult[R]", self._send_workflow(chord))
 

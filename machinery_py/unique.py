@@ -1,8 +1,9 @@
 """Unique tasks: of calls that are the same, one at a time is sent.
 
-A key is a claim in the result backend. It is taken in one step with PENDING and the message (`Store.amend`), and it stands for
-as long as its task is not over (`KeyClaim.stands`): so it needs nobody to give it back, and what ends a task frees its key in the
-same step. Workers remove claims that stand no more, to save room. States, crash points, limits: docs/explanation/unique.md.
+A key is a claim in the result backend. It is taken in one step with PENDING and the message
+(`Store.amend`), and stands while its task is not over (`KeyClaim.stands`). So what ends a task
+frees its key in the same step; workers remove claims that stand no more, to save room. States, crash
+points and limits: docs/explanation/unique.md.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ _BY_DEFAULT = TaskSettings(unique=True)
 def send_unique(
     app: Application, task: Task[..., Any] | None, signature: Signature[Any]
 ) -> tuple[str, bool]:
-    """Publish it, unless another call holds its key. Returns the UUID of the one that holds it, and whether that is another.
+    """Publish it, unless another call holds its key; return the holder, and if it is another.
 
     Raises:
         DuplicateTask: another call holds the key, and the task says that this is an error.
@@ -72,7 +73,7 @@ def send_unique(
 
 
 class _Sending:
-    """One call of a unique task that is to be sent. `holder`: after an attempt, who has the key."""
+    """Sending of one call of a unique task; `holder` is the UUID that has the key."""
 
     def __init__(
         self, app: Application, task: Task[..., Any] | None, signature: Signature[Any]
@@ -106,12 +107,12 @@ class _Sending:
         self._asked_at: dt.datetime | None = None
 
     def attempt(self) -> bool:
-        """Take the key and publish; whether another call has it. May be repeated after any error."""
+        """Take the key and publish. True: another call has it. May be repeated after any error."""
         backend = self._app.store.backend
         if not backend.features.claims:
             raise Unsupported(
-                f"{self.signature.name} is unique, and the {backend.features.name} backend keeps no keys "
-                "(name another result backend, or send it with options(unique=False))"
+                f"{self.signature.name} is unique, and the {backend.features.name} backend keeps no "
+                "keys (name another result backend, or send it with options(unique=False))"
             )
         while True:
             [body] = backend.claims([self._key])
@@ -136,18 +137,18 @@ class _Sending:
                 return False
 
     def _states(self, held: KeyClaim | None) -> dict[str, TaskState]:
-        """Of the task that has the key, and of our own if it may have been sent."""
+        """Return the states of the key's holder, and of our task if it may have been sent."""
         uuids = [held.uuid] if held is not None else []
         if self._asked_at is not None:
             uuids.append(self.signature.uuid)
         return self._app.store.backend.get_states(uuids) if uuids else {}
 
     def _was_sent(self, states: dict[str, TaskState], held: KeyClaim | None) -> bool:
-        """Whether a try of ours was carried out and its reply was lost; the task may even be over, and its claim gone."""
+        """Return whether an earlier attempt was carried out; the task may even be over by now."""
         own = states.get(self.signature.uuid)
         if own is None or self._asked_at is None or own.created_at < self._asked_at:
             return False
-        # Where a claim may be forgotten, so may the message that was kept with it. Sent once more it has the same UUID.
+        # A store that forgets the claim may have forgotten the message: send it again.
         is_lost = (
             held is None and own.state is State.PENDING and self._app.store.backend.features.forgets
         )
@@ -208,7 +209,7 @@ class _Sending:
 
 
 def _replaced(state: TaskState, *, by: str, now: dt.datetime) -> TaskState:
-    """The end of a call whose key a later one has taken."""
+    """Return the end of a call whose key a later one has taken."""
     return msgspec.structs.replace(
         state,
         state=State.FAILURE,
@@ -219,7 +220,7 @@ def _replaced(state: TaskState, *, by: str, now: dt.datetime) -> TaskState:
 
 
 def start(app: Application, signature: Signature[Any]) -> bool:
-    """Note in the claim that its task is about to run, or free its key. False: a later call has taken its place.
+    """Note in the claim that its task begins, or free its key. False: a later call replaced it.
 
     Raises:
         BackendUnavailable: it is not known, and the task must not run now.
@@ -229,7 +230,7 @@ def start(app: Application, signature: Signature[Any]) -> bool:
         [body] = backend.claims([key])
         held = decode_claim(body) if body is not None else None
         if body is None or held is None or held.uuid != signature.uuid or held.started:
-            # Its window was over, it has started before, or it was replaced: that ended it, in the same step.
+            # Its window is over, it has begun before, or it was replaced, which ended it.
             state = backend.get_states([signature.uuid]).get(signature.uuid)
             return state is None or not state.is_finished
         frees = signature.headers[HEADER_UNIQUE_START] == "free"
@@ -240,7 +241,7 @@ def start(app: Application, signature: Signature[Any]) -> bool:
 
 
 def tidy(app: Application, settlements: Iterable[tuple[Signature[Any], Settlement]]) -> None:
-    """Remove the claims of tasks that are over. They stand no more, so it is no matter when this fails."""
+    """Remove the claims of tasks that are over. A failure does no harm: they stand no more."""
     over = {
         str(signature.headers[HEADER_UNIQUE]): signature.uuid
         for signature, settlement in settlements

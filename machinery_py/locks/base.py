@@ -1,4 +1,4 @@
-"""The contract of a lock: names, each held by one at most, until it is released or its time is over."""
+"""Contract of a lock store: each name has one holder at most, until release or expiry."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class LockHolding(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         token: random; who has it may renew and release.
-        fence: grows with each acquisition of the name. A resource that remembers the greatest it has seen can refuse a
-            holder that was too slow.
+        fence: grows with each acquisition of the name. A resource that remembers the greatest one
+            can refuse a holder that was too slow.
         expires_at: when it ends by itself, by the store's clock.
     """
 
@@ -30,14 +30,17 @@ GO_TRIES = 4  # of LockWithRetries
 
 
 class GoLock(ABC):
-    """Go Machinery's locks: a name is held until a moment, nobody lets go of it before. All methods from any thread.
+    """Go Machinery's locks: held until a moment, never released. Any thread may call them.
 
     Raises (each method): as Lock; ValueError: somebody else's key has this name.
     """
 
     @abstractmethod
     def lock(self, key: str, until: int) -> bool:
-        """Hold the key until then; False if somebody has it. `until`: nanoseconds since 1970. (Go's Lock takes one less.)"""
+        """Hold the key until then (nanoseconds since 1970; Go's Lock takes one less).
+
+        False: somebody has it.
+        """
 
     def lock_with_retries(self, key: str, until: int) -> bool:
         """Try four times, without a pause, as Go does on Redis."""
@@ -45,14 +48,14 @@ class GoLock(ABC):
 
 
 def go_lock_key(program: str, name: str, spec: str) -> str:
-    """The key under which Go's scheduler locks a tick. `program`: the Go binary, as it was started."""
+    """Return the key under which Go's scheduler locks a tick; `program` is the Go binary's path."""
     path = program.rstrip("/")
     base = path.rpartition("/")[2] if path else "/" if program else "."
     return f"machinery_lock_{base}{name}{spec}"
 
 
 class Lock(ABC):
-    """Gives out names. All methods may be called from any thread.
+    """Store of locks. All methods may be called from any thread.
 
     Raises (each method):
         BackendUnavailable: the store did not answer in time.
@@ -61,29 +64,30 @@ class Lock(ABC):
 
     @abstractmethod
     def acquire(self, name: str, *, ttl: float) -> LockHolding | None:
-        """Take the name for `ttl` seconds, or None if somebody has it. Of many who try at once one succeeds.
+        """Take the name for `ttl` seconds; None if somebody has it. Does not wait.
 
-        Does not wait for the holder.
+        Of many who try at once one succeeds.
         """
 
     @abstractmethod
     def renew(self, held: LockHolding, *, ttl: float) -> bool:
-        """Hold it for `ttl` seconds from now. False: its time was over or it was released, and nothing was done."""
+        """Hold it for `ttl` seconds from now. False: it had expired or was released."""
 
     @abstractmethod
     def release(self, held: LockHolding) -> bool:
-        """Let others have it. False: it was not ours any more, and nothing was done."""
+        """Release it. False: it was not ours any more, and nothing was done."""
 
     def go(self) -> GoLock:
-        """Locks that Go programs see.
+        """Return the locks that Go programs see.
 
         Raises:
             Unsupported: Go knows none in this store.
         """
         raise Unsupported(
-            f"{type(self).__name__}: Go Machinery knows no locks there (expected a redis:// URL for `lock`)"
+            f"{type(self).__name__}: Go Machinery knows no locks there "
+            "(expected a redis:// URL for `lock`)"
         )
 
     @abstractmethod
     def close(self) -> None:
-        """Give everything back to the operating system; what is held stays so. May be called twice."""
+        """Close connections; what is held stays held. May be called twice."""

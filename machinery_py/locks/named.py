@@ -1,8 +1,8 @@
-"""`server.lock(name)`: a lock that is held across processes, for as long as its holder lives and needs it.
+"""`server.lock(name)`: a lock across processes, held while its holder lives and needs it.
 
-What is held is a lease of the lock store. One thread, the keeper, renews all leases of a Server; it starts with the first
-lock and ends with the last. A lease that could not be renewed in time is lost, and its holder is told: by `lost`, by `check()`,
-and at the end of the `with` block.
+A holder has a lease of the lock store. One thread of a Server, the keeper, renews all leases; it
+starts with the first lock and ends with the last. A lease that was not renewed in time is lost:
+`lost`, `check()` and the end of the `with` block say so.
 """
 
 from __future__ import annotations
@@ -66,7 +66,11 @@ class LockKeeper:
         self._changed = threading.Condition()
 
     def take(self, name: str, *, on_lost: Callable[[], object] | None = None) -> Lease | None:
-        """Hold the name, or None if somebody has it. `on_lost`: called in the keeper's thread when it is lost."""
+        """Take the name; None if somebody has it.
+
+        Args:
+            on_lost: called in the keeper's thread when the lease is lost.
+        """
         lock, length, asked_at = self._open_lock(), self._lease(), time.monotonic()
         held = lock.acquire(name, ttl=length)
         if held is None:
@@ -81,7 +85,7 @@ class LockKeeper:
         return lease
 
     def give_back(self, lease: Lease) -> bool:
-        """Let others have it. False: it was lost."""
+        """Release it. False: it was lost."""
         with self._changed:
             lock, _ = self._leases.pop(lease.held.token, (None, lease))
             self._changed.notify_all()
@@ -90,14 +94,14 @@ class LockKeeper:
         return lock.release(lease.held)
 
     def give_back_soon(self, lease: Lease) -> None:
-        """`give_back`, in the keeper's thread: a lock store that does not answer keeps nobody waiting."""
+        """Release it in the keeper's thread: a store that does not answer blocks nobody else."""
         with self._changed:
             if lease.held.token in self._leases:
                 self._over.append(lease)
                 self._changed.notify_all()
 
     def flush(self) -> None:
-        """Give back now what is to be given back soon."""
+        """Release now what `give_back_soon` was asked for."""
         with self._changed:
             over, self._over = self._over, []
         for lease in over:
@@ -107,7 +111,7 @@ class LockKeeper:
                 _log_unreleased(lease.held.name, error)
 
     def close(self) -> None:
-        """Stop renewing: what is still held ends with its lease. May be called twice; a new lock starts it again."""
+        """Stop renewing: leases still held expire. May be called twice; a lock starts it again."""
         self.flush()
         with self._changed:
             for _, lease in self._leases.values():
@@ -164,9 +168,9 @@ def _log_unreleased(name: str, error: Exception) -> None:
 
 
 class NamedLock:
-    """A name, to be held by one at a time. Made by `server.lock`; not reentrant; belongs to one thread or coroutine at a time.
+    """A lock, made by `server.lock`. Not reentrant; for one thread or coroutine at a time.
 
-    with server.lock("feed-7"):                  waits for its turn
+    with server.lock("feed-7"):                  waits for the holder before
     with server.lock("feed-7", timeout=5):       LockNotAcquired after 5 s
     async with server.lock("feed-7"):            the same in a coroutine
     """
@@ -188,12 +192,12 @@ class NamedLock:
 
     @property
     def lost(self) -> bool:
-        """Whether the lease ended although it was wanted: somebody else may be at work now."""
+        """Whether the lease ended too early: somebody else may hold the lock now."""
         return self._held is not None and (self._held.lost or time.monotonic() >= self._held.ends)
 
     @property
     def fence(self) -> int:
-        """A number that grows with each holder of the name; a resource can refuse a smaller one than it has seen.
+        """Number that grows with each holder; a resource can refuse one smaller than it has seen.
 
         Raises:
             LockLost: it is not held.
@@ -211,7 +215,12 @@ class NamedLock:
             raise LockLost(self.name)
 
     def acquire(self, *, blocking: bool = True, timeout: float | None = None) -> bool:
-        """Hold it; False if that was not possible in `timeout` seconds (or those of the lock), or at once without `blocking`."""
+        """Take the lock. False: it was not free in time.
+
+        Args:
+            blocking: False: do not wait.
+            timeout: seconds to wait; by default those of the lock.
+        """
         deadline = self._deadline(timeout, blocking=blocking)
         pause = POLL[0]
         while not self._try():
@@ -258,7 +267,7 @@ class NamedLock:
         return True
 
     def release(self) -> bool:
-        """Let others have it. False: it was lost, or it is not held."""
+        """Release it. False: it was lost, or is not held."""
         held, self._held = self._held, None
         return held is not None and self._keeper.give_back(held)
 

@@ -1,4 +1,4 @@
-"""How a task's function is called: its parameters, from a Python call to Args, and from Args to the call."""
+"""Calls of a task's function: from a Python call to Args, and from Args to the call."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _PLAIN = {int: "int64", str: "string", bool: "bool"}  # sent as they are
 
 
 class _Parameter(msgspec.Struct, frozen=True):
-    """One parameter: its annotation, and how a received value becomes what the annotation says, or is refused.
+    """One parameter, and how a received value becomes what its annotation says.
 
     Attributes:
         wire: the type name of values that need no look.
@@ -70,7 +70,7 @@ def needs_check(signature: Signature[Any]) -> bool:
 
 
 class Call:
-    """The calling side of one function. Looked at when it is first needed: annotations may name things defined below it."""
+    """Signature of one function, read at the first use: annotations may name later things."""
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
         self.name = name
@@ -170,8 +170,8 @@ class Call:
             bound.apply_defaults()
             if partial and any(p.name in skipped and p.default is p.empty for p in self._given):
                 raise ArgumentError(
-                    f"{self.name}: argument {given_after[0]!r} leaves {skipped[0]!r} open before it; "
-                    "results are added at the end"
+                    f"{self.name}: argument {given_after[0]!r} leaves {skipped[0]!r} open before "
+                    "it; results are added at the end"
                 )
         return bound.args, bound.kwargs
 

@@ -1,6 +1,6 @@
 """The rules of what happens when a task has ended. Pure, and in this place alone.
 
-`follow_up` looks at three values and says which state comes next, what is to be sent, and which groups are told.
+`follow_up` returns the next state, what is to be sent, and which groups have an arrival.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class FollowUp(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     Attributes:
         retry: the same task, to be run again.
         send: callbacks.
-        arrived: members of groups that are over: this task, and those behind it that will never run now.
+        arrived: members of groups that are over: this task, and those after it that never run now.
         breaks: the last task of the chain, which will never run now; its state says why.
     """
 
@@ -95,8 +95,9 @@ def follow_up(
 ) -> FollowUp:
     """Say what must happen now that the task has ended like this.
 
-    Rules of Go Machinery: results go to the end of a callback's arguments unless *this* task is immutable; the error text
-    goes in front of an error callback's arguments, always; error callbacks run once, after the last try.
+    Go Machinery's rules: results go to the end of a callback's arguments unless *this* task is
+    immutable; the error text always goes in front of an error callback's arguments; error callbacks
+    run once, after the last try.
     """
     match outcome:
         case Succeeded(results):
@@ -176,7 +177,7 @@ def _again(
 
 
 def _never_to_arrive(signature: Signature[Any]) -> Iterator[Arrived]:
-    """The chord members among this task and all that would have followed it: their chords must end, too."""
+    """Yield the chord members among this task and all that would have followed: they fail, too."""
     waiting = [signature]
     while waiting:
         member = waiting.pop()
@@ -196,8 +197,8 @@ def _last_of(signature: Signature[Any]) -> str:
     return last if isinstance(last, str) else ""
 
 
-# What the failure of a task that waits would take along: its state says so, since its message is with the broker, or in a step
-# in front of it.
+# What the failure of a waiting task takes along. Its state keeps that, since its message is with
+# the broker, or in a step before it.
 
 ALONE = b"-"  # nothing
 
@@ -205,12 +206,12 @@ ALONE = b"-"  # nothing
 def failing(signature: Signature[Any]) -> bytes:
     """Encode what is needed to fail the task without its message."""
     on_success: Sequence[Signature[Any]] = ()
-    if signature.on_success and any(map(_holds_members, signature.on_success)):
+    if signature.on_success and any(any(_never_to_arrive(one)) for one in signature.on_success):
         on_success = signature.on_success
     if not (on_success or signature.on_error or signature.chord_callback or _last_of(signature)):
         return ALONE
     bare = signature.replace(uuid="", eta=None, args=(), on_success=on_success)
-    # The members of a chord are sent together, and what their failures take along is mostly the same.
+    # The members of a chord are sent together, and are mostly alike in this.
     last, kept = _encoded[0]
     if (
         bare.chord_callback is None
@@ -223,17 +224,6 @@ def failing(signature: Signature[Any]) -> bytes:
 
 
 _encoded: list[tuple[Signature[Any], bytes]] = [(Signature(name=""), b"")]  # the last one
-
-
-def _holds_members(signature: Signature[Any]) -> bool:
-    waiting = [signature]
-    while waiting:
-        one = waiting.pop()
-        if one.chord_callback is not None:
-            return True
-        if _may_hold_members(one.on_success):
-            waiting.extend(one.on_success)
-    return False
 
 
 def failing_of(kept: bytes, name: str, uuid: str) -> Signature[Any]:

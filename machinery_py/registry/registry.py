@@ -54,11 +54,11 @@ class Registry:
         return task
 
     def add(self, task: Task[..., Any]) -> None:
-        """Take the task in.
+        """Add a task.
 
         Raises:
-            TaskAlreadyRegistered: its name belongs to a different function. The same function again replaces it: one that was
-                defined at the same place, by a module that was imported twice, or with the same values around it.
+            TaskAlreadyRegistered: its name belongs to a different function. The same function
+                replaces it, as when its module is imported twice.
         """
         with self._lock:
             old = self._tasks.get(task.name)
@@ -81,11 +81,10 @@ class Registry:
         return task
 
     def check(self, signatures: Sequence[Signature[Any]]) -> None:
-        """Hold calls, and what will follow them, against the parameters of those tasks that are known here.
+        """Check calls and their callbacks against the parameters of the tasks known here.
 
         Raises:
-            ArgumentError: the worker would refuse one: there are too few or too many arguments, or one is not what its
-                annotation says.
+            ArgumentError: the worker would refuse one.
         """
         todo: list[tuple[Signature[Any], Sequence[Arg], bool]] = [
             (one, one.args, False) for one in signatures if needs_check(one)
@@ -115,10 +114,10 @@ class Registry:
 
 
 def _is_same(old: Any, new: Any, seen: set[tuple[int, int]]) -> bool:
-    """Whether two values are the same function, or belong to it in the same way.
+    """Return whether two values are the same function, or belong to it in the same way.
 
-    The same lines make one function when their module is loaded again, which compiles them again; but different ones when a
-    factory runs twice, unless it runs with the same values. `seen` keeps functions that know themselves from asking for ever.
+    A module that is loaded again compiles the same lines again: the same function. A factory that
+    runs twice makes two, unless it runs with the same values. `seen` ends recursion.
     """
     if old is new or (id(old), id(new)) in seen or old is _UNKNOWN or new is _UNKNOWN:
         return True
@@ -139,7 +138,7 @@ _PLAIN = (str, bytes, int, float, bool, type(None), tuple, frozenset)
 
 
 def _around(function: Any) -> list[Any]:
-    """Return what a function has beside its code: its object, its defaults, the variables around it."""
+    """Return what a function has besides its code: object, defaults, closure."""
     cells = [_content(cell) for cell in function.__closure__ or ()]
     named = function.__kwdefaults__ or {}
     return [

@@ -95,15 +95,15 @@ class Task(Generic[P, R]):
         )
 
     def signature(self, *args: P.args, **kwargs: P.kwargs) -> Signature[R]:
-        """The call as an object: to be sent, chained, put into a group."""
+        """Return the call as an object: to be sent, chained, put into a group."""
         return self._signature(args, kwargs, {})
 
     def partial(self, *args: Any, **kwargs: Any) -> Signature[R]:
-        """As `signature`, with room for the results that a chain or chord adds; so the count is not checked."""
+        """Return a call to which a chain or chord adds results; so the count is not checked."""
         return self._signature(args, kwargs, {}, partial=True)
 
     def options(self, **options: Unpack[SendOptions]) -> Bound[P, R]:
-        """The same task, to be sent in another way.
+        """Return the task with options for its calls.
 
         Raises:
             TypeError: there is no such option.
@@ -142,7 +142,7 @@ class Task(Generic[P, R]):
     def _with_options(self, arguments: Sequence[Arg], options: SendOptions) -> Signature[R]:
         settings = self.settings
         headers = dict(options.get("headers", {}))
-        # Lengths travel as they are, and are counted when it is sent: that may be long after, by another process.
+        # Lengths travel as they are: it may be sent much later, by another process.
         if (delay := options.get("delay")) is not None:
             headers[HEADER_DELAY] = self._length("delay", delay)
         eta = options.get("eta") if delay is None else None
@@ -182,7 +182,8 @@ class Task(Generic[P, R]):
         seconds = value.total_seconds() if isinstance(value, dt.timedelta) else float(value)
         if not abs(seconds) <= LONGEST:
             raise ValueError(
-                f"{self.name}: {option}={value!r} (expected seconds or a timedelta of at most 317 years)"
+                f"{self.name}: {option}={value!r} "
+                "(expected seconds or a timedelta of at most 317 years)"
             )
         return repr(seconds)
 
@@ -225,7 +226,7 @@ class Bound(Generic[P, R]):
 
 
 class Anything:
-    """Type of no value: a first parameter that takes it is untyped, Any or object, and no Context."""
+    """Type of no value: a first parameter that takes it is untyped, and no Context."""
 
 
 class TaskDecorator(Protocol):

@@ -1,4 +1,4 @@
-"""When two calls are the same, and what is kept of the one that holds their key. Pure; docs/explanation/unique.md."""
+"""Keys of unique tasks and names of exclusive locks. Pure; see docs/explanation/unique.md."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from machinery_py.tasks.states import State, TaskState
 
 # Seconds that a key without a window is held: as long as the state of a task that is not finished.
 LONGEST = 7 * 86400.0
-MARGIN = 60.0  # seconds that a claim is kept longer than it says: its moments are judged by the clocks of those who read it
+# Seconds that a claim is kept longer than it says, since readers judge it by their own clocks.
+MARGIN = 60.0
 
 _encode = msgspec.json.Encoder(order="sorted").encode
 
@@ -27,9 +28,9 @@ class KeyClaim(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     Attributes:
         token: of the sending that took it, so that its repeat after a lost reply is known.
-        until: unix seconds; then the key is free, whatever has become of the task. 0: when the task is over.
+        until: unix seconds; then the key is free in any case. 0: when the task is over.
         expires: unix seconds; after that the task is not started any more. 0: never.
-        replaceable: the task's worker sets `started` before it calls the function, so that a later call can take its place.
+        replaceable: a later call can take its place until the worker has set `started`.
     """
 
     uuid: str
@@ -40,7 +41,7 @@ class KeyClaim(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     started: bool = False
 
     def stands(self, state: TaskState | None, now: dt.datetime) -> bool:
-        """Whether it keeps others away, with its task in this state."""
+        """Return whether it keeps others away, with its task in this state."""
         moment = now.timestamp()
         if state is None or state.is_finished or 0.0 < self.until <= moment:
             return False
@@ -48,7 +49,7 @@ class KeyClaim(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return not (0.0 < self.expires <= moment - MARGIN and state.state is State.PENDING)
 
     def life(self, now: dt.datetime, eta: dt.datetime | None) -> float:
-        """Seconds that a store keeps it."""
+        """Return the seconds that a store keeps it."""
         moment = now.timestamp()
         if self.until:
             return max(1.0, self.until - moment) + MARGIN
@@ -62,7 +63,7 @@ decode_claim = msgspec.json.Decoder(KeyClaim).decode
 
 
 def owner(config: Config) -> str:
-    """Return the mark of this application's keys among those of others in the same stores; "" for the default queue's."""
+    """Return the mark of this application's keys in shared stores; "" for the default queue's."""
     application = config.application or config.default_queue
     return "" if application == OPTIONS["default_queue"].default else application
 
@@ -75,7 +76,7 @@ def unique_key(
     *,
     owner: str = "",
 ) -> str:
-    """The key of a call, hashed: it says which calls of the task are the same.
+    """Return the key of a call, hashed: calls with one key are the same.
 
     Args:
         call: of the task; None: it is not known here, and nothing is known of defaults.
@@ -92,7 +93,7 @@ def unique_key(
 def lock_name(
     name: str, call: Call, args: Sequence[Arg], how: str | Callable[..., str], *, owner: str = ""
 ) -> str:
-    """The name of the lock that a call holds while it runs: the caller's own, or one for calls with the same arguments.
+    """Return the name of the lock that a call holds while it runs.
 
     Raises:
         ArgumentError: as `unique_key`.

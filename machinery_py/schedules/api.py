@@ -1,4 +1,4 @@
-"""Schedules at run time: `server.schedules`. What is changed here, every worker follows within a second or so."""
+"""Schedules at run time: `server.schedules`. Workers follow a change in about a second."""
 
 from __future__ import annotations
 
@@ -32,12 +32,14 @@ TRIES = 100  # at a change that others are always faster with
 
 
 class PeriodicOptions(TypedDict, total=False):
-    """How a schedule works.
+    """Options of a schedule.
 
-    tz: zone of its times, if the spec names none; UTC. catch_up: what becomes of ticks that nobody was there for: "skip" (or
-    False), "latest" (or True: one is sent), "all". window: seconds back that "latest" (a day) and "all" (an hour) look.
-    overlap: a tick while the run before it is not over is sent ("allow"), left out ("skip"), or waits ("queue"). dst: "once",
-    or "go" for Go's rules when clocks change.
+    tz: zone of its times, if the spec names none; by default UTC.
+    catch_up: ticks that no worker was there for: "skip" (or False), "latest" (or True), "all".
+    window: seconds back that "latest" (a day) and "all" (an hour) look.
+    overlap: a tick while the last run goes on is sent ("allow"), left out ("skip") or waits
+        ("queue").
+    dst: when clocks change: "once", or "go" for Go's rules.
     """
 
     tz: str
@@ -51,11 +53,12 @@ class ScheduleReport(msgspec.Struct, frozen=True, kw_only=True):
     """One schedule as it stands.
 
     Attributes:
-        declared: by code (of any program), or else added at run time.
+        declared: by code of any program; False: added at run time.
         stored: False: this code declares it, and no worker of it has started yet.
-        last_run: the time of the last tick that was sent. next_runs: the next three; none while it is paused.
+        last_run: the last tick that was sent.
+        next_runs: the next three ticks; none while it is paused.
         waiting: ticks that wait for the run before them.
-        sent, missed, held: ticks that were sent, that nobody was there for, that were left out because of `overlap`.
+        sent, missed, held: ticks that were sent; without a worker; left out by `overlap`.
     """
 
     name: str
@@ -78,7 +81,7 @@ class ScheduleReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def definition_of(spec: str, step: Step[Any], options: PeriodicOptions) -> Definition:
-    """A definition, checked but for its spec.
+    """Return a definition; all but its spec is checked.
 
     Raises:
         ScheduleError: an option makes no sense.
@@ -114,7 +117,8 @@ class Schedules:
 
     Raises (each method):
         Unsupported: the result backend keeps no schedules.
-        BackendUnavailable, BrokerUnavailable: the store does not answer; the change may have been made.
+        BackendUnavailable, BrokerUnavailable: no answer; the change may have been made.
+        ScheduleNotFound: there is none of that name.
     """
 
     def __init__(self, app: Application, declared: Declared) -> None:
@@ -122,7 +126,7 @@ class Schedules:
         self._declared = declared
 
     def list(self) -> list[ScheduleReport]:
-        """All that are stored, and what this program's code declares beside them, by name."""
+        """Return all that are stored or declared by this program, by name."""
         records = self._app.store.backend.records()
         found = {
             name: self._report(decode_entry(body)) for name, body in (records.bodies or {}).items()
@@ -136,10 +140,7 @@ class Schedules:
     list_async = twin(list)
 
     def get(self, name: str) -> ScheduleReport:
-        """
-        Raises:
-            ScheduleNotFound: there is none of that name.
-        """
+        """Return one of them."""
         return self._report(self._find(name)[1])
 
     get_async = twin(get)
@@ -165,21 +166,13 @@ class Schedules:
     add_async = twin(add)
 
     def pause(self, name: str) -> None:
-        """No more ticks until `resume`; a restart does not change that.
-
-        Raises:
-            ScheduleNotFound: there is none of that name.
-        """
+        """Send no ticks until `resume`, also after a restart."""
         self._change(name, lambda entry, _: entry.replace(paused=True))
 
     pause_async = twin(pause)
 
     def resume(self, name: str) -> None:
-        """Ticks again, from now on: those of the pause are not missed ones.
-
-        Raises:
-            ScheduleNotFound: there is none of that name.
-        """
+        """Send ticks again, from now on; those of the pause do not count as missed."""
         self._change(
             name,
             lambda entry, now: (
@@ -193,7 +186,6 @@ class Schedules:
         """Send it once, now, also if it is paused. Its ticks stay as they are.
 
         Raises:
-            ScheduleNotFound: there is none of that name.
             ArgumentError: what it sends cannot be sent.
         """
 
@@ -213,11 +205,7 @@ class Schedules:
     run_now_async = twin(run_now)
 
     def remove(self, name: str) -> None:
-        """Forget it. What code declares is stored again when a worker of that code starts: pause it instead.
-
-        Raises:
-            ScheduleNotFound: there is none of that name.
-        """
+        """Remove it. One that code declares comes back with a worker of that code: pause it."""
         self._try(
             name, lambda body, _: amend(self._app, name, body, None) or self._body(name) is None
         )
@@ -232,10 +220,9 @@ class Schedules:
         step: Step[Any] | None = None,
         **options: Unpack[PeriodicOptions],
     ) -> None:
-        """Change what is given and leave the rest. It stays so until the code that declares it is changed.
+        """Change what is given, until the code that declares it changes.
 
         Raises:
-            ScheduleNotFound: there is none of that name.
             ScheduleError, ArgumentError: as `add`.
         """
 

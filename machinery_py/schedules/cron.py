@@ -1,11 +1,11 @@
-"""The fields of a cron spec: Go's grammar (robfig/cron's standard parser), and a little more, written out as plain numbers.
+"""Fields of a cron spec, written out as plain numbers: Go's grammar (robfig/cron) and extensions.
 
     minute hour day-of-month month day-of-week, or second minute hour …
 
-    Go's     *  ?  lists  ranges  steps  names;  0 to 6 for SUN to SAT;  `5/15` is from 5 to the end by 15
+    Go's     *  ?  lists  ranges  steps  names;  0 to 6: SUN to SAT;  `5/15`: from 5 on, by 15
     ours     six fields;  L, 15W (day of month);  MON#2, L5 (day of week);  H, H/15, H(0-29)
 
-What is written out has no two readings, so every version of the library that searches the calendar finds the same times.
+Written out, a spec means the same to every version of the library that searches the calendar.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ _SPECIAL_WEEKDAY = re.compile(r"(?:(\w+)#([1-5])|L(\w+)|(\w+)L)", re.IGNORECASE)
 
 
 class BadField(ValueError):
-    """Something in a spec cannot be read. The text says what."""
+    """Part of a spec that cannot be read, and why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cron:
-    """A spec, written out.
+    """Spec that is written out.
 
     Attributes:
         fields: second, minute, … day of week: "*", or numbers with commas, or L, 15W, 1#2, L5.
@@ -98,7 +98,7 @@ def parse_cron(text: str, *, name: str) -> Cron:
 
 
 def _has_day(day: str, month: str) -> bool:
-    """Whether one of these months has one of these days."""
+    """Return whether one of these months has one of these days."""
     if not day[0].isdigit() or not day.replace(",", "").isdigit():
         return True
     months = range(1, 13) if month in ("*", "all") else map(int, month.split(","))
@@ -116,7 +116,7 @@ def _check_days(day: str, weekday: str) -> None:
 
 
 def _field(word: str, field: Field, name: str) -> str:
-    """The numbers, "*" where Go leaves the day to the other field, "all" for a list that happens to hold every number."""
+    """Return the numbers; "*" where Go leaves the day to the other field; "all" for all."""
     special = _specials(word, field)
     if special:
         return special
@@ -141,7 +141,7 @@ def _field(word: str, field: Field, name: str) -> str:
 
 
 def _range(part: str, field: Field) -> tuple[int, int, int, bool]:
-    """First, last, step, and whether it is a plain star."""
+    """Return first, last, step, and whether it is a plain star."""
     ends, *steps = part.split("/")
     if len(steps) > 1:
         raise BadField(f"{field.name} {part!r}: found two slashes")
@@ -201,7 +201,7 @@ def _hashed(match: re.Match[str], part: str, field: Field, name: str) -> set[int
 
 
 def _specials(word: str, field: Field) -> str:
-    """L, W and # as the library that searches the calendar takes them, or ""."""
+    """Return L, W and # as the calendar library takes them, or ""."""
     if field.name == "day of month" and _SPECIAL_DAY.fullmatch(word):
         day = re.sub(r"[LWlw]", "", word)
         if day and not 1 <= int(day) <= 31:
@@ -238,7 +238,7 @@ _PART = re.compile(r"([0-9]*)(?:\.([0-9]*))?([^0-9.]+)")
 
 
 def parse_every(text: str) -> int:
-    """The whole seconds of a Go duration such as `1h30m`; at least 1, as in Go.
+    """Return the whole seconds of a Go duration such as `1h30m`; at least 1, as in Go.
 
     Raises:
         BadField: it is none.
@@ -261,6 +261,6 @@ def parse_every(text: str) -> int:
 
 
 def written(cron: Cron) -> str:
-    """As the library that searches the calendar takes it."""
+    """Return it as the calendar library takes it."""
     fields: Sequence[str] = cron.fields if cron.has_seconds else cron.fields[1:]
     return " ".join(fields)

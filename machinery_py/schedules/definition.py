@@ -1,4 +1,4 @@
-"""Schedules as they are kept: what is to be sent, by which rule, and how far it has come. All of it pure.
+"""Schedules as they are stored: what is sent, by which rule, and how far it is. Pure.
 
 What happens to them, step by step: docs/explanation/periodic.md.
 """
@@ -31,12 +31,11 @@ COUNTED = 1000  # missed ticks that are counted at once
 
 
 class Definition(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A schedule as it was defined.
+    """Definition of a schedule.
 
     Attributes:
         work: what is sent, from `pack_step`.
-        catch_up: of ticks that nobody was there for: none, the latest, or all; within `window` seconds.
-        overlap: a tick while the run before it is not over: is sent, is left out, or waits.
+        catch_up, window, overlap: see PeriodicOptions.
     """
 
     spec: str
@@ -58,16 +57,17 @@ class Definition(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A schedule as it is kept in the store.
+    """Record of a schedule in the store.
 
     Attributes:
         id: random; one that is made anew under the same name is another.
         declared: digest of the definition that code brought; "" for one that was added at run time.
         last: the last tick that was decided on, or the moment from which it counts.
-        ran: the last tick that was sent. run: the tasks of that, step by step, as far as it matters whether they are over.
+        ran: the last tick that was sent.
+        run: its tasks, step by step; empty if it does not matter whether they are over.
         claimed: since when a scheduler tries to get Go's lock for the next tick.
         waiting: ticks to be sent when the run before them is over.
-        sent, missed, held: how many ticks were sent, came when nobody was there, were left out because of a run before them.
+        sent, missed, held: ticks that were sent, missed, or left out because of `overlap`.
     """
 
     name: str
@@ -108,7 +108,7 @@ def decode_entry(body: bytes) -> Entry:
 
 
 def pack_step(step: Step[Any]) -> msgspec.Raw:
-    """Encode the step without UUIDs: each run has its own. (In Go a UUID that is given stays the same in every run.)
+    """Encode the step without UUIDs: each run has its own. (In Go a given UUID stays the same.)
 
     Raises:
         ArgumentError: something in it cannot be sent.
@@ -159,7 +159,7 @@ def unpack_step(body: msgspec.Raw | bytes) -> Step[Any]:
 
 
 def task_names(step: Step[Any]) -> list[str]:
-    """Of all tasks in it, in order."""
+    """Return the names of all tasks in it, in order."""
     if isinstance(step, Signature):
         return [step.name]
     return [name for one in _inner(step) for name in task_names(one)]
@@ -179,7 +179,7 @@ class Due(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def due(entry: Entry, schedule: Schedule, now: dt.datetime) -> Due | None:
-    """The next thing to be done, or None if nothing is due. `now`: by the store's clock, which may have gone back."""
+    """Return what is to be done next, or None. `now`, by the store's clock, may have gone back."""
     first = schedule.next(entry.last)
     if first is None or first > now:
         return None
@@ -193,7 +193,7 @@ def due(entry: Entry, schedule: Schedule, now: dt.datetime) -> Due | None:
 
 
 def _first_wanted(entry: Entry, schedule: Schedule, now: dt.datetime) -> dt.datetime | None:
-    """The first tick that is still to be sent: the first on time, if none is to be caught up."""
+    """Return the first tick to be sent: the first on time, if none is to be caught up."""
     definition = entry.definition
     if definition.catch_up == "all":
         start = _grid(
@@ -213,14 +213,14 @@ def _first_wanted(entry: Entry, schedule: Schedule, now: dt.datetime) -> dt.date
 
 
 def _on_time(schedule: Schedule, tick: dt.datetime) -> float:
-    """Seconds that a tick may be late without having been missed."""
+    """Return the seconds that a tick may be late and is not missed."""
     following = schedule.next(tick)
     least, most = ON_TIME
     return most if following is None else max(least, min(most, (following - tick).total_seconds()))
 
 
 def _latest(schedule: Schedule, after: dt.datetime, now: dt.datetime) -> dt.datetime | None:
-    """The last tick behind `after` up to `now`."""
+    """Return the last tick after `after` up to `now`."""
     back = 60.0
     while True:
         start = _grid(schedule, after, now - dt.timedelta(seconds=back))
@@ -231,7 +231,7 @@ def _latest(schedule: Schedule, after: dt.datetime, now: dt.datetime) -> dt.date
 
 
 def _grid(schedule: Schedule, last: dt.datetime, wanted: dt.datetime) -> dt.datetime:
-    """A moment from which the same ticks follow as from `last`, as near as can be before `wanted`."""
+    """Return the last moment before `wanted` from which the same ticks follow as from `last`."""
     if wanted <= last:
         return last
     if not schedule.every:
@@ -242,7 +242,7 @@ def _grid(schedule: Schedule, last: dt.datetime, wanted: dt.datetime) -> dt.date
 
 
 def _count(schedule: Schedule, after: dt.datetime, before: dt.datetime) -> int:
-    """The ticks between the two, at most COUNTED."""
+    """Return the number of ticks between the two, at most COUNTED."""
     if schedule.every:
         return max(
             0, (before - after.replace(microsecond=0)) // dt.timedelta(seconds=schedule.every) - 1
@@ -256,12 +256,12 @@ def _count(schedule: Schedule, after: dt.datetime, before: dt.datetime) -> int:
 
 
 def run_of(steps: Sequence[PlannedStep]) -> tuple[tuple[str, ...], ...]:
-    """The tasks of a workflow, step by step, as `is_over` takes them."""
+    """Return the tasks of a workflow, step by step, for `is_over`."""
     return tuple((*step.leading, *step.uuids) for step in steps)
 
 
 def is_over(entry: Entry, states: dict[str, TaskState], now: dt.datetime) -> bool:
-    """Whether the last run has ended. `states`: those that there are of the tasks in `entry.run`."""
+    """Return whether the last run has ended; `states` are those of the tasks in `entry.run`."""
     if entry.ran is None or (now - entry.ran).total_seconds() > LONGEST_RUN or not states:
         return True
     if not all(state.is_finished for state in states.values()):

@@ -1,7 +1,8 @@
-"""The scheduler: sends what is due. Any number of them work on one store, without a leader (docs/explanation/periodic.md).
+"""Scheduler: sends what is due. Any number of them work on one store, without a leader.
 
-A tick is one step of the store: "the record holds what I have read → it holds the next; and these messages are sent". Of all
-who have read the same, one gets it done.
+A tick is one step of the store: if the record still holds what was read, it holds the next tick,
+and the messages are sent. Of all that have read the same one succeeds
+(docs/explanation/periodic.md).
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ AT_ONCE = 1000  # ticks of one schedule that are sent before the others have the
 
 
 class Declared:
-    """The schedules that this program's code declares. May be used from any thread."""
+    """Schedules that this program's code declares. May be used from any thread."""
 
     def __init__(self) -> None:
         self._definitions: dict[str, Definition] = {}
@@ -70,7 +71,8 @@ class Declared:
             before = self._definitions.setdefault(name, definition)
         if before is not definition and before != definition:
             raise ScheduleError(
-                f"schedule {name!r} is declared already, as {before.spec!r} (give this one a name of its own)"
+                f"schedule {name!r} is declared already, as {before.spec!r} "
+                "(give this one a name of its own)"
             )
 
     def all(self) -> Mapping[str, Definition]:
@@ -92,10 +94,10 @@ class Known:
 
 
 class Scheduler:
-    """Belongs to one thread at a time.
+    """Scheduler of one worker. Belongs to one thread at a time.
 
     Args:
-        stopping: asked between two ticks; once it says True, `step` returns.
+        stopping: called between two ticks; when it returns True, `step` returns.
     """
 
     def __init__(
@@ -139,12 +141,12 @@ class Scheduler:
         return self._pause()
 
     def now(self) -> dt.datetime:
-        """By the store's clock."""
+        """Return the moment by the store's clock."""
         return self._read_now + dt.timedelta(seconds=self._app.clock.monotonic() - self._read_at)
 
     @property
     def next_due(self) -> dt.datetime | None:
-        """When there is something to do, as far as it was read."""
+        """Moment of the next step, as far as it was read."""
         return min((known.due_at for known in self._known.values() if known.due_at), default=None)
 
     def refresh(self) -> None:
@@ -231,7 +233,7 @@ class Scheduler:
     # What code declares
 
     def _sync(self) -> None:
-        """Bring what code declares to the store. Code wins where it has changed; what is paused stays paused."""
+        """Store what code declares. Changed code wins; what is paused stays paused."""
         declared = self._declared.all()
         for name, definition in declared.items():
             # Another may be bringing it just now; one that cannot be read is a newer version's.
@@ -288,7 +290,7 @@ class Scheduler:
                 return
 
     def _act(self, known: Known, now: dt.datetime) -> bool:
-        """One step of one schedule. False: somebody else was faster."""
+        """Do one step of one schedule. False: another scheduler was faster."""
         entry = known.entry
         if entry.waiting and self._is_over(entry, now):
             tick, *rest = entry.waiting
@@ -324,10 +326,10 @@ class Scheduler:
         return self._send_it(known, entry, tick)
 
     def _send_under_gos_lock(self, known: Known, entry: Entry, tick: dt.datetime) -> bool:
-        """First one of us claims the tick, so that we do not keep each other from it; then it asks for Go's lock.
+        """Claim the tick among our schedulers, take Go's lock, and send.
 
-        As in Go, a tick is lost if its scheduler dies between the lock and the sending. One that is so late that the next is
-        due is given up: Go's lock for it is over, so it may have been sent.
+        As in Go, a tick is lost if its scheduler dies between the lock and the sending. A tick that
+        is late until the next is due is given up: Go's lock for it is over, so Go may have sent it.
         """
         now, claimed = self.now(), entry.claimed
         following = known.schedule.next(tick) or tick + dt.timedelta(days=1)
@@ -349,7 +351,7 @@ class Scheduler:
         after, out = entry, NOTHING
         try:
             after, out = sending(self._app, entry, tick)
-        except Exception as error:  # the pre-publish hook is user code; the others must not wait for it, nor it be tried for ever
+        except Exception as error:  # the pre-publish hook is user code: the tick is given up
             logger.error(
                 "schedule %s: its tick at %s cannot be sent: %s",
                 entry.name,
@@ -398,7 +400,7 @@ def new_entry(name: str, definition: Definition, now: dt.datetime, *, declared: 
 
 
 def redefined(entry: Entry, definition: Definition, now: dt.datetime) -> Entry:
-    """With another definition. If its times are others, it counts from now."""
+    """Return it with another definition; if its times change, it counts from now."""
     old = entry.definition
     times = (old.spec, old.tz, old.dst) != (definition.spec, definition.tz, definition.dst)
     return entry.replace(definition=definition, last=max(entry.last, now) if times else entry.last)

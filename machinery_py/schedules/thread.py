@@ -1,4 +1,4 @@
-"""SchedulerThread: the thread that runs the scheduler in a worker. It sleeps until something is due."""
+"""Thread that runs the scheduler in a worker; it sleeps until something is due."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PATIENCE = 1.0, 10.0  # seconds until the next try after a failure, the first an
 
 
 class SchedulerThread(LoopThread):
-    """Thread of a scheduler. After `stop` no further tick is sent; one that is being sent goes on."""
+    """Thread of a scheduler. After `stop` no further tick is sent."""
 
     def __init__(self, app: Application, declared: Declared, *, name: str) -> None:
         super().__init__(f"{name}-scheduler", self._work)

@@ -1,11 +1,12 @@
-"""When something is due: a cron spec and its times. croniter searches the calendar; zones and clock changes are ours.
+"""Times of a cron spec. croniter searches the calendar; zones and clock changes are ours.
 
-croniter is only asked about a calendar without zones, and gets what `cron.py` has written out. So these of its habits do no
-harm: seconds at the end, times twice or shifted when clocks change, `1,1#2` without the 1, `15W` beside a day of the week.
+croniter gets what `cron.py` has written out, and a calendar without zones. So these of its habits
+do no harm: seconds at the end, times twice or shifted when clocks change, `1,1#2` without the 1,
+`15W` beside a day of the week.
 
-When clocks change, with `dst="once"`: a fixed time runs once a day: the first time if it comes twice, right behind the gap if
-it does not come. A time with `*`, `?` or a step follows the clock on the wall: twice, or not at all. With `dst="go"` every
-time follows the clock on the wall, as in Go.
+When clocks change, with `dst="once"`, a fixed time runs once a day: the first time if it comes
+twice, right after the gap if it does not come. A time with `*`, `?` or a step follows the clock on
+the wall: twice, or not at all. With `dst="go"` every time follows the clock on the wall, as in Go.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _DAYS = dt.timedelta(days=2)  # longer than any change of a clock
 
 
 class Schedule:
-    """A spec that can be due. Immutable in what it says; belongs to one thread at a time.
+    """Spec that can be due. Belongs to one thread at a time.
 
     Attributes:
         spec: as it was given.
@@ -63,7 +64,7 @@ class Schedule:
         self._follows = self._times is not None and (dst == "go" or self._times.cron.follows_clock)
 
     def next(self, after: dt.datetime) -> dt.datetime | None:
-        """The first time behind that moment, in UTC; None if there is none in any foreseeable time.
+        """Return the first time after that moment, in UTC; None if there is none before FAR.
 
         Raises:
             ValueError: the moment is naive.
@@ -88,7 +89,7 @@ class Schedule:
         return self._answer
 
     def upcoming(self, after: dt.datetime, count: int) -> list[dt.datetime]:
-        """The next times, at most so many."""
+        """Return the next times, at most so many."""
         found: list[dt.datetime] = []
         while len(found) < count:
             moment = self.next(found[-1] if found else after)
@@ -98,7 +99,7 @@ class Schedule:
         return found
 
     def between(self, after: dt.datetime, until: dt.datetime) -> Iterator[dt.datetime]:
-        """The times behind `after` up to and with `until`."""
+        """Yield the times after `after` up to and with `until`."""
         moment = self.next(after)
         while moment is not None and moment <= until:
             yield moment
@@ -109,7 +110,7 @@ class Schedule:
         return moment.astimezone(self._tz).replace(tzinfo=None, microsecond=0)
 
     def _moments(self, wall: dt.datetime) -> list[dt.datetime]:
-        """When the wall shows this: once, twice, or never."""
+        """Return the moments at which the wall shows this: one, two or none."""
         first, second = (
             wall.replace(tzinfo=self._tz, fold=fold).astimezone(_UTC) for fold in (0, 1)
         )
@@ -131,13 +132,14 @@ class Schedule:
         return low + last * SECOND
 
     def _behind_gap(self, wall: dt.datetime) -> dt.datetime:
-        """The moment at which the clock jumps over this time."""
-        # PEP 495: in a gap, fold=0 is read with the offset before it and lies behind the change, fold=1 in front of it.
+        """Return the moment at which the clock jumps over this time."""
+        # PEP 495: in a gap, fold=0 takes the offset before it and lies after the change, fold=1
+        # lies before it.
         late, early = (wall.replace(tzinfo=self._tz, fold=fold).astimezone(_UTC) for fold in (0, 1))
         return self._change_near(early, late)
 
     def _once(self, times: _Times, after: dt.datetime) -> dt.datetime | None:
-        """Each time of the calendar has one moment, and the moments are in the order of the times."""
+        """Return the next moment, if each time has one, in the order of the times."""
         wall = self._local(after)
         if wall.fold:
             first, second = self._moments(wall)
@@ -152,11 +154,11 @@ class Schedule:
         return None
 
     def _last_of_overlap(self, first: dt.datetime, second: dt.datetime) -> dt.datetime:
-        """The last second that the wall shows twice; first and second are moments at which it shows the same."""
+        """Return the last second that the wall shows twice; at both moments it shows the same."""
         return self._local(self._change_near(first, second) - SECOND).replace(fold=0)
 
     def _on_wall(self, times: _Times, after: dt.datetime) -> dt.datetime | None:
-        """Every moment at which the wall shows one of the times."""
+        """Return the next moment at which the wall shows one of the times."""
         wall = self._local(after)
         moments = self._moments(wall)
         found = times.behind(wall.replace(fold=0))
@@ -176,7 +178,7 @@ class Schedule:
 
 
 class _Times:
-    """The times of a cron spec on a calendar without zones."""
+    """Times of a cron spec on a calendar without zones."""
 
     def __init__(self, fields: str, name: str) -> None:
         self.cron = parse_cron(fields, name=name)
@@ -185,7 +187,7 @@ class _Times:
             raise BadField("is never due (there is no such day)")
 
     def behind(self, wall: dt.datetime) -> dt.datetime | None:
-        """The first time behind this one."""
+        """Return the first time after this one."""
         # 30 ms that only those with schedules pay.
         from croniter import CroniterBadDateError, croniter
 
@@ -210,7 +212,7 @@ def _fields_of(rest: str) -> str:
 
 
 def _zone_of(spec: str, tz: str) -> tuple[str, str]:
-    """The spec without its prefix, and the name of its zone."""
+    """Return the spec without its prefix, and the name of its zone."""
     for prefix in ("CRON_TZ=", "TZ="):
         if spec.startswith(prefix):
             name, space, rest = spec.removeprefix(prefix).partition(" ")
@@ -231,12 +233,13 @@ def _open_zone(name: str) -> dt.tzinfo:
         return ZoneInfo(name)
     except (ValueError, OSError, LookupError):
         raise BadField(
-            f"unknown time zone {name!r} (as in Europe/Berlin; without system tables: pip install tzdata)"
+            f"unknown time zone {name!r} "
+            "(as in Europe/Berlin; without system tables: pip install tzdata)"
         ) from None
 
 
 def _local_name() -> str:
-    """The zone of this machine: TZ, else what /etc/localtime leads to."""
+    """Return the zone of this machine: TZ, else the target of /etc/localtime."""
     import os
 
     name = os.environ.get("TZ", "").lstrip(":")

@@ -82,11 +82,9 @@ class Maintenance:
                     "this worker had been given up (was it stopped?): "
                     "what it ran belongs to others now"
                 )
-                for execution in self._receiver.held():
-                    if execution.hand_back():  # not begun: its new owner runs it
-                        self._settler.put(execution)
-                    else:
-                        self._executors.cancel(execution)
+                self._receiver.hand_back()  # its new owner runs it
+                for execution in self._executors.running():
+                    self._executors.cancel(execution)
         finally:
             self._on_beat()  # alive, whatever the store says
 
@@ -115,7 +113,7 @@ class Maintenance:
         if len(running) >= self._executors.concurrency:
             long_ago = time.perf_counter() - STALE
             if all(0 < execution.call_started < long_ago for execution in running):
-                self._give_back_waiting()
+                self._receiver.hand_back()
 
     def _stop_revoked(self) -> None:
         """Ask revoked tasks that run to stop, and end those that have not begun."""
@@ -132,8 +130,3 @@ class Maintenance:
                 execution.context is not None and execution.context.cancelled
             ):
                 self._executors.cancel(execution)
-
-    def _give_back_waiting(self) -> None:
-        for execution in self._receiver.held():
-            if execution.hand_back():
-                self._settler.put(execution)

@@ -138,6 +138,17 @@ class Receiver:
         """Return what is claimed and not settled yet."""
         return list(self._held.values())
 
+    def hand_back(self, *, started: bool = False) -> list[Execution]:
+        """Give back what is held and not begun, and return it.
+
+        Args:
+            started: also what has begun.
+        """
+        given = [execution for execution in self.held() if execution.hand_back(started=started)]
+        for execution in given:
+            self._settler.put(execution)
+        return given
+
     def settled(self, executions: Sequence[Execution]) -> None:
         """Make room: these are over. Called in the settler's thread; `reported` follows."""
         self._reporting = executions

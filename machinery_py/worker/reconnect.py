@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 
 from machinery_py.app import Application
 from machinery_py.errors import (
@@ -143,48 +144,6 @@ class Reconnect:
         )
 
 
-class Opening:
-    """Attempt to open a session, in a thread of its own, so that a worker can end meanwhile."""
-
-    def __init__(
-        self, open_session: Callable[[], Session], then: Callable[[], object], *, name: str
-    ) -> None:
-        self._open = open_session
-        self._then = then
-        self._lock = threading.Lock()
-        self._session: Session | None = None
-        self._failure: BaseException | None = None
-        self._unwanted = False
-        self.is_over = False
-        threading.Thread(target=self._work, name=f"{name}-connect", daemon=True).start()
-
-    def _work(self) -> None:
-        try:
-            session = self._open()
-        except BaseException as error:  # raised in `result`, by the thread that wants it
-            self._failure = error
-        else:
-            with self._lock:
-                self._session = session
-                unwanted = self._unwanted
-            if unwanted:
-                session.close()
-        self.is_over = True
-        self._then()
-
-    def result(self) -> Session | None:
-        """Return the session, or raise what opening it raised.
-
-        None if the attempt is not over: its session is then closed as soon as it is open.
-        """
-        with self._lock:
-            if self._session is None:
-                self._unwanted = True
-        if self._failure is not None:
-            raise self._failure
-        return self._session
-
-
 def open_patiently(
     open_session: Callable[[], Session], reconnect: Reconnect, request: StopRequest, *, name: str
 ) -> Session | None:
@@ -196,11 +155,11 @@ def open_patiently(
     """
     reconnect.reset()
     while not request.is_made:
-        opening = Opening(open_session, request.wake, name=name)
-        while not opening.is_over and not request.is_made:
+        opening = _open_in_thread(open_session, request.wake, name=name)
+        while not opening.done() and not request.is_made:
             request.wait(0.5)
         try:
-            return opening.result()
+            return None if opening.cancel() else opening.result()
         except StoreUnusable:
             raise
         except PASSES as error:
@@ -212,3 +171,31 @@ def open_patiently(
             while (left := deadline - time.monotonic()) > 0 and not request.is_made:
                 request.wait(left)
     return None
+
+
+def _open_in_thread(
+    open_session: Callable[[], Session], then: Callable[[], object], *, name: str
+) -> Future[Session]:
+    """Open a session in a thread of its own, so that a worker can end meanwhile.
+
+    If the future is cancelled, the session is closed as soon as it is open.
+    """
+    future: Future[Session] = Future()
+
+    def work() -> None:
+        session, failure = None, None
+        try:
+            session = open_session()
+        except BaseException as error:  # raised by `result`, in the thread that wants it
+            failure = error
+        if not future.set_running_or_notify_cancel():
+            if session is not None:
+                session.close()
+        elif session is not None:
+            future.set_result(session)
+        else:
+            future.set_exception(failure)
+        then()
+
+    threading.Thread(target=work, name=f"{name}-connect", daemon=True).start()
+    return future

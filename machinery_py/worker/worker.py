@@ -308,12 +308,14 @@ class Worker:
             if self._scheduler is not None:
                 self._scheduler.stop()
             self._receiver.stop()
-            self._hand_back(started=False)
+            self._receiver.hand_back()
             self._wait_while(
                 lambda: bool(self._executors.busy()) and not self._stop_request.is_abrupt,
                 self.shutdown_timeout,
             )
-            unfinished = self._hand_back(started=True)
+            unfinished = self._receiver.hand_back(started=True)
+            for execution in unfinished:
+                self._executors.cancel(execution)
             # Ended tasks must be with the settler before it is closed.
             self._wait_while(lambda: any(map(_is_on_its_way, self._executors.busy())), SETTLER_WAIT)
             if unfinished:
@@ -382,16 +384,6 @@ class Worker:
         deadline = time.monotonic() + timeout
         while is_so() and time.monotonic() < deadline:
             self._stop_request.wait(0.02)
-
-    def _hand_back(self, *, started: bool) -> list[Execution]:
-        given = [
-            execution for execution in self._receiver.held() if execution.hand_back(started=started)
-        ]
-        for execution in given:
-            if started:
-                self._executors.cancel(execution)
-            self._settler.put(execution)
-        return given
 
     def _on_beat(self) -> None:
         if self.on_beat is not None:
