@@ -20,7 +20,7 @@ import pytest
 
 from machinery_py.errors import ConfigError, Unsupported
 from machinery_py.stores import open
-from machinery_py.stores.family import Family, FamilyOptions
+from machinery_py.stores.open import Family, FamilyOptions
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.conformance.backends import BackendConformance
 from machinery_py.testing.conformance.brokers import BrokerConformance

@@ -39,7 +39,7 @@ from machinery_py.brokers.base import (
     new_worker,
 )
 from machinery_py.clock import SYSTEM_CLOCK, Clock
-from machinery_py.stores.family import Family, FamilyOptions
+from machinery_py.stores.open import Family, FamilyOptions
 from machinery_py.stores.transactional import OneStore
 
 PAUSE = 0.02  # seconds between two looks at the file

@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable, Container, MutableMapping, Sequence
 
 from machinery_py.config.urls import redact
-from machinery_py.errors import StoreUnusable
+from machinery_py.errors import ConfigError, StoreUnusable, nearest
 
 #: All URLs as they were configured, and the one that has just failed → the one to try next. From any thread.
 Strategy = Callable[[Sequence[str], str], str]
@@ -29,6 +29,18 @@ def shuffle(urls: Sequence[str], failed: str) -> str:
 
 #: The values of the option `broker_failover_strategy`; add your own.
 STRATEGIES: MutableMapping[str, Strategy] = {"round-robin": round_robin, "shuffle": shuffle}
+
+
+def strategy_named(name: str) -> Strategy:
+    """Return a strategy by its name in the configuration.
+
+    Raises:
+        ConfigError: there is none of this name.
+    """
+    if name not in STRATEGIES:
+        known = ", ".join(sorted(STRATEGIES)) + nearest(name, STRATEGIES)
+        raise ConfigError(f"broker_failover_strategy: found {name!r} (known: {known})")
+    return STRATEGIES[name]
 
 
 def following(strategy: Strategy, urls: Sequence[str], failed: str, known: Container[str]) -> str:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from machinery_py.backends.memcached.backend import MemcacheBackend
 from machinery_py.config.server_urls import parse_memcache_url
 from machinery_py.connections.memcached.client import TIMEOUT, MemcacheDriver
-from machinery_py.stores import network as _network  # noqa: F401 – for what it loads
-from machinery_py.stores.family import Family, FamilyOptions
+from machinery_py.stores.open import Family, FamilyOptions
 
 
 class MemcacheFamily(Family):

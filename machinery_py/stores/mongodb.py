@@ -48,7 +48,6 @@ from machinery_py.errors import (
 )
 from machinery_py.locks.mongodb import MongoLock
 from machinery_py.names import REASON
-from machinery_py.stores import network as _network  # noqa: F401 – for what it loads
 from machinery_py.stores.base import (
     Firing,
     Mark,
@@ -60,7 +59,7 @@ from machinery_py.stores.base import (
     change_of,
     disposal_of,
 )
-from machinery_py.stores.family import Family, FamilyOptions
+from machinery_py.stores.open import Family, FamilyOptions
 from machinery_py.tasks.states import State, TaskState
 from machinery_py.texts import get_logger
 from machinery_py.wire.signatures import decode_signature

@@ -1,27 +1,77 @@
-"""From a configuration to its stores. Stores are named here as strings, and loaded when a URL needs them."""
+"""From a configuration to its stores: families, each of which opens what a URL names, and the table of them.
+
+Families are named as strings, and loaded when a URL needs them.
+"""
 
 from __future__ import annotations
 
+import codecs
 import importlib
+from abc import ABC
 from collections.abc import Iterable
 from typing import cast
 
+import msgspec
+
+from machinery_py.backends.base import Backend
+from machinery_py.brokers.base import Broker
 from machinery_py.clock import Clock
 from machinery_py.config.config import Config
+from machinery_py.config.sections import AMQPConfig, MongoDBConfig, RedisConfig
 from machinery_py.config.urls import Role, add_scheme, redact, scheme_of, split_urls
 from machinery_py.connections.forks import not_forking
-from machinery_py.errors import ConfigError
+from machinery_py.errors import ConfigError, Unsupported
 from machinery_py.locks.base import Lock
 from machinery_py.stores.base import Store
-from machinery_py.stores.family import Family, FamilyOptions
 from machinery_py.stores.outbox import TwoStores
+
+
+class FamilyOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings that a family needs, and the clock. Lengths are in seconds."""
+
+    clock: Clock
+    lease: float = 10.0
+    expire_in: float = 3600.0
+    timeout: float = 5.0
+    separator: str = ""  # between several URLs
+    strategy: str = "round-robin"  # in `failover.STRATEGIES`
+    strict_durability: bool = False
+    redis: RedisConfig = RedisConfig()
+    amqp: AMQPConfig = AMQPConfig()
+    default_queue: str = "machinery_tasks"
+    mongodb: MongoDBConfig = MongoDBConfig()
+
+
+class Family(ABC):  # noqa: B024 - a family need not be able to do all of it
+    """Opens what it is asked for, lazily; `close` gives back what all of it shares."""
+
+    def __init__(self, url: str, options: FamilyOptions) -> None:
+        self.url = url
+        self.options = options
+
+    def broker(self) -> Broker:
+        raise Unsupported(f"{redact(self.url)} is no broker")
+
+    def backend(self) -> Backend:
+        raise Unsupported(f"{redact(self.url)} is no result backend")
+
+    def lock(self) -> Lock:
+        raise Unsupported(f"{redact(self.url)} gives no locks")
+
+    def together(self) -> Store | None:
+        """Broker and backend that settle as one, if they can."""
+        return None
+
+    def close(self) -> None:  # noqa: B027 - some share nothing
+        """Give everything back. May be called twice."""
+
 
 #: URL scheme → what opens it.
 FAMILIES: dict[str, str] = {
     "memory": "machinery_py.stores.memory:MemoryFamily",
-    "eager": "machinery_py.stores.eager:EagerFamily",
+    "eager": "machinery_py.stores.memory:EagerFamily",
     "sqlite": "machinery_py.stores.sqlite:SQLiteFamily",
-    "null": "machinery_py.stores.null:NullFamily",
+    "null": "machinery_py.stores.memory:NullFamily",
     "memcache": "machinery_py.stores.memcached:MemcacheFamily",
     "redis": "machinery_py.stores.redis:open_redis",
     "rediss": "machinery_py.stores.redis:open_redis",
@@ -68,6 +118,7 @@ def open_family(url: str, options: FamilyOptions) -> Family:
         )
     module, _, name = target.partition(":")
     with not_forking():
+        codecs.lookup("idna")  # every client of a server loads it when it first connects
         family = getattr(importlib.import_module(module), name)
     return cast(Family, family(url, options))
 

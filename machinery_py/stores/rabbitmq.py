@@ -7,11 +7,10 @@ from machinery_py.brokers.rabbitmq.broker import AMQPBroker
 from machinery_py.brokers.rabbitmq.topology import Topology
 from machinery_py.config.server_urls import BadUrl
 from machinery_py.config.urls import redact, split_urls
-from machinery_py.connections.failover import STRATEGIES
+from machinery_py.connections.failover import strategy_named
 from machinery_py.connections.rabbitmq.client import AmqpDriver
-from machinery_py.errors import ConfigError, nearest
-from machinery_py.stores import network as _network  # noqa: F401 – for what it loads
-from machinery_py.stores.family import Family, FamilyOptions
+from machinery_py.errors import ConfigError
+from machinery_py.stores.open import Family, FamilyOptions
 
 
 class AMQPFamily(Family):
@@ -20,15 +19,12 @@ class AMQPFamily(Family):
     def __init__(self, url: str, options: FamilyOptions) -> None:
         super().__init__(url, options)
         urls = split_urls(url, options.separator)
-        strategy = STRATEGIES.get(options.strategy)
-        if strategy is None:
-            known = ", ".join(sorted(STRATEGIES)) + nearest(options.strategy, STRATEGIES)
-            raise ConfigError(
-                f"broker_failover_strategy: found {options.strategy!r} (known: {known})"
-            )
         try:
             self._driver = AmqpDriver(
-                *urls, clock=options.clock, timeout=options.timeout, strategy=strategy
+                *urls,
+                clock=options.clock,
+                timeout=options.timeout,
+                strategy=strategy_named(options.strategy),
             )
         except BadUrl as error:
             raise ConfigError(f"{', '.join(map(redact, urls))}: {error}") from None

@@ -7,7 +7,7 @@ from machinery_py.brokers.sqlite.broker import SQLiteBroker
 from machinery_py.config.urls import StoreUrl
 from machinery_py.connections.sqlite.database import SQLiteDriver
 from machinery_py.locks.sqlite import SQLiteLock
-from machinery_py.stores.family import Family, FamilyOptions
+from machinery_py.stores.open import Family, FamilyOptions
 from machinery_py.stores.transactional import OneStore
 
 

@@ -31,7 +31,7 @@ from machinery_py.inspection import Inspector
 from machinery_py.locks.named import NamedLock
 from machinery_py.schedules.api import Schedules
 from machinery_py.stores import open as factory
-from machinery_py.stores.family import FamilyOptions
+from machinery_py.stores.open import FamilyOptions
 from machinery_py.tasks import signature
 from machinery_py.tasks.signature import Arg, Signature
 from machinery_py.testing.clocks import ManualClock

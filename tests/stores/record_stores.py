@@ -18,7 +18,7 @@ from machinery_py.connections.memory import MemoryHub
 from machinery_py.connections.sqlite.database import SQLiteDriver
 from machinery_py.stores.base import Store
 from machinery_py.stores.outbox import TwoStores
-from machinery_py.stores.redis_store import RedisStore
+from machinery_py.stores.redis import RedisStore
 from machinery_py.stores.transactional import OneStore
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.conformance.fencing import OpenStore

@@ -18,7 +18,7 @@ from machinery_py import Config, MachineryError, Server
 from machinery_py.cli.main import main
 from machinery_py.clock import SYSTEM_CLOCK
 from machinery_py.config.server_urls import parse_amqp_url, parse_redis_url
-from machinery_py.stores.family import Family, FamilyOptions
+from machinery_py.stores.open import Family, FamilyOptions
 from tests.config.test_urls import PASSWORDS, SHAPES, WORDS, filled
 
 OPTIONS = FamilyOptions(clock=SYSTEM_CLOCK, timeout=0.2)

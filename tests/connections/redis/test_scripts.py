@@ -82,7 +82,7 @@ opened = []
 sys.addaudithook(lambda event, args: opened.append(str(args[0])) if event == "open" else None)
 import machinery_py
 print(sum(name.endswith(".lua") for name in opened))
-import machinery_py.stores.redis_store
+import machinery_py.stores.redis
 print(sum(name.endswith(".lua") for name in opened) > 10)
 """
     done = subprocess.run(

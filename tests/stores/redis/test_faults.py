@@ -30,7 +30,7 @@ from machinery_py.errors import (
     StoreUnusable,
 )
 from machinery_py.stores.base import Settlement, Submission
-from machinery_py.stores.redis_store import RedisStore
+from machinery_py.stores.redis import RedisStore
 from machinery_py.tasks.signature import Arg, Signature
 from machinery_py.tasks.states import State, TaskState, advance
 from machinery_py.testing.waiting import HANG, together, wait_until

@@ -10,7 +10,7 @@ from machinery_py.brokers.redis.cluster import ClusterBroker
 from machinery_py.connections.memory import MemoryHub
 from machinery_py.stores.base import Store
 from machinery_py.stores.outbox import TwoStores
-from machinery_py.stores.redis_store import ClusterStore
+from machinery_py.stores.redis import ClusterStore
 from machinery_py.testing.conformance.backends import BackendConformance, OpenBackend
 from machinery_py.testing.conformance.brokers import BrokerConformance, OpenBroker
 from machinery_py.testing.conformance.claims import ClaimConformance

@@ -30,7 +30,7 @@ from machinery_py.errors import (
 )
 from machinery_py.stores.base import Store
 from machinery_py.stores.outbox import Outbox, TwoStores
-from machinery_py.stores.redis_store import ClusterStore
+from machinery_py.stores.redis import ClusterStore
 from machinery_py.tasks.states import Arrival, GroupMeta, State, TaskState
 from machinery_py.testing.conformance.claims import claim
 from machinery_py.testing.conformance.fencing import (
