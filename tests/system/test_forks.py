@@ -132,7 +132,7 @@ def test_a_child_sends_that_was_forked_while_threads_send(
         return str(getattr(given, "url", given))
 
     broker, backend = pair.split("+")
-    send_and_fork(broker.url, backend.url)
+    send_and_fork(url_of(broker), url_of(backend))
 
 
 def test_a_child_sends_to_mongodb_that_was_forked_while_threads_send(mongodb_url: str) -> None:
