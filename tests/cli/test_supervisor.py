@@ -300,7 +300,11 @@ def compute() -> int:
 
 def test_a_process_whose_descriptors_a_task_has_closed_is_replaced(app: App) -> None:
     app.write("tasks.py", CLOSING)
-    process = app.worker("-p", "2", "-c", "1")
+    app.write(
+        "patience/sitecustomize.py",
+        "from machinery_py.cli import supervisor\nsupervisor.SILENCE = 5.0\n",
+    )
+    process = app.worker("-p", "2", "-c", "1", PYTHONPATH=str(app.folder / "patience"))
     first = workers(process)
 
     app.send("close", "0", "21")

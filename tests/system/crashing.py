@@ -23,8 +23,8 @@ from typing import Any
 from pymongo import monitoring
 
 from machinery_py import Server, chord, group
-from machinery_py.backends.base import Verdict
-from machinery_py.brokers.base import Delivery
+from machinery_py.backends.base import Amendment, Verdict
+from machinery_py.brokers.base import Delivery, Message
 from machinery_py.stores.base import Firing, Mark, Session, Settlement, Store, Submission
 from machinery_py.stores.outbox import TwoStores
 
@@ -145,6 +145,10 @@ CLUSTER_POINTS = ("after-note", "after-verdict", "after-effects", "after-publish
 TWO_STORE_POINTS = ("after-put", "after-clear")
 
 
+#: Of a sender to two stores, around the moment that the broker has its message.
+PUT_POINTS = ("before-put", "behind-put")
+
+
 #: Around the steps 2a and 2b of stores/outbox.py.
 REFUSAL_POINTS = ("before-bury", "after-bury", "after-failure")
 
@@ -200,7 +204,7 @@ class KillingStore(Store):
         store.backend.revoke = around("before-remember", store.backend.revoke, "after-remember")  # type: ignore[method-assign]
         if hasattr(store.backend, "_transactions"):
             kill_in_turns()
-        if hasattr(store.backend, "_steps"):
+        if hasattr(store.backend, "_steps") and hasattr(store.broker, "put_once"):
             steps = store.backend._steps
             places = (
                 (steps, "_note"),
@@ -213,6 +217,7 @@ class KillingStore(Store):
             kill_between_steps(
                 ((store.broker, "put"), (store.backend, "clear_outbox")), TWO_STORE_POINTS
             )
+            store.broker.put = around("before-put", store.broker.put, "behind-put")  # type: ignore[method-assign]
             store.broker.bury = around("before-bury", store.broker.bury, "after-bury")  # type: ignore[method-assign]
             store._apply_failure = around("", store._apply_failure, "after-failure")  # type: ignore[method-assign]
 
@@ -223,6 +228,12 @@ class KillingStore(Store):
 
     def open_session(self, queues: Sequence[str], *, worker: str) -> Session:
         return KillingSession(self._store.open_session(queues, worker=worker))
+
+    def amend(self, amendment: Amendment, send: Sequence[Message] = ()) -> bool:
+        return self._store.amend(amendment, send)
+
+    def publish_left(self, key: str) -> None:
+        self._store.publish_left(key)
 
     def fire(self, firing: Firing) -> bool:
         killer.reach("before-fire")

@@ -16,7 +16,7 @@ from machinery_py import Config, Server, State
 from machinery_py.testing.waiting import HANG as ONE
 from machinery_py.testing.waiting import wait_until
 from tests.support.freezing import freeze
-from tests.system.sameness_app import LEASE
+from tests.system.unique_app import LEASE
 
 FULL = bool(os.environ.get("MACHINERY_TEST_FULL"))
 ROOT = pathlib.Path(__file__).parents[2]
@@ -58,7 +58,7 @@ class Site:
         return process
 
     def worker(self) -> subprocess.Popen[bytes]:
-        return self.run("machinery_py", "worker", "tests.system.sameness_app", "-c", "2")
+        return self.run("machinery_py", "worker", "tests.system.unique_app", "-c", "2")
 
     def lines(self, word: str) -> list[str]:
         return [line for line in self.ledger.read_text().splitlines() if line.startswith(word)]
@@ -105,18 +105,6 @@ def anywhere(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> Iterator
     site.close()
 
 
-@pytest.fixture(params=["sqlite", "redis", "memcached", "amqp", *["mongodb", "cluster"] * FULL])
-def two(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> Iterator[Site]:
-    """SQLite for messages, and this for states."""
-    site = Site(
-        tmp_path,
-        f"sqlite:///{tmp_path}/messages.db",
-        _url(request, request.param, tmp_path / "states.db"),
-    )
-    yield site
-    site.close()
-
-
 @pytest.mark.timeout(2 * HANG)
 def test_two_hundred_sends_of_racing_processes_let_one_in(
     anywhere: Site, tmp_path: pathlib.Path
@@ -124,7 +112,7 @@ def test_two_hundred_sends_of_racing_processes_let_one_in(
     gate = anywhere.gate("start")
     outputs = [(tmp_path / f"out{number}").open("w+b") for number in range(SENDERS)]
     senders = [
-        anywhere.run("tests.system.sameness_app", "send", str(EACH), gate, output=output)
+        anywhere.run("tests.system.unique_app", str(EACH), gate, output=output)
         for output in outputs
     ]
     wait_until(
@@ -203,21 +191,3 @@ def test_a_worker_that_was_stopped_for_longer_than_the_lease_is_told_and_refused
     assert first.get(timeout=HANG) == site.gate("a")
     assert len(site.lines("end")) == 1
     assert frozen.pid != int(site.lines("end")[0].split()[-1])
-
-
-@pytest.mark.parametrize("point", ["before", "behind"])
-@pytest.mark.timeout(3 * HANG)
-def test_a_sender_that_is_killed_between_two_stores_has_sent_its_task(
-    two: Site, point: str
-) -> None:
-    gate = two.gate("gate")
-    sender = two.run("tests.system.sameness_app", "die", point, gate)
-    assert sender.wait(HANG) == -signal.SIGKILL
-
-    joined = two.alone.send(gate)
-    assert joined.duplicate
-    pathlib.Path(gate).touch()
-    two.worker()
-
-    assert joined.get(timeout=HANG) == gate
-    assert not two.alone.send(gate).duplicate

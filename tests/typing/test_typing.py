@@ -74,17 +74,11 @@ def collected(found: Iterable[tuple[Path, int, str]]) -> Errors:
     return errors
 
 
-@pytest.fixture(scope="module", params=[mypy, pyright], ids=["mypy", "pyright"])
-def errors(request: pytest.FixtureRequest) -> Errors:
-    check: Callable[[], Errors] = request.param
-    return check()
+@pytest.mark.parametrize("check", [mypy, pyright], ids=["mypy", "pyright"])
+def test_public_calls_are_accepted_and_marked_lines_refused(check: Callable[[], Errors]) -> None:
+    errors = check()
 
-
-def test_every_public_call_of_the_manual_is_accepted(errors: Errors) -> None:
     assert errors[ACCEPTED] == {}
-
-
-def test_exactly_the_marked_lines_are_refused(errors: Errors) -> None:
     lines = REFUSED.read_text(encoding="utf-8").splitlines()
     marked = {number: line for number, line in enumerate(lines, 1) if line.endswith("# refused")}
     found = errors[REFUSED]

@@ -1,18 +1,14 @@
 """The app of test_unique_kills.py, and a process that sends from it.
 
-python -m tests.system.sameness_app send COUNT GATE     send `alone` so often when the file GATE is there; prints UUIDs
-python -m tests.system.sameness_app die POINT           send `alone` once, and die before or behind the broker has the message
+python -m tests.system.unique_app COUNT GATE     send `alone` so often when the file GATE is there; prints UUIDs
 """
 
 from __future__ import annotations
 
 import os
-import signal
 import sys
-from collections.abc import Sequence
 
 from machinery_py import Config, Server, current_task
-from machinery_py.brokers.base import Message
 from machinery_py.testing.waiting import wait_until
 
 LEASE = 2.0  # seconds
@@ -58,27 +54,13 @@ def feed(name: str) -> str:
     return name
 
 
-def main(command: str, word: str, gate: str) -> None:
-    if command == "send":
-        server.broker.stats()
-        note("ready", gate)
-        wait_until(lambda: os.path.exists(gate), what="the start")
-        for _ in range(int(word)):
-            result = alone.send("same")
-            print(result.uuid, result.duplicate, flush=True)
-        return
-    broker = server.app.store.broker
-    put = broker.put
-
-    def deadly_put(messages: Sequence[Message], *, token: str) -> bool:
-        if word == "before":
-            os.kill(os.getpid(), signal.SIGKILL)
-        put(messages, token=token)
-        os.kill(os.getpid(), signal.SIGKILL)
-        return True
-
-    broker.put = deadly_put  # type: ignore[method-assign]
-    alone.send(gate)
+def main(count: str, gate: str) -> None:
+    server.broker.stats()
+    note("ready", gate)
+    wait_until(lambda: os.path.exists(gate), what="the start")
+    for _ in range(int(count)):
+        result = alone.send("same")
+        print(result.uuid, result.duplicate, flush=True)
 
 
 if __name__ == "__main__":
