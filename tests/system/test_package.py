@@ -1,7 +1,11 @@
-"""What is in the sdist and in the wheel, built as an installer builds them: the wheel from the sdist."""
+"""What is in the sdist and in the wheel, and what a project that has nothing but the wheel can do with it.
+
+They are built as an installer builds them: the wheel from the sdist.
+"""
 
 from __future__ import annotations
 
+import os
 import pathlib
 import shutil
 import subprocess
@@ -23,6 +27,46 @@ FILES = (
 FOLDERS = ("benchmarks", "changelog.d", "docs", "examples", "machinery_py", "scripts", "tests")
 UNBUILT = shutil.ignore_patterns("__pycache__", "*.db", "*.db-*", "*.egg-info", ".*")
 HANG = 300.0  # seconds; a guard, nothing is measured with it
+
+#: All of machinery_py.testing beside its conformance suites. What only our own tests use belongs into tests/support.
+TESTING = {"__init__", "clocks", "flaky", "harness", "plugin", "waiting"}
+
+THIRD_PARTY_TEST = """
+    import importlib.util
+
+    import pytest
+
+    import machinery_py
+    from machinery_py.brokers.memory import MemoryBroker
+    from machinery_py.connections.memory import MemoryHub
+    from machinery_py.testing import Harness, ManualClock
+    from machinery_py.testing.conformance.brokers import BrokerConformance, OpenBroker
+
+
+    class ShopBroker(MemoryBroker):
+        pass
+
+
+    class TestShopBroker(BrokerConformance):
+        @pytest.fixture
+        def open_broker(self, clock: ManualClock) -> OpenBroker:
+            broker = ShopBroker(MemoryHub(clock))
+            return lambda: broker
+
+
+    @pytest.fixture
+    def machinery_server() -> machinery_py.Server:
+        return machinery_py.Server("memory://")
+
+
+    def test_fixture_of_the_plugin_is_there(machinery: Harness) -> None:
+        assert machinery.drain() == 0
+
+
+    def test_nothing_but_the_wheel_is_there() -> None:
+        assert "/wheel/" in machinery_py.__file__
+        assert importlib.util.find_spec("tests") is None
+"""
 
 
 def build(kind: str, source: pathlib.Path, target: pathlib.Path) -> pathlib.Path:
@@ -114,3 +158,26 @@ def test_metadata_says_whose_it_is_and_for_which_pythons(wheel: zipfile.ZipFile)
         classifiers
     )
     assert found["Description-Content-Type"] == "text/markdown"
+
+
+def test_wheel_holds_no_tool_that_only_our_own_tests_use(wheel: zipfile.ZipFile) -> None:
+    testing = [pathlib.PurePath(name) for name in wheel.namelist() if "/testing/" in name]
+
+    assert {path.stem for path in testing if path.parent.name == "testing"} == TESTING
+
+
+def test_store_of_a_third_party_is_tested_with_the_wheel_alone(
+    wheel: zipfile.ZipFile,
+    tmp_path: pathlib.Path,
+    pytester: pytest.Pytester,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wheel.extractall(tmp_path / "wheel")
+    monkeypatch.setenv("PYTHONPATH", os.fspath(tmp_path / "wheel"))
+    pytester.makepyfile(test_shop_broker=THIRD_PARTY_TEST)
+
+    result = pytester.runpytest_subprocess("-p", "no:cacheprovider", timeout=HANG)
+
+    outcomes = result.parseoutcomes()
+    assert result.ret == 0
+    assert outcomes["passed"] > 20
