@@ -8,7 +8,8 @@
 #   make test       before a commit is handed in: everything
 #
 #   make check      what `make test` does, without setting up: lint, types and unit
-#   make lint       the formatter and the linter;  make types: mypy and pyright;  make unit: all tests
+#   make lint       the formatter and the linter;  make unit: all tests
+#   make types      both type checkers, side by side;  make mypy;  make pyright
 #   make chaos      workers are killed for minutes, far more often than in `make test`
 #   make matrix     every pair of stores, into docs/reference/matrix.md
 #   make platforms  the tests on newer Pythons and servers
@@ -20,12 +21,15 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
+# Processes of pytest. Many tests wait, for a lease or a server: more than the processors are worth it.
+WORKERS ?= 3
+
 # Pure tests: no server, no file, no waiting.
 QUICK := tests/config tests/registry tests/tasks tests/values tests/wire \
 	tests/connections/redis/test_slots.py tests/schedules/test_timetable.py tests/worker/test_refusals.py \
 	$(patsubst %,tests/test_%.py,app architecture events inspection loops names public_api queues texts)
 
-.PHONY: demo quick store test check lint types unit chaos matrix platforms bench clean
+.PHONY: demo quick store test check lint types mypy pyright unit chaos matrix platforms bench clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/email_sender/demo.py
@@ -38,7 +42,7 @@ quick: $(STAMP)
 store: $(STAMP)
 	@$(BIN)/python -m tests.by_store "$(STORE)"
 	scripts/get-servers
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal --store "$(STORE)" tests
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal --store "$(STORE)" tests
 
 test: $(STAMP)
 	scripts/get-servers
@@ -50,13 +54,19 @@ lint:
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 
+# Side by side; what each says is printed when it has ended.
 types:
+	$(MAKE) --no-print-directory --jobs 2 --output-sync mypy pyright
+
+mypy:
 	$(BIN)/mypy
+
+pyright:
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 unit:
 	$(BIN)/python -m tests.interop.golang
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 chaos: $(STAMP)
 	MACHINERY_TEST_FULL=1 CHAOS_KILLS=$${CHAOS_KILLS:-200} $(BIN)/python -m pytest tests/system/test_kills.py tests/system/test_crash_points.py tests/chaos tests/brokers/rabbitmq/test_cluster.py tests/brokers/rabbitmq/test_faults.py -v
