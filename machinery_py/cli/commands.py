@@ -33,6 +33,7 @@ class Command:
     """One command.
 
     Attributes:
+        examples: what follows `machinery NAME`.
         words: what follows the app, as shown in the usage line: `NAME`, `NAME …` or `[NAME …]`.
         options: besides `--app-dir` and, except for `worker`, `--json`.
         opens_app: whether its function gets the app's Server and the parsed arguments, or only these.
@@ -55,6 +56,10 @@ class Command:
     def most(self) -> int | None:
         """How many words the command takes; None is any number."""
         return None if "…" in self.words else self.least
+
+    @property
+    def example_lines(self) -> list[str]:
+        return [f"machinery {self.name} {example}" for example in self.examples]
 
     @property
     def all_options(self) -> Options:
@@ -97,14 +102,14 @@ _MODULES: Mapping[str, Sequence[Command]] = {
             options=WORKER,
             opens_app=False,
             examples=(
-                "machinery worker tasks                      a module with one Server in it",
-                "machinery worker shop.tasks:server          which one, if there are several",
-                "machinery worker tasks -c 20                20 threads",
-                "machinery worker tasks -p 4 -c 10           4 processes of 10 threads",
-                "machinery worker tasks -Q high,default,low  strictly in this order",
-                "machinery worker tasks -Q high:6,low:1      by weights: six claims in seven begin with high",
-                "machinery worker tasks --reload             restart when a file changes (development)",
-                "machinery worker tasks --burst              until the queues are empty",
+                "tasks                      a module with one Server in it",
+                "shop.tasks:server          which one, if there are several",
+                "tasks -c 20                20 threads",
+                "tasks -p 4 -c 10           4 processes of 10 threads",
+                "tasks -Q high,default,low  strictly in this order",
+                "tasks -Q high:6,low:1      by weights: six claims in seven begin with high",
+                "tasks --reload             restart when a file changes (development)",
+                "tasks --burst              until the queues are empty",
             ),
         ),
     ),
@@ -115,8 +120,8 @@ _MODULES: Mapping[str, Sequence[Command]] = {
             words="TASK [ARGUMENT …]",
             options=WAIT + SEND,
             examples=(
-                "machinery send tasks add 20 22 --wait",
-                "machinery send tasks send_welcome ada@example.com --kw lang='\"fr\"' --delay 10m",
+                "tasks add 20 22 --wait",
+                "tasks send_welcome ada@example.com --kw lang='\"fr\"' --delay 10m",
             ),
         ),
         Command(
@@ -124,75 +129,59 @@ _MODULES: Mapping[str, Sequence[Command]] = {
             "print the result of a task that was sent",
             words="UUID",
             options=WAIT,
-            examples=(
-                "machinery result tasks task_0f6c",
-                "machinery result tasks task_0f6c --wait --timeout 10s",
-            ),
+            examples=("tasks task_0f6c", "tasks task_0f6c --wait --timeout 10s"),
         ),
         Command(
             "tasks",
             "list tasks, the newest first",
             options=STATE + FILTER + LIMIT,
-            examples=(
-                "machinery tasks tasks",
-                "machinery tasks tasks --state failure --name charge --since 1h",
-            ),
+            examples=("tasks", "tasks --state failure --name charge --since 1h"),
         ),
         Command(
             "show",
             "show all that is known of a task; the start of a UUID is enough",
             words="UUID",
-            examples=("machinery show tasks task_0f6c",),
+            examples=("tasks task_0f6c",),
         ),
         Command(
             "retry",
             "send failed tasks again",
             words="[UUID …]",
             options=FAILURE + FILTER + YES,
-            examples=(
-                "machinery retry tasks task_0f6c",
-                "machinery retry tasks --state failure --name charge --since 1h",
-            ),
+            examples=("tasks task_0f6c", "tasks --state failure --name charge --since 1h"),
         ),
         Command(
             "revoke",
             "never start these tasks; ask those that run to stop",
             words="UUID …",
             options=YES,
-            examples=("machinery revoke tasks task_0f6c",),
+            examples=("tasks task_0f6c",),
         ),
     ),
     "queues": (
-        Command(
-            "queues",
-            "list queues, and how full they are",
-            examples=("machinery queues tasks", "machinery queues tasks --json"),
-        ),
-        Command("workers", "list the live workers", examples=("machinery workers tasks",)),
+        Command("queues", "list queues, and how full they are", examples=("tasks", "tasks --json")),
+        Command("workers", "list the live workers", examples=("tasks",)),
         Command(
             "purge",
             "delete what waits in a queue, delayed tasks too",
             words="QUEUE",
             options=YES,
-            examples=("machinery purge tasks mail",),
+            examples=("tasks mail",),
         ),
         Command(
             "declare",
             "create what queues need on the server, when an application is deployed",
             words="[QUEUE …]",
-            examples=("machinery declare tasks", "machinery declare tasks machinery_tasks mail"),
+            examples=("tasks", "tasks machinery_tasks mail"),
         ),
         Command(
             "pause",
             "take nothing from these queues until they are resumed; running tasks go on",
             words="QUEUE …",
-            examples=("machinery pause tasks mail", "machinery pause tasks mail reports"),
+            examples=("tasks mail", "tasks mail reports"),
         ),
         Command(
-            "resume",
-            "take from these queues again",
-            words="QUEUE …",
-            examples=("machinery resume tasks mail",),
+            "resume", "take from these queues again", words="QUEUE …", examples=("tasks mail",)
         ),
     ),
     "dead_letters": (
@@ -200,87 +189,75 @@ _MODULES: Mapping[str, Sequence[Command]] = {
             "dead list",
             "list messages that no worker could run",
             options=DEAD + LIMIT,
-            examples=("machinery dead list tasks",),
+            examples=("tasks",),
         ),
         Command(
-            "dead show",
-            "show one dead letter with its message",
-            words="ID",
-            examples=("machinery dead show tasks 17",),
+            "dead show", "show one dead letter with its message", words="ID", examples=("tasks 17",)
         ),
         Command(
             "dead replay",
             "put dead letters back into their queues",
             words="[ID …]",
             options=ALL + DEAD + YES,
-            examples=(
-                "machinery dead replay tasks 17",
-                "machinery dead replay tasks --all --queue mail",
-            ),
+            examples=("tasks 17", "tasks --all --queue mail"),
         ),
         Command(
             "dead delete",
             "delete dead letters",
             words="[ID …]",
             options=ALL + DEAD + YES,
-            examples=("machinery dead delete tasks 17", "machinery dead delete tasks --all --yes"),
+            examples=("tasks 17", "tasks --all --yes"),
         ),
     ),
     "periodic": (
         Command(
             "periodic",
             "list schedules with their last and next runs",
-            examples=("machinery periodic tasks", "machinery periodic pause tasks digest"),
+            examples=("tasks", "pause tasks digest"),
         ),
         Command(
             "periodic pause",
             "stop sending until it is resumed, also after a restart",
             words="NAME …",
             options=YES,
-            examples=("machinery periodic pause tasks digest",),
+            examples=("tasks digest",),
         ),
         Command(
             "periodic resume",
             "send again, from now on",
             words="NAME …",
             options=YES,
-            examples=("machinery periodic resume tasks digest",),
+            examples=("tasks digest",),
         ),
         Command(
             "periodic run",
             "send it once, now; its times stay",
             words="NAME …",
             options=YES,
-            examples=("machinery periodic run tasks digest",),
+            examples=("tasks digest",),
         ),
         Command(
             "periodic change",
             "change a schedule, until the code that declares it changes",
             words="NAME",
             options=CHANGE,
-            examples=(
-                "machinery periodic change tasks digest --spec '30 6 * * *' --tz Europe/Berlin",
-            ),
+            examples=("tasks digest --spec '30 6 * * *' --tz Europe/Berlin",),
         ),
         Command(
             "periodic remove",
             "forget a schedule that no code declares any more",
             words="NAME …",
             options=YES,
-            examples=("machinery periodic remove tasks digest",),
+            examples=("tasks digest",),
         ),
     ),
     "doctor": (
-        Command(
-            "config",
-            "list every setting and its origin",
-            examples=("machinery config tasks",),
-        ),
+        Command("config", "list every setting and its origin", examples=("tasks",)),
         Command(
             "doctor",
             "check stores, settings, clocks, versions and queues",
             opens_app=False,
-            examples=("machinery doctor tasks",),
+            examples=("tasks",),
         ),
     ),
     "health": (
@@ -289,7 +266,7 @@ _MODULES: Mapping[str, Sequence[Command]] = {
             "tell whether a worker runs here, for probes; does not import the app",
             options=HEALTH,
             opens_app=False,
-            examples=("machinery health tasks", "machinery health tasks --ready --max-age 30s"),
+            examples=("tasks", "tasks --ready --max-age 30s"),
         ),
     ),
 }

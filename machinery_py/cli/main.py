@@ -149,7 +149,7 @@ def main_parser() -> argparse.ArgumentParser:
                 help=GROUPS[group],
                 prog=f"machinery {group}",
                 formatter_class=argparse.RawDescriptionHelpFormatter,
-                epilog=_examples([example for one in members for example in one.examples]),
+                epilog=_examples([line for one in members for line in one.example_lines]),
             )
             groups[group] = inner.add_subparsers(metavar="COMMAND", title="commands", required=True)
         groups[group].add_parser(name, help=command.help, add_help=False)
@@ -163,7 +163,7 @@ def command_parser(command: Command) -> argparse.ArgumentParser:
         prog=f"machinery {command.name}",
         usage=usage,
         description=command.help,
-        epilog=_examples(command.examples),
+        epilog=_examples(command.example_lines),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )

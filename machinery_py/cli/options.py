@@ -80,14 +80,20 @@ def _time(flag: str, help: str, default: float | None = None) -> Option:
     return _option(flag, help, type=seconds, default=default, metavar="TIME")
 
 
+def _count(flags: str, help: str, least: int, default: int | None = None) -> Option:
+    return _option(flags, help, type=_whole(least), default=default, metavar="N")
+
+
+def _choice(flag: str, help: str, *choices: str, default: str | None = None) -> Option:
+    return _option(flag, help, choices=choices, default=default)
+
+
 APP: Options = (
     _text("--app-dir", "folder to import the app from; default: the working directory", "DIR"),
 )
 JSON: Options = (_switch("--json", "print JSON instead of a table"),)
 YES: Options = (_switch("--yes -y", "do not ask"),)
-LIMIT: Options = (
-    _option("--limit", "at most this many; default: 50", type=_whole(1), default=50, metavar="N"),
-)
+LIMIT: Options = (_count("--limit", "at most this many; default: 50", 1, 50),)
 FILTER: Options = (
     _text("--name", "only tasks of this name"),
     _time("--since", "only tasks that changed in this time: 90 (seconds), 10m, 1h, 2d"),
@@ -123,15 +129,12 @@ SEND: Options = (
 DEAD: Options = (_text("--queue", "only letters from this queue"),)
 ALL: Options = (_switch("--all", "all dead letters, or with --queue all of that queue"),)
 WORKER: Options = (
-    _option(
+    _count(
         "-c --concurrency",
         "tasks at a time in each process; default: the setting, else two for each processor",
-        type=_whole(0),
-        metavar="N",
+        0,
     ),
-    _option(
-        "-p --processes", "worker processes; default: 1", type=_whole(1), default=1, metavar="N"
-    ),
+    _count("-p --processes", "worker processes; default: 1", 1, 1),
     _option(
         "-Q --queues",
         "queues: strictly in this order, or A:6,B:1 by weights; default: the setting",
@@ -147,13 +150,8 @@ WORKER: Options = (
         "--shutdown-timeout",
         "how long running tasks may go on at the end; default: the setting, 30 s",
     ),
-    _option(
-        "--log-level",
-        "default: info",
-        default="info",
-        choices=("debug", "info", "warning", "error"),
-    ),
-    _option("--log-format", "default: text", default="text", choices=("text", "json")),
+    _choice("--log-level", "default: info", "debug", "info", "warning", "error", default="info"),
+    _choice("--log-format", "default: text", "text", "json", default="text"),
     _switch("--no-banner", "print nothing but logs"),
     _text(
         "--heartbeat-file", "file for this worker's heartbeat, read by `machinery health`", "FILE"
@@ -174,17 +172,9 @@ WORKER: Options = (
 CHANGE: Options = (
     _option("--spec", "when it is due: '0 6 * * MON-FRI', @daily, '@every 30s'"),
     _option("--tz", "zone of its times, for instance Europe/Berlin", metavar="ZONE"),
-    _option(
-        "--catch-up",
-        "policy for ticks that no worker was there for",
-        choices=("skip", "latest", "all"),
-    ),
+    _choice("--catch-up", "policy for ticks that no worker was there for", "skip", "latest", "all"),
     _time("--window", "how far back `latest` and `all` go"),
-    _option(
-        "--overlap",
-        "policy for a tick while the last run goes on",
-        choices=("allow", "skip", "queue"),
-    ),
+    _choice("--overlap", "policy for a tick while the last run goes on", "allow", "skip", "queue"),
 )
 HEALTH: Options = (
     _time("--max-age", "oldest heartbeat that counts; default: 15 s", 15.0),

@@ -65,17 +65,17 @@ class Config(Section):
         "", "text between several broker URLs; empty = there is one URL"
     )
     broker_failover_strategy: str = option(
-        "round-robin", "which broker URL comes after one that failed", low=1
+        "round-robin", "strategy that chooses the next broker URL after a failure", low=1
     )
     broker_connection_retry: bool = option(
-        True, "a worker waits for a broker that is away, instead of ending"
+        True, "a worker waits for an unreachable broker instead of ending"
     )
     broker_connection_max_retries: int = option(
-        0, "attempts to connect until a worker ends; 0 = any number"
+        0, "attempts to connect until a worker ends; 0 = no limit"
     )
     broker_connection_backoff: str = option(
         "jitter",
-        "pauses between them: `jitter`, `linear` or `fibonacci`",
+        "pauses between these attempts: `jitter`, `linear` or `fibonacci`",
         low=1,
         check=_backoff_problem,
     )
@@ -84,7 +84,7 @@ class Config(Section):
     )
     application: str = option(
         "",
-        "whose keys of unique and exclusive tasks they are in shared stores; empty = `default_queue`",
+        "owner of the keys of unique and exclusive tasks in shared stores; empty = `default_queue`",
     )
     queues: str = option(
         "",
@@ -92,17 +92,17 @@ class Config(Section):
         check=problem_of,
     )
     results_expire_in: int = option(
-        3600, "how long states and results are kept; 0 = 3600", "s", empty_is_default=True
+        3600, "life of states and results; 0 = 3600", "s", empty_is_default=True
     )
     no_unix_signals: bool = option(False, "workers leave SIGINT and SIGTERM to the program")
 
     publish_timeout: float = option(5.0, "longest wait until a task is stored", "s", low=MOMENT)
     shutdown_timeout: float = option(30.0, "how long a stopping worker lets tasks run on", "s")
     lease: float = option(
-        10.0, "tasks of a worker that was silent for this long are run by another", "s", low=MOMENT
+        10.0, "other workers run the tasks of one that was silent for this long", "s", low=MOMENT
     )
     max_strikes: int = option(
-        3, "a task that was running in so many dying workers is dead-lettered", low=1
+        3, "a task that was running in this many dying workers is dead-lettered", low=1
     )
     unregistered_timeout: float = option(
         3600.0, "a task that no worker knows is dead-lettered after this", "s"
@@ -110,23 +110,21 @@ class Config(Section):
     max_message_size: int = option(
         8 * 1024 * 1024, "larger messages are refused when sent", "bytes", low=1
     )
-    max_result_size: int = option(
-        1024 * 1024, "larger results are a failure of the task", "bytes", low=1
-    )
-    prefetch: int = option(512, "tasks a thread worker may hold beyond the running ones, at most")
+    max_result_size: int = option(1024 * 1024, "a task with a larger result fails", "bytes", low=1)
+    prefetch: int = option(512, "most tasks that a thread worker holds beyond the running ones")
     concurrency: int = option(0, "tasks that a worker runs at once; 0 = two for each processor")
     go_program: str = option(
         "", "a Go program with the same schedules: ticks are sent under its lock only; empty = none"
     )
     inherited_headers: str = option(
         "",
-        "beginnings of headers that go on to what a task sends: `tenant,x-`; trace context always does",
+        "prefixes of headers that tasks hand on to what they send: `tenant,x-`; trace context always goes on",
     )
     require_server: bool = option(
         False, "refuse the stores that need no server (sqlite, memory, eager)"
     )
     strict_durability: bool = option(
-        False, "refuse a server that may forget what it has stored, instead of warning"
+        False, "refuse a server whose settings may lose stored data, instead of warning"
     )
 
     redis: RedisConfig = field(default_factory=RedisConfig)

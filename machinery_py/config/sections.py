@@ -15,8 +15,8 @@ class RedisConfig(Section):
 
     PREFIX: ClassVar[str] = "redis."
 
-    max_idle: int = option(64, "unused connections that are kept open (Go: 3)")
-    max_active: int = option(0, "connections at most; 0 = any number")
+    max_idle: int = option(64, "most unused connections that stay open (Go: 3)")
+    max_active: int = option(0, "most connections; 0 = no limit")
     max_idle_timeout: int = option(
         240,
         "an unused connection is closed after this; 0 = never",
@@ -28,20 +28,20 @@ class RedisConfig(Section):
         15.0, "longest wait for a reply; 0 = `publish_timeout`, which is the longest anyway", "s"
     )
     write_timeout: float = option(
-        15.0, "longest wait until a command is sent; 0 and limit as before", "s"
+        15.0, "longest wait until a command is sent; 0 and limit as with `read_timeout`", "s"
     )
     connect_timeout: float = option(
-        15.0, "longest wait for a connection; 0 and limit as before", "s"
+        15.0, "longest wait for a connection; 0 and limit as with `read_timeout`", "s"
     )
     normal_tasks_poll_period: int = option(
         1000,
-        "longest pause between two looks at an empty queue; 0 = 1000",
+        "longest pause between two polls of an empty queue; 0 = 1000",
         "ms",
         empty_is_default=True,
     )
     delayed_tasks_poll_period: int = option(
         500,
-        "longest pause between two looks at the delayed tasks; 0 = 500",
+        "longest pause between two polls of the delayed tasks; 0 = 500",
         "ms",
         empty_is_default=True,
     )
@@ -50,7 +50,7 @@ class RedisConfig(Section):
     )
     client_name: str = option("", "name of the connections in `CLIENT LIST`")
     master_name: str = option(
-        "", "the URL's hosts are sentinels, and this is the master they watch"
+        "", "name of the master; the URL's hosts are the sentinels that watch it"
     )
     cluster_mode: bool = option(False, "the URL's only host belongs to a Redis Cluster")
 
@@ -62,7 +62,9 @@ class AMQPConfig(Section):
     PREFIX: ClassVar[str] = "amqp."
 
     exchange: str = option("machinery_exchange", "exchange that tasks are published to", low=1)
-    exchange_type: str = option("direct", "its type: `direct`, `fanout`, `topic`, …", low=1)
+    exchange_type: str = option(
+        "direct", "type of the exchange: `direct`, `fanout`, `topic`, …", low=1
+    )
     queue_declare_args: Mapping[str, object] = option(
         {}, "arguments of queue.declare, as `x-max-priority: 10`"
     )
@@ -72,12 +74,12 @@ class AMQPConfig(Section):
     binding_key: str = option(
         "machinery_task", "key that binds the queue; the route of a task on a direct exchange"
     )
-    prefetch_count: int = option(3, "Go's; workers here hold what they can run, see `prefetch`")
+    prefetch_count: int = option(3, "Go's; not used here, see `prefetch`")
     auto_delete: bool = option(False, "Go's, for its delay queues; not used here")
     delayed_queue: str = option("", "Go's, for its delay queues; not used here")
     consumer_timeout: float = option(
         1800.0,
-        "what RabbitMQ's `consumer_timeout` is; longer tasks are held in another way",
+        "the server's `consumer_timeout`; longer tasks are held in another way",
         "s",
         low=1,
     )
