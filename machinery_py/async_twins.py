@@ -3,8 +3,8 @@
     get_state_async = twin(get_state)
 
 has the parameters, the result and the errors of `get_state`. A thread cannot be stopped: after a
-cancellation or a timeout (`asyncio.timeout`) nobody waits for the call, but it goes on and may still change
-what it was to change.
+cancellation or a timeout (`asyncio.timeout`) nobody waits for the call, but it goes on and may
+still change what it was to change.
 """
 
 from __future__ import annotations

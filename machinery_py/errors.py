@@ -18,7 +18,7 @@
     ├── DuplicateTask                         a unique task was not sent: its key is held by another
     ├── PublishUnknown                        it may have been stored
     ├── BackendUnavailable (ConnectionError)  the result backend does not answer
-    ├── StoreUnusable                         the store is there but cannot be worked with (schema, disk, rights)
+    ├── StoreUnusable                         the store answers but cannot be used (schema, disk, rights)
     ├── StateNotFound (LookupError)           the backend has no state under this UUID
     ├── Unsupported (NotImplementedError)     this store cannot do that, see its features
     ├── TaskFailed                            the task whose result is wanted ended in FAILURE
@@ -28,8 +28,8 @@
     ├── NoRetry                               raised by a task: fail for good
     └── TimeLimitExceeded                     raised in a task that runs past its time limit
 
-Each text says what failed, on which thing: what was found (what to do). No text holds a password or is
-longer than texts.MAX_ERROR. Each error can be pickled, with its attributes.
+Each text says what failed, on which thing: what was found (what to do). No text holds a password or
+is longer than texts.MAX_ERROR. Each error can be pickled, with its attributes.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class LockNotAcquired(MachineryError, TimeoutError):
 
 
 class LockLost(MachineryError):
-    """A lock is not held (any more): its lease could not be renewed in time, or it was given back."""
+    """A lock is not held (any more): its lease was not renewed in time, or it was released."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -161,7 +161,7 @@ class DecodeError(MachineryError, ValueError):
 
 
 class PublishRefused(MachineryError):
-    """The message was not stored. Sending it again is safe, and useless if the refusal is `permanent`.
+    """The message was not stored. Sending it again is safe; useless if the refusal is `permanent`.
 
     Attributes:
         left: of several messages, the positions of those that were refused, if the store knows that
@@ -210,8 +210,8 @@ class DuplicateTask(MachineryError):
 class PublishUnknown(MachineryError):
     """The reply was lost: the message may or may not have been stored.
 
-    `send` has repeated it for `publish_timeout`, which cannot double it. Sending it once more makes a
-    second task.
+    `send` has repeated it for `publish_timeout`, which cannot double it. Sending it once more makes
+    a second task.
 
     Attributes:
         left: as in PublishRefused; some of the others are stored.
@@ -225,7 +225,7 @@ class BackendUnavailable(MachineryError, ConnectionError):
 
 
 class StoreUnusable(MachineryError):
-    """The store answers but cannot be worked with: a newer schema, a read-only file, a full disk."""
+    """The store answers but cannot be used: a newer schema, a read-only file, a full disk."""
 
 
 class StateNotFound(MachineryError, LookupError):
@@ -278,7 +278,7 @@ class ResultExpired(MachineryError, LookupError):
 
 
 class RetryTaskLater(MachineryError):
-    """Raised by a task to be run again after a delay; not counted as a try (Go's `ErrRetryTaskLater`).
+    """Raised by a task to run again after a delay; not counted as a try (Go: `ErrRetryTaskLater`).
 
     Args:
         message: why; shown while the task waits.

@@ -1,7 +1,7 @@
 """Events of this process as records, and their bus. The log is for people, events are for programs.
 
-Handlers run in the thread in which the event happens, and must be quick. An exception of a handler is
-logged, and the handler stays subscribed.
+Handlers run in the thread in which the event happens, and must be quick. An exception of a handler
+is logged, and the handler stays subscribed.
 """
 
 from __future__ import annotations

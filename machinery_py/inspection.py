@@ -317,9 +317,10 @@ class Inspector:
     purge_async = twin(purge)
 
     def pause(self, queue: str) -> None:
-        """Let no worker take tasks from this queue until `resume`, also after a restart of everything.
+        """Let no worker take tasks from this queue until `resume`, also after a restart.
 
-        Workers run the tasks that they have taken. Tasks can still be sent. The queue need not exist.
+        Workers run the tasks that they have taken. Tasks can still be sent. The queue need not
+        exist.
 
         Raises:
             Unsupported: the broker cannot.
@@ -361,8 +362,8 @@ class Inspector:
     def replay_dead(self, ids: Sequence[str]) -> list[str]:
         """Put dead letters back into their queues, byte for byte and without strikes.
 
-        Letters that are no signature stay, since nobody could run them, and so do those that the broker
-        refuses for good.
+        Letters that are no signature stay, since nobody could run them, and so do those that the
+        broker refuses for good.
 
         Returns:
             The UUIDs of the tasks that were sent.
@@ -370,8 +371,8 @@ class Inspector:
         letters = [self.dead_letter(id) for id in ids]
         found = [(letter, _decoded(letter.body)) for letter in letters]
         usable = [(letter, one) for letter, one in found if one is not None and one.name]
-        # Published first, removed then: after a crash in between there is a letter too many, never one
-        # too few.
+        # Published first, removed then: after a crash in between there is a letter too many, never
+        # one too few.
         sent = self._replay([(one, letter.body) for letter, one in usable])
         gone = frozenset(sent)
         taken = [letter.id for letter, one in usable if one.uuid in gone]

@@ -1,9 +1,9 @@
 """Names that tasks, queues, tasks' and groups' UUIDs and locks may have.
 
-In the stores names are keys: on Redis a queue's list and a task's document lie under their bare names,
-as in Go, and in RabbitMQ a UUID is a queue. So a name that is reserved for the one must not be taken
-for the other. Every name is a text of 1 to 255 bytes in UTF-8 without control characters and without
-the beginnings in RESERVED. All names that Go Machinery makes are legal.
+In the stores names are keys: on Redis a queue's list and a task's document lie under their bare
+names, as in Go, and in RabbitMQ a UUID is a queue. So a name that is reserved for the one must not
+be taken for the other. Every name is a text of 1 to 255 bytes in UTF-8 without control characters
+and without the beginnings in RESERVED. All names that Go Machinery makes are legal.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ _UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 # UUIDs as Go and this library make them. No queue may have such a name; such a UUID is not checked.
 is_made = re.compile(r"(?:task|group|chord)_[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}").fullmatch
 
-# On Redis: Go's set of delayed messages, its locks, and all of ours. In RabbitMQ: the server's own, and what we declare.
+# On Redis: Go's set of delayed messages, its locks, and all of ours. In RabbitMQ: the server's own,
+# and what we declare.
 _KEYS = r"delayed_tasks\Z|TriggerChordMutex\Z|machinery_lock_|mpy:"
 _QUEUES = r"amq\.|machinery\.(?:control|dead|delay|finished|held|lock|paused|queues|results|revocations|sha256|workers)(?:\.|\Z)"
 #: Beginnings that no name of a queue, or no UUID of a task or group, may have.

@@ -1,8 +1,8 @@
 """The order of a worker's queues: strict, or by weights and drawn anew for each claim.
 
-By weights, the first queue of a claim is drawn with a probability that is its weight's share, the second
-from the rest in the same way, and so on. So each queue comes first now and then, and none starves
-behind one that is never empty.
+By weights, the first queue of a claim is drawn with a probability that is its weight's share, the
+second from the rest in the same way, and so on. So each queue comes first now and then, and none
+starves behind one that is never empty.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ class QueueOrder:
         """Return the order of one claim; empty if it is always that of `names`."""
         if not self.weights:
             return ()
-        # Of several exponential times, each is the shortest with the share of its rate in their sum.
+        # Of several exponential times, each is the shortest with the share of its rate in their
+        # sum.
         pairs = zip(self.names, self.weights, strict=True)
         times = {name: random.expovariate(weight) for name, weight in pairs}
         return tuple(sorted(self.names, key=times.__getitem__))
@@ -71,8 +72,8 @@ class QueueOrder:
 def parse_queues(text: str) -> tuple[str, ...] | dict[str, float]:
     """Read `A,B` (strict order) or `A:6,B:1` (weights; 1 for a queue without one).
 
-    The weight stands behind the last colon. A name with a colon in it and no weight ends in a colon:
-    `mail:high:`.
+    The weight stands behind the last colon. A name with a colon in it and no weight ends in a
+    colon: `mail:high:`.
 
     Raises:
         ConfigError: no queue, no weight behind a colon, or a queue with two weights.

@@ -1,4 +1,4 @@
-"""Import of the user's Server by `module` or `module:object`, and an error text for each failure."""
+"""Import of the user's Server by `module` or `module:object`, with a text for each failure."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def load(app: str, app_dir: str = "", *, command: str = "worker") -> Server:
     name, _, path = app.partition(":")
     if "://" in app or "@" in app:
         raise AppNotFound(
-            f"app {redact(app)!r}: found a URL (expected MODULE or MODULE:OBJECT; the URL goes to its Server, "
-            "or into MACHINERY_URL)"
+            f"app {redact(app)!r}: found a URL "
+            "(expected MODULE or MODULE:OBJECT; the URL goes to its Server, or into MACHINERY_URL)"
         )
     if not name:
         raise AppNotFound(f"app {app!r}: no module named (expected MODULE or MODULE:OBJECT)")

@@ -1,7 +1,7 @@
 """The commands: what they take, their options, their examples, and the function behind each.
 
-Argparse does not tell a command's words apart: with MACHINERY_APP set, the first of them need not be
-the app (`split_words`).
+Argparse does not tell a command's words apart: with MACHINERY_APP set, the first of them need not
+be the app (`split_words`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Command:
         examples: what follows `machinery NAME`.
         words: what follows the app, as shown in the usage line: `NAME`, `NAME …` or `[NAME …]`.
         options: besides `--app-dir` and, except for `worker`, `--json`.
-        opens_app: whether its function gets the app's Server and the parsed arguments, or only these.
+        opens_app: whether its function gets the Server and the arguments, or only these.
     """
 
     name: str
@@ -71,8 +71,8 @@ def split_words(
 ) -> tuple[str, list[str]]:
     """Return the app and the other words. `app`: the value of MACHINERY_APP, or "".
 
-    With MACHINERY_APP set, the first word is the app only if there is one word more than the command
-    takes, or, where it takes any number, if it is the same app.
+    With MACHINERY_APP set, the first word is the app only if there is one word more than the
+    command takes, or, where it takes any number, if it is the same app.
 
     Raises:
         ValueError: there are too few or too many words.

@@ -1,4 +1,4 @@
-"""`machinery doctor`: a line for each thing that was checked, never a traceback. Also `machinery config`."""
+"""`machinery doctor`: a line for each check, never a traceback. Also `machinery config`."""
 
 from __future__ import annotations
 

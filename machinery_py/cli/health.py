@@ -1,13 +1,13 @@
-"""Health of workers: heartbeat files, the probe that reads them, and an HTTP server for other probes.
+"""Health of workers: heartbeat files, the probe that reads them, and HTTP for other probes.
 
-    $TMPDIR/machinery-<uid>/<app>/<pid>.json    each worker writes it anew every BEAT and removes it at its end
+    $TMPDIR/machinery-<uid>/<app>/<pid>.json    written anew every BEAT, removed at the end
 
-The folders are this user's alone; <app> is a hash of the app's name and the working directory. A file
-that the user has named may be in a folder of everybody: it is made anew and moved into its place each
-time, with mode 0600, and neither side follows a link.
+The folders are this user's alone; <app> is a hash of the app's name and the working directory. A
+file that the user has named may be in a folder of everybody: it is made anew and moved into its
+place each time, with mode 0600, and neither side follows a link.
 
-Alive asks the worker alone: a broker that is away must not get workers restarted. Ready asks about the
-broker, too.
+Alive asks the worker alone: a broker that is away must not get workers restarted. Ready asks about
+the broker, too.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _number(path: str) -> str:
 
 
 def place_of(args: argparse.Namespace) -> HeartbeatPlace:
-    """Return the place for these arguments; `machinery worker` and `machinery health` must agree."""
+    """Return the place for these arguments, the same for `machinery worker` and `health`."""
     names = "\0".join([args.app, os.path.realpath(args.app_dir or "."), os.path.realpath(".")])
     key = hashlib.sha256(names.encode("utf-8", "surrogateescape")).hexdigest()[:16]
     return HeartbeatPlace(
@@ -156,8 +156,8 @@ class Pulse:
                     os.mkdir(folder, 0o700)
                 if not is_private(folder):
                     raise PermissionError(1, f"folder {folder!r} is not this user's alone")
-        # Written beside it and moved, so that a probe never reads half of it; under a name that nobody
-        # can foresee and put a link at.
+        # Written beside it and moved, so that a probe never reads half of it; under a name that
+        # nobody can foresee and put a link at.
         draft = f"{self._path}.{secrets.token_hex(8)}.draft"
         descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:
@@ -241,7 +241,8 @@ def _read(path: str, *, same_machine: bool) -> Beat | None:
         beat = Beat(str(content["worker"]), int(content["pid"]), abs(age), content["ready"] is True)
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    # A file that was named may be read from another container, where process numbers mean something else.
+    # A file that was named may be read from another container, where process numbers mean something
+    # else.
     if (
         same_machine
         and os.path.isdir("/proc/self")

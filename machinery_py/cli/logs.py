@@ -1,8 +1,8 @@
 """Logging of the command line. The library itself configures no logging.
 
-Each record is one line on stderr; only a traceback takes more, and in the text format each line of it
-begins with "  | ", so that none can be taken for a record. A record that is made while a task runs has
-its `task_uuid`, `task_name` and `attempt`.
+Each record is one line on stderr; only a traceback takes more, and in the text format each line of
+it begins with "  | ", so that none can be taken for a record. A record that is made while a task
+runs has its `task_uuid`, `task_name` and `attempt`.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def _has_colours(stream: TextIO) -> bool:
 
 
 def configure(level: str, log_format: str) -> None:
-    """Log to stderr from this level on, in "text" or "json"; before the user's module is imported."""
+    """Log to stderr from this level on, in "text" or "json"; before the app is imported."""
     logging.setLogRecordFactory(TaskRecord)
     text = TextFormatter(colours=_has_colours(sys.stderr))
     _to_stderr(JSONFormatter() if log_format == "json" else text, level.upper())

@@ -1,7 +1,8 @@
 """`machinery`: from the words on the command line to a command and its exit code.
 
 0    done, or as asked
-1    the answer is no: a task failed, nothing lives, something is wrong; a worker: it was cut short by a second signal
+1    the answer is no: a task failed, no worker is alive, something is wrong; a worker: it was cut
+     short by a second signal
 2    it cannot be done as asked: wrong words, no such app, a wrong setting, no such task
 3    the broker or the result backend cannot be used
 """
@@ -126,7 +127,7 @@ def _call(command: Command, args: argparse.Namespace) -> int:
 
 
 def main_parser() -> argparse.ArgumentParser:
-    """Return the parser of `machinery` itself: help, version, and an error for an unknown command."""
+    """Return the parser of `machinery` itself: help, version, and errors of unknown commands."""
     parser = _Parser(
         prog="machinery",
         description="Run background tasks, send them and inspect them.",

@@ -1,13 +1,14 @@
 """Orphans: the processes that tasks started end with the worker that ran the tasks.
 
-    the worker ends in order      it ends all processes below it, but those from before any task (Linux)
+    the worker ends in order      it ends all processes below it that are younger than its first task
+                                  (Linux)
     it is killed, under `-p`      the supervisor ends its process group: each process of `-p` leads one
     it is killed, without `-p`    the kernel kills forked children, as the lifeline is cut (Linux)
 
 Limits: a process that has left on purpose is not found: without `-p` one whose parent has ended (a
-double fork), with `-p` one in a session or group of its own (`setsid`) when the worker is killed. Nor
-is, without `-p`, what a killed worker had executed (subprocess, spawn, forkserver); a service manager
-ends those with the service.
+double fork), with `-p` one in a session or group of its own (`setsid`) when the worker is killed.
+Nor is, without `-p`, what a killed worker had executed (subprocess, spawn, forkserver); a service
+manager ends those with the service.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ def _signal(pids: frozenset[int], number: signal.Signals) -> frozenset[int]:
 def below(spared: frozenset[int] = frozenset()) -> frozenset[int]:
     """Return the processes below this one that run, without the spared ones and those below them.
 
-    Never multiprocessing's own tracker: it tidies up behind the others, and ends then. Empty where there is no /proc.
+    Never multiprocessing's own tracker: it tidies up behind the others, and ends then. Empty where
+    there is no /proc.
     """
     if not os.path.isdir("/proc/self"):
         return frozenset()
@@ -89,7 +91,8 @@ def hold_lifeline() -> None:
     """Have forked children killed when this process dies, however that happens. Linux only.
 
     In each child the kernel sends SIGKILL when a pipe is closed that only this process writes to.
-    PR_SET_PDEATHSIG would send it when the thread that forks ends, and a task may fork in any thread.
+    PR_SET_PDEATHSIG would send it when the thread that forks ends, and a task may fork in any
+    thread.
     """
     if sys.platform != "linux":
         return
@@ -115,7 +118,7 @@ def hold_lifeline() -> None:
 
 
 class ProcessGroup:
-    """The process group of a worker that has ended, and the orphans in it. Belongs to one thread."""
+    """The process group of an ended worker, and the orphans in it. Belongs to one thread."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid

@@ -156,7 +156,7 @@ def many(number: int, one: str, several: str = "") -> str:
 
 
 def length(seconds: float) -> str:
-    """Return a length of time as people say it: `4 ms`, `0.4 s`, `3 min 20 s`, `2 h 5 min`, `3 d 4 h`."""
+    """Return a length of time for people: `4 ms`, `0.4 s`, `3 min 20 s`, `2 h 5 min`, `3 d 4 h`."""
     if not math.isfinite(seconds):
         return NONE
     seconds = max(0.0, seconds)

@@ -3,12 +3,12 @@
     parent → child    "q": end when the running tasks are done; "a": end now; end of file: the parent is
                       gone, so "q"
     child → parent    lines: "ready 30.0" (its shutdown timeout), before its first claim; "beat", every
-                      BEAT; "over": it ends by itself, and the exit code is its own. Without "over" a
-                      task has ended it
+                      BEAT; "over": it ends by itself, and the exit code is its own. Without "over"
+                      a task has ended it
 
-Signals count in the outermost process alone: the first is "q", the second "a". In a child any number of
-them is one "q", because Ctrl+C goes to all processes of a terminal, and service managers signal all of a
-service, beside what the parent passes on.
+Signals count in the outermost process alone: the first is "q", the second "a". In a child any
+number of them is one "q", because Ctrl+C goes to all processes of a terminal, and service managers
+signal all of a service, beside what the parent passes on.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class Child:
 
 
 def readable(descriptors: Sequence[int], timeout: float | None = None) -> set[int]:
-    """Return the descriptors that can be read or are at their end; also those over 1023, unlike `select.select`.
+    """Return the descriptors that can be read or are at their end; any number, unlike `select`.
 
     Raises:
         OSError: one of them is closed.
@@ -184,16 +184,16 @@ class ParentPipe:
 class StopAsked(KeyboardInterrupt):
     """A signal arrived during the import of the app.
 
-    A class of its own: after a bare KeyboardInterrupt in an exec() of text (a dataclass is made by one)
-    CPython ends with SIGINT, even if the exception was caught.
+    A class of its own: after a bare KeyboardInterrupt in an exec() of text (a dataclass is made by
+    one) CPython ends with SIGINT, even if the exception was caught.
     """
 
 
 class Orders:
     """The order to stop, by signals and the parent's pipe, as a level that only rises.
 
-    A signal handler only writes a byte; a thread does the rest, since a handler must take no lock that
-    its thread may hold. Made in the main thread. Until `follow`, the order to stop is a
+    A signal handler only writes a byte; a thread does the rest, since a handler must take no lock
+    that its thread may hold. Made in the main thread. Until `follow`, the order to stop is a
     KeyboardInterrupt in the main thread.
     """
 
@@ -271,7 +271,7 @@ class Orders:
 
 
 def _die_with_parent() -> None:
-    """Get SIGTERM when the parent dies (Linux): another process may have inherited its end of the pipe."""
+    """Get SIGTERM when the parent dies (Linux): another process may hold its end of the pipe."""
     if sys.platform != "linux":
         return
     parent = os.getppid()

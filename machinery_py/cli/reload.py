@@ -1,8 +1,8 @@
 """`--reload`: start the worker again when a .py file changes. For development.
 
 The parent watches all .py files below the app's folder, and those that the worker has loaded from
-elsewhere and reported. A module that cannot be imported ends the worker, which shows why; the parent
-waits for the next change then.
+elsewhere and reported. A module that cannot be imported ends the worker, which shows why; the
+parent waits for the next change then.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""`-p N`: worker processes, started again when they die. The supervisor imports none of the user's code.
+"""`-p N`: worker processes, started again when they die. The supervisor imports no user code.
 
-A process reports when it is ready, before it claims its first task, and when it ends by itself. If it
-dies in between, a task has ended it, and the exit code is the task's: it is replaced at once, so that
-poison costs the good tasks no pause. A process that does not become ready, or ends by itself, is replaced
-after pauses that double up to LONGEST_PAUSE. The others take over what a dead process ran: their
-maintenance finds dead workers. A process that cannot start at all (exit code 2 or 3) ends everything.
+A process reports when it is ready, before it claims its first task, and when it ends by itself. If
+it dies in between, a task has ended it, and the exit code is the task's: it is replaced at once, so
+that poison costs the good tasks no pause. A process that does not become ready, or ends by itself,
+is replaced after pauses that double up to LONGEST_PAUSE. The others take over what a dead process
+ran: their maintenance finds dead workers. A process that cannot start at all (exit code 2 or 3)
+ends everything.
 
 A ready process beats. A silent one is killed and replaced, unless it computes: a task may hold the
 interpreter for as long as it does that.
@@ -79,7 +80,7 @@ class _Slot:
         self.used = child.used()
 
     def is_silent(self, child: Child) -> bool:
-        """Whether it was ready and has not beaten or computed for SILENCE, so that it must be killed."""
+        """Whether it must be killed: it was ready, and has not beaten or computed for SILENCE."""
         now = time.monotonic()
         passed, self.checked_at = min(now - self.checked_at, LONGEST_STEP), now
         if not self.is_ready or self.is_over:
@@ -128,7 +129,7 @@ class Supervisor:
         os.set_blocking(self._wake_write, False)
 
     def run(self) -> int:
-        """Run until all have ended: 0 in good order, 1 if cut short, 2 or 3 if they cannot start."""
+        """Run until all have ended: 0 in good order, 1 cut short, 2 or 3 if they cannot start."""
         previous = signal.getsignal(signal.SIGCHLD)
         signal.signal(signal.SIGCHLD, self._on_child)
         try:

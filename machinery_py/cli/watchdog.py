@@ -1,10 +1,10 @@
-"""The watchdog of a worker process: ends the process when a task has closed descriptors of the worker.
+"""The watchdog of a worker: ends the process when a task has closed descriptors of the worker.
 
-After `os.closerange` in a task all looks well: heartbeats go out, and threads wait on numbers that mean
-nothing any more, or mean another file by now, which they would write into. Such a process cannot be
-trusted with anything, so it ends at once. Its tasks run again, each with a strike, also one whose
-function has returned: it could be the one that closes descriptors every time. Below a supervisor the
-watchdog also sends a beat every BEAT: threads of this process still run.
+After `os.closerange` in a task all looks well: heartbeats go out, and threads wait on numbers that
+mean nothing any more, or mean another file by now, which they would write into. Such a process
+cannot be trusted with anything, so it ends at once. Its tasks run again, each with a strike, also
+one whose function has returned: it could be the one that closes descriptors every time. Below a
+supervisor the watchdog also sends a beat every BEAT: threads of this process still run.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ HIGH = 100  # the least number of the copy of stderr; whoever closes the low one
 
 
 class Watchdog:
-    """A context with a thread that checks. `blame` is called before the end, for at most PATIENCE."""
+    """A thread that checks. Before the end it calls `blame`, for at most PATIENCE."""
 
     def __init__(self, pipe: ParentPipe, blame: Callable[[], object]) -> None:
         self._pipe = pipe
@@ -66,7 +66,8 @@ class Watchdog:
             os.dup2(self._stderr, STDERR)  # whatever has that number now is used no more
         try:
             logger.critical(
-                "a task has closed descriptors of this worker: ending at once; what it ran will run again"
+                "a task has closed descriptors of this worker: ending at once; "
+                "what it ran will run again"
             )
             thread = threading.Thread(target=self._blame, daemon=True)
             thread.start()

@@ -1,4 +1,4 @@
-"""`machinery worker`: one worker, from its signals to its exit code; with -p and --reload in each child."""
+"""`machinery worker`: one worker, from its signals to its exit code."""
 
 from __future__ import annotations
 
@@ -115,8 +115,8 @@ def _on_ready(args: argparse.Namespace, pipe: ParentPipe, one: Worker) -> None:
 class Readiness:
     """Knows whether a worker has started and whether its broker answers.
 
-    Calls `on_start` once, when the worker has its session and before its first claim: what it claims
-    may end the process.
+    Calls `on_start` once, when the worker has its session and before its first claim: what it
+    claims may end the process.
     """
 
     def __init__(self, one: Worker, on_start: Callable[[], object]) -> None:

@@ -1,16 +1,16 @@
 """The settings: `Config` and its sections, plain data that is checked once, when it is made.
 
 Each option is declared once: name, default, meaning, unit and limits. From that come the checks,
-the names in files and in the environment, and the test of docs/reference/config.md. Names, units and
-defaults of what Go has are Go's. `resolve` makes the Config of a Server of four layers:
+the names in files and in the environment, and the test of docs/reference/config.md. Names, units
+and defaults of what Go has are Go's. `resolve` makes the Config of a Server of four layers:
 
-    1  what the call passes      `broker=`, `result_backend=`, `lock=`, then `url`, then what was chosen in `config`
-    2  MACHINERY_*               MACHINERY_BROKER before MACHINERY_URL, and so on
-    3  the file                  that MACHINERY_CONFIG names: .yml, .yaml or .toml
+    1  the call         `broker=`, `result_backend=`, `lock=`, then `url`, then chosen in `config`
+    2  MACHINERY_*      MACHINERY_BROKER before MACHINERY_URL, and so on
+    3  the file         that MACHINERY_CONFIG names: .yml, .yaml or .toml
     4  the defaults
 
-Each option is decided by itself: a Server with a broker of its own has its results where MACHINERY_URL
-says, if that is set. Importing this module reads nothing.
+Each option is decided by itself: a Server with a broker of its own has its results where
+MACHINERY_URL says, if that is set. Importing this module reads nothing.
 """
 
 from __future__ import annotations
@@ -134,7 +134,8 @@ class Config(Section):
     sources: Mapping[str, str] = field(init=False, compare=False, repr=False)
 
     def __new__(cls, **chosen: object) -> Self:
-        # Only here can a value that was passed be told from an equal default, and it must win over the environment.
+        # Only here can a value that was passed be told from an equal default, and it must win over
+        # the environment.
         self = object.__new__(cls)
         sources = {
             key: "argument" if key.partition(".")[0] in chosen else "default" for key in OPTIONS
@@ -194,9 +195,9 @@ class Config(Section):
     ) -> Config:
         """Return the Config of environment variables: the prefix and Go's name, as REDIS_MAX_IDLE.
 
-        An empty variable counts as not set. With a prefix, our own options and `<prefix>URL` (broker,
-        backend and lock at once) are read as well, and a warning tells of an unknown variable;
-        without a prefix, only the names that Go reads are.
+        An empty variable counts as not set. With a prefix, our own options and `<prefix>URL`
+        (broker, backend and lock at once) are read as well, and a warning tells of an unknown
+        variable; without a prefix, only the names that Go reads are.
 
         Raises:
             ConfigError: wrong values, all together, each with its variable.
@@ -215,7 +216,7 @@ class Config(Section):
 
     @property
     def broker_urls(self) -> tuple[str, ...]:
-        """The broker's URLs, in the order in which they are tried; without a separator it is one."""
+        """The broker's URLs in the order of the attempts; one if there is no separator."""
         return urls.split_urls(self.broker, self.multiple_broker_separator)
 
     @property
@@ -225,7 +226,7 @@ class Config(Section):
 
     @property
     def lock_url(self) -> str:
-        """The URL of locks: `lock`, else broker, else backend; "" if neither of the two can lock."""
+        """The URL of locks: `lock`, else broker, else backend; "" if these cannot lock."""
         here = [url for url in (self.broker, self.backend_url) if urls.serves(url, "lock")]
         return self.lock or next(iter(here), "")
 

@@ -49,7 +49,8 @@ def read_yaml(path: FilePath) -> Mapping[Any, object]:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        # Not `from error`, and only up to the first quote: PyYAML quotes the file, where passwords are.
+        # Not `from error`, and only up to the first quote: PyYAML quotes the file, where passwords
+        # are.
         problem = (error.problem or "").partition("'")[0].strip()
         raise _refused(path, f"not valid YAML{where} ({problem})") from None
     except (yaml.YAMLError, ValueError, RecursionError):  # ValueError: a date that does not exist
@@ -94,8 +95,8 @@ def from_text(kind: str, text: str) -> object:
     """Return the value of this kind that a text means, or the text itself if it means none.
 
     A flag is any of 1, t, true, y, yes, on and their opposites, in any case. A mapping is
-    `key:value,key:value` as in Go; its whole numbers and true or false are taken as such (Go makes all
-    of them texts, or null).
+    `key:value,key:value` as in Go; its whole numbers and true or false are taken as such (Go makes
+    all of them texts, or null).
     """
     if kind == "bool":
         word = text.lower()

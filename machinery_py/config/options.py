@@ -1,4 +1,4 @@
-"""The description and the check of one setting: `Option`, and `Section`, a record whose fields are options.
+"""`Option`, the description and check of one setting, and `Section`, a record of options.
 
 This module knows no setting; `config.py` and `sections.py` declare them.
 """
@@ -47,7 +47,7 @@ class Option:
     check: Callable[[Any], str] | None
 
     def problem(self, value: object) -> str:
-        """Return what is wrong with the value: what was found and what is expected; "" if nothing."""
+        """Return what is wrong with the value (found and expected); "" if nothing."""
         high = CENTURY if self.unit in {"s", "ms"} else UNLIMITED
         limits = (
             f"{self.low:g} or more" if high == UNLIMITED else f"{self.low:g} to {high} {self.unit}"
@@ -75,7 +75,7 @@ class Option:
         return text and f"{self.key}: {text}"
 
     def settled(self, value: object) -> object:
-        """Return a value without problems as it is kept: a length as float, Go's 0 as the default."""
+        """Return a right value as it is kept: a length as float, Go's 0 as the default."""
         if self.empty_is_default and not value:
             return self.default
         if self.kind == "float":
@@ -102,7 +102,7 @@ def option(
     variable: str = "",
     check: Callable[[Any], str] | None = None,
 ) -> T:
-    """Declare a field of a Section; see `Option`. A `variable` is named where it is not the key's."""
+    """Declare a field of a Section; see `Option`. `variable`: if its name is not the key's."""
     facts = {
         "meaning": meaning,
         "unit": unit,
@@ -117,7 +117,7 @@ def option(
 
 
 class Section:
-    """A frozen dataclass of options, checked when it is made. `PREFIX` precedes its keys: "redis."."""
+    """A frozen dataclass of options, checked when it is made. `PREFIX`: of its keys, "redis."."""
 
     __slots__ = ()
     PREFIX: ClassVar[str]

@@ -6,16 +6,16 @@
     rediss://host                         with TLS (Go turns it on in code only)
     redis+socket://secret@/run/redis.sock:/1
     redis://secret@h1,h2/0?master_name=m  sentinels (port 26379), and the master that they watch
-    redis://secret@h1,h2,h3/0             nodes of a Redis Cluster; the others are found through them
+    redis://secret@h1,h2,h3/0             some nodes of a Redis Cluster, which name the others
     amqp://user:secret@host:5672/vhost    a missing part is Go's default: guest:guest, 5672, vhost /
     amqps://host/vhost                    with TLS, port 5671
     mongodb://user:secret@h1:27017,h2/database?replicaSet=rs0&w=majority
     mongodb+srv://user:secret@name/database
     memcache://h1:11211,h2:11211          each key lies on one of the servers
 
-A vhost with a slash is percent-encoded: /%2F is the vhost "/", as are //, which Celery writes, / and
-nothing. What may stand behind '?' is declared in the tables of `UrlOption`; MongoDB's client library
-reads its options itself.
+A vhost with a slash is percent-encoded: /%2F is the vhost "/", as are //, which Celery writes, /
+and nothing. What may stand behind '?' is declared in the tables of `UrlOption`; MongoDB's client
+library reads its options itself.
 """
 
 from __future__ import annotations
@@ -218,7 +218,7 @@ class RedisUrl(_ServerUrl):
 
     @property
     def is_cluster(self) -> bool:
-        """Whether it lists several nodes of a cluster; `redis.cluster_mode` tells of a single one."""
+        """Whether it lists nodes of a cluster; `redis.cluster_mode` tells of a single node."""
         return len(self.hosts) > 1 and not self.master_name
 
     @property

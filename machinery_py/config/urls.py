@@ -3,10 +3,10 @@
     eager, eager://                    tasks run inside `send`
     memory://, memory://name           one store inside this process; equal names share it
     sqlite:///relative.db              a file, seen from the working directory
-    sqlite:////absolute/path.db        the same with a fourth slash; ?synchronous=full|normal&busy_timeout=5
+    sqlite:////absolute/path.db        the same with a fourth slash
     null, null://                      a result backend that keeps nothing
-    redis://secret@host:6379/0         one Redis; rediss:// with TLS, redis+socket:///path/to.sock:/0
-    redis://s1,s2/0?master_name=m      the master that sentinels name; without it, nodes of a cluster
+    redis://secret@host:6379/0         one Redis; rediss:// with TLS, redis+socket:///path.sock:/0
+    redis://s1,s2/0?master_name=m      the master of these sentinels; else nodes of a cluster
     amqp://user:secret@host:5672/vhost  RabbitMQ; amqps:// with TLS
     mongodb://user:secret@h1,h2/db     a MongoDB; mongodb+srv://name/db by its name server
     memcache://h1:11211,h2:11211       memcached servers; each key lies on one of them
@@ -234,7 +234,7 @@ def _is_scheme(text: str) -> bool:
 _SHORTEST_SECRET = 3  # letters; a shorter one would be found everywhere
 
 _USER_FIRST = frozenset({"amqp", "amqps", "mongodb", "mongodb+srv"})
-"""Schemes whose word before the colon is a user; with Redis a lone password may have a colon in it."""
+"""Schemes whose word before the colon is a user; with Redis it may be a part of the password."""
 
 _OPTIONS = {**AMQP_OPTIONS, **REDIS_OPTIONS, **SQLITE_OPTIONS}
 _HARMLESS = frozenset({
@@ -250,9 +250,9 @@ _HARMLESS = frozenset({
 def redact(url: str) -> str:
     """Return the URL with everything masked that is, or might be, a secret.
 
-    Credentials stand before the *last* '@', since passwords are often not encoded. Of a query, options
-    known as harmless are shown up to the first that is not. If a URL is malformed, more is masked than
-    needed. Masking twice changes nothing.
+    Credentials stand before the *last* '@', since passwords are often not encoded. Of a query,
+    options known as harmless are shown up to the first that is not. If a URL is malformed, more is
+    masked than needed. Masking twice changes nothing.
     """
     scheme, mark, rest = url.partition("://")
     if not mark:
@@ -291,7 +291,7 @@ def redact_word(text: str) -> str:
 
 
 def redact_words(text: str) -> str:
-    """Mask the user's words, behind the first ": " of a message, if one of them looks like a URL."""
+    """Mask the user's words, behind the first ": " of a message, if one looks like a URL."""
     return f"{text.partition(': ')[0]}: {MASK}" if "://" in text or "@" in text else text
 
 
@@ -323,7 +323,7 @@ def _redact_address(scheme: str, address: str) -> str:
 
 
 def _is_path(scheme: str, hosts: str, path: str) -> bool:
-    """Whether this is a database, vhost or socket, and not the rest of a password or another URL."""
+    """Whether this is a database, vhost or socket, and no rest of a password or another URL."""
     if scheme == "redis+socket":
         return not hosts and re.fullmatch(r"[^:@]*(:/?[0-9]*)?", path) is not None
     if scheme in _REDIS:
@@ -332,7 +332,7 @@ def _is_path(scheme: str, hosts: str, path: str) -> bool:
 
 
 def _is_host(text: str) -> bool:
-    """Whether this is `name`, `name:port` or `[IPv6]:port`, and no credentials without their '@'."""
+    """Whether this is `name`, `name:port` or `[IPv6]:port`, and no credentials without '@'."""
     if text.startswith("["):
         name, bracket, port = text[1:].partition("]")
         return bool(bracket) and is_plain(name, besides=":.%") and _is_port(port.removeprefix(":"))

@@ -1,15 +1,15 @@
 """Descriptors that are this process's alone: the pipes and sockets of the library.
 
-A forked child has a copy of each. It would keep connections open that the parent has closed, hold its
-ports, and write into its pipes. So in a child the null device takes the place of each: the number stays
-taken until its owner closes it, and a reader finds an end of file. An executed program (subprocess,
-spawn) inherits none, as all are closed there.
+A forked child has a copy of each. It would keep connections open that the parent has closed, hold
+its ports, and write into its pipes. So in a child the null device takes the place of each: the
+number stays taken until its owner closes it, and a reader finds an end of file. An executed program
+(subprocess, spawn) inherits none, as all are closed there.
 
 In the process itself a task may close them (`os.closerange`); the library would then read and write
 whatever gets their numbers next. `broken` finds out.
 
-Limits: not known here are the files of SQLite, which are closed before a fork, the sockets of pymongo,
-which closes its own in a child, and selectors.
+Limits: not known here are the files of SQLite, which are closed before a fork, the sockets of
+pymongo, which closes its own in a child, and selectors.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Failover: the broker URL to try next when one cannot be reached.
 
-Config(broker="redis://a;redis://b", multiple_broker_separator=";", broker_failover_strategy="shuffle")
+Config(broker="redis://a;redis://b", multiple_broker_separator=";",
+broker_failover_strategy="shuffle")
 
 STRATEGIES["nearest"] = lambda urls, failed: urls[0]     # a strategy of your own, before the Server is made
 """

@@ -1,12 +1,12 @@
 """Fork safety: a child has no lock that is held for ever, nothing half done, and no signal handler of ours.
 
-A fork copies locks as they are, and of the threads only the one that forks. So a lock that another thread
-held at that moment is never released in the child. A `ForkLock` guards what a child goes on with; it is
-free there. Where that is not enough, the fork waits: for imports (`not_forking`) and for the hooks of
-`at_fork`.
+A fork copies locks as they are, and of the threads only the one that forks. So a lock that another
+thread held at that moment is never released in the child. A `ForkLock` guards what a child goes on
+with; it is free there. Where that is not enough, the fork waits: for imports (`not_forking`) and
+for the hooks of `at_fork`.
 
-A signal handler that tells the worker to stop would do so from a child as well, and keep the child from
-being ended. So a child has the default handlers in the place of those that `handle` has set.
+A signal handler that tells the worker to stop would do so from a child as well, and keep the child
+from being ended. So a child has the default handlers in the place of those that `handle` has set.
 
 Limits: what a ForkLock guards may be half changed in the child. It must be usable as it is, or be
 recognised by its process id and made anew.
