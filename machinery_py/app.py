@@ -153,16 +153,12 @@ class Application:
         sent: list[Signature[Any]] = []
         for given in signatures:
             signature = self.completed(given)
-            message = self.message(signature)
-            messages.append(message)
+            messages.append(self.message(signature))
             states.append(pending(signature, now))
             sent.append(signature)
         for later in awaited:
-            states.append(
-                pending(
-                    later.replace(routing_key=later.routing_key or self.config.default_queue), now
-                )
-            )
+            queue = later.routing_key or self.config.default_queue
+            states.append(pending(later.replace(routing_key=queue), now))
         return Outgoing(messages, states, groups, sent)
 
     def completed(self, signature: Signature[Any]) -> Signature[Any]:
@@ -294,29 +290,26 @@ class Application:
             ArgumentError, PublishRefused, PublishUnknown: as Server.send_task.
         """
         out = self.outgoing(signatures, groups, awaited)
-        if out.messages:
-            self._submit(
-                Submission(
-                    token=new_uuid(""), messages=out.messages, states=out.states, groups=out.groups
-                )
-            )
-            if TaskSent in self.events.wanted:
-                self.report_sent(out.signatures)
+        if not out.messages:
+            return
+        submission = Submission(
+            token=new_uuid(""), messages=out.messages, states=out.states, groups=out.groups
+        )
+        try:
+            self.patiently(lambda: self.store.submit(submission))
+        except PublishRefused as error:
+            queues = ", ".join(sorted({message.queue for message in out.messages}))
+            if error.permanent and queues not in str(error):
+                error.args = (f"queue {queues}: {error}",)
+            raise
+        if TaskSent in self.events.wanted:
+            self.report_sent(out.signatures)
 
     def report_sent(self, signatures: Sequence[Signature[Any]]) -> None:
         """Emit the events of signatures that have been published."""
         if TaskSent in self.events.wanted:
             for signature in signatures:
                 self.events.emit(TaskSent(signature=signature))
-
-    def _submit(self, submission: Submission) -> None:
-        try:
-            self.patiently(lambda: self.store.submit(submission))
-        except PublishRefused as error:
-            queues = ", ".join(sorted({message.queue for message in submission.messages}))
-            if error.permanent and queues not in str(error):
-                error.args = (f"queue {queues}: {error}",)
-            raise
 
     def patiently(self, publish: Callable[[], T]) -> T:
         """Repeat it while the store is away, up to `publish_timeout`; its token makes it safe."""
@@ -349,10 +342,8 @@ class Application:
             if callback is not None and member.group_uuid:
                 try:
                     check_uuid(member.group_uuid, self.config.default_queue)
-                except NameRefused as error:
-                    logger.error(
-                        "a member of a group that cannot be: %s", error
-                    )  # behind one that can: none was ever sent
+                except NameRefused as error:  # none was ever sent
+                    logger.error("a member of a group that cannot be: %s", error)
                     continue
                 found.append(
                     Arrival(

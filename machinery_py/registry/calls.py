@@ -78,7 +78,7 @@ class Call:
         self.is_async = inspect.iscoroutinefunction(function)
         try:
             self._signature = inspect.signature(function)
-        except (TypeError, ValueError):  # some functions written in C do not tell
+        except (TypeError, ValueError):  # some functions written in C have none
             self._signature = inspect.Signature(
                 [
                     inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL),

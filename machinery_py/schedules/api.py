@@ -15,8 +15,8 @@ from machinery_py.schedules.definition import (
     WINDOWS,
     CatchUp,
     Definition,
-    Entry,
     Overlap,
+    ScheduleEntry,
     decode_entry,
     encode_entry,
     pack_step,
@@ -189,7 +189,7 @@ class Schedules:
             ArgumentError: what it sends cannot be sent.
         """
 
-        def send(body: bytes, entry: Entry) -> bool:
+        def send(body: bytes, entry: ScheduleEntry) -> bool:
             now = self._app.store.backend.records().now
             after, out = sending(self._app, entry, now)
             # A lost reply is repeated, and refused: then the record is ours.
@@ -226,7 +226,7 @@ class Schedules:
             ScheduleError, ArgumentError: as `add`.
         """
 
-        def changed(entry: Entry, now: dt.datetime) -> Entry:
+        def changed(entry: ScheduleEntry, now: dt.datetime) -> ScheduleEntry:
             definition = entry.definition
             if spec is not None:
                 definition = msgspec.structs.replace(definition, spec=spec)
@@ -248,7 +248,7 @@ class Schedules:
     def _body(self, name: str) -> bytes | None:
         return self._bodies().get(name)
 
-    def _find(self, name: str) -> tuple[bytes, Entry]:
+    def _find(self, name: str) -> tuple[bytes, ScheduleEntry]:
         bodies = self._bodies()
         definition = self._declared.all().get(name)
         if name not in bodies and definition is not None:
@@ -261,14 +261,16 @@ class Schedules:
             raise ScheduleNotFound(name, {*bodies, *self._declared.all()})
         return bodies[name], decode_entry(bodies[name])
 
-    def _change(self, name: str, function: Callable[[Entry, dt.datetime], Entry]) -> None:
-        def change(body: bytes, entry: Entry) -> bool:
+    def _change(
+        self, name: str, function: Callable[[ScheduleEntry, dt.datetime], ScheduleEntry]
+    ) -> None:
+        def change(body: bytes, entry: ScheduleEntry) -> bool:
             after = function(entry, self._app.store.backend.records().now)
             return after == entry or self._amend(entry, body, after)
 
         self._try(name, change)
 
-    def _try(self, name: str, attempt: Callable[[bytes, Entry], bool]) -> None:
+    def _try(self, name: str, attempt: Callable[[bytes, ScheduleEntry], bool]) -> None:
         """Try it with the record as it stands, until no other change comes in between."""
         for _ in range(TRIES):
             if attempt(*self._find(name)):
@@ -279,15 +281,15 @@ class Schedules:
 
     def _amend(
         self,
-        entry: Entry,
+        entry: ScheduleEntry,
         body: bytes,
-        after: Entry,
+        after: ScheduleEntry,
         out: Outgoing = NOTHING,
         tick: dt.datetime | None = None,
     ) -> bool:
         return amend(self._app, entry.name, body, encode_entry(after), entry.id, out, tick)
 
-    def _report(self, entry: Entry) -> ScheduleReport:
+    def _report(self, entry: ScheduleEntry) -> ScheduleReport:
         definition = entry.definition
         schedule = definition.schedule(entry.name)
         start = entry.last if schedule.every else max(entry.last, self._app.clock.now())

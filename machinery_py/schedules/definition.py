@@ -56,7 +56,7 @@ class Definition(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return Schedule(self.spec, tz=self.tz, name=name, dst=self.dst)
 
 
-class Entry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class ScheduleEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Record of a schedule in the store.
 
     Attributes:
@@ -84,18 +84,18 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     missed: int = 0
     held: int = 0
 
-    def replace(self, **changes: Any) -> Entry:
+    def replace(self, **changes: Any) -> ScheduleEntry:
         return msgspec.structs.replace(self, **changes)
 
 
-_decode_entry = msgspec.json.Decoder(Entry).decode
+_decode_entry = msgspec.json.Decoder(ScheduleEntry).decode
 
 
-def encode_entry(entry: Entry) -> bytes:
+def encode_entry(entry: ScheduleEntry) -> bytes:
     return msgspec.json.encode(entry)
 
 
-def decode_entry(body: bytes) -> Entry:
+def decode_entry(body: bytes) -> ScheduleEntry:
     """Read what `encode_entry` wrote.
 
     Raises:
@@ -178,7 +178,7 @@ class Due(msgspec.Struct, frozen=True, kw_only=True):
     missed: int = 0
 
 
-def due(entry: Entry, schedule: Schedule, now: dt.datetime) -> Due | None:
+def due(entry: ScheduleEntry, schedule: Schedule, now: dt.datetime) -> Due | None:
     """Return what is to be done next, or None. `now`, by the store's clock, may have gone back."""
     first = schedule.next(entry.last)
     if first is None or first > now:
@@ -192,7 +192,7 @@ def due(entry: Entry, schedule: Schedule, now: dt.datetime) -> Due | None:
     return Due(tick=wanted, last=wanted, missed=_count(schedule, entry.last, wanted))
 
 
-def _first_wanted(entry: Entry, schedule: Schedule, now: dt.datetime) -> dt.datetime | None:
+def _first_wanted(entry: ScheduleEntry, schedule: Schedule, now: dt.datetime) -> dt.datetime | None:
     """Return the first tick to be sent: the first on time, if none is to be caught up."""
     definition = entry.definition
     if definition.catch_up == "all":
@@ -260,7 +260,7 @@ def run_of(steps: Sequence[PlannedStep]) -> tuple[tuple[str, ...], ...]:
     return tuple((*step.leading, *step.uuids) for step in steps)
 
 
-def is_over(entry: Entry, states: dict[str, TaskState], now: dt.datetime) -> bool:
+def is_over(entry: ScheduleEntry, states: dict[str, TaskState], now: dt.datetime) -> bool:
     """Return whether the last run has ended; `states` are those of the tasks in `entry.run`."""
     if entry.ran is None or (now - entry.ran).total_seconds() > LONGEST_RUN or not states:
         return True

@@ -12,7 +12,6 @@ import threading
 import uuid as _uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from machinery_py.app import NOTHING, Application, Outgoing
 from machinery_py.backends.base import Amendment, tick_key
@@ -29,7 +28,7 @@ from machinery_py.schedules.definition import (
     MOST_WAITING,
     Definition,
     Due,
-    Entry,
+    ScheduleEntry,
     decode_entry,
     due,
     encode_entry,
@@ -38,7 +37,7 @@ from machinery_py.schedules.definition import (
     unpack_step,
 )
 from machinery_py.schedules.timetable import Schedule
-from machinery_py.tasks.signature import HEADER_SCHEDULE, HEADER_TICK, Signature
+from machinery_py.tasks.signature import HEADER_SCHEDULE, HEADER_TICK
 from machinery_py.tasks.workflow import link
 from machinery_py.texts import get_logger
 
@@ -88,7 +87,7 @@ class Known:
     """A record as it was read."""
 
     body: bytes
-    entry: Entry
+    entry: ScheduleEntry
     schedule: Schedule
     due_at: dt.datetime | None  # None: never
 
@@ -221,7 +220,7 @@ class Scheduler:
             return
         self._known[name] = Known(body, entry, schedule, self._due_at(entry, schedule))
 
-    def _due_at(self, entry: Entry, schedule: Schedule) -> dt.datetime | None:
+    def _due_at(self, entry: ScheduleEntry, schedule: Schedule) -> dt.datetime | None:
         if entry.paused:
             return None
         following = schedule.next(entry.last)
@@ -249,19 +248,14 @@ class Scheduler:
         digest = definition.digest
         if known is None:
             entry = new_entry(name, definition, self.now(), declared=digest)
-            return self._amend(name, None, entry)
+            return self._amend(None, entry)
         before = known.entry
         if before.declared == digest:
             return True
-        logger.warning(
-            "schedule %s is changed by this program's code: %r (was %r)",
-            name,
-            definition.spec,
-            before.definition.spec,
-        )
-        return self._amend(
-            name, known, redefined(before, definition, self.now()).replace(declared=digest)
-        )
+        text = "schedule %s is changed by this program's code: %r (was %r)"
+        logger.warning(text, name, definition.spec, before.definition.spec)
+        after = redefined(before, definition, self.now()).replace(declared=digest)
+        return self._amend(known, after)
 
     # What is due
 
@@ -271,12 +265,8 @@ class Scheduler:
         except (BrokerUnavailable, BackendUnavailable, PublishUnknown):
             raise  # it concerns all of them
         except MachineryError as error:
-            logger.error(
-                "schedule %s cannot be worked on, and is tried again in %g s: %s",
-                name,
-                TROUBLE,
-                error,
-            )
+            text = "schedule %s cannot be worked on, and is tried again in %g s: %s"
+            logger.error(text, name, TROUBLE, error)
             self._known[name].due_at = self.now() + dt.timedelta(seconds=TROUBLE)
 
     def _work_on(self, name: str) -> None:
@@ -306,26 +296,24 @@ class Scheduler:
         if step.missed:
             logger.warning("schedule %s: missed ticks: %d", entry.name, step.missed)
         if step.tick is None:
-            return self._amend(entry.name, known, entry)
+            return self._amend(known, entry)
         overlap = entry.definition.overlap
         if overlap != "allow" and (entry.waiting or not self._is_over(entry, now)):
             if overlap == "queue" and len(entry.waiting) < MOST_WAITING:
-                return self._amend(
-                    entry.name, known, entry.replace(waiting=(*entry.waiting, step.tick))
-                )
-            return self._amend(entry.name, known, entry.replace(held=entry.held + 1))
+                return self._amend(known, entry.replace(waiting=(*entry.waiting, step.tick)))
+            return self._amend(known, entry.replace(held=entry.held + 1))
         return self._send(known, entry, step.tick)
 
-    def _is_over(self, entry: Entry, now: dt.datetime) -> bool:
+    def _is_over(self, entry: ScheduleEntry, now: dt.datetime) -> bool:
         uuids = [uuid for step in entry.run for uuid in step]
         return is_over(entry, self._app.store.backend.get_states(uuids) if uuids else {}, now)
 
-    def _send(self, known: Known, entry: Entry, tick: dt.datetime) -> bool:
+    def _send(self, known: Known, entry: ScheduleEntry, tick: dt.datetime) -> bool:
         if self._app.config.go_program:
             return self._send_under_gos_lock(known, entry, tick)
         return self._send_it(known, entry, tick)
 
-    def _send_under_gos_lock(self, known: Known, entry: Entry, tick: dt.datetime) -> bool:
+    def _send_under_gos_lock(self, known: Known, entry: ScheduleEntry, tick: dt.datetime) -> bool:
         """Claim the tick among our schedulers, take Go's lock, and send.
 
         As in Go, a tick is lost if its scheduler dies between the lock and the sending. A tick that
@@ -334,20 +322,20 @@ class Scheduler:
         now, claimed = self.now(), entry.claimed
         following = known.schedule.next(tick) or tick + dt.timedelta(days=1)
         if following <= now:
-            return self._amend(entry.name, known, entry.replace(missed=entry.missed + 1))
+            return self._amend(known, entry.replace(missed=entry.missed + 1))
         if claimed is not None and (now - claimed).total_seconds() < CLAIM:
             known.due_at = claimed + dt.timedelta(seconds=CLAIM)
             return True
-        if not self._amend(entry.name, known, known.entry.replace(claimed=now)):
+        if not self._amend(known, known.entry.replace(claimed=now)):
             return False
         known, entry = self._known[entry.name], entry.replace(claimed=None)
         spec = entry.definition.spec
         key = go_lock_key(self._app.config.go_program, entry.name, spec)
         if self._app.stores.lock.go().lock_with_retries(key, round(following.timestamp()) * 10**9):
             return self._send_it(known, entry, tick)
-        return self._amend(entry.name, known, entry)
+        return self._amend(known, entry)
 
-    def _send_it(self, known: Known, entry: Entry, tick: dt.datetime) -> bool:
+    def _send_it(self, known: Known, entry: ScheduleEntry, tick: dt.datetime) -> bool:
         after, out = entry, NOTHING
         try:
             after, out = sending(self._app, entry, tick)
@@ -360,7 +348,7 @@ class Scheduler:
                 exc_info=not isinstance(error, MachineryError),
             )
         try:
-            if not self._amend(entry.name, known, after, out, tick):
+            if not self._amend(known, after, out, tick):
                 return False
         except MachineryError as error:
             if not error.permanent:
@@ -372,55 +360,55 @@ class Scheduler:
                 tick.isoformat(),
                 error,
             )
-            return self._amend(entry.name, known, entry)
+            return self._amend(known, entry)
         self._app.report_sent(out.signatures)
         return True
 
     def _amend(
         self,
-        name: str,
         known: Known | None,
-        entry: Entry,
+        entry: ScheduleEntry,
         out: Outgoing = NOTHING,
         tick: dt.datetime | None = None,
     ) -> bool:
-        body = encode_entry(entry)
+        body, before = encode_entry(entry), known.body if known else None
         self._stale = True  # until we know what became of it
-        if not amend(self._app, name, known.body if known else None, body, entry.id, out, tick):
+        if not amend(self._app, entry.name, before, body, entry.id, out, tick):
             return False
         self._stale = False
-        self._learn(name, body)
+        self._learn(entry.name, body)
         return True
 
 
-def new_entry(name: str, definition: Definition, now: dt.datetime, *, declared: str = "") -> Entry:
-    return Entry(
+def new_entry(
+    name: str, definition: Definition, now: dt.datetime, *, declared: str = ""
+) -> ScheduleEntry:
+    return ScheduleEntry(
         name=name, id=_uuid.uuid4().hex, definition=definition, last=now, declared=declared
     )
 
 
-def redefined(entry: Entry, definition: Definition, now: dt.datetime) -> Entry:
+def redefined(entry: ScheduleEntry, definition: Definition, now: dt.datetime) -> ScheduleEntry:
     """Return it with another definition; if its times change, it counts from now."""
     old = entry.definition
     times = (old.spec, old.tz, old.dst) != (definition.spec, definition.tz, definition.dst)
     return entry.replace(definition=definition, last=max(entry.last, now) if times else entry.last)
 
 
-def sending(app: Application, entry: Entry, tick: dt.datetime) -> tuple[Entry, Outgoing]:
+def sending(
+    app: Application, entry: ScheduleEntry, tick: dt.datetime
+) -> tuple[ScheduleEntry, Outgoing]:
     """Return the entry after a tick, and what the tick sends.
 
     Raises:
         ArgumentError, DecodeError: it cannot be sent.
     """
     plan = link(unpack_step(entry.definition.work), now=app.clock.now())
-    first = [_told(signature, entry.name, tick) for signature in plan.first]
+    headers = {HEADER_SCHEDULE: entry.name, HEADER_TICK: tick.isoformat()}
+    first = [signature.with_headers(**headers) for signature in plan.first]
     out = app.outgoing(first, plan.groups, plan.awaited)
     run = run_of(plan.steps) if entry.definition.overlap != "allow" else ()
     return entry.replace(ran=tick, run=run, sent=entry.sent + 1), out
-
-
-def _told(signature: Signature[Any], name: str, tick: dt.datetime) -> Signature[Any]:
-    return signature.with_headers(**{HEADER_SCHEDULE: name, HEADER_TICK: tick.isoformat()})
 
 
 def amend(

@@ -74,8 +74,8 @@ class Inline:
         revoked = revoked_among(self._app, [uuid]) if uuid else {}
         if accept(execution, revoked):
 
-            def report(told: Execution) -> None:
-                mark = told.mark()
+            def report(execution: Execution) -> None:
+                mark = execution.mark()
                 if mark is not None:
                     session.settle([], [mark])
 

@@ -182,11 +182,8 @@ class Settler:
         except Exception as error:
             # One of them is at fault, and must not keep the others from being settled.
             if len(over) > 1:
-                logger.warning(
-                    "a batch of %d settlements failed (%s); trying them one by one",
-                    len(over),
-                    error,
-                )
+                text = "a batch of %d settlements failed (%s); trying them one by one"
+                logger.warning(text, len(over), error)
         return [self._settle_one(execution) for execution in over]
 
     def _patiently(
@@ -226,16 +223,12 @@ class Settler:
             return self._patiently([execution])[0]
         except Exception as error:
             refused = error
-        if (
-            settlement is not None
-            and settlement.send
-            and isinstance(refused, MachineryError)
-            and refused.permanent
-        ):
+        sends = settlement.send if settlement is not None else ()
+        if sends and isinstance(refused, MachineryError) and refused.permanent:
             try:
                 execution.refuse_sends(refused)
                 [verdict] = self._patiently([execution])
-                self._bury(execution, settlement.send, refused)
+                self._bury(execution, sends, refused)
                 return verdict
             except Exception as error:
                 logger.debug("it is not what follows task %s: %s", uuid, error)

@@ -17,15 +17,18 @@ import pytest
 from machinery_py import (
     ArgumentError,
     Config,
+    Context,
     RetryTaskLater,
     Server,
     Signature,
     State,
     TaskFailed,
+    current_task,
     group,
 )
 from machinery_py.brokers.base import Message
 from machinery_py.events import TaskStarted
+from machinery_py.tasks.context import RUNNING
 from machinery_py.testing.waiting import HANG, wait_until
 from machinery_py.worker import executors
 from machinery_py.worker.executors import Executors, TimeLimits
@@ -82,6 +85,19 @@ def test_a_handler_after_the_task_may_call_exit(server: Server, worker: Worker) 
         assert plain.send().get(timeout=HANG) == "done"
         assert coroutine.send().get(timeout=HANG) == "done"
     has_all_slots(server)
+
+
+def test_no_task_is_current_in_the_handler_after_it(server: Server, worker: Worker) -> None:
+    plain = server.register_task("plain", lambda: current_task().name)
+    coroutine = server.register_task("coroutine", nothing)
+    current: list[Context | None] = []
+    worker.set_post_task_handler(lambda _: current.append(RUNNING.get()))
+
+    plain.send().get(timeout=HANG)
+    coroutine.send().get(timeout=HANG)
+
+    wait_until(lambda: len(current) == 2, HANG, "both handlers")
+    assert current == [None, None]
 
 
 def test_an_error_handler_may_call_exit(server: Server, worker: Worker) -> None:
