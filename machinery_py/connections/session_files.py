@@ -38,9 +38,8 @@ FORGOTTEN_ON_HOST = 3600.0
 
 _number = struct.Struct("<Q")
 
-#: key → descriptor, of all drivers of this process; -1 where there are no locks.
-_own: dict[str, int] = {}
-_tables: dict[str, RunTable] = {}
+#: key → file, of all drivers of this process.
+_own: dict[str, SessionFile] = {}
 
 if sys.platform == "win32":
     HAS_LOCKS = False
@@ -62,41 +61,6 @@ else:
         return True
 
 
-class RunTable:
-    """The owner's side of the slots. May be used from any thread."""
-
-    def __init__(self, descriptor: int) -> None:
-        # Written, not only made longer: on a full disk the first note would kill the process.
-        os.write(descriptor, bytes(_SIZE))
-        self._map = mmap.mmap(descriptor, _SIZE)
-        self._free = list(range(SLOTS - 1, -1, -1))
-        self._slots: dict[int, int] = {}
-        self._again: list[int] = []  # noted already, by a twin of the message that runs beside it
-
-    def begins(self, id: int) -> None:
-        if id in self._slots:
-            self._again.append(id)
-            return
-        try:
-            slot = self._free.pop()
-        except IndexError:
-            return
-        self._slots[id] = slot
-        _number.pack_into(self._map, slot * 8, id)
-
-    def ends(self, id: int) -> None:
-        if self._again and id in self._again:
-            self._again.remove(id)
-            return
-        slot = self._slots.pop(id, None)
-        if slot is not None:
-            _number.pack_into(self._map, slot * 8, 0)
-            self._free.append(slot)
-
-    def running(self) -> set[int]:
-        return set(self._slots)
-
-
 class SessionState(Enum):
     """State of a session, from its file."""
 
@@ -115,29 +79,49 @@ class SessionFile:
     def __init__(self, folder: str) -> None:
         self.folder = folder
         self.key = secrets.token_hex(12)
-        descriptor = _new_file(folder, self.key) if folder and HAS_LOCKS else -1
-        _own[self.key] = descriptor
-        self._table: RunTable | None = None
-        if descriptor >= 0:
-            try:
-                self._table = _tables[self.key] = RunTable(descriptor)
-            except OSError:
-                pass  # a full disk: the file proves life, and says nothing of what runs
-        self.notes_runs = self._table is not None
+        self.descriptor = _new_file(folder, self.key) if folder and HAS_LOCKS else -1
+        self._map = _mapped(self.descriptor) if self.descriptor >= 0 else None
+        self._free = list(range(SLOTS - 1, -1, -1))
+        self._slots: dict[int, int] = {}
+        self._again: list[int] = []  # noted already, by a twin of the message that runs beside it
+        _own[self.key] = self
+
+    @property
+    def notes_runs(self) -> bool:
+        """Return whether other processes can read what it runs."""
+        return self._map is not None
 
     def begins(self, id: int) -> None:
         """Note that the delivery with this number is being run."""
-        if self._table is not None:
-            self._table.begins(id)
+        if self._map is None:
+            return
+        if id in self._slots:
+            self._again.append(id)
+            return
+        try:
+            slot = self._free.pop()
+        except IndexError:
+            return
+        self._slots[id] = slot
+        _number.pack_into(self._map, slot * 8, id)
 
     def ends(self, id: int) -> None:
         """Note that the delivery with this number is run no more."""
-        if self._table is not None:
-            self._table.ends(id)
+        if self._again and id in self._again:
+            self._again.remove(id)
+            return
+        slot = self._slots.pop(id, None)
+        if slot is not None and self._map is not None:
+            _number.pack_into(self._map, slot * 8, 0)
+            self._free.append(slot)
+
+    def running(self) -> set[int] | None:
+        """Return what it runs; None if it notes nothing."""
+        return set(self._slots) if self._map is not None else None
 
     def touch(self) -> None:
         """Keep the file from looking old, for `sweep`."""
-        if _own.get(self.key, -1) >= 0:
+        if self.descriptor >= 0 and self.key in _own:
             try:
                 os.utime(os.path.join(self.folder, self.key))
             except OSError:
@@ -150,10 +134,8 @@ class SessionFile:
 
     def abandon(self) -> None:
         """Let go of the lock and leave the file, as a process does that dies."""
-        _tables.pop(self.key, None)
-        descriptor = _own.pop(self.key, -1)
-        if descriptor >= 0:
-            os.close(descriptor)
+        if _own.pop(self.key, None) is not None and self.descriptor >= 0:
+            os.close(self.descriptor)
 
 
 def _new_file(folder: str, key: str) -> int:
@@ -170,6 +152,16 @@ def _new_file(folder: str, key: str) -> int:
     os.close(descriptor)  # a file system without locks: a file would say that we are dead
     remove(folder, key)
     return -1
+
+
+def _mapped(descriptor: int) -> mmap.mmap | None:
+    """Return the slots of a new file; None if the disk is full: then it proves life alone."""
+    try:
+        # Written, not only made longer: on a full disk the first note would kill the process.
+        os.write(descriptor, bytes(_SIZE))
+        return mmap.mmap(descriptor, _SIZE)
+    except OSError:
+        return None
 
 
 def host_file(kind: str) -> SessionFile:
@@ -206,9 +198,9 @@ def _make(folder: str) -> None:
 
 def ran(folder: str, key: str) -> set[int] | None:
     """Return what a session runs, or ran when it died. None: that cannot be known."""
-    if key in _own:
-        table = _tables.get(key)
-        return None if table is None else table.running()
+    own = _own.get(key)
+    if own is not None:
+        return own.running()
     return _read(folder, key) if folder else None
 
 
@@ -285,11 +277,10 @@ def remove(folder: str, key: str) -> None:
 
 def _forget_parent() -> None:
     """In a forked child: the sessions are the parent's, and may be asked for like any other's."""
-    for descriptor in _own.values():
-        if descriptor >= 0:
-            os.close(descriptor)
+    for file in _own.values():
+        if file.descriptor >= 0:
+            os.close(file.descriptor)
     _own.clear()
-    _tables.clear()
 
 
 if hasattr(os, "register_at_fork"):

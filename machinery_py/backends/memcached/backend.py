@@ -1,5 +1,4 @@
-"""States and groups in memcached, under Go Machinery's keys; all keys:
-connections/memcached/keys.py.
+"""States and groups in memcached, under Go Machinery's keys (connections/memcached/keys.py).
 
 A change of a task is one `cas` of its item, which holds the outbox and a note of the follow-ups:
 states of other tasks, groups, arrivals. These come next; each may be done twice.

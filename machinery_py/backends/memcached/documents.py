@@ -1,5 +1,4 @@
-"""Item of a task in memcached: Go's document under the task's UUID, with our data as its last
-field.
+"""Item of a task in memcached: Go's document under the task's UUID, with a last field of ours.
 
 Go's decoder passes over the field, and Go's writers leave it out. So a task is one item, and one
 `cas` changes all of it; a Go program wrote an item without the field.

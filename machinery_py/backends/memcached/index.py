@@ -52,6 +52,10 @@ _segment = msgspec.msgpack.Decoder(Segment).decode
 _roots = msgspec.msgpack.Decoder(list[bytes]).decode
 
 
+#: Whether it is a group, and its key.
+Entry = tuple[bool, str]
+
+
 class Index:
     """This process's segment, and a reader of all. May be used from any thread."""
 
@@ -60,9 +64,8 @@ class Index:
         self._lock = ForkLock()
         self._pid = os.getpid()
         self._name = b""
-        self._outboxes: dict[str, None] = {}
-        self._groups: dict[str, None] = {}
-        self._written: set[tuple[str, str]] = set()
+        self._open: dict[Entry, None] = {}  # in the order in which they were opened
+        self._written: set[Entry] = set()
         self._registered = False
         self._written_at = 0.0
 
@@ -70,42 +73,35 @@ class Index:
         """List these, before they are true."""
         with self._lock:
             self._own()
-            self._outboxes.update(dict.fromkeys(outboxes))
-            self._groups.update(dict.fromkeys(groups))
-            new = {*(("o", one) for one in outboxes), *(("g", one) for one in groups)}
-            if new <= self._written and self._registered:
+            new = dict.fromkeys(_entries(outboxes, groups))
+            self._open.update(new)
+            if new.keys() <= self._written and self._registered:
                 return
-            if len(self._outboxes) + len(self._groups) > LONGEST:
+            if len(self._open) > LONGEST:
                 # Whoever reads the old segment looks after what it lists.
-                self._name, self._registered = secrets.token_hex(8).encode(), False
-                self._outboxes, self._groups = dict.fromkeys(outboxes), dict.fromkeys(groups)
+                self._name, self._registered, self._open = _new_name(), False, new
             self._write()
 
     def drop(self, *, outboxes: Iterable[str] = (), groups: Iterable[str] = ()) -> None:
         """Drop keys that are done. Written with the next note, or by `tend`."""
         with self._lock:
-            for key in outboxes:
-                self._outboxes.pop(key, None)
-            for group in groups:
-                self._groups.pop(group, None)
+            for entry in _entries(outboxes, groups):
+                self._open.pop(entry, None)
 
     def _own(self) -> None:
         if not self._name or self._pid != os.getpid():
-            self._name, self._registered = secrets.token_hex(8).encode(), False
-            self._outboxes, self._groups, self._written = {}, {}, set()
-            self._pid = os.getpid()
-
-    def _entries(self) -> set[tuple[str, str]]:
-        return {*(("o", one) for one in self._outboxes), *(("g", one) for one in self._groups)}
+            self._name, self._registered, self._pid = _new_name(), False, os.getpid()
+            self._open, self._written = {}, set()
 
     def _segment(self) -> Segment:
         now = micros(self._driver.clock.now())
-        return Segment(now, tuple(self._outboxes), tuple(self._groups))
+        outboxes = tuple(key for is_group, key in self._open if not is_group)
+        return Segment(now, outboxes, tuple(key for is_group, key in self._open if is_group))
 
     def _write(self) -> None:
         command = put(SEGMENT + self._name, _pack(self._segment()), seconds(CHORD_LIFE))
         self._driver.send([command], doing="listing what is open")
-        self._written, self._written_at = self._entries(), time.monotonic()
+        self._written, self._written_at = set(self._open), time.monotonic()
         if not self._registered:
             self._change_roots(added={self._name})
             self._registered = True
@@ -130,7 +126,7 @@ class Index:
         segments = {name: _segment(found[key].value) for key, name in keys.items() if key in found}
         with self._lock:
             self._own()
-            if self._outboxes or self._groups:
+            if self._open:
                 # The list was evicted, or somebody took this process for dead.
                 if self._registered and (self._name not in segments):
                     self._registered = False
@@ -143,7 +139,7 @@ class Index:
         with self._lock:
             is_old = self._written and time.monotonic() - self._written_at > REFRESH
             is_ours = self._name and self._pid == os.getpid()
-            if is_ours and (is_old or self._written != self._entries()):
+            if is_ours and (is_old or self._written != self._open.keys()):
                 self._write()
         before = micros(self._driver.clock.now()) - int(DEAD * 1e6)
         over = [
@@ -158,3 +154,11 @@ class Index:
             self._driver.send(
                 [delete(SEGMENT + name) for name in over], doing="forgetting segments"
             )
+
+
+def _entries(outboxes: Iterable[str], groups: Iterable[str]) -> list[Entry]:
+    return [*((False, key) for key in outboxes), *((True, key) for key in groups)]
+
+
+def _new_name() -> bytes:
+    return secrets.token_hex(8).encode()

@@ -1,5 +1,4 @@
-"""Changes of tasks and groups in MongoDB: one write makes a change true, its follow-ups come
-afterwards.
+"""Changes of tasks and groups in MongoDB: one write makes a change true, follow-ups come after it.
 
 The written document keeps the follow-ups (states of other tasks, groups, arrivals) as its intent
 until they are done. They may be done twice. An intent that stays is finished by the next change of

@@ -59,21 +59,17 @@ _GOS = frozenset(
 )
 
 
-def refuse_others(document: Document) -> None:
-    """Refuse a document that is no state of a task.
-
-    Raises:
-        NameRefused: with its fields.
-    """
+def refusal_of(document: Document) -> NameRefused | None:
+    """Return why a document is not written over: it is no state of a task. None: it is one."""
     word = document.get("state")
     if (
         isinstance(word, str)
         and (not word or word in _STATES)
         and ("version" in document or document.keys() <= _GOS)
     ):
-        return
+        return None
     uuid, fields = str(document["_id"]), ", ".join(sorted(map(str, document)))
-    raise NameRefused(
+    return NameRefused(
         f"document {quoted(uuid)} in MongoDB's collection 'tasks' is no state of a task, and was left as it is "
         f"(choose another UUID): it has the fields {quoted(fields)}",
         uuid,
@@ -86,7 +82,9 @@ def kept_of(document: Document, now: int) -> TaskDocument:
     Raises:
         NameRefused: it is no state of a task.
     """
-    refuse_others(document)
+    refusal = refusal_of(document)
+    if refusal is not None:
+        raise refusal
     over = has_expired(document, now)
     return TaskDocument(
         state=None if over else state_of(document),

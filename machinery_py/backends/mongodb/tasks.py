@@ -16,6 +16,7 @@ from machinery_py.backends.mongodb.documents import (
     fields_of,
     kept_of,
     new_document,
+    refusal_of,
 )
 from machinery_py.backends.mongodb.groups import CHORD_LIFE
 from machinery_py.connections.mongodb.client import (
@@ -86,17 +87,13 @@ class MongoTasks(DriverUser):
 
         UUIDs that we or Go made are not looked up.
         """
-        refused: dict[str, NameRefused] = {}
         chosen = [uuid for uuid in dict.fromkeys(uuids) if not is_made(uuid)]
-        try:
-            self.load(chosen)
-        except NameRefused:
-            for uuid in chosen:
-                try:
-                    self.load([uuid])
-                except NameRefused as error:
-                    refused[uuid] = error
-        return refused
+        return self._refusals(chosen) if chosen else {}
+
+    @step("reading states")
+    def _refusals(self, store: Store, wanted: Sequence[str]) -> dict[str, NameRefused]:
+        found = find_by_id(store.tasks, wanted, _WITHOUT_RESULTS)
+        return {one["_id"]: error for one in found if (error := refusal_of(one)) is not None}
 
     def load_ended(self, uuids: Iterable[str]) -> dict[str, TaskDocument]:
         """As `load`, of those tasks of which a run may have ended."""

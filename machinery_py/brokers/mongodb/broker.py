@@ -1,7 +1,7 @@
-"""Messages in MongoDB, a document each (messages.py); docs/explanation/mongodb-protocol.md has the
-protocol.
+"""Messages in MongoDB, a document each.
 
-Collections: connections/mongodb/collections.py.
+Fields: messages.py. Collections: connections/mongodb/collections.py. Protocol:
+docs/explanation/mongodb-protocol.md.
 
 A consumer whose heartbeat stays the same for a lease, by the clock of whoever looks, is given up;
 one whose process on this host has ended, at once (brokers/liveness.py).

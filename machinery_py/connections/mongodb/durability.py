@@ -7,7 +7,7 @@ clusterMonitor: what cannot be known is reported as unknown.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from machinery_py.connections.durability import Concern
@@ -43,71 +43,58 @@ def concerns(told: Told) -> list[Concern]:
     return found if is_router else [*found, *_storage(told)]
 
 
-def _role(hello: Facts) -> list[Concern]:
+def _role(hello: Facts) -> Iterator[Concern]:
     name = hello.get("setName")
-    if name is None or hello.get("isWritablePrimary", hello.get("ismaster")):
-        return []
-    primary = hello.get("primary")
-    whose = f", whose primary is {primary}" if primary else ""
-    return [
-        Concern(
-            f"it is a secondary of the replica set {name}{whose}: no task can be stored or taken here "
-            f"(name all members in the URL, and replicaSet={name})"
+    if name is not None and not hello.get("isWritablePrimary", hello.get("ismaster")):
+        primary = hello.get("primary")
+        whose = f", whose primary is {primary}" if primary else ""
+        yield Concern(
+            f"it is a secondary of the replica set {name}{whose}: no task can be stored or taken "
+            f"here (name all members in the URL, and replicaSet={name})"
         )
-    ]
 
 
-def _confirmation(told: Told, *, is_router: bool) -> list[Concern]:
-    found: list[Concern] = []
+def _confirmation(told: Told, *, is_router: bool) -> Iterator[Concern]:
     wanted = told.concern.get("w", 1)
-    members = len(told.hello.get("hosts") or ())
-    if (
-        (told.hello.get("setName") is not None or is_router)
-        and isinstance(wanted, int)
-        and wanted <= max(1, members // 2)
-    ):
-        found.append(
-            Concern(
-                f"w={wanted} in its URL waits for no majority: what the others do not have yet is lost when the "
-                "primary steps down (leave w out, or set w=majority)"
-            )
+    has_members = told.hello.get("setName") is not None or is_router
+    majority = max(1, len(told.hello.get("hosts") or ()) // 2)
+    if has_members and isinstance(wanted, int) and wanted <= majority:
+        yield Concern(
+            f"w={wanted} in its URL waits for no majority: what the others do not have yet is lost "
+            "when the primary steps down (leave w out, or set w=majority)"
         )
     if told.concern.get("j") is False:
-        found.append(
-            Concern(
-                "journal=false in its URL confirms what is in no journal yet: a crash loses it (leave journal out)"
-            )
+        yield Concern(
+            "journal=false in its URL confirms what is in no journal yet: a crash loses it "
+            "(leave journal out)"
         )
-    return found
 
 
-def _storage(told: Told) -> list[Concern]:
+def _storage(told: Told) -> Iterator[Concern]:
     engine = (told.status or {}).get("storageEngine") or {}
-    if "persistent" not in engine:
-        text = "it does not tell whether it keeps what it stores (give this user the role clusterMonitor)"
-        return [Concern(text, is_certain=False)]
-    if not engine["persistent"]:
-        name = engine.get("name", "?")
-        return [
-            Concern(
-                f"its storage engine is {name}: a restart loses everything (set storage.engine wiredTiger)"
-            )
-        ]
     version = version_of(told.build)
-    if version is not None and version >= ALWAYS_JOURNALS:
-        return []
-    if told.options is None:
-        return [
-            Concern(
-                "it does not tell whether it has a journal (give this user the role clusterMonitor)",
-                is_certain=False,
-            )
-        ]
-    journal = ((told.options.get("parsed") or {}).get("storage") or {}).get("journal") or {}
-    if journal.get("enabled", True):
-        return []
-    return [
-        Concern(
-            "it has no journal: a crash loses what came in the last minute (set storage.journal.enabled true)"
+    if "persistent" not in engine:
+        yield Concern(
+            "it does not tell whether it keeps what it stores (give this user the role "
+            "clusterMonitor)",
+            is_certain=False,
         )
-    ]
+    elif not engine["persistent"]:
+        yield Concern(
+            f"its storage engine is {engine.get('name', '?')}: a restart loses everything "
+            "(set storage.engine wiredTiger)"
+        )
+    elif version is not None and version >= ALWAYS_JOURNALS:
+        return
+    elif told.options is None:
+        yield Concern(
+            "it does not tell whether it has a journal (give this user the role clusterMonitor)",
+            is_certain=False,
+        )
+    else:
+        storage = (told.options.get("parsed") or {}).get("storage") or {}
+        if not (storage.get("journal") or {}).get("enabled", True):
+            yield Concern(
+                "it has no journal: a crash loses what came in the last minute "
+                "(set storage.journal.enabled true)"
+            )

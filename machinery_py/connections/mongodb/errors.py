@@ -6,6 +6,8 @@ step may be repeated.
 
 from __future__ import annotations
 
+from typing import Any
+
 from bson.errors import BSONError
 from pymongo.errors import (
     AutoReconnect,
@@ -112,23 +114,19 @@ def _code(error: BaseException) -> int:
         details = error.details if isinstance(error.details, dict) else {}
         return int(details.get("code") or 0)
     if isinstance(error, BulkWriteError):
-        problems = (
-            error.details.get("writeErrors") or error.details.get("writeConcernErrors") or [{}]
-        )
-        return int(problems[0].get("code") or 0)
+        return int(_problems(error)[0].get("code") or 0)
     return int(error.code or 0) if isinstance(error, OperationFailure) else 0
 
 
 def _text(error: Exception) -> str:
     """Return one line, without the topology that the library adds, and without documents."""
     if isinstance(error, BulkWriteError):
-        problems = (
-            error.details.get("writeErrors") or error.details.get("writeConcernErrors") or [{}]
-        )
-        return (
-            f"{len(problems)} of a batch failed, the first with {problems[0].get('errmsg', '')!s}"[
-                :300
-            ]
-        )
+        first = _problems(error)[0].get("errmsg", "")
+        return f"{len(_problems(error))} of a batch failed, the first with {first}"[:300]
     text = str(error) or type(error).__name__
     return text.partition(", Timeout:")[0].partition(", full error:")[0][:300]
+
+
+def _problems(error: BulkWriteError) -> list[Any]:
+    details = error.details
+    return details.get("writeErrors") or details.get("writeConcernErrors") or [{}]
