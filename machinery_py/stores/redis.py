@@ -1,11 +1,12 @@
-"""`redis://`, `rediss://`, `redis+socket://`: broker and backend on one Redis (also by sentinels), or in one cluster.
+"""`redis://`, `rediss://`, `redis+socket://`: broker and backend on one Redis, or in one cluster.
 
-On one Redis each batch is one script, and one round trip. A delivery is removed from this session's hold before
-anything is written for it. If it was not there, the lease is lost: that is lease, acknowledgement and fence at
-once. The steps and their crash points: docs/explanation/redis-protocol.md.
+On one Redis each batch is one script, and one round trip. A delivery is removed from this session's
+hold before anything is written for it. If it was not there, the lease is lost: that is lease,
+acknowledgement and fence at once. The steps and their crash points:
+docs/explanation/redis-protocol.md.
 
-In a cluster the message is in the slot of its queue, the state in the slot of its task; the steps are those of
-outbox.py (docs/explanation/redis-cluster.md).
+In a cluster the message is in the slot of its queue, the state in the slot of its task; the steps
+are those of outbox.py (docs/explanation/redis-cluster.md).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from machinery_py.brokers.base import Delivery, Fate, Message, mark_of
 from machinery_py.brokers.redis.broker import RedisBroker
 from machinery_py.brokers.redis.cluster import ClusterBroker, is_usable
 from machinery_py.brokers.redis.consumer import RedisConsumer, end_of
-from machinery_py.brokers.redis.messages import Queues, packed
+from machinery_py.brokers.redis.messages import Queues, packed, packed_batch
 from machinery_py.brokers.redis.scripts import CONSTANTS as MESSAGES
 from machinery_py.brokers.redis.scripts import TOKEN_LIFE
 from machinery_py.clock import Clock
@@ -56,7 +57,7 @@ from machinery_py.tasks.states import State
 
 BUSY = 32  # settlements and marks in a batch from which RECEIVED is not written
 
-# Queues and messages are as brokers/redis/lua/putting.lua says, changes and states as backends/redis/lua/changes.lua.
+# Queues and messages are as putting.lua says, changes and states as changes.lua.
 _lua = Folder("stores/lua", MESSAGES | STATES, away=BrokerUnavailable)
 
 SUBMIT = _lua.script("submit", "publishing", TOKEN_LIFE=TOKEN_LIFE)
@@ -80,8 +81,7 @@ class RedisStore(Store):
         self.driver = broker.driver
 
     def submit(self, submission: Submission) -> None:
-        queues = Queues()
-        rows = [packed(message, queues) for message in submission.messages]
+        batch = packed_batch(submission.messages)
         change = Changes(self.driver.clock.now(), self.states.seconds)
         if submission.states or submission.groups:
             change.add(
@@ -95,8 +95,7 @@ class RedisStore(Store):
             self.driver.now(),
             self.states.seconds,
             submission.token,
-            queues.keys,
-            rows,
+            *batch,
             change.changes,
             change.states,
             again=bool(submission.token),
@@ -109,8 +108,6 @@ class RedisStore(Store):
         return RedisSession(self, self.messages.consume(queues, worker=worker))
 
     def fire(self, firing: Firing) -> bool:
-        queues = Queues()
-        rows = [packed(message, queues) for message in firing.send]
         change = Changes(self.driver.clock.now(), self.states.seconds)
         change.add(
             key=firing.task_uuid or firing.group_uuid,
@@ -123,8 +120,7 @@ class RedisStore(Store):
             FIRE,
             self.driver.now(),
             self.states.seconds,
-            queues.keys,
-            rows,
+            *packed_batch(firing.send),
             change.changes,
             change.states,
             again=False,
@@ -135,10 +131,8 @@ class RedisStore(Store):
         return True
 
     def amend(self, amendment: Amendment, send: Sequence[Message] = ()) -> bool:
-        queues = Queues()
-        rows = [packed(message, queues) for message in send]
         values = self.states.packed_amendment(amendment)
-        to_wake = self.driver.run(AMEND, *values, queues.keys, rows)
+        to_wake = self.driver.run(AMEND, *values, *packed_batch(send))
         if to_wake is None:
             return False
         self.driver.unblock(to_wake)
@@ -201,7 +195,8 @@ class RedisSession(Session):
                 ends += (*place_of(one.delivery), fate, change, (due, head, send))
             else:
                 ends += (*place_of(one.delivery), "done", change, False)
-        # A worker that holds this much in advance has short tasks: STARTED or the end follows within its prefetch window.
+        # So much held in advance is short tasks: STARTED or the end follows within the prefetch
+        # window.
         busy = len(settlements) + len(marks) >= BUSY
         seen: list[object] = []
         for mark in marks:
@@ -234,14 +229,14 @@ class ClusterStore(TwoStores):
         self._messages = broker
 
     def put(self, messages: Sequence[Message]) -> None:
-        """Put each message under a name of its own, in the queue's slot: publishing an outbox again puts nothing twice."""
+        """Put each message under a name of its own: a repeat of an outbox puts nothing twice."""
         self._messages.put_once(
             [(f"out {hashlib.sha1(_pack(message)).hexdigest()}", message) for message in messages]
         )
 
 
 def open_redis(url: str, options: FamilyOptions) -> Family:
-    """The stores of a cluster, if the URL lists several nodes or the configuration says so, else of one server.
+    """Return the stores of a cluster, if URL or configuration say so, else of one server.
 
     Raises:
         ConfigError: URL and options make no sense, alone or together.

@@ -6,8 +6,8 @@
     looking.py     of brokers/redis/inspect.py
     states.py      states and groups: what the scripts of the backend share   changes.lua of backends/redis/lua/
     backend.py     of backends/redis/scripts.py
-    settlement.py  of stores/redis_scripts.py
-    amend.py       of backends/redis/records.py, and AMEND of stores/redis_scripts.py
+    settlement.py  of stores/redis.py
+    amend.py       of backends/redis/records.py, and AMEND of stores/redis.py
     locks.py       of locks/redis.py
     cluster.py     of backends/redis/cluster_scripts.py, brokers/redis/scripts.py, locks/redis.py
     beside.py      runs script and model with the same arguments, and compares all that can be seen

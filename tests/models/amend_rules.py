@@ -9,7 +9,7 @@ from hypothesis.stateful import rule
 
 from machinery_py.backends.redis import scripts as backend_scripts
 from machinery_py.connections.redis.client import raw
-from machinery_py.stores import redis_store as settlement_scripts
+from machinery_py.stores import redis as settlement_scripts
 from tests.models import amend as amending
 from tests.models.backend_rules import Expire, GroupUuid, StateRules, States
 from tests.models.machine import QUEUES, Messages, Passed

@@ -11,7 +11,7 @@ from machinery_py.backends.redis import scripts as redis_scripts
 from machinery_py.backends.redis.documents import Changes
 from machinery_py.clock import moment_of
 from machinery_py.connections.redis.client import raw
-from machinery_py.stores import redis_store as settlement_scripts
+from machinery_py.stores import redis as settlement_scripts
 from machinery_py.tasks.signature import Arg
 from machinery_py.tasks.states import ZERO_TIME, Arrival, GroupMeta, State, TaskState
 from machinery_py.wire.states import encode_state

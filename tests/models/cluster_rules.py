@@ -26,7 +26,7 @@ from machinery_py.backends.redis.cluster_documents import (
     prefix_of,
     record_key,
 )
-from machinery_py.backends.redis.cluster_lists import PREFIXES
+from machinery_py.backends.redis.cluster_steps import PREFIXES
 from machinery_py.brokers.redis import scripts as broker_scripts
 from machinery_py.brokers.redis.cluster import name_of_move
 from machinery_py.clock import moment_of

@@ -1,4 +1,4 @@
-"""What each script of stores/redis_scripts.py does."""
+"""What each script of stores/redis.py does."""
 
 from __future__ import annotations
 

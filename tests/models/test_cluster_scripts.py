@@ -19,7 +19,7 @@ from machinery_py.backends.redis.cluster_documents import (
     prefix_of,
     record_key,
 )
-from machinery_py.backends.redis.cluster_lists import PREFIXES
+from machinery_py.backends.redis.cluster_steps import PREFIXES
 from machinery_py.backends.redis.documents import Changes
 from machinery_py.brokers.redis import scripts
 from machinery_py.connections.redis.client import raw

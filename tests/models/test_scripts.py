@@ -24,7 +24,7 @@ from machinery_py.connections.redis.client import raw
 from machinery_py.connections.redis.keys import queue_keys
 from machinery_py.connections.redis.scripts import Script, pack
 from machinery_py.locks import redis as locks
-from machinery_py.stores import redis_store as settlement
+from machinery_py.stores import redis as settlement
 from machinery_py.tasks.states import Arrival, GroupMeta, State, TaskState
 from tests.models.beside import Beside
 from tests.models.machine import START

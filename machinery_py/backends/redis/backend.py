@@ -1,8 +1,8 @@
-"""States and groups in Redis: Go Machinery's documents, and ours beside them (docs/explanation/redis-protocol.md).
+"""States and groups in Redis: Go's documents, and ours beside them.
 
-Each change is one script. A finished state expires after `expire_in`, but the results of a chord's members only
-when the chord was settled; a state that is not finished, a week after its last change (Go: everything after
-`expire_in`).
+Each change is one script. A finished state expires after `expire_in`, but the results of a chord's
+members only when the chord was settled; a state that is not finished, a week after its last change
+(Go: everything after `expire_in`).
 
 Limits: what only Go programs wrote is not listed. `find` reads the names of all tasks.
 """
@@ -218,7 +218,7 @@ class RedisBackend(Backend, OutboxBackend):
         since: dt.datetime | None = None,
         limit: int = 100,
     ) -> list[TaskState]:
-        # A task that ends in between is met twice, in its later state; in the other order it would be missed.
+        # A task that ends in between is met twice; in the other order it would be missed.
         sets = ["mpy:open", "mpy:done"]
         if state is not None:
             sets = ["mpy:done"] if state.is_finished else ["mpy:open"]
@@ -233,7 +233,7 @@ class RedisBackend(Backend, OutboxBackend):
     def _newest(
         self, key: str, state: State | None, name: str, since: int, limit: int
     ) -> Iterator[tuple[int, TaskState]]:
-        """Yield the fitting tasks of one set with the time of their change, latest first. The server filters, READ at a time."""
+        """Yield (time of the change, task) of the fitting tasks of a set, latest first."""
         word = state.value if state else ""
         quoted = f'"{name}"' if _PLAIN_NAME.fullmatch(name) else ""
         high, skip = "+inf", 0

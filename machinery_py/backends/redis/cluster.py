@@ -1,6 +1,7 @@
 """States and groups in a Redis Cluster: Go Machinery's documents, each in the slot of its name.
 
-A change is made in steps; docs/explanation/redis-cluster.md says what a crash between two of them leaves.
+A change is made in steps; docs/explanation/redis-cluster.md says what a crash between two of them
+leaves.
 
     1  a note that there will be a record (only if there are effects in other slots)
     2  in the slot of the key: the verdict, its states, and the record of the effects
@@ -45,8 +46,7 @@ from machinery_py.backends.redis.cluster_documents import (
     read_record,
     record_key,
 )
-from machinery_py.backends.redis.cluster_lists import PAGE, PREFIXES, Newest, shard_of
-from machinery_py.backends.redis.cluster_steps import Steps
+from machinery_py.backends.redis.cluster_steps import PAGE, PREFIXES, Newest, Steps, shard_of
 from machinery_py.backends.redis.documents import add_counts, pattern_of, records_of, state_of
 from machinery_py.backends.redis.listener import RedisListener
 from machinery_py.backends.redis.scripts import BEGIN, CHORD_LIFE, LOOKS, MARKS, REVOKE
@@ -117,7 +117,7 @@ class ClusterBackend(Backend, OutboxBackend):
         ]
 
     def _finish(self, records: Sequence[tuple[str, bytes | None]]) -> list[tuple[bytes, ...]]:
-        """Carry out the effects in these records, and return their outboxes; a record without messages goes."""
+        """Carry out effects of records; return outboxes. A record without messages goes."""
         read = [
             (name, *read_record(record)) if record else (name, (), ()) for name, record in records
         ]
@@ -191,7 +191,7 @@ class ClusterBackend(Backend, OutboxBackend):
         found = self.cluster.run(
             scripts.CLAIM, [(claim_prefix(name), (raw(claim_key(name)),)) for name in names]
         )
-        # The reader of a claim looks at its task next, and takes one without a state for one that is over.
+        # The reader of a claim looks at its task next, and takes a task without a state for ended.
         self._steps.carry_out(
             [effect for _, record in found if record for effect in read_record(record)[1]]
         )

@@ -1,10 +1,12 @@
-"""A change of states and groups in a Redis Cluster, taken apart: the decision in its own slot, and the effects in others.
+"""A change in a Redis Cluster, taken apart: the decision in its own slot, effects in others.
 
-An effect is a script, at the slot of a name. Any process may carry it out again. Effects are remembered, with the
-outbox, in the record of the change, `mpy:o:{key}`: four bytes of length, the outbox, and the effects.
+An effect is a script, at the slot of a name. Any process may carry it out again. Effects are
+remembered, with the outbox, in the record of the change, `mpy:o:{key}`: four bytes of length, the
+outbox, and the effects.
 
-The record of what a schedule sends is in the slot of all schedules, that of what is sent with a claim in the slot
-of the claim. Its name begins with a mark that no quoted name begins with, and that tells the slot.
+The record of what a schedule sends is in the slot of all schedules, that of what is sent with a
+claim in the slot of the claim. Its name begins with a mark that no quoted name begins with, and
+that tells the slot.
 """
 
 from __future__ import annotations
@@ -105,7 +107,7 @@ def prefix_of(name: str) -> bytes:
 
 
 class Parts(msgspec.Struct, gc=False):
-    """A change: the decision in its own slot (if there is one), its outbox, and its effects elsewhere."""
+    """A change: the decision in its own slot, if there is one, its outbox, and its effects."""
 
     name: str
     own: Changes | None
@@ -180,7 +182,7 @@ def parts_of(change: Change, now: dt.datetime, now_text: str, expire: int) -> Pa
 
 
 def parts_of_tick(amendment: Amendment, now: dt.datetime, now_text: str, expire: int) -> Parts:
-    """Take a change of a schedule or a claim apart. All its states and groups are in other slots."""
+    """Take a change of a schedule or a claim apart. All its states are in other slots."""
     change = Change(key="", states=amendment.states, groups=amendment.groups)
     effects = parts_of(change, now, now_text, expire).effects
     outbox = framed(amendment.outbox) if amendment.outbox else b""

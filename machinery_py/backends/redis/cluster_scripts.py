@@ -1,7 +1,7 @@
-"""The scripts of the backend in a Redis Cluster, each within one slot. Their order stands in docs/explanation/redis-cluster.md.
+"""The scripts of the backend in a Redis Cluster, each within one slot.
 
-Each takes one msgpack array; its file in `lua/cluster/` says what is in it (In) and what it returns (Out). Changes
-are as changes.lua says; UUIDs stand as `slots.quoted` writes them.
+Each takes one msgpack array; its file in `lua/cluster/` says what is in it (In) and what it returns
+(Out). Changes are as changes.lua says; UUIDs stand as `slots.quoted` writes them.
 """
 
 from __future__ import annotations

@@ -1,11 +1,15 @@
-"""The steps of a change in a Redis Cluster (docs/explanation/redis-cluster.md). A crash may come after any of them.
+"""The steps of a change in a Redis Cluster, and its listings. A crash may come after any step.
 
-Keys: connections/redis/keys.py.
+The listings are in shards, so that no node has all of them. They are written after the states (a
+crash in between leaves a finished task in `open`), but for the notes of records, which are written
+before them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+import heapq
+import zlib
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from machinery_py.backends.redis import cluster_scripts as scripts
@@ -19,24 +23,89 @@ from machinery_py.backends.redis.cluster_documents import (
     prefix_of,
     record_key,
 )
-from machinery_py.backends.redis.cluster_lists import PREFIXES, Finished, by_shard, list_requests
-from machinery_py.backends.redis.scripts import CHORD_LIFE, LOOKS
+from machinery_py.backends.redis.scripts import CHORD_LIFE, LOOKS, NEWEST
 from machinery_py.clock import micros
 from machinery_py.connections.redis.client import raw
 from machinery_py.connections.redis.cluster import RedisClusterDriver
 from machinery_py.connections.redis.keys import GO_MUTEX, GROUPS, READY, document_key
 from machinery_py.connections.redis.requests import Request, command_at, script_at
-from machinery_py.connections.redis.scripts import Script
+from machinery_py.connections.redis.scripts import Script, pack
 from machinery_py.errors import NameRefused, StoreUnusable
 from machinery_py.texts import get_logger
 
-TRIES = (
-    3  # at a change; more than one when this process was stopped between its note and its record
-)
+SHARDS = 8  # each is looked at every few seconds by each worker
+PREFIXES = tuple(b"mpy:{list%d}:" % number for number in range(SHARDS))
+PAGE = 500  # names that are read from a shard at once
+
+Finished = tuple[str, str]
+"""Name, and state and queue in one word."""
+TRIES = 3  # at a change; the first fails if we were suspended between a note and its record
 NOTES = 10_000  # of our own that are remembered; `tend` looks at the others and drops them
 STALE = 2 * scripts.NOTED_FOR  # µs after which a note without a record will never get one
 
 logger = get_logger(__name__)
+
+
+def shard_of(name: str) -> bytes:
+    return PREFIXES[zlib.crc32(name.encode()) % SHARDS]
+
+
+def by_shard(names: Iterable[str]) -> dict[bytes, list[str]]:
+    found: dict[bytes, list[str]] = {}
+    for name in names:
+        found.setdefault(shard_of(name), []).append(name)
+    return found
+
+
+def list_requests(
+    now: str, done: Sequence[Finished], open: Sequence[str], *, replayed: bool
+) -> list[Request]:
+    """Return the requests that list these tasks as finished, and those as changed."""
+    ends = dict(done)
+    requests: list[Request] = []
+    finished, others = by_shard(ends), by_shard(dict.fromkeys(open))
+    for prefix in finished.keys() | others.keys():
+        names = finished.get(prefix, [])
+        values = (now, names, [ends[name] for name in names], others.get(prefix, []), replayed)
+        requests.append(script_at(prefix, scripts.LIST, pack(values)))
+    return requests
+
+
+class Newest:
+    """The names in some of the sets, the newest first."""
+
+    def __init__(self, cluster: RedisClusterDriver, sets: Sequence[str], since: int) -> None:
+        self._cluster = cluster
+        self._keys = [(prefix, prefix + name.encode()) for prefix in PREFIXES for name in sets]
+        self._since = since
+
+    def __iter__(self) -> Iterator[str]:
+        first = self._read(self._keys, 0)
+        seen: set[str] = set()
+        for _, name in heapq.merge(*map(self._rows, self._keys, first)):
+            if name not in seen:
+                seen.add(name)
+                yield name
+
+    def _rows(
+        self, key: tuple[bytes, bytes], rows: list[tuple[int, str]]
+    ) -> Iterator[tuple[int, str]]:
+        skipped = 0
+        while rows:
+            yield from rows
+            if len(rows) < PAGE:
+                return
+            skipped += PAGE
+            (rows,) = self._read([key], skipped)
+
+    def _read(
+        self, keys: Sequence[tuple[bytes, bytes]], skipped: int
+    ) -> list[list[tuple[int, str]]]:
+        replies = self._cluster.run(
+            NEWEST,
+            [(prefix, ([key.decode()], self._since, skipped, PAGE)) for prefix, key in keys],
+        )
+        return [sorted((-int(score), name.decode()) for name, score in rows) for rows in replies]
 
 
 class Steps:
@@ -61,8 +130,9 @@ class Steps:
     def refused_by_go(self, names: Sequence[str]) -> set[str]:
         """Flag these groups, which are to be fired; return those that Go fires, or has fired.
 
-        Go takes its mutex, reads the document, and writes it with its flag, if there was none. A group whose flag is
-        ours while the mutex is free will not be settled by Go any more: whoever takes the mutex later reads our flag.
+        Go takes its mutex, reads the document, and writes it with its flag, if there was none. A
+        group whose flag is ours while the mutex is free will not be settled by Go any more: whoever
+        takes the mutex later reads our flag.
         """
         if not names:
             return set()
@@ -85,7 +155,7 @@ class Steps:
     def decide(
         self, parts: Sequence[Parts], *, again: bool, refused: Collection[str] = ()
     ) -> list[str]:
-        """Return the verdicts, after notes and listings were written. `refused`: groups that are not fired."""
+        """Write notes, states and listings; return verdicts. `refused`: groups not to fire."""
         letters = ["f" if part.fires and part.name in refused else "s" for part in parts]
         left = [
             index
@@ -137,8 +207,9 @@ class Steps:
     def _amend(self, script: Script, prefix: bytes, values: Sequence[object], part: Parts) -> bool:
         """Note the record and run the script.
 
-        The note stays when the change is refused: another process that sends the same tick may have used it for its
-        record, and so may an earlier try of ours whose reply was lost. It is dropped when it is old.
+        The note stays when the change is refused: another process that sends the same tick may have
+        used it for its record, and so may an earlier try of ours whose reply was lost. It is
+        dropped when it is old.
         """
         for _ in range(TRIES):
             stamp = self._note([part.name])[part.name] if part.record else 0
@@ -165,7 +236,7 @@ class Steps:
         return found
 
     def _list(self, replies: Sequence[tuple[Any, bool]]) -> None:
-        """List tasks as these replies of CHANGE say; each with whether finished ones may have begun anew."""
+        """List tasks as replies of CHANGE say; each with whether finished ones may begin anew."""
         requests: list[Request] = []
         for replay in (False, True):
             done: list[Finished] = []
@@ -239,7 +310,7 @@ class Steps:
     # 4
 
     def forget(self, sent: Sequence[tuple[str, bytes]], *, dropped: Sequence[str] = ()) -> None:
-        """Forget the records of these, with this outbox, which were carried out, and the notes of `dropped`, which were not."""
+        """Forget the records with these outboxes, and the notes of both."""
         self._cluster.run(
             scripts.SENT,
             [(prefix_of(name), (raw(record_key(name)), raw(outbox))) for name, outbox in sent],
@@ -259,7 +330,7 @@ class Steps:
         )
 
     def noted(self, limit: int, older_than: float) -> list[tuple[str, int, bool]]:
-        """Return (name, stamp, whether it is so old that a record would be there) of older notes, the oldest first."""
+        """Return (name, stamp, whether its record would be there) of notes, the oldest first."""
         now_text, age = self._cluster.now(), int(older_than * 1e6)
         found: list[tuple[str, int, bool]] = []
         for now, rows in self.in_shards(scripts.RECORDS, now_text, limit, age):

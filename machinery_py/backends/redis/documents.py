@@ -1,4 +1,4 @@
-"""A task state as Redis keeps it: Go's document, and a companion with the fields that Go does not know."""
+"""A task state as Redis keeps it: Go's document, and a companion with our other fields."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ from machinery_py.wire.states import (
 
 Row = tuple[bytes | None, bytes | None]
 
-# A companion has a line for each of these, which the scripts read. The other fields of ours follow, packed behind
-# the state that they belong to: if the document has another one now, a Go program has written it since.
+# A companion has a line for each of these, which the scripts read. The other fields of ours follow,
+# packed behind the state that they belong to: if the document has another one now, a Go program has
+# written it since.
 _LINES = ("run", "started_at", "progress", "queue", "worker")
 _PACKED = tuple(field for field in EXTRA if field.name not in _LINES)
 _NAMES = tuple(field.name for field in _PACKED)

@@ -1,6 +1,6 @@
 """Waiting for tasks of a Redis to finish: a channel for each task, and no polling.
 
-Limits: nothing is published about a task that a Go program finishes; the waiter looks again now and then.
+Limits: nothing is published of a task that a Go program ends; the waiter looks now and then.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ REPLY = 5.0  # seconds for Redis to confirm a subscription
 
 
 class RedisListener(Listener):
-    """A subscribed connection. The holder of `_reading` reads from it: `wait`, or `watch` until it is confirmed."""
+    """A subscribed connection. `wait` reads from it, or `watch` until it is confirmed."""
 
     def __init__(self, driver: RedisDriver) -> None:
         self._driver = driver
@@ -46,7 +46,7 @@ class RedisListener(Listener):
         self._await(wanted)
 
     def _subscribe(self, channels: Sequence[bytes]) -> int:
-        """Subscribe to these; return which confirmation is the last of them. Called with `_changing` held."""
+        """Subscribe to these; return the number of the last confirmation. `_changing` is held."""
         if self._link is None:
             self._link = self._driver.take_subscriber()
             self._asked = self._confirmed = 0
@@ -70,7 +70,7 @@ class RedisListener(Listener):
                     self._reading.release()
 
     def _read(self, timeout: float) -> None:
-        """Read what has come, or wait for it. Called with `_reading` held."""
+        """Read what has come, or wait for it. `_reading` is held."""
         link = self._link
         if link is None:
             return

@@ -1,8 +1,8 @@
 """The scripts of the Redis backend. Their keys stand in docs/explanation/redis-protocol.md.
 
-Each takes one msgpack array; its file in `lua/` says what is in it (In) and what it returns (Out). `now` is ""
-for the server's clock, else microseconds. Changes are as changes.lua says. `states.advance` says which state may
-follow which, pair by pair, when this module is loaded.
+Each takes one msgpack array; its file in `lua/` says what is in it (In) and what it returns (Out).
+`now` is "" for the server's clock, else microseconds. Changes are as changes.lua says.
+`states.advance` says which state may follow which, pair by pair, when this module is loaded.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ from machinery_py.tasks.states import State, TaskState, advance
 CHORD_LIFE = 7 * 86400
 PATIENCE = 8  # looks at an incomplete group; from then on their pauses do not grow
 LOOKS = 20  # groups that are looked at in one step, for expiry
-LEFT = 30_000_000  # µs from a chord's first arrival until somebody looks whether members of others have completed it
+LEFT = (
+    30_000_000  # µs from a chord's first arrival until a worker looks whether Go has completed it
+)
 RATES_LIFE = 3700  # seconds that finished tasks are counted by their second
 
 
 def steps(runs_later: int) -> str:
-    """Return the pairs of states that `advance` lets follow each other so many runs later, with a space around each."""
+    """Return the pairs of states that `advance` lets follow each other so many runs later."""
 
     def follows(before: State, after: State) -> bool:
         then = TaskState(task_uuid="", state=after, run=runs_later)
@@ -68,10 +70,6 @@ FORGET_GROUP = _lua.script("forget", "forgetting a group")
 TEND = _lua.script("tend", "looking for what is over", LOOKS=LOOKS)
 
 # The records that the app keeps: its schedules, and the keys of unique tasks.
-#
-#     mpy:records      hash     name → record
-#     mpy:records:n    string   how often a record has changed
-#     mpy:u:<name>     string   a claim: the key of a unique task; expires
 
 _records = Folder("backends/redis/lua/records", CONSTANTS)
 

@@ -1,7 +1,7 @@
 """Messages in Redis, in Go Machinery's keys; docs/explanation/redis-protocol.md lists all keys.
 
-A consumer that has not beaten for a lease, by the server's clock, is given up at the second look; one whose
-process on this host has ended, at the first.
+A consumer that has not beaten for a lease, by the server's clock, is given up at the second look;
+one whose process on this host has ended, at the first.
 
 Limits: one server; in a cluster it is the broker of one queue (cluster.py).
 """
@@ -42,7 +42,7 @@ from machinery_py.brokers.redis.messages import (
     message_of_go,
     named,
     noted,
-    packed,
+    packed_batch,
     packed_go,
     unwrapped,
 )
@@ -62,8 +62,8 @@ FIRST_QUEUE = "machinery_tasks"  # of messages that name none
 LEASE = 10.0  # seconds without a beat until a consumer is given up
 MOVE = 500  # delayed messages that are moved in one step
 COUNT = 2000  # delayed messages that are looked at in one step
-PATIENCE = 0.5  # seconds that one call of `tend` moves delayed messages: a million of them must not delay the beats
-OTHERS = 50  # queues of others that are looked at in one step, in turn: an idle worker must not ask for ten thousand
+PATIENCE = 0.5  # seconds that one `tend` moves delayed messages: a million must not delay the beats
+OTHERS = 50  # queues of others that are looked at in one step: there may be ten thousand
 RECORDS = 1000  # sessions whose records are remembered, as far as their end was not seen
 
 
@@ -88,24 +88,15 @@ class RedisBroker(Broker):
         self._consumers: weakref.WeakSet[RedisConsumer] = weakref.WeakSet()
 
     def put(self, messages: Sequence[Message], *, token: str) -> bool:
-        queues = Queues()
-        rows = [packed(message, queues) for message in messages]
-        to_wake = self.driver.run(
-            scripts.PUT,
-            self.driver.now(),
-            token,
-            queues.keys,
-            rows,
-            again=bool(token),
-            lost=PublishUnknown,
-        )
+        values = (self.driver.now(), token, *packed_batch(messages))
+        to_wake = self.driver.run(scripts.PUT, *values, again=bool(token), lost=PublishUnknown)
         if to_wake == 0:
             return False
         self.driver.unblock(to_wake)
         return True
 
     def consume(self, queues: Sequence[str], *, worker: str) -> RedisConsumer:
-        consumer = RedisConsumer(self.driver, tuple(queues), worker=worker, move_due=self._move_due)
+        consumer = RedisConsumer(self.driver, tuple(queues), worker=worker, move_due=self.move_due)
         self._consumers.add(consumer)
         self._own.update(dict.fromkeys(queues))
         return consumer
@@ -123,7 +114,7 @@ class RedisBroker(Broker):
     # House-keeping
 
     def _queues_to_tend(self) -> list[tuple[str, str]]:
-        """Our queues, those of suspects, and some others: where no worker is, what is late is late for nobody."""
+        """Return our queues, those of suspects, and some of those without a worker."""
         self._cursor, names = self._ask(
             b"SSCAN", QUEUES, self._cursor, b"COUNT", b"%d" % OTHERS, doing="listing queues"
         )
@@ -143,13 +134,13 @@ class RedisBroker(Broker):
             if info is not None:
                 self._condemn(session, info.queues, beats[session].decode())
         if due_in == 0:
-            self._move_due(PATIENCE)
+            self.move_due(PATIENCE)
             return 0.0
         interval = self.lease / 4
         return interval if due_in < 0 else min(interval, due_in / 1e6)
 
     def _condemn_dead(self, sessions: Iterable[tuple[bytes, bytes]]) -> None:
-        """Read the records of sessions that are new to us; condemn those whose process has ended."""
+        """Read the records of sessions that are new to us; condemn those whose process ended."""
         there: dict[bytes, bytes] = {session: queue for queue, session in sessions}
         # Several workers of one process may be here at the same time.
         for session in self._records.keys() - there.keys() if len(self._records) > RECORDS else ():
@@ -168,7 +159,7 @@ class RedisBroker(Broker):
             remove(host_folder(KIND), session.decode())
 
     def _give_up(self, session: str, queues: Sequence[str], beat: str) -> bool:
-        """Give back what it held, if it has not beaten since. False: it has, or another worker was faster."""
+        """Give back what it held. False: it has beaten since, or another worker was faster."""
         began = began_by(session, queues)
         held, to_wake = self.driver.run(
             scripts.CONDEMN,
@@ -182,8 +173,8 @@ class RedisBroker(Broker):
         self.driver.unblock(to_wake)
         return bool(held >= 0)
 
-    def _move_due(self, patience: float = math.inf) -> None:
-        """Bring what is due in Go's delayed set to its queues, the oldest first; one step, and more for so many seconds."""
+    def move_due(self, patience: float = math.inf) -> None:
+        """Move what is due in Go's set to its queues: one step, and more for so many seconds."""
         end = time.monotonic() + patience
         while True:
             bodies = self.driver.run(scripts.DUE, self.driver.now(), MOVE)
@@ -212,7 +203,7 @@ class RedisBroker(Broker):
         self._run_and_wake(scripts.MOVE, self.driver.now(), queues.keys, rows)
 
     def _bury_delayed(self, body: bytes, error: str) -> None:
-        """Bring a delayed message whose queue cannot be one to the dead letters of a queue that is looked at."""
+        """Bring a delayed message with an impossible queue to the dead letters of FIRST_QUEUE."""
         logger.error(
             "a delayed message goes to the dead letters of %r: %s: %s", FIRST_QUEUE, REASON, error
         )
@@ -227,7 +218,7 @@ class RedisBroker(Broker):
     # Inspection
 
     def pending(self, queue: str, limit: int) -> list[Message]:
-        self._move_due()
+        self.move_due()
         rows = _pending(self.driver.run(scripts.PENDING, queue_keys(queue), limit))
         found: list[Message] = []
         for priority, note, body in rows:
@@ -251,7 +242,7 @@ class RedisBroker(Broker):
         return [message for _, message in found[:limit]]
 
     def stats(self) -> list[QueueStats]:
-        self._move_due()
+        self.move_due()
         queues = self._queues()
         lines, to_wake = self.driver.run(scripts.STATS, self.driver.now(), queues)
         self.driver.unblock(to_wake)
@@ -272,7 +263,7 @@ class RedisBroker(Broker):
         ]
 
     def _late_by_queue(self) -> collections.Counter[str]:
-        """Count the messages in Go's delayed set for each queue. In steps: a million at once would stop the server."""
+        """Count the messages in Go's set by queue; in steps, since it may hold a million."""
         counts: collections.Counter[str] = collections.Counter()
         for start in itertools.count(0, COUNT):
             looked, names = self.driver.run(scripts.LATE_NAMES, start, COUNT)

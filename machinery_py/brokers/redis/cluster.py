@@ -1,9 +1,10 @@
-"""Messages in a Redis Cluster: each queue is a broker of its own in the slot of its name, with the scripts of one Redis.
+"""Messages in a Redis Cluster: each queue has a broker of its own, in the slot of its name.
 
-Keys: connections/redis/keys.py.
+A queue has delayed messages of its own, in its slot, so that they come to its list in one step. Go's
+set (`redis.delayed_tasks_key`), in a slot of its own, is emptied into the queues: see `_move_due`.
 
-Limits: messages for several queues are put queue by queue: after an error some may be there, and others not
-(PublishUnknown). Delayed messages are brought to their queues by Python workers only.
+Limits: messages for several queues are put queue by queue: after an error some may be there, and
+others not (PublishUnknown). Delayed messages are brought to their queues by Python workers only.
 """
 
 from __future__ import annotations
@@ -65,11 +66,8 @@ class QueueBroker(RedisBroker):
         self.queue = queue
         self.is_known = False  # in the list of queues
 
-    def move_due(self, patience: float) -> None:
-        self._move_due(patience)
-
-    def take_in(self, moves: Sequence[_Move], latest: int) -> bool:
-        """Put each message whose name was not used before. False: it is too late for it, and nothing was done."""
+    def put_once(self, moves: Sequence[_Move], latest: int) -> bool:
+        """Put each message whose name was not used before. False: too late, nothing was done."""
         keys = queue_keys(self.queue)
         to_wake = self.driver.run(scripts.TAKE_IN, self.driver.now(), keys, moves, latest)
         if to_wake == 0:
@@ -106,14 +104,15 @@ class ClusterBroker(Broker):
         self._brokers: dict[str, QueueBroker] = {}
         self._own: dict[str, None] = {}  # queues that this process has consumers of
         self._cursor = b"0"  # where the next look at queues of others begins
-        self._turn = 0
+        self._last = 0
         self._consumers: weakref.WeakSet[ClusterConsumer] = weakref.WeakSet()
 
     def _of(self, queue: str) -> QueueBroker:
         """The broker of this queue.
 
         Raises:
-            NameRefused: its name has braces in such places that our keys for it would be in another slot.
+            NameRefused: its name has braces in such places that our keys for it would be in another
+            slot.
         """
         broker = self._brokers.get(queue)
         if broker is None:
@@ -166,7 +165,8 @@ class ClusterBroker(Broker):
         """Store each message, unless one was stored under the same name within half an hour.
 
         Raises:
-            PublishRefused, BrokerUnavailable: some may have been stored; putting all of them again is safe.
+            PublishRefused, BrokerUnavailable: some may have been stored; putting all of them again
+            is safe.
         """
         parts: dict[str, list[_Move]] = {}
         for name, message in messages:
@@ -174,7 +174,7 @@ class ClusterBroker(Broker):
             parts.setdefault(message.queue, []).append((name, packed(message, queues)))
         self._register(list(parts))
         for queue, part in parts.items():
-            self._of(queue).take_in(part, FOR_EVER)
+            self._of(queue).put_once(part, FOR_EVER)
 
     def consume(self, queues: Sequence[str], *, worker: str) -> ClusterConsumer:
         self._register(queues)
@@ -199,19 +199,20 @@ class ClusterBroker(Broker):
         brokers = self._brokers_to_tend()
         pause = self._move_due()
         for _ in brokers:
-            # Once round. After a failure, which takes its time, the next call begins behind that queue.
-            self._turn += 1
-            pause = min(pause, brokers[self._turn % len(brokers)].tend())
+            # Once round. After a failure, which takes time, the next call begins behind that queue.
+            self._last += 1
+            pause = min(pause, brokers[self._last % len(brokers)].tend())
         return pause
 
     def _move_due(self) -> float:
-        """Bring what is due in Go's set to its queues; return the seconds until there is more to do.
+        """Move what is due in Go's set to its queues; return the seconds until there is more.
 
             1  the queue   the message, if this move (its bytes and score) was not made yet
             2  Go's set    the message is removed
 
-        A crash in between, or another mover, repeats 1, which does nothing, and then 2. A mover that slept in front of 1 for so
-        long that the move could have been forgotten is too late, and does nothing.
+        A crash in between, or another mover, repeats 1, which does nothing, and then 2. A mover
+        that slept in front of 1 for so long that the move could have been forgotten is too late,
+        and does nothing.
         """
         interval = self.lease / 4
         while True:
@@ -226,19 +227,19 @@ class ClusterBroker(Broker):
                 parts.setdefault(queue, []).append((move, (body, score)))
             self._register(list(parts))
             for queue, moves in parts.items():
-                if self._take_in(queue, [move for move, _ in moves], int(now) + MOVE_WITHIN):
+                if self._put_once(queue, [move for move, _ in moves], int(now) + MOVE_WITHIN):
                     gone = [(raw(body), raw(score)) for _, (body, score) in moves]
                     self._run_at_go(scripts.GO_GONE, gone)
 
-    def _take_in(self, queue: str, moves: Sequence[_Move], latest: int) -> bool:
-        """As QueueBroker.take_in; messages that a spoilt queue cannot take come to FIRST_QUEUE."""
+    def _put_once(self, queue: str, moves: Sequence[_Move], latest: int) -> bool:
+        """As QueueBroker.put_once; messages that a spoilt queue cannot take come to FIRST_QUEUE."""
         try:
-            return self._of(queue).take_in(moves, latest)
+            return self._of(queue).put_once(moves, latest)
         except NameRefused as error:
             if queue == FIRST_QUEUE:
                 raise
             logger.error("delayed messages of %r go to %r: %s", queue, FIRST_QUEUE, error)
-            return self._of(FIRST_QUEUE).take_in(moves, latest)
+            return self._of(FIRST_QUEUE).put_once(moves, latest)
 
     def _run_at_go(self, script: Script, *values: object) -> Any:
         """Run a script in the slot of Go's set."""
@@ -246,7 +247,7 @@ class ClusterBroker(Broker):
         return self.cluster.run(script, [(self._go_slot, values)])[0]
 
     def _queue_for(self, routing_key: str) -> str:
-        """Return the queue of a message of Go's: FIRST_QUEUE, where it is buried, if it names none that can be."""
+        """Return the queue of a message of Go's: FIRST_QUEUE, if it names none that can be."""
         is_possible = not queue_problem(routing_key) and is_usable(routing_key)
         return routing_key if is_possible else FIRST_QUEUE
 

@@ -1,14 +1,15 @@
 """A consumer of queues in a Redis Cluster: a part for each queue, all with one session.
 
-A part is a RedisConsumer in the slot of its queue. With one queue it blocks as on one Redis. With several, `receive`
-repeats this until something was found:
+A part is a RedisConsumer in the slot of its queue. With one queue it blocks as on one Redis. With
+several, `receive` repeats this until something was found:
 
-    1  a claim at each queue, in the wanted order; one that finds nothing adds the blocked client to its queue's sets
-    2  BLMOVE at the blocking queue, and the claim behind it
+    1  a claim at each queue, in the wanted order; one that finds nothing adds the blocked client to
+    its queue's sets 2  BLMOVE at the blocking queue, and the claim behind it
 
-The blocking queue is the first whose node is there and which is not paused. The blocked client is the number of the
-connection there, as `number@queue`: when something is put into another queue, that unblocks it. At the end it is
-taken out of the sets. Where all queues are paused, it blocks at the arrivals of the first, where nothing comes.
+The blocking queue is the first whose node is there and which is not paused. The blocked client is
+the number of the connection there, as `number@queue`: when something is put into another queue,
+that unblocks it. At the end it is taken out of the sets. Where all queues are paused, it blocks at
+the arrivals of the first, where nothing comes.
 
 Limits: what a Go program puts on another queue than the blocking queue is noticed within BLOCK.
 """
@@ -75,7 +76,7 @@ class QueueConsumer(RedisConsumer):
     def _claim(
         self, limit: int, queues: Sequence[str], *, sleep: float, will_sleep: bool
     ) -> tuple[list[Delivery], float]:
-        """As the base class. While the slot is on its way to another node, there is nothing to be had, for a while."""
+        """As the base class; nothing for TIMEOUT, while the slot is on its way to another node."""
         try:
             claimed = super()._claim(limit, queues, sleep=sleep, will_sleep=will_sleep)
         except BrokerUnavailable as error:
@@ -111,7 +112,7 @@ class QueueConsumer(RedisConsumer):
         return f"{link.number.decode()}@{queue_keys(self.queue)[1]}"
 
     def removal_of(self, client: str) -> list[Request]:
-        """Return the requests that take a client out of the sets that the last claim may have put it into."""
+        """Return requests that take a client out of the sets to which the last claim added it."""
         if not self._noted:
             return []
         self._noted = False
@@ -119,7 +120,7 @@ class QueueConsumer(RedisConsumer):
         return [command_at(b"SREM", f"{prefix}{set_}".encode(), client.encode()) for set_ in "uvw"]
 
     def claim_now(self, limit: int, *, will_sleep: bool = False) -> list[Delivery]:
-        """Claim what is there now: nothing while the queue's node is away, and `failure` says why."""
+        """Claim what is there now; nothing while the queue's node is away (see `failure`)."""
         if self.failure is not None and time.monotonic() < self._claim_at:
             return []
         try:
@@ -127,11 +128,9 @@ class QueueConsumer(RedisConsumer):
                 limit, self._queues, sleep=0.0, will_sleep=will_sleep
             )
             if not deliveries and self.due_in <= 0.0:
-                self._move_due(0.0)
-                deliveries, due_in = self._claim(
-                    limit, self._queues, sleep=0.0, will_sleep=will_sleep
+                deliveries, self.due_in = self._move_and_claim(
+                    limit, self._queues, will_sleep=will_sleep
                 )
-                self.due_in = max(due_in, 0.01)  # another mover is at it
         except BrokerUnavailable as error:
             if self.failure is None:
                 logger.warning("queue %s: %s (other queues go on)", self.queue, error)
@@ -213,7 +212,7 @@ class ClusterConsumer(Consumer):
         return found
 
     def _choose_part(self) -> QueueConsumer:
-        """Return where to block: the same place for every order, so that the client in the sets is the same."""
+        """Return where to block, whatever the order is, so that the client stays the same."""
         there = [part for part in self._parts if part.failure is None]
         if not there:
             raise self._parts[0].failure or AssertionError("unreachable")
@@ -229,7 +228,7 @@ class ClusterConsumer(Consumer):
         return blocking_part
 
     def _remove_client(self) -> None:
-        """Take the blocked client out of all sets; one that stayed would be woken in the place of another."""
+        """Take the blocked client out of all sets, or it would be woken in place of another."""
         if self.blocking_part is None:
             return
         requests = [
@@ -254,7 +253,7 @@ class ClusterConsumer(Consumer):
         deliveries: Sequence[Delivery],
         ask: Callable[[QueueConsumer, list[int]], list[bool]],
     ) -> list[bool]:
-        """Ask each part about the places of its deliveries, in one step; return the answers in their order."""
+        """Ask each part once about its deliveries, by their places; return all answers in order."""
         answers = [False] * len(deliveries)
         for part in self._parts:
             places = [index for index, one in enumerate(deliveries) if self._part_of(one) is part]
@@ -283,7 +282,8 @@ class ClusterConsumer(Consumer):
         if self._closed:
             return True
         self.file.touch()
-        # All in one round trip, and soon: a node that is away must not keep the queues of others from hearing of us.
+        # All in one round trip, with little patience: a node that is away must not delay the beats
+        # of others.
         registered = self._parts[0].driver.cluster.ask(
             [part.beat_request() for part in self._parts],
             doing=scripts.BEAT.doing,
@@ -292,7 +292,7 @@ class ClusterConsumer(Consumer):
         )
         if all(registered) and not self._restarting:
             return True
-        # A session that was given up in one queue is given up in all: one that is over changes nothing any more.
+        # A session that was given up in one queue is over in all: it changes nothing any more.
         self._restarting = True
         self.file.end()
         self.file = host_file(KIND)

@@ -1,8 +1,8 @@
 """A consumer of Redis queues. Its keys stand in docs/explanation/redis-protocol.md.
 
-It has a connection of its own for claims. When nothing is to be had, that blocks in BLMOVE at the first queue that
-is not paused, with the next claim behind it in the same packet; `wake` unblocks it. Where all queues are paused, it
-blocks at its own list of arrivals, where nothing comes.
+It has a connection of its own for claims. When nothing is to be had, that blocks in BLMOVE at the
+first queue that is not paused, with the next claim behind it in the same packet; `wake` unblocks
+it. Where all queues are paused, it blocks at its own list of arrivals, where nothing comes.
 
 Limits: a Go program's message on the second queue of a blocked client is noticed within BLOCK.
 """
@@ -87,7 +87,7 @@ class RedisConsumer(Consumer):
         return host_file(KIND)
 
     def _blocked_client(self, link: RedisConnection) -> tuple[str, bool]:
-        """Return the connection that others are to wake, and whether it blocks at no queue of this consumer."""
+        """Return the client to be woken, and whether it blocks at none of these queues."""
         return link.number.decode(), False
 
     def _shown_queues(self) -> tuple[str, ...]:
@@ -107,19 +107,22 @@ class RedisConsumer(Consumer):
             if left <= 0:
                 break
             if due_in <= 0.0:
-                self._move_due(0.0)
-                due_in = self._block
-                deliveries, due_in = self._claim(limit, queues, sleep=0.0, will_sleep=True)
-                if not deliveries and due_in > 0.0:
-                    continue
-                due_in = max(due_in, 0.01)  # another mover is at it
-                continue
-            deliveries, due_in = self._claim(
-                limit, queues, sleep=min(left, due_in, self._block), will_sleep=left > self._block
-            )
+                deliveries, due_in = self._move_and_claim(limit, queues)
+            else:
+                sleep = min(left, due_in, self._block)
+                deliveries, due_in = self._claim(
+                    limit, queues, sleep=sleep, will_sleep=left > self._block
+                )
         self._move_behind(deliveries, due_in)
         self._woken = False
         return deliveries
+
+    def _move_and_claim(
+        self, limit: int, queues: Sequence[str], *, will_sleep: bool = True
+    ) -> tuple[list[Delivery], float]:
+        self._move_due(0.0)
+        deliveries, due_in = self._claim(limit, queues, sleep=0.0, will_sleep=will_sleep)
+        return deliveries, max(due_in, 0.01)  # if something is due still, another mover is at it
 
     def _move_behind(self, deliveries: Sequence[Delivery], due_in: float) -> None:
         """Move due messages after a claim that found something."""
@@ -127,12 +130,12 @@ class RedisConsumer(Consumer):
             try:
                 self._move_due(0.0)
             except MachineryError:
-                pass  # these deliveries are ours now, and must be handed out; the next mover does its part
+                pass  # these deliveries are ours now; the next mover does its part
 
     def _claim(
         self, limit: int, queues: Sequence[str], *, sleep: float, will_sleep: bool
     ) -> tuple[list[Delivery], float]:
-        """Claim, after blocking for `sleep` seconds; the deliveries, and the seconds until something is due."""
+        """Block for `sleep` seconds and claim; return deliveries, and seconds until more is due."""
         claim = next(self._claims)
         now = time.monotonic()
         session = self.session
@@ -160,13 +163,16 @@ class RedisConsumer(Consumer):
         except MachineryError:
             raise
         except Exception as error:  # redis-py's, sorted by `fail`
-            self._failed(error, link, claim)
-            raise AssertionError("unreachable") from error
+            if link is not None:
+                self._lost.append((claim, time.monotonic()))
+                link.close()
+            self._link = None
+            self._driver.fail(error, doing=scripts.CLAIM.doing, away=BrokerUnavailable)
         alive, due_in, revoked, to_wake, blob, blocking_queue, problems = reply
         if problems:
             log_spoilt(problems, doing=scripts.CLAIM.doing)
         self._blocking_queue = keys[blocking_queue - 1] if blocking_queue else None
-        # Forgotten only when it has been asked for with success; claims may fail for longer than that.
+        # Forgotten only after a claim that succeeded; they may fail for longer than that.
         self._lost = [one for one in self._lost if now - one[1] < LOST_LIFE]
         if to_wake:
             self._driver.unblock(to_wake)
@@ -216,13 +222,6 @@ class RedisConsumer(Consumer):
             self._link = link
         return self._link
 
-    def _failed(self, error: Exception, link: RedisConnection | None, claim: int) -> None:
-        if link is not None:
-            self._lost.append((claim, time.monotonic()))
-            link.close()
-        self._link = None
-        self._driver.fail(error, doing="claiming messages", away=BrokerUnavailable)
-
     def _deliveries(self, session: str, queues: Sequence[str], blob: bytes) -> list[Delivery]:
         if len(blob) <= 5:  # an empty array
             return []
@@ -243,7 +242,7 @@ class RedisConsumer(Consumer):
     # Ending deliveries
 
     def place_of(self, delivery: Delivery) -> tuple[int, str]:
-        """Return (index of the queue, receipt) as the scripts take it; (0, "") for a receipt of another session."""
+        """Return (index of the queue, receipt); (0, "") if another session has it."""
         session, _, number = str(delivery.receipt).partition(".")
         index = self._places.get(delivery.queue)
         return (index, number) if session == self.session and index is not None else (0, "")
@@ -276,7 +275,8 @@ class RedisConsumer(Consumer):
             self._file.begins(self._marks[delivery.queue] | int(number))
         if delivery.fence == 1:
             return
-        # The last worker may have died of it, unseen. Noted in Redis too, the run counts wherever this worker dies.
+        # The last worker may have died of it. Noted in Redis, the run counts wherever this one
+        # dies.
         try:
             self._driver.run(scripts.BEGIN, self.session, self.keys[index][1], number)
         except MachineryError:
@@ -339,12 +339,12 @@ class RedisConsumer(Consumer):
 
 
 def mark_of(queue: str) -> int:
-    """Return the upper half of the numbers that note a queue's deliveries, since each queue counts its own."""
+    """Return the upper half of the numbers of a queue's deliveries: each queue counts its own."""
     return zlib.crc32(queue.encode(errors="replace")) << 32
 
 
 def began_by(session: str, queues: Collection[str]) -> list[list[str]] | None:
-    """Return for each queue the receipts of what a session ran when it died. None: that cannot be known here."""
+    """Return by queue the receipts that a dead session ran; None if that cannot be known here."""
     ids = ran(host_folder(KIND), session)
     if ids is None:
         return None

@@ -1,8 +1,8 @@
 """Messages as the scripts of the Redis broker take them, and as they are read from their bytes.
 
-A signature says its UUID, name, queue and ETA in its bytes, and Go's keys hold nothing else. Of other bytes the
-broker keeps a label: uuid and name. Only clean signatures go into Go's delayed set: of other bytes a Go worker
-makes an empty task.
+A signature says its UUID, name, queue and ETA in its bytes, and Go's keys hold nothing else. Of
+other bytes the broker keeps a label: uuid and name. Only clean signatures go into Go's delayed set:
+of other bytes a Go worker makes an empty task.
 """
 
 from __future__ import annotations
@@ -76,6 +76,13 @@ def packed(message: Message, queues: Queues) -> Packed:
     )
 
 
+def packed_batch(messages: Sequence[Message]) -> tuple[list[tuple[str, str]], list[Packed]]:
+    """Pack messages for one script call; return the keys of their queues, and the rows."""
+    queues = Queues()
+    rows = [packed(message, queues) for message in messages]
+    return queues.keys, rows
+
+
 def label_of(message: Message) -> bytes:
     """Return uuid and name, or nothing if the bytes say the same."""
     try:
@@ -93,7 +100,7 @@ def printable(text: str) -> str:
 
 
 def known(body: bytes) -> _KnownFields | None:
-    """Read the known fields of a body; None if it is no signature, or too deep to be read in passing."""
+    """Read the known fields of a body; None if it is no signature, or too deep."""
     if is_deep(body):
         return None
     try:

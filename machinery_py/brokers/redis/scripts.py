@@ -1,7 +1,7 @@
 """The scripts of the Redis broker. Their keys stand in docs/explanation/redis-protocol.md.
 
-Each takes one msgpack array; its file in `lua/` says what is in it (In) and what it returns (Out). `now` is ""
-for the server's clock, else microseconds. Queues and messages are as putting.lua says.
+Each takes one msgpack array; its file in `lua/` says what is in it (In) and what it returns (Out).
+`now` is "" for the server's clock, else microseconds. Queues and messages are as putting.lua says.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Connections to one Redis, shared by broker, backend and lock of a URL.
 
-redis-py opens, authenticates and reads. We decide what is repeated, since its own retries would publish twice:
-a call is repeated once, at once, when its connection was lost and its script may be carried out twice. A
-connection on which anything went wrong is closed. After a fork the child opens its own.
+redis-py opens, authenticates and reads. We decide what is repeated, since its own retries would
+publish twice: a call is repeated once, at once, when its connection was lost and its script may be
+carried out twice. A connection on which anything went wrong is closed. After a fork the child opens
+its own.
 
 `discovery.Servers` decides which server a connection leads to.
 """
@@ -114,7 +115,7 @@ def command(*parts: bytes) -> bytes:
 
 
 def raw(data: bytes) -> msgspec.Raw:
-    """Bytes for `pack`: Redis' unpacker knows msgpack's `str` with any bytes in it, and no `bin`."""
+    """Wrap bytes for `pack`: Redis' unpacker knows msgpack's `str` of any bytes, and no `bin`."""
     return msgspec.Raw(b"\xdb" + len(data).to_bytes(4, "big") + data)
 
 
@@ -131,7 +132,7 @@ class RedisDriver:
         strict: bool = False,
         limits: Limits = NO_LIMITS,
     ) -> None:
-        """Connect to the servers, or to the one of the URL; `strict`: refuse one that may lose what it stores."""
+        """`servers`: in place of the URL's. `strict`: refuse one that may lose what it stores."""
         self.servers = servers or Servers([url], timeout=timeout)
         self.clock = clock
         self.limits = limits
@@ -145,6 +146,7 @@ class RedisDriver:
         self._checked = -1  # the server whose settings were checked
         self._reporting = ForkLock()
         self._uses_server_time = clock is SYSTEM_CLOCK
+        self._guards: tuple[bytes, ...] = ()  # keys that scripts name
 
     def now(self) -> str:
         """Return the time as scripts take it: "" is the server's own clock."""
@@ -306,7 +308,8 @@ class RedisDriver:
 
         Args:
             again: it may be carried out twice, so it is repeated once if the connection is lost.
-            lost: raised when it may have been carried out (`script.away`, if not given). When nothing was
+            lost: raised when it may have been carried out (`script.away`, if not given). When
+            nothing was
                 written, that is raised.
         """
         script, argument = self.adapted(script), pack(values)
@@ -348,9 +351,11 @@ class RedisDriver:
             except MachineryError:
                 raise
             except Exception as error:  # redis-py's, sorted by `fail`
-                # Once it may have been carried out, a refusal of the repeat does not say that it was not.
+                # After a call that may have been carried out, a refusal of its repeat proves
+                # nothing.
                 unknown = self.after(error, link) or unknown
-                # A server that was silent for the whole timeout is not asked again: the caller has no time left either.
+                # A server that was silent for the whole timeout is not asked again: no time is
+                # left.
                 if unknown and not last and time.monotonic() - begin < self._timeout / 2:
                     continue
                 self.fail(error, doing=doing, away=(lost or away) if unknown else away)
@@ -372,7 +377,7 @@ class RedisDriver:
             return False
         if link is not None:
             link.close()
-            # Others that have been idle may be dead as well: the server was restarted, or went away.
+            # Idle ones may be dead as well: the server was restarted, or went away.
             stale, self._idle = self._idle, []
             for one in stale:
                 one.close()
@@ -398,13 +403,13 @@ class RedisDriver:
 
     def packed_script(self, script: Script, argument: bytes) -> bytes:
         """Encode a call of a script, whose reply `read_script` reads."""
-        return evalsha(self.adapted(script), argument)
+        return evalsha(self.adapted(script), argument, *self._guards)
 
     def read_script(self, link: RedisConnection, script: Script, argument: bytes) -> Any:
-        return read_script(link, self.adapted(script), argument)
+        return read_script(link, self.adapted(script), argument, *self._guards)
 
     def unblock(self, numbers: Sequence[bytes]) -> None:
-        """Wake these blocked connections. Failing does no harm: none blocks longer than a second."""
+        """Wake these connections. Failing does no harm: none blocks longer than a second."""
         for number in numbers:
             try:
                 self.ask(b"CLIENT", b"UNBLOCK", number, doing="waking a worker")
@@ -436,7 +441,7 @@ def evalsha(script: Script, argument: bytes, *keys: bytes) -> bytes:
 
 
 def read_script(link: RedisConnection, script: Script, argument: bytes, *keys: bytes) -> Any:
-    """Read the reply of a script that was sent by its name; send it in full if Redis does not know it."""
+    """Read the reply of a script that was sent by its name; send it in full if it is not known."""
     try:
         return link.read()
     except Exception as error:

@@ -1,14 +1,15 @@
 """Connections to a Redis Cluster, and requests to it, slot by slot.
 
-A request that a node refuses because of its slot is repeated until the timeout. One that may have been carried
-out is repeated only if the caller allows it. redis-py's own cluster client repeats both, and is not used.
+A request that a node refuses because of its slot is repeated until the timeout. One that may have
+been carried out is repeated only if the caller allows it. redis-py's own cluster client repeats
+both, and is not used.
 
     RedisClusterDriver    many requests at once, in any slots: one round trip to each node
     NodeDriver            a RedisDriver for one node
     SlotDriver            a RedisDriver for one slot, in which a queue finds all its keys
 
-The connections of all of them are counted together. The durability of each master is checked once, at the first
-connection; with `strict`, that of all masters before the first request.
+The connections of all of them are counted together. The durability of each master is checked once,
+at the first connection; with `strict`, that of all masters before the first request.
 """
 
 from __future__ import annotations
@@ -29,8 +30,6 @@ from machinery_py.connections.redis.client import (
     RedisConnection,
     RedisDriver,
     command,
-    evalsha,
-    read_script,
 )
 from machinery_py.connections.redis.cluster_nodes import Address, Nodes, NodeServers
 from machinery_py.connections.redis.errors import Kind, as_ours, kind_of
@@ -70,7 +69,7 @@ class RedisClusterDriver:
         strict: bool = False,
         limits: Limits = NO_LIMITS,
     ) -> None:
-        """Nothing is connected yet. `strict`: refuse a cluster of which a master may lose what it stores.
+        """Nothing is connected yet. `strict`: refuse a master that may lose what it stores.
 
         Raises:
             BadUrl: the URL makes no sense.
@@ -150,7 +149,7 @@ class RedisClusterDriver:
         ]
 
     def _check_all(self) -> None:
-        """Refuse the cluster if one of its masters may lose what it stores. One that is away is checked when it is back."""
+        """Refuse the cluster if a master that answers may lose what it stores."""
         try:
             addresses = self.nodes.masters()
         except MachineryError:
@@ -172,7 +171,7 @@ class RedisClusterDriver:
     def run(
         self, script: Script, calls: Iterable[tuple[bytes, Sequence[object]]], *, again: bool = True
     ) -> list[Any]:
-        """Run a script in several slots, each named by a prefix, with the values for it; return the replies."""
+        """Run a script in the slots of prefixes, each with its values; return the replies."""
         requests = [script_at(prefix, script, pack(values)) for prefix, values in calls]
         return self.ask(requests, doing=script.doing, away=script.away, again=again)
 
@@ -301,7 +300,7 @@ class NodeDriver(_PartDriver):
 
 
 class SlotDriver(_PartDriver):
-    """One slot of a cluster, used like a Redis of its own: keys that belong to no queue are this slot's."""
+    """One slot of a cluster, used like one Redis: keys that belong to no queue are this slot's."""
 
     def __init__(self, cluster: RedisClusterDriver, prefix: bytes) -> None:
         self.prefix = prefix
@@ -309,6 +308,7 @@ class SlotDriver(_PartDriver):
         super().__init__(
             cluster, cluster.nodes.servers(lambda: cluster.nodes.address_of(self._slot))
         )
+        self._guards = (guard(prefix),)
 
     def run(
         self,
@@ -345,12 +345,6 @@ class SlotDriver(_PartDriver):
     def adapted(self, script: Script) -> Script:
         return clustered(script)
 
-    def packed_script(self, script: Script, argument: bytes) -> bytes:
-        return evalsha(self.adapted(script), argument, guard(self.prefix))
-
-    def read_script(self, link: RedisConnection, script: Script, argument: bytes) -> Any:
-        return read_script(link, self.adapted(script), argument, guard(self.prefix))
-
     def fail(self, error: Exception, *, doing: str, away: type[MachineryError]) -> NoReturn:
         if is_refused_for_now(error) or isinstance(error, connection_errors()):
             self._relearn(error)
@@ -364,7 +358,7 @@ class SlotDriver(_PartDriver):
             logger.debug("%s cannot be asked for its slots", self.cluster.nodes.place)
 
     def unblock(self, numbers: Sequence[bytes]) -> None:
-        """As the base class; a client that blocks at another queue gives its number as `number@prefix of that queue`."""
+        """As the base class; one that blocks at another queue is `number@prefix of that queue`."""
         for number in numbers:
             digits, _, elsewhere = number.partition(b"@")
             driver = self.cluster.at(elsewhere) if elsewhere else self

@@ -1,7 +1,7 @@
 """The node of each slot of a Redis Cluster, as far as it is known.
 
-Any node tells the whole map. It may be old: a node that does not have a slot any more refuses requests in that
-slot, and says which node has it.
+Any node tells the whole map. It may be old: a node that does not have a slot any more refuses
+requests in that slot, and says which node has it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LOOK_PAUSE = 0.1  # seconds between two looks at the map, when slots move or nod
 
 
 class NodeServers(Servers):
-    """The node that `choose` names now. With another one than before, connections to the old one are stale."""
+    """The node that `choose` names now; when that changes, connections to the old one are stale."""
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ class Nodes:
             self._slots[error.slot_id] = error.host, error.port
 
     def look(self) -> None:
-        """Ask the nodes, one after the other, until one tells; not more often than every LOOK_PAUSE.
+        """Ask one node after the other for the map, not more often than every LOOK_PAUSE.
 
         Raises:
             StoreUnusable: a password, user or certificate is wrong.

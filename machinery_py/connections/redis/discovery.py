@@ -1,12 +1,14 @@
-"""The Redis server to connect to next: of a URL, the master that sentinels name, or one of several URLs.
+"""The Redis server to connect to: of one URL or of several, or the master that sentinels name.
 
-A connection is tried with the server that was used last, then, without waiting, with the others in the order of the
-strategy: one round, as many attempts as URLs. Whoever called waits before the next round. Wrong passwords and certificates
-are no reason to go on: they are raised at once.
+One round tries the server that was used last, then, without waiting, the others in the order of the
+strategy: as many attempts as URLs. The caller waits before the next round. Wrong passwords and
+certificates are raised at once.
 
-`number` counts the changes of server: a connection with an older one leads to a server that is not used any more.
+`number` counts the changes of server: a connection with an older one leads to a server that is not
+used any more.
 
-Limits: what an old master takes until it hears of the new one is lost. Sentinels are asked each second whether there is one.
+Limits: an old master takes writes until it hears of the new one, and loses them. Sentinels are
+asked each second whether there is one.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ from machinery_py.texts import get_logger
 
 logger = get_logger(__name__)
 
-KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
+_KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
+KEEPALIVE = {getattr(socket, name): n for name, n in _KEEPALIVE.items() if hasattr(socket, name)}
 LOOK_EVERY = (
     1.0  # seconds between two questions to the sentinels; an old master takes writes for a while
 )
@@ -68,9 +71,8 @@ class Servers:
         self._current = self.urls[0]
         self._address: tuple[str, int] | str = ""  # of the last connection
         self._look_at = 0.0
-        self._sentinels: dict[
-            str, list[tuple[str, int]]
-        ] = {}  # URL → the one that answered last comes first
+        # For each URL; the one that answered last comes first.
+        self._sentinels: dict[str, list[tuple[str, int]]] = {}
         for url, parsed in self._parsed.items():
             if parsed.tls and not parsed.verify:
                 logger.warning(
@@ -80,13 +82,13 @@ class Servers:
 
     @property
     def place(self) -> str:
-        """The server in use: for texts."""
+        """The server in use, for texts."""
         if isinstance(self._address, tuple):
             return "{}:{}".format(*self._address)
         return self._address or self._parsed[self._current].place
 
     def connect(self, timeout: float) -> tuple[Any, int]:
-        """A new connection whose replies may take `timeout` seconds, and the number of its server.
+        """Return a new connection whose replies may take `timeout` seconds, and its server's number.
 
         Raises:
             StoreUnusable: a certificate cannot be used, or the strategy.
@@ -116,7 +118,7 @@ class Servers:
             return connection, self.number
 
     def refused(self, text: str) -> None:
-        """A server answered with an error: if it can do nothing for us, the next connection begins with another one."""
+        """Begin the next connection with another server if this error says that it helps."""
         if len(self.urls) > 1 and kind_of(text) is Kind.ROLE:
             before = self._current
             self._current = self._after(before)
@@ -125,14 +127,16 @@ class Servers:
             )
 
     def look(self) -> None:
-        """Ask the sentinels, if it is time: when they name another master, all connections to the old one are stale."""
+        """Ask the sentinels, if it is time; a new master makes older connections stale."""
         url = self._parsed[self._current]
         if not url.master_name or not self._address or time.monotonic() < self._look_at:
             return
         self._look_at = time.monotonic() + LOOK_EVERY
         try:
             address = self._master(url, SHORTEST)
-        except Exception as error:  # redis-py's, or ours: sentinels that are away harm nobody while the master is there
+        except (
+            Exception
+        ) as error:  # redis-py's, or ours: while the master is there, sentinels may be away
             self._look_at = time.monotonic() + LOOK_PAUSE
             logger.debug("sentinels cannot be asked: %s", error)
             return
@@ -152,14 +156,11 @@ class Servers:
         total = len(self.urls)
         if total == 1:
             return  # whoever called says it
-        first_round = self.attempts <= total
-        then = (
-            f"switching to {redact(following)}"
-            if number < total
-            else "all were tried, the next round comes after a pause"
-        )
+        then = "all were tried, the next round comes after a pause"
+        if number < total:
+            then = f"switching to {redact(following)}"
         logger.log(
-            logging.WARNING if first_round else logging.INFO,
+            logging.WARNING if self.attempts <= total else logging.INFO,
             "cannot connect to broker %s: %s (attempt %d of %d in this round, %d in all); %s",
             redact(failed),
             said_by(error),
@@ -191,7 +192,7 @@ class Servers:
 
     def _reach(self, url: RedisUrl, patience: float) -> tuple[tuple[str, int] | str, Any]:
         if url.path:
-            return url.path, connected(self._socket(url, patience))
+            return url.path, connected(self._connection(url, None, patience))
         if not url.master_name:
             address = url.hosts[0]
             connection = connected(self._connection(url, address, patience))
@@ -200,9 +201,8 @@ class Servers:
             return address, connection
         deadline = time.monotonic() + patience
         address = self._master(url, patience / 2)
-        connection = connected(
-            self._connection(url, address, max(SHORTEST, deadline - time.monotonic()))
-        )
+        left = max(SHORTEST, deadline - time.monotonic())
+        connection = connected(self._connection(url, address, left))
         must_be_master(connection, address)
         return address, connection
 
@@ -211,16 +211,13 @@ class Servers:
         import redis
 
         sentinels = self._sentinels.get(url.place) or list(url.hosts)
+        each = max(SHORTEST, patience / len(sentinels))
         answers: list[str] = []
         for sentinel in sentinels:
             name = "{}:{}".format(*sentinel)
             connection: Any | None = None
             try:
-                connection = connected(
-                    self._connection(
-                        url, sentinel, max(SHORTEST, patience / len(sentinels)), sentinel=True
-                    )
-                )
+                connection = connected(self._connection(url, sentinel, each, sentinel=True))
                 reply = ask(connection, "SENTINEL", "GET-MASTER-ADDR-BY-NAME", url.master_name)
             except (redis.RedisError, OSError) as error:
                 if fatal(error):
@@ -232,78 +229,63 @@ class Servers:
                 if connection is not None:
                     connection.disconnect()
             if isinstance(reply, list) and len(reply) == 2:
-                self._sentinels[url.place] = [
-                    sentinel,
-                    *(one for one in sentinels if one != sentinel),
-                ]
+                others = [one for one in sentinels if one != sentinel]
+                self._sentinels[url.place] = [sentinel, *others]
                 return reply[0].decode(), int(reply[1])
             answers.append(f"{name}: knows no master {url.master_name!r}")
         raise redis.ConnectionError(
             f"no sentinel names a master {url.master_name!r}: {'; '.join(answers)}"
         )
 
-    def _socket(self, url: RedisUrl, patience: float) -> Any:
-        return _without_setinfo(
-            _library().UnixDomainSocketConnection(path=url.path, **self._common(url, patience))
-        )
-
-    def _common(self, url: RedisUrl, patience: float) -> dict[str, Any]:
+    def _connection(
+        self,
+        url: RedisUrl,
+        address: tuple[str, int] | None,
+        patience: float,
+        *,
+        sentinel: bool = False,
+    ) -> Any:
+        """Make a connection, not opened yet, to this address or to the socket of the URL."""
+        from redis import connection
         from redis.backoff import NoBackoff
         from redis.retry import Retry
 
-        return {
-            "db": url.database,
-            "username": url.username or None,
-            "password": url.password or None,
+        library: Any = connection  # redis-py has no types for its connections
+        user, password = url.username, url.password
+        if sentinel:
+            user, password = url.sentinel_username, url.sentinel_password
+        options: dict[str, Any] = {
+            "db": 0 if sentinel else url.database,
+            "username": user or None,
+            "password": password or None,
             "protocol": 2,
             "socket_timeout": patience,
             "retry": Retry(NoBackoff(), 0),
             "client_name": self.client_name or None,
         }
-
-    def _connection(
-        self, url: RedisUrl, address: tuple[str, int], patience: float, *, sentinel: bool = False
-    ) -> Any:
-        options = {
-            getattr(socket, name): value
-            for name, value in KEEPALIVE.items()
-            if hasattr(socket, name)
-        }
-        common = self._common(url, patience) | {
-            "host": address[0],
-            "port": address[1],
-            "socket_connect_timeout": patience,
-            "socket_keepalive": True,
-            "socket_keepalive_options": options,
-        }
-        if sentinel:
-            common |= {
-                "db": 0,
-                "username": url.sentinel_username or None,
-                "password": url.sentinel_password or None,
+        if address is None:
+            made = library.UnixDomainSocketConnection(path=url.path, **options)
+        else:
+            options |= {
+                "host": address[0],
+                "port": address[1],
+                "socket_connect_timeout": patience,
+                "socket_keepalive": True,
+                "socket_keepalive_options": KEEPALIVE,
             }
-        if not url.tls:
-            return _without_setinfo(_library().Connection(**common))
-        return _without_setinfo(_library().SSLConnection(**common, **tls_options(url)))
-
-
-def _library() -> Any:
-    """redis-py has no types for its connections."""
-    from redis import connection
-
-    return connection
-
-
-def _without_setinfo(connection: Any) -> Any:
-    """The connection, which will not send CLIENT SETINFO: two commands that old servers do not know, and ACLs may forbid."""
-    connection.driver_info = connection.lib_name = connection.lib_version = (
-        None  # the names of redis-py 7.1, and of older ones
-    )
-    return connection
+            made = (
+                library.SSLConnection(**options, **tls_options(url))
+                if url.tls
+                else library.Connection(**options)
+            )
+        # No CLIENT SETINFO: two commands that old servers do not know, and ACLs may forbid. These
+        # are the names of redis-py 7.1, and of older ones.
+        made.driver_info = made.lib_name = made.lib_version = None
+        return made
 
 
 def connected(connection: Any) -> Any:
-    """Connect it; closed again if that fails."""
+    """Open the connection; it is closed again if that fails."""
     try:
         connection.connect()
     except BaseException:
@@ -314,12 +296,12 @@ def connected(connection: Any) -> Any:
 
 
 def set_timeout(connection: Any, timeout: float) -> None:
-    """From now on its replies may take this long."""
+    """Let its replies take this long from now on."""
     connection.socket_timeout = timeout
     if hasattr(connection, "update_current_socket_timeout"):
         connection.update_current_socket_timeout(-1)
         return
-    # redis-py 5 and 6: its parser remembers the timeout, too, and puts it back after each look for news.
+    # redis-py 5 and 6: the parser remembers the timeout, too, and puts it back after each look.
     connection._sock.settimeout(timeout)
     parser = connection._parser
     buffer = getattr(parser, "_buffer", None)
@@ -335,7 +317,7 @@ def ask(connection: Any, *words: str) -> Any:
 
 
 def must_be_master(connection: Any, address: tuple[str, int]) -> None:
-    """Refuse a replica: it would refuse every write, and a demoted master is about to forget what it took last."""
+    """Refuse a replica: it refuses writes, or was a master and forgets its last ones."""
     import redis
     from redis.exceptions import NoPermissionError
 
@@ -354,16 +336,13 @@ def must_be_master(connection: Any, address: tuple[str, int]) -> None:
 
 
 def tls_options(url: RedisUrl) -> dict[str, Any]:
-    """For an SSLConnection.
+    """Return the options of an SSLConnection.
 
     Raises:
         StoreUnusable: a file cannot be used.
     """
-    for option, path in (
-        ("ca_file", url.ca_file),
-        ("cert_file", url.cert_file),
-        ("key_file", url.key_file),
-    ):
+    for option in ("ca_file", "cert_file", "key_file"):
+        path = getattr(url, option)
         try:
             if path:
                 open(path, "rb").close()
@@ -396,7 +375,7 @@ def _no_password() -> str:
 
 
 def said_by(error: Exception) -> str:
-    """Why no connection was made."""
+    """Return why no connection was made."""
     return plain(str(error) or type(error).__name__)
 
 

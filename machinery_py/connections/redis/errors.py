@@ -1,7 +1,7 @@
 """Errors of Redis and its client library, as ours.
 
-A reply that refuses a command says that nothing was written. After a reply that did not come, that is unknown:
-the caller knows whether the command may be repeated.
+A reply that refuses a command says that nothing was written. After a reply that did not come, that
+is unknown: the caller knows whether the command may be repeated.
 """
 
 from __future__ import annotations
@@ -108,8 +108,8 @@ def as_ours(
 def spoilt(text: str, where: str) -> StoreUnusable | NameRefused:
     """Return our error for a key that holds something else: nothing was written.
 
-    A key that all tasks need must be put right, and until then nothing is lost: StoreUnusable. A key of one task,
-    group or queue is the fault of that name: NameRefused.
+    A key that all tasks need must be put right, and until then nothing is lost: StoreUnusable. A
+    key of one task, group or queue is the fault of that name: NameRefused.
     """
     found = _SPOILT.search(text)
     if found is None:
@@ -127,7 +127,7 @@ def spoilt(text: str, where: str) -> StoreUnusable | NameRefused:
 
 
 def log_spoilt(problems: Iterable[bytes], *, doing: str) -> None:
-    """Log which keys hold something else, each once a minute: a script has left them alone, and done the rest."""
+    """Log keys that hold something else, each once a minute: a script did the rest without them."""
     for text in problems:
         now = time.monotonic()
         if now - _logged.get(text, -math.inf) > LOG_EVERY:

@@ -1,7 +1,7 @@
 """Keys on Redis.
 
-All keys of a queue bear its name as hash tag: a cluster keeps them in one slot with its list.
-One Redis holds ITEMS and ONE_SERVER, a cluster ITEMS and CLUSTER. Channels: `mpy:m:{<uuid>}`, on which
+All keys of a queue bear its name as hash tag: a cluster keeps them in one slot with its list. One
+Redis holds ITEMS and ONE_SERVER, a cluster ITEMS and CLUSTER. Channels: `mpy:m:{<uuid>}`, on which
 the end of a task is announced, and `mpy:wake:<token>`, which wakes one listener.
 """
 
@@ -22,7 +22,8 @@ GO_MUTEX = b"TriggerChordMutex"
 TOKENS = b"mpy:p:"  # before the token of a submission
 CLAIM = b"mpy:u:"  # before the name of a claim
 
-# Sessions have no expiry: maintenance removes one that has stopped beating, and requeues its messages.
+# Sessions have no expiry: maintenance removes one that has stopped beating, and requeues its
+# messages.
 _SESSION = "until the consumer closes or is given up"
 _CHORD = "a week after the last arrival; `results_expire_in` after the callback is sent"
 

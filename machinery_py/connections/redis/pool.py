@@ -1,7 +1,7 @@
 """Limits of a driver's connections, from the section `redis` of the configuration.
 
-A driver counts all connections that it opens: those for commands, one for each consumer and one for each thread
-that waits for results.
+A driver counts all connections that it opens: those for commands, one for each consumer and one for
+each thread that waits for results.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Quota:
         self._changed = threading.Condition()
 
     def enter(self, timeout: float, spare: Callable[[], L | None]) -> L | None:
-        """Return None when one more may be opened, or a connection that came back meanwhile, to be used in its place.
+        """Return None when one more may be opened, or a connection that came back meanwhile.
 
         Args:
             spare: finds such a connection, or closes one that leads elsewhere.

@@ -1,8 +1,8 @@
 """Requests in slots of a Redis Cluster, one attempt at them, and what a refusal says.
 
-A node refuses a request when its slot has moved (MOVED), is moving (ASK, TRYAGAIN) or is served by no node just
-now (CLUSTERDOWN). Such a request was not carried out: any of them may be repeated. A request whose connection
-broke may have been carried out.
+A node refuses a request when its slot has moved (MOVED), is moving (ASK, TRYAGAIN) or is served by
+no node just now (CLUSTERDOWN). Such a request was not carried out: any of them may be repeated. A
+request whose connection broke may have been carried out.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Attempt:
     def _sort(self, driver: RedisDriver, request: Request, error: Exception) -> None:
         if request.full and kind_of(str(error)) is Kind.SCRIPT:
             self.left.append(request)
-            # The first one brings the script, and the others find it: they are asked in the same order again.
+            # The first one brings the script, and the others find it: their order stays the same.
             if (driver, request.script) not in self._sent_in_full:
                 self._sent_in_full.add((driver, request.script))
                 request.packet, request.full = request.full, b""
@@ -134,7 +134,7 @@ class Attempt:
 
 
 def is_refused_for_now(error: Exception) -> bool:
-    """Whether a node refused something because of its slot or its role: it was not carried out, and will be later."""
+    """Whether a node refused a request because of its slot or role: it was not carried out."""
     import redis
     from redis.exceptions import AskError, ClusterDownError, TryAgainError
 

@@ -1,12 +1,14 @@
 """Scripts for Redis: how they are read from `.lua` files, and how their arguments are packed.
 
-A script is a file in the folder `lua/` of its package, or in a folder there that has the name of the module. It begins with
-what goes in and what comes out. `--! include <path in the package>` stands before its code, and brings a piece that several
-scripts share, once each. `$NAME` is a constant that Python gives: each call runs the whole script anew, and every local that
-a function uses is searched for when the function is made, but a number that stands in the text costs nothing.
+A script is a file in the folder `lua/` of its package, or in a folder there that has the name of
+the module. It begins with what goes in and what comes out. `--! include <path in the package>`
+stands before its code, and brings a piece that several scripts share, once each. `$NAME` is a
+constant that Python gives: each call runs the whole script anew, and every local that a function
+uses is searched for when the function is made, but a number that stands in the text costs nothing.
 
-A script gets one argument, a msgpack array, and few keys: so the costs of a batch do not grow with the number of its values.
-Byte strings come back as msgpack `bin`; Redis' own packer would call them text.
+A script gets one argument, a msgpack array, and few keys: so the costs of a batch do not grow with
+the number of its values. Byte strings come back as msgpack `bin`; Redis' own packer would call them
+text.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 """Slots of a Redis Cluster, and scripts that stay in one.
 
-A script names a guard in its slot, a key that never exists. While a slot is moved to another node, Redis then
-refuses every script in it before it begins (ASK at the old node, MOVED at the new one, which we never ask with
-ASKING). Without the guard a script that found half of its keys gone would be stopped in the middle of its writes.
+A script names a guard in its slot, a key that never exists. While a slot is moved to another node,
+Redis then refuses every script in it before it begins (ASK at the old node, MOVED at the new one,
+which we never ask with ASKING). Without the guard a script that found half of its keys gone would
+be stopped in the middle of its writes.
 
-In a cluster the keys that belong to no queue are each queue's own: `local_key` puts the prefix of the slot before
-them.
+In a cluster the keys that belong to no queue are each queue's own: `local_key` puts the prefix of
+the slot before them.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _LOCAL_CALL = Folder("connections/redis/lua").text(
 
 
 def slot_of(key: bytes) -> int:
-    """Return the slot of a key: of what stands between its first `{` and the next `}`, if anything, else of all of it."""
+    """Return the slot of a key: that of its hash tag between `{` and `}`, if it has one."""
     start = key.find(b"{")
     if start >= 0:
         end = key.find(b"}", start + 1)
@@ -36,7 +37,7 @@ def slot_of(key: bytes) -> int:
 
 
 def guard(prefix: bytes) -> bytes:
-    """Return the key that a script names which works in the slot of this prefix. No key of ours is called so."""
+    """Return the guard of the slot of this prefix. No key of ours is called so."""
     return prefix + b"0"
 
 

@@ -207,7 +207,7 @@ def test_a_move_that_was_cut_off_is_finished(
     (stored,) = broker.cluster.ask([command_at(b"ZSCORE", b"delayed_tasks", body)], doing="looking")
     # The first mover has put it on its queue, and died.
     broker._register(["q"])
-    broker._of("q").take_in(
+    broker._of("q").put_once(
         [(name_of_move(body, stored), (0, 0, 0, EMPTY, 0, raw(body)))], FOR_EVER
     )
 
@@ -216,7 +216,7 @@ def test_a_move_that_was_cut_off_is_finished(
     assert [one.body for one in broker.pending("q", 9)] == [body]
     assert broker.delayed(9) == []
     # A mover that comes too late does nothing.
-    assert broker._of("q").take_in([("other", (0, 0, 0, EMPTY, 0, raw(body)))], 1) is False
+    assert broker._of("q").put_once([("other", (0, 0, 0, EMPTY, 0, raw(body)))], 1) is False
     assert len(broker.pending("q", 9)) == 1
 
 
