@@ -19,7 +19,7 @@ MAX_QUOTED = 80
 
 
 def cut(text: str, limit: int) -> str:
-    """Return the text if it has at most `limit` bytes, else its beginning and a note of its length."""
+    """Return the text if it has at most `limit` bytes, else its beginning and its length."""
     if len(text) <= limit // 4:
         return text
     encoded = text.encode("utf-8", "backslashreplace")
@@ -80,7 +80,7 @@ _SHORTENER = _Shortener()
 
 
 def get_logger(name: str) -> logging.Logger:
-    """Return a logger that logs no line of more than MAX_LINE bytes, whatever handles its records."""
+    """Return a logger that logs no line of more than MAX_LINE bytes, whatever its handlers."""
     logger = logging.getLogger(name)
     logger.addFilter(_SHORTENER)
     return logger

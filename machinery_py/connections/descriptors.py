@@ -45,7 +45,7 @@ def drop(number: int) -> None:
 
 
 def broken() -> list[int]:
-    """Return the descriptors that have become something else, though this library has not closed them."""
+    """Return the descriptors that somebody else has closed or replaced."""
     found = [
         number
         for number, identity in list(_numbers.items())

@@ -1,9 +1,11 @@
 """Failover: the broker URL to try next when one cannot be reached.
 
-Config(broker="redis://a;redis://b", multiple_broker_separator=";",
-broker_failover_strategy="shuffle")
-
-STRATEGIES["nearest"] = lambda urls, failed: urls[0]     # a strategy of your own, before the Server is made
+STRATEGIES["nearest"] = lambda urls, failed: urls[0]  # your own, before the Server is made
+Config(
+    broker="redis://a;redis://b",
+    multiple_broker_separator=";",
+    broker_failover_strategy="nearest",
+)
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from collections.abc import Callable, Container, MutableMapping, Sequence
 from machinery_py.config.urls import redact
 from machinery_py.errors import ConfigError, StoreUnusable, nearest
 
-#: All URLs as they were configured, and the one that has just failed → the one to try next. From any thread.
+#: All URLs as configured, and the one that has failed → the one to try next. From any thread.
 Strategy = Callable[[Sequence[str], str], str]
 
 

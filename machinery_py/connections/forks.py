@@ -1,4 +1,4 @@
-"""Fork safety: a child has no lock that is held for ever, nothing half done, and no signal handler of ours.
+"""Fork safety: a child has no lock that is held for ever, and no signal handler of ours.
 
 A fork copies locks as they are, and of the threads only the one that forks. So a lock that another
 thread held at that moment is never released in the child. A `ForkLock` guards what a child goes on
@@ -54,7 +54,7 @@ class ForkLock:
 
 @contextmanager
 def not_forking() -> Iterator[None]:
-    """Keep other threads from forking, during imports: a child finds a module's lock taken for ever."""
+    """Keep other threads from forking during imports: a child would find module locks taken."""
     with _Gate.lock:
         yield
 

@@ -1,4 +1,4 @@
-"""The hub that memory broker, backend and lock share: one lock, and events that wake waiting threads."""
+"""The hub of memory broker, backend and lock: one lock, and events that wake threads."""
 
 from __future__ import annotations
 
