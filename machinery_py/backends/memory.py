@@ -66,7 +66,7 @@ class MemoryListener(Listener):
             self._watched.difference_update(uuids)
 
     def notify(self, uuids: Sequence[str]) -> None:
-        """Called with the lock held."""
+        """Wake the waiter if it watches one of these. Called with the lock held."""
         if not self._watched.isdisjoint(uuids):
             self._watched.difference_update(uuids)
             self._event.set()

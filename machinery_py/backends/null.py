@@ -118,7 +118,7 @@ class NullBackend(Backend, OutboxBackend):
 
 
 class _Deaf(Listener):
-    """Never hears anything; whoever waits with it is told by get_states that it is in vain."""
+    """Listener that returns at once: get_states then tells the waiter that nothing is kept."""
 
     def watch(self, uuids: Iterable[str]) -> None:
         pass

@@ -27,7 +27,7 @@ from machinery_py.tasks.states import Arrival, GroupMeta, State, TaskState, adva
 
 
 class Row(msgspec.Struct, kw_only=True):
-    """A task as it is kept: its state, the mark that wrote it, and the epoch of its last delivery."""
+    """A stored task: its state, the mark that wrote it, and the epoch of its last delivery."""
 
     state: TaskState | None = None
     mark: str = ""
@@ -36,15 +36,15 @@ class Row(msgspec.Struct, kw_only=True):
 
 
 class TransactionalBackend(Backend, OutboxBackend):
-    """A backend whose steps can be grouped into one that happens wholly or not at all."""
+    """A backend with transactions."""
 
     @abstractmethod
     def _transaction(self) -> contextlib.AbstractContextManager[object]:
-        """Joins the one that this thread is in already."""
+        """Return a transaction, which joins the one that this thread is in already."""
 
     @abstractmethod
     def _load(self, uuids: Iterable[str]) -> dict[str, Row]:
-        """The rows that there are."""
+        """Return the rows that exist."""
 
     @abstractmethod
     def _save(self, rows: Sequence[tuple[str, Row]]) -> None: ...
@@ -55,11 +55,11 @@ class TransactionalBackend(Backend, OutboxBackend):
 
     @abstractmethod
     def _arrive(self, arrivals: Sequence[Arrival]) -> None:
-        """Count each member once, and make the group ready when it is complete or broken."""
+        """Count each member once, and mark the group ready when it is complete or a member failed."""
 
     @abstractmethod
     def _fire(self, group_uuid: str) -> bool:
-        """Mark the group as fired; False when it was."""
+        """Mark the group as fired; return False if it was before."""
 
     @abstractmethod
     def _keep_outbox(self, key: str, bodies: Sequence[bytes]) -> None: ...
@@ -68,11 +68,11 @@ class TransactionalBackend(Backend, OutboxBackend):
     def _outbox(self, key: str) -> Sequence[bytes]: ...
 
     def _finished(self, uuids: Sequence[str]) -> None:
-        """Tell the listeners, once the transaction is over, that these tasks have just become SUCCESS or FAILURE."""
+        """Tell the listeners, once the transaction is over, that these tasks have finished."""
 
     @abstractmethod
     def _swap_record(self, name: str, expected: bytes | None, body: bytes | None) -> bool:
-        """Let the record hold `body` if it holds `expected`; whether it did. None is no record."""
+        """Write `body` if the record holds `expected`; return whether it did. None is no record."""
 
     def _swap_claim(
         self, name: str, expected: bytes | None, body: bytes | None, life: float
@@ -166,7 +166,7 @@ class TransactionalBackend(Backend, OutboxBackend):
 
 
 def is_over(state: TaskState | None, run: int) -> bool:
-    """Whether this run of a task was settled before."""
+    """Return whether this run of a task was settled before."""
     # RETRY ends a run as well: the next one travels as a message of its own.
     return state is not None and (
         state.is_finished or state.run > run or (state.run == run and state.state is State.RETRY)
@@ -174,7 +174,7 @@ def is_over(state: TaskState | None, run: int) -> bool:
 
 
 def decide(change: Change, rows: Mapping[str, Row]) -> tuple[Verdict, Iterable[TaskState]]:
-    """Whether the change may be made, and the states after it."""
+    """Return whether the change may be made, and the states after it."""
     if change.epoch and (row := rows.get(change.key)) is not None and row.epoch != change.epoch:
         return (ALREADY if change.mark and row.mark == change.mark else FENCED), []
     new: dict[str, TaskState] = {}
@@ -195,5 +195,5 @@ def decide(change: Change, rows: Mapping[str, Row]) -> tuple[Verdict, Iterable[T
 
 
 def _is_at(current: TaskState | None, state: TaskState) -> bool:
-    """Whether the task is there: `advance` lets RETRY follow RETRY, and a repeat must not send the next run twice."""
+    """Return whether the task is in that state and run: a repeat of RETRY must not send a run twice."""
     return current is not None and current.state is state.state and current.run == state.run

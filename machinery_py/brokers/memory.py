@@ -36,7 +36,7 @@ LEASE = 10.0  # seconds without a beat until a consumer is given up
 
 
 class _Entry(Entry, eq=False):
-    """A message where it is. `order` is its place in its queue, for life."""
+    """A message and its place in its queue, which it keeps until it is done."""
 
     order: tuple[int, int] = (0, 0)
 

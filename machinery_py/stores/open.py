@@ -43,7 +43,7 @@ class FamilyOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Family(ABC):  # noqa: B024 - a family need not be able to do all of it
-    """Opens what it is asked for, lazily; `close` gives back what all of it shares."""
+    """The stores behind one URL, opened lazily; `close` closes what they share."""
 
     def __init__(self, url: str, options: FamilyOptions) -> None:
         self.url = url
@@ -59,7 +59,7 @@ class Family(ABC):  # noqa: B024 - a family need not be able to do all of it
         raise Unsupported(f"{redact(self.url)} gives no locks")
 
     def together(self) -> Store | None:
-        """Broker and backend that settle as one, if they can."""
+        """Return a store in which broker and backend settle as one, if they can."""
         return None
 
     def close(self) -> None:  # noqa: B027 - some share nothing
@@ -99,7 +99,7 @@ _SEVERAL = {FAMILIES["redis"], FAMILIES["amqp"]}  # these know what to do with s
 
 
 def open_family(url: str, options: FamilyOptions) -> Family:
-    """The stores behind a URL; nothing is connected yet.
+    """Return the family that a URL names; nothing is connected yet.
 
     Raises:
         ConfigError: the scheme is unknown, or there are several URLs of a store that takes one.
@@ -153,7 +153,7 @@ class Stores:
 
     @property
     def lock(self) -> Lock:
-        """Raises ConfigError when neither the broker nor the backend can lock, and no other store was named for it."""
+        """The lock. Raises ConfigError if neither broker nor backend can lock and no other store is named."""
         if self._lock_family is None:
             raise ConfigError(
                 "lock: neither the broker nor the result backend gives out locks (set lock, for instance to "

@@ -15,7 +15,7 @@ ZERO_TIME = dt.datetime(1, 1, 1, tzinfo=dt.timezone.utc)  # Go's time that was n
 
 
 class State(StrEnum):
-    """How far a task is. SUCCESS and FAILURE are final."""
+    """State of a task. SUCCESS and FAILURE are final."""
 
     PENDING = "PENDING"
     RECEIVED = "RECEIVED"
@@ -52,7 +52,7 @@ _ALSO = {
 
 
 def state_named(word: str) -> State:
-    """The state that a person means: in any case, or by another common word for it.
+    """Return the state for a word typed by a person: in any case, or a common synonym.
 
     Raises:
         ValueError: with the words that there are.
@@ -92,7 +92,7 @@ _NEXT_RUN: dict[State, frozenset[State]] = {
 
 
 class TaskState(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """How far one task is. The first seven fields are Go's and are all that Go sees; the rest is ours.
+    """State of one task and what is known of it. Go sees the first seven fields; the rest is ours.
 
     The stores take our fields from here (`wire/states.py`, EXTRA). A new one is added at the end, with a default.
 
@@ -135,7 +135,7 @@ class TaskState(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class GroupMeta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """A group as Go's backends keep it."""
+    """A group, with the fields of Go's backends."""
 
     group_uuid: str
     task_uuids: Sequence[str] = ()
@@ -146,7 +146,7 @@ class GroupMeta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 def advance(current: TaskState | None, change: TaskState) -> TaskState | None:
-    """The state after `change`, or None when it must be dropped.
+    """Return the state after `change`, or None when the change must be dropped.
 
     A change is dropped when the task is finished, when the change belongs to an earlier run, or when it would go back within
     a run: a redelivered task stays STARTED. A later run may only follow RETRY or a state that a crash left behind.
@@ -173,7 +173,7 @@ def advance(current: TaskState | None, change: TaskState) -> TaskState | None:
 
 
 class Arrival(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """A member of a group is finished. Members are a set: the same one arriving twice counts once.
+    """The end of one member of a group. A member that arrives twice counts once.
 
     Attributes:
         total: how many members the group has, as its messages say.

@@ -49,7 +49,7 @@ class Number(float):
 
 
 def _go_text(value: Any, depth: int = 0) -> str:
-    """The value as Go's %v prints it."""
+    """Return the value as Go's %v prints it."""
     if value is None:
         return "<nil>"
     if isinstance(value, str):
@@ -170,7 +170,7 @@ _BASE64 = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz012345
 
 
 def _base64_error(source: bytes) -> int | None:
-    """Where Go's decoder stops: line breaks are skipped anywhere, padding is required, nothing may follow it."""
+    """Return where Go's decoder stops: it skips line breaks, needs the padding, and allows nothing behind."""
     have = 0  # characters of the current group of four
     for at, char in enumerate(source):
         if char in _BASE64:
@@ -197,7 +197,7 @@ def _padding_error(source: bytes, at: int, *, missing: bool) -> int | None:
 
 
 def within(numbers: Iterable[int], low: int, high: int) -> bool:
-    """Whether all of them, of which there is at least one, lie in the range."""
+    """Return whether all of the numbers (at least one) lie in the range."""
     return low <= min(numbers) and max(numbers) <= high
 
 

@@ -28,7 +28,7 @@ MAX_DEPTH = (
 
 
 class NeedsTags(Exception):
-    """The value is no plain JSON."""
+    """Raised when a value cannot be written as plain JSON."""
 
 
 def shown(value: Any) -> str:
@@ -41,14 +41,14 @@ def refused(value: Any) -> ArgumentError:
 
 
 def base_value(value: Any) -> Any:
-    """The plain str, int or float that an instance of a subclass holds, whatever it overrides."""
+    """Return the plain str, int or float in an instance of a subclass, whatever it overrides."""
     if isinstance(value, str):
         return str.__str__(value)
     return int.__index__(value) if isinstance(value, int) else float.__float__(value)
 
 
 def int_type(value: int) -> str:
-    """`int64`, or `uint64` above that.
+    """Return `int64`, or `uint64` for a greater integer.
 
     Raises:
         ArgumentError: it needs more than 64 bits.
@@ -119,7 +119,7 @@ _KEPT = (
 
 
 def pack(value: Any, depth: int, tags: bool) -> Any:
-    """The value as JSON, with tags where JSON has no word for it.
+    """Return the value as JSON, with tags for the types that JSON lacks.
 
     Args:
         depth: levels of JSON that are around it.
@@ -173,7 +173,7 @@ def _check_depth(depth: int) -> None:
 
 
 def _pack_key(value: Any, depth: int) -> Any:
-    """A key of a dict or an item of a set, which has to be one again when it is read."""
+    """Pack a dict key or set item, and refuse one that would not be hashable when it is read."""
     packed = pack(value, depth, True)
     if type(packed) is list or (type(packed) is dict and packed.get("$") in (None, "set", "dict")):
         raise ArgumentError(
@@ -190,7 +190,7 @@ def _tagged(name: str, value: Any, tags: bool) -> dict[str, Any]:
 
 
 def _model(value: Any) -> Any:
-    """A dataclass, msgspec Struct or pydantic model as a dict; the receiver's annotation makes it one again."""
+    """Return a dataclass, Struct or pydantic model as a dict. The receiver rebuilds it by its annotation."""
     if isinstance(value, type):
         raise refused(value)
     if callable(getattr(value, "model_dump", None)):

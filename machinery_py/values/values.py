@@ -56,7 +56,7 @@ EXACT: dict[str, type] = {"int64": int, "int": int, "string": str, "float64": fl
 
 
 def to_python(type_name: str, value: Any) -> Any:
-    """The value for a call: converted, wrapped or refused exactly as Go does.
+    """Return the value for a call: converted, wrapped or refused exactly as Go does.
 
     Raises:
         ArgumentError: with Go's text, which becomes part of the task's error.
@@ -71,7 +71,7 @@ def to_python(type_name: str, value: Any) -> Any:
 
 
 def from_result(type_name: str, value: Any) -> Any:
-    """A result for who asked for it: as `to_python`, and the plain JSON value where that cannot be (a Go struct)."""
+    """Return a result as `to_python`, or the plain JSON value if that fails (a Go struct)."""
     try:
         return to_python(type_name, value)
     except ArgumentError:
@@ -79,7 +79,7 @@ def from_result(type_name: str, value: Any) -> Any:
 
 
 def describe(value: Any, hint: Any = None) -> tuple[str, Any]:
-    """The type name and the JSON-able value under which a Python value travels.
+    """Return the type name and the JSON-able value under which a Python value is sent.
 
     Args:
         hint: the parameter's annotation, which decides for an empty list (`list[int]`), an int for a float, and
@@ -99,7 +99,7 @@ def describe(value: Any, hint: Any = None) -> tuple[str, Any]:
 
 
 def describe_as(type_name: str, value: Any) -> Any:
-    """The JSON-able value for sending under this very type, toward Go as well.
+    """Return the JSON-able value for sending under exactly this type, to Go as well.
 
     Raises:
         ArgumentError: no such type, or the value is not of it; Go would wrap it, fail, or die with its process.
@@ -113,7 +113,7 @@ def describe_as(type_name: str, value: Any) -> Any:
 
 
 def result_of(value: Any, hint: Any = None) -> tuple[tuple[str, Any], ...]:
-    """The results of a task that returned this: none for None, one for each element of a tuple, else one.
+    """Return the results for a returned value: none for None, one for each item of a tuple, else one.
 
     Args:
         hint: the annotation of what the task returns, which decides as a parameter's does (see `describe`).
@@ -222,7 +222,7 @@ def _write_json(value: Any) -> Any:
 
 
 def _suits(type_name: str, value: Any) -> bool:
-    """Whether a value may take the type that an annotation suggests, nothing lost."""
+    """Return whether the value can be sent under the type of its annotation without loss."""
     if type_name == "float64":
         return type(value) is int and abs(value) <= 2**53
     if not isinstance(value, (list, tuple)):
@@ -237,7 +237,7 @@ def _suits(type_name: str, value: Any) -> bool:
 
 
 def _wanted(hint: Any) -> tuple[str, bool]:
-    """The type name that an annotation asks for (or ""), and whether it does so in so many words."""
+    """Return the type name that an annotation asks for (or ""), and whether it names that type itself."""
     try:
         return _wanted_cached(hint)
     except TypeError:  # not hashable
@@ -273,7 +273,7 @@ def _without_none(hint: Any) -> Any:
 
 
 def _read_json(value: Any) -> Any:
-    """A copy: what the function changes in its arguments must not reach the retry, the hooks and the callbacks."""
+    """Return a copy: changes that the function makes must not reach retries, hooks and callbacks."""
     if type(value) is not list and type(value) is not dict:
         return value
     try:
@@ -371,7 +371,7 @@ def checker(annotation: Any) -> Callable[[Any], Any] | None:
 
 
 def wire_type(annotation: Any) -> str:
-    """The type name whose values suit the annotation without a look; "" if there is none."""
+    """Return the type name whose values fit the annotation without a check; "" if there is none."""
     if typing.get_origin(annotation) is typing.Annotated:
         return wire_type(annotation.__origin__)
     hint = _without_none(annotation)
@@ -386,7 +386,7 @@ _WIRE_TYPES: dict[type, str] = {int: "int64", str: "string", bool: "bool"}
 
 
 def _fits(annotation: Any) -> Callable[[Any], bool] | None:
-    """Whether a value is what a plain annotation says; None: whatever it is."""
+    """Return a function that tests a value against a plain annotation; None: any value fits."""
     origin, items = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in (typing.Union, types.UnionType):
         parts = [_fits(item) for item in items]
@@ -428,7 +428,7 @@ def _is_plain(annotation: Any) -> bool:
 
 
 def _convert_model(kind: type, value: Any) -> Any:
-    """Types that msgspec does not know: models that validate themselves, and what already is what it should be."""
+    """Convert to a type that msgspec does not know: a model validates itself, an instance is kept."""
     validate = getattr(kind, "model_validate", None)
     if callable(validate):
         return validate(value)

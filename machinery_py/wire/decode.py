@@ -40,7 +40,7 @@ class ReceivedArg(
     forbid_unknown_fields=True,
     rename={"name": "Name", "type": "Type", "value": "Value"},
 ):
-    """An Arg off the wire. It is handed on as it is, as Go does; an Arg made here is checked when it is encoded."""
+    """An Arg that was received. It is passed on unchecked, as Go does."""
 
     name: str = ""
     type: str = ""
@@ -115,7 +115,7 @@ _NO_CALLBACKS = _PLAIN_END[_PLAIN_END.index(b',"OnSuccess"') :]
 
 
 def decode_signature(body: bytes) -> Signature[Any]:
-    """The signature in a message. Nested ones stay bytes until they are looked at, which may raise DecodeError too.
+    """Return the signature in a message. Nested ones are decoded (or refused) at first use.
 
     `null` gives a signature with an empty name, as in Go.
 
@@ -146,28 +146,14 @@ def decode_signature(body: bytes) -> Signature[Any]:
                     headers=head.Headers or {},
                 )
     elif body.endswith(_NO_CALLBACKS) and (len(body) <= _FLAT or not is_deep(body)):
-        try:
-            step = _decode_step(body[: -len(_NO_CALLBACKS)] + b"}")
-        except _SLOW:
-            pass
-        else:
-            if not (
-                (step.Args and is_text_needed(step.Args, body))
-                or _repeats_headers(body)
-                or _is_minus_zero(step.Priority, body)
-            ):
-                return Signature(
-                    **_head_fields(step, body),
-                    priority=step.Priority,
-                    immutable=step.Immutable,
-                    retry_count=step.RetryCount,
-                    retry_timeout=step.RetryTimeout,
-                )
+        fields = _step_fields(body[: -len(_NO_CALLBACKS)], body)
+        if fields is not None:
+            return Signature(**fields)
     return _with_callbacks(body, _decode_one)
 
 
 def decode_exact(body: bytes) -> Signature[Any]:
-    """The same, with each number in Args as a Number that knows its text: for error texts that quote it as Go does."""
+    """Return it with each number in Args as a Number, whose text Go quotes in errors."""
     return _with_callbacks(body, lambda raw: _decode_leniently(raw, exact=True))
 
 
@@ -192,7 +178,7 @@ def _with_callbacks(
 
 
 def _decode_one(body: bytes) -> tuple[dict[str, Any], bytes]:
-    """The fields of one signature, and the bytes of its ChordCallback."""
+    """Return the fields of one signature, and the bytes of its ChordCallback."""
     chain = _decode_long_chain(body)
     if chain is not None:
         return chain
@@ -215,12 +201,8 @@ def _decode_one(body: bytes) -> tuple[dict[str, Any], bytes]:
         or _is_minus_zero(message.Priority, body)
     ):
         return _decode_leniently(body)
-    fields = _head_fields(message, body)
+    fields = _fields_of(message, body)
     fields |= {
-        "priority": message.Priority,
-        "immutable": message.Immutable,
-        "retry_count": message.RetryCount,
-        "retry_timeout": message.RetryTimeout,
         "on_success": _lazy(success),
         "on_error": _lazy(error),
         "broker_message_group_id": message.BrokerMessageGroupId,
@@ -240,7 +222,7 @@ _NEXT_SIGNATURE = b'},{"UUID":'  # behind another one in the same list; inside o
 
 
 def _decode_long_chain(body: bytes) -> tuple[dict[str, Any], bytes] | None:
-    """One step of a long chain, if it stands there exactly as Go and this library write it.
+    """Return one step of a long chain, if it is written exactly as Go and this library write it.
 
     With every other key in its place before and behind it, what is left in the middle is OnSuccess and nothing else.
     """
@@ -249,22 +231,9 @@ def _decode_long_chain(body: bytes) -> tuple[dict[str, Any], bytes] | None:
     start = body.find(_CHAIN_START + b"[")
     if start < 0 or is_deep(body[:start]):
         return None
-    try:
-        step = _decode_step(body[:start] + b"}")
-    except _SLOW:
+    fields = _step_fields(body[:start], body)
+    if fields is None:
         return None
-    head = body[:start]
-    if (
-        (step.Args and is_text_needed(step.Args, head))
-        or _repeats_headers(head)
-        or _is_minus_zero(step.Priority, head)
-    ):
-        return None
-    fields = _head_fields(step, body)
-    fields["priority"] = step.Priority
-    fields["immutable"] = step.Immutable
-    fields["retry_count"] = step.RetryCount
-    fields["retry_timeout"] = step.RetryTimeout
     fields["on_success"] = Lazy(body[start + len(_CHAIN_START) : -len(_CHAIN_END)], decode_list)
     return fields, b""
 
@@ -283,7 +252,22 @@ def _decode_leniently(body: bytes, *, exact: bool = False) -> tuple[dict[str, An
     return fields, callback
 
 
-def _head_fields(message: _Head | _Message, body: bytes) -> dict[str, Any]:
+def _step_fields(head: bytes, body: bytes) -> dict[str, Any] | None:
+    """Return the fields before the callbacks; None if only the lenient reader gets them right."""
+    try:
+        step = _decode_step(head + b"}")
+    except _SLOW:
+        return None
+    if (
+        (step.Args and is_text_needed(step.Args, head))
+        or _repeats_headers(head)
+        or _is_minus_zero(step.Priority, head)
+    ):
+        return None
+    return _fields_of(step, body)
+
+
+def _fields_of(message: _Step | _Message, body: bytes) -> dict[str, Any]:
     return {
         "name": message.Name,
         "args": tuple(message.Args) if message.Args else (),
@@ -293,6 +277,10 @@ def _head_fields(message: _Head | _Message, body: bytes) -> dict[str, Any]:
         "group_uuid": message.GroupUUID,
         "group_task_count": message.GroupTaskCount,
         "headers": message.Headers or {},
+        "priority": message.Priority,
+        "immutable": message.Immutable,
+        "retry_count": message.RetryCount,
+        "retry_timeout": message.RetryTimeout,
     }
 
 
@@ -301,7 +289,7 @@ def _lazy(raw: bytes) -> Sequence[Signature[Any]]:
 
 
 def decode_list(raw: bytes) -> tuple[Signature[Any], ...]:
-    """The signatures in a JSON list. A null in it kills a Go worker; for us it is nothing to call.
+    """Return the signatures in a JSON list, without nulls (which kill a Go worker).
 
     Raises:
         DecodeError: one of them is none.
@@ -348,12 +336,12 @@ def _eta(text: str, body: bytes) -> dt.datetime:
 
 
 def _is_minus_zero(priority: int, body: bytes) -> bool:
-    """Whether it may be -0, which Go refuses."""
+    """Return whether the priority may be written -0, which Go refuses."""
     return priority == 0 and b"-0" in body and _MINUS_PRIORITY.search(body) is not None
 
 
 def _repeats_headers(body: bytes, *nested: bytes) -> bool:
-    """Whether Headers may stand there twice; Go merges them."""
+    """Return whether the key Headers may be there twice; Go merges the two."""
     count = body.count(b'"Headers"')
     return count > 1 and count - sum(raw.count(b'"Headers"') for raw in nested) > 1
 
@@ -377,7 +365,7 @@ _MINUS_ZERO = re.compile(rb"-0[,\]}\s]")
 
 
 def is_text_needed(args: Sequence[Arg], body: bytes) -> bool:
-    """Whether a number must be read by its text, which msgspec forgets.
+    """Return whether a number must be read from its text, which msgspec drops.
 
     A -0 is a float, and no unsigned number; and of a number where a list of unsigned ones belongs Go takes the characters.
     """

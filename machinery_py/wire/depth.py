@@ -24,7 +24,7 @@ _SHORT = (
 
 
 def is_deep(body: bytes, around: int = AROUND_ARGS) -> bool:
-    """Whether a value in there may have more than MAX_DEPTH levels, with so many others around it.
+    """Return whether a value inside, below `around` levels, may have more than MAX_DEPTH levels.
 
     Exact for what is JSON; for other bytes, up to the first that is not: no decoder comes further.
     """
@@ -48,12 +48,12 @@ def is_deep(body: bytes, around: int = AROUND_ARGS) -> bool:
 
 
 def levels(body: bytes) -> int:
-    """How many brackets are open at the deepest place."""
+    """Return how many brackets are open at the deepest place."""
     return _deepest(_brackets(body))
 
 
 def _brackets(body: bytes) -> bytes:
-    """The brackets that stand outside of strings."""
+    """Return the brackets outside of strings."""
     if b"\\" in body:
         body = body.replace(b"\\\\", b"").replace(b'\\"', b"")
     marks = body.translate(None, _NO_MARKS)

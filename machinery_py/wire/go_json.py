@@ -30,7 +30,7 @@ Member = Callable[
 
 
 def fold(key: str) -> str:
-    """The key as Go compares it: case does not matter, and the long s is an s."""
+    """Return the key as Go compares it: in any case, and with the long s as an s."""
     return key.lower().replace("\u017f", "s")
 
 
@@ -95,7 +95,7 @@ class GoJsonReader:
         return match.end() if match else at
 
     def value(self, at: int) -> tuple[Any, int]:
-        """The JSON value that begins there, and where it ends."""
+        """Return the JSON value that begins there, and where it ends."""
         if self._is_deep and self.text.startswith(("{", "["), at):
             self._end_of_brackets(at, MAX_DEPTH)
         try:
@@ -143,7 +143,7 @@ class GoJsonReader:
             at = skip(at + 1)
 
     def raw(self, at: int) -> tuple[bytes, int]:
-        """The bytes of the value that begins there, however deep it is nested.
+        """Return the bytes of the value that begins there, however deeply nested, and where it ends.
 
         The grammar of what is nested too deep for a decoder to descend is checked later, level by level.
         """
@@ -240,7 +240,7 @@ def read_strings(reader: GoJsonReader, at: int, before: Any) -> tuple[Any, int]:
 
 
 def read_args(reader: GoJsonReader, at: int, before: Any) -> tuple[Any, int]:
-    """Args or results, as (name, type, value). Go decodes a repeated list into the items of the earlier one."""
+    """Read args or results as (name, type, value). Go merges a repeated list into the earlier one."""
     if reader.text.startswith("null", at):
         return (), at + 4
     if not reader.text.startswith("[", at):
@@ -270,7 +270,7 @@ def _any(reader: GoJsonReader, at: int, before: Any) -> tuple[Any, int]:
 
 
 def read_headers(reader: GoJsonReader, at: int, before: Any) -> tuple[Any, int]:
-    """Strings, and the raw JSON of what is none: so it is told from what a user sets, and handed on unchanged."""
+    """Read headers: strings, and other values as raw JSON, which is passed on unchanged."""
     if reader.text.startswith("null", at):
         return {}, at + 4
     if not reader.text.startswith("{", at):
@@ -379,7 +379,7 @@ def read_members(
 def read_record(
     body: bytes, table: dict[str, tuple[str, Field]], what: str, *, exact: bool = False
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The fields that the first JSON value of the bytes sets, and its unknown keys.
+    """Return the fields that the first JSON value of the bytes sets, and its unknown keys.
 
     Raises:
         DecodeError: Go would not read it.

@@ -53,7 +53,7 @@ encode = msgspec.json.Encoder(enc_hook=_write_number).encode
 
 
 class _Written(msgspec.Struct, gc=False):
-    """_Message for the encoder: nested signatures are put in afterwards."""
+    """A message for the encoder; nested signatures are inserted afterwards."""
 
     UUID: str
     Name: str
@@ -81,7 +81,7 @@ _NESTED = b'"OnSuccess":null,"OnError":null,"ChordCallback":null'
 
 
 def encode_signature(signature: Signature[Any]) -> bytes:
-    """The message, as Go would write it: all keys, in Go's order.
+    """Return the message as Go would write it: all keys, in Go's order.
 
     Nested signatures that came off the wire are copied as bytes, however many there are.
 
@@ -147,7 +147,7 @@ def _encode_one(signature: Signature[Any]) -> bytes:
 
 
 def _encode_nested(signature: Signature[Any]) -> bytes:
-    """Piece by piece and not by descending: a chain of 5,000 steps is one inside of the other."""
+    """Encode without recursion: the steps of a chain are nested, up to 5,000 levels."""
     pieces: list[bytes] = []
     deepest = 0
     todo: list[tuple[bytes | Signature[Any], int]] = [(signature, 1)]  # the last one is next
@@ -203,7 +203,7 @@ _NULL = re.compile(rb'null(?<!":null)')
 
 
 def _without_nulls(nested: Lazy) -> Sequence[Signature[Any]] | None:
-    """The signatures to write anew, because a null is among them, which kills a Go worker; None if there is none."""
+    """Return the signatures if a null is among them, which kills a Go worker; else None."""
     if not _NULL.search(nested.raw) or is_deep(nested.raw):
         return None  # too deep to be sure; Go hands it on as well
     try:
@@ -257,7 +257,7 @@ def _with_extra(body: bytes, signature: Signature[Any]) -> bytes:
 
 
 def checked_value(arg: Arg) -> Any:
-    """The value of an Arg, ready for the encoder.
+    """Return the value of an Arg, ready for the encoder.
 
     Raises:
         ArgumentError: it is not of its type, or no value of any type.
@@ -277,7 +277,7 @@ def checked_value(arg: Arg) -> Any:
 
 
 def write_args(args: Sequence[Arg], owner: str, what: str = "argument") -> list[WrittenArg]:
-    """Args for the encoder.
+    """Return the args as records for the encoder.
 
     Raises:
         ArgumentError: one cannot be sent; names the owner and the argument.
@@ -292,7 +292,7 @@ def write_args(args: Sequence[Arg], owner: str, what: str = "argument") -> list[
 
 
 def write_results(results: Sequence[Arg], owner: str) -> list[WrittenResult]:
-    """Results for the encoder, as `write_args`."""
+    """Return the results as records for the encoder. Raises as `write_args`."""
     written = []
     for result in results:
         try:
@@ -328,7 +328,7 @@ def explain(args: Sequence[Arg], owner: str, what: str, error: Exception) -> Arg
 
 
 def format_time(moment: dt.datetime) -> str:
-    """The moment in UTC, with the digits of the fraction that it needs: `2026-01-02T03:04:05.12Z`.
+    """Return the moment in UTC, with as many digits as it needs: `2026-01-02T03:04:05.12Z`.
 
     Raises:
         ArgumentError: it has no time zone.

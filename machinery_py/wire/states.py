@@ -87,7 +87,7 @@ def _moment(text: str) -> dt.datetime:
 
 
 def encode_state(state: TaskState) -> bytes:
-    """The state as Go writes it, with Go's seven fields.
+    """Return the state as Go writes it, with Go's seven fields.
 
     Raises:
         ArgumentError: a result cannot be sent.
@@ -111,7 +111,7 @@ def encode_state(state: TaskState) -> bytes:
 
 
 def decode_state(body: bytes) -> TaskState:
-    """The state in these bytes, as any Go or Python program may have written it.
+    """Return the state in these bytes, which any Go or Python program may have written.
 
     Raises:
         DecodeError: Go would not read it, or its state is none of the six.
@@ -149,7 +149,7 @@ def _decode_state_leniently(body: bytes) -> TaskState:
 
 
 def printable_state(state: TaskState) -> TaskState:
-    """The state with each text that has no UTF-8 written out (a surrogate becomes `\\ud800`)."""
+    """Return the state with surrogates, which UTF-8 cannot encode, written out (as `\\ud800`)."""
     texts = {name: printable(getattr(state, name)) for name in _TEXTS}
     return msgspec.structs.replace(state, **texts)
 
@@ -183,12 +183,12 @@ def _declared(field: msgspec.structs.FieldInfo) -> Any:
 
 
 def extra_of(record: object) -> dict[str, Any]:
-    """The fields of EXTRA and their values, of a TaskState or a record made by `extra_fields`."""
+    """Return the fields of EXTRA in a TaskState, or in a record made by `extra_fields`."""
     return dict(zip(EXTRA_NAMES, _extra_values(record), strict=True))
 
 
 def encode_group(group: GroupMeta) -> bytes:
-    """The group as Go writes it."""
+    """Return the group as Go writes it."""
     created_at = format_time(group.created_at)
     written = _GroupDocument(
         group.group_uuid,
@@ -205,7 +205,7 @@ def encode_group(group: GroupMeta) -> bytes:
 
 
 def decode_group(body: bytes) -> GroupMeta:
-    """The group in these bytes.
+    """Return the group in these bytes.
 
     Raises:
         DecodeError: Go would not read it.
@@ -233,7 +233,7 @@ def _decode_group_leniently(body: bytes) -> GroupMeta:
 
 
 def encode_results(results: Sequence[Arg]) -> bytes:
-    """Results alone, as the list that a state has of them.
+    """Return the results alone, as a list like that in a state.
 
     Raises:
         ArgumentError: a result cannot be sent.
@@ -245,7 +245,7 @@ def encode_results(results: Sequence[Arg]) -> bytes:
 
 
 def decode_results(body: bytes) -> tuple[Arg, ...]:
-    """Read what `encode_results` wrote; none for null.
+    """Return the results that `encode_results` wrote; none for null.
 
     Raises:
         DecodeError: it is no list of results.

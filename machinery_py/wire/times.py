@@ -17,7 +17,7 @@ _RFC3339 = re.compile(
 
 
 def parse_time(text: str) -> dt.datetime:
-    """The moment, in UTC, cut to microseconds; what Python cannot hold becomes the nearest moment that it can.
+    """Return the moment in UTC, cut to microseconds; outside of Python's range the nearest one inside.
 
     Raises:
         DecodeError: Go would not read it.

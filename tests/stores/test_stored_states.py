@@ -140,7 +140,7 @@ def _read_sqlite(_: object) -> TaskState:
 
 READ: dict[str, Callable[[Any], TaskState | None]] = {
     "redis": _read_redis,
-    "memcached": lambda body: memcached.decode_record("task_1", body, 1).state,
+    "memcached": lambda body: memcached.decode_record("task_1", body).state,
     "rabbitmq": lambda body: rabbitmq.decode_record("task_1", [body]).state,
     "mongodb": lambda document: mongodb.state_of({"_id": "task_1", **document}),
     "sqlite": _read_sqlite,

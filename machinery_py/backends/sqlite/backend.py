@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import datetime as dt
 import sqlite3
+import time
 from collections.abc import Iterable, Sequence
 
 from machinery_py.backends.base import (
@@ -21,7 +22,7 @@ from machinery_py.backends.base import (
     Records,
     Verdict,
 )
-from machinery_py.backends.sqlite.listener import SQLiteListener
+from machinery_py.backends.polling import PollingListener
 from machinery_py.backends.sqlite.rows import (
     ALL,
     LOAD,
@@ -39,9 +40,10 @@ from machinery_py.backends.sqlite.rows import (
 from machinery_py.backends.transactional import Row, TransactionalBackend
 from machinery_py.clock import micros, moment_of
 from machinery_py.connections.sqlite.database import SQLiteDriver, Transaction
-from machinery_py.connections.sqlite.rows import Rows, as_json, insert_rows, printable
+from machinery_py.connections.sqlite.rows import Rows, as_json, insert_rows
 from machinery_py.errors import BackendUnavailable
 from machinery_py.tasks.states import Arrival, GroupMeta, State, TaskState
+from machinery_py.texts import printable
 
 EXPIRE_IN = 3600.0  # seconds that a finished task is kept
 CHORD_LIFE = 7 * 86400.0  # seconds without an arrival until a chord is taken for broken
@@ -100,6 +102,13 @@ SELECT uuid FROM groups AS g INDEXED BY groups_expiring WHERE expires_at <= ?1 A
 
 _RECORDS_VERSION = """
 SELECT coalesce((SELECT seq FROM sqlite_sequence WHERE name = 'records'), 0) || '-' || (SELECT count(*) FROM records)
+"""
+
+REST = 4.0  # a listener that watches many sleeps this much longer than its last look took
+
+# In: UUIDs (JSON). Out: those that are finished.
+_FINISHED = """
+SELECT uuid FROM tasks WHERE uuid IN (SELECT value FROM json_each(?)) AND state IN ('SUCCESS', 'FAILURE')
 """
 
 _LISTED = (
@@ -428,6 +437,43 @@ class SQLiteBackend(TransactionalBackend):
 
     def close(self) -> None:
         pass  # the driver belongs to whoever made it
+
+
+class SQLiteListener(PollingListener):
+    """A notifier, and the tasks that are waited for."""
+
+    def __init__(self, driver: SQLiteDriver) -> None:
+        super().__init__(self._ask, at_once=READ)
+        self._driver = driver
+        self._wakeup = driver.notifier("r")
+
+    def wait(self, timeout: float) -> None:
+        deadline = time.monotonic() + timeout
+        with self._wakeup:
+            while True:
+                started = time.monotonic()
+                if self.look():
+                    return
+                now = time.monotonic()
+                # A listener with thousands of tasks would look without end while others finish tasks.
+                rested = now + REST * (now - started) if len(self._watched) > READ else now
+                while True:
+                    now = time.monotonic()
+                    if now >= deadline or self._wakeup.wait(deadline - now):
+                        return
+                    if time.monotonic() >= rested:
+                        break
+
+    def _ask(self, uuids: Sequence[str]) -> Iterable[str]:
+        with self._driver.reading() as connection:
+            rows = connection.execute(_FINISHED, (as_json(uuids),)).fetchall()
+        return [uuid for (uuid,) in rows]
+
+    def wake(self) -> None:
+        self._wakeup.wake()
+
+    def close(self) -> None:
+        self._wakeup.close()
 
 
 def _delete_groups(connection: sqlite3.Connection, uuids: Sequence[str]) -> None:

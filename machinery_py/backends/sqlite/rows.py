@@ -13,8 +13,8 @@ import msgspec
 
 from machinery_py.backends.transactional import Row
 from machinery_py.clock import micros, moment_of
-from machinery_py.connections.sqlite.rows import printable
 from machinery_py.tasks.states import State, TaskState
+from machinery_py.texts import printable
 from machinery_py.wire.states import EXTRA_MOMENTS, decode_results, encode_results
 
 _BLOBS = ("results", "message")
@@ -63,7 +63,7 @@ _values: Callable[[TaskState], tuple[Any, ...]] = attrgetter(*_NAMES)
 
 
 def record_of(uuid: str, row: Row, changed_at: int, expires_at: int) -> tuple[object, ...]:
-    """In the order of SAVE."""
+    """Return the values of a row, in the order of SAVE."""
     state = row.state or _NOTHING
     cells = [*_values(state)]
     cells[0] = uuid
@@ -90,7 +90,7 @@ def record_of(uuid: str, row: Row, changed_at: int, expires_at: int) -> tuple[ob
 def state_of(
     cells: list[Any], results: bytes | None = None, message: bytes | None = None
 ) -> TaskState:
-    """The state in the values of COLUMNS; they are changed. What comes behind them is ignored."""
+    """Return the state in the values of COLUMNS, which are changed; further values are ignored."""
     cells[STATE] = _STATES[cells[STATE] or ""]
     cells[_CREATED_AT] = moment_of(cells[_CREATED_AT])
     for place in _MOMENTS:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import sqlite3
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
@@ -31,7 +32,8 @@ from machinery_py.clock import micros, moment_of
 from machinery_py.connections import session_files
 from machinery_py.connections.session_files import SessionState
 from machinery_py.connections.sqlite.database import SQLiteDriver
-from machinery_py.connections.sqlite.rows import as_json, insert_rows, printable
+from machinery_py.connections.sqlite.rows import as_json, insert_rows
+from machinery_py.texts import printable
 
 LEASE = 10.0  # seconds without a beat until a consumer whose life cannot be seen is given up
 LOOK = 0.5  # seconds between two looks for dead consumers
@@ -56,7 +58,8 @@ ORDER BY name
 
 _FORGET = "DELETE FROM tokens WHERE token IN (SELECT token FROM tokens WHERE used_at < ? LIMIT ?)"
 _NEXT_DUE = "SELECT min(due_at) FROM messages INDEXED BY messages_delayed WHERE status = 1"
-_DEAD = "SELECT id, uuid, name, queue, body, reason, error, strikes, died_at FROM dead"
+_LETTER = ("id", "uuid", "name", "queue", "body", "reason", "error", "strikes", "died_at")
+_DEAD = f"SELECT {', '.join(_LETTER)} FROM dead"
 _SESSIONS = "SELECT id, key, pid, place, beat_at, worker, host, queues, started_at FROM sessions"
 
 _names = msgspec.json.Decoder(tuple[str, ...]).decode
@@ -136,7 +139,7 @@ class SQLiteBroker(Broker):
         return min(interval, max(0.0, (due - self.driver.now()) / 1e6))
 
     def _promote_due(self) -> int | None:
-        """Delayed messages that are due go to their queues; returns the moment at which the next one is."""
+        """Move delayed messages that are due to their queues; return when the next one is due."""
         with self.driver.reading() as connection:
             due: int | None = connection.execute(_NEXT_DUE).fetchone()[0]
         now = self.driver.now()
@@ -149,7 +152,7 @@ class SQLiteBroker(Broker):
         return due
 
     def reap(self) -> int:
-        """Give back what dead consumers held; how many they were. Done by `tend`; worth a call when a child died."""
+        """Give back what dead consumers held; return how many were dead. `tend` does it too."""
         with self.driver.reading() as connection:
             rows = connection.execute(_SESSIONS).fetchall()
         dead = [
@@ -191,7 +194,7 @@ class SQLiteBroker(Broker):
         return False
 
     def _sweep(self) -> bool:
-        """Forget old tokens and files; True if there are more tokens."""
+        """Delete old tokens and files; return True if there are more tokens."""
         before = self.driver.now() - int(TOKEN_LIFE * 1e6)
         with self.driver.reading() as connection:
             old = connection.execute(
@@ -307,7 +310,7 @@ class SQLiteBroker(Broker):
             rows = connection.execute(
                 f"{_DEAD} {where} ORDER BY id DESC LIMIT ?", parameters
             ).fetchall()
-        return [_letter(*row) for row in rows]
+        return [_letter(row) for row in rows]
 
     def bury(self, message: Message, *, queue: str, reason: str, error: str) -> None:
         row = (
@@ -335,7 +338,7 @@ class SQLiteBroker(Broker):
             connection.execute(
                 "DELETE FROM dead WHERE id IN (SELECT value FROM json_each(?))", (wanted,)
             )
-        letters = {str(row[0]): _letter(*row) for row in rows}
+        letters = {str(row[0]): _letter(row) for row in rows}
         return [letters[id] for id in dict.fromkeys(ids) if id in letters]
 
     def close(self) -> None:
@@ -358,25 +361,6 @@ def _row(message: Message, now: int) -> tuple[object, ...]:
     )
 
 
-def _letter(
-    number: int,
-    uuid: str,
-    name: str,
-    queue: str,
-    body: bytes,
-    reason: str,
-    error: str,
-    strikes: int,
-    died_at: int,
-) -> DeadLetter:
-    return DeadLetter(
-        id=str(number),
-        uuid=uuid,
-        name=name,
-        queue=queue,
-        body=body,
-        reason=reason,
-        error=error,
-        strikes=strikes,
-        died_at=moment_of(died_at),
-    )
+def _letter(row: Sequence[Any]) -> DeadLetter:
+    fields = dict(zip(_LETTER, row, strict=True))
+    return DeadLetter(**fields | {"id": str(fields["id"]), "died_at": moment_of(fields["died_at"])})

@@ -23,8 +23,9 @@ from machinery_py.brokers.liveness import place
 from machinery_py.clock import micros, moment_of
 from machinery_py.connections.session_files import SessionFile
 from machinery_py.connections.sqlite.database import SQLiteDriver
-from machinery_py.connections.sqlite.rows import as_json, printable
+from machinery_py.connections.sqlite.rows import as_json
 from machinery_py.errors import MachineryError
+from machinery_py.texts import printable
 
 BIG = 65536  # bytes
 BEATS = 8  # a beat is written down this often in a lease
@@ -175,7 +176,7 @@ class SQLiteConsumer(Consumer):
         return []
 
     def _look(self) -> tuple[bool, float]:
-        """Whether there may be something to claim, and the seconds until there is, as far as that is known."""
+        """Return whether something may be claimed, and the seconds until the next message is due."""
         with self._driver.reading() as connection:
             waiting, due_at = connection.execute(_PEEK, (self._json,)).fetchone()
         due_in = math.inf if due_at is None else (due_at - self._driver.now()) / 1e6
@@ -273,7 +274,7 @@ class SQLiteConsumer(Consumer):
     def _ours(
         self, connection: sqlite3.Connection, deliveries: Iterable[Delivery]
     ) -> dict[int, int]:
-        """id → fence of those that this session holds. A receipt of an earlier session has that one's number in it."""
+        """Return id → fence of those that this session holds; receipts name their session."""
         mine = f".{self._number}"
         ids = [_id(delivery) for delivery in deliveries if delivery.receipt.endswith(mine)]
         return (
@@ -343,7 +344,7 @@ class SQLiteConsumer(Consumer):
         self._file.end()
 
     def abandon(self) -> None:
-        """Let go of the proof of life and of nothing else, as a process does that dies."""
+        """Release the lock that proves this consumer alive and nothing else, as a dying process does."""
         self._file.abandon()
 
     def __del__(self) -> None:
@@ -353,7 +354,7 @@ class SQLiteConsumer(Consumer):
 
 
 def _big_body(connection: sqlite3.Connection, id: int) -> bytes | None:
-    """None if we were given up in the meantime, and another consumer is through with it."""
+    """Return the body; None if we were given up meanwhile and another consumer has finished it."""
     row = connection.execute("SELECT body FROM messages WHERE id = ?", (id,)).fetchone()
     return bytes(row[0]) if row else None
 

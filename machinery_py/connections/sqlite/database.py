@@ -1,8 +1,8 @@
 """One SQLite file, shared by broker, backend and lock: its connections, transactions, notifiers and checks.
 
     <file>, <file>-wal, <file>-shm    the database, mode 0600; tables in schema.py
-    <file>-bells/                     who sleeps (wakeup.py)
-    <file>-sessions/                  who lives (connections/session_files.py)
+    <file>-bells/                     named pipes of waiting threads (wakeup.py)
+    <file>-sessions/                  locks that prove who lives (connections/session_files.py)
 
 Each process has one connection that writes, under one lock, and others that read and never wait for it. A transaction
 is `BEGIN IMMEDIATE`, so that it never fails for being late. What the outside is told about is committed with fsync;
@@ -64,11 +64,11 @@ class SQLiteDriver:
         self._handles = Handles()
 
     def now(self) -> int:
-        """The moment by the clock, as the file keeps it."""
+        """Return the time by the clock in microseconds, as the file stores it."""
         return micros(self.clock.now())
 
     def transaction(self, unavailable: Unavailable = BrokerUnavailable) -> Transaction:
-        """`with … as connection:` all of it happens, or nothing; a thread that is inside may enter again.
+        """Return a transaction for `with … as connection:`; a thread that is inside may enter again.
 
         Raises:
             BrokerUnavailable (or `unavailable`): others kept the file busy; nothing was done.
@@ -78,15 +78,15 @@ class SQLiteDriver:
         return Transaction(self, True, unavailable)
 
     def claiming(self) -> Transaction:
-        """A transaction that a power cut may undo. Inside of another one it is part of that."""
+        """Return a transaction that a power cut may undo. Inside another one it is part of that."""
         return Transaction(self, False, BrokerUnavailable)
 
     def reading(self) -> Reading:
-        """`with … as connection:` for SELECT. It waits for nobody; inside a transaction it sees that one's changes."""
+        """Return a connection for SELECT, for `with`. It waits for no writer, and sees our own transaction."""
         return Reading(self)
 
     def notify(self, kind: wakeup.Kind) -> None:
-        """Wake all sleepers of this kind, in all processes, once what is being done is committed."""
+        """Wake all threads that wait for this kind, in all processes, once the transaction is committed."""
         handles = self.here()
         if handles.depth and handles.owner == threading.get_ident():
             handles.kinds.add(kind)
@@ -114,12 +114,12 @@ class SQLiteDriver:
     def close(self) -> None:
         """Close all connections; the next use opens them again. May be called twice."""
         handles = self.here()
-        with handles.lock, handles.gate:
+        with handles.lock, handles.readers_lock:
             handles.lost = ""
             handles.close()
 
     def here(self) -> Handles:
-        """The handles of this process; a forked child starts with none."""
+        """Return the handles of this process; a forked child starts with none."""
         handles = self._handles
         if handles.pid != os.getpid():
             handles.keep_for_ever()
@@ -247,7 +247,7 @@ class SQLiteDriver:
         return connection
 
     def borrow(self) -> tuple[Handles, sqlite3.Connection]:
-        """A reading connection, to be handed to `give_back`."""
+        """Return a reading connection, which the caller gives to `give_back`."""
         handles = self.here()
         if handles.writer is not None:
             self._check(handles)

@@ -32,7 +32,7 @@ _TEXTS = {
 
 
 class FileUnusable(StoreUnusable, PublishRefused):
-    """The file cannot be worked with; what was to be written was not."""
+    """The file cannot be used; nothing was written."""
 
 
 class CommitUnknown(StoreUnusable, PublishUnknown):
@@ -40,7 +40,7 @@ class CommitUnknown(StoreUnusable, PublishUnknown):
 
 
 def code_of(error: sqlite3.Error) -> int:
-    """The primary result code, 0 if the error is not SQLite's own."""
+    """Return the primary result code, 0 if the error is not SQLite's own."""
     return int(getattr(error, "sqlite_errorcode", 0)) & 0xFF
 
 
@@ -67,7 +67,7 @@ def translate(
     unavailable: Unavailable = BrokerUnavailable,
     committing: bool = False,
 ) -> MachineryError:
-    """Our error for SQLite's. `committing`: it was met by COMMIT itself."""
+    """Return our error for one of SQLite. `committing`: COMMIT itself raised it."""
     code = code_of(error)
     if code in (_BUSY, _LOCKED):
         return busy(path, seconds, unavailable)
@@ -80,7 +80,7 @@ def translate(
 
 
 def refuse_open(error: OSError, path: str) -> FileUnusable:
-    """Why a file could not be made."""
+    """Return the error that says why a file could not be created."""
     folder = os.path.dirname(path)
     if error.errno == errno.ENOENT:
         return unusable(path, f"folder {folder!r} does not exist (create it, or name another file)")

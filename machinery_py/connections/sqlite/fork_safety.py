@@ -28,14 +28,14 @@ from machinery_py.connections.forks import FORK_PATIENCE, at_fork
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Handles:
-    """`lock` guards all but the readers; `gate` those, and may be taken inside of `lock`.
+    """`lock` guards all but the readers; `readers_lock` guards those, and may be taken inside of `lock`.
 
     Attributes:
         identity: device and inode of the file that was opened.
         durable: whether the writer waits for the disk just now.
         depth, owner: how often, and by which thread, the transaction that is going on was entered.
         failure: what went wrong in an inner part of it.
-        kinds, hooks: what to ring and to call once it is committed.
+        kinds, hooks: whom to notify and what to call once it is committed.
         lost: why the file must not be used any more.
         lent: how many readers are in use. None is given out while `forking`.
     """
@@ -51,7 +51,9 @@ class Handles:
     kinds: set[str] = field(default_factory=set)
     hooks: list[Callable[[], object]] = field(default_factory=list)
     lost: str = ""
-    gate: threading.Condition = field(default_factory=lambda: threading.Condition(threading.Lock()))
+    readers_lock: threading.Condition = field(
+        default_factory=lambda: threading.Condition(threading.Lock())
+    )
     readers: list[sqlite3.Connection] = field(default_factory=list)
     lent: int = 0
     forking: bool = False
@@ -77,7 +79,7 @@ class Handles:
             _inherited.extend(connections)
 
     def close(self) -> None:
-        """Close all that is not in use. Called with the lock and the gate held."""
+        """Close all that is not in use. Called with the lock and the readers_lock held."""
         while self.readers:
             self.readers.pop().close()
         writer, self.writer = self.writer, None
@@ -85,46 +87,46 @@ class Handles:
             writer.close()
 
     def lend(self) -> sqlite3.Connection | None:
-        """A reader that is not in use, or None: then open one. Followed by `take_back`, in any case."""
-        with self.gate:
+        """Return an idle reader, or None: then the caller opens one. Followed by `take_back` in any case."""
+        with self.readers_lock:
             while self.forking:
-                self.gate.wait()
+                self.readers_lock.wait()
             self.lent += 1
             return self.readers.pop() if self.readers else None
 
     def take_back(self, reader: sqlite3.Connection | None) -> None:
-        """A reader is not in use any more; None: it was closed, or never opened."""
-        with self.gate:
+        """Take back a reader; None: it was closed, or never opened."""
+        with self.readers_lock:
             self.lent -= 1
             if reader is not None:
                 self.readers.append(reader)
             if self.forking:
-                self.gate.notify_all()
+                self.readers_lock.notify_all()
 
     def before_fork(self) -> None:
-        """Close everything, and let nobody open anything."""
-        with self.gate:
+        """Close all connections, and block new ones."""
+        with self.readers_lock:
             self.forking = True
-            self.gate.wait_for(lambda: not self.lent, FORK_PATIENCE)
+            self.readers_lock.wait_for(lambda: not self.lent, FORK_PATIENCE)
         self.lock.acquire()
         if not self.depth:  # else this very thread is in a transaction
-            with self.gate:
+            with self.readers_lock:
                 self.close()
 
     def after_fork(self) -> None:
-        """In the parent: go on."""
-        with self.gate:
+        """Let connections be opened again, in the parent."""
+        with self.readers_lock:
             self.forking = False
-            self.gate.notify_all()
+            self.readers_lock.notify_all()
         self.lock.release()
 
     def keep_for_ever(self) -> None:
-        """In a child: never close what was the parent's, not even as garbage; that could harm its file."""
+        """Keep the parent's connections in a child: closing them, even as garbage, could harm the file."""
         _inherited.append(self)
 
 
 class _ForkTurn:
-    """One fork at a time, and none while dropped connections are closed."""
+    """Lock of all forks: one at a time, and none while dropped connections are closed."""
 
     lock = threading.Lock()
     held: tuple[Handles, ...] = ()
@@ -136,7 +138,7 @@ _dropped: deque[sqlite3.Connection] = deque()
 
 
 def _close_dropped() -> None:
-    """Close them, unless somebody forks or closes just now, who does it afterwards."""
+    """Close dropped connections; a fork or close in progress does it when it ends."""
     while _dropped and _ForkTurn.lock.acquire(blocking=False):
         try:
             with contextlib.suppress(IndexError, sqlite3.Error):

@@ -51,7 +51,7 @@ _opening = ForkLock()  # between our creating a file and closing it, nobody of u
 
 
 def open_writer(path: str, *, synchronous: str, busy_timeout: float) -> sqlite3.Connection:
-    """A connection that writes; the file and its tables are made if there is no file.
+    """Return a connection that writes, after creating the file and its tables if there is none.
 
     Raises:
         StoreUnusable: the text says why.
@@ -84,7 +84,7 @@ def open_writer(path: str, *, synchronous: str, busy_timeout: float) -> sqlite3.
 
 
 def open_reader(path: str, *, busy_timeout: float) -> sqlite3.Connection:
-    """A connection that reads."""
+    """Return a connection that only reads."""
     connection = _connect(path, max(1.0, busy_timeout))
     try:
         connection.executescript(
@@ -118,7 +118,7 @@ def identity(path: str) -> tuple[int, int] | None:
 
 
 def _create(path: str) -> None:
-    """Make an empty file that is ours alone.
+    """Create an empty file with mode 0600.
 
     One that is there is not opened: closing it would drop the locks that SQLite has on it in this process.
     """
@@ -137,7 +137,7 @@ def _create(path: str) -> None:
 
 
 def _prepare(connection: sqlite3.Connection, path: str) -> bool:
-    """Set the connection, and make the tables if there are none. False: another process is at it just now."""
+    """Set the pragmas, and create the tables if there are none. False: another process holds the file."""
     try:
         mode = connection.execute("PRAGMA journal_mode = WAL").fetchone()[0]
         if mode != "wal":
@@ -172,14 +172,14 @@ def _prepare(connection: sqlite3.Connection, path: str) -> bool:
 
 
 def steps_from(version: int) -> list[str]:
-    """The statements that make the tables of a file of this version ours; 0 is an empty one."""
+    """Return the statements that upgrade a file of this version; 0 is an empty file."""
     if version == 0:
         return list(TABLES)
     return [statement for step in range(version, VERSION) for statement in UPGRADES[step]]
 
 
 def _version(connection: sqlite3.Connection, path: str) -> int:
-    """The version of the tables; 0 for an empty file."""
+    """Return the version of the tables; 0 for an empty file."""
     owner = connection.execute("PRAGMA application_id").fetchone()[0]
     version = connection.execute("PRAGMA user_version").fetchone()[0]
     if owner != APPLICATION_ID:
@@ -195,7 +195,7 @@ def _version(connection: sqlite3.Connection, path: str) -> int:
 
 
 def network_kind(path: str, mounts: str = "/proc/mounts") -> str:
-    """The type of the network file system that the path is on, or "". Linux only: elsewhere nobody is asked."""
+    """Return the type of the network file system that holds the path, or "". Linux only."""
     try:
         with open(mounts, encoding="utf-8", errors="surrogateescape") as lines:
             entries = [entry for line in lines if len(entry := line.split()) > 2]

@@ -15,19 +15,15 @@ from typing import Any
 import msgspec
 
 from machinery_py.clock import UTC
+from machinery_py.texts import printable
 
 _EPOCH = dt.datetime(1970, 1, 1, tzinfo=UTC)
 
 Rows = list[tuple[Any, ...]]
 
 
-def printable(text: str) -> str:
-    """The text with what has no UTF-8 written out: half a surrogate pair, as it stands in the names of odd files."""
-    return text.encode("utf-8", "backslashreplace").decode()
-
-
 def as_json(values: Sequence[str] | Sequence[int]) -> str:
-    """For `json_each(?)`: any number of ids in one parameter."""
+    """Return any number of ids as one parameter, for `json_each(?)`."""
     try:
         return msgspec.json.encode(values).decode()
     except UnicodeEncodeError:

@@ -27,7 +27,7 @@ from typing import Literal
 from machinery_py.connections import descriptors
 
 FALLBACK = 0.05  # seconds between two looks where there are no named pipes
-NAP = 1.0  # seconds after which a sleeper makes sure that its pipe still exists
+RECHECK = 1.0  # seconds after which a waiting thread makes sure that its pipe still exists
 STALE = 10.0  # seconds; a pipe that nobody has open may be one that is being made
 
 Kind = Literal["q", "r"]  # who sleeps: consumers of queues, or waiters for results
@@ -36,7 +36,7 @@ _numbers = itertools.count(1)
 
 
 def notify(folder: str, kinds: Collection[str]) -> None:
-    """Wake all sleepers of these kinds, in all processes."""
+    """Wake all threads that wait for these kinds, in all processes."""
     try:
         names = os.listdir(folder)
     except OSError:
@@ -69,7 +69,7 @@ def _remove_stale(path: str) -> None:
 
 
 class Notifier:
-    """A named pipe on which one thread sleeps. It exists inside `with notifier:`; `wake` may be called from any thread."""
+    """A named pipe on which one thread waits. It exists inside `with notifier:`. `wake` is thread-safe."""
 
     def __init__(self, folder: str, kind: Kind) -> None:
         self._folder = folder
@@ -131,12 +131,12 @@ class Notifier:
             os.close(pipe)
 
     def wait(self, timeout: float) -> bool:
-        """Sleep until `notify`, `wake` or `timeout`; True if it was `wake`.
+        """Wait until `notify`, `wake` or `timeout`; return True if it was `wake`.
 
         Called inside `with notifier:`. May return early: look, and wait again.
         """
         pipe = self._pipe
-        timeout = max(0.0, min(timeout, FALLBACK if pipe < 0 else NAP))
+        timeout = max(0.0, min(timeout, FALLBACK if pipe < 0 else RECHECK))
         if not _CAN_POLL:
             self._woken.wait(timeout)
             return self.woken()
@@ -155,7 +155,7 @@ class Notifier:
         return self.woken()
 
     def woken(self) -> bool:
-        """Whether `wake` was called since the last time this was asked."""
+        """Return whether `wake` was called since the last call of this method."""
         if not self._woken.is_set():
             return False
         self._woken.clear()
@@ -187,7 +187,7 @@ class Notifier:
         self.close()
 
     def after_fork(self) -> None:
-        """In a forked child: the parent's pipe is not ours, and must not look alive because of us."""
+        """Close the inherited end of the parent's pipe in a forked child, so that it does not look alive."""
         self._lock = threading.Lock()
         self._woken = threading.Event()
         pipe, self._pipe = self._pipe, -1

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from machinery_py.backends.base import SETTLED, Change
-from machinery_py.backends.sqlite.backend import BATCH, SQLiteBackend
-from machinery_py.backends.sqlite.listener import SQLiteListener
+from machinery_py.backends.sqlite.backend import BATCH, READ, SQLiteBackend
 from machinery_py.connections.sqlite.database import SQLiteDriver
 from machinery_py.tasks.signature import Arg
 from machinery_py.tasks.states import Arrival, State, TaskState
@@ -205,7 +204,7 @@ while uuid := heard():
 
 
 def test_who_watches_thousands_hears_of_each(backend: SQLiteBackend) -> None:
-    uuids = [f"t{number}" for number in range(SQLiteListener.READ * 3)]
+    uuids = [f"t{number}" for number in range(READ * 3)]
     listener = backend.listener()
     listener.watch(uuids)
 
